@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from ckptkit.checkpoint.load.choose import Loader, load_options
 from ckptkit.checkpoint.load.plan import LoadOptions
@@ -29,12 +29,17 @@ from ckptkit.checkpoint.save.staging import StagingBuffers, stand_ins
 from ckptkit.checkpoint.save.writer_process import WriterProcess
 from ckptkit.checkpoint.state.train_state import StateDictType, TrainState
 from ckptkit.errors import CkptkitError, SaveError, UsageError
-from ckptkit.formats.own.record import CommitRecord, checkpoint_name
+from ckptkit.formats.own.record import CommitRecord
 from ckptkit.storage.open import open_store
 from ckptkit.storage.retry import BACKGROUND_S, Patience, timeout_s
 from ckptkit.units import parse_duration, parse_size
 
+if TYPE_CHECKING:
+    from ckptkit.storage.store import Store
+
 __all__ = ["CheckpointManager", "SAVE_SIGNALS", "SignalWatch"]
+
+T = TypeVar("T")
 
 # Turns a signal on any rank into a common decision of all ranks between two training steps.
 
@@ -97,7 +102,8 @@ class SignalWatch:
             return False
         seen = self.coordinator.any(self.received is not None)
         if seen:
-            logger.info("%s: saving", "a signal came" if self.received is None else signal.Signals(self.received).name)
+            received = "a signal" if self.received is None else signal.strsignal(self.received)
+            logger.info("received %s: saving", received or f"signal {self.received}")  # real-time signals have no name
         return seen
 
     def clear(self) -> None:
@@ -175,6 +181,9 @@ class CheckpointManager:
         storage_options: Passed to fsspec.
     """
 
+    _writer: WriterProcess | None = None
+    _watch: SignalWatch | None = None
+
     def __init__(
         self,
         url: str | Path,
@@ -195,6 +204,8 @@ class CheckpointManager:
     ) -> None:
         if async_policy not in ("wait", "refuse"):
             raise UsageError(f"async_policy={async_policy!r}: expected 'wait' or 'refuse'.")
+        if async_mode not in ("thread", "process"):
+            raise UsageError(f"async_mode={async_mode!r}: expected 'thread' or 'process'.")
         if start_fresh not in ("if_empty", "if_none_committed", "never"):
             raise UsageError(f"start_fresh={start_fresh!r}: expected 'if_empty', 'if_none_committed' or 'never'.")
         self.url = str(url)
@@ -202,34 +213,52 @@ class CheckpointManager:
         self.rotates: Callable[[CommitRecord], bool] | None = None
         """The owner whose checkpoints `retention` applies to; None: all."""
         self.state_dict_type = StateDictType.parse(state_dict_type)
-        self._writer = self._writer_process(async_mode, storage_options)
+        if async_mode == "process" and self.state_dict_type is not StateDictType.SHARDED:
+            raise UsageError(
+                f"async_mode='process' writes SHARDED checkpoints only, not {self.state_dict_type.value}. Use "
+                "async_mode='thread'."
+            )
         self._async_policy = async_policy
         self._on_commit = on_commit
         self._trace = None if trace is None else Path(trace)
-        self._root = open_store(self.url, storage_options=storage_options)
-        self._coordinator = Coordinator(process_group, timeout_s=parse_duration(timeout_s))
-        self._hold = RunHold(self._root)
+        max_shard_bytes = parse_size(max_shard_size)
         signals = SAVE_SIGNALS if on_signal == "save" else tuple(on_signal)
+        objective = retention.objective if retention is not None else None
+        self._pid = os.getpid()
+        self._closed = False
+        self._in_flight: SaveHandle | None = None
+        self._last_saved: int | None = None
+        self._buffers = StagingBuffers()
+        self._coordinator = Coordinator(process_group, timeout_s=parse_duration(timeout_s))
         # A second coordinator, because the first is in use while a save is running.
         alone = async_policy == "refuse" or bool(signals)
         self._control = Coordinator(process_group, timeout_s=60.0) if alone else None
-        self._watch = SignalWatch(self._control, signals=signals) if self._control and signals else None
-        objective = retention.objective if retention is not None else None
-        carried: Mapping[str, bytes] = {}
-        if side_files is not None:
-            is_main, place = self._coordinator.is_main, str(side_files)
-            read = self._coordinator.all_ok(lambda: read_side_files(place) if is_main else {}, "reading side_files")
-            carried = read[0] if read else {}
-        # `ckptkit ls` and `prune` go by it.
-        extra = {} if retention is None else {"retention": dataclasses.asdict(retention)}
+
+        def prepare() -> tuple[Store, Mapping[str, bytes]]:
+            Patience()  # refuses a malformed CKPTKIT_STORAGE_TIMEOUT
+            if async_mode == "process":
+                self._writer = WriterProcess(storage_options=storage_options)
+            if self._control is not None and signals:
+                self._watch = SignalWatch(self._control, signals=signals)
+            root = open_store(self.url, storage_options=storage_options)
+            carried = side_files is not None and self._coordinator.is_main
+            return root, read_side_files(str(side_files)) if carried else {}
+
+        try:
+            self._root, carried = self._coordinator.run_on_all(prepare, "creating a CheckpointManager")
+        except BaseException:
+            self._release()
+            raise
+        self._hold = RunHold(self._root)
         self._saver = Saver(
             self._root,
             self._coordinator,
-            max_shard_bytes=parse_size(max_shard_size),
+            max_shard_bytes=max_shard_bytes,
             lease=self._hold.lease,
             objective=objective,
             side_files=carried,
-            extra=extra,
+            # `ckptkit ls` and `prune` go by it.
+            extra={} if retention is None else {"retention": dataclasses.asdict(retention)},
         )
         self._loader = Loader(
             self.url,
@@ -241,14 +270,23 @@ class CheckpointManager:
             trace=self._trace,
             storage_options=storage_options,
         )
-        self._buffers = StagingBuffers()
-        self._stager = self._writer.buffers if self._writer else self._buffers
         if self._writer is not None:
             self._writer.wait_ready()
-        self._in_flight: SaveHandle | None = None
-        self._pid = os.getpid()
-        self._last_saved: int | None = None
-        self._closed = False
+
+    def run_on_all(self, fn: Callable[[], T], what: str) -> T:
+        """Return what `fn` returns on this rank, once it has succeeded on every rank. All ranks must call it.
+
+        For work before a save or load that may fail on one rank alone: otherwise the other ranks would wait for it in
+        the next call until the timeout.
+
+        Args:
+            what: Names the work in errors.
+
+        Raises:
+            RankFailedError: `fn` raised on some rank; the same error on every rank.
+        """
+        self._settle()
+        return self._coordinator.run_on_all(fn, what)
 
     # --- saving
 
@@ -431,17 +469,20 @@ class CheckpointManager:
         try:
             self._settle()
         finally:
-            self._closed = True
             self._hold.release()
-            self._buffers.release()
-            if self._writer is not None:
-                self._writer.close()
-            if self._watch is not None:
-                self._watch.close()
             self._saver.close()
-            self._coordinator.close()
-            if self._control is not None:
-                self._control.close()
+            self._release()
+
+    def _release(self) -> None:
+        self._closed = True
+        self._buffers.release()
+        if self._writer is not None:
+            self._writer.close()
+        if self._watch is not None:
+            self._watch.close()  # from now on a signal must end the process again
+        self._coordinator.close()
+        if self._control is not None:
+            self._control.close()
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -463,23 +504,9 @@ class CheckpointManager:
             if failure is not None:
                 _log.error("the save of step %d failed as well: %s", handle.step, failure)
         self._hold.release()
-        if self._watch is not None:
-            self._watch.close()  # from now on a signal must end the process again
+        self._release()  # also the connections: a rank that waits for this one fails now, not after the timeout
 
     # --- inside
-
-    def _writer_process(self, mode: str, storage_options: Mapping[str, Any] | None) -> WriterProcess | None:
-        """Start the writing process, if configured, so that it starts up in parallel with the job."""
-        if mode not in ("thread", "process"):
-            raise UsageError(f"async_mode={mode!r}: expected 'thread' or 'process'.")
-        if mode == "thread":
-            return None
-        if self.state_dict_type is not StateDictType.SHARDED:
-            raise UsageError(
-                f"async_mode='process' writes SHARDED checkpoints only, not {self.state_dict_type.value}. Use "
-                "async_mode='thread'."
-            )
-        return WriterProcess(storage_options=storage_options)
 
     def _request(
         self, step: int, metrics: Mapping[str, float] | None, client_state: Any, tag: str | None, overwrite: bool
@@ -488,9 +515,10 @@ class CheckpointManager:
             step=step,
             state_dict_type=self.state_dict_type,
             tag=tag,
-            metrics=dict(metrics or {}),
+            metrics=metrics or {},
             client_state=client_state,
-            overwrite=overwrite or checkpoint_name(step, tag) in self._loader.given_up,
+            overwrite=overwrite,
+            given_up=frozenset(self._loader.given_up),
             set_aside=self._loader.looked,
             resumed_from=self._loader.resumed_from,
         )
@@ -505,11 +533,12 @@ class CheckpointManager:
         started."""
         started = prepared.clock.seconds()
         try:
-            prepared.staged = (self._writer.stage if self._writer else self._buffers.copy)(prepared.plan.tensors)
+            prepared.staged = (self._writer or self._buffers).copy(prepared.plan.tensors)
         except Exception as error:  # noqa: BLE001  memory, most likely: `publish` raises it on every rank
             prepared.failure = error
             prepared.staged = stand_ins(prepared.plan.tensors)
-        prepared.clock.add("stage", prepared.clock.seconds() - started, self._stager.staged)
+        buffers = self._writer.buffers if self._writer else self._buffers
+        prepared.clock.add("stage", prepared.clock.seconds() - started, buffers.staged)
 
     def _settle(self) -> None:
         """Wait for the running save; raise its error if it was not raised before."""
@@ -585,7 +614,7 @@ class CheckpointManager:
             gone = tuple((item.step, item.nbytes) for item in done.decisions if item.name in done.deleted)
             older = done.decisions[: -self.retention.max_num] if self.retention.max_num is not None else ()
             return gone, len(done.decisions) - len(done.deleted), sum(item.keep for item in older)
-        except (CkptkitError, OSError) as error:
+        except Exception as error:  # noqa: BLE001  the other ranks go on: if rank 0 raised here, they would wait
             _log.warning("step %d is saved, but rotation failed; the next save retries: %s", record.step, error)
             return (), None, 0
 

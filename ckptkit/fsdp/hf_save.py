@@ -75,53 +75,53 @@ def save_hf(
             same on every rank.
         CheckpointExistsError: `url` exists.
     """
-    source = exported(model)
-    meta.require_initialized(source.model)
-    coordinator = Coordinator()
-    try:
-        tensors, files = _plan(source, dtype, parse_size(max_shard_size), coordinator)
-        with contextlib.ExitStack() as stack:
-            opened: list[Store] = []
-            small: dict[str, bytes] = {}
+    if dtype not in _DTYPES:
+        raise UsageError(f"dtype is {dtype!r}; it must be one of {', '.join(_DTYPES)}.")
+    max_bytes = parse_size(max_shard_size)
 
-            def open_place() -> None:
-                small.update(_small_files(source.model, files, tokenizer))
-                names = dict.fromkeys([*small, *(file.path for file in files)], -1)
-                staged = stage(
-                    url, replaceable=check_replaceable if overwrite else None, last=_LAST,
-                    storage_options=storage_options, names=names,
-                )  # fmt: skip
-                opened.append(stack.enter_context(staged))
+    def collect() -> tuple[Exported, list[Target]]:
+        source = exported(model)
+        meta.require_initialized(source.model)
+        return source, [] if adapters_of(source.model) else _targets(source, dtype)
 
-            coordinator.decide(open_place, f"opening {url}")
-            store = opened[0] if opened else None
-            for file in files:
-                outcome = Outcome.of(lambda file=file: _write_file(store, file, tensors))  # type: ignore[misc]
-                coordinator.settle(outcome, f"writing {file.path}")
-            coordinator.decide(lambda: _write_small(opened[0], small), "writing the config")
-            coordinator.decide(stack.pop_all().close if opened else _nothing, f"publishing {url}")
-    finally:
-        coordinator.close()
+    with contextlib.closing(Coordinator()) as coordinator, contextlib.ExitStack() as stack:
+        source, targets = coordinator.run_on_all(collect, f"exporting to {url}")
+        if not adapters_of(source.model):
+            coordinator.decide(lambda: prove(source, targets), "trying from_pretrained")
+            tensors, files = source.tensors, _files(targets, max_bytes)
+        else:
+            tensors, files = _adapters(source, dtype, coordinator)
+        opened: list[Store] = []
+        small: dict[str, bytes] = {}
+
+        def open_place() -> None:
+            small.update(_small_files(source.model, files, tokenizer))
+            names = dict.fromkeys([*small, *(file.path for file in files)], -1)
+            staged = stage(
+                url, replaceable=check_replaceable if overwrite else None, last=_LAST,
+                storage_options=storage_options, names=names,
+            )  # fmt: skip
+            opened.append(stack.enter_context(staged))
+
+        coordinator.decide(open_place, f"opening {url}")
+        store = opened[0] if opened else None
+        for file in files:
+            outcome = Outcome.of(lambda file=file: _write_file(store, file, tensors))  # type: ignore[misc]
+            coordinator.settle(outcome, f"writing {file.path}")
+        coordinator.decide(lambda: _write_small(opened[0], small), "writing the config")
+        coordinator.decide(stack.pop_all().close if opened else _nothing, f"publishing {url}")
 
 
 def _nothing() -> None:
     """Do nothing: only rank 0 has a directory to publish."""
 
 
-def _plan(
-    source: Exported, dtype: str, max_bytes: int, coordinator: Coordinator
-) -> tuple[dict[str, torch.Tensor], list[_WeightsFile]]:
-    """Return the files and the live tensors that go into them. Collective."""
-    if dtype not in _DTYPES:
-        raise UsageError(f"dtype is {dtype!r}; it must be one of {', '.join(_DTYPES)}.")
-    if adapters_of(source.model):
-        return _adapters(source, dtype, coordinator)
+def _targets(source: Exported, dtype: str) -> list[Target]:
+    """Return the tensors of the files of a model."""
     to_dict = getattr(getattr(source.model, "config", None), "to_dict", None)
     sources = {name: _whole(name, tensor) for name, tensor in source.tensors.items()}
     mapped = choose_map(sources, config=to_dict() if callable(to_dict) else {}).mapped.targets
-    targets = [_cast(replace(target, name=name), dtype) for name, target in mapped.items()]
-    coordinator.decide(lambda: prove(source, targets), "trying from_pretrained")
-    return source.tensors, _files(targets, max_bytes)
+    return [_cast(replace(target, name=name), dtype) for name, target in mapped.items()]
 
 
 def _adapters(
@@ -179,59 +179,49 @@ def _files(targets: list[Target], max_bytes: int) -> list[_WeightsFile]:
     ]
 
 
+@torch.no_grad()
 def _write_file(store: Store | None, file: _WeightsFile, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Gather the file's tensors one by one on all ranks; rank 0 writes them."""
+    """Gather the file's tensors one by one on all ranks; rank 0 writes them. It gathers to the end if it fails, because
+    the others do."""
     error: Exception | None = None
+    name, whole = "", torch.empty(0)
     with contextlib.ExitStack() as stack:
         stream = None
         if store is not None:
             head = [FileTensor(target.name, target.dtype, target.shape) for target in file.targets]
             try:
                 stream = stack.enter_context(open_stream(store, file.path, head, {"format": "pt"}))
-            except Exception as caught:  # noqa: BLE001  the other ranks are gathering: fail after that, together
+            except Exception as caught:  # noqa: BLE001  raised below
                 error = caught
-        gathered = _Gathered(tensors)
         for target in file.targets:
-            value = gathered.make(target)
-            if stream is None or error is not None:
-                continue
-            try:
-                stream.write(target.name, [_bytes(value)])
-            except Exception as caught:  # noqa: BLE001  as above
-                error = caught
+            made: torch.Tensor | None = None
+            for part in target.parts:
+                if part.source != name:  # several targets may be slices of one tensor (the experts of a layer)
+                    whole = torch.empty(0)  # freed before the next one is gathered
+                    name, live = part.source, tensors[part.source].detach()
+                    whole = live.full_tensor() if isinstance(live, DTensor) else live
+                if stream is None or error is not None:
+                    continue
+                try:
+                    made = _filled(made, target, part, whole[_slices(part.source_box)])
+                    if part is target.parts[-1]:
+                        stream.write(target.name, [_bytes(made)])
+                except Exception as caught:  # noqa: BLE001  raised below
+                    error = caught
         if error is not None:
             raise error  # inside of the stack: the file must not be finished
 
 
-class _Gathered:
-    """The last gathered tensor: several targets may be slices of it (the experts of a layer)."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._tensors = tensors
-        self._name: str | None = None
-        self._whole: torch.Tensor | None = None
-
-    def make(self, target: Target) -> torch.Tensor:
-        """Return the tensor of `target` in host memory. All ranks must call it."""
-        with torch.no_grad():
-            only = target.parts[0] if len(target.parts) == 1 and target.parts[0].is_plain else None
-            if only is not None:
-                return self._cut(only).reshape(target.shape).to("cpu", getattr(torch, target.dtype))
-            made = torch.empty(target.shape, dtype=getattr(torch, target.dtype))
-            for part in target.parts:
-                value = self._cut(part)
-                value = value.reshape(part.unfold) if part.unfold else value
-                value = value.permute(part.axes) if part.axes else value
-                made[_slices(part.target_box)].copy_(value.reshape(part.target_box.sizes))
-            return made
-
-    def _cut(self, part: Part) -> torch.Tensor:
-        if self._whole is None or self._name != part.source:
-            self._whole = None  # before the next one is made
-            live = self._tensors[part.source].detach()
-            self._whole = live.full_tensor() if isinstance(live, DTensor) else live
-            self._name = part.source
-        return self._whole[_slices(part.source_box)]
+def _filled(made: torch.Tensor | None, target: Target, part: Part, value: torch.Tensor) -> torch.Tensor:
+    """Return the tensor of `target` in host memory, with one more part of it filled."""
+    dtype = getattr(torch, target.dtype)
+    if len(target.parts) == 1 and part.is_plain:
+        return value.reshape(target.shape).to("cpu", dtype)
+    made = torch.empty(target.shape, dtype=dtype) if made is None else made
+    value = value.reshape(part.unfold) if part.unfold else value
+    value = value.permute(part.axes) if part.axes else value
+    made[_slices(part.target_box)].copy_(value.reshape(part.target_box.sizes))
+    return made
 
 
 def _slices(box: Box) -> tuple[slice, ...]:

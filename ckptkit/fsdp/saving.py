@@ -7,7 +7,6 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from torch import nn
@@ -67,9 +66,13 @@ def save_checkpoint(
     Raises:
         SaveError: A part of the model has no values yet, or a rank failed. Nothing was published or deleted.
     """
-    for model in state.parts("model").values():
-        meta.require_initialized(model)
+
+    def check() -> None:
+        for model in state.parts("model").values():
+            meta.require_initialized(model)
+
     with _manager(options) as manager:
+        manager.run_on_all(check, f"saving step {step}")
         return manager.save(step, state, tag=tag, client_state=client_state, metrics=metrics, overwrite=True)
 
 
@@ -81,14 +84,27 @@ def load_checkpoint(
     strict: bool = True,
     restore_optimizer: bool = True,
     start_fresh: StartFresh = "if_empty",
+    waiting: int = 0,
 ) -> LoadReport | None:
     """Load a committed checkpoint of the run, or another system's checkpoint at the URL; return None if there is
     neither.
 
     Models on the meta device have values afterwards.
+
+    Args:
+        waiting: Backward passes of this rank that wait for their step; any is an error.
     """
+
+    def check() -> None:
+        if waiting:
+            raise UsageError(
+                f"load_ckpt: {waiting} backward passes wait for their step; their gradients would go into the first "
+                "step after the load. Pass last=True to the last backward and call optimizer_step before."
+            )
+
     wanted = "restore" if restore_optimizer else "skip"
     with _manager(options, start_fresh) as manager:
+        manager.run_on_all(check, "loading")
         report = manager.load(state, which, strict=strict, optimizer=wanted)
         if report is None:
             half = (IncompleteCheckpointError,) if start_fresh == "if_none_committed" else ()
@@ -115,7 +131,7 @@ def _manager(options: CheckpointOptions, start_fresh: StartFresh = "if_empty") -
 
 
 def _as_url(url: str) -> str:
-    return url if "://" in url else str(Path(url).absolute())
+    return url if "/" in url else f"./{url}"  # only names of this run have no slash
 
 
 def _note_values(model: nn.Module, report: LoadReport) -> None:

@@ -521,11 +521,7 @@ class FSDPStrategy:
             optimizer=optimizer,
         )
         self._join()
-        if waiting := self._windows.open(*map(_fsdp_root, model.values() if isinstance(model, Mapping) else [model])):
-            raise UsageError(
-                f"load_ckpt: {waiting} backward passes wait for their step; their gradients would go into the first "
-                "step after the load. Pass last=True to the last backward and call optimizer_step before."
-            )
+        models = model.values() if isinstance(model, Mapping) else [model]
         options = saving.CheckpointOptions(str(load_dir))
         state = self._training_state(model, optimizer, scheduler if load_lr_scheduler_states else None, 0)
         if not load_optimizer_states:
@@ -537,6 +533,7 @@ class FSDPStrategy:
             strict=load_module_strict,
             restore_optimizer=load_optimizer_states,
             start_fresh=start_fresh,
+            waiting=self._windows.open(*map(_fsdp_root, models)),
         )
         self.last_load = report
         if report is None:

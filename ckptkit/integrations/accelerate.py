@@ -40,10 +40,13 @@ class AcceleratorCheckpoints:
 
     def save_state(self, step: int, **options: Any) -> SaveReport:
         """Save; return once the checkpoint is durable. `options` are passed to `CheckpointManager.save`."""
-        state = self.state()
-        for hook in self.accelerator._save_model_state_pre_hook.values():
-            hook(self.accelerator._models, [], self.manager.url)
-        return self.manager.save(step, state, **options)
+
+        def collect() -> TrainState:
+            for hook in self.accelerator._save_model_state_pre_hook.values():
+                hook(self.accelerator._models, [], self.manager.url)
+            return self.state()
+
+        return self.manager.save(step, self.manager.run_on_all(collect, "save_state"), **options)
 
     def load_state(self, which: str | int = "latest", **options: Any) -> LoadReport | None:
         """Restore the newest checkpoint, or `which`: a step, a tag, or a URL (also of a checkpoint from
@@ -51,9 +54,13 @@ class AcceleratorCheckpoints:
 
         Returns None if the run has none yet. `options` are passed to `CheckpointManager.load`.
         """
-        for hook in self.accelerator._load_model_state_pre_hook.values():
-            hook(self.accelerator._models, self.manager.url)
-        return self.manager.load(self.state(), which, **options)
+
+        def collect() -> TrainState:
+            for hook in self.accelerator._load_model_state_pre_hook.values():
+                hook(self.accelerator._models, self.manager.url)
+            return self.state()
+
+        return self.manager.load(self.manager.run_on_all(collect, "load_state"), which, **options)
 
     def state(self) -> TrainState:
         """Return the training state of a checkpoint."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -15,7 +16,7 @@ from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.checkpoint.state.rng import capture_rng, restore_rng
 from ckptkit.checkpoint.state.train_state import TrainState, model_tensors
-from ckptkit.errors import CkptkitError, StorageError
+from ckptkit.errors import StorageError
 from ckptkit.formats.detect import identify
 from ckptkit.formats.own.record import RECORD_NAME
 from ckptkit.integrations.lightning_io import CkptkitCheckpointIO
@@ -82,7 +83,7 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
 
         def load_checkpoint(checkpoint_path: Any, *arguments: Any, **named: Any) -> Any:
             path = strategy.broadcast(str(checkpoint_path)).removesuffix(f"/{RECORD_NAME}")
-            if strategy.broadcast(strategy.is_global_zero and self._is_ours(path)):
+            if self._own().decide(lambda: self._is_ours(path), f"looking at {path}"):
                 return self._load_any(trainer, path)
             return theirs(strategy, checkpoint_path, *arguments, **named)
 
@@ -93,7 +94,8 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
     def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
         strategy = trainer.strategy
         if isinstance(strategy, FSDP2Strategy) and strategy.checkpoint_io is None:
-            checkpoint = trainer._checkpoint_connector.dump_checkpoint(self.save_weights_only)
+            dump = partial(trainer._checkpoint_connector.dump_checkpoint, self.save_weights_only)
+            checkpoint = strategy.own().run_on_all(dump, "collecting the checkpoint")
             strategy.save_checkpoint(checkpoint, filepath, **self._ownership())
         else:
             self._save_any(trainer, filepath)
@@ -107,15 +109,19 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
     def _save_any(self, trainer: Any, filepath: str) -> None:
         """Save the live tensors of a Lightning strategy, without collecting them into dictionaries."""
         module = trainer.lightning_module
-        with _shown_live(trainer.strategy, module):
-            checkpoint = trainer._checkpoint_connector.dump_checkpoint(self.save_weights_only)
-        names = checkpoint.pop("state_dict")
-        optimizers = trainer.optimizers if checkpoint.pop("optimizer_states", None) is not None else []
-        state = _state(StateView.of(module, names), optimizers)
-        metrics = {k: float(v) for k, v in trainer.callback_metrics.items() if v.numel() == 1}
-        checkpoint["ckptkit_world_size"] = trainer.world_size
-        checkpoint["ckptkit_optimizers"] = len(optimizers)
-        checkpoint["ckptkit_keys"] = list(names)
+
+        def collect() -> tuple[dict[str, Any], TrainState, dict[str, float]]:
+            with _shown_live(trainer.strategy, module):
+                checkpoint = trainer._checkpoint_connector.dump_checkpoint(self.save_weights_only)
+            names = checkpoint.pop("state_dict")
+            optimizers = trainer.optimizers if checkpoint.pop("optimizer_states", None) is not None else []
+            checkpoint["ckptkit_world_size"] = trainer.world_size
+            checkpoint["ckptkit_optimizers"] = len(optimizers)
+            checkpoint["ckptkit_keys"] = list(names)
+            metrics = {k: float(v) for k, v in trainer.callback_metrics.items() if v.numel() == 1}
+            return checkpoint, _state(StateView.of(module, names), optimizers), metrics
+
+        checkpoint, state, metrics = self._own().run_on_all(collect, "collecting the checkpoint")
         path = trainer.strategy.broadcast(filepath)
         self._own().save(path, checkpoint, state, metrics=metrics, **self._ownership())
 
@@ -161,7 +167,7 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
                     os.symlink(os.path.relpath(saved, os.path.dirname(link)), link)
                     return link, ""
                 version = self.STARTING_VERSION if version is None else version + 1
-        except (OSError, CkptkitError) as error:  # the other ranks wait for the answer
+        except Exception as error:  # noqa: BLE001  the other ranks wait for the answer
             return saved, str(error)
 
     def _remove_checkpoint(self, trainer: Any, filepath: str) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.checkpoint.state.optimizer import apply_settings, apply_state, capture_optimizer, named_parameters
 from ckptkit.checkpoint.state.train_state import TrainState, check_whole, model_tensors, parameter_names
 from ckptkit.checkpoint.state.values import decode
@@ -17,6 +19,7 @@ from ckptkit.errors import CheckpointMismatchError
 
 __all__ = ["gathered", "gathered_optimizer", "placed_like", "scatter_model", "scatter_optimizer", "sharded_optimizer"]
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
@@ -68,10 +71,12 @@ def scatter_model(module: torch.nn.Module, whole: Mapping[str, Any], *, strict: 
             every rank.
     """
     live = model_tensors(module)[0]
-    shapes, different = _from_main((
-        {name: tuple(value.shape) for name, value in whole.items() if isinstance(value, torch.Tensor)},
-        _different_twins(live, whole),
-    ))  # fmt: skip
+
+    def look() -> tuple[dict[str, tuple[int, ...]], list[str]]:
+        shapes = {name: tuple(value.shape) for name, value in whole.items() if isinstance(value, torch.Tensor)}
+        return shapes, _different_twins(live, whole)
+
+    shapes, different = _from_main(look)
     if different:
         raise CheckpointMismatchError(
             "weights that are one tensor in this model (tied weights) have different values in the checkpoint: "
@@ -114,11 +119,18 @@ def scatter_optimizer(optimizer: Any, state: TrainState, whole: Mapping[str, Any
     """Load rank 0's state, by FQN or by number, into a live optimizer. All ranks must call it."""
     parameters = named_parameters(optimizer, parameter_names(state), "optimizer")
     names = list(parameters)
-    given = {names[k] if isinstance(k, int) else k: v for k, v in whole.get("state", {}).items()}
-    table = _from_main({
-        fqn: {k: (tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
-        for fqn, values in given.items()
-    })  # fmt: skip
+    given: dict[str, Any] = {}
+
+    def look() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        given.update({names[k] if isinstance(k, int) else k: v for k, v in whole.get("state", {}).items()})
+        table = {
+            fqn: {k: (tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+            for fqn, values in given.items()
+        }
+        groups = whole.get("param_groups", ())
+        return table, [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups]
+
+    table, settings = _from_main(look)
     states: dict[str, dict[str, Any]] = {}
     for fqn, values in table.items():
         parameter = parameters[fqn]
@@ -129,8 +141,6 @@ def scatter_optimizer(optimizer: Any, state: TrainState, whole: Mapping[str, Any
             like = parameter if value[0] == tuple(parameter.shape) else None
             mine = given[fqn][name] if given else None
             states.setdefault(fqn, {})[name] = _placed(mine, like, value[1], value[0])
-    groups = whole.get("param_groups", ())
-    settings = _from_main([{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in groups])
     if len(settings) != len(optimizer.param_groups):
         raise CheckpointMismatchError(
             f"the checkpoint's optimizer has {len(settings)} groups, the live one {len(optimizer.param_groups)}."
@@ -160,12 +170,10 @@ def placed_like(live: Any, value: Any) -> Any:
     return distribute_tensor(whole, live.device_mesh, live.placements, src_data_rank=None)
 
 
-def _from_main(value: Any) -> Any:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return value
-    box = [value]
-    dist.broadcast_object_list(box, 0)
-    return box[0]
+def _from_main(look: Callable[[], T]) -> T:
+    """Return what `look` returns on rank 0, on every rank; raise its error on all of them."""
+    with closing(Coordinator()) as coordinator:
+        return coordinator.decide(look, "giving every rank its part of the checkpoint")
 
 
 def _rank() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -209,9 +210,8 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
         self.restore_pending()
         if self._checkpoint_io is not None:
             checkpoint.pop(_LIVE, None)
-            if self.is_global_zero:
-                self._checkpoint_io.save_checkpoint(checkpoint, path, storage_options=storage_options)
-            self.barrier("save_checkpoint")
+            save = partial(self._checkpoint_io.save_checkpoint, checkpoint, path, storage_options=storage_options)
+            self.own().decide(save, f"saving {path}")
             return
         if storage_options is not None:
             raise UsageError("storage_options of a save: give them to FSDP2Strategy(storage_options=...) instead.")
@@ -221,11 +221,16 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
             keys = self.broadcast(list(names))
             live = self._live()
             names = {key: live[key] for key in keys if key in live}
-        state = self._state(optimizers=whole is not None)
-        state.model = StateView.of(self.lightning_module, names)
         checkpoint["ckptkit_optimizers"] = 0 if whole is None else len(self.optimizers)
         checkpoint["ckptkit_world_size"] = self.world_size
-        self._own().save(path, checkpoint, state, metrics=self._metrics(), retention=retention, owner=owner)
+
+        def collect() -> tuple[TrainState, dict[str, float]]:
+            state = self._state(optimizers=whole is not None)
+            state.model = StateView.of(self.lightning_module, names)
+            return state, self._metrics()
+
+        state, metrics = self.own().run_on_all(collect, "collecting the checkpoint")
+        self.own().save(path, checkpoint, state, metrics=metrics, retention=retention, owner=owner)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Restore the model, and return Lightning's dictionary. All ranks must call it.
@@ -238,14 +243,18 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
         """
         path = self.broadcast(str(checkpoint_path))
         if self._checkpoint_io is not None:
-            main = self._checkpoint_io.load_checkpoint(path) if self.is_global_zero else None
-            rest = {k: v for k, v in main.items() if k not in ("state_dict", "optimizer_states")} if main else {}
-            rest = self.broadcast(rest)
-            count = self.broadcast(len(main["optimizer_states"]) if main and "optimizer_states" in main else None)
-            rest["state_dict"] = main["state_dict"] if main else {}
+            main: dict[str, Any] = {}
+
+            def read() -> tuple[dict[str, Any], int | None]:
+                main.update(self._checkpoint_io.load_checkpoint(path))
+                rest = {k: v for k, v in main.items() if k not in ("state_dict", "optimizer_states")}
+                return rest, len(main["optimizer_states"]) if "optimizer_states" in main else None
+
+            rest, count = self.own().decide(read, f"loading {path}")
+            rest = {**rest, "state_dict": main.get("state_dict", {})}
             if count is not None:
-                rest["optimizer_states"] = main["optimizer_states"] if main else [{}] * count
-            return dict(rest)
+                rest["optimizer_states"] = main.get("optimizer_states", [{}] * count)
+            return rest
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING and bool(self.optimizers)
         state = self._state(optimizers=fitting, rng=fitting)
         options: dict[str, Any] = {"strict": self.lightning_module.strict_loading}
@@ -253,7 +262,7 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
             options["optimizer"] = "deferred"
         if self._filter is not None:
             options["include"] = self._filter
-        checkpoint, report = self._own().load(path, state, per_rank_on_resize="keep", **options)
+        checkpoint, report = self.own().load(path, state, per_rank_on_resize="keep", **options)
         if report.deferred is not None and checkpoint.pop("ckptkit_optimizers", 1):
             checkpoint["optimizer_states"] = report.deferred
         self._shown = self.lightning_module_state_dict(StateDictType.SHARDED)
@@ -284,7 +293,7 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
 
     # --- inside
 
-    def _own(self) -> LightningCheckpoints:
+    def own(self) -> LightningCheckpoints:
         """Return the object that saves and loads. The first call is collective."""
         if self._checkpoints is None:
             self._checkpoints = LightningCheckpoints(self._state_dict_type, storage_options=self._storage_options)

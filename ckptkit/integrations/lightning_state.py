@@ -88,6 +88,8 @@ class LightningCheckpoints:
         self._storage_options = storage_options
         self._managers: dict[tuple[str, RetentionPolicy | None, str | None], CheckpointManager] = {}
         self._coordinator = Coordinator(group)
+        self.run_on_all = self._coordinator.run_on_all
+        self.decide = self._coordinator.decide
 
     # --- saving
 
@@ -107,13 +109,18 @@ class LightningCheckpoints:
             owner: Who saves; `retention` applies to the checkpoints of this owner only.
         """
         root, name = _split(filepath)
-        extra: dict[str, Any] = {_KEY: _with_plain_hparams(checkpoint)}
-        loaders = _taken_loaders(checkpoint)
-        if loaders:
-            extra[_LOADERS] = PerRank(loaders)
-        state.extra = {**state.extra, **extra}
+
+        def collect() -> int:
+            extra: dict[str, Any] = {_KEY: _with_plain_hparams(checkpoint)}
+            loaders = _taken_loaders(checkpoint)
+            if loaders:
+                extra[_LOADERS] = PerRank(loaders)
+            state.extra = {**state.extra, **extra}
+            return int(checkpoint.get("global_step", 0))
+
+        step = self.run_on_all(collect, "collecting Lightning's state")
         manager = self._manager(root, retention or self.retention, owner)
-        step, mark = int(checkpoint.get("global_step", 0)), None if owner is None else {_OWNER: owner}
+        mark = None if owner is None else {_OWNER: owner}
         with self._room(root, name):
             manager.save(step, state, tag=name, metrics=metrics, client_state=mark, overwrite=True)
 
@@ -150,7 +157,10 @@ class LightningCheckpoints:
                 Path(moved).rename(Path(root) / name)
             raise
         if moved and self._coordinator.is_main:
-            _remove_path(Path(moved))
+            try:
+                _remove_path(Path(moved))
+            except OSError as error:  # the save is done, and the other ranks go on
+                _log.warning("%s could not be removed: %s", moved, error)
 
     # --- loading
 

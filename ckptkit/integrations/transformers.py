@@ -8,9 +8,11 @@ trainer.train()
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,9 +95,11 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
 
         def resumed(resume_from_checkpoint: Any = None, *arguments: Any, **named: Any) -> Any:
             ours = self.resume if resume_from_checkpoint is None else resume_from_checkpoint is True
-            with tempfile.TemporaryDirectory(prefix="ckptkit-") as folder:
-                if ours and self._write_trainer_state(folder):
-                    resume_from_checkpoint = self._ours = folder
+            with contextlib.ExitStack() as stack:
+                report = self._managed().load(TrainState(rng=False)) if ours else None
+                if report is not None:
+                    write = partial(_write_trainer_state, report, stack)
+                    resume_from_checkpoint = self._ours = self._managed().run_on_all(write, "resuming")
                 return train(resume_from_checkpoint, *arguments, **named)
 
         trainer.train = resumed
@@ -159,31 +163,21 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         trainer = self._trainer
         if trainer.hp_search_backend is None and trial is None:
             trainer.store_flos()
-        for callback in [*trainer.callback_handler.callbacks, trainer.control]:
-            if isinstance(callback, ExportableState):
-                trainer.state.stateful_callbacks[type(callback).__name__] = callback.state()
         best = trainer.state.best_global_step
         if best is not None and (best == trainer.state.global_step or self._has(best)):
             trainer.state.best_model_checkpoint = f"{self.url}/{checkpoint_name(best, None)}"
-        state = self._state()
-        state.extra["trainer"] = json.loads(json.dumps(dataclasses.asdict(trainer.state)))
+
+        def collect() -> TrainState:
+            for callback in [*trainer.callback_handler.callbacks, trainer.control]:
+                if isinstance(callback, ExportableState):
+                    trainer.state.stateful_callbacks[type(callback).__name__] = callback.state()
+            state = self._state()
+            state.extra["trainer"] = json.loads(json.dumps(dataclasses.asdict(trainer.state)))
+            return state
+
+        state = self._managed().run_on_all(collect, "collecting the Trainer's state")
         save = self._managed().save_async if self.background else self._managed().save
         save(trainer.state.global_step, state, metrics=self._metrics)
-
-    def _write_trainer_state(self, folder: str) -> bool:
-        """Write the files that the Trainer reads first; return whether there is a checkpoint."""
-        report = self._managed().load(TrainState(rng=False))
-        if report is None:
-            return False
-        state = report.extra.get("trainer", report.extra.get("trainer_state"))  # ours, or the Trainer's own
-        if state is None:
-            raise UsageError(
-                f"{report.url} is no checkpoint of a Trainer: it has no trainer_state.json. To start anew, give "
-                "CheckpointCallback another url."
-            )
-        path = Path(folder) / "trainer_state.json"
-        path.write_text(json.dumps(state, allow_nan=True), encoding="utf-8")
-        return True
 
     def _load(self, path: Any) -> None:
         """Restore model, optimizer, scheduler and random numbers, now that the Trainer has made them."""
@@ -231,6 +225,20 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         if self._manager is None:
             self._manager = CheckpointManager(self.url, **{**self._options, "retention": self._limits})
         return self._manager
+
+
+def _write_trainer_state(report: LoadReport, stack: contextlib.ExitStack) -> str:
+    """Write the file that the Trainer reads first; return its directory, which `stack` removes."""
+    state = report.extra.get("trainer", report.extra.get("trainer_state"))  # ours, or the Trainer's own
+    if state is None:
+        raise UsageError(
+            f"{report.url} is no checkpoint of a Trainer: it has no trainer_state.json. To start anew, give "
+            "CheckpointCallback another url."
+        )
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ckptkit-"))
+    path = Path(folder) / "trainer_state.json"
+    path.write_text(json.dumps(state, allow_nan=True), encoding="utf-8")
+    return folder
 
 
 def _limits(policy: RetentionPolicy) -> bool:

@@ -135,6 +135,7 @@ class Coordinator:
     def close(self) -> None:
         """Give the group back. No verb can be called after."""
         self._closed = True
+        self._kept.clear()  # it keeps the connections open
         self._leave()
 
     def _leave(self) -> None:
@@ -183,6 +184,21 @@ class Coordinator:
         """
         results: list[T] | None = self.settle(Outcome.of(fn), what)
         return results
+
+    def run_on_all(self, fn: Callable[[], T], what: str) -> T:
+        """Return what `fn` returns on this rank, once it has succeeded on every rank. Raises as `all_ok` does; a
+        process that is alone raises any error as it is."""
+        if self.world_size == 1:
+            self._check_open()
+            return fn()
+        own = Outcome.of(fn)
+        try:
+            self.settle(dataclasses.replace(own, value=None), what)
+        except RankFailedError as error:
+            if own.kind and list(error.causes.values()) == [own.error] * self.world_size:  # all ranks failed alike
+                raise own.cause from None  # type: ignore[misc]
+            raise
+        return own.value  # type: ignore[no-any-return]
 
     def settle(self, outcome: Outcome, what: str, *, then: Callable[[list[Any]], Any] | None = None) -> Any:
         """Exchange outcomes. Returns what `then` made of all values, on every rank; without `then`, the

@@ -63,7 +63,12 @@ class SaveHandle:
     def start(self) -> SaveHandle:
         """Begin the background work."""
         _unasked.add(self)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the other ranks have started theirs, and wait for this one
+            _log.warning("step %d is saved without a thread, while training waits: %s", self.step, error)
+            self._training_goes_on.set()
+            self._run()
         self._training_goes_on.set()
         return self
 

@@ -27,7 +27,14 @@ from ckptkit.checkpoint.state.values import Seen, decode
 from ckptkit.digests import hex_digest_of
 from ckptkit.errors import UsageError
 from ckptkit.formats.own.reader import OBJECTS_NAME
-from ckptkit.formats.own.record import MANIFEST_NAME, CommitRecord, FileRecord, WrittenTensors, check_given
+from ckptkit.formats.own.record import (
+    MANIFEST_NAME,
+    CommitRecord,
+    FileRecord,
+    WrittenTensors,
+    check_given,
+    checkpoint_name,
+)
 from ckptkit.storage.retry import patient
 
 if TYPE_CHECKING:
@@ -81,6 +88,7 @@ class SaveRequest:
         metrics: Measured values; they determine `best`.
         client_state: JSON of the caller, stored in the commit record.
         overwrite: Replace a committed checkpoint of the same name, once the new one is complete.
+        given_up: Names of damaged checkpoints that a load fell back from; they are replaced, too.
         set_aside: Rename an existing entry that is not a checkpoint: a load has skipped and reported it.
         resumed_from: The checkpoint that the run was resumed from, for the record.
     """
@@ -91,6 +99,7 @@ class SaveRequest:
     metrics: Mapping[str, float] = field(default_factory=dict)
     client_state: Any = None
     overwrite: bool = False
+    given_up: frozenset[str] = frozenset()
     set_aside: bool = False
     resumed_from: str | None = None
 
@@ -171,8 +180,10 @@ class Saver:
             try:
                 if self._coordinator.is_main:  # only rank 0's are written
                     check_given(request.metrics, request.client_state)
-                # The record is written when training continues.
-                request = replace(request, client_state=copy.deepcopy(request.client_state))
+                overwrite = request.overwrite or checkpoint_name(request.step, request.tag) in request.given_up
+                # Copies, because the record is written when training continues.
+                metrics, client_state = dict(request.metrics), copy.deepcopy(request.client_state)
+                request = replace(request, overwrite=overwrite, metrics=metrics, client_state=client_state)
                 captured = capture(state, rank=self._coordinator.rank, step=request.step, seen=self._seen)
             except BaseException as error:  # noqa: BLE001  the boundary of a rank: `settle` raises it
                 made, outcome = None, Outcome.of_error(error)

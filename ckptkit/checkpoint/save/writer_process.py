@@ -55,7 +55,7 @@ class WriterProcess:
         self._lock = threading.Lock()
         self._child = _Child()
 
-    def stage(self, tensors: Sequence[torch.Tensor]) -> SharedSnapshot:
+    def copy(self, tensors: Sequence[torch.Tensor]) -> SharedSnapshot:
         """Copy the tensors; the copies are valid until the next call."""
         return SharedSnapshot(self, self.buffers.copy(tensors))
 

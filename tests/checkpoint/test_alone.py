@@ -1,0 +1,147 @@
+"""A rank that fails alone, in whatever code runs before the ranks talk to each other, fails all ranks at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ckptkit import CheckpointManager, RetentionPolicy, TrainState
+from ckptkit.errors import CkptkitError
+from ckptkit.fsdp import FSDPStrategy
+from ckptkit.fsdp.hf_save import save_hf
+from tests.checkpoint import jobs
+from tests.ranks import run_ranks
+
+
+def _state() -> TrainState:
+    return TrainState(model=nn.Linear(3, 2))
+
+
+def _model(alone: bool) -> nn.Module:
+    """Return a model that has no values on the rank that is to fail."""
+    with torch.device("meta" if alone else "cpu"):
+        return nn.Linear(3, 2)
+
+
+def _environment(url: str, alone: bool) -> None:
+    os.environ["CKPTKIT_STORAGE_TIMEOUT"] = "soon" if alone else "90s"
+    try:
+        CheckpointManager(url)
+    finally:
+        del os.environ["CKPTKIT_STORAGE_TIMEOUT"]
+
+
+def _given(manager: CheckpointManager, alone: bool, wrong: dict[str, Any]) -> None:
+    with manager:
+        manager.save(1, _state(), **wrong if alone else {})
+
+
+def _work_of_the_caller(url: str, alone: bool) -> None:
+    with CheckpointManager(url) as manager:
+        manager.run_on_all(lambda: {}["none"] if alone else None, "looking up none")
+
+
+def _no_thread(url: str, alone: bool) -> None:
+    with CheckpointManager(url) as manager:
+        threading.stack_size(1 << 46 if alone else 0)  # no memory for it: no thread starts
+        try:
+            manager.save_async(1, _state()).result()
+        finally:
+            threading.stack_size(0)
+
+
+def _waiting_backward(url: str, alone: bool) -> None:
+    with FSDPStrategy(train_batch_size=4) as strategy:
+        model = strategy.prepare_model(nn.Linear(3, 2))
+        optimizer = strategy.create_optimizer(model)
+        if alone:
+            strategy._windows.backward(model, 2, last=False, scale=1.0)
+        strategy.load_ckpt(model, url, optimizer)
+
+
+ALONE: dict[str, tuple[Callable[[str, bool], Any], str]] = {
+    "environment": (_environment, "CKPTKIT_STORAGE_TIMEOUT"),
+    "url": (lambda url, alone: CheckpointManager("" if alone else url), "path is empty"),
+    "tag": (lambda url, alone: _given(CheckpointManager(url), alone, {"tag": "../up"}), "tag '../up'"),
+    "metrics": (lambda url, alone: _given(CheckpointManager(url), alone, {"metrics": 5}), "not iterable"),
+    "first FULL save": (
+        lambda url, alone: _given(CheckpointManager(url, state_dict_type="full"), alone, {"tag": ".."}),
+        "tag '..'",
+    ),
+    "work of the caller": (_work_of_the_caller, "looking up none"),
+    "no thread": (_no_thread, ""),
+    "save_ckpt without values": (
+        lambda url, alone: FSDPStrategy().save_ckpt(_model(alone), url, step=1),
+        "never given values",
+    ),
+    "save_model without values": (lambda url, alone: save_hf(_model(alone), f"{url}/hf"), "no values to save"),
+    "load_ckpt between two backward passes": (_waiting_backward, "wait for their step"),
+}
+
+
+def failing_alone(name: str, url: str) -> str:
+    try:
+        ALONE[name][0](url, dist.get_rank() == 1)
+    except CkptkitError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("name", [name for name, (_, text) in ALONE.items() if text])
+def test_an_error_of_one_rank_is_raised_on_all_and_nothing_is_written(ranks: Any, tmp_path: Path, name: str) -> None:
+    first, second = ranks.run(failing_alone, 2, name, str(tmp_path / "run"))
+    assert first == second
+    assert "rank 1" in first and ALONE[name][1] in first
+    assert not list((tmp_path).rglob("step_*")) and not (tmp_path / "run/hf").exists()
+
+
+def test_a_rank_that_can_start_no_thread_does_not_leave_the_others_waiting(ranks: Any, tmp_path: Path) -> None:
+    first, second = ranks.run(failing_alone, 2, "no thread", str(tmp_path / "run"))
+    assert first == second
+
+
+def leaving(url: str) -> str:
+    try:
+        with CheckpointManager(url) as manager:
+            manager.save(1, jobs.make("1d").state())
+            if dist.get_rank() == 1:
+                raise ValueError("the loss is NaN")
+            manager.save(2, jobs.make("1d").state())
+    except (CkptkitError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_training_that_fails_on_one_rank_ends_the_saves_of_the_others_at_once(ranks: Any, tmp_path: Path) -> None:
+    first, second = ranks.run(leaving, 2, str(tmp_path))
+    assert second == "ValueError: the loss is NaN"
+    assert "rank 1" in first and "it died, or its connection broke" in first
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_00000001"]
+
+
+def signalled(url: str) -> list[bool]:
+    number = signal.SIGRTMIN + 3  # has no name
+    with CheckpointManager(url, on_signal=(number,)) as manager:
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), number)
+        return [manager.interrupted(), manager.interrupted()]
+
+
+def test_a_signal_without_a_name_is_seen_by_all_ranks(tmp_path: Path) -> None:
+    assert run_ranks(signalled, 2, str(tmp_path)) == [[True, True]] * 2
+
+
+def test_a_failure_to_rotate_does_not_fail_the_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with CheckpointManager(tmp_path, retention=RetentionPolicy(max_num=1)) as manager:
+        manager.rotates = lambda record: record.none  # type: ignore[attr-defined]
+        assert manager.save(1, _state()).step == 1
+    assert "rotation failed" in caplog.text
