@@ -144,9 +144,9 @@ class _Encoder:
 
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
-        if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" and value.dtype.isnative:
+        if type(value) is np.ndarray and _is_torchs(value):  # a subclass has more than its elements, such as a mask
             return {"$ndarray": self._tensor(torch.from_numpy(np.array(value, order="C")), path)}
-        if isinstance(value, np.generic) and value.dtype.kind in "biufc":
+        if isinstance(value, np.generic) and _is_torchs(value):
             return {"$npscalar": self._tensor(torch.from_numpy(np.array(value)), path)}
         if isinstance(value, (bytes, bytearray)) and type(value) is bytes:
             return {"$bytes": base64.b64encode(value).decode()}
@@ -198,6 +198,11 @@ class _Encoder:
             key = f"{path}~{again}"
         self._tensors[key] = value
         return {"$ref": key}
+
+
+def _is_torchs(value: Any) -> bool:
+    """Return whether torch has the dtype of a numpy value: numbers in this machine's byte order, of at most 64 bits."""
+    return value.dtype.kind in "biufc" and value.dtype.isnative and value.dtype.char not in "gG"
 
 
 _is_meta = operator.attrgetter("is_meta")

@@ -129,7 +129,11 @@ class Colour(enum.Enum):
     RED = 1
 
 
-@pytest.mark.parametrize("value", [Colour.RED, lambda: 0, object()])
+@pytest.mark.parametrize(
+    "value",
+    [Colour.RED, lambda: 0, object(), np.ma.array([1, 2], mask=[0, 1]), np.zeros(2, np.longdouble), np.longdouble(1)],
+    ids=["enum", "function", "object", "masked array", "long doubles", "a long double"],
+)
 def test_a_value_that_would_run_code_on_load_is_refused_with_its_path(value: Any) -> None:
     with pytest.raises(SaveError, match=r"extra\.x\.deep\.1"):
         encode({"deep": [0, value]}, "extra.x", {})
