@@ -16,7 +16,7 @@ from torch import nn
 from ckptkit.checkpoint.load.plan import of_another_class
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.state.train_state import TrainState
-from ckptkit.errors import CheckpointMismatchError, CkptkitError, IntegrityError, LoadError, UsageError
+from ckptkit.errors import CheckpointMismatchError, CkptkitError, IntegrityError, LoadError, SaveError, UsageError
 from ckptkit.fsdp.master_weights import MasterWeightOptimizer
 
 
@@ -123,7 +123,7 @@ def test_an_expanded_view_is_refused_before_anything_is_touched(tmp_path: Path, 
     def model(value: float) -> nn.Module:
         module = nn.Module()
         module.register_buffer("first", torch.full((3, 4), value))
-        module.register_buffer("wide", torch.full((1, 4), value).expand(3, 4))
+        module.register_buffer("wide", torch.full((3, 4), value))
         return module
 
     run = saved_as(tmp_path, TrainState(model=model(1.0)))
@@ -131,6 +131,10 @@ def test_an_expanded_view_is_refused_before_anything_is_touched(tmp_path: Path, 
     before = bits(state)
     with pytest.raises(CheckpointMismatchError, match=r"model\.wide is an expanded view.*clone"):
         load(run, state, **options)
+    state.model.wide = torch.full((1, 4), 2.0).expand(3, 4)  # type: ignore[union-attr]
+    with pytest.raises(SaveError, match=r"model\.wide is an expanded view.*clone"):
+        saved_as(tmp_path / "refused", state)
+    assert not (tmp_path / "refused" / "other" / "step_00000001").exists()
     assert same(bits(state), before)
     assert not state.half_loaded
     load(run, state, exclude=["wide"], **options)

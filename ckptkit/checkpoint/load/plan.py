@@ -26,7 +26,7 @@ from ckptkit.checkpoint.state.train_state import (
 )
 from ckptkit.checkpoint.state.values import JSON, decode, references
 from ckptkit.errors import CheckpointMismatchError, CorruptCheckpointError, UsageError, command_line
-from ckptkit.formats.dcp.host_bytes import hidden_ones
+from ckptkit.formats.dcp.host_bytes import expanded_ones, hidden_ones
 from ckptkit.formats.own.manifest import MESHES, PLACEMENTS
 from ckptkit.formats.own.reader import OBJECTS_NAME
 from ckptkit.storage.store import Store
@@ -334,9 +334,8 @@ class _Planner:
         before = len(self.plan.models)
         self.plan.models += [ModelTensor(f"{key}.{fqn}", wanted[fqn], saved[fqn]) for fqn in good]
         self.extra_claims(key, prefix, live, saved, aliases, wanted)
-        expanded = [target.key for target in self.plan.models[before:] if _is_expanded(target.live)]
-        why = "is an expanded view, whose elements share memory: copy it with .clone()"
-        self.plan.mismatches.add("others", key, [f"{name} {why}" for name in expanded])
+        expanded = expanded_ones({target.key: target.live for target in self.plan.models[before:]})
+        self.plan.mismatches.add("others", key, [f"{name} {why}" for name, why in expanded.items()])
 
     def claim(
         self, key: str, group: list[str], found: list[str], live: Mapping[str, Any], wanted: dict[str, torch.Tensor]
@@ -537,12 +536,6 @@ def _not_taken(module: torch.nn.Module, state: Mapping[str, Any]) -> list[str]:
     with torch.no_grad():
         left = module.load_state_dict(dict(state), strict=False).unexpected_keys
     return [f"{name} (the module's state_dict has it, but its load_state_dict does not accept it)" for name in left]
-
-
-def _is_expanded(tensor: torch.Tensor) -> bool:
-    """Whether torch refuses to write into it."""
-    repeated = any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return repeated and tensor.numel() > 0 and not tensor.is_meta
 
 
 def plan_optimizer(

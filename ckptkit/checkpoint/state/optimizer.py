@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.checkpoint.state.values import JSON, decode, encode
 from ckptkit.errors import CorruptCheckpointError, SaveError, UsageError
-from ckptkit.formats.dcp.host_bytes import hidden_ones
+from ckptkit.formats.dcp.host_bytes import expanded_ones, hidden_ones
 
 if TYPE_CHECKING:
     import torch
@@ -158,9 +158,13 @@ def class_name(item: Any) -> str:
     return type(item).__name__ + inner
 
 
-def refuse_hidden(prefix: str, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise SaveError for tensors whose values cannot be saved as plain bytes; names all of them."""
-    hidden = hidden_ones(tensors)
+def refuse_hidden(prefix: str, tensors: Mapping[str, torch.Tensor], *, filled: bool = False) -> None:
+    """Raise SaveError for tensors whose values cannot be saved as plain bytes; names all of them.
+
+    Args:
+        filled: A load fills the live tensors, so those that cannot be written to are refused too.
+    """
+    hidden = hidden_ones(tensors) or (expanded_ones(tensors) if filled else {})
     if hidden:
         lines = [f"{prefix}{name} {why}." for name, why in list(hidden.items())[:_LISTED]]
         more = [f"and {len(hidden) - _LISTED} more"] if len(hidden) > _LISTED else []

@@ -229,7 +229,7 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None, seen: 
         key = section("model", name)
         live = _live_state(module)
         tensors, extra_state = _by_canonical_name(module, live)
-        refuse_hidden(f"{key}.", tensors)
+        refuse_hidden(f"{key}.", tensors, filled=True)
         _refuse_strangers(key, module, live)
         captured.models[key] = tensors
         captured.aliases[key] = _aliases(module, tensors)

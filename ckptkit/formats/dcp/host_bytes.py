@@ -23,6 +23,7 @@ __all__ = [
     "PIECE",
     "HostBytes",
     "are_dense",
+    "expanded_ones",
     "hidden_ones",
     "host_view",
     "is_dense",
@@ -172,6 +173,17 @@ def hidden_ones(tensors: Mapping[Any, Any]) -> dict[Any, str]:
     if are_dense([value._local_tensor if type(value) is DTensor else value for value in tensors.values()]):
         return {}
     return {key: why for key, value in tensors.items() if (why := why_not_dense(value))}
+
+
+def expanded_ones(tensors: Mapping[Any, Any]) -> dict[Any, str]:
+    """Return the tensors that torch refuses to write into because their elements share memory, with the reason."""
+    why = "is an expanded view, whose elements share memory: copy it with .clone()"
+    return {key: why for key, value in tensors.items() if _is_expanded(value)}
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    repeated = any(not stride and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return repeated and tensor.numel() > 0 and not tensor.is_meta
 
 
 _layout_of, _dtype_of = operator.attrgetter("layout"), operator.attrgetter("dtype")
