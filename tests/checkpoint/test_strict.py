@@ -13,6 +13,8 @@ import torch
 import xxhash
 from torch import nn
 
+from ckptkit import open_checkpoint
+from ckptkit.catalog.entry import Role
 from ckptkit.checkpoint.load.plan import of_another_class
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.state.train_state import TrainState
@@ -128,13 +130,13 @@ def test_an_expanded_view_is_refused_before_anything_is_touched(tmp_path: Path, 
 
     run = saved_as(tmp_path, TrainState(model=model(1.0)))
     state = TrainState(model=model(2.0))
-    before = bits(state)
-    with pytest.raises(CheckpointMismatchError, match=r"model\.wide is an expanded view.*clone"):
-        load(run, state, **options)
     state.model.wide = torch.full((1, 4), 2.0).expand(3, 4)  # type: ignore[union-attr]
     with pytest.raises(SaveError, match=r"model\.wide is an expanded view.*clone"):
         saved_as(tmp_path / "refused", state)
     assert not (tmp_path / "refused" / "other" / "step_00000001").exists()
+    before = bits(state)
+    with pytest.raises(CheckpointMismatchError, match=r"model\.wide is an expanded view.*clone"):
+        load(run, state, **options)
     assert same(bits(state), before)
     assert not state.half_loaded
     load(run, state, exclude=["wide"], **options)
@@ -440,6 +442,84 @@ def test_module_extra_state_is_given_back(tmp_path: Path) -> None:
     model = nn.Sequential(Scaled(2, 2))
     load(root, TrainState(model=torch.compile(model)))
     assert model[0].scale == 7
+
+
+class Counted(nn.Linear):
+    """A layer that keeps a value beside its tensors."""
+
+    kept: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.kept
+
+    def set_extra_state(self, state: Any) -> None:
+        self.kept = state
+
+
+def counted(kept: Any) -> nn.Module:
+    module = nn.Sequential(Counted(2, 2))
+    module[0].kept = kept
+    return module
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
+def test_large_tensors_of_extra_state_come_back_and_are_no_weights(tmp_path: Path, kind: str) -> None:
+    kept = {"history": torch.randn(600), "table": torch.arange(3)}
+    root = saved_as(tmp_path, TrainState(model=counted(kept)), state_dict_type=kind)
+    model = counted({"history": torch.zeros(600), "table": torch.zeros(3)})
+    load(root, TrainState(model=model))
+    assert same(model[0].kept, kept)
+    weights = open_checkpoint(f"{root}/step_00000001").catalog.by_role(Role.MODEL)
+    assert set(weights) == {"0.weight", "0.bias"}
+
+
+def test_extra_state_that_one_side_lacks_is_listed_before_anything_is_touched(tmp_path: Path) -> None:
+    root = saved_as(tmp_path, TrainState(model=counted(7)))
+    plain = nn.Sequential(nn.Linear(2, 2))
+    with pytest.raises(CheckpointMismatchError, match=r"model\.extra_state: 1 unexpected: 0\._extra_state"):
+        load(root, TrainState(model=plain))
+    assert load(root, TrainState(model=plain), strict=False).unexpected == ["model.extra_state.0._extra_state"]
+    root = saved_as(tmp_path / "plain", TrainState(model=plain))
+    model = counted(8)
+    with pytest.raises(CheckpointMismatchError, match=r"model\.extra_state: 1 missing.*: 0\._extra_state"):
+        load(root, TrainState(model=model))
+    assert load(root, TrainState(model=model), strict=False).missing == ["model.extra_state.0._extra_state"]
+    assert model[0].kept == 8
+
+
+def test_values_that_a_models_own_state_dict_adds_go_through_its_load_state_dict(tmp_path: Path) -> None:
+    class Own(nn.Linear):
+        calls = 0
+
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            return {**super().state_dict(*args, **kwargs), "calls": self.calls}
+
+        def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+            self.calls = state["calls"]
+            return super().load_state_dict({k: v for k, v in state.items() if k != "calls"}, strict, assign)
+
+    source = Own(2, 2)
+    source.calls = 7
+    root = saved_as(tmp_path, TrainState(model=source))
+    model = Own(2, 2)
+    load(root, TrainState(model=model))
+    assert model.calls == 7
+    assert torch.equal(model.weight, source.weight)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
+def test_a_parameter_whose_name_ends_like_extra_state_is_a_parameter(tmp_path: Path, kind: str) -> None:
+    def model() -> nn.Module:
+        module = nn.Module()
+        module.my_extra_state = nn.Parameter(torch.randn(3))
+        return module
+
+    source = model()
+    optimizer = torch.optim.SGD(source.parameters(), lr=0.1)
+    root = saved_as(tmp_path, TrainState(model=source, optimizer=optimizer), state_dict_type=kind)
+    target = model()
+    load(root, TrainState(model=target, optimizer=torch.optim.SGD(target.parameters(), lr=0.2)))
+    assert torch.equal(target.my_extra_state, source.my_extra_state)
 
 
 def test_a_run_without_a_checkpoint_loads_nothing(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.checkpoint.load.plan import LoadPlan, ObjectTarget, OptimizerPlan
 from ckptkit.checkpoint.load.read import Reading
@@ -13,7 +13,10 @@ from ckptkit.checkpoint.state.optimizer import apply_settings, apply_state
 from ckptkit.checkpoint.state.rng import check_rng, reseed, restore_rng, shared_stream
 from ckptkit.checkpoint.state.train_state import PerRank, TrainState, canonical_modules, is_stateful
 from ckptkit.checkpoint.state.values import JSON, decode
-from ckptkit.errors import CheckpointMismatchError, CorruptCheckpointError, LoadError
+from ckptkit.errors import CorruptCheckpointError, LoadError
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Decoded", "DecodedOptimizer", "apply_objects", "apply_tensors", "decode_plan"]
 
@@ -53,7 +56,6 @@ def decode_plan(plan: LoadPlan, tensor: Tensors) -> Decoded:
 
     Raises:
         CorruptCheckpointError, LoadError: A tree is malformed; names its key.
-        CheckpointMismatchError: A value does not match its live object.
     """
     objects = [[_named(target.key, tree, tensor) for tree in target.trees] for target in plan.objects]
     for target, values in zip(plan.objects, objects, strict=True):
@@ -88,18 +90,6 @@ def _check_object(target: ObjectTarget, value: Any) -> None:
     """Validate values that are split by key; other values are validated by the object that loads them."""
     if target.kind in ("model", "scheduler", "grad_scaler") and not isinstance(value, Mapping):
         raise CorruptCheckpointError(f"{target.key}: the saved state is a {type(value).__name__}, expected a mapping.")
-    if target.kind == "model":
-        modules = canonical_modules(target.item)
-        strangers = [str(name) for name in value if module_name(str(name)) not in modules]
-        if strangers:
-            raise CheckpointMismatchError(
-                f"{target.key}: the model has no module for {', '.join(map(repr, strangers[:5]))}; nothing was loaded."
-            )
-
-
-def module_name(key: str) -> str:
-    """Return the name of the module with extra state `key`."""
-    return key.removesuffix("_extra_state").removesuffix(".")
 
 
 def apply_objects(state: TrainState, plan: LoadPlan, decoded: Decoded | None, report: LoadReport) -> None:
@@ -145,9 +135,7 @@ def _apply_object(state: TrainState, target: ObjectTarget, values: Sequence[Any]
         value = target.merge(values, dist.get_rank() if ready else 0, dist.get_world_size() if ready else 1)
     item = target.item.value if isinstance(target.item, PerRank) else target.item
     if target.kind == "model":
-        modules = canonical_modules(target.item)
-        for name, extra_state in value.items():
-            modules[module_name(name)].set_extra_state(extra_state)
+        _apply_extra_state(target.item, value)
     elif target.kind == "extra" and isinstance(item, torch.nn.Module):
         item.load_state_dict(value, strict=False)  # what differs was found before, or may
     elif target.kind != "extra" or is_stateful(item):
@@ -157,6 +145,21 @@ def _apply_object(state: TrainState, target: ObjectTarget, values: Sequence[Any]
     else:
         name = target.key.removeprefix("extra.")
         state.extra[name] = PerRank(value) if isinstance(target.item, PerRank) else value
+
+
+def _apply_extra_state(module: torch.nn.Module, values: Mapping[str, Any]) -> None:
+    modules, rest = canonical_modules(module), {}
+    for name, value in values.items():
+        path, _, leaf = name.rpartition(".")
+        if leaf == "_extra_state" and path in modules:
+            modules[path].set_extra_state(value)
+        else:
+            rest[name] = value  # added by the module's own `state_dict`
+    if rest:
+        result = module.load_state_dict({**module.state_dict(), **rest}, strict=False)
+        left = [name for name in getattr(result, "unexpected_keys", ()) if name in rest]
+        if left:
+            raise LoadError(f"the model's load_state_dict does not accept {', '.join(left)}, which its state_dict has.")
 
 
 def _make_iterator(dataloader: Any) -> None:

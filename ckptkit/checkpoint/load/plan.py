@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -272,7 +272,7 @@ class _Planner:
                 for fqn, entry in self.entries(Role.MODEL).items()
                 if fqn.startswith(prefix) and self.take(key, fqn[len(prefix) :])
             }
-            tensors, handed = computed_state(module)
+            tensors, extra_state, handed = computed_state(module)
             if handed is not None:
                 self.plan.handed.append((module, handed))
                 self.plan.mismatches.add("unexpected", key, _not_taken(module, handed))
@@ -283,14 +283,23 @@ class _Planner:
             live = {fqn: tensor for fqn, tensor in live.items() if fqn not in hidden}
             saved = {fqn: entry for fqn, entry in saved.items() if fqn not in hidden}
             self.model(key, prefix, live, saved, aliases.get(key, {}))
-            tree = self.objects.get(f"{key}.extra_state")
-            if tree is not None and self.filter.takes_all:
-                self.plan.objects.append(ObjectTarget("model", f"{key}.extra_state", module, (tree,)))
+            if self.filter.takes_all:
+                self.extra_state(f"{key}.extra_state", module, extra_state)
         idle = [f"{rule} matches no tensor of the models or the checkpoint" for rule in self.filter.idle(names)]
         if self.options.strict:
             self.plan.mismatches.add("others", "model", idle)
         else:
             self.plan.notes += idle
+
+    def extra_state(self, key: str, module: torch.nn.Module, live: Collection[str]) -> None:
+        """Plan what modules keep beside their tensors (`get_extra_state`), compared by module."""
+        tree = self.objects.get(key, {})
+        if isinstance(tree, dict) and not self.foreign:
+            self.plan.mismatches.add("missing", key, [name for name in live if name not in tree])
+            self.plan.mismatches.add("unexpected", key, [name for name in tree if name not in live])
+            tree = {name: value for name, value in tree.items() if name in live}
+        if tree:
+            self.plan.objects.append(ObjectTarget("model", key, module, (tree,)))
 
     def aliases(self) -> Mapping[str, Mapping[str, str]]:
         found = self.catalog.info.extra.get("aliases", {})

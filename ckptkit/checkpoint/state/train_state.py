@@ -234,7 +234,8 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None, seen: 
         captured.models[key] = tensors
         captured.aliases[key] = _aliases(module, tensors)
         if extra_state:
-            captured.objects[f"{key}.extra_state"] = encode(extra_state, f"{key}.extra_state", captured.loose)
+            # Its large tensors are no weights: their keys must not begin with the model's.
+            captured.objects[f"{key}.extra_state"] = encode(extra_state, f"extra_state.{key}", captured.loose)
     optimizers = state.parts("optimizer")
     names = parameter_names(state, captured.models, [p for one in optimizers.values() for p in _parameters_of(one)])
     for name, optimizer in optimizers.items():
@@ -363,13 +364,13 @@ def model_tensors(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dic
 
 def computed_state(
     module: torch.nn.Module,
-) -> tuple[dict[str, torch.Tensor], Mapping[str, Any] | None]:
-    """Return the tensors of `model_tensors`, and their state dict if a hook computed some of them: after those are
+) -> tuple[dict[str, torch.Tensor], dict[str, Any], Mapping[str, Any] | None]:
+    """Return the result of `model_tensors`, and the state dict if a hook computed some of the tensors: after those are
     filled, the module's own `load_state_dict` must apply them."""
     raw = _live_state(module)
     own = {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
-    tensors = _by_canonical_name(module, raw)[0]
-    return tensors, raw if any(id(tensor) not in own for tensor in tensors.values()) else None
+    tensors, extra_state = _by_canonical_name(module, raw)
+    return tensors, extra_state, raw if any(id(tensor) not in own for tensor in tensors.values()) else None
 
 
 def _live_state(module: torch.nn.Module) -> dict[str, Any]:
@@ -408,7 +409,7 @@ def _by_canonical_name(
         name = _canonical(raw, prefixes)
         if name in tensors or name in extra_state:
             raise SaveError(f"model: the keys of two modules become {name!r} once wrappers are removed.")
-        if isinstance(value, torch.Tensor) and not raw.endswith("_extra_state"):
+        if isinstance(value, torch.Tensor) and raw.rpartition(".")[2] != "_extra_state":
             tensors[name] = value
         else:
             extra_state[name] = value
