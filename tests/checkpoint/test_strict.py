@@ -20,6 +20,7 @@ from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import CheckpointMismatchError, CkptkitError, IntegrityError, LoadError, SaveError, UsageError
 from ckptkit.fsdp.master_weights import MasterWeightOptimizer
+from tests.hostile.records import reseal
 
 
 def net(width: int = 8) -> nn.Module:
@@ -520,6 +521,29 @@ def test_a_parameter_whose_name_ends_like_extra_state_is_a_parameter(tmp_path: P
     target = model()
     load(root, TrainState(model=target, optimizer=torch.optim.SGD(target.parameters(), lr=0.2)))
     assert torch.equal(target.my_extra_state, source.my_extra_state)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
+def test_a_state_of_an_optimizer_may_have_dots_in_its_name(tmp_path: Path, kind: str) -> None:
+    source, target = trained(net()), TrainState(model=net())
+    for number, state in enumerate(source.optimizer.state.values()):
+        state["factors.0.left"] = torch.full((2, 3), float(number))
+    root = saved_as(tmp_path, source, state_dict_type=kind)
+    target = trained(net())
+    load(root, target)
+    assert same(bits(target), bits(source))
+
+
+def test_a_state_of_a_parameter_that_no_saved_group_names_is_listed(tmp_path: Path) -> None:
+    step = Path(saved_as(tmp_path, trained(net()))) / "step_00000001"
+    body = json.loads((step / "objects.json").read_text())
+    body["objects"]["optimizer"]["param_groups"][0]["params"].remove("lora.weight")
+    (step / "objects.json").write_text(json.dumps(body))
+    reseal(step)
+    model = net()
+    optimizer = torch.optim.AdamW(model["base"].parameters(), lr=0.1)
+    with pytest.raises(CheckpointMismatchError, match=r"3 unexpected: lora\.weight\.(step|exp_avg)"):
+        load(str(step.parent), TrainState(model=model, optimizer=optimizer, extra={"epoch": 0}))
 
 
 def test_a_run_without_a_checkpoint_loads_nothing(tmp_path: Path) -> None:

@@ -556,6 +556,9 @@ def plan_optimizer(
     small: Callable[[str], Any],
 ) -> list[str]:
     """Complete the plan of one optimizer, and add mismatches to `found`. Return the unused masters."""
+    tree = objects.get(plan.key)
+    saved = None if tree is None else OptimizerTree.of(tree, plan.key)
+    owners = {fqn for group in saved.param_groups for fqn in group["params"]} if saved else set()
     states: dict[str, dict[str, TensorEntry]] = {}
     masters: dict[str, TensorEntry] = {}
     for entry in catalog.tensors.values():
@@ -563,18 +566,18 @@ def plan_optimizer(
             if entry.role is Role.MASTER:
                 masters[entry.fqn] = entry
             else:
-                states.setdefault(entry.fqn, {})[entry.state] = entry
-    tree = objects.get(plan.key)
+                fqn, name = _owner_and_state(entry, owners)
+                states.setdefault(fqn, {})[name] = entry
     other = of_another_class(plan.key, plan.optimizer, objects)
     if other or (tree is None and not states):
         found.add("missing", plan.key, [f"the whole optimizer{other and f' ({other})'}"])
         plan.groups = GroupChanges([{} for _ in plan.optimizer.param_groups])
         plan.keep = list(plan.parameters)  # with strict=False the live one stays as it is
         return list(masters)
-    if tree is not None:
-        saved = OptimizerTree.of(tree, plan.key)
+    if saved is not None:
         plan.groups = group_changes(plan.optimizer, names, saved.param_groups, small, plan.key)
         plan.values, plan.shared = saved.values, saved.shared
+        plan.groups.unexpected += [f"{fqn}.{name}" for fqn in states if fqn not in owners for name in states[fqn]]
     else:
         plan.groups = GroupChanges(
             [{} for _ in plan.optimizer.param_groups], notes=[f"{plan.key}: no settings were saved"]
@@ -610,6 +613,17 @@ def _flat(states: Mapping[str, Mapping[str, TensorEntry]]) -> set[str]:
 def _owner(entry: TensorEntry) -> str:
     first = entry.name.partition(".")[0]
     return first if first.startswith("optimizer_") else "optimizer"
+
+
+def _owner_and_state(entry: TensorEntry, owners: Collection[str]) -> tuple[str, str]:
+    """Return the parameter and the name of an optimizer's state. Some formats store both as one text, so a name that
+    contains a dot can only be told from the parameter's by the parameters that were saved (`owners`)."""
+    if entry.fqn in owners or not owners:
+        return entry.fqn, entry.state
+    parts = entry.fqn.split(".")
+    heads = (".".join(parts[:n]) for n in range(len(parts) - 1, 0, -1))
+    fqn = next((head for head in heads if head in owners), entry.fqn)
+    return fqn, f"{entry.fqn}.{entry.state}".removeprefix(f"{fqn}.")
 
 
 def _check_states(plan: OptimizerPlan, catalog: Catalog, found: Mismatches) -> None:
