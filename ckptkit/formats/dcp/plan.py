@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
@@ -42,6 +43,7 @@ __all__ = [
     "flatten",
     "local_box",
     "local_boxes",
+    "partial_holders",
     "plan_sharded",
     "whole_record",
 ]
@@ -122,6 +124,7 @@ class ShardedPlan:
     private: frozenset[str] = field(repr=False)
     holders: Mapping[str, tuple[int, ...]] = field(repr=False)
     settled: tuple[bytes, ...] = field(default=(), repr=False)
+    sends_table: bool = True
 
     @property
     def nbytes(self) -> int:
@@ -134,11 +137,6 @@ class ShardedPlan:
         """24 bytes to exchange before a save: `digest`, and what this rank settled last."""
         return self.digest + _settlement(self.settled)
 
-    @property
-    def sends_table(self) -> bool:
-        """Whether this rank is the lowest one with its table: the others only name it."""
-        return not self.settled or self.settled.index(self.digest) == self.rank
-
     def settle(self, signatures: Sequence[bytes], all_gather: Callable[[bytes], list[bytes]]) -> ShardedPlan:
         """Return the plan that fits what the other ranks hold. All ranks call it, with the same signatures.
 
@@ -147,20 +145,16 @@ class ShardedPlan:
         """
         known = tuple(signature[:_DIGEST] for signature in signatures)
         if len(set(known)) == 1:
-            return replace(self.placed(holders={}), settled=known)
-        # Every rank must decide alike: what each settled last is in its signature, not only in its memory.
-        if {signature[_DIGEST:] for signature in signatures} == {_settlement(known)}:
-            return self
-        hashes = self.replicated()
-        mine = np.fromiter(hashes.values(), np.uint64, len(hashes))
-        tables = [np.frombuffer(data, np.uint64) for data in all_gather(mine.astype("<u8").tobytes())]
-        holders: dict[str, tuple[int, ...]] = {}
-        present = [np.isin(mine, table) for table in tables]
-        for i, name in enumerate(hashes):
-            ranks = tuple(rank for rank, found in enumerate(present) if found[i])
-            if len(ranks) != self.world_size:
-                holders[name] = ranks
-        return replace(self.placed(holders=holders), settled=known)
+            plan = self.placed(holders={})
+        # All ranks must decide alike, so this looks at signatures only: they contain what each rank settled last.
+        elif {signature[_DIGEST:] for signature in signatures} == {_settlement(known)}:
+            plan = self
+        else:
+            hashes = self.replicated()
+            tables = all_gather(np.fromiter(hashes.values(), "<u8", len(hashes)).tobytes())
+            partial = partial_holders([np.frombuffer(data, "<u8") for data in tables])
+            plan = self.placed(holders={name: partial[key] for name, key in hashes.items() if key in partial})
+        return replace(plan, settled=known, sends_table=known.index(self.digest) == self.rank)
 
     def replicated(self) -> dict[str, int]:
         """Return the keys that every rank is taken to hold, and a hash of what each is, of another shape another."""
@@ -258,6 +252,25 @@ class ShardedPlan:
         """Write what describes the parts of all ranks, and return the files that this takes. Rank 0."""
         files = write_index(parts, store, save_id=save_id, extra=extra, sync=sync)
         return {name: files[name] for name in (METADATA_NAME, MANIFEST_NAME)}
+
+
+def partial_holders(tables: Sequence[npt.NDArray[np.uint64]]) -> dict[int, tuple[int, ...]]:
+    """Return which ranks hold the keys that not all ranks hold.
+
+    Args:
+        tables: Per rank, the hashes of its replicated keys.
+    """
+    ranks = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
+    hashes = np.concatenate(tables)
+    order = np.argsort(hashes, kind="stable")
+    keys, starts, counts = np.unique(hashes[order], return_index=True, return_counts=True)
+    ranks, groups = ranks[order], dict[bytes, tuple[int, ...]]()
+    found = {}
+    for i in np.flatnonzero(counts != len(tables)).tolist():
+        held = ranks[starts[i] : starts[i] + counts[i]]
+        # Equal groups are one tuple, so that a pickle of the answer contains it once.
+        found[int(keys[i])] = groups.setdefault(held.tobytes(), tuple(held.tolist()))
+    return found
 
 
 def plan_sharded(

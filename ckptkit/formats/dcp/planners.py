@@ -3,50 +3,44 @@
     dcp.save(state, storage_writer=ckptkit.DCPWriter(url), planner=ckptkit.DCPSavePlanner())
     dcp.load(state, storage_reader=ckptkit.DCPReader(url), planner=ckptkit.DCPLoadPlanner())
 
-With any other writer or reader they are torch's default planners. What torch's protocol asks of a planner stays: the
-ranks agree on who writes what, every mismatch is found before a byte is read, a failure of one rank fails all.
+With any other writer or reader they behave as torch's default planners. The guarantees of torch's protocol stay: the
+ranks agree on who writes what, every mismatch is found before a byte is read, and a failure of one rank fails all.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 from torch.distributed.checkpoint.planner_helpers import _init_state_dict
-from torch.distributed.tensor import DTensor
 
-from ckptkit.digests import signature_of
-from ckptkit.errors import CheckpointMismatchError, SaveError
-from ckptkit.formats.dcp.plan import ShardedPlan, plan_sharded
+from ckptkit.errors import SaveError
+from ckptkit.formats.dcp.plan import ShardedPlan, partial_holders, plan_sharded
 from ckptkit.formats.dcp.read import ReadPlan
 
-__all__ = ["CachedSavePlanner", "DCPLoadPlanner", "DCPSavePlanner", "WriterMeta"]
+__all__ = ["DCPLoadPlanner", "DCPSavePlanner", "WriterMeta"]
 
-_UNSETTLED = bytes(8)
-_MIXED = "Some ranks plan with DCPSavePlanner, others do not: all must have the same planner."
+_MIXED = "Some ranks plan with DCPSavePlanner, others do not: all ranks must use the same planner."
 _SAVE = ("set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "resolve_data", "lookup_object",
          "transform_object")  # fmt: skip
 _LOAD = ("set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "load_bytes", "resolve_tensor",
          "commit_tensor", "lookup_tensor", "transform_tensor")  # fmt: skip
-Holders = dict[int, tuple[int, ...]]
 
 
 @dataclass
 class WriterMeta(StorageMeta):
-    """What `DCPWriter` says of itself, so that a planner knows whom it plans for.
+    """Tells a planner that it plans for a `DCPWriter`.
 
     Attributes:
-        rank: In the group that saves; known once the writer is set up.
-        collective: The ranks plan together.
+        rank: In the group that saves; set once the writer is set up.
+        collective: Whether the ranks plan together.
     """
 
     rank: int = 0
@@ -55,60 +49,48 @@ class WriterMeta(StorageMeta):
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What a rank says of its state: 24 bytes, and hashes of its replicated keys where the coordinator lacks them."""
+    """A rank's state as the coordinator sees it: the digest of its plan and the hashes of its replicated keys."""
 
     digest: bytes
-    settlement: bytes
-    hashes: bytes | None
+    hashes: bytes
 
     def __iter__(self) -> Iterator[str]:
-        raise SaveError(_MIXED)  # to torch's planner, which takes it for a dict of paths
+        raise SaveError(_MIXED)  # torch's planner iterates over this field, which it expects to be a dict
 
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """What the coordinator answers a rank.
+    """The coordinator's answer to a rank.
 
     Attributes:
-        settlement: A hash of what all ranks hold, by which they tell the next time that nothing has changed.
-        sends_table: The rank is the lowest of those whose keys are the same.
-        holders: Which ranks hold the replicated keys that not all do, by hash; None: those of the save before.
+        sends_table: No lower rank has the same keys.
+        holders: By hash, the ranks that hold a replicated key of this rank, if not all do.
     """
 
     rank: int
     world_size: int
-    settlement: bytes
     sends_table: bool
-    holders: Holders | None
+    holders: dict[int, tuple[int, ...]]
 
 
 class DCPSavePlanner(DefaultSavePlanner):
-    """Plans a `dcp.save` on each rank alone: no object a tensor is sent.
+    """Plans a `dcp.save` on each rank alone, without sending an object per tensor.
 
-    Keep one for a state, on all ranks alike: where their keys, shapes, dtypes, meshes and placements are those of the
-    save before, nothing is agreed on anew. Replicas are written once, spread evenly over their holders. With another
-    writer than `DCPWriter`, or without collectives, this is torch's `DefaultSavePlanner`.
+    Replicas are written once, spread evenly over the ranks that hold them. With another writer than `DCPWriter`, or
+    without collectives, this is torch's `DefaultSavePlanner`.
 
     Objects must be plain data, or of classes allowed by `torch.serialization.add_safe_globals`; others are a SaveError.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.__dict__.update(_blank())
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without what was planned: it is about the memory of this process."""
-        made = {**self.__dict__, **_blank()}
-        return {name: value for name, value in made.items() if name not in ("plan", "global_plan", "metadata")}
-
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
+        self._sharded: ShardedPlan | None = None
         self._meta = storage_meta if isinstance(storage_meta, WriterMeta) and _is_itself(self, _SAVE) else None
-        self._values: dict[str, Any] = state_dict
-        self.is_coordinator = is_coordinator
         if self._meta is None:
             super().set_up_planner(state_dict, storage_meta, is_coordinator)
+            return
+        self._values, self.is_coordinator = state_dict, is_coordinator
 
     def create_local_plan(self) -> SavePlan:
         if self._meta is not None and not self._meta.collective:
@@ -116,15 +98,13 @@ class DCPSavePlanner(DefaultSavePlanner):
             self._meta = None
         if self._meta is None:
             return super().create_local_plan()
-        world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1  # a guess
+        # The size of the default group: that of the group that saves is not known here, and `finish_plan` corrects it.
+        world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         rank = self._meta.rank
-        plan = plan_sharded(self._values, rank=rank, world_size=max(world_size, rank + 1), previous=self._sharded)
-        self._sharded: ShardedPlan | None = plan
-        is_known = plan.digest == self._agreed
-        settlement = self._settlement if is_known else _UNSETTLED
-        hashes = None if is_known else np.array(sorted(plan.replicated().values()), "<u8").tobytes()
-        self.plan = SavePlan([], planner_data=_Share(plan.digest, settlement, hashes))
-        return self.plan
+        plan = self._sharded = plan_sharded(self._values, rank=rank, world_size=max(world_size, rank + 1))
+        self._values = {}
+        hashes = np.array(sorted(plan.replicated().values()), "<u8").tobytes()
+        return SavePlan([], planner_data=_Share(plan.digest, hashes))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         shares = [plan.planner_data for plan in all_plans if isinstance(plan.planner_data, _Share)]
@@ -132,71 +112,38 @@ class DCPSavePlanner(DefaultSavePlanner):
             return super().create_global_plan(all_plans)
         if len(shares) < len(all_plans):
             raise SaveError(_MIXED)
-        self.global_plan = [SavePlan([], planner_data=turn) for turn in self._turns(shares)]
-        self.metadata = Metadata({})  # what was written says the writer
-        return self.global_plan, self.metadata
-
-    def _turns(self, shares: Sequence[_Share]) -> list[_Turn]:
-        digests = [share.digest for share in shares]
-        settlement = signature_of(b"".join(digests))[:8]
-        first = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
-        found = self._holders(shares, settlement)
-        return [
-            _Turn(rank, len(digests), settlement, first[digest] == rank, None if found is None else found[digest])
-            for rank, digest in enumerate(digests)
-        ]
-
-    def _holders(self, shares: Sequence[_Share], settlement: bytes) -> dict[bytes, Holders] | None:
-        """Return, by digest, who holds the replicated keys that not all ranks do; None where that is known."""
-        counts = Counter(share.digest for share in shares)
-        self._tables.update({s.digest: np.frombuffer(s.hashes, "<u8") for s in shares if s.hashes is not None})
-        if len(counts) == 1:
-            return {digest: {} for digest in counts}
-        if {share.settlement for share in shares} == {settlement}:
-            return None
-        unknown = [rank for rank, share in enumerate(shares) if share.digest not in self._tables]
-        if unknown:
-            raise SaveError(
-                f"Ranks {unknown} have saved with their DCPSavePlanner before, rank 0 with another one. Make a new "
-                "planner on all ranks, or on none."
-            )
-        self._tables: dict[bytes, npt.NDArray[np.uint64]] = {digest: self._tables[digest] for digest in counts}
-        weights = np.concatenate([np.full(len(t), counts[d], np.int64) for d, t in self._tables.items()])
-        hashes, inverse = np.unique(np.concatenate(list(self._tables.values())), return_inverse=True)
-        partial = hashes[np.bincount(inverse, weights, len(hashes)) != len(shares)]
-        own = {digest: table[np.isin(table, partial)].tolist() for digest, table in self._tables.items()}
-        ranks: dict[int, list[int]] = {}
-        for rank, share in enumerate(shares):
-            for key in own[share.digest]:
-                ranks.setdefault(key, []).append(rank)
-        return {digest: {key: tuple(ranks[key]) for key in keys} for digest, keys in own.items()}
+        # The writer fills in the metadata, from what was written.
+        return [SavePlan([], planner_data=turn) for turn in _turns(shares)], Metadata({})
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         turn, plan = new_plan.planner_data, self._sharded
         if not isinstance(turn, _Turn) or plan is None:
             return super().finish_plan(new_plan)
-        holders = plan.holders
-        if turn.holders is not None:
-            names = {key: name for name, key in plan.replicated().items()} if turn.holders else {}
-            holders = {names[key]: ranks for key, ranks in turn.holders.items()}
+        self._sharded = None  # it refers to the tensors: an idle planner must not keep them alive
+        holders = {}
+        if turn.holders:
+            holders = {name: turn.holders[key] for name, key in plan.replicated().items() if key in turn.holders}
         plan = plan.placed(rank=turn.rank, world_size=turn.world_size, holders=holders)
-        plan = replace(plan, settled=() if turn.sends_table else (plan.digest,))
-        self._sharded, self._agreed, self._settlement = plan, plan.digest, turn.settlement
-        self.plan = replace(new_plan, planner_data=plan)
-        return self.plan
+        return replace(new_plan, planner_data=replace(plan, sends_table=turn.sends_table))
 
 
-def _blank() -> dict[str, Any]:
-    """The planner's own state before its first save."""
-    return {"_meta": None, "_values": {}, "_sharded": None, "_agreed": b"", "_settlement": _UNSETTLED, "_tables": {}}
+def _turns(shares: Sequence[_Share]) -> list[_Turn]:
+    digests = [share.digest for share in shares]
+    first = {digest: rank for rank, digest in reversed(list(enumerate(digests)))}
+    tables = [np.frombuffer(share.hashes, "<u8") for share in shares]
+    partial = partial_holders(tables) if len(first) > 1 else {}
+    return [
+        _Turn(rank, len(shares), first[digest] == rank, {key: partial[key] for key in keys if key in partial})
+        for rank, (digest, keys) in enumerate(zip(digests, (t.tolist() for t in tables), strict=True))
+    ]
 
 
 class DCPLoadPlanner(DefaultLoadPlanner):
     """Plans a `dcp.load` by columns. With another reader than `DCPReader` this is torch's `DefaultLoadPlanner`.
 
     Args:
-        allow_partial_load: Keys that the checkpoint lacks are left as they are. Otherwise they are an error, listed
-            in full with all else that does not fit, before any rank reads.
+        allow_partial_load: Leave keys that the checkpoint lacks as they are. Otherwise they are an error, which lists
+            everything that does not fit before any rank reads.
     """
 
     def __init__(self, *, allow_partial_load: bool = False) -> None:
@@ -220,28 +167,12 @@ class DCPLoadPlanner(DefaultLoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         if self._source is None:
             return super().create_local_plan()
-        try:
-            reads: ReadPlan = self._source.plan(self.original_state_dict, strict=not self.allow_partial_load)
-        except CheckpointMismatchError as error:
-            if not self._source.is_foreign:
-                raise
-            return self._by_old_keys(error)
-        if reads.missing and self._source.is_foreign:
-            return self._by_old_keys(None)
-        self.reads = reads
+        self.reads = self._source.plan(self.original_state_dict, strict=not self.allow_partial_load)
         return LoadPlan([])
-
-    def _by_old_keys(self, error: CheckpointMismatchError | None) -> LoadPlan:
-        """Let torch look whether these are the keys that its versions before 2.4 gave."""
-        super().set_up_planner(self.original_state_dict, self.metadata, self.is_coordinator)
-        try:
-            return super().create_local_plan()
-        except (RuntimeError, ValueError) as torchs:
-            raise (error or torchs) from torchs
 
 
 def _is_itself(planner: object, steps: Sequence[str]) -> bool:
-    """Whether no subclass takes part in the planning: what it does must not be passed over."""
+    """Whether no subclass overrides a planning step: its override must not be skipped."""
     ours = DCPSavePlanner if isinstance(planner, DCPSavePlanner) else DCPLoadPlanner
     return all(getattr(type(planner), step) is getattr(ours, step) for step in steps)
 
@@ -252,41 +183,3 @@ def _holds_meta(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(map(_holds_meta, value.values()))
     return isinstance(value, (list, tuple)) and any(map(_holds_meta, value))
-
-
-class CachedSavePlanner(DefaultSavePlanner):
-    """torch's plan caching, with a key that sees every change: a dtype or a placement, not only names and sizes.
-
-    Args:
-        name: Of the state that is saved: states saved by turns need a name each, to keep a plan each.
-    """
-
-    _structures: dict[str, tuple[Any, ...]] = {}  # noqa: RUF012 - like torch's own caches, of the process
-
-    def __init__(self, name: str = "default", **options: Any) -> None:
-        super().__init__(enable_plan_caching=True, **options)
-        self._cached_plans_key = f"{type(self).__qualname__}:{name}"
-
-    def create_local_plan(self) -> SavePlan:
-        plan = super().create_local_plan()
-        key = self._cached_plans_key
-        structure = tuple(_structure(name, value) for name, value in self.state_dict.items())
-        changed = self._structures.get(key) != structure
-        self._structures[key] = structure
-        if plan.usable or not changed:
-            return plan
-        self._pending_local_plan = self.plan
-        return self.plan
-
-    def _create_global_plan_with_caching(
-        self, all_plans: list[SavePlan]
-    ) -> tuple[list[SavePlan], list[SavePlan], Metadata]:
-        delta, plans, metadata = super()._create_global_plan_with_caching(all_plans)
-        # torch compares the new plans with the old by name and size alone: once any changed, all get theirs.
-        return (plans if any(plan.usable for plan in all_plans) else delta), plans, metadata
-
-
-def _structure(name: str, value: Any) -> tuple[Any, ...]:
-    if isinstance(value, DTensor):
-        return (name, value.dtype, value.device_mesh, tuple(value.placements))
-    return (name, value.dtype) if isinstance(value, torch.Tensor) else (name,)

@@ -288,12 +288,20 @@ def _matched(
                 wrong.append(f"{name}: {problem}")
             found[name] = entry
     if wrong or (missing and strict):
-        lines = wrong + [f"{name}: not in the checkpoint" for name in (missing if strict else [])]
+        lines = wrong + [f"{name}: {_why_missing(name, catalog)}" for name in (missing if strict else [])]
         listed = lines[:_LISTED] + ([f"and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else [])
         raise CheckpointMismatchError(
             f"{len(lines)} keys of the state do not fit the checkpoint; nothing was loaded:\n  " + "\n  ".join(listed)
         )
     return found, missing
+
+
+def _why_missing(name: str, catalog: Catalog) -> str:
+    parts = name.split(".")
+    outer = next((key for i in range(1, len(parts)) if (key := ".".join(parts[:i])) in catalog.objects), None)
+    if outer is None:
+        return "not in the checkpoint"
+    return f"not in the checkpoint, which has {outer!r} as one object (torch < 2.4). Try: planner=DefaultLoadPlanner()"
 
 
 def _difference(entry: TensorEntry, value: Any, cast: bool) -> str | None:

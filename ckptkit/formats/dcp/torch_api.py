@@ -65,7 +65,7 @@ from ckptkit.formats.dcp.fill import Filler, Verify
 from ckptkit.formats.dcp.host_bytes import is_dense, why_not_dense, without_subclass
 from ckptkit.formats.dcp.index import Index, RankSlices, write_index
 from ckptkit.formats.dcp.plan import ShardedPlan, whole_record
-from ckptkit.formats.dcp.planners import CachedSavePlanner, DCPLoadPlanner, WriterMeta
+from ckptkit.formats.dcp.planners import DCPLoadPlanner, WriterMeta
 from ckptkit.formats.dcp.read import (
     ReadPlan,
     check_fits,
@@ -85,7 +85,6 @@ from ckptkit.storage.lock import HeldDirectory, hold
 from ckptkit.storage.store import Store
 
 __all__ = [
-    "CachedSavePlanner",
     "DCPReader",
     "DCPWriter",
     "Place",
@@ -232,11 +231,6 @@ class CatalogMetadata(Mapping[str, Any]):
         boxes = zip(entry.slices.offsets.tolist(), entry.slices.sizes.tolist(), strict=True)
         chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
         return TensorStorageMetadata(TensorProperties(getattr(torch, entry.dtype)), torch.Size(entry.shape), chunks)
-
-    @property
-    def is_foreign(self) -> bool:
-        """Whether torch wrote it, so that it may have the keys of its versions before 2.4."""
-        return not isinstance(self._catalog.tensors, Entries)
 
     def plan(self, state_dict: dict[str, Any], *, strict: bool) -> ReadPlan:
         """Return what fills this state."""

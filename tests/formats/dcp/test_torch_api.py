@@ -12,12 +12,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from ckptkit.errors import CheckpointExistsError, CheckpointMismatchError, IntegrityError, UnsafePickleError
 from ckptkit.formats.dcp.host_bytes import host_view
-from ckptkit.formats.dcp.torch_api import CachedSavePlanner, DCPReader, DCPWriter
+from ckptkit.formats.dcp.torch_api import DCPReader, DCPWriter
 from tests.formats.dcp_states import LAYOUTS, differences, state
 
 PAIRS = [
@@ -267,44 +265,6 @@ def test_a_writer_can_be_sent_to_torchs_background_process(tmp_path):
     found = {"w": torch.zeros(4)}
     dcp.load(found, storage_reader=pickle.loads(pickle.dumps(DCPReader(tmp_path))), no_dist=True)
     assert torch.equal(found["w"], torch.arange(4.0))
-
-
-def cached(url: str) -> list[str]:
-    failures = []
-    for i, scale in enumerate((1, 2, 3)):
-        made = state("hsdp@4")
-        made["model"]["large"] = made["model"]["large"] * scale
-        if i == 2:
-            made["model"]["large"] = made["model"]["large"].bfloat16()
-        dcp.save(made, storage_writer=DCPWriter(f"{url}/{i}", sync=False), planner=CachedSavePlanner("test"))
-        target = state("hsdp@4", zeros=True)
-        if i == 2:
-            target["model"]["large"] = torch.zeros(700, 1100, dtype=torch.bfloat16)
-        dcp.load(target, storage_reader=DCPReader(f"{url}/{i}"))
-        failures += differences(target, made)
-    return failures
-
-
-def test_a_cached_plan_sees_a_changed_dtype(ranks, tmp_path):
-    assert ranks.run(cached, 4, str(tmp_path)) == [[]] * 4
-
-
-def replaced(url: str) -> list[bool]:
-    """Save one name and shape placed otherwise again and again, and tell whether each loads as it was."""
-    mesh = init_device_mesh("cpu", (2,))
-    found = []
-    for i, placement in enumerate([Shard(0), Shard(0), Shard(1), Replicate(), Replicate()]):
-        full = torch.arange(64.0).reshape(8, 8) + i
-        made = {"w": distribute_tensor(full, mesh, (placement,), src_data_rank=None)}
-        dcp.save(made, storage_writer=DCPWriter(f"{url}/{i}", sync=False), planner=CachedSavePlanner("placements"))
-        target = {"w": torch.zeros(8, 8)}
-        dcp.load(target, storage_reader=DCPReader(f"{url}/{i}"))
-        found.append(torch.equal(target["w"], full))
-    return found
-
-
-def test_a_cached_plan_sees_a_changed_placement(ranks, tmp_path):
-    assert ranks.run(replaced, 2, str(tmp_path)) == [[True] * 5] * 2
 
 
 ZOO = [
