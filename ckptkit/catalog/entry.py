@@ -73,7 +73,7 @@ class Codec:
     `TensorSlice.start` then counts from the first byte of the decoded record.
     """
 
-    name: str  # "zstd", "sign:4:01" (`formats/dcp/host_bytes.py`)
+    name: str  # "zstd"
     start: int
     nbytes: int
 

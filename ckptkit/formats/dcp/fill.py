@@ -27,8 +27,8 @@ from ckptkit.formats.dcp.digests import (
     check_slices,
     read_pieces,
 )
-from ckptkit.formats.dcp.host_bytes import host_view, is_sign, lies_row_major
-from ckptkit.formats.pickles.objects import decode_record, decode_zstd
+from ckptkit.formats.dcp.host_bytes import host_view, lies_row_major
+from ckptkit.formats.pickles.objects import decode_zstd
 from ckptkit.storage.store import ReadInto, Store
 
 __all__ = ["Filler", "SliceCheck", "Verify", "add_box", "check_bytes", "read_workers"]
@@ -307,11 +307,8 @@ class Filler:
     def _decoded(self, fill: _Fill) -> tuple[torch.Tensor, int]:
         codec = fill.codec
         assert codec is not None
-        if is_sign(codec.name):
-            raw = decode_record(self.store, fill.path, codec)
-        else:
-            packed = self.store.read(fill.path, codec.start, codec.start + codec.nbytes)
-            raw = decode_zstd(packed, fill.start + fill.nbytes + (64 << 20), file=f"{fill.path} ({fill.name})")
+        packed = self.store.read(fill.path, codec.start, codec.start + codec.nbytes)
+        raw = decode_zstd(packed, fill.start + fill.nbytes + (64 << 20), file=f"{fill.path} ({fill.name})")
         if len(raw) < fill.start + fill.nbytes:
             raise IncompleteCheckpointError(
                 f"{fill.path}: the record of tensor {fill.name!r} decodes to too few bytes."

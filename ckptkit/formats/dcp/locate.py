@@ -29,7 +29,6 @@ from ckptkit.errors import (
     UnsafePickleError,
     UnsupportedFormatError,
 )
-from ckptkit.formats.dcp.host_bytes import flipped_crc, sign_codec
 from ckptkit.formats.hf.dcp_shards import saved_offsets
 from ckptkit.formats.hf.header import read_header
 from ckptkit.formats.pickles.objects import decode_zstd
@@ -205,8 +204,8 @@ class LocatedSlices(SliceArray):
     def _located(self) -> Items:
         if self.opaque:
             raise UnsupportedFormatError(
-                f"tensor {self.name!r:.80} {self.opaque}: nothing here reads it. torch's own FileSystemReader does, in "
-                "a job that imports the class."
+                f"tensor {self.name!r:.80} {self.opaque}, which ckptkit does not read. torch's own FileSystemReader "
+                "does, in a job that imports its class. Save a plain tensor (resolve_conj, resolve_neg) from there."
             )
         return self.items
 
@@ -425,17 +424,7 @@ class _Locator:
             said = "" if repr(name)[:80] in str(error) else f"tensor {name!r:.80}: "
             raise type(error)(f"{said}{error}") from None
         self._check(row, found, label)
-        begin, crc = found.storage.start, found.storage.crc32
-        if found.marks:
-            codec = sign_codec(found.dtype, found.marks)
-            if codec is None:
-                raise UnsupportedFormatError(
-                    f"{path}: at byte {begin} lies a {found.dtype} that is still to be negated. Save what "
-                    "tensor.resolve_neg() returns."
-                )
-            self._put_codec(row, Codec(codec, begin, found.storage.nbytes))
-            begin, crc = 0, None if crc is None else flipped_crc(codec, crc, found.storage.nbytes)
-        self._put(np.array([row]), found, begin, crc)
+        self._put(np.array([row]), found, found.storage.start, found.storage.crc32)
         return frame
 
     def _class_of(self, path: str, start: int, length: int) -> str:
@@ -510,7 +499,7 @@ class Frame:
     def of(cls, tensor: StoredTensor, start: int, front: bytes, tail: bytes, layout: Layout) -> Frame | None:
         """Return the frame of an item that begins at `start`; None where its ends are longer than what was read."""
         storage, begin = layout.members[f"data/{tensor.storage.key}"], tensor.storage.start - start
-        if begin > len(front) or layout.directory_nbytes > len(tail) or tensor.marks:
+        if begin > len(front) or layout.directory_nbytes > len(tail):
             return None
         tail = tail[-layout.directory_nbytes :]
         same_front, same_tail = np.ones(begin, bool), np.ones(len(tail), bool)
@@ -563,7 +552,7 @@ def parse_item(
 ) -> tuple[StoredTensor, Frame | None]:
     """Return the tensor of an item, given its two ends, and the frame that others may share."""
     archive = Archive(cast(Store, _Ends(store, start, front, tail, length)), path, start, length, file=label, tail=ENDS)
-    tensor = one_tensor(archive.value(lazy=True), label)
+    tensor = one_tensor(archive.value(), label)
     return tensor, Frame.of(tensor, start, front, tail, archive.layout)
 
 

@@ -17,7 +17,6 @@ from ckptkit.errors import (
     MissingExtraError,
     UnsupportedFormatError,
 )
-from ckptkit.formats.dcp.host_bytes import flip, is_sign
 from ckptkit.formats.own.json import check_density
 from ckptkit.formats.pickles.inert import NDArray, Record, Stub, TorchDType, UnknownGlobal
 from ckptkit.formats.pickles.legacy import is_legacy, is_tar, read_legacy, read_tar
@@ -158,10 +157,6 @@ def decode_record(store: Store, path: str, codec: Codec, *, limit: int | None = 
     Args:
         limit: Maximum decoded size; default: 4 GiB, or 64 times the stored size if that is less.
     """
-    if is_sign(codec.name):
-        data = bytearray(store.read(path, codec.start, codec.start + codec.nbytes))
-        flip(codec.name, 0, data)
-        return bytes(data)
     if codec.name != "zstd":
         raise UnsupportedFormatError(f"{path}: the codec {codec.name!r} is unknown.")
     if limit is None:

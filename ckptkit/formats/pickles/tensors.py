@@ -40,10 +40,14 @@ _MAX_NUMEL = 1 << 62
 
 
 class OpaqueTensorError(UnsupportedFormatError):
-    """A record contains a tensor whose class alone can rebuild it."""
+    """A record contains a tensor that its stored bytes alone do not determine.
 
-    def __init__(self, kind: str) -> None:
-        super().__init__(f"holds a tensor of class {kind}, which can't be read without loss.")
+    Attributes:
+        kind: What it is: a class, or a lazy view.
+    """
+
+    def __init__(self, kind: str, text: str = "") -> None:
+        super().__init__(text or f"holds a tensor of class {kind}, which can't be read without loss.")
         self.kind = kind
 
 
@@ -282,7 +286,8 @@ class TensorRebuilder:
     def _marked(self, tensor: StoredTensor, meta: Any) -> StoredTensor:
         marks = frozenset(mark for mark in ("conj", "neg") if isinstance(meta, dict) and meta.get(mark))
         for mark in () if self._lazy else sorted(marks):
-            raise UnsupportedFormatError(f"holds a lazy {mark} view of a tensor. Save tensor.resolve_{mark}().")
+            text = f"holds a lazy {mark} view of a tensor. Save tensor.resolve_{mark}()."
+            raise OpaqueTensorError(f"lazy {mark} view", text)
         return replace(tensor, marks=marks) if marks else tensor
 
     def _from_type(self, function: Any, cls: Any, args: Any, state: Any) -> Any:

@@ -342,9 +342,9 @@ class Archive:
         members = self.layout.members.values()
         return [(self._start(member, self._header(member)), member.nbytes, member.crc32) for member in members]
 
-    def value(self, *, unknown: Unknown = "refuse", lazy: bool = False) -> Any:
-        """Return what was saved, its tensors as records. `lazy`: also those still to be conjugated or negated."""
-        rebuilder = TensorRebuilder(lazy=lazy)
+    def value(self, *, unknown: Unknown = "refuse") -> Any:
+        """Return what was saved, its tensors as records."""
+        rebuilder = TensorRebuilder()
         value = loads(
             self.pickled(),
             file=self.file,

@@ -11,7 +11,6 @@ from typing import Any
 
 from ckptkit.catalog.entry import Codec
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, MissingExtraError, UnsupportedFormatError
-from ckptkit.formats.dcp.host_bytes import flip, is_sign
 from ckptkit.storage.coalesce import BlockReader
 from ckptkit.storage.local import is_directory
 from ckptkit.storage.store import ReadInto, Store
@@ -121,10 +120,6 @@ class SourceReader:
             self._blocks.read_many(batch)
 
     def _decode(self, origin: int, codec: Codec, start: int, view: memoryview) -> None:
-        if is_sign(codec.name):
-            self._store.read_into(self._origins[origin].path, codec.start + start, view)
-            flip(codec.name, start, view)
-            return
         # Readers walk a record forwards, mostly: one decoder a record, which starts again only to go back.
         with self._lock:
             decoder = self._decoders.pop(origin, None)
