@@ -3,8 +3,8 @@
     dcp.save(state, storage_writer=ckptkit.DCPWriter(url))
     dcp.load(state, storage_reader=ckptkit.DCPReader(url))
 
-`planner=` may be any; `DCPSavePlanner` and `DCPLoadPlanner` spare the objects that torch's make of each tensor.
-What the writer writes, torch's own reader loads; what torch wrote, ours loads.
+They work with any planner; `DCPSavePlanner` and `DCPLoadPlanner` avoid the objects that torch's create per tensor.
+torch's reader loads what our writer wrote, and our reader loads what torch wrote.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast, overload
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -47,11 +47,8 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from ckptkit.catalog.entry import (
-    Catalog,
-    TensorEntry,
-)
-from ckptkit.digests import new_hasher
+from ckptkit.catalog.entry import Catalog, TensorEntry
+from ckptkit.digests import hex_digest_of
 from ckptkit.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -93,13 +90,14 @@ __all__ = [
     "CatalogPaths",
 ]
 
-# The end of a `dcp.save` with our writer: `.metadata` and the manifest from torch's own Metadata and results.
-
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an item was written: the record, its payload (-1, and 0 bytes, where it is no plain tensor) and their
-    digest."""
+    """Where an item was written: its record, the payload in it, and the payload's digest.
+
+    Attributes:
+        payload, nbytes: -1 and 0 for an item that is not a plain tensor.
+    """
 
     path: str
     offset: int
@@ -119,51 +117,27 @@ def write_finish(
     sync: bool,
     manifest: bool,
 ) -> None:
-    """Write the index of a save, `.metadata` last. `metadata` itself is left without its storage data: torch
-    broadcasts it to all ranks, which have no use for them."""
+    """Write the metadata file `name` of a save that torch's planner planned, and the manifest before it.
+
+    `metadata` itself gets no storage data: torch broadcasts it to all ranks, which do not need them.
+    """
     places = {result.index: result.storage_data for found in results for result in found}
-    files = {place.path: place.file for place in sorted(places.values(), key=lambda place: place.path)}
-    meta, usual = metadata.storage_meta, _is_usual(metadata)
-    save_id = str(meta.save_id) if meta else ""
-    if usual:
-        index = _index(metadata, places, files, len(results), dense=False)
-        chunks = list(index.metadata(str(meta.checkpoint_id) if meta else "", save_id, metadata.planner_data))
-    else:
-        infos = {index: _StorageInfo(p.path, p.offset, p.length) for index, p in places.items()}
-        chunks = [pickle.dumps(dataclasses.replace(metadata, storage_data=infos), protocol=4)]
+    infos = {index: _StorageInfo(p.path, p.offset, p.length) for index, p in places.items()}
+    data = pickle.dumps(dataclasses.replace(metadata, storage_data=infos), protocol=4)
     if manifest:
-        state = new_hasher()
-        for chunk in chunks:
-            state.update(chunk)
-        files[name] = FileRecord(sum(map(len, chunks)), state.hexdigest())
-        index = _index(metadata, places, files, len(results), dense=True)
+        files = {place.path: place.file for place in sorted(places.values(), key=lambda place: place.path)}
+        files[name] = FileRecord(len(data), hex_digest_of(data))
+        save_id = str(metadata.storage_meta.save_id) if metadata.storage_meta else ""
+        index = _index(metadata, places, files, len(results))
         store.write(MANIFEST_NAME, index.manifest(files, save_id, {}, "dcp").to_bytes(), sync=sync)
-    with store.writer(name, sync=sync) as writer:
-        for chunk in chunks:
-            writer.write(chunk)
+    store.write(name, data, sync=sync)
 
 
-def _is_usual(metadata: Metadata) -> bool:
-    """Whether a planner left the metadata such as the default one makes them."""
-    paths = metadata.planner_data
-    plain = paths is None or (isinstance(paths, dict) and all(map(_is_path, paths.values())))
-    usual = all(
-        md.properties.layout is torch.strided and md.properties.memory_format is torch.contiguous_format
-        for md in metadata.state_dict_metadata.values()
-        if isinstance(md, TensorStorageMetadata)
-    )
-    return plain and usual and type(metadata) is Metadata
-
-
-def _is_path(path: Any) -> bool:
-    return isinstance(path, tuple) and all(type(part) in (str, int) for part in path)
-
-
-def _index(
-    metadata: Metadata, places: Mapping[Any, Place], files: Mapping[str, FileRecord], world_size: int, *, dense: bool
-) -> Index:
-    """Return the index of what a planner of torch had written. `dense`: other tensors are objects, as in a manifest."""
-    paths: dict[str, Any] = metadata.planner_data if _is_usual(metadata) and metadata.planner_data else {}
+def _index(metadata: Metadata, places: Mapping[Any, Place], files: Mapping[str, FileRecord], world_size: int) -> Index:
+    """Return the index of what torch's planner had written. Tensors that are not plain memory count as objects."""
+    paths: Any = metadata.planner_data
+    if not isinstance(paths, dict) or not all(map(_is_path, paths.values())):
+        paths = {}
     number = {path: i for i, path in enumerate(files)}
     of_name: dict[str, list[tuple[int, Place]]] = {}
     for index, place in places.items():
@@ -174,7 +148,7 @@ def _index(
     for name, found in metadata.state_dict_metadata.items():
         own = [place for _, place in sorted(of_name.get(name, ()), key=lambda item: item[0])]
         path = tuple(paths.get(name, ()))
-        if isinstance(found, TensorStorageMetadata) and (not dense or (own and all(p.payload >= 0 for p in own))):
+        if isinstance(found, TensorStorageMetadata) and own and all(p.payload >= 0 for p in own):
             rows += [(len(keys), number[p.path], p.offset, p.length, p.payload, p.digest) for p in own]
             boxes += [n for chunk in found.chunks for n in (*chunk.offsets, *chunk.sizes)]
             keys.append((name, str(found.properties.dtype).removeprefix("torch."), tuple(found.size), path))
@@ -193,16 +167,17 @@ def _index(
     return Index.of_slices(slices, keys, objects, files, spares, world_size)
 
 
-# `Metadata` as torch's planners ask for it, over a catalog: objects are made only for what is asked about.
+def _is_path(path: Any) -> bool:
+    return isinstance(path, tuple) and all(type(part) in (str, int) for part in path)
 
 
 class CatalogMetadata(Mapping[str, Any]):
-    """`Metadata.state_dict_metadata` that makes chunk objects only for the tensors a planner asks about.
+    """`Metadata.state_dict_metadata` that creates chunk objects only for the tensors a planner asks about.
 
-    Travels as an address: of a save, the other ranks open it when somebody asks.
+    It is pickled as an address: after a save, the other ranks open the checkpoint when they access it.
 
     Attributes:
-        is_plannable: `DCPLoadPlanner` may plan by it: the reader then reads what was planned.
+        is_plannable: Whether `DCPLoadPlanner` may plan with it: no subclass of the reader overrides how it reads.
     """
 
     def __init__(self, reader: DCPReader, *, is_plannable: bool = False) -> None:
@@ -233,7 +208,7 @@ class CatalogMetadata(Mapping[str, Any]):
         return TensorStorageMetadata(TensorProperties(getattr(torch, entry.dtype)), torch.Size(entry.shape), chunks)
 
     def plan(self, state_dict: dict[str, Any], *, strict: bool) -> ReadPlan:
-        """Return what fills this state."""
+        """Plan the reads that fill this state."""
         reader = self._reader
         return plan_read(
             reader.catalog,
@@ -247,7 +222,7 @@ class CatalogMetadata(Mapping[str, Any]):
 
 
 class CatalogPaths(Mapping[str, "tuple[str | int, ...]"]):
-    """`Metadata.planner_data`: the path of each key that has one, without an entry a tensor."""
+    """`Metadata.planner_data`: the path of each key that has one. It is pickled as an address, too."""
 
     def __init__(self, reader: DCPReader) -> None:
         self._reader = reader
@@ -280,15 +255,14 @@ class CatalogPaths(Mapping[str, "tuple[str | int, ...]"]):
 
 _METADATA = re.compile(r"(?:__\d+)?\.metadata(?:\.tmp)?")
 _DATA = re.compile(r"__\d+_\d+\.distcp")
-Url = "str | os.PathLike[str]"
 
 
 class DCPWriter(StorageWriter):
     """Writes DCP checkpoints that torch reads: several files at once, digests and CRC in the same pass, fsynced.
 
-    The checkpoint exists once `.metadata` does, which is written last and durable. `manifest.safetensors` beside it
-    holds a digest of every slice. A failure of any worker fails the save. A local directory is locked meanwhile: of two
-    jobs at once the second gets a LeaseHeldError.
+    The checkpoint exists once `.metadata` does, which is written last. `manifest.safetensors` holds a digest of every
+    slice. A failure of any worker fails the save. A local directory is locked during the save: a second job that saves
+    to it gets a LeaseHeldError.
     """
 
     def __init__(
@@ -300,13 +274,13 @@ class DCPWriter(StorageWriter):
         workers: int = 0,
         overwrite: bool = False,
     ) -> None:
-        """Write to the directory at `url`, which is made.
+        """Write to the directory at `url`, which is created if needed.
 
         Args:
             storage_options: For the fsspec file system of a remote URL.
             sync: Files and their names are durable when `dcp.save` returns.
-            workers: Files a rank writes at once; 0: its share of the cores, at most 4.
-            overwrite: Replace a checkpoint that is there; else that is a CheckpointExistsError.
+            workers: Files that a rank writes at once; 0 means its share of the cores, at most 4.
+            overwrite: Replace an existing checkpoint; otherwise it is a CheckpointExistsError.
         """
         super().__init__()
         self.url = os.fspath(url)
@@ -338,12 +312,9 @@ class DCPWriter(StorageWriter):
 
     def storage_meta(self) -> StorageMeta:
         if not _is_itself(self, DCPWriter, ("prepare_local_plan", "prepare_global_plan", "write_data", "finish")):
-            return self._plain_meta()
+            return StorageMeta(checkpoint_id=self.url, save_id=self.save_id)
         self._meta = WriterMeta(checkpoint_id=self.url, save_id=self.save_id)
         return self._meta
-
-    def _plain_meta(self) -> StorageMeta:
-        return StorageMeta(checkpoint_id=self.url, save_id=self.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self.rank = kwargs.get("rank")
@@ -366,15 +337,15 @@ class DCPWriter(StorageWriter):
         ]
 
     def _store(self) -> Store:
-        return open_store(self.url, storage_options=self.storage_options).with_free_names()  # `_clear` has looked
+        return open_store(self.url, storage_options=self.storage_options).with_free_names()  # `_clear` has checked
 
     def _clear(self, prefix: str, metadata: str) -> None:
-        """Make room: what an unfinished save left goes; a checkpoint only if asked, its metadata before its data."""
+        """Delete what an unfinished save left, and an existing checkpoint if asked: its metadata before its data."""
         store = self._store()
         names = [item.path for item in store.list() if item.kind == "file"]
         if RECORD_NAME in names:
             raise CheckpointExistsError(
-                f"{self.url} is a committed checkpoint of a CheckpointManager, which is never written again."
+                f"{self.url} is a committed checkpoint of a CheckpointManager, which is never overwritten."
             )
         taken = [name for name in names if _METADATA.fullmatch(name) and (self.collective or name == metadata)]
         if any(not name.endswith(".tmp") for name in taken) and not self.overwrite:
@@ -401,21 +372,21 @@ class DCPWriter(StorageWriter):
     def _write_items(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         tensors: list[WriteItem] = []
         others: list[WriteItem] = []
-        whole: list[bytes] = []
-        lazy = _Resolved(planner)
+        records: list[bytes] = []
+        resolved = _Resolved(planner)
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO:
                 others.append(item)
-                whole.append(cast(io.BytesIO, planner.resolve_data(item)).getvalue())
+                records.append(cast(io.BytesIO, planner.resolve_data(item)).getvalue())
+            elif (record := resolved.whole_record(item)) is not None:
+                others.append(item)
+                records.append(record)
             else:
-                record = lazy.whole_record(item)
-                (tensors if record is None else others).append(item)
-                if record is not None:
-                    whole.append(record)
-        lazy.items = tensors
+                tensors.append(item)
+        resolved.items = tensors
         frames = [frame_tensor(_dtype_of(item), tuple(_chunk(item).sizes)) for item in tensors]
         written = write_records(
-            self._store(), plan.storage_data, frames, lazy, whole, workers=self.workers, sync=self.sync
+            self._store(), plan.storage_data, frames, resolved, records, workers=self.workers, sync=self.sync
         )
         results = []
         for row, item in enumerate([*tensors, *others]):
@@ -441,7 +412,7 @@ class DCPWriter(StorageWriter):
 
     def _finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         metadata.version = "1.0.0"
-        metadata.storage_meta = self._plain_meta()
+        metadata.storage_meta = StorageMeta(checkpoint_id=self.url, save_id=self.save_id)
         parts = [found[0].storage_data for found in results if found]
         if any(isinstance(part, bytes) for part in parts):
             write_index(parts, self._store(), save_id=self.save_id, sync=self.sync, kind="dcp")
@@ -454,13 +425,13 @@ class DCPWriter(StorageWriter):
 
 
 class _Resolved(Sequence[torch.Tensor]):
-    """The tensors of write items, asked for only when they are written: a planner may allocate for each."""
+    """The tensors of write items, each resolved only when it is written: a planner may allocate memory for each."""
 
     def __init__(self, planner: SavePlanner) -> None:
         self.planner = planner
         self.items: list[WriteItem] = []
         self._known: dict[int, torch.Tensor] = {}  # by identity of the item, which `items` keeps alive
-        # The default planner gives views; any other may transform, so that a look ahead could cost a copy of all.
+        # Only the default planner returns views. Another may copy, and resolving in advance would copy everything.
         self._views = getattr(type(planner), "transform_object", None) is DefaultSavePlanner.transform_object
         self._views = self._views and type(planner).resolve_data is DefaultSavePlanner.resolve_data
 
@@ -468,7 +439,7 @@ class _Resolved(Sequence[torch.Tensor]):
         """Return the record of a tensor that is not dense, None for a dense one.
 
         Raises:
-            SaveError: It can't be saved so that it loads again.
+            SaveError: No load could give the tensor back.
         """
         if not self._views:
             return None
@@ -481,13 +452,7 @@ class _Resolved(Sequence[torch.Tensor]):
     def __len__(self) -> int:
         return len(self.items)
 
-    @overload
-    def __getitem__(self, row: int) -> torch.Tensor: ...
-    @overload
-    def __getitem__(self, row: slice) -> Sequence[torch.Tensor]: ...
-    def __getitem__(self, row: int | slice) -> torch.Tensor | Sequence[torch.Tensor]:
-        if isinstance(row, slice):
-            return [self[i] for i in range(*row.indices(len(self)))]
+    def __getitem__(self, row: int) -> torch.Tensor:  # type: ignore[override]
         item = self.items[row]
         tensor = self._known.get(id(item))
         if tensor is None:
@@ -499,8 +464,8 @@ class _Resolved(Sequence[torch.Tensor]):
         found = str(tensor.dtype).removeprefix("torch.")
         if (found, tuple(tensor.shape)) != (wanted, sizes):
             raise SaveError(
-                f"{item.index.fqn}: the planner resolved it to {found} {list(tensor.shape)}, its plan says {wanted} "
-                f"{list(sizes)}. A planner that transforms tensors must say so in the properties it plans."
+                f"{item.index.fqn}: the planner returned {found} {list(tensor.shape)}, but planned {wanted} "
+                f"{list(sizes)}. A planner that transforms tensors must plan the properties of the result."
             )
         return without_subclass(tensor)
 
@@ -518,7 +483,7 @@ def _dtype_of(item: WriteItem) -> str:
 class DCPReader(StorageReader):
     """Reads DCP checkpoints, ours and torch's: only the bytes needed, into the tensors' own memory, digests checked.
 
-    Nothing in the checkpoint is executed: `.metadata` is parsed, objects are loaded by torch's weights_only rules.
+    Nothing in the checkpoint is executed: `.metadata` is parsed; objects are loaded by torch's weights_only rules.
     """
 
     def __init__(
@@ -534,9 +499,9 @@ class DCPReader(StorageReader):
 
         Args:
             storage_options: For the fsspec file system of a remote URL.
-            verify: "read" checks what is read whole, "full" reads whole what is needed in part, "off".
-            workers: Reads in flight; 0: by the cores.
-            cast: Convert where a dtype differs; else that is a CheckpointMismatchError.
+            verify: "read" checks the slices that are read whole; "full" reads all slices whole; "off" checks none.
+            workers: Concurrent reads; 0 chooses by the number of cores.
+            cast: Convert where a dtype differs; otherwise that is a CheckpointMismatchError.
         """
         super().__init__()
         self.url = os.fspath(url)
@@ -577,7 +542,7 @@ class DCPReader(StorageReader):
 
     @property
     def store(self) -> Store:
-        """Where the checkpoint lies."""
+        """The directory of the checkpoint."""
         if self._base is None:
             self._base = open_store(self.url, storage_options=self.storage_options)
         return self._base
@@ -648,19 +613,19 @@ class DCPReader(StorageReader):
 def _open(store: Store) -> Catalog:
     catalog = own.open_manifest(store) if store.asking_costs else None
     if catalog is not None and catalog.info.format == "dcp":
-        return catalog  # of a `DCPWriter`, which does not write where a commit record is: none is asked for
+        return catalog  # `DCPWriter` refuses a directory with a commit record, so there is none to look for
     if find_record(store) is not None:
         return own.open_catalog(store)
     return catalog or own.open_manifest(store) or dcp.open_catalog(store)
 
 
 def _is_itself(made: object, ours: type, steps: Sequence[str]) -> bool:
-    """Whether no subclass has its own way of a step: what it does must not be passed over."""
+    """Whether no subclass overrides a step: its override must not be skipped."""
     return all(getattr(type(made), step) is getattr(ours, step) for step in steps)
 
 
 def _row(entry: TensorEntry, item: ReadItem) -> int:
-    """The slice an item is read from. Its index is a hint of the planner's; the offsets decide."""
+    """Return the slice that an item is read from. The planner's index is a hint; the offsets decide."""
     row, offset = item.storage_index.index, item.storage_index.offset
     offsets = entry.slices.offsets
     if row is not None and row < len(offsets) and tuple(offsets[row].tolist()) == tuple(offset or ()):
@@ -672,7 +637,7 @@ def _row(entry: TensorEntry, item: ReadItem) -> int:
 
 
 def _check_filled(filled: Sequence[tuple[ReadItem, torch.Tensor]], planner: LoadPlanner) -> None:
-    """Check that the items fill each target whole: a checkpoint with a hole must not leave what memory held."""
+    """Check that the items fill each target completely: a gap would leave old values in memory."""
     state = getattr(planner, "state_dict", None)
     if state is None:
         return
@@ -695,8 +660,8 @@ def _check_filled(filled: Sequence[tuple[ReadItem, torch.Tensor]], planner: Load
 
 
 def _load_bytes(planner: LoadPlanner, item: ReadItem, value: Any) -> None:
-    """Hand an object over. torch's planner would unpickle the file's bytes without limits: it gets the value, any
-    other planner bytes of our own making."""
+    """Pass an object to the planner. torch's planner, which would unpickle the bytes of the file without limits, gets
+    the value; any other planner gets bytes that we pickled."""
     name = item.dest_index.fqn
     if isinstance(planner, DefaultLoadPlanner) and type(planner).load_bytes is DefaultLoadPlanner.load_bytes:
         value = filled_by(planner.state_dict.get(name), value)
