@@ -33,30 +33,29 @@ Phase = tuple[str, float, int]
 ROW = np.dtype(
     [("key", "<i4"), ("file", "<i4"), ("start", "<i8"), ("length", "<i8"), ("payload", "<i8"), ("digest", "<u8")]
 )
-"""What a rank says of a slice, or of an object (key -1): the key's number in its table, and where the record lies."""
+"""A rank's record of a slice, or of an object (key -1): the key's number in its table, and where the record is."""
 
 _PACK = 1 << 20  # small records are joined into writes of this size
-_FILE = 16 << 20  # below this many bytes another file is not worth it
-_REMOTE_FILE = 16 << 20  # as _FILE, where each is a request, and a connection carries a few of them a second
-_LITTLE_FILE = 1 << 20  # less is sent in a moment, with what goes anyway
-_ONE_REQUEST = 216 << 20  # a larger one goes in parts while it is written
-_COPIED_FILES = 4  # on an object store, where what goes up is held for that alone
-_DIRTY = 16 << 20  # a GiB takes 0.36 s on a disk so; 0.38 at 32 MiB, 0.47 where nothing is begun before the sync
+_FILE = 16 << 20  # fewer bytes are not worth another file, or on an object store another request
+_SMALL_FILE = 1 << 20  # on an object store, a smaller file is appended to another one
+_ONE_REQUEST = 216 << 20  # a larger file is uploaded in parts while it is written
+_COPIED_FILES = 4  # on an object store if tensors have to be copied: the copies stay in memory during the upload
+_DIRTY = 16 << 20  # 1 GiB takes 0.36 s on a disk; 0.38 s at 32 MiB, 0.47 s if writeback starts at the fsync
 _FULL = (28, 122, 27)  # ENOSPC, EDQUOT, EFBIG
 
 
 @dataclass(slots=True)
 class Written:
-    """Where the records lie, in the order they were given.
+    """Where the records are, in the order they were given.
 
     Attributes:
         paths: The files.
-        files: Of each file, its size and the digest of its outline.
+        files: The size of each file and the digest of its outline.
         file: [n] index into `paths`.
-        starts, lengths: [n] the whole records.
+        starts, lengths: [n] bytes of the whole record in its file.
         payloads: [n] where the payload starts.
         digests: [n] of the payload.
-        phases: (phase, seconds, bytes) of what took the time.
+        phases: Where the time was spent.
     """
 
     paths: list[str]
@@ -70,10 +69,8 @@ class Written:
 
 
 def default_workers(store: Store) -> int:
-    """Return how many files a rank writes at once: its share of the cores, at most 4; 8 where connections are slow."""
-    if store.asking_costs:
-        return 8
-    return _cores()
+    """Return how many files a rank writes at once: 8 on an object store, else its share of the cores, at most 4."""
+    return 8 if store.asking_costs else _cores()
 
 
 def _workers(store: Store, tensors: Sequence[torch.Tensor] | Sequence[memoryview]) -> int:
@@ -81,14 +78,15 @@ def _workers(store: Store, tensors: Sequence[torch.Tensor] | Sequence[memoryview
         return default_workers(store)
     from ckptkit.formats.dcp.host_bytes import lies_row_major
 
-    # Once: some are made on demand.
-    found = [(t.nbytes, isinstance(t, memoryview) or lies_row_major(t)) for t in tensors]
-    copied = sum(nbytes for nbytes, at_rest in found if not at_rest)
-    return _COPIED_FILES if 2 * copied > sum(nbytes for nbytes, _ in found) else default_workers(store)
+    nbytes = copied = 0
+    for tensor in tensors:  # once: some sequences create their tensors on access
+        nbytes += tensor.nbytes
+        copied += 0 if isinstance(tensor, memoryview) or lies_row_major(tensor) else tensor.nbytes
+    return _COPIED_FILES if 2 * copied > nbytes else default_workers(store)
 
 
 def _cores() -> int:
-    """Return how many cores this rank may keep busy."""
+    """Return this rank's share of the cores, at most 4."""
     ranks_here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
     return max(1, min(4, (os.cpu_count() or 1) // ranks_here))
 
@@ -103,13 +101,13 @@ def write_records(
     workers: int = 0,
     sync: bool = True,
 ) -> Written:
-    """Write tensor records, then finished records, to files `<prefix><n>.distcp`, and return where they lie.
+    """Write tensors and finished records to files `<prefix><n>.distcp`, and return where they are.
 
-    Each worker writes a file of its own: file systems let one writer at a time into a file. All failures of all
-    workers are seen; the first is raised once every worker has stopped.
+    Each worker writes its own file, because file systems allow one writer at a time per file. A failure is raised once
+    every worker has stopped.
 
     Args:
-        frames, tensors: The tensors and what goes around their bytes.
+        frames, tensors: The tensors, and the frame of each.
         records: Objects, already framed.
     """
     from ckptkit.formats.dcp.host_bytes import settle_device
@@ -117,8 +115,7 @@ def write_records(
     settle_device()
     started = time.perf_counter()
     lengths = [frame.length for frame in frames] + [len(record) for record in records]
-    most = 1 + sum(lengths) // (_REMOTE_FILE if store.asking_costs else _FILE)
-    bins = _bins(lengths, min(workers or _workers(store, tensors), most))
+    bins = _bins(lengths, min(workers or _workers(store, tensors), 1 + sum(lengths) // _FILE))
     if store.asking_costs:
         bins = _worth_a_request(bins, lengths)
     paths = [f"{prefix}{number}.distcp" for number in range(len(bins))]
@@ -145,7 +142,7 @@ def write_records(
 
 
 def _bins(lengths: Sequence[int], count: int) -> list[list[int]]:
-    """Spread the records over files: longest first to the emptiest, each file in descending order of length."""
+    """Distribute the records over files: the longest first, each to the file with the fewest bytes so far."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     if count <= 1 or len(lengths) <= 1:
         return [order] if order else []
@@ -159,15 +156,14 @@ def _bins(lengths: Sequence[int], count: int) -> list[list[int]]:
 
 
 def _worth_a_request(bins: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
-    """Put the rows of files that would hold little, beside those of a huge tensor, at the end of another one."""
+    """Append the records of small files, which remain beside a huge tensor, to the smallest of the other files."""
     loads = [sum(lengths[row] for row in rows) for rows in bins]
-    large = [rows for rows, load in zip(bins, loads, strict=True) if load >= _LITTLE_FILE]
-    little = [row for rows, load in zip(bins, loads, strict=True) if load < _LITTLE_FILE for row in rows]
-    if not large or not little:
+    large = [(load, rows) for rows, load in zip(bins, loads, strict=True) if load >= _SMALL_FILE]
+    small = [row for rows, load in zip(bins, loads, strict=True) if load < _SMALL_FILE for row in rows]
+    if not large or not small:
         return bins
-    least = min(large, key=lambda rows: sum(lengths[row] for row in rows))
-    least += sorted(little, key=lambda row: -lengths[row])
-    return large
+    min(large)[1].extend(sorted(small, key=lambda row: -lengths[row]))
+    return [rows for _, rows in large]
 
 
 @dataclass(slots=True)
@@ -175,11 +171,11 @@ class FileJob:
     """Writes one file.
 
     Attributes:
-        number: Of the file, in `result.paths`.
-        rows: Its records, in order; the rows past those of `frames` are of `records`.
-        result: Gets where they lie.
-        turn: Held by files that are digested before anything of them is on its way: the first ones go up while the
-            others wait.
+        number: Index of the file in `result.paths`.
+        rows: Its records, in order; numbers from `len(frames)` on refer to `records`.
+        result: Receives where the records are.
+        turn: Held while a file is hashed that is uploaded in one request: so the first files are uploaded while others
+            are hashed.
         seconds: Spent so far in the phases "digest" and "sync".
     """
 
@@ -198,13 +194,13 @@ class FileJob:
     _dirty: int = 0
 
     def run(self) -> None:
-        """Write the file, durable where asked. Where that fails, it is removed."""
+        """Write the file, durable if `sync`. If that fails, the file is removed."""
         from ckptkit.formats.dcp.host_bytes import HostBytes
 
         result, clock, source = self.result, time.perf_counter, HostBytes()
         outline, pending, at = new_hasher(), bytearray(), 0
         with self._open():
-            lend = getattr(self._remote, "lend", None)  # for memory that may go up as it lies there
+            lend = getattr(self._remote, "lend", None)  # uploads memory without a copy
             for row in self.rows:
                 if row < len(self.frames):
                     frame, tensor = self.frames[row], self.tensors[row]
@@ -252,7 +248,7 @@ class FileJob:
         result.files[self.path] = FileRecord(at, outline.hexdigest(), outlined=True)
 
     def append(self, data: bytes | bytearray | memoryview) -> None:
-        """Write the next bytes of the file. The disk is told to begin long before the sync."""
+        """Write the next bytes of the file. Writeback to the disk starts long before the fsync."""
         if self._remote is not None:
             self._remote.write(memoryview(data))
             return
@@ -278,7 +274,7 @@ class FileJob:
             with self.store.writer(self.path, sync=self.sync) as self._remote, turn:
                 yield
             return
-        # Not reserved beforehand: the space was checked, appending is laid out well, and reserving costs 3 % on tmpfs.
+        # Space is not reserved: it was checked before, appending does not fragment, and reserving costs 3 % on tmpfs.
         self._fd = self.store.create(self.path)
         try:
             yield
@@ -297,7 +293,7 @@ class FileJob:
 
 @contextlib.contextmanager
 def _naming(path: str) -> Iterator[None]:
-    """Name the file in what the system reports."""
+    """Add the file's name to errors of the operating system."""
     try:
         yield
     except OSError as error:

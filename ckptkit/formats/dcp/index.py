@@ -27,7 +27,7 @@ from ckptkit.formats.own.reader import role_of
 from ckptkit.formats.own.record import MANIFEST_NAME, FileRecord
 from ckptkit.storage.store import Store
 
-__all__ = ["METADATA_NAME", "Index", "Kind", "Part", "PlannedKey", "RankSlices", "write_index"]
+__all__ = ["METADATA_NAME", "Index", "Kind", "PlannedKey", "RankSlices", "write_index"]
 
 METADATA_NAME = ".metadata"
 Int64 = npt.NDArray[np.int64]
@@ -35,14 +35,14 @@ Int64 = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class RankSlices:
-    """What a rank wrote.
+    """The slices that a rank wrote.
 
     Attributes:
-        tensors: [n] the tensor of each slice.
-        rows: [n] where each lies, a `ROW` each.
-        boxes: The offsets of each slice and then its sizes, end to end.
-        ranks: [n], or the same for all.
-        first_path: Its files are numbered from here on.
+        tensors: [n] the number of each slice's tensor.
+        rows: [n] where each slice is, as `ROW`.
+        boxes: The offsets and then the sizes of each slice, end to end.
+        ranks: [n], or one rank for all.
+        first_path: The number of the rank's first file.
     """
 
     tensors: Int64
@@ -55,33 +55,15 @@ class RankSlices:
 _log = logging.getLogger(__name__)
 Path = tuple["str | int", ...]
 Kind = Literal["ckptkit-sharded", "dcp"]
-"""Who chose the names: a manager, or whoever called `dcp.save`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What one rank sent: `ShardedPlan.write`'s `part`, unpacked."""
-
-    rank: int
-    columns: Columns
-    names: list[str]
-    paths: list[str]
-    objects: list[str]
-
-    @classmethod
-    def of(cls, data: bytes, rank: int) -> Part:
-        """Return the part that a rank of this save sent."""
-        columns = unpack(data, file=f"the part of rank {rank}")
-        texts = (unpack_texts(columns, name) for name in ("names", "paths", "objects"))
-        return cls(int(columns.header["rank"]), columns, *texts)
+"""Who chose the names: a `CheckpointManager`, or the caller of `dcp.save`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedKey:
-    """One tensor of the state, as every rank that has it sees it.
+    """A tensor of the state, as every rank that holds part of it describes it.
 
     Attributes:
-        placement: (mesh index, one text a mesh dimension); None for plain tensors.
+        placement: (mesh index, one text per mesh dimension); None for plain tensors.
     """
 
     name: str
@@ -91,18 +73,17 @@ class PlannedKey:
     placement: tuple[int, tuple[str, ...]] | None
 
     def fields(self) -> list[Any]:
-        """Return everything but the name, as JSON."""
+        """Return everything but the name, for JSON."""
         return [self.dtype, self.shape, self.path, self.placement]
 
 
 @dataclass(frozen=True, slots=True)
 class _Object:
-    """An object's record: (file, start, length), digest."""
+    """An object's record: (file, start, length), digest, path in the state."""
 
     place: tuple[int, int, int]
     digest: int
     path: Path
-    rank: int
 
 
 class Index:
@@ -114,8 +95,8 @@ class Index:
         self.meshes: list[dict[str, Any]] = []
         self.world_size = 1
         self._keys: dict[str, PlannedKey] = {}
+        self._numbers: dict[str, int] = {}  # position of each name in `_keys`
         self._tables: dict[str, tuple[Int64, list[int]]] = {}
-        self._order: dict[str, int] = {}
         self._objects: dict[str, _Object] = {}
         self._tensor: Int64 = np.zeros(0, np.int64)
         self.stops: Int64 = np.zeros(0, np.int64)
@@ -124,13 +105,17 @@ class Index:
         self._offsets: Int64 = np.zeros(0, np.int64)
         self._sizes: Int64 = np.zeros(0, np.int64)
         self._spares: list[Spare] = []
-        self._unproved: set[str] = set()  # names of tensors that are not plainly cut in rows
+        self._unproved: set[str] = set()  # names of tensors whose slices are not simply their rows in order
 
     @classmethod
-    def of(cls, parts: Iterable[Part]) -> Index:
-        """Return the index of these parts. Raises SaveError where two disagree about a tensor."""
+    def of(cls, parts: Sequence[bytes]) -> Index:
+        """Return the index of what `ShardedPlan.write` returned on each rank.
+
+        Raises:
+            SaveError: Two ranks disagree about a tensor.
+        """
         self = cls()
-        self._arrange([self._take(part) for part in parts])  # a part is not kept: it is much for thousands of ranks
+        self._arrange([self._take(data, rank) for rank, data in enumerate(parts)])
         self._drop_replicas()
         return self
 
@@ -144,33 +129,33 @@ class Index:
         spares: Sequence[Spare],
         world_size: int,
     ) -> Index:
-        """Return the index of what a planner of torch had written, where nobody has to be compared with another.
+        """Return the index of what torch's planner planned, which has checked the ranks against each other.
 
         Args:
-            keys: (name, dtype, shape, path) of the tensors, in the order of `found.tensors`.
+            keys: (name, dtype, shape, path) of each tensor, in the order of their numbers.
             objects: (file, start, length), digest and path by name.
-            files: Those that rows name, in that order.
+            files: In the order of their numbers; `.metadata` may be among them.
         """
         self = cls()
         self.world_size, self.files, self._spares = world_size, dict(files), list(spares)
         self.paths = [path for path in files if path != METADATA_NAME]
         for name, dtype, shape, path in keys:
             self._keys[name] = PlannedKey(name, dtype, shape, path, None)
-        self._objects = {name: _Object(place, digest, path, -1) for name, (place, digest, path) in objects.items()}
+        self._objects = {name: _Object(place, digest, path) for name, (place, digest, path) in objects.items()}
         self._arrange([found])
         return self
 
     def _arrange(self, found: Sequence[RankSlices]) -> None:
-        """Bring the slices of all ranks into the order of their tensors; those of one stay in that of their ranks."""
+        """Sort the slices of all ranks by tensor; the slices of one tensor stay in the order of the ranks."""
         widths = self._widths()
         empty = RankSlices(np.zeros(0, np.int64), np.zeros(0, ROW), np.zeros(0, np.int64), 0, 0)
         found = [empty, *found]
         lengths = [len(item.rows) for item in found]
         tensors = np.concatenate([item.tensors for item in found])
-        # numpy sorts numbers of 16 bits by their digits, others by comparing.
+        # numpy uses radix sort for 16 bits, and a slower comparison sort for more.
         order = np.argsort(tensors.astype(np.uint16) if len(widths) <= 1 << 16 else tensors, kind="stable")
         ndims = widths[tensors]
-        begins = (2 * (np.cumsum(ndims) - ndims))[order]  # a row's offsets, then its sizes
+        begins = (2 * (np.cumsum(ndims) - ndims))[order]  # where in `boxes` the offsets of each row start
         self._tensor, ndims = tensors[order], ndims[order]
         self.stops = np.cumsum(np.bincount(self._tensor, minlength=len(widths)), dtype=np.int64)
         rows = np.concatenate([item.rows for item in found])
@@ -184,41 +169,39 @@ class Index:
         self._offsets, self._sizes = boxes[source], boxes[source + np.repeat(ndims, ndims)]
 
     def _widths(self) -> Int64:
-        """How many dimensions each tensor has."""
+        """The number of dimensions of each tensor."""
         return np.fromiter((len(key.shape) for key in self._keys.values()), np.int64, len(self._keys))
 
-    def _take(self, part: Part) -> RankSlices:
-        """Return a rank's slices; keep everything else of it."""
-        header = part.columns.header
+    def _take(self, data: bytes, rank: int) -> RankSlices:
+        """Return a rank's slices, and add everything else of its part to the index."""
+        part = unpack(data, file=f"the part of rank {rank}")
+        names, paths, objects = (unpack_texts(part, name) for name in ("names", "paths", "objects"))
+        header, first_path = part.header, len(self.paths)
         self.world_size = int(header["world_size"])
-        first_path = len(self.paths)
-        self.paths += part.paths
+        self.paths += paths
         self.files.update({path: FileRecord(*item) for path, item in header["files"].items()})
-        shared, meshes = self._table(part)
-        private = zip(part.names, header["private"], strict=True)
-        own = [self._add(name, fields, meshes, part.rank) for name, fields in private]
+        shared, meshes = self._table(part, rank)
+        own = [self._add(name, fields, meshes, rank) for name, fields in zip(names, header["private"], strict=True)]
         keys = np.concatenate([shared, np.array(own, np.int64)]) if own else shared
-        rows = part.columns.get("rows", "uint8").view(ROW)
-        count = len(rows) - len(part.objects)
-        for row, name, path in zip(rows[count:].tolist(), part.objects, header["objects"], strict=True):
+        rows = part.get("rows", "uint8").view(ROW)
+        count = len(rows) - len(objects)
+        for row, name, path in zip(rows[count:].tolist(), objects, header["objects"], strict=True):
             _, file, start, length, _, digest = row
-            made = _Object((file + first_path, start, length), digest, tuple(path), part.rank)
-            self._objects.setdefault(name, made)
-        boxes = part.columns.get("box", "int64")
-        return RankSlices(keys[rows["key"][:count]], rows[:count], boxes, part.rank, first_path)
+            self._objects.setdefault(name, _Object((file + first_path, start, length), digest, tuple(path)))
+        return RankSlices(keys[rows["key"][:count]], rows[:count], part.get("box", "int64"), rank, first_path)
 
-    def _table(self, part: Part) -> tuple[Int64, list[int]]:
-        """The rows of the keys, and the meshes, of the table that a part brings or names."""
-        name = str(part.columns.header["table"])
+    def _table(self, part: Columns, rank: int) -> tuple[Int64, list[int]]:
+        """Return the numbers of the keys, and the meshes, of the table that a part contains or refers to."""
+        name = str(part.header["table"])
         known = self._tables.get(name)
         if known is None:
-            if "table" not in part.columns.arrays:
-                raise SaveError(f"rank {part.rank} names a table of keys that no lower rank has sent.")
-            table = unpack(part.columns.get("table", "uint8").tobytes(), file=f"the keys of rank {part.rank}")
+            if "table" not in part.arrays:
+                raise SaveError(f"rank {rank} refers to a table of keys that no lower rank has sent.")
+            table = unpack(part.get("table", "uint8").tobytes(), file=f"the keys of rank {rank}")
             meshes = [self._mesh(fields) for fields in table.field("meshes", list)]
             keys = zip(unpack_texts(table, "names"), table.field("keys", list), strict=True)
-            rows = [self._add(key, fields, meshes, part.rank) for key, fields in keys]
-            known = self._tables[name] = (np.array(rows, np.int64), meshes)
+            numbers = [self._add(key, fields, meshes, rank) for key, fields in keys]
+            known = self._tables[name] = (np.array(numbers, np.int64), meshes)
         return known
 
     def _mesh(self, fields: dict[str, Any]) -> int:
@@ -232,23 +215,25 @@ class Index:
         if known is None:
             placement = None if placed is None else (meshes[placed[0]], tuple(placed[1]))
             self._keys[name] = PlannedKey(name, dtype, tuple(shape), tuple(path), placement)
-            self._order[name] = len(self._order)
+            self._numbers[name] = len(self._numbers)
         elif (known.dtype, known.shape) != (dtype, tuple(shape)):
             raise SaveError(
                 f"{name}: rank {rank} has {dtype} of shape {list(shape)}, a lower rank has {known.dtype} of shape "
                 f"{list(known.shape)}. A name must mean one tensor on all ranks."
             )
-        return self._order[name]
+        return self._numbers[name]
 
     def _drop_replicas(self) -> None:
-        """Keep the lowest rank's slice of boxes that several ranks wrote.
+        """Keep the lowest rank's slice of each box that several ranks wrote.
 
-        That happens where a DTensor lies on a submesh: with FSDP over "dp" and tensor parallelism over "tp", a
-        parameter that is not tensor parallel has one "dp" mesh for each "tp" rank, and none of them knows the others.
+        That happens with DTensors on a submesh: with FSDP over "dp" and tensor parallelism over "tp", a parameter that
+        is not tensor parallel has one "dp" mesh per "tp" rank, and these meshes do not know each other.
         """
-        keep = np.ones(len(self._tensor), bool)
         plain = self._cut_in_rows()
-        for (key, rows, offsets, sizes), is_plain in zip(self.entries(), plain, strict=True) if not all(plain) else ():
+        if all(plain):
+            return
+        keep = np.ones(len(self._tensor), bool)
+        for (key, rows, offsets, sizes), is_plain in zip(self.entries(), plain, strict=True):
             if is_plain:
                 continue
             self._unproved.add(key.name)
@@ -260,14 +245,16 @@ class Index:
                 keep[rows.start + first] = True
         if keep.all():
             return
-        self._spares = self._places(np.flatnonzero(~keep))
+        columns = (self._rows["file"], self._rows["payload"], self._nbytes(), self._rows["digest"])
+        dropped = zip(*(column[~keep].tolist() for column in columns), strict=True)
+        self._spares = [(self.paths[file], at, size, digest) for file, at, size, digest in dropped if size >= LEAST]
         elements = np.repeat(keep, self._widths()[self._tensor])
         self._offsets, self._sizes = self._offsets[elements], self._sizes[elements]
         self._tensor, self._rows, self._ranks = self._tensor[keep], self._rows[keep], self._ranks[keep]
         self.stops = np.cumsum(np.bincount(self._tensor, minlength=len(self._keys)), dtype=np.int64)
 
     def _cut_in_rows(self) -> list[bool]:
-        """Whether the slices of each tensor are its rows, in order: most are, and all are told at once."""
+        """Return for each tensor whether its slices are its rows in order. Checks all tensors at once."""
         shapes, widths = [key.shape for key in self._keys.values()], self._widths()
         ndims = widths[self._tensor]
         begins = np.cumsum(ndims) - ndims
@@ -281,23 +268,17 @@ class Index:
         plain: list[bool] = found.tolist()
         return plain
 
-    def _places(self, rows: Int64) -> list[Spare]:
-        """Where these rows' bytes lie, as far as outlines hold their digests."""
-        columns = (self._rows["file"], self._rows["payload"], self._nbytes(), self._rows["digest"])
-        found = zip(*(column[rows].tolist() for column in columns), strict=True)
-        return [(self.paths[file], start, size, digest) for file, start, size, digest in found if size >= LEAST]
-
     def _warn_of_different(self, key: PlannedKey, rows: slice, boxes: Int64) -> None:
         digests: dict[tuple[int, ...], int] = {}
         for box, digest in zip(boxes.tolist(), self._rows["digest"][rows].tolist(), strict=True):
             if digests.setdefault(tuple(box), digest) != digest:
                 _log.warning(
-                    "%s: ranks that hold the same part of it hold different values; the lowest rank's are saved.",
+                    "%s: ranks that hold the same part of it have different values; the lowest rank's are saved.",
                     key.name,
                 )
                 return
 
-    # --- what it holds
+    # --- contents
 
     def entries(self) -> Iterator[tuple[PlannedKey, slice, Int64, Int64]]:
         """Yield (key, rows, offsets, sizes) of each tensor."""
@@ -315,12 +296,14 @@ class Index:
             start, element = stop, end
 
     def check(self) -> None:
-        """Check that the slices of each tensor cover it, each element once.
+        """Check that the slices of each tensor cover each of its elements once.
 
         Raises:
-            SaveError: They do not: the placements of some rank do not describe what it holds.
+            SaveError: They do not: some rank's placements do not describe what it holds.
         """
-        for key, rows, offsets, sizes in self.entries() if self._unproved else ():
+        if not self._unproved:
+            return
+        for key, rows, offsets, sizes in self.entries():
             if key.name not in self._unproved:
                 continue
             zeros = np.zeros(len(offsets), np.int64)
@@ -335,10 +318,8 @@ class Index:
 
     # --- files
 
-    def metadata(
-        self, checkpoint_id: str, save_id: str, planner_data: Mapping[str, Path] | Literal["own"] | None = "own"
-    ) -> Iterator[bytes]:
-        """Yield `.metadata`. `planner_data`: where a planner of torch made it; else the paths of all keys."""
+    def metadata(self, checkpoint_id: str, save_id: str) -> Iterator[bytes]:
+        """Yield the bytes of `.metadata`."""
         places = self._rows
         tensors = [
             RecordColumns(
@@ -348,9 +329,13 @@ class Index:
             for key, rows, offsets, sizes in self.entries()
         ]  # fmt: skip
         objects = {name: found.place for name, found in self._objects.items()}
-        paths = self._key_paths() if planner_data == "own" else planner_data
         return encode_metadata(
-            tensors, self.paths, objects=objects, planner_data=paths, checkpoint_id=checkpoint_id, save_id=save_id
+            tensors,
+            self.paths,
+            objects=objects,
+            planner_data=self._key_paths(),
+            checkpoint_id=checkpoint_id,
+            save_id=save_id,
         )
 
     def _key_paths(self) -> dict[str, Path]:
@@ -361,7 +346,7 @@ class Index:
     def manifest(
         self, files: Mapping[str, FileRecord], save_id: str, extra: Mapping[str, Any], kind: Kind = "ckptkit-sharded"
     ) -> Manifest:
-        """Return the manifest. `files` are all files of the checkpoint but the manifest itself."""
+        """Return the manifest. `files` are all files of the checkpoint except the manifest."""
         keys = list(self._keys.values())
         distinct: dict[tuple[int, tuple[str, ...]], int] = {}
         chosen = [-1 if k.placement is None else distinct.setdefault(k.placement, len(distinct)) for k in keys]
@@ -400,7 +385,7 @@ class Index:
         return Manifest(self.paths, tensors, slices, objects, info, list(distinct))
 
     def _nbytes(self) -> Int64:
-        """Bytes of each slice."""
+        """The size of each slice in bytes."""
         keys = self._keys.values()
         widths = self._widths()
         itemsizes = np.array([payload_nbytes(key.dtype, (1,)) for key in keys], np.int64)
@@ -414,7 +399,7 @@ class Index:
         return found
 
     def _roles(self, kind: Kind) -> dict[str, tuple[Role, str, str]]:
-        """Return the role of each key: our own names say it themselves, a user's only all together."""
+        """Return the role of each key. Our own names state it; a user's names are interpreted all together."""
         paths = self._key_paths()
         if kind == "ckptkit-sharded":
             return {name: role_of(name, path) for name, path in paths.items()}
@@ -435,18 +420,18 @@ def write_index(
     """Write `manifest.safetensors` and `.metadata` for all ranks' slices; return all files. Only rank 0 calls it.
 
     Args:
-        parts: The results of `ShardedPlan.write` of each rank.
+        parts: What `ShardedPlan.write` returned on each rank.
         save_id: Recorded in both files.
-        extra: JSON, into the manifest's `info.extra`.
+        extra: JSON for the manifest's `info.extra`.
         kind: The format name recorded in the manifest.
 
     Raises:
-        SaveError: The parts disagree about a tensor, overlap, or leave elements of one uncovered.
+        SaveError: The ranks disagree about a tensor, or their slices overlap or leave elements uncovered.
     """
-    index = Index.of(Part.of(data, rank) for rank, data in enumerate(parts))
+    index = Index.of(parts)
     index.check()
     state, size = new_hasher(), 0
-    with store.writer(METADATA_NAME, sync=sync) as writer:  # it appears at the end of the block, after the manifest
+    with store.writer(METADATA_NAME, sync=sync) as writer:  # appears at the end of the block, after the manifest
         for chunk in index.metadata(store.url, save_id):
             state.update(chunk)
             size += len(chunk)

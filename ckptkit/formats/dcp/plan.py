@@ -237,7 +237,6 @@ class ShardedPlan:
         if self.sends_table:
             arrays["table"] = np.frombuffer(self.table, np.uint8)
         header = {
-            "rank": self.rank,
             "world_size": self.world_size,
             "table": self.digest.hex(),
             "private": [key.fields() for key in private],
