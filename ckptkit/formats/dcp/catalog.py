@@ -1,7 +1,7 @@
 """Reads checkpoints of torch.distributed.checkpoint: `.metadata`, or one `__R.metadata` per rank, and data files.
 
-Opening reads metadata only. Where the bytes of a tensor lie inside its item is looked up when somebody asks
-for them (`locate`), since it costs a read an item.
+Opening reads metadata only. Where a tensor's bytes are inside its item is located on first access (`locate`), because
+that takes a read per item.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _BYTES_KIND = "torch.distributed.checkpoint.metadata.BytesStorageMetadata"
 _ZSTD = "stream.zstd/1"
 _MAX_NDIM = 64
 _MAX_COUNT = 1 << 62
-_MOST_PACKED = 64  # a float64 in a bit
+_MOST_PACKED = 64  # declared bytes per stored byte: a float64 packed into one bit
 _KINDS = {"other": "FIFO, a socket or a device"}
 
 Int64 = npt.NDArray[np.int64]
@@ -55,27 +55,25 @@ Int32 = npt.NDArray[np.int32]
 
 @collector_paused()
 def open_catalog(store: Store, *, options: ReadOptions = ReadOptions()) -> Catalog:  # noqa: B008 - frozen
-    """Return what the DCP checkpoint at the store's root holds. Reads its metadata, no data file.
+    """Return the catalog of the DCP checkpoint at the store's root. Reads metadata only, no data file.
 
     Raises:
         CheckpointNotFoundError: There is no metadata.
         IncompleteCheckpointError: The save did not finish, or files or parts of tensors are missing.
-        CorruptCheckpointError: The metadata are damaged or contradict each other or the files.
+        CorruptCheckpointError: The metadata are damaged, or contradict each other or the files.
         UnsafePickleError: The metadata ask for a global that is not allowed; nothing was run.
         UnsafePathError: The metadata point outside the checkpoint.
     """
     listing = {info.path: info for info in store.list()}
-    names = metadata_files(listing)
-    parts = [_Part(name, _load(store, listing[name])) for name in names]
-    files = _Files(store, listing)
-    return _Builder(store, parts, files).catalog()
+    parts = [_Part(listing[name], _load(store, listing[name])) for name in metadata_files(listing)]
+    return _Builder(store, parts, _Files(store, listing)).catalog()
 
 
 def metadata_files(listing: Mapping[str, FileInfo]) -> list[str]:
-    """Return the metadata files among the names of a directory: `.metadata`, or those of all ranks in order.
+    """Return the names of the metadata files in a directory: `.metadata`, or those of all ranks in order.
 
     Raises:
-        CheckpointNotFoundError, IncompleteCheckpointError: There are none.
+        CheckpointNotFoundError, IncompleteCheckpointError: There are none, or some ranks' are missing.
     """
     if METADATA in listing:
         return [METADATA]
@@ -84,7 +82,7 @@ def metadata_files(listing: Mapping[str, FileInfo]) -> list[str]:
         missing = sorted(set(range(max(ranks) + 1)) - ranks.keys()) if max(ranks) < 1 << 20 else [-1]
         if missing:
             raise IncompleteCheckpointError(
-                f"__{missing[0]}.metadata is missing: every rank of this save wrote its own, up to rank {max(ranks)}."
+                f"__{missing[0]}.metadata is missing: each rank of this save, up to {max(ranks)}, wrote such a file."
             )
         return [ranks[rank] for rank in sorted(ranks)]
     unfinished = f"{METADATA}.tmp" in listing
@@ -92,73 +90,73 @@ def metadata_files(listing: Mapping[str, FileInfo]) -> list[str]:
     if unfinished or data:
         raise IncompleteCheckpointError(
             f"{METADATA} is missing{' (only .metadata.tmp is there)' if unfinished else ''}: the save did not finish. "
-            "Take an older checkpoint of this run."
+            "Use an older checkpoint of this run."
         )
-    text = "there is no .metadata and no __0.metadata: this is no DCP checkpoint."
+    text = "there is no .metadata and no __0.metadata: this is not a DCP checkpoint."
     steps = [(step, name) for name in listing if (step := step_of_name(name)) is not None]
     raise CheckpointNotFoundError(f"{text} It may be a run: name one in it, as {max(steps)[1]}." if steps else text)
 
 
 def _load(store: Store, info: FileInfo) -> Any:
     if info.kind not in ("file", "symlink"):
-        raise CorruptCheckpointError(f"{info.path}: it is no file but a {_KINDS.get(info.kind, info.kind)}.")
+        raise CorruptCheckpointError(f"{info.path}: expected a file, found a {_KINDS.get(info.kind, info.kind)}.")
     if info.size > MAX_METADATA_BYTES:
         raise CorruptCheckpointError(f"{info.path}: {info.size} bytes of metadata are more than any checkpoint needs.")
     data = store.read(info.path)
     if not data:
-        raise IncompleteCheckpointError(f"{info.path} is empty: the save was cut off, such as by a power cut.")
+        raise IncompleteCheckpointError(f"{info.path} is empty: the save was interrupted, perhaps by a power cut.")
     return loads(data, file=info.path, max_bytes=MAX_METADATA_BYTES)
 
 
 class _Part:
-    """One metadata file, its outermost shape checked."""
+    """One metadata file, whose top-level fields are checked."""
 
-    def __init__(self, name: str, value: Any) -> None:
-        self.name = name
+    def __init__(self, info: FileInfo, value: Any) -> None:
+        self.name = info.path
+        self.nbytes = info.size if info.kind == "file" else -1
         if not isinstance(value, Record) or value.kind != _METADATA_KIND:
-            raise CorruptCheckpointError(f"{name}: it holds no Metadata of torch.distributed.checkpoint.")
+            raise CorruptCheckpointError(f"{self.name}: it contains no Metadata of torch.distributed.checkpoint.")
         fields = value.fields
         self.entries = self._dict(fields, "state_dict_metadata")
         self.storage = self._dict(fields, "storage_data")
         self.planner = self._dict(fields, "planner_data")
         self.version = fields.get("version")
-        self.storage_meta = fields.get("storage_meta")
 
     def _dict(self, fields: Mapping[str, Any], key: str) -> dict[Any, Any]:
         value = fields.get(key)
         if value is None and key == "planner_data":
             return {}
         if not isinstance(value, dict):
-            raise CorruptCheckpointError(f"{self.name}: its {key} is missing or no dict.")
+            raise CorruptCheckpointError(f"{self.name}: its {key} is missing or not a dict.")
         return value
 
     def fault(self, text: str) -> CorruptCheckpointError:
         return CorruptCheckpointError(f"{self.name}: {text}.")
 
     def paths(self) -> dict[str, tuple[str | int, ...]]:
-        """The planner's path by key."""
+        """Return the path of each key in the state."""
         found: dict[str, tuple[str | int, ...]] = {}
         for key, path in self.planner.items():
             if not isinstance(key, str):
-                raise self.fault("a key of its planner_data is no text")
+                raise self.fault("a key of its planner_data is not a string")
             if not isinstance(path, (tuple, list)) or not all(type(p) in (str, int) for p in path):
-                raise self.fault(f"the path of {key!r:.80} is no list of keys")
+                raise self.fault(f"the path of {key!r:.80} is not a list of keys")
             found[key] = tuple(path)
         return found
 
     def grouped_storage(self) -> dict[str, dict[tuple[int, ...] | None, StorageInfo]]:
-        """Where each item lies: key -> offset (None for byte entries) -> place."""
+        """Return where each item is: key -> offset (None for byte entries) -> place."""
         infos = list(self.storage.values())
         try:
             names, offsets = _fields(self.storage, "fqn"), _fields(self.storage, "offset")
         except AttributeError:
             raise self.fault("an index of its storage_data is incomplete") from None
         if not (_are(Index, self.storage) and _are(StorageInfo, infos) and _are(str, names)):
-            raise self.fault("an entry of its storage_data is no place of an item")
-        # Before one is hashed: a nested tuple from a hostile file may take exponential time.
+            raise self.fault("an entry of its storage_data is not the place of an item")
+        # Checked before any is hashed: hashing a nested tuple of a hostile file may take exponential time.
         if not _are_counts([offset for offset in offsets if offset is not None]):
             odd = (not (item is None or _are_counts([item])) for item in offsets)
-            raise self.fault(f"an offset of {next(compress(names, odd))!r:.80} is no tuple of counts")
+            raise self.fault(f"an offset of {next(compress(names, odd))!r:.80} is not a tuple of integers")
         grouped: dict[str, dict[tuple[int, ...] | None, StorageInfo]] = {}
         for name, offset, info in zip(names, offsets, infos, strict=True):
             group = grouped.get(name)
@@ -170,7 +168,7 @@ class _Part:
         return grouped
 
 
-# A few passes over lists by C: of a million slices, one by one would take as long as the pickle.
+# A few passes over lists in C. For a million slices, one by one would take as long as the pickle.
 
 
 def _fields(values: Iterable[Any], name: str) -> list[Any]:
@@ -187,7 +185,7 @@ def _are_counts(values: Sequence[Any]) -> bool:
 
 
 class _Files:
-    """The data files by number, each looked at once."""
+    """The data files by number, each checked once."""
 
     def __init__(self, store: Store, listing: Mapping[str, FileInfo]) -> None:
         self._store = store
@@ -199,7 +197,7 @@ class _Files:
 
     def numbers(self, paths: Sequence[Any], source: str) -> list[int]:
         if not _are(str, paths):
-            raise CorruptCheckpointError(f"{source}: the name of a data file is no text.")
+            raise CorruptCheckpointError(f"{source}: the name of a data file is not a string.")
         for path in dict.fromkeys(path for path in paths if path not in self._index):
             self._add(path, source)
         return list(map(self._index.__getitem__, paths))
@@ -214,14 +212,14 @@ class _Files:
         info = self._listing.get(path) or self._store.info(path)
         if info is None:
             raise IncompleteCheckpointError(
-                f"{path} is missing: {source} says that tensors lie in it. Copy it back from where the checkpoint came."
+                f"{path} is missing: {source} says that it contains tensors. Copy it again from the original."
             )
         if info.kind not in ("file", "symlink"):
-            raise CorruptCheckpointError(f"{path}: it is no file but a {_KINDS.get(info.kind, info.kind)}.")
+            raise CorruptCheckpointError(f"{path}: expected a file, found a {_KINDS.get(info.kind, info.kind)}.")
         match = _DATA_FILE.fullmatch(path.rpartition("/")[2])
         rank = int(match[1]) if match and len(match[1]) < 9 else -1
         if info.kind == "symlink":
-            self._store.read(path, 0, 1)  # raises where it leads outside
+            self._store.read(path, 0, 1)  # raises if it leads outside
         self._index[path] = len(self.paths)
         self.paths.append(path)
         self.sizes.append(info.size if info.kind == "file" else -1)
@@ -229,7 +227,7 @@ class _Files:
 
 
 class _Rows:
-    """The slices of one tensor, gathered over all metadata files that list it."""
+    """The slices of one tensor, collected from all metadata files that list it."""
 
     __slots__ = ("dtype", "files", "lengths", "offsets", "shape", "sizes", "starts", "zstd")
 
@@ -251,7 +249,7 @@ class _Builder:
         self.files = files
         self.rows: dict[str, _Rows] = {}
         self.objects: dict[str, tuple[StorageInfo, str]] = {}
-        self.opaque: dict[str, str] = {}  # tensors that can't be read without their classes, and why
+        self.opaque: dict[str, str] = {}  # tensors that can't be read as plain memory, and why
         self.paths: dict[str, tuple[str | int, ...]] = {}
 
     def catalog(self) -> Catalog:
@@ -265,7 +263,7 @@ class _Builder:
         return Catalog(tensors, objects, self._info())
 
     def _columns(self) -> TensorColumns:
-        """All slices as columns; what was unpickled is let go."""
+        """Return all slices as columns, and free the unpickled metadata."""
         for part in self.parts:
             self._gather(part)
             part.entries, part.storage = {}, {}
@@ -277,7 +275,7 @@ class _Builder:
         grouped = part.grouped_storage()
         for name, entry in part.entries.items():
             if not isinstance(name, str):
-                raise part.fault("a key of its state_dict_metadata is no text")
+                raise part.fault("a key of its state_dict_metadata is not a string")
             places = grouped.pop(name, {})
             if isinstance(entry, TensorMetadata):
                 self._gather_tensor(part, name, entry, places)
@@ -288,9 +286,9 @@ class _Builder:
             else:
                 raise part.fault(f"the entry {name!r:.80} is neither a tensor nor bytes")
             if places:
-                raise part.fault(f"{name!r:.80} has places for parts that it does not have")
+                raise part.fault(f"storage_data contains parts of {name!r:.80} that its description does not")
         if grouped:
-            raise part.fault(f"it has a place for {next(iter(grouped))!r:.80}, which it does not describe")
+            raise part.fault(f"storage_data contains {next(iter(grouped))!r:.80}, which is not described")
 
     def _gather_tensor(
         self, part: _Part, name: str, entry: TensorMetadata, places: dict[tuple[int, ...] | None, StorageInfo]
@@ -304,7 +302,7 @@ class _Builder:
                 return
             raise UnsupportedFormatError(f"{part.name}: tensor {name!r:.80}: {error}") from None
         if not _are_counts([shape]) or any(n < 0 or n >= _MAX_COUNT for n in shape) or type(chunks) is not list:
-            raise part.fault(f"the shape of {name!r:.80} is no shape")
+            raise part.fault(f"the shape of {name!r:.80} is invalid")
         rows = self.rows.setdefault(name, _Rows(dtype, shape))
         if (rows.dtype, rows.shape) != (dtype, shape) or name in self.objects:
             raise part.fault(
@@ -315,7 +313,7 @@ class _Builder:
         except AttributeError:
             raise part.fault(f"a part of {name!r:.80} is incomplete") from None
         if not (_are(ChunkMetadata, chunks) and _are_counts(offsets) and _are_counts(sizes)):
-            raise part.fault(f"a part of {name!r:.80} is no box")
+            raise part.fault(f"the offsets or sizes of a part of {name!r:.80} are not tuples of integers")
         other = {*map(len, offsets), *map(len, sizes)} - {len(shape)}
         if other:
             raise part.fault(f"a part of {name!r:.80} has {min(other)} dimensions, the tensor {len(shape)}")
@@ -337,7 +335,7 @@ class _Builder:
     def _gather_whole(
         self, part: _Part, name: str, entry: TensorMetadata, places: dict[tuple[int, ...] | None, StorageInfo]
     ) -> bool:
-        """Take a tensor that is no plain memory (quantized, sparse) for an object, where it was saved in one piece."""
+        """Treat a quantized or sparse tensor that was saved in one piece as an object. Return whether it is one."""
         chunks = entry.chunks
         if type(chunks) is not list or len(chunks) != 1 or len(places) != 1 or name in self.rows:
             return False
@@ -352,7 +350,7 @@ class _Builder:
     # --- columns
 
     def _joined_rows(self) -> TensorColumns:
-        """The rows of all tensors as columns."""
+        """Return the rows of all tensors as columns."""
         rows = self.rows.values()
 
         def column(field: str, dtype: Any) -> npt.NDArray[Any]:
@@ -399,7 +397,7 @@ class _Builder:
         return entries
 
     def _check_opaque(self, entry: TensorEntry, error: CorruptCheckpointError) -> None:
-        """Raise `error`, that less is stored than the tensor declares, unless its class packs its values."""
+        """Raise `error` (fewer bytes are stored than declared) unless the tensor has a class, which may pack values."""
         slices = entry.slices
         assert isinstance(slices, LocatedSlices)
         try:
@@ -418,14 +416,15 @@ class _Builder:
             row = int(bad[0])
             path = self.files.paths[int(files[row])]
             raise IncompleteCheckpointError(
-                f"{path} is {int(sizes[files[row]])} bytes long, but an item lies at "
-                f"[{int(starts[row])}, {int(starts[row] + lengths[row])}). It is truncated."
+                f"{path} is truncated: it has {int(sizes[files[row]])} bytes, an item is at "
+                f"[{int(starts[row])}, {int(starts[row] + lengths[row])})."
             )
 
     def _check_bytes(self, columns: TensorColumns) -> tuple[npt.NDArray[np.float64], dict[str, CorruptCheckpointError]]:
-        """No part may declare more bytes than are stored for it: allocation comes after this.
+        """Check that no part declares more bytes than are stored for it, because memory is allocated as declared.
 
-        Returns the elements, and by tensor what is wrong where some class may have packed that much.
+        Returns the number of elements of each slice, and an error for each tensor that only a class that packs values
+        could explain.
         """
         owners, numels = columns.owners, columns.numels()
         negative = np.flatnonzero(columns.sizes < 0)
@@ -462,7 +461,7 @@ class _Builder:
         path, size = self.files.paths[file], self.files.sizes[file]
         if 0 <= size < start + length:
             raise IncompleteCheckpointError(
-                f"{path} is {size} bytes long, but {name!r:.80} lies at [{start}, {start + length}). It is truncated."
+                f"{path} is truncated: it has {size} bytes, {name!r:.80} is at [{start}, {start + length})."
             )
         codec = Codec("zstd", start, length) if _is_zstd(info, part, name) else None
         role = roles.of(name).role
@@ -478,15 +477,15 @@ class _Builder:
 
     def _info(self) -> CatalogInfo:
         files = dict(zip(self.files.paths, self.files.sizes, strict=True))
-        for part in self.parts:
-            found = self.store.info(part.name)
-            files[part.name] = found.size if found is not None and found.kind == "file" else -1
+        files.update({part.name: part.nbytes for part in self.parts})
         extra: dict[str, Any] = {}
         version = self.parts[0].version
         if isinstance(version, str):
             extra["dcp_version"] = version[:32]
         if self.opaque:
             extra["opaque"] = dict(self.opaque)
+        shown = "; ".join(f"{name} {why}" for name, why in islice(self.opaque.items(), 3))
+        more = f"; ... ({len(self.opaque)})" if len(self.opaque) > 3 else ""
         per_rank = _RANK_METADATA.fullmatch(self._source) is not None
         return CatalogInfo(
             "dcp",
@@ -494,26 +493,19 @@ class _Builder:
             world_size=len(self.parts) if per_rank else None,
             files=files,
             extra=extra,
-            notes=self._notes(),
+            notes=(f"not interpreted: {shown}{more}",) if self.opaque else (),
         )
-
-    def _notes(self) -> tuple[str, ...]:
-        if not self.opaque:
-            return ()
-        shown = "; ".join(f"{name} {why}" for name, why in islice(self.opaque.items(), 3))
-        more = f"; ... ({len(self.opaque)})" if len(self.opaque) > 3 else ""
-        return (f"not interpreted: {shown}{more}",)
 
 
 def _ranges(infos: Sequence[StorageInfo], part: _Part, name: str) -> tuple[list[int], list[int]]:
-    """The bytes of items: where they start, and how many."""
+    """Return the first byte and the number of bytes of each item."""
     try:
         starts, lengths = _fields(infos, "offset"), _fields(infos, "length")
     except AttributeError:
         raise part.fault(f"the place of {name!r:.80} is incomplete") from None
     both = [*starts, *lengths]
     if not _are(int, both) or (both and not 0 <= min(both) <= max(both) < _MAX_COUNT):
-        raise part.fault(f"the place of {name!r:.80} is no byte range")
+        raise part.fault(f"the place of {name!r:.80} is not a byte range")
     return starts, lengths
 
 
@@ -523,7 +515,7 @@ def _is_zstd(info: StorageInfo, part: _Part, name: str) -> bool:
         return False
     if not isinstance(transforms, (list, tuple)) or list(transforms) != [_ZSTD]:
         raise UnsupportedFormatError(
-            f"{part.name}: {name!r:.80} was written through {str(transforms)[:80]}; only {_ZSTD!r} is known."
+            f"{part.name}: {name!r:.80} was written with the transforms {str(transforms)[:80]}; only {_ZSTD!r} is read."
         )
     return True
 
@@ -532,7 +524,7 @@ def _tensor_dtype(properties: Any) -> str:
     """Return the dtype of TensorProperties, whose state is (dtype, layout, requires_grad, memory format, pinned).
 
     Raises:
-        AttributeError: They have none.
+        AttributeError: There is none.
         UnsupportedFormatError: Their layout is not dense, or the dtype unknown.
     """
     state = properties.state if isinstance(properties, Record) else None

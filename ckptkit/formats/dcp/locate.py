@@ -1,9 +1,8 @@
 """Locates the bytes of tensors inside items of `.distcp` files: on demand, many items at once.
 
-An item is a torch.save zip of its own, about 1.5 KB longer than the tensor in it; a file may instead be one
-safetensors blob. Of a zip, the first kilobyte (pickle, header of the storage) and the last (the directory, with the
-CRC-32 of the storage) are read. Items of one dtype, shape and length differ in checksums only: one of them is parsed,
-and numpy compares the others with it.
+An item is a torch.save zip, about 1.5 KB longer than its tensor; a file may instead be one safetensors blob. Of a zip,
+the first kilobyte (pickle, header of the storage) and the last (directory with the CRC-32 of the storage) are read.
+Items of one dtype, shape and length differ in checksums only: one is parsed, and numpy compares the others with it.
 """
 
 from __future__ import annotations
@@ -43,27 +42,27 @@ Int32 = npt.NDArray[np.int32]
 UInt64 = npt.NDArray[np.uint64]
 UInt8 = npt.NDArray[np.uint8]
 
-ENDS = 1024  # bytes that are read of either end of an item
+ENDS = 1024  # bytes read at each end of an item
 _BATCH_ROWS = 1 << 16
-_BLOCK_ROWS = 1 << 12  # items whose ends are held at once
+_BLOCK_ROWS = 1 << 12  # items whose ends are in memory at once
 _BLOCK_FILES = 128  # files that are open at once
 _HEAD = 9
 _ZIP = b"PK\x03\x04"
-_FEW = 2  # items that are worth a comparison
-_MAX_FRAMES = 8  # kinds of items, of one dtype, shape and length: the device is in the pickle
-_SLACK = 1 << 20  # what an item may be longer than its tensor, when it is decompressed
+_FEW = 2  # fewer items are not worth a comparison
+_MAX_FRAMES = 8  # layouts of one dtype, shape and length: pickles contain the device
+_SLACK = 1 << 20  # how much longer than its tensor a decompressed item may be
 
 
 @dataclass(frozen=True, slots=True)
 class TensorColumns:
-    """Tensors, and their slices as columns: rows [bounds[i], bounds[i + 1]) are those of tensor i.
+    """Tensors, and their slices as columns: rows [bounds[i], bounds[i + 1]) belong to tensor i.
 
     Attributes:
-        ndims: [t]
+        ndims: [t] number of dimensions.
         files: [n] number of the data file.
         starts, lengths: [n] bytes of the slice's item in its file.
         zstd: [n] whether the item is compressed.
-        offsets, sizes: Of all slices, elements, end to end: as many numbers a slice as its tensor has dimensions.
+        offsets, sizes: The elements of all slices end to end, one number per dimension.
     """
 
     names: list[str]
@@ -84,12 +83,12 @@ class TensorColumns:
         return np.repeat(np.arange(len(self.names)), np.diff(self.bounds))
 
     def elements(self) -> Int64:
-        """Return where the numbers of each slice begin in `offsets` and `sizes`, and where the last end, [n + 1]."""
+        """Return where each slice begins in `offsets` and `sizes`, and where the last one ends, [n + 1]."""
         result: Int64 = np.concatenate([[0], np.cumsum(self.ndims[self.owners])])
         return result
 
     def numels(self) -> npt.NDArray[np.float64]:
-        """Return the elements of each slice, [n]: as floats, which no hostile size overflows."""
+        """Return the number of elements of each slice, [n]: as floats, which a hostile size cannot overflow."""
         result = np.ones(len(self.files), np.float64)
         for rows, at in _by_ndim(self.ndims[self.owners]):
             result[rows] = np.prod(self.sizes[at].astype(np.float64), axis=1)
@@ -107,7 +106,7 @@ class TensorColumns:
 
 
 def _by_ndim(widths: Int64) -> Iterator[tuple[Int64, Int64]]:
-    """Yield (rows, places of their numbers [n, ndim]) for the slices of each number of dimensions."""
+    """Yield (rows, positions of their numbers [n, ndim]) of the slices with each number of dimensions."""
     begins = np.cumsum(widths) - widths
     for ndim in distinct(widths).tolist():
         rows = np.flatnonzero(widths == ndim)
@@ -115,14 +114,14 @@ def _by_ndim(widths: Int64) -> Iterator[tuple[Int64, Int64]]:
 
 
 class Items:
-    """Every tensor item of a checkpoint as columns; rows [bounds[i], bounds[i + 1]) are those of tensor i.
+    """All tensor items of a checkpoint, one row each as in `columns`.
 
     Attributes:
-        columns: What `.metadata` says of them.
-        starts, nbytes, digests, digest_starts, digest_nbytes: As `SliceArray` has them, once located.
+        columns: What `.metadata` says about them.
+        starts, nbytes, digests, digest_starts, digest_nbytes: As in `SliceArray`, once located.
         checked: [n] whether the slice has a digest.
-        strides, codecs: By tensor, as `SliceArray` has them.
-        opaque: By tensor, why its records can't be read without its class, once that is known.
+        strides, codecs: By tensor, as in `SliceArray`.
+        opaque: By tensor, why its records can't be read as plain memory, once that is known.
     """
 
     def __init__(self, store: Store, paths: Sequence[str], ranks: Sequence[int], columns: TensorColumns) -> None:
@@ -141,10 +140,9 @@ class Items:
 
 
 class LocatedSlices(SliceArray):
-    """Slices whose byte ranges are found when one of them is asked for, together with those of its batch.
+    """The slices of one tensor. Their byte ranges are located on first access, together with those of a whole batch.
 
-    Boxes, files and ranks are there from the start; `starts`, `nbytes`, `strides`, digests and codecs are not. All are
-    views of the columns of all tensors, made when they are asked for.
+    Boxes, files and ranks are known from the start. All attributes are views of the columns of all tensors.
     """
 
     __slots__ = ("batch", "hi", "items", "lo", "tensor")
@@ -247,13 +245,13 @@ class LocatedSlices(SliceArray):
 
 
 def find_opaque(slices: LocatedSlices) -> bool:
-    """Tell whether the tensor can't be read without its class: looks at its records alone."""
+    """Return whether the tensor can't be read as plain memory. Locates only this tensor."""
     _Locator(slices.items, [slices.tensor]).run()
     return slices.tensor in slices.items.opaque
 
 
 def item_batches(tensors: Iterable[tuple[Role, SliceArray]]) -> None:
-    """Group the slices so that those of one role are located some ten thousand at a time."""
+    """Group the slices by role into batches of up to 65,536 slices, each of which is located at once."""
     by_role: dict[Role, _Batch] = {}
     for role, slices in tensors:
         assert isinstance(slices, LocatedSlices)
@@ -266,7 +264,7 @@ def item_batches(tensors: Iterable[tuple[Role, SliceArray]]) -> None:
 
 
 class _Batch:
-    """Tensors that are located together, once."""
+    """Tensors that are located together."""
 
     def __init__(self, items: Items) -> None:
         self.items = items
@@ -282,7 +280,7 @@ class _Batch:
 
 
 class _Locator:
-    """Fills in the columns of these tensors."""
+    """Locates the items of some tensors, and fills in their rows."""
 
     def __init__(self, items: Items, tensors: Sequence[int]) -> None:
         self.items = items
@@ -316,7 +314,7 @@ class _Locator:
             for at in range(0, len(joined), _BLOCK_ROWS):
                 self._zips(joined[at : at + _BLOCK_ROWS])
 
-    # --- what `.metadata` says of an item
+    # --- what `.metadata` says about an item
 
     def _tensor(self, row: int) -> int:
         return int(np.searchsorted(self.columns.bounds, row, side="right")) - 1
@@ -334,17 +332,17 @@ class _Locator:
     def _label(self, row: int) -> str:
         return f"{self._path(row)}: the item of {self._name(row)!r:.80} at byte {int(self.columns.starts[row])}"
 
-    # --- one safetensors blob a file
+    # --- files that are one safetensors blob
 
     def _safetensors(self, rows: Int64, head: bytes) -> bool:
-        """Locate the items of a file that is one blob; False where they are zips, which begin with a magic number."""
+        """Locate the items of a file that is one blob. Return False if the file contains zips."""
         columns, path, start = self.columns, self._path(int(rows[0])), int(self.columns.starts[rows[0]])
         if head[:4] == _ZIP:
             self._check_disjoint(path, rows)
             return False
         if head[8:9] != b"{":
             raise CorruptCheckpointError(
-                f"{path}: at byte {start} begins neither a torch.save zip nor a safetensors header. "
+                f"{path}: expected a torch.save zip or a safetensors header at byte {start}, found neither. "
                 "The file is damaged, or belongs to another save."
             )
         if (columns.starts[rows] != start).any():
@@ -355,13 +353,13 @@ class _Locator:
             name, dtype, (offsets, sizes) = self._name(row), columns.dtypes[self._tensor(row)], self._box(row)
             found = header.tensors.get(name)
             if found is None:
-                raise IncompleteCheckpointError(f"{path}: tensor {name!r:.80} is not in it, though .metadata says so.")
+                raise IncompleteCheckpointError(f"{path}: tensor {name!r:.80} is missing; .metadata says it is there.")
             stored = saved.get(name, (0,) * len(found.shape))
             if (stored, found.shape) != (offsets, sizes):
                 raise IncompleteCheckpointError(
                     f"{path}: tensor {name!r:.80} has only its part at {list(stored)} of sizes {list(found.shape)}, "
-                    f"not the one at {list(offsets)} of sizes {list(sizes)}. torch keeps one part a file in this "
-                    "format: the rest was lost when it was saved."
+                    f"not the one at {list(offsets)} of sizes {list(sizes)}. In this format, torch keeps one part per "
+                    "file: the rest was lost when it was saved."
                 )
             if found.dtype != dtype:
                 raise CorruptCheckpointError(f"{path}: tensor {name!r:.80} is {found.dtype}, .metadata says {dtype}.")
@@ -379,7 +377,7 @@ class _Locator:
     # --- zips
 
     def _zips(self, rows: Int64) -> None:
-        """Locate items sorted by file and start: read their two ends, and parse one of each kind."""
+        """Locate items, sorted by file and start: read both ends of each, and parse one of each kind."""
         columns, paths = self.columns, self.items.paths
         owners = np.searchsorted(columns.bounds, rows, side="right") - 1
         begins, ends = self.items.elements[rows].tolist(), self.items.elements[rows + 1].tolist()
@@ -410,7 +408,7 @@ class _Locator:
                     left = left[~same]
 
     def _alone(self, row: int, front: bytes, tail: bytes) -> Frame | None:
-        """Parse one item; what it has in common with others of its kind."""
+        """Locate one item by parsing it. Return the frame that others of its kind may share."""
         path, start, length = self._path(row), int(self.columns.starts[row]), int(self.columns.lengths[row])
         label, tensor = self._label(row), self._tensor(row)
         try:
@@ -421,14 +419,15 @@ class _Locator:
                 self.items.opaque[tensor] = f"is a {kind}"
                 return None
             name = self.columns.names[tensor]
-            said = "" if repr(name)[:80] in str(error) else f"tensor {name!r:.80}: "
-            raise type(error)(f"{said}{error}") from None
+            if repr(name)[:80] in str(error):
+                raise
+            raise UnsafePickleError(f"tensor {name!r:.80}: {error}") from None
         self._check(row, found, label)
         self._put(np.array([row]), found, found.storage.start, found.storage.crc32)
         return frame
 
     def _class_of(self, path: str, start: int, length: int) -> str:
-        """Return of which class the tensor in a record is, if that alone is what can't be read of it; else ""."""
+        """Return the class of the tensor in a record if nothing else prevents reading it, otherwise ""."""
         try:
             read_archive(self.store, path, start, length, unknown="record")
         except OpaqueTensorError as error:
@@ -438,7 +437,7 @@ class _Locator:
         return ""
 
     def _compressed(self, row: int) -> None:
-        """A zstd item: decoded whole, as it is when it is read."""
+        """Locate a zstd item, which is decompressed as a whole."""
         columns, path, label = self.columns, self._path(row), self._label(row)
         start, length = int(columns.starts[row]), int(columns.lengths[row])
         wanted = math.prod(self._box(row)[1]) * dtype_of(columns.dtypes[self._tensor(row)]).itemsize
@@ -457,7 +456,7 @@ class _Locator:
             )
 
     def _put(self, rows: Int64, tensor: StoredTensor, begins: Int64 | int, crcs: UInt64 | int | None) -> None:
-        """Record where items like `tensor` lie, whose storages begin at `begins`."""
+        """Fill in the rows of items that are laid out like `tensor`; their storages begin at `begins`."""
         items = self.items
         items.starts[rows], items.nbytes[rows] = begins + tensor.offset * tensor.itemsize, tensor.nbytes
         items.digest_starts[rows], items.digest_nbytes[rows] = begins, tensor.storage.nbytes
@@ -473,17 +472,17 @@ class _Locator:
         self.items.codecs.setdefault(owner, {})[row - int(self.columns.bounds[owner])] = codec
 
 
-# --- one item, by its two ends
+# --- one item, given both ends
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """An item that was parsed, to compare others of the same length with: they differ in checksums only.
+    """A parsed item, with which others of the same length are compared: those like it differ in checksums only.
 
     Attributes:
         begin: Where the storage begins in the item.
         front, tail: The bytes up to the storage, and the zip directory.
-        same_front, same_tail: Which of them must be the same.
+        same_front, same_tail: Which of these bytes must be equal.
         crc_at: Where in `tail` the CRC-32 of the storage is.
     """
 
@@ -497,7 +496,7 @@ class Frame:
 
     @classmethod
     def of(cls, tensor: StoredTensor, start: int, front: bytes, tail: bytes, layout: Layout) -> Frame | None:
-        """Return the frame of an item that begins at `start`; None where its ends are longer than what was read."""
+        """Return the frame of an item that begins at `start`; None if its pickle or directory exceeds what was read."""
         storage, begin = layout.members[f"data/{tensor.storage.key}"], tensor.storage.start - start
         if begin > len(front) or layout.directory_nbytes > len(tail):
             return None
@@ -516,20 +515,20 @@ class Frame:
         return cls(tensor, begin, *arrays, same_front, same_tail, crc_at[storage.name])
 
     def same(self, fronts: UInt8, tails: UInt8) -> npt.NDArray[np.bool_]:
-        """Tell which items, of whose ends each row has `ENDS` bytes, are laid out as this one."""
+        """Return which items are laid out like this one; each row has the `ENDS` bytes of one end of an item."""
         tails = tails[:, ENDS - len(self.tail) :]
         front = (fronts[:, : self.begin][:, self.same_front] == self.front[self.same_front]).all(axis=1)
         found: npt.NDArray[np.bool_] = front & (tails[:, self.same_tail] == self.tail[self.same_tail]).all(axis=1)
         return found
 
     def crcs(self, tails: UInt8) -> UInt64:
-        """Return the CRC-32 of the storages of items that are laid out as this one."""
+        """Return the CRC-32 of the storages of items that are laid out like this one."""
         at = ENDS - len(self.tail) + self.crc_at
         return np.ascontiguousarray(tails[:, at : at + 4]).view("<u4").reshape(-1).astype(np.uint64)
 
 
 class _Ends:
-    """A store of one item, of which both ends are in memory. What lies between them is read."""
+    """A store that has both ends of an item in memory, and reads the rest from another store."""
 
     def __init__(self, store: Store, at: int, front: bytes, tail: bytes, length: int) -> None:
         self.store = store
@@ -550,7 +549,7 @@ class _Ends:
 def parse_item(
     store: Store, path: str, start: int, front: bytes, tail: bytes, length: int, label: str
 ) -> tuple[StoredTensor, Frame | None]:
-    """Return the tensor of an item, given its two ends, and the frame that others may share."""
+    """Return the tensor of an item, given both its ends, and the frame that others may share."""
     archive = Archive(cast(Store, _Ends(store, start, front, tail, length)), path, start, length, file=label, tail=ENDS)
     tensor = one_tensor(archive.value(), label)
     return tensor, Frame.of(tensor, start, front, tail, archive.layout)
@@ -558,5 +557,5 @@ def parse_item(
 
 def one_tensor(value: Any, label: str) -> StoredTensor:
     if not isinstance(value, StoredTensor):
-        raise CorruptCheckpointError(f"{label} holds a {type(value).__name__}, where .metadata says a tensor.")
+        raise CorruptCheckpointError(f"{label} holds a {type(value).__name__}; .metadata says a tensor.")
     return value

@@ -1,7 +1,7 @@
 """Plans which rank writes which part of a training state. Each rank plans its own writes locally.
 
-A replica (plain tensors, HSDP) is written once: small ones by one of their holders, chosen by the name,
-large ones cut into as many pieces as there are holders, so that the bytes are spread evenly by construction.
+A replica (plain tensors, HSDP) is written once: a small one by one of the ranks that hold it, chosen by its name; a
+large one in as many pieces as ranks hold it. So the bytes are spread evenly.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ __all__ = [
 ]
 
 Source = tuple[str, int]
-"""A local piece of memory: the name of its tensor, and which of that one's shards it is."""
-_SPLIT = 1 << 20  # below, a replica is not worth cutting up
+"""A local piece of memory: the name of its tensor, and the number of the local shard."""
+_SPLIT = 1 << 20  # replicas of fewer bytes are not split
 _DIGEST = 16
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, DTensor))
 _UNKNOWN: Any = object()
@@ -59,11 +59,12 @@ _NO_PROTOCOL = _PLAIN | {dict}
 
 @dataclass(frozen=True, slots=True)
 class PlannedSlice:
-    """One box this rank writes.
+    """One box that this rank writes.
 
     Attributes:
         key: Index of the tensor in the plan.
-        source: Index of the local piece of memory it is a part of; `narrow` cuts it out: (dim, start, length).
+        source: The local memory that contains it.
+        narrow: (dim, start, length) of the box in that memory; None if it is all of it.
     """
 
     key: int
@@ -75,11 +76,11 @@ class PlannedSlice:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """What is the same of all tensors of one dtype and shape that are cut alike.
+    """How tensors of one dtype and shape are sharded; shared by all tensors that are sharded alike.
 
     Attributes:
         boxes: (offsets, sizes) of what this rank holds.
-        place: (this rank's number among the holders of that, how many there are).
+        place: (this rank's number among the ranks that hold the same boxes, the number of these ranks).
     """
 
     dtype: torch.dtype
@@ -96,16 +97,17 @@ class ShardedPlan:
 
     Attributes:
         keys: The tensors of this rank's state, the private ones last; the first `shared` are not private.
-        meshes: Those that placements name.
-        slices: What this rank writes of them.
+        meshes: The meshes that placements refer to.
+        slices: What this rank writes of these tensors.
         tensors: The memory of each slice: the local tensors of the live state, or views of them.
-        objects: (name, path) of each object this rank writes.
+        objects: (name, path) of each object that this rank writes.
         records: The encoded bytes of each object.
-        table: The shared keys as bytes: equal on all ranks of an SPMD job, so that one of them sends it.
-        digest: 16 bytes; equal on all ranks whose tables and objects are equal.
-        flat, paths: The state, and where each of its values stands.
-        holders: Which ranks hold the replicated keys that not all do.
-        settled: The digests of all ranks when `holders` were found. Where they are the same again, so are those.
+        table: The shared keys as bytes. They are equal on all ranks of an SPMD job, so that one rank sends them.
+        digest: 16 bytes; equal on ranks whose tables and names of objects are equal.
+        flat, paths: The state, and the path of each of its values.
+        holders: Which ranks hold the replicated keys that not all ranks hold.
+        settled: The digests of all ranks when `holders` was found; it is valid as long as they stay the same.
+        sends_table: Whether this rank is the lowest one with its table; higher ones only refer to it.
     """
 
     rank: int
@@ -128,20 +130,20 @@ class ShardedPlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes this rank writes, frames included, alignment excluded."""
+        """The bytes that this rank writes, including frames but not alignment."""
         frames = (frame_tensor(self.keys[s.key].dtype, s.sizes) for s in self.slices)
         return sum(frame.length for frame in frames) + sum(map(len, self.records))
 
     @property
     def signature(self) -> bytes:
-        """24 bytes to exchange before a save: `digest`, and what this rank settled last."""
+        """24 bytes to exchange before a save: `digest`, and a hash of `settled`."""
         return self.digest + _settlement(self.settled)
 
     def settle(self, signatures: Sequence[bytes], all_gather: Callable[[bytes], list[bytes]]) -> ShardedPlan:
-        """Return the plan that fits what the other ranks hold. All ranks call it, with the same signatures.
+        """Return the plan adjusted to what the other ranks hold. All ranks call it, with the same signatures.
 
-        Where all signatures are equal, or those of the last save, nothing is exchanged; else every rank sends the
-        hashes of its replicated keys once.
+        Nothing is exchanged if all signatures are equal, or equal to those of the previous save. Otherwise every rank
+        sends the hashes of its replicated keys.
         """
         known = tuple(signature[:_DIGEST] for signature in signatures)
         if len(set(known)) == 1:
@@ -157,12 +159,12 @@ class ShardedPlan:
         return replace(plan, settled=known, sends_table=known.index(self.digest) == self.rank)
 
     def replicated(self) -> dict[str, int]:
-        """Return the keys that every rank is taken to hold, and a hash of what each is, of another shape another."""
+        """Return the keys that all ranks are assumed to hold, with a hash of each one's name, dtype and shape."""
         found = {}
         for name, value in self.flat.items():
             if name not in self.private and not isinstance(value, (DTensor, ShardedTensor)):
-                looks = (value.dtype, value.shape) if isinstance(value, torch.Tensor) and is_dense(value) else ()
-                text = repr((name, *looks))
+                kind = (value.dtype, value.shape) if isinstance(value, torch.Tensor) and is_dense(value) else ()
+                text = repr((name, *kind))
                 found[name] = digest_of(text.encode("utf-8", "surrogatepass"))
         return found
 
@@ -173,7 +175,7 @@ class ShardedPlan:
         world_size: int | None = None,
         holders: Mapping[str, tuple[int, ...]],
     ) -> ShardedPlan:
-        """Return the plan of this rank of so many, given which ranks hold the replicated keys that not all do."""
+        """Return the plan for another rank, world size or `holders`."""
         rank = self.rank if rank is None else rank
         world_size = self.world_size if world_size is None else world_size
         if (self.rank, self.world_size, dict(self.holders)) == (rank, world_size, dict(holders)):
@@ -182,7 +184,7 @@ class ShardedPlan:
 
     @property
     def file_names(self) -> str:
-        """A pattern of the paths of all files that the ranks write."""
+        """A pattern that matches the paths of all files of the checkpoint except the manifest and commit record."""
         return r"__\d+_\d+\.distcp|\.metadata"
 
     def write(
@@ -191,15 +193,15 @@ class ShardedPlan:
         """Write this rank's files `__<rank>_<n>.distcp`. No communication.
 
         Args:
-            tensors: Copies of `tensors`, in its order, to write in their place. Those that another process sees say how
-                that one writes them.
-            sync: The files and their names are durable on return.
-            workers: Files written at once; 0: this rank's share of the cores.
+            tensors: Copies of the planned tensors, in the same order, to write instead of them. If they have a method
+                `write_records`, another process writes them.
+            sync: Make the files and their names durable.
+            workers: Files to write at once; 0 means this rank's share of the cores.
 
         Raises:
             NoSpaceError: The storage is full.
             StorageError: A write failed.
-            SaveError: `tensors` are not copies of what was planned.
+            SaveError: `tensors` are not copies of the planned tensors.
         """
         chosen = self.tensors if tensors is None else tensors
         if len(chosen) != len(self.slices):
@@ -208,18 +210,18 @@ class ShardedPlan:
         for frame, tensor, item in zip(frames, chosen, self.slices, strict=True):
             if tensor.numel() * tensor.element_size() != frame.nbytes:
                 raise SaveError(
-                    f"{self.keys[item.key].name}: {tensor.numel() * tensor.element_size()} bytes were staged, the plan "
-                    f"says {frame.nbytes}."
+                    f"{self.keys[item.key].name}: {tensor.numel() * tensor.element_size()} bytes were staged, "
+                    f"{frame.nbytes} were planned."
                 )
         write = getattr(tensors, "write_records", write_records)
         written: Written = write(store, f"__{self.rank}_", frames, chosen, self.records, workers=workers, sync=sync)
         return WrittenTensors(self._part(written), written.files, written.phases)
 
     def _part(self, written: Written) -> bytes:
-        """Return what rank 0 needs to know: no pickle, 40 bytes a slice and 16 for each of its dimensions.
+        """Return what rank 0 needs for the index: 40 bytes per slice and 16 for each of its dimensions.
 
-        One table of rows of a fixed width, so that rank 0 joins those of all ranks at once. The names and shapes are
-        sent by the lowest of the ranks that have the same.
+        Rows have a fixed width, so that rank 0 joins those of all ranks at once. Among ranks with equal names and
+        shapes, the lowest sends them.
         """
         slices, private = self.slices, self.keys[self.shared :]
         rows = np.zeros(len(written.file), ROW)
@@ -248,7 +250,7 @@ class ShardedPlan:
     def index(
         self, parts: Sequence[bytes], store: Store, *, save_id: str, extra: Mapping[str, Any], sync: bool
     ) -> Mapping[str, FileRecord]:
-        """Write what describes the parts of all ranks, and return the files that this takes. Rank 0."""
+        """Write `.metadata` and manifest from the parts of all ranks, and return these two files. Only on rank 0."""
         files = write_index(parts, store, save_id=save_id, extra=extra, sync=sync)
         return {name: files[name] for name in (METADATA_NAME, MANIFEST_NAME)}
 
@@ -280,21 +282,20 @@ def plan_sharded(
     previous: ShardedPlan | None = None,
     private: Collection[str] = (),
 ) -> ShardedPlan:
-    """Return what this rank writes of a state, taking plain tensors and objects as replicated on all ranks.
+    """Return what this rank writes of a state. Plain tensors and objects are assumed to be replicated on all ranks.
 
-    Nothing is communicated. Objects are encoded at once: the plan keeps a snapshot of them, but views of the
-    tensors.
+    Nothing is communicated. The plan holds views of the tensors, but a snapshot of the objects, encoded now.
 
     Args:
         state_dict: Nested or flat: DTensors, tensors, objects.
-        previous: The plan of the save before: who held what then is who does now, if no rank's keys have changed.
-        private: Flattened keys that only this rank has ("rng.3.torch"): it writes them whatever others hold.
+        previous: The plan of the previous save, whose `holders` remain valid if no rank's keys have changed.
+        private: Flattened keys that only this rank has ("rng.3.torch"): it writes them whatever other ranks hold.
 
     Raises:
-        SaveError: A tensor is a partial sum, or an object would not load without running code.
+        SaveError: A tensor is a partial sum, or an object could not be loaded without running code.
     """
     values = state_dict
-    if not _NO_PROTOCOL.issuperset(map(type, state_dict.values())):  # asking takes as long as all else about a tensor
+    if not _NO_PROTOCOL.issuperset(map(type, state_dict.values())):  # isinstance takes as long as the rest
         values = {
             k: v.state_dict() if type(v) not in _NO_PROTOCOL and isinstance(v, Stateful) else v
             for k, v in state_dict.items()
@@ -315,7 +316,7 @@ def _laid_out(
     private: frozenset[str],
     holders: Mapping[str, tuple[int, ...]],
 ) -> ShardedPlan:
-    """Lay out what this rank writes, given the replicated keys that not all ranks hold."""
+    """Return the plan of this rank, given the replicated keys that not all ranks hold."""
     keys: list[PlannedKey] = []
     slices: list[PlannedSlice] = []
     tensors: list[torch.Tensor] = []
@@ -323,7 +324,7 @@ def _laid_out(
     cuts: dict[Any, _Cut | None] = {}
     meshes: dict[DeviceMesh, int] = {}
     memory = [v._local_tensor if type(v) is DTensor else v for v in flat.values() if isinstance(v, torch.Tensor)]
-    plain = are_dense(memory)  # told of all at once: one by one takes as long as all else
+    plain = are_dense(memory)  # for all at once: one by one takes as long as the rest of the plan
     rows = list(zip(flat, paths, strict=True))
     if private:
         rows.sort(key=lambda row: row[0] in private)
@@ -338,7 +339,7 @@ def _laid_out(
         if not sharded and not (isinstance(value, torch.Tensor) and (plain or is_dense(value))):
             if name not in private:
                 shared_objects.append(name)
-            if place[0] == 0:  # of differing objects the lowest rank's wins, as with torch
+            if place[0] == 0:  # if objects differ, the lowest rank's are saved, as by torch
                 objects.append((name, path))
             continue
         cut = _cut_of(name, value, place, cuts, meshes)
@@ -356,7 +357,7 @@ def _laid_out(
                     raise SaveError(f"{name}: it {why}.")
                 local = without_subclass(local)
             if local.dtype != cut.dtype:
-                raise SaveError(f"{name}: it says that it is {cut.dtype}, this rank holds {local.dtype}.")
+                raise SaveError(f"{name}: it is declared {cut.dtype}, but its local part is {local.dtype}.")
             local = local if narrow is None else local.narrow(*narrow)
             if local.shape != own_sizes:
                 raise SaveError(f"{name}: this rank holds {list(local.shape)}, its placement says {list(own_sizes)}.")
@@ -390,8 +391,8 @@ def _laid_out(
 def _cut_of(
     name: str, value: Any, place: tuple[int, int], cuts: dict[Any, _Cut | None], meshes: dict[DeviceMesh, int]
 ) -> _Cut | None:
-    """Return how a tensor is cut, None where this rank is not in its mesh. `cuts` and `meshes`: those so far."""
-    if isinstance(value, ShardedTensor):  # it says itself where its parts are
+    """Return how a tensor is sharded, None if this rank is not in its mesh. Updates `cuts` and `meshes`."""
+    if isinstance(value, ShardedTensor):  # its metadata say where its parts are
         metas = [shard.metadata for shard in value.local_shards()]
         boxes = [(tuple(meta.shard_offsets), tuple(meta.shard_sizes)) for meta in metas]
         return _Cut(value.dtype, _dtype_name(value.dtype), tuple(value.size()), None, boxes, (0, 1))
@@ -444,13 +445,13 @@ def _cut_by_mesh(
 def _mine(
     name: str, cut: _Cut, offsets: tuple[int, ...], sizes: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, int, int] | None] | None:
-    """Return (offsets, sizes, narrow) of what this of a local box's holders writes of it, None if nothing."""
+    """Return (offsets, sizes, narrow) of the part of a local box that this rank writes, None if nothing."""
     number, count = cut.place
     if 0 in sizes:
         return (offsets, sizes, None) if 0 in cut.shape and number == 0 else None
     if count == 1:
         return offsets, sizes, None
-    turn = crc32(name.encode("utf-8", "surrogatepass")) % count  # who begins
+    turn = crc32(name.encode("utf-8", "surrogatepass")) % count  # spreads names over ranks
     dim = next((d for d, n in enumerate(sizes) if n > 1), 0)
     nbytes = math.prod(sizes) * cut.dtype.itemsize
     parts = min(count, nbytes // _SPLIT, sizes[dim] if sizes else 1)
@@ -469,7 +470,7 @@ def _mine(
 def local_box(
     shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return (sizes, offsets) of what this rank holds of a DTensor."""
+    """Return (sizes, offsets) of this rank's part of a DTensor."""
     sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
     return tuple(sizes), tuple(offsets)
 
@@ -502,11 +503,11 @@ def _settlement(digests: Sequence[bytes]) -> bytes:
 
 
 def flatten(nested: Mapping[str, Any]) -> tuple[dict[str, Any], list[Path]]:
-    """Return the values of a nested state by name, and the path of each: what torch's `flatten_state_dict` returns."""
+    """Return the values of a nested state by name, and the path of each, as torch's `flatten_state_dict` does."""
     values: dict[str, Any] = {}
     paths: list[Path] = []
     _flatten("", (), ((str(key), item) for key, item in nested.items()), values, paths)
-    if len(values) < len(paths):  # two of one name: torch says so
+    if len(values) < len(paths):  # two values have one name: let torch raise its error
         flatten_state_dict(dict(nested))
     return values, paths
 
@@ -528,7 +529,7 @@ def _flatten(
 
 
 def _is_leaf(items: list[Any]) -> bool:
-    """Whether a list is one value: no tensors, dicts or lists of such are in it."""
+    """Whether a list is one value: it contains no tensors and no dicts, at any depth of lists."""
     return not any(
         isinstance(item, (Mapping, torch.Tensor)) or (isinstance(item, list) and not _is_leaf(item)) for item in items
     )
@@ -538,7 +539,7 @@ def _is_leaf(items: list[Any]) -> bool:
 
 
 def local_boxes(value: Any) -> list[tuple[Box, torch.Tensor]]:
-    """Return the boxes of a tensor that this rank holds, each with its memory (detached, shared)."""
+    """Return the boxes of a tensor that this rank holds, each with its (detached) memory."""
     if isinstance(value, DTensor):
         if value.device_mesh.get_coordinate() is None:
             return []
@@ -567,7 +568,7 @@ def _local(value: Any, index: int) -> torch.Tensor:
 
 
 def _encode(name: str, value: Any) -> bytes:
-    """The record of an object: as torch.save frames it, and of plain data that our reader takes."""
+    """Return the record of an object, in the format of torch.save; our reader loads it."""
     if is_plain(value):
         return frame_object(value)
     if isinstance(value, torch.Tensor):
@@ -576,13 +577,13 @@ def _encode(name: str, value: Any) -> bytes:
 
 
 def whole_record(name: str, tensor: torch.Tensor) -> bytes:
-    """Return the record of a tensor that is not dense, as torch.save frames it: sparse or quantized, or of a class that
-    torch's weights_only loader gives back.
+    """Return the record, in the format of torch.save, of a tensor that is not dense: sparse, quantized, or of a class
+    that torch's weights_only loader can load.
 
     Raises:
-        SaveError: A load would not give it back.
+        SaveError: No load could give the tensor back.
     """
-    by_parts = hasattr(tensor, "__tensor_flatten__") and not tensor.is_nested  # its class says how to make it again
+    by_parts = hasattr(tensor, "__tensor_flatten__") and not tensor.is_nested  # its class can rebuild it
     if not by_parts and not is_sparse_or_quantized(tensor):
         raise SaveError(f"{name}: it {why_not_dense(tensor)}.")
     advice = "or allow its class with torch.serialization.add_safe_globals."

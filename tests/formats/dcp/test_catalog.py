@@ -86,7 +86,9 @@ def test_opening_reads_no_data_file(zoo: Path, tmp_path: Path) -> None:
     for file in (tmp_path / "c").glob("*.distcp"):
         file.write_bytes(bytes(file.stat().st_size))
     catalog = open_catalog(LocalStore(tmp_path / "c"))
-    with pytest.raises(CorruptCheckpointError, match=r"__\d_\d\.distcp: at byte 0 begins neither"):
+    with pytest.raises(
+        CorruptCheckpointError, match=r"__\d_\d\.distcp: expected a torch.save zip .* at byte 0, found neither"
+    ):
         _ = catalog.tensors["embed.weight"].slices.starts
 
 
@@ -251,11 +253,11 @@ FAULTS: dict[str, tuple[Callable[[Any], None], type[CkptkitError], str]] = {
     "a part is missing": (drop_chunk, IncompleteCheckpointError, "of .* elements"),
     "a shape is larger than its parts": (huge_shape, IncompleteCheckpointError, "of .* elements"),
     "a part declares more than is stored": (huge_chunk, CorruptCheckpointError, "stores"),
-    "an item begins elsewhere": (moved, CorruptCheckpointError, "begins neither|overlaps"),
-    "a range is negative": (negative, CorruptCheckpointError, "no byte range"),
+    "an item begins elsewhere": (moved, CorruptCheckpointError, "found neither|overlaps"),
+    "a range is negative": (negative, CorruptCheckpointError, "not a byte range"),
     "a range ends past the file": (beyond, IncompleteCheckpointError, "truncated"),
     "a dtype is another than stored": (other_dtype, CorruptCheckpointError, "Files of two saves"),
-    "a path is no text": (no_path, CorruptCheckpointError, "no text"),
+    "a path is no text": (no_path, CorruptCheckpointError, "not a string"),
     "parts overlap": (overlapping, CkptkitError, "overlap|two places|elements|outside"),
     "a path is absolute": (path_to("/etc/passwd"), UnsafePathError, "outside the checkpoint"),
     "a path climbs": (path_to("a/../../x"), UnsafePathError, "outside the checkpoint"),
@@ -289,7 +291,7 @@ def test_a_fifo_in_place_of_a_file_is_no_trap(copy: Path) -> None:
 
     (copy / "__0_0.distcp").unlink()
     os.mkfifo(copy / "__0_0.distcp")
-    assert "__0_0.distcp: it is no file but a FIFO" in str(refusal(copy))
+    assert "__0_0.distcp: expected a file, found a FIFO" in str(refusal(copy))
 
 
 def test_a_truncated_data_file_is_named(copy: Path) -> None:

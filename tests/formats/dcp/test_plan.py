@@ -23,7 +23,7 @@ def test_how_names_are_nested_is_part_of_what_ranks_agree_on() -> None:
 
 
 def test_memory_that_does_not_fit_its_placement_is_refused_on_the_spot(ranks: Any) -> None:
-    dtypes = "w: it says that it is torch.float32, this rank holds torch.float16."
+    dtypes = "w: it is declared torch.float32, but its local part is torch.float16."
     shapes = "w: this rank holds [3, 2], its placement says [4, 2]."
     assert ranks.run(misfits, 1)[0] == [shapes, "meta", dtypes]
 
