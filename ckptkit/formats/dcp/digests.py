@@ -1,4 +1,4 @@
-"""Digests of slices: computed while a slice is read, or by reading a slice only for its digest."""
+"""Checks slices against their digests: while a slice is read, or by reading it for its digest only."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["Running", "SliceCheck", "all_of", "check_bytes", "check_slices", "re
 
 T = TypeVar("T")
 
-_PIECE = 1 << 20  # larger than the writer's: it is a request to the disk as well
-_REMOTE = 16 << 20  # views that one read of a remote store is asked for
-CHECK_BYTES = 32 << 20  # what each of those that check a remote store holds: one request
+_PIECE = 1 << 20  # larger than the writer's, because a piece is also a read from the disk
+_REMOTE = 16 << 20  # bytes of one request to a remote store
+CHECK_BYTES = 32 << 20  # the buffer of a thread that checks slices of a remote store
 
 
 @dataclass(frozen=True, slots=True)
 class SliceCheck:
-    """A slice whose digest is to be checked apart from reading it."""
+    """A slice that is read for its digest only."""
 
     name: str
     path: str
@@ -36,7 +36,7 @@ class SliceCheck:
 
 
 class Running:
-    """A digest in the making; without one to compare with it does nothing. Errors name file and tensor."""
+    """Hashes the pieces of a slice and compares the result with a digest, if there is one."""
 
     def __init__(self, digest: Digest | None, path: str, name: str) -> None:
         self._digest, self._path, self._name = digest, path, name
@@ -47,13 +47,13 @@ class Running:
             self._hasher.update(piece)
 
     def check(self) -> None:
-        """Raises IntegrityError."""
+        """Compare. Raises IntegrityError, which names file and tensor."""
         if self._digest is not None and self._hasher is not None:
             _compare(self._digest, self._hasher.intdigest(), self._path, self._name)
 
 
 def check_bytes(digest: Digest | None, data: memoryview, path: str, name: str) -> None:
-    """Check bytes that a digest covers, if there is one. Raises IntegrityError, naming file and entry."""
+    """Compare bytes with their digest, if there is one. Raises IntegrityError, which names file and entry."""
     if digest is not None:
         _compare(digest, hash_of((data,), digest.algorithm), path, name)
 
@@ -61,17 +61,16 @@ def check_bytes(digest: Digest | None, data: memoryview, path: str, name: str) -
 def _compare(digest: Digest, found: int, path: str, name: str) -> None:
     if found != digest.value:
         raise IntegrityError(
-            f"{path}: the bytes [{digest.start}, {digest.start + digest.nbytes}) of {name!r} have "
-            f"{digest.algorithm} {found:#x}, {digest.value:#x} was recorded when they were written. The file is "
-            "damaged; load another checkpoint."
+            f"{path}: {name!r}: checksum mismatch in bytes [{digest.start}, {digest.start + digest.nbytes}): expected "
+            f"{digest.algorithm} {digest.value:x}, found {found:x}. The file is damaged: load another checkpoint."
         )
 
 
-def all_of(calls: Sequence[Callable[[], T]], workers: int) -> list[T]:
-    """Return what the calls return, several at once. Raises the first failure once all that had begun have ended."""
+def all_of(calls: Sequence[Callable[[], T]], workers: int, *, name: str = "ckptkit-read") -> list[T]:
+    """Return the results of the calls, made in several threads. Raises the first failure after all threads ended."""
     if workers <= 1 or len(calls) <= 1:
         return [call() for call in calls]
-    with WorkerPool(min(workers, len(calls)), thread_name_prefix="ckptkit-read") as pool:
+    with WorkerPool(min(workers, len(calls)), thread_name_prefix=name) as pool:
         futures = [pool.submit(call) for call in calls]
         try:
             return [future.result() for future in futures]
@@ -82,8 +81,7 @@ def all_of(calls: Sequence[Callable[[], T]], workers: int) -> list[T]:
 
 
 def read_pieces(store: Store, path: str, start: int, view: memoryview, seen: Callable[[memoryview], None]) -> None:
-    """Fill `view` with the bytes of a file from `start` on; `seen` gets its pieces in order while they are in the
-    cache.
+    """Fill `view` with the bytes of a file from `start` on, and pass its pieces to `seen` while they are in the cache.
 
     Raises:
         IncompleteCheckpointError: The file is too short.
@@ -104,7 +102,7 @@ def read_pieces(store: Store, path: str, start: int, view: memoryview, seen: Cal
             got = os.preadv(fd, [piece], start + done)
             if not got:
                 raise IncompleteCheckpointError(
-                    f"{path}: the file ends at byte {start + done}, {start + len(view)} are needed: truncated."
+                    f"{path}: truncated: it ends at byte {start + done}, expected {start + len(view)} bytes."
                 )
             seen(piece[:got])
             done += got
@@ -113,12 +111,12 @@ def read_pieces(store: Store, path: str, start: int, view: memoryview, seen: Cal
 
 
 def check_slices(store: Store, slices: Iterable[SliceCheck], workers: int) -> int:
-    """Read whole slices, a small piece at a time, compare them with their digests, and return the bytes read.
+    """Read whole slices in small pieces, compare them with their digests, and return the number of bytes read.
 
-    Each worker holds at most a MiB of a local store, `CHECK_BYTES` of a remote one.
+    Each worker holds at most 1 MiB of a local store, or `CHECK_BYTES` of a remote one.
 
     Raises:
-        IntegrityError: Bytes differ from their digest; the message names tensor and file.
+        IntegrityError: Bytes differ from their digest; names tensor and file.
         IncompleteCheckpointError: A file is missing, or too short.
     """
     size = CHECK_BYTES if store.asking_costs else _PIECE
@@ -126,7 +124,7 @@ def check_slices(store: Store, slices: Iterable[SliceCheck], workers: int) -> in
 
 
 def _batches(slices: Iterable[SliceCheck], size: int) -> Iterator[list[SliceCheck]]:
-    """Put small slices of one file together, in the order of the file."""
+    """Group small slices of one file, in the order of the file."""
     batch: list[SliceCheck] = []
     nbytes = 0
     for item in sorted(slices, key=lambda item: (item.path, item.start)):

@@ -17,10 +17,10 @@ import numpy.typing as npt
 
 from ckptkit.digests import crc32, digest_of, new_hasher
 from ckptkit.errors import NoSpaceError, StorageError
+from ckptkit.formats.dcp.digests import all_of
 from ckptkit.formats.dcp.records import RecordFrame
 from ckptkit.formats.own.record import FileRecord
 from ckptkit.storage.local import is_directory, start_writing
-from ckptkit.storage.pool import WorkerPool
 from ckptkit.storage.store import Store
 
 if TYPE_CHECKING:
@@ -124,14 +124,7 @@ def write_records(
     result = Written(paths, {}, np.zeros(len(lengths), np.int32), starts, lengths_of, payloads, digests)
     turn = threading.BoundedSemaphore(_cores())
     jobs = [FileJob(store, i, rows, frames, tensors, records, result, sync, turn) for i, rows in enumerate(bins)]
-    if len(jobs) == 1:
-        jobs[0].run()
-    elif jobs:
-        with WorkerPool(len(jobs), thread_name_prefix="ckptkit-write") as pool:
-            futures = [pool.submit(job.run) for job in jobs]
-            failed = [error for error in (future.exception() for future in futures) if error is not None]
-        if failed:
-            raise failed[0]
+    all_of([job.run for job in jobs], len(jobs), name="ckptkit-write")
     if sync and jobs:
         store.sync_directory()
     seconds, nbytes = time.perf_counter() - started, sum(lengths)

@@ -1,5 +1,5 @@
-"""The bytes of a tensor: whether it has any of its own, and how they come to the host, without a copy where it lies
-there row-major and in pinned pieces otherwise."""
+"""Returns the bytes of tensors: in place if they are row-major on the host, else through a buffer; and tells which
+tensors have all their values in their own memory."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ __all__ = [
     "without_subclass",
 ]
 
-PIECE = 512 << 10  # digest, CRC and write of a piece run while it is in the cache; smaller ones cost more calls
+PIECE = 512 << 10  # stays in the cache while it is hashed and written; smaller pieces need more calls
 _STAGE = 16 << 20
-_TILE = 4 << 20  # of what lies on the host in another order
+_TILE = 4 << 20  # buffer for tensors on the host that are not row-major
 _READ, _WRITE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
 
 _view = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -42,7 +42,7 @@ _view.restype = ctypes.py_object
 
 
 def host_view(tensor: torch.Tensor, *, writable: bool = False) -> memoryview:
-    """Return the memory of a contiguous CPU tensor; whoever uses it must keep the tensor alive."""
+    """Return the memory of a contiguous CPU tensor. The caller must keep the tensor alive."""
     nbytes = tensor.numel() * tensor.element_size()
     if not nbytes:
         return memoryview(b"")
@@ -51,11 +51,11 @@ def host_view(tensor: torch.Tensor, *, writable: bool = False) -> memoryview:
 
 
 def why_not_dense(tensor: Any) -> str:
-    """Return why a tensor can't be saved as the bytes of its own memory, as the end of a sentence about it; "" where it
-    can. Every save asks this of every tensor before it writes anything.
+    """Return why a tensor can't be saved as the bytes of its own memory, as the end of a sentence; "" if it can.
 
-    A DTensor and a ShardedTensor are as good as their local parts. A subclass is plain memory unless it handles torch's
-    operators itself (only those can keep their values elsewhere), or carries tensors as attributes.
+    Every save checks every tensor before it writes anything. A DTensor or ShardedTensor is judged by its local parts. A
+    subclass is plain memory unless it handles torch's operators itself (only such a class can keep its values
+    elsewhere) or has tensors as attributes.
     """
     import torch
 
@@ -73,12 +73,12 @@ def why_not_dense(tensor: Any) -> str:
     if tensor.layout is not torch.strided:
         return f"is sparse ({tensor.layout}); save its indices and values, or to_dense()"
     if _dtype_name(tensor) not in DTYPES:
-        return f"has dtype {_dtype_name(tensor)}, which no checkpoint format here has; save a view as uint8"
+        return f"has dtype {_dtype_name(tensor)}, which no checkpoint format here supports; save a view as uint8"
     return ""
 
 
 def _why_not_subclass(tensor: Any) -> str | None:
-    """Return what `why_not_dense` does where the class alone decides; None: the tensor is to be looked at."""
+    """Return the answer of `why_not_dense` if the class alone decides, otherwise None."""
     import torch
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -99,13 +99,13 @@ def _why_not_subclass(tensor: Any) -> str | None:
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return (
             f"is a {name}, whose values are not in memory of its own. Save the tensors that it is made of, or what it "
-            "was made from, and make it again after the load"
+            "was made from, and create it again after the load"
         )
     carried = [key for key, value in vars(tensor).items() if _holds_tensors(value, 3)]
     if carried:
         return (
             f"is a {name} with tensors in its attributes ({', '.join(carried)}), which would be lost. Save what it was "
-            "made from, and make it again after the load"
+            "made from, and create it again after the load"
         )
     return None
 
@@ -125,7 +125,7 @@ def _holds_tensors(value: Any, depth: int) -> bool:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Tell whether the bytes of a tensor's own memory are all there is of it; on the meta device there is none yet."""
+    """Return whether a tensor's values are, or on the meta device will be, the bytes of its own memory."""
     import torch
 
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and _why_not_subclass(tensor):
@@ -134,7 +134,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def is_sparse_or_quantized(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is one of torch's own that is not dense, and that torch.save gives back exactly."""
+    """Return whether a tensor is of torch's own class but not dense, so that torch.save restores it exactly."""
     import torch
 
     own = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta and not tensor.is_nested
@@ -142,9 +142,9 @@ def is_sparse_or_quantized(tensor: torch.Tensor) -> bool:
 
 
 def are_dense(tensors: Collection[Any]) -> bool:
-    """Tell whether all are torch's own plain tensors of which `why_not_dense` has nothing to say.
+    """Return whether all are of torch's own classes, and `why_not_dense` would be "" for each.
 
-    By calls that take all of them: where they are not, `why_not_dense` tells which.
+    Takes a few calls for all tensors together. If the answer is False, `why_not_dense` tells which and why.
     """
     import torch
 
@@ -158,8 +158,7 @@ def are_dense(tensors: Collection[Any]) -> bool:
 
 
 def hidden_ones(tensors: Mapping[Any, Any]) -> dict[Any, str]:
-    """Return which tensors of a table `why_not_dense` objects to, and what it says. DTensors stand for their local
-    parts."""
+    """Return the tensors of a table that are not dense, with the answer of `why_not_dense`."""
     from torch.distributed.tensor import DTensor
 
     if are_dense([value._local_tensor if type(value) is DTensor else value for value in tensors.values()]):
@@ -201,7 +200,7 @@ def _dtype_name(tensor: torch.Tensor) -> str:
 
 
 def without_subclass(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as a tensor of torch's own class, for one of which `why_not_dense` has nothing to say."""
+    """Return the same memory as a tensor of torch's own class. The tensor must be dense."""
     import torch
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
@@ -214,12 +213,10 @@ def without_subclass(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class HostBytes:
-    """Gives the bytes of tensors in pieces. Owns two pinned buffers for tensors on a device, and one for those that lie
-    in another order, made when first needed.
+    """Returns the bytes of tensors in pieces. Not thread-safe: each writing thread has its own.
 
-    Bytes that are known to lie row-major come as a memoryview: a process without torch writes those.
-
-    One for each writing thread: it is not thread-safe.
+    Allocates, when first needed, two pinned buffers for tensors on a device and one for tensors that are not row-major.
+    A memoryview is returned as it is: a process without torch writes those.
     """
 
     def __init__(self) -> None:
@@ -229,7 +226,7 @@ class HostBytes:
         self._tile: torch.Tensor | None = None
 
     def pieces(self, tensor: torch.Tensor | memoryview) -> Iterator[memoryview]:
-        """Yield the row-major bytes of a tensor; each piece is valid until the next one is asked for."""
+        """Yield the row-major bytes of a tensor. Each piece is valid until the next one."""
         for view in self._views(tensor):
             for start in range(0, len(view), PIECE):
                 yield view[start : start + PIECE]
@@ -256,8 +253,8 @@ class HostBytes:
         return host_view(view)
 
     def at_rest(self, tensor: torch.Tensor | memoryview) -> memoryview | None:
-        """Return the row-major bytes of a tensor where they lie, None where they don't: on a device, or in another
-        order. Whoever uses them must keep the tensor alive."""
+        """Return the row-major bytes of a tensor without a copy, or None if it is on a device or in another order. The
+        caller must keep the tensor alive."""
         if isinstance(tensor, memoryview):
             return tensor
         return host_view(tensor) if lies_row_major(tensor) else None
@@ -270,7 +267,7 @@ class HostBytes:
         return host_view(self._kept)
 
     def _staged(self, tensor: torch.Tensor) -> Iterator[memoryview]:
-        """Copy to the host by two buffers in turn: one is filled while the other is written."""
+        """Copy to the host through two buffers: one is filled while the other is written."""
         import torch
 
         flat = tensor.reshape(-1).view(torch.uint8)
@@ -302,7 +299,7 @@ class HostBytes:
 
 
 def settle_device() -> None:
-    """Wait for what this thread has queued on the accelerator: other threads read the memory next."""
+    """Wait for what this thread has queued on the accelerator, because other threads read the memory next."""
     if "torch" not in sys.modules:
         return
     import torch
@@ -312,7 +309,7 @@ def settle_device() -> None:
 
 
 def row_major(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor detached and contiguous: itself where it is, else a copy of it alone."""
+    """Return the tensor detached and contiguous, copied only if it is not."""
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
@@ -320,12 +317,12 @@ def row_major(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def lies_row_major(tensor: torch.Tensor) -> bool:
-    """Tell whether the bytes of a tensor lie on the host as they are to be written."""
+    """Return whether the tensor's memory is on the host and contains the bytes to write, in order."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield views of a tensor in row-major order, none of them larger than a tile."""
+    """Yield views of a tensor in row-major order, each at most as large as a tile."""
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes <= _TILE:
         yield tensor

@@ -12,13 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ckptkit.catalog.columns import first_of_equal
+from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import CatalogInfo, Digest, MeshInfo, ObjectEntry, Role, SliceArray, TensorEntry
 from ckptkit.catalog.tiles import are_rows
 from ckptkit.digests import DIGEST, hex_digest_of, new_hasher
 from ckptkit.errors import CorruptCheckpointError, SaveError
 from ckptkit.formats.dcp.files import ROW
 from ckptkit.formats.dcp.metadata import RecordColumns, encode_metadata
-from ckptkit.formats.dcp.records import payload_nbytes
 from ckptkit.formats.dcp.roles import RoleTable
 from ckptkit.formats.own.columns import Columns, unpack, unpack_texts
 from ckptkit.formats.own.manifest import MESHES, Manifest, Slices, Tensors
@@ -386,9 +386,8 @@ class Index:
 
     def _nbytes(self) -> Int64:
         """The size of each slice in bytes."""
-        keys = self._keys.values()
         widths = self._widths()
-        itemsizes = np.array([payload_nbytes(key.dtype, (1,)) for key in keys], np.int64)
+        itemsizes = np.array([dtype_of(key.dtype).itemsize for key in self._keys.values()], np.int64)
         if not len(self._tensor):
             return np.zeros(0, np.int64)
         found, rows = itemsizes[self._tensor], widths[self._tensor]

@@ -1,7 +1,7 @@
 """Writes the `.metadata` of a DCP checkpoint: torch's pickle, opcode by opcode, without torch.
 
-`pickle.load` with torch gives the objects of `torch.distributed.checkpoint.metadata`. The parts that grow with
-the number of slices have a fixed width, so a million of them are filled in as columns.
+With torch installed, `pickle.load` returns the objects of `torch.distributed.checkpoint.metadata`. The opcodes of a
+slice have a fixed width, so that those of a million slices are filled in as columns.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _MODULE = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _VERSION = "1.0.0"  # torch/distributed/checkpoint/filesystem.py CURRENT_DCP_VERSION
 _FLUSH = 1 << 20
-_FEW = 8  # below, one call a slice is cheaper than numpy's fixed cost
+_FEW = 8  # for fewer slices, a call per slice is faster than numpy
 
 
 @dataclass(frozen=True, slots=True)
 class RecordColumns:
-    """One tensor of `.metadata`, its slices as columns.
+    """A tensor of `.metadata`, with its slices as columns.
 
     Attributes:
         offsets, sizes: [n, ndim] elements.
@@ -57,14 +57,14 @@ def encode_metadata(
 
     Args:
         objects: (file, start, length) of each BYTE item, by name.
-        planner_data: The path of each key in the nested state dict; None writes none.
+        planner_data: The path of each key in the nested state dict, or None.
     """
     return _Writer(tensors, paths, objects, planner_data, checkpoint_id, save_id).chunks()
 
 
 @dataclass(slots=True)
 class _Writer:
-    """One pickle in the making: an output buffer and the memo of what was written."""
+    """Writes one pickle: an output buffer, and the memo of what was written."""
 
     tensors: Sequence[RecordColumns]
     paths: Sequence[str]
@@ -80,7 +80,7 @@ class _Writer:
     def chunks(self) -> Iterator[bytes]:
         """Yield the pickle, about a megabyte at a time."""
         out = self._out
-        out += b"\x80\x04("  # what every slice names goes into the memo: MARK, the values, POP_MARK
+        out += b"\x80\x04("  # put what every slice refers to into the memo: MARK, the values, POP_MARK
         for name in ("ChunkStorageMetadata", "MetadataIndex"):
             self._global(_MODULE, name)
         self._global(_FILESYSTEM, "_StorageInfo")
@@ -128,7 +128,7 @@ class _Writer:
         yield bytes(out)
 
     def _described(self, first_offset: list[int]) -> Iterator[bytes]:
-        """What each tensor is, and its boxes."""
+        """Yield the description of each tensor, with its boxes."""
         out = self._out
         for tensor in self.tensors:
             self._text(tensor.name)
@@ -141,7 +141,7 @@ class _Writer:
             out += b"(" + b"".join(map(_int, tensor.shape)) + b"t\x85R"
             self._text("chunks")
             out += b"]("
-            # One ChunkStorageMetadata a slice; its offsets are memoised, MetadataIndex gets them back.
+            # One ChunkStorageMetadata per slice; its offsets are memoised for the MetadataIndex below.
             first_offset.append(self._next)
             self._next += len(tensor.starts)
             out += self._chunk_row(tensor.shape).fill([*tensor.offsets.T, *tensor.sizes.T], len(tensor.starts))
@@ -155,11 +155,11 @@ class _Writer:
             out += b"}b"
 
     def _located(self, first_offset: list[int]) -> Iterator[bytes]:
-        """Where each slice lies."""
+        """Yield where each slice is."""
         out = self._out
         path_ids = np.array([self._memo[path] for path in self.paths], np.int64)
         for tensor, first in zip(self.tensors, first_offset, strict=True):
-            # One MetadataIndex -> _StorageInfo a slice.
+            # One MetadataIndex -> _StorageInfo per slice.
             order = np.arange(len(tensor.starts), dtype=np.int64)
             name_id = np.full(len(order), self._memo[tensor.name])
             columns = [name_id, first + order, order, path_ids[tensor.files], tensor.starts, tensor.lengths]
@@ -223,7 +223,7 @@ class _Writer:
         return self._rows[None]
 
     def _taken(self, mark: int) -> bytes:
-        """Take out of the buffer what was written since `mark`: all it names is in the memo by now."""
+        """Remove and return what was written since `mark`. Everything that it refers to is in the memo."""
         text = bytes(self._out[mark:])
         del self._out[mark:]
         return text
@@ -272,12 +272,12 @@ class _Writer:
 
     def _put(self, key: Any) -> None:
         self._memo[key] = self._next
-        self._out += b"\x94"  # MEMOIZE: under the next number. LONG_BINPUT names one, which a reader must not trust
+        self._out += b"\x94"  # MEMOIZE uses the next number. With LONG_BINPUT, a reader could not trust the number
         self._next += 1
 
 
 class _Row:
-    """A run of opcodes with number fields (numpy type codes) at fixed places, filled for one slice or for many."""
+    """Opcodes with number fields (numpy type codes) at fixed positions, which are filled in for each slice."""
 
     def __init__(self, parts: list[bytes | str]) -> None:
         codes = {"<u4": "I", "<i4": "i", "<i8": "q"}
@@ -289,7 +289,7 @@ class _Row:
         self._template = np.array([values], np.dtype(types))
 
     def fill(self, columns: Sequence[Int64], count: int) -> bytes:
-        """Return `count` rows; columns in the order of the fields."""
+        """Return `count` rows. The columns are in the order of the fields."""
         if count < _FEW:
             arguments: list[Any] = list(self._parts)
             rows = []

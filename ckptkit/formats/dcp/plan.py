@@ -48,8 +48,6 @@ __all__ = [
     "whole_record",
 ]
 
-Source = tuple[str, int]
-"""A local piece of memory: the name of its tensor, and the number of the local shard."""
 _SPLIT = 1 << 20  # replicas of fewer bytes are not split
 _DIGEST = 16
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, DTensor))
@@ -59,19 +57,11 @@ _NO_PROTOCOL = _PLAIN | {dict}
 
 @dataclass(frozen=True, slots=True)
 class PlannedSlice:
-    """One box that this rank writes.
-
-    Attributes:
-        key: Index of the tensor in the plan.
-        source: The local memory that contains it.
-        narrow: (dim, start, length) of the box in that memory; None if it is all of it.
-    """
+    """One box that this rank writes, of the tensor with the index `key` in the plan."""
 
     key: int
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    source: Source
-    narrow: tuple[int, int, int] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,7 +351,7 @@ def _laid_out(
             local = local if narrow is None else local.narrow(*narrow)
             if local.shape != own_sizes:
                 raise SaveError(f"{name}: this rank holds {list(local.shape)}, its placement says {list(own_sizes)}.")
-            slices.append(PlannedSlice(len(keys), own_offsets, own_sizes, (name, number), narrow))
+            slices.append(PlannedSlice(len(keys), own_offsets, own_sizes))
             tensors.append(local)
         keys.append(PlannedKey(name, cut.dtype_name, cut.shape, path, cut.placement))
         shared += name not in private

@@ -25,7 +25,7 @@ from ckptkit.errors import SaveError
 from ckptkit.formats.dcp.plan import ShardedPlan, partial_holders, plan_sharded
 from ckptkit.formats.dcp.read import ReadPlan
 
-__all__ = ["DCPLoadPlanner", "DCPSavePlanner", "WriterMeta"]
+__all__ = ["DCPLoadPlanner", "DCPSavePlanner", "WriterMeta", "is_itself"]
 
 _MIXED = "Some ranks plan with DCPSavePlanner, others do not: all ranks must use the same planner."
 _SAVE = ("set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "resolve_data", "lookup_object",
@@ -86,7 +86,9 @@ class DCPSavePlanner(DefaultSavePlanner):
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
         self._sharded: ShardedPlan | None = None
-        self._meta = storage_meta if isinstance(storage_meta, WriterMeta) and _is_itself(self, _SAVE) else None
+        self._meta = (
+            storage_meta if isinstance(storage_meta, WriterMeta) and is_itself(self, DCPSavePlanner, _SAVE) else None
+        )
         if self._meta is None:
             super().set_up_planner(state_dict, storage_meta, is_coordinator)
             return
@@ -155,7 +157,9 @@ class DCPLoadPlanner(DefaultLoadPlanner):
     ) -> None:
         self.reads = None
         source: Any = None if metadata is None else metadata.state_dict_metadata
-        self._source = source if getattr(source, "is_plannable", False) and _is_itself(self, _LOAD) else None
+        self._source = (
+            source if getattr(source, "is_plannable", False) and is_itself(self, DCPLoadPlanner, _LOAD) else None
+        )
         if self._source is None:
             super().set_up_planner(state_dict, metadata, is_coordinator)
             return
@@ -171,10 +175,9 @@ class DCPLoadPlanner(DefaultLoadPlanner):
         return LoadPlan([])
 
 
-def _is_itself(planner: object, steps: Sequence[str]) -> bool:
-    """Whether no subclass overrides a planning step: its override must not be skipped."""
-    ours = DCPSavePlanner if isinstance(planner, DCPSavePlanner) else DCPLoadPlanner
-    return all(getattr(type(planner), step) is getattr(ours, step) for step in steps)
+def is_itself(made: object, ours: type, steps: Sequence[str]) -> bool:
+    """Return whether no subclass of `ours` overrides one of these steps: its override must not be skipped."""
+    return all(getattr(type(made), step) is getattr(ours, step) for step in steps)
 
 
 def _holds_meta(value: Any) -> bool:

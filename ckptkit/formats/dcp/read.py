@@ -1,9 +1,9 @@
-"""Loads a sharded state without torch's planners: each rank reads what its own tensors need. No communication."""
+"""Loads a sharded state without torch's planners: each rank reads what its own tensors need, without communication."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,24 +29,22 @@ __all__ = [
     "plan_read",
     "check_fits",
     "check_shared_memory",
-    "sharing",
     "filled_by",
     "load_objects",
 ]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-# The objects of a load: all read, and refused together, before a tensor of the state is touched.
+_LISTED = 20  # keys in an error
 
-
-_LISTED = 20
+# Objects are loaded first, and refused together, before any tensor of the state is changed.
 
 
 def load_objects(store: Store, entries: Mapping[str, ObjectEntry]) -> dict[str, Any]:
-    """Return the values of objects by key, checked against their digests. Plain data are loaded, nothing is run.
+    """Return the values of objects by key, checked against their digests. Nothing in them is executed.
 
     Raises:
-        UnsafePickleError: Some ask for classes that the caller has not allowed; each is named.
+        UnsafePickleError: Some need classes that the caller has not allowed. Names each of them.
     """
     raw = _read(store, entries)
     values: dict[str, Any] = {}
@@ -67,7 +65,7 @@ def load_objects(store: Store, entries: Mapping[str, ObjectEntry]) -> dict[str, 
 
 
 def _read(store: Store, entries: Mapping[str, ObjectEntry]) -> dict[str, bytearray]:
-    """The bytes of those that lie as torch.save wrote them: neighbours share a read."""
+    """Return the bytes of the objects that torch.save wrote uncompressed, read together."""
     raw = {
         name: bytearray(entry.nbytes)
         for name, entry in entries.items()
@@ -83,10 +81,10 @@ def _read(store: Store, entries: Mapping[str, ObjectEntry]) -> dict[str, bytearr
 
 
 def check_fits(current: Any, value: Any, name: str) -> None:
-    """Check that a tensor among the objects is like the one that the state has there, if it has one.
+    """Check that a tensor among the objects fits the tensor that is in its place in the state, if there is one.
 
     Raises:
-        CheckpointMismatchError: Shapes or dtypes differ.
+        CheckpointMismatchError: Shapes, dtypes or layouts differ.
     """
     if not _is_filled(current, value):
         return
@@ -98,11 +96,11 @@ def check_fits(current: Any, value: Any, name: str) -> None:
 
 
 def filled_by(current: Any, value: Any) -> Any:
-    """Return what stands in the state once this value was loaded: the tensor that is there, filled, or the value."""
+    """Return what the state contains after the load: its own tensor, filled with the value, or else the value."""
     if not _is_filled(current, value):
         return value
     with torch.no_grad():
-        current.copy_(value)  # not of a detached alias: a quantized tensor would keep its own scale
+        current.copy_(value)  # not current.detach(): a quantized tensor would keep its old scale
     return current
 
 
@@ -119,10 +117,10 @@ class ReadReport:
     """What a load did on this rank.
 
     Attributes:
-        missing: Keys of the state that the checkpoint does not have; left as they were.
-        unexpected: Keys of the checkpoint that the state does not have.
+        missing: Keys of the state that the checkpoint lacks; left as they were.
+        unexpected: Keys of the checkpoint that the state lacks.
         nbytes: Bytes of tensor data read.
-        seconds: All of it.
+        seconds: Duration of the whole load.
     """
 
     missing: list[str] = field(default_factory=list)
@@ -133,10 +131,10 @@ class ReadReport:
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """What a load will do on this rank. Nothing was read or touched yet.
+    """What a load will do on this rank. Nothing has been read or changed yet.
 
     Attributes:
-        objects: By key, where in the state its value goes, and what is there.
+        objects: By key, the path of its value in the state, and the current value.
     """
 
     catalog: Catalog
@@ -153,7 +151,7 @@ class ReadPlan:
 
         Raises:
             IntegrityError: Bytes differ from their digest; names tensor and file.
-            UnsafePickleError: Objects ask for classes that the caller has not allowed: nothing was touched.
+            UnsafePickleError: Objects need classes that the caller has not allowed. Nothing was changed.
         """
         started = time.perf_counter()
         values = load_objects(self.store, {name: self.catalog.objects[name] for name in self.objects})
@@ -181,25 +179,23 @@ def plan_read(
     strict: bool = True,
     workers: int = 0,
 ) -> ReadPlan:
-    """Plan to fill the tensors of a nested or flat state in place, and to replace its objects. Nothing is touched.
+    """Plan to fill the tensors of a nested or flat state in place, and to replace its objects. Changes nothing.
 
-    Each rank reads only the bytes that its own tensors need, whatever the sharding that wrote them.
+    Each rank reads only the bytes that its own tensors need, however the checkpoint is sharded.
 
     Args:
-        verify: Which slices are checked against their digests.
+        verify: Which slices to check against their digests.
         cast: Convert where a dtype differs; otherwise that is a mismatch.
         strict: A key that the checkpoint lacks is an error; otherwise it is left as it is and returned.
 
     Raises:
-        CheckpointMismatchError: Keys are missing, or shapes, dtypes or kinds differ; lists all of them.
+        CheckpointMismatchError: Keys are missing, or shapes, dtypes or kinds differ. Lists all of them.
         IncompleteCheckpointError: A part of a tensor is not in the checkpoint.
     """
     started = time.perf_counter()
     flat, of_each = flatten(state_dict)
     paths = dict(zip(flat, of_each, strict=True))
-    check_shared_memory(
-        store, {n: (v, catalog.tensors[n]) for n, v in sharing(flat) if n in catalog.tensors}, cast=cast
-    )
+    check_shared_memory(store, flat, catalog.tensors, cast=cast)
     found, missing = _matched(catalog, flat, cast=cast, strict=strict)
     filler = Filler(store, verify=verify, workers=workers, cast=cast)
     for name, entry in found.items():
@@ -212,26 +208,37 @@ def plan_read(
     return ReadPlan(catalog, store, state_dict, filler, objects, missing, unexpected, seconds)
 
 
-def check_shared_memory(store: Store, wanted: Mapping[str, tuple[torch.Tensor, TensorEntry]], *, cast: bool) -> None:
-    """Check that the tensors of a state that share memory, as tied weights do, get the same values.
+def check_shared_memory(
+    store: Store, state: Mapping[str, Any], entries: Mapping[str, TensorEntry], *, cast: bool
+) -> None:
+    """Check that tensors of a flat state that share memory, as tied weights do, get equal values.
 
     Args:
-        wanted: What fills which tensor of the state; those that do not fit are left for another check.
+        entries: What fills the tensors of the state, by key. Those that do not fit are ignored here.
 
     Raises:
-        CheckpointMismatchError: The checkpoint holds different values for them. Names them.
+        CheckpointMismatchError: The checkpoint has different values for them. Names them.
     """
+    found = [
+        (name, local)
+        for name, value in state.items()
+        if name in entries
+        for local in _locals(value)
+        if local.layout is torch.strided and not local.is_meta
+    ]
+    # Most states share nothing: boxes are computed only for the tensors that do.
+    sharing = {found[i][0]: entries[found[i][0]] for group in overlapping([t for _, t in found]) for i in group}
     fitting = [
-        (name, entry, value, part)
-        for name, (value, entry) in wanted.items()
-        if _difference(entry, value, cast) is None
-        for part in local_boxes(value)
+        (name, entry, state[name], part)
+        for name, entry in sharing.items()
+        if _difference(entry, state[name], cast) is None
+        for part in local_boxes(state[name])
     ]
     groups = []
     for group in overlapping([local for *_, (_, local) in fitting]):
         first = fitting[group[0]][2]
         claims = [fitting[i] for i in group]
-        if all(_is_placed_like(first, value) for _, _, value, _ in claims):  # the same question on every rank
+        if all(_is_placed_like(first, value) for _, _, value, _ in claims):  # then every rank decides alike
             groups.append([Claim.whole(name, entry, value) for name, entry, value, _ in claims])
             continue
         groups.append([
@@ -249,18 +256,6 @@ def _is_placed_like(one: torch.Tensor, other: torch.Tensor) -> bool:
     return len(places) == 2 and places[0] == places[1]
 
 
-def sharing(flat: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a flat state that share memory with others."""
-    found = [
-        (name, value, local)
-        for name, value in flat.items()
-        for local in _locals(value)
-        if local.layout is torch.strided and not local.is_meta
-    ]
-    for group in overlapping([local for *_, local in found]):
-        yield from (found[i][:2] for i in group)
-
-
 def _locals(value: Any) -> list[torch.Tensor]:
     if isinstance(value, ShardedTensor):
         return [shard.tensor for shard in value.local_shards()]
@@ -271,7 +266,7 @@ def _locals(value: Any) -> list[torch.Tensor]:
 def _matched(
     catalog: Catalog, flat: Mapping[str, Any], *, cast: bool, strict: bool
 ) -> tuple[dict[str, TensorEntry | None], list[str]]:
-    """Return (keys to load, with their tensors; keys that are missing); raise one error with all that does not fit."""
+    """Return (keys to load with their tensors, missing keys). Raise one error with everything that does not fit."""
     found: dict[str, TensorEntry | None] = {}
     missing, wrong = [], []
     for name, value in flat.items():
@@ -279,7 +274,7 @@ def _matched(
         if entry is None and name not in catalog.objects:
             missing.append(name)
         elif entry is None:
-            found[name] = None  # a tensor among the objects is one that torch.save framed whole
+            found[name] = None  # may be a tensor that is not dense
         elif not tensor:
             wrong.append(f"{name}: the checkpoint has a tensor, the state has {type(value).__name__}")
         else:

@@ -1,14 +1,13 @@
-"""Frames one item of a DCP data file: a torch.save zip around tensor bytes, written without torch.
+"""Frames the items of a DCP data file: each is a torch.save zip around tensor bytes, written without torch.
 
-A record is the smallest zip that `torch.load` takes: `data.pkl`, `version` and the storage `data/0`, all
-stored, no timestamps, so the same dtype and sizes always give the same bytes. Records are laid end to end.
+A record is the smallest zip that `torch.load` accepts: `data.pkl`, `version` and the storage `data/0`, uncompressed and
+without timestamps, so that a dtype and sizes always give the same bytes. A file is a sequence of records.
 Source of the format: torch/serialization.py (`_save`, `_load`) and the zip specification (APPNOTE 6.3.10).
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import pickle
 import struct
 from dataclasses import dataclass
@@ -29,23 +28,23 @@ __all__ = [
     "is_plain",
 ]
 
-ALIGNMENT = 64  # of the payload of records that are worth mapping or copying in the kernel
-STREAMED = 64 << 10  # from here on the CRC follows the payload, so that the payload need not be seen first
+ALIGNMENT = 64  # of large payloads, which may be mapped or copied in the kernel
+STREAMED = 64 << 10  # from this payload size on, the CRC follows the payload, which can then be written in one pass
 _ALIGNED = 4 << 10
 _MAX32 = 0xFFFFFFFF
-_ROOT = b"a/"  # torch takes the name of the first entry up to the slash; the shorter, the smaller each record
+_ROOT = b"a/"  # torch accepts any name before the slash; a short one makes every record smaller
 
 
 @dataclass(frozen=True, slots=True)
 class RecordFrame:
-    """What surrounds the payload of a record: `prefix`, `nbytes` of payload, then `suffix(crc)`.
+    """The bytes around the payload of a record, which is `prefix`, `nbytes` of payload, `suffix(crc)`.
 
     Attributes:
-        prefix: Up to the payload. Where `streamed` is False it holds the CRC too: see `head`.
-        nbytes: Payload bytes.
-        length: The whole record.
-        alignment: The record must start at a multiple of this in its file, for the payload to be aligned.
-        streamed: The CRC stands after the payload only.
+        prefix: The bytes before the payload. If not `streamed`, they contain the CRC: see `head`.
+        nbytes: Bytes of the payload.
+        length: Bytes of the whole record.
+        alignment: The record must start at a multiple of this in its file, so that the payload is aligned.
+        streamed: The CRC is only after the payload.
     """
 
     prefix: bytes
@@ -57,13 +56,13 @@ class RecordFrame:
     tail: tuple[bytes, bytes]
 
     def head(self, crc: int) -> bytes:
-        """Return the bytes before the payload; `crc` (the payload's CRC-32) is ignored where streamed."""
+        """Return the bytes before the payload, given its CRC-32 (ignored if streamed)."""
         if self.streamed:
             return self.prefix
         return self.prefix[: self.crc_at] + crc.to_bytes(4, "little") + self.prefix[self.crc_at + 4 :]
 
     def suffix(self, crc: int) -> bytes:
-        """Return the bytes after the payload, given the CRC-32 of the payload."""
+        """Return the bytes after the payload, given its CRC-32."""
         value = crc.to_bytes(4, "little")
         if not self.streamed:
             return self.tail[0] + value + self.tail[1]
@@ -72,18 +71,18 @@ class RecordFrame:
         return b"PK\x07\x08" + value + sizes + self.tail[0] + value + self.tail[1]
 
     def record(self, payload: bytes | bytearray | memoryview) -> bytes:
-        """Return the whole record of a payload that is in memory."""
+        """Return the whole record of a payload in memory."""
         crc = crc32(payload)
         return b"".join((self.head(crc), payload, self.suffix(crc)))
 
 
 @functools.lru_cache(maxsize=65536)
 def frame_tensor(dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...] | None = None) -> RecordFrame:
-    """Return the frame of a tensor's bytes, which `torch.load(weights_only=True)` then reads.
+    """Return the frame with which `torch.load(weights_only=True)` reads a tensor's bytes.
 
     Args:
-        dtype: torch's name without the prefix.
-        strides: In elements, for bytes that do not lie row-major (the payload spans them all).
+        dtype: torch's name without "torch.".
+        strides: In elements, if the bytes are not row-major; the payload includes the gaps.
     """
     kind = dtype_of(dtype)
     if strides is None:
@@ -95,18 +94,18 @@ def frame_tensor(dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...] | 
 
 
 def frame_object(value: Any) -> bytes:
-    """Return the record of a value for which `is_plain` holds, as `torch.save` would write it.
+    """Return the record of a value that `is_plain`, in the format of `torch.save`.
 
-    `torch.load(weights_only=True)` reads it back; protocol 2 has no framing that its unpickler refuses.
+    Uses pickle protocol 2, because `torch.load(weights_only=True)` refuses the framing of later ones.
     """
     pickled = pickle.dumps(value, protocol=2)
     return _zip_objects((b"data.pkl", pickled), (b"version", b"3\n"))
 
 
 def is_plain(value: Any) -> bool:
-    """Tell whether a value consists of None, bools, numbers, strings, bytes, lists, tuples and dicts alone.
+    """Return whether a value consists of None, bools, numbers, strings, bytes, lists, tuples and dicts only.
 
-    By exact type: a subclass could carry more than its contents.
+    Types must match exactly, because an instance of a subclass could hold more than its contents.
     """
     kind = type(value)
     if kind in (bool, int, float, str, bytes, type(None)):
@@ -123,7 +122,7 @@ def is_plain(value: Any) -> bool:
 
 def _pickle_tensor(name: str, sizes: tuple[int, ...], strides: tuple[int, ...], numel: int, nbytes: int) -> bytes:
     storage = STORAGE_CLASSES.get(name)
-    if storage:  # without "_v2", which takes a flag and hooks that a saved tensor has not: 36 bytes less a record
+    if storage:  # not "_v2", whose flag and hooks would take 36 bytes more per record
         parts = [b"\x80\x02ctorch._utils\n_rebuild_tensor\n((", _text(b"storage"), f"ctorch\n{storage}\n".encode()]
     else:
         parts = [b"\x80\x02ctorch._utils\n_rebuild_tensor_v3\n((", _text(b"storage")]
@@ -138,7 +137,7 @@ def _pickle_tensor(name: str, sizes: tuple[int, ...], strides: tuple[int, ...], 
 
 
 def _text(value: bytes) -> bytes:
-    return b"U" + struct.pack("<B", len(value)) + value  # ASCII, so that what reads str of Python 2 takes it
+    return b"U" + struct.pack("<B", len(value)) + value  # the string of Python 2, whose length takes one byte
 
 
 def _int(value: int) -> bytes:
@@ -162,7 +161,7 @@ def _int_tuple(values: tuple[int, ...]) -> bytes:
 
 
 def _frame(pickled: bytes, nbytes: int) -> RecordFrame:
-    """Lay the record out: data.pkl, version, the storage last; the payload's CRC is left open."""
+    """Return the frame of data.pkl, version and, last, the storage; the payload's CRC is filled in later."""
     streamed, alignment = nbytes >= STREAMED, ALIGNMENT if nbytes >= _ALIGNED else 1
     pickle_crc, version = crc32(pickled), b"3\n"
     head = local_header(_ROOT + b"data.pkl", pickle_crc, len(pickled)) + pickled
@@ -197,8 +196,3 @@ def _zip_objects(*members: tuple[bytes, bytes]) -> bytes:
         directory += central_header(name, crc, len(data), len(body))
         body += local_header(name, crc, len(data)) + data
     return bytes(body + directory) + end_records(len(members), len(directory), len(body))
-
-
-def payload_nbytes(dtype: str, sizes: tuple[int, ...]) -> int:
-    """Return the bytes of a row-major tensor."""
-    return math.prod(sizes) * dtype_of(dtype).itemsize

@@ -1,6 +1,6 @@
 """Derives the role of a DCP entry (weight, moment, ...) from the path that the planner recorded.
 
-The flattened key alone does not say where a wrapper ends and the model's own name begins: accelerate's
+The flattened key does not show where a wrapper ends and a parameter's name begins: accelerate's
 ("model", "model.embed_tokens.weight") and LightRFT's ("model.embed_tokens.weight",) differ only in the path.
 """
 
@@ -34,7 +34,7 @@ _STATES = _MASTER_STATES | {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum
 
 @dataclass(frozen=True, slots=True)
 class EntryRole:
-    """Role, parameter and state of one entry, as `TensorEntry` has them."""
+    """Role, parameter and state of an entry, as in `TensorEntry`."""
 
     role: Role
     fqn: str = ""
@@ -42,16 +42,16 @@ class EntryRole:
 
 
 class RoleTable:
-    """The roles of all entries of one checkpoint, which depend on what else lies beside them.
+    """The roles of all entries of a checkpoint. The role of one depends on which others there are.
 
     Args:
-        paths: The planner's path by key; a key without one counts as a path of itself.
+        paths: The planner's path by key. A key that has none is its own path.
         tensors: The keys that are tensors.
     """
 
     def __init__(self, paths: Mapping[str, Path], tensors: Iterable[str]) -> None:
         tops = {_top(path) for path in paths.values() if path}
-        # `optim_states/` of LightRFT, or a DCP of get_optimizer_state_dict: state and param_groups at the top.
+        # `optim_states/` of LightRFT, or a DCP of get_optimizer_state_dict: state and param_groups at the top level.
         alone = "state" in tops and tops <= {"state", _PARAM_GROUPS}
         self._bare_optimizer = alone and not any(map(_holds_run, paths.values()))
         wrappers = {key: _model_wrapper(paths.get(key) or (key,)) for key in tensors}
@@ -62,7 +62,7 @@ class RoleTable:
         if len(known) > 1 and _collide(paths, wrappers, known):
             known = set()
         bare = any(wrapper == () for wrapper in wrappers.values())
-        # Weights at the top, or below a key that says so; below a key of the user's own only where it is the only one.
+        # Weights are at the top level or below a known key; below a key of the user's own only if it is the only one.
         self._wrappers = known or (set() if bare else named if len(named) == 1 else set())
         self._bare_model = not known
         self._many = not known and not bare and len(named) > 1
@@ -82,8 +82,8 @@ class RoleTable:
             return EntryRole(Role.MODEL, _joined(path)) if self._bare_model else EntryRole(Role.OTHER)
         if wrapper in self._wrappers:
             return EntryRole(Role.MODEL, _joined(path[len(wrapper) :]))
-        # Several models under keys of the user's own (a GAN, a teacher and a student), or nested dicts of weights
-        # beside bare ones: the whole path is the name.
+        # Several models below keys of the user's own (a GAN, a teacher and a student), or nested dicts of weights next
+        # to weights at the top level: the whole path is the name.
         return EntryRole(Role.MODEL, _joined(path)) if self._many or self._bare_model else EntryRole(Role.OTHER)
 
     def _optimizer(self, path: Path) -> EntryRole | None:
@@ -103,7 +103,7 @@ class RoleTable:
 
 
 def _holds_run(path: Path) -> bool:
-    """Whether a path shows that the key "state" holds a run, model and optimizers, and not an optimizer's state."""
+    """Whether a path shows that the key "state" contains model and optimizers, and is not an optimizer's state."""
     part = path[1] if len(path) > 2 and path[0] == "state" else None
     return isinstance(part, str) and (part in _MODEL_KEYS or bool(_OPTIMIZER_KEY.fullmatch(part)))
 
@@ -118,11 +118,11 @@ def _collide(paths: Mapping[str, Path], wrappers: Mapping[str, Path | None], kno
 def optimizer_role(path: Path) -> EntryRole:
     """Return the role of an entry below an optimizer: ("state", fqn, "exp_avg"), nested or flattened.
 
-    torch's `flatten_optimizer_state_dict` joins the three with dots; state names have none. Optimizers in a list
-    or dict put a key in front.
+    torch's `flatten_optimizer_state_dict` joins the three with dots; state names contain none. If there are several
+    optimizers, in a list or dict, its key comes first.
     """
     while len(path) > 1 and path[0] not in _PARTS and not (isinstance(path[0], str) and path[0].startswith("state.")):
-        path = path[1:]  # the number or the name of one optimizer of several
+        path = path[1:]  # the number or name of one of several optimizers
     head = path[0] if path else ""
     if head == "master" and len(path) > 1:
         return EntryRole(Role.MASTER, _joined(path[1:]))
@@ -156,10 +156,7 @@ def _top(path: Path) -> str:
 
 
 def _model_wrapper(path: Path) -> tuple[str | int, ...] | None:
-    """Return the part of a tensor's path before the model's own names; None where it is no model's.
-
-    () stands for a name at the top.
-    """
+    """Return the part of a tensor's path before the parameter's name, () at the top level; None if no model has it."""
     for i, part in enumerate(path[:-1]):
         if not isinstance(part, str):
             continue
@@ -176,10 +173,8 @@ def _model_wrapper(path: Path) -> tuple[str | int, ...] | None:
 
 
 def _inner_wrappers(paths: Mapping[str, Path], wrappers: Mapping[str, Path | None]) -> dict[Path | None, Path]:
-    """Wrapper -> the longer one that all its tensors share: {"model": {"model": state_dict}}, {"models": [state_dict]}.
-
-    Only keys that say so are taken, and none beside which the model has another.
-    """
+    """Return wrapper -> longer wrapper that all its tensors share, as in {"model": {"model": state_dict}} or
+    {"models": [state_dict]}. Only list indices and known keys extend a wrapper."""
     members: dict[Path, list[Path]] = {}
     for key, wrapper in wrappers.items():
         if wrapper:

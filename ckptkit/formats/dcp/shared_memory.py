@@ -19,12 +19,12 @@ __all__ = ["Claim", "check_claims", "overlapping"]
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A tensor of the checkpoint, and this rank's part of the live tensor that it is for.
+    """A tensor of the checkpoint, and this rank's part of the live tensor that it is loaded into.
 
     Attributes:
-        shape: Of the whole live tensor.
-        local: What this rank holds.
-        parts: Which boxes of the whole lie where in `local`.
+        shape: The shape of the whole live tensor.
+        local: The part that this rank holds.
+        parts: Boxes of the whole tensor, each with its offsets in `local`.
     """
 
     key: str
@@ -35,7 +35,7 @@ class Claim:
 
     @classmethod
     def whole(cls, key: str, entry: TensorEntry, like: torch.Tensor) -> Claim:
-        """Claim all of it, whatever this rank holds: so every rank finds the same."""
+        """Return a claim for the whole tensor whatever this rank holds, so that all ranks come to the same answer."""
         import torch
 
         shape = tuple(like.shape)
@@ -60,11 +60,11 @@ def overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 
 
 def check_claims(store: Store, groups: Iterable[Sequence[Claim]]) -> None:
-    """Check that what the checkpoint holds for tensors that share memory is the same. Reads it only where neither
-    places nor digests tell.
+    """Check that the checkpoint has equal values for tensors that share memory. Reads them only if neither their places
+    nor their digests decide.
 
     Raises:
-        CheckpointMismatchError: One would overwrite another. Names all of them.
+        CheckpointMismatchError: The values differ, so that one would overwrite another. Names all such tensors.
     """
     wrong = [group for group in groups if not _is_one(store, group)]
     if wrong:
@@ -91,7 +91,7 @@ def _is_one(store: Store, group: Sequence[Claim]) -> bool:
 
 
 def _reads_alike(store: Store, group: Sequence[Claim]) -> bool:
-    """Read this rank's part of each into memory laid out as the live one; no read may change what another has left."""
+    """Read this rank's part of each, and check that none would overwrite another in memory laid out as the live one."""
     import torch
 
     from ckptkit.formats.dcp.fill import Filler, add_box
@@ -129,7 +129,7 @@ def _place(local: torch.Tensor) -> tuple[object, ...]:
 
 
 def _extent(local: torch.Tensor) -> int:
-    """Return the bytes from the tensor's first element to past its last."""
+    """Return the number of bytes from the tensor's first element to the end of its last."""
     itemsize = local.element_size()
     if local.is_contiguous():
         return local.numel() * itemsize

@@ -62,7 +62,7 @@ from ckptkit.formats.dcp.fill import Filler, Verify
 from ckptkit.formats.dcp.host_bytes import is_dense, why_not_dense, without_subclass
 from ckptkit.formats.dcp.index import Index, RankSlices, write_index
 from ckptkit.formats.dcp.plan import ShardedPlan, whole_record
-from ckptkit.formats.dcp.planners import DCPLoadPlanner, WriterMeta
+from ckptkit.formats.dcp.planners import DCPLoadPlanner, WriterMeta, is_itself
 from ckptkit.formats.dcp.read import (
     ReadPlan,
     check_fits,
@@ -70,7 +70,6 @@ from ckptkit.formats.dcp.read import (
     filled_by,
     load_objects,
     plan_read,
-    sharing,
 )
 from ckptkit.formats.dcp.records import frame_tensor
 from ckptkit.formats.own import reader as own
@@ -311,7 +310,7 @@ class DCPWriter(StorageWriter):
         return bool(os.fspath(checkpoint_id))
 
     def storage_meta(self) -> StorageMeta:
-        if not _is_itself(self, DCPWriter, ("prepare_local_plan", "prepare_global_plan", "write_data", "finish")):
+        if not is_itself(self, DCPWriter, ("prepare_local_plan", "prepare_global_plan", "write_data", "finish")):
             return StorageMeta(checkpoint_id=self.url, save_id=self.save_id)
         self._meta = WriterMeta(checkpoint_id=self.url, save_id=self.save_id)
         return self._meta
@@ -549,7 +548,7 @@ class DCPReader(StorageReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         paths = CatalogPaths(self)
-        is_plannable = _is_itself(self, DCPReader, ("prepare_local_plan", "prepare_global_plan", "read_data"))
+        is_plannable = is_itself(self, DCPReader, ("prepare_local_plan", "prepare_global_plan", "read_data"))
         entries = CatalogMetadata(self, is_plannable=is_plannable)
         return Metadata(
             state_dict_metadata=entries,  # type: ignore[arg-type]
@@ -599,8 +598,7 @@ class DCPReader(StorageReader):
         whole = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
         values = load_objects(store, {i.storage_index.fqn: catalog.objects[i.storage_index.fqn] for i in whole})
         state = getattr(planner, "state_dict", {})
-        tied = sharing({name: state[name] for name in destinations if name in state})
-        check_shared_memory(store, {name: (value, destinations[name]) for name, value in tied}, cast=self.cast)
+        check_shared_memory(store, state, destinations, cast=self.cast)
         for item in whole:
             check_fits(state.get(item.dest_index.fqn), values[item.storage_index.fqn], item.dest_index.fqn)
         filler.run()
@@ -617,11 +615,6 @@ def _open(store: Store) -> Catalog:
     if find_record(store) is not None:
         return own.open_catalog(store)
     return catalog or own.open_manifest(store) or dcp.open_catalog(store)
-
-
-def _is_itself(made: object, ours: type, steps: Sequence[str]) -> bool:
-    """Whether no subclass overrides a step: its override must not be skipped."""
-    return all(getattr(type(made), step) is getattr(ours, step) for step in steps)
 
 
 def _row(entry: TensorEntry, item: ReadItem) -> int:
