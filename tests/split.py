@@ -130,7 +130,6 @@ NIGHT: dict[str, int] = {
     "tests/storage/test_gcs.py::test_each_request_of_an_upload_in_parts_may_fail": 4,
     "tests/storage/test_remote_faults.py::test_bytes_are_identical_where_every_third_request_fails": 5,
     "tests/formats/dcp/test_fill.py": 4,
-    "tests/formats/dcp/test_planners.py": 4,
     "tests/formats/dcp/test_torch_api.py": 5,
     "tests/formats/dcp/test_write.py": 5,
     "tests/formats/test_interop.py": 4,

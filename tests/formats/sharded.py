@@ -1,18 +1,54 @@
-"""Saves and loads a sharded state in one call, from the steps that the manager and `DCPWriter` go through."""
+"""Saves and loads a sharded state in one call, with the steps of the manager and `DCPWriter`."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import torch.distributed as dist
 
 from ckptkit.catalog.entry import Catalog
 from ckptkit.formats.dcp.index import write_index
 from ckptkit.formats.dcp.plan import ShardedPlan, plan_sharded
 from ckptkit.formats.dcp.read import ReadReport, plan_read
+from ckptkit.formats.own.reader import open_manifest
 from ckptkit.formats.own.record import FileRecord
+from ckptkit.storage.local import LocalStore
 from ckptkit.storage.store import Store
 
+Place = Store | str | os.PathLike[str]
 Gather = Callable[[bytes], "list[bytes] | None"]
+
+
+def all_gather(data: bytes) -> list[bytes]:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, data)
+    return found
+
+
+def gather(data: bytes) -> list[bytes] | None:
+    found = all_gather(data)
+    return found if dist.get_rank() == 0 else None
+
+
+def write_alone(state_dict: Mapping[str, Any], place: Place, **options: Any) -> Mapping[str, FileRecord]:
+    """Save a state from one process, by default without fsync."""
+    options = {"sync": False, "gather": lambda part: [part], "all_gather": lambda part: [part], **options}
+    files, _ = write_sharded(state_dict, _store(place), **options)
+    assert files is not None
+    return files
+
+
+def catalog_of(place: Place) -> Catalog:
+    """Open a checkpoint by its manifest."""
+    found = open_manifest(_store(place))
+    assert found is not None
+    return found
+
+
+def _store(place: Place) -> Store:
+    return LocalStore(place) if isinstance(place, (str, os.PathLike)) else place
 
 
 def write_sharded(

@@ -11,10 +11,9 @@ import torch.distributed.checkpoint as dcp
 
 from ckptkit.errors import CheckpointExistsError, StorageError
 from ckptkit.formats.dcp.torch_api import DCPReader, DCPWriter
-from ckptkit.formats.own.reader import open_manifest
 from ckptkit.storage import Store, open_store
 from tests.formats.dcp_states import differences, state
-from tests.formats.sharded import read_sharded, write_sharded
+from tests.formats.sharded import catalog_of, read_sharded, write_alone
 from tests.storage import servers
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -28,13 +27,11 @@ def options() -> Iterator[Mapping[str, Any]]:
 
 
 def save_here(made: dict[str, Any], store: Store) -> None:
-    write_sharded(made, store, gather=lambda b: [b], all_gather=lambda b: [b], workers=2)
+    write_alone(made, store, sync=True, workers=2)
 
 
 def load_here(target: dict[str, Any], store: Store) -> None:
-    catalog = open_manifest(store)
-    assert catalog is not None
-    read_sharded(catalog, store, target)
+    read_sharded(catalog_of(store), store, target)
 
 
 def large() -> dict[str, Any]:

@@ -8,9 +8,8 @@ import torch
 from ckptkit.checkpoint.save.staging import StagingBuffers
 from ckptkit.formats.dcp import host_bytes
 from ckptkit.formats.dcp.host_bytes import HostBytes
-from ckptkit.formats.own.reader import open_manifest
 from ckptkit.storage import open_store
-from tests.formats.sharded import read_sharded, write_sharded
+from tests.formats.sharded import catalog_of, read_sharded, write_alone
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["thread", "process"])
@@ -66,9 +65,7 @@ def test_a_state_goes_to_disk_and_back(device, tmp_path):
     }
     made["large"].mul_(2)  # on a device it still runs
     store = open_store(str(tmp_path))
-    write_sharded(made, store, gather=lambda b: [b], all_gather=lambda b: [b], workers=2)
+    write_alone(made, store, sync=True, workers=2)
     target = {name: torch.zeros_like(value) for name, value in made.items()}
-    catalog = open_manifest(store)
-    assert catalog is not None
-    read_sharded(catalog, store, target)
+    read_sharded(catalog_of(store), store, target)
     assert all(torch.equal(target[name], made[name]) for name in made)

@@ -102,7 +102,7 @@ def read_pieces(store: Store, path: str, start: int, view: memoryview, seen: Cal
             got = os.preadv(fd, [piece], start + done)
             if not got:
                 raise IncompleteCheckpointError(
-                    f"{path}: truncated: it ends at byte {start + done}, expected {start + len(view)} bytes."
+                    f"{path} is truncated: it ends at byte {start + done}, expected {start + len(view)} bytes."
                 )
             seen(piece[:got])
             done += got

@@ -19,7 +19,7 @@ FOLDER = ZOO / "dcp_dtensor_2d/ckpt"
 def part() -> Any:
     store = LocalStore(FOLDER)
     listing = {info.path: info for info in store.list()}
-    return dcp._Part(".metadata", dcp._load(store, listing[".metadata"]))
+    return dcp._Part(listing[".metadata"], dcp._load(store, listing[".metadata"]))
 
 
 def gathered(only: Any) -> Any:

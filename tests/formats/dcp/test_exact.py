@@ -11,23 +11,15 @@ from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import Catalog, CatalogInfo, SliceArray, TensorEntry
 from ckptkit.errors import CheckpointMismatchError, IntegrityError
 from ckptkit.formats.dcp.read import Verify
-from ckptkit.formats.own import reader as own
 from ckptkit.formats.own.manifest import Manifest
 from ckptkit.storage.local import LocalStore
 from tests.formats.dcp_states import LAYOUTS, differences, state
-from tests.formats.sharded import read_sharded, write_sharded
-
-
-def alone(data: bytes) -> list[bytes]:
-    return [data]
+from tests.formats.sharded import all_gather, catalog_of, gather, read_sharded, write_alone, write_sharded
 
 
 def write(path, values) -> tuple[Catalog, LocalStore]:
-    store = LocalStore(path)
-    write_sharded(values, store, gather=alone, all_gather=alone, sync=False)
-    catalog = own.open_manifest(store)
-    assert catalog is not None
-    return catalog, store
+    write_alone(values, path)
+    return catalog_of(path), LocalStore(path)
 
 
 def small() -> dict[str, torch.Tensor]:
@@ -42,24 +34,12 @@ def small() -> dict[str, torch.Tensor]:
 
 def saved_and_loaded_alike(layout: str, url: str) -> list[str]:
     """Return what differs."""
-
-    def gather(data: bytes):
-        found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, data)
-        return found
-
     store = LocalStore(url)
-    world_size = dist.get_world_size()
-    parts = {"gather": gather, "all_gather": gather, "rank": dist.get_rank(), "world_size": world_size}
+    options = {"rank": dist.get_rank(), "world_size": dist.get_world_size(), "sync": False}
+    write_sharded(state(layout), store, gather=gather, all_gather=all_gather, **options)
     dist.barrier()
-    if dist.get_rank():  # everybody gathers, rank 0 writes the index
-        parts["gather"] = lambda data: gather(data) and None
-    write_sharded(state(layout), store, sync=False, **parts)
-    dist.barrier()
-    catalog = own.open_manifest(store)
-    assert catalog is not None
     target = state(layout, zeros=True)
-    read_sharded(catalog, store, target)
+    read_sharded(catalog_of(url), store, target)
     return differences(target, state(layout))
 
 

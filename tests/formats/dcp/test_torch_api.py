@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import pickle
 
@@ -15,6 +14,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ckptkit.errors import CheckpointExistsError, CheckpointMismatchError, IntegrityError, UnsafePickleError
 from ckptkit.formats.dcp.host_bytes import host_view
+from ckptkit.formats.dcp.planners import DCPLoadPlanner, DCPSavePlanner
 from ckptkit.formats.dcp.torch_api import DCPReader, DCPWriter
 from tests.formats.dcp_states import LAYOUTS, differences, state
 
@@ -35,55 +35,63 @@ PAIRS = [
 ]
 
 
-def save(layout: str, url: str, ours: bool) -> None:
+BOTH = pytest.mark.parametrize("planned", [False, True], ids=["torch's planners", "our planners"])
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def save_planner(planned: bool) -> DCPSavePlanner | None:
+    return DCPSavePlanner() if planned else None
+
+
+def load_planner(planned: bool) -> DCPLoadPlanner | None:
+    return DCPLoadPlanner() if planned else None
+
+
+def save(layout: str, url: str, ours: bool = True, planned: bool = False) -> None:
     writer = DCPWriter(url, sync=False) if ours else dcp.FileSystemWriter(url, sync_files=False)
-    dcp.save(state(layout), storage_writer=writer)
+    dcp.save(state(layout), storage_writer=writer, planner=save_planner(planned))
 
 
-def load(layout: str, url: str, ours: bool) -> list[str]:
+def load_with_torch(layout: str, url: str) -> list[str]:
     target = state(layout, zeros=True)
-    dcp.load(target, storage_reader=DCPReader(url) if ours else dcp.FileSystemReader(url))
+    dcp.load(target, storage_reader=dcp.FileSystemReader(url))
     return differences(target, state(layout))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_torch_reads_what_our_writer_wrote(ranks, tmp_path, layout):
-    world_size = LAYOUTS[layout][0]
-    ranks.run(save, world_size, layout, str(tmp_path), True)
-    assert ranks.run(load, world_size, layout, str(tmp_path), False) == [[]] * world_size
-
-
-@pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_our_reader_reads_what_torch_wrote(ranks, tmp_path, source, target):
-    ranks.run(save, LAYOUTS[source][0], source, str(tmp_path), False)
-    if source.startswith("tp") or target.startswith("tp"):
-        assert ranks.run(load_common, LAYOUTS[target][0], target, str(tmp_path)) == [[]] * LAYOUTS[target][0]
-        return
-    assert ranks.run(load, LAYOUTS[target][0], target, str(tmp_path), True) == [[]] * LAYOUTS[target][0]
-
-
-def load_common(layout: str, url: str) -> list[str]:
-    """Only the keys that every layout has."""
+def load_common(layout: str, url: str, planned: bool = False) -> list[str]:
+    """Load the keys that every layout has."""
     target, expected = state(layout, zeros=True), state(layout)
     for made in (target, expected):
         made["model"] = {k: v for k, v in made["model"].items() if not k.startswith(("d1", "d2"))}
-    dcp.load(target, storage_reader=DCPReader(url))
+    dcp.load(target, storage_reader=DCPReader(url), planner=load_planner(planned))
     return differences(target, expected)
 
 
-@pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_our_reader_reads_what_our_writer_wrote(ranks, tmp_path, source, target):
-    ranks.run(save, LAYOUTS[source][0], source, str(tmp_path), True)
-    assert ranks.run(load_common, LAYOUTS[target][0], target, str(tmp_path)) == [[]] * LAYOUTS[target][0]
+@BOTH
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_torch_reads_what_our_writer_wrote(ranks, tmp_path, layout, planned):
+    world_size = LAYOUTS[layout][0]
+    ranks.run(save, world_size, layout, str(tmp_path), True, planned)
+    assert ranks.run(load_with_torch, world_size, layout, str(tmp_path)) == [[]] * world_size
 
 
-def one(url, **options) -> dict[str, torch.Tensor]:
+LOADS = [
+    *((*pair, ours, False) for pair in PAIRS for ours in (False, True)),
+    *((*pair, True, True) for pair in (*PAIRS[-6:], ("tp@4", "shard0@2"))),
+    *((*pair, False, True) for pair in (("shard0@2", "shard1@2"), ("hsdp@4", "shard0@3"))),
+]
+
+
+@pytest.mark.parametrize(("source", "target", "ours", "planned"), LOADS)
+def test_our_reader_loads_any_layout_into_any_other(ranks, tmp_path, source, target, ours, planned):
+    ranks.run(save, LAYOUTS[source][0], source, str(tmp_path), ours, ours and planned)
+    assert ranks.run(load_common, LAYOUTS[target][0], target, str(tmp_path), planned) == [[]] * LAYOUTS[target][0]
+
+
+def one(url, planned: bool = False, **options) -> dict[str, torch.Tensor]:
     made = {"w": torch.arange(50_000.0), "small": torch.arange(5), "o": {"lr": 0.5}}
-    dcp.save(made, storage_writer=DCPWriter(url, **options), no_dist=True)
+    dcp.save(made, storage_writer=DCPWriter(url, **options), planner=save_planner(planned), no_dist=True)
     return made
-
-
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def test_torch_offline_tools_read_our_files(tmp_path):
@@ -103,17 +111,16 @@ def test_metadata_is_what_torch_would_write(tmp_path):
     assert ours.storage_data.keys() == theirs.storage_data.keys()
 
 
-@pytest.mark.parametrize("needle", [torch.arange(50_000.0), torch.arange(5)])
-def test_a_flipped_byte_is_found_on_load_and_named(tmp_path, needle):
-    made = one(tmp_path)
+@BOTH
+@pytest.mark.parametrize("needle", [torch.arange(50_000.0), torch.arange(5)], ids=["large", "small"])
+def test_a_flipped_byte_is_found_on_load_and_named(tmp_path, needle, planned):
+    made = one(tmp_path, planned)
     file = next(tmp_path.glob("*.distcp"))
     data = bytearray(file.read_bytes())
     at = data.index(needle.numpy().tobytes())
     data[at + 9] ^= 4
     file.write_bytes(data)
-    with pytest.raises(dcp.api.CheckpointException) as error:
-        dcp.load(made, storage_reader=DCPReader(tmp_path), no_dist=True)
-    cause = next(iter(error.value.failures.values()))[0]
+    cause = failure(tmp_path, made, planned)
     assert isinstance(cause, IntegrityError)
     assert file.name in str(cause)
 
@@ -153,9 +160,9 @@ def test_a_manifest_that_is_not_of_this_metadata_is_not_trusted(tmp_path):
     assert target["o"] == {"lr": 0.1}
 
 
-def failure(url, target, **options) -> BaseException:
+def failure(url, target, planned: bool = False) -> BaseException:
     with pytest.raises(dcp.api.CheckpointException) as error:
-        dcp.load(target, storage_reader=DCPReader(url, **options), no_dist=True)
+        dcp.load(target, storage_reader=DCPReader(url), planner=load_planner(planned), no_dist=True)
     return next(iter(error.value.failures.values()))[0]
 
 
@@ -203,17 +210,17 @@ def test_non_contiguous_tensors_come_back_equal(tmp_path):
         assert torch.equal(found["c"], made["c"])
 
 
-def no_collectives(url: str) -> list[str]:
+def no_collectives(url: str, planned: bool) -> list[str]:
     made = state("shard0@2")
-    dcp.save(made, storage_writer=DCPWriter(url, sync=False), use_collectives=False)
+    writer = DCPWriter(url, sync=False)
+    dcp.save(made, storage_writer=writer, planner=save_planner(planned), use_collectives=False)
     dist.barrier()
-    target = state("shard0@2", zeros=True)
-    dcp.load(target, storage_reader=DCPReader(url))
-    return differences(target, made)
+    return load_common("shard0@2", url, planned)
 
 
-def test_saves_without_collectives_are_read_back(ranks, tmp_path):
-    assert ranks.run(no_collectives, 2, str(tmp_path)) == [[], []]
+@BOTH
+def test_without_collectives_each_rank_writes_its_own_metadata(ranks, tmp_path, planned):
+    assert ranks.run(no_collectives, 2, str(tmp_path), planned) == [[], []]
     assert {p.name for p in tmp_path.glob("*metadata")} == {"__0.metadata", "__1.metadata"}
 
 
@@ -241,22 +248,24 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all(ranks, tmp_path):
     assert not (tmp_path / ".metadata").exists()
 
 
-def saved_in_the_background(url: str) -> list[str]:
-    made = state("hsdp@4")
+def saved_in_the_background(url: str, planned: bool) -> list[str]:
+    made, planner, failures = state("hsdp@4"), save_planner(planned), []
     group = dist.new_group(backend="gloo")
-    wanted = copy.deepcopy(made["model"]["large"])
-    future = dcp.async_save(made, storage_writer=DCPWriter(url, sync=False), process_group=group)
-    made["model"]["large"] += 1  # training goes on
-    future.result()
-    made["model"]["large"] = wanted
-    target = state("hsdp@4", zeros=True)
-    dcp.load(target, storage_reader=dcp.FileSystemReader(url))
+    wanted = made["model"]["large"].clone()
+    for i in range(2):
+        writer = DCPWriter(f"{url}/{i}", sync=False)
+        future = dcp.async_save(made, storage_writer=writer, planner=planner, process_group=group)
+        made["model"]["large"] += 1  # training goes on
+        future.result()
+        made["model"]["large"].copy_(wanted)
+        failures += load_with_torch("hsdp@4", f"{url}/{i}")
     dist.destroy_process_group(group)
-    return differences(target, made)
+    return failures
 
 
-def test_torchs_async_save_takes_our_writer(ranks, tmp_path):
-    assert ranks.run(saved_in_the_background, 4, str(tmp_path)) == [[]] * 4
+@BOTH
+def test_torchs_async_save_takes_our_writer(ranks, tmp_path, planned):
+    assert ranks.run(saved_in_the_background, 4, str(tmp_path), planned) == [[]] * 4
 
 
 def test_a_writer_can_be_sent_to_torchs_background_process(tmp_path):
@@ -285,12 +294,13 @@ def raw(tensor: torch.Tensor) -> bytes:
     return bytes(host_view(kept))
 
 
+@BOTH
 @pytest.mark.parametrize("name", ZOO)
-def test_checkpoints_of_other_versions_and_writers_load(zoo, name):
+def test_checkpoints_of_other_versions_and_writers_load(zoo, name, planned):
     """The samples' expected values carry the names without the wrapper's prefix."""
     reader = DCPReader(zoo / name / "ckpt")
     target = {n: torch.empty(e.shape, dtype=getattr(torch, e.dtype)) for n, e in reader.catalog.tensors.items()}
-    dcp.load(target, storage_reader=reader, no_dist=True)
+    dcp.load(target, storage_reader=reader, planner=load_planner(planned), no_dist=True)
     expected = load_file(zoo / name / "EXPECTED.safetensors")
     assert expected
     for key, value in expected.items():

@@ -19,23 +19,11 @@ from ckptkit.formats.dcp.plan import ShardedPlan, plan_sharded
 from ckptkit.formats.dcp.read import Verify
 from ckptkit.formats.dcp.torch_api import DCPReader
 from ckptkit.formats.own.manifest import PLACEMENTS
-from ckptkit.formats.own.reader import open_manifest
 from ckptkit.storage.local import LocalStore
 from tests.checkpoint.full_disk import disk
 from tests.formats.dcp.test_torch_api import PAIRS
 from tests.formats.dcp_states import LAYOUTS, differences, state
-from tests.formats.sharded import read_sharded, write_sharded
-
-
-def all_gather(data: bytes) -> list[bytes]:
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, data)
-    return found
-
-
-def gather(data: bytes) -> list[bytes] | None:
-    found = all_gather(data)
-    return found if dist.get_rank() == 0 else None
+from tests.formats.sharded import all_gather, catalog_of, gather, read_sharded, write_alone, write_sharded
 
 
 def save(
@@ -53,17 +41,6 @@ def save(
     )
     dist.barrier()
     return plan
-
-
-def alone(made: dict[str, Any], url: Any) -> Any:
-    files, _ = write_sharded(made, LocalStore(str(url)), gather=lambda b: [b], all_gather=lambda b: [b], sync=False)
-    return files
-
-
-def catalog_of(url: Any) -> Any:
-    found = open_manifest(LocalStore(str(url)))
-    assert found is not None
-    return found
 
 
 def save_layout(layout: str, url: str) -> None:
@@ -394,12 +371,12 @@ def resharded(url: str, placement: Any, verify: str) -> tuple[bool, float]:
 @pytest.mark.parametrize("verify", ["read", "full", "off"])
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()])
 def test_a_reshard_gives_the_same_elements(ranks, tmp_path, placement, verify):
-    alone({"w": torch.arange(3.0 * 2**20).reshape(3 << 10, 1 << 10)}, tmp_path)
+    write_alone({"w": torch.arange(3.0 * 2**20).reshape(3 << 10, 1 << 10)}, tmp_path)
     assert all(same for same, _ in ranks.run(resharded, 3, str(tmp_path), placement, verify))
 
 
 def test_a_row_reshard_reads_only_the_rows_needed(ranks, tmp_path):
-    alone({"w": torch.arange(3.0 * 2**20).reshape(3 << 10, 1 << 10)}, tmp_path)
+    write_alone({"w": torch.arange(3.0 * 2**20).reshape(3 << 10, 1 << 10)}, tmp_path)
     assert all(ratio <= 1.05 for _, ratio in ranks.run(resharded, 3, str(tmp_path), Shard(0), "read"))
 
 
@@ -426,7 +403,7 @@ def returned() -> int:
 
 @pytest.mark.parametrize("reader", ["read_sharded", "DCPReader"])
 def test_a_row_reshard_asks_the_system_for_the_rows_needed_only(ranks, tmp_path, reader):
-    alone({"w": torch.arange(3.0 * 2**20).reshape(3 << 10, 1 << 10)}, tmp_path)
+    write_alone({"w": torch.arange(3.0 * 2**20).reshape(3 << 10, 1 << 10)}, tmp_path)
     for ratio in ranks.run(asked_of_the_system, 3, str(tmp_path), reader):
         assert 1.0 <= ratio <= 1.05
 
@@ -434,7 +411,7 @@ def test_a_row_reshard_asks_the_system_for_the_rows_needed_only(ranks, tmp_path,
 def test_long_runs_of_columns_are_read_without_the_gaps(tmp_path):
     from ckptkit.formats.dcp.fill import Filler
 
-    alone({"w": torch.arange(64.0 * 65536).reshape(64, 65536)}, tmp_path)
+    write_alone({"w": torch.arange(64.0 * 65536).reshape(64, 65536)}, tmp_path)
     target = torch.zeros(64, 16384)
     filler = Filler(LocalStore(str(tmp_path)))
     filler.add(catalog_of(tmp_path).tensors["w"], 0, (0, 16384), target)
@@ -446,7 +423,7 @@ def test_long_runs_of_columns_are_read_without_the_gaps(tmp_path):
 @pytest.mark.parametrize("nbytes", [40, 40_000, 4_000_000])
 @pytest.mark.parametrize("verify", ["read", "full"])
 def test_a_flipped_byte_is_found_and_named(tmp_path, nbytes, verify):
-    alone({"model": {"w": torch.ones(nbytes // 4)}}, tmp_path)
+    write_alone({"model": {"w": torch.ones(nbytes // 4)}}, tmp_path)
     entry = catalog_of(tmp_path).tensors["model.w"].slices[0]
     with open(tmp_path / entry.path, "r+b") as file:
         file.seek(entry.start + nbytes // 2)
@@ -463,7 +440,7 @@ def test_a_flipped_byte_is_found_and_named(tmp_path, nbytes, verify):
 def test_full_verification_finds_damage_outside_of_what_is_needed(tmp_path):
     from ckptkit.formats.dcp.fill import Filler
 
-    alone({"w": torch.ones(1000, 1000)}, tmp_path)
+    write_alone({"w": torch.ones(1000, 1000)}, tmp_path)
     entry = catalog_of(tmp_path).tensors["w"]
     with open(tmp_path / entry.slices[0].path, "r+b") as file:
         file.seek(entry.slices[0].start + 3_900_000)
@@ -479,7 +456,7 @@ def test_full_verification_finds_damage_outside_of_what_is_needed(tmp_path):
 
 
 def test_a_flipped_byte_in_an_object_is_found(tmp_path):
-    alone({"o": {"text": "needle in the haystack"}}, tmp_path)
+    write_alone({"o": {"text": "needle in the haystack"}}, tmp_path)
     file = tmp_path / "__0_0.distcp"
     file.write_bytes(file.read_bytes().replace(b"needle", b"noodle"))
     with pytest.raises(IntegrityError, match=r"o\.text"):
@@ -487,14 +464,14 @@ def test_a_flipped_byte_in_an_object_is_found(tmp_path):
 
 
 def test_a_truncated_file_is_told(tmp_path):
-    alone({"w": torch.ones(1 << 20)}, tmp_path)
+    write_alone({"w": torch.ones(1 << 20)}, tmp_path)
     os.truncate(tmp_path / "__0_0.distcp", 3_000_000)
     with pytest.raises(IncompleteCheckpointError, match=r"__0_0\.distcp"):
         read_sharded(catalog_of(tmp_path), LocalStore(str(tmp_path)), {"w": torch.zeros(1 << 20)})
 
 
 def test_all_mismatches_are_listed_before_anything_is_touched(tmp_path):
-    alone({"a": torch.ones(4), "b": torch.ones(4), "c": torch.ones(4), "d": torch.ones(4), "o": 1}, tmp_path)
+    write_alone({"a": torch.ones(4), "b": torch.ones(4), "c": torch.ones(4), "d": torch.ones(4), "o": 1}, tmp_path)
     target = {
         "a": torch.zeros(4),
         "b": torch.zeros(5),
@@ -510,7 +487,7 @@ def test_all_mismatches_are_listed_before_anything_is_touched(tmp_path):
 
 
 def test_what_is_missing_is_left_alone_and_told_when_not_strict(tmp_path):
-    alone({"a": torch.ones(4), "z": torch.ones(4)}, tmp_path)
+    write_alone({"a": torch.ones(4), "z": torch.ones(4)}, tmp_path)
     target = {"a": torch.zeros(4), "new": torch.full((2,), 7.0)}
     found = read_sharded(catalog_of(tmp_path), LocalStore(str(tmp_path)), target, strict=False)
     assert (found.missing, found.unexpected) == (["new"], ["z"])
@@ -520,7 +497,7 @@ def test_what_is_missing_is_left_alone_and_told_when_not_strict(tmp_path):
 
 def test_a_cast_is_done_when_asked(tmp_path):
     values = torch.randn(1000, 33)
-    alone({"w": values}, tmp_path)
+    write_alone({"w": values}, tmp_path)
     target = {"w": torch.zeros(1000, 33, dtype=torch.bfloat16)}
     read_sharded(catalog_of(tmp_path), LocalStore(str(tmp_path)), target, cast=True)
     assert torch.equal(target["w"], values.bfloat16())
@@ -528,7 +505,7 @@ def test_a_cast_is_done_when_asked(tmp_path):
 
 def test_targets_that_are_not_contiguous_are_filled(tmp_path):
     values = torch.randn(60, 50)
-    alone({"w": values}, tmp_path)
+    write_alone({"w": values}, tmp_path)
     target = {"w": torch.zeros(50, 60).T}
     read_sharded(catalog_of(tmp_path), LocalStore(str(tmp_path)), target)
     assert torch.equal(target["w"], values)
