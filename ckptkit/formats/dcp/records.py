@@ -8,6 +8,7 @@ Source of the format: torch/serialization.py (`_save`, `_load`) and the zip spec
 from __future__ import annotations
 
 import functools
+import math
 import pickle
 import struct
 from dataclasses import dataclass
@@ -77,20 +78,14 @@ class RecordFrame:
 
 
 @functools.lru_cache(maxsize=65536)
-def frame_tensor(dtype: str, sizes: tuple[int, ...], strides: tuple[int, ...] | None = None) -> RecordFrame:
-    """Return the frame with which `torch.load(weights_only=True)` reads a tensor's bytes.
+def frame_tensor(dtype: str, sizes: tuple[int, ...]) -> RecordFrame:
+    """Return the frame with which `torch.load(weights_only=True)` reads a tensor's row-major bytes.
 
     Args:
         dtype: torch's name without "torch.".
-        strides: In elements, if the bytes are not row-major; the payload includes the gaps.
     """
     kind = dtype_of(dtype)
-    if strides is None:
-        strides = row_major_strides(sizes)
-    numel = 0 if 0 in sizes else 1 + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
-    nbytes = numel * kind.itemsize
-    pickled = _pickle_tensor(kind.name, sizes, strides, numel, nbytes)
-    return _frame(pickled, nbytes)
+    return _frame(_pickle_tensor(kind.name, sizes, kind.itemsize), math.prod(sizes) * kind.itemsize)
 
 
 def frame_object(value: Any) -> bytes:
@@ -120,15 +115,16 @@ def is_plain(value: Any) -> bool:
 # --- data.pkl
 
 
-def _pickle_tensor(name: str, sizes: tuple[int, ...], strides: tuple[int, ...], numel: int, nbytes: int) -> bytes:
+def _pickle_tensor(name: str, sizes: tuple[int, ...], itemsize: int) -> bytes:
+    numel = math.prod(sizes)
     storage = STORAGE_CLASSES.get(name)
     if storage:  # not "_v2", whose flag and hooks would take 36 bytes more per record
         parts = [b"\x80\x02ctorch._utils\n_rebuild_tensor\n((", _text(b"storage"), f"ctorch\n{storage}\n".encode()]
     else:
         parts = [b"\x80\x02ctorch._utils\n_rebuild_tensor_v3\n((", _text(b"storage")]
         parts.append(b"ctorch.storage\nUntypedStorage\n")
-    parts += [_text(b"0"), _text(b"cpu"), _int(numel if storage else nbytes), b"tQK\x00"]
-    parts += [_int_tuple(sizes), _int_tuple(strides)]
+    parts += [_text(b"0"), _text(b"cpu"), _int(numel if storage else numel * itemsize), b"tQK\x00"]
+    parts += [_int_tuple(sizes), _int_tuple(row_major_strides(sizes))]
     if not storage:
         parts.append(b"\x89ccollections\nOrderedDict\n)R")  # requires_grad=False, no backward hooks
         parts.append(b"ctorch\n" + name.encode() + b"\n")

@@ -41,7 +41,7 @@ def test_the_model_is_bit_exact_and_its_names_have_no_wrapper(name: str) -> None
 
 
 @pytest.mark.parametrize("name", DCP)
-def test_every_tensor_that_is_no_weight_reads_back_too(name: str) -> None:
+def test_every_tensor_can_be_read(name: str) -> None:
     store = LocalStore(ZOO / name / CASES[name]["input"])
     for entry in open_catalog(store).tensors.values():
         tensor_bytes(store, entry)
@@ -74,7 +74,7 @@ def test_optimizer_states_know_their_parameter_and_name(zoo: Path, path: str) ->
     assert not weights or moments <= weights
 
 
-def test_the_tensors_of_a_model_beside_an_optimizer_are_all_told_apart(zoo: Path) -> None:
+def test_tensors_outside_of_model_and_optimizer_have_the_role_other(zoo: Path) -> None:
     catalog = open_catalog(LocalStore(zoo / "dcp_torchtitan_like_w2/step-2"))
     other = {e.name for e in catalog.tensors.values() if e.role is Role.OTHER}
     assert all(name.startswith(("dataloader.", "train_state.", "lr_scheduler.")) for name in other), other
@@ -134,19 +134,19 @@ def test_broken_and_hostile_checkpoints_are_refused_by_file_and_fault(
     assert not list(tmp_path.iterdir())
 
 
-def test_an_unfinished_save_is_called_so(tmp_path: Path) -> None:
+def test_an_unfinished_save_is_reported_as_unfinished(tmp_path: Path) -> None:
     (tmp_path / ".metadata.tmp").write_bytes(b"x")
     with pytest.raises(IncompleteCheckpointError, match=r"only \.metadata\.tmp is there"):
         open_catalog(LocalStore(tmp_path))
 
 
-def test_an_empty_metadata_file_is_called_so(tmp_path: Path) -> None:
+def test_an_empty_metadata_file_is_reported_as_empty(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(b"")
     with pytest.raises(IncompleteCheckpointError, match="is empty"):
         open_catalog(LocalStore(tmp_path))
 
 
-def test_a_directory_without_metadata_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_directory_without_metadata_is_not_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError):
         open_catalog(LocalStore(tmp_path))
 
@@ -286,7 +286,7 @@ def test_a_symlink_out_of_the_checkpoint_is_not_followed(copy: Path, tmp_path: P
     assert isinstance(refusal(copy), UnsafePathError)
 
 
-def test_a_fifo_in_place_of_a_file_is_no_trap(copy: Path) -> None:
+def test_a_fifo_in_place_of_a_file_is_refused(copy: Path) -> None:
     import os
 
     (copy / "__0_0.distcp").unlink()
@@ -317,13 +317,13 @@ def test_a_missing_rank_metadata_file_is_named(zoo: Path, tmp_path: Path) -> Non
     assert "__0.metadata is missing" in str(found)
 
 
-def test_the_parts_of_a_missing_last_rank_are_missed(zoo: Path, tmp_path: Path) -> None:
+def test_parts_of_a_missing_last_rank_are_reported_missing(zoo: Path, tmp_path: Path) -> None:
     shutil.copytree(zoo / "dcp_no_collectives_w2/ckpt", tmp_path / "c")
     (tmp_path / "c" / "__1.metadata").unlink()
     assert isinstance(refusal(tmp_path / "c"), IncompleteCheckpointError)
 
 
-def test_a_part_that_torch_lost_in_a_safetensors_blob_is_missed(zoo: Path, tmp_path: Path) -> None:
+def test_a_part_that_torch_lost_in_a_safetensors_blob_is_reported_missing(zoo: Path, tmp_path: Path) -> None:
     import torch
 
     shutil.copytree(zoo / "dcp_serialization_safetensors_w2/ckpt", tmp_path / "c")

@@ -28,7 +28,7 @@ def gathered(only: Any) -> Any:
     return builder._columns(), builder.objects
 
 
-def test_places_in_any_order_find_their_slices() -> None:
+def test_the_order_of_places_does_not_matter() -> None:
     usual, objects = gathered(part())
     only = part()
     places = list(only.storage.items())
@@ -81,7 +81,7 @@ UNUSUAL = {
 
 
 @pytest.mark.parametrize("kind", UNUSUAL)
-def test_what_no_metadata_say_is_refused(kind: str) -> None:
+def test_malformed_metadata_are_refused(kind: str) -> None:
     only = part()
     UNUSUAL[kind](only)
     with pytest.raises(CkptkitError, match=r"\.metadata"):

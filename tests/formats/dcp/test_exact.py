@@ -44,13 +44,13 @@ def saved_and_loaded_alike(layout: str, url: str) -> list[str]:
 
 
 @pytest.mark.parametrize("layout", ["plain@1", "shard0@2", "shard1@2", "tp@4"])
-def test_what_is_cut_as_it_was_saved_arrives(ranks, tmp_path, layout):
+def test_a_load_with_the_same_sharding_is_exact(ranks, tmp_path, layout):
     world_size = LAYOUTS[layout][0]
     assert ranks.run(saved_and_loaded_alike, world_size, layout, str(tmp_path)) == [[]] * world_size
 
 
 @pytest.mark.parametrize("verify", [Verify.READ, Verify.FULL])
-def test_a_flipped_byte_names_tensor_and_file_and_nothing_beside_it_arrives(tmp_path, verify):
+def test_a_flipped_byte_is_named_and_nothing_read_with_it_is_loaded(tmp_path, verify):
     catalog, store = write(tmp_path, small())
     found = catalog.tensors["w7"].slices[0]
     file = tmp_path / found.path
@@ -63,7 +63,7 @@ def test_a_flipped_byte_names_tensor_and_file_and_nothing_beside_it_arrives(tmp_
     assert not any(value.any() for value in target.values())
 
 
-def test_damage_arrives_where_nothing_is_verified(tmp_path):
+def test_damage_is_loaded_without_verification(tmp_path):
     catalog, store = write(tmp_path, small())
     found = catalog.tensors["step"].slices[0]
     file = tmp_path / found.path
@@ -76,7 +76,7 @@ def test_damage_arrives_where_nothing_is_verified(tmp_path):
 
 
 @pytest.mark.parametrize("wrong", [torch.zeros(5, 4), torch.zeros(5, 3, dtype=torch.float64)], ids=["shape", "dtype"])
-def test_one_that_does_not_fit_leaves_all_others_untouched(tmp_path, wrong):
+def test_a_mismatch_of_one_tensor_leaves_all_others_unchanged(tmp_path, wrong):
     catalog, store = write(tmp_path, small())
     target = {name: torch.zeros_like(value) for name, value in small().items()} | {"w39": wrong}
     with pytest.raises(CheckpointMismatchError, match="w39"):
@@ -84,7 +84,7 @@ def test_one_that_does_not_fit_leaves_all_others_untouched(tmp_path, wrong):
     assert not any(value.any() for value in target.values())
 
 
-def test_what_lies_otherwise_in_memory_arrives(tmp_path):
+def test_targets_that_are_not_row_major_are_filled(tmp_path):
     catalog, store = write(tmp_path, small())
     target = {"half": torch.zeros(4, 3, 2, dtype=torch.bfloat16).permute(2, 1, 0), "w1": torch.zeros(5, 6)[:, ::2]}
     read_sharded(catalog, store, target)
@@ -92,7 +92,7 @@ def test_what_lies_otherwise_in_memory_arrives(tmp_path):
     assert torch.equal(target["w1"], small()["w1"])
 
 
-def test_a_slice_whose_bytes_do_not_lie_row_major_arrives(tmp_path):
+def test_a_slice_with_strides_is_read(tmp_path):
     stored = torch.arange(12, dtype=torch.int64).reshape(3, 4)
     (tmp_path / "f").write_bytes(stored.numpy().tobytes())
     row = np.zeros(1, np.int64)
@@ -112,7 +112,7 @@ def test_a_slice_whose_bytes_do_not_lie_row_major_arrives(tmp_path):
     assert torch.equal(target["t"], stored.t())
 
 
-def test_tensors_that_share_their_bytes_all_arrive(tmp_path):
+def test_tensors_that_share_bytes_of_a_file_are_read(tmp_path):
     stored = torch.arange(6, dtype=torch.int32)
     (tmp_path / "f").write_bytes(stored.numpy().tobytes())
     tensors = {}

@@ -66,7 +66,7 @@ def bits(tensor):
 )
 @settings(max_examples=60, deadline=None)
 @given(case=cases(), verify=st.sampled_from(list(Verify)), flipped=st.booleans())
-def test_a_region_of_a_slice_arrives(limits, case, verify, flipped):
+def test_any_region_of_a_slice_is_read(limits, case, verify, flipped):
     shape, order, starts, sizes, dtype = case
     whole, entry = stored(shape, order, dtype)
     expected = whole[tuple(slice(s, s + n) for s, n in zip(starts, sizes, strict=True))]
@@ -84,7 +84,7 @@ def test_a_region_of_a_slice_arrives(limits, case, verify, flipped):
     assert bits(target) == bits(expected)
 
 
-def test_many_small_fills_of_several_files_arrive(tmp_path):
+def test_many_small_reads_from_several_files_are_exact(tmp_path):
     values = {name: torch.randn(50, 7) for name in "abc"}
     for name, value in values.items():
         (tmp_path / name).write_bytes(value.numpy().tobytes())
@@ -125,7 +125,7 @@ def test_another_dtype_is_refused_before_anything_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("size", [6, 3 << 18])
-def test_a_target_seen_as_conjugate_gets_the_numbers_not_the_bytes(size):
+def test_a_lazy_conj_target_gets_the_values_not_the_bytes(size):
     whole, entry = stored((size,), (0,), "complex64")
     live = torch.zeros(size, dtype=torch.complex64)
     filler = Filler(LocalStore(Path(ROOT.name)))

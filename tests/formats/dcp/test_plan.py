@@ -16,13 +16,13 @@ from ckptkit.formats.dcp.plan import flatten, plan_sharded
 State = dict[str, Any]
 
 
-def test_how_names_are_nested_is_part_of_what_ranks_agree_on() -> None:
+def test_ranks_agree_on_how_names_are_nested() -> None:
     nested = [{"a": {"b": torch.ones(2)}}, {"a.b": torch.ones(2)}, {"a": {"b": torch.ones(3)}}, {"a": {"b": 1}}]
     assert len({plan_sharded(one).digest for one in nested}) == len(nested)
     assert plan_sharded(nested[0]).digest == plan_sharded({"a": {"b": torch.zeros(2)}}).digest
 
 
-def test_memory_that_does_not_fit_its_placement_is_refused_on_the_spot(ranks: Any) -> None:
+def test_memory_that_does_not_fit_its_placement_is_refused_when_planning(ranks: Any) -> None:
     dtypes = "w: it is declared torch.float32, but its local part is torch.float16."
     shapes = "w: this rank holds [3, 2], its placement says [4, 2]."
     assert ranks.run(misfits, 1)[0] == [shapes, "meta", dtypes]

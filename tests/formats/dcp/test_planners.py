@@ -31,7 +31,7 @@ def with_torchs_storage(url: str) -> list[str]:
     return differences(target, made)
 
 
-def test_with_torchs_writer_and_reader_they_are_torchs_planners(ranks, tmp_path):
+def test_with_torchs_writer_and_reader_they_behave_as_torchs_planners(ranks, tmp_path):
     assert ranks.run(with_torchs_storage, 4, str(tmp_path)) == [[]] * 4
 
 
@@ -89,7 +89,7 @@ def changes(url: str) -> list[str]:
     return failures
 
 
-def test_what_changes_between_saves_is_saved_as_it_is(ranks, tmp_path):
+def test_changes_between_saves_are_saved(ranks, tmp_path):
     assert ranks.run(changes, 2, str(tmp_path)) == [[], []]
 
 
@@ -111,7 +111,7 @@ def after_a_failure(url: str) -> list[str]:
     return found + differences(target, made)
 
 
-def test_a_save_after_one_that_failed_is_whole(ranks, tmp_path):
+def test_a_save_after_a_failed_save_is_complete(ranks, tmp_path):
     assert ranks.run(after_a_failure, 2, str(tmp_path)) == [[CheckpointExistsError.__name__]] * 2
 
 
@@ -157,7 +157,7 @@ def cause_of(error: Any) -> BaseException:
     return next(iter(error.value.failures.values()))[0]
 
 
-def test_all_that_does_not_fit_is_listed_and_nothing_is_touched(tmp_path):
+def test_all_mismatches_are_listed_and_nothing_is_changed(tmp_path):
     one(tmp_path)
     target = {"w": torch.zeros(50_000), "small": torch.zeros(6), "more": torch.zeros(1), "o": {"lr": 0.0}}
     with pytest.raises(dcp.api.CheckpointException) as error:
@@ -213,7 +213,7 @@ class Doubled(DCPLoadPlanner):
         tensor.mul_(2)
 
 
-def test_a_subclass_that_takes_part_is_asked(tmp_path):
+def test_overrides_of_a_subclass_are_called(tmp_path):
     made = {"w": torch.arange(8.0)}
     dcp.save(made, storage_writer=DCPWriter(tmp_path), planner=Halved(), no_dist=True)
     target = {"w": torch.zeros(8)}
@@ -239,7 +239,7 @@ class CountingReader(DCPReader):
         return super().read_data(plan, planner)
 
 
-def test_a_writer_or_reader_with_its_own_way_gets_the_items(tmp_path):
+def test_subclasses_of_writer_and_reader_get_the_items(tmp_path):
     made, target = {"w": torch.arange(8.0), "v": torch.ones(2)}, {"w": torch.zeros(8), "v": torch.zeros(2)}
     dcp.save(made, storage_writer=Counting(tmp_path), planner=DCPSavePlanner(), no_dist=True)
     dcp.load(target, storage_reader=CountingReader(tmp_path), planner=DCPLoadPlanner(), no_dist=True)

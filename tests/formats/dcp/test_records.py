@@ -44,23 +44,15 @@ def test_torch_loads_a_framed_tensor_with_weights_only(dtype, shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_record_is_a_sound_zip_of_the_length_foretold(shape):
+def test_a_record_is_a_valid_zip_of_the_predicted_length(shape):
     frame = frame_tensor("float32", shape)
     record = frame.record(payload("float32", shape))
     assert len(record) == frame.length
     assert zipfile.ZipFile(io.BytesIO(record)).testzip() is None
 
 
-def test_strides_are_kept():
-    transposed = torch.arange(12.0).reshape(3, 4).T
-    record = frame_tensor("float32", (4, 3), (1, 4)).record(transposed.T.numpy().tobytes())
-    loaded = torch.load(io.BytesIO(record), weights_only=True)
-    assert loaded.stride() == (1, 4)
-    assert torch.equal(loaded, transposed)
-
-
 @pytest.mark.parametrize("shape", [(40, 50, 2), (300, 300), (1 << 31, 4)])
-def test_a_payload_worth_it_is_aligned(shape):
+def test_large_payloads_are_aligned(shape):
     assert len(frame_tensor("float32", shape).prefix) % 64 == 0
 
 

@@ -27,7 +27,7 @@ HF = "model.layers.0.mlp.up_proj.weight"
 
 
 @pytest.mark.parametrize("wrapper", [(), ("model",), ("app", "model"), ("state_dict",), ("model", "state_dict")])
-def test_the_wrapper_is_off_and_the_models_own_prefix_stays(wrapper: Path) -> None:
+def test_wrappers_are_removed_and_the_models_own_prefix_stays(wrapper: Path) -> None:
     assert roles((*wrapper, HF)) == [model(HF)]
 
 

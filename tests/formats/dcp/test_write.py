@@ -162,7 +162,7 @@ def second_save(url: str) -> tuple[int, list[str]]:
     return len(exchanged) - before - 1, differences(target, made)
 
 
-def test_a_second_save_of_the_same_structure_agrees_on_nothing_anew(ranks, tmp_path):
+def test_a_second_save_of_the_same_structure_exchanges_nothing(ranks, tmp_path):
     assert ranks.run(second_save, 4, str(tmp_path)) == [(0, [])] * 4
 
 
@@ -192,7 +192,7 @@ def changes(url: str) -> list[tuple[list[str], str]]:
     return found
 
 
-def test_a_changed_dtype_placement_or_mesh_is_saved_right(ranks, tmp_path):
+def test_a_changed_dtype_placement_or_mesh_is_saved(ranks, tmp_path):
     for found in ranks.run(changes, 2, str(tmp_path)):
         assert [problems for problems, _ in found] == [[]] * 7
         assert [text for _, text in found] == ["dp:S(0)", "dp:S(0)", "dp:S(1)", "dp:R", "tp:R", "tp:R", "tp:R"]
@@ -225,7 +225,7 @@ def test_staged_copies_of_something_else_are_refused(tmp_path, staged):
 
 
 @pytest.mark.parametrize("sync", [True, False])
-def test_the_disk_begins_before_the_sync_at_the_end(tmp_path, monkeypatch, sync):
+def test_writeback_starts_before_the_fsync(tmp_path, monkeypatch, sync):
     begun: list[int] = []
     monkeypatch.setattr("ckptkit.formats.dcp.files._DIRTY", 1 << 20)
     monkeypatch.setattr("ckptkit.formats.dcp.files.start_writing", lambda fd: begun.append(os.fstat(fd).st_size))
@@ -402,7 +402,7 @@ def returned() -> int:
 
 
 @pytest.mark.parametrize("reader", ["read_sharded", "DCPReader"])
-def test_a_row_reshard_asks_the_system_for_the_rows_needed_only(ranks, tmp_path, reader):
+def test_a_row_reshard_reads_only_its_rows_from_the_disk(ranks, tmp_path, reader):
     write_alone({"w": torch.arange(3.0 * 2**20).reshape(3 << 10, 1 << 10)}, tmp_path)
     for ratio in ranks.run(asked_of_the_system, 3, str(tmp_path), reader):
         assert 1.0 <= ratio <= 1.05
@@ -463,7 +463,7 @@ def test_a_flipped_byte_in_an_object_is_found(tmp_path):
         read_sharded(catalog_of(tmp_path), LocalStore(str(tmp_path)), {"o": {"text": ""}})
 
 
-def test_a_truncated_file_is_told(tmp_path):
+def test_a_truncated_file_is_named(tmp_path):
     write_alone({"w": torch.ones(1 << 20)}, tmp_path)
     os.truncate(tmp_path / "__0_0.distcp", 3_000_000)
     with pytest.raises(IncompleteCheckpointError, match=r"__0_0\.distcp"):
@@ -486,7 +486,7 @@ def test_all_mismatches_are_listed_before_anything_is_touched(tmp_path):
     assert not target["a"].any()
 
 
-def test_what_is_missing_is_left_alone_and_told_when_not_strict(tmp_path):
+def test_missing_keys_are_left_and_returned_if_not_strict(tmp_path):
     write_alone({"a": torch.ones(4), "z": torch.ones(4)}, tmp_path)
     target = {"a": torch.zeros(4), "new": torch.full((2,), 7.0)}
     found = read_sharded(catalog_of(tmp_path), LocalStore(str(tmp_path)), target, strict=False)
@@ -562,7 +562,7 @@ def one_rank_changes(url: str) -> list[str]:
     return failures
 
 
-def test_a_change_on_one_rank_alone_is_settled_by_all(ranks, tmp_path):
+def test_all_ranks_notice_a_change_on_one_rank(ranks, tmp_path):
     assert ranks.run(one_rank_changes, 2, str(tmp_path)) == [[], []]
 
 
