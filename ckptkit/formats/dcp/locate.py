@@ -46,7 +46,7 @@ ENDS = 1024  # bytes read at each end of an item
 _BATCH_ROWS = 1 << 16
 _BLOCK_ROWS = 1 << 12  # items whose ends are in memory at once
 _BLOCK_FILES = 128  # files that are open at once
-_HEAD = 9
+_HEAD = 9  # bytes up to the header of a safetensors blob
 _ZIP = b"PK\x03\x04"
 _FEW = 2  # fewer items are not worth a comparison
 _MAX_FRAMES = 8  # layouts of one dtype, shape and length: pickles contain the device
@@ -292,27 +292,15 @@ class _Locator:
         self.rows = rows[np.lexsort((columns.starts[rows], columns.files[rows]))]
 
     def run(self) -> None:
-        columns = self.columns
-        plain: list[Int64] = []
-        breaks = np.flatnonzero(np.diff(columns.files[self.rows])) + 1
-        for rows in np.split(self.rows, breaks) if len(self.rows) else ():
-            packed = columns.zstd[rows]
-            for row in rows[packed].tolist():
-                self._compressed(row)
-            if not packed.all():
-                plain.append(rows[~packed])
-        for begin in range(0, len(plain), _BLOCK_FILES):
-            some = plain[begin : begin + _BLOCK_FILES]
-            heads = [bytearray(_HEAD) for _ in some]
-            firsts = [int(rows[0]) for rows in some]
-            self.store.read_many([
-                ReadInto(self._path(row), int(columns.starts[row]), memoryview(head))
-                for row, head in zip(firsts, heads, strict=True)
-            ])  # fmt: skip
-            zips = [rows for rows, head in zip(some, heads, strict=True) if not self._safetensors(rows, bytes(head))]
-            joined = np.concatenate(zips) if zips else np.zeros(0, np.int64)
-            for at in range(0, len(joined), _BLOCK_ROWS):
-                self._zips(joined[at : at + _BLOCK_ROWS])
+        packed = self.columns.zstd[self.rows]
+        for row in self.rows[packed].tolist():
+            self._compressed(row)
+        rows = self.rows[~packed]
+        self._check_disjoint(rows)
+        blocks = np.cumsum(np.diff(self.columns.files[rows], prepend=-1) != 0) // _BLOCK_FILES
+        for some in np.split(rows, np.flatnonzero(np.diff(blocks)) + 1):
+            for at in range(0, len(some), _BLOCK_ROWS):
+                self._read(some[at : at + _BLOCK_ROWS])
 
     # --- what `.metadata` says about an item
 
@@ -332,14 +320,21 @@ class _Locator:
     def _label(self, row: int) -> str:
         return f"{self._path(row)}: the item of {self._name(row)!r:.80} at byte {int(self.columns.starts[row])}"
 
+    def _check_disjoint(self, rows: Int64) -> None:
+        files, starts = self.columns.files[rows], self.columns.starts[rows]
+        stops = starts + self.columns.lengths[rows]
+        # Items that start at the same byte are one item, or a safetensors blob.
+        bad = (files[1:] == files[:-1]) & (starts[1:] < stops[:-1]) & (starts[1:] != starts[:-1])
+        if bad.any():
+            row = int(rows[int(np.flatnonzero(bad)[0]) + 1])
+            text = f"{self._path(row)}: the item of {self._name(row)!r:.80} overlaps the one before it."
+            raise CorruptCheckpointError(text)
+
     # --- files that are one safetensors blob
 
-    def _safetensors(self, rows: Int64, head: bytes) -> bool:
-        """Locate the items of a file that is one blob. Return False if the file contains zips."""
+    def _safetensors(self, rows: Int64, head: bytes) -> None:
+        """Locate the items of a file that is one blob."""
         columns, path, start = self.columns, self._path(int(rows[0])), int(self.columns.starts[rows[0]])
-        if head[:4] == _ZIP:
-            self._check_disjoint(path, rows)
-            return False
         if head[8:9] != b"{":
             raise CorruptCheckpointError(
                 f"{path}: expected a torch.save zip or a safetensors header at byte {start}, found neither. "
@@ -364,20 +359,11 @@ class _Locator:
             if found.dtype != dtype:
                 raise CorruptCheckpointError(f"{path}: tensor {name!r:.80} is {found.dtype}, .metadata says {dtype}.")
             self.items.starts[row], self.items.nbytes[row] = found.start, found.nbytes
-        return True
-
-    def _check_disjoint(self, path: str, rows: Int64) -> None:
-        starts = self.columns.starts[rows]
-        stops = starts + self.columns.lengths[rows]
-        bad = (starts[1:] < stops[:-1]) & ((starts[1:] != starts[:-1]) | (stops[1:] != stops[:-1]))
-        if bad.any():
-            name = self._name(int(rows[int(np.flatnonzero(bad)[0]) + 1]))
-            raise CorruptCheckpointError(f"{path}: the item of {name!r:.80} overlaps the one before it.")
 
     # --- zips
 
-    def _zips(self, rows: Int64) -> None:
-        """Locate items, sorted by file and start: read both ends of each, and parse one of each kind."""
+    def _read(self, rows: Int64) -> None:
+        """Locate items, sorted by file and start: read both ends of each, and parse one zip of each kind."""
         columns, paths = self.columns, self.items.paths
         owners = np.searchsorted(columns.bounds, rows, side="right") - 1
         begins, ends = self.items.elements[rows].tolist(), self.items.elements[rows + 1].tolist()
@@ -388,13 +374,18 @@ class _Locator:
         alike: dict[tuple[str, bytes, int], list[int]] = {}
         for i, (owner, file, start, length) in enumerate(zip(owners.tolist(), files, starts, lengths, strict=True)):
             at, nbytes = i * ENDS, min(length, ENDS)
-            reads.append(ReadInto(paths[file], start, front[at : at + nbytes]))
+            # An item in a safetensors blob may be shorter than the blob's first bytes.
+            reads.append(ReadInto(paths[file], start, front[at : at + max(nbytes, _HEAD)]))
             reads.append(ReadInto(paths[file], start + length - nbytes, tail[at + ENDS - nbytes : at + ENDS]))
             sizes = columns.sizes[begins[i] : ends[i]].tobytes()
             alike.setdefault((columns.dtypes[owner], sizes, length), []).append(i)
         self.store.read_many(reads)
-        for members in alike.values():
-            left, frames = np.array(members), 0
+        is_zip = (fronts[:, :4] == np.frombuffer(_ZIP, np.uint8)).all(axis=1)
+        blobs = np.flatnonzero(~is_zip)
+        for members in np.split(blobs, np.flatnonzero(np.diff(columns.files[rows[blobs]])) + 1) if len(blobs) else ():
+            self._safetensors(rows[members], bytes(fronts[members[0]]))
+        for same_kind in alike.values():
+            left, frames = np.array(same_kind)[is_zip[same_kind]], 0
             while len(left):
                 i, left = int(left[0]), left[1:]
                 nbytes = min(lengths[i], ENDS)
