@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ckptkit.catalog.entry import Catalog
 from ckptkit.formats.dcp.index import write_index
 from ckptkit.formats.dcp.plan import ShardedPlan, plan_sharded
-from ckptkit.formats.dcp.read import ReadReport, plan_read
+from ckptkit.formats.dcp.read import ReadPlan, plan_read
 from ckptkit.formats.own.reader import open_manifest
 from ckptkit.formats.own.record import FileRecord
 from ckptkit.storage.local import LocalStore
@@ -74,13 +74,8 @@ def write_sharded(
     return write_index(parts, store, save_id=save_id, sync=sync), plan
 
 
-def read_sharded(
-    catalog: Catalog,
-    store: Store,
-    state_dict: dict[str, Any],
-    *,
-    report: Callable[[str, float, int], None] | None = None,
-    **options: Any,
-) -> ReadReport:
+def read_sharded(catalog: Catalog, store: Store, state_dict: dict[str, Any], **options: Any) -> ReadPlan:
     """Fill a state in place; `options` are those of `plan_read`."""
-    return plan_read(catalog, store, state_dict, **options).run(report)
+    plan = plan_read(catalog, store, state_dict, **options)
+    plan.run()
+    return plan

@@ -19,9 +19,9 @@ __all__ = ["Running", "SliceCheck", "all_of", "check_bytes", "check_slices", "re
 
 T = TypeVar("T")
 
-_PIECE = 1 << 20  # larger than the writer's, because a piece is also a read from the disk
-_REMOTE = 16 << 20  # bytes of one request to a remote store
-CHECK_BYTES = 32 << 20  # the buffer of a thread that checks slices of a remote store
+_PIECE = 1 << 20  # larger than the writer's: it is a request to the disk as well
+_REMOTE = 16 << 20  # views that one read of a remote store is asked for
+CHECK_BYTES = 32 << 20  # what each of those that check a remote store holds: one request
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,8 @@ def all_of(calls: Sequence[Callable[[], T]], workers: int, *, name: str = "ckptk
 
 
 def read_pieces(store: Store, path: str, start: int, view: memoryview, seen: Callable[[memoryview], None]) -> None:
-    """Fill `view` with the bytes of a file from `start` on, and pass its pieces to `seen` while they are in the cache.
+    """Fill `view` with the bytes of a file from `start` on; `seen` gets its pieces in order while they are in the
+    cache.
 
     Raises:
         IncompleteCheckpointError: The file is too short.
@@ -102,7 +103,7 @@ def read_pieces(store: Store, path: str, start: int, view: memoryview, seen: Cal
             got = os.preadv(fd, [piece], start + done)
             if not got:
                 raise IncompleteCheckpointError(
-                    f"{path} is truncated: it ends at byte {start + done}, expected {start + len(view)} bytes."
+                    f"{path}: the file ends at byte {start + done}, {start + len(view)} are needed: truncated."
                 )
             seen(piece[:got])
             done += got

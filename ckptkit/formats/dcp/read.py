@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +23,6 @@ from ckptkit.storage.store import ReadInto, Store
 
 __all__ = [
     "ReadPlan",
-    "ReadReport",
     "Verify",
     "plan_read",
     "check_fits",
@@ -109,32 +107,13 @@ def _is_filled(current: Any, value: Any) -> bool:
     return both and not isinstance(current, DTensor) and not current.is_meta
 
 
-Report = Callable[[str, float, int], None]
-
-
-@dataclass(frozen=True, slots=True)
-class ReadReport:
-    """What a load did on this rank.
-
-    Attributes:
-        missing: Keys of the state that the checkpoint lacks; left as they were.
-        unexpected: Keys of the checkpoint that the state lacks.
-        nbytes: Bytes of tensor data read.
-        seconds: Duration of the whole load.
-    """
-
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    nbytes: int = 0
-    seconds: float = 0.0
-
-
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
     """What a load will do on this rank. Nothing has been read or changed yet.
 
     Attributes:
         objects: By key, the path of its value in the state, and the current value.
+        missing: Keys of the state that the checkpoint lacks, which are left as they are.
     """
 
     catalog: Catalog
@@ -143,30 +122,20 @@ class ReadPlan:
     filler: Filler
     objects: Mapping[str, tuple[tuple[str | int, ...], Any]]
     missing: list[str]
-    unexpected: list[str]
-    seconds: float
 
-    def run(self, report: Report | None = None) -> ReadReport:
+    def run(self) -> None:
         """Fill the tensors and replace the objects.
 
         Raises:
             IntegrityError: Bytes differ from their digest; names tensor and file.
             UnsafePickleError: Objects need classes that the caller has not allowed. Nothing was changed.
         """
-        started = time.perf_counter()
         values = load_objects(self.store, {name: self.catalog.objects[name] for name in self.objects})
         for name, (_, current) in self.objects.items():
             check_fits(current, values[name], name)
-        loaded = time.perf_counter()
         self.filler.run()
-        finished = time.perf_counter()
         for name, (path, current) in self.objects.items():
             set_element(self.state_dict, path, filled_by(current, values[name]))
-        if report is not None:
-            report("plan", self.seconds, 0)
-            report("objects", loaded - started, 0)
-            report("read", finished - loaded, self.filler.nbytes)
-        return ReadReport(self.missing, self.unexpected, self.filler.nbytes, self.seconds + finished - started)
 
 
 def plan_read(
@@ -186,13 +155,12 @@ def plan_read(
     Args:
         verify: Which slices to check against their digests.
         cast: Convert where a dtype differs; otherwise that is a mismatch.
-        strict: A key that the checkpoint lacks is an error; otherwise it is left as it is and returned.
+        strict: A key that the checkpoint lacks is an error; otherwise it is left as it is.
 
     Raises:
         CheckpointMismatchError: Keys are missing, or shapes, dtypes or kinds differ. Lists all of them.
         IncompleteCheckpointError: A part of a tensor is not in the checkpoint.
     """
-    started = time.perf_counter()
     flat, of_each = flatten(state_dict)
     paths = dict(zip(flat, of_each, strict=True))
     check_shared_memory(store, flat, catalog.tensors, cast=cast)
@@ -203,9 +171,7 @@ def plan_read(
             for box, target in local_boxes(flat[name]):
                 add_box(filler, entry, box, target)
     objects = {name: (paths[name], flat[name]) for name, entry in found.items() if entry is None}
-    unexpected = [name for name in (*catalog.tensors, *catalog.objects) if name not in flat]
-    seconds = time.perf_counter() - started
-    return ReadPlan(catalog, store, state_dict, filler, objects, missing, unexpected, seconds)
+    return ReadPlan(catalog, store, state_dict, filler, objects, missing)
 
 
 def check_shared_memory(
