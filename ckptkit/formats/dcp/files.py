@@ -33,7 +33,8 @@ Phase = tuple[str, float, int]
 ROW = np.dtype(
     [("key", "<i4"), ("file", "<i4"), ("start", "<i8"), ("length", "<i8"), ("payload", "<i8"), ("digest", "<u8")]
 )
-"""A rank's record of a slice, or of an object (key -1): the key's number in its table, and where the record is."""
+"""Where the record of a slice or object is: `start` and `payload` are positions in the file; the digest is of the
+payload. The key is the number of the tensor in the rank's table, -1 for an object."""
 
 _PACK = 1 << 20  # small records are joined into writes of this size
 _FILE = 16 << 20  # fewer bytes are not worth another file, or on an object store another request
@@ -51,20 +52,13 @@ class Written:
     Attributes:
         paths: The files.
         files: The size of each file and the digest of its outline.
-        file: [n] index into `paths`.
-        starts, lengths: [n] bytes of the whole record in its file.
-        payloads: [n] where the payload starts.
-        digests: [n] of the payload.
+        rows: [n] of `ROW`, whose keys are still -1.
         phases: Where the time was spent.
     """
 
     paths: list[str]
     files: dict[str, FileRecord]
-    file: npt.NDArray[np.int32]
-    starts: npt.NDArray[np.int64]
-    lengths: npt.NDArray[np.int64]
-    payloads: npt.NDArray[np.int64]
-    digests: npt.NDArray[np.uint64]
+    rows: npt.NDArray[np.void]
     phases: list[Phase] = field(default_factory=list)
 
 
@@ -119,9 +113,7 @@ def write_records(
     if store.asking_costs:
         bins = _worth_a_request(bins, lengths)
     paths = [f"{prefix}{number}.distcp" for number in range(len(bins))]
-    starts, lengths_of, payloads = np.zeros((3, len(lengths)), np.int64)
-    digests = np.zeros(len(lengths), np.uint64)
-    result = Written(paths, {}, np.zeros(len(lengths), np.int32), starts, lengths_of, payloads, digests)
+    result = Written(paths, {}, np.zeros(len(lengths), ROW))
     turn = threading.BoundedSemaphore(_cores())
     jobs = [FileJob(store, i, rows, frames, tensors, records, result, sync, turn) for i, rows in enumerate(bins)]
     all_of([job.run for job in jobs], len(jobs), name="ckptkit-write")
@@ -228,8 +220,7 @@ class FileJob:
                     record = self.records[row - len(self.frames)]
                     payload_at, length, digest = at, len(record), digest_of(record)
                     pending += record
-                result.file[row], result.starts[row], result.lengths[row] = self.number, at, length
-                result.payloads[row], result.digests[row] = payload_at, digest
+                result.rows[row] = (-1, self.number, at, length, payload_at, digest)
                 at += length
                 if len(pending) >= _PACK:
                     outline.update(pending)

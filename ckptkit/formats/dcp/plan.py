@@ -26,7 +26,7 @@ from torch.nn.parameter import is_lazy
 from ckptkit.catalog.box import Box
 from ckptkit.digests import crc32, digest_of, signature_of
 from ckptkit.errors import SaveError
-from ckptkit.formats.dcp.files import ROW, Written, write_records
+from ckptkit.formats.dcp.files import Written, write_records
 from ckptkit.formats.dcp.host_bytes import are_dense, is_dense, is_sparse_or_quantized, why_not_dense, without_subclass
 from ckptkit.formats.dcp.index import METADATA_NAME, Path, PlannedKey, write_index
 from ckptkit.formats.dcp.records import frame_object, frame_tensor, is_plain
@@ -214,11 +214,8 @@ class ShardedPlan:
         shapes, the lowest sends them.
         """
         slices, private = self.slices, self.keys[self.shared :]
-        rows = np.zeros(len(written.file), ROW)
+        rows = written.rows
         rows["key"][: len(slices)] = [s.key for s in slices]
-        rows["key"][len(slices) :] = -1
-        rows["file"], rows["start"], rows["length"] = written.file, written.starts, written.lengths
-        rows["payload"], rows["digest"] = written.payloads, written.digests
         arrays: dict[str, Column] = {
             **pack_texts([key.name for key in private], "names"),
             **pack_texts(written.paths, "paths"),

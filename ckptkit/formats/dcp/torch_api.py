@@ -389,17 +389,11 @@ class DCPWriter(StorageWriter):
         )
         results = []
         for row, item in enumerate([*tensors, *others]):
-            path = written.paths[int(written.file[row])]
-            place = Place(
-                path,
-                int(written.starts[row]),
-                int(written.lengths[row]),
-                int(written.payloads[row]) if row < len(tensors) else -1,
-                frames[row].nbytes if row < len(tensors) else 0,
-                int(written.digests[row]),
-                written.files[path],
-            )
-            results.append(WriteResult(item.index, place.length, place))
+            _, number, start, length, payload, digest = written.rows[row].tolist()
+            path = written.paths[number]
+            payload, nbytes = (payload, frames[row].nbytes) if row < len(tensors) else (-1, 0)
+            place = Place(path, start, length, payload, nbytes, digest, written.files[path])
+            results.append(WriteResult(item.index, length, place))
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
