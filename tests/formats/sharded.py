@@ -47,6 +47,11 @@ def catalog_of(place: Place) -> Catalog:
     return found
 
 
+def read_alone(place: Place, state_dict: dict[str, Any], **options: Any) -> ReadPlan:
+    """Fill a state in place with what this rank needs of the checkpoint."""
+    return read_sharded(catalog_of(place), _store(place), state_dict, **options)
+
+
 def _store(place: Place) -> Store:
     return LocalStore(place) if isinstance(place, (str, os.PathLike)) else place
 

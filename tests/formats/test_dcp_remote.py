@@ -13,7 +13,7 @@ from ckptkit.errors import CheckpointExistsError, StorageError
 from ckptkit.formats.dcp.torch_api import DCPReader, DCPWriter
 from ckptkit.storage import Store, open_store
 from tests.formats.dcp_states import differences, state
-from tests.formats.sharded import catalog_of, read_sharded, write_alone
+from tests.formats.sharded import read_alone, write_alone
 from tests.storage import servers
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -31,7 +31,7 @@ def save_here(made: dict[str, Any], store: Store) -> None:
 
 
 def load_here(target: dict[str, Any], store: Store) -> None:
-    read_sharded(catalog_of(store), store, target)
+    read_alone(store, target)
 
 
 def large() -> dict[str, Any]:

@@ -9,7 +9,7 @@ from ckptkit.checkpoint.save.staging import StagingBuffers
 from ckptkit.formats.dcp import host_bytes
 from ckptkit.formats.dcp.host_bytes import HostBytes
 from ckptkit.storage import open_store
-from tests.formats.sharded import catalog_of, read_sharded, write_alone
+from tests.formats.sharded import read_alone, write_alone
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["thread", "process"])
@@ -67,5 +67,5 @@ def test_a_state_goes_to_disk_and_back(device, tmp_path):
     store = open_store(str(tmp_path))
     write_alone(made, store, sync=True, workers=2)
     target = {name: torch.zeros_like(value) for name, value in made.items()}
-    read_sharded(catalog_of(store), store, target)
+    read_alone(store, target)
     assert all(torch.equal(target[name], made[name]) for name in made)

@@ -14,7 +14,7 @@ from ckptkit.formats.dcp.read import Verify
 from ckptkit.formats.own.manifest import Manifest
 from ckptkit.storage.local import LocalStore
 from tests.formats.dcp_states import LAYOUTS, differences, state
-from tests.formats.sharded import all_gather, catalog_of, gather, read_sharded, write_alone, write_sharded
+from tests.formats.sharded import all_gather, catalog_of, gather, read_alone, read_sharded, write_alone, write_sharded
 
 
 def write(path, values) -> tuple[Catalog, LocalStore]:
@@ -39,7 +39,7 @@ def saved_and_loaded_alike(layout: str, url: str) -> list[str]:
     write_sharded(state(layout), store, gather=gather, all_gather=all_gather, **options)
     dist.barrier()
     target = state(layout, zeros=True)
-    read_sharded(catalog_of(url), store, target)
+    read_alone(url, target)
     return differences(target, state(layout))
 
 

@@ -23,7 +23,7 @@ from ckptkit.storage.local import LocalStore
 from tests.checkpoint.full_disk import disk
 from tests.formats.dcp.test_torch_api import PAIRS
 from tests.formats.dcp_states import LAYOUTS, differences, state
-from tests.formats.sharded import all_gather, catalog_of, gather, read_sharded, write_alone, write_sharded
+from tests.formats.sharded import all_gather, catalog_of, gather, read_alone, read_sharded, write_alone, write_sharded
 
 
 def save(
@@ -55,7 +55,7 @@ def common(layout: str, *, zeros: bool = False) -> dict[str, Any]:
 
 def load_ours(layout: str, url: str) -> list[str]:
     target = common(layout, zeros=True)
-    read_sharded(catalog_of(url), LocalStore(url), target)
+    read_alone(url, target)
     return differences(target, common(layout))
 
 
@@ -120,7 +120,7 @@ def uneven_keys(url: str) -> list[str]:
         made["some"] = torch.ones(4)
     save(made, url)
     target = {name: torch.zeros_like(v) if isinstance(v, torch.Tensor) else None for name, v in made.items()}
-    read_sharded(catalog_of(url), LocalStore(url), target)
+    read_alone(url, target)
     return differences(target, made)
 
 
@@ -157,7 +157,7 @@ def second_save(url: str) -> tuple[int, list[str]]:
     made["extra"]["objects"]["lr"] = 0.5
     save(made, f"{url}/1", first, exchange=counted)
     target = state("hsdp@4", zeros=True)
-    read_sharded(catalog_of(f"{url}/1"), LocalStore(f"{url}/1"), target)
+    read_alone(f"{url}/1", target)
     del made["model"][f"own.{dist.get_rank()}"]
     return len(exchanged) - before - 1, differences(target, made)
 
@@ -213,7 +213,7 @@ def test_staged_copies_are_written_in_place_of_the_live_memory(tmp_path):
     store = LocalStore(str(tmp_path))
     write_index([plan.write(store, tensors=staged, sync=False).part], store, sync=False)
     target = {"w": torch.zeros(1000), "s": torch.tensor(0)}
-    read_sharded(catalog_of(tmp_path), store, target)
+    read_alone(tmp_path, target)
     assert target["w"].eq(1).all()
 
 
@@ -345,25 +345,11 @@ def test_meshes_and_placements_are_in_the_manifest(ranks, tmp_path):
 # --- reading
 
 
-class Counted(LocalStore):
-    """Counts the bytes that are asked of it."""
-
-    read_bytes = 0
-
-    def read_many(self, reads, *, workers=0):
-        Counted.read_bytes += sum(len(r.view) for r in reads)
-        super().read_many(reads, workers=workers)
-
-    def read_into(self, path, start, view):
-        Counted.read_bytes += len(view)
-        super().read_into(path, start, view)
-
-
 def resharded(url: str, placement: Any, verify: str) -> tuple[bool, float]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     full = torch.arange(3.0 * 2**20).reshape(3 << 10, 1 << 10)
     made = {"w": distribute_tensor(torch.zeros_like(full), mesh, (placement,), src_data_rank=None)}
-    found = read_sharded(catalog_of(url), LocalStore(url), made, verify=Verify(verify))
+    found = read_alone(url, made, verify=Verify(verify))
     expected = distribute_tensor(full, mesh, (placement,), src_data_rank=None).to_local()
     return torch.equal(made["w"].to_local(), expected), found.filler.nbytes / (expected.numel() * 4)
 
@@ -429,9 +415,8 @@ def test_a_flipped_byte_is_found_and_named(tmp_path, nbytes, verify):
         file.seek(entry.start + nbytes // 2)
         file.write(b"\x55")
     with pytest.raises(IntegrityError, match=r"__0_0\.distcp: .*'model\.w'"):
-        read_sharded(
-            catalog_of(tmp_path),
-            LocalStore(str(tmp_path)),
+        read_alone(
+            tmp_path,
             {"model": {"w": torch.zeros(nbytes // 4)}},
             verify=Verify(verify),
         )
@@ -460,14 +445,14 @@ def test_a_flipped_byte_in_an_object_is_found(tmp_path):
     file = tmp_path / "__0_0.distcp"
     file.write_bytes(file.read_bytes().replace(b"needle", b"noodle"))
     with pytest.raises(IntegrityError, match=r"o\.text"):
-        read_sharded(catalog_of(tmp_path), LocalStore(str(tmp_path)), {"o": {"text": ""}})
+        read_alone(tmp_path, {"o": {"text": ""}})
 
 
 def test_a_truncated_file_is_named(tmp_path):
     write_alone({"w": torch.ones(1 << 20)}, tmp_path)
     os.truncate(tmp_path / "__0_0.distcp", 3_000_000)
     with pytest.raises(IncompleteCheckpointError, match=r"__0_0\.distcp"):
-        read_sharded(catalog_of(tmp_path), LocalStore(str(tmp_path)), {"w": torch.zeros(1 << 20)})
+        read_alone(tmp_path, {"w": torch.zeros(1 << 20)})
 
 
 def test_all_mismatches_are_listed_before_anything_is_touched(tmp_path):
@@ -481,7 +466,7 @@ def test_all_mismatches_are_listed_before_anything_is_touched(tmp_path):
         "d": 3,
     }
     with pytest.raises(CheckpointMismatchError) as error:
-        read_sharded(catalog_of(tmp_path), LocalStore(str(tmp_path)), target)
+        read_alone(tmp_path, target)
     assert all(f"  {name}: " in str(error.value) for name in ("b", "c", "missing", "d"))
     assert not target["a"].any()
 
@@ -489,7 +474,7 @@ def test_all_mismatches_are_listed_before_anything_is_touched(tmp_path):
 def test_missing_keys_are_left_and_returned_if_not_strict(tmp_path):
     write_alone({"a": torch.ones(4), "z": torch.ones(4)}, tmp_path)
     target = {"a": torch.zeros(4), "new": torch.full((2,), 7.0)}
-    assert read_sharded(catalog_of(tmp_path), LocalStore(str(tmp_path)), target, strict=False).missing == ["new"]
+    assert read_alone(tmp_path, target, strict=False).missing == ["new"]
     assert target["a"].eq(1).all()
     assert target["new"].eq(7).all()
 
@@ -498,7 +483,7 @@ def test_a_cast_is_done_when_asked(tmp_path):
     values = torch.randn(1000, 33)
     write_alone({"w": values}, tmp_path)
     target = {"w": torch.zeros(1000, 33, dtype=torch.bfloat16)}
-    read_sharded(catalog_of(tmp_path), LocalStore(str(tmp_path)), target, cast=True)
+    read_alone(tmp_path, target, cast=True)
     assert torch.equal(target["w"], values.bfloat16())
 
 
@@ -506,7 +491,7 @@ def test_targets_that_are_not_contiguous_are_filled(tmp_path):
     values = torch.randn(60, 50)
     write_alone({"w": values}, tmp_path)
     target = {"w": torch.zeros(50, 60).T}
-    read_sharded(catalog_of(tmp_path), LocalStore(str(tmp_path)), target)
+    read_alone(tmp_path, target)
     assert torch.equal(target["w"], values)
 
 
@@ -550,7 +535,7 @@ def one_rank_changes(url: str) -> list[str]:
             write_index(parts, store, sync=False)
         dist.barrier()
         target = {name: torch.zeros_like(value) for name, value in made.items()}
-        read_sharded(catalog_of(f"{url}/{i}"), store, target)
+        read_alone(f"{url}/{i}", target)
         failures += differences(target, made)
     return failures
 
