@@ -172,9 +172,6 @@ def test_private_names_of_torch_are_in_formats_dcp_alone() -> None:
 
 # Class names that are there more than once. The table only shrinks.
 TWICE = {
-    "Index": ["formats.dcp.index", "formats.pickles.inert"],
-    "Part": ["catalog.targets", "formats.dcp.index"],
-    "Place": ["checkpoint.run.attempt", "formats.dcp.torch_api"],
     "WrittenFile": ["checkpoint.run.commit", "checkpoint.save.stream"],
     "_Contents": ["offline.copy", "offline.copying.resume"],
 }

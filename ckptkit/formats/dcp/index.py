@@ -27,7 +27,7 @@ from ckptkit.formats.own.reader import role_of
 from ckptkit.formats.own.record import MANIFEST_NAME, FileRecord
 from ckptkit.storage.store import Store
 
-__all__ = ["METADATA_NAME", "Index", "Kind", "PlannedKey", "RankSlices", "write_index"]
+__all__ = ["METADATA_NAME", "SaveIndex", "Kind", "PlannedKey", "RankSlices", "write_index"]
 
 METADATA_NAME = ".metadata"
 Int64 = npt.NDArray[np.int64]
@@ -86,7 +86,7 @@ class _Object:
     path: Path
 
 
-class Index:
+class SaveIndex:
     """All slices of all ranks, ordered by tensor."""
 
     def __init__(self) -> None:
@@ -108,7 +108,7 @@ class Index:
         self._unproved: set[str] = set()  # names of tensors whose slices are not simply their rows in order
 
     @classmethod
-    def of(cls, parts: Sequence[bytes]) -> Index:
+    def of(cls, parts: Sequence[bytes]) -> SaveIndex:
         """Return the index of what `ShardedPlan.write` returned on each rank.
 
         Raises:
@@ -128,7 +128,7 @@ class Index:
         files: Mapping[str, FileRecord],
         spares: Sequence[Spare],
         world_size: int,
-    ) -> Index:
+    ) -> SaveIndex:
         """Return the index of what torch's planner planned, which has checked the ranks against each other.
 
         Args:
@@ -427,7 +427,7 @@ def write_index(
     Raises:
         SaveError: The ranks disagree about a tensor, or their slices overlap or leave elements uncovered.
     """
-    index = Index.of(parts)
+    index = SaveIndex.of(parts)
     index.check()
     state, size = new_hasher(), 0
     with store.writer(METADATA_NAME, sync=sync) as writer:  # appears at the end of the block, after the manifest

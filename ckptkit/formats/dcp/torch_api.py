@@ -60,7 +60,7 @@ from ckptkit.formats.dcp import catalog as dcp
 from ckptkit.formats.dcp.files import ROW, write_records
 from ckptkit.formats.dcp.fill import Filler, Verify
 from ckptkit.formats.dcp.host_bytes import is_dense, why_not_dense, without_subclass
-from ckptkit.formats.dcp.index import Index, RankSlices, write_index
+from ckptkit.formats.dcp.index import RankSlices, SaveIndex, write_index
 from ckptkit.formats.dcp.plan import ShardedPlan, whole_record
 from ckptkit.formats.dcp.planners import DCPLoadPlanner, WriterMeta, is_itself
 from ckptkit.formats.dcp.read import (
@@ -83,7 +83,7 @@ from ckptkit.storage.store import Store
 __all__ = [
     "DCPReader",
     "DCPWriter",
-    "Place",
+    "WrittenItem",
     "write_finish",
     "CatalogMetadata",
     "CatalogPaths",
@@ -91,7 +91,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WrittenItem:
     """Where an item was written: its record, the payload in it, and the payload's digest.
 
     Attributes:
@@ -132,13 +132,15 @@ def write_finish(
     store.write(name, data, sync=sync)
 
 
-def _index(metadata: Metadata, places: Mapping[Any, Place], files: Mapping[str, FileRecord], world_size: int) -> Index:
+def _index(
+    metadata: Metadata, places: Mapping[Any, WrittenItem], files: Mapping[str, FileRecord], world_size: int
+) -> SaveIndex:
     """Return the index of what torch's planner had written. Tensors that are not plain memory count as objects."""
     paths: Any = metadata.planner_data
     if not isinstance(paths, dict) or not all(map(_is_path, paths.values())):
         paths = {}
     number = {path: i for i, path in enumerate(files)}
-    of_name: dict[str, list[tuple[int, Place]]] = {}
+    of_name: dict[str, list[tuple[int, WrittenItem]]] = {}
     for index, place in places.items():
         of_name.setdefault(index.fqn, []).append((index.index or 0, place))
     keys: list[tuple[str, str, tuple[int, ...], tuple[str | int, ...]]] = []
@@ -163,7 +165,7 @@ def _index(metadata: Metadata, places: Mapping[Any, Place], files: Mapping[str, 
     table = np.array(rows, ROW)
     ranks = np.array([int(p.path[2:].split("_", 1)[0]) for p in placed], np.int32)
     slices = RankSlices(table["key"].astype(np.int64), table, np.array(boxes, np.int64), ranks, 0)
-    return Index.of_slices(slices, keys, objects, files, spares, world_size)
+    return SaveIndex.of_slices(slices, keys, objects, files, spares, world_size)
 
 
 def _is_path(path: Any) -> bool:
@@ -392,7 +394,7 @@ class DCPWriter(StorageWriter):
             _, number, start, length, payload, digest = written.rows[row].tolist()
             path = written.paths[number]
             payload, nbytes = (payload, frames[row].nbytes) if row < len(tensors) else (-1, 0)
-            place = Place(path, start, length, payload, nbytes, digest, written.files[path])
+            place = WrittenItem(path, start, length, payload, nbytes, digest, written.files[path])
             results.append(WriteResult(item.index, length, place))
         return results
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ckptkit.formats.dcp.files import ROW
-from ckptkit.formats.dcp.index import Index, PlannedKey, RankSlices
+from ckptkit.formats.dcp.index import PlannedKey, RankSlices, SaveIndex
 
 FIELDS = ("start", "length", "payload", "digest")
 
@@ -29,15 +29,15 @@ def ranks_of(tensors: int, count: int, seed: int) -> tuple[list[RankSlices], Any
     return made, widths
 
 
-def arrange(ranks: list[RankSlices], widths: Any) -> Index:
+def arrange(ranks: list[RankSlices], widths: Any) -> SaveIndex:
     """The index of these ranks, of tensors of so many dimensions."""
-    found = Index()
+    found = SaveIndex()
     found._keys = {str(i): PlannedKey(str(i), "uint8", (1,) * int(n), (), None) for i, n in enumerate(widths)}
     found._arrange(ranks)
     return found
 
 
-def told(found: Index) -> list[tuple[Any, ...]]:
+def told(found: SaveIndex) -> list[tuple[Any, ...]]:
     """One tuple a slice, as it lies in the columns."""
     rows = []
     for tensor, (_, span, offsets, sizes) in enumerate(found.entries()):
