@@ -49,6 +49,9 @@ TAGS = set(
         "text",
         "g",
         "path",
+        "circle",
+        "details",
+        "summary",
     ]
 )
 ATTRIBUTES = set(
@@ -73,6 +76,9 @@ ATTRIBUTES = set(
         "transform",
         "d",
         "fill-opacity",
+        "cx",
+        "cy",
+        "r",
     ]
 )
 

@@ -14,12 +14,12 @@ from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import Role, SliceArray, TensorEntry, TensorSlice
 from ckptkit.formats.detect import open_source
 from ckptkit.offline.diff import diff
-from ckptkit.offline.pictures.heat_map import heat_map, layer_of
+from ckptkit.offline.pictures.heat_map import heat_maps, layer_of
 from ckptkit.offline.pictures.page import PAGE
 from ckptkit.offline.pictures.pages import inspect_page, write_diff_page, write_inspect_page
 from ckptkit.offline.pictures.reshard_map import flows
-from ckptkit.offline.pictures.shard_map import rank_totals, shard_map
-from ckptkit.offline.pictures.timeline import TimelineItem, timeline
+from ckptkit.offline.pictures.shard_map import rank_totals, shard_maps
+from ckptkit.offline.pictures.timeline import LEFT, WIDTH, TimelineItem, timeline
 from ckptkit.offline.pictures.treemap import squarify
 from ckptkit.offline.reshard import reshard
 from tests.offline.browser import dom, printed
@@ -117,38 +117,63 @@ def test_a_large_checkpoint_draws_its_largest_tensors_and_says_so(pages: dict[st
     assert len(page) < 1_000_000
 
 
-def test_layers_that_are_cut_alike_share_a_bar_and_others_do_not() -> None:
-    def entry(layer: int, rows: int, ranks: tuple[int, int] = (0, 1)) -> TensorEntry:
-        half = rows // 2
-        boxes = [Box((0, 0), (half, 4)), Box((half, 0), (rows - half, 4))]
-        slices = SliceArray.of(
-            [TensorSlice(box, "f", 0, box.sizes[0] * 16, rank=rank) for box, rank in zip(boxes, ranks, strict=True)], 2
-        )
-        name = f"model.layers.{layer}.w"
-        return TensorEntry(name, "float32", (rows, 4), slices, Role.MODEL, name)
+def entry(name: str, rows: int, ranks: tuple[int, ...] = (0, 1), state: str = "") -> TensorEntry:
+    """A tensor of 4 columns whose rows are split over two ranks; with `state`, a moment of the parameter."""
+    half = rows // 2
+    boxes = [Box((0, 0), (half, 4)), Box((half, 0), (rows - half, 4))]
+    parts = [TensorSlice(box, "f", 0, box.sizes[0] * 16, rank=rank) for box, rank in zip(boxes, ranks, strict=True)]
+    role = Role.OPTIMIZER if state else Role.MODEL
+    return TensorEntry(f"{name}.{state}", "float32", (rows, 4), SliceArray.of(parts, 2), role, name, state=state)
 
-    odd = {50: entry(50, 8, (1, 0)), 60: entry(60, 6)}
-    panel = shard_map([odd.get(i) or entry(i, 8) for i in range(80)])
-    names = re.findall(r'text-anchor="end">([^<]+)', panel.picture)
-    assert names == ["model.layers.{0-49,51-59,61-79}.w", "model.layers.50.w", "model.layers.60.w"]
-    assert "77 of" not in panel.picture
+
+def bars(picture: str) -> dict[str, float]:
+    """The length of each bar by its name."""
+    found = {}
+    for row in picture.split("<text ")[1:]:
+        if name := re.match(r'x="[\d.]+" y="[\d.]+" text-anchor="end">([^<]+)', row):
+            found[name[1]] = 0.0
+        found[list(found)[-1]] += sum(map(float, re.findall(r'<rect [^>]*width="([\d.]+)"', row)))
+    return found
+
+
+def test_layers_that_are_split_alike_share_a_bar_and_others_do_not() -> None:
+    layers = {i: f"model.layers.{i}.w" for i in range(80)}
+    odd = {50: entry(layers[50], 8, (1, 0)), 60: entry(layers[60], 6)}
+    panel = shard_maps(odd.get(i) or entry(name, 8) for i, name in layers.items())[-1]
+    assert list(bars(panel.picture)) == [
+        "model.layers.{0-49,51-59,61-79}.w", "model.layers.50.w", "model.layers.60.w"
+    ]  # fmt: skip
     assert "78 of 8x4 float32" in panel.picture
     assert "share a bar" in panel.explanation
 
 
-def test_few_tensors_have_a_bar_each_and_scalars_none(pages: dict[str, Path]) -> None:
-    page = pages["two"].read_text(encoding="utf-8")
-    assert "share a bar" not in page
-    assert "scalar tensors are hidden" in page
+def test_a_bar_is_as_long_as_its_tensors_are_large() -> None:
+    names = ["a.w", "b.0.w", "b.1.w", "tiny.w"]
+    drawn = bars(shard_maps(entry(name, 8 if name == "tiny.w" else 4096) for name in names)[-1].picture)
+    assert drawn["b.{0-1}.w"] == pytest.approx(2 * drawn["a.w"], abs=0.1)
+    assert 0 < drawn["tiny.w"] < drawn["a.w"] / 10
 
 
-def test_the_model_and_each_state_of_the_optimizer_have_rows_over_the_same_columns() -> None:
+def test_the_maps_of_the_optimizer_are_behind_one_click() -> None:
+    states = ["exp_avg", "exp_avg_sq"]
+    panels = shard_maps([entry("a.w", 8), *(entry("a.w", 8, state=state) for state in states)])
+    assert [bool(panel.behind) for panel in panels] == [False, False, True]
+    assert list(bars(panels[-1].picture)) == ["a.w · exp_avg, exp_avg_sq"]
+
+
+def test_scalar_tensors_have_no_bar(pages: dict[str, Path]) -> None:
+    assert "scalar tensors are hidden" in pages["two"].read_text(encoding="utf-8")
+
+
+def test_step_counters_are_not_drawn_and_other_moments_open_with_a_click() -> None:
     names = ["layers.0.w", "layers.1.w"]
-    picture = heat_map(
-        {n: 0.0 for n in names} | {f"optimizer: {n} exp_avg": 0.5 for n in names} | {"rng.0.torch": 1.0}
-    ).picture
-    assert picture.count("rotate(-40)") == 2  # "w" once for all, and "torch"
-    assert all(f">{words}</text>" in picture for words in ("model", "optimizer: exp_avg", "rng.0"))
+    states = {f"optimizer: {n} {state}": 0.5 for n in names for state in ("exp_avg", "step")}
+    panels = heat_maps(dict.fromkeys(names, 0.0) | states | {"rng.0.torch": 1.0})
+    headings = {panel.heading.removeprefix("Change by layer: "): panel.behind for panel in panels}
+    assert headings == {
+        "model": "", "optimizer: exp_avg": "2 of 2 tensors differ", "not the network": "1 of 1 tensors differ"
+    }  # fmt: skip
+    assert "2 step counters are hidden" in panels[0].explanation
 
 
 def test_the_timeline_says_what_else_the_policy_keeps() -> None:
@@ -188,16 +213,36 @@ def test_areas_are_in_proportion_to_sizes() -> None:
 def test_the_timeline_draws_each_limit_where_it_falls() -> None:
     items = [TimelineItem(f"step_{i}", i, 100, "kept" if i > 6 else "delete", "why") for i in range(10)]
     picture = timeline(items, max_num=3, max_mem=500).picture
-    lines = [float(x) for x in re.findall(r'd="M([\d.]+) 4', picture)]
-    slot = (1100 - 70 - 10) / 10
-    assert lines == pytest.approx([70 + 7 * slot, 70 + 5 * slot])
+    lines = [float(x) for x in re.findall(r'class="limit" d="M([\d.]+) ', picture)]
+    slot = (WIDTH - LEFT - 10) / 10
+    assert lines == pytest.approx([LEFT + 7 * slot, LEFT + 5 * slot], abs=0.1)
 
 
 def test_a_timeline_shows_where_checkpoints_were_that_are_not_here() -> None:
     items = [TimelineItem("a", 1, 100, "kept", "why"), TimelineItem("b", 5, 100, "kept", "why", absent_before=3)]
     picture = timeline(items, max_num=1).picture
     assert "3 saved in between, now gone" in picture
-    assert len(re.findall("stroke-dasharray", picture)) == 3  # their place, the limit, and the legend
+    assert picture.count('class="gone"') == 2  # their place, and the legend
+    assert picture.count('class="limit"') == 1
+
+
+def test_the_timeline_draws_each_metric_above_the_bars_and_breaks_its_line_where_it_is_not_a_number() -> None:
+    losses = [3.0, 2.0, float("nan"), 1.0]
+    items = [TimelineItem(f"s{i}", i, 9, "kept", "why", metrics={"loss": loss}) for i, loss in enumerate(losses)]
+    picture = timeline(items).picture
+    ys = [float(y) for y in re.findall(r'<circle cx="[\d.]+" cy="([\d.]+)"', picture)]
+    assert ys[0] < ys[1] < ys[3] < min(float(y) for y in re.findall(r'<rect [^>]*y="([\d.]+)"', picture))
+    assert re.search(r'class="line" d="M\S+ \S+L\S+ \S+M', picture)
+    assert "loss nan" in picture
+
+
+@pytest.mark.parametrize("values", [[1.0], [2.0, 2.0], [float("inf")], [-1e308, 1e308], [5e-324, 0.0]])
+def test_the_line_of_any_metric_stays_in_its_picture(values: list[float]) -> None:
+    items = [TimelineItem(f"s{i}", i, 9, "kept", "", metrics={"m": value}) for i, value in enumerate(values)]
+    picture = timeline(items).picture
+    ys = [float(y) for y in re.findall(r'<circle cx="[\d.]+" cy="([^"]+)"', picture)]
+    assert len(ys) == len(values)
+    assert all(0 <= y <= 110 for y in ys)
 
 
 def test_the_words_of_two_limits_keep_apart() -> None:
@@ -213,15 +258,11 @@ def test_no_picture_is_taller_than_a_sheet_of_paper(pages: dict[str, Path], name
     assert max(map(float, heights)) <= PAGE + 6
 
 
-def test_a_large_difference_has_a_picture_for_each_part() -> None:
-    names = [f"model.layers.{i}.mlp.w" for i in range(80)]
-    parts = [{name: 0.5 for name in names}] + [
-        {f"optimizer: {name} {state}": 0.5 for name in names} for state in ("exp_avg", "exp_avg_sq")
-    ]
-    picture = heat_map({name: change for part in parts for name, change in part.items()}).picture
-    assert picture.count("<svg ") == 3
-    heights = [float(height) for height in re.findall(r'<svg viewBox="0 0 [\d.]+ ([\d.]+)"', picture)]
-    assert max(heights) <= PAGE
+def test_a_grid_of_many_layers_fits_on_a_sheet() -> None:
+    picture = heat_maps({f"model.layers.{i}.mlp.w": 0.5 for i in range(200)})[0].picture
+    height = re.match(r'<svg viewBox="0 0 [\d.]+ ([\d.]+)"', picture)
+    assert height is not None
+    assert float(height[1]) <= PAGE
 
 
 def test_a_timeline_of_what_has_no_step_shows_its_name() -> None:
@@ -229,19 +270,19 @@ def test_a_timeline_of_what_has_no_step_shows_its_name() -> None:
 
 
 def test_equal_small_and_endless_changes_have_colours_of_their_own() -> None:
-    picture = heat_map({"layers.0.a": 0.0, "layers.0.b": 1e-5, "layers.0.c": float("inf")}).picture
-    fills = re.findall(r'fill="([^"]+)"><title>', picture)
-    assert len(set(fills)) == 3
+    picture = heat_maps({"layers.0.a": 0.0, "layers.0.b": 1e-5, "layers.0.c": float("inf")})[0].picture
+    looks = re.findall(r'<rect class="(\w+)"[^>]*?(fill="[^"]+")?><title>', picture)
+    assert len(set(looks)) == 3
 
 
 def test_nothing_in_common_is_said() -> None:
-    assert "no tensor in common" in heat_map({}).explanation
+    assert "no tensor in common" in heat_maps({})[0].explanation
 
 
 @pytest.mark.parametrize(("name", "layer"), [
     ("model.layers.3.mlp.w", (0, "model.layers.3")), ("lm_head.weight", (0, "lm_head.weight")),
     ("optimizer: model.layers.3.mlp.w exp_avg", (1, "optimizer: model.layers.3 exp_avg")),
-    ("optimizer: lm_head.weight step", (1, "optimizer: lm_head.weight step")),
+    ("optimizer: lm_head.weight step", (2, "optimizer: step")),
     ("master: model.layers.3.mlp.w", (1, "master: model.layers.3")), ("rng.0.torch", (2, "rng.0.torch"))])  # fmt: skip
 def test_what_is_summed_by_layer_is_of_one_kind(name: str, layer: tuple[int, str]) -> None:
     assert layer_of(name) == layer

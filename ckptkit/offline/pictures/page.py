@@ -33,6 +33,9 @@ h1 { font-size: 20px; margin: 0 0 4px; overflow-wrap: anywhere; }
 h2 { font-size: 15px; margin: 0 0 2px; }
 p { margin: 0 0 10px; color: var(--soft); }
 section { background: var(--panel); border: 1px solid var(--line); border-radius: 8px; padding: 16px; margin: 16px 0; }
+summary { cursor: pointer; }
+summary h2 { display: inline; }
+details[open] > summary { margin-bottom: 8px; }
 dl { display: flex; flex-wrap: wrap; gap: 4px 28px; margin: 12px 0 0; }
 dt { color: var(--soft); font-size: 12px; }
 dd { margin: 0; font-weight: 600; overflow-wrap: anywhere; }
@@ -46,7 +49,11 @@ svg text { fill: var(--ink); font: 11px system-ui, sans-serif; }
 svg text.soft { fill: var(--soft); }
 svg text.on { fill: #10151d; }
 svg rect.slice { stroke: var(--panel); stroke-width: 0.6; }
-svg rect.slice:hover, svg path.ribbon:hover { opacity: 0.7; }
+svg rect:hover, svg circle:hover, svg path.ribbon:hover { opacity: 0.7; }
+svg path.line { fill: none; stroke: var(--soft); stroke-width: 1.2; }
+svg path.limit { stroke: var(--soft); stroke-dasharray: 4 3; }
+svg rect.equal { fill: var(--line); }
+svg rect.gone { fill: none; stroke: #9aa4b5; stroke-dasharray: 4 3; }
 footer { color: var(--soft); font-size: 12px; }
 """
 
@@ -57,11 +64,13 @@ class Panel:
 
     Attributes:
         picture: SVG: several elements below each other where it is taller than a sheet of paper (`PAGE` user units).
+        behind: What stands beside the heading of a panel that opens with a click; "" shows the panel at once.
     """
 
     heading: str
     explanation: str
     picture: str
+    behind: str = ""
 
 
 def page(
@@ -83,10 +92,12 @@ def page(
 
 def _section(panel: Panel) -> str:
     long = ' class="long"' * (panel.picture.count("<svg ") > 1)
-    return (
-        f'<section id="{_anchor(panel.heading)}"{long}><h2>{escaped(panel.heading)}</h2>'
-        f"<p>{escaped(panel.explanation)}</p>{panel.picture}</section>"
-    )
+    heading, body = f"<h2>{escaped(panel.heading)}</h2>", f"<p>{escaped(panel.explanation)}</p>{panel.picture}"
+    if panel.behind:
+        body = f"<details><summary>{heading} {escaped(panel.behind)}</summary>{body}</details>"
+    else:
+        body = heading + body
+    return f'<section id="{_anchor(panel.heading)}"{long}>{body}</section>'
 
 
 def escaped(words: str) -> str:
@@ -107,12 +118,14 @@ def svg(width: float, height: float, content: str) -> str:
     )
 
 
-def rect(x: float, y: float, width: float, height: float, *, fill: str, title: str = "", kind: str = "slice") -> str:
-    """Return a rectangle; `title` is shown where the pointer rests on it."""
+def rect(x: float, y: float, width: float, height: float, *, fill: str = "", title: str = "", kind: str = "") -> str:
+    """Return a rectangle; `title` is shown while the pointer is over it. `kind`: its class, for what has no fill."""
     inside = f"<title>{escaped(title)}</title>" if title else ""
+    kind = kind or ("slice" if width > 2 else "thin")  # an edge would hide what is narrower
+    filled = f' fill="{fill}"' if fill else ""
     return (
-        f'<rect class="{kind}" x="{x:.2f}" y="{y:.2f}" width="{max(width, 0):.2f}" height="{max(height, 0):.2f}" '
-        f'fill="{fill}">{inside}</rect>'
+        f'<rect class="{kind}" x="{x:.2f}" y="{y:.2f}" width="{max(width, 0):.2f}" height="{max(height, 0):.2f}"'
+        f"{filled}>{inside}</rect>"
     )
 
 

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.catalog.entry import Catalog, Role
+from ckptkit.catalog.entry import Catalog
 from ckptkit.checkpoint.run.address import resolve_url
 from ckptkit.formats.detect import open_source
 from ckptkit.formats.options import ReadOptions
 from ckptkit.offline.inspect import summarise
-from ckptkit.offline.pictures.heat_map import heat_map
-from ckptkit.offline.pictures.page import Panel, page
+from ckptkit.offline.pictures.heat_map import heat_maps
+from ckptkit.offline.pictures.page import page
 from ckptkit.offline.pictures.reshard_map import reshard_map
-from ckptkit.offline.pictures.shard_map import shard_map
+from ckptkit.offline.pictures.shard_map import shard_maps
 from ckptkit.offline.pictures.timeline import TimelineItem, timeline
 from ckptkit.offline.pictures.treemap import treemap
 from ckptkit.units import format_count, format_size
@@ -52,30 +52,20 @@ def inspect_page(catalog: Catalog, url: str, *, after: Catalog | None = None) ->
     facts += [("ranks", str(report.world_size))] * (report.world_size is not None)
     if report.mesh:
         facts.append(("mesh", " x ".join(f"{name}={size}" for name, size in report.mesh.items())))
-    facts += [(s.role, f"{format_count(s.numel)} · {format_size(s.nbytes)}") for s in report.sections]
-    panels = _shard_maps(catalog, "")
+    facts += [(s.role, f"{format_count(s.numel)} elements · {format_size(s.nbytes)}") for s in report.sections]
+    panels = shard_maps(catalog.tensors.values())
     if report.tree is not None and report.tree.nbytes:
         panels.append(treemap(report.tree))
     if after is not None:
         panels.append(reshard_map(catalog.tensors.values(), after.tensors.values()))
-        panels += _shard_maps(after, " after")
+        panels += shard_maps(after.tensors.values(), when=" after")
     return page(url, panels, facts=facts)
-
-
-def _shard_maps(catalog: Catalog, when: str) -> list[Panel]:
-    """One map a role, the model's first: who holds a weight mostly holds its moments too, and the eye compares."""
-    panels = []
-    for role in Role:
-        entries = [entry for entry in catalog.tensors.values() if entry.role is role and entry.numel]
-        if entries:
-            panels.append(shard_map(entries, heading=f"Shard map{when}: {role.value}"))
-    return panels
 
 
 def write_run_page(listing: Listing, path: str) -> None:
     """Write the timeline of a run to the file `path`."""
     items = [
-        TimelineItem(row.name, row.step, row.nbytes or 0, _state(row), row.why, row.absent_before)
+        TimelineItem(row.name, row.step, row.nbytes or 0, _state(row), row.why, row.absent_before, row.metrics or {})
         for row in listing.checkpoints
     ]
     policy = listing.policy
@@ -96,7 +86,6 @@ def _state(row: Listed) -> str:
 
 
 def write_diff_page(title: str, changes: Mapping[str, float], facts: list[tuple[str, str]], path: str) -> None:
-    """Write the heat map of a difference to the file `path`; `changes` as for `heat_map`."""
-    Path(path).write_text(
-        page(f"Changed since {title}", [heat_map(changes)], facts=facts, source="tensors and digests"), encoding="utf-8"
-    )
+    """Write the heat maps of a difference to the file `path`; `changes` as for `heat_maps`."""
+    shown = page(f"Changed since {title}", heat_maps(changes), facts=facts, source="tensors and digests")
+    Path(path).write_text(shown, encoding="utf-8")

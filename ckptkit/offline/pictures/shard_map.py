@@ -1,21 +1,22 @@
-"""Draws which rank holds which slice: one bar per tensor, split by rank, and the bytes of each rank."""
+"""Draws which rank holds which slice: one bar per tensor, as long as the tensor is large and split by rank."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from ckptkit.catalog.entry import Role, TensorEntry, TensorSlice
 from ckptkit.offline.pictures.page import PAGE, Panel, colour, label, rect, svg, text
 from ckptkit.units import format_size
 
-__all__ = ["rank_totals", "shard_map"]
+__all__ = ["rank_totals", "shard_maps"]
 
-WIDTH, LEFT, RIGHT, ROW = 1100, 350, 180, 18
-MAX_TENSORS, MAX_SLICES = 300, 8_000
+WIDTH, LEFT, RIGHT, ROW = 1100, 400, 250, 18
+SHORTEST = 10.0  # user units of a bar: the slices of a layer norm can still be seen
+MAX_BARS, MAX_SLICES = 300, 8_000
 NARROW = 12  # ranks side by side: "63: 10.5 GB" has room
-FOLD_BEYOND = 48  # tensors: more fit no screen, and layers that are cut alike are one row
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a component of a name that is a number
+_Bar = list[TensorEntry]  # tensors with one shape, dtype, sharding and owners: layers, and moments of one parameter
 
 
 def rank_totals(entries: Iterable[TensorEntry]) -> dict[int, int]:
@@ -29,73 +30,80 @@ def rank_totals(entries: Iterable[TensorEntry]) -> dict[int, int]:
     return dict(sorted(totals.items()))
 
 
-def shard_map(entries: Iterable[TensorEntry], *, heading: str = "Shard map") -> Panel:
-    """Return the map of these tensors in their order. Layers that are cut alike are one row where there are many;
-    where that is still too much the smaller tensors are omitted, and counted in the explanation."""
-    every = list(entries)
-    flat = [entry for entry in every if entry.numel > 1] or every
-    groups = _folded(flat) if len(flat) > FOLD_BEYOND else [[entry] for entry in flat]
-    chosen: set[int] = set()
-    slices = 0
-    for i in sorted(range(len(groups)), key=lambda i: -groups[i][0].nbytes)[:MAX_TENSORS]:
-        slices += len(groups[i][0].slices)
-        if slices > MAX_SLICES and chosen:
-            break
-        chosen.add(i)
-    drawn = [group for i, group in enumerate(groups) if i in chosen]
+def shard_maps(entries: Iterable[TensorEntry], *, when: str = "") -> list[Panel]:
+    """Return the bytes per rank (of several), then a map per role: the model's is open, the others open with a click.
+
+    Layers that are sharded alike share a bar, and so do the moments of a parameter. If there are still too many bars,
+    the shortest are omitted; the explanation says how many tensors are drawn.
+    """
+    every = [entry for entry in entries if entry.numel]
+    roles = {role: [entry for entry in every if entry.role is role] for role in Role}
+    bars = {role: _bars([entry for entry in mine if entry.numel > 1] or mine) for role, mine in roles.items() if mine}
     totals = rank_totals(every)
-    count = max(totals, default=0) + 1
-    body, y = _totals(totals, count)
-    pictures = []
-    for group in drawn:
-        if y + ROW > PAGE:
-            pictures.append(svg(WIDTH, y, body))
-            body, y = "", 0.0
-        body += _row(group, y, count)
-        y += ROW
-    pictures.append(svg(WIDTH, y + 6, body))
-    return Panel(heading, _explanation(every, flat, drawn), "".join(pictures))
+    ranks = max(totals, default=0) + 1
+    panels = [_ranks(totals, ranks, when)] if len(totals) > 1 else []
+    first = next(iter(bars), None)
+    for role, mine in bars.items():
+        drawn, hidden = _longest(mine), len(roles[role]) - sum(map(len, mine))
+        summary = f"{len(roles[role])} tensors, {format_size(sum(entry.nbytes for entry in roles[role]))}"
+        panels.append(
+            Panel(
+                f"Shard map{when}: {role.value}",
+                _explanation(mine, drawn, hidden),
+                "".join(_pictures(drawn, ranks)),
+                behind="" if role is first else summary,
+            )
+        )
+    return panels
 
 
-def _explanation(
-    every: Sequence[TensorEntry], flat: Sequence[TensorEntry], drawn: Sequence[Sequence[TensorEntry]]
-) -> str:
-    words = ["One bar per tensor, split by rank; hover over a slice to see its box, bytes and file."]
-    shown = sum(map(len, drawn))
+def _explanation(bars: Sequence[_Bar], drawn: Sequence[_Bar], hidden: int) -> str:
+    words = ["A bar is as long as its tensors are large, and split by rank. Hover over a slice for its place and file."]
+    shown, count = sum(map(len, drawn)), sum(map(len, bars))
     if len(drawn) < shown:
         words.append("Tensors with the same shape and sharding share a bar.")
-    if shown < len(flat):
-        words.append(f"The {shown} largest of {len(flat)} tensors are drawn.")
-    if len(flat) < len(every):
-        words.append(f"{len(every) - len(flat)} scalar tensors are hidden.")
+    if shown < count:
+        words.append(f"The {shown} largest of {count} tensors are drawn.")
+    if hidden:
+        words.append(f"{hidden} scalar {'tensor is' if hidden == 1 else 'tensors are'} hidden.")
     return " ".join(words)
 
 
-def _folded(entries: Iterable[TensorEntry]) -> list[list[TensorEntry]]:
-    """Return the entries in groups: those whose names differ by numbers alone, with one shape, cut and owners."""
-    groups: dict[tuple[object, ...], list[TensorEntry]] = {}
+def _bars(entries: Iterable[TensorEntry]) -> list[_Bar]:
+    """Group tensors that differ only in the numbers of their names, or in the state of the optimizer."""
+    bars: dict[tuple[object, ...], _Bar] = {}
     for entry in entries:
         slices = entry.slices
         ranks = b"" if slices.ranks is None else slices.ranks.tobytes()
-        cut = (entry.shape, entry.dtype, slices.offsets.tobytes(), slices.sizes.tobytes(), ranks)
-        groups.setdefault((_NUMBER.sub("#", _name(entry)), *cut), []).append(entry)
-    return list(groups.values())
+        split = (entry.shape, entry.dtype, slices.offsets.tobytes(), slices.sizes.tobytes(), ranks)
+        bars.setdefault((_NUMBER.sub("#", entry.fqn or entry.name), *split), []).append(entry)
+    return list(bars.values())
 
 
-def _name(entry: TensorEntry) -> str:
-    """What the tensor belongs to first: that is what the eye looks for."""
-    if not entry.fqn:
-        return entry.name
-    return f"{entry.fqn} · {entry.state}" if entry.state and entry.role is not Role.MASTER else entry.fqn
+def _longest(bars: Sequence[_Bar]) -> list[_Bar]:
+    """Return the longest bars, in their order: as many as a page has room for."""
+    chosen: set[int] = set()
+    slices = 0
+    for i in sorted(range(len(bars)), key=lambda i: -_nbytes(bars[i]))[:MAX_BARS]:
+        slices += len(bars[i][0].slices)
+        if slices > MAX_SLICES and chosen:
+            break
+        chosen.add(i)
+    return [bar for i, bar in enumerate(bars) if i in chosen]
 
 
-def _group_name(names: Sequence[str]) -> str:
-    """Return one name for names that differ by numbers: "layers.{0-79}.mlp.up"."""
-    if len(names) == 1:
-        return names[0]
+def _nbytes(bar: _Bar) -> int:
+    return sum(entry.nbytes for entry in bar)
+
+
+def _bar_name(bar: _Bar) -> str:
+    """Return one name for the tensors of a bar: "layers.{0-79}.mlp.up · exp_avg, exp_avg_sq"."""
+    names = list(dict.fromkeys(entry.fqn or entry.name for entry in bar))
+    states = dict.fromkeys(entry.state for entry in bar if entry.fqn and entry.role is not Role.MASTER)
     columns = zip(*([int(number) for number in _NUMBER.findall(name)] for name in names), strict=True)
     numbers = iter([sorted(set(column)) for column in columns])
-    return _NUMBER.sub(lambda _: _ranges(next(numbers)), names[0])
+    name = _NUMBER.sub(lambda _: _ranges(next(numbers)), names[0])
+    return " · ".join(filter(None, (name, ", ".join(filter(None, states)))))
 
 
 def _ranges(numbers: Sequence[int]) -> str:
@@ -112,64 +120,75 @@ def _ranges(numbers: Sequence[int]) -> str:
     return "{" + (",".join(words) if len(words) < 4 else f"{words[0]},{words[1]},…") + "}"
 
 
-def _totals(totals: Mapping[int, int], count: int) -> tuple[str, float]:
-    """The bytes of each rank as bars, wrapped into as many lines as they need."""
-    largest = max(totals.values(), default=1) or 1
-    columns = min(max(len(totals), 1), NARROW)
+def _ranks(totals: dict[int, int], count: int, when: str) -> Panel:
+    """The bytes of each rank as bars in its colour, wrapped into as many lines as they need."""
+    largest = max(totals.values()) or 1
+    columns = min(len(totals), NARROW)
     cell = WIDTH / columns
     parts = []
     for i, (rank, nbytes) in enumerate(totals.items()):
         x, y = (i % columns) * cell, (i // columns) * 34
         name = f"rank {rank}" if rank >= 0 else "writer not recorded"
-        parts.append(
-            rect(
-                x, y + 14, (cell - 8) * nbytes / largest, 10, fill=colour(rank, count), title=f"{name}: {nbytes} bytes"
-            )
-        )
+        fill, width = colour(rank, count), (cell - 8) * nbytes / largest
+        parts.append(rect(x, y + 14, width, 10, fill=fill, title=f"{name}: {nbytes} bytes"))
         short = f"{rank}: " if columns == NARROW else f"{name} · "
         parts.append(text(x, y + 11, label(short + format_size(nbytes), cell - 4)))
-    lines = -(-len(totals) // columns)
-    return "".join(parts), lines * 34 + 12.0
+    height = -(-len(totals) // columns) * 34
+    return Panel(f"Bytes per rank{when}", "What each rank wrote.", svg(WIDTH, height, "".join(parts)))
 
 
-def _row(group: Sequence[TensorEntry], y: float, count: int) -> str:
-    entry = group[0]
-    name = _group_name([_name(one) for one in group])
-    parts = [text(LEFT - 10, y + 12, label(name, LEFT - 16), anchor="end")]
+def _pictures(bars: Sequence[_Bar], ranks: int) -> list[str]:
+    """Draw the bars below each other, in pieces that fit on a sheet."""
+    longest = max(map(_nbytes, bars))
+    pictures, body, y = [], "", 0.0
+    for bar in bars:
+        if y + ROW > PAGE:
+            pictures.append(svg(WIDTH, y, body))
+            body, y = "", 0.0
+        body += _row(bar, y, longest, ranks)
+        y += ROW
+    return [*pictures, svg(WIDTH, y + 6, body)]
+
+
+def _row(bar: _Bar, y: float, longest: int, ranks: int) -> str:
+    entry, nbytes = bar[0], _nbytes(bar)
+    parts = [text(LEFT - 10, y + 12, label(_bar_name(bar), LEFT - 16), anchor="end")]
     shape = "x".join(map(str, entry.shape)) or "scalar"
-    times = f"{len(group)} of " if len(group) > 1 else ""
-    parts.append(text(WIDTH - RIGHT + 10, y + 12, label(f"{times}{shape} {entry.dtype}", RIGHT - 14), kind="soft"))
-    across, down = _cut_dimensions(entry)
-    width = WIDTH - LEFT - RIGHT
+    times = f"{len(bar)} of " if len(bar) > 1 else ""
+    facts = f"{format_size(nbytes)} · {times}{shape} {entry.dtype}"
+    parts.append(text(WIDTH - RIGHT + 10, y + 12, label(facts, RIGHT - 14), kind="soft"))
+    across, down = _split_dimensions(entry)
+    length = max(SHORTEST, (WIDTH - LEFT - RIGHT) * nbytes / longest)
+    alike = f"\nand {len(bar) - 1} like it" if len(bar) > 1 else ""
     for part in () if entry.slices.opaque else entry.slices:
-        if not part.nbytes and entry.numel:
+        if not part.nbytes:
             continue
         x, w = _extent(part, entry, across)
         v, h = _extent(part, entry, down)
         parts.append(
             rect(
-                LEFT + x * width,
+                LEFT + x * length,
                 y + 2 + v * (ROW - 4),
-                w * width,
+                w * length,
                 h * (ROW - 4),
-                fill=colour(part.rank, count),
-                title=_title(entry.name, part) + (f"\nand {len(group) - 1} like it" if len(group) > 1 else ""),
+                fill=colour(part.rank, ranks),
+                title=_title(entry.name, part) + alike,
             )
         )
     return "".join(parts)
 
 
-def _cut_dimensions(entry: TensorEntry) -> tuple[int, int]:
-    """The dimension cut into most parts, and the next one; -1 where there is none."""
-    cuts = [(len(set(entry.slices.offsets[:, d].tolist())), -d) for d in range(len(entry.shape))]
-    order = sorted(range(len(cuts)), key=lambda d: cuts[d], reverse=True)
+def _split_dimensions(entry: TensorEntry) -> tuple[int, int]:
+    """Return the dimension that is split into most parts, and the next one; -1 where there is none."""
+    parts = [(len(set(entry.slices.offsets[:, d].tolist())), -d) for d in range(len(entry.shape))]
+    order = sorted(range(len(parts)), key=lambda d: parts[d], reverse=True)
     across = order[0] if order else -1
-    down = order[1] if len(order) > 1 and cuts[order[1]][0] > 1 else -1
+    down = order[1] if len(order) > 1 and parts[order[1]][0] > 1 else -1
     return across, down
 
 
 def _extent(part: TensorSlice, entry: TensorEntry, dim: int) -> tuple[float, float]:
-    if dim < 0 or not entry.shape[dim]:
+    if dim < 0:
         return 0.0, 1.0
     return part.box.offsets[dim] / entry.shape[dim], part.box.sizes[dim] / entry.shape[dim]
 

@@ -1,18 +1,22 @@
-"""Draws the checkpoints of a run over its steps: sizes, what is kept and why, what rotation would delete."""
+"""Draws the checkpoints of a run over its steps: metrics, sizes, what is kept, and what rotation deletes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ckptkit.offline.pictures.page import Panel, escaped, label, rect, svg, text
 from ckptkit.units import format_size
 
 __all__ = ["TimelineItem", "timeline"]
 
-WIDTH, HEIGHT, LEFT, BOTTOM = 1100.0, 300.0, 70.0, 46.0
+WIDTH, LEFT = 1100.0, 90.0
+BARS, CHART = 150.0, 80.0  # user units: the height of the longest bar, and of the line of a metric
+_GAP = 34.0  # between charts
 _LABEL = 46.0  # user units that a step number needs
+_MAX_METRICS = 6
 _COLOURS = {
     "kept": "hsl(212 58% 62%)",
     "pinned": "hsl(42 80% 60%)",
@@ -23,7 +27,8 @@ _COLOURS = {
     "skipped": "#6b7280",
 }
 _ABSENT = "absent"
-_LEGEND = {"delete": "rotation deletes", "skipped": "no checkpoint", _ABSENT: "no longer here"}
+_LEGEND = {"delete": "rotation deletes next", "skipped": "no checkpoint", _ABSENT: "no longer here"}
+_COMMITTED = ("kept", "pinned", "best", "delete")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,7 @@ class TimelineItem:
     state: str
     reason: str
     absent_before: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 def timeline(
@@ -49,62 +55,38 @@ def timeline(
     max_mem: int | None = None,
     exempt: Sequence[str] = (),
 ) -> Panel:
-    """Return the checkpoints as bars in the order of their steps, with the limits of the retention policy.
+    """Return one column per checkpoint in the order of their steps: a point of each metric, and a bar of its size.
 
     Args:
+        max_num, max_mem: The limits of the retention policy, drawn where they fall.
         exempt: What else the policy keeps, in words.
     """
     items = _with_gaps(sorted(items, key=lambda item: (item.step is None, item.step or 0)))  # what has no step last
-    largest = max((item.nbytes for item in items), default=1) or 1
-    room, height = WIDTH - LEFT - 10, HEIGHT - BOTTOM - 30
-    slot = room / max(len(items), 1)
-    parts = [
-        text(LEFT - 8, 38, format_size(largest), kind="soft", anchor="end"),
-        text(LEFT - 8, HEIGHT - BOTTOM, "0", kind="soft", anchor="end"),
-    ]
-    every = max(1, math.ceil(_LABEL / slot))
-    for i, item in enumerate(items):
-        bar = height * item.nbytes / largest
-        width = min(slot * 0.8, 90.0)
-        x = LEFT + i * slot + (slot - width) / 2
-        if item.state == _ABSENT:
-            parts.append(_gap(item, x, width, height / 3))
-            continue
-        title = f"{item.name}\n{format_size(item.nbytes)} · {item.state}\n{item.reason}"
-        # What is not a checkpoint has no size: a sliver shows where it is.
-        parts.append(
-            rect(
-                x,
-                HEIGHT - BOTTOM - max(bar, 3),
-                width,
-                max(bar, 3),
-                fill=_COLOURS.get(item.state, "#9aa4b5"),
-                title=title,
-            )
-        )
-        if i % every == 0:
-            words = label(str(item.step) if item.step is not None else item.name, max(slot, _LABEL))
-            parts.append(text(x + width / 2, HEIGHT - BOTTOM + 14, words, anchor="middle"))
-    parts += _limit_lines(items, slot, max_num, max_mem)
-    shown = [state for state in [*_COLOURS, _ABSENT] if any(item.state == state for item in items)]
-    for i, state in enumerate(shown):
-        if state == _ABSENT:
-            parts.append(_dashed(LEFT + i * 110, HEIGHT - 16, 10, 10, "2 2", ""))
-        else:
-            parts.append(rect(LEFT + i * 110, HEIGHT - 16, 10, 10, fill=_COLOURS[state]))
-        parts.append(text(LEFT + i * 110 + 15, HEIGHT - 7, _LEGEND.get(state, state), kind="soft"))
-    limits = [f"max_num {max_num}"] * (max_num is not None) + [f"max_mem {format_size(max_mem or 0)}"] * (
-        max_mem is not None
-    )
-    limits += exempt
-    words = "One bar per checkpoint; its height shows the bytes of all ranks." + (
-        f" Policy: {', '.join(limits)}." if limits else ""
-    )
-    return Panel("Checkpoints of the run", words, svg(WIDTH, HEIGHT, "".join(parts)))
+    slot = (WIDTH - LEFT - 10) / max(len(items), 1)
+    counts = Counter(name for item in items for name in item.metrics)
+    metrics = [name for name, _ in counts.most_common(_MAX_METRICS)]
+    parts, y = [], 0.0
+    for name in metrics:
+        parts.append(_chart(name, items, slot, y + 20))
+        y += CHART + _GAP
+    base = y + 30 + BARS
+    parts += _bars(items, slot, base)
+    parts += _limit_lines(items, slot, max_num, max_mem, y + 4, base)
+    parts += _legend(items, base + 28)
+    limits = [f"max_num {max_num}"] * (max_num is not None)
+    limits += [f"max_mem {format_size(max_mem or 0)}"] * (max_mem is not None)
+    words = "One bar per checkpoint; its height shows the bytes of all ranks."
+    if metrics:
+        words += " A point above it shows the value of a metric at that step."
+    if len(counts) > len(metrics):
+        words += f" {len(counts) - len(metrics)} more metrics are not drawn."
+    if limits or exempt:
+        words += f" Policy: {', '.join([*limits, *exempt])}."
+    return Panel("Checkpoints of the run", words, svg(WIDTH, base + 42, "".join(parts)))
 
 
 def _with_gaps(items: Sequence[TimelineItem]) -> list[TimelineItem]:
-    """The items, and in the place of those that are gone, one that counts them."""
+    """Return the items, with one for each gap that counts the checkpoints that are gone."""
     found = []
     for item in items:
         if item.absent_before:
@@ -113,27 +95,61 @@ def _with_gaps(items: Sequence[TimelineItem]) -> list[TimelineItem]:
     return found
 
 
-def _gap(item: TimelineItem, x: float, width: float, height: float) -> str:
-    words = f"{item.name} saved in between, now gone"
-    count = text(
-        x + width / 2, HEIGHT - BOTTOM - height / 2 + 4, label(item.name, width + 4), kind="soft", anchor="middle"
-    )
-    return _dashed(x, HEIGHT - BOTTOM - height, width, height, "4 3", words) + count
+def _chart(name: str, items: Sequence[TimelineItem], slot: float, top: float) -> str:
+    """Draw a metric: a line through its values, from the smallest at the bottom to the largest at the top."""
+    values = [(i, item.metrics[name]) for i, item in enumerate(items) if name in item.metrics]
+    finite = [value for _, value in values if math.isfinite(value)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    half = high / 2 - low / 2  # of the span, which may be larger than a float
+    dots, path, pen = [], "", "M"
+    for i, value in values:
+        x, y, fill = LEFT + (i + 0.5) * slot, top, "hsl(300 70% 45%)"
+        if math.isfinite(value):
+            y += CHART * (1 - (value / 2 - low / 2) / half if half else 0.5)
+            path += f"{pen}{x:.1f} {y:.1f}"
+            fill = _COLOURS.get(items[i].state, "#9aa4b5")
+        pen = "L" if math.isfinite(value) else "M"
+        words = escaped(f"{items[i].name}\n{name} {value:.6g}")
+        radius = min(4.0, slot / 2)
+        dots.append(f'<circle cx="{x:.2f}" cy="{y:.2f}" r="{radius:.2f}" fill="{fill}"><title>{words}</title></circle>')
+    scales = {top + 4: high, top + CHART + 4: low} if half else {top + CHART / 2 + 4: low}
+    named = [text(LEFT - 8, y, f"{value:.4g}", kind="soft", anchor="end") for y, value in scales.items() if finite]
+    line = f'<path class="line" d="{path}"/>' if path else ""
+    return text(LEFT, top - 8, label(name, WIDTH - LEFT)) + "".join(named) + line + "".join(dots)
 
 
-def _dashed(x: float, y: float, width: float, height: float, dashes: str, title: str) -> str:
-    inside = f"<title>{escaped(title)}</title>" if title else ""
-    return (
-        f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="none" stroke="#9aa4b5" '
-        f'stroke-dasharray="{dashes}">{inside}</rect>'
-    )
-
-
-def _limit_lines(items: Sequence[TimelineItem], slot: float, max_num: int | None, max_mem: int | None) -> list[str]:
-    """Where each limit of the policy falls, counted from the newest: older ones stay only by exemption."""
-    committed = [
-        i for i, item in enumerate(items) if item.state not in ("in progress", "abandoned", "skipped", _ABSENT)
+def _bars(items: Sequence[TimelineItem], slot: float, base: float) -> list[str]:
+    largest = max((item.nbytes for item in items), default=1) or 1
+    width = min(slot * 0.8, 90.0)
+    free = LEFT  # where the last step number ends
+    parts = [
+        text(LEFT, base - BARS - 14, "size"),
+        text(LEFT - 8, base - BARS + 8, format_size(largest), kind="soft", anchor="end"),
+        text(LEFT - 8, base, "0", kind="soft", anchor="end"),
     ]
+    for i, item in enumerate(items):
+        x = LEFT + i * slot + (slot - width) / 2
+        if item.state == _ABSENT:
+            words = f"{item.name} saved in between, now gone"
+            parts.append(rect(x, base - BARS / 3, width, BARS / 3, title=words, kind="gone"))
+            count = label(item.name, width + 4)
+            parts.append(text(x + width / 2, base - BARS / 6 + 4, count, kind="soft", anchor="middle"))
+            continue
+        height = max(BARS * item.nbytes / largest, 3)  # what is not a checkpoint has no size
+        title = f"{item.name}\n{format_size(item.nbytes)} · {item.state}\n{item.reason}"
+        parts.append(rect(x, base - height, width, height, fill=_COLOURS.get(item.state, "#9aa4b5"), title=title))
+        if x + width / 2 >= free:
+            words = label(str(item.step) if item.step is not None else item.name, max(slot, _LABEL))
+            parts.append(text(x + width / 2, base + 14, words, anchor="middle"))
+            free = x + width / 2 + _LABEL
+    return parts
+
+
+def _limit_lines(
+    items: Sequence[TimelineItem], slot: float, max_num: int | None, max_mem: int | None, top: float, base: float
+) -> list[str]:
+    """Draw where each limit of the policy falls, counted from the newest: older ones stay only by exemption."""
+    committed = [i for i, item in enumerate(items) if item.state in _COMMITTED]
     limits: list[tuple[str, int]] = []
     if max_num is not None and len(committed) > max_num:
         limits.append((f"max_num {max_num}", committed[-max_num]))
@@ -148,9 +164,21 @@ def _limit_lines(items: Sequence[TimelineItem], slot: float, max_num: int | None
     lines = []
     for row, (words, index) in enumerate(limits):
         x = LEFT + index * slot
-        lines.append(f'<path d="M{x:.1f} 4 V{HEIGHT - BOTTOM:.1f}" stroke="currentColor" stroke-dasharray="4 3"/>')
+        lines.append(f'<path class="limit" d="M{x:.1f} {top:.1f} V{base:.1f}"/>')
         left = index == min(i for _, i in limits) and len(limits) > 1  # the words of two limits keep apart
-        lines.append(
-            text(x - 4 if left else x + 4, 11 + 11 * row, words, kind="soft", anchor="end" if left else "start")
-        )
+        where = (x - 4, "end") if left else (x + 4, "start")
+        lines.append(text(where[0], top + 7 + 11 * row, words, kind="soft", anchor=where[1]))
     return lines
+
+
+def _legend(items: Sequence[TimelineItem], top: float) -> list[str]:
+    parts, x = [], LEFT
+    present = {item.state for item in items}
+    for state in [*_COLOURS, _ABSENT]:
+        if state in present:
+            words = _LEGEND.get(state, state)
+            gone = state == _ABSENT
+            parts.append(rect(x, top, 10, 10, fill="" if gone else _COLOURS[state], kind="gone" if gone else ""))
+            parts.append(text(x + 15, top + 9, words, kind="soft"))
+            x += 35 + 6.1 * len(words)
+    return parts
