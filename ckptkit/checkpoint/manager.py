@@ -27,7 +27,7 @@ from ckptkit.checkpoint.save.hf_config import read_side_files
 from ckptkit.checkpoint.save.saver import Prepared, Saver, SaveRequest
 from ckptkit.checkpoint.save.staging import StagingBuffers, stand_ins
 from ckptkit.checkpoint.save.writer_process import WriterProcess
-from ckptkit.checkpoint.state.train_state import StateDictType, TrainState
+from ckptkit.checkpoint.state.train_state import StateDictType, TrainState, check_state
 from ckptkit.errors import CkptkitError, SaveError, UsageError
 from ckptkit.formats.own.record import CommitRecord
 from ckptkit.storage.open import open_store
@@ -208,6 +208,10 @@ class CheckpointManager:
             raise UsageError(f"async_mode={async_mode!r}: expected 'thread' or 'process'.")
         if start_fresh not in ("if_empty", "if_none_committed", "never"):
             raise UsageError(f"start_fresh={start_fresh!r}: expected 'if_empty', 'if_none_committed' or 'never'.")
+        if retention is not None and not isinstance(retention, RetentionPolicy):
+            raise UsageError(
+                f"retention is of type {type(retention).__name__}, expected RetentionPolicy(max_num=3, ...)."
+            )
         self.url = str(url)
         self.retention = retention
         self.rotates: Callable[[CommitRecord], bool] | None = None
@@ -380,7 +384,7 @@ class CheckpointManager:
         except SaveError as error:
             _log.error("the save that was running when the signal arrived failed; saving step %d now: %s", step, error)
         if self._last_saved != step:
-            self.save(step, state, metrics=metrics, client_state=client_state)
+            self.save(step, state, metrics=metrics or {}, client_state=client_state)
         return True
 
     # --- loading
@@ -419,6 +423,7 @@ class CheckpointManager:
             CorruptCheckpointError: The checkpoint is damaged; names file and tensor.
         """
         self._settle()
+        self._coordinator.all_ok(partial(check_state, state, "load(state)"), "checking the state")
         return self._loader.load(state, which, load_options(options, overrides), fallback=fallback)
 
     # --- what there is
@@ -515,7 +520,7 @@ class CheckpointManager:
             step=step,
             state_dict_type=self.state_dict_type,
             tag=tag,
-            metrics=metrics or {},
+            metrics=metrics,
             client_state=client_state,
             overwrite=overwrite,
             given_up=frozenset(self._loader.given_up),
@@ -591,7 +596,7 @@ class CheckpointManager:
         )
         if self._coordinator.is_main:
             _log.info("%s", report.line())
-            _log.info("step %d: %s", report.step, report.phase_line())
+            _log.debug("step %d: %s", report.step, report.phase_line())
         write_trace_file(self._trace, "save", report, rank=self._coordinator.rank)
         if self._on_commit is not None:
             try:

@@ -52,10 +52,7 @@ class RetentionPolicy:
                 raise UsageError(f"max_mem is {self.max_mem!r}, expected more than 0 bytes. For no limit, omit it.")
             object.__setattr__(self, "max_mem", nbytes)
         if self.keep_best is not None:
-            best: Any = self.keep_best
-            if isinstance(best, str):
-                raise UsageError(f"keep_best is {best!r}, expected a metric and a mode: keep_best=({best!r}, 'min').")
-            object.__setattr__(self, "keep_best", _checked_best(tuple(self.keep_best)))
+            object.__setattr__(self, "keep_best", _checked_best(self.keep_best))
 
     @classmethod
     def recorded(cls, stated: Mapping[str, Any]) -> RetentionPolicy:
@@ -100,12 +97,17 @@ def _positive(name: str, value: int | None, advice: str) -> None:
         raise UsageError(f"{name} is {value!r}, expected an integer of at least 1. {advice}")
 
 
-def _checked_best(value: tuple[object, ...]) -> tuple[str, str, int]:
+def _checked_best(given: object) -> tuple[str, str, int]:
+    if isinstance(given, str):
+        raise UsageError(
+            f"keep_best is {given!r}, expected a metric and a mode: keep_best=({given!r}, 'min'), or 'max'."
+        )
+    value = tuple(given) if isinstance(given, (tuple, list)) else ()
     if len(value) == 2:
         value = (*value, 1)
     if len(value) != 3 or not isinstance(value[0], str) or not value[0] or value[1] not in ("min", "max"):
         raise UsageError(
-            f"keep_best is {value!r}, expected (metric, 'min' or 'max', count), for example ('val_loss', 'min', 2)."
+            f"keep_best is {given!r}, expected (metric, 'min' or 'max', count), for example ('val_loss', 'min', 2)."
         )
     count = value[2]
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
@@ -180,8 +182,8 @@ def _exempt(
     if policy.keep_best is not None:
         metric, mode, count = _checked_best(policy.keep_best)
         for place, record in enumerate(rank_by(records, metric, mode)[:count], 1):
-            which = "best" if place == 1 else f"{place}. best"
-            exempt.setdefault(record.name, []).append(f"the {which} by {metric} ({record.metrics[metric]:g})")
+            which = "the best" if place == 1 else f"number {place}"
+            exempt.setdefault(record.name, []).append(f"{which} by {metric} ({record.metrics[metric]:g})")
     if policy.keep_every is not None:
         for record in records:
             if record.step % policy.keep_every == 0:

@@ -8,7 +8,14 @@ from typing import Any
 
 import click
 
-from ckptkit.cli.frame import command_frame, if_interrupted, progress_bar, storage_options_of_both, with_storage_options
+from ckptkit.cli.frame import (
+    command_frame,
+    if_interrupted,
+    is_quiet,
+    progress_bar,
+    storage_options_of_both,
+    with_storage_options,
+)
 from ckptkit.cli.options import Count, GroupedCommand, OneOf, allow_pickle, grouped
 from ckptkit.cli.outcome import explain_interrupts, outcome_options, show_outcome
 from ckptkit.errors import UsageError, command_line
@@ -108,8 +115,7 @@ def command(
         from ckptkit.integrations.hub import push_folder
 
         if_interrupted(f"{dst} is complete, but the upload is not. Continue with: {command_line('push', dst, push)}")
-        quiet = click.get_current_context().meta.get("ckptkit.quiet", False)
-        url = push_folder(dst, push, show_progress=not quiet)
+        url = push_folder(dst, push, show_progress=not is_quiet())
         click.echo(f"pushed to {url}", err=as_json)
 
 

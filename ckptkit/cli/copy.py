@@ -1,4 +1,4 @@
-"""`ckptkit copy`: a checkpoint or a whole run, byte for byte, from any store to any store."""
+"""`ckptkit copy`: copy a checkpoint or a whole run, byte for byte, from any store to any store."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import click
 from ckptkit.cli.frame import (
     command_frame,
     if_interrupted,
+    is_quiet,
     print_json,
     progress_bar,
     storage_options_of_both,
@@ -22,7 +23,7 @@ from ckptkit.cli.outcome import interrupted_words, outcome_options
 @click.command("copy", cls=GroupedCommand)
 @click.argument("src")
 @click.argument("dst")
-@grouped("What")("--all-files", is_flag=True, help="Also files that a commit record does not name.")
+@grouped("What")("--all-files", is_flag=True, help="Also copy files that no commit record names.")
 @allow_pickle("What")
 @outcome_options
 @storage_options_of_both
@@ -30,8 +31,8 @@ from ckptkit.cli.outcome import interrupted_words, outcome_options
 def command(src: str, dst: str, *, as_json: bool, storage_options: tuple[str, ...], **options: Any) -> None:
     """Copy the checkpoint at SRC to DST, or all committed checkpoints of a run, with their optimizer and records.
 
-    The digests of SRC are checked while it is read. A checkpoint appears whole or not at all; those of a run
-    appear oldest first, and the same command again goes on with what is not there yet.
+    The digests of SRC are checked while it is read. A checkpoint appears completely or not at all. Those of a run
+    appear oldest first; run the same command again to copy what is still missing.
     """
     from ckptkit.offline.copy import copy, run_at
     from ckptkit.offline.publish import is_one_of_many
@@ -41,16 +42,16 @@ def command(src: str, dst: str, *, as_json: bool, storage_options: tuple[str, ..
     def words() -> str:
         if run_at(src, storage_options={**(given or {}), **(options["src_storage_options"] or {})}) is None:
             return interrupted_words(dst, overwrite=options["overwrite"])
-        return f"The checkpoints that {dst} shows are whole. Run the same command again to go on."
+        return f"The checkpoints that {dst} shows are complete. Run the same command again to continue."
 
     if_interrupted(words)
     with progress_bar("copy") as progress:
         report = copy(src, dst, storage_options=given, progress=progress, **options)
     if int(os.environ.get("RANK", "0") or 0) > 0 and is_one_of_many():
-        pass  # the report of rank 0 is everybody's
+        pass  # rank 0 prints for all ranks
     elif as_json:
         print_json(report.to_json())
-    elif click.get_current_context().meta["ckptkit.quiet"] and not report.dry_run:
+    elif is_quiet() and not report.dry_run:
         click.echo(report.proof())
     else:
         click.echo("\n".join(report.lines()))

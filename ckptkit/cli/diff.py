@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckptkit.cli.frame import command_frame, print_json, progress_bar, storage_option, with_storage_options
+from ckptkit.cli.frame import (
+    command_frame,
+    is_quiet,
+    note,
+    print_json,
+    progress_bar,
+    storage_option,
+    with_storage_options,
+)
 
 if TYPE_CHECKING:
     from ckptkit.offline.diff import DiffReport, LayerDiff, TensorDiff
@@ -52,13 +60,12 @@ def command(
 
         facts = [("B", report.b), ("equal tensors", str(report.same)), ("different", str(len(report.different)))]
         write_diff_page(report.a, report.changes, facts, html)
-        click.echo(f"wrote {html}", err=True)
+        note(f"wrote {html}")
     if as_json:
         print_json(report.to_json())
     else:
-        meta = click.get_current_context().meta
-        lines = [report.summary()] if meta["ckptkit.quiet"] else _lines(report, every=meta["ckptkit.verbose"])
-        click.echo("\n".join(lines))
+        every = click.get_current_context().meta["ckptkit.verbose"]
+        click.echo("\n".join([report.summary()] if is_quiet() else _lines(report, every=every)))
     if report.differs:
         raise SystemExit(1)
 

@@ -24,6 +24,8 @@ from ckptkit.storage.retry import patient
 __all__ = [
     "command_frame",
     "if_interrupted",
+    "is_quiet",
+    "note",
     "print_json",
     "progress_bar",
     "storage_option",
@@ -146,6 +148,17 @@ def _set_up_logging(*, quiet: bool, verbose: bool) -> None:
     logging.getLogger("ckptkit").setLevel(level)
 
 
+def is_quiet() -> bool:
+    """Return whether --quiet was given: print results and errors only."""
+    return bool(click.get_current_context().meta.get("ckptkit.quiet", False))
+
+
+def note(text: str) -> None:
+    """Print a line on stderr that is not the result, unless --quiet was given."""
+    if not is_quiet():
+        click.echo(text, err=True)
+
+
 def print_json(document: Any) -> None:
     """Print one JSON document on stdout."""
     click.echo(json.dumps(document, indent=2, ensure_ascii=False, default=str))
@@ -154,8 +167,7 @@ def print_json(document: Any) -> None:
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int, str], None] | None]:
     """Give a callback `(bytes done, bytes in all, file at work)` that draws a bar; None where nobody looks."""
-    quiet = click.get_current_context().meta.get("ckptkit.quiet", False)
-    if quiet or not sys.stderr.isatty():
+    if is_quiet() or not sys.stderr.isatty():
         yield None
         return
     from tqdm import tqdm

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckptkit.cli import options as shared
-from ckptkit.cli.frame import command_frame, print_json, storage_option, with_storage_options
+from ckptkit.cli.frame import command_frame, note, print_json, storage_option, with_storage_options
 from ckptkit.errors import UsageError, command_line
 from ckptkit.units import format_count, format_size
 
@@ -53,7 +53,7 @@ def command(
         from ckptkit.offline.pictures.pages import write_inspect_page
 
         write_inspect_page(url, html, other=after, storage_options=options, options=reading)
-        click.echo(f"wrote {html}", err=True)
+        note(f"wrote {html}")
     if as_json:
         print_json(report.to_json())
     elif tensors and not report.tensors:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckptkit.cli.frame import command_frame, print_json, storage_option, with_storage_options
+from ckptkit.cli.frame import command_frame, is_quiet, note, print_json, storage_option, with_storage_options
 from ckptkit.cli.retention import policy_options, stated_policy
 from ckptkit.errors import command_line
 from ckptkit.units import format_duration, format_size
@@ -39,8 +39,10 @@ def command(
     storage_options: tuple[str, ...],
 ) -> None:
     """List the checkpoints of the run at ROOT: step, age, size, type, ranks, metrics, and why rotation keeps or would
-    delete each one. With --quiet, names only. Uses the policy that the run recorded; limits given here replace its
-    limits."""
+    delete each one.
+
+    Uses the policy that the run recorded; limits given here replace its limits. With --quiet, prints names only.
+    """
     from ckptkit.offline.listing import list_run
 
     policy = stated_policy()
@@ -50,10 +52,10 @@ def command(
         from ckptkit.offline.pictures.pages import write_run_page
 
         write_run_page(listing, html)
-        click.echo(f"wrote {html}", err=True)
+        note(f"wrote {html}")
     if as_json:
         print_json(listing.to_json())
-    elif click.get_current_context().meta["ckptkit.quiet"]:
+    elif is_quiet():
         click.echo("\n".join(row.name for row in listing.checkpoints if row.state == "committed"))
     else:
         click.echo("\n".join(_lines(listing, every=every)))

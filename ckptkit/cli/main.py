@@ -49,12 +49,12 @@ _EXAMPLES = {
     ),
     "copy": ("copy RUN s3://bucket/run", "copy s3://bucket/run/best BEST", "remote.md"),
     "inspect": ("inspect RUN/latest --depth 2", "inspect RUN/latest --html map.html", "getting-started.md"),
-    "ls": ("ls RUN", "ls RUN --max-num 3  # what this policy would delete", "getting-started.md"),
+    "ls": ("ls RUN", "ls RUN --max-num 3  # what this policy would delete", "rotation.md"),
     "verify": ("verify RUN", "verify s3://bucket/run/latest --quick", "how-to-recover.md"),
     "diff": ("diff RUN/latest~1 RUN/latest", "diff RUN OUT --exclude '*lora*'", "getting-started.md"),
-    "prune": ("prune RUN --max-num 3 --dry-run", "prune RUN --max-mem 2TB --keep-every 1000", "getting-started.md"),
-    "pin": ("pin RUN/best", "pin RUN/1200 --why 'table 2 of the paper'", "getting-started.md"),
-    "unpin": ("unpin RUN/best", "unpin RUN/1200", "getting-started.md"),
+    "prune": ("prune RUN --max-num 3 --dry-run", "prune RUN --max-mem 2TB --keep-every 1000", "rotation.md"),
+    "pin": ("pin RUN/best", "pin RUN/1200 --why 'table 2 of the paper'", "rotation.md"),
+    "unpin": ("unpin RUN/best", "unpin RUN/1200", "rotation.md"),
     "push": ("push OUT me/model", "push OUT me/model --private", "how-to-vllm.md"),
 }
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from ckptkit.cli.frame import if_interrupted, print_json
+from ckptkit.cli.frame import if_interrupted, is_quiet, print_json
 from ckptkit.cli.options import Count, grouped
 from ckptkit.units import format_size
 
@@ -88,8 +88,7 @@ def show_outcome(report: ConvertReport, *, as_json: bool) -> None:
     elif as_json:
         print_json({"schema": "ckptkit.convert/1", **report.to_json()})
     else:
-        quiet = click.get_current_context().meta["ckptkit.quiet"]
-        lines = [report.proof()] if quiet else [*report.lines(), *_next(report)]
+        lines = [report.proof()] if is_quiet() else [*report.lines(), *_next(report)]
         lines = report.plan_lines() if report.dry_run else lines
         click.echo("\n".join(lines))
     if report.faults:

@@ -1,4 +1,4 @@
-"""`ckptkit prune`: rotation by hand."""
+"""`ckptkit prune`: delete what the retention policy does not keep."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def command(
     recorded: bool,
     storage_options: tuple[str, ...],
 ) -> None:
-    """Delete the checkpoints of the run at ROOT that the policy does not keep, and leftovers of dead saves.
+    """Delete the checkpoints of the run at ROOT that the policy does not keep, and leftovers of killed saves.
 
-    The newest, the best, the pinned, and files that are not ours, stay. The policy is the one that the run
-    recorded; limits given here take the place of its limits.
+    Never deletes the newest checkpoint, the best, a pinned one, or files that ckptkit did not write. Uses the policy
+    that the run recorded; limits given here replace its limits.
     """
     from ckptkit.offline.prune import prune
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ckptkit.cli.frame import command_frame, if_interrupted, print_json
+from ckptkit.cli.frame import command_frame, if_interrupted, is_quiet, print_json
 
 
 @click.command("push")
@@ -21,8 +21,7 @@ def command(folder: str, repo: str, private: bool | None, revision: str | None, 
     if_interrupted(
         f"{repo} received all of {folder} in one commit, or nothing. Run the same command again to continue."
     )
-    quiet = click.get_current_context().meta.get("ckptkit.quiet", False)
-    url = push_folder(folder, repo, private=private, revision=revision, show_progress=not quiet)
+    url = push_folder(folder, repo, private=private, revision=revision, show_progress=not is_quiet())
     if as_json:
         print_json({"schema": "ckptkit.push/1", "repo": repo, "url": url})
     else:

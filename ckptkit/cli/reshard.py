@@ -1,4 +1,4 @@
-"""`ckptkit reshard`: a checkpoint of one cluster size into one of another."""
+"""`ckptkit reshard`: rewrite a checkpoint for another cluster size."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _what = grouped("What")
 def command(
     src: str, dst: str, *, world_size: int, type_: str, as_json: bool, storage_options: tuple[str, ...], **options: Any
 ) -> None:
-    """Write the checkpoint at SRC for another number of ranks or another mesh to DST: model, optimizer,
-    masters, schedulers. File r of DST holds just what rank r of the new job will ask for."""
+    """Rewrite the checkpoint at SRC for another number of ranks or another mesh: model, optimizer, masters,
+    schedulers. File r of DST contains exactly what rank r of the new job loads."""
     from ckptkit.offline.reshard import reshard
 
     explain_interrupts(dst, overwrite=options["overwrite"])

@@ -39,10 +39,9 @@ def command(
     as_json: bool,
     storage_options: tuple[str, ...],
 ) -> None:
-    """Check that the checkpoint at URL is complete and undamaged. Exit code 1 where damage was found.
+    """Check that the checkpoint at URL is complete and undamaged. Exit code 1 if it is damaged.
 
-    Records that cannot be read without the class of their tensor are listed; their checksums are compared, and they are
-    no damage.
+    Tensors of unknown classes are listed. Only their checksums are compared, and they do not count as damage.
     """
     from ckptkit.formats.options import ReadOptions
     from ckptkit.offline.verify import verify

@@ -72,13 +72,13 @@ def test_a_step_is_saved_once_unless_it_is_to_be_replaced(tmp_path: Path) -> Non
     assert loaded.model.weight[0, 0].item() == 3.0
 
 
-def test_one_line_closes_a_save_and_one_says_where_the_time_went(
+def test_one_line_closes_a_save_and_a_debug_line_says_where_the_time_went(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with CheckpointManager(tmp_path, retention=RetentionPolicy(max_num=2)) as manager:
         for step in (100, 200, 300):
             caplog.clear()
-            with caplog.at_level(logging.INFO, logger=manager_module.__name__):
+            with caplog.at_level(logging.DEBUG, logger=manager_module.__name__):
                 manager.save(step, state())
     line, phases = [r.getMessage() for r in caplog.records if r.name == manager_module.__name__]
     assert phases.startswith("step 300: plan ") and ", commit " in phases

@@ -258,7 +258,7 @@ class Loader:
                 _log.info("not loaded: %s (%s)", name, reason)
             for note in report.notes:
                 _log.info("%s", note)
-            _log.info("step %s: %s", report.step, report.phase_line())
+            _log.debug("step %s: %s", report.step, report.phase_line())
         write_trace_file(self._trace, "load", report, rank=self._coordinator.rank)
 
 

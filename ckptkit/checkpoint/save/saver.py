@@ -22,7 +22,7 @@ from ckptkit.checkpoint.save.hf_config import side_files
 from ckptkit.checkpoint.save.local import LocalTensors
 from ckptkit.checkpoint.save.replicas import Fingerprints, holding, part_ways, warn_of
 from ckptkit.checkpoint.state.local_part import layout_of
-from ckptkit.checkpoint.state.train_state import Captured, StateDictType, TrainState, capture
+from ckptkit.checkpoint.state.train_state import Captured, StateDictType, TrainState, capture, check_state
 from ckptkit.checkpoint.state.values import Seen, decode
 from ckptkit.digests import hex_digest_of
 from ckptkit.errors import UsageError
@@ -85,7 +85,7 @@ class SaveRequest:
     """The caller's request.
 
     Attributes:
-        metrics: Measured values; they determine `best`.
+        metrics: Measured values; they determine `best`. None: the caller passed none.
         client_state: JSON of the caller, stored in the commit record.
         overwrite: Replace a committed checkpoint of the same name, once the new one is complete.
         given_up: Names of damaged checkpoints that a load fell back from; they are replaced, too.
@@ -96,7 +96,7 @@ class SaveRequest:
     step: int
     state_dict_type: StateDictType
     tag: str | None = None
-    metrics: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] | None = None
     client_state: Any = None
     overwrite: bool = False
     given_up: frozenset[str] = frozenset()
@@ -153,6 +153,7 @@ class Saver:
         self._coordinator = coordinator
         self._lease = lease
         self._objective = objective
+        self._ranked = False  # whether a save had metrics
         self._sync = sync
         self._max_shard_bytes = max_shard_bytes
         self.seen: Inventory | None = None
@@ -178,11 +179,13 @@ class Saver:
         captured = Captured()
         with clock.phase("plan"):
             try:
+                check_state(state, "save(step, state)")
                 if self._coordinator.is_main:  # only rank 0's are written
-                    check_given(request.metrics, request.client_state)
+                    check_given(request.metrics or {}, request.client_state)
+                    self._check_ranked(request)
                 overwrite = request.overwrite or checkpoint_name(request.step, request.tag) in request.given_up
                 # Copies, because the record is written when training continues.
-                metrics, client_state = dict(request.metrics), copy.deepcopy(request.client_state)
+                metrics, client_state = dict(request.metrics or {}), copy.deepcopy(request.client_state)
                 request = replace(request, overwrite=overwrite, metrics=metrics, client_state=client_state)
                 captured = capture(state, rank=self._coordinator.rank, step=request.step, seen=self._seen)
             except BaseException as error:  # noqa: BLE001  the boundary of a rank: `settle` raises it
@@ -236,7 +239,7 @@ class Saver:
                 "state_dict_type": request.state_dict_type.value,
                 "manifest": MANIFEST_NAME,
                 "mesh": prepared.mesh,
-                "metrics": dict(request.metrics),
+                "metrics": dict(request.metrics or {}),
                 "client_state": request.client_state,
                 "objective": self._objective,
                 "versions": _versions(),
@@ -262,6 +265,28 @@ class Saver:
             self._transfers = None
 
     # --- steps
+
+    def _check_ranked(self, request: SaveRequest) -> None:
+        """Raise, or warn once, if `keep_best` has nothing to rank this save by.
+
+        Once a save had metrics, later ones are not checked: a job that saves before it ends may have none.
+        """
+        if self._objective is None or self._ranked:
+            return
+        metric = self._objective[0]
+        if request.metrics is None:
+            raise UsageError(
+                f"keep_best ranks checkpoints by {metric!r}, but this save has no metrics. Pass metrics={{{metric!r}: "
+                "...}; where nothing was evaluated, metrics={}."
+            )
+        self._ranked = bool(request.metrics)
+        if request.metrics and metric not in request.metrics:
+            _log.warning(
+                "keep_best ranks checkpoints by %r; step %d has only %s",
+                metric,
+                request.step,
+                ", ".join(request.metrics),
+            )
 
     def _plan(
         self, captured: Captured, state: TrainState, request: SaveRequest, clock: PhaseClock

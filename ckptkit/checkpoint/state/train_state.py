@@ -26,6 +26,7 @@ __all__ = [
     "PerRank",
     "Captured",
     "capture",
+    "check_state",
     "check_whole",
     "model_tensors",
     "computed_state",
@@ -308,6 +309,28 @@ def _may_take(modules: Mapping[str, torch.nn.Module], name: str) -> bool:
         or module._load_state_dict_pre_hooks
         for module in around
     )
+
+
+def check_state(state: object, call: str) -> None:
+    """Check that the `state` of a call, such as "load(state)", is a TrainState of modules and optimizers.
+
+    Raises:
+        UsageError: It says what was passed, and what to pass.
+    """
+    if not isinstance(state, TrainState):
+        given = "model=model, optimizer=optimizer"
+        if isinstance(state, Mapping) and not state.keys() - TrainState.__slots__:
+            given = ", ".join(f"{name}=..." for name in state) or given
+        hint = " The step comes first." if isinstance(state, int) else ""
+        raise UsageError(f"{call}: state is of type {type(state).__name__}, expected TrainState({given}).{hint}")
+    for kind in ("model", "optimizer"):
+        for name, item in state._named(kind).items():
+            if isinstance(item, type) or not callable(getattr(item, "state_dict", None)):
+                what = item.__name__ if isinstance(item, type) else f"of type {type(item).__name__}"
+                raise UsageError(
+                    f"TrainState({kind}=...): {name or 'it'} is {what}, expected an object with state_dict(). Pass the "
+                    f"{kind} itself, not its class or its state dict."
+                )
 
 
 def check_whole(state: TrainState) -> None:

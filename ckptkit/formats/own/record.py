@@ -65,7 +65,7 @@ _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 def step_name(step: int) -> str:
     """Return the directory of `step`: 1200 -> "step_00001200". Raises UsageError."""
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= _MAX_STEP:
-        raise UsageError(f"step {step!r} is no step: it must be an int from 0 to {_MAX_STEP}.")
+        raise UsageError(f"step is {step!r:.80}, expected an int from 0 to {_MAX_STEP}.")
     return f"step_{step:08d}"
 
 
