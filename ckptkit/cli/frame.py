@@ -166,7 +166,7 @@ def print_json(document: Any) -> None:
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int, str], None] | None]:
-    """Give a callback `(bytes done, bytes in all, file at work)` that draws a bar; None where nobody looks."""
+    """Give a callback (bytes done, bytes in all, "FILE" or "PHASE: FILE") that draws a bar; None without a terminal."""
     if is_quiet() or not sys.stderr.isatty():
         yield None
         return
@@ -177,10 +177,15 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int, str], None] | None]
     ) as bar:
 
         def update(done: int, total: int, what: str) -> None:
+            if done < bar.n:  # the result is read back
+                bar.reset()
             bar.total = total
-            if what:
-                bar.set_postfix_str(what[-30:], refresh=False)
+            phase, _, file = what.rpartition(": ")
+            if file:
+                bar.set_postfix_str(file[-30:], refresh=False)
             bar.update(done - bar.n)
+            if bar.desc != f"{phase or title}: ":
+                bar.set_description(phase or title)
 
         yield update
 

@@ -26,8 +26,8 @@ def command(url: str, why: str, as_json: bool, storage_options: tuple[str, ...])
     try:
         name = pin_forever(resolve_checkpoint(url, storage_options=options), why, storage_options=options)
     except CheckpointNotFoundError as error:
-        raise UsageError(
-            f"{url} is not a committed checkpoint of ckptkit, and only those can be pinned. To list them: "
+        raise CheckpointNotFoundError(
+            f"{error} Only committed checkpoints of ckptkit can be pinned. To list them: "
             + command_line("ls", url.rstrip("/").rpartition("/")[0] or ".")
         ) from error
     if as_json:

@@ -34,7 +34,7 @@ from ckptkit.storage.store import split_url
 __all__ = [
     "Source",
     "identify",
-    "nearest",
+    "not_there",
     "open_source",
     "FORMATS",
     "RECORD",
@@ -359,20 +359,20 @@ def _refuse_empty(store: Store, url: str) -> None:
     if is_directory(store) and os.path.isdir(store.url):
         raise CheckpointNotFoundError(f"{url} is an empty directory. Expected {_EXPECTED}.")
     if is_directory(store):
-        raise CheckpointNotFoundError(f"{url} does not exist. {nearest(store.url)}")
+        raise CheckpointNotFoundError(not_there(url, store.url))
     raise CheckpointNotFoundError(f"{url} does not exist, or holds nothing. Expected {_EXPECTED}.")
 
 
-def nearest(path: str) -> str:
-    """Describe which part of a missing path exists, and suggest a similar path."""
+def not_there(url: str, path: str) -> str:
+    """Say that `url` does not exist: suggest a path like `path`, or say which part of it exists."""
     missing, parent = path, os.path.dirname(path)
     while not os.path.isdir(parent) and parent != os.path.dirname(parent):
         missing, parent = parent, os.path.dirname(parent)
     with contextlib.suppress(OSError):
         near = difflib.get_close_matches(os.path.basename(missing), sorted(os.listdir(parent)), n=1)
         if near:
-            return f"Did you mean {os.path.join(parent, near[0])}{path[len(missing) :]}?"
-    return "Its directory exists." if missing == path else f"Nor does {missing}; {parent} does."
+            return f"{url} does not exist. Did you mean {os.path.join(parent, near[0])}{path[len(missing) :]}?"
+    return f"{url} does not exist ({'its parent does' if missing == path else f'nor does {missing}; {parent} does'})."
 
 
 def _unknown(place: Candidate, url: str) -> CkptkitError:

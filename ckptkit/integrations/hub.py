@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ckptkit.errors import CheckpointNotFoundError, StorageError, UsageError, command_line
-from ckptkit.formats.detect import nearest
+from ckptkit.formats.detect import not_there
 from ckptkit.redact import keep_secret, without_secrets
 from ckptkit.storage.retry import call_with_retries
 from ckptkit.storage.store import split_url
@@ -49,7 +49,7 @@ def push_folder(
         raise UsageError(f"{without_secrets(folder)}: only a local folder can be pushed. Convert to a local DST first.")
     place = Path(folder)
     if not place.exists():
-        raise CheckpointNotFoundError(f"{folder} does not exist. {nearest(str(place.absolute()))}")
+        raise CheckpointNotFoundError(not_there(str(folder), str(place.absolute())))
     weights = [path for path in place.glob("*.safetensors") if path.is_file()]
     if not weights:
         raise CheckpointNotFoundError(

@@ -139,11 +139,14 @@ class DiffReport:
             "in dtype": len(self.dtypes),
             "in the bytes of records that cannot be interpreted": len(self.records),
         }
-        return f"different: {', '.join(f'{n} {what}' for what, n in found.items() if n)}; equal: {self.same}{values}"
+        different = ", ".join(f"{n} {what}" for what, n in found.items() if n)
+        return f"different: {different}; equal: {self.same} tensors{values}"
 
     def layers(self) -> dict[str, LayerDiff]:
-        """Return the differences by layer, separately for weights and each optimizer state: the model first, then by
-        largest change. Tensors outside of layers are listed individually."""
+        """Return the differences of the model by layer, then those of each optimizer state, by largest change.
+
+        Tensors of the model outside of layers have an entry each.
+        """
         from ckptkit.offline.pictures.heat_map import layer_of
 
         found: dict[tuple[int, str], list[TensorDiff]] = {}

@@ -231,12 +231,10 @@ def nothing_of_ours(url: str, inventory: Inventory, root: Store) -> str:
     if found is None and above and NAMED_CHECKPOINT.fullmatch(name):
         return f"{url} is one checkpoint; to list its run: {command_line('ls', above)}"
     if found is None:
-        from ckptkit.formats.detect import (
-            nearest,
-        )  # lazy: it imports numpy, which is slow
+        from ckptkit.formats.detect import not_there  # lazy: it imports numpy, which is slow
 
-        near = f" {nearest(root.url)}" if is_directory(root) else ""
-        return f"{url} does not exist.{near} The root of a run is the directory that contains step_... directories."
+        missing = not_there(url, root.url) if is_directory(root) else f"{url} does not exist."
+        return f"{missing} The root of a run is the directory that contains step_... directories."
     look = f"To inspect another system's checkpoint: {command_line('inspect', url)}"
     if found.kind != "directory" and name == LATEST_HINT:
         return f"{url} is one checkpoint; to list its run: {command_line('ls', above)}"

@@ -93,7 +93,7 @@ def prove_equal(
     bytes.
 
     Args:
-        progress: Called with (bytes of the result read, bytes in all, the file) by one worker at a time.
+        progress: Called with (bytes of the result read, bytes in all, "verify: FILE") by one worker at a time.
 
     Raises:
         IntegrityError: Some tensors differ; names them.
@@ -221,7 +221,7 @@ class _Prover:
         if self._progress is not None:
             with self._lock:
                 self._done += nbytes
-                self._progress(self._done, self._total, self._plan.files[file].path)
+                self._progress(self._done, self._total, f"verify: {self._plan.files[file].path}")
 
     # --- the source: slice by slice where the target is a copy of one entry, else as the plan's parts say
 

@@ -195,6 +195,7 @@ def _with_bar(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, *, quiet: bo
                 update(1_000_000, 4_000_000, "model-00001.safetensors")
                 time.sleep(0.15)  # tqdm draws ten times a second at most
                 update(4_000_000, 4_000_000, "model-00001.safetensors")
+                update(1_000_000, 4_000_000, "verify: model-00001.safetensors")
     return stream.getvalue()
 
 
@@ -203,6 +204,7 @@ def test_a_terminal_sees_bytes_rate_and_file(monkeypatch: pytest.MonkeyPatch) ->
     assert "4.00M" in drawn
     assert "B/s" in drawn
     assert "model-00001.safetensors" in drawn
+    assert drawn.index("convert: ") < drawn.index("verify: ")
 
 
 def test_a_pipe_sees_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:

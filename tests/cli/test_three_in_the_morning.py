@@ -226,7 +226,7 @@ def test_a_name_that_a_run_of_one_does_not_have_names_the_one(root: Path, name: 
 def test_latest_of_another_systems_run_says_what_to_give(zoo: Path) -> None:
     result = run("inspect", zoo / "deepspeed_zero2_bf16_w2" / "ckpt" / "latest")
     assert result.exit_code == 1
-    assert "newest step is taken where its root is given" in result.stderr
+    assert "newest step of another system" in result.stderr
 
 
 def test_a_protocol_with_one_slash_gets_a_guess() -> None:
@@ -245,8 +245,24 @@ def test_the_root_of_a_run_is_its_newest_for_pins_too(root: Path, verb: str) -> 
 @pytest.mark.parametrize("verb", ["pin", "unpin"])
 def test_what_is_no_checkpoint_can_not_be_pinned(tmp_path: Path, verb: str) -> None:
     result = run(verb, tmp_path / "nosuch", *(["--why", "x"] if verb == "pin" else []))
-    assert result.exit_code in (1, 2)
+    assert result.exit_code == 1
     assert "nosuch" in result.stderr
+
+
+MISSING = [
+    *([verb] for verb in ("inspect", "verify", "pin", "unpin", "ls", "prune")),
+    *([verb, "OUT"] for verb in ("convert", "copy")),
+    ["reshard", "OUT", "--world-size", "2"],
+    ["diff", "nosuch"],
+    ["push", "me/model"],
+]
+
+
+@pytest.mark.parametrize("words", MISSING, ids=lambda words: words[0])
+def test_every_command_answers_a_missing_checkpoint_with_exit_code_1(words: list[str], tmp_path: Path) -> None:
+    result = run(words[0], tmp_path / "nosuch", *words[1:])
+    assert result.exit_code == 1, result.output
+    assert "does not exist" in result.stderr
 
 
 def test_after_without_a_page_is_wrong_usage(root: Path) -> None:
@@ -266,7 +282,7 @@ def test_a_path_that_is_not_there_gets_a_guess(root: Path, tmp_path: Path, verb:
 def test_a_path_like_nothing_that_is_there_says_how_far_it_exists(tmp_path: Path) -> None:
     result = run("inspect", tmp_path / "x" / "y")
     assert result.exit_code == 1
-    assert f"does not exist. Nor does {tmp_path}/x; {tmp_path} does." in result.stderr
+    assert f"does not exist (nor does {tmp_path}/x; {tmp_path} does)." in result.stderr
 
 
 @pytest.mark.parametrize("url", ["s3://", "s3:///run", "gs://"])

@@ -281,8 +281,8 @@ def test_nothing_in_common_is_said() -> None:
 
 @pytest.mark.parametrize(("name", "layer"), [
     ("model.layers.3.mlp.w", (0, "model.layers.3")), ("lm_head.weight", (0, "lm_head.weight")),
-    ("optimizer: model.layers.3.mlp.w exp_avg", (1, "optimizer: model.layers.3 exp_avg")),
-    ("optimizer: lm_head.weight step", (2, "optimizer: step")),
-    ("master: model.layers.3.mlp.w", (1, "master: model.layers.3")), ("rng.0.torch", (2, "rng.0.torch"))])  # fmt: skip
+    ("optimizer: model.layers.3.mlp.w exp_avg", (1, "optimizer: exp_avg")),
+    ("optimizer: lm_head.weight step", (1, "optimizer: step")),
+    ("master: model.layers.3.mlp.w", (1, "master")), ("rng.0.torch", (2, "rng.0.torch"))])  # fmt: skip
 def test_what_is_summed_by_layer_is_of_one_kind(name: str, layer: tuple[int, str]) -> None:
     assert layer_of(name) == layer

@@ -91,7 +91,7 @@ def _refuse_nothing(root: Store, inventory: Inventory, name: str) -> None:
     )
     raise CheckpointNotFoundError(
         f"{root.url} has no committed checkpoint of ckptkit, so {name!r} names nothing{there}. "
-        f"Of another system's run, the newest step is taken where its root is given: {root.url}"
+        f"To use the newest step of another system's run, give its root: {root.url}"
     )
 
 

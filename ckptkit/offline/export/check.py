@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +26,12 @@ __all__ = [
     "Comparison",
     "absent_layers",
     "compare_with_base",
+    "shown",
     "unexpected_buffers",
 ]
 
-# Compares an export with its model: names, shapes, dtypes.
-
-
+_log = logging.getLogger(__name__)
+_SHOWN = 5  # faults of each kind
 # Buffers that old versions of transformers stored and all versions compute.
 _LAYER = re.compile(r"(?:.*\.)?(?:layers?|blocks?|h)\.(\d+)\..*")
 _COMPUTED = re.compile(r".*(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached|\.attn\.(bias|masked_bias)|position_ids)")
@@ -154,7 +155,7 @@ def check_export(store: Store, *, base: BaseModel | None = None, use_config: boo
 
     Raises:
         CorruptCheckpointError: Index and files differ, or a file is not in the index.
-        CheckpointMismatchError: Names or shapes differ; lists all.
+        CheckpointMismatchError: Names or shapes differ; lists the first of each kind.
         MissingExtraError: `use_config` without transformers and without a base.
     """
     catalog = safetensors.open_catalog(store)
@@ -210,7 +211,21 @@ def _check_names(catalog: Catalog, base: BaseModel) -> None:
     faults += [f"unexpected: {name}" for name in found.unexpected]
     faults += found.shapes
     if faults:
-        raise CheckpointMismatchError(f"the export does not fit {base.where}:\n  " + "\n  ".join(faults))
+        raise CheckpointMismatchError(f"the export does not fit {base.where}:\n  " + "\n  ".join(shown(faults)))
+
+
+def shown(faults: Sequence[str]) -> list[str]:
+    """Return the first five faults of each kind and the number of the others; the debug log (-v) has all of them."""
+    kinds: dict[str, list[str]] = {}
+    for fault in faults:
+        kinds.setdefault(fault.partition(":")[0], []).append(fault)
+    lines = []
+    for kind, items in kinds.items():
+        lines += items[:_SHOWN]
+        if len(items) > _SHOWN:
+            lines.append(f"... and {len(items) - _SHOWN} more of {len(items)} ({kind}); --verbose lists them")
+            _log.debug("%s", "\n  ".join(items))
+    return lines
 
 
 def _check_index(store: Store, catalog: Catalog) -> bool:

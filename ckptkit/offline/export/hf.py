@@ -244,8 +244,10 @@ def _adapter_tensors(draft: _Draft, split: AdapterSplit) -> dict[str, OutputTens
 def _finish(draft: _Draft, tensors: dict[str, OutputTensor], kind: Literal["model", "adapter"], url: str) -> HFExport:
     _check_dtypes(tensors)
     if draft.faults and draft.options.strict:
+        from ckptkit.offline.export.check import shown
+
         raise CheckpointMismatchError(
-            f"the checkpoint does not match {draft.base.where}:\n  " + "\n  ".join(draft.faults) + _advice(draft)
+            f"the checkpoint does not match {draft.base.where}:\n  " + "\n  ".join(shown(draft.faults)) + _advice(draft)
         )
     counts = _elements_by_dtype(tensors)
     config = _config(draft, tensors, counts) if kind == "model" else None

@@ -27,16 +27,13 @@ def split_layer(fqn: str) -> tuple[str, str]:
 def layer_of(name: str) -> tuple[int, str]:
     """Return the row of a tensor in a summary by layer, and its group: the model (0), the optimizer (1), others (2).
 
-    A tensor outside of layers has a row of its own; the step counters of an optimizer share one.
+    Each state of the optimizer is one row, and so is each tensor outside of layers.
     """
     match = _PREFIXED.match(name)
-    if match is None:
-        other = name.startswith(_ASIDE)
-        return 2 * other, name if other else split_layer(name)[0] or name
-    if match["state"] == _COUNTER:
-        return 2, f"{match['part']}: step"
-    layer = split_layer(match["fqn"])[0]
-    return 1, f"{match['part']}: {layer} {match['state'] or ''}".rstrip() if layer else name
+    if match is not None:
+        return 1, _part(name)[0]
+    other = name.startswith(_ASIDE)
+    return 2 * other, name if other else split_layer(name)[0] or name
 
 
 def heat_maps(changes: Mapping[str, float]) -> list[Panel]:

@@ -58,7 +58,7 @@ def shard_maps(entries: Iterable[TensorEntry], *, when: str = "") -> list[Panel]
 
 
 def _explanation(bars: Sequence[_Bar], drawn: Sequence[_Bar], hidden: int) -> str:
-    words = ["A bar is as long as its tensors are large, and split by rank. Hover over a slice for its place and file."]
+    words = ["Length shows bytes, colour shows the rank. Hover over a slice for its place and file."]
     shown, count = sum(map(len, drawn)), sum(map(len, bars))
     if len(drawn) < shown:
         words.append("Tensors with the same shape and sharding share a bar.")
