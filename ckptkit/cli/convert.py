@@ -66,7 +66,7 @@ dtype_option = _what(
 @_what("--exclude", multiple=True, metavar="GLOB", help="Not these tensors; may be given several times.")
 @_model("--base", metavar="DIR_OR_REPO", help="Provides config, tokenizer and the expected names, shapes and dtypes.")
 @_model("--untie", is_flag=True, help="Keep a head that differs from the embedding, and correct the config.")
-@_model("--merge-adapter", is_flag=True, help="Merge LoRA adapters into the weights, as PEFT does.")
+@_model("--merge-adapter", is_flag=True, help="Merge LoRA adapters into the weights of SRC or --base.")
 @_model("--adapter-config", metavar="FILE", help="PEFT's adapter_config.json, if the checkpoint has none.")
 @_names("--key-map", metavar="NAME_OR_FILE", help="A built-in key map, or a file of rules (docs/key-maps.md).")
 @_names("--strip-prefix", metavar="P", help="Remove this prefix from every name.")

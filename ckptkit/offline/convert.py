@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from ckptkit.errors import UsageError
+from ckptkit.errors import CheckpointNotFoundError, UnsupportedFormatError, UsageError
 from ckptkit.formats.options import ReadOptions
 from ckptkit.gc_pause import collector_paused
 from ckptkit.offline.conversion import Converted, ConvertReport, How, carry_out
@@ -123,8 +124,44 @@ def convert(  # noqa: PLR0913 - one argument an option
         to, dtype, weights, base, key_map, strip_prefix, tuple(include), tuple(exclude), merge_adapter, untie,
         adapter_config, not dry_run,
     )  # fmt: skip
+    if merge_adapter and base is not None:
+        source, choice = _with_base(source, choice, together=not dry_run, storage_options=storage_options)
     chosen = choose(source, choice, storage_options)
     return write(src, source, chosen, choice, output, storage_options=here, started=started)
+
+
+def _with_base(
+    source: Source, choice: TensorChoice, *, together: bool, storage_options: Mapping[str, Any] | None
+) -> tuple[Source, TensorChoice]:
+    """Return an adapter joined with the weights of --base, if it lacks the weights that it changes."""
+    from ckptkit.catalog.entry import Role
+    from ckptkit.offline.export.adapters import base_name, changes_base, without_base
+    from ckptkit.offline.export.base import beside_source
+    from ckptkit.offline.export.weights import choose_weights
+    from ckptkit.offline.joined import join
+
+    adapter = source.catalog.by_role(Role.MODEL)
+    if not without_base(adapter):
+        return source, choice
+    try:
+        base = open_pinned(str(choice.base), storage_options=storage_options, together=together)
+    except CheckpointNotFoundError:
+        return source, choice  # config and tokenizer alone, or a repo of the Hub
+    config = choice.adapter_config or beside_source(source.store, source.catalog).adapter_config or {}
+    if changed := changes_base(config):
+        raise UnsupportedFormatError(
+            f"the adapter config has {changed}, with which PEFT changed the base weights before training, so "
+            f"{base.url} may hold others. If it holds the changed ones, remove that setting from a copy of "
+            "adapter_config.json and pass it with --adapter-config; otherwise merge with PEFT."
+        )
+    weights = choose_weights(base.catalog, choice.weights, dtype=choice.dtype)
+    # What PEFT trained in full (modules_to_save, biases) is in the adapter under the base model's names.
+    trained = {base_name(name) for name in adapter}
+    kept = [replace(entry, fqn=name, role=Role.MODEL) for name, entry in weights.entries.items() if name not in trained]
+    joined = join([base, source], [kept, adapter.values()])
+    return joined, replace(
+        choice, base=base.url, weights="model", notes=(f"base weights: {base.url.rpartition('/')[2]}", *weights.notes)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,13 +305,19 @@ def choose(source: Source, choice: TensorChoice, storage_options: Mapping[str, A
         strict=choice.strict,
         notes=choice.notes,
     )
-    known = None
+    known = own = None
     if choice.base is not None:
-        from ckptkit.offline.export.base import open_base
+        from ckptkit.offline.export.base import beside_source, open_base
 
-        known = open_base(choice.base, storage_options=storage_options)
+        if source.joined:  # the base's weights are in it
+            base, adapter = source.joined
+            known = beside_source(base.store, base.catalog)
+            own = beside_source(adapter.store, adapter.catalog)
+        if not os.path.isfile(choice.base):
+            found = open_base(choice.base, storage_options=storage_options)
+            known = found.over(known) if known is not None else found
     if choice.to == "hf":
-        export = plan_export(source.store, source.catalog, base=known, options=options)
+        export = plan_export(source.store, source.catalog, base=known, own=own, options=options)
         return Chosen(
             export.tensors, export.files, export.leftovers, export.missing, export.notes, export.kind, export.checked,
             export.faults,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar, cast
 
@@ -28,21 +28,20 @@ def taken_from(target: Target, index: int) -> Target:
     return replace(target, parts=tuple(replace(part, source=key_in(index, part.source)) for part in target.parts))
 
 
-def join(sources: Sequence[Source], used: Sequence[Collection[str]]) -> Source:
+def join(sources: Sequence[Source], used: Sequence[Iterable[TensorEntry]]) -> Source:
     """Return one source with the `used` tensors of each of `sources`, under the keys of `key_in`.
 
     Its catalog's info is that of the last one. It can only be read.
     """
     store, prefixes = _place(sources)
     tensors: dict[str, TensorEntry] = {}
-    for index, (source, keys) in enumerate(zip(sources, used, strict=True)):
+    for index, entries in enumerate(used):
         moved: dict[int, tuple[Sequence[str], Sequence[str]]] = {}  # tables of paths, which most tensors share
-        for key in keys:
-            entry = source.catalog.tensors[key]
+        for entry in entries:
             paths = entry.slices.paths
             if id(paths) not in moved:
                 moved[id(paths)] = paths, [f"{prefixes[index]}{path}" for path in paths]
-            name = key_in(index, key)
+            name = key_in(index, entry.name)
             tensors[name] = replace(entry, name=name, slices=entry.slices.under(moved[id(paths)][1]))
     catalog = Catalog(tensors, {}, sources[-1].catalog.info)
     return Source(store, catalog, " + ".join(source.url for source in sources), joined=tuple(sources))

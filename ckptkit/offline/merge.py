@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.dtypes import export_dtype
+from ckptkit.catalog.entry import TensorEntry
 from ckptkit.catalog.targets import Target
 from ckptkit.digests import crc32
 from ckptkit.errors import CheckpointMismatchError, CorruptCheckpointError, UnsupportedFormatError, UsageError
@@ -115,8 +116,14 @@ def merge(  # noqa: PLR0913 - one argument an option
     choices = [choice] * (len(opened) - 1) + [replace(choice, notes=(said,))]
     parts = [choose(source, chosen, storage_options) for source, chosen in zip(opened, choices, strict=True)]
     chosen = _combined(opened, parts, factors, dtype, sum_dtype, said)
-    joined = join(opened, [{name for tensor in part.tensors for name in tensor.sources} for part in parts])
+    joined = join(opened, [_used(source, part) for source, part in zip(opened, parts, strict=True)])
     return write(", ".join(sources), joined, chosen, choice, output, storage_options=here, started=started)
+
+
+def _used(source: Source, part: Chosen) -> list[TensorEntry]:
+    """Return the entries that the chosen tensors of one source need."""
+    keys = dict.fromkeys(key for tensor in part.tensors for key in tensor.sources)
+    return [source.catalog.tensors[key] for key in keys]
 
 
 # --- which checkpoints, and their weights

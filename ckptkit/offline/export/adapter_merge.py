@@ -306,9 +306,8 @@ class _Changes:
         if found is None:
             module = name.rpartition(".")[0]
             raise CheckpointMismatchError(
-                f"the adapter changes {module!r}, but its base weight is not in the checkpoint, and "
-                "--merge-adapter needs both in one checkpoint. Export the adapter alone, and merge it with "
-                "PEFT."
+                f"the adapter changes {module!r}, but its base weight is not in the checkpoint. Give --base a "
+                "directory or checkpoint with the base model's weights (a Hub repo has to be downloaded first)."
             )
         return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,12 +16,15 @@ __all__ = [
     "AdapterSplit",
     "LoraPair",
     "adapter_config",
+    "base_name",
+    "changes_base",
     "export_adapter",
     "is_of_parameter",
     "refuse_other_kinds",
     "scaling",
     "split_adapter",
     "target_parameters",
+    "without_base",
 ]
 
 _ROOT = "base_model.model."
@@ -85,6 +88,20 @@ class AdapterSplit:
     names: tuple[str, ...] = ()
     dropped: dict[str, str] = field(default_factory=dict)
     biases: dict[str, Target] = field(default_factory=dict)
+
+
+def without_base(names: Iterable[str]) -> bool:
+    """Return whether these are the names of a LoRA adapter without the weights that it changes."""
+    names = set(names)
+    plain = {base_name(name) for name in names}
+    modules = [m["module"] for name in names if (m := _LORA.fullmatch(_WRAPPED.sub("", name, count=1)))]
+    modules = [_BASE_LAYER.sub(".", f"{module}.").removesuffix(".") for module in modules]
+    return bool(modules) and not any(f"{module}.weight" in plain for module in modules)
+
+
+def base_name(name: str) -> str:
+    """Return the base model's name of a tensor of a PEFT model."""
+    return _BASE_LAYER.sub(".", _WRAPPED.sub("", name, count=1) if _WRAPPED.match(name) else name)
 
 
 def split_adapter(targets: Mapping[str, Target]) -> AdapterSplit | None:
@@ -205,16 +222,19 @@ def export_adapter(split: AdapterSplit, config: Mapping[str, Any]) -> tuple[dict
     others = {name: target for name, target in split.others.items() if not _is_tied_token_adapter(name, split, config)}
     made.update({_ROOT + name: target for name, target in (*others.items(), *split.saved.items())})
     made.update({_ROOT + name: target for name, target in _trained_biases(split, config).items()})
-    start = config.get("init_lora_weights")
+    changed = changes_base(config)
     notes: tuple[str, ...] = ()
-    if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
-        notes = (
-            (
-                f"init_lora_weights={start!r} changed the base weights at the start: the adapter matches only "
-                "those base weights"
-            ),
-        )
+    if changed:
+        notes = (f"{changed} changed the base weights at the start: the adapter matches only those base weights",)
     return {name: replace(target, name=name) for name, target in made.items()}, notes
+
+
+def changes_base(config: Mapping[str, Any]) -> str:
+    """Return the setting with which PEFT changes the base weights when it creates the adapter, "" if there is none."""
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
+        return f"init_lora_weights={start!r}"
+    return "kasa_config" if config.get("kasa_config") else ""
 
 
 def _is_tied_token_adapter(name: str, split: AdapterSplit, config: Mapping[str, Any]) -> bool:

@@ -87,19 +87,25 @@ class _Draft:
 
 
 def plan_export(
-    store: Store, catalog: Catalog, *, base: BaseModel | None = None, options: ExportOptions | None = None
+    store: Store,
+    catalog: Catalog,
+    *,
+    base: BaseModel | None = None,
+    own: BaseModel | None = None,
+    options: ExportOptions | None = None,
 ) -> HFExport:
     """Plan the export of a checkpoint. Reads side files, and tied tensors if their bytes must be compared.
 
     Args:
         base: The model of --base, completed with the checkpoint's own side files.
+        own: These side files; None reads them from `store`.
 
     Raises:
         CheckpointMismatchError: Names collide; names or shapes differ from the base; a tied head differs.
         UnsupportedFormatError: safetensors does not support a dtype, or an adapter has an unknown type.
         UsageError: Options contradict the checkpoint.
     """
-    own = beside_source(store, catalog)
+    own = own or beside_source(store, catalog)
     draft = _draft(catalog, base.over(own) if base is not None else own, options or ExportOptions())
     draft.notes += (*draft.options.notes, *draft.base.notes)
     split = _split_adapter(draft.targets, mapped=draft.options.key_map is not None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -149,6 +150,63 @@ def test_an_adapter_in_float32_is_merged_into_16_bits_as_peft_does(tmp_path: Pat
     adapted = trained(config, tmp_path, dtype="bfloat16", adapter_dtype="float32")
     found = merged(tmp_path, config)
     same_bits(found, expected(adapted, tmp_path))
+
+
+@pytest.fixture
+def apart(tmp_path: Path) -> Any:
+    """Write what PEFT saves of an adapter, and its base beside it; return the model and both places."""
+
+    def written(case: str) -> Any:
+        adapted = trained({"r": 4, "lora_alpha": 6, **CASES[case]}, tmp_path, dtype="bfloat16")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            adapted.save_pretrained(str(tmp_path / "adapter"))
+        torch.manual_seed(1)
+        write(model().to(torch.bfloat16).state_dict(), tmp_path / "base" / "model.safetensors")
+        return adapted, str(tmp_path / "adapter"), str(tmp_path / "base")
+
+    return written
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "kasa"])
+def test_an_adapter_is_merged_into_a_base_that_lies_elsewhere(tmp_path: Path, apart: Any, case: str) -> None:
+    adapted, adapter, base = apart(case)
+    report = convert(adapter, str(tmp_path / "out"), merge_adapter=True, base=base, verify=True)
+    assert "base weights: base" in report.notes
+    same_bits(bits_of(tmp_path / "out" / "model.safetensors"), expected(adapted, tmp_path))
+
+
+def test_the_base_may_be_a_checkpoint_of_another_format_and_on_another_storage(tmp_path: Path, apart: Any) -> None:
+    adapted, adapter, base = apart("modules to save")
+    convert(base, "memory://adapters/base/step_00000007", to="local", world_size=3)
+    convert(adapter, str(tmp_path / "out"), merge_adapter=True, base="memory://adapters/base/step_00000007")
+    same_bits(bits_of(tmp_path / "out" / "model.safetensors"), expected(adapted, tmp_path))
+
+
+@pytest.mark.parametrize(("case", "setting"), [("kasa", {}), ("dora", {"init_lora_weights": "pissa_niter_4"})])
+def test_a_base_that_the_adapter_may_not_match_is_refused(
+    tmp_path: Path, apart: Any, case: str, setting: dict[str, Any]
+) -> None:
+    _, adapter, base = apart(case)
+    config = {**json.loads(Path(adapter, "adapter_config.json").read_text()), **setting}
+    Path(adapter, "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedFormatError, match="with which PEFT changed the base weights before training"):
+        convert(adapter, str(tmp_path / "out"), merge_adapter=True, base=base)
+
+
+def test_a_base_without_weights_or_with_others_is_refused(tmp_path: Path, apart: Any) -> None:
+    _, adapter, base = apart("dora")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_text("{}")
+    with pytest.raises(CheckpointMismatchError, match="Give --base a directory or checkpoint with the base"):
+        convert(adapter, str(tmp_path / "out"), merge_adapter=True, base=str(tmp_path / "empty"))
+    write({"other.weight": torch.ones(2)}, Path(base, "model.safetensors"))
+    with pytest.raises(CheckpointMismatchError, match="base weight is not in the checkpoint"):
+        convert(adapter, str(tmp_path / "out"), merge_adapter=True, base=base)
+    Path(base, "model.safetensors").write_bytes(b"damaged!")
+    with pytest.raises(CorruptCheckpointError):
+        convert(adapter, str(tmp_path / "out"), merge_adapter=True, base=base)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_double_is_merged_as_peft_does(tmp_path: Path) -> None:
