@@ -15,19 +15,17 @@ __all__ = ["AzureApi"]
 
 
 class AzureApi(FsspecApi):
-    """The requests that Azure can make conditional, or cut into parts; all others as fsspec makes them."""
+    """Azure's conditional puts and uploads in parts; all other requests are fsspec's."""
 
-    def held(self, content: Content) -> int:
-        return content.copied
+    streams = True
 
     def put(self, name: str, data: bytes | Content, *, if_absent: bool, mark: str = "") -> str:
         content = Content.of(data)
-        condition = {"overwrite": False} if if_absent else {"overwrite": True}
-        self.call(name, lambda blob: blob.upload_blob(content.joined(), **condition))
+        self.call(name, lambda blob: blob.upload_blob(content.joined(), overwrite=not if_absent))
         return ""
 
     def is_mine(self, name: str, data: bytes | Content, *, mark: str, tries: int) -> bool:
-        # Also at the first try: the client repeats a request by itself when the answer was lost.
+        # Also at the first try: the client itself repeats a request whose answer was lost.
         return super().is_mine(name, data, mark=mark, tries=tries + 1)
 
     def upload(self, name: str) -> Upload:
@@ -37,7 +35,7 @@ class AzureApi(FsspecApi):
         return True
 
     def call(self, name: str, request: Callable[[Any], Coroutine[Any, Any, Any]]) -> Any:
-        """Return what a request to one blob answers. Raises FileExistsError, LostUploadError."""
+        """Return the answer to a request to one blob. Raises FileExistsError, LostUploadError."""
         from fsspec.asyn import sync
 
         container, path, _ = self.fs.split_path(name)
@@ -51,14 +49,14 @@ class AzureApi(FsspecApi):
 
 
 class AzureUpload:
-    """Blocks in any order. Azure drops those of an upload that was given up after a week."""
+    """An upload of blocks in any order. Azure deletes the blocks of an abandoned upload after a week."""
 
     in_order = False
 
     def __init__(self, api: AzureApi, name: str) -> None:
         self._api = api
         self._name = name
-        self._own = secrets.token_hex(8)  # the blocks of all uploads to one name lie together
+        self._own = secrets.token_hex(8)  # all uploads to one name share the block names
         self._nbytes: dict[int, int] = {}
         self._completing = False
 
@@ -79,7 +77,7 @@ class AzureUpload:
         try:
             self._api.call(self._name, lambda blob: blob.commit_block_list(blocks, headers=absent))
         except (FileExistsError, LostUploadError):
-            # The answer to an earlier try may have been lost after it was carried out.
+            # An earlier try may have succeeded, but its answer was lost.
             if not (again and self._is_ours()):
                 raise
         return ""
@@ -93,7 +91,7 @@ class AzureUpload:
         return AzureUpload(self._api, self._name)
 
     def abort(self) -> None:
-        """Nothing is asked: blocks that no list names are not there."""
+        """Do nothing: blocks that were never committed are invisible."""
 
 
 @contextlib.contextmanager
@@ -108,7 +106,7 @@ def _translated(name: str) -> Iterator[None]:
         raise PermissionError(str(error)) from error
     except HttpResponseError as error:
         if error.error_code == "InvalidBlockList":
-            raise LostUploadError(f"{name}: the store no longer has the blocks of the upload") from error
+            raise LostUploadError(f"{name}: the store has lost the blocks of the upload") from error
         if error.status_code == 403:
             raise PermissionError(str(error)) from error
         raise

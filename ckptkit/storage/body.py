@@ -15,16 +15,16 @@ __all__ = ["Body", "Collected", "Content"]
 
 _LITTLE = 256 << 10
 _BLOCK = 4 << 20
-_PIECE = 512 << 10  # given to the connection at once; what is smaller costs more than what is in it
+_PIECE = 512 << 10  # bytes that `read` returns at least: smaller pieces cost too much each
 
 
 class Content:
     """The bytes of an object or of a part of one.
 
     Attributes:
-        nbytes: All of them.
-        copied: How many of them exist for this request alone: what it costs in memory.
-        crc32: Of all of them, taken when they were given; None where nobody asked.
+        nbytes: Size of the whole content.
+        copied: How many bytes were copied for this request: its cost in memory.
+        crc32: Of the whole content, computed when it was written; None if not wanted.
     """
 
     __slots__ = ("_owners", "copied", "crc32", "nbytes", "pieces")
@@ -48,13 +48,13 @@ class Content:
         return data if isinstance(data, Content) else cls([data], copied=len(data))
 
     def joined(self) -> bytes:
-        """Return them as one; a copy, unless they are."""
+        """Return the bytes in one piece, copied if necessary."""
         if len(self.pieces) == 1 and isinstance(self.pieces[0], bytes):
             return self.pieces[0]
         return b"".join(self.pieces)
 
     def crc32_base64(self) -> str:
-        """Return the CRC-32 as HTTP headers have it."""
+        """Return the CRC-32 in the form of HTTP headers."""
         found = self.crc32
         if found is None:
             found = 0
@@ -64,7 +64,7 @@ class Content:
 
 
 class Collected:
-    """Bytes that come in pieces, copied or lent, on their way to be one request."""
+    """Collects copied and lent pieces for one request."""
 
     def __init__(self, *, checked: bool) -> None:
         self.nbytes = 0
@@ -73,14 +73,14 @@ class Collected:
         self._copied = 0
         self._pieces: list[bytes | memoryview] = []
         self._owners: list[object] = []
-        self._buffer = io.BytesIO()  # of little
-        self._block: memoryview | None = None  # of much
+        self._buffer = io.BytesIO()  # for small writes
+        self._block: memoryview | None = None  # for large ones
         self._filled = 0
-        self._lent: tuple[memoryview, int, int] | None = None  # the last piece, as long as it may grow
+        self._lent: tuple[memoryview, int, int] | None = None  # the last piece, while it may grow
 
     def copy(self, data: memoryview) -> None:
-        """Append `data`; it may be changed afterwards."""
-        self._settle_lent()
+        """Append a copy of `data`."""
+        self._flush_lent()
         self._copied += len(data)
         self._count(data)
         if self._block is None and self._buffer.tell() + len(data) <= _LITTLE:
@@ -88,7 +88,7 @@ class Collected:
             return
         while data:
             if self._block is None or self._filled == len(self._block):
-                self._settle_buffer()
+                self._flush_buffer()
                 self._block = _block()
             room = self._block[self._filled : self._filled + len(data)]
             room[:] = data[: len(room)]
@@ -96,12 +96,12 @@ class Collected:
             data = data[len(room) :]
 
     def lend(self, source: memoryview, start: int, stop: int, owner: object) -> None:
-        """Append a part of `source` without a copy: nobody may change it before it was sent."""
-        self._settle_buffer()
+        """Append a part of `source` without a copy: it must not change before it is sent."""
+        self._flush_buffer()
         if self._lent is not None and self._lent[0] is source and self._lent[2] == start:
             self._lent = (source, self._lent[1], stop)
         else:
-            self._settle_lent()
+            self._flush_lent()
             self._lent = (source, start, stop)
             self._owners.append(owner)
         self._count(source[start:stop])
@@ -111,13 +111,13 @@ class Collected:
         if self._checked:
             self.crc32 = crc32(data, self.crc32)
 
-    def _settle_lent(self) -> None:
+    def _flush_lent(self) -> None:
         if self._lent is not None:
             source, start, stop = self._lent
             self._pieces.append(source[start:stop])
             self._lent = None
 
-    def _settle_buffer(self) -> None:
+    def _flush_buffer(self) -> None:
         if self._buffer.tell():
             self._pieces.append(self._buffer.getvalue())
             self._buffer = io.BytesIO()
@@ -126,15 +126,11 @@ class Collected:
             self._block, self._filled = None, 0
 
     def content(self, *, after: Sequence[Collected] = (), crc32: int | None = None) -> Content:
-        """Return all of it, behind what `after` has.
-
-        Args:
-            crc32: Of all together; its own alone is known.
-        """
+        """Return the pieces of `after`, then its own. `crc32`: of all of them together."""
         collected = (*after, self)
         for one in collected:
-            one._settle_lent()
-            one._settle_buffer()
+            one._flush_lent()
+            one._flush_buffer()
         crc = crc32 if after else self.crc32
         return Content(
             [piece for one in collected for piece in one._pieces],
@@ -145,28 +141,30 @@ class Collected:
 
 
 def _block() -> memoryview:
-    """Return memory that goes back to the system as a whole. What malloc gives and gets by the MiB, in many threads, it
-    keeps in pieces: eight files then take twice what is in them."""
+    """Return memory that is returned to the system when freed.
+
+    With malloc, many threads fragment its arenas: eight files take twice their size.
+    """
     private = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
     return memoryview(mmap.mmap(-1, _BLOCK, **private))
 
 
 class Body(io.BytesIO):
-    """A content as a file, for HTTP clients that copy everything but a BytesIO."""
+    """A content as a file. A BytesIO, because HTTP clients copy anything else."""
 
     def __init__(self, content: Content) -> None:
         super().__init__()
         self._content = content
-        self._at = 0  # of all
+        self._at = 0  # position in the content
         self._piece = 0
-        self._inside = 0  # of the piece
+        self._inside = 0  # position in the piece
 
     @property
     def nbytes(self) -> int:
         return self._content.nbytes
 
     def getbuffer(self) -> memoryview:
-        # Asked for how long it is, and given back at once.
+        # Clients only ask for its length.
         return _Length(self._content.nbytes)  # type: ignore[return-value]
 
     def seekable(self) -> bool:
@@ -186,7 +184,7 @@ class Body(io.BytesIO):
         return self._at
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Return the next bytes, as many as cost little to give, not as few as were asked for."""
+        """Return the next bytes: at least _PIECE if there are that many, even if fewer were asked for."""
         if size is None or size < 0:
             size = self._content.nbytes
         wanted, found = max(size, _PIECE), list[memoryview]()
@@ -199,12 +197,12 @@ class Body(io.BytesIO):
             if self._inside >= len(self._content.pieces[self._piece]):
                 self._piece, self._inside = self._piece + 1, 0
             if len(found) == 1 and len(piece) >= _PIECE // 2:
-                return piece  # type: ignore[return-value]  # whatever takes bytes here takes a view of them
+                return piece  # type: ignore[return-value]  # callers also accept a view
         return b"".join(found)
 
 
 class _Length:
-    """What a buffer is asked for."""
+    """Has only the length of a buffer."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes

@@ -1,4 +1,4 @@
-"""Combines many small ranges of a file into few reads, and splits the results again. Pure: reads nothing."""
+"""Combines many small ranges of a file into few reads, and splits the results again."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ckptkit.storage.store import ReadInto, Store
 
 __all__ = ["Job", "Scatter", "Span", "coalesce", "cut_reads", "BlockReader"]
 
-_MAX_GAP = 512 << 10  # a request costs about as long as reading this much
-_LITTLE = 24 << 20  # where all that is to be read is no more, a connection each for all of it would take long
-_LEAST = 4 << 20  # of that, one request
+_MAX_GAP = 512 << 10  # a request takes about as long as reading this much
+_LITTLE = 24 << 20  # up to this total, opening one connection per request is slow
+_LEAST = 4 << 20  # the smallest request in that case
 
 Job = tuple[str, int, int, list[ReadInto]]
-"""One request: (path, start, stop, the reads that it serves, those perhaps that others serve, too)."""
+"""One request: (path, start, stop, the reads that overlap it)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One read: bytes [start, stop) of a file, which serve the requests `members` (indices)."""
+    """One read of the bytes [start, stop) of a file, for the ranges `members` (indices)."""
 
     start: int
     stop: int
@@ -38,8 +38,8 @@ def coalesce(ranges: Sequence[tuple[int, int]], *, max_gap: int, max_span: int) 
 
     Args:
         ranges: (start, stop) in bytes, in any order; they may overlap.
-        max_gap: Bytes one would rather read and drop than start another read for.
-        max_span: A span grows no longer than this by joining (a longer range stays one span).
+        max_gap: Gaps up to this size are read and discarded.
+        max_span: Joining makes no span longer than this; a longer range stays one span.
     """
     order = sorted(range(len(ranges)), key=lambda i: ranges[i])
     spans: list[Span] = []
@@ -60,10 +60,9 @@ def coalesce(ranges: Sequence[tuple[int, int]], *, max_gap: int, max_span: int) 
 
 
 class Scatter:
-    """Deals out the bytes of a file from `start` on, as they come, to the views that want them.
+    """Copies the bytes of a file, from `start` on, into the views of `reads` as they arrive.
 
-    Args:
-        reads: What is wanted; parts of it may lie before `start`, or after what comes.
+    Parts of the reads may lie outside the bytes that arrive.
     """
 
     def __init__(self, reads: Sequence[ReadInto], start: int) -> None:
@@ -72,7 +71,7 @@ class Scatter:
         self._open: list[tuple[int, memoryview]] = []
 
     def __call__(self, at: int, piece: bytes | memoryview) -> None:
-        """Take the bytes that follow those before; `at` counts from the start."""
+        """Receive the next bytes; `at` counts from `start`."""
         low = self._start + at
         high = low + len(piece)
         while self._waiting and self._waiting[-1].start < high:
@@ -89,10 +88,10 @@ class Scatter:
 
 
 def cut_reads(reads: Sequence[ReadInto], *, large: int) -> list[Job]:
-    """Return the requests for all of the reads: enough for what may be in flight to share the work, and no more.
+    """Return the requests for all reads: enough to keep the connections busy, and no more.
 
     Args:
-        large: Bytes that one request asks for where there are few.
+        large: Size of one request if there are few.
     """
     by_file: dict[str, list[ReadInto]] = {}
     for read in reads:
@@ -105,7 +104,7 @@ def cut_reads(reads: Sequence[ReadInto], *, large: int) -> list[Job]:
         ranges = [(item.start, item.start + item.view.nbytes) for item in items]
         for span in coalesce(ranges, max_gap=_MAX_GAP, max_span=sys.maxsize):
             members = sorted((items[i] for i in span.members), key=_start)
-            # Cut without regard to what is read into what: a view may get its bytes from two requests.
+            # The bytes of one view may come from two requests.
             for start, stop in _cut(span.start, span.stop, most):
                 later = bisect_left(members, stop, key=_start)
                 jobs.append((path, start, stop, members[:later]))
@@ -114,7 +113,7 @@ def cut_reads(reads: Sequence[ReadInto], *, large: int) -> list[Job]:
 
 
 def _cut(start: int, stop: int, most: int) -> Iterator[tuple[int, int]]:
-    """Cut a range into as few equal parts as are no larger than `most`."""
+    """Cut a range into the fewest equal parts of at most `most` bytes."""
     count = -(-(stop - start) // most)
     for i in range(count):
         yield start + i * (stop - start) // count, start + (i + 1) * (stop - start) // count
@@ -128,23 +127,20 @@ def _stop(item: ReadInto) -> int:
     return item.start + item.view.nbytes
 
 
-# Small reads of a remote store, served out of blocks that are read whole: one request for many.
-
-
 _LEAST_BLOCK = 64 << 10
 _MOST = 2 << 20
-_HELD = 64 << 20  # bytes of blocks kept
-_WASTE = 8  # times what was asked for: whoever jumps about gets what he asks for, and no more
+_HELD = 64 << 20  # bytes of cached blocks
+_WASTE = 8  # if blocks read more than this many times what was asked for, they are not used
 _AT_ONCE = 8
 
 _Key = tuple[str, int]
 
 
 class BlockReader:
-    """Reads ranges of the files of a store that nobody changes. Safe for several threads.
+    """Serves small reads from cached blocks, so that one request serves many. Safe for several threads.
 
-    A range of less than a quarter of a block comes out of a block, the last of which are kept; a longer one is read
-    as it is. What is kept takes at most 64 MiB, however many files are read in turn: the more, the smaller the blocks.
+    The files must not change. A range shorter than a quarter of a block is served from a block; a longer one is read
+    directly. The cache takes at most 64 MiB: the more files, the smaller the blocks.
     """
 
     def __init__(self, store: Store, files: int = 1) -> None:
@@ -171,7 +167,7 @@ class BlockReader:
         rest = [read for read in reads if not self._is_small(read)]
         rest += [read for read in small if not self._serve(read, blocks)]
         if rest:
-            self._store.read_many(rest)  # where a file ends early, this says so
+            self._store.read_many(rest)  # raises if a file is too short
 
     def _is_small(self, read: ReadInto) -> bool:
         return 0 < 4 * read.view.nbytes < self._block
@@ -181,7 +177,7 @@ class BlockReader:
         return [(read.path, index) for index in range(read.start // self._block, last + 1)]
 
     def _take(self, keys: Iterable[_Key]) -> dict[_Key, bytes]:
-        """Return blocks, read now or before; who finds one on its way waits for it."""
+        """Return blocks, from the cache or read now; waits for those that another thread is reading."""
         found: dict[_Key, Future[bytes]] = {}
         missing: list[_Key] = []
         with self._lock:
@@ -201,7 +197,7 @@ class BlockReader:
                 with WorkerPool(min(_AT_ONCE, len(missing)), thread_name_prefix="ckptkit-block") as pool:
                     for key in missing:
                         pool.submit(self._fetch, key, found[key])
-        except BaseException as error:  # a signal: who waits for these blocks must not wait for ever
+        except BaseException as error:  # a signal: other threads must not wait for these blocks for ever
             for key in missing:
                 self._give_up(key, found[key], error)
             raise
@@ -211,7 +207,7 @@ class BlockReader:
         path, index = key
         try:
             data = self._store.read(path, index * self._block, (index + 1) * self._block)
-        except BaseException as error:  # noqa: BLE001 - raised by whoever asked for the block
+        except BaseException as error:  # noqa: BLE001 - raised in the threads that want the block
             self._give_up(key, future, error)
             return
         with self._lock:
@@ -227,8 +223,8 @@ class BlockReader:
                 del self._blocks[key]
 
     def _serve(self, read: ReadInto, blocks: dict[_Key, bytes]) -> bool:
-        """Fill a view from blocks; False where the file ends before it is full."""
-        out, at = read.view.cast("B") if read.view.ndim != 1 or read.view.format != "B" else read.view, read.start
+        """Fill a view from blocks; False if the file is too short."""
+        out, at = read.view.cast("B"), read.start
         stop = read.start + len(out)
         while at < stop:
             index, inside = divmod(at, self._block)

@@ -1,4 +1,4 @@
-"""One fsspec file system per process, with its threads and memory; nothing survives a fork."""
+"""One fsspec file system per process, with its threads and memory budget; a forked child opens its own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import ipaddress
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -20,52 +20,51 @@ from ckptkit.storage.pool import WorkerPool
 from ckptkit.storage.retry import BACKSTOP_S, BODY_S, SOON_S, hurry, patient, patiently
 from ckptkit.storage.store import SERVICES
 
-__all__ = ["PART_BYTES", "UPLOAD_BYTES", "Connection"]
+__all__ = ["LARGE_BODY", "PART_BYTES", "UPLOAD_BYTES", "Connection"]
 
 T = TypeVar("T")
 R = TypeVar("R")
 
-PART_BYTES = 16 << 20  # one ranged read, where there are few
-UPLOAD_BYTES = 36 << 20  # one part of an upload; what is no larger than two goes up in one request
-_THREADS = 16  # requests in flight; what they read goes straight to where it is wanted
-_READS = _THREADS + 4  # ranges in flight
-_UPLOADS = 8  # on their way up at once, by all writers of a process
-_HELD_BYTES = 144 << 20  # of those, what is held for them alone: four parts, or two files of one request each
-_MUCH = 1 << 20  # of a body that goes up: the server may have to wait for its disk before it answers
+PART_BYTES = 16 << 20  # one ranged read, if there are few
+UPLOAD_BYTES = 36 << 20  # one part of an upload; up to two of them are sent in one request
+LARGE_BODY = 1 << 20  # bytes of an upload from which the server may wait for its disk before it answers
+_THREADS = 16
+_READS = _THREADS + 4  # concurrent ranges
+_UPLOADS = 8  # concurrent uploads of all writers of a process
+_HELD_BYTES = 144 << 20  # memory that these uploads hold: four parts, or two files of one request each
 _WORKS = "What works: paths, s3://, gs://, abfs://; hf://, http:// and https:// to read from."
 
-
-# What file systems read when they connect.
+# Environment variables that file systems read when they connect.
 _ENVIRONMENT = ("HF_", "FSSPEC_", "HOME", *(name for service in SERVICES.values() for name in service.environment))
-_inherited: list[Any] = []  # what a fork has of its parent is never closed here: it would speak on its parent's sockets
+_inherited: list[Any] = []  # a child keeps its parent's file systems: closing them would use the parent's sockets
 _connections: weakref.WeakValueDictionary[bytes, Connection] = weakref.WeakValueDictionary()
-_latest: collections.deque[Connection] = collections.deque(maxlen=2)  # whose users may be back in a moment
+_latest: collections.deque[Connection] = collections.deque(maxlen=2)  # kept open for the next user
 
 
-def _keep_what_was_inherited() -> None:
+def _keep_inherited() -> None:
     _inherited.extend(connection._held for connection in list(_connections.values()))
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_keep_what_was_inherited)
+    os.register_at_fork(after_in_child=_keep_inherited)
 
 
 class Known:
-    """Contents of small files by their tags, so that what has not changed is not fetched again. Bounded."""
+    """A bounded cache of small files by tag, so that unchanged files are not downloaded again."""
 
     def __init__(self, most_bytes: int = 32 << 20) -> None:
         self._most = most_bytes
         self._nbytes = 0
         self._lock = threading.Lock()
-        self._held: dict[str, tuple[str, bytes]] = {}  # in the order they came
+        self._held: dict[str, tuple[str, bytes]] = {}  # oldest first
 
     def get(self, name: str, tag: str) -> bytes | None:
-        """Return what `name` holds if it has this tag."""
+        """Return the content of `name` if it is cached with this tag."""
         found = self._held.get(name)
         return found[1] if found is not None and tag and found[0] == tag else None
 
     def put(self, name: str, tag: str, data: bytes) -> None:
-        """Keep what `name` holds with this tag, in place of what was kept; no tag: forget it."""
+        """Cache the content of `name` with this tag; without a tag, forget it."""
         with self._lock:
             before = self._held.pop(name, None)
             self._nbytes -= len(before[1]) if before else 0
@@ -78,17 +77,16 @@ class Known:
 
 
 class Budget:
-    """Bounds what is on its way up: how many requests, and how much memory is held for them alone; and knows how much
-    is collected that is not on its way yet."""
+    """Limits concurrent uploads, by number and by the memory they hold; counts what writers have buffered."""
 
     def __init__(self, most: int, most_bytes: int) -> None:
         self._free, self._free_bytes = most, most_bytes
         self._most, self._most_bytes = most, most_bytes
-        self.collected = 0  # not on its way yet
+        self.collected = 0  # buffered by writers, not yet being sent
         self._changed = threading.Condition()
 
     def acquire(self, nbytes: int) -> None:
-        """Wait until one more request may go that holds `nbytes`; one that is too large goes alone."""
+        """Wait until one more request may hold `nbytes`. A request above the limit runs alone."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._free == self._most or (self._free > 0 and (not nbytes or nbytes <= self._free_bytes))
@@ -97,25 +95,34 @@ class Budget:
             self._free_bytes -= nbytes
 
     def release(self, nbytes: int) -> None:
-        """Give back what was acquired."""
+        """Release what was acquired."""
         with self._changed:
             self._free += 1
             self._free_bytes += nbytes
             self._changed.notify_all()
 
     def collect(self, nbytes: int) -> None:
-        """Count what a writer copied, and (less than 0) what it has let go of."""
+        """Count bytes that a writer has buffered, or (negative) released."""
         with self._changed:
             self.collected += nbytes
 
     @property
     def crowded(self) -> bool:
-        """Whether writers have collected more than may be on its way."""
+        """Whether writers have buffered more than may be in flight."""
         return self.collected > self._most_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class _OfProcess:
+    """The part of a connection that belongs to one process.
+
+    Attributes:
+        budget: Bounds the memory of uploads.
+        known: Small files that were read or written lately, by tag.
+        turns: Held for each range that is being read. Otherwise ranges would wait for a free HTTP connection, which
+            looks like a silent server.
+    """
+
     pid: int
     fs: Any
     pool: WorkerPool
@@ -125,10 +132,10 @@ class _OfProcess:
 
 
 class Connection:
-    """What the stores below one URL share. A forked process opens its own at the first use.
+    """Shared by all stores with one protocol and the same options. A forked process opens its own at first use.
 
-    fsspec runs one event loop in a thread of its own, which a child does not have; a lock that another thread held
-    at the fork stays held in the child. So everything here is by process id, the locks included.
+    fsspec runs one event loop in its own thread, which a child does not have; and a lock that another thread held at
+    the fork stays locked in the child. So everything, the locks included, is per process id.
     """
 
     def __init__(self, protocol: str, options: Mapping[str, Any]) -> None:
@@ -136,23 +143,25 @@ class Connection:
         self.options = dict(options)
         self._locks: dict[int, threading.Lock] = {}
         self._held: _OfProcess | None = None
-        # Whether put-if-absent works, by bucket, once that was tried: a server may heed it in one and not in another.
+        # Whether put-if-absent works, by bucket, once tried: a server may support it in one bucket only.
         self.conditional: dict[str, bool] = {}
 
     @classmethod
     def shared(cls, protocol: str, options: Mapping[str, Any]) -> Connection:
-        """Return the connection that others with these options use now, under the same environment; else a new one."""
+        """Return the connection that is open with these options and the same environment, or a new one."""
         given = [(name, value) for name, value in os.environ.items() if name.startswith(_ENVIRONMENT)]
         text = repr((protocol, sorted(options.items(), key=lambda item: item[0]), sorted(given)))
-        key = sha256_of(text.encode(errors="surrogateescape"))  # no secret is kept by it
+        key = sha256_of(text.encode(errors="surrogateescape"))  # a hash, so that no secret is stored
         found = _connections.get(key)
-        if found is None:  # no lock: two at once do no harm, and a fork could keep it
+        if found is None:  # without a lock, which a fork could keep locked: two at once are harmless
             found = _connections[key] = cls(protocol, options)
         if found not in _latest:
             _latest.append(found)
         return found
 
-    def _mine(self) -> _OfProcess:
+    @property
+    def own(self) -> _OfProcess:
+        """What this process has of the connection, opened at first use."""
         held, pid = self._held, os.getpid()
         if held is not None and held.pid == pid:
             return held
@@ -172,63 +181,42 @@ class Connection:
     @property
     def fs(self) -> Any:
         """The fsspec file system of this process."""
-        return self._mine().fs
-
-    @property
-    def budget(self) -> Budget:
-        """Asked for each part that is on its way: what bounds the memory of uploads."""
-        return self._mine().budget
-
-    @property
-    def turns(self) -> asyncio.Semaphore:
-        """Held for each range that is being read. Else ranges would wait for a connection, which one can't tell from a
-        server that says nothing."""
-        return self._mine().turns
-
-    @property
-    def known(self) -> Known:
-        """What this process has read or written lately, by tag."""
-        return self._mine().known
-
-    def submit(self, function: Callable[[], T]) -> Future[T]:
-        """Run `function` in a thread of the pool. It must not wait for another one there."""
-        return self._mine().pool.submit(function)
+        return self.own.fs
 
     def upload(self, function: Callable[[], T], nbytes: int) -> Future[T]:
-        """Run `function`, which holds `nbytes` until it ends, in a thread of the pool, once the budget allows it."""
-        budget = self.budget
-        budget.acquire(nbytes)
+        """Run `function`, which holds `nbytes` until it ends, in a thread, as soon as the budget allows it.
+
+        It must not wait for another function of the pool.
+        """
+        own = self.own
+        own.budget.acquire(nbytes)
         try:
-            future = self.submit(function)
+            future = own.pool.submit(function)
         except BaseException:
-            budget.release(nbytes)
+            own.budget.release(nbytes)
             raise
-        future.add_done_callback(lambda _: budget.release(nbytes))
+        future.add_done_callback(lambda _: own.budget.release(nbytes))
         return future
 
     def each(self, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
-        """Return `function` of each item, several at once; the first failure is raised once all have ended."""
+        """Return `function` of each item, several at once. The first failure is raised once all have ended."""
         todo = list(items)
         if len(todo) <= 1:
             return [function(item) for item in todo]
         with patient():
-            return self._each(function, todo)
-
-    def _each(self, function: Callable[[T], R], todo: Sequence[T]) -> list[R]:
-        pool = self._mine().pool
-        futures = [pool.submit(function, item) for item in todo]
-        try:
-            return [future.result() for future in futures]
-        except BaseException as error:
-            if not isinstance(error, Exception):
-                hurry()
-            raise
-        finally:
-            for future in futures:
-                future.cancel()
-            for future in futures:  # none may write into a view that the caller believes is his again
-                if not future.cancelled():
-                    future.exception()
+            futures = [self.own.pool.submit(function, item) for item in todo]
+            try:
+                return [future.result() for future in futures]
+            except BaseException as error:
+                if not isinstance(error, Exception):
+                    hurry()
+                raise
+            finally:
+                for future in futures:
+                    future.cancel()
+                for future in futures:  # none may still write into a view when the caller gets it back
+                    if not future.cancelled():
+                        future.exception()
 
 
 def _open_file_system(protocol: str, options: Mapping[str, Any]) -> Any:
@@ -237,11 +225,11 @@ def _open_file_system(protocol: str, options: Mapping[str, Any]) -> Any:
     settings: dict[str, Any] = {"use_listings_cache": False, **options}
     if protocol in ("s3", "s3a"):
         settings["config_kwargs"] = {
-            # A checksum of the whole object says nothing of a range, and some servers send it all the same.
+            # A checksum of the whole object does not fit a range, but some servers send it anyway.
             "response_checksum_validation": "when_required",
-            "max_pool_connections": _READS + 4,  # and those of callers' own threads
+            "max_pool_connections": _READS + 4,  # a few more for the callers' threads
             "read_timeout": BACKSTOP_S,
-            # retry.py does it, for all stores alike. Three layers of retries would multiply into minutes.
+            # retry.py retries for all stores. Three layers of retries would multiply into minutes.
             "retries": {"max_attempts": 0, "mode": "standard"},
             **settings.get("config_kwargs", {}),
         }
@@ -256,10 +244,9 @@ def _open_file_system(protocol: str, options: Mapping[str, Any]) -> Any:
         raise MissingExtraError(f"{protocol}:// needs a package that is not installed. {hint}") from error
     except (TypeError, ValueError) as error:
         if protocol not in fsspec.available_protocols():
-            raise UsageError(f"{protocol}:// is no protocol that fsspec knows: {error}. {_WORKS}") from error
-        # its file system wants to be told more
+            raise UsageError(f"{protocol}:// is not a protocol that fsspec knows: {error}. {_WORKS}") from error
         raise UsageError(
-            f"{protocol}:// can't be opened by its URL alone: {error}. Give what is missing as storage options "
+            f"{protocol}:// can't be opened with its URL alone: {error}. Pass what is missing as storage options "
             f"(--storage-option NAME=VALUE). {_WORKS}"
         ) from error
     _close_only_here(made)
@@ -271,8 +258,7 @@ def _open_file_system(protocol: str, options: Mapping[str, Any]) -> Any:
 
 
 def _close_only_here(fs: Any) -> None:
-    """Let a forked process leave the sessions of its parent alone when it ends: it would take their sockets out of the
-    parent's selector, which both share, and say goodbye on them."""
+    """Keep a forked child from closing its parent's sessions at exit: both share the selector and the sockets."""
     close, mine = getattr(type(fs), "close_session", None), os.getpid()
     if close is None:
         return
@@ -281,14 +267,14 @@ def _close_only_here(fs: Any) -> None:
         if os.getpid() == mine:
             close(*args, **kwargs)
 
-    fs.close_session = close_session  # what s3fs and gcsfs leave to weakref.finalize
+    fs.close_session = close_session  # s3fs and gcsfs call it from weakref.finalize
 
 
 def _leave_unsigned(settings: Mapping[str, Any]) -> None:
-    """Let bodies to this very machine, where nobody is on the way, go with their CRC-32 alone.
+    """Send bodies to this machine itself with their CRC-32 alone.
 
-    Over plain HTTP botocore signs their SHA-256, so that nobody can change them; over TLS nobody can, and it does not.
-    `config_kwargs={"s3": {"payload_signing_enabled": True}}` signs them here, too.
+    Over plain HTTP botocore signs their SHA-256 against changes on the way, which can't happen here; over TLS it does
+    not. `config_kwargs={"s3": {"payload_signing_enabled": True}}` turns it on.
     """
     given = settings["config_kwargs"]
     checksums = given.get("request_checksum_calculation", os.environ.get("AWS_REQUEST_CHECKSUM_CALCULATION", ""))
@@ -307,21 +293,21 @@ def _is_here(host: str) -> bool:
 
 def _prepare_gcs(settings: dict[str, Any]) -> None:
     if os.environ.get("STORAGE_EMULATOR_HOST") or str(settings.get("endpoint_url", "")).startswith("http://"):
-        # gcsfs asks for the kind of bucket over gRPC, which no emulator answers: it waits a minute instead.
+        # gcsfs asks for the kind of bucket over gRPC. Emulators do not answer, and it waits a minute.
         os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     try:
         import aiohttp
     except ImportError:
         return
-    # By itself gcsfs waits five minutes for a server that accepts and says nothing.
+    # By default gcsfs waits five minutes for a silent server.
     settings.setdefault("requests_timeout", aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=BODY_S))
 
 
 def _without_inner_retries(fs: Any, *, given: bool) -> None:
-    """Let one call of gcsfs be one request; where it is built otherwise, its own six tries stay.
+    """Remove gcsfs's own six tries, so that one call is one request; does nothing if a version has no such wrapper.
 
     Args:
-        given: The user has said how long to wait.
+        given: The user has set a timeout.
     """
     once = getattr(type(fs)._request, "__wrapped__", None)
     if once is None:
@@ -330,8 +316,8 @@ def _without_inner_retries(fs: Any, *, given: bool) -> None:
     async def request(method: str, path: str, *args: Any, **kwargs: Any) -> Any:
         data, asked = kwargs.get("data"), once(fs, method, path, *args, **kwargs)
         if given or "alt=media" in path:
-            return await asked  # as long as bytes come
-        least_s = BODY_S if getattr(data, "nbytes", 0) >= _MUCH else SOON_S
+            return await asked  # as long as bytes arrive
+        least_s = BODY_S if getattr(data, "nbytes", 0) >= LARGE_BODY else SOON_S
         return await patiently(asked, least_s=least_s, body=data if hasattr(data, "tell") else None)
 
     fs._request = request

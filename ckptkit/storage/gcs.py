@@ -19,18 +19,14 @@ from ckptkit.storage.requests import Entries, Entry, FsspecApi, LostUploadError
 
 __all__ = ["GcsApi", "MOST", "batch_answers", "batch_of_deletions"]
 
-# Many deletions on Google Cloud Storage in one request: how it is written, and what its answer says of each.
-
-
-MOST = 100  # what Google takes in one batch
-
+MOST = 100  # deletions that Google accepts in one batch
 _BATCH_BOUNDARY = "ckptkit-batch-5d1e0c7ab39f4286"
 _STATUS = re.compile(rb"HTTP/[0-9.]+ ([0-9]{3})")
 _NUMBER = re.compile(r"\+([0-9]{1,3})>?$")
 
 
 def batch_of_deletions(objects: Sequence[tuple[str, str]]) -> tuple[str, bytes]:
-    """Return content type and body of a batch that deletes objects, each given by bucket and key."""
+    """Return content type and body of a batch request that deletes objects (bucket, key)."""
     body = b""
     for i, (bucket, key) in enumerate(objects):
         lines = (
@@ -49,16 +45,15 @@ def batch_of_deletions(objects: Sequence[tuple[str, str]]) -> tuple[str, bytes]:
 
 
 def batch_answers(content_type: str, body: bytes) -> dict[int, tuple[int, str]]:
-    """Return status and words of each answer of a batch, by the number of what was asked. What is missing was not
-    answered."""
+    """Return status and message of each answer of a batch, by request number; some may be missing."""
     message = BytesParser().parsebytes(f"Content-Type: {content_type}\r\n\r\n".encode() + body)
     found = {}
     for i, part in enumerate(message.get_payload() if message.is_multipart() else ()):
         number = _NUMBER.search(str(part.get("Content-ID", "")).strip())
-        said = part.get_payload(decode=True)
-        status = _STATUS.match(said.lstrip()) if isinstance(said, bytes) else None
-        if status and isinstance(said, bytes):
-            text = said.replace(b"\r\n", b"\n").partition(b"\n\n")[2]
+        payload = part.get_payload(decode=True)
+        status = _STATUS.match(payload.lstrip()) if isinstance(payload, bytes) else None
+        if status and isinstance(payload, bytes):
+            text = payload.replace(b"\r\n", b"\n").partition(b"\n\n")[2]
             found[int(number[1]) if number else i] = int(status[1]), text.decode(errors="replace").strip()
     return found
 
@@ -71,12 +66,13 @@ _FORM_END = f"\r\n--{_BOUNDARY}--\r\n".encode()
 
 
 class GcsApi(FsspecApi):
-    """gcsfs, with the errors of denied access told apart and uploads whose parts can be sent again."""
+    """gcsfs, with distinct errors for denied access, and uploads whose parts can be sent again."""
 
     paged = True
+    streams = True
 
     def info(self, name: str) -> Entry:
-        """One request for an object, one more where there is none. gcsfs makes three of it, of which each may fail."""
+        """Make one request for an object, one more if there is none. gcsfs makes three, and each may fail."""
         bucket, key, _ = self.fs.split_path(name)
         with _denied():
             if key:
@@ -105,11 +101,12 @@ class GcsApi(FsspecApi):
         try:
             with _denied():
                 page = self.fs.call("GET", "b/{}/o", bucket, json_out=True, **asked)
-        except FileNotFoundError as error:  # gcsfs says which path it asked for
+        except FileNotFoundError as error:  # gcsfs names its request path instead
             raise FileNotFoundError(errno.ENOENT, f"the bucket does not exist: {bucket}") from error
         if not isinstance(page, dict) or page.get("kind") != "storage#objects":
             raise StorageError(
-                errno.EBADMSG, f"gs://{bucket}: what {self.fs._location} answers is no listing of Google Cloud Storage"
+                errno.EBADMSG,
+                f"gs://{bucket}: what {self.fs._location} answers is not a listing of Google Cloud Storage",
             )
         items = [item for item in page.get("items", ()) if not item["name"].endswith("/")]  # markers of folders
         folders = [{"name": f"{bucket}/{prefix}", "type": "directory"} for prefix in page.get("prefixes", ())]
@@ -118,15 +115,12 @@ class GcsApi(FsspecApi):
     def endpoint(self) -> str:
         return str(self.fs._location)
 
-    def held(self, content: Content) -> int:
-        return content.copied
-
     def put(self, name: str, data: bytes | Content, *, if_absent: bool, mark: str = "") -> str:
         bucket, key, _ = self.fs.split_path(name)
         place = f"{self.fs._location}/upload/storage/v1/b/{quote(bucket, safe='')}/o"
         condition = {"ifGenerationMatch": "0"} if if_absent else {}
         about = json.dumps({"name": key, "metadata": {_MARK: mark} if mark else {}}).encode()
-        # A form of two parts, as a file object: gcsfs's own put hands over bytes, which blocks the event loop.
+        # A form of two parts, as a file object: gcsfs's own put passes bytes, which blocks the event loop.
         content = Content.of(data)
         form = Content([_FORM_START, about, _FORM_NEXT, *content.pieces, _FORM_END], copied=0, owners=[content])
         headers = {"Content-Type": f"multipart/related; boundary={_BOUNDARY}"}
@@ -140,11 +134,11 @@ class GcsApi(FsspecApi):
         return self.has_mark(name, mark)
 
     def has_mark(self, name: str, mark: str, *, nbytes: int = -1) -> bool:
-        """Tell whether what is at `name` was put with this mark; `nbytes`: and has that size."""
+        """Tell whether the object was put with this mark, and has the size `nbytes` if given."""
         with contextlib.suppress(FileNotFoundError):
             found = self.info(name)
-            is_it = bool(mark) and dict(found.get("metadata") or {}).get(_MARK) == mark
-            return is_it and nbytes in (-1, found.get("size"))
+            marked = bool(mark) and dict(found.get("metadata") or {}).get(_MARK) == mark
+            return marked and nbytes in (-1, found.get("size"))
         return False
 
     def upload(self, name: str) -> GcsUpload:
@@ -161,30 +155,30 @@ class GcsApi(FsspecApi):
         objects = [self.fs.split_path(name)[:2] for name in names]
         for i in range(0, len(objects), MOST):
             some = objects[i : i + MOST]
-            if len(some) == 1 or not self._delete_together(some):
+            if len(some) == 1 or not self._delete_batch(some):
                 for bucket, key in some:
                     with _denied(), contextlib.suppress(FileNotFoundError):
                         self.fs.call("DELETE", "b/{}/o/{}", bucket, key)
 
-    def _delete_together(self, objects: Sequence[tuple[str, str]]) -> bool:
-        """Delete objects in one request; False where the server has none for that, as emulators may not.
+    def _delete_batch(self, objects: Sequence[tuple[str, str]]) -> bool:
+        """Delete objects in one request; False if the server does not support batches, as some emulators.
 
-        Not gcsfs's own: it takes what is gone already for a failure, and waits between tries by itself.
+        Not gcsfs's own batch: there a missing object is a failure, and it retries by itself.
         """
         kind, body = batch_of_deletions(objects)
-        url = self.fs.base.removesuffix("/storage/v1/") + "/batch/storage/v1"  # older versions have no name for it
+        url = self.fs.base.removesuffix("/storage/v1/") + "/batch/storage/v1"  # older versions have no attribute for it
         try:
             with _denied():
                 headers, answer = self.fs.call("POST", url, headers={"Content-Type": kind}, data=io.BytesIO(body))
         except FileNotFoundError:
             return False
-        except Exception as error:  # the HttpError of gcsfs is none of the system's
+        except Exception as error:  # the HttpError of gcsfs is not an OSError
             if str(getattr(error, "code", "")) in ("405", "501"):
                 return False
             raise
-        said = batch_answers(str(headers.get("Content-Type", "")), bytes(answer))
+        answers = batch_answers(str(headers.get("Content-Type", "")), bytes(answer))
         for i, (bucket, key) in enumerate(objects):
-            status, text = said.get(i, (503, "no answer"))
+            status, text = answers.get(i, (503, "no answer"))
             if status >= 300 and status != 404:
                 _raise_refused(f"{bucket}/{key}", status, text)
         return True
@@ -194,7 +188,7 @@ class GcsApi(FsspecApi):
 
 
 class GcsUpload:
-    """A resumable upload: parts in order. What the session has of one that failed is asked, and not sent again."""
+    """A resumable upload, with parts in order. After a failure it asks how much of the part has arrived."""
 
     in_order = True
 
@@ -211,7 +205,7 @@ class GcsUpload:
     def part(self, number: int, content: Content, *, last: bool) -> None:
         start = self._starts[number]
         stop = start + content.nbytes
-        at = self._kept(start, stop, last=last) if number in self._tried else start
+        at = self._received(start, stop, last=last) if number in self._tried else start
         self._tried.add(number)
         if at < stop:
             self._send(_after(content, at - start), at, stop, last=last)
@@ -229,25 +223,25 @@ class GcsUpload:
         if last and body:
             self._published = _size(body)
         if not last and _stop_of(answer) not in (None, stop):
-            raise ConnectionError(f"{self._name}: the server kept {_stop_of(answer)} of {stop} bytes")
+            raise ConnectionError(f"{self._name}: the server received {_stop_of(answer)} of {stop} bytes")
 
     @contextlib.contextmanager
     def _lost(self) -> Iterator[None]:
-        """Tell a session that is over, which a new one has to take the place of, from what is wrong otherwise."""
+        """Raise LostUploadError if the session has ended and a new one is needed."""
         try:
             yield
-        except Exception as error:  # the HttpError of gcsfs is none of the system's
+        except Exception as error:  # the HttpError of gcsfs is not an OSError
             if isinstance(error, FileNotFoundError) or str(getattr(error, "code", "")) in ("404", "410"):
-                raise LostUploadError(errno.ENOENT, f"{self._name}: the upload is over: {error}") from error
+                raise LostUploadError(errno.ENOENT, f"{self._name}: the upload session has ended: {error}") from error
             raise
 
-    def _kept(self, start: int, stop: int, *, last: bool) -> int:
-        """Return up to where the session has the bytes of a part that failed, or may have."""
+    def _received(self, start: int, stop: int, *, last: bool) -> int:
+        """Return up to which byte the server has received a part that failed."""
         try:
             with _denied():
                 answer, body = self._api.fs.call("PUT", self._place, headers={"Content-Range": "bytes */*"})
         except FileNotFoundError:
-            # Nothing tells of it once it is done, on some servers; others do not know the question.
+            # Some servers forget a session that is complete; others do not support the question.
             if last and self._api.has_mark(self._name, self._mark, nbytes=stop):
                 self._published = stop
             return start if self._published is None else stop
@@ -256,39 +250,40 @@ class GcsUpload:
             if last and self._published == stop:
                 return stop
             self._take_back()
-            raise StorageError(errno.EBADMSG, f"{self._name}: the server ended the upload before all was there")
-        kept = _stop_of(answer) or 0
-        if not start <= kept <= stop:
-            raise StorageError(errno.EBADMSG, f"{self._name}: the server has {kept} bytes; expected {start} to {stop}")
-        return kept
+            raise StorageError(errno.EBADMSG, f"{self._name}: the server ended the upload before it was complete")
+        received = _stop_of(answer) or 0
+        if not start <= received <= stop:
+            text = f"{self._name}: the server has {received} bytes; expected {start} to {stop}"
+            raise StorageError(errno.EBADMSG, text)
+        return received
 
     def complete(self) -> str:
-        """The last part has published the object, and its answer said so; else look."""
+        """Check the size of the object, which the last part has published."""
         size = self._published
         if size is None:
             size = int(self._api.info(self._name).get("size") or 0)
         if size != self._nbytes:
             self._take_back()
             raise OSError(errno.EINVAL, f"{self._name} has {size} bytes, not the {self._nbytes} sent")
-        return f"{size} bytes"  # what it was told to have is its size
+        return f"{size} bytes"  # in place of a tag: the size is confirmed
 
     def anew(self) -> GcsUpload:
         return self._api.upload(self._name)
 
     def _take_back(self) -> None:
-        """Delete what this upload has published, and is not what was sent."""
+        """Delete the object if this upload published it: it is not what was sent."""
         if self._api.has_mark(self._name, self._mark):
             self._api.delete([self._name])
 
     def abort(self) -> None:
-        # Google answers 499 to a cancelled upload, which gcsfs lets pass.
-        with contextlib.suppress(FileNotFoundError):  # it has ended by itself
+        # Google answers 499 to a cancelled upload, which gcsfs accepts.
+        with contextlib.suppress(FileNotFoundError):  # the session has ended
             self._api.fs.call("DELETE", self._place)
-        self._take_back()  # emulators publish what they have when they are asked what that is
+        self._take_back()  # emulators publish an incomplete upload when they are asked about it
 
 
 def _after(content: Content, skipped: int) -> Content:
-    """Return what follows the first bytes of a content."""
+    """Return the content without its first `skipped` bytes."""
     pieces: list[memoryview] = []
     for piece in content.pieces:
         pieces.append(memoryview(piece)[min(skipped, len(piece)) :])
@@ -301,7 +296,7 @@ def _size(body: bytes) -> int:
 
 
 def _stop_of(answer: Any) -> int | None:
-    """Return up to where the session has bytes, as the header says; None where there is none."""
+    """Return how many bytes the server has, from its header; None if there is none."""
     kept = answer.get("Range")
     return int(kept.rpartition("-")[2]) + 1 if kept else None
 
@@ -310,20 +305,20 @@ def _raise_refused(name: str, status: int, text: str) -> None:
     words = f"{name} was not deleted: {status}: {text}"
     if status in (401, 403):
         raise PermissionError(errno.EACCES, words)
-    passing = status >= 500 or status in (408, 429)
-    raise OSError(errno.EBUSY if passing else errno.EINVAL, words)
+    transient = status >= 500 or status in (408, 429)
+    raise OSError(errno.EBUSY if transient else errno.EINVAL, words)
 
 
 @contextlib.contextmanager
 def _denied() -> Iterator[None]:
-    """Give what Google means by 401 and 403 its own class."""
+    """Turn 401 and 403 into PermissionError."""
     try:
         yield
     except OSError as error:
         if error.errno is None and str(error).startswith("Forbidden"):
             raise PermissionError(errno.EACCES, str(error).replace("\n", ": ")) from error
         raise
-    except Exception as error:  # the HttpError of gcsfs is none of the system's
+    except Exception as error:  # the HttpError of gcsfs is not an OSError
         status: Any = getattr(error, "code", None)
         if str(status) in ("401", "403"):
             raise PermissionError(errno.EACCES, str(error)) from error

@@ -134,35 +134,29 @@ def _text(lines: Iterable[str]) -> bytes:
 
 def _parse(content: bytes) -> tuple[list[Section], list[Section]]:
     """Return the sections of earlier runs and of this one; none if the text after the first line is no journal."""
-    lines = content.split(b"\n")[1:-1]  # after the last newline there is nothing, or a torn line
-    earlier: list[Section] = []
-    found: list[Section] = []
-    steps: set[int] = set()
-    void: set[str] = set()
-
-    def close_section() -> None:
-        if found:
-            found[-1] = replace(found[-1], steps=frozenset(steps), void=frozenset(void))
-        steps.clear()
-        void.clear()
-
+    earlier: list[tuple[re.Match[str], set[int], set[str]]] = []  # head, steps, void
+    found = earlier[:]
     try:
-        for line in (raw.decode("utf-8", "surrogateescape") for raw in lines):
+        for raw in content.split(b"\n")[1:-1]:  # after the last newline there is nothing, or a torn line
+            line = raw.decode("utf-8", "surrogateescape")
             head = _HEAD.fullmatch(line)
             if head is not None:
-                close_section()
-                found.append(Section(head[1], int(head[2]), int(head[3])))
+                found.append((head, set(), set()))
             elif line == _EARLIER:
-                close_section()
                 earlier, found = [*earlier, *found], []
             elif line.startswith(_VOID) and found:
-                void.add(line.removeprefix(_VOID))
+                found[-1][2].add(line.removeprefix(_VOID))
             else:
-                steps.add(int(line))
-        close_section()
+                step = int(line)
+                if found:
+                    found[-1][1].add(step)
     except ValueError:
         return [], []
-    return earlier, found
+    first, second = (
+        [Section(h[1], int(h[2]), int(h[3]), frozenset(steps), frozenset(void)) for h, steps, void in sections]
+        for sections in (earlier, found)
+    )
+    return first, second
 
 
 def _merged(parent: LocalStore, paths: Sequence[str]) -> list[Section]:

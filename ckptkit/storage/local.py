@@ -10,14 +10,14 @@ import os
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.errors import IncompleteCheckpointError, NoSpaceError, StorageError, UnsafePathError
 from ckptkit.storage.coalesce import Span, coalesce
-from ckptkit.storage.store import FileInfo, ReadInto, Store, UnfinishedUpload, Uploads, checked_path, is_path
+from ckptkit.storage.store import FileInfo, ReadInto, Store, checked_path, is_path
 
 __all__ = ["LocalStore", "OpenDirectory", "is_directory", "renameat2", "start_writing"]
 
@@ -77,7 +77,7 @@ def _errors(path: str) -> Iterator[None]:
         raise StorageError(error.errno, text) from error
 
 
-class LocalStore:
+class LocalStore(Store):
     """Files below a local directory, or below a mounted shared file system.
 
     Symbolic links are followed only to targets below the root, or from a snapshot of a Hugging Face cache to its blobs;
@@ -95,7 +95,7 @@ class LocalStore:
 
     asking_costs = False
     sizes_are_free = True
-    has_conditional_writes = True
+    has_conditional_writes = True  # `rename` never replaces
 
     def path_of(self, path: str) -> str:
         """Return the absolute path, checked; symlinks are not resolved."""
@@ -118,30 +118,6 @@ class LocalStore:
         store = self._below(self.url)
         store._must_exist = True
         return store
-
-    def with_free_names(self) -> LocalStore:
-        return self  # a lookup is free
-
-    def with_each_put(self, around: Callable[[Callable[[], str]], str]) -> LocalStore:
-        return self
-
-    def try_conditional(self, path: str, data: bytes) -> None:
-        pass  # `rename` never replaces
-
-    def fetch(self, paths: Iterable[str]) -> None:
-        pass
-
-    def settle(self) -> None:
-        pass
-
-    def arrived(self) -> dict[str, int]:
-        return {}
-
-    def unfinished_uploads(self, path: str = "", *, older_than_s: float = 0.0) -> Uploads:
-        return []
-
-    def end_uploads(self, found: Sequence[UnfinishedUpload]) -> None:
-        pass
 
     # --- looking
 

@@ -1,4 +1,4 @@
-"""Objects in a bucket, or on anything else that fsspec opens."""
+"""The remote store: objects in a bucket, or on anything else that fsspec opens."""
 
 from __future__ import annotations
 
@@ -21,9 +21,18 @@ from ckptkit.redact import keep_secret, without_secrets
 from ckptkit.storage.body import Content
 from ckptkit.storage.coalesce import Job, Scatter, cut_reads
 from ckptkit.storage.connection import PART_BYTES, Connection
-from ckptkit.storage.requests import Entries, Entry, FsspecApi, NotConditionalError, ObjectApi, Together, Uploads
+from ckptkit.storage.requests import Entries, Entry, FsspecApi, NotConditionalError, Uploads
 from ckptkit.storage.retry import advice_on, call_with_retries, hurry, is_outage, is_transient, patient, words_of
-from ckptkit.storage.store import SERVICES, FileInfo, ReadInto, UnfinishedUpload, checked_path, is_path, split_url
+from ckptkit.storage.store import (
+    SERVICES,
+    FileInfo,
+    ReadInto,
+    Store,
+    UnfinishedUpload,
+    checked_path,
+    is_path,
+    split_url,
+)
 from ckptkit.storage.upload import PartWriter
 
 __all__ = ["RemoteStore"]
@@ -32,24 +41,24 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_PAGES = 16  # of a listing, a thousand names each: more are slower than a request a folder
-_ERRNO: dict[type[OSError], int] = {  # those of fsspec have none
+_PAGES = 16  # pages (1000 names each) of one listing: beyond that, one request per folder is faster
+_ERRNO: dict[type[OSError], int] = {  # fsspec sets none
     FileNotFoundError: errno.ENOENT,
     FileExistsError: errno.EEXIST,
     PermissionError: errno.EACCES,
 }
 _PASSED_ON = tuple(_ERRNO)
-_KNOWN_BYTES = 4 << 20  # a larger file is not kept in memory
+_KNOWN_BYTES = 4 << 20  # larger files are not cached
 _Infos = list[FileInfo]  # the class has a method called list
 
 
-class RemoteStore:
+class RemoteStore(Store):
     """Files below a URL that fsspec opens.
 
     Listings are never cached: a reader sees a checkpoint as soon as it is committed.
 
     Attributes:
-        url: Without what may be secret in it; errors, logs and records show it.
+        url: Without secrets; errors, logs and records show it.
     """
 
     def __init__(self, url: str, *, storage_options: Mapping[str, Any] | None = None) -> None:
@@ -80,21 +89,12 @@ class RemoteStore:
         store._connection, store._api = self._connection, self._api
         return store
 
-    def existing(self) -> RemoteStore:
-        return self  # a bucket is never made by a write
-
-    def sync_directory(self, path: str = "") -> None:
-        pass  # an object that is there is durable, and so is its name
-
     def with_free_names(self) -> RemoteStore:
-        """Return this store for a writer that has listed it, or made room: no request asks whether a name is free.
-        What a store with conditional writes then has is still not replaced."""
         store = copy.copy(self)
         store._names_are_free = True
         return store
 
     def with_each_put(self, around: Callable[[Callable[[], str]], str]) -> RemoteStore:
-        """Return this store with each try of each put made by `around`, which is given what makes it."""
         store = copy.copy(self)
         store._around = around
         return store
@@ -112,19 +112,19 @@ class RemoteStore:
     def _bucket(self) -> str:
         return self._full("", root_allowed=True).partition("/")[0]
 
-    def _answers(self) -> str:
-        """Return who answers here, for people: the URL, and the server that it leads to."""
+    def _server(self) -> str:
+        """Return the URL and its server, for messages."""
         endpoint = without_secrets(self._api.endpoint())
         return f"{self.url} (at {endpoint})" if endpoint else self.url
 
     def _call(self, path: str, function: Callable[[], T]) -> T:
-        """Return what `function` does, retried where that is worth it, its failures as the errors of a Store."""
+        """Return the result of `function`, retried after transient errors; raises the errors of a Store."""
         with self._errors(path):
-            return call_with_retries(function, place=self._answers())
+            return call_with_retries(function, place=self._server())
 
     @contextlib.contextmanager
     def _errors(self, path: str) -> Iterator[None]:
-        """Raise what fails inside as the errors of a Store."""
+        """Translate errors into those of a Store."""
         started = time.monotonic()
         try:
             yield
@@ -132,14 +132,15 @@ class RemoteStore:
             text = f"{self._shown(path)}: {words_of(error)}"
             if isinstance(error, PermissionError):
                 text += advice_on(error, self.protocol)
-            raise type(error)(error.errno or _ERRNO[_kind(error)], text) from _harmless(error)
+            kind = next(kind for kind in _ERRNO if isinstance(error, kind))
+            raise type(error)(error.errno or _ERRNO[kind], text) from _without_secrets(error)
         except CkptkitError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever a file system raises becomes an error of ours
+        except Exception as error:  # noqa: BLE001 - file systems raise anything
             text = f"{self._shown(path)}: {words_of(error)}{advice_on(error, self.protocol)}"
             if is_transient(error):
-                text += f" (tried for {time.monotonic() - started:.0f} s; CKPTKIT_STORAGE_TIMEOUT=10m tries for longer)"
-            raise StorageError(getattr(error, "errno", None) or errno.EIO, text) from _harmless(error)
+                text += f" (tried for {time.monotonic() - started:.0f} s; CKPTKIT_STORAGE_TIMEOUT=10m tries longer)"
+            raise StorageError(getattr(error, "errno", None) or errno.EIO, text) from _without_secrets(error)
 
     # --- looking
 
@@ -151,18 +152,17 @@ class RemoteStore:
             return None
 
     def exists(self, path: str) -> bool:
-        """Tell whether there is a file at `path`; one request."""
         full = self._full(path)
         return self._call(path, lambda: self._api.exists(full))
 
     def list(self, path: str = "", *, recursive: bool = False) -> _Infos:
         full = self._full(path, root_allowed=True)
         found = [item for page in self._pages(path, full, recursive=recursive) for item in page]
-        # A store may list the folder itself, as a marker object.
+        # A store may list the folder itself: a marker object.
         return [item for item in self._listed(found) if item.path != path]
 
     def list_at_once(self, path: str = "") -> _Infos | None:
-        """Return every file below `path`, sorted by path, where few requests list them all; else None."""
+        """Return every file below `path`, sorted by path; None if that takes many requests."""
         full = self._full(path, root_allowed=True)
         if not self._api.paged:
             return None
@@ -174,13 +174,13 @@ class RemoteStore:
         return self._listed(found)
 
     def _listed(self, found: Entries) -> _Infos:
-        """Return what a listing shows, sorted by path, but for keys of others that no path here can name."""
+        """Return the entries of a listing, sorted by path, without keys that are not valid paths."""
         start = len(self._full("", root_allowed=True))
         named = ((item["name"][start:].removeprefix("/").removesuffix("/"), item) for item in found)
-        return sorted((_file_info(path, item) for path, item in named if is_path(path)), key=_path)
+        return sorted((_file_info(path, item) for path, item in named if is_path(path)), key=lambda item: item.path)
 
     def _pages(self, path: str, full: str, *, recursive: bool) -> Iterator[Entries]:
-        """Yield a listing; each page of it is tried again by itself, or a long one would never come to its end."""
+        """Yield a listing page by page. Each page is retried by itself, or a long listing might never end."""
         after = ""
         while True:
             page, after = self._call(
@@ -192,22 +192,19 @@ class RemoteStore:
                 return
 
     def read_listed(self, item: FileInfo, start: int = 0, stop: int | None = None) -> bytes:
-        """Return bytes of a file that a listing showed; a small one is fetched only where its tag is a new one."""
+        """Return bytes of a listed file; a small one is downloaded only if its tag is not cached."""
         if item.size > _KNOWN_BYTES:
             return self.read(item.path, start, stop)
-        full, known = self._full(item.path), self._connection.known
+        full, known = self._full(item.path), self._connection.own.known
         data = known.get(full, item.tag)
         if data is None:
             data = self.read(item.path, 0, item.size + 1) if item.size else self.read(item.path)
-            # What has replaced it since may be longer, and is not what the tag tells of.
+            # Another length: it was replaced since the listing, and the tag is not its own.
             if len(data) == item.size:
                 known.put(full, item.tag, data)
             else:
                 data = self.read(item.path)
         return data[start:stop]
-
-    def free_bytes(self) -> int | None:
-        return None
 
     # --- reading
 
@@ -230,51 +227,41 @@ class RemoteStore:
         self.read_into(path, start, memoryview(data))
         return bytes(data)
 
-    def read_into(self, path: str, start: int, view: memoryview) -> None:
-        self.read_many([ReadInto(path, start, view)])
-
     def read_many(self, reads: Sequence[ReadInto], *, workers: int = 0) -> None:
         jobs = cut_reads(reads, large=self._api.read_bytes)
-        self._read_all(jobs, self._begin(jobs) if len(jobs) > 1 else None)
-
-    def _read_all(self, jobs: Sequence[Job], begun: Together[tuple[int, int]] | None) -> None:
-        if begun is None:
+        answers = self._at_once(jobs)
+        if answers is None:
             self._connection.each(self._read_job, jobs)
             return
-        answers = [item[0] if isinstance(item, tuple) else item for item in begun.answers()]
-        # What is not well is tried again as if a thread had asked.
-        again = [(job, got) for job, got in zip(jobs, answers, strict=True) if got != job[2] - job[1]]
-        self._connection.each(self._read_again, again)
+        # Failed and short answers are retried in threads.
+        got = [item[0] if isinstance(item, tuple) else item for item in answers]
+        again = [(job, first) for job, first in zip(jobs, got, strict=True) if first != job[2] - job[1]]
+        self._connection.each(lambda tried: self._read_job(*tried), again)
 
-    def _begin(self, jobs: Sequence[Job]) -> Together[tuple[int, int]] | None:
-        return self._api.begin(
-            [(self._full(path), start, stop, Scatter(items, start)) for path, start, stop, items in jobs]
-        )
+    def _at_once(self, jobs: Sequence[Job]) -> Sequence[tuple[int, int] | BaseException] | None:
+        """Try several reads concurrently, once; None if each of them needs a thread."""
+        if len(jobs) <= 1:
+            return None
+        ranges = [(self._full(path), start, stop, Scatter(items, start)) for path, start, stop, items in jobs]
+        begun = self._api.begin(ranges)
+        return None if begun is None else begun.answers()
 
     def fetch_listed(self, items: Sequence[FileInfo]) -> None:
-        """Fetch small files that a listing showed and that are not known, all at once, for `read_listed` to have."""
-        known = self._connection.known
+        """Download small listed files that are not cached, concurrently, for `read_listed`."""
+        known = self._connection.own.known
         new = [(item, self._full(item.path)) for item in items if item.tag and 0 < item.size <= _KNOWN_BYTES]
         new = [(item, full) for item, full in new if known.get(full, item.tag) is None]
         views = [memoryview(bytearray(item.size)) for item, _ in new]
         jobs = [(i.path, 0, i.size, [ReadInto(i.path, 0, view)]) for (i, _), view in zip(new, views, strict=True)]
-        begun = self._begin(jobs) if len(jobs) > 1 else None
-        if begun is not None:
-            for (item, full), view, answer in zip(new, views, begun.answers(), strict=True):
-                if answer == (item.size, item.size):
-                    known.put(full, item.tag, bytes(view))
+        answers = self._at_once(jobs) or ()
+        for (item, full), view, answer in zip(new, views, answers, strict=False):
+            if answer == (item.size, item.size):
+                known.put(full, item.tag, bytes(view))
 
-    def _read_again(self, tried: tuple[Job, int | BaseException]) -> None:
-        self._read_job(*tried)
-
-    def _read_job(self, job: Job, before: int | BaseException | None = None) -> None:
-        """Read a range, tried again where that is worth it.
-
-        Args:
-            before: What a first try has come to.
-        """
+    def _read_job(self, job: Job, first: int | BaseException | None = None) -> None:
+        """Read a range, with retries. `first`: the result of a first try."""
         path, start, stop, items = job
-        full, tried = self._full(path), [] if before is None else [before]
+        full, tried = self._full(path), [] if first is None else [first]
 
         def get() -> int:
             answer = tried.pop() if tried else self._api.get_into(full, start, stop, Scatter(items, start))
@@ -293,25 +280,24 @@ class RemoteStore:
 
     @contextlib.contextmanager
     def writer(self, path: str, *, sync: bool = True) -> Iterator[PartWriter]:
-        """A new object. One that is there is not replaced, where the store has conditional puts."""
         full = self._full(path)
         with patient():
             writer = PartWriter(self._connection, self._api, full, lambda job: self._call(path, job))
             try:
                 yield writer
                 left = writer.finish()
-                if isinstance(left, Content):  # small enough for one request
+                if isinstance(left, Content):  # it fits into one request
                     self._put(path, full, left)
                 else:
-                    self._told(full, writer.nbytes, left)
+                    self._confirmed(full, writer.nbytes, left)
             except BaseException as error:
                 if not isinstance(error, Exception):
                     hurry()
                 writer.abort()
                 raise
 
-    def _told(self, full: str, nbytes: int, tag: str) -> None:
-        """The store has answered that the object is there."""
+    def _confirmed(self, full: str, nbytes: int, tag: str) -> None:
+        """The store has confirmed that an object is complete; subclasses may note it."""
 
     def write(self, path: str, data: bytes | memoryview, *, overwrite: bool = False, sync: bool = True) -> None:
         full, body = self._full(path), bytes(data)
@@ -324,43 +310,33 @@ class RemoteStore:
         self._note(full, self._put(path, full, body), body)
 
     def copy_to(self, path: str, target: RemoteStore, name: str) -> None:
-        """Copy an object, in the store, to `name` of another directory of it, and replace what is there."""
+        """Copy an object inside the store to `name` of another directory, replacing what is there."""
         source, full = self._full(path), target._full(name)
         self._call(path, lambda: self._api.copy(source, full))
 
     def claim(self, path: str, data: bytes, *, looked: bool) -> None:
-        # Conditional writes are not tried out before: `try_conditional` comes next.
+        # Does not test for conditional writes: `try_conditional` follows.
         if self.has_conditional_writes is False and not looked:
             self.write(path, data)
         else:
             full = self._full(path)
             self._note(full, self._put(path, full, data), data)
 
-    def fetch(self, paths: Iterable[str]) -> None:
-        pass  # a snapshot does
-
-    def settle(self) -> None:
-        pass  # what was written is there
-
-    def arrived(self) -> dict[str, int]:
-        return {}
-
     def try_conditional(self, path: str, data: bytes) -> None:
-        # One more put, which changes nothing if it is not refused.
+        # A put with the same content, which changes nothing if it is not refused.
         if self.has_conditional_writes is None:
             self._learn(lambda: self._refuses(path, data))
 
     @property
     def has_conditional_writes(self) -> bool | None:
-        """Whether a put-if-absent is known to be refused where something is, or to be none; None: not tried yet."""
         return self._connection.conditional.get(self._bucket)
 
     def _note(self, full: str, tag: str, data: bytes) -> None:
         if len(data) <= _KNOWN_BYTES:
-            self._connection.known.put(full, _plain(tag), data)
+            self._connection.own.known.put(full, _plain(tag), data)
 
     def _put(self, path: str, full: str, data: bytes | Content) -> str:
-        """Put if absent, where the store can; else put. Returns the tag, "" where it is not told."""
+        """Put if absent if the store can, else put. Returns the tag, "" if unknown."""
         tries, mark, around = 0, secrets.token_hex(8), self._around
 
         def put() -> str:
@@ -371,16 +347,16 @@ class RemoteStore:
             except NotConditionalError:
                 return self._api.put(full, data, if_absent=False)
             except FileExistsError:
-                # The answer to an earlier try may have been lost after it was carried out.
+                # An earlier try may have succeeded, but its answer was lost.
                 if not self._api.is_mine(full, data, mark=mark, tries=tries):
                     raise
                 return ""
 
-        with self._errors(path):
-            return call_with_retries(put if around is None else partial(around, put), place=self._answers())
+        with self._errors(path):  # not `_call`: a put passes at most eight of our functions
+            return call_with_retries(put if around is None else partial(around, put), place=self._server())
 
     def _conditional(self) -> bool:
-        """Tell whether this store refuses to replace an object when it is asked to. Tried once a connection."""
+        """Tell whether this store has conditional writes. Tested once per connection and bucket."""
         known = self.has_conditional_writes
         return self._learn(self._probe) if known is None else known
 
@@ -392,14 +368,14 @@ class RemoteStore:
             self._connection.conditional[self._bucket] = known
         if known is False:
             logger.warning(
-                "%s has no conditional writes: nothing but the lease, which can be lost, keeps two jobs from "
-                "committing the same checkpoint. Let one job at a time write there.",
+                "%s has no conditional writes: only the lease, which can be lost, keeps two jobs from committing the "
+                "same checkpoint. Let one job at a time write there.",
                 self.url,
             )
         return known is True
 
     def _probe(self) -> bool | None:
-        path = f".probe-{secrets.token_hex(8)}.part"  # a name that discovery passes over
+        path = f".probe-{secrets.token_hex(8)}.part"  # discovery ignores this name
         full = self._full(path)
         self._call(path, lambda: self._api.put(full, b"?", if_absent=False))
         try:
@@ -408,8 +384,10 @@ class RemoteStore:
             self.delete([path])
 
     def _refuses(self, path: str, data: bytes) -> bool | None:
-        """Tell whether the store will not replace the object at `path`; None: it does not say. What is said of an
-        object that is there counts, not what a server says it supports."""
+        """Tell whether the store refuses to replace the object at `path`; None if it can't be reached.
+
+        Tested with an existing object, whatever the server claims to support.
+        """
         full = self._full(path)
         try:
             tag = self._call(path, lambda: self._api.put(full, data, if_absent=True))
@@ -432,48 +410,39 @@ class RemoteStore:
             self._call(names[0], lambda: self._api.delete(full, folder=folder))
 
     def delete_tree(self, path: str) -> None:
-        """Delete what lies below `path`, and the uploads to there that nobody finished."""
+        """Delete everything below `path`, and abort unfinished uploads to there."""
         folder = self._full(path)
         self._delete([*(item.path for item in self.list(path, recursive=True)), path], folder=folder)
         self.abort_uploads(path)
 
     def unfinished_uploads(self, path: str = "", *, older_than_s: float = 0.0) -> Uploads:
-        """Return the multipart uploads below `path` that were begun long ago and not finished.
-
-        Their parts cost as much as files do, and no listing of files shows them.
-        """
         full = self._full(path, root_allowed=True)
         try:
             found = self._call(path, lambda: self._api.unfinished(full))
         except (FileNotFoundError, PermissionError, StorageError) as error:
-            # Not everybody who may write may see what others have begun (s3:ListBucketMultipartUploads).
-            say = logger.warning if isinstance(error, PermissionError) else logger.debug
-            say("%s does not list unfinished uploads, which may be left and cost: %s", self.url, error)
+            # Listing uploads needs a permission of its own (s3:ListBucketMultipartUploads).
+            log = logger.warning if isinstance(error, PermissionError) else logger.debug
+            log("%s does not list unfinished uploads; some may be left, which cost money: %s", self.url, error)
             return []
         start, now = len(self._full("", root_allowed=True)) + 1, time.time()
         return [replace(item, path=item.name[start:]) for item in found if now - item.started >= older_than_s]
 
     def abort_uploads(self, path: str = "", *, older_than_s: float = 0.0) -> int:
-        """Throw away the unfinished uploads below `path`, and return how many there were."""
+        """Abort the unfinished uploads below `path`; returns how many there were."""
         found = self.unfinished_uploads(path, older_than_s=older_than_s)
         self.end_uploads(found)
         return len(found)
 
     def end_uploads(self, found: Sequence[UnfinishedUpload]) -> None:
-        """Throw these away."""
         for upload in found:
             self._call("", lambda upload=upload: self._api.abort(upload))  # type: ignore[misc]
 
 
-def _kind(error: OSError) -> type[OSError]:
-    return next(kind for kind in _ERRNO if isinstance(error, kind))
-
-
-def _api_of(protocol: str, connection: Connection) -> ObjectApi:
+def _api_of(protocol: str, connection: Connection) -> FsspecApi:
     if protocol not in SERVICES:
         return FsspecApi(connection)
     module, _, name = SERVICES[protocol].api.partition(".")
-    api: ObjectApi = getattr(importlib.import_module(f"ckptkit.storage.{module}"), name)(connection)
+    api: FsspecApi = getattr(importlib.import_module(f"ckptkit.storage.{module}"), name)(connection)
     return api
 
 
@@ -491,11 +460,7 @@ def _plain(tag: str) -> str:
     return tag.strip('"')
 
 
-def _path(item: FileInfo) -> str:
-    return item.path
-
-
-def _harmless(error: BaseException) -> BaseException | None:
-    """The error, to be shown as the cause of ours; None where its words, or those of what caused it, hold a secret."""
-    said = "".join(traceback.format_exception(error))
-    return error if without_secrets(said) == said else None
+def _without_secrets(error: BaseException) -> BaseException | None:
+    """Return the error, to be the cause of ours; None if its text, or that of its own causes, contains a secret."""
+    text = "".join(traceback.format_exception(error))
+    return error if without_secrets(text) == text else None

@@ -1,4 +1,4 @@
-"""Threads for work that continues while the process exits; runs the work inline if no thread can be started."""
+"""Thread pools that work until the process ends; run the work inline when no thread can be started any more."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import thread as _futures  # imported before `before_end` registers: what it does at the end
+from concurrent.futures import thread as _futures  # imported first: its exit hook must be registered before ours
 from contextvars import copy_context
 from functools import partial
 from types import TracebackType
@@ -18,16 +18,16 @@ __all__ = ["WorkerPool", "before_end", "start_or_do_without"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_MAY_START = sys.version_info < (3, 12)  # later ones start no thread from the end of the main thread on
+_MAY_START = sys.version_info < (3, 12)  # later versions start no threads after the main thread has ended
 _calls: list[Callable[[], object]] = []
 _ending = False
 
 
 class WorkerPool(ThreadPoolExecutor):
-    """A pool that takes work until the last thread of the process has ended.
+    """A pool that accepts work until the last thread of the process has ended.
 
-    Python closes all pools when the main thread ends, though the threads that it waits for may have more to do: a save
-    in the background, say. What is submitted runs in the context of who submits it: it is part of the same operation.
+    Python closes all pools when the main thread ends, although other threads, such as a save in the background, may
+    have more to do. Work runs in the context of its caller: it is part of the same operation.
     """
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -36,7 +36,7 @@ class WorkerPool(ThreadPoolExecutor):
         future: Future[T] = Future()
         try:
             future.set_result(fn(*args, **kwargs))
-        except BaseException as error:  # noqa: BLE001  as in a thread of the pool: who asks for the result gets it
+        except BaseException as error:  # noqa: BLE001 - raised by `result`, as in a pool
             future.set_exception(error)
         return future
 
@@ -44,12 +44,12 @@ class WorkerPool(ThreadPoolExecutor):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
         if error is not None and not isinstance(error, Exception):
-            hurry()  # Ctrl-C: the work that is waited for here must not wait for a storage that is out of reach
+            hurry()  # Ctrl-C: the work must not wait for an unreachable store
         return super().__exit__(kind, error, trace)
 
 
 def start_or_do_without(thread: threading.Thread) -> None:
-    """Start a thread that the process does not need to end well, unless it is about to end and can't."""
+    """Start a thread, unless the process is ending and can't."""
     try:
         thread.start()
     except RuntimeError:
@@ -58,9 +58,9 @@ def start_or_do_without(thread: threading.Thread) -> None:
 
 
 def before_end(call: Callable[[], object]) -> None:
-    """Have `call` made once the main thread has ended, while pools still work. Not in processes that are killed."""
+    """Call `call` after the main thread has ended, while pools still work. Not if the process is killed."""
     if not _calls:
-        # `atexit` comes too late: after the pools have closed, and the threads have been waited for.
+        # `atexit` is too late: pools are closed and threads joined before.
         register: Any = getattr(threading, "_register_atexit", None)
         if register is not None:
             register(_end)

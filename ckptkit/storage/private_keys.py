@@ -1,4 +1,4 @@
-"""Writes under keys that only one writer knows: no checks before a write, small files in parallel."""
+"""Writes under keys that only one writer knows: small files are sent in parallel, without checks before."""
 
 from __future__ import annotations
 
@@ -14,54 +14,58 @@ __all__ = ["AttemptStore", "attempt_store"]
 
 
 def attempt_store(root: Store, path: str) -> Store:
-    """Return the store of the folder at `path` below `root` for the one writer that knows its keys."""
+    """Return the store of the folder `path` below `root`, for its only writer."""
     return AttemptStore.of(root, path) if isinstance(root, RemoteStore) else root.child(path)
 
 
 class AttemptStore(RemoteStore):
     """The folder of an attempt on an object store.
 
-    A small file is on its way when `write` or the block of a `writer` returns. `settle` waits, and raises what went
-    wrong: until then nothing may be said of what was written, and what was lent to a writer stays lent. Reading
-    settles first.
+    `write` and `writer` return while a small file is still being sent. `settle` waits for all of them and raises what
+    failed; until then memory that was lent to a writer must stay unchanged. Every read settles first.
     """
+
+    _pending: _Pending
 
     @classmethod
     def of(cls, root: RemoteStore, path: str) -> AttemptStore:
         """Return the store of `path` below `root`, over the same connection."""
-        return cls._at(root.child(path), _Underway())
+        return cls._at(root.child(path), _Pending())
 
     @classmethod
-    def _at(cls, store: RemoteStore, underway: _Underway) -> AttemptStore:
+    def _at(cls, store: RemoteStore, pending: _Pending) -> AttemptStore:
         made = cls(store._place, storage_options=store.storage_options)
-        made._connection, made._api, made._underway = store._connection, store._api, underway
+        made._connection, made._api, made._pending = store._connection, store._api, pending
         return made
 
-    _underway: _Underway
-
     def child(self, path: str) -> AttemptStore:
-        return self._at(super().child(path), self._underway)
+        return self._at(super().child(path), self._pending)
 
     def settle(self) -> None:
-        """Wait for all that was written. Raises the first failure, to each that asks."""
-        self._underway.wait()
+        """Wait for all writes. Raises the first failure, to every caller."""
+        self._pending.wait()
 
     def arrived(self) -> dict[str, int]:
-        """Return the size of each file that this process wrote and of which the store has said, by its tag, that it
-        has it: what it has put together of what it was given, not only an answer on the way."""
+        """Return the size of each file that this process wrote and whose tag the store has returned.
+
+        A tag confirms the complete object, not only a request on the way.
+        """
         start = len(self._full("", root_allowed=True)) + 1
-        return {full[start:]: nbytes for full, nbytes in self._underway.arrived.items()}
+        return {full[start:]: nbytes for full, nbytes in self._pending.arrived.items()}
 
     # --- writing
 
-    def _told(self, full: str, nbytes: int, tag: str) -> None:
-        self._underway.told(full, nbytes if tag else None)
+    def _confirmed(self, full: str, nbytes: int, tag: str) -> None:
+        if tag:
+            self._pending.arrived[full] = nbytes
+        else:
+            self._pending.arrived.pop(full, None)
 
     def write(self, path: str, data: bytes | memoryview, *, overwrite: bool = False, sync: bool = True) -> None:
-        if overwrite:  # after what it replaces
+        if overwrite:  # only after the write that it replaces
             self.settle()
             super().write(path, data, overwrite=True)
-            self._told(self._full(path), len(data), "")
+            self._confirmed(self._full(path), len(data), "")
             return
         self._put(path, self._full(path), Content.of(bytes(data)))
 
@@ -69,16 +73,16 @@ class AttemptStore(RemoteStore):
         content, put_now = Content.of(data), super()._put
 
         def put() -> None:
-            self._told(full, content.nbytes, put_now(path, full, content))
+            self._confirmed(full, content.nbytes, put_now(path, full, content))
 
-        self._underway.add(self._connection.upload(put, self._api.held(content)))
-        return ""  # not told yet
+        self._pending.add(self._connection.upload(put, self._api.held(content)))
+        return ""  # not known yet
 
     def _delete(self, names: Sequence[str], *, folder: str = "") -> None:
-        self.settle()  # what arrives after the deletion would stay
+        self.settle()  # an object that arrives after the deletion would stay
         super()._delete(names, folder=folder)
         for name in names:
-            self._told(self._full(name), 0, "")
+            self._confirmed(self._full(name), 0, "")
 
     # --- reading
 
@@ -99,20 +103,14 @@ class AttemptStore(RemoteStore):
         super().read_many(reads, workers=workers)
 
 
-class _Underway:
-    """Writes of one attempt that were begun, and the first failure."""
+class _Pending:
+    """The pending writes of one attempt, and the first failure."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._futures: list[Future[object]] = []
         self._failure: BaseException | None = None
-        self.arrived: dict[str, int] = {}  # by full name
-
-    def told(self, full: str, nbytes: int | None) -> None:
-        if nbytes is None:  # nothing is known of it
-            self.arrived.pop(full, None)
-        else:
-            self.arrived[full] = nbytes
+        self.arrived: dict[str, int] = {}  # sizes of confirmed objects, by full name
 
     def add(self, future: Future[object]) -> None:
         with self._lock:

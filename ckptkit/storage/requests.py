@@ -15,31 +15,46 @@ from ckptkit.storage.connection import PART_BYTES, Connection
 from ckptkit.storage.store import UnfinishedUpload, Uploads
 
 __all__ = [
+    "ConcurrentRequests",
     "Entries",
     "Entry",
     "FsspecApi",
     "LostUploadError",
     "NotConditionalError",
     "Range",
-    "ObjectApi",
     "Sink",
     "Upload",
     "Uploads",
-    "Together",
 ]
-
-# Many requests of one caller at once, in the thread that all connections share: no thread each that only waits.
-
 
 T = TypeVar("T")
 
+Entry = Mapping[str, Any]
+"""One entry of a listing, as fsspec returns it: name, type, size, a time, a tag."""
 
-class Together(Generic[T]):
-    """Requests that are under way on the event loop of another thread.
+Entries = list[Entry]  # classes here have a method called list
+
+Sink = Callable[[int, "bytes | memoryview"], None]
+"""Receives (offset from the first byte of the range, piece)."""
+
+Range = tuple[str, int, int, Sink]
+"""(name, start, stop, sink)."""
+
+
+class NotConditionalError(StorageError):
+    """The store has no create-only puts."""
+
+
+class LostUploadError(StorageError, FileNotFoundError):
+    """The store has lost an upload, or refuses to complete it: all parts must be sent again."""
+
+
+class ConcurrentRequests(Generic[T]):
+    """Requests that run concurrently on the event loop of another thread, without a thread each.
 
     Args:
-        requests: Make one request each.
-        most: How many are under way at a time.
+        requests: Each returns the coroutine of one request.
+        most: How many run at a time.
     """
 
     def __init__(
@@ -75,9 +90,9 @@ class Together(Generic[T]):
             self._task.cancel()
 
     def answers(self) -> list[T | BaseException]:
-        """Wait, and return what each has come to, in order. None is under way any more when this ends, however."""
+        """Wait, and return each request's result or error, in order. Afterwards, even after Ctrl-C, none is running."""
         try:
-            while not self._ended.wait(1):  # so that a signal is seen
+            while not self._ended.wait(1):  # with a timeout, so that signals are handled
                 pass
         except BaseException:
             self._stopped = True
@@ -87,128 +102,44 @@ class Together(Generic[T]):
         return self._answers
 
 
-Entry = Mapping[str, Any]
-"""One entry of a listing or of a look, as fsspec gives it: name, type, size, a time, a tag."""
-
-Entries = list[Entry]  # classes here have a method called list
-
-Sink = Callable[[int, "bytes | memoryview"], None]
-"""Gets (where a piece starts, counted from the first byte asked for, the piece)."""
-
-
-Range = tuple[str, int, int, Sink]
-"""(name, start, stop, who gets the bytes)."""
-
-
-class NotConditionalError(StorageError):
-    """The store cannot be asked to write only where nothing is."""
-
-
-class LostUploadError(StorageError, FileNotFoundError):
-    """The store knows an upload no more, or will not complete it: all of its parts have to be sent anew."""
-
-
 class Upload(Protocol):
-    """One object on its way in parts; nothing is visible before `complete`."""
+    """An upload in parts. The object appears with `complete`."""
 
-    in_order: bool  # whether a part may start only when the one before has ended
+    in_order: bool  # whether a part may start only after the previous one has ended
 
     def part(self, number: int, content: Content, *, last: bool) -> None:
-        """Send part `number`, from 1. May be called again after a failure. Raises LostUploadError."""
+        """Send part `number`, counted from 1. May be called again after a failure. Raises LostUploadError."""
 
     def complete(self) -> str:
-        """Let the object appear, and return its tag, "" where that is not told. May be called again after a failure.
-        Raises FileExistsError, LostUploadError."""
+        """Publish the object and return its tag, "" if unknown. May be called again after a failure.
+
+        Raises FileExistsError, LostUploadError.
+        """
 
     def anew(self) -> Upload:
-        """Begin the same upload once more, where this one is lost."""
+        """Begin the same upload again after this one was lost."""
 
     def abort(self) -> None:
         """Discard the upload."""
 
 
-class ObjectApi(Protocol):
-    """Requests by full name ("bucket/key"). No retries here: each method is tried again as a whole by its caller."""
-
-    read_bytes: int
-    """What one ranged read asks for where there are few."""
-
-    checked: bool
-    """Whether a CRC-32 goes with what is put."""
-
-    def endpoint(self) -> str:
-        """Return the address of the server, "" where it is not known (yet). No request is made."""
-
-    def held(self, content: Content) -> int:
-        """Return how much memory one request needs for itself to send this."""
-
-    def info(self, name: str) -> Entry:
-        """Return what is at `name`. Raises FileNotFoundError."""
-
-    paged: bool
-    """Whether a listing comes in pages, of a request each; else as one, however many requests that takes."""
-
-    def page(self, name: str, *, recursive: bool, after: str) -> tuple[Entries, str]:
-        """Return some of what lies below `name`, and what to give as `after` for more, "" at the end as at first."""
-
-    def get(self, name: str, start: int, stop: int) -> bytes:
-        """Return the bytes [start, stop), fewer where the object ends."""
-
-    def get_into(self, name: str, start: int, stop: int, sink: Sink) -> int:
-        """Give the bytes [start, stop) to `sink` as they come, in order, and return how many there were."""
-
-    def begin(self, ranges: Sequence[Range]) -> Together[tuple[int, int]] | None:
-        """Begin `get_into` of each range, once, and return what waits for (how many bytes there were, how many the
-        object has in all) of each; None where each has to be asked for by a thread of its own."""
-
-    def get_whole(self, name: str) -> tuple[bytes, int]:
-        """Return the first bytes of an object, and its size."""
-
-    def put(self, name: str, data: bytes | Content, *, if_absent: bool, mark: str = "") -> str:
-        """Write an object in one request, and return its tag, "" where that is not told.
-
-        `if_absent`: raises FileExistsError, where the store can. `mark` goes with it where the store has a place
-        for that.
-        """
-
-    def copy(self, name: str, target: str) -> None:
-        """Copy an object inside of the store; replaces what is at `target`, at once."""
-
-    def exists(self, name: str) -> bool:
-        """Tell whether there is an object, not a folder, at `name`."""
-
-    def is_mine(self, name: str, data: bytes | Content, *, mark: str, tries: int) -> bool:
-        """Tell whether what is there is what try `tries`, which was refused, or one before it has put."""
-
-    def upload(self, name: str) -> Upload:
-        """Begin an upload in parts, if absent where the store can."""
-
-    def delete(self, names: Sequence[str], *, folder: str = "") -> None:
-        """Delete objects; what is gone already is no error. Nor is it that `folder`, one of the names, stays: there
-        may be nothing of that name, or what a store over directories will not remove while it has a file open."""
-
-    def unfinished(self, name: str) -> Uploads:
-        """Return the unfinished uploads below `name`."""
-
-    def abort(self, upload: UnfinishedUpload) -> None:
-        """Throw away an unfinished upload."""
-
-    def is_conditional(self) -> bool | None:
-        """Tell whether put-if-absent is known to work, or not to; None: try it."""
-
-
 class FsspecApi:
-    """The plain interface of fsspec, for whatever it opens."""
+    """Requests through fsspec's plain interface, by full name ("bucket/key"); subclasses override what they do better.
+
+    Nothing is retried here: the caller repeats each method as a whole.
+    """
 
     read_bytes = PART_BYTES
+    """Size of one ranged read if there are few."""
+
     checked = False
+    """Whether a CRC-32 is sent with each put."""
+
     paged = False
+    """Whether `page` returns a listing in pages of one request each."""
 
-    def endpoint(self) -> str:
-        return ""
-
-    def held(self, content: Content) -> int:
-        return content.nbytes  # it goes as one, whatever it was lent as
+    streams = False
+    """Whether a put sends memory that was lent to it without a copy."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -217,11 +148,27 @@ class FsspecApi:
     def fs(self) -> Any:
         return self.connection.fs
 
+    def endpoint(self) -> str:
+        """Return the address of the server, "" if unknown. Makes no request."""
+        return ""
+
+    def held(self, content: Content) -> int:
+        """Return how many bytes of memory one request needs to send this."""
+        return content.copied if self.streams else content.nbytes
+
     def info(self, name: str) -> Entry:
+        """Return what is at `name`. Raises FileNotFoundError."""
         found: Entry = self.fs.info(name)
         return found
 
+    def exists(self, name: str) -> bool:
+        """Tell whether an object, not a folder, is at `name`."""
+        with contextlib.suppress(FileNotFoundError):
+            return self.info(name).get("type") != "directory"
+        return False
+
     def page(self, name: str, *, recursive: bool, after: str) -> tuple[Entries, str]:
+        """Return some of what is below `name`, and `after` for the next page: "" for the first and after the last."""
         self.fs.invalidate_cache()
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if recursive:
@@ -230,6 +177,7 @@ class FsspecApi:
         return [], ""
 
     def get(self, name: str, start: int, stop: int) -> bytes:
+        """Return the bytes [start, stop), fewer at the end of the object."""
         try:
             data = bytes(self.fs.cat_file(name, start=start, end=stop))
             whole = len(data) > stop - start
@@ -238,7 +186,7 @@ class FsspecApi:
             return self._cut(name, data, start, stop) if whole else data
         except (OSError, ValueError):
             if start and int(self.info(name).get("size") or 0) <= start:
-                return b""  # a range that starts past the end is an error to many stores (416)
+                return b""  # many stores refuse a range that starts past the end (416)
             raise
         except Exception as error:  # each fsspec file system has its own class for a refused range
             if "416" in (str(getattr(error, "code", "")), str(getattr(error, "status_code", ""))):
@@ -247,68 +195,76 @@ class FsspecApi:
 
     @staticmethod
     def _cut(name: str, data: bytes, start: int, stop: int) -> bytes:
-        """Return a range of what a server gave whole, as some do over HTTP: of a large file each range would be it."""
+        """Return a range of a whole file, which some HTTP servers send for any range; refuse it for a large file."""
         if len(data) > PART_BYTES:
             raise StorageError(
                 errno.ENOTSUP,
                 f"{name}: the server does not serve ranges of a file: {len(data)} bytes came where {stop - start} were "
-                "asked for. Download it, and give the local copy.",
+                "requested. Download the file, and use the local copy.",
             )
         return data[start:stop]
 
-    def exists(self, name: str) -> bool:
-        with contextlib.suppress(FileNotFoundError):
-            return self.info(name).get("type") != "directory"
-        return False
-
     def get_into(self, name: str, start: int, stop: int, sink: Sink) -> int:
+        """Pass the bytes [start, stop) to `sink` in order, as they arrive; return how many there were."""
         data = self.get(name, start, stop)
         sink(0, data)
         return len(data)
 
-    def begin(self, ranges: Sequence[Range]) -> Together[tuple[int, int]] | None:
+    def begin(self, ranges: Sequence[Range]) -> ConcurrentRequests[tuple[int, int]] | None:
+        """Begin `get_into` of each range; each answer is (bytes read, size of the object). None: use threads."""
         return None
 
     def get_whole(self, name: str) -> tuple[bytes, int]:
+        """Return the first bytes of an object, and its size."""
         data = bytes(self.fs.cat_file(name))
         return data, len(data)
 
-    def is_mine(self, name: str, data: bytes | Content, *, mark: str, tries: int) -> bool:
-        data = Content.of(data).joined()
-        return tries > 1 and self.get(name, 0, len(data) + 1) == data
-
     def put(self, name: str, data: bytes | Content, *, if_absent: bool, mark: str = "") -> str:
+        """Write an object in one request; return its tag, "" if unknown.
+
+        Args:
+            if_absent: Raise FileExistsError if the object exists, or NotConditionalError if the store can't tell.
+            mark: Metadata that identifies this put, if the store has a place for it.
+        """
         data = Content.of(data).joined()
         if not if_absent:
             self.fs.pipe_file(name, data)
             return ""
         try:
             self.fs.pipe_file(name, data, mode="create")
-        except TypeError as error:  # a file system that knows no modes
+        except TypeError as error:  # a file system without modes
             raise NotConditionalError(errno.ENOTSUP, f"{name}: no put-if-absent here: {error}") from error
         return ""
 
+    def is_mine(self, name: str, data: bytes | Content, *, mark: str, tries: int) -> bool:
+        """After a refused put, tell whether the object was written by this try (number `tries`) or an earlier one."""
+        data = Content.of(data).joined()
+        return tries > 1 and self.get(name, 0, len(data) + 1) == data
+
     def copy(self, name: str, target: str) -> None:
+        """Copy an object inside the store; replaces `target` at once."""
         self.fs.cp_file(name, target)
 
     def upload(self, name: str) -> Upload:
+        """Begin an upload in parts, create-only if the store can."""
         return _FileUpload(self.fs.open(name, "wb", autocommit=False, block_size=PART_BYTES))
 
     def delete(self, names: Sequence[str], *, folder: str = "") -> None:
-        def remove(name: str) -> None:
+        """Delete objects; missing ones are no error. `folder`, one of the names, may stay: it need not be an object."""
+        for name in names:
             with contextlib.suppress(OSError if name == folder else FileNotFoundError):
                 self.fs.rm_file(name)
 
-        for name in names:
-            remove(name)
-
     def unfinished(self, name: str) -> Uploads:
+        """Return the unfinished uploads below `name`."""
         return []
 
     def abort(self, upload: UnfinishedUpload) -> None:
-        raise StorageError(errno.ENOTSUP, f"{upload.name}: fsspec tells of no unfinished uploads here, nor ends them")
+        """Abort an unfinished upload."""
+        raise StorageError(errno.ENOTSUP, f"{upload.name}: fsspec can't abort uploads here")
 
     def is_conditional(self) -> bool | None:
+        """Tell whether put-if-absent is known to work, or not to work; None: try it."""
         return None
 
 
@@ -320,17 +276,17 @@ class _FileUpload:
     def __init__(self, handle: Any) -> None:
         # Not fs.transaction: that is one switch for every thread that shares the file system object.
         self._handle = handle
-        self._broken: str | None = None
+        self._failure: str | None = None
 
     @contextlib.contextmanager
     def _once(self) -> Iterator[None]:
-        """Refuse a second try: what a failed write had already taken over is not known."""
-        if self._broken is not None:
-            raise OSError(errno.EINVAL, self._broken)
+        """Refuse a second try: how much a failed write has consumed is unknown."""
+        if self._failure is not None:
+            raise OSError(errno.EINVAL, self._failure)
         try:
             yield
-        except Exception as error:  # whatever it is, it goes on to the caller
-            self._broken = f"{type(error).__name__}: {error}"
+        except Exception as error:
+            self._failure = f"{type(error).__name__}: {error}"
             raise
 
     def part(self, number: int, content: Content, *, last: bool) -> None:
@@ -344,10 +300,10 @@ class _FileUpload:
         return ""
 
     def anew(self) -> Upload:
-        raise StorageError(errno.ENOTSUP, "fsspec tells of no upload that it is lost")
+        raise StorageError(errno.ENOTSUP, "fsspec does not report lost uploads")
 
     def abort(self) -> None:
         try:
             self._handle.discard()
         finally:
-            self._handle.closed = True  # its destructor would flush, and publish, what is left
+            self._handle.closed = True  # otherwise its destructor would flush and publish the rest

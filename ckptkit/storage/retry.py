@@ -25,6 +25,8 @@ __all__ = [
     "Patience",
     "call_with_retries",
     "current_limit_s",
+    "error_code",
+    "http_status",
     "hurry",
     "is_outage",
     "is_transient",
@@ -134,7 +136,7 @@ _ELSEWHERE = (
 def advice_on(error: BaseException, protocol: str) -> str:
     """Return a sentence to append to the store's own words; "" if there is nothing to add."""
     answer = _answer(error)
-    code = str(answer.get("Error", {}).get("Code", "") or getattr(error.__cause__, "code", ""))
+    code = error_code(error) or str(getattr(error.__cause__, "code", ""))
     credentials = SERVICES[protocol].credentials if protocol in SERVICES else "storage_options={...}"
     given = f"{credentials}, or --storage-option NAME=VALUE"
     if code == "" and "Credential" in type(error).__name__:
@@ -178,8 +180,8 @@ def words_of(error: BaseException) -> str:
     answer = _answer(error)
     status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
     if status:
-        told = answer.get("Error", {})
-        code, message = (str(told.get(name) or "").strip() for name in ("Code", "Message"))
+        details = answer.get("Error", {})
+        code, message = (str(details.get(name) or "").strip() for name in ("Code", "Message"))
         code = "" if code == str(status) else code
         message = "the server gives no reason" if message in ("", "None") else message
         text = f"{code}: {message} (HTTP {status})" if code else f"{message} (HTTP {status})"
@@ -277,9 +279,9 @@ def is_transient(error: BaseException) -> bool:
         return False
     if isinstance(error, (ConnectionError, TimeoutError)):
         return True
-    status = _status(error)
+    status = http_status(error)
     if status is not None and (status >= 500 or status in _FINAL_STATUS):
-        return status in _TRANSIENT_STATUS or _code(error) in ("ConditionalRequestConflict", "OperationAborted")
+        return status in _TRANSIENT_STATUS or error_code(error) in ("ConditionalRequestConflict", "OperationAborted")
     if any(base.__name__ in _TRANSIENT_NAMES for base in type(error).__mro__):
         return True
     return isinstance(error, SilenceError) or (isinstance(error, OSError) and error.errno in _TRANSIENT_ERRNO)
@@ -310,7 +312,7 @@ def _is_silence(error: BaseException) -> bool:
     return timed_out or not names.isdisjoint(("FSTimeoutError", "ReadTimeoutError", "ServerTimeoutError"))
 
 
-def _status(error: BaseException) -> int | None:
+def http_status(error: BaseException) -> int | None:
     """Return the HTTP status of an error of gcsfs or aiohttp, or of botocore as its cause."""
     for candidate in (getattr(error, "code", None), getattr(error, "status", None)):
         if isinstance(candidate, (int, str)) and str(candidate).isdigit():
@@ -323,10 +325,9 @@ def _status(error: BaseException) -> int | None:
     return status if isinstance(status, int) else None
 
 
-def _code(error: BaseException) -> str:
+def error_code(error: BaseException) -> str:
     """Return S3's error code, "" if there is none."""
-    answer = getattr(error.__cause__, "response", None)
-    return str(answer.get("Error", {}).get("Code", "")) if isinstance(answer, dict) else ""
+    return str(_answer(error).get("Error", {}).get("Code", ""))
 
 
 def timeout_s(default: float | None = None) -> float:

@@ -1,4 +1,4 @@
-"""S3 with as few requests as possible, through s3fs's client."""
+"""S3 through s3fs's client, with as few requests as possible."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from urllib.parse import urlsplit
 
 from ckptkit.errors import StorageError
 from ckptkit.storage.body import Body, Content
-from ckptkit.storage.connection import UPLOAD_BYTES, Connection
+from ckptkit.storage.connection import LARGE_BODY, UPLOAD_BYTES, Connection
 from ckptkit.storage.requests import (
+    ConcurrentRequests,
     Entries,
     Entry,
     FsspecApi,
@@ -21,42 +22,39 @@ from ckptkit.storage.requests import (
     NotConditionalError,
     Range,
     Sink,
-    Together,
     Uploads,
 )
-from ckptkit.storage.retry import BODY_S, SOON_S, WHOLE_S, patiently
+from ckptkit.storage.retry import BODY_S, SOON_S, WHOLE_S, error_code, http_status, patiently
 from ckptkit.storage.store import UnfinishedUpload
 
 __all__ = ["S3Api"]
 
 _GONE = ("NoSuchKey", "NoSuchUpload")
-_HEAD_BYTES = 16 << 20  # what a whole object is asked for first: nearly all are smaller
+_HEAD_BYTES = 16 << 20  # the first range of a whole object: nearly all are smaller
 _MARK = "ckptkit-put"  # metadata of an object: which call has put it
 _PER_REQUEST = 1000  # keys that one request deletes
-_CHUNK = 1 << 20  # of a body, taken from the connection at once
-_AT_ONCE = 16  # ranges of one caller
-_MUCH = 1 << 20  # of a body that goes up: the server may have to wait for its disk before it answers
+_CHUNK = 1 << 20  # bytes of an answer read at once
+_AT_ONCE = 16  # concurrent ranges of one caller
 
 
 class S3Api(FsspecApi):
-    """What s3fs does in more requests than needed is asked of its client directly; the session, the credentials
-    and the translation of errors are s3fs's.
+    """S3's requests, made by s3fs's client directly where s3fs itself makes more of them.
+
+    The session, the credentials and the translation of errors are s3fs's.
     """
 
-    read_bytes = UPLOAD_BYTES  # it goes to where it is wanted as it comes: nobody holds it
+    read_bytes = UPLOAD_BYTES  # it is written to its destination as it arrives, so it needs no memory
     checked = True
     paged = True
+    streams = True
 
     def endpoint(self) -> str:
         client = getattr(self.fs, "_s3", None)  # none before the first call
         return str(client.meta.endpoint_url) if client is not None else str(self.fs.endpoint_url or "")
 
-    def held(self, content: Content) -> int:
-        return content.copied
-
     def __init__(self, connection: Connection) -> None:
         super().__init__(connection)
-        self._prepared: Any = None  # the client that sends bodies as they are
+        self._prepared: Any = None  # the client that `_prepare` has changed
 
     def _call(self, method: str, **kwargs: Any) -> Any:
         from fsspec.asyn import sync
@@ -65,26 +63,25 @@ class S3Api(FsspecApi):
 
     async def _ask(self, method: str, kwargs: dict[str, Any]) -> Any:
         fs, body = self.fs, kwargs.get("Body")
-        least_s = BODY_S if body is not None and body.nbytes >= _MUCH else SOON_S
+        least_s = BODY_S if body is not None and body.nbytes >= LARGE_BODY else SOON_S
         least_s = WHOLE_S if method == "complete_multipart_upload" else least_s
-        self._prepare(await fs.set_session())  # who one is may be asked elsewhere, and is told in its own time
+        self._prepare(await fs.set_session())  # outside the timeout: it may ask another service for credentials
         request = fs._call_s3(method, **kwargs)
         answer = await patiently(request, least_s=least_s, body=body, given_s=self._given_s())
         _refuse_page(answer, f"{kwargs.get('Bucket')}/{kwargs.get('Key', '')}", self.endpoint())
         return answer
 
     def _prepare(self, client: Any) -> None:
-        """Let S3 get a body with its request, not after a round trip that asks whether it wants one; and let the
-        CRC-32 that we give vouch for it over TLS: no other digest is taken of it."""
+        """Send bodies without a prior round trip ("Expect: 100-continue"), signed by our CRC-32 alone over TLS."""
         if client is not self._prepared and hasattr(client, "meta"):
             from botocore.handlers import add_expect_header  # type: ignore[import-untyped]
 
             client.meta.events.unregister("before-call.s3", add_expect_header)
-            client.meta.events.register("before-call.s3", _vouch_by_crc)
+            client.meta.events.register("before-call.s3", _sign_by_crc)
             self._prepared = client
 
     def _given_s(self) -> float | None:
-        """Return how long the user said that an answer is waited for."""
+        """Return the user's read timeout."""
         found = self.connection.options.get("config_kwargs", {}).get("read_timeout")
         return float(found) if found else None
 
@@ -99,8 +96,9 @@ class S3Api(FsspecApi):
 
         found: Entry = sync(self.fs.loop, ask)
         if found.get("type") == "file":
-            told = {"content-type": found.get("ContentType"), **({"etag": found["ETag"]} if found.get("ETag") else {})}
-            _refuse_page({"ResponseMetadata": {"HTTPHeaders": told}}, name, self.endpoint())
+            headers = {"content-type": found.get("ContentType")}
+            headers |= {"etag": found["ETag"]} if found.get("ETag") else {}
+            _refuse_page({"ResponseMetadata": {"HTTPHeaders": headers}}, name, self.endpoint())
         return found
 
     def _split(self, name: str) -> tuple[str, str]:
@@ -112,11 +110,11 @@ class S3Api(FsspecApi):
         more = {"ContinuationToken": after} if after else {}
         more |= {} if recursive else {"Delimiter": "/"}
         page = self._call("list_objects_v2", Bucket=bucket, Prefix=f"{key}/" if key else "", **more)
-        if "IsTruncated" not in page and "Name" not in page:  # else a portal's page is a run without checkpoints
+        if "IsTruncated" not in page and "Name" not in page:  # a portal's page would look like an empty run
             raise StorageError(
                 errno.EBADMSG,
-                f"s3://{bucket}: what {self.fs.s3.meta.endpoint_url} answers is no listing of S3. Is there a proxy, or "
-                "a page to log in, between? Try another endpoint: AWS_ENDPOINT_URL, --storage-option endpoint_url=...",
+                f"s3://{bucket}: what {self.fs.s3.meta.endpoint_url} answers is not an S3 listing. Is there a proxy or "
+                "a login page in between? Try another endpoint: AWS_ENDPOINT_URL, --storage-option endpoint_url=...",
             )
         folders = [{"name": f"{bucket}/{p['Prefix']}", "type": "directory"} for p in page.get("CommonPrefixes", ())]
         return _files(bucket, page) + folders, page["NextContinuationToken"] if page.get("IsTruncated") else ""
@@ -136,62 +134,55 @@ class S3Api(FsspecApi):
 
     def _get(self, name: str, start: int, stop: int) -> tuple[bytes, int]:
         data = bytearray()
-
-        def sink(at: int, piece: bytes | memoryview) -> None:
-            data.extend(piece)
-
-        total = self._get_into(name, start, stop, sink)[1]
+        total = self._get_into(name, start, stop, lambda _, piece: data.extend(piece))[1]
         return bytes(data), total
 
     def get_into(self, name: str, start: int, stop: int, sink: Sink) -> int:
         return self._get_into(name, start, stop, sink)[0]
 
     def _get_into(self, name: str, start: int, stop: int, sink: Sink) -> tuple[int, int]:
-        # Not by `sync` of fsspec, which leaves a read under way where its caller is interrupted.
+        # Not fsspec's `sync`: after Ctrl-C it would leave the read running.
         (answer,) = self.begin([(name, start, stop, sink)]).answers()
         if isinstance(answer, BaseException):
             raise answer
         return answer
 
-    def begin(self, ranges: Sequence[Range]) -> Together[tuple[int, int]]:
-        return Together(
-            self.fs.loop,
-            [partial(self._range, name, start, stop, sink) for name, start, stop, sink in ranges],
-            most=_AT_ONCE,
-        )
+    def begin(self, ranges: Sequence[Range]) -> ConcurrentRequests[tuple[int, int]]:
+        return ConcurrentRequests(self.fs.loop, [partial(self._range, *item) for item in ranges], most=_AT_ONCE)
 
     async def _range(self, name: str, start: int, stop: int, sink: Sink) -> tuple[int, int]:
         try:
-            async with self.connection.turns:
+            async with self.connection.own.turns:
                 return await self._fetch(name, start, stop, sink)
         except OSError as error:
-            if _status(error) == 416:  # the range starts past the end: the object is empty, or shorter than that
+            # The range starts past the end of the object.
+            if http_status(error) == 416 or error_code(error) in ("InvalidRange", "416"):
                 return 0, 0
             raise
 
     async def _fetch(self, name: str, start: int, stop: int, sink: Sink) -> tuple[int, int]:
-        """Give what comes to `sink` piece by piece, so that nobody holds an answer whole."""
+        """Pass an answer to `sink` piece by piece, so that it is never in memory as a whole."""
         bucket, key = self._split(name)
         where = {"Bucket": bucket, "Key": key, "Range": f"bytes={start}-{stop - 1}"}
         answer, given_s = await self._ask("get_object", where), self._given_s()
-        stated = str(answer.get("ContentRange", "")).rpartition("/")[2]
-        low = 0 if stated.isdigit() else start  # a server that knows no ranges sends all
-        arriving = _Arriving(answer["Body"], low, low + stop - start, sink)
-        await patiently(arriving.take(), body=arriving, given_s=given_s)
-        got, expected = arriving.got, answer.get("ContentLength", arriving.got)
-        if got != expected:  # a connection that was cut can look like a short answer
+        total = str(answer.get("ContentRange", "")).rpartition("/")[2]
+        low = 0 if total.isdigit() else start  # a server without ranges sends the whole object
+        download = _Download(answer["Body"], low, low + stop - start, sink)
+        await patiently(download.run(), body=download, given_s=given_s)
+        got, expected = download.got, answer.get("ContentLength", download.got)
+        if got != expected:  # a cut connection can look like a short answer
             raise ConnectionError(f"the answer has {got} of {expected} bytes")
-        return max(0, min(got, low + stop - start) - low), int(stated) if stated.isdigit() else got
+        return max(0, min(got, low + stop - start) - low), int(total) if total.isdigit() else got
 
     def is_mine(self, name: str, data: bytes | Content, *, mark: str, tries: int) -> bool:
-        # Also at the first try: the HTTP client below sends a PUT again by itself when a kept connection breaks.
+        # Also at the first try: the HTTP client itself repeats a PUT when a reused connection breaks.
         bucket, key = self._split(name)
         with contextlib.suppress(FileNotFoundError):
             return bool(mark) and self._call("head_object", Bucket=bucket, Key=key)["Metadata"].get(_MARK) == mark
         return False
 
     def condition(self, name: str) -> dict[str, Any]:
-        """Return what lets a put not replace; nothing where that was tried in vain: some servers refuse the header."""
+        """Return the field of a create-only put; nothing if the server does not support it: some refuse the header."""
         return {} if self.connection.conditional.get(name.partition("/")[0]) is False else {"IfNoneMatch": "*"}
 
     def put(self, name: str, data: bytes | Content, *, if_absent: bool, mark: str = "") -> str:
@@ -202,14 +193,16 @@ class S3Api(FsspecApi):
         more |= self._body(Content.of(data))
         with _taken(name):
             answer = self._call("put_object", Bucket=bucket, Key=key, **more)
-        told = answer.get("ChecksumCRC32", "")
-        if told and told != more.get("ChecksumCRC32", told):
-            raise StorageError(errno.EBADMSG, f"{name}: the store says that it was given other bytes than were sent")
+        stored = answer.get("ChecksumCRC32", "")
+        if stored and stored != more.get("ChecksumCRC32", stored):
+            raise StorageError(errno.EBADMSG, f"{name}: the store received other bytes than were sent")
         return str(answer.get("ETag", ""))
 
     def _body(self, content: Content) -> dict[str, Any]:
-        """Return what carries a body. With the CRC-32 of the bytes as they were given, the store refuses what changed
-        on the way; the client, which would go over all of them in the thread of all connections, takes no other."""
+        """Return the fields of a body. With our CRC-32 the store refuses damaged bodies.
+
+        Without it, the client would compute a digest itself, and block the thread that all connections share.
+        """
         checked = getattr(self.fs.s3.meta.config, "request_checksum_calculation", None) != "when_required"
         return {"Body": Body(content), **({"ChecksumCRC32": content.crc32_base64()} if checked else {})}
 
@@ -224,7 +217,7 @@ class S3Api(FsspecApi):
             bucket = split[i][0]
             keys = [{"Key": key} for _, key in split[i : i + _PER_REQUEST]]
             answer = self._call("delete_objects", Bucket=bucket, Delete={"Objects": keys, "Quiet": True})
-            # s3fs's own rm does not look at these: what may not be deleted would count as deleted.
+            # s3fs's own rm ignores these errors: an object that may not be deleted would count as deleted.
             failed = [
                 item
                 for item in answer.get("Errors", ())
@@ -240,7 +233,7 @@ class S3Api(FsspecApi):
         while True:
             page = self._call("list_multipart_uploads", Bucket=bucket, **more)
             for item in page.get("Uploads", ()):
-                if item["Key"].startswith(prefix):  # not every server heeds the prefix
+                if item["Key"].startswith(prefix):  # some servers ignore the prefix
                     started = item["Initiated"].timestamp()
                     found.append(UnfinishedUpload(f"{bucket}/{item['Key']}", item["UploadId"], started))
             if not page.get("IsTruncated") or not page.get("NextKeyMarker"):
@@ -257,8 +250,8 @@ class S3Api(FsspecApi):
         return True if host.endswith((".amazonaws.com", ".amazonaws.com.cn")) else None
 
 
-def _vouch_by_crc(params: Any, context: Any, **_: Any) -> None:
-    """Tell botocore of the CRC-32 that is given: else it signs by SHA-256 of the body also over TLS."""
+def _sign_by_crc(params: Any, context: Any, **_: Any) -> None:
+    """Tell botocore that there is a CRC-32: otherwise it signs the body's SHA-256 even over TLS."""
     name = "x-amz-checksum-crc32"
     if name in params["headers"] and not context.get("checksum", {}).get("request_algorithm"):
         algorithm = {"algorithm": "crc32", "in": "header", "name": name}
@@ -266,19 +259,19 @@ def _vouch_by_crc(params: Any, context: Any, **_: Any) -> None:
 
 
 def _refuse_page(answer: Any, name: str, endpoint: str) -> None:
-    """Raise where a portal or a proxy answered with a page of its own: it looks like success, and nothing was done."""
+    """Raise if a portal or a proxy answered with its own page, which looks like success."""
     headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}) if isinstance(answer, dict) else {}
     is_page = str(headers.get("content-type", "")).startswith("text/html")
     if is_page and "etag" not in headers and not any(header.startswith("x-amz") for header in headers):
         raise StorageError(
             errno.EBADMSG,
-            f"s3://{name}: what {endpoint} answers is a page (text/html), not S3. Is there a proxy, or a page to log "
-            "in, between? Try another endpoint: AWS_ENDPOINT_URL, --storage-option endpoint_url=...",
+            f"s3://{name}: what {endpoint} answers is a page (text/html), not S3. Is there a proxy or a login page in "
+            "between? Try another endpoint: AWS_ENDPOINT_URL, --storage-option endpoint_url=...",
         )
 
 
-class _Arriving:
-    """An answer's body on its way to a sink, which gets the bytes [low, high) of it."""
+class _Download:
+    """Passes the bytes [low, high) of an answer's body to a sink."""
 
     def __init__(self, body: Any, low: int, high: int, sink: Sink) -> None:
         self.got = 0
@@ -287,7 +280,7 @@ class _Arriving:
     def tell(self) -> int:
         return self.got
 
-    async def take(self) -> None:
+    async def run(self) -> None:
         low, high = self._low, self._high
         try:
             while piece := await self._body.read(_CHUNK):
@@ -300,7 +293,7 @@ class _Arriving:
 
 
 class S3Upload:
-    """A multipart upload; its parts may go in any order."""
+    """A multipart upload, with parts in any order."""
 
     in_order = False
 
@@ -333,23 +326,23 @@ class S3Upload:
                 )
             return str(answer.get("ETag", ""))
         except OSError as error:
-            lost = isinstance(error, FileNotFoundError) or _code(error) == "InvalidPart"
+            lost = isinstance(error, FileNotFoundError) or error_code(error) == "InvalidPart"
             if not lost and not isinstance(error, FileExistsError):
                 raise
-            # The answer to the first try may have been lost after it was carried out.
+            # An earlier try may have succeeded, but its answer was lost.
             if again and self._is_ours(name):
                 return ""
-            if lost:  # rclone rejects a part that broke off, and with it all others
+            if lost:  # rclone rejects an interrupted part, and with it all others
                 raise _lost_by(error) from error
             raise
 
     def anew(self) -> S3Upload:
         made = self._api.upload(f"{self._where['Bucket']}/{self._where['Key']}")
-        made._completing = self._completing  # it may yet be carried out, and then this one will be refused
+        made._completing = self._completing  # it may still succeed, and then this one will be refused
         return made
 
     def _is_ours(self, name: str) -> bool:
-        """Tell whether the object that is there has as many parts as ours; its key is ours alone, or it was absent."""
+        """Tell whether the existing object consists of our parts."""
         try:
             tag = str(self._api.info(name).get("ETag", "")).strip('"')
         except FileNotFoundError:
@@ -364,39 +357,30 @@ class S3Upload:
 def _files(bucket: str, page: Any) -> list[Entry]:
     """Return the objects of one page of a listing."""
     return [
-        {"name": f"{bucket}/{item['Key']}", "type": "file", "size": item["Size"], **_about(item)}
+        {
+            **{name: item[name] for name in ("LastModified", "ETag") if name in item},
+            "name": f"{bucket}/{item['Key']}",
+            "type": "file",
+            "size": item["Size"],
+        }
         for item in page.get("Contents", ())
-        if not item["Key"].endswith("/")  # a marker, as consoles make for an empty folder
+        if not item["Key"].endswith("/")  # a marker, as consoles create for an empty folder
     ]
 
 
-def _about(item: Any) -> Entry:
-    return {name: item[name] for name in ("LastModified", "ETag") if name in item}
-
-
 def _combined_tag(tags: Sequence[str]) -> str:
-    """Return the tag that S3 gives an object of these parts: MD5 of their MD5s, and their number."""
+    """Return the tag of an S3 object with these parts: the MD5 of their MD5s, and their number."""
     import hashlib
 
     try:
         digests = b"".join(bytes.fromhex(tag.strip('"')) for tag in tags)
     except ValueError:
-        return ""  # encrypted with a customer's key: tags say nothing
+        return ""  # encrypted with a customer's key: tags are not MD5s
     return f"{hashlib.md5(digests, usedforsecurity=False).hexdigest()}-{len(tags)}"
 
 
 def _lost_by(error: OSError) -> LostUploadError:
-    return LostUploadError(errno.ENOENT, f"the store has lost the upload: {_code(error)}: {error}")
-
-
-def _code(error: BaseException) -> Any:
-    return (getattr(error.__cause__, "response", None) or {}).get("Error", {}).get("Code")
-
-
-def _status(error: BaseException) -> int:
-    answer = getattr(error.__cause__, "response", None) or {}
-    code = _code(error)
-    return 416 if code in ("InvalidRange", "416") else int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    return LostUploadError(errno.ENOENT, f"the store has lost the upload: {error_code(error)}: {error}")
 
 
 @contextlib.contextmanager
@@ -406,10 +390,10 @@ def _taken(name: str) -> Iterator[None]:
     except FileExistsError:
         raise
     except OSError as error:
-        if _status(error) == 412:  # Ceph and others word it so that s3fs takes it for a bad argument
+        if http_status(error) == 412:  # s3fs does not recognise the wording of Ceph and others
             raise FileExistsError(errno.EEXIST, f"{name} exists already") from error
-        if _status(error) == 501:
-            raise NotConditionalError(errno.ENOTSUP, f"{name}: the server knows no conditional puts") from error
+        if http_status(error) == 501:
+            raise NotConditionalError(errno.ENOTSUP, f"{name}: the server does not support conditional puts") from error
         raise
 
 

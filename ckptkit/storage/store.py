@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from ckptkit.errors import UnsafePathError, UsageError
 
@@ -34,9 +34,9 @@ class FileInfo:
     Attributes:
         path: Relative to the store, with "/" between parts.
         kind: "file", "directory", "symlink" or "other" (FIFO, device, socket). Symlinks are not followed.
-        size: Bytes; 0 for what is no file.
-        mtime: Seconds since the epoch; 0.0 where the store has none.
-        tag: Changes whenever the content does (an ETag, a generation); "" where the store tells none.
+        size: Bytes of a file, else 0.
+        mtime: Seconds since the epoch; 0.0 if the store has none.
+        tag: Changes whenever the content does (an ETag, a generation); "" if the store has none.
     """
 
     path: str
@@ -57,10 +57,10 @@ class ReadInto:
 
 @dataclass(frozen=True, slots=True)
 class UnfinishedUpload:
-    """A multipart upload that was begun and neither completed nor aborted. It costs, and nobody sees it.
+    """A multipart upload that was neither completed nor aborted. It costs money, and listings do not show it.
 
     Attributes:
-        path: Of its object, relative to the store that was asked.
+        path: The path of its object, relative to the store.
     """
 
     name: str
@@ -73,131 +73,146 @@ Uploads = list[UnfinishedUpload]  # a Store has a method called list
 
 
 class BlobWriter(Protocol):
-    """A file that becomes visible whole, when the `with` block ends well, or not at all."""
+    """A new file, which appears complete when the `with` block succeeds, or not at all."""
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Append `data`, all of it."""
+        """Append all of `data`."""
 
 
-@runtime_checkable
 class Store(Protocol):
     """Files below one URL. Paths are relative, with "/" between parts; "" is the root itself.
 
-    Every method may be called from several threads. Failures that are worth retrying are retried inside.
+    Every method may be called from several threads, and retries failures that are worth it. Methods with a body suit
+    stores for which there is nothing to do.
 
     Raises (all methods):
         FileNotFoundError: The path does not exist.
         PermissionError: Access is denied.
         UnsafePathError: The path is absolute, has "..", NUL or a backslash, or is empty where a file is meant.
-        StorageError: Anything else that the storage reports.
+        StorageError: Any other failure of the storage.
     """
 
     url: str
     asking_costs: bool
-    """Each look and each read is a request that waits for a server: ask for much, and several at once."""
+    """Each lookup and each read is a request to a server: batch them."""
     sizes_are_free: bool
-    """To look at what has a name, and how large it is, costs nothing."""
+    """Lookups of names and sizes cost nothing."""
 
     def child(self, path: str) -> Store:
         """Return the store of the directory at `path`."""
 
     def info(self, path: str) -> FileInfo | None:
-        """Return what is at `path`, None where there is nothing. Never follows a symlink, never cached."""
+        """Return what is at `path`, None if nothing. Never follows a symlink, never cached."""
+
+    def exists(self, path: str) -> bool:
+        """Tell whether there is a file at `path`, in one request."""
 
     def list(self, path: str = "", *, recursive: bool = False) -> list[FileInfo]:
-        """Return what lies below `path`, sorted by path, paths relative to the store; [] for no directory.
+        """Return what is below `path`, sorted by path, paths relative to the store; [] if it is no directory.
 
-        Never cached, symlinks not followed. With `recursive`, files only.
+        Never cached; symlinks are not followed. With `recursive`, files only.
         """
+
+    def free_bytes(self) -> int | None:
+        """Return the free space; None if the store has no limit."""
+        return None
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
         """Return the bytes [start, stop) of a regular file; fewer only at the end of the file."""
 
     def read_into(self, path: str, start: int, view: memoryview) -> None:
-        """Fill `view` from `start`. Raises IncompleteCheckpointError, naming the file, where it is too short."""
+        """Fill `view` from `start`. Raises IncompleteCheckpointError, naming the file, if it is too short."""
+        self.read_many([ReadInto(path, start, view)])
 
     def read_many(self, reads: Sequence[ReadInto], *, workers: int = 0) -> None:
-        """Fill many views: near ranges of a file become one read, several reads are in flight."""
+        """Fill many views: near ranges of a file become one read, several reads run at once."""
+
+    def fetch(self, paths: Iterable[str]) -> None:
+        """Download small files that are about to be read, concurrently, if that saves time."""
+        return
 
     def writer(self, path: str, *, sync: bool = True) -> AbstractContextManager[BlobWriter]:
-        """Open a new file that appears whole or not at all. `sync`: durable once the block ends.
+        """Open a new file that appears complete or not at all. `sync`: it is durable when the block ends.
 
         Raises:
-            FileExistsError: The path is taken (where the store can tell).
+            FileExistsError: The path is taken (if the store can tell).
         """
 
     def write(self, path: str, data: bytes | memoryview, *, overwrite: bool = False, sync: bool = True) -> None:
-        """Write a whole file at once. Without `overwrite` it must not exist: this is the put-if-absent
-        of the commit protocol, atomic where the store can do it. Raises FileExistsError."""
+        """Write a whole file at once. Without `overwrite` it must not exist.
+
+        This is the put-if-absent of the commit protocol, atomic if the store can do it. Raises FileExistsError.
+        """
 
     @property
     def has_conditional_writes(self) -> bool | None:
-        """Whether a write without `overwrite` is known to be refused where something is; None: not tried yet."""
+        """Whether a write without `overwrite` to a taken path is known to be refused; None: not tried yet."""
 
     def try_conditional(self, path: str, data: bytes) -> None:
-        """Find out whether there are conditional writes, where that is not known, by a file that holds `data`."""
+        """Find out whether there are conditional writes, unless known, with an existing file that contains `data`."""
+        return
 
     def claim(self, path: str, data: bytes, *, looked: bool) -> None:
-        """Write a file that one of several writers gets. Not synced: a machine that goes down takes its owner with it.
+        """Create a file for which several writers compete. Not synced: a power cut ends its owner too.
 
         Args:
-            looked: The caller has just seen that nobody has it.
+            looked: The caller has just seen that the path is free.
 
         Raises:
-            FileExistsError: Another one was first, where the store can tell.
+            FileExistsError: Another writer was first, if the store can tell.
         """
 
-    def exists(self, path: str) -> bool:
-        """Tell whether there is a file at `path`; one request."""
-
-    def fetch(self, paths: Iterable[str]) -> None:
-        """Fetch small files that are about to be read, all at once, where that saves waiting."""
-
     def settle(self) -> None:
-        """Wait for all that was written. Raises the first failure."""
+        """Wait for all writes. Raises the first failure."""
+        return
 
     def arrived(self) -> dict[str, int]:
-        """Return the size of each file of which the store has said, as it was written, that it is there whole."""
+        """Return the sizes of the files that the store has confirmed to be complete, by path."""
+        return {}
 
     def with_each_put(self, around: Callable[[Callable[[], str]], str]) -> Store:
-        """Return the same place with each try of each put made by `around`, where writes are puts."""
+        """Return the same store, in which `around` makes each try of each put; on a file system there are no puts."""
+        return self
 
     def unfinished_uploads(self, path: str = "", *, older_than_s: float = 0.0) -> Uploads:
-        """Return uploads in parts below `path` that nobody finished: they cost, and no listing shows them."""
+        """Return unfinished multipart uploads below `path`: they cost money, and no listing shows them."""
+        return []
 
     def end_uploads(self, found: Sequence[UnfinishedUpload]) -> None:
-        """Throw these away."""
+        """Abort these uploads."""
+        return
 
     def delete(self, paths: Iterable[str]) -> None:
-        """Delete files; those that are gone already do not count as errors."""
+        """Delete files; missing ones are no error."""
 
     def delete_tree(self, path: str) -> None:
-        """Delete a directory and all below it, never following a symlink."""
+        """Delete a directory and everything below it, without following symlinks."""
 
     def existing(self) -> Store:
-        """Return the same place, to be written to only while it is there: a directory that is gone, with its mount or
-        by hand, is never made anew."""
+        """Return the same store for writing only while its directory exists: a lost one is never recreated."""
+        return self
 
     def with_free_names(self) -> Store:
-        """Return the same place for a writer that knows its names to be free: nobody is asked before a write. What may
-        not be replaced is still not replaced, where the store can tell."""
+        """Return the same store for a writer that knows its names to be free, so that no request asks.
+
+        A taken name is still refused, if the store can tell.
+        """
+        return self
 
     def sync_directory(self, path: str = "") -> None:
-        """Make the names in a directory durable, where they are not so by themselves."""
-
-    def free_bytes(self) -> int | None:
-        """Return the free space; None where the store has no limit one can ask for."""
+        """Make the names in a directory durable, unless they are by themselves."""
+        return
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """An object store that has code of its own here.
+    """An object store with its own module here.
 
     Attributes:
-        api: Its `ObjectApi`: module and class, below ckptkit.storage.
+        api: Module and class of its `FsspecApi`, below ckptkit.storage.
         extra: The extra of this package that installs its client.
-        credentials: Where its client finds them, in words.
-        environment: How the variables begin that its client reads when it connects.
+        credentials: Where its client finds them, for error messages.
+        environment: Prefixes of the environment variables that its client reads.
         transient: Class names of client errors that are worth a retry. Names, because the client may not be installed.
     """
 
@@ -228,7 +243,7 @@ _AZURE = Service(
     ("ServiceRequestError", "ServiceResponseError"),
 )
 SERVICES = {"s3": _S3, "s3a": _S3, "gs": _GCS, "gcs": _GCS, "abfs": _AZURE, "abfss": _AZURE, "az": _AZURE}
-"""Object stores by the protocol of their URLs. Whatever else fsspec opens goes by its plain interface."""
+"""Object stores by URL protocol. For all others, fsspec's plain interface is used."""
 
 
 def split_url(url: str) -> tuple[str, str]:
@@ -246,14 +261,11 @@ def require_bucket(url: str) -> None:
         raise UsageError(f"{url} names no bucket. It is written {protocol}://BUCKET/{rest.strip('/') or 'PATH'}")
 
 
-# Which relative paths a store accepts.
-
-
-# A part that is empty, "." or "..", and characters that no path may have: halves of some, too, but for those that stand
-# for a byte of a name that is not UTF-8.
+# Parts that are empty, "." or "..", and characters that no path may have. Lone surrogates are refused too, except those
+# that stand for the bytes of a name that is not UTF-8.
 _REFUSED = re.compile("(?:^|/)[.]{0,2}(?:/|\\Z)|[\\\\\\x00-\\x1f\\x7f\ud800-\udc7f\udd00-\udfff]")
 
-# Names that Windows keeps for devices, whatever the extension: a checkpoint must be portable.
+# Reserved on Windows, with any extension: a checkpoint must be portable.
 _DEVICES = frozenset(
     [
         "con",
@@ -277,13 +289,13 @@ def checked_path(path: str, *, root_allowed: bool = False) -> str:
     if not (is_path(path) or (path == "" and root_allowed)):
         raise UnsafePathError(
             f"path {path!r} is refused: it must be relative, with '/' between its parts, and may not have "
-            "'.', '..', a backslash, a control character or half a character."
+            "'.', '..', a backslash, a control character or a lone surrogate."
         )
     return path
 
 
 def is_path(path: str) -> bool:
-    """Tell whether `path` names something below a store; others' keys may be such as none can read or delete here."""
+    """Tell whether `path` names something below a store. Keys of other programs need not."""
     return len(path) <= 4096 and not _REFUSED.search(path)
 
 

@@ -12,7 +12,7 @@ from typing import TypeVar
 from ckptkit.digests import crc32
 from ckptkit.storage.body import Collected, Content
 from ckptkit.storage.connection import UPLOAD_BYTES, Connection
-from ckptkit.storage.requests import LostUploadError, ObjectApi, Upload
+from ckptkit.storage.requests import FsspecApi, LostUploadError, Upload
 
 __all__ = ["PartWriter"]
 
@@ -20,48 +20,48 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_MANY = 8000  # S3 takes 10 000 parts
+_MANY = 8000  # then parts grow: S3 accepts 10 000
 _LARGE = 512 << 20
-_LEAST = 5 << 20  # S3 takes no smaller part before the last
-_TIMES = 3  # that an object is sent, where the store loses the upload
+_LEAST = 5 << 20  # the smallest part that S3 accepts, except for the last
+_TIMES = 3  # how often an object is sent if the store loses the upload
 
 
 class PartWriter:
-    """Collects what is written into parts and sends them, several at once where the store takes any order.
+    """Splits a stream of writes into parts and sends them, several at once unless the store wants them in order.
 
-    What is written is copied: two parts are held at most, and `Connection.budget` bounds what all writers of the
-    process have on its way. Where they hold much beside that, a writer that begins to send takes smaller parts, and
-    does not collect two. What is lent is held by its owner; an object of which nothing was copied is sent again where
-    the store loses an upload. A failed part is raised by the next write, or by `finish`. Used by one thread.
+    `write` copies its data: a writer buffers at most two parts, and `Connection.own.budget` bounds the memory in flight
+    of all writers of the process. While these buffer much, a new upload uses smaller parts and buffers only one. `lend`
+    does not copy: an object that was only lent can be sent again if the store loses the upload. A failed part is raised
+    by the next write, or by `finish`. Used by one thread.
 
     Attributes:
-        nbytes: All that was written.
+        nbytes: All bytes written.
 
     Args:
-        attempt: Calls a function with retries, and turns what fails into the errors of a Store.
+        attempt: Calls a function with retries, and raises the errors of a Store.
     """
 
     def __init__(
-        self, connection: Connection, api: ObjectApi, name: str, attempt: Callable[[Callable[[], object]], object]
+        self, connection: Connection, api: FsspecApi, name: str, attempt: Callable[[Callable[[], object]], object]
     ) -> None:
         self._connection = connection
         self._api = api
         self._name = name
         self._attempt = attempt
         self.nbytes = 0
-        self._parts = [self._collected()]  # not sent; as many as may yet become one request together
-        self._crc32 = 0  # of those together
-        self._part_bytes = UPLOAD_BYTES  # the same for all parts but the last: some stores want that
-        self._most = 2  # parts that one request takes
-        self._copied = 0  # of what is not sent
+        self._parts = [self._collected()]  # not sent; while few, they may become one request
+        self._crc32 = 0  # of these parts together
+        self._part_bytes = UPLOAD_BYTES  # of all parts but the last: some stores want equal sizes
+        self._most = 2  # parts that are sent as one request
+        self._copied = 0  # bytes buffered and not sent
         self._upload: Upload | None = None
-        self._sent: list[Future[None]] = []
+        self._sent: list[Future[object]] = []
         self._count = 0
-        self._kept: list[Content] | None = []  # all that was sent; None where some of it is gone
+        self._lent: list[Content] | None = []  # everything sent; None if some of it was copied, and is gone
         self._lost: LostUploadError | None = None
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Take over `data`; it may be changed afterwards."""
+        """Append a copy of `data`."""
         view = memoryview(data).cast("B")
         at = 0
         while at < len(view):
@@ -75,11 +75,11 @@ class PartWriter:
     def lend(self, data: memoryview, start: int, stop: int, *, owner: object) -> None:
         """Append the bytes [start, stop) of `data` without a copy.
 
-        They must stay as they are until the block of the writer has ended and, where the store has `settle`, that has
-        returned. `owner` keeps the memory alive until then.
+        They must not change until the writer's block has ended and the store's `settle` has returned. `owner` keeps the
+        memory alive until then.
         """
         if self._upload is None and len(self._parts) == 1 and self._parts[0].nbytes < UPLOAD_BYTES:
-            self._part_bytes, self._most = _part_of(len(data)), 2  # it costs no memory
+            self._part_bytes, self._most = _part_of(len(data)), 2  # large parts cost no memory here
         while start < stop:
             end = min(stop, start + self._room())
             self._parts[-1].lend(data, start, end, owner)
@@ -91,22 +91,22 @@ class PartWriter:
 
     def _note(self, piece: memoryview) -> None:
         self.nbytes += len(piece)
-        if len(self._parts) > 1 and self._api.checked:  # of the first part alone it is the part's
+        if len(self._parts) > 1 and self._api.checked:  # the first part has its own
             self._crc32 = crc32(piece, self._crc32)
 
     def _collect(self, nbytes: int) -> None:
         self._copied += nbytes
-        self._connection.budget.collect(nbytes)
+        self._connection.own.budget.collect(nbytes)
 
     def _room(self, *, copying: bool = False) -> int:
-        """Return how much goes into the last part; one that is full is sent once it is known not to be the last."""
+        """Return how much fits into the current part. A full one is sent when more follows."""
         if copying and self._is_crowded():
             self._part_bytes = self._parts[0].nbytes
         most = self._part_bytes if self._count < _MANY else _LARGE
         room = most - self._parts[-1].nbytes
         if room > 0:
             return room
-        # One request in place of two parts is two requests and a wait less.
+        # One request instead of two parts saves two requests and a wait.
         if self._upload is not None or len(self._parts) == self._most or self._is_crowded():
             self._send(last=False)
         elif len(self._parts) == 1:
@@ -115,14 +115,14 @@ class PartWriter:
         return most
 
     def _is_crowded(self) -> bool:
-        """Whether what is collected so far should be the first part, and go: all writers together hold much."""
+        """Tell whether the first part should be sent early, because all writers together buffer much."""
         if self._upload is not None or len(self._parts) > 1 or not self._copied:
             return False
         nbytes = self._parts[0].nbytes
-        return nbytes > 0 and nbytes % _step() == 0 and self._connection.budget.crowded
+        return nbytes > 0 and nbytes % _step() == 0 and self._connection.own.budget.crowded
 
     def finish(self) -> str | Content:
-        """Let the object appear, and return its tag; where one request will do, return all of it, to be put."""
+        """Complete the object and return its tag. If one request is enough, return the content, to be put instead."""
         if self._upload is None:
             *before, last = self._parts
             self._collect(-self._copied)
@@ -133,7 +133,7 @@ class PartWriter:
             try:
                 return self._complete()
             except LostUploadError:
-                if self._kept is None:
+                if self._lent is None:
                     raise
             self._begin_again()
         return self._complete()
@@ -150,28 +150,28 @@ class PartWriter:
         raise self._lost
 
     def _lose(self, error: LostUploadError) -> None:
-        """Remember that the upload is lost; raises that, where what it had can't be sent again."""
-        if self._kept is None:
+        """Note that the upload is lost; raises the error if its parts can't be sent again."""
+        if self._lent is None:
             raise error
         self._lost = error
 
     def _begin_again(self) -> None:
-        """Send all of it once more."""
-        assert self._upload is not None and self._kept is not None
-        logger.info("the store lost an upload (%s); it begins again", self._lost)
+        """Send everything again."""
+        assert self._upload is not None and self._lent is not None
+        logger.info("the store lost an upload (%s); sending it again", self._lost)
         self._end_upload()
-        anew, kept, self._kept = self._upload.anew, self._kept, []
+        anew, lent, self._lent = self._upload.anew, self._lent, []
         made: list[Upload] = []
         self._attempt(lambda: made.append(anew()))
         self._upload, self._lost, self._count = made[0], None, 0
-        for content in kept:
-            self._send_part(content, last=content is kept[-1])
+        for content in lent:
+            self._send_part(content, last=content is lent[-1])
 
     def abort(self) -> None:
-        """Leave nothing behind. Never raises: the caller has an error already."""
+        """Discard the upload. Never raises: the caller has an error already."""
         for future in self._sent:
             future.cancel()
-        for future in self._sent:  # a part that arrives after the abort would begin to cost again
+        for future in self._sent:  # a part that arrives after the abort would cost money again
             if not future.cancelled():
                 future.exception()
         self._end_upload()
@@ -182,11 +182,11 @@ class PartWriter:
         if self._upload is not None:
             try:
                 self._attempt(self._upload.abort)
-            except Exception as error:  # noqa: BLE001 - the caller has an error already, or begins again
-                logger.warning("an unfinished upload was left behind; the next prune of its run removes it: %s", error)
+            except Exception as error:  # noqa: BLE001 - the caller has an error already, or tries again
+                logger.warning("an unfinished upload is left; the next prune of its run removes it: %s", error)
 
     def _send(self, *, last: bool) -> None:
-        """Send all that was collected, in parts."""
+        """Send all collected parts."""
         if self._upload is None:
             made: list[Upload] = []
             self._attempt(lambda: made.append(self._api.upload(self._name)))
@@ -203,21 +203,18 @@ class PartWriter:
             self._wait()
         self._raise_early()
         if content.copied:
-            self._kept = None
-        elif self._kept is not None:
-            self._kept.append(content)
+            self._lent = None
+        elif self._lent is not None:
+            self._lent.append(content)
         if self._lost is not None:
             self._lose(self._lost)
             return
         self._count += 1
         job = partial(self._upload.part, self._count, content, last=last)
-        self._sent.append(self._connection.upload(lambda: self._part(job), self._api.held(content)))
-
-    def _part(self, job: Callable[[], None]) -> None:
-        self._attempt(job)
+        self._sent.append(self._connection.upload(lambda: self._attempt(job), self._api.held(content)))
 
     def _raise_early(self) -> None:
-        """Raise what a part failed with; forget those that are done."""
+        """Raise the error of a failed part, and forget the parts that are done."""
         waiting = []
         for future in self._sent:
             if not future.done():
@@ -237,11 +234,13 @@ class PartWriter:
 
 
 def _step() -> int:
-    """Return where a part may end early: a whole part is a multiple of it, and GCS wants multiples of 256 KiB."""
+    """Return the unit of part sizes, at which a part may end early. GCS wants multiples of 256 KiB."""
     return max(_LEAST, UPLOAD_BYTES // 3)
 
 
 def _part_of(nbytes: int) -> int:
-    """Return how large the parts of an object are that lends so many bytes in a row: an eighth, which goes up over as
-    many connections, of 108 to 216 MiB. Each part is a request; but what fails is sent again as a whole."""
+    """Return the part size for `nbytes` of lent memory: an eighth, for eight connections, but 108 to 216 MiB.
+
+    Larger parts need fewer requests, but a failed part is sent again as a whole.
+    """
     return max(3 * UPLOAD_BYTES, min(6 * UPLOAD_BYTES, -(-nbytes // (8 * _step())) * _step()))

@@ -1,4 +1,4 @@
-"""What every Store must do; each implementation runs these by subclassing."""
+"""Tests for every Store; each implementation runs them by subclassing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BAD_PATHS = ["../x", "/etc/passwd", "a/../../b", "a//b", "a\0b", "..", ".", "a\\
 
 
 class StoreTests:
-    """Subclasses give the fixture `store`: an empty store."""
+    """Subclasses provide the fixture `store`: an empty store."""
 
     def test_what_is_written_is_read_back(self, store: Store) -> None:
         store.write("a/b.bin", b"0123456789")
@@ -21,12 +21,12 @@ class StoreTests:
         store.write("x", b"0123456789")
         assert store.read("x", 2, 5) == b"234"
 
-    def test_a_range_past_the_end_is_cut(self, store: Store) -> None:
+    def test_a_range_past_the_end_is_truncated(self, store: Store) -> None:
         store.write("x", b"0123")
         assert store.read("x", 2, 50) == b"23"
         assert store.read("x", 50, 60) == b""
 
-    def test_reading_what_is_not_there_raises(self, store: Store) -> None:
+    def test_reading_a_missing_file_raises(self, store: Store) -> None:
         with pytest.raises(FileNotFoundError):
             store.read("nothing")
 
@@ -51,7 +51,7 @@ class StoreTests:
             first = i * 3 if i % 2 else 100 + i * 3
             assert bytes(buffer) == bytes(range(first, first + 7))
 
-    def test_writing_to_a_taken_path_refuses(self, store: Store) -> None:
+    def test_a_write_does_not_replace(self, store: Store) -> None:
         store.write("x", b"old")
         with pytest.raises(FileExistsError):
             store.write("x", b"new")
@@ -91,12 +91,12 @@ class StoreTests:
         store.write("d/e/b", b"345")
         assert [f.path for f in store.list(recursive=True)] == ["a", "d/e/b"]
 
-    def test_a_listing_sees_what_another_store_object_wrote(self, store: Store) -> None:
+    def test_a_listing_sees_the_files_of_another_store_object(self, store: Store) -> None:
         assert store.child("d").list() == []
         store.write("d/x", b"1")
         assert [f.path for f in store.child("d").list()] == ["x"]
 
-    def test_listing_nothing_is_empty(self, store: Store) -> None:
+    def test_a_listing_of_a_missing_directory_is_empty(self, store: Store) -> None:
         assert store.list("nothing") == []
 
     def test_deleting_is_idempotent(self, store: Store) -> None:

@@ -1,4 +1,4 @@
-"""One S3 server for all of these tests, and a proxy in front of it that counts."""
+"""One S3 server for all these tests, behind a proxy that counts requests."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def s3() -> Iterator[dict[str, Any]]:
 
 @pytest.fixture
 def url(s3: dict[str, Any]) -> str:
-    """A URL that nothing lies below."""
+    """An unused URL."""
     return f"s3://remote/run{next(_counter)}"
 
 
 @pytest.fixture
 def counted(s3: dict[str, Any]) -> Iterator[tuple[Proxy, dict[str, Any]]]:
-    """The proxy, and the storage options that lead through it."""
+    """The proxy, and storage options that use it."""
     with proxy_of(s3["endpoint_url"]) as proxy:
         yield proxy, {**s3, "endpoint_url": proxy.url}

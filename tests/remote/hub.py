@@ -1,4 +1,4 @@
-"""A Hub repo on loopback that can be read: what `hf://` asks an endpoint for, of the files of a folder."""
+"""A read-only Hub repository on loopback, for `hf://`, over the files of a folder."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def hub_of(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """Serve `folder` as the repo me/model; gives the endpoint, and the names of files that parts were asked of."""
+    """Serve `folder` as the repository me/model; yields the endpoint, and the names of files read by ranges."""
     ranges: list[str] = []
     handler = type("Handler", (_Handler,), {"folder": folder, "ranges": ranges})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)

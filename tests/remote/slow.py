@@ -1,4 +1,4 @@
-"""Answers that come when nobody waits for them any more."""
+"""Answers that arrive after their client has given up."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from tests.storage.proxy import Proxy, Reply
 
 
 class Late:
-    """To be set between a proxy and its server: the first request of each kind is carried out, and its answer comes
-    once the client has given up."""
+    """Goes between a proxy and its server: answers the first request of each kind after the client has given up."""
 
     def __init__(self) -> None:
         self.kinds: list[str] = []

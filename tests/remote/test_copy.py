@@ -1,4 +1,4 @@
-"""copy to and from an object store: the same bytes both ways, interrupted or not."""
+"""`copy` to and from an object store: identical bytes both ways, interrupted or not."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def loads(url: str, s3: Options | None = None) -> None:
         manager.save(4, state(4))
 
 
-def test_a_run_goes_to_a_bucket_and_back(run: str, url: str, s3: Options, tmp_path: Path) -> None:
+def test_a_run_is_copied_to_a_bucket_and_back(run: str, url: str, s3: Options, tmp_path: Path) -> None:
     copy(run, url, dst_storage_options=s3, verify=True)
     assert checkpoints(url, s3) == checkpoints(run)
     assert [pin.name for pin in list_pins(open_store(url, storage_options=s3))] == ["step_00000002"]
@@ -80,9 +80,7 @@ def test_a_run_that_was_saved_to_a_bucket_is_copied_to_a_disk(url: str, s3: Opti
 
 
 @pytest.mark.parametrize("name", ["dcp_fsdp2_uneven_w4/ckpt", "hf_ref_llama_tied", "verl_fsdp2_w2"])
-def test_a_checkpoint_of_another_system_goes_to_a_bucket_and_back(
-    name: str, url: str, s3: Options, tmp_path: Path
-) -> None:
+def test_a_foreign_checkpoint_is_copied_to_a_bucket_and_back(name: str, url: str, s3: Options, tmp_path: Path) -> None:
     copy(str(ZOO / name), url, dst_storage_options=s3)
     assert files(url, s3) == files(str(ZOO / name))
     copy(url, str(tmp_path / "back"), src_storage_options=s3)
@@ -127,7 +125,7 @@ def _killed(say: Any, run: str, url: str, s3: Options, nth: int) -> None:
 
 
 @pytest.mark.parametrize("nth", [1, 4, 8])
-def test_a_killed_copy_to_a_bucket_is_a_shorter_run_and_goes_on(run: str, url: str, s3: Options, nth: int) -> None:
+def test_a_killed_copy_to_a_bucket_is_a_shorter_run_and_continues(run: str, url: str, s3: Options, nth: int) -> None:
     code, _ = fork(_killed, run, url, s3, nth)
     assert code == -signal.SIGKILL
     done = steps(url, s3)

@@ -1,4 +1,4 @@
-"""What a path does, s3:// does: saves, rotation, resuming at another world size, and every command."""
+"""s3:// does what a path does: saves, rotation, resuming at another world size, and every command."""
 
 from __future__ import annotations
 
@@ -101,15 +101,13 @@ def test_conversions_between_s3_and_s3_make_no_local_file(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_remote_and_local_ends_go_together(source: str, url: str, s3: Options, tmp_path: Path) -> None:
+def test_one_end_of_a_conversion_may_be_local(source: str, url: str, s3: Options, tmp_path: Path) -> None:
     convert(source, f"{url}/up", to="dcp", storage_options=s3)
     convert(f"{url}/up", str(tmp_path / "down"), to="dcp", storage_options=s3)
     assert not diff(f"{url}/up", str(tmp_path / "down"), storage_options=s3).differs
 
 
-def test_progress_names_the_file_that_goes_up_and_is_complete_once_all_are_there(
-    source: str, url: str, s3: Options
-) -> None:
+def test_progress_names_the_uploaded_file_and_ends_at_the_total(source: str, url: str, s3: Options) -> None:
     seen: list[tuple[int, int, str]] = []
     there: list[set[str]] = []
 
@@ -178,7 +176,7 @@ def deleted_once_it_was_chosen(url: str, options: Options) -> tuple[int | None, 
         loader.choose = chosen
 
 
-def test_a_checkpoint_that_is_deleted_while_it_is_opened_is_not_loaded_but_the_one_before_is(
+def test_a_checkpoint_deleted_while_it_is_opened_is_replaced_by_the_one_before(
     ranks: Any, url: str, s3: Options
 ) -> None:
     answers = ranks.run(saved, 1, url, s3)
@@ -191,14 +189,14 @@ def test_a_checkpoint_that_is_deleted_while_it_is_opened_is_not_loaded_but_the_o
 
 
 def elsewhere(options: Options) -> Options:
-    """The same options, for a connection of its own, as another process has it."""
+    """The same options for another connection, as in another process."""
     return {**options, "requester_pays": False}
 
 
 # Upper bounds with a little slack; docs/internals/requests.md states what was counted.
 
 
-def test_saves_loads_and_looks_take_few_requests(counted: tuple[Proxy, Options], url: str) -> None:
+def test_saves_loads_and_listings_make_few_requests(counted: tuple[Proxy, Options], url: str) -> None:
     proxy, options = counted
     state = TrainState(model=nn.Sequential(*(nn.Linear(8, 8) for _ in range(100))))
     counts = {}
@@ -227,7 +225,7 @@ def test_saves_loads_and_looks_take_few_requests(counted: tuple[Proxy, Options],
     assert all(counts[name] <= most[name] for name in most), counts
 
 
-def test_saves_take_no_more_requests_than_torchs_writer(counted: tuple[Proxy, Options], url: str) -> None:
+def test_saves_make_no_more_requests_than_torchs_writer(counted: tuple[Proxy, Options], url: str) -> None:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
@@ -294,9 +292,7 @@ def test_commands_read_many_small_tensors_in_few_requests(
     assert max(counts.values()) <= 70, counts  # of 120 tensors
 
 
-def test_commands_over_a_file_of_many_small_tensors_take_as_many_requests_as_is_documented(
-    counted: tuple[Proxy, Options], url: str
-) -> None:
+def test_commands_make_the_documented_number_of_requests(counted: tuple[Proxy, Options], url: str) -> None:
     proxy, options = counted
     model = nn.ParameterList([nn.Parameter(torch.rand(833)) for _ in range(1200)])
     with CheckpointManager(url, storage_options=options) as manager:
@@ -317,7 +313,7 @@ def test_commands_over_a_file_of_many_small_tensors_take_as_many_requests_as_is_
     assert all(counts[name] <= most[name] for name in most), counts
 
 
-def test_a_save_asks_nothing_twice(counted: tuple[Proxy, Options], url: str) -> None:
+def test_a_save_repeats_no_lookup(counted: tuple[Proxy, Options], url: str) -> None:
     proxy, options = counted
     state = TrainState(model=nn.Linear(8, 8))
     with CheckpointManager(url, storage_options=options) as manager:
@@ -338,7 +334,7 @@ def saved_twice(url: str, options: Options) -> None:
         manager.save(2, state)
 
 
-def test_no_rank_lists_what_another_has_looked_for(ranks: Any, counted: tuple[Proxy, Options], url: str) -> None:
+def test_only_one_rank_lists_the_run(ranks: Any, counted: tuple[Proxy, Options], url: str) -> None:
     proxy, options = counted
     ranks.run(saved_twice, 3, url, options)
     listed = [path for method, path in proxy.seen if method == "GET" and "list-type" in path]
@@ -347,9 +343,7 @@ def test_no_rank_lists_what_another_has_looked_for(ranks: Any, counted: tuple[Pr
     assert len(files) == len(set(files)) == 6
 
 
-def test_what_is_little_beside_a_huge_tensor_takes_no_requests_of_its_own(
-    counted: tuple[Proxy, Options], url: str
-) -> None:
+def test_small_tensors_beside_a_huge_one_make_no_extra_requests(counted: tuple[Proxy, Options], url: str) -> None:
     proxy, options = counted
     state = TrainState(extra={"huge": torch.zeros(9 << 20)})  # 36 MiB; the states of random numbers are a few KB
     with CheckpointManager(url, storage_options=options) as manager:
@@ -361,7 +355,7 @@ def test_what_is_little_beside_a_huge_tensor_takes_no_requests_of_its_own(
     assert not state.extra["huge"].any()
 
 
-def test_listing_a_hundred_checkpoints_takes_one_request_each(counted: tuple[Proxy, Options], url: str) -> None:
+def test_listing_a_hundred_checkpoints_makes_one_request_each(counted: tuple[Proxy, Options], url: str) -> None:
     from ckptkit.checkpoint.run.inventory import list_checkpoints
     from ckptkit.formats.own.record import CommitRecord, record_path, step_name
 
@@ -385,7 +379,7 @@ def test_listing_a_hundred_checkpoints_takes_one_request_each(counted: tuple[Pro
     assert len(list_checkpoints(other).committed) == 100 and proxy.count <= 2
 
 
-def test_what_another_process_replaced_is_read_again(s3: Options, url: str) -> None:
+def test_an_object_replaced_by_another_process_is_read_again(s3: Options, url: str) -> None:
     mine, theirs = open_store(url, storage_options=s3), open_store(url, storage_options=elsewhere(s3))
     mine.write("a", b"1")
     assert snapshot(mine).read("a") == b"1"
@@ -393,7 +387,7 @@ def test_what_another_process_replaced_is_read_again(s3: Options, url: str) -> N
     assert snapshot(mine).read("a") == b"2"
 
 
-def test_many_small_ranges_are_few_requests(counted: tuple[Proxy, Options], url: str) -> None:
+def test_many_small_ranges_make_few_requests(counted: tuple[Proxy, Options], url: str) -> None:
     from ckptkit.storage.store import ReadInto
 
     proxy, options = counted
@@ -406,7 +400,7 @@ def test_many_small_ranges_are_few_requests(counted: tuple[Proxy, Options], url:
     assert proxy.count == 1 and all(bytes(v) == data[i * 4000 :][:100] for i, v in enumerate(views))
 
 
-def test_views_that_lie_beside_each_other_share_requests(counted: tuple[Proxy, Options], url: str) -> None:
+def test_adjacent_views_share_requests(counted: tuple[Proxy, Options], url: str) -> None:
     from ckptkit.storage.store import ReadInto
 
     proxy, options = counted
@@ -420,7 +414,7 @@ def test_views_that_lie_beside_each_other_share_requests(counted: tuple[Proxy, O
     assert proxy.count == 2 and b"".join(views) == data  # of 36 MiB at most, wherever a view ends
 
 
-def test_loading_a_thousand_tensors_takes_few_requests(counted: tuple[Proxy, Options], url: str) -> None:
+def test_loading_a_thousand_tensors_makes_few_requests(counted: tuple[Proxy, Options], url: str) -> None:
     proxy, options = counted
     model = nn.Module()
     for i in range(1000):

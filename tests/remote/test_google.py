@@ -1,4 +1,4 @@
-"""Runs and conversions on Google Cloud Storage: conditions, killed writers, pages, and what its answers mean."""
+"""Runs and conversions on Google Cloud Storage: conditions, killed writers, paged listings, error answers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def via(gcs: Options) -> Iterator[tuple[Proxy, Options]]:
 # --- conditions
 
 
-def test_of_two_writers_exactly_one_commits(gcs: Options, url: str) -> None:
+def test_exactly_one_of_two_writers_commits(gcs: Options, url: str) -> None:
     roots = [open_store(url, storage_options=gcs) for _ in range(2)]
     for step in range(30):
         name, wins, both = f"step_{step:08d}", list[str](), threading.Barrier(2)
@@ -97,14 +97,14 @@ def _saves(say: Any, url: str, gcs: Options) -> None:
         say(type(error).__name__.encode())
 
 
-def test_of_two_jobs_that_save_to_one_prefix_one_does_and_the_other_is_told(gcs: Options, url: str) -> None:
+def test_of_two_jobs_on_one_prefix_one_saves_and_the_other_gets_an_error(gcs: Options, url: str) -> None:
     with ThreadPoolExecutor(2) as pool:
         said = sorted(words for _, words in pool.map(lambda _: fork(_saves, url, gcs, timeout=120), range(2)))
     assert said[1] == b"saved" and said[0] in (b"LeaseHeldError", b"CheckpointExistsError"), said
     loads(url, gcs, 1)
 
 
-def test_what_must_not_replace_anything_is_asked_for_under_a_condition(
+def test_create_only_puts_send_a_condition(
     via: tuple[Proxy, Options], url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ckptkit.storage.upload.UPLOAD_BYTES", 1 << 20)
@@ -123,7 +123,7 @@ def test_what_must_not_replace_anything_is_asked_for_under_a_condition(
 
 
 class _Conditions(Sessions):
-    """And what is asked of a session by a condition is looked at as it ends, as Google does."""
+    """Also checks the condition of an upload session when it ends, as Google does."""
 
     def __call__(self, handler: Any, body: bytes) -> Reply | None:
         if "uploadType=resumable" in handler.path and "ifGenerationMatch=0" in handler.path:
@@ -151,7 +151,7 @@ def _has(handler: Any) -> bool:
     return True
 
 
-def test_a_large_object_that_somebody_else_put_meanwhile_is_not_replaced(
+def test_a_large_object_written_meanwhile_is_not_replaced(
     gcs: Options, via: tuple[Proxy, Options], url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ckptkit.storage.upload.UPLOAD_BYTES", 1 << 20)
@@ -176,7 +176,9 @@ def spoken_of(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("options", [MANY, {"world_size": 3}], ids=["convert", "reshard"])
-def test_a_killed_run_takes_over_what_is_whole(gcs: Options, url: str, spoken_of: None, options: Options) -> None:
+def test_a_killed_run_continues_with_finished_objects(
+    gcs: Options, url: str, spoken_of: None, options: Options
+) -> None:
     source = UNEVEN / "ckpt"
     killed(source, url, gcs, 2, **options)
     report = command(str(source), url, gcs, options)
@@ -194,7 +196,7 @@ def _converts(say: Any, url: str, gcs: Options) -> None:
         say(type(error).__name__.encode())
 
 
-def test_of_two_conversions_to_one_place_one_is_done_and_the_other_is_told(gcs: Options, url: str) -> None:
+def test_of_two_conversions_to_one_url_one_finishes_and_the_other_gets_an_error(gcs: Options, url: str) -> None:
     with ThreadPoolExecutor(2) as pool:
         said = sorted(words for _, words in pool.map(lambda _: fork(_converts, url, gcs, timeout=120), range(2)))
     assert said == [b"CheckpointExistsError", b"done"]
@@ -204,7 +206,7 @@ def test_of_two_conversions_to_one_place_one_is_done_and_the_other_is_told(gcs: 
 # --- pages and answers
 
 
-def test_a_run_whose_listings_come_in_pages_is_seen_whole(gcs: Options, via: tuple[Proxy, Options], url: str) -> None:
+def test_a_run_with_paged_listings_is_seen_completely(gcs: Options, via: tuple[Proxy, Options], url: str) -> None:
     proxy, options = via
     pages: set[str] = set()
 
@@ -229,7 +231,7 @@ class _Json(Answer):
         return b'{"error": {"code": %d, "message": "on purpose"}}' % self.status
 
 
-def test_each_request_may_once_be_answered_by_not_now(via: tuple[Proxy, Options], url: str, at_once: None) -> None:
+def test_each_request_may_be_throttled_once(via: tuple[Proxy, Options], url: str, at_once: None) -> None:
     proxy, options = via
     seen: set[tuple[str, str]] = set()
 
@@ -249,9 +251,7 @@ def test_each_request_may_once_be_answered_by_not_now(via: tuple[Proxy, Options]
     assert verify(f"{url}-dcp", storage_options=options).ok and verify(f"{url}-3", storage_options=options).ok
 
 
-def test_an_answer_that_comes_too_late_of_each_kind_of_request_does_no_harm(
-    via: tuple[Proxy, Options], url: str
-) -> None:
+def test_a_late_answer_to_any_request_is_harmless(via: tuple[Proxy, Options], url: str) -> None:
     proxy, options = via
     store = RemoteStore(url, storage_options={**options, "requests_timeout": aiohttp.ClientTimeout(sock_read=0.5)})
     proxy.between = late = Late()
@@ -265,7 +265,9 @@ def test_an_answer_that_comes_too_late_of_each_kind_of_request_does_no_harm(
 
 
 @pytest.mark.parametrize(("status", "kind"), [(412, FileExistsError), (404, FileNotFoundError), (403, PermissionError)])
-def test_what_is_final_is_asked_once(via: tuple[Proxy, Options], url: str, status: int, kind: type[OSError]) -> None:
+def test_permanent_errors_are_not_retried(
+    via: tuple[Proxy, Options], url: str, status: int, kind: type[OSError]
+) -> None:
     proxy, options = via
     store = RemoteStore(url, storage_options=options)
     proxy.rule = lambda number, method, path: _Json(status, "") if method == "POST" else "pass"

@@ -1,4 +1,4 @@
-"""A server that heeds If-None-Match for some writes and ignores it for others: what is published all the same."""
+"""A server that ignores If-None-Match for some writes: what is still safe."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ _counter = itertools.count()
 
 
 class Ceph16:
-    """To be set between a proxy and its server: it ignores conditions on the completion of uploads, and on all puts to
-    buckets that keep versions."""
+    """Goes between a proxy and its server: ignores conditions when uploads complete, and in versioned buckets."""
 
     def __init__(self) -> None:
         self.after: dict[str, Any] = {}  # what happens right after a put to a path that ends so, once
@@ -52,7 +51,7 @@ def ceph(s3: Options) -> Iterator[tuple[Ceph16, Options]]:
 
 @pytest.fixture(scope="module")
 def kept(s3: Options) -> str:
-    """A bucket that keeps versions."""
+    """A versioned bucket."""
     fs = open_store("s3://kept", storage_options=s3).fs
     fs.mkdir("kept")
     fs.call_s3("put_bucket_versioning", Bucket="kept", VersioningConfiguration={"Status": "Enabled"})
@@ -64,7 +63,7 @@ def url(kept: str) -> str:
     return f"s3://{kept}/run{next(_counter)}"
 
 
-def test_what_one_bucket_refuses_proves_nothing_about_another(ceph: tuple[Ceph16, Options], url: str) -> None:
+def test_conditional_writes_are_tested_per_bucket(ceph: tuple[Ceph16, Options], url: str) -> None:
     _, options = ceph
     plain = RemoteStore(f"s3://remote/conditions{next(_counter)}", storage_options=options)
     plain.write("x", b"1")
@@ -87,7 +86,7 @@ def test_a_run_is_saved_and_loaded_where_conditions_are_ignored(ceph: tuple[Ceph
     assert verify(f"{url}/step_00000002", storage_options=options).ok
 
 
-def test_a_record_that_another_writer_replaced_at_once_is_not_reported_as_saved(
+def test_a_commit_record_replaced_at_once_is_not_reported_as_saved(
     ceph: tuple[Ceph16, Options], s3: Options, url: str
 ) -> None:
     server, options = ceph
@@ -106,7 +105,7 @@ def test_a_record_that_another_writer_replaced_at_once_is_not_reported_as_saved(
     assert list_checkpoints(root).find("step_00000002") is not None
 
 
-def test_two_jobs_that_take_the_lease_at_once_are_told_so(ceph: tuple[Ceph16, Options], s3: Options, url: str) -> None:
+def test_two_jobs_that_take_the_lease_at_once_get_an_error(ceph: tuple[Ceph16, Options], s3: Options, url: str) -> None:
     _, options = ceph
     lease = acquire_lease(open_store(url, storage_options=options))
     body = {"nonce": "0" * 16, "beat": 0, "released": False, **this_process().to_json()}
@@ -117,7 +116,7 @@ def test_two_jobs_that_take_the_lease_at_once_are_told_so(ceph: tuple[Ceph16, Op
     assert "did not renew" not in str(caught.value)
 
 
-def test_of_two_writers_of_a_directory_that_made_the_same_statement_the_first_publishes_nothing(
+def test_of_two_writers_with_the_same_owner_file_the_first_publishes_nothing(
     ceph: tuple[Ceph16, Options], s3: Options, url: str
 ) -> None:
     _, options = ceph

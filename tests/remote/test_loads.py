@@ -1,4 +1,4 @@
-"""Loads from an object store: what is asked at once, and what happens when that was a wrong guess or came too late."""
+"""Loads from an object store: which requests run early, and what happens if a guess was wrong or late."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Options = dict[str, Any]
 
 
 def elsewhere(options: Options) -> Options:
-    """Return options that lead to the same place over another connection, which knows nothing yet."""
+    """Return options for another connection, with an empty cache."""
     return {**options, "client_kwargs": {"region_name": "us-east-1"}}
 
 
@@ -46,7 +46,7 @@ def save(url: str, options: Options, *steps: int, tag: str | None = None) -> Non
             manager.save(step, state_with(step), tag=tag)
 
 
-def test_a_load_asks_twice_only_whether_its_pin_came_in_time(counted: tuple[Proxy, Options], url: str) -> None:
+def test_a_load_repeats_only_the_check_of_its_pin(counted: tuple[Proxy, Options], url: str) -> None:
     proxy, options = counted
     save(url, options, 1, 2)
     state = state_with(0)
@@ -64,7 +64,7 @@ def test_a_load_asks_twice_only_whether_its_pin_came_in_time(counted: tuple[Prox
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_several_files_that_are_little_each_take_one_request_each(counted: tuple[Proxy, Options], url: str) -> None:
+def test_small_files_take_one_request_each(counted: tuple[Proxy, Options], url: str) -> None:
     proxy, options = counted
     saved = {f"w{i}": torch.full((9 << 18,), float(i)) for i in range(4)}  # 36 MiB
     dcp.save(saved, storage_writer=DCPWriter(url, storage_options=options))
@@ -78,7 +78,7 @@ def test_several_files_that_are_little_each_take_one_request_each(counted: tuple
 
 
 @pytest.mark.parametrize("atomic", [False, True])
-def test_a_load_whose_files_are_rotated_away_meanwhile_takes_the_next_checkpoint(
+def test_a_load_whose_checkpoint_is_rotated_away_takes_the_next_one(
     counted: tuple[Proxy, Options], url: str, atomic: bool
 ) -> None:
     proxy, options = counted
@@ -104,7 +104,7 @@ def test_a_load_whose_files_are_rotated_away_meanwhile_takes_the_next_checkpoint
     assert value_of(state) == 2 and not state.half_loaded
 
 
-def test_a_load_that_has_read_everything_is_pinned_from_then_on(s3: Options, url: str) -> None:
+def test_a_loaded_checkpoint_stays_pinned(s3: Options, url: str) -> None:
     save(url, s3, 1)
     root = open_store(url, storage_options=s3)
     with CheckpointManager(url, storage_options=s3) as manager:
@@ -113,7 +113,7 @@ def test_a_load_that_has_read_everything_is_pinned_from_then_on(s3: Options, url
     assert not list_pins(root)
 
 
-def test_the_pin_of_the_load_before_is_given_back(s3: Options, url: str) -> None:
+def test_the_pin_of_the_previous_load_is_released(s3: Options, url: str) -> None:
     save(url, s3, 1, 2)
     root = open_store(url, storage_options=s3)
     with CheckpointManager(url, storage_options=s3) as manager:
@@ -135,7 +135,7 @@ def test_a_run_that_was_rolled_back_loads_its_latest_save_not_its_highest_step(
     assert report.step == 3 and value_of(state) == 3 and state.extra["value"] == 3
 
 
-def test_a_tag_of_digits_is_not_taken_for_another_step(s3: Options, url: str) -> None:
+def test_a_tag_of_digits_is_not_a_step(s3: Options, url: str) -> None:
     save(url, s3, 7)
     save(url, s3, 7, tag="7")
     with CheckpointManager(url, storage_options=elsewhere(s3)) as manager:

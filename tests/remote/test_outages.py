@@ -1,4 +1,4 @@
-"""A server that restarts while a job saves: the save waits for it, the next one too, and Ctrl-C does not."""
+"""A server restarts while a job saves: this save and the next wait for it; Ctrl-C does not."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def down(proxy: Proxy, seconds: float) -> threading.Timer:
     return timer
 
 
-def test_a_save_in_the_background_waits_for_a_restart_that_others_do_not_wait_for(
+def test_a_background_save_waits_longer_for_a_restart_than_other_calls(
     counted: tuple[Proxy, Options], url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     proxy, options = counted
@@ -46,7 +46,7 @@ def test_a_save_in_the_background_waits_for_a_restart_that_others_do_not_wait_fo
     loads(url, options, 3)
 
 
-def test_a_save_that_failed_does_not_take_the_patience_of_the_next_one(
+def test_a_failed_save_does_not_shorten_the_retries_of_the_next_one(
     counted: tuple[Proxy, Options], url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     proxy, options = counted
@@ -63,7 +63,7 @@ def test_a_save_that_failed_does_not_take_the_patience_of_the_next_one(
     loads(url, options, 3)
 
 
-def test_ctrl_c_ends_a_job_whose_save_waits_for_a_storage_out_of_reach(
+def test_ctrl_c_ends_a_job_whose_save_waits_for_an_unreachable_store(
     counted: tuple[Proxy, Options], url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     proxy, options = counted

@@ -1,4 +1,4 @@
-"""`--overwrite` on an object store: the old stays until the new one is whole, and nothing else is replaced."""
+"""`--overwrite` on an object store: the old export stays until the new one is complete; nothing else is replaced."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def write(url: str, s3: Options, source: str | Path = UNEVEN, **options: Any) ->
         ({"to": "torch"}, {"to": "local"}),
     ],
 )
-def test_what_one_command_wrote_another_replaces(url: str, s3: Options, old: Options, new: Options) -> None:
+def test_overwrite_replaces_the_export_of_another_command(url: str, s3: Options, old: Options, new: Options) -> None:
     write(url, s3, **old)
     write(url, s3, **new, overwrite=True)
     write(f"{url}-new", s3, **new)
@@ -57,9 +57,7 @@ def test_what_one_command_wrote_another_replaces(url: str, s3: Options, old: Opt
 
 
 @pytest.mark.parametrize("options", [MANY, {"world_size": 2}, {"to": "torch"}], ids=str)
-def test_a_source_that_turns_out_to_be_damaged_leaves_the_old_one(
-    tmp_path: Path, url: str, s3: Options, options: Options
-) -> None:
+def test_a_damaged_source_leaves_the_old_export(tmp_path: Path, url: str, s3: Options, options: Options) -> None:
     write(url, s3, **options)
     before = objects(url, s3)
     shutil.copytree(UNEVEN, tmp_path / "in")
@@ -71,7 +69,7 @@ def test_a_source_that_turns_out_to_be_damaged_leaves_the_old_one(
 
 
 @pytest.mark.parametrize("name", ["results.json", "eval/results.json", "checkpoint-500/model.safetensors"])
-def test_objects_of_somebody_are_refused_by_name(url: str, s3: Options, name: str) -> None:
+def test_overwrite_refuses_foreign_objects_by_name(url: str, s3: Options, name: str) -> None:
     write(url, s3)
     open_store(url, storage_options=s3).write(name, b"mine")
     before = objects(url, s3)
@@ -80,7 +78,7 @@ def test_objects_of_somebody_are_refused_by_name(url: str, s3: Options, name: st
     assert objects(url, s3) == before
 
 
-def test_a_single_object_stays_until_the_new_one_takes_its_place(tmp_path: Path, url: str, s3: Options) -> None:
+def test_a_single_object_stays_until_it_is_replaced(tmp_path: Path, url: str, s3: Options) -> None:
     file = f"{url}/model.pt"
     write(file, s3, to="torch")
     before = objects(url, s3)
@@ -112,7 +110,7 @@ def _killed_after_copies(say: Any, url: str, s3: Options, copies: int) -> None:
 
 
 @pytest.mark.parametrize("copies", [0, 1, 5])
-def test_killed_while_the_new_one_takes_its_place_it_lies_whole_beside_and_the_same_command_goes_on(
+def test_a_kill_during_the_replacement_keeps_the_new_export_and_the_command_continues(
     url: str, s3: Options, copies: int
 ) -> None:
     write(url, s3, max_shard_size="2kB")
@@ -131,7 +129,7 @@ def test_killed_while_the_new_one_takes_its_place_it_lies_whole_beside_and_the_s
 # --- files of others in a checkpoint's keys
 
 
-def test_rotation_and_overwrites_keep_and_name_what_the_record_does_not_name(
+def test_rotation_and_overwrite_keep_and_name_foreign_objects(
     url: str, s3: Options, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = open_store(url, storage_options=s3)
@@ -163,7 +161,7 @@ def test_rotation_and_overwrites_keep_and_name_what_the_record_does_not_name(
 
 
 @pytest.mark.parametrize("refused", ["deletions", "listings"])
-def test_a_rotation_that_the_store_does_not_permit_says_so_in_one_line_and_saves_go_on(
+def test_a_denied_rotation_logs_one_line_and_saves_continue(
     counted: tuple[Proxy, Options], url: str, refused: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     proxy, options = counted

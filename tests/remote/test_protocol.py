@@ -1,4 +1,4 @@
-"""The commit protocol on S3: one of two writers wins, a kill at any moment leaves nothing half visible."""
+"""The commit protocol on S3: one of two writers wins, and a kill at any moment publishes nothing incomplete."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.storage.proxy import proxy_of
 Options = dict[str, Any]
 
 
-def test_of_two_writers_exactly_one_commits_fifty_times(url: str, s3: Options) -> None:
+def test_exactly_one_of_two_writers_commits_fifty_times(url: str, s3: Options) -> None:
     roots = [open_store(url, storage_options=s3) for _ in range(2)]
     rng = random.Random(0)
     for step in range(50):
@@ -62,7 +62,7 @@ def _saving(say: Any, url: str, options: Options) -> None:
         save(root, step, nbytes=200_000)
 
 
-def test_a_save_killed_at_any_moment_leaves_nothing_half_visible(
+def test_a_save_killed_at_any_moment_publishes_nothing_incomplete(
     url: str, s3: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for round_ in range(6):
@@ -81,9 +81,7 @@ def test_a_save_killed_at_any_moment_leaves_nothing_half_visible(
         assert keys <= {".ckptkit", "latest", *(f"step_{step:08d}" for step in [*steps, 5000])}
 
 
-def test_a_probe_that_a_kill_left_is_removed_once_it_is_old(
-    url: str, s3: Options, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_old_probe_of_a_killed_process_is_removed(url: str, s3: Options, monkeypatch: pytest.MonkeyPatch) -> None:
     root = open_store(url, storage_options=s3)
     save(root, 1)
     root.write(".probe-0123456789abcdef.part", b"?")
@@ -94,7 +92,7 @@ def test_a_probe_that_a_kill_left_is_removed_once_it_is_old(
     assert root.read(".probe-notes.part") == b"mine"
 
 
-def test_prune_throws_away_old_uploads_and_touches_no_foreign_object(
+def test_prune_aborts_old_uploads_and_touches_no_foreign_object(
     url: str, s3: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = open_store(url, storage_options=s3)
@@ -112,7 +110,9 @@ def test_prune_throws_away_old_uploads_and_touches_no_foreign_object(
     assert root.read("notes/readme.txt") == b"mine" and check(root) == [1]
 
 
-def test_an_upload_is_old_by_the_clock_of_the_store(url: str, s3: Options, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_age_of_an_upload_is_by_the_clock_of_the_store(
+    url: str, s3: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = open_store(url, storage_options=s3)
     save(root, 1)
     root._api.upload(root._full("step_00000009/0123456789abcdef/x"))  # type: ignore[attr-defined]
@@ -123,7 +123,7 @@ def test_an_upload_is_old_by_the_clock_of_the_store(url: str, s3: Options, monke
     assert len(root.unfinished_uploads()) == 1  # type: ignore[attr-defined]
 
 
-def test_a_listing_that_is_old_does_not_turn_the_order_of_a_run_round(s3: Options, url: str) -> None:
+def test_a_stale_listing_does_not_reorder_a_run(s3: Options, url: str) -> None:
     held: dict[str, Any] = {}
 
     def old(handler: Any, body: bytes) -> Any:

@@ -1,4 +1,4 @@
-"""Stores that refuse: what is said, what goes on without, and that no refusal looks like an empty run."""
+"""Refusals: their messages, what works without the permission, and that none looks like an empty run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _counter = itertools.count(50 << 20)
 
 @dataclass(frozen=True)
 class Page(Answer):
-    """What is between us and the store answers all with a page of its own."""
+    """A portal in front of the store answers everything with its own page."""
 
     @property
     def body(self) -> bytes:
@@ -46,7 +46,7 @@ class Said(Answer):
 
 @pytest.fixture
 def through(counted: tuple[Proxy, Options]) -> tuple[Proxy, Options]:
-    """The proxy, and options for a connection of its own: what redirects say is remembered."""
+    """The proxy, and options for a new connection, because redirects are remembered."""
     proxy, options = counted
     return proxy, {**options, "default_block_size": next(_counter)}
 
@@ -66,9 +66,7 @@ REFUSALS = [
 # botocore drops the connections of a redirect that it follows in circles
 @pytest.mark.filterwarnings("ignore:Exception ignored in.*Connection.__del__:pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(("answer", "advice"), REFUSALS, ids=[f"{i}-{item[0].code}" for i, item in enumerate(REFUSALS)])
-def test_a_refusal_is_said_with_what_to_do(
-    through: tuple[Proxy, Options], url: str, answer: Answer, advice: str
-) -> None:
+def test_a_refusal_says_what_to_do(through: tuple[Proxy, Options], url: str, answer: Answer, advice: str) -> None:
     proxy, options = through
     proxy.rule = lambda number, method, path: answer
     with pytest.raises(OSError, match=advice) as caught:
@@ -78,7 +76,7 @@ def test_a_refusal_is_said_with_what_to_do(
     gc.collect()
 
 
-def test_a_page_in_place_of_any_answer_is_an_error(through: tuple[Proxy, Options], url: str) -> None:
+def test_an_html_page_instead_of_an_answer_is_an_error(through: tuple[Proxy, Options], url: str) -> None:
     proxy, options = through
     store = open_store(url, storage_options=options)
     store.write("x", b"1")
@@ -106,7 +104,7 @@ SAID = [
 
 
 @pytest.mark.parametrize(("answer", "word", "advice"), SAID, ids=[word for _, word, _ in SAID])
-def test_an_error_says_the_servers_own_word_and_what_to_do(
+def test_an_error_quotes_the_server_and_says_what_to_do(
     through: tuple[Proxy, Options], url: str, answer: Answer, word: str, advice: str
 ) -> None:
     proxy, options = through
@@ -117,9 +115,7 @@ def test_an_error_says_the_servers_own_word_and_what_to_do(
     assert word in said and f"{url}/x" in said and "None" not in said
 
 
-def test_an_answer_that_is_cut_off_says_nothing_of_tokens(
-    through: tuple[Proxy, Options], url: str, at_once: None
-) -> None:
+def test_a_truncated_answer_is_not_blamed_on_tokens(through: tuple[Proxy, Options], url: str, at_once: None) -> None:
     proxy, options = through
     store = open_store(url, storage_options=options)
     store.write("x", b"1234")
@@ -130,26 +126,26 @@ def test_an_answer_that_is_cut_off_says_nothing_of_tokens(
 
 
 @pytest.mark.parametrize("url", ["dbfs://host/run", "nosuch://host/run"])
-def test_a_protocol_that_cannot_be_opened_is_refused_by_name_with_what_works(url: str) -> None:
+def test_an_unsupported_protocol_is_named_with_the_supported_ones(url: str) -> None:
     with pytest.raises(UsageError, match="What works: paths, s3://, gs://") as caught:
         open_store(url).list()
     assert url.partition("/")[0] in str(caught.value)
 
 
-def test_a_page_in_place_of_a_listing_is_no_run_without_checkpoints(
+def test_an_html_page_instead_of_a_listing_is_not_an_empty_run(
     through: tuple[Proxy, Options], s3: Options, url: str
 ) -> None:
     proxy, options = through
     save(url, s3, 1)
     proxy.rule = lambda number, method, path: Page(200, "")
     for step in (1, 2):
-        with pytest.raises(StorageError, match="is no listing of S3"):
+        with pytest.raises(StorageError, match="is not an S3 listing"):
             loads(url, options, step)
-    with pytest.raises(StorageError, match="is no listing of S3"):
+    with pytest.raises(StorageError, match="is not an S3 listing"):
         save(url, options, 2)
 
 
-def test_a_page_in_place_of_a_listing_is_no_empty_bucket_of_google() -> None:
+def test_an_html_page_instead_of_a_listing_is_not_an_empty_google_bucket() -> None:
     os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # read when gcsfs is imported
     with servers.fake_gcs() as server, proxy_of(server["endpoint_url"]) as proxy:
         store = open_store("gs://bucket/run", storage_options={**server, "endpoint_url": proxy.url})
@@ -157,7 +153,7 @@ def test_a_page_in_place_of_a_listing_is_no_empty_bucket_of_google() -> None:
         assert store.list() == []
         for page in (b"{}", b"[]", b"null"):
             proxy.rule = lambda number, method, path, page=page: Said(200, "", (), page)  # type: ignore[misc]
-            with pytest.raises(StorageError, match="is no listing of Google"):
+            with pytest.raises(StorageError, match="is not a listing of Google"):
                 store.list()
         proxy.rule = lambda number, method, path: Page(200, "")
         with pytest.raises(StorageError):
@@ -176,7 +172,7 @@ def without_deletions(through: tuple[Proxy, Options]) -> Iterator[Options]:
     proxy.rule = lambda number, method, path: "pass"
 
 
-def test_who_may_not_delete_trains_on_and_is_told(
+def test_without_delete_permission_training_continues_with_a_warning(
     without_deletions: Options, s3: Options, url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -190,7 +186,7 @@ def test_who_may_not_delete_trains_on_and_is_told(
     loads(url, s3, 3)
 
 
-def test_who_may_not_list_uploads_prunes_and_is_told(
+def test_without_permission_to_list_uploads_prune_works_with_a_warning(
     through: tuple[Proxy, Options], url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     proxy, options = through

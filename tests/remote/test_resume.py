@@ -1,4 +1,4 @@
-"""A conversion to an object store that was killed goes on with the objects that are whole, and with nothing else."""
+"""A killed conversion to an object store continues with the finished objects, and with nothing else."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def killed(source: Path, url: str, s3: Options, objects: int, **options: Any) ->
 
 
 def objects(url: str, s3: Options) -> dict[str, bytes]:
-    """What lies there, without what says when it was made."""
+    """The objects, without those that contain timestamps."""
     store = open_store(url, storage_options=s3)
     names = [item.path for item in store.list(recursive=True)]
     said = ("README.md", "checkpoint.json", "manifest.safetensors")
@@ -89,12 +89,12 @@ def begin_upload(url: str, s3: Options, name: str) -> None:
 
 
 def moved(proxy: Proxy) -> int:
-    """Puts of objects of the export."""
+    """Count the puts of the export's objects."""
     return sum(method == "PUT" and "/model-" in path for method, path in proxy.seen)
 
 
 @pytest.mark.parametrize("finished", [1, 4])
-def test_a_killed_conversion_takes_over_what_is_whole(
+def test_a_killed_conversion_continues_with_finished_objects(
     source: Path, url: str, s3: Options, counted: tuple[Proxy, Options], finished: int
 ) -> None:
     killed(source, url, s3, finished, **MANY)
@@ -110,7 +110,7 @@ def test_a_killed_conversion_takes_over_what_is_whole(
     assert objects(url, s3) == objects(f"{url}-whole", s3)
 
 
-def test_a_killed_reshard_takes_over_what_is_whole(source: Path, url: str, s3: Options) -> None:
+def test_a_killed_reshard_continues_with_finished_objects(source: Path, url: str, s3: Options) -> None:
     options = {"world_size": 3}
     killed(source, f"{url}/step_00000000", s3, 2, **options)
     report = command(str(source), f"{url}/step_00000000", s3, options)
@@ -120,7 +120,7 @@ def test_a_killed_reshard_takes_over_what_is_whole(source: Path, url: str, s3: O
     assert objects(url, s3) == objects(f"{url}-whole", s3)
 
 
-def test_its_uploads_are_ended_and_what_others_have_put_there_stays(source: Path, url: str, s3: Options) -> None:
+def test_uploads_of_a_killed_run_are_aborted_and_foreign_objects_stay(source: Path, url: str, s3: Options) -> None:
     killed(source, url, s3, 2, **MANY)
     open_store(url, storage_options=s3).write("notes.txt", b"of a person")
     begin_upload(url, s3, "model-00009-of-00010.safetensors")
@@ -133,7 +133,7 @@ def test_its_uploads_are_ended_and_what_others_have_put_there_stays(source: Path
     assert objects(url, s3) == {**objects(f"{url}-whole", s3), "notes.txt": b"of a person"}
 
 
-def test_an_object_that_was_replaced_since_is_written_again(source: Path, url: str, s3: Options) -> None:
+def test_a_replaced_object_is_written_again(source: Path, url: str, s3: Options) -> None:
     killed(source, url, s3, 3, **MANY)
     store = open_store(url, storage_options=s3)
     name = next(name for name in objects(url, s3) if name.startswith("model-"))
@@ -143,16 +143,14 @@ def test_an_object_that_was_replaced_since_is_written_again(source: Path, url: s
     assert objects(url, s3) == objects(f"{url}-whole", s3)
 
 
-def test_who_was_killed_while_it_tried_the_store_has_left_nothing_that_counts(
-    source: Path, url: str, s3: Options
-) -> None:
+def test_a_probe_of_a_killed_process_is_ignored(source: Path, url: str, s3: Options) -> None:
     open_store(url, storage_options=s3).write(f".probe-{16 * 'a'}.part", b"?")
     command(str(source), url, s3, MANY)
     assert not [name for name in objects(url, s3) if name.startswith(".")]
 
 
 @pytest.mark.parametrize("change", ["source", "plan", "check"])
-def test_what_is_not_the_same_work_is_written_again(source: Path, url: str, s3: Options, change: str) -> None:
+def test_objects_of_another_source_or_plan_are_written_again(source: Path, url: str, s3: Options, change: str) -> None:
     killed(source, url, s3, 3, **MANY)
     options = {**MANY, **{"plan": {"max_shard_size": "1.1kB"}, "check": {"check": False}}.get(change, {})}
     if change == "source":
@@ -164,7 +162,7 @@ def test_what_is_not_the_same_work_is_written_again(source: Path, url: str, s3: 
     assert went_on(report.notes) == "" or change == "source"  # files of which nothing was changed are the same work
 
 
-def test_damage_of_the_source_that_the_first_run_had_not_seen_is_found(source: Path, url: str, s3: Options) -> None:
+def test_damage_that_appears_after_the_kill_is_found(source: Path, url: str, s3: Options) -> None:
     killed(source, url, s3, 2, **MANY)
     for entry in open_source(str(source)).catalog.tensors.values():
         for piece in entry.slices:
@@ -178,7 +176,7 @@ def test_damage_of_the_source_that_the_first_run_had_not_seen_is_found(source: P
     assert objects(url, s3) == {}
 
 
-def test_what_a_zombie_puts_there_late_is_never_published(
+def test_a_late_put_of_a_zombie_is_never_published(
     source: Path, url: str, s3: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done, late = Ledger.finished, []
@@ -197,7 +195,7 @@ def test_what_a_zombie_puts_there_late_is_never_published(
     assert objects(url, s3) == {}
 
 
-def test_who_was_taken_over_from_publishes_nothing_and_deletes_nothing(
+def test_a_writer_that_lost_the_directory_publishes_and_deletes_nothing(
     source: Path, url: str, s3: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done, calls = Ledger.finished, []
@@ -219,7 +217,7 @@ def test_who_was_taken_over_from_publishes_nothing_and_deletes_nothing(
     assert objects(url, s3) == objects(f"{url}-whole", s3)
 
 
-def test_from_another_machine_it_goes_on_only_where_that_is_asked_for(
+def test_on_another_machine_it_continues_only_with_overwrite(
     source: Path, url: str, s3: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed(source, url, s3, 3, **MANY)
@@ -230,7 +228,7 @@ def test_from_another_machine_it_goes_on_only_where_that_is_asked_for(
     assert not [name for name in objects(url, s3) if name.startswith(".")]
 
 
-def test_ctrl_c_leaves_what_is_whole_and_an_error_nothing(
+def test_ctrl_c_keeps_finished_objects_and_an_error_does_not(
     source: Path, url: str, s3: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raised: list[BaseException] = [KeyboardInterrupt(), OSError("no")]
@@ -254,7 +252,7 @@ def test_ctrl_c_leaves_what_is_whole_and_an_error_nothing(
 
 
 def between(monkeypatch: pytest.MonkeyPatch, other: Callable[[], object]) -> None:
-    """Let `other` happen once, after the next writer has looked and before it writes its owner file."""
+    """Run `other` once, between the next writer's listing and its owner file."""
     write_owner = _Place._write_owner
 
     def late(self: _Place, *args: Any) -> None:
@@ -266,7 +264,7 @@ def between(monkeypatch: pytest.MonkeyPatch, other: Callable[[], object]) -> Non
 
 
 @pytest.mark.parametrize("before", ["nothing", "what a dead one left"])
-def test_what_somebody_else_has_published_since_this_one_looked_stays(
+def test_an_export_published_since_the_listing_stays(
     source: Path, url: str, s3: Options, monkeypatch: pytest.MonkeyPatch, before: str
 ) -> None:
     if before != "nothing":
@@ -278,7 +276,7 @@ def test_what_somebody_else_has_published_since_this_one_looked_stays(
     assert objects(url, s3) == objects(f"{url}-whole", s3)
 
 
-def test_of_two_that_replace_the_same_the_later_one_replaces_the_other_too(
+def test_the_later_of_two_overwrites_replaces_the_earlier(
     source: Path, url: str, s3: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command(str(source), url, s3, {"max_shard_size": "2kB"})
@@ -289,7 +287,7 @@ def test_of_two_that_replace_the_same_the_later_one_replaces_the_other_too(
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), PermissionError("no")], ids=["Ctrl-C", "denied"])
-def test_who_is_stopped_while_it_takes_over_is_not_in_its_own_way(
+def test_an_interrupted_takeover_can_be_repeated(
     source: Path, url: str, s3: Options, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     killed(source, url, s3, 3, **MANY)
@@ -311,7 +309,7 @@ def _dying_in_an_upload(say: Any, source: str, url: str, s3: Options) -> None:
     convert(source, url, to="torch", dst_storage_options=s3)
 
 
-def test_of_a_single_file_what_a_dead_writer_had_begun_to_send_is_ended(tmp_path: Path, url: str, s3: Options) -> None:
+def test_an_unfinished_upload_of_a_single_file_is_aborted(tmp_path: Path, url: str, s3: Options) -> None:
     save_file({"w": np.zeros((12 << 20,), np.uint8)}, tmp_path / "m.safetensors")
     source, file = str(tmp_path / "m.safetensors"), f"{url}/model.pt"
     assert fork(_dying_in_an_upload, source, file, s3)[0] == -signal.SIGKILL
@@ -329,7 +327,7 @@ def _team(source: str, url: str, s3: Options, kill: int) -> str:
     return went_on(command(source, url, s3, MANY).notes)
 
 
-def test_a_team_goes_on_with_what_another_one_has_finished(source: Path, url: str, s3: Options) -> None:
+def test_a_team_continues_the_work_of_another_team(source: Path, url: str, s3: Options) -> None:
     with pytest.raises(RankError):
         run_ranks(_team, 3, str(source), url, s3, 1)
     assert "of" in run_ranks(_team, 2, str(source), url, s3, 0)[0]

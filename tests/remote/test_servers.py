@@ -1,4 +1,4 @@
-"""The life of a run, on each server; faults of a server in the middle of it; sources on the Hub."""
+"""The life of a run on each server, with faults of the server; sources on the Hub."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
 FOREIGN = {"notes/readme.txt": b"mine", "step_00000007/data.bin": b"another's", "loose.json": b"{}"}
 
 
-def test_a_run_lives_on_every_server_and_touches_nothing_foreign(place: Place) -> None:
+def test_a_run_works_on_every_server_and_touches_nothing_foreign(place: Place) -> None:
     for path, data in FOREIGN.items():
         place.store().write(path, data)
     state = state_of(3)
@@ -139,7 +139,7 @@ def test_a_checkpoint_is_resharded_from_bucket_to_bucket_in_bounded_memory(
         _reshard(place, part)
 
 
-def test_a_save_holds_no_copy_of_the_model_on_its_way_up(tmp_path: Path) -> None:
+def test_a_save_uploads_without_a_copy_of_the_model(tmp_path: Path) -> None:
     small, large = nn.Linear(1024, 8, bias=False), nn.Linear(2048, 6400, bias=False)  # 50 MiB, in two files
     with _rclone(tmp_path) as place, CheckpointManager(place.url, storage_options=place.options) as manager:
         manager.save(1, TrainState(model=small))  # imports, clients
@@ -180,7 +180,7 @@ def _reshard(place: Place, part: int) -> None:
 
 
 def every_kind(number: int, method: str, path: str) -> str:
-    """Fail each third request, each time in another way; answer one in ten late."""
+    """Fail every third request, each time in another way; delay one in ten."""
     if number % 3 == 0:
         return ("503", "reset", "lost", "cut")[number // 3 % 4]
     return "slow" if number % 10 == 1 else "pass"
@@ -202,7 +202,7 @@ def test_a_run_survives_a_server_that_fails_every_third_request(counted: tuple[P
 
 
 @pytest.mark.parametrize("after", [1, 3, 4])
-def test_a_server_that_dies_in_a_save_leaves_the_checkpoint_before(
+def test_a_server_that_dies_during_a_save_keeps_the_previous_checkpoint(
     counted: tuple[Proxy, Options], url: str, after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     proxy, options = counted
@@ -221,7 +221,7 @@ def test_a_server_that_dies_in_a_save_leaves_the_checkpoint_before(
     assert not any("step_00000002" in path for path in Place(url, options).objects())
 
 
-def test_a_server_that_is_down_is_one_error_of_each_command(
+def test_an_unreachable_server_is_one_error_of_each_command(
     s3: Options, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("CKPTKIT_STORAGE_TIMEOUT", "100ms")
@@ -241,7 +241,7 @@ def test_a_server_that_is_down_is_one_error_of_each_command(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_missing_credentials_are_said_with_where_to_give_them(
+def test_missing_credentials_say_where_to_set_them(
     s3: Options, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for name in [name for name in os.environ if name.startswith("AWS_")]:
@@ -252,7 +252,7 @@ def test_missing_credentials_are_said_with_where_to_give_them(
     assert code == 1 and "AWS_ACCESS_KEY_ID" in text and "--storage-option" in text
 
 
-def test_a_missing_s3fs_is_said_with_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_s3fs_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     registry = importlib.import_module("fsspec.registry")  # the package has a table of that name, too
     monkeypatch.setitem(sys.modules, "s3fs", None)
     monkeypatch.delitem(registry._registry, "s3", raising=False)
@@ -263,7 +263,7 @@ def test_a_missing_s3fs_is_said_with_how_to_install_it(monkeypatch: pytest.Monke
 # --- the Hub
 
 
-def test_a_repo_of_the_hub_is_a_source(zoo: Path, tmp_path: Path) -> None:
+def test_a_hub_repository_is_a_source(zoo: Path, tmp_path: Path) -> None:
     model = zoo / "hf_ref_llama_tied"
     with hub_of(model) as (endpoint, ranges):
         environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}

@@ -1,4 +1,4 @@
-"""A server that is slow, or that loses what it was sent: the bytes are the same at the end, or there is one error."""
+"""A server that is slow or loses data: identical bytes in the end, or one error."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _lend(store: RemoteStore, path: str, data: bytes) -> None:
 
 
 class _Body:
-    """Something that goes up: a little more each time it is looked at."""
+    """An upload that progresses at each look."""
 
     def __init__(self, looks: int, then: asyncio.Event) -> None:
         self._looks, self._at, self._then = looks, 0, then
@@ -68,7 +68,7 @@ class _Body:
         return self._at
 
 
-def test_nobody_is_late_while_the_body_goes_up() -> None:
+def test_a_request_does_not_time_out_while_its_body_is_sent() -> None:
     async def ask() -> str:
         answered = asyncio.Event()
 
@@ -81,7 +81,7 @@ def test_nobody_is_late_while_the_body_goes_up() -> None:
     assert asyncio.run(ask()) == "done"
 
 
-def test_a_request_that_does_not_get_on_is_given_up() -> None:
+def test_a_request_without_progress_times_out() -> None:
     ended: list[str] = []
 
     async def request() -> None:
@@ -95,7 +95,7 @@ def test_a_request_that_does_not_get_on_is_given_up() -> None:
     assert ended == ["cancelled"]
 
 
-def test_a_slow_server_is_asked_again_however_long_it_took_and_waited_for_longer(
+def test_a_slow_server_is_retried_with_longer_timeouts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("ckptkit.storage.retry.TIMEOUT_S", 0.0)  # it is always over
@@ -116,7 +116,7 @@ def test_a_slow_server_is_asked_again_however_long_it_took_and_waited_for_longer
     assert found == [0]
 
 
-def test_a_server_that_stops_to_read_ends_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_stops_reading_ends_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPTKIT_STORAGE_TIMEOUT", "100ms")
     taken: list[socket.socket] = []
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -143,7 +143,7 @@ def test_a_server_that_stops_to_read_ends_in_an_error(monkeypatch: pytest.Monkey
 
 
 class _Crowd:
-    """To be set between a proxy and its server: no range is answered before so many are asked for at once."""
+    """Goes between a proxy and its server: answers no range before so many are requested at once."""
 
     def __init__(self, enough: int) -> None:
         self.most = self._now = 0
@@ -165,7 +165,7 @@ class _Crowd:
                 self._now -= 1
 
 
-def test_ranges_wait_for_their_turn_not_for_a_connection_where_waiting_counts(s3: Options) -> None:
+def test_ranges_wait_for_a_turn_before_their_timeout_starts(s3: Options) -> None:
     with proxy_of(s3["endpoint_url"]) as proxy:
         store = RemoteStore("s3://remote/crowd", storage_options={**s3, "endpoint_url": proxy.url})
         for number in range(16):
@@ -190,9 +190,7 @@ def test_ranges_wait_for_their_turn_not_for_a_connection_where_waiting_counts(s3
 # --- answers that come when nobody waits for them any more
 
 
-def test_an_answer_that_comes_too_late_of_each_kind_of_request_does_no_harm(
-    s3: Options, small_parts: None, data: bytes
-) -> None:
+def test_a_late_answer_to_any_request_is_harmless(s3: Options, small_parts: None, data: bytes) -> None:
     with proxy_of(s3["endpoint_url"]) as proxy:
         options = {**s3, "endpoint_url": proxy.url, "config_kwargs": {"read_timeout": 0.5}}
         store = RemoteStore("s3://remote/late", storage_options=options)
@@ -218,7 +216,7 @@ def test_an_answer_that_comes_too_late_of_each_kind_of_request_does_no_harm(
 
 
 @pytest.mark.parametrize("what", ["part", "complete"])
-def test_an_upload_that_the_store_has_lost_begins_again(s3: Options, small_parts: None, data: bytes, what: str) -> None:
+def test_a_lost_upload_begins_again(s3: Options, small_parts: None, data: bytes, what: str) -> None:
     said: list[str] = []
 
     def rule(number: int, method: str, path: str) -> str | Answer:
@@ -237,9 +235,7 @@ def test_an_upload_that_the_store_has_lost_begins_again(s3: Options, small_parts
         assert store.unfinished_uploads() == []
 
 
-def test_one_that_the_store_loses_each_time_is_an_error_and_leaves_nothing(
-    s3: Options, small_parts: None, data: bytes
-) -> None:
+def test_an_upload_lost_every_time_is_an_error_and_leaves_nothing(s3: Options, small_parts: None, data: bytes) -> None:
     with proxy_of(s3["endpoint_url"]) as proxy:
         store = RemoteStore("s3://remote/lost-for-good", storage_options={**s3, "endpoint_url": proxy.url})
         proxy.rule = lambda number, method, path: (
@@ -253,7 +249,7 @@ def test_one_that_the_store_loses_each_time_is_an_error_and_leaves_nothing(
 
 
 class _Broken:
-    """To be set between a proxy and its server: of the first body to such a path, half arrives."""
+    """Goes between a proxy and its server: only half of the first body to such a path arrives."""
 
     def __init__(self, what: str) -> None:
         self.broken = 0
@@ -280,7 +276,7 @@ def rclone(tmp_path: Path) -> Iterator[Options]:
 
 
 @pytest.mark.parametrize(("what", "nbytes"), [("partNumber=1&", BIG), ("/run/x", PART)])
-def test_a_body_that_breaks_off_is_sent_again_also_where_the_server_then_rejects_a_whole_upload(
+def test_an_interrupted_body_is_sent_again_even_if_the_server_rejects_the_upload(
     rclone: Options, small_parts: None, data: bytes, what: str, nbytes: int
 ) -> None:
     with proxy_of(rclone["endpoint_url"]) as proxy:
@@ -295,10 +291,10 @@ def test_a_body_that_breaks_off_is_sent_again_also_where_the_server_then_rejects
 
 
 class _Held:
-    """To be set between a proxy and its server: commit records are not put, until that is asked for; nobody answers.
+    """Goes between a proxy and its server: holds back commit records, unanswered, until `carry_out`.
 
     Args:
-        name: What is taken for a commit record.
+        name: The name of a commit record.
     """
 
     def __init__(self, name: str = "checkpoint.json") -> None:
@@ -312,7 +308,7 @@ class _Held:
         return None
 
     def carry_out(self) -> int:
-        """Put the first of them."""
+        """Carry out the first of them."""
         target, path, headers, body = self.puts[0]
         connection = http.client.HTTPConnection(*target, timeout=30)
         connection.request("PUT", path, body=body, headers=headers)
@@ -322,7 +318,7 @@ class _Held:
 
 
 @pytest.mark.parametrize("comes", [True, False])
-def test_a_record_that_comes_after_its_save_was_given_up_names_files_that_are_there(
+def test_a_late_commit_record_names_existing_files(
     s3: Options, url: str, monkeypatch: pytest.MonkeyPatch, comes: bool
 ) -> None:
     monkeypatch.setenv("CKPTKIT_STORAGE_TIMEOUT", "200ms")
@@ -344,7 +340,7 @@ def test_a_record_that_comes_after_its_save_was_given_up_names_files_that_are_th
 
 
 @pytest.mark.parametrize("then", ["503", "denied", "interrupted"])
-def test_a_record_that_comes_after_its_save_was_given_up_for_another_reason_names_files_that_are_there(
+def test_a_late_commit_record_after_another_failure_names_existing_files(
     s3: Options, url: str, monkeypatch: pytest.MonkeyPatch, at_once: None, then: str
 ) -> None:
     held, real = _Held(), S3Api.put
@@ -373,7 +369,7 @@ def test_a_record_that_comes_after_its_save_was_given_up_for_another_reason_name
     assert verify(f"{url}/step_00000001", storage_options=s3).ok
 
 
-def test_a_record_is_not_tried_again_once_another_job_has_the_lease(s3: Options, url: str, at_once: None) -> None:
+def test_a_commit_record_is_not_retried_after_the_lease_is_lost(s3: Options, url: str, at_once: None) -> None:
     root = open_store(url, storage_options=s3)
     tries = 0
 
@@ -398,9 +394,7 @@ def test_a_record_is_not_tried_again_once_another_job_has_the_lease(s3: Options,
 
 
 @pytest.mark.parametrize("then", ["503", "denied"])
-def test_an_index_that_comes_after_its_export_was_given_up_names_files_that_are_there(
-    s3: Options, url: str, at_once: None, then: str
-) -> None:
+def test_a_late_index_of_an_export_names_existing_files(s3: Options, url: str, at_once: None, then: str) -> None:
     held, names = _Held("index.json"), {"data": 4, "index.json": -1}
 
     def export(options: Options) -> None:

@@ -1,4 +1,4 @@
-"""Each request of each operation fails once; servers restart, lack what S3 has, and lie."""
+"""Each request of each operation fails once; servers restart, lack features of S3, and send wrong bytes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def loads(url: str, options: Options, step: int) -> None:
 
 
 def each_in_turn() -> Callable[[int, str, str], str]:
-    """Return the rule that fails each request that is seen for the first time, each in another way."""
+    """Return the rule that fails the first occurrence of each request, each in another way."""
     seen: set[tuple[str, str]] = set()
 
     def rule(number: int, method: str, path: str) -> str:
@@ -84,7 +84,7 @@ def test_each_request_of_each_operation_may_fail_once(
     assert root.unfinished_uploads() == []  # type: ignore[attr-defined]
 
 
-def test_a_run_among_thousands_of_others_survives_a_server_that_fails_each_third_request(
+def test_a_run_among_thousands_survives_every_third_request_failing(
     counted: tuple[Proxy, Options], s3: Options, url: str, at_once: None
 ) -> None:
     proxy, options = counted
@@ -96,7 +96,7 @@ def test_a_run_among_thousands_of_others_survives_a_server_that_fails_each_third
     assert len(open_store(url, storage_options=options).list("others")) == 2001
 
 
-def test_a_save_survives_a_server_that_restarts_in_its_middle(tmp_path: Path) -> None:
+def test_a_save_survives_a_server_restart(tmp_path: Path) -> None:
     (tmp_path / "bucket").mkdir()
     port = servers.free_port()
     with ExitStack() as stack:
@@ -121,7 +121,7 @@ def test_a_save_survives_a_server_that_restarts_in_its_middle(tmp_path: Path) ->
         loads("s3://bucket/run", near, 2)
 
 
-def test_a_server_that_refuses_conditions_is_written_to_without(
+def test_a_server_that_refuses_conditions_is_used_without_them(
     counted: tuple[Proxy, Options], url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ckptkit.storage.upload.UPLOAD_BYTES", 5 << 20)
@@ -142,7 +142,7 @@ def test_a_server_that_refuses_conditions_is_written_to_without(
         store.write("large", b"1")
 
 
-def test_a_newest_checkpoint_that_the_store_fails_to_give_is_not_fallen_back_from(
+def test_an_outage_does_not_trigger_the_fallback_to_an_older_checkpoint(
     counted: tuple[Proxy, Options], s3: Options, url: str, at_once: None
 ) -> None:
     proxy, options = counted
@@ -156,7 +156,7 @@ def test_a_newest_checkpoint_that_the_store_fails_to_give_is_not_fallen_back_fro
     loads(url, options, 2)
 
 
-def test_wrong_bytes_and_short_answers_are_found_by_whoever_reads(
+def test_every_reader_finds_wrong_bytes_and_short_answers(
     counted: tuple[Proxy, Options], s3: Options, url: str
 ) -> None:
     proxy, options = counted
@@ -194,7 +194,7 @@ def test_wrong_bytes_and_short_answers_are_found_by_whoever_reads(
     assert {item.path for item in open_store(url, storage_options=s3).list()} == {"run"}
 
 
-def test_a_bucket_that_is_not_there_is_no_run_without_checkpoints(s3: Options) -> None:
+def test_a_missing_bucket_is_not_an_empty_run(s3: Options) -> None:
     url = "s3://there-is-no-such-bucket/run"
     with CheckpointManager(url, storage_options=s3) as manager:
         with pytest.raises(RankFailedError, match="bucket does not exist"):
@@ -206,7 +206,7 @@ def test_a_bucket_that_is_not_there_is_no_run_without_checkpoints(s3: Options) -
 
 
 @pytest.mark.parametrize("below", ["a b/\u00fc+%20#x?&=y/run", "k=v/run,1;'(2)!*@$", "trailing/"])
-def test_any_key_will_do(s3: Options, url: str, below: str) -> None:
+def test_any_valid_key_works(s3: Options, url: str, below: str) -> None:
     here = f"{url}/{below}"
     save(here, s3, 1)
     loads(here, s3, 1)

@@ -1,4 +1,4 @@
-"""Two commands that write to one URL of an object store at once: one wins, or both are told; nothing is mixed."""
+"""Two commands write to one URL of an object store at once: one wins, or both fail; nothing is mixed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def objects(url: str, s3: Options) -> dict[str, bytes]:
 
 
 def at_once(url: str, s3: Options, commands: tuple[str, str], apart_s: float, **more: Any) -> list[str]:
-    """Run two commands in processes of their own, the second one a little later; return how each ended."""
+    """Run two commands in two processes, the second a little later; return how each ended."""
     readers, start = [], time.time() + 0.3
     for nth, command in enumerate(commands):
         reader, writer = os.pipe()
@@ -72,7 +72,7 @@ def at_once(url: str, s3: Options, commands: tuple[str, str], apart_s: float, **
 @pytest.mark.parametrize(
     "commands", [("one file", "ten files"), ("ten files", "two ranks"), ("torch", "torch, bf16")], ids=str
 )
-def test_of_two_commands_at_once_one_wins_and_nothing_is_mixed(
+def test_one_of_two_concurrent_commands_wins_and_nothing_is_mixed(
     url: str, s3: Options, commands: tuple[str, str], overwrite: bool
 ) -> None:
     alone = {}
@@ -93,7 +93,7 @@ def test_of_two_commands_at_once_one_wins_and_nothing_is_mixed(
 
 
 def same(found: dict[str, bytes], other: dict[str, bytes]) -> bool:
-    """Compare all but what names the time and the writer."""
+    """Compare everything except times and writers."""
     varies = ("checkpoint.json", "manifest.safetensors", "SHA256SUMS")
     return found.keys() == other.keys() and all(
         data == other[path] for path, data in found.items() if not path.endswith(varies)

@@ -1,4 +1,4 @@
-"""Buckets that keep versions, tags that say nothing, objects of others: what a run sees, and what it does not touch."""
+"""Versioned buckets, unusable tags, foreign objects: what a run sees, and what it does not touch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _counter = itertools.count()
 
 @pytest.fixture(scope="module")
 def versioned(s3: Options) -> str:
-    """A bucket that keeps what is replaced or deleted."""
+    """A versioned bucket."""
     fs = open_store("s3://versioned", storage_options=s3).fs
     fs.mkdir("versioned")
     fs.call_s3("put_bucket_versioning", Bucket="versioned", VersioningConfiguration={"Status": "Enabled"})
@@ -48,7 +48,7 @@ def names(root: Store) -> set[str]:
 
 
 def kept(root: Any) -> list[tuple[str, bool]]:
-    """Each version below, and whether it is a marker of a deletion."""
+    """Each version below, and whether it is a delete marker."""
     bucket, _, key = root._full("", root_allowed=True).partition("/")
     page = root.fs.call_s3("list_object_versions", Bucket=bucket, Prefix=f"{key}/")
     markers = [(item["Key"], True) for item in page.get("DeleteMarkers", ())]
@@ -58,7 +58,7 @@ def kept(root: Any) -> list[tuple[str, bool]]:
 # --- versions
 
 
-def test_a_run_in_a_versioned_bucket_sees_what_is_there_now(s3: Options, url: str) -> None:
+def test_a_run_in_a_versioned_bucket_sees_current_objects_only(s3: Options, url: str) -> None:
     root = open_store(url, storage_options=s3)
     for step in (1, 2, 3):
         save(url, s3, step, retention=RetentionPolicy(max_num=2))
@@ -71,7 +71,7 @@ def test_a_run_in_a_versioned_bucket_sees_what_is_there_now(s3: Options, url: st
     loads(url, s3, 3)
 
 
-def test_a_name_that_was_deleted_is_free_again_and_one_that_is_there_is_not(s3: Options, url: str) -> None:
+def test_a_deleted_name_is_free_and_an_existing_one_is_not(s3: Options, url: str) -> None:
     save(url, s3, 1)
     save(url, s3, 2)
     prune(url, policy=RetentionPolicy(max_num=1), storage_options=s3)
@@ -83,7 +83,7 @@ def test_a_name_that_was_deleted_is_free_again_and_one_that_is_there_is_not(s3: 
     assert verify(f"{url}/step_00000001", storage_options=s3).ok
 
 
-def test_a_checkpoint_that_is_overwritten_is_the_newer_one_in_a_versioned_bucket(s3: Options, url: str) -> None:
+def test_an_overwritten_checkpoint_is_the_newer_one_in_a_versioned_bucket(s3: Options, url: str) -> None:
     save(url, s3, 1)
     with CheckpointManager(url, storage_options=s3) as manager:
         manager.save(1, state_of(1), overwrite=True)
@@ -109,7 +109,7 @@ def test_conversions_and_their_second_runs_work_in_a_versioned_bucket(
     assert verify(f"{url}-2", storage_options=s3).ok
 
 
-def test_markers_and_folders_of_consoles_are_nothing(s3: Options, url: str) -> None:
+def test_folder_markers_of_consoles_are_ignored(s3: Options, url: str) -> None:
     root = open_store(url, storage_options=s3)
     bucket, _, key = root._full("", root_allowed=True).partition("/")  # type: ignore[attr-defined]
     for folder in ("", "step_00000009/", "step_00000009/abc/", ".ckptkit/"):
@@ -124,7 +124,7 @@ def test_markers_and_folders_of_consoles_are_nothing(s3: Options, url: str) -> N
 # --- objects of others
 
 
-def test_nothing_of_others_is_touched_by_any_command(s3: Options, url: str) -> None:
+def test_no_command_touches_foreign_objects(s3: Options, url: str) -> None:
     root = open_store(url, storage_options=s3)
     theirs = {
         "step_00000001/notes.txt": b"1",
@@ -160,7 +160,7 @@ def test_nothing_of_others_is_touched_by_any_command(s3: Options, url: str) -> N
         ".ckptkit//lease-00000009.json",
     ],
 )
-def test_keys_of_others_that_no_path_can_name_are_in_nobodys_way(s3: Options, url: str, key: str) -> None:
+def test_foreign_keys_that_are_invalid_paths_are_ignored(s3: Options, url: str, key: str) -> None:
     root = open_store(url, storage_options=s3)
     bucket, _, folder = root._full("", root_allowed=True).partition("/")  # type: ignore[attr-defined]
     root.fs.call_s3("put_object", Bucket=bucket, Key=f"{folder}/{key}", Body=b"{}")  # type: ignore[attr-defined]
@@ -178,7 +178,7 @@ def test_keys_of_others_that_no_path_can_name_are_in_nobodys_way(s3: Options, ur
 
 @pytest.fixture(params=["another each time", "weak"])
 def tags(request: pytest.FixtureRequest, counted: tuple[Proxy, Options]) -> tuple[Proxy, Options]:
-    """Through a gateway that changes tags in headers, as one that compresses or encrypts may, and not in listings."""
+    """Through a gateway that changes tags in headers but not in listings, as one that compresses may."""
     proxy, options = counted
     turn = itertools.count()
 
@@ -193,7 +193,7 @@ def tags(request: pytest.FixtureRequest, counted: tuple[Proxy, Options]) -> tupl
     return proxy, options
 
 
-def test_a_run_survives_tags_that_say_nothing(tags: tuple[Proxy, Options], s3: Options, url: str) -> None:
+def test_a_run_works_without_usable_tags(tags: tuple[Proxy, Options], s3: Options, url: str) -> None:
     _, options = tags
     for step in (1, 2, 3):
         save(url, options, step, retention=RetentionPolicy(max_num=2))
@@ -203,7 +203,7 @@ def test_a_run_survives_tags_that_say_nothing(tags: tuple[Proxy, Options], s3: O
     assert [item.step for item in list_checkpoints(open_store(url, storage_options=s3)).committed] == [2, 3]
 
 
-def test_an_upload_whose_tags_were_changed_is_whole_or_an_error(
+def test_an_upload_with_changed_tags_is_complete_or_an_error(
     tags: tuple[Proxy, Options], s3: Options, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ckptkit.storage.upload.UPLOAD_BYTES", 5 << 20)
@@ -219,7 +219,7 @@ def test_an_upload_whose_tags_were_changed_is_whole_or_an_error(
         assert open_store(url, storage_options=s3).read("big") == data
 
 
-def test_a_killed_conversion_whose_tags_say_nothing_begins_again(
+def test_a_killed_conversion_without_usable_tags_starts_again(
     tags: tuple[Proxy, Options], s3: Options, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ledger, "WORTH", 500)
@@ -244,7 +244,7 @@ def write_again(url: str, s3: Options, more: bytes = b"") -> None:
     store.write("model.safetensors", data[:-1] + bytes([data[-1] ^ 1]) + more, overwrite=True)
 
 
-def test_of_a_source_that_is_replaced_while_it_is_read_nothing_is_published(
+def test_a_source_replaced_while_it_is_read_publishes_nothing(
     s3: Options, foreign: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     while_copying(monkeypatch, lambda: write_again(foreign, s3))
@@ -253,7 +253,7 @@ def test_of_a_source_that_is_replaced_while_it_is_read_nothing_is_published(
     assert objects(f"{foreign}-dcp", s3) == {}
 
 
-def test_a_gateway_that_lists_another_tag_each_time_tells_of_no_change(
+def test_a_gateway_with_random_tags_in_listings_is_tolerated(
     counted: tuple[Proxy, Options], foreign: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     proxy, options = counted

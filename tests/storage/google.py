@@ -1,4 +1,4 @@
-"""Upload sessions as Google documents them, in front of a server that appends whatever it is sent."""
+"""Upload sessions as Google documents them, in front of a server that appends everything it receives."""
 
 from __future__ import annotations
 

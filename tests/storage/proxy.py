@@ -1,4 +1,4 @@
-"""A reverse proxy of a real server that counts requests, and fails, delays or cuts those that a rule picks."""
+"""A reverse proxy of a real server that counts requests, and fails, delays or truncates those that a rule selects."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 
 @dataclass(frozen=True)
 class Answer:
-    """What the proxy says by itself, without asking the server."""
+    """An answer of the proxy itself; the server is not asked."""
 
     status: int
     code: str
@@ -29,7 +29,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Changed:
-    """The server's answer, its body changed."""
+    """The server's answer with a changed body."""
 
     change: Callable[[bytes], bytes]
 
@@ -41,7 +41,7 @@ Rule = Callable[[int, str, str], "str | Answer | Changed"]
 
 @dataclass
 class Proxy:
-    """What went by, and the rule for what goes by next."""
+    """The requests so far, and the rule for the next ones."""
 
     url: str
     rule: Rule = lambda number, method, path: "pass"
@@ -61,7 +61,7 @@ class Proxy:
         return len(self.seen)
 
     def kinds(self) -> Counter[str]:
-        """Requests by what they are."""
+        """The requests, by kind."""
         return Counter(_kind(method, path) for method, path in self.seen)
 
 
@@ -103,7 +103,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fate == "slow":
             time.sleep(0.3)
         reply = self.proxy.between(self, body) if self.proxy.between else self.forward(body)
-        if fate == "lost" or reply is None:  # it was carried out, and nobody hears of it
+        if fate == "lost" or reply is None:  # carried out, but the answer is lost
             self.close_connection = True
             self.connection.close()
             return
@@ -164,7 +164,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def proxy_of(url: str, *, tls: ssl.SSLContext | None = None) -> Iterator[Proxy]:
-    """Run a proxy of the server at `url` on loopback; with `tls` it is spoken to over HTTPS."""
+    """Run a proxy of the server at `url` on loopback; with `tls` over HTTPS."""
     parts = urlsplit(url)
     assert parts.hostname is not None and parts.port is not None
     handler = type("Handler", (_Handler,), {"target": (parts.hostname, parts.port)})
@@ -184,7 +184,7 @@ def proxy_of(url: str, *, tls: ssl.SSLContext | None = None) -> Iterator[Proxy]:
 
 
 def first_of_each(fate: str | Answer) -> Rule:
-    """Return the rule that gives `fate` to each request that is seen for the first time."""
+    """Return the rule that applies `fate` to the first occurrence of each request."""
     seen: set[tuple[str, str]] = set()
 
     def rule(number: int, method: str, path: str) -> str | Answer:
@@ -197,5 +197,5 @@ def first_of_each(fate: str | Answer) -> Rule:
 
 
 def every_third(fate: str) -> Rule:
-    """Return the rule that gives each third request `fate`."""
+    """Return the rule that applies `fate` to every third request."""
     return lambda number, method, path: fate if number % 3 == 0 else "pass"

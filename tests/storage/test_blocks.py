@@ -1,4 +1,4 @@
-"""Small reads out of blocks: the same bytes in few requests, and never more than a few times what was asked for."""
+"""Small reads from blocks: the same bytes in few requests, and never much more than was asked for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckptkit.storage.store import ReadInto
 
 
 class Counting(LocalStore):
-    """Counts what is read; fails where it is told to."""
+    """Counts reads, and fails on demand."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(str(path))
@@ -46,7 +46,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counting:
     return Counting(tmp_path)
 
 
-def test_any_ranges_are_the_files_own_bytes_whichever_thread_reads_them(store: Counting) -> None:
+def test_concurrent_ranges_return_the_bytes_of_the_file(store: Counting) -> None:
     reader, rng = BlockReader(store, 3), random.Random(0)
     wanted = []
     for _ in range(300):
@@ -67,7 +67,7 @@ def store_bytes(store: Counting, path: str) -> bytes:
     return Path(store.path_of(path)).read_bytes()
 
 
-def test_small_ranges_in_order_are_one_request_a_block(store: Counting) -> None:
+def test_small_sequential_ranges_make_one_request_per_block(store: Counting) -> None:
     reader, data = BlockReader(store), bytearray(50)
     for start in range(0, 50_000, 50):
         reader.read_into("a", start, memoryview(data))
@@ -75,13 +75,13 @@ def test_small_ranges_in_order_are_one_request_a_block(store: Counting) -> None:
     assert len(store.requests) == 49 and sum(store.requests) == 50_000
 
 
-def test_a_long_range_is_read_as_it_is(store: Counting) -> None:
+def test_a_long_range_is_read_directly(store: Counting) -> None:
     data = bytearray(5000)
     BlockReader(store).read_into("a", 100, memoryview(data))
     assert store.requests == [5000] and data == store_bytes(store, "a")[100:5100]
 
 
-def test_who_jumps_about_does_not_read_many_times_what_he_needs(store: Counting) -> None:
+def test_random_access_does_not_read_much_more_than_needed(store: Counting) -> None:
     reader, rng = BlockReader(store), random.Random(1)
     for _ in range(2000):
         start = rng.randrange(49_990)
@@ -90,14 +90,14 @@ def test_who_jumps_about_does_not_read_many_times_what_he_needs(store: Counting)
     assert sum(store.requests) <= 8192 + 9 * 4 * 2000 + 2 * 1024
 
 
-def test_a_range_behind_the_end_says_that_the_file_is_too_short(store: Counting) -> None:
+def test_a_range_past_the_end_reports_a_short_file(store: Counting) -> None:
     reader = BlockReader(store)
     for start in (49_990, 60_000):
         with pytest.raises(IncompleteCheckpointError, match="a: the file ends"):
             reader.read_into("a", start, memoryview(bytearray(20)))
 
 
-def test_a_failed_block_is_asked_for_again(store: Counting) -> None:
+def test_a_failed_block_is_read_again(store: Counting) -> None:
     reader, data = BlockReader(store), bytearray(10)
     store.fails = True
     for _ in range(2):
@@ -108,7 +108,7 @@ def test_a_failed_block_is_asked_for_again(store: Counting) -> None:
     assert data == store_bytes(store, "a")[:10]
 
 
-def test_an_interrupt_leaves_nobody_waiting_for_its_block(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_reader_releases_waiting_threads(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
     reader, fetching, failed = BlockReader(store), threading.Event(), threading.Event()
     data = memoryview(bytearray(10))
     original = reader._fetch

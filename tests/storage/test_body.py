@@ -1,4 +1,4 @@
-"""What goes up in one request: pieces of memory in a row, read as a file by the HTTP client."""
+"""The body of one request: pieces of memory that the HTTP client reads as a file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZES = [1, 300, 700_000, 20, 1_500_000, 40_000, 262_144, 5]
 
 
 def collected(data: bytes) -> Collected:
-    """Collect `data` in pieces of SIZES, copied and lent in turn."""
+    """Collect `data` in pieces of SIZES, alternately copied and lent."""
     found, source, at = Collected(checked=True), memoryview(data), 0
     for i, size in enumerate(SIZES):
         if i % 2:
@@ -30,7 +30,7 @@ def collected(data: bytes) -> Collected:
     return found
 
 
-def test_a_body_reads_as_the_pieces_in_a_row() -> None:
+def test_a_body_reads_as_its_concatenated_pieces() -> None:
     data = os.urandom(sum(SIZES))
     content = collected(data).content()
     assert content.joined() == data
@@ -50,7 +50,7 @@ def test_a_body_reads_as_the_pieces_in_a_row() -> None:
     assert not body.read(10)
 
 
-def test_lent_memory_is_not_copied_and_pieces_side_by_side_are_one() -> None:
+def test_lent_memory_is_not_copied_and_adjacent_pieces_are_joined() -> None:
     data = bytearray(os.urandom(1 << 20))
     found, source = Collected(checked=False), memoryview(data)
     for start in range(0, len(data), 1 << 16):
@@ -61,7 +61,7 @@ def test_lent_memory_is_not_copied_and_pieces_side_by_side_are_one() -> None:
     assert content.pieces[0][0] == data[0]
 
 
-def test_what_was_copied_may_be_changed_afterwards() -> None:
+def test_copied_data_may_change_afterwards() -> None:
     data = bytearray(b"before")
     found = Collected(checked=True)
     found.copy(memoryview(data))
@@ -71,7 +71,7 @@ def test_what_was_copied_may_be_changed_afterwards() -> None:
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_the_crc_is_that_of_all_pieces(known: bool) -> None:
+def test_the_crc_covers_all_pieces(known: bool) -> None:
     data = os.urandom(sum(SIZES))
     content = collected(data).content()
     if not known:
@@ -81,7 +81,7 @@ def test_the_crc_is_that_of_all_pieces(known: bool) -> None:
 
 
 @pytest.mark.parametrize("sizes", [[9 << 20], [100, 5 << 20, 300_000], [200_000] * 50, [1] * 9])
-def test_what_is_copied_may_be_changed_and_comes_in_its_order(sizes: list[int]) -> None:
+def test_copied_pieces_of_any_size_keep_their_order(sizes: list[int]) -> None:
     found, whole = Collected(checked=True), os.urandom(sum(sizes))
     at = 0
     for size in sizes:
@@ -94,7 +94,7 @@ def test_what_is_copied_may_be_changed_and_comes_in_its_order(sizes: list[int]) 
     assert content.crc32 == zlib.crc32(whole)
 
 
-def test_a_budget_lets_no_more_go_than_it_has() -> None:
+def test_a_budget_is_never_exceeded() -> None:
     budget, lock = Budget(3, 100), threading.Lock()
     held: list[int] = []
     worst = [0, 0]
@@ -120,7 +120,7 @@ def test_a_budget_lets_no_more_go_than_it_has() -> None:
     assert worst[0] <= 3 and worst[1] <= 100
 
 
-def test_what_is_larger_than_the_budget_goes_alone() -> None:
+def test_a_request_larger_than_the_budget_runs_alone() -> None:
     budget = Budget(3, 100)
     budget.acquire(1000)
     done = threading.Event()

@@ -12,7 +12,7 @@ RANGES = st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 300)).map(lambd
 
 
 @given(RANGES, st.integers(0, 100), st.integers(1, 2000))
-def test_every_range_lies_in_exactly_one_span(ranges: list[tuple[int, int]], gap: int, span: int) -> None:
+def test_every_range_is_in_exactly_one_span(ranges: list[tuple[int, int]], gap: int, span: int) -> None:
     spans = coalesce(ranges, max_gap=gap, max_span=span)
     seen = sorted(i for s in spans for i in s.members)
     assert seen == list(range(len(ranges)))
@@ -20,18 +20,16 @@ def test_every_range_lies_in_exactly_one_span(ranges: list[tuple[int, int]], gap
 
 
 @given(RANGES, st.integers(0, 100), st.integers(1, 2000))
-def test_a_span_is_no_longer_than_allowed_unless_one_range_is(
-    ranges: list[tuple[int, int]], gap: int, span: int
-) -> None:
+def test_a_span_exceeds_max_span_only_for_a_single_range(ranges: list[tuple[int, int]], gap: int, span: int) -> None:
     for s in coalesce(ranges, max_gap=gap, max_span=span):
         assert s.stop - s.start <= max(span, max(ranges[i][1] - ranges[i][0] for i in s.members))
 
 
-def test_a_gap_that_is_too_wide_splits() -> None:
+def test_a_gap_above_max_gap_splits() -> None:
     assert [s.members for s in coalesce([(0, 10), (15, 20), (40, 50)], max_gap=5, max_span=100)] == [(0, 1), (2,)]
 
 
-def test_what_comes_is_dealt_out_to_every_view_that_wants_it() -> None:
+def test_arriving_bytes_are_copied_to_every_overlapping_view() -> None:
     data = bytes(range(200))
     wanted = [(0, 200), (40, 3), (38, 30), (150, 50), (199, 1), (60, 0)]
     views = [bytearray(length) for _, length in wanted]

@@ -1,11 +1,11 @@
-"""A put passes few of our functions on its way to the request: docs/internals/ways.md names them."""
+"""A put passes few of our functions before the request: docs/internals/ways.md lists them."""
 
 from __future__ import annotations
 
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,21 +15,13 @@ import pytest
 import ckptkit
 from ckptkit.storage.objects import RemoteStore
 from ckptkit.storage.private_keys import AttemptStore
-from tests.storage import servers
 
 PACKAGE = str(Path(ckptkit.__file__).parent)
 MOST = 8
 
 
-@pytest.fixture(scope="module")
-def options() -> Iterator[Mapping[str, Any]]:
-    with servers.moto() as found:
-        RemoteStore("s3://depth", storage_options=found).fs.mkdir("depth")
-        yield found
-
-
 def ours(frame: FrameType | None) -> list[str]:
-    """Return our functions on a stack, the outermost first."""
+    """Return our functions on a stack, outermost first."""
     return [item.name for item in traceback.extract_stack(frame) if item.filename.startswith(PACKAGE)]
 
 
@@ -70,8 +62,8 @@ def written(store: RemoteStore) -> None:
 
 
 @pytest.mark.parametrize("how", ["write", "writer", "writer of an attempt"])
-def test_a_put_passes_at_most_eight_of_our_functions(options: Mapping[str, Any], how: str) -> None:
-    store = RemoteStore(f"s3://depth/{how[-3:]}", storage_options=options)
+def test_a_put_passes_at_most_eight_of_our_functions(moto: dict[str, Any], how: str) -> None:
+    store = RemoteStore(f"s3://bucket/depth-{how[-3:]}", storage_options=moto)
     store.write("before", b"")  # whether the store has conditional writes is known from now on
     store = AttemptStore.of(store, "attempt") if how.endswith("attempt") else store
     names = hops(store, lambda: store.write("whole", b"abc") if how == "write" else written(store))

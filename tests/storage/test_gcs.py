@@ -1,4 +1,4 @@
-"""What Google means by its answers, and few requests: on a real server, behind a proxy that counts and fails."""
+"""Google's answers, and the number of requests, on a real server behind a proxy that counts and fails."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from ckptkit.errors import StorageError
 from ckptkit.storage import open_store
 from ckptkit.storage.gcs import batch_answers
 from ckptkit.storage.objects import RemoteStore
-from tests.storage import servers
 from tests.storage.google import Sessions
 from tests.storage.proxy import Answer, Changed, Proxy, first_of_each, proxy_of
 
@@ -21,22 +20,14 @@ _counter = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Mapping[str, Any]]:
-    os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # read when gcsfs is imported
-    with servers.fake_gcs() as options:
-        open_store("gs://bucket", storage_options=options).fs.mkdir("bucket")
-        yield options
-
-
-@pytest.fixture(scope="module")
-def via(server: Mapping[str, Any]) -> Iterator[Proxy]:
-    with proxy_of(server["endpoint_url"]) as proxy:
+def via(gcs: Mapping[str, Any]) -> Iterator[Proxy]:
+    with proxy_of(gcs["endpoint_url"]) as proxy:
         yield proxy
 
 
 @pytest.fixture
-def store(server: Mapping[str, Any], via: Proxy, at_once: None) -> Iterator[RemoteStore]:
-    yield RemoteStore(f"gs://bucket/run{next(_counter)}", storage_options={**server, "endpoint_url": via.url})
+def store(gcs: Mapping[str, Any], via: Proxy, at_once: None) -> Iterator[RemoteStore]:
+    yield RemoteStore(f"gs://bucket/run{next(_counter)}", storage_options={**gcs, "endpoint_url": via.url})
     via.rule, via.between = (lambda number, method, path: "pass"), None
 
 
@@ -46,7 +37,7 @@ def filled(store: RemoteStore, count: int) -> list[str]:
     return names
 
 
-def test_deletions_go_in_batches_and_what_is_gone_already_is_no_failure(store: RemoteStore, via: Proxy) -> None:
+def test_deletions_are_batched_and_missing_objects_are_no_error(store: RemoteStore, via: Proxy) -> None:
     names = filled(store, 120)
     store.write("stays", b"1")
     via.clear()
@@ -55,13 +46,13 @@ def test_deletions_go_in_batches_and_what_is_gone_already_is_no_failure(store: R
     assert [item.path for item in store.list(recursive=True)] == ["stays"]
 
 
-def test_a_tree_goes_though_no_object_has_its_name(store: RemoteStore) -> None:
+def test_a_tree_without_a_marker_object_is_deleted(store: RemoteStore) -> None:
     filled(store, 3)
     store.delete_tree("d")
     assert store.list(recursive=True) == []
 
 
-def test_a_deletion_of_a_batch_that_fails_is_tried_again(store: RemoteStore, via: Proxy) -> None:
+def test_a_failed_deletion_in_a_batch_is_retried(store: RemoteStore, via: Proxy) -> None:
     names = filled(store, 3)
     failed: list[str] = []
 
@@ -76,7 +67,7 @@ def test_a_deletion_of_a_batch_that_fails_is_tried_again(store: RemoteStore, via
     assert failed and store.list() == []
 
 
-def test_a_deletion_of_a_batch_that_is_denied_is_an_error_that_names_the_object(store: RemoteStore, via: Proxy) -> None:
+def test_a_denied_deletion_in_a_batch_names_the_object(store: RemoteStore, via: Proxy) -> None:
     names = filled(store, 3)
     via.rule = lambda number, method, path: (
         Changed(lambda data: data.replace(b"HTTP/1.1 200 OK", b"HTTP/1.1 403 Forbidden", 1))
@@ -88,14 +79,14 @@ def test_a_deletion_of_a_batch_that_is_denied_is_an_error_that_names_the_object(
 
 
 @pytest.mark.parametrize("status", [404, 405, 501])
-def test_a_server_without_batches_is_asked_one_by_one(store: RemoteStore, via: Proxy, status: int) -> None:
+def test_without_batch_support_objects_are_deleted_one_by_one(store: RemoteStore, via: Proxy, status: int) -> None:
     names = filled(store, 3)
     via.rule = lambda number, method, path: Answer(status, "NoBatches") if "/batch/" in path else "pass"
     store.delete(names)
     assert store.list(recursive=True) == []
 
 
-def test_an_answer_as_google_words_it_is_understood() -> None:
+def test_a_batch_answer_of_google_is_parsed() -> None:
     said = (
         b"--batch_x\r\nContent-Type: application/http\r\nContent-ID: <response-ckptkit+1>\r\n\r\n"
         b"HTTP/1.1 404 Not Found\r\nContent-Type: application/json\r\n\r\n{}\r\n"
@@ -106,7 +97,7 @@ def test_an_answer_as_google_words_it_is_understood() -> None:
     assert batch_answers("text/html", b"<html>") == {}
 
 
-def test_what_is_not_there_is_looked_for_by_two_requests(store: RemoteStore, via: Proxy) -> None:
+def test_a_lookup_of_a_missing_object_makes_two_requests(store: RemoteStore, via: Proxy) -> None:
     store.write("a/b", b"1")
     via.clear()
     assert store.info("nothing") is None and via.count == 2
@@ -117,7 +108,7 @@ def test_what_is_not_there_is_looked_for_by_two_requests(store: RemoteStore, via
 
 
 @pytest.mark.parametrize("fate", ["503", "cut", "lost"])
-def test_each_third_request_may_fail_for_ever(store: RemoteStore, via: Proxy, fate: str) -> None:
+def test_lookups_and_deletions_survive_every_third_request_failing(store: RemoteStore, via: Proxy, fate: str) -> None:
     names = filled(store, 7)
     via.rule = lambda number, method, path: fate if number % 3 == 0 else "pass"
     for _ in range(3):  # whichever is the third
@@ -128,8 +119,8 @@ def test_each_third_request_may_fail_for_ever(store: RemoteStore, via: Proxy, fa
     assert store.list(recursive=True) == []
 
 
-def test_a_bucket_that_is_not_there_is_said(server: Mapping[str, Any]) -> None:
-    store = open_store("gs://no-such-bucket/run", storage_options=server)
+def test_a_missing_bucket_is_named(gcs: Mapping[str, Any]) -> None:
+    store = open_store("gs://no-such-bucket/run", storage_options=gcs)
     for look in (store.list, lambda: store.list(recursive=True), store.list_at_once):  # type: ignore[attr-defined]
         with pytest.raises(FileNotFoundError, match="the bucket does not exist: no-such-bucket"):
             look()
@@ -153,9 +144,7 @@ def put(store: RemoteStore, name: str) -> bytes:
 
 
 @pytest.mark.parametrize("fate", ["503", "reset", "lost", "cut"])
-def test_each_request_of_an_upload_in_parts_may_fail(
-    store: RemoteStore, via: Proxy, sessions: Sessions, fate: str
-) -> None:
+def test_each_request_of_an_upload_may_fail_once(store: RemoteStore, via: Proxy, sessions: Sessions, fate: str) -> None:
     for turn in range(1, 8):
         via.clear()
         via.rule = lambda number, method, path, turn=turn: fate if number == turn else "pass"  # type: ignore[misc]
@@ -169,7 +158,7 @@ def test_each_request_of_an_upload_in_parts_may_fail(
 
 
 @pytest.mark.parametrize("cut", [1, 3])
-def test_what_the_server_has_of_a_part_that_was_cut_is_not_sent_again(
+def test_the_received_bytes_of_an_interrupted_part_are_not_sent_again(
     store: RemoteStore, via: Proxy, sessions: Sessions, cut: int
 ) -> None:
     sessions.cut = cut
@@ -179,7 +168,7 @@ def test_what_the_server_has_of_a_part_that_was_cut_is_not_sent_again(
     assert len(data) < via.sent <= len(data) + cut * PART
 
 
-def test_a_server_that_appends_what_it_has_already_publishes_nothing(
+def test_an_object_with_duplicated_bytes_is_not_published(
     store: RemoteStore, via: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ckptkit.storage.upload.UPLOAD_BYTES", PART)
@@ -187,12 +176,12 @@ def test_a_server_that_appends_what_it_has_already_publishes_nothing(
     via.rule = lambda number, method, path: (
         "lost" if number == 3 else "pass"
     )  # without Sessions, whose question ends an upload
-    with pytest.raises(StorageError, match="ended the upload before all was there"):
+    with pytest.raises(StorageError, match="ended the upload before it was complete"):
         put(store, "x")
     assert store.list() == []
 
 
-def test_what_a_failed_upload_has_published_all_the_same_is_taken_back(
+def test_an_object_published_by_a_failed_upload_is_deleted(
     store: RemoteStore, via: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ckptkit.storage.upload.UPLOAD_BYTES", PART)
@@ -212,13 +201,13 @@ class Ended(Answer):
 def test_a_server_that_ends_an_upload_early_is_an_error(store: RemoteStore, via: Proxy, sessions: Sessions) -> None:
     via.clear()
     via.rule = lambda number, method, path: Ended(200, "") if method == "PUT" else "lost" if number == 3 else "pass"
-    with pytest.raises(StorageError, match="ended the upload before all was there"):
+    with pytest.raises(StorageError, match="ended the upload before it was complete"):
         put(store, "x")
     assert store.list() == []
 
 
 @pytest.mark.parametrize("fate", ["lost", "cut"])
-def test_a_lost_answer_to_the_last_part_is_looked_up_where_the_session_is_gone(
+def test_after_a_lost_answer_to_the_last_part_the_object_is_looked_up(
     store: RemoteStore, via: Proxy, monkeypatch: pytest.MonkeyPatch, fate: str
 ) -> None:
     monkeypatch.setattr("ckptkit.storage.upload.UPLOAD_BYTES", PART)
@@ -227,7 +216,7 @@ def test_a_lost_answer_to_the_last_part_is_looked_up_where_the_session_is_gone(
     assert put(store, "x") == store.read("x")
 
 
-def test_a_lost_answer_to_a_put_is_not_taken_for_another_writer(store: RemoteStore, via: Proxy) -> None:
+def test_a_put_whose_answer_was_lost_is_not_a_conflict(store: RemoteStore, via: Proxy) -> None:
     via.rule = first_of_each("lost")
     store.write("record", b"mine")
     with pytest.raises(FileExistsError):

@@ -1,4 +1,4 @@
-"""What only the local store promises, beyond tests/conformance/store_tests.py."""
+"""Promises of the local store beyond tests/conformance/store_tests.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckptkit.storage.store import ReadInto
 from tests.conformance.store_tests import StoreTests
 
 
-def test_a_symlink_out_of_the_root_is_not_read(tmp_path: Path) -> None:
+def test_a_symlink_out_of_the_root_is_refused(tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(b"x")
     root = tmp_path / "root"
     root.mkdir()
@@ -40,12 +40,12 @@ def test_a_hub_cache_snapshot_reads_its_blobs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../x", "/x", "a//b", "a\\b", "a\x00b", "a\x1b", "a\ud800b", "\udfff", "x" * 5000])
-def test_a_path_that_leads_out_or_that_no_file_system_takes_is_refused(tmp_path: Path, name: str) -> None:
+def test_an_unsafe_or_invalid_path_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(UnsafePathError, match="refused"):
         LocalStore(str(tmp_path)).info(name)
 
 
-def test_a_name_that_is_no_utf8_is_one_like_others(tmp_path: Path) -> None:
+def test_a_name_that_is_not_utf8_is_read(tmp_path: Path) -> None:
     (tmp_path / os.fsdecode(b"a\xff")).write_bytes(b"1")
     store = LocalStore(str(tmp_path))
     assert store.read(store.list()[0].path) == b"1"
@@ -91,7 +91,7 @@ def test_files_are_created_with_the_umask(tmp_path: Path) -> None:
     assert (tmp_path / "x").stat().st_mode & 0o777 == 0o640
 
 
-def test_a_reservation_beyond_the_file_system_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_reservation_that_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(NoSpaceError):
         LocalStore(tmp_path).create("huge", 1 << 60)
     assert list(tmp_path.iterdir()) == []
@@ -104,9 +104,7 @@ class TestLocalStore(StoreTests):
 
 
 @pytest.mark.parametrize("sync", [True, False])
-def test_the_disk_begins_before_the_sync_at_the_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: bool
-) -> None:
+def test_writeback_begins_before_the_final_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: bool) -> None:
     begun: list[int] = []
     monkeypatch.setattr("ckptkit.storage.local._DIRTY", 100)
     monkeypatch.setattr("ckptkit.storage.local.start_writing", lambda fd: begun.append(os.fstat(fd).st_size))
@@ -118,9 +116,7 @@ def test_the_disk_begins_before_the_sync_at_the_end(
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_threads_read_what_has_to_be_waited_for_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool
-) -> None:
+def test_only_slow_reads_use_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
     data = os.urandom(64 << 20)
     (tmp_path / "file").write_bytes(data)
     clock = iter(range(1000))

@@ -1,4 +1,4 @@
-"""One writer for a run: who holds the lease, who may take it over, and that no clock decides."""
+"""One writer for a run: who holds the lease, and who may take it over, whatever the clocks show."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def put(root: Path, owner: Owner, *, generation: int = 1, beat: int = 0, age_s: 
 ELSEWHERE = Owner("other-host", 1, "1", "another/machine/entirely")
 
 
-def test_a_lease_that_is_held_refuses_and_names_the_owner(tmp_path: Path) -> None:
+def test_a_held_lease_is_refused_and_names_its_owner(tmp_path: Path) -> None:
     root = open_store(str(tmp_path))
     held = acquire_lease(root)
     with pytest.raises(LeaseHeldError, match=f"process {os.getpid()} on "):
@@ -42,7 +42,7 @@ def test_a_lease_that_is_held_refuses_and_names_the_owner(tmp_path: Path) -> Non
     acquire_lease(root).release()
 
 
-def test_a_living_process_of_this_machine_keeps_it(tmp_path: Path) -> None:
+def test_a_living_process_of_this_machine_keeps_its_lease(tmp_path: Path) -> None:
     from ckptkit.storage.owner import _start_of
 
     put(tmp_path, replace(this_process(), pid=os.getppid(), started=_start_of(os.getppid()) or ""))
@@ -56,43 +56,43 @@ def _take(say: Any, root: str) -> None:
     os.kill(os.getpid(), 9)
 
 
-def test_a_dead_process_of_this_machine_loses_it_at_once(tmp_path: Path) -> None:
+def test_a_dead_process_of_this_machine_loses_its_lease_at_once(tmp_path: Path) -> None:
     assert fork(_take, str(tmp_path)) == (-9, b"taken")
     start = time.monotonic()
     acquire_lease(open_store(str(tmp_path))).release()
     assert time.monotonic() - start < 5
 
 
-def test_a_pid_that_was_given_out_again_is_not_the_owner(tmp_path: Path) -> None:
+def test_a_reused_pid_is_not_the_owner(tmp_path: Path) -> None:
     put(tmp_path, replace(this_process(), pid=os.getppid(), started="1"))
     acquire_lease(open_store(str(tmp_path))).release()
 
 
-def test_a_machine_that_was_rebooted_has_no_old_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_reboot_the_old_owner_is_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptkit.storage.owner._machine", lambda: "boot/pid:[4026531836]/0123")
     put(tmp_path, replace(this_process(), machine="before/pid:[4026531836]/0123"))
     acquire_lease(open_store(str(tmp_path))).release()
 
 
-def test_of_machines_without_an_id_none_is_known_to_have_been_rebooted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_machine_id_a_reboot_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptkit.storage.owner._machine", lambda: "boot/pid:[4026531836]/")
     assert replace(this_process(), machine="another/pid:[4026531836]/").alive() is None
     assert this_process().alive()
 
 
-def test_another_machine_that_was_silent_for_long_is_dead(tmp_path: Path) -> None:
+def test_an_expired_lease_of_another_machine_is_taken_over(tmp_path: Path) -> None:
     put(tmp_path, ELSEWHERE, age_s=module.TTL_S + 5)
     acquire_lease(open_store(str(tmp_path)), patience_s=60).release()
 
 
-def test_another_machine_that_shows_life_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heartbeat_of_another_machine_keeps_its_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path, ELSEWHERE)
     monkeypatch.setattr(module.time, "sleep", lambda seconds: put(tmp_path, ELSEWHERE, beat=7))
     with pytest.raises(LeaseHeldError, match="process 1 on other-host"):
         acquire_lease(open_store(str(tmp_path)), patience_s=5)
 
 
-def test_another_machine_without_a_sign_of_life_loses_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_machine_without_a_heartbeat_loses_its_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path, ELSEWHERE)
     monkeypatch.setattr(module, "_POLL_S", 0.05)
     acquire_lease(open_store(str(tmp_path)), patience_s=0.3).release()
@@ -122,9 +122,7 @@ def _contend(say: Any, root: str) -> None:
         lease.check()
 
 
-def test_the_clock_of_the_store_is_asked_again_where_somebody_tidies_up_meanwhile(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_store_clock_survives_a_concurrent_cleanup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = open_store(str(tmp_path))
     real, lost = root.info, []
 
@@ -149,14 +147,14 @@ def test_one_of_many_contenders_takes_over(tmp_path: Path) -> None:
     assert sorted(said for _, said in results) == [b"l"] * 7 + [b"w"] and {code for code, _ in results} == {0}
 
 
-def test_a_lease_that_nobody_refers_to_any_more_is_free(tmp_path: Path) -> None:
+def test_a_garbage_collected_lease_is_free(tmp_path: Path) -> None:
     root = open_store(str(tmp_path))
     acquire_lease(root)
     gc.collect()
     acquire_lease(root).release()
 
 
-def test_a_held_lease_shows_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_held_lease_writes_heartbeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BEAT_S", 0.05)
     held = acquire_lease(open_store(str(tmp_path)))
     path = tmp_path / ".ckptkit" / "lease-00000001.json"
@@ -168,7 +166,7 @@ def test_a_held_lease_shows_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert json.loads(path.read_text())["beat"] >= 2 and json.loads(path.read_text())["released"]
 
 
-def test_a_damaged_lease_file_is_no_lease(tmp_path: Path) -> None:
+def test_a_damaged_lease_file_does_not_count(tmp_path: Path) -> None:
     put(tmp_path, ELSEWHERE).write_bytes(b"\0\0")
     held = acquire_lease(open_store(str(tmp_path)))
     held.check()

@@ -25,34 +25,17 @@ _counter = itertools.count()
 
 
 @pytest.fixture(scope="session")
-def moto_options() -> Iterator[Mapping[str, Any]]:
-    with servers.moto() as options:
-        open_store("s3://store", storage_options=options).fs.mkdir("store")
-        yield options
-
-
-@pytest.fixture(scope="session")
-def rclone_options(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Any]]:
+def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Any]]:
     folder = tmp_path_factory.mktemp("rclone")
     (folder / "bucket").mkdir()
     with servers.rclone(folder) as options:
         yield options
 
 
-@pytest.fixture(scope="session")
-def gcs_options() -> Iterator[Mapping[str, Any]]:
-    with servers.fake_gcs() as options:
-        import os
-
-        os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # read when gcsfs is imported
-        open_store("gs://bucket", storage_options=options).fs.mkdir("bucket")
-        yield options
-
-
 class TestMoto(StoreTests):
     @pytest.fixture
-    def store(self, moto_options: Mapping[str, Any]) -> RemoteStore:
-        return RemoteStore(f"s3://store/run{next(_counter)}", storage_options=moto_options)
+    def store(self, moto: Mapping[str, Any]) -> RemoteStore:
+        return RemoteStore(f"s3://bucket/objects{next(_counter)}", storage_options=moto)
 
     def test_two_writers_of_one_key_have_one_winner(self, store: RemoteStore) -> None:
         store.fs.pipe_file(store._full("record"), b"first", mode="create")
@@ -60,7 +43,7 @@ class TestMoto(StoreTests):
             store.write("record", b"second")
         assert store.read("record") == b"first"
 
-    def test_a_large_object_goes_in_parts_and_comes_back_equal(self, store: RemoteStore) -> None:
+    def test_a_large_object_round_trips_in_parts(self, store: RemoteStore) -> None:
         data = uuid.uuid4().bytes * (2 << 20)  # 32 MiB
         with store.writer("big") as out:
             out.write(data)
@@ -75,14 +58,14 @@ class TestMoto(StoreTests):
 
 class TestRclone(StoreTests):
     @pytest.fixture
-    def store(self, rclone_options: Mapping[str, Any]) -> RemoteStore:
-        return RemoteStore(f"s3://bucket/run{next(_counter)}", storage_options=rclone_options)
+    def store(self, rclone: Mapping[str, Any]) -> RemoteStore:
+        return RemoteStore(f"s3://bucket/run{next(_counter)}", storage_options=rclone)
 
 
 class TestGcs(StoreTests):
     @pytest.fixture
-    def store(self, gcs_options: Mapping[str, Any]) -> RemoteStore:
-        return RemoteStore(f"gs://bucket/run{next(_counter)}", storage_options=gcs_options)
+    def store(self, gcs: Mapping[str, Any]) -> RemoteStore:
+        return RemoteStore(f"gs://bucket/objects{next(_counter)}", storage_options=gcs)
 
 
 def test_secrets_never_reach_a_message() -> None:
@@ -90,12 +73,12 @@ def test_secrets_never_reach_a_message() -> None:
     assert not any(word in shown for word in ("SECRET", "abc", "hush", "t0k"))
 
 
-def test_an_unknown_protocol_is_wrong_usage() -> None:
+def test_an_unknown_protocol_is_a_usage_error() -> None:
     with pytest.raises((UsageError, MissingExtraError)):
         open_store("nosuch://bucket/x").info("y")
 
 
-def test_a_server_that_is_down_is_one_storage_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_server_is_a_storage_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPTKIT_STORAGE_TIMEOUT", "200ms")
     port = servers.free_port()
     options = {
@@ -112,14 +95,14 @@ def test_a_server_that_is_down_is_one_storage_error(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     "error", [ConnectionResetError(), TimeoutError(), OSError(16, "SlowDown"), OSError(121, "500")]
 )
-def test_passing_faults_are_retried(error: Exception) -> None:
+def test_transient_errors_are_retried(error: Exception) -> None:
     assert is_transient(error)
 
 
 @pytest.mark.parametrize(
     "error", [FileNotFoundError(), PermissionError(), FileExistsError(), OSError(22, "EINVAL"), ValueError()]
 )
-def test_lasting_faults_are_not_retried(error: Exception) -> None:
+def test_permanent_errors_are_not_retried(error: Exception) -> None:
     assert not is_transient(error)
 
 
@@ -130,7 +113,7 @@ class _Quiet(SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def plain_http(tmp_path: Path) -> Iterator[str]:
-    """A server over `tmp_path` that knows no ranges."""
+    """A server over `tmp_path` that does not support ranges."""
     handler = partial(_Quiet, directory=str(tmp_path))
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
@@ -143,7 +126,7 @@ def plain_http(tmp_path: Path) -> Iterator[str]:
         thread.join()
 
 
-def test_a_server_of_http_that_gives_the_whole_file_for_a_range_is_cut_from_or_refused(
+def test_an_http_server_without_ranges_is_read_or_refused_by_size(
     tmp_path: Path, plain_http: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = bytes(range(256)) * 100

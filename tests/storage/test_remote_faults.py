@@ -1,10 +1,11 @@
-"""A store behind a network that fails: identical bytes at the end, one clear error, nothing published by halves."""
+"""A store behind a failing network: identical bytes in the end, or one clear error and nothing half-published."""
 
 from __future__ import annotations
 
 import asyncio
 import atexit
 import errno
+import itertools
 import multiprocessing
 import os
 import socket
@@ -30,7 +31,8 @@ from tests.storage.google import Sessions
 from tests.storage.proxy import Answer, Proxy, every_third, first_of_each, proxy_of
 
 Options = dict[str, Any]
-PART = 5 << 20  # the least that S3 takes
+PART = 5 << 20  # the smallest part that S3 accepts
+_counter = itertools.count()
 
 
 @pytest.fixture(autouse=True)
@@ -38,32 +40,9 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptkit.storage.upload.UPLOAD_BYTES", PART)
 
 
-@pytest.fixture(scope="module")
-def moto() -> Iterator[Options]:
-    with servers.moto() as options:
-        open_store("s3://bucket", storage_options=options).fs.mkdir("faults")
-        yield dict(options)
-
-
-@pytest.fixture(scope="module")
-def gcs() -> Iterator[Options]:
-    with servers.fake_gcs() as options:
-        os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # read when gcsfs is imported
-        open_store("gs://bucket", storage_options=options).fs.mkdir("faults")
-        yield dict(options)
-
-
-@pytest.fixture(scope="module")
-def via(moto: Options) -> Iterator[Proxy]:
-    with proxy_of(moto["endpoint_url"]) as proxy:
-        yield proxy
-
-
 @pytest.fixture
-def store(moto: Options, via: Proxy, request: pytest.FixtureRequest) -> Iterator[RemoteStore]:
-    options = {**moto, "endpoint_url": via.url}
-    yield RemoteStore(f"s3://faults/{abs(hash(request.node.name))}", storage_options=options)
-    via.rule = lambda number, method, path: "pass"
+def store(through: Options) -> RemoteStore:
+    return RemoteStore(f"s3://bucket/faults{next(_counter)}", storage_options=through)
 
 
 def direct(store: RemoteStore, moto: Options) -> RemoteStore:
@@ -71,12 +50,12 @@ def direct(store: RemoteStore, moto: Options) -> RemoteStore:
 
 
 @pytest.mark.parametrize("fate", ["503", "reset", "lost", "cut", "slow"])
-def test_bytes_are_identical_where_every_third_request_fails(
-    store: RemoteStore, via: Proxy, moto: Options, fate: str
+def test_bytes_are_identical_when_every_third_request_fails(
+    store: RemoteStore, proxy: Proxy, moto: Options, fate: str
 ) -> None:
     data = os.urandom(2 * PART + 12345)
-    via.clear()
-    via.rule = every_third(fate)
+    proxy.clear()
+    proxy.rule = every_third(fate)
     with store.writer("big") as out:
         out.write(data)
     store.write("small", data[:1000])
@@ -87,54 +66,54 @@ def test_bytes_are_identical_where_every_third_request_fails(
     assert store.read("small") == data[:1000]
     assert [item.path for item in store.list(recursive=True)] == ["big", "small"]
     store.delete_tree("big")
-    via.rule = lambda number, method, path: "pass"
+    proxy.rule = lambda number, method, path: "pass"
     assert [item.path for item in direct(store, moto).list(recursive=True)] == ["small"]
     assert store.unfinished_uploads() == []
 
 
-def test_each_request_of_an_upload_may_fail_in_turn(store: RemoteStore, via: Proxy) -> None:
+def test_any_request_of_an_upload_may_fail(store: RemoteStore, proxy: Proxy) -> None:
     data = os.urandom(2 * PART + 100)
     for turn in range(1, 6):
-        via.clear()
-        via.rule = lambda number, method, path, turn=turn: "lost" if number == turn else "pass"  # type: ignore[misc]
+        proxy.clear()
+        proxy.rule = lambda number, method, path, turn=turn: "lost" if number == turn else "pass"  # type: ignore[misc]
         with store.writer(f"x{turn}") as out:
             out.write(data)
-        via.rule = lambda number, method, path: "pass"
+        proxy.rule = lambda number, method, path: "pass"
         assert store.read(f"x{turn}") == data
 
 
-def test_a_lost_answer_to_put_if_absent_is_not_taken_for_another_writer(store: RemoteStore, via: Proxy) -> None:
+def test_a_create_only_put_whose_answer_was_lost_is_not_a_conflict(store: RemoteStore, proxy: Proxy) -> None:
     store.write("first", b"1")
-    via.clear()
-    via.rule = lambda number, method, path: "lost" if number == 1 else "pass"
+    proxy.clear()
+    proxy.rule = lambda number, method, path: "lost" if number == 1 else "pass"
     store.write("record", b"mine")
     with pytest.raises(FileExistsError):
         store.write("record", b"theirs")
     assert store.read("record") == b"mine"
 
 
-def test_what_stays_wrong_is_not_tried_again(store: RemoteStore, via: Proxy) -> None:
-    via.clear()
+def test_permanent_failures_are_not_retried(store: RemoteStore, proxy: Proxy) -> None:
+    proxy.clear()
     with pytest.raises(FileNotFoundError):
         store.read("nothing")
-    assert via.count == 1
+    assert proxy.count == 1
 
 
-def test_a_server_that_fails_for_good_is_one_error_in_bounded_time(
-    store: RemoteStore, via: Proxy, monkeypatch: pytest.MonkeyPatch
+def test_a_server_that_keeps_failing_is_one_error_in_bounded_time(
+    store: RemoteStore, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CKPTKIT_STORAGE_TIMEOUT", "200ms")
-    via.clear()
-    via.rule = lambda number, method, path: "503"
+    proxy.clear()
+    proxy.rule = lambda number, method, path: "503"
     with pytest.raises(StorageError, match="CKPTKIT_STORAGE_TIMEOUT"):
         store.read("x")
-    assert 2 <= via.count <= 4  # the retries of s3fs and botocore do not multiply ours
+    assert 2 <= proxy.count <= 4  # the retries of s3fs and botocore do not multiply ours
 
 
-def test_a_retry_that_helps_is_not_worth_a_warning(
-    store: RemoteStore, via: Proxy, caplog: pytest.LogCaptureFixture
+def test_a_successful_retry_is_not_a_warning(
+    store: RemoteStore, proxy: Proxy, caplog: pytest.LogCaptureFixture
 ) -> None:
-    via.rule = first_of_each("503")
+    proxy.rule = first_of_each("503")
     store.write("x", b"1")
     assert store.read("x") == b"1"
     assert [record for record in caplog.records if record.levelname == "WARNING"] == []
@@ -151,22 +130,22 @@ FINAL = [
 
 
 @pytest.mark.parametrize(("answer", "error"), FINAL, ids=[answer.code for answer, _ in FINAL])
-def test_what_no_retry_helps_is_an_error_at_once(
-    store: RemoteStore, via: Proxy, answer: Answer, error: type[OSError]
+def test_an_error_without_a_possible_retry_is_raised_at_once(
+    store: RemoteStore, proxy: Proxy, answer: Answer, error: type[OSError]
 ) -> None:
-    via.clear()
-    via.rule = lambda number, method, path: answer
+    proxy.clear()
+    proxy.rule = lambda number, method, path: answer
     calls = (lambda: store.read("x"), lambda: store.list(), lambda: store._put("x", store._full("x"), b"1"))
     for call in calls:
         with pytest.raises(error) as caught:
             call()
         assert caught.value.errno not in (None, errno.EIO) or answer.status == 507
-    assert via.count == len(calls)
+    assert proxy.count == len(calls)
 
 
 @pytest.mark.parametrize("fate", ["once", "always"])
-def test_an_upload_that_is_completed_with_an_error_in_an_answer_of_200_is_no_success(
-    store: RemoteStore, via: Proxy, monkeypatch: pytest.MonkeyPatch, fate: str
+def test_an_error_in_a_200_answer_to_complete_is_a_failure(
+    store: RemoteStore, proxy: Proxy, monkeypatch: pytest.MonkeyPatch, fate: str
 ) -> None:
     monkeypatch.setenv("CKPTKIT_STORAGE_TIMEOUT", "200ms")
     data = os.urandom(3 * PART)
@@ -179,7 +158,7 @@ def test_an_upload_that_is_completed_with_an_error_in_an_answer_of_200_is_no_suc
         said += 1
         return Answer(200, "InternalError")  # S3 sends its 200 before it knows
 
-    via.rule = rule
+    proxy.rule = rule
     if fate == "once":
         with store.writer("big") as out:
             out.write(data)
@@ -187,24 +166,24 @@ def test_an_upload_that_is_completed_with_an_error_in_an_answer_of_200_is_no_suc
     else:
         with pytest.raises(StorageError), store.writer("big") as out:
             out.write(data)
-        via.rule = lambda number, method, path: "pass"
+        proxy.rule = lambda number, method, path: "pass"
         assert store.list() == [] and store.unfinished_uploads() == []
 
 
 @pytest.mark.parametrize("lost", ["part", "complete"])
-def test_an_upload_that_the_store_has_forgotten_leaves_nothing(store: RemoteStore, via: Proxy, lost: str) -> None:
+def test_a_lost_upload_leaves_nothing(store: RemoteStore, proxy: Proxy, lost: str) -> None:
     def rule(number: int, method: str, path: str) -> str | Answer:
         is_it = "partNumber=2" in path if lost == "part" else method == "POST" and "uploadId" in path
         return Answer(404, "NoSuchUpload") if is_it else "pass"
 
-    via.rule = rule
+    proxy.rule = rule
     with pytest.raises(FileNotFoundError), store.writer("big") as out:
         out.write(bytes(3 * PART))
-    via.rule = lambda number, method, path: "pass"
+    proxy.rule = lambda number, method, path: "pass"
     assert store.list() == [] and store.unfinished_uploads() == []
 
 
-def test_a_failed_upload_leaves_neither_an_object_nor_parts(store: RemoteStore, via: Proxy) -> None:
+def test_a_failed_upload_leaves_no_object_and_no_parts(store: RemoteStore, proxy: Proxy) -> None:
     with pytest.raises(RuntimeError), store.writer("big") as out:
         out.write(bytes(3 * PART))
         raise RuntimeError("on purpose")
@@ -212,7 +191,7 @@ def test_a_failed_upload_leaves_neither_an_object_nor_parts(store: RemoteStore, 
     assert store.unfinished_uploads() == []
 
 
-def test_uploads_that_nobody_finished_are_found_and_thrown_away(store: RemoteStore) -> None:
+def test_unfinished_uploads_are_found_and_aborted(store: RemoteStore) -> None:
     full = store._full("step_1/big")
     store._api.upload(full)
     assert [upload.name for upload in store.unfinished_uploads()] == [full]
@@ -233,7 +212,7 @@ def test_a_writer_does_not_replace_a_large_object(store: RemoteStore) -> None:
     assert store.unfinished_uploads() == []
 
 
-def test_parts_are_sent_while_the_caller_goes_on_and_in_bounded_number(store: RemoteStore, via: Proxy) -> None:
+def test_parts_are_sent_in_the_background_in_bounded_number(store: RemoteStore, proxy: Proxy) -> None:
     lock, now, most = threading.Lock(), [0], [0]
 
     def rule(number: int, method: str, path: str) -> str:
@@ -246,7 +225,7 @@ def test_parts_are_sent_while_the_caller_goes_on_and_in_bounded_number(store: Re
                 now[0] -= 1
         return "pass"
 
-    via.rule = rule
+    proxy.rule = rule
     with store.writer("big") as out:
         for _ in range(12):
             out.write(bytes(PART))
@@ -260,7 +239,7 @@ def _child(store: RemoteStore, pipe: Any) -> None:
 
 
 def test_a_forked_process_opens_its_own_file_system(moto: Options) -> None:
-    store = RemoteStore("s3://faults/forked", storage_options=moto)
+    store = RemoteStore("s3://bucket/faults-forked", storage_options=moto)
     store.write("x", b"1")
     store._connection._locks[os.getpid()].acquire()  # as if another thread were in it
     context = multiprocessing.get_context("fork")
@@ -278,12 +257,12 @@ def test_a_forked_process_opens_its_own_file_system(moto: Options) -> None:
 
 
 @pytest.mark.parametrize("protocol", ["s3", "gs"])
-def test_a_forked_process_leaves_the_connections_of_its_parent_alone(
+def test_a_forked_process_does_not_close_its_parents_connections(
     protocol: str, moto: Options, gcs: Options, capfd: pytest.CaptureFixture[str]
 ) -> None:
     server = moto if protocol == "s3" else gcs
     with proxy_of(server["endpoint_url"]) as proxy:
-        store = RemoteStore(f"{protocol}://faults/ends", storage_options={**server, "endpoint_url": proxy.url})
+        store = RemoteStore(f"{protocol}://bucket/faults-ends", storage_options={**server, "endpoint_url": proxy.url})
         store.write("x", b"1")
         assert store.read("x") == b"1"  # over a connection that is kept
         loop = store.fs.loop
@@ -302,7 +281,7 @@ def test_a_forked_process_leaves_the_connections_of_its_parent_alone(
 
 
 def _end(store: RemoteStore, parents: Any) -> None:
-    """Do what the end of a process does, or its collector in the thread of its own loop."""
+    """Close as at the end of a process, or as its garbage collector does in the loop's thread."""
     store.read("x")  # by a loop of its own
     before = [held.fs for held in connection._inherited if held is not None]
 
@@ -316,13 +295,13 @@ def _end(store: RemoteStore, parents: Any) -> None:
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         found = finalizer.peek()
         if found is not None and found[1].__module__ == "tempfile":
-            finalizer.detach()  # the directories of other tests are the parent's, who still needs them
+            finalizer.detach()  # temporary directories belong to the parent
     atexit._run_exitfuncs()
     os._exit(0)
 
 
 def test_many_threads_share_a_store(moto: Options) -> None:
-    store = RemoteStore("s3://faults/threads", storage_options=moto)
+    store = RemoteStore("s3://bucket/faults-threads", storage_options=moto)
     errors: list[Exception] = []
 
     def work(i: int) -> None:
@@ -345,7 +324,7 @@ def test_many_threads_share_a_store(moto: Options) -> None:
     assert [item.path for item in store.list()] == sorted(f"f{i}" for i in range(12) if i % 3)
 
 
-def test_a_server_that_accepts_and_says_nothing_ends_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_server_ends_in_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPTKIT_STORAGE_TIMEOUT", "1s")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         options = {
@@ -355,11 +334,11 @@ def test_a_server_that_accepts_and_says_nothing_ends_in_an_error(monkeypatch: py
             "config_kwargs": {"read_timeout": 1},
         }
         with pytest.raises(StorageError) as caught:
-            open_store("s3://faults/x", storage_options=options).read("y")
+            open_store("s3://bucket/faults-x", storage_options=options).read("y")
     assert "hush" not in str(caught.value)
 
 
-def test_secrets_of_options_and_urls_are_in_no_message(caplog: pytest.LogCaptureFixture) -> None:
+def test_secrets_of_options_and_urls_are_not_in_messages(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("DEBUG", logger="ckptkit")
     store = RemoteStore("nosuch://user:hunter22@host/x?token=abcdef", storage_options={"secret": "hush-hush"})
     assert "hunter22" not in store.url and "abcdef" not in store.url and "hunter22" not in repr(store)
@@ -372,7 +351,7 @@ def test_secrets_of_options_and_urls_are_in_no_message(caplog: pytest.LogCapture
     assert not any(word in str(caught.value) + caplog.text for word in ("hush-hush", "hunter22"))
 
 
-def test_a_store_without_conditional_writes_is_found_out_and_said_once(
+def test_missing_conditional_writes_are_detected_and_warned_about_once(
     tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path_factory.mktemp("rclone")
@@ -389,29 +368,29 @@ def test_a_store_without_conditional_writes_is_found_out_and_said_once(
         assert [item.path for item in root.list(recursive=True)] == ["a", "d/b"]
 
 
-def test_a_store_with_conditional_writes_is_not_warned_about(moto: Options, caplog: pytest.LogCaptureFixture) -> None:
-    store = RemoteStore("s3://faults/conditional", storage_options=moto)
+def test_conditional_writes_are_detected_without_a_warning(moto: Options, caplog: pytest.LogCaptureFixture) -> None:
+    store = RemoteStore("s3://bucket/faults-conditional", storage_options=moto)
     store.write("a", b"1")
     assert store.has_conditional_writes is True
     assert not [record for record in caplog.records if record.name.startswith("ckptkit")]
 
 
-def test_a_store_that_fails_while_it_is_tried_is_not_taken_for_one_without_conditional_writes(
-    store: RemoteStore, via: Proxy, monkeypatch: pytest.MonkeyPatch
+def test_an_outage_during_detection_does_not_mean_missing_conditional_writes(
+    store: RemoteStore, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CKPTKIT_STORAGE_TIMEOUT", "200ms")
     store._connection.conditional.clear()
     store.claim("lease", b"1", looked=False)
-    via.rule = lambda number, method, path: "503" if method == "PUT" else "pass"
+    proxy.rule = lambda number, method, path: "503" if method == "PUT" else "pass"
     store.try_conditional("lease", b"1")
     assert store.has_conditional_writes is None
-    via.rule = lambda number, method, path: "pass"
+    proxy.rule = lambda number, method, path: "pass"
     store.try_conditional("lease", b"1")
     assert store.has_conditional_writes is True
 
 
-def test_who_is_interrupted_in_a_read_has_his_memory_back(
-    store: RemoteStore, via: Proxy, monkeypatch: pytest.MonkeyPatch
+def test_an_interrupted_read_releases_the_callers_memory(
+    store: RemoteStore, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.write("x", b"1" * 1000)
     asked, go, wait = threading.Event(), threading.Event(), threading.Event.wait
@@ -422,12 +401,12 @@ def test_who_is_interrupted_in_a_read_has_his_memory_back(
         return "pass" if wait(go, 60) else "reset"
 
     def interrupted_wait(event: threading.Event, timeout: float | None = None) -> bool:
-        if timeout == 1 and not interrupted:  # whoever waits for an answer does so by the second, to see signals
+        if timeout == 1 and not interrupted:  # waits of one second, so that signals are handled
             interrupted.append(wait(asked, 60))
             raise KeyboardInterrupt
         return wait(event, timeout)
 
-    via.rule = rule
+    proxy.rule = rule
     view = bytearray(1000)
     monkeypatch.setattr(threading.Event, "wait", interrupted_wait)
     with pytest.raises(KeyboardInterrupt):
@@ -438,14 +417,12 @@ def test_who_is_interrupted_in_a_read_has_his_memory_back(
         assert store.read("x") == b"1" * 1000 and view == bytes(1000)
 
 
-def test_gcs_survives_every_third_request_failing() -> None:
-    with servers.fake_gcs() as options, proxy_of(options["endpoint_url"]) as via:
-        os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
-        open_store("gs://bucket", storage_options=options).fs.mkdir("bucket")
-        store = RemoteStore("gs://bucket/run", storage_options={**options, "endpoint_url": via.url})
-        via.between = Sessions()
+def test_gcs_survives_every_third_request_failing(gcs: Options) -> None:
+    with proxy_of(gcs["endpoint_url"]) as proxy:
+        store = RemoteStore("gs://bucket/faults", storage_options={**gcs, "endpoint_url": proxy.url})
+        proxy.between = Sessions()
         data = os.urandom(2 * PART + 777)
-        via.rule = every_third("503")
+        proxy.rule = every_third("503")
         store.write("small", data[:10])
         assert store.read("small") == data[:10]
         with store.writer("big") as out:
@@ -455,7 +432,7 @@ def test_gcs_survives_every_third_request_failing() -> None:
         assert buffer == data
 
 
-def test_a_conflict_of_conditional_writes_is_worth_another_try() -> None:
+def test_a_conditional_request_conflict_is_retried() -> None:
     error = OSError(5, "conflict")
     error.__cause__ = Exception()
     error.__cause__.response = {  # type: ignore[attr-defined]
@@ -465,9 +442,7 @@ def test_a_conflict_of_conditional_writes_is_worth_another_try() -> None:
     assert is_transient(error)
 
 
-def test_a_tree_goes_while_a_dead_client_s_upload_below_it_is_still_open(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tree_with_an_open_upload_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPTKIT_STORAGE_TIMEOUT", "200ms")
     (tmp_path / "bucket").mkdir()
     with servers.rclone(tmp_path) as options:
@@ -480,7 +455,7 @@ def test_a_tree_goes_while_a_dead_client_s_upload_below_it_is_still_open(
 
 @contextmanager
 def _half_an_upload(options: Options, key: str) -> Iterator[None]:
-    """Send half of an object, and wait with the rest: the server has a file open."""
+    """Send half of an object and pause, so that the server has a file open."""
     url = servers.presigned_put(options, "bucket", key)
     with socket.create_connection((str(url.hostname), int(url.port or 0))) as connection:
         head = f"PUT {url.path}?{url.query} HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Length: 2000000\r\n\r\n"
@@ -489,26 +464,26 @@ def _half_an_upload(options: Options, key: str) -> Iterator[None]:
         yield
 
 
-def test_lent_bytes_are_identical_where_every_third_request_fails(store: RemoteStore, via: Proxy) -> None:
+def test_lent_bytes_are_identical_when_every_third_request_fails(store: RemoteStore, proxy: Proxy) -> None:
     data = memoryview(os.urandom(5 * PART + 12345))
-    via.clear()
-    via.rule = every_third("reset")
+    proxy.clear()
+    proxy.rule = every_third("reset")
     with store.writer("big") as out:
         out.write(b"head")
         for start in range(0, len(data), 1 << 20):
             out.lend(data, start, min(start + (1 << 20), len(data)), owner=data)
         out.write(b"tail")
-    via.rule = lambda number, method, path: "pass"
+    proxy.rule = lambda number, method, path: "pass"
     assert store.read("big") == b"head" + data + b"tail"
 
 
-def test_what_is_lent_goes_in_larger_requests_than_what_is_held(store: RemoteStore, via: Proxy) -> None:
+def test_lent_memory_is_sent_in_larger_requests_than_copied_memory(store: RemoteStore, proxy: Proxy) -> None:
     data = memoryview(bytes(4 * PART))
-    via.clear()
+    proxy.clear()
     with store.writer("lent") as out:
         out.lend(data, 0, len(data), owner=data)
-    assert via.count == 1
-    via.clear()
+    assert proxy.count == 1
+    proxy.clear()
     with store.writer("copied") as out:
         out.write(data)
-    assert via.kinds()["PUT partNumber"] == 4
+    assert proxy.kinds()["PUT partNumber"] == 4

@@ -1,4 +1,4 @@
-"""The session that a client of S3 is made of."""
+"""The session of an S3 client."""
 
 from __future__ import annotations
 
@@ -22,21 +22,19 @@ def _credentials(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def test_a_session_that_is_given_is_used() -> None:
+def test_a_given_session_is_used() -> None:
     session = AioSession()
     assert RemoteStore("s3://b/x", storage_options={"session": session}).fs.session is session
 
 
-def test_a_profile_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_profile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPTKIT_STORAGE_TIMEOUT", "200ms")
     with pytest.raises(StorageError, match="no-such-profile"):
         RemoteStore("s3://b/x", storage_options={"profile": "no-such-profile"}).read("y")
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_what_is_sent_on_from_plain_http_to_tls_is_verified(
-    known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_redirect_from_http_to_tls_is_verified(known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPTKIT_STORAGE_TIMEOUT", "200ms")
     tls, trusted = certificate(tmp_path)
     with (
@@ -50,5 +48,5 @@ def test_what_is_sent_on_from_plain_http_to_tls_is_verified(
         more = {"client_kwargs": {"verify": str(trusted)}} if known else {}
         store = RemoteStore(f"s3://{bucket}/x", storage_options={**options, **more, "endpoint_url": near.url})
         with pytest.raises(OSError, match=r"." if known else r"(?i)certificate"):
-            store.read("y")  # the client does not sign for a place that it was sent on to
+            store.read("y")  # the client does not sign for the target of a redirect
         assert bool(far.seen) is known

@@ -1,4 +1,4 @@
-"""What a signature says of a body: its SHA-256 over plain HTTP, but for a server on this machine."""
+"""Over plain HTTP a body's SHA-256 is signed, except to a server on this machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNSIGNED = "UNSIGNED-PAYLOAD"
 
 @pytest.fixture(scope="module")
 def near(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Proxy, dict[str, Any]]]:
-    """A server that checks signatures, and the storage options that reach it."""
+    """A server that checks signatures, and its storage options."""
     folder = tmp_path_factory.mktemp("rclone")
     (folder / "b").mkdir()
     with servers.rclone(folder) as options, proxy_of(options["endpoint_url"]) as proxy:
@@ -27,7 +27,7 @@ def near(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Proxy, dict
 
 
 def _put(near: tuple[Proxy, dict[str, Any]], data: bytes, **settings: Any) -> list[dict[str, str]]:
-    """Write `data`, read it back, and return the headers of each request that had some of it."""
+    """Write `data`, read it back, and return the headers of each request that carried some of it."""
     proxy, options = near
     store = RemoteStore("s3://b/x", storage_options={**options, "config_kwargs": settings})
     proxy.clear()
@@ -37,14 +37,12 @@ def _put(near: tuple[Proxy, dict[str, Any]], data: bytes, **settings: Any) -> li
     return [headers for (method, _), headers in sent if method == "PUT"]
 
 
-def test_a_body_to_this_machine_goes_with_its_crc32_alone(near: tuple[Proxy, dict[str, Any]]) -> None:
+def test_a_body_to_this_machine_has_only_a_crc32(near: tuple[Proxy, dict[str, Any]]) -> None:
     (sent,) = _put(near, b"abc")
     assert sent["x-amz-content-sha256"] == UNSIGNED and "x-amz-checksum-crc32" in sent
 
 
-def test_a_body_is_signed_where_that_is_asked_for(
-    near: tuple[Proxy, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_body_is_signed_on_request(near: tuple[Proxy, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptkit.storage.upload.UPLOAD_BYTES", PART)
     data = os.urandom(2 * PART + 9)
     parts = [data[:PART], data[PART : 2 * PART], data[2 * PART :]]
@@ -52,7 +50,7 @@ def test_a_body_is_signed_where_that_is_asked_for(
     assert {item["x-amz-content-sha256"] for item in sent} == {hashlib.sha256(part).hexdigest() for part in parts}
 
 
-def test_a_body_is_signed_where_no_checksum_goes_with_it(near: tuple[Proxy, dict[str, Any]]) -> None:
+def test_a_body_without_a_checksum_is_signed(near: tuple[Proxy, dict[str, Any]]) -> None:
     (sent,) = _put(near, b"abc", request_checksum_calculation="when_required")
     assert sent["x-amz-content-sha256"] == hashlib.sha256(b"abc").hexdigest()
     assert "x-amz-checksum-crc32" not in sent
@@ -70,7 +68,7 @@ def test_a_body_is_signed_where_no_checksum_goes_with_it(near: tuple[Proxy, dict
         ("https://s3.eu-west-1.amazonaws.com", False),  # as botocore does it
     ],
 )
-def test_only_what_crosses_no_open_wire_is_not_signed(url: str, unsigned: bool) -> None:
+def test_bodies_to_other_machines_are_signed(url: str, unsigned: bool) -> None:
     options = {"key": "k", "secret": "s", "endpoint_url": url}
     found = RemoteStore("s3://b/x", storage_options=options).fs.config_kwargs.get("s3", {})
     assert ("payload_signing_enabled" in found) is unsigned

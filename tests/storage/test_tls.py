@@ -1,4 +1,4 @@
-"""Over HTTPS: what goes with a body, and that it comes back."""
+"""Over HTTPS: the headers of a body, and round trips."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PART = 5 << 20
 
 @pytest.fixture(scope="module")
 def https(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Proxy, dict[str, Any]]]:
-    """A server of S3 behind TLS, and the storage options that trust it."""
+    """An S3 server behind TLS, and storage options that trust it."""
     context, trusted = certificate(tmp_path_factory.mktemp("tls"))
     with servers.moto() as near, proxy_of(near["endpoint_url"], tls=context) as proxy:
         open_store("s3://tls", storage_options=near).fs.mkdir("tls")  # type: ignore[attr-defined]
@@ -40,7 +40,7 @@ def _bodies(proxy: Proxy) -> list[dict[str, str]]:
     return [headers for (method, _), headers in zip(proxy.seen, proxy.headers, strict=True) if method == "PUT"]
 
 
-def test_a_body_goes_with_its_crc32_alone_and_comes_back(https: tuple[Proxy, dict[str, Any]]) -> None:
+def test_a_body_over_tls_has_only_a_crc32(https: tuple[Proxy, dict[str, Any]]) -> None:
     proxy, options = https
     store = RemoteStore("s3://tls/whole", storage_options=options)
     store.write("warm", b"up")
@@ -57,7 +57,7 @@ def test_a_body_goes_with_its_crc32_alone_and_comes_back(https: tuple[Proxy, dic
     assert store.read("x") == data
 
 
-def test_parts_go_with_theirs(https: tuple[Proxy, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_over_tls_have_only_a_crc32(https: tuple[Proxy, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptkit.storage.upload.UPLOAD_BYTES", PART)
     proxy, options = https
     store = RemoteStore("s3://tls/parts", storage_options=options)
@@ -71,9 +71,7 @@ def test_parts_go_with_theirs(https: tuple[Proxy, dict[str, Any]], monkeypatch: 
     assert store.read("x") == data
 
 
-def test_a_server_that_is_not_trusted_is_an_error(
-    https: tuple[Proxy, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_untrusted_server_is_an_error(https: tuple[Proxy, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPTKIT_STORAGE_TIMEOUT", "200ms")
     _, options = https
     strict = {**options, "client_kwargs": {}}

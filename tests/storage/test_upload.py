@@ -1,4 +1,4 @@
-"""How much writers collect before they send: bounded for all of them together, in parts of one size."""
+"""How much writers buffer before they send: bounded for all writers together, in parts of one size."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import mmap
 import os
 from collections.abc import Callable
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ STEP = 12 << 20
 
 
 class _Api:
-    """An object store that takes parts, and keeps them."""
+    """An object store that keeps the parts it receives."""
 
     checked = in_order = False
 
@@ -43,7 +44,7 @@ class _Api:
 
 class _Connection:
     def __init__(self, most_bytes: int) -> None:
-        self.budget = Budget(8, most_bytes)
+        self.own = SimpleNamespace(budget=Budget(8, most_bytes))
 
     def upload(self, job: Callable[[], None], nbytes: int) -> Future[None]:
         done: Future[None] = Future()
@@ -54,11 +55,11 @@ class _Connection:
 def _writer(most_bytes: int) -> tuple[PartWriter, _Api, Budget]:
     connection, api = _Connection(most_bytes), _Api()
     made: Any = PartWriter(connection, api, "x", lambda job: job())  # type: ignore[arg-type]
-    return made, api, connection.budget
+    return made, api, connection.own.budget
 
 
 @pytest.mark.parametrize("before", [0, 1 << 20])
-def test_a_writer_that_begins_while_others_hold_much_sends_small_parts_of_one_size(before: int) -> None:
+def test_while_others_buffer_much_parts_are_small_and_equal(before: int) -> None:
     writer, api, budget = _writer(16 << 20)
     budget.collect(15 << 20)  # of others
     data = os.urandom(3 * STEP + 77)
@@ -71,7 +72,7 @@ def test_a_writer_that_begins_while_others_hold_much_sends_small_parts_of_one_si
     assert budget.collected == 0
 
 
-def test_a_writer_alone_sends_two_parts_worth_in_one_request() -> None:
+def test_a_single_writer_sends_two_parts_in_one_request() -> None:
     writer, api, budget = _writer(144 << 20)
     data = os.urandom(5 * STEP)
     writer.write(data)
@@ -81,7 +82,7 @@ def test_a_writer_alone_sends_two_parts_worth_in_one_request() -> None:
 
 
 @pytest.mark.parametrize(("mib", "parts"), [(217, 3), (512, 5), (1024, 8), (1700, 8), (4096, 19)])
-def test_what_lies_in_memory_already_goes_in_few_large_parts(mib: int, parts: int) -> None:
+def test_lent_memory_is_sent_in_few_large_parts(mib: int, parts: int) -> None:
     writer, api, budget = _writer(144 << 20)
     sizes: dict[int, int] = {}
     api.part = lambda number, content, *, last: sizes.update({number: content.nbytes})  # type: ignore[method-assign]
@@ -93,7 +94,7 @@ def test_what_lies_in_memory_already_goes_in_few_large_parts(mib: int, parts: in
     assert len({sizes[number] for number in range(1, parts)}) == 1 and max(sizes.values()) <= 216 << 20
 
 
-def test_what_lies_in_memory_and_is_no_larger_than_two_parts_goes_in_one_request() -> None:
+def test_lent_memory_up_to_two_parts_is_one_request() -> None:
     writer, _, _ = _writer(144 << 20)
     data = memoryview(mmap.mmap(-1, 216 << 20))
     writer.lend(data, 0, len(data), owner=data)
@@ -101,7 +102,7 @@ def test_what_lies_in_memory_and_is_no_larger_than_two_parts_goes_in_one_request
     assert isinstance(content, Content) and content.nbytes == 216 << 20
 
 
-def test_what_a_failed_writer_collected_is_let_go() -> None:
+def test_a_failed_writer_releases_its_buffer() -> None:
     writer, _, budget = _writer(144 << 20)
     writer.write(os.urandom(1 << 20))
     writer.abort()

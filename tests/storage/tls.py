@@ -1,4 +1,4 @@
-"""A certificate of this machine's loopback address, made anew, and signed by itself."""
+"""Creates a self-signed certificate for the loopback address."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cryptography.x509.oid import NameOID
 
 
 def certificate(folder: Path) -> tuple[ssl.SSLContext, Path]:
-    """Return what a server speaks TLS with, and the file that a client must trust."""
+    """Return the TLS context of a server, and the certificate file that a client must trust."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "loopback")])
     now = datetime.datetime.now(datetime.timezone.utc)

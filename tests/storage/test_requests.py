@@ -1,4 +1,4 @@
-"""Requests that are under way together, on a loop of another thread."""
+"""Concurrent requests on the event loop of another thread."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckptkit.storage.requests import Together
+from ckptkit.storage.requests import ConcurrentRequests
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
     made.close()
 
 
-def test_answers_come_in_order_and_failures_among_them(loop: asyncio.AbstractEventLoop) -> None:
+def test_answers_and_errors_are_in_order(loop: asyncio.AbstractEventLoop) -> None:
     async def fail() -> int:
         raise ValueError("no")
 
@@ -30,11 +30,11 @@ def test_answers_come_in_order_and_failures_among_them(loop: asyncio.AbstractEve
         await asyncio.sleep(0)
         return 7
 
-    first, second, third = Together(loop, [give, fail, give], most=2).answers()
+    first, second, third = ConcurrentRequests(loop, [give, fail, give], most=2).answers()
     assert (first, third) == (7, 7) and isinstance(second, ValueError)
 
 
-def test_no_more_are_under_way_than_allowed(loop: asyncio.AbstractEventLoop) -> None:
+def test_no_more_requests_run_than_allowed(loop: asyncio.AbstractEventLoop) -> None:
     now, most = 0, 0
 
     async def one() -> int:
@@ -46,11 +46,11 @@ def test_no_more_are_under_way_than_allowed(loop: asyncio.AbstractEventLoop) -> 
         now -= 1
         return 0
 
-    Together(loop, [one] * 20, most=3).answers()
+    ConcurrentRequests(loop, [one] * 20, most=3).answers()
     assert most == 3
 
 
-def test_who_is_interrupted_leaves_none_under_way(loop: asyncio.AbstractEventLoop) -> None:
+def test_after_an_interrupt_no_request_is_running(loop: asyncio.AbstractEventLoop) -> None:
     began, ended = threading.Event(), []
 
     async def endless() -> int:
@@ -61,10 +61,10 @@ def test_who_is_interrupted_leaves_none_under_way(loop: asyncio.AbstractEventLoo
             ended.append(True)
         return 0
 
-    together = Together(loop, [endless, endless], most=2)
-    real, interrupted = together._ended, []
+    running = ConcurrentRequests(loop, [endless, endless], most=2)
+    real, interrupted = running._ended, []
 
-    class Ended:  # a signal that comes while it is waited for
+    class Ended:  # raises as a signal during the wait would
         def wait(self, seconds: float | None = None) -> bool:
             if interrupted:
                 return real.wait(seconds)
@@ -74,7 +74,7 @@ def test_who_is_interrupted_leaves_none_under_way(loop: asyncio.AbstractEventLoo
         def set(self) -> None:
             real.set()
 
-    together._ended = Ended()  # type: ignore[assignment]
+    running._ended = Ended()  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt):
-        together.answers()
+        running.answers()
     assert len(ended) in (1, 2) and real.is_set()  # the second one need not have begun
