@@ -76,7 +76,13 @@ class CheckpointNotFoundError(CkptkitError, FileNotFoundError):
 
 
 class CheckpointExistsError(CkptkitError, FileExistsError):
-    """The place to write to is taken; nothing was written."""
+    """The place to write to is taken; nothing was written.
+
+    Attributes:
+        reason: Why what lies there may not be replaced; "" if it was not looked at.
+    """
+
+    reason = ""
 
 
 class UnsupportedFormatError(CkptkitError, ValueError):

@@ -54,10 +54,8 @@ def check_replaceable(store: Store, path: str = "", known: Collection[str] = ())
     if found.kind == "directory":
         _check_directory(store.child(path) if path else store, known)
     elif not _is_weights_file(store, found):
-        raise CheckpointExistsError(
-            f"{store.url}/{path} is not overwritten: it is no file that torch.save or safetensors wrote. Nothing was "
-            "written. Choose another place."
-        )
+        why = "it is no file that torch.save or safetensors wrote."
+        raise _refusal(f"{store.url}/{path}", why, "Choose another place.")
 
 
 def _check_directory(store: Store, known: Collection[str]) -> None:
@@ -65,15 +63,16 @@ def _check_directory(store: Store, known: Collection[str]) -> None:
     if foreign:
         names = ", ".join(foreign[:_SHOWN]) + (", ..." if len(foreign) > _SHOWN else "")
         card = " README.md was edited, or ckptkit did not write it." * ("README.md" in foreign[:_SHOWN])
-        raise CheckpointExistsError(
-            f"{store.url} is not overwritten: it holds what is part of no checkpoint and no export: {names}.{card} "
-            "Nothing was written. Move it away, or choose another place."
-        )
+        why = f"it holds what is part of no checkpoint and no export: {names}.{card}"
+        raise _refusal(store.url, why, "Move it away, or choose another place.")
     if not known and not any(item.path == RECORD_NAME or _WEIGHTS.fullmatch(item.path) for item in store.list()):
-        raise CheckpointExistsError(
-            f"{store.url} is not overwritten: it holds neither a checkpoint nor an export. Nothing was written. Empty "
-            "it, or choose another place."
-        )
+        raise _refusal(store.url, "it holds neither a checkpoint nor an export.", "Empty it, or choose another place.")
+
+
+def _refusal(place: str, why: str, instead: str) -> CheckpointExistsError:
+    error = CheckpointExistsError(f"{place} is not overwritten: {why} Nothing was written. {instead}")
+    error.reason = why
+    return error
 
 
 def _is_weights_file(store: Store, found: FileInfo) -> bool:

@@ -98,7 +98,7 @@ def save_hf(
             small.update(_small_files(source.model, files, tokenizer))
             names = dict.fromkeys([*small, *(file.path for file in files)], -1)
             staged = stage(
-                url, replaceable=check_replaceable if overwrite else None, last=_LAST,
+                url, replaceable=check_replaceable, overwrite=overwrite, last=_LAST,
                 storage_options=storage_options, names=names,
             )  # fmt: skip
             opened.append(stack.enter_context(staged))

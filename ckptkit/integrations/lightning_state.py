@@ -145,9 +145,7 @@ class LightningCheckpoints:
                         f"{place} is not replaced: it holds what is part of no checkpoint: {', '.join(foreign[:3])}. "
                         "Move it away, or save under another name."
                     )
-            other = place.with_name(f".{name}.replaced-{uuid.uuid4().hex[:8]}")
-            place.rename(other)
-            return str(other)
+            return str(_set_aside(place))
 
         moved = self._coordinator.decide(aside, "making room for the checkpoint")
         try:
@@ -158,7 +156,7 @@ class LightningCheckpoints:
             raise
         if moved and self._coordinator.is_main:
             try:
-                _remove_path(Path(moved))
+                _remove_aside(Path(moved), Path(root) / name)
             except OSError as error:  # the save is done, and the other ranks go on
                 _log.warning("%s could not be removed: %s", moved, error)
 
@@ -234,7 +232,7 @@ def remove_checkpoint(filepath: str | Path, *, storage_options: Mapping[str, Any
         if foreign:
             _log.warning("%s is not removed: it holds what is part of no checkpoint: %s", place, ", ".join(foreign[:3]))
         elif any((place / mark).exists() for mark in _ALIEN):
-            shutil.rmtree(place)
+            _remove_aside(_set_aside(place), place)
         else:
             _log.warning("%s is no checkpoint; it is not removed.", place)
 
@@ -332,8 +330,18 @@ def _split(filepath: str | Path) -> tuple[str, str]:
     return root, name
 
 
-def _remove_path(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
+def _set_aside(place: Path) -> Path:
+    return place.rename(place.with_name(f".{place.name}.replaced-{uuid.uuid4().hex[:8]}"))
+
+
+def _remove_aside(aside: Path, place: Path) -> None:
+    """Delete what was set aside from `place`. Where files of others came into it until then, it is kept."""
+    if not aside.is_dir() or aside.is_symlink():
+        aside.unlink()
+        return
+    foreign = _foreign(aside)
+    if not foreign:
+        shutil.rmtree(aside)
+        return
+    kept = aside.rename(aside.with_name(aside.name.removeprefix(".")))
+    _log.warning("what was at %s is kept as %s: it holds %s", place, kept, ", ".join(foreign[:3]))

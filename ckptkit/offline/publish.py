@@ -151,7 +151,8 @@ class OutputPlace:
         return stage(
             self.url,
             file=self.file_name if self.is_file else "",
-            replaceable=self.replaceable,
+            replaceable=check_replaceable,
+            overwrite=self.overwrite,
             last=small,
             storage_options=self.storage_options,
             resume=resume,

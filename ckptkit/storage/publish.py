@@ -65,13 +65,37 @@ def open_staging(parent: LocalStore, name: str, nonce: str, *, leased: bool = Fa
     return parent.child(path)
 
 
-def close_staging(parent: LocalStore, name: str, nonce: str) -> None:
-    """Delete what is left of a staging directory, published or not, and its owner files."""
+def close_staging(parent: LocalStore, name: str, nonce: str, *, replaceable: Replaceable | None = None) -> None:
+    """Delete what is left of a staging directory, published or not, and its owner files.
+
+    If it holds what was replaced, and `replaceable` raises for that, it is renamed and kept.
+    """
     path = staging_name(name, nonce)
+    _keep_foreign(parent, path, replaceable)
     trash = drop(parent, path)
     if trash is not None:
         parent.delete_tree(trash)
     parent.delete(reversed(owner_files(parent, path)))
+
+
+def _keep_foreign(parent: LocalStore, path: str, replaceable: Replaceable | None) -> None:
+    """Rename what a staging directory replaced if it may not be deleted: files can be added to it until the swap."""
+    leftover, writer = leftover_of(path), read_owner(parent, owner_path(path))
+    if leftover is None or writer is None or not writer.old.startswith(path) or parent.info(writer.old) is None:
+        return
+    why = "its content was not checked"
+    try:
+        if replaceable is not None:
+            replaceable(parent, writer.old, ())
+            return
+    except CheckpointExistsError as error:
+        why = error.reason or str(error)
+    kept = f"{leftover.name}.replaced-{leftover.nonce}"
+    parent.rename(writer.old, kept)
+    parent.sync_directory()
+    logger.warning(
+        "%s was replaced; its old content is kept as %s: %s", parent.path_of(leftover.name), parent.path_of(kept), why
+    )
 
 
 def sync_tree(store: LocalStore) -> None:
@@ -150,13 +174,17 @@ def drop(parent: LocalStore, name: str) -> str | None:
     return target
 
 
-def clean_siblings(parent: LocalStore, name: str, *, keep: Leftover | None = None) -> None:
-    """Delete what dead writers of `name` left below `parent`, except `keep`."""
+def clean_siblings(
+    parent: LocalStore, name: str, *, keep: Leftover | None = None, replaceable: Replaceable | None = None
+) -> None:
+    """Delete what dead writers of `name` left below `parent`, except `keep`, and what they replaced if `replaceable`
+    raises for it."""
     for leftover in leftovers(parent, name):
         if (keep is not None and leftover.nonce == keep.nonce) or not is_abandoned(parent, leftover):
             continue
         if finish_replacement(parent, leftover):
             continue
+        _keep_foreign(parent, leftover.path, replaceable)
         logger.info("removing %s/%s, left by a dead process", parent.url, leftover.path)
         trash = drop(parent, leftover.path) if leftover.kind == "tmp" else leftover.path
         if trash is not None:
@@ -186,6 +214,7 @@ def stage(
     *,
     file: str = "",
     replaceable: Replaceable | None = None,
+    overwrite: bool = False,
     last: Iterable[str] = (),
     storage_options: Mapping[str, Any] | None = None,
     resume: bool = False,
@@ -199,7 +228,8 @@ def stage(
 
     Args:
         file: The result is this single file below `url`; other files may be beside it.
-        replaceable: Raises if what is at the target may not be replaced. None: nothing is replaced.
+        replaceable: Raises if what is at the target may not be replaced, or deleted after that.
+        overwrite: Replace what is at the target.
         last: Names by which readers find the directory. An object store gets them after all others.
         resume: Continue from what a dead writer's journal or ledger says is finished: the store may hold files. If this
             writer is interrupted (Ctrl-C, a dead rank), its work is kept for the next one. Not for a single object.
@@ -212,30 +242,40 @@ def stage(
     """
     store = open_store(url, storage_options=storage_options)
     if isinstance(store, LocalStore):
-        with _stage_local(store, file, replaceable=replaceable, resume=resume, dead=dead) as staging:
+        with _stage_local(
+            store, file, replaceable=replaceable, overwrite=overwrite, resume=resume, dead=dead
+        ) as staging:
             yield staging
         return
     from ckptkit.storage.publish_remote import stage_object, stage_remote
 
+    rule = replaceable if overwrite else None
     if file:
-        with stage_object(store, file, replaceable=replaceable) as remote:
+        with stage_object(store, file, replaceable=rule) as remote:
             yield remote
         return
-    with stage_remote(store, replaceable=replaceable, last=frozenset(last), names=names, resume=resume) as remote:
+    with stage_remote(store, replaceable=rule, last=frozenset(last), names=names, resume=resume) as remote:
         yield remote
 
 
 @contextlib.contextmanager
 def _stage_local(
-    target: LocalStore, file: str, *, replaceable: Replaceable | None, resume: bool, dead: Collection[str]
+    target: LocalStore,
+    file: str,
+    *,
+    replaceable: Replaceable | None,
+    overwrite: bool,
+    resume: bool,
+    dead: Collection[str],
 ) -> Iterator[LocalStore]:
     head, name = (target.url, file) if file else os.path.split(target.url)
     if not name:
         raise UsageError(f"{target.url} can't be replaced by a checkpoint. Name a directory below it.")
     parent = LocalStore(head)
     left = resumable(parent, name, dead=dead) if resume else None
-    clean_siblings(parent, name, keep=left)  # first: it may finish a dead writer's replacement
-    check_target(parent, name, replaceable=replaceable)
+    clean_siblings(parent, name, keep=left, replaceable=replaceable)  # first: it may finish a dead writer's replacement
+    rule = replaceable if overwrite else None
+    check_target(parent, name, replaceable=rule)
     nonce = new_nonce()
     adopted = adopt(parent, left, name, nonce) if left is not None else None
     staging = adopted or open_staging(parent, name, nonce)
@@ -246,16 +286,16 @@ def _stage_local(
         # Invariant: all of it survives a power cut before it gets the name that readers look for.
         if resume:
             Journal(staging.url).end()  # from here on the staging directory may hold what was replaced
-        if replaceable is not None:  # again: hours may have passed
-            check_target(parent, name, replaceable=replaceable)
-        _put_in_place(parent, nonce, name, file=file, overwrite=replaceable is not None)
+        if rule is not None:  # again: hours may have passed
+            check_target(parent, name, replaceable=rule)
+        _put_in_place(parent, nonce, name, file=file, overwrite=overwrite)
     except BaseException as error:
         with contextlib.suppress(OSError):
             if not (resume and is_interruption(error) and give_up(parent, name, nonce)):
-                close_staging(parent, name, nonce)
+                close_staging(parent, name, nonce, replaceable=replaceable)
         raise
     try:
-        close_staging(parent, name, nonce)
+        close_staging(parent, name, nonce, replaceable=replaceable)
     except OSError as error:  # the new content is published and durable; only space is wasted
         logger.warning("%s was replaced, but its old content could not be deleted: %s", parent.path_of(name), error)
 
@@ -301,19 +341,31 @@ def _replace_in_two_steps(parent: LocalStore, nonce: str, name: str) -> None:
     After a kill in that moment, the owner file tells the next writer that the staging directory is complete, and it
     publishes it (`finish_replacement`). An error puts the old content back.
     """
-    staging = staging_name(name, nonce)
-    body = json.dumps({"nonce": nonce, "whole": name, **owner_json(parent)})
-    Path(parent.path_of(owner_path(staging))).write_text(body)  # not atomic, but the old content is still in place
-    old = drop(parent, name)
+    staging, old_nonce = staging_name(name, nonce), new_nonce()
+    old = staging_name(name, old_nonce)
+    _state(parent, name, old_nonce, old=old)
+    _state(parent, name, nonce, replaces=name)  # not atomic, but the old content is still in place
     try:
+        with contextlib.suppress(FileNotFoundError):
+            parent.rename(name, old)
+        parent.sync_directory()
         publish(parent, staging, name)
     except BaseException:
-        if old is not None:
-            with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):
+            if parent.info(old) is not None:
                 parent.rename(old, name)
+            parent.delete([owner_path(old)])
         raise
-    if old is not None:
+    _state(parent, name, nonce, old=staging)
+    with contextlib.suppress(FileNotFoundError):
         parent.rename(old, staging)
+    parent.delete([owner_path(old)])
+
+
+def _state(parent: LocalStore, name: str, nonce: str, *, replaces: str = "", old: str = "") -> None:
+    """Write the owner file of a staging directory anew; see `Writer`."""
+    body = json.dumps({"nonce": nonce, "whole": replaces, "old": old, **owner_json(parent)})
+    Path(parent.path_of(owner_path(staging_name(name, nonce)))).write_text(body)
 
 
 def _put_in_place(parent: LocalStore, nonce: str, name: str, *, file: str = "", overwrite: bool) -> None:
@@ -325,6 +377,8 @@ def _put_in_place(parent: LocalStore, nonce: str, name: str, *, file: str = "", 
             found = None
     source = f"{staging}/{file}" if file else staging
     if found is not None and overwrite:
+        # Invariant: after a kill, what was replaced is checked before it is deleted.
+        _state(parent, name, nonce, old=source)
         if exchange(parent, source, name):
             return
         if not file:

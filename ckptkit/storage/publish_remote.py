@@ -82,7 +82,11 @@ def stage_remote(
             if not left and not (resume and is_interruption(error) and place.leave()):
                 place.clear([*staged.written, *staged.ledger.earlier])
         raise
-    place.clear([] if replaces is None else _copy_over(target, place, last, old))
+    made = [] if replaces is None else _copy_over(target, place, last, old)
+    place.clear(made)
+    came = [item.path for item in target.list(recursive=True) if item.path not in made] if replaces is not None else []
+    if came:
+        logger.warning("%s holds what came while it was replaced: %s", target.url, ", ".join(came[:3]))
 
 
 def check_remote(target: RemoteStore, replaceable: Replaceable | None) -> None:
@@ -170,6 +174,7 @@ def stage_object(target: RemoteStore, name: str, *, replaceable: Replaceable | N
             where.delete_tree(name)  # of a dead writer
         yield where
         if overwrite:
+            check_object(target, name, replaceable)  # again: hours may have passed
             where.copy_to(name, target, name)
     finally:
         if overwrite:

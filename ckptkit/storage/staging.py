@@ -108,12 +108,14 @@ class Writer:
     Attributes:
         leased: The writer holds the run's lease, so the next holder of the lease knows that it is dead.
         replaces: The staging directory is complete, and its target of this name has been moved away.
+        old: The path of what may be the replaced content: the staging directory, or the file in it.
     """
 
     nonce: str
     owner: Owner
     leased: bool
     replaces: str = ""
+    old: str = ""
 
 
 def write_owner(store: Store, path: str, nonce: str, *, leased: bool = False) -> None:
@@ -139,7 +141,8 @@ def read_owner(store: Store, path: str) -> Writer | None:
     owner = owner_in(store, body)
     if owner is None or not isinstance(body.get("nonce"), str):
         return None
-    return Writer(body["nonce"], owner, body.get("leased") is True, str(body.get("whole") or ""))
+    replaces, old = str(body.get("whole") or ""), str(body.get("old") or "")
+    return Writer(body["nonce"], owner, body.get("leased") is True, replaces, old)
 
 
 def is_abandoned(parent: Store, leftover: Leftover, *, leased: bool = False) -> bool | None:

@@ -445,10 +445,40 @@ def test_a_failed_stage_leaves_no_object_and_an_existing_one_is_refused(root: St
         store.write("a", b"1")
     with pytest.raises(CheckpointExistsError), stage(root.url, storage_options=options):
         pass
-    with stage(root.url, replaceable=lambda *_: None, storage_options=options) as store:
+    with stage(root.url, replaceable=lambda *_: None, overwrite=True, storage_options=options) as store:
         store.write("b", b"2")
         assert root.read("a") == b"1"
     assert keys(root) == ["b"]
+
+
+def test_a_file_that_comes_while_what_is_there_is_replaced_stays_and_is_named(
+    root: Store, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    def late(store: Store, path: str, known: Any) -> None:
+        asked.append(path)
+        if len(asked) == 2:
+            root.write("notes.txt", b"mine")
+
+    asked: list[str] = []
+    root.write("a", b"1")
+    with stage(root.url, replaceable=late, overwrite=True, storage_options=options) as store:
+        store.write("b", b"2")
+    assert keys(root) == ["b", "notes.txt"] and "came while it was replaced: notes.txt" in caplog.text
+
+
+def test_what_takes_the_place_of_a_single_object_meanwhile_is_not_replaced(
+    root: Store, options: dict[str, Any]
+) -> None:
+    def rule(store: Store, path: str, known: Any) -> None:
+        if store.read(path) == b"mine":
+            raise CheckpointExistsError("theirs")
+
+    root.write("x.bin", b"1")
+    place: dict[str, Any] = {"file": "x.bin", "replaceable": rule, "overwrite": True, "storage_options": options}
+    with pytest.raises(CheckpointExistsError, match="theirs"), stage(root.url, **place) as store:
+        store.write("x.bin", b"2")
+        root.write("x.bin", b"mine", overwrite=True)
+    assert keys(root) == ["x.bin"] and root.read("x.bin") == b"mine"
 
 
 def _killed_stage(say: Any, url: str, options: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import multiprocessing
@@ -20,7 +21,7 @@ from ckptkit.storage import local, publish, staging
 from ckptkit.storage.journal import Journal, Section, _parse
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.publish import stage
-from ckptkit.storage.staging import owner_path, staging_name
+from ckptkit.storage.staging import Replaceable, owner_path, staging_name
 from ckptkit.storage.store import Store
 from tests.checkpoint.saving import check, save
 
@@ -33,8 +34,16 @@ def anything(store: Store, path: str, known: Collection[str]) -> None:
     """Allow any replacement: which one is allowed is a question of formats."""
 
 
-def put(path: Path, *, content: bytes = b"new", overwrite: bool = False) -> None:
-    with stage(str(path), replaceable=anything if overwrite else None) as store:
+def no_notes(store: Store, path: str, known: Collection[str]) -> None:
+    """Let anything be replaced that holds no notes.txt."""
+    if store.info(f"{path}/notes.txt") is not None:
+        error = CheckpointExistsError("notes.txt")
+        error.reason = "it holds notes.txt."
+        raise error
+
+
+def put(path: Path, *, content: bytes = b"new", overwrite: bool = False, rule: Replaceable = anything) -> None:
+    with stage(str(path), replaceable=rule, overwrite=overwrite) as store:
         store.write("a/model.bin", content, sync=False)
         store.write("index.json", b"{}" + content, sync=False)
 
@@ -88,7 +97,7 @@ def test_overwrite_replaces_the_whole_directory(tmp_path: Path, swap: bool, monk
 def test_a_failed_overwrite_keeps_the_old(tmp_path: Path) -> None:
     put(tmp_path / "out", content=b"old")
     before = tree(tmp_path)
-    with pytest.raises(ValueError), stage(str(tmp_path / "out"), replaceable=anything) as store:
+    with pytest.raises(ValueError), stage(str(tmp_path / "out"), replaceable=anything, overwrite=True) as store:
         store.write("index.json", b"half")
         raise ValueError
     assert tree(tmp_path) == before
@@ -120,17 +129,73 @@ def test_overwrite_refuses_the_current_directory(tmp_path: Path, monkeypatch: py
 
 
 def test_replaceable_is_asked_before_writing_and_again_before_the_swap(tmp_path: Path) -> None:
-    def refuse(store: Store, path: str, known: Collection[str]) -> None:
-        if store.info(f"{path}/notes.txt") is not None:
-            raise CheckpointExistsError("notes.txt")
-
     put(tmp_path / "out", content=b"old")
-    with pytest.raises(CheckpointExistsError), stage(str(tmp_path / "out"), replaceable=refuse) as store:
+    options: dict[str, Any] = {"replaceable": no_notes, "overwrite": True}
+    with pytest.raises(CheckpointExistsError), stage(str(tmp_path / "out"), **options) as store:
         store.write("x", b"1")
         (tmp_path / "out" / "notes.txt").write_bytes(b"mine")
     assert tree(tmp_path / "out")["notes.txt"] == b"mine" and names(tmp_path) == ["out"]
-    with pytest.raises(CheckpointExistsError), stage(str(tmp_path / "out"), replaceable=refuse):
+    with pytest.raises(CheckpointExistsError), stage(str(tmp_path / "out"), **options):
         raise AssertionError("the block must not run")
+
+
+@pytest.mark.parametrize("swap", [True, False])
+def test_a_file_that_comes_between_the_last_check_and_the_swap_is_kept_and_named(
+    tmp_path: Path, swap: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if not swap:
+        monkeypatch.setattr(publish, "_exchange", lambda first, second: False)
+    put(tmp_path / "out", content=b"old")
+    put_in_place = publish._put_in_place
+
+    def late(*args: Any, **options: Any) -> None:
+        (tmp_path / "out" / "notes.txt").write_bytes(b"mine")
+        put_in_place(*args, **options)
+
+    monkeypatch.setattr(publish, "_put_in_place", late)
+    with stage(str(tmp_path / "out"), replaceable=no_notes, overwrite=True) as store:
+        store.write("index.json", b"new")
+    kept = next(name for name in names(tmp_path) if name.startswith("out.replaced-"))
+    assert names(tmp_path) == ["out", kept] and tree(tmp_path / "out") == {"index.json": b"new"}
+    old = {"a/model.bin": b"old", "index.json": b"{}old", "notes.txt": b"mine"}
+    assert tree(tmp_path / kept) == old
+    assert f"kept as {tmp_path / kept}: it holds notes.txt" in caplog.text
+
+
+@pytest.mark.parametrize("swap", [True, False])
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_file_that_came_before_the_swap_of_a_killed_writer_is_kept_by_the_next(
+    tmp_path: Path, swap: bool, overwrite: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not swap:
+        monkeypatch.setattr(publish, "_exchange", lambda first, second: False)
+    put(tmp_path / "out", content=b"old")
+    nonce = "0123456789abcdef"
+    root = LocalStore(tmp_path)
+    publish.open_staging(root, "out", nonce).write("index.json", b"new")
+    (tmp_path / "out" / "notes.txt").write_bytes(b"mine")
+    publish._put_in_place(root, nonce, "out", overwrite=True)  # killed after it
+    monkeypatch.setattr(publish, "is_abandoned", lambda *_: True)
+    with contextlib.suppress(CheckpointExistsError):
+        put(tmp_path / "out", overwrite=overwrite, rule=no_notes)
+    assert names(tmp_path) == ["out", f"out.replaced-{nonce}"]
+    assert tree(tmp_path / f"out.replaced-{nonce}")["notes.txt"] == b"mine"
+
+
+def test_a_file_in_the_place_of_a_result_that_is_one_file_is_kept_where_it_is_something_else(tmp_path: Path) -> None:
+    def rule(store: Store, path: str, known: Collection[str]) -> None:
+        if store.read(path) == b"mine":
+            raise CheckpointExistsError("x")
+        if len(asked) == 1:
+            (tmp_path / "x.bin").write_bytes(b"mine")  # after the last check
+        asked.append(path)
+
+    asked: list[str] = []
+    (tmp_path / "x.bin").write_bytes(b"old")
+    with stage(str(tmp_path), file="x.bin", replaceable=rule, overwrite=True) as store:
+        store.write("x.bin", b"new")
+    kept = next(name for name in names(tmp_path) if name.startswith("x.bin.replaced-"))
+    assert tree(tmp_path) == {"x.bin": b"new", kept: b"mine"}
 
 
 def test_a_target_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
@@ -218,7 +283,7 @@ def test_a_kill_at_any_operation_leaves_the_old_or_the_new(
         # Without an atomic swap (NFS) the target may be absent for a moment, but is never a mixture or lost.
         assert there in ([old, new] if swap else [old, new, {}]), f"operation {nth}"
         gaps += not there
-        publish.clean_siblings(LocalStore(root), "out")
+        publish.clean_siblings(LocalStore(root), "out", replaceable=anything)
         assert tree(root / "out") in (old, new), f"operation {nth}"
         put(root / "out", overwrite=True)
         assert tree(root) == {f"out/{name}": data for name, data in new.items()}, f"operation {nth}"
@@ -257,7 +322,7 @@ def test_a_failed_two_step_replacement_restores_the_old_directory(
     with pytest.raises(OSError, match="Input/output"):
         put(tmp_path / "out", overwrite=True)
     monkeypatch.undo()
-    publish.clean_siblings(LocalStore(tmp_path), "out")
+    publish.clean_siblings(LocalStore(tmp_path), "out", replaceable=anything)
     assert tree(tmp_path) == before
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import filecmp
 import logging
 import os
 import re
@@ -88,14 +89,25 @@ def give_up(root: LocalStore, path: str, name: str) -> list[str]:
     if not marks:
         return clear(root, path)
     target = root.path_of(name)
-    lost = [inner for inner in others_in(root, path) if not os.path.lexists(f"{target}/{inner}")]
-    carry_over(root, path, name, lost)
+    others = others_in(root, path)
+    lost = [inner for inner in others if not _is_there(root.path_of(f"{path}/{inner}"), f"{target}/{inner}")]
+    for inner in lost:  # another file of that name may be there by now
+        aside = f".replaced-{path[-16:]}" if os.path.lexists(f"{target}/{inner}") else ""
+        with contextlib.suppress(FileExistsError):  # this was killed before
+            root.link(f"{path}/{inner}", f"{name}/{inner}{aside}")
     if lost and not os.path.lexists(f"{target}/{RECORD_NAME}"):
         with contextlib.suppress(FileExistsError):  # says why they are there alone
             root.link(f"{path}/{marks[-1]}", f"{name}/{_DELETED}")
     # Invariant: whatever is killed, the record says what in it is whose for as long as anything is.
     root.delete_tree(path, last=marks[-1])
     return []
+
+
+def _is_there(path: str, other: str) -> bool:
+    """Return whether what lies at `path` also lies at `other`: linked, or copied where the file system has no links."""
+    if not os.path.isfile(path) or not os.path.lexists(other):
+        return os.path.lexists(other)
+    return filecmp.cmp(path, other, shallow=False)
 
 
 def others_in(root: LocalStore, path: str) -> list[str]:

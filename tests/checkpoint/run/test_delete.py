@@ -239,6 +239,23 @@ def test_a_file_that_comes_while_its_directory_is_given_up_survives(
     assert (step / "notes.txt").exists() and leftovers(run) == []
 
 
+def test_a_file_of_others_that_is_replaced_while_its_step_is_overwritten_is_kept_beside(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, exchange = run / "step_00000001", publish.exchange
+    (step / "notes.txt").write_bytes(b"mine")
+
+    def late(*names: Any) -> bool:
+        (step / "newer").write_bytes(b"newer")
+        (step / "newer").rename(step / "notes.txt")
+        return exchange(*names)
+
+    monkeypatch.setattr(publish, "exchange", late)
+    save(open_store(str(run)), 1, overwrite=True)
+    assert sorted(path.read_bytes() for path in step.glob("notes.txt*")) == [b"mine", b"newer"]
+    assert leftovers(run) == []
+
+
 def test_a_killed_deletion_whose_trash_holds_a_file_of_others_gives_it_back(run: Path) -> None:
     trash = run / ".trash-step_00000001-0123456789abcdef"
     (run / "step_00000001").rename(trash)

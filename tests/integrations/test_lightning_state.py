@@ -1,0 +1,36 @@
+"""What Lightning's strategies replace and remove on a disk is a checkpoint, and nothing that somebody put into it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("lightning")
+
+from ckptkit.integrations import lightning_state
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_file_that_comes_while_a_checkpoint_is_removed_is_kept(
+    tmp_path: Path, late: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    place, set_aside = tmp_path / "last.ckpt", lightning_state._set_aside
+
+    def theirs(path: Path) -> Path:
+        if late:
+            (place / "notes.txt").write_bytes(b"mine")
+        return set_aside(path)
+
+    place.mkdir()
+    for name in (".metadata", "meta.pt", "__0_0.distcp"):
+        (place / name).write_bytes(b"x")
+    monkeypatch.setattr(lightning_state, "_set_aside", theirs)
+    lightning_state.remove_checkpoint(place)
+    kept: list[Any] = [path for path in tmp_path.rglob("*") if path.name == "notes.txt"]
+    assert not place.exists() and len(kept) == late == ("holds notes.txt" in caplog.text)
+    if not late:
+        assert list(tmp_path.iterdir()) == []
+        return
+    assert kept[0].parent.name.startswith("last.ckpt.replaced-") and (kept[0].parent / ".metadata").exists()
