@@ -6,9 +6,12 @@ try next. The command line prints it as one paragraph and exits with `exit_code`
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Mapping
+from typing import Any
 
-from ckptkit.redact import without_secrets
+from ckptkit.redact import MASK, masked, without_secrets
 
 __all__ = [
     "CkptkitError",
@@ -33,13 +36,55 @@ __all__ = [
 
 
 def command_line(*words: str) -> str:
-    """Return a ckptkit command line for a message, quoted for the shell.
+    """Return a ckptkit command line for a message, quoted for the shell, with the storage options of its URLs.
 
     Within a sentence, put it in backticks, so that nobody copies the punctuation after it.
     """
     import shlex  # imported here because only errors need it
 
-    return shlex.join(["ckptkit", *words])
+    given = [found for found in map(_options_of, words) if found is not None]
+    if not given or all(options == given[0] for options in given):
+        prefixes = ["--"] * len(given[:1])
+    else:
+        prefixes = ["--src-", "--dst-"]  # only commands that take both name two URLs
+    options = [
+        word
+        for prefix, found in zip(prefixes, given, strict=False)
+        for option in found
+        for word in (f"{prefix}storage-option", option)
+    ]
+    return shlex.join(["ckptkit", *words, *options])
+
+
+_opened: dict[str, list[str]] = {}  # URL: its storage options, the last one opened at the end
+_MAX_OPENED = 64
+
+
+def remember_options(url: str, options: Mapping[str, Any]) -> None:
+    """Note with which storage options `url` was opened: the command lines in messages repeat them, without secrets."""
+    _opened.pop(url, None)
+    _opened[url] = [f"{name}={_text(value)}" for name, value in masked(options).items()]
+    for oldest in list(_opened)[:-_MAX_OPENED]:
+        _opened.pop(oldest, None)
+
+
+def _text(value: object) -> str:
+    """Return a value as --storage-option takes it: JSON, or text that is no JSON."""
+    try:
+        json.loads(str(value))
+    except ValueError:
+        if isinstance(value, str):
+            return value
+    return json.dumps(value, default=lambda _: MASK)
+
+
+def _options_of(word: str) -> list[str] | None:
+    """Return the options with which the nearest URL of the same bucket was opened; None if `word` is no such URL."""
+    if "://" not in word:
+        return None
+    bucket = "/".join(word.split("/")[:3]) + "/"
+    near = [(url, options) for url, options in list(_opened.items())[::-1] if f"{url}/".startswith(bucket)]
+    return max(near, key=lambda pair: len(os.path.commonpath([pair[0], word])))[1] if near else None
 
 
 _MAX_LINE = 1000

@@ -8,7 +8,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import quote
 
-__all__ = ["carries_credentials", "keep_secret", "printable", "without_known_secrets", "without_secrets"]
+__all__ = [
+    "MASK",
+    "carries_credentials",
+    "keep_secret",
+    "masked",
+    "printable",
+    "without_known_secrets",
+    "without_secrets",
+]
 
 MASK = "***"
 _MAX_KNOWN = 4096
@@ -69,6 +77,20 @@ def keep_secret(options: Any) -> None:
     for value in _values(options, secret=False):
         if len(value) >= _SHORTEST_OPTION and value.lower() not in _NO_SECRETS and len(_known) < _MAX_KNOWN:
             _known[value] = None
+
+
+def masked(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of a file system with "***" for the values that are secret by their names, at any depth."""
+    return {
+        name: MASK
+        if _SECRET_OPTION.search(str(name)) and str(value).lower() not in _NO_SECRETS
+        else masked(value)
+        if isinstance(value, Mapping)
+        else without_secrets(value)
+        if isinstance(value, str)
+        else value
+        for name, value in options.items()
+    }
 
 
 def _values(options: Any, *, secret: bool, depth: int = 0) -> Iterable[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.errors import UsageError
+from ckptkit.errors import UsageError, remember_options
 from ckptkit.redact import carries_credentials, without_secrets
 from ckptkit.storage.store import require_bucket, split_url
 
@@ -39,6 +39,7 @@ def open_store(url: str, *, storage_options: Mapping[str, Any] | None = None) ->
         return LocalStore(rest)
     from ckptkit.storage.objects import RemoteStore
 
+    remember_options(without_secrets(url.rstrip("/")), storage_options or {})
     return RemoteStore(url, storage_options=storage_options)
 
 

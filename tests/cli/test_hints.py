@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import shlex
 import shutil
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
+import fsspec
 import pytest
 from click.testing import CliRunner
 
@@ -17,7 +19,8 @@ import ckptkit
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.cli.main import _COMMANDS, cli
-from ckptkit.errors import CkptkitError
+from ckptkit.errors import CkptkitError, command_line
+from ckptkit.storage.open import open_store
 from tests.checkpoint.killed import state
 
 _NAMES = "|".join(_COMMANDS)
@@ -159,6 +162,34 @@ def test_what_a_failure_says_to_try_can_be_pasted(
     assert found or name in WITHOUT, result.output
     for hint in found:
         check_line(hint)
+
+
+OPTIONS = ("use_listings_cache=false", "secret=hunter2", 'client_kwargs={"region_name": "eu", "api_key": "hunter2"}')
+
+
+@pytest.mark.parametrize("command", [("ls",), ("inspect",), ("pin", "--why", "x"), ("prune", "--max-num", "1")])
+def test_what_a_failure_says_to_try_repeats_the_storage_options_without_secrets(command: tuple[str, ...]) -> None:
+    url = f"memory://bucket/{command[0]}/step_00000001"
+    with fsspec.open(f"{url}/model.safetensors", "wb") as file:
+        file.write(b"\x02\0\0\0\0\0\0\0{}")
+    options = [word for option in OPTIONS for word in ("--storage-option", option)]
+    more = ["--tensors", "nothing*"] if command[0] == "inspect" else []
+    result = CliRunner().invoke(cli, [command[0], url, *command[1:], *more, *options])
+    assert hints(result.output) and "hunter2" not in result.output
+    for hint in hints(result.output):
+        check(hint)
+        given = [word for before, word in itertools.pairwise(shlex.split(hint)) if before == "--storage-option"]
+        masked = 'client_kwargs={"region_name": "eu", "api_key": "***"}'
+        assert given == ["use_listings_cache=false", "secret=***", masked], hint
+
+
+def test_two_urls_with_options_of_their_own_are_told_apart() -> None:
+    open_store("s3://a/run", storage_options={"endpoint_url": "http://one"})
+    open_store("s3://a/other", storage_options={"endpoint_url": "http://two"})
+    line = command_line("copy", "s3://a/run/step_1", "s3://a/other/step_1")
+    assert "--src-storage-option endpoint_url=http://one --dst-storage-option endpoint_url=http://two" in line
+    assert command_line("ls", "s3://b/run") == "ckptkit ls s3://b/run"
+    check(line)
 
 
 def test_what_a_load_says_to_try_can_be_pasted(made: Path) -> None:
