@@ -51,6 +51,7 @@ def command_frame(function: F) -> F:
         _set_up_logging(quiet=quiet, verbose=verbose or debug)
         click.get_current_context().meta.update({"ckptkit.quiet": quiet, "ckptkit.verbose": verbose})
         try:
+            _refuse_empty(click.get_current_context())
             with redirect_stdout(cast(TextIO, _Printable(sys.stdout))), patient():
                 function(*args, **kwargs)
         except (click.ClickException, click.exceptions.Exit, click.Abort):
@@ -70,6 +71,14 @@ def command_frame(function: F) -> F:
             raise SystemExit(error.exit_code if isinstance(error, CkptkitError) else 1) from None
 
     return framed  # type: ignore[return-value]
+
+
+def _refuse_empty(context: click.Context) -> None:
+    """Raise UsageError if an option is "", which an unset variable of the shell gives: it would be ignored silently."""
+    for option in context.command.params:
+        value = context.params.get(option.name or "")
+        if isinstance(option, click.Option) and (value == "" or (isinstance(value, tuple) and "" in value)):
+            raise UsageError(f"{option.opts[0]} is empty. Is a shell variable not set?")
 
 
 def if_interrupted(words: str | Callable[[], str]) -> None:

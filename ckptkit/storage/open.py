@@ -31,8 +31,6 @@ def open_store(url: str, *, storage_options: Mapping[str, Any] | None = None) ->
     protocol, rest = split_url(url)
     refuse_credentials(url)
     require_bucket(url)
-    if not rest:
-        raise UsageError("The path is empty. Is a shell variable not set? The current directory is '.'.")
     if protocol in ("file", "local"):
         from ckptkit.storage.local import LocalStore
 

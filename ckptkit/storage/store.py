@@ -247,10 +247,16 @@ SERVICES = {"s3": _S3, "s3a": _S3, "gs": _GCS, "gcs": _GCS, "abfs": _AZURE, "abf
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Return (protocol, rest): ("file", path) for a plain path, ("s3", "bucket/key") for "s3://bucket/key"."""
+    """Return (protocol, rest): ("file", path) for a plain path, ("s3", "bucket/key") for "s3://bucket/key".
+
+    Raises:
+        UsageError: The path is empty.
+    """
     protocol, separator, rest = url.partition("://")
     if not separator or "/" in protocol:
-        return "file", url
+        protocol, rest = "file", url
+    if not rest and protocol in ("file", "local"):
+        raise UsageError("The path is empty. Is a shell variable not set? The current directory is '.'.")
     return protocol.lower(), rest
 
 

@@ -8,12 +8,15 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
+from ckptkit import CheckpointManager, convert, open_checkpoint, verify
 from ckptkit.cli.main import cli
+from ckptkit.errors import UsageError
 from ckptkit.formats.detect import open_source
 from ckptkit.offline.inspect import inspect
 from ckptkit.units import format_count
@@ -43,6 +46,34 @@ def test_every_command_explains_itself(command: str) -> None:
         found.make_context(command, shlex.split(line, comments=True)[1:])
     page = re.search(r"^ *More: docs/(\S+)$", result.output, re.MULTILINE)
     assert page and (Path(__file__).parents[2] / "docs" / page[1]).is_file()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("inspect", ""), ("inspect", "file://"), ("inspect", "IN", "--html", "out", "--after", ""), ("verify", ""),
+        ("ls", ""), ("prune", "", "--max-num", "1"), ("pin", ""), ("unpin", ""), ("diff", "", "IN"), ("diff", "IN", ""),
+        ("convert", "", "out"), ("convert", "IN", ""), ("convert", "IN", "out", "--base", ""), ("copy", "", "out"),
+        ("copy", "IN", ""), ("reshard", "", "out", "--world-size", "1"), ("reshard", "IN", "", "--world-size", "1"),
+        ("push", "", "me/model"), ("convert", "IN", "out", "--push", ""), ("convert", "IN", "out", "--key-map", ""),
+        ("verify", "IN", "--layout", ""), ("convert", "IN", "out", "--include", ""),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_empty_path_or_option_is_refused(
+    zoo: Path, tmp_path: Path, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(zoo / HF, tmp_path, dirs_exist_ok=True)  # what an empty path would read
+    result = run(*(str(zoo / HF) if word == "IN" else word for word in words))
+    assert result.exit_code == 2 and "is empty. Is a shell variable not set?" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("call", [CheckpointManager, open_checkpoint, verify, lambda url: convert(url, "out")], ids=str)
+def test_an_empty_path_is_refused_in_python(call: Callable[[str], object]) -> None:
+    with pytest.raises(UsageError, match="The path is empty"):
+        call("")
 
 
 def test_another_name_of_a_format_is_answered_with_ours(tmp_path: Path) -> None:
