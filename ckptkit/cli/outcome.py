@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -88,21 +87,8 @@ def show_outcome(report: ConvertReport, *, as_json: bool) -> None:
     elif as_json:
         print_json({"schema": "ckptkit.convert/1", **report.to_json()})
     else:
-        lines = [report.proof()] if is_quiet() else [*report.lines(), *_next(report)]
+        lines = [report.proof()] if is_quiet() else [*report.lines(), *filter(None, [report.serving])]
         lines = report.plan_lines() if report.dry_run else lines
         click.echo("\n".join(lines))
     if report.faults:
         raise SystemExit(1)
-
-
-def _next(report: ConvertReport) -> list[str]:
-    """The command to run next."""
-    if "://" in report.dst:
-        return []  # vLLM reads directories
-    where = shlex.quote(report.dst)
-    return {
-        "": [],
-        "model": [f"serve it with: vllm serve {where}"],
-        "adapter": [f"serve it with: vllm serve BASE_MODEL --enable-lora --lora-modules adapter={where}"],
-        "no tokenizer": [f"vLLM also needs the tokenizer's files in {where}: the source has none"],
-    }[report.serving]

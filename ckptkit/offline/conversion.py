@@ -14,7 +14,6 @@ from ckptkit.offline.copying.plan import Plan
 from ckptkit.offline.prove import prove_masters
 from ckptkit.offline.publish import OutputPlace
 from ckptkit.offline.reading import check_read_as_seen
-from ckptkit.offline.serving import Serving
 from ckptkit.offline.verify import check_committed
 from ckptkit.units import format_duration, format_size
 
@@ -46,7 +45,7 @@ class ConvertReport:
         notes: Decisions that the user should know.
         seconds: Wall time; 0.0 for a dry run.
         faults: In a dry run: errors that the real run would raise.
-        serving: How vLLM can serve the export; "" if it cannot, or if unknown.
+        serving: The line that says how vLLM serves the export; "" if it cannot, or if that is unknown.
         peak_memory: Peak resident memory of this process in bytes; 0 for a dry run.
     """
 
@@ -67,7 +66,7 @@ class ConvertReport:
     peak_memory: int = 0
     dry_run: bool = False
     faults: tuple[str, ...] = ()
-    serving: Serving = ""
+    serving: str = ""
 
     def lines(self) -> list[str]:
         """Return the text for a terminal: notes, what was done, and what was proved as the last line."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from ckptkit.offline.dry_run import refusals
 from ckptkit.offline.export.files import check_headers
 from ckptkit.offline.publish import open_target, options_of_both
 from ckptkit.offline.reading import open_pinned, reads_checkpoints
-from ckptkit.offline.serving import Serving, serving
+from ckptkit.offline.serving import serving
 from ckptkit.storage.retry import patient
 from ckptkit.units import parse_size
 
@@ -220,7 +221,7 @@ def write(
     report = ConvertReport(
         src, output.dst, source.url, source.catalog.info.format, to, plan,
         tensors=len(chosen.tensors), nbytes=plan.nbytes, notes=_notes(source, plan), dry_run=output.dry_run,
-        faults=chosen.faults, serving=_serving(chosen, choice),
+        faults=chosen.faults, serving=_serving(chosen, choice, output.dst),
     )  # fmt: skip
     if output.dry_run:
         check_plan(plan)
@@ -262,15 +263,16 @@ class TensorChoice:
     notes: tuple[str, ...] = ()
 
 
-def _serving(chosen: Chosen, choice: TensorChoice) -> Serving:
+def _serving(chosen: Chosen, choice: TensorChoice, dst: str) -> str:
     """Names that the user changed or filtered count as a model's only if they were compared with one."""
-    if choice.to != "hf":
+    if choice.to != "hf" or "://" in dst:  # vLLM reads directories
         return ""
     touched = choice.key_map or choice.strip_prefix is not None or choice.include or choice.exclude
     if touched and not chosen.compared and chosen.kind == "model":
         return ""
     files = {file.path: b"".join(literal.data for literal in file.literals) for file in chosen.files}
-    return serving(files, {tensor.name for tensor in chosen.tensors}, compared=bool(chosen.compared))
+    names = {tensor.name for tensor in chosen.tensors}
+    return serving(files, names, shlex.quote(dst), compared=bool(chosen.compared))
 
 
 def _shard_size(value: str | int) -> int:

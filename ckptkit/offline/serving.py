@@ -1,15 +1,17 @@
-"""Determines from an export's files whether vLLM can serve it; returns "" if unknown."""
+"""Says how vLLM serves an export, as far as its files tell."""
 
 from __future__ import annotations
 
 import fnmatch
 import json
+import os
+import shlex
 from collections.abc import Collection, Mapping
-from typing import Any, Literal
+from typing import Any
 
-__all__ = ["Serving", "serving"]
+from ckptkit.offline.export.adapters import repo_of
 
-Serving = Literal["", "model", "adapter", "no tokenizer"]
+__all__ = ["serving"]
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
 _MULTIMODAL = "ForConditionalGeneration"  # of encoder-decoders too, which vLLM does not run
@@ -29,37 +31,52 @@ _EMBEDDINGS = (
     "transformer.wte.weight",
     "transformer.word_embeddings.weight",
 )
+_RANKS = (16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes; 16 is its default
+# What vLLM refuses in an adapter, or ignores: then the outputs would differ.
+_NOT_PLAIN = (
+    "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias", "trainable_token_indices",
+    "target_parameters", "layer_replication", "alora_invocation_tokens", "arrow_config", "use_qalora", "use_bdlora",
+    "kasa_config", "velora_config", "monteclora_config",
+)  # fmt: skip
 
 
-def serving(files: Mapping[str, bytes], names: Collection[str], *, compared: bool) -> Serving:
-    """Return how an export can be served.
+def serving(files: Mapping[str, bytes], names: Collection[str], where: str, *, compared: bool) -> str:
+    """Return the line that says how an export is served; "" if vLLM cannot, or if that is unknown.
 
     Args:
         files: The small files of the export, by name.
         names: Of its tensors.
+        where: Its directory, quoted for a shell.
         compared: Names and shapes were checked against a base model.
     """
     if "adapter_config.json" in files:
-        return "adapter" if _is_lora(_json(files["adapter_config.json"])) else ""
+        return _adapter(_json(files["adapter_config.json"]), names, where)
     config = _json(files.get("config.json", b""))
     if not _generates(config) or not (compared or any(name in names for name in _EMBEDDINGS)):
         return ""
-    has_tokenizer = any(fnmatch.fnmatchcase(name, pattern) for name in files for pattern in _TOKENIZERS)
-    return "model" if has_tokenizer else "no tokenizer"
+    if not any(fnmatch.fnmatchcase(name, pattern) for name in files for pattern in _TOKENIZERS):
+        return f"vLLM also needs the tokenizer's files in {where}: the source has none"
+    return f"serve it with: vllm serve {where}"
 
 
 def _generates(config: Mapping[str, Any]) -> bool:
     architectures = config.get("architectures")
     name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
-    if config.get("is_encoder_decoder"):
+    if config.get("is_encoder_decoder") or config.get("auto_map"):  # the author's code runs only where it is asked for
         return False
     return name.endswith(_CAUSAL) or (name.endswith(_MULTIMODAL) and isinstance(config.get("text_config"), dict))
 
 
-def _is_lora(config: Mapping[str, Any]) -> bool:
-    """Whether it is an adapter of the kind that vLLM supports."""
-    plain = not config.get("use_dora") and not config.get("modules_to_save")
-    return config.get("peft_type") == "LORA" and plain and config.get("task_type") in (None, "CAUSAL_LM")
+def _adapter(config: Mapping[str, Any], names: Collection[str], where: str) -> str:
+    plain = not any(config.get(key) for key in _NOT_PLAIN) and config.get("bias") in (None, "none")
+    plain = plain and all(name.endswith((".lora_A.weight", ".lora_B.weight")) for name in names)
+    fits = [rank for rank in _RANKS if isinstance(config.get("r"), int) and rank >= config["r"]]
+    if config.get("peft_type") != "LORA" or not plain or not fits or config.get("task_type") not in (None, "CAUSAL_LM"):
+        return ""
+    named = str(config.get("base_model_name_or_path") or "")
+    base = shlex.quote(named) if repo_of(config) or os.path.isdir(named) else "BASE_MODEL"
+    rank = f" --max-lora-rank {fits[0]}" * (fits[0] != _RANKS[0])
+    return f"serve it with: vllm serve {base} --enable-lora --lora-modules adapter={where}{rank}"
 
 
 def _json(data: bytes) -> dict[str, Any]:

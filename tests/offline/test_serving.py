@@ -11,7 +11,12 @@ from ckptkit.offline.serving import serving
 
 LLAMA = {"architectures": ["LlamaForCausalLM"]}
 NAMES = {"model.embed_tokens.weight", "lm_head.weight"}
-LORA = {"peft_type": "LORA", "task_type": "CAUSAL_LM"}
+LORA = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "bias": "none", "rank_pattern": {}}
+LINES = {
+    "": "",
+    "model": "serve it with: vllm serve OUT",
+    "no tokenizer": "vLLM also needs the tokenizer's files in OUT: the source has none",
+}
 
 
 @pytest.mark.parametrize(
@@ -41,19 +46,32 @@ LORA = {"peft_type": "LORA", "task_type": "CAUSAL_LM"}
             "model",
         ),
         ({}, NAMES, "tokenizer.json", True, ""),
+        ({**LLAMA, "auto_map": {"AutoModel": "modeling_x.X"}}, NAMES, "tokenizer.json", True, ""),
     ],
 )
 def test_a_model_is_served_with_a_generating_architecture_known_names_and_a_tokenizer(
     config: dict[str, Any], names: set[str], tokenizer: str, compared: bool, found: str
 ) -> None:
     files = {"config.json": json.dumps(config).encode(), tokenizer or "README.md": b"{}"}
-    assert serving(files, names, compared=compared) == found
+    assert serving(files, names, "OUT", compared=compared) == LINES[found]
 
 
 @pytest.mark.parametrize(
     ("config", "found"),
-    [(LORA, "adapter"), ({**LORA, "use_dora": True}, ""), ({"peft_type": "IA3"}, ""),
-     ({**LORA, "modules_to_save": ["lm_head"]}, ""), ({**LORA, "task_type": "SEQ_CLS"}, "")],
+    [
+        ({}, "BASE_MODEL --enable-lora --lora-modules adapter=OUT"),
+        ({"base_model_name_or_path": "/home/me/llama"}, "BASE_MODEL --enable-lora --lora-modules adapter=OUT"),
+        ({"base_model_name_or_path": "org/llama"}, "org/llama --enable-lora --lora-modules adapter=OUT"),
+        ({"r": 17}, "BASE_MODEL --enable-lora --lora-modules adapter=OUT --max-lora-rank 32"),
+        ({"r": 512}, "BASE_MODEL --enable-lora --lora-modules adapter=OUT --max-lora-rank 512"),
+        ({"r": 1024}, ""), ({"r": None}, ""), ({"bias": "lora_only"}, ""), ({"use_dora": True}, ""),
+        ({"peft_type": "IA3"}, ""), ({"modules_to_save": ["lm_head"]}, ""), ({"task_type": "SEQ_CLS"}, ""),
+        ({"rank_pattern": {"q_proj": 4}}, ""), ({"alpha_pattern": {"q_proj": 4}}, ""),
+        ({"alora_invocation_tokens": [1]}, ""),
+    ],
 )  # fmt: skip
-def test_an_adapter_is_served_where_it_is_plain_lora(config: dict[str, Any], found: str) -> None:
-    assert serving({"adapter_config.json": json.dumps(config).encode()}, set(), compared=False) == found
+def test_an_adapter_is_served_where_it_is_plain_lora_with_its_rank_and_base(config: dict[str, Any], found: str) -> None:
+    files = {"adapter_config.json": json.dumps({**LORA, **config}).encode()}
+    line = f"serve it with: vllm serve {found}" if found else ""
+    assert serving(files, {"base_model.model.q_proj.lora_A.weight"}, "OUT", compared=False) == line
+    assert serving(files, {"base_model.model.embed_tokens.lora_embedding_A"}, "OUT", compared=False) == ""

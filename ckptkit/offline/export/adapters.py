@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,9 @@ __all__ = [
     "changes_base",
     "export_adapter",
     "is_of_parameter",
+    "named_base",
     "refuse_other_kinds",
+    "repo_of",
     "scaling",
     "split_adapter",
     "target_parameters",
@@ -42,6 +45,7 @@ _OTHER = re.compile(
     r"(?P<module>.+)\.(?P<kind>trainable_tokens_delta|lora_diag|lora_velora_embed|lora_monteclora_sampler)"
     r"(?:\.(?P<adapter>(?!std_prior$|expert_weights(?:_prior)?$|gaussian_var_prior$)[^.]+))?(?:\.(?P<rest>[^.]+))?"
 )
+_REPO = re.compile(r"\w[\w.-]*(?:/\w[\w.-]*)?")
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "orthogonal")
 
 
@@ -204,10 +208,27 @@ def adapter_config(given: Mapping[str, Any] | None, split: AdapterSplit, *, base
     made.setdefault("target_modules", modules)
     if isinstance(made["target_modules"], (set, tuple)):
         made["target_modules"] = sorted(made["target_modules"])
-    if base and not made.get("base_model_name_or_path"):
+    if base and not repo_of(made):
         made["base_model_name_or_path"] = base
     made["inference_mode"] = True
     return made
+
+
+def repo_of(config: Mapping[str, Any]) -> str | None:
+    """Return the Hub repo that an adapter config names as its base; None for a path of the machine that trained it."""
+    named = str(config.get("base_model_name_or_path") or "")
+    return named if _REPO.fullmatch(named) and not os.path.lexists(named) else None
+
+
+def named_base(given: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """Return the note about the base model that an exported adapter config names, where others can't load that."""
+    before, now = given.get("base_model_name_or_path"), config.get("base_model_name_or_path")
+    if before and before != now:
+        return [f"the adapter config names {now} as the base model instead of {before}"]
+    if repo_of(config):
+        return []
+    what = f"{now}, a path of the machine that trained it," if now else "nothing"
+    return [f"the adapter config names {what} as the base model; --base ORG/NAME puts a repo there"]
 
 
 def export_adapter(split: AdapterSplit, config: Mapping[str, Any]) -> tuple[dict[str, Target], tuple[str, ...]]:

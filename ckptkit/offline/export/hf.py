@@ -234,16 +234,17 @@ def _model_type(config: Mapping[str, Any] | None) -> str | None:
 
 
 def _adapter_tensors(draft: _Draft, split: AdapterSplit) -> dict[str, OutputTensor]:
-    from ckptkit.offline.export.adapters import adapter_config, export_adapter
+    from ckptkit.offline.export.adapters import adapter_config, export_adapter, named_base, repo_of
 
-    config = adapter_config(_adapter_source(draft), split, base=draft.base.repo)
+    given = _adapter_source(draft)
+    config = adapter_config(given, split, base=draft.base.repo)
     made, notes = export_adapter(split, config)
-    draft.notes += notes
+    draft.notes += [*notes, *named_base(given or {}, config)]
     for target in split.base.values():
         draft.dropped.update(dict.fromkeys(target.sources, "a base weight; only the adapter was exported"))
     draft.key_map = "peft"
     tensors = {name: _cast(target, draft.options.dtype) for name, target in made.items()}
-    draft.base = replace(draft.base, config=None, adapter_config=config, wanted={})
+    draft.base = replace(draft.base, config=None, adapter_config=config, wanted={}, repo=repo_of(config))
     return dict(tensors)
 
 

@@ -19,7 +19,7 @@ from ckptkit.formats.dcp import catalog as dcp
 from ckptkit.formats.hf import safetensors
 from ckptkit.keymaps.builtin import builtin_map
 from ckptkit.offline.export.adapters import adapter_config, export_adapter, scaling, split_adapter
-from ckptkit.offline.export.base import open_base
+from ckptkit.offline.export.base import BaseModel, open_base
 from ckptkit.offline.export.hf import ExportOptions, plan_export
 from ckptkit.storage.open import open_store
 from tests.offline.exports import bits_of, carried_out, same_bits, small_files
@@ -134,6 +134,30 @@ def test_what_verl_records_of_an_adapter_is_enough(zoo: Path, tmp_path: Path) ->
     config = json.loads(small_files(plan_export(store, dcp.open_catalog(store)))["adapter_config.json"])
     assert config["target_modules"] == ["down_proj", "q_proj", "v_proj"]
     assert (config["r"], config["lora_alpha"], config["task_type"]) == (4, 16, "CAUSAL_LM")
+
+
+@pytest.mark.parametrize(
+    ("named", "repo", "made", "note"),
+    [
+        ("/home/me/llama", None, "/home/me/llama", "names /home/me/llama, a path of the machine that trained it, as"),
+        (None, None, None, "the adapter config names nothing as the base model; --base ORG/NAME"),
+        ("/home/me/llama", "org/llama", "org/llama", "names org/llama as the base model instead of /home/me/llama"),
+        ("org/llama", "org/other", "org/llama", ""),
+        (None, "org/llama", "org/llama", ""),
+    ],
+)
+def test_a_base_that_others_can_not_load_is_named_and_replaced_by_a_repo(
+    zoo: Path, named: str | None, repo: str | None, made: str | None, note: str
+) -> None:
+    store = open_store(str(zoo / "peft_lora_dcp_full_w2" / "ckpt"))
+    given = {"r": 4, "lora_alpha": 16, "base_model_name_or_path": named}
+    base = BaseModel("the base", repo=repo)
+    export = plan_export(store, dcp.open_catalog(store), base=base, options=ExportOptions(adapter_config=given))
+    files = small_files(export)
+    assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == made
+    assert (f'base_model:\n- "{made}"' in files["README.md"].decode()) == (made is not None and made.startswith("org"))
+    assert [text for text in export.notes if "as the base model" in text and note in text] or not note
+    assert note or not any("as the base model" in text for text in export.notes)
 
 
 def test_an_alpha_of_0_is_taken_for_an_unknown_one() -> None:
