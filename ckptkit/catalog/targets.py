@@ -136,6 +136,8 @@ class Target:
     @property
     def sources(self) -> tuple[str, ...]:
         """The keys of the sources, each once."""
+        if len(self.parts) == 1:
+            return (self.parts[0].source,)
         return tuple(dict.fromkeys(map(_source_of, self.parts)))
 
     def renamed(self, name: str) -> Target:

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from ckptkit.formats.detect import open_source
+from ckptkit.offline.convert import convert
+from ckptkit.offline.diff import diff
 from ckptkit.offline.inspect import inspect
 from ckptkit.offline.verify import verify
 
@@ -20,6 +22,8 @@ COMMANDS: dict[str, tuple[Callable[[str], Any], int]] = {  # calls a tensor
     "open": (open_source, 40),
     "verify": (verify, 90),
     "inspect": (inspect, 90),
+    "diff": (lambda url: diff(url, url), 150),
+    "convert --dry-run": (lambda url: convert(url, f"{url}-out", dry_run=True).plan_lines(), 220),
 }
 
 

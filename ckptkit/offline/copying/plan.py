@@ -5,6 +5,7 @@ No I/O. Boxes are columns of numbers: a checkpoint for 1,024 ranks has a million
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -150,8 +151,10 @@ class Placement:
 
     def nbytes(self) -> npt.NDArray[np.int64]:
         """Return the bytes of each box, [n]."""
-        numel: npt.NDArray[np.int64] = np.prod(self.sizes, axis=1, dtype=np.int64)
-        return numel * dtype_of(self.tensor.dtype).itemsize
+        itemsize = dtype_of(self.tensor.dtype).itemsize
+        if len(self) == 1:  # of hundreds of thousands of small tensors each is one box
+            return np.array([math.prod(self.sizes[0].tolist()) * itemsize], np.int64)
+        return np.prod(self.sizes, axis=1, dtype=np.int64) * itemsize
 
 
 @dataclass(frozen=True, slots=True)
