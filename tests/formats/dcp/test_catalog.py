@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -134,20 +136,21 @@ def test_broken_and_hostile_checkpoints_are_refused_by_file_and_fault(
     assert not list(tmp_path.iterdir())
 
 
-def test_an_unfinished_save_is_reported_as_unfinished(tmp_path: Path) -> None:
-    (tmp_path / ".metadata.tmp").write_bytes(b"x")
-    with pytest.raises(IncompleteCheckpointError, match=r"only \.metadata\.tmp is there"):
-        open_catalog(LocalStore(tmp_path))
-
-
-def test_an_empty_metadata_file_is_reported_as_empty(tmp_path: Path) -> None:
-    (tmp_path / ".metadata").write_bytes(b"")
-    with pytest.raises(IncompleteCheckpointError, match="is empty"):
-        open_catalog(LocalStore(tmp_path))
-
-
-def test_a_directory_without_metadata_is_not_a_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointNotFoundError):
+@pytest.mark.parametrize(
+    ("files", "error", "text"),
+    [
+        ({".metadata.tmp": b"x"}, IncompleteCheckpointError, r"only \.metadata\.tmp is there"),
+        ({".metadata": b""}, IncompleteCheckpointError, "is empty"),
+        ({}, CheckpointNotFoundError, "not a DCP checkpoint"),
+    ],
+    ids=["unfinished save", "empty metadata", "empty directory"],
+)
+def test_a_directory_without_usable_metadata_is_refused(
+    tmp_path: Path, files: dict[str, bytes], error: type[CkptkitError], text: str
+) -> None:
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    with pytest.raises(error, match=text):
         open_catalog(LocalStore(tmp_path))
 
 
@@ -273,54 +276,53 @@ def test_metadata_that_contradict_the_files_are_refused(copy: Path, fault: str) 
     change(copy, edit)
     found = refusal(copy)
     assert isinstance(found, error)
-    import re
-
     assert re.search(text, str(found)), found
     assert ".metadata" in str(found) or ".distcp" in str(found) or "tensor 'col'" in str(found)
 
 
-def test_a_symlink_out_of_the_checkpoint_is_not_followed(copy: Path, tmp_path: Path) -> None:
-    target = copy / "__0_0.distcp"
-    target.rename(tmp_path / "elsewhere")
-    target.symlink_to(tmp_path / "elsewhere")
-    assert isinstance(refusal(copy), UnsafePathError)
+def leads_outside(file: Path) -> None:
+    file.rename(file.parent.parent / "elsewhere")
+    file.symlink_to(file.parent.parent / "elsewhere")
 
 
-def test_a_fifo_in_place_of_a_file_is_refused(copy: Path) -> None:
-    import os
-
-    (copy / "__0_0.distcp").unlink()
-    os.mkfifo(copy / "__0_0.distcp")
-    assert "__0_0.distcp: expected a file, found a FIFO" in str(refusal(copy))
+def is_a_fifo(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
 
 
-def test_a_truncated_data_file_is_named(copy: Path) -> None:
-    file = copy / "__3_0.distcp"
+def lacks_a_byte(file: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1])
+
+
+def is_of_another_save(file: Path) -> None:
+    raw, size = (ZOO / "dcp_hsdp_2x2/ckpt/__0_0.distcp").read_bytes(), file.stat().st_size
+    file.write_bytes((raw + bytes(size))[:size])
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "error", "text"),
+    [
+        ("__0_0.distcp", leads_outside, UnsafePathError, "__0_0.distcp"),
+        ("__0_0.distcp", is_a_fifo, CorruptCheckpointError, "__0_0.distcp: expected a file, found a FIFO"),
+        ("__3_0.distcp", lacks_a_byte, IncompleteCheckpointError, "__3_0.distcp"),
+        ("__0_0.distcp", is_of_another_save, CkptkitError, "__0_0.distcp"),
+    ],
+)
+def test_a_damaged_data_file_is_named(
+    copy: Path, name: str, damage: Callable[[Path], None], error: type[CkptkitError], text: str
+) -> None:
+    damage(copy / name)
     found = refusal(copy)
-    assert isinstance(found, IncompleteCheckpointError)
-    assert "__3_0.distcp" in str(found)
+    assert isinstance(found, error) and text in str(found)
 
 
-def test_data_files_of_another_save_are_refused(zoo: Path, copy: Path) -> None:
-    raw = (zoo / "dcp_hsdp_2x2/ckpt/__0_0.distcp").read_bytes()
-    size = (copy / "__0_0.distcp").stat().st_size
-    (copy / "__0_0.distcp").write_bytes((raw + bytes(size))[:size])
-    assert "__0_0.distcp" in str(refusal(copy))
-
-
-def test_a_missing_rank_metadata_file_is_named(zoo: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("rank", "text"), [(0, "__0.metadata is missing"), (1, "elements")])
+def test_a_missing_metadata_file_of_a_rank_is_noticed(zoo: Path, tmp_path: Path, rank: int, text: str) -> None:
+    """Nothing refers to the file of the last rank: its parts of the tensors are missing."""
     shutil.copytree(zoo / "dcp_no_collectives_w2/ckpt", tmp_path / "c")
-    (tmp_path / "c" / "__0.metadata").unlink()
+    (tmp_path / "c" / f"__{rank}.metadata").unlink()
     found = refusal(tmp_path / "c")
-    assert isinstance(found, IncompleteCheckpointError)
-    assert "__0.metadata is missing" in str(found)
-
-
-def test_parts_of_a_missing_last_rank_are_reported_missing(zoo: Path, tmp_path: Path) -> None:
-    shutil.copytree(zoo / "dcp_no_collectives_w2/ckpt", tmp_path / "c")
-    (tmp_path / "c" / "__1.metadata").unlink()
-    assert isinstance(refusal(tmp_path / "c"), IncompleteCheckpointError)
+    assert isinstance(found, IncompleteCheckpointError) and text in str(found)
 
 
 def test_a_part_that_torch_lost_in_a_safetensors_blob_is_reported_missing(zoo: Path, tmp_path: Path) -> None:
