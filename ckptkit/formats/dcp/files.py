@@ -116,7 +116,10 @@ def write_records(
     result = Written(paths, {}, np.zeros(len(lengths), ROW))
     turn = threading.BoundedSemaphore(_cores())
     jobs = [FileJob(store, i, rows, frames, tensors, records, result, sync, turn) for i, rows in enumerate(bins)]
-    all_of([job.run for job in jobs], len(jobs), name="ckptkit-write")
+    if len(jobs) == 1:
+        jobs[0].run()  # most checkpoints: the way of a tensor stays short
+    else:
+        all_of([job.run for job in jobs], len(jobs), name="ckptkit-write")
     if sync and jobs:
         store.sync_directory()
     seconds, nbytes = time.perf_counter() - started, sum(lengths)
