@@ -101,6 +101,7 @@ class TrainState:
 
     @property
     def half_loaded(self) -> str:
+        """The URL of the checkpoint from which a failed load has partly filled this state; "" if none."""
         return self._half or half_loaded_from(self.objects())
 
     @half_loaded.setter

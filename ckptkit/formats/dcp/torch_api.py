@@ -305,6 +305,7 @@ class DCPWriter(StorageWriter):
 
     @property
     def checkpoint_id(self) -> str:
+        """The URL of the checkpoint."""
         return self.url
 
     @classmethod
@@ -519,6 +520,7 @@ class DCPReader(StorageReader):
 
     @property
     def checkpoint_id(self) -> str:
+        """The URL of the checkpoint."""
         return self.url
 
     @classmethod

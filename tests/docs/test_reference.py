@@ -1,0 +1,106 @@
+"""What is public is in the reference, with a docstring; examples and pages import nothing else."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import ckptkit
+import ckptkit.fsdp
+import ckptkit.keymaps
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PACKAGES = [ckptkit, ckptkit.fsdp, ckptkit.keymaps]
+WITHOUT_EXTRAS = ("ckptkit.integrations",)  # their frameworks may not be installed
+
+
+def directives() -> list[str]:
+    texts = [page.read_text(encoding="utf-8") for page in sorted((ROOT / "docs/reference").glob("*.md"))]
+    return [name for text in texts for name in re.findall(r"^::: (\S+)$", text, re.MULTILINE)]
+
+
+def resolved(name: str) -> Any:
+    """The module, class or function of a dotted name."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError:
+        module, _, attribute = name.rpartition(".")
+        return getattr(importlib.import_module(module), attribute)
+
+
+def documented() -> dict[str, Any]:
+    """Every documented name: those that a page lists, and what the modules among them export."""
+    found: dict[str, Any] = {}
+    for name in directives():
+        if name.startswith(WITHOUT_EXTRAS):
+            pytest.importorskip("transformers")
+            pytest.importorskip("lightning")
+        item = resolved(name)
+        if isinstance(item, ModuleType):
+            found.update({f"{name}.{part}": getattr(item, part) for part in item.__all__})
+        else:
+            found[name] = item
+    return found
+
+
+def imports(code: str) -> list[str]:
+    """What a piece of code takes from ckptkit, as dotted names."""
+    found = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "ckptkit":
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if alias.name.startswith("ckptkit.")]
+    return found
+
+
+def shown_code() -> list[tuple[str, str]]:
+    """The code that people copy: examples, and the Python blocks of all pages."""
+    found = [(path.name, path.read_text(encoding="utf-8")) for path in sorted((ROOT / "examples").glob("*.py"))]
+    for page in PAGES:
+        for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+            found.append((str(page.relative_to(ROOT)), block))
+    return found
+
+
+def test_examples_and_pages_import_what_the_reference_has() -> None:
+    public = documented()
+    used = {(place, name) for place, code in shown_code() for name in imports(code)}
+    assert len(used) > 20
+    assert sorted(f"{place}: {name}" for place, name in used if name not in public) == []
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
+def test_the_reference_has_all_that_a_package_exports(package: ModuleType) -> None:
+    names = {f"{package.__name__}.{name}" for name in package.__all__ if not name.startswith("__")}
+    assert names - documented().keys() == set()
+
+
+def test_a_package_exports_nothing_but_what_the_reference_has() -> None:
+    """Names that a user's completion offers: of `ckptkit`, modules aside, and of the packages that are documented."""
+    for package in PACKAGES:
+        offered = [name for name in dir(package) if not name.startswith("_") and name not in package.__all__]
+        assert [name for name in offered if not isinstance(getattr(package, name), ModuleType)] == []
+
+
+def test_everything_public_has_a_docstring() -> None:
+    missing = []
+    for name, item in documented().items():
+        if not inspect.isclass(item) and not callable(item):
+            continue
+        if not inspect.getdoc(item):
+            missing.append(name)
+        members = vars(item).items() if inspect.isclass(item) else ()
+        for part, member in members:
+            value = member.fget if isinstance(member, property) else member
+            if not part.startswith("_") and inspect.isfunction(value) and not inspect.getdoc(getattr(item, part)):
+                missing.append(f"{name}.{part}")
+    assert missing == []
