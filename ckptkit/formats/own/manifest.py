@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ckptkit.catalog.columns import distinct
 from ckptkit.catalog.dtypes import DTYPES
 from ckptkit.catalog.entry import (
     Catalog,
@@ -160,7 +161,7 @@ class _Geometry:
         first = self.first_element[owner] + (rows - self.starts[owner]) * self.ndims[owner]
         slices = self.manifest.slices
         strided = np.array([row - start for row in slices.strides if start <= row < stop], np.int64)
-        for ndim in np.unique(self.ndims[owner]).tolist():
+        for ndim in distinct(self.ndims[owner]).tolist():
             here = np.flatnonzero(self.ndims[owner] == ndim)
             index = first[here][:, None] + np.arange(ndim)
             shape = self.shapes[self.first_shape[owner[here]][:, None] + np.arange(ndim)]
