@@ -125,7 +125,7 @@ MUTATIONS = (
     ),
     Mutation(
         "slices that no rank reads whole are not checked",
-        LOAD, " + reading.filler.check(shares[rank])", "",
+        LOAD, " + check_slices(store, shares[rank], reading.filler.workers)", "",
         "tests/checkpoint/test_load_verify.py",
     ),
     Mutation(

@@ -243,7 +243,7 @@ class SliceArray(Sequence[TensorSlice]):
             start,
             nbytes,
             self.strides.get(row),
-            self._digest(row, start, nbytes),
+            self.digest(row),
             self.codecs.get(row),
             -1 if self.ranks is None else int(self.ranks[row]),
         )
@@ -265,12 +265,14 @@ class SliceArray(Sequence[TensorSlice]):
         """Return the slice of a contiguous tensor, without columns: most files contain only such tensors."""
         return _WholeSlice(path, start, nbytes, shape)
 
-    def _digest(self, row: int, start: int, nbytes: int) -> Digest | None:
+    def digest(self, row: int) -> Digest | None:
+        """Return what the bytes of one row are checked by; None if nothing was recorded."""
         if self.algorithm is None or self.digests is None:
             return None
-        if self.digest_starts is not None and self.digest_nbytes is not None:
-            start, nbytes = int(self.digest_starts[row]), int(self.digest_nbytes[row])
-        return Digest(self.algorithm, int(self.digests[row]), start, nbytes)
+        starts, lengths = self.digest_starts, self.digest_nbytes
+        if starts is None or lengths is None:
+            starts, lengths = self.starts, self.nbytes
+        return Digest(self.algorithm, int(self.digests[row]), int(starts[row]), int(lengths[row]))
 
 
 class _WholeSlice(SliceArray):

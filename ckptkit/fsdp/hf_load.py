@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ckptkit.catalog.entry import Catalog
+from ckptkit.catalog.entry import Catalog, TensorEntry
 from ckptkit.catalog.targets import Target
-from ckptkit.checkpoint.load.fill import Fill, fill
+from ckptkit.checkpoint.load.fill import add_parts, fill
 from ckptkit.checkpoint.state.local_part import PartView, part_view
 from ckptkit.checkpoint.state.train_state import TrainState, model_tensors
 from ckptkit.errors import CheckpointMismatchError
+from ckptkit.formats.dcp.fill import Filler
 from ckptkit.formats.dcp.shared_memory import Claim, check_claims
 from ckptkit.formats.hf import safetensors
 from ckptkit.formats.trainers.shards import LocalPart
@@ -170,7 +171,7 @@ def _read(catalog: Catalog, store: Store, target: Target, view: PartView) -> int
     dtype = getattr(torch, target.source_dtype)
     if _is_copy(target):
         host = torch.empty(view.local.shape, dtype=dtype)
-        nbytes = fill(store, [Fill(catalog.tensors[target.parts[0].source], host, view.parts)])
+        nbytes = _fill(store, catalog.tensors[target.parts[0].source], host, view.parts)
         view.local.copy_(host)
         return nbytes
     nbytes = 0
@@ -179,7 +180,7 @@ def _read(catalog: Catalog, store: Store, target: Target, view: PartView) -> int
             for piece in part.cut(held.box):
                 host = torch.empty(piece.source_box.sizes, dtype=dtype)
                 whole = LocalPart(piece.source_box, (0,) * piece.source_box.ndim)
-                nbytes += fill(store, [Fill(catalog.tensors[piece.source], host, [whole])])
+                nbytes += _fill(store, catalog.tensors[piece.source], host, [whole])
                 host = host.reshape(piece.unfold) if piece.unfold else host
                 host = host.permute(piece.axes) if piece.axes else host
                 inside = piece.target_box.relative_to(held.box)
@@ -189,6 +190,12 @@ def _read(catalog: Catalog, store: Store, target: Target, view: PartView) -> int
                 )
                 view.local[where].copy_(host.reshape(inside.sizes))
     return nbytes
+
+
+def _fill(store: Store, entry: TensorEntry, host: torch.Tensor, parts: Sequence[LocalPart]) -> int:
+    filler = Filler(store)
+    add_parts(filler, entry, host, parts)
+    return fill(filler)
 
 
 def _is_copy(target: Target) -> bool:

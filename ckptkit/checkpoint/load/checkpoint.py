@@ -65,6 +65,8 @@ def load_checkpoint(
     """
     import torch
 
+    from ckptkit.formats.dcp.fill import check_slices
+
     clock = PhaseClock()
     rank, world_size = coordinator.rank, coordinator.world_size
     with clock.phase("plan"):
@@ -101,7 +103,7 @@ def load_checkpoint(
         with _RankPart() as read, _pinned(ready, sure=world_size > 1), naming(reading.filler):
             started = time.perf_counter()
             reading.filler.run()
-            report.nbytes = reading.filler.nbytes + reading.filler.check(shares[rank])
+            report.nbytes = reading.filler.nbytes + check_slices(store, shares[rank], reading.filler.workers)
             decoded = decoded or decode_plan(plan, reading.refs.__getitem__)
             clock.add("read", time.perf_counter() - started, report.nbytes)
         coordinator.settle(read.answer, "loading", then=_raise_one)

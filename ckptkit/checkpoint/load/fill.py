@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptkit.catalog.box import Box
@@ -18,37 +17,36 @@ if TYPE_CHECKING:
 
     from ckptkit.formats.dcp.fill import Filler, SliceCheck
 
-__all__ = ["Fill", "add_fill", "check_sizes", "fill", "naming", "read_whole", "share_checks", "whole_fills"]
+__all__ = ["add_parts", "add_whole", "check_sizes", "fill", "naming", "read_whole", "share_checks"]
 
 
-@dataclass(frozen=True, slots=True)
-class Fill:
-    """A local tensor to fill with parts of a checkpoint's tensor.
-
-    Attributes:
-        local: Its elements are uninitialised.
-        parts: Boxes of the full tensor and their positions in `local`; together they fill it.
-    """
-
-    entry: TensorEntry
-    local: torch.Tensor
-    parts: Sequence[LocalPart]
-
-
-def add_fill(filler: Filler, entry: TensorEntry, local: torch.Tensor, parts: Sequence[LocalPart]) -> None:
-    """Schedule reads that fill `local`.
+def add_parts(filler: Filler, entry: TensorEntry, local: torch.Tensor, parts: Sequence[LocalPart]) -> None:
+    """Schedule reads that fill `local`, which consists of these boxes of the full tensor.
 
     Raises:
         IncompleteCheckpointError: The slices do not hold every element that is wanted.
     """
-    from ckptkit.formats.dcp.fill import add_box
+    from ckptkit.formats.dcp.fill import add_box, part_of
 
     for part in parts:
-        target = local
-        if len(parts) > 1:
-            for dim, (start, length) in enumerate(zip(part.local_offsets, part.box.sizes, strict=True)):
-                target = target.narrow(dim, start, length)
+        target = local if len(parts) == 1 else part_of(local, part.local_offsets, part.box.sizes)
         add_box(filler, entry, part.box, target)
+
+
+def add_whole(filler: Filler, catalog: Catalog, name: str) -> torch.Tensor:
+    """Schedule reads of a full tensor into new memory on the CPU, and return it."""
+    import torch
+
+    from ckptkit.formats.dcp.fill import add_box
+
+    entry = catalog.tensors.get(name)
+    if entry is None:
+        raise IncompleteCheckpointError(
+            f"{filler.store.url}: objects.json refers to a tensor {name!r} that is missing."
+        )
+    local = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+    add_box(filler, entry, Box.whole(entry.shape), local)
+    return local
 
 
 def check_sizes(filler: Filler) -> None:
@@ -58,7 +56,7 @@ def check_sizes(filler: Filler) -> None:
         IncompleteCheckpointError: A file is missing or too short; names tensor and file.
     """
     with naming(filler):
-        for path, stop in filler.ends().items():
+        for path, (stop, _) in filler.last().items():
             found = filler.store.info(path)
             if found is None:
                 raise FileNotFoundError(f"{path} is missing.")
@@ -71,7 +69,7 @@ def check_sizes(filler: Filler) -> None:
 @contextmanager
 def naming(filler: Filler) -> Iterator[None]:
     """Name a tensor in errors about files that `filler` reads."""
-    names = filler.names()
+    names = {path: name for path, (_, name) in filler.last().items()}
     try:
         yield
     except (FileNotFoundError, IncompleteCheckpointError) as error:
@@ -102,41 +100,26 @@ def share_checks(wanted: Sequence[Sequence[SliceCheck]]) -> list[list[SliceCheck
     return shares
 
 
-def fill(store: Store, fills: Iterable[Fill]) -> int:
-    """Fill the tensors now and return the bytes read. Partly read slices are checked completely.
+def fill(filler: Filler) -> int:
+    """Read what is scheduled and return the bytes read. Partly read slices are checked completely.
 
     Raises:
         IntegrityError: A checksum does not match; names tensor and file.
-        IncompleteCheckpointError: The slices do not hold every element that is wanted, or a file is missing.
+        IncompleteCheckpointError: A file is missing or too short.
     """
-    from ckptkit.formats.dcp.fill import Filler
+    from ckptkit.formats.dcp.fill import check_slices
 
-    filler = Filler(store)
-    for item in fills:
-        add_fill(filler, item.entry, item.local, item.parts)
     checks = filler.unchecked()
     with naming(filler):
         filler.run()
-        return filler.nbytes + filler.check(checks)
+        return filler.nbytes + check_slices(filler.store, checks, filler.workers)
 
 
 def read_whole(catalog: Catalog, store: Store, names: Sequence[str]) -> dict[str, torch.Tensor]:
     """Read full tensors to the CPU."""
-    fills = whole_fills(catalog, store.url, names)
-    if fills:
-        fill(store, fills)
-    return {name: item.local for name, item in zip(names, fills, strict=True)}
+    from ckptkit.formats.dcp.fill import Filler
 
-
-def whole_fills(catalog: Catalog, url: str, names: Iterable[str]) -> list[Fill]:
-    """Return fills for full tensors on the CPU."""
-    import torch
-
-    fills = []
-    for name in names:
-        entry = catalog.tensors.get(name)
-        if entry is None:
-            raise IncompleteCheckpointError(f"{url}: objects.json refers to a tensor {name!r} that is missing.")
-        local = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-        fills.append(Fill(entry, local, (LocalPart(Box.whole(entry.shape), (0,) * len(entry.shape)),)))
-    return fills
+    filler = Filler(store)
+    found = {name: add_whole(filler, catalog, name) for name in names}
+    fill(filler)
+    return found

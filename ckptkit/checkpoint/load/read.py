@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.catalog.entry import TensorEntry
-from ckptkit.checkpoint.load.fill import add_fill, check_sizes, whole_fills
+from ckptkit.checkpoint.load.fill import add_parts, add_whole, check_sizes
 from ckptkit.checkpoint.load.plan import LoadOptions, LoadPlan, OptimizerPlan
 from ckptkit.checkpoint.state.local_part import PartView, part_view
 from ckptkit.checkpoint.state.optimizer import new_state_tensor
@@ -64,12 +64,12 @@ class Reading:
         self._rank = rank
         self._atomic = options.atomic
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # (live tensor, the tensor read for it)
-        views = [self._weight(target.live, target.entry) for target in plan.models]
+        views = [self._read(target.live, target.entry, beside=options.atomic) for target in plan.models]
         _check_shared_memory(plan, views, store, rank)
         self.states = [self._optimizer(optimizer) for optimizer in plan.optimizers]
         if options.atomic:
             self._check_memory(options.max_nbytes)
-        self.refs = self._references(plan, store.url)
+        self.refs = self._references(plan)
         if not options.atomic and store.sizes_are_free:
             # Before anything is read into the live state. Not on object stores: objects are never cut off, and each
             # look is a request.
@@ -86,26 +86,18 @@ class Reading:
 
     # --- what is read where
 
-    def _weight(self, live: torch.Tensor, entry: TensorEntry) -> PartView:
-        view = part_view(entry.name, live, self._rank)
-        if self._atomic or view.local.is_meta:
-            self._beside(view, entry)
-        else:
-            add_fill(self.filler, entry, view.local, view.parts)
-        return view
-
-    def _beside(self, view: PartView, entry: TensorEntry) -> None:
-        """Read this rank's part of a live tensor into new memory."""
+    def _read(self, live: torch.Tensor, entry: TensorEntry, *, beside: bool = False) -> PartView:
+        """Read this rank's part of a tensor into it, or into new memory that `finish` copies."""
         import torch
 
-        read = torch.empty(tuple(view.local.shape), dtype=getattr(torch, entry.dtype))
-        self.held += 0 if view.local.is_meta else read.nbytes
-        self._copies.append((view.local, read))
-        add_fill(self.filler, entry, read, view.parts)
-
-    def _into(self, new: torch.Tensor, entry: TensorEntry) -> None:
-        view = part_view(entry.name, new, self._rank)
-        add_fill(self.filler, entry, view.local, view.parts)
+        view = part_view(entry.name, live, self._rank)
+        target = view.local
+        if beside or target.is_meta:
+            target = torch.empty(tuple(target.shape), dtype=getattr(torch, entry.dtype))
+            self.held += 0 if view.local.is_meta else target.nbytes
+            self._copies.append((view.local, target))
+        add_parts(self.filler, entry, target, view.parts)
+        return view
 
     def _optimizer(self, plan: OptimizerPlan) -> dict[str, dict[str, torch.Tensor]]:
         on_device = {
@@ -131,21 +123,19 @@ class Reading:
         """Return the target of one parameter state: the live tensor if its placement is that of a new one."""
         import torch
 
-        if isinstance(live, torch.Tensor) and _is_alike(live, parameter, entry):
-            if not self._atomic:
-                self._into(live, entry)
-                return live
-            view = part_view(entry.name, live, self._rank)
-            if live.device.type != "cpu":  # a new one would need as much of the accelerator's memory again
-                self._beside(view, entry)
-                return live
-            self.held += view.local.nbytes
         dtype = getattr(torch, entry.dtype)
+        alike = isinstance(live, torch.Tensor) and live.dtype is dtype and _is_alike(live, parameter, entry)
+        # On an accelerator, a new one would need as much of its memory again.
+        if alike and (not self._atomic or live.device.type != "cpu"):
+            kept: torch.Tensor = live
+            self._read(kept, entry, beside=self._atomic)
+            return kept
         new = new_state_tensor(parameter, name, dtype, entry.shape, on_device=on_device)
-        self._into(new, entry)
+        view = self._read(new, entry)
+        self.held += view.local.nbytes if alike else 0
         return new
 
-    def _references(self, plan: LoadPlan, url: str) -> dict[str, torch.Tensor]:
+    def _references(self, plan: LoadPlan) -> dict[str, torch.Tensor]:
         """Return the tensors inside objects, with the placement of the live value's tensor of that name, otherwise
         full."""
         import torch
@@ -157,17 +147,13 @@ class Reading:
         if not wanted:
             return refs
         live = _live_references(plan)
-        plain = []
         for key in wanted:
             entry, template = plan.catalog.tensors.get(key), live.get(key)
             if entry is None or not isinstance(template, DTensor) or tuple(template.shape) != entry.shape:
-                plain.append(key)
+                refs[key] = add_whole(self.first or self.filler, plan.catalog, key)
                 continue
             refs[key] = torch.empty_like(template, dtype=getattr(torch, entry.dtype), requires_grad=False)
-            self._into(refs[key], entry)
-        for key, item in zip(plain, whole_fills(plan.catalog, url, plain), strict=True):
-            refs[key] = item.local
-            add_fill(self.first or self.filler, item.entry, item.local, item.parts)
+            self._read(refs[key], entry)
         return refs
 
     def _check_memory(self, limit: int | None) -> None:
@@ -211,9 +197,10 @@ def _is_alike(live: torch.Tensor, parameter: torch.Tensor, entry: TensorEntry) -
     import torch
     from torch.distributed.tensor import DTensor
 
-    if live.dtype is not getattr(torch, entry.dtype) or live.numel() <= 1 or live.device != parameter.device:
+    shape = live.shape
+    if shape != parameter.shape or tuple(shape) != entry.shape or shape.numel() <= 1:
         return False
-    if not tuple(live.shape) == entry.shape == tuple(parameter.shape) or live.is_meta:
+    if live.device != parameter.device or live.is_meta:
         return False
     if not isinstance(parameter, DTensor) or not isinstance(live, DTensor):
         return type(live) is torch.Tensor and not isinstance(parameter, DTensor) and _apart(live, parameter)

@@ -127,13 +127,11 @@ def part_view(key: str, tensor: torch.Tensor, rank: int) -> PartView:
     if why and not local.is_meta:
         raise SaveError(f"tensor {key!r} {why}.")
     local = without_subclass(local).detach()
-    shape = tuple(tensor.shape)
+    shape, dtype = tuple(tensor.shape), dtype_name(local.dtype)
     if not isinstance(tensor, DTensor):
-        return PartView(
-            key, dtype_name(local.dtype), shape, local, None, (LocalPart(Box.whole(shape), (0,) * len(shape)),)
-        )
-    layout = layout_of(tensor)
-    return PartView(key, dtype_name(local.dtype), shape, local, layout, _parts(shape, layout, rank, tuple(local.shape)))
+        return PartView(key, dtype, shape, local, None, _whole(shape))
+    layout, parts = _placed(tensor.device_mesh, tuple(tensor.placements), shape, tuple(local.shape), rank)
+    return PartView(key, dtype, shape, local, layout, parts)
 
 
 def check_safetensors(views: Iterable[PartView]) -> None:
@@ -172,6 +170,18 @@ def _placement(placement: Any) -> PlacementRecord:
 
 
 @functools.lru_cache(maxsize=65536)
+def _placed(
+    mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...], local_shape: tuple[int, ...], rank: int
+) -> tuple[ShardLayout, tuple[LocalPart, ...]]:
+    layout = _layout(mesh, placements)
+    return layout, _parts(shape, layout, rank, local_shape)
+
+
+@functools.lru_cache(maxsize=4096)
+def _whole(shape: tuple[int, ...]) -> tuple[LocalPart, ...]:
+    return (LocalPart(Box.whole(shape), (0,) * len(shape)),)
+
+
 def _parts(
     shape: tuple[int, ...], layout: ShardLayout, rank: int, local_shape: tuple[int, ...] | None
 ) -> tuple[LocalPart, ...]:
@@ -181,6 +191,7 @@ def _parts(
     return tuple(local_parts(shape, layout.mesh_shape, coordinate, layout.placements, local_shape=local_shape))
 
 
+@functools.lru_cache(maxsize=65536)
 def boxes_of(
     shape: tuple[int, ...], layout: ShardLayout | None, rank: int, local_shape: tuple[int, ...] | None
 ) -> tuple[Box, ...]:

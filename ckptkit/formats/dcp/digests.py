@@ -20,6 +20,8 @@ __all__ = ["Running", "SliceCheck", "all_of", "check_bytes", "check_slices", "re
 T = TypeVar("T")
 
 _PIECE = 1 << 20  # larger than the writer's: it is a request to the disk as well
+_GAP = 64 << 10  # read and dropped rather than another read
+_VECTOR = 512  # pieces of one read: the system takes 1,024
 _REMOTE = 16 << 20  # views that one read of a remote store is asked for
 CHECK_BYTES = 32 << 20  # what each of those that check a remote store holds: one request
 
@@ -80,35 +82,61 @@ def all_of(calls: Sequence[Callable[[], T]], workers: int, *, name: str = "ckptk
             raise
 
 
-def read_pieces(store: Store, path: str, start: int, view: memoryview, seen: Callable[[memoryview], None]) -> None:
-    """Fill `view` with the bytes of a file from `start` on; `seen` gets its pieces in order while they are in the
-    cache.
+def read_pieces(store: Store, path: str, parts: Sequence[tuple[int, memoryview, Running]]) -> None:
+    """Fill memory with the bytes of one file from given positions on; each piece is digested while it is in the cache.
+    Parts that follow each other in the file, with small gaps, are read by the same calls.
 
     Raises:
         IncompleteCheckpointError: The file is too short.
     """
     if not is_directory(store):
-        for at in range(0, len(view), _REMOTE * 4):
-            part = view[at : at + _REMOTE * 4]
-            store.read_many(
-                [ReadInto(path, start + at + i, part[i : i + _REMOTE]) for i in range(0, len(part), _REMOTE)]
-            )
-            seen(part)
+        for start, view, running in parts:
+            for at in range(0, len(view), _REMOTE * 4):
+                part = view[at : at + _REMOTE * 4]
+                store.read_many(
+                    [ReadInto(path, start + at + i, part[i : i + _REMOTE]) for i in range(0, len(part), _REMOTE)]
+                )
+                running.update(part)
         return
+    gap = memoryview(bytearray(_GAP))
     fd = store.open_file(path)
     try:
-        done = 0
-        while done < len(view):
-            piece = view[done : done + _PIECE]
-            got = os.preadv(fd, [piece], start + done)
-            if not got:
-                raise IncompleteCheckpointError(
-                    f"{path}: the file ends at byte {start + done}, {start + len(view)} are needed: truncated."
-                )
-            seen(piece[:got])
-            done += got
+        begin = at = 0
+        vector: list[memoryview] = []
+        seen: list[tuple[Running, memoryview]] = []
+        for start, view, running in parts:
+            for done in range(0, len(view), _PIECE):
+                piece, skipped = view[done : done + _PIECE], start + done - at
+                if vector and (not 0 <= skipped <= _GAP or at + len(piece) - begin > _PIECE or len(vector) > _VECTOR):
+                    _read_vector(fd, path, begin, vector, seen)
+                    vector, seen = [], []
+                if not vector:
+                    begin = at = start + done
+                elif skipped:
+                    vector.append(gap[:skipped])
+                vector.append(piece)
+                seen.append((running, piece))
+                at = start + done + len(piece)
+        _read_vector(fd, path, begin, vector, seen)
     finally:
         os.close(fd)
+
+
+def _read_vector(
+    fd: int, path: str, at: int, vector: list[memoryview], seen: Sequence[tuple[Running, memoryview]]
+) -> None:
+    while vector:
+        got = os.preadv(fd, vector, at)
+        if not got:
+            stop = at + sum(map(len, vector))
+            raise IncompleteCheckpointError(f"{path}: the file ends at byte {at}, {stop} are needed: truncated.")
+        at += got
+        while vector and got >= len(vector[0]):
+            got -= len(vector.pop(0))
+        if got:
+            vector[0] = vector[0][got:]
+    for running, piece in seen:
+        running.update(piece)
 
 
 def check_slices(store: Store, slices: Iterable[SliceCheck], workers: int) -> int:
@@ -145,7 +173,7 @@ def _check(store: Store, batch: Sequence[SliceCheck], size: int) -> int:
         item = batch[0]
         running = Running(item.digest, item.path, item.name)
         for at in range(0, item.nbytes, size):
-            read_pieces(store, item.path, item.start + at, buffer[: min(size, item.nbytes - at)], running.update)
+            read_pieces(store, item.path, [(item.start + at, buffer[: min(size, item.nbytes - at)], running)])
         running.check()
         return nbytes
     reads, at = [], 0

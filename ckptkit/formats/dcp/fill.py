@@ -3,8 +3,8 @@ digests."""
 
 from __future__ import annotations
 
-import ctypes
 import enum
+import operator
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,13 +31,12 @@ from ckptkit.formats.dcp.host_bytes import host_view, lies_row_major
 from ckptkit.formats.pickles.objects import decode_zstd
 from ckptkit.storage.store import ReadInto, Store
 
-__all__ = ["Filler", "SliceCheck", "Verify", "add_box", "check_bytes", "read_workers"]
+__all__ = ["Filler", "SliceCheck", "Verify", "add_box", "check_bytes", "check_slices", "part_of", "read_workers"]
 
 _FEW = 16  # slices, up to which a loop is cheaper than numpy
 
-_SMALL = 1 << 20  # below, reads of one file are joined
+_SMALL = 1 << 20  # what is cast or copied goes through memory of its own up to this size
 _BATCH = 8 << 20
-_GAP = 64 << 10  # read and dropped rather than another read
 _BATCH_REMOTE = 64 << 20  # each is read by several requests at once
 _TILE = 32 << 20  # bytes of a region that go through a buffer at once
 _RUN = 32 << 10  # shorter runs of needed bytes are read with the gaps between them
@@ -59,7 +58,7 @@ def read_workers(store: Store) -> int:
     return max(1, min(8, 2 * (os.cpu_count() or 1) // ranks_here))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)  # not frozen: a model has thousands, and each would take twice as long
 class _Fill:
     """Region [offsets, offsets + sizes) of a slice into `target`, which has its shape; `needed` bytes of `nbytes`."""
 
@@ -113,30 +112,25 @@ class Filler:
         numel = target.numel()
         if not numel:
             return
-        slices, dtype, itemsize = entry.slices, _torch_dtype(entry.dtype), DTYPES[entry.dtype].itemsize
+        slices, itemsize = entry.slices, DTYPES[entry.dtype].itemsize
+        dtype: torch.dtype = getattr(torch, entry.dtype)
         if dtype is not target.dtype and not self.cast:
             wanted = str(target.dtype).removeprefix("torch.")
             raise CheckpointMismatchError(
                 f"{entry.name}: the checkpoint has {entry.dtype}, the target is {wanted}. Pass cast=True to convert."
             )
-        start, nbytes = int(slices.starts[row]), int(slices.nbytes[row])
-        digest = None
-        if self.verify is not Verify.OFF and slices.digests is not None and slices.algorithm is not None:
-            begin, length = start, nbytes
-            if slices.digest_starts is not None and slices.digest_nbytes is not None:
-                begin, length = int(slices.digest_starts[row]), int(slices.digest_nbytes[row])
-            digest = Digest(slices.algorithm, int(slices.digests[row]), begin, length)
+        path, start, nbytes = slices.record(row)
         self._fills.append(
             _Fill(
                 entry.name,
-                slices.paths[int(slices.files[row])],
+                path,
                 start,
                 nbytes,
                 itemsize,
                 dtype,
                 tuple(slices.sizes[row].tolist()),
                 slices.strides.get(row),
-                digest,
+                None if self.verify is Verify.OFF else slices.digest(row),
                 slices.codecs.get(row),
                 offsets,
                 tuple(target.shape),
@@ -178,25 +172,15 @@ class Filler:
         self._fills = shares[own]
         return [[fill.target for fill in share] for share in shares]
 
-    def names(self) -> dict[str, str]:
-        """Return for each file that is to be read the tensor that lies last: a file that was cut lacks it."""
-        last: dict[str, tuple[int, str]] = {}
+    def last(self) -> dict[str, tuple[int, str]]:
+        """Return for each file that is to be read up to where, and the tensor that lies last: a file that was cut lacks
+        it."""
+        found: dict[str, tuple[int, str]] = {}
         for fill in self._fills:
             stop = fill.start + fill.nbytes if fill.codec is None else fill.codec.start + fill.codec.nbytes
-            if stop >= last.get(fill.path, (0, ""))[0]:
-                last[fill.path] = stop, fill.name
-        return {path: name for path, (_, name) in last.items()}
-
-    def ends(self) -> dict[str, int]:
-        """Return for each file that is to be read up to where."""
-        found: dict[str, int] = {}
-        for fill in self._fills:
-            found[fill.path] = max(found.get(fill.path, 0), fill.start + fill.nbytes)
+            if stop >= found.get(fill.path, (0, ""))[0]:
+                found[fill.path] = stop, fill.name
         return found
-
-    def check(self, slices: Sequence[SliceCheck]) -> int:
-        """Read whole slices for their digests only, and return the bytes read. Raises as `check_slices` does."""
-        return check_slices(self.store, slices, self.workers)
 
     def run(self) -> float:
         """Fill everything that was added, and return the seconds it took.
@@ -207,23 +191,30 @@ class Filler:
         """
         started = time.perf_counter()
         near = not self.store.asking_costs
-        # Far away, tensors that lie beside each other are read together, whatever their size: requests cost most.
-        joined = _SMALL if near else _BATCH_REMOTE
-        small: list[tuple[_Fill, int]] = []
+        # Far away, a large tensor is read by several requests at once, and what lies beside others together with them:
+        # requests cost most.
+        direct_most = _BATCH_REMOTE if not near else 1 << 62
+        lying: list[tuple[_Fill, int]] = []
         jobs: list[tuple[int, Callable[[], int]]] = []
         for fill in self._fills:
             at = _start_in_file(fill)
             direct = _is_direct(fill)
             full = self.verify is Verify.FULL and not fill.whole and fill.digest is not None
-            if at is not None and not full and fill.needed < (joined if direct else _SMALL):
-                small.append((fill, at))
+            if at is not None and not full and fill.needed < (direct_most if direct else _SMALL):
+                lying.append((fill, at))
             elif at is None or full or not direct:
                 jobs.append((fill.needed, partial(self._through_buffer, fill, full)))
             else:
-                jobs.append((fill.needed, partial(self._direct, fill, at)))
-        small.sort(key=lambda item: (item[0].path, item[1]))
-        for batch in _ranges(small) if near else _batches(small):
-            jobs.append((_BATCH if near else _BATCH_REMOTE, partial(self._range if near else self._joined, batch)))
+                jobs.append((fill.needed, partial(self._read_run, [(fill, at)])))
+        lying.sort(key=lambda item: (item[0].path, item[1]))
+        if near:
+            most = max(_BATCH, sum(fill.needed for fill, _ in lying) // (8 * self.workers))
+            jobs += [(nbytes, partial(self._read_run, batch)) for nbytes, batch in _batches(lying, most, one_file=True)]
+        else:
+            # They do not end with a file: how many requests there should be for one is told by all that is read, and
+            # a batch that seems little gets a connection for every few megabytes.
+            found = _batches(lying, _BATCH_REMOTE, one_file=False)
+            jobs += [(_BATCH_REMOTE, partial(self._joined, batch)) for _, batch in found]
         self._fills = []
         jobs.sort(key=lambda job: -job[0])
         if self.workers > 1 and len(jobs) > 1:
@@ -235,29 +226,23 @@ class Filler:
 
     # --- into the target's own memory
 
-    def _range(self, batch: Sequence[tuple[_Fill, int]]) -> int:
-        """Small tensors that lie near each other in one file: one read, checked, then dealt out to them."""
-        first, begin = batch[0]
-        buffer = torch.empty(max(at + fill.needed for fill, at in batch) - begin, dtype=torch.uint8)
-        view = host_view(buffer, writable=True)
-        self.store.read_into(first.path, begin, view)
-        for fill, at in batch:
-            if fill.whole and fill.checkable:
-                check_bytes(fill.digest, view[at - begin : at - begin + fill.nbytes], fill.path, fill.name)
-        source, nbytes = buffer.data_ptr() - begin, 0
-        for fill, at in batch:
-            direct = _is_direct(fill)
-            into = fill.target if direct else torch.empty(fill.sizes, dtype=fill.dtype)
-            ctypes.memmove(into.data_ptr(), source + at, fill.needed)
-            if not direct:
-                _copy(fill.target, into)
-            nbytes += fill.needed
-        return nbytes
+    def _read_run(self, batch: Sequence[tuple[_Fill, int]]) -> int:
+        """Tensors of one file, in its order: read into their memory, and digested as they are read."""
+        parts, into = [], [f.target if _is_direct(f) else torch.empty(f.sizes, dtype=f.dtype) for f, _ in batch]
+        for (fill, at), tensor in zip(batch, into, strict=True):
+            running = Running(fill.digest if fill.whole and fill.checkable else None, fill.path, fill.name)
+            parts.append((at, host_view(tensor, writable=True), running))
+        read_pieces(self.store, batch[0][0].path, parts)
+        for (fill, _), tensor, (_, _, running) in zip(batch, into, parts, strict=True):
+            running.check()
+            if tensor is not fill.target:
+                _copy(fill.target, tensor)
+        return sum(len(view) for _, view, _ in parts)
 
     def _joined(self, batch: Sequence[tuple[_Fill, int]]) -> int:
         """Small tensors far away: asked for together, however they lie."""
         # A cast, a device, a stride: read with the others all the same, and copied then.
-        into = [fill.target if _is_direct(fill) else torch.empty(fill.sizes, dtype=fill.dtype) for fill, _ in batch]
+        into = [f.target if _is_direct(f) else torch.empty(f.sizes, dtype=f.dtype) for f, _ in batch]
         views = [host_view(tensor, writable=True) for tensor in into]
         reads = [ReadInto(fill.path, at, view) for (fill, at), view in zip(batch, views, strict=True)]
         self.store.read_many(reads, workers=1)
@@ -268,13 +253,6 @@ class Filler:
             if tensor is not fill.target:
                 _copy(fill.target, tensor)
         return sum(map(len, views))
-
-    def _direct(self, fill: _Fill, at: int) -> int:
-        view = host_view(fill.target, writable=True)
-        state = Running(fill.digest if fill.whole and fill.checkable else None, fill.path, fill.name)
-        read_pieces(self.store, fill.path, at, view, state.update)
-        state.check()
-        return len(view)
 
     # --- through a buffer: casts, devices, columns, strides, codecs
 
@@ -297,7 +275,7 @@ class Filler:
         else:
             buffer, read = torch.empty(fill.nbytes, dtype=torch.uint8), fill.nbytes
             state = Running(fill.digest if fill.checkable else None, fill.path, fill.name)
-            read_pieces(self.store, fill.path, fill.start, host_view(buffer, writable=True), state.update)
+            read_pieces(self.store, fill.path, [(fill.start, host_view(buffer, writable=True), state)])
             state.check()
         strides = fill.strides or row_major_strides(fill.shape)
         offset = sum(o * s for o, s in zip(fill.offsets, strides, strict=True))
@@ -327,9 +305,9 @@ class Filler:
         for tile in whole.tiles(max(1, _TILE // fill.itemsize)):
             buffer = _buffer(tile.sizes, fill)
             view = host_view(buffer, writable=True)
-            read_pieces(self.store, fill.path, at, view, state.update)
+            read_pieces(self.store, fill.path, [(at, view, state)])
             at += len(view)
-            _copy(_part(fill.target, tile.offsets, tile.sizes), buffer)
+            _copy(part_of(fill.target, tile.offsets, tile.sizes), buffer)
         state.check()
         return fill.nbytes
 
@@ -337,7 +315,7 @@ class Filler:
         """A box of the slice: by its runs where they are long, else with the gaps between them."""
         strides = fill.strides or row_major_strides(fill.shape)
         at = fill.start + fill.itemsize * sum(o * s for o, s in zip(box.offsets, strides, strict=True))
-        target = _part(fill.target, tuple(o - f for o, f in zip(box.offsets, fill.offsets, strict=True)), box.sizes)
+        target = part_of(fill.target, tuple(o - f for o, f in zip(box.offsets, fill.offsets, strict=True)), box.sizes)
         run = _run_numel(box, fill) * fill.itemsize
         if run >= _RUN and fill.strides is None:
             buffer = _buffer(box.sizes, fill)
@@ -371,34 +349,20 @@ def _start_in_file(fill: _Fill) -> int | None:
     return fill.start + fill.itemsize * box.flat_start(fill.shape) if box.is_contiguous_in(fill.shape) else None
 
 
-def _ranges(small: Sequence[tuple[_Fill, int]]) -> Iterator[list[tuple[_Fill, int]]]:
-    """Cut small reads, in the order of the files, where a file ends, where there is a gap, and every few megabytes."""
-    batch: list[tuple[_Fill, int]] = []
-    stop = 0
-    for item in small:
-        fill, at = item
-        if batch and (fill.path != batch[0][0].path or at - stop > _GAP or stop - batch[0][1] >= _BATCH):
-            yield batch
-            batch = []
-        stop = max(stop, at + fill.needed) if batch else at + fill.needed
-        batch.append(item)
-    if batch:
-        yield batch
-
-
-def _batches(small: Sequence[tuple[_Fill, int]]) -> Iterator[list[tuple[_Fill, int]]]:
-    """Cut small reads far away into batches. They do not end with a file: how many requests there should be for one is
-    told by all that is read, and a batch that seems little gets a connection for every few megabytes."""
+def _batches(
+    lying: Sequence[tuple[_Fill, int]], most: int, *, one_file: bool
+) -> Iterator[tuple[int, list[tuple[_Fill, int]]]]:
+    """Cut reads, in the order of the files, into batches of `most` bytes; yield their bytes and them."""
     batch: list[tuple[_Fill, int]] = []
     nbytes = 0
-    for item in small:
-        if batch and nbytes >= _BATCH_REMOTE:
-            yield batch
+    for item in lying:
+        if batch and (nbytes >= most or (one_file and item[0].path != batch[0][0].path)):
+            yield nbytes, batch
             batch, nbytes = [], 0
         batch.append(item)
         nbytes += item[0].needed
     if batch:
-        yield batch
+        yield nbytes, batch
 
 
 def _spans(tile: Box, fill: _Fill) -> Iterator[Box]:
@@ -443,7 +407,8 @@ def _buffer(sizes: tuple[int, ...], fill: _Fill) -> torch.Tensor:
     return torch.empty(sizes, dtype=fill.dtype, pin_memory=pin)
 
 
-def _part(tensor: torch.Tensor, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> torch.Tensor:
+def part_of(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """Return a view of a box of a tensor."""
     for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         if size != tensor.shape[dim]:
             tensor = tensor.narrow(dim, offset, size)
@@ -457,11 +422,6 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
 
-def _torch_dtype(name: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, name)
-    return found
-
-
 def add_box(filler: Filler, entry: TensorEntry, box: Box, target: torch.Tensor) -> None:
     """Fill `target`, which is this box of the tensor, from the slices that hold it, each element once.
 
@@ -470,19 +430,16 @@ def add_box(filler: Filler, entry: TensorEntry, box: Box, target: torch.Tensor) 
     """
     if not target.numel():
         return
-    seen: set[tuple[int, ...]] = set()
+    seen: set[Box] = set()
     covered = 0
     for row, offset, size in _overlapping(entry, box):
         shared = Box(offset, size).intersect(box)
-        if shared is None or (*shared.offsets, *shared.sizes) in seen:
+        if shared is None or shared in seen:
             continue  # beside it, or a replica
-        seen.add((*shared.offsets, *shared.sizes))
+        seen.add(shared)
         covered += shared.numel
-        part = target
-        for dim, (start, length) in enumerate(zip(shared.relative_to(box).offsets, shared.sizes, strict=True)):
-            if length != part.shape[dim]:
-                part = part.narrow(dim, start, length)
-        filler.add(entry, row, tuple(a - b for a, b in zip(shared.offsets, offset, strict=True)), part)
+        part = target if shared == box else part_of(target, shared.relative_to(box).offsets, shared.sizes)
+        filler.add(entry, row, tuple(map(operator.sub, shared.offsets, offset)), part)
     if covered != target.numel():
         raise IncompleteCheckpointError(
             f"tensor {entry.name!r}: the checkpoint holds {covered} of the {target.numel()} elements at "

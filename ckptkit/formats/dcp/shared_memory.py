@@ -94,16 +94,13 @@ def _reads_alike(store: Store, group: Sequence[Claim]) -> bool:
     """Read this rank's part of each, and check that none would overwrite another in memory laid out as the live one."""
     import torch
 
-    from ckptkit.formats.dcp.fill import Filler, add_box
+    from ckptkit.formats.dcp.fill import Filler, add_box, part_of
 
     read = [torch.empty(tuple(c.local.shape), dtype=c.local.dtype) for c in group]
     filler = Filler(store, cast=True)
     for claim, values in zip(group, read, strict=True):
         for box, offsets in claim.parts:
-            target = values
-            for dim, (start, length) in enumerate(zip(offsets, box.sizes, strict=True)):
-                target = target.narrow(dim, start, length)
-            add_box(filler, claim.entry, box, target)
+            add_box(filler, claim.entry, box, part_of(values, offsets, box.sizes))
     filler.run()
     base = min(claim.local.data_ptr() for claim in group)
     stop = max(claim.local.data_ptr() + _extent(claim.local) for claim in group)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -96,6 +97,29 @@ def test_many_small_reads_from_several_files_are_exact(tmp_path):
             filler.add(TensorEntry(name, "float32", (7,), SliceArray.of([part], 1)), 0, (0,), targets[-1][0])
     filler.run()
     assert all(torch.equal(found, expected) for found, expected in targets)
+
+
+def test_reads_of_one_file_arrive_whatever_lies_between_them(tmp_path, monkeypatch):
+    values = torch.randn(300_000)
+    (tmp_path / "f").write_bytes(values.numpy().tobytes())
+    filler, targets = Filler(LocalStore(tmp_path), workers=1), []
+    # side by side, overlapping, the same twice, a small gap, a large one, longer than a piece
+    for start, stop in [(0, 5), (5, 9), (7, 12), (7, 12), (40, 41), (100_000, 100_003), (100_003, 300_000)]:
+        raw = values[start:stop].numpy().tobytes()
+        digest = Digest("xxh3_64", xxhash.xxh3_64_intdigest(raw), start * 4, len(raw))
+        part = TensorSlice(Box((0,), (stop - start,)), "f", start * 4, len(raw), digest=digest)
+        targets.append((torch.zeros(stop - start), values[start:stop]))
+        entry = TensorEntry(f"{start}", "float32", (stop - start,), SliceArray.of([part], 1))
+        filler.add(entry, 0, (0,), targets[-1][0])
+    preadv = os.preadv
+    # A signal or a network file system may cut any read short.
+    monkeypatch.setattr(
+        os, "preadv", lambda fd, into, at: preadv(fd, [into[0][: 11 if len(into[0]) < 99 else 1 << 17]], at)
+    )
+    monkeypatch.setattr(digests, "_PIECE", 1 << 18)
+    filler.run()
+    assert all(torch.equal(found, expected) for found, expected in targets)
+    assert filler.nbytes == sum(found.nbytes for found, _ in targets)
 
 
 def test_a_crc_is_checked_like_any_digest(tmp_path):
