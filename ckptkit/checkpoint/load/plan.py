@@ -227,6 +227,7 @@ class _Planner:
         self.filter = KeyFilter(options.include, options.exclude)
         self.by_role: dict[Role, dict[str, TensorEntry]] = {}
         self.from_masters: set[str] = set()  # FQNs of masters that are loaded into weights
+        self.live: dict[str, dict[str, torch.Tensor]] = {}  # tensors of each model
 
     def entries(self, role: Role) -> dict[str, TensorEntry]:
         if role not in self.by_role:
@@ -273,6 +274,7 @@ class _Planner:
                 if fqn.startswith(prefix) and self.take(key, fqn[len(prefix) :])
             }
             tensors, extra_state, handed = computed_state(module)
+            self.live[key] = tensors
             if handed is not None:
                 self.plan.handed.append((module, handed))
                 self.plan.mismatches.add("unexpected", key, _not_taken(module, handed))
@@ -390,7 +392,12 @@ class _Planner:
         optimizers = self.state.parts("optimizer")
         if not optimizers:
             return
-        names = parameter_names(self.state)
+        groups = [group for optimizer in optimizers.values() for group in optimizer.param_groups]
+        names = parameter_names(
+            self.state,
+            self.live if self.options.model == "restore" else None,
+            [parameter for group in groups for parameter in group["params"]],
+        )
         for name, optimizer in optimizers.items():
             key = section("optimizer", name)
             plan = OptimizerPlan(key, optimizer, named_parameters(optimizer, names, key))
@@ -401,10 +408,55 @@ class _Planner:
                     plan.masters = dict.fromkeys(plan.parameters)
                 self.plan.optimizers.append(plan)
                 continue
-            left = plan_optimizer(plan, names, self.catalog, self.objects, self.plan.mismatches, self.small)
+            left = self.optimizer(plan, names)
             self.left_masters(key, [fqn for fqn in left if fqn not in self.from_masters])
             self.plan.notes += plan.groups.notes
             self.plan.optimizers.append(plan)
+
+    def optimizer(self, plan: OptimizerPlan, names: Mapping[int, str]) -> list[str]:
+        """Complete the plan of one optimizer. Return the unused masters."""
+        found, catalog, objects = self.plan.mismatches, self.catalog, self.objects
+        tree = objects.get(plan.key)
+        saved = None if tree is None else OptimizerTree.of(tree, plan.key)
+        owners = {fqn for group in saved.param_groups for fqn in group["params"]} if saved else set()
+        states: dict[str, dict[str, TensorEntry]] = {}
+        masters: dict[str, TensorEntry] = {}
+        for entry in catalog.tensors.values():
+            if entry.role in (Role.OPTIMIZER, Role.MASTER) and entry.fqn and _owner(entry) == plan.key:
+                if entry.role is Role.MASTER:
+                    masters[entry.fqn] = entry
+                else:
+                    fqn, name = _owner_and_state(entry, owners)
+                    states.setdefault(fqn, {})[name] = entry
+        other = of_another_class(plan.key, plan.optimizer, objects)
+        if other or (tree is None and not states):
+            found.add("missing", plan.key, [f"the whole optimizer{other and f' ({other})'}"])
+            plan.groups = GroupChanges([{} for _ in plan.optimizer.param_groups])
+            plan.keep = list(plan.parameters)  # with strict=False the live one stays as it is
+            return list(masters)
+        if saved is not None:
+            plan.groups = group_changes(plan.optimizer, names, saved.param_groups, self.small, plan.key)
+            plan.values, plan.shared = saved.values, saved.shared
+            plan.groups.unexpected += [f"{fqn}.{name}" for fqn in states if fqn not in owners for name in states[fqn]]
+        else:
+            plan.groups = GroupChanges(
+                [{} for _ in plan.optimizer.param_groups], notes=[f"{plan.key}: no settings were saved"]
+            )
+            plan.groups.missing = [fqn for fqn in plan.parameters if fqn not in states]
+            plan.groups.unexpected = [fqn for fqn in states if fqn not in plan.parameters]
+        head = f"{plan.key}.state."
+        opaque = catalog.info.extra.get("opaque", {})
+        lost = [f"{name.removeprefix(head)} ({why})" for name, why in opaque.items() if name.startswith(head)]
+        found.add("unexpected", plan.key, [text for text in lost if text.partition(" ")[0] not in _flat(states)])
+        found.add("missing", plan.key, plan.groups.missing)
+        found.add("unexpected", plan.key, plan.groups.unexpected)
+        found.add("unexpected", plan.key, plan.groups.switches)
+        found.add("others", plan.key, plan.groups.conflicts)
+        plan.keep = list(plan.groups.missing)
+        plan.states = {fqn: entries for fqn, entries in states.items() if fqn in plan.parameters}
+        weights = self.entries(Role.MODEL)
+        _check_states(plan, weights, found)
+        return _plan_masters(plan, masters, weights, found)
 
     def left_masters(self, key: str, fqns: list[str]) -> None:
         """Report masters that neither an optimizer nor a weight uses: unexpected, unless weights are skipped or another
@@ -547,57 +599,6 @@ def _not_taken(module: torch.nn.Module, state: Mapping[str, Any]) -> list[str]:
     return [f"{name} (the module's state_dict has it, but its load_state_dict does not accept it)" for name in left]
 
 
-def plan_optimizer(
-    plan: OptimizerPlan,
-    names: Mapping[int, str],
-    catalog: Catalog,
-    objects: Mapping[str, JSON],
-    found: Mismatches,
-    small: Callable[[str], Any],
-) -> list[str]:
-    """Complete the plan of one optimizer, and add mismatches to `found`. Return the unused masters."""
-    tree = objects.get(plan.key)
-    saved = None if tree is None else OptimizerTree.of(tree, plan.key)
-    owners = {fqn for group in saved.param_groups for fqn in group["params"]} if saved else set()
-    states: dict[str, dict[str, TensorEntry]] = {}
-    masters: dict[str, TensorEntry] = {}
-    for entry in catalog.tensors.values():
-        if entry.role in (Role.OPTIMIZER, Role.MASTER) and entry.fqn and _owner(entry) == plan.key:
-            if entry.role is Role.MASTER:
-                masters[entry.fqn] = entry
-            else:
-                fqn, name = _owner_and_state(entry, owners)
-                states.setdefault(fqn, {})[name] = entry
-    other = of_another_class(plan.key, plan.optimizer, objects)
-    if other or (tree is None and not states):
-        found.add("missing", plan.key, [f"the whole optimizer{other and f' ({other})'}"])
-        plan.groups = GroupChanges([{} for _ in plan.optimizer.param_groups])
-        plan.keep = list(plan.parameters)  # with strict=False the live one stays as it is
-        return list(masters)
-    if saved is not None:
-        plan.groups = group_changes(plan.optimizer, names, saved.param_groups, small, plan.key)
-        plan.values, plan.shared = saved.values, saved.shared
-        plan.groups.unexpected += [f"{fqn}.{name}" for fqn in states if fqn not in owners for name in states[fqn]]
-    else:
-        plan.groups = GroupChanges(
-            [{} for _ in plan.optimizer.param_groups], notes=[f"{plan.key}: no settings were saved"]
-        )
-        plan.groups.missing = [fqn for fqn in plan.parameters if fqn not in states]
-        plan.groups.unexpected = [fqn for fqn in states if fqn not in plan.parameters]
-    head = f"{plan.key}.state."
-    opaque = catalog.info.extra.get("opaque", {})
-    lost = [f"{name.removeprefix(head)} ({why})" for name, why in opaque.items() if name.startswith(head)]
-    found.add("unexpected", plan.key, [text for text in lost if text.partition(" ")[0] not in _flat(states)])
-    found.add("missing", plan.key, plan.groups.missing)
-    found.add("unexpected", plan.key, plan.groups.unexpected)
-    found.add("unexpected", plan.key, plan.groups.switches)
-    found.add("others", plan.key, plan.groups.conflicts)
-    plan.keep = list(plan.groups.missing)
-    plan.states = {fqn: entries for fqn, entries in states.items() if fqn in plan.parameters}
-    _check_states(plan, catalog, found)
-    return _plan_masters(plan, masters, catalog, found)
-
-
 def of_another_class(key: str, item: Any, objects: Mapping[str, JSON]) -> str:
     """Describe the class of the saved optimizer or scheduler if it differs from that of `item`; "" if equal or not
     recorded."""
@@ -626,21 +627,21 @@ def _owner_and_state(entry: TensorEntry, owners: Collection[str]) -> tuple[str, 
     return fqn, f"{entry.fqn}.{entry.state}".removeprefix(f"{fqn}.")
 
 
-def _check_states(plan: OptimizerPlan, catalog: Catalog, found: Mismatches) -> None:
-    weights = catalog.by_role(Role.MODEL)
+def _check_states(plan: OptimizerPlan, weights: Mapping[str, TensorEntry], found: Mismatches) -> None:
     for fqn, entries in plan.states.items():
         parameter = plan.parameters[fqn]
         live = plan.optimizer.state.get(parameter, {})
+        wanted, weight = tuple(parameter.shape), weights.get(fqn)
+        # Beside a weight of the same shape, a state of another was one when it was saved: a table, say.
+        same_weight = weight is not None and weight.shape == wanted
         for name, entry in entries.items():
-            shape = tuple(getattr(live.get(name), "shape", entry.shape))
-            same_rank = len(entry.shape) == parameter.dim() and entry.numel > 1
-            # Factored moments have a single row or column.
-            fits = all(size in (1, whole) for size, whole in zip(entry.shape, parameter.shape, strict=False))
-            weight = weights.get(fqn)
-            # Beside a weight of the same shape, a state of another was one when it was saved: a table, say.
-            same_weight = weight is not None and weight.shape == tuple(parameter.shape)
-            if name not in live and same_rank and not fits and not same_weight:
-                shape = tuple(parameter.shape)
+            shape = entry.shape
+            if name in live:
+                shape = tuple(getattr(live[name], "shape", shape))
+            elif not same_weight and len(shape) == len(wanted) and entry.numel > 1:
+                # Factored moments have a single row or column.
+                fits = all(size in (1, whole) for size, whole in zip(shape, wanted, strict=True))
+                shape = shape if fits else wanted
             if shape != entry.shape:
                 found.add(
                     "shapes",
@@ -650,12 +651,11 @@ def _check_states(plan: OptimizerPlan, catalog: Catalog, found: Mismatches) -> N
 
 
 def _plan_masters(
-    plan: OptimizerPlan, masters: Mapping[str, TensorEntry], catalog: Catalog, found: Mismatches
+    plan: OptimizerPlan, masters: Mapping[str, TensorEntry], weights: Mapping[str, TensorEntry], found: Mismatches
 ) -> list[str]:
     """Match fp32 masters. If the checkpoint has none, its fp32 weight is used. Return unmatched masters."""
     if plan.master_name is None:
         return list(masters)
-    weights = catalog.by_role(Role.MODEL)
     for fqn, parameter in plan.parameters.items():
         if fqn in masters:
             if masters[fqn].shape != tuple(parameter.shape):
