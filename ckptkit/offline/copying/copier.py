@@ -158,28 +158,29 @@ class Copier:
 
     def _copy_runs(self, runs: Runs, worker: Worker) -> None:
         """Read, check, cast, digest and write runs of at most a chunk each; short ones together."""
+        # Lists, because numpy takes longer to hand out one number than the rest of the loop takes for a chunk.
+        origins, starts, nbytes, files, targets, casts, records, ends = (
+            getattr(runs, name).tolist() for name in Runs.__slots__
+        )
+        ratios = self._ratios.tolist()
         digest: BoxDigest | None = None
         for first, stop in pairwise(self._batches(runs.nbytes)):
-            some = runs.take(slice(first, stop))
-            origins, starts, nbytes, files, targets, casts, records, ends = (
-                getattr(some, name).tolist() for name in Runs.__slots__
-            )
-            views = self._read(some, origins, starts, nbytes, worker)
-            made, room = 0, worker.room(self._cast_nbytes(some))
+            views = self._read(runs, first, stop, worker)
+            cast = [nbytes[i] // ratios[casts[i]][0] * ratios[casts[i]][1] for i in range(first, stop) if casts[i]]
+            room, made = worker.room(sum(cast)), 0
             pending: list[memoryview] = []  # adjacent target ranges are written in one call
             begin = end = 0
-            for i, view in enumerate(views):
+            for i, view in enumerate(views, first):
                 if records[i] >= 0 and self._verifier is not None:
                     self._verifier.feed(records[i], starts[i], view.data)
                 if self._sink is None:
                     continue
+                data = view
                 if casts[i]:
-                    into, out = self._ratios[casts[i]].tolist()
+                    into, out = ratios[casts[i]]
                     data = room[made : made + nbytes[i] // into * out]
                     cast_into(view, data, *self._work.casts[casts[i]])
                     made += len(data)
-                else:
-                    data = view
                 if ends[i]:
                     digest = digest or BoxDigest(self.digested, files[i], targets[i], ends[i])
                     digest = None if digest.take(data) else digest
@@ -191,13 +192,7 @@ class Copier:
                 end = targets[i] + len(data)
             if pending and self._sink is not None:
                 self._sink.write(files[begin], targets[begin], pending)
-            self._tally.add(sum(nbytes), self._work.origins[origins[0]].path)
-
-    def _cast_nbytes(self, runs: Runs) -> int:
-        """Bytes of the runs after casting."""
-        rows = np.flatnonzero(runs.casts)
-        into, out = self._ratios[runs.casts[rows]].T
-        return int((runs.nbytes[rows] // into * out).sum())
+            self._tally.add(sum(nbytes[first:stop]), self._work.origins[origins[first]].path)
 
     def _batches(self, nbytes: Int64) -> list[int]:
         """Batches of runs that are read together: long ones alone, short ones up to about half a chunk."""
@@ -208,14 +203,13 @@ class Copier:
         new |= (at - np.maximum.accumulate(np.where(new, at, 0))) % _ROWS == 0
         return [*np.flatnonzero(new).tolist(), len(nbytes)]
 
-    def _read(
-        self, runs: Runs, origins: list[int], starts: list[int], nbytes: list[int], worker: Worker
-    ) -> list[Bytes]:
-        """Return the bytes of each run in the worker's buffer; nearby runs are read together."""
-        if len(runs) == 1:
-            buffer = worker.buffer(nbytes[0])
-            self._reader.read_many([Range(origins[0], starts[0], buffer.data)])
+    def _read(self, runs: Runs, first: int, stop: int, worker: Worker) -> list[Bytes]:
+        """Return the bytes of the runs [first, stop) in the worker's buffer; nearby runs are read together."""
+        if stop - first == 1:
+            buffer = worker.buffer(int(runs.nbytes[first]))
+            self._reader.read_many([Range(int(runs.origins[first]), int(runs.starts[first]), buffer.data)])
             return [buffer]
+        runs = runs.take(slice(first, stop))
         order = np.lexsort((runs.starts, runs.origins))
         of, lo = runs.origins[order], runs.starts[order]
         hi = lo + runs.nbytes[order]
@@ -231,7 +225,7 @@ class Copier:
         counts = np.diff(np.append(begins, len(order)))
         places = np.empty(len(order), np.int64)
         places[order] = lo + np.repeat(np.cumsum(sizes) - sizes - lows, counts)
-        return [buffer[a : a + n] for a, n in zip(places.tolist(), nbytes, strict=True)]
+        return [buffer[a : a + n] for a, n in zip(places.tolist(), runs.nbytes.tolist(), strict=True)]
 
     # --- boxes
 
