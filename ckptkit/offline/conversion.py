@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.offline.copying.copier import Digested, Progress
+from ckptkit.offline.copying.coverage import check_plan
 from ckptkit.offline.copying.execute import CopyReport, execute
 from ckptkit.offline.copying.plan import Plan
-from ckptkit.offline.prove import prove_masters
-from ckptkit.offline.publish import OutputPlace
+from ckptkit.offline.dry_run import refusals
+from ckptkit.offline.prove import prove_equal, prove_masters
+from ckptkit.offline.publish import Options, OutputPlace, Session
 from ckptkit.offline.reading import check_read_as_seen
 from ckptkit.offline.verify import check_committed
 from ckptkit.units import format_duration, format_size
@@ -23,9 +25,7 @@ if TYPE_CHECKING:
     from ckptkit.offline.resharding.seal import Seal
     from ckptkit.storage.store import Store
 
-__all__ = ["How", "Converted", "carry_out", "ConvertReport", "peak_memory"]
-
-# The report of a conversion.
+__all__ = ["ConvertReport", "Converted", "How", "carry_out", "conclude", "peak_memory"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +125,23 @@ def peak_memory() -> int:
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """Execution options: see `convert`."""
+    """The options that convert, reshard and copy share: see `convert`.
+
+    Attributes:
+        there, here: Storage options of the source and of the destination.
+        started: Start of the command, from time.perf_counter.
+    """
 
     workers: int
     max_memory: int
     check: bool
     verify: bool
+    dry_run: bool
+    overwrite: bool
+    there: Options | None
+    here: Options | None
     progress: Progress | None
+    started: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,48 +150,64 @@ class Converted:
 
     Attributes:
         masters: Number of weights proved equal to their cast fp32 masters.
-        looked: The result of `look`; None without one.
+        looked: What `look` has proved; "" without one.
         verified: Number of result tensors proved equal to the source; None without `verify`.
         record: The commit record of a ckptkit checkpoint; None for another format.
     """
 
     copied: CopyReport
     masters: int
-    looked: int | None
+    looked: str
     verified: int | None
     record: CommitRecord | None
 
-    def told(self, planned: ConvertReport, *, proved: Sequence[str], started: float) -> ConvertReport:
-        """Return the report of the executed plan.
 
-        Args:
-            proved: Additional proofs of the caller.
-            started: Start time, from time.perf_counter.
-        """
-        facts = [str(self.copied.covered)]
-        if self.copied.records:
-            facts.append(f"{self.copied.records} source digest{'s' * (self.copied.records != 1)} checked")
-        if self.masters:
-            facts.append(f"{self.masters} weight{'s' * (self.masters != 1)} equal to the fp32 master, cast")
-        facts += proved
-        if self.verified is not None:
-            facts.append(f"{self.verified}/{planned.tensors} tensors equal to the source")
-        if self.record is not None:
-            facts.append(f"committed as step {self.record.step} of {_ranks(self.record.world_size)}")
-        return replace(
-            planned,
-            nbytes_read=self.copied.nbytes_read,
-            notes=(*self.copied.notes(), *planned.notes),
-            checked=self.copied.records,
-            verified=self.verified,
-            proved=tuple(facts),
-            seconds=time.perf_counter() - started,
-            peak_memory=peak_memory(),
-        )
+def conclude(
+    planned: ConvertReport,
+    source: Source,
+    place: OutputPlace,
+    how: How,
+    *,
+    compared: str = "",
+    masters_of: Collection[str] | None = None,
+    look: Callable[[Store], str] | None = None,
+    sealing: Seal | None = None,
+) -> ConvertReport:
+    """Execute the plan of a report and return the complete report; in a dry run, add what the real run would refuse.
 
-
-def _ranks(count: int) -> str:
-    return f"{count} rank{'s' * (count != 1)}"
+    Args:
+        compared: The model whose names and shapes the plan was compared with; "" for none.
+        masters_of, look, sealing: See `carry_out`.
+    """
+    if how.dry_run:
+        check_plan(planned.plan)
+        found = refusals(planned.plan, source, place, check=how.check)
+        return replace(planned, faults=(*planned.faults, *found))
+    outcome = carry_out(planned.plan, source, place, how, masters_of=masters_of, look=look, sealing=sealing)
+    copied, record = outcome.copied, outcome.record
+    facts = [str(copied.covered)]
+    if copied.records:
+        facts.append(f"{copied.records} source digest{'s' * (copied.records != 1)} checked")
+    if outcome.masters:
+        facts.append(f"{outcome.masters} weight{'s' * (outcome.masters != 1)} equal to the fp32 master, cast")
+    if compared:
+        facts.append(f"names and shapes match {compared}")
+    if outcome.looked:
+        facts.append(outcome.looked)
+    if outcome.verified is not None:
+        facts.append(f"{outcome.verified}/{planned.tensors} tensors equal to the source")
+    if record is not None:
+        facts.append(f"committed as step {record.step} of {record.world_size} rank{'s' * (record.world_size != 1)}")
+    return replace(
+        planned,
+        nbytes_read=copied.nbytes_read,
+        notes=(*copied.notes(), *planned.notes),
+        checked=copied.records,
+        verified=outcome.verified,
+        proved=tuple(facts),
+        seconds=time.perf_counter() - how.started,
+        peak_memory=peak_memory(),
+    )
 
 
 def carry_out(
@@ -191,50 +217,42 @@ def carry_out(
     how: How,
     *,
     masters_of: Collection[str] | None = None,
-    look: Callable[[Store], int] | None = None,
+    look: Callable[[Store], str] | None = None,
     sealing: Seal | None = None,
 ) -> Converted:
     """Execute a plan and publish the result atomically. If there are several ranks, all must call it.
 
     Args:
         masters_of: Source tensors whose masters are proved; None for all.
-        look: Called once with the result; raises if it is wrong, and returns what it compared.
+        look: Called once with the result; raises if it is wrong, and returns what it proved as a phrase.
         sealing: Makes the result a committed ckptkit checkpoint.
     """
-    looked = verified = record = None
+
+    def copy(session: Session) -> CopyReport:
+        report = execute(
+            plan, source.store, session.store, workers=how.workers, max_memory=how.max_memory, check=how.check,
+            progress=how.progress, only=session.only, journal=session.journal, ledger=session.ledger,
+            digests=sealing is not None,
+        )  # fmt: skip
+        for item in source.checkpoints:
+            check_read_as_seen(item)
+        return report
+
+    looked, masters, verified, record = "", 0, None, None
     with place.stage(plan) as session:
-
-        def copied() -> CopyReport:
-            report = execute(
-                plan, source.store, session.store, workers=how.workers, max_memory=how.max_memory, check=how.check,
-                progress=how.progress, only=session.only, journal=session.journal, ledger=session.ledger,
-                digests=sealing is not None,
-            )  # fmt: skip
-            for item in source.checkpoints:
-                check_read_as_seen(item)
-            return report
-
-        def proved() -> int:
-            from ckptkit.offline.prove import prove_equal
-
-            return prove_equal(
-                plan, source.store, session.store, max_memory=how.max_memory, workers=how.workers, progress=how.progress
-            )
-
-        masters = 0
         for item in source.checkpoints if how.check else ():
             session.one(partial(check_committed, item))
             masters += session.one(partial(prove_masters, item, masters_of if item is source else None))
-        copies = session.everyone(copied)
-        done = CopyReport.joined(copies)
+        copies = session.everyone(partial(copy, session))
         if look is not None:
             looked = session.one(partial(look, session.store))
         if how.verify:
-            verified = session.one(proved)
+            prove = partial(prove_equal, max_memory=how.max_memory, workers=how.workers, progress=how.progress)
+            verified = session.one(partial(prove, plan, source.store, session.store))
         if sealing is not None:
             from ckptkit.offline.resharding.seal import seal
 
             digested = Digested.joined(copy.digested for copy in copies)
-            sealed = partial(seal, plan, session.store, sealing, digested=digested, workers=how.workers)
-            record = session.one(sealed)
-    return Converted(done, masters, looked, verified, record)
+            seal_it = partial(seal, digested=digested, workers=how.workers)
+            record = session.one(partial(seal_it, plan, session.store, sealing))
+    return Converted(CopyReport.joined(copies), masters, looked, verified, record)

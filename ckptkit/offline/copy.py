@@ -182,19 +182,6 @@ def _files(count: int) -> str:
     return f"{count} file{'s' * (count != 1)}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """What the caller of `copy` wants, the same for each checkpoint of a run."""
-
-    how: How
-    reading: ReadOptions
-    all_files: bool
-    overwrite: bool
-    dry_run: bool
-    there: Mapping[str, Any] | None
-    here: Mapping[str, Any] | None
-
-
 @patient()
 def copy(
     src: str,
@@ -239,13 +226,15 @@ def copy(
     """
     started = time.perf_counter()
     there, here = options_of_both(storage_options, src_storage_options, dst_storage_options)
-    how = How(workers, parse_size(max_memory), check, verify, progress)
-    wanted = _Wanted(how, ReadOptions(allow_pickle=allow_pickle), all_files, overwrite, dry_run, there, here)
+    how = How(workers, parse_size(max_memory), check, verify, dry_run, overwrite, there, here, progress, started)
+    reading = ReadOptions(allow_pickle=allow_pickle)
     found = run_at(src, storage_options=there)
     if found is None:
-        report = Copied(src, dst, False, (copy_checkpoint(src, dst, wanted),), dry_run=dry_run)
+        report = Copied(
+            src, dst, False, (copy_checkpoint(src, dst, how, reading, all_files=all_files),), dry_run=dry_run
+        )
     else:
-        report = _copy_run(src, dst, found, wanted)
+        report = _copy_run(src, dst, found, how, reading, all_files=all_files)
     if dry_run:
         return report
     return replace(report, seconds=time.perf_counter() - started, peak_memory=peak_memory())
@@ -277,13 +266,13 @@ def run_at(url: str, *, storage_options: Mapping[str, Any] | None = None) -> Inv
 
 
 @reads_checkpoints
-def copy_checkpoint(src: str, dst: str, wanted: _Wanted) -> CopiedCheckpoint:
+def copy_checkpoint(src: str, dst: str, how: How, reading: ReadOptions, *, all_files: bool) -> CopiedCheckpoint:
     """Copy one checkpoint; it is pinned meanwhile. What `copy` raises."""
-    source = open_pinned(src, storage_options=wanted.there, options=wanted.reading, together=not wanted.dry_run)
-    what = _contents(source, src, dst, wanted)
-    _check_complete(source, check=wanted.how.check)
-    place = _place(what, source.url, dst, wanted)
-    known = recorded(source.store, source.catalog, source.catalog.opaque()) if wanted.how.check else None
+    source = open_pinned(src, storage_options=how.there, options=reading, together=not how.dry_run)
+    what = _contents(source, src, dst, how, all_files=all_files)
+    _check_complete(source, check=how.check)
+    place = _place(what, source.url, dst, how)
+    known = recorded(source.store, source.catalog, source.catalog.opaque()) if how.check else None
     if known is not None and known.problems:
         raise IntegrityError(known.problems[0].message)
     inline, apart = _split(known.checks if known is not None else ())
@@ -295,9 +284,8 @@ def copy_checkpoint(src: str, dst: str, wanted: _Wanted) -> CopiedCheckpoint:
     raw = Source(what.store, plan.catalog, source.url)
     if not what.record:  # what ckptkit committed has digests, and is never changed
         watch(raw)
-    if wanted.dry_run:
-        return replace(copied, faults=tuple(refusals(plan, raw, place, check=wanted.how.check)))
-    how = wanted.how
+    if how.dry_run:
+        return replace(copied, faults=tuple(refusals(plan, raw, place, check=how.check)))
     for problem in compare_digests(source.store, apart, how.workers, how.max_memory, None):
         raise IntegrityError(problem.message)
     try:
@@ -341,7 +329,7 @@ class _Contents:
     single: bool = False
 
 
-def _contents(source: Source, src: str, dst: str, wanted: _Wanted) -> _Contents:
+def _contents(source: Source, src: str, dst: str, how: How, *, all_files: bool) -> _Contents:
     store, catalog = source.store, source.catalog
     if store.info(RECORD_NAME) is not None:  # ours: its record says what belongs to it
         record = store.read(RECORD_NAME)
@@ -349,15 +337,15 @@ def _contents(source: Source, src: str, dst: str, wanted: _Wanted) -> _Contents:
         others = unnamed_files(store, "", stated)
         sizes = {path: catalog.info.files[path] for path in named_paths(stated)}
         left = dict.fromkeys(others, "its commit record does not name them; --all-files copies them")
-        if wanted.all_files:
+        if all_files:
             more, left = _readable(snapshot(store), others)
             sizes |= more
         return _Contents(store, "", {**sizes, RECORD_NAME: len(record)}, left, record, stated.name)
     name = source.url.rpartition("/")[2]
     if list(catalog.info.files) == [name] and source.url != store.url:
         return _Contents(store, "", {name: file_size(store, name)}, {}, single=True)
-    prefix = _below(source, resolve_url(src, storage_options=wanted.there), dst, wanted)
-    base = open_store(source.url[: -len(prefix)], storage_options=wanted.there) if prefix else store
+    prefix = _below(source, resolve_url(src, storage_options=how.there), dst, how)
+    base = open_store(source.url[: -len(prefix)], storage_options=how.there) if prefix else store
     view = snapshot(base)
     sizes, left = _readable(view, [item.path for item in view.list(recursive=True)])
     return _Contents(base, prefix, sizes, left)
@@ -375,7 +363,7 @@ def _readable(store: Store, paths: Iterable[str]) -> tuple[dict[str, int], dict[
     return sizes, left
 
 
-def _below(source: Source, src: str, dst: str, wanted: _Wanted) -> str:
+def _below(source: Source, src: str, dst: str, how: How) -> str:
     """Return where the catalog was read, below the directory that is copied: "actor/" of a step of verl.
 
     Raises:
@@ -388,7 +376,7 @@ def _below(source: Source, src: str, dst: str, wanted: _Wanted) -> str:
     parts = opened[len(base) + 1 :].split("/")
     for at, part in enumerate(parts, 1):
         above = "/".join([base, *parts[: at - 1]])
-        siblings = open_store(above, storage_options=wanted.there).list() if parse_step(part) is not None else []
+        siblings = open_store(above, storage_options=how.there).list() if parse_step(part) is not None else []
         if sum(parse_step(item.path) is not None for item in siblings) > 1:
             raise UsageError(
                 f"{src} is a directory of checkpoints of another system: one of them is copied at a time, as in\n"
@@ -408,11 +396,11 @@ def _check_complete(source: Source, *, check: bool) -> None:
         raise IncompleteCheckpointError(f"{message} Nothing was copied. To copy what is there: --no-check.")
 
 
-def _place(what: _Contents, url: str, dst: str, wanted: _Wanted) -> OutputPlace:
+def _place(what: _Contents, url: str, dst: str, how: How) -> OutputPlace:
     name = dst.rstrip("/").rpartition("/")[2]
     if what.name and step_of_name(name) is not None and name != what.name:
         raise UsageError(f"{dst}: its name says another step than the checkpoint's, {what.name}. Call it otherwise.")
-    place = open_target(dst, source=url, single_file=False, overwrite=wanted.overwrite, storage_options=wanted.here)
+    place = open_target(dst, source=url, single_file=False, overwrite=how.overwrite, storage_options=how.here)
     if not what.single:
         return place
     file = next(iter(what.sizes))
@@ -490,12 +478,12 @@ def _slices(path: str, size: int, digests: Sequence[Digest]) -> SliceArray:
 # --- a run
 
 
-def _copy_run(src: str, dst: str, inventory: Inventory, wanted: _Wanted) -> Copied:
+def _copy_run(src: str, dst: str, inventory: Inventory, how: How, reading: ReadOptions, *, all_files: bool) -> Copied:
     """Copy the checkpoints of a run, the newest last. Those that are damaged are named once the others are whole."""
     if is_one_of_many():
         raise UsageError(f"{src} is a run; several processes copy one checkpoint together, not a run. Start one.")
-    place = open_target(dst, source=src, single_file=False, overwrite=wanted.overwrite, storage_options=wanted.here)
-    root, here = open_store(src, storage_options=wanted.there), open_store(dst, storage_options=wanted.here)
+    place = open_target(dst, source=src, single_file=False, overwrite=how.overwrite, storage_options=how.here)
+    root, here = open_store(src, storage_options=how.there), open_store(dst, storage_options=how.here)
     view = snapshot(here)
     known = {item.name: item for item in list_checkpoints(here, view=view).committed}
     same = {
@@ -505,10 +493,10 @@ def _copy_run(src: str, dst: str, inventory: Inventory, wanted: _Wanted) -> Copi
     half = {name: why for name, why in same.items() if why}
     todo = [item for item in inventory.committed if same.get(item.name) != ""]
     faults: list[Exception] = [*_unfit(here)]
-    faults += _taken(here, dst, [item for item in todo if item.name in known], half, overwrite=wanted.overwrite)
+    faults += _taken(here, dst, [item for item in todo if item.name in known], half, overwrite=how.overwrite)
     faults += _too_small(here, dst, todo)
-    report = Copied(src, dst, True, (), notes=_others(inventory, known), dry_run=wanted.dry_run)
-    if not wanted.dry_run:  # that asks each place itself
+    report = Copied(src, dst, True, (), notes=_others(inventory, known), dry_run=how.dry_run)
+    if not how.dry_run:  # that asks each place itself
         if faults:
             raise faults[0]
         _check_free(place, view, [item for item in todo if item.name not in known])
@@ -518,21 +506,21 @@ def _copy_run(src: str, dst: str, inventory: Inventory, wanted: _Wanted) -> Copi
     pins = {pin.name: pin.why for pin in list_pins(root) if pin.owner is None}
     with ExitStack() as held:
         pinned = {item.name: held.enter_context(ExitStack()) for item in inventory.committed}
-        if not wanted.dry_run:
+        if not how.dry_run:
             held.callback(acquire_lease(here).release)
             for item in todo[:_PINNED]:
-                pin = pin_url(f"{src.rstrip('/')}/{item.path}", why="copy", storage_options=wanted.there)
+                pin = pin_url(f"{src.rstrip('/')}/{item.path}", why="copy", storage_options=how.there)
                 with suppress(CheckpointNotFoundError):  # deleted since it was listed: said below
                     pinned[item.name].enter_context(pin)
         total, done = sum(item.record.total_bytes for item in inventory.committed), 0
         for item in inventory.committed:
             at, to = (f"{url.rstrip('/')}/{name}" for url, name in ((src, item.path), (dst, item.name)))
-            how = replace(wanted.how, progress=_part(wanted.how.progress, done, total))
+            part = replace(how, progress=_part(how.progress, done, total))
             try:
                 if same.get(item.name) == "":
-                    copies.append(_found(item, at, to, wanted))
+                    copies.append(_found(item, at, to, how))
                 else:
-                    copies.append(copy_checkpoint(at, to, replace(wanted, how=how)))
+                    copies.append(copy_checkpoint(at, to, part, reading, all_files=all_files))
             except CheckpointNotFoundError:
                 left[item.name] = "it was deleted while the others were copied"
                 continue
@@ -542,12 +530,12 @@ def _copy_run(src: str, dst: str, inventory: Inventory, wanted: _Wanted) -> Copi
             finally:
                 pinned[item.name].close()
             done += item.record.total_bytes
-            if item.name in pins and not wanted.dry_run:
-                pin_forever(to, pins[item.name], storage_options=wanted.here)
-        if copies and not wanted.dry_run:
+            if item.name in pins and not how.dry_run:
+                pin_forever(to, pins[item.name], storage_options=how.here)
+        if copies and not how.dry_run:
             newest = list_checkpoints(here).latest
             write_hint(here, newest.name if newest is not None else "")
-    if damaged and not wanted.dry_run:
+    if damaged and not how.dry_run:
         name, first = next(iter(damaged.items()))
         more = f" Nor were {', '.join(list(damaged)[1:4])}." if len(damaged) > 1 else ""
         raise type(first)(f"{name} was not copied; {len(copies)} others are whole in {dst}.{more} {first}") from first
@@ -567,11 +555,11 @@ def _part(progress: Progress | None, before: int, total: int) -> Progress | None
     return lambda done, _, what: progress(min(before + done, total), total, what)
 
 
-def _found(item: Committed, at: str, to: str, wanted: _Wanted) -> CopiedCheckpoint:
+def _found(item: Committed, at: str, to: str, how: How) -> CopiedCheckpoint:
     """Return what is known of a checkpoint that was there already. Raises IntegrityError where reading it was asked
     for and finds damage."""
-    asked = wanted.how.verify and not wanted.dry_run
-    for problem in verify(to, storage_options=wanted.here).problems if asked else ():
+    asked = how.verify and not how.dry_run
+    for problem in verify(to, storage_options=how.here).problems if asked else ():
         raise IntegrityError(f"{to} is there already, and damaged: {problem.message}")
     form, files = f"ckptkit-{item.record.state_dict_type}", len(item.record.files) + 1
     return CopiedCheckpoint(at, to, form, files, item.record.total_bytes, verified=asked or None, there=True)

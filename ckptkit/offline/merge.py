@@ -20,14 +20,16 @@ from ckptkit.digests import crc32
 from ckptkit.errors import CheckpointMismatchError, CorruptCheckpointError, UnsupportedFormatError, UsageError
 from ckptkit.formats.options import ReadOptions
 from ckptkit.offline.conversion import ConvertReport, How
-from ckptkit.offline.convert import Chosen, Format, Output, TensorChoice, Weights, choose, write
+from ckptkit.offline.convert import Format, Output, Weights, choose, key_map_of, write
 from ckptkit.offline.copying.casts import cast_into, float_values
 from ckptkit.offline.copying.copier import Progress
 from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor
+from ckptkit.offline.export.hf import ExportOptions, HFExport
 from ckptkit.offline.joined import join, taken_from
 from ckptkit.offline.publish import options_of_both
 from ckptkit.offline.reading import open_pinned, reads_checkpoints
 from ckptkit.storage.retry import patient
+from ckptkit.units import parse_size
 
 if TYPE_CHECKING:
     from ckptkit.formats.detect import Source
@@ -99,28 +101,29 @@ def merge(  # noqa: PLR0913 - one argument an option
     started = time.perf_counter()
     if sum_dtype not in ("fp32", "fp64"):
         raise UsageError(f"sum_dtype={sum_dtype!r}: expected 'fp32' or 'fp64'.")
-    output = Output(
-        dst, to, max_shard_size, world_size, overwrite, sha256, dry_run, How(workers, 0, check, verify, progress)
-    ).checked(max_memory)
     there, here = options_of_both(storage_options, src_storage_options, dst_storage_options)
+    memory = parse_size(max_memory)
+    how = How(workers, memory, check, verify, dry_run, overwrite, there, here, progress, started)
+    output = Output(dst, to, parse_size(max_shard_size), world_size, sha256, how)
+    output.check()
     urls = _of_run(sources, last, steps, there)
     factors = weights_of(weights, len(urls))
-    options = ReadOptions(base=base, strip_prefix=strip_prefix)
-    opened = [open_pinned(url, storage_options=there, options=options, together=not dry_run) for url in urls]
-    choice = TensorChoice(
-        to, dtype, take, base, key_map, strip_prefix, tuple(include), tuple(exclude), False, False, None, not dry_run
+    reading = ReadOptions(base=base, strip_prefix=strip_prefix)
+    opened = [open_pinned(url, storage_options=there, options=reading, together=not dry_run) for url in urls]
+    options = ExportOptions(
+        dtype, take, key_map_of(key_map), strip_prefix, tuple(include), tuple(exclude), strict=not dry_run
     )
     said = "merged from " + ", ".join(
         f"{f:.6g} * {s.url.rpartition('/')[2]}" for f, s in zip(factors, opened, strict=True)
     )
-    choices = [choice] * (len(opened) - 1) + [replace(choice, notes=(said,))]
-    parts = [choose(source, chosen, storage_options) for source, chosen in zip(opened, choices, strict=True)]
-    chosen = _combined(opened, parts, factors, dtype, sum_dtype, said)
+    each = [options] * (len(opened) - 1) + [replace(options, notes=(said,))]
+    parts = [choose(source, to, own, base, storage_options) for source, own in zip(opened, each, strict=True)]
+    export = _combined(opened, parts, factors, dtype, sum_dtype, said)
     joined = join(opened, [_used(source, part) for source, part in zip(opened, parts, strict=True)])
-    return write(", ".join(sources), joined, chosen, choice, output, storage_options=here, started=started)
+    return write(", ".join(sources), joined, export, options, output)
 
 
-def _used(source: Source, part: Chosen) -> list[TensorEntry]:
+def _used(source: Source, part: HFExport) -> list[TensorEntry]:
     """Return the entries that the chosen tensors of one source need."""
     keys = dict.fromkeys(key for tensor in part.tensors for key in tensor.sources)
     return [source.catalog.tensors[key] for key in keys]
@@ -219,8 +222,13 @@ def _of_run(
 
 
 def _combined(
-    opened: Sequence[Source], parts: Sequence[Chosen], factors: Sequence[float], dtype: str, sum_dtype: Sums, said: str
-) -> Chosen:
+    opened: Sequence[Source],
+    parts: Sequence[HFExport],
+    factors: Sequence[float],
+    dtype: str,
+    sum_dtype: Sums,
+    said: str,
+) -> HFExport:
     """Return the tensors of the result; its other properties are those of the last source."""
     named = [{tensor.name: tensor for tensor in part.tensors} for part in parts]
     _check_names(opened, named)

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.checkpoint.load.mapping import Checkpoint, TensorView
 from ckptkit.errors import CkptkitError, UsageError
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.record import CommitRecord, check_tag, find_record, step_name, step_of_name
-from ckptkit.offline.conversion import ConvertReport, How, carry_out
+from ckptkit.offline.conversion import ConvertReport, How, conclude
 from ckptkit.offline.copying.copier import Progress
-from ckptkit.offline.copying.coverage import check_plan
 from ckptkit.offline.copying.plan import Plan
-from ckptkit.offline.dry_run import check_source_files, refusals
+from ckptkit.offline.dry_run import check_source_files
 from ckptkit.offline.gaps import refuse_partial
 from ckptkit.offline.publish import open_target, options_of_both
 from ckptkit.offline.reading import open_pinned, reads_checkpoints
@@ -88,10 +86,10 @@ def reshard(  # noqa: PLR0913 - one argument an option
         raise UsageError(f"type={type!r} is unknown. Known: {', '.join(_TYPES)}.")
     target = TargetMesh.parse(mesh, world_size=world_size)
     split = None if tp_plan is None else TPPlan.of(tp_plan)
-    memory = parse_size(max_memory)
     there, here = options_of_both(storage_options, src_storage_options, dst_storage_options)
-    options = ReadOptions(layout=layout, allow_pickle=allow_pickle)
-    source = open_pinned(src, storage_options=there, options=options, together=not dry_run)
+    how = How(workers, parse_size(max_memory), check, verify, dry_run, overwrite, there, here, progress, started)
+    reading = ReadOptions(layout=layout, allow_pickle=allow_pickle)
+    source = open_pinned(src, storage_options=there, options=reading, together=not dry_run)
     refuse_partial(source.store, source.catalog)
     check_source_files(source.store, source.catalog.tensors.values())
     place = open_target(dst, source=source.url, single_file=False, overwrite=overwrite, storage_options=here)
@@ -101,21 +99,14 @@ def reshard(  # noqa: PLR0913 - one argument an option
         src, dst, source.url, source.catalog.info.format, f"ckptkit-{type}", plan,
         tensors=len(plan.placements), nbytes=plan.nbytes, notes=_notes(source, plan, identity), dry_run=dry_run,
     )  # fmt: skip
-    if dry_run:
-        check_plan(plan)
-        return replace(report, faults=tuple(refusals(plan, source, place, check=check)))
-    outcome = carry_out(plan, source, place, How(workers, memory, check, verify, progress), sealing=sealing)
-    return outcome.told(report, proved=(), started=started)
+    return conclude(report, source, place, how, sealing=sealing)
 
 
 def _notes(source: Source, plan: Plan, identity: Identity) -> tuple[str, ...]:
     notes = [*([source.note] if source.note else []), *source.catalog.info.notes, *plan.notes]
     if not identity.known:
         notes.append("the source does not record its step, so this is step 0; to set it, name DST step_<N>")
-    reasons: dict[str, list[str]] = {}
-    for name, reason in plan.leftovers:
-        reasons.setdefault(reason, []).append(name)
-    for reason, names in reasons.items():
+    for reason, names in plan.left_over().items():
         shown = ", ".join(names[:3]) + (f", ... ({len(names)})" if len(names) > 3 else "")
         notes.append(f"skipped: {shown}: {reason}")
     return tuple(dict.fromkeys(notes))

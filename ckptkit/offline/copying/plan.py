@@ -193,9 +193,20 @@ class Plan:
             )
         for file in self.files:
             yield f"{file.path}  {format_size(file.nbytes)}"
-        yield from _left_over(self.leftovers)
+        for reason, names in self.left_over().items():
+            if len(names) <= _NAMED:
+                yield from (f"left over: {name} ({reason})" for name in names)
+            else:
+                yield f"left over: {len(names)} tensors, {names[0]}, ... ({reason}); --json lists all"
         yield from (f"missing: {name}" for name in self.missing)
         yield from (f"note: {note}" for note in self.notes)
+
+    def left_over(self) -> dict[str, list[str]]:
+        """Return the names of the leftovers by reason."""
+        names: dict[str, list[str]] = {}
+        for name, reason in self.leftovers:
+            names.setdefault(reason, []).append(name)
+        return names
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as JSON values, row by row; for small plans."""
@@ -206,18 +217,6 @@ class Plan:
             "missing": list(self.missing),
             "notes": list(self.notes),
         }
-
-
-def _left_over(leftovers: Sequence[tuple[str, str]]) -> Iterator[str]:
-    """Yield a line for each tensor that is left over; one for all of a reason that many have, such as the optimizer."""
-    of: dict[str, list[str]] = {}
-    for name, reason in leftovers:
-        of.setdefault(reason, []).append(name)
-    for reason, names in of.items():
-        if len(names) <= _NAMED:
-            yield from (f"left over: {name} ({reason})" for name in names)
-        else:
-            yield f"left over: {len(names)} tensors, {names[0]}, ... ({reason}); --json lists all"
 
 
 def _renamed(tensor: OutputTensor) -> str:
