@@ -231,7 +231,7 @@ def carry_out(
     def copy(session: Session) -> CopyReport:
         report = execute(
             plan, source.store, session.store, workers=how.workers, max_memory=how.max_memory, check=how.check,
-            progress=how.progress, only=session.only, journal=session.journal, ledger=session.ledger,
+            progress=how.progress, files=session.files, journal=session.journal, ledger=session.ledger,
             digests=sealing is not None,
         )  # fmt: skip
         for item in source.checkpoints:

@@ -105,7 +105,7 @@ def merge(  # noqa: PLR0913 - one argument an option
     memory = parse_size(max_memory)
     how = How(workers, memory, check, verify, dry_run, overwrite, there, here, progress, started)
     output = Output(dst, to, parse_size(max_shard_size), world_size, sha256, how)
-    output.check()
+    output.check(max_memory, max_shard_size)
     urls = _of_run(sources, last, steps, there)
     factors = weights_of(weights, len(urls))
     reading = ReadOptions(base=base, strip_prefix=strip_prefix)

@@ -1,4 +1,4 @@
-"""Where a result goes: a directory or a single file, staged and published whole, by one process or by many ranks."""
+"""Stages and publishes a result, a directory or a single file, as a whole: by one process or by several ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from ckptkit.checkpoint.run.coordinator import Coordinator, Outcome
 from ckptkit.errors import RankFailedError, UsageError
@@ -44,52 +44,84 @@ __all__ = [
     "open_target",
     "options_of_both",
     "process_group",
-    "staged_together",
 ]
 
 T = TypeVar("T")
-_BESIDE = (MANIFEST_NAME, RECORD_NAME, SUMS_NAME)  # is written as well, or may be
+_BESIDE = (MANIFEST_NAME, RECORD_NAME, SUMS_NAME)  # may be written too
 _FILE_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
 
 
-class Session(Protocol):
-    """A place that is being written.
+Options: TypeAlias = Mapping[str, Any]
+
+
+class Session:
+    """The part of one process in writing a result: a process alone, or one of several ranks.
 
     Attributes:
         store: Where this process writes.
-        only: Which files of the plan are its own, by index; None for all.
-        journal: Where steps that are done are stated, so that the next run can go on; None where none can.
+        files: The files of the plan that this process writes, by index.
+        journal: Records finished steps, so that the next run can continue; None if it cannot.
         ledger: The same for objects of an object store.
     """
 
-    store: Store
-    only: Callable[[int], bool] | None
-    journal: Journal | None
-    ledger: Ledger | None
-
-    def everyone(self, fn: Callable[[], T]) -> list[T]:
-        """Run `fn` on every rank; raises on all where it failed on any. Returns what it returned here, and, where
-        `one` is run, on every other rank."""
-
-    def one(self, fn: Callable[[], T]) -> T:
-        """Run `fn` on one rank; its result, or error, is everybody's."""
-
-
-class _Alone:
-    """The session of a process that does all by itself."""
-
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, plan: Plan, coordinator: Coordinator, ledger: Ledger | None) -> None:
         self.store = store
-        self.only: Callable[[int], bool] | None = None
-        staged = is_directory(store) and leftover_of(os.path.basename(store.url)) is not None
-        self.journal = Journal(store.url) if staged and is_directory(store) else None
-        self.ledger: Ledger | None = getattr(store, "ledger", None)
+        self.ledger = ledger
+        self._coordinator = coordinator
+        rank, world_size = coordinator.rank, coordinator.world_size
+        self.files = [index for index, owner in enumerate(share_out(plan, world_size)) if owner == rank]
+        self._paths = [plan.files[index].path for index in self.files]
+        self.journal: Journal | None = None
+        if is_directory(store) and leftover_of(os.path.basename(store.url)) is not None:
+            self.journal = Journal(store.url, world_size=world_size, rank=rank)
 
     def everyone(self, fn: Callable[[], T]) -> list[T]:
-        return [fn()]
+        """Run `fn` on every rank. If it fails on one, all raise. Returns this rank's result; on the rank where `one`
+        runs, the results of all."""
+        if self._coordinator.world_size == 1:
+            return [fn()]
+        outcome = Outcome.of(lambda: self._durable(fn))
+        try:
+            results: list[T] | None = self._coordinator.settle(outcome, "writing the files")
+        except BaseException as error:
+            if not self._coordinator.is_main and not is_directory(self.store) and not is_interruption(error):
+                # Rank 0 deletes what it staged; on an object store it does not know these.
+                with contextlib.suppress(OSError):
+                    self.store.delete(self._paths)
+            raise
+        return [outcome.value] if results is None else results
+
+    def _durable(self, fn: Callable[[], T]) -> T:
+        """Run `fn` and sync what it wrote: rank 0 may be on another machine, and could not."""
+        value = fn()
+        if is_directory(self.store):
+            sync_files(self.store, [path for path in self._paths if self.store.info(path) is not None])
+        return value
 
     def one(self, fn: Callable[[], T]) -> T:
-        return fn()
+        """Run `fn` on one rank; all get its result, or raise its error."""
+        return _decide(self._coordinator, fn, "checking the result")
+
+    @contextlib.contextmanager
+    def until_published(self) -> Iterator[None]:
+        """Close the journal after the block. If a rank other than 0 is interrupted, its finished steps are kept for
+        the next run; rank 0's are kept by the staging directory's context."""
+        if self.journal is None:
+            yield
+            return
+        try:
+            yield
+        except BaseException as error:
+            if is_interruption(error) and not self._coordinator.is_main:
+                self.journal.leave()
+            raise
+        finally:
+            self.journal.close()
+
+
+def _decide(coordinator: Coordinator, fn: Callable[[], T], what: str) -> T:
+    """Run `fn` on rank 0; all get its result. A process that is alone raises every error unchanged."""
+    return fn() if coordinator.world_size == 1 else coordinator.decide(fn, what)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +129,8 @@ class OutputPlace:
     """The place of a result.
 
     Attributes:
-        url: A directory; for a single file the one it lies in.
-        file_name: Of the single file; "" for a directory.
+        url: A directory; for a single file, its directory.
+        file_name: Name of the single file; "" for a directory.
     """
 
     url: str
@@ -109,43 +141,58 @@ class OutputPlace:
 
     @property
     def replaceable(self) -> Replaceable | None:
-        """What decides whether something may be replaced; None: nothing may."""
+        """The check that raises if something must not be replaced; None if nothing may be."""
         return check_replaceable if self.overwrite else None
 
     @contextlib.contextmanager
     def stage(self, plan: Plan) -> Iterator[Session]:
-        """Yield where to write the plan; it is published when the block ends well, and gone when it doesn't."""
-        if is_one_of_many():
-            with staged_together(self, plan) as session:
+        """Yield where to write the plan. It is published if the block succeeds; otherwise nothing of it remains, or
+        only what the next run continues from.
+
+        If there are several ranks, all must enter and leave together. A gloo group is made from torchrun's environment
+        if the process has none.
+
+        Raises:
+            RankFailedError: Some rank failed; nothing was published.
+        """
+        with contextlib.ExitStack() as group, contextlib.ExitStack() as staging:
+            if is_one_of_many():
+                group.enter_context(process_group())
+            coordinator = group.enter_context(contextlib.closing(Coordinator()))
+            dead = _known_dead(self, coordinator) if coordinator.world_size > 1 else []
+            staged: list[Store] = []
+
+            def open_staging() -> tuple[str, dict[str, Finished] | None]:
+                staged.append(staging.enter_context(self.open(plan, dead=dead)))
+                clear_strays(staged[0], plan)
+                made = getattr(staged[0], "ledger", None)
+                return staged[0].url, None if made is None else dict(made.earlier)
+
+            url, earlier = _decide(coordinator, open_staging, "making room for the result")
+            store = staged[0] if staged else open_store(url, storage_options=self.storage_options)
+            coordinator.all_ok(lambda: _join(store, coordinator), "joining the others")
+            ledger = None if earlier is None else Ledger(store, earlier)
+            session = Session(store, plan, coordinator, getattr(store, "ledger", ledger))
+            with session.until_published():
                 yield session
-            return
-        with self.open(plan, resume=True) as store:
-            clear_strays(store, plan)
-            session = _Alone(store)
-            try:
-                yield session
-            finally:
-                if session.journal is not None:
-                    session.journal.close()
+                _decide(coordinator, staging.close, "publishing the result")
 
     def local_name(self) -> tuple[str, str]:
-        """Return the local directory in which the result is staged, and under which name; "" where it is remote."""
+        """Return the local directory that the result is staged in, and its name there; "", "" if it is remote."""
         protocol, rest = split_url(self.url)
         if protocol not in ("file", "local"):
             return "", ""
         whole = LocalStore(rest).url
         return (whole, self.file_name) if self.is_file else os.path.split(whole)
 
-    def open(
-        self, plan: Plan, *, resume: bool = False, dead: Collection[str] = ()
-    ) -> contextlib.AbstractContextManager[Store]:
-        """Return the staging store of this place, as a context that publishes; for one process.
+    def open(self, plan: Plan, *, dead: Collection[str] = ()) -> contextlib.AbstractContextManager[Store]:
+        """Return the staging store of this place, as a context that publishes; for one process. It may contain what an
+        interrupted process left.
 
         Args:
-            resume: It may hold what an interrupted process left, and is left so in turn.
             dead: Owner files of earlier writers on other machines that are known to be dead.
         """
-        # A shard is never held back: stores keep what comes last in memory.
+        # Not shards: stores keep in memory what is published last.
         small = [name for name in plan.last if not name.endswith(".safetensors")]
         names = {**dict.fromkeys((*plan.last, *_BESIDE), -1), **{file.path: file.nbytes for file in plan.files}}
         return stage(
@@ -155,18 +202,18 @@ class OutputPlace:
             overwrite=self.overwrite,
             last=small,
             storage_options=self.storage_options,
-            resume=resume,
+            resume=True,
             dead=dead,
             names=names,
         )
 
     def check(self, plan: Plan) -> None:
-        """Raise what `open` would, of the place itself; nothing is written.
+        """Raise what `open` would raise about the place itself. Writes nothing.
 
         Raises:
-            CheckpointExistsError: It is taken.
-            NoSpaceError: The plan does not fit on the disk.
-            PermissionError: A local directory can't be written to.
+            CheckpointExistsError: Something is there already.
+            NoSpaceError: The disk has too little space.
+            PermissionError: A local directory is not writable.
         """
         self.check_free()
         folder, name = self.local_name()
@@ -177,7 +224,7 @@ class OutputPlace:
         check_room(plan, LocalStore(folder), held=left[1] if left is not None else 0)
 
     def check_free(self) -> None:
-        """Raise CheckpointExistsError where the place is taken."""
+        """Raise CheckpointExistsError if something is there already."""
         store = open_store(self.url, storage_options=self.storage_options)
         if is_directory(store):
             folder, name = self.local_name()
@@ -192,10 +239,10 @@ class OutputPlace:
 
 
 def is_one_of_many() -> bool:
-    """Return whether this process is a rank among several that torchrun started, or that joined a group themselves.
+    """Return whether this process is one of several ranks that torchrun started or that joined a process group.
 
-    RANK and WORLD_SIZE alone say nothing: a batch job may leave them to a shell in which one process converts,
-    and it would wait for the others for ever.
+    RANK and WORLD_SIZE alone are not enough: a batch job may leave them set in a shell where one process converts,
+    which would wait for the others forever.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
@@ -204,36 +251,25 @@ def is_one_of_many() -> bool:
     return started and int(os.environ.get("WORLD_SIZE", "1") or 1) > 1
 
 
-def _sync_file(path: str) -> None:
-    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _identity(url: str) -> str:
     kind, path = split_url(url)
     if "\0" in path:
-        return url  # no path at all: whoever opens it says so
+        return url  # not a path: opening it raises
     return os.path.realpath(path) if kind in ("file", "local") else f"{kind}://{path.strip('/')}"
 
 
-Options: TypeAlias = Mapping[str, Any]
-
-
 def options_of_both(both: Options | None, src: Options | None, dst: Options | None) -> list[Options | None]:
-    """Return the storage options of the source and of the destination: what is common, and over it each one's own."""
+    """Return the storage options of the source and of the destination: the common ones, overridden by its own."""
     return [{**(both or {}), **own} if own else both for own in (src, dst)]
 
 
 def open_target(
     dst: str, *, source: str, single_file: bool, overwrite: bool, storage_options: Mapping[str, Any] | None
 ) -> OutputPlace:
-    """Return the place that `dst` names. `single_file`: what is written is one file, which `dst` may name.
+    """Return the place that `dst` names. `single_file`: the result is one file, which `dst` may name.
 
     Raises:
-        UsageError: `dst` is the checkpoint that is read, `source`, or a directory that holds it.
+        UsageError: `dst` is `source`, the checkpoint that is read, or a directory above it.
     """
     here, there = _identity(dst), _identity(source)
     if f"{there}/".startswith(f"{here}/"):
@@ -245,70 +281,14 @@ def open_target(
     return OutputPlace(dst, "pytorch_model.bin" if single_file else "", False, overwrite, storage_options)
 
 
-# Several processes, started by torchrun, that write one result: files shared out, published once, failing together.
+# Several ranks that write one result: they share the files, publish once, and fail together.
 
 
-_MEET_S = 120  # ranks that torchrun starts together are there within seconds
-
-
-class _Together:
-    """The session of one rank among several."""
-
-    def __init__(self, store: Store, coordinator: Coordinator, plan: Plan, ledger: Ledger | None) -> None:
-        self.store = store
-        self.ledger = ledger
-        self.journal = _journal_of(store, coordinator)
-        self._coordinator = coordinator
-        owners = share_out(plan, coordinator.world_size)
-        self.only: Callable[[int], bool] | None = lambda index: owners[index] == coordinator.rank
-        self.own_paths = [plan.files[i].path for i, rank in enumerate(owners) if rank == coordinator.rank]
-
-    def everyone(self, fn: Callable[[], T]) -> list[T]:
-        outcome = Outcome.of(lambda: self._durable(fn))
-        try:
-            results: list[T] | None = self._coordinator.settle(outcome, "writing the files")
-        except BaseException as error:
-            if not self._coordinator.is_main and not is_directory(self.store) and not is_interruption(error):
-                # Rank 0 clears away what it staged; on an object store it does not know of these.
-                with contextlib.suppress(OSError):
-                    self.store.delete(self.own_paths)
-            raise
-        return [outcome.value] if results is None else results
-
-    def _durable(self, fn: Callable[[], T]) -> T:
-        """Run `fn`, and make what it wrote durable: rank 0, on another machine, can't."""
-        value = fn()
-        if is_directory(self.store):
-            sync_files(self.store, [path for path in self.own_paths if self.store.info(path) is not None])
-        return value
-
-    def one(self, fn: Callable[[], T]) -> T:
-        return self._coordinator.decide(fn, "checking the result")
-
-    @contextlib.contextmanager
-    def until_published(self) -> Iterator[None]:
-        """Keep what this rank has said of its steps, where the block is interrupted; rank 0 does so for itself."""
-        if self.journal is None:
-            yield
-            return
-        try:
-            yield
-        except BaseException as error:
-            if is_interruption(error) and not self._coordinator.is_main:
-                self.journal.leave()
-            raise
-        finally:
-            self.journal.close()
-
-
-def _journal_of(store: Store, coordinator: Coordinator) -> Journal | None:
-    if not is_directory(store) or leftover_of(os.path.basename(store.url)) is None:
-        return None
-    return Journal(store.url, world_size=coordinator.world_size, rank=coordinator.rank)
+_MEET_S = 120  # torchrun starts its ranks within seconds
 
 
 def _join(store: Store, coordinator: Coordinator) -> None:
-    """Look whether this rank sees the staging directory, and write its owner file beside it."""
+    """Check that this rank sees the staging directory, and write the rank's owner file beside it."""
     if coordinator.is_main or not is_directory(store):
         return
     head, name = os.path.split(store.url)
@@ -323,7 +303,7 @@ def _join(store: Store, coordinator: Coordinator) -> None:
 
 
 def _known_dead(place: OutputPlace, coordinator: Coordinator) -> list[str]:
-    """Return, on rank 0, the owner files of earlier writers that some rank's machine knows to be dead."""
+    """Return, on rank 0, the owner files of earlier writers that are dead, as known by any rank's machine."""
     found = coordinator.all_ok(lambda: _dead_here(place, coordinator), "looking for what an earlier run left")
     return [path for paths in found or () for path in paths]
 
@@ -334,7 +314,7 @@ def _dead_here(place: OutputPlace, coordinator: Coordinator) -> list[str]:
         return []
     dead = dead_owner_files(LocalStore(folder), name)
     if dead and not coordinator.is_main and os.environ.get("LOCAL_RANK", "0") == "0":
-        # What the dead wrote may be in the memory of this machine alone.
+        # What they wrote may be only in the memory of this machine.
         for staging in set(dead.values()):
             with contextlib.suppress(OSError):
                 sync_tree(LocalStore(f"{folder}/{staging}"))
@@ -342,40 +322,11 @@ def _dead_here(place: OutputPlace, coordinator: Coordinator) -> list[str]:
 
 
 @contextlib.contextmanager
-def staged_together(place: OutputPlace, plan: Plan) -> Iterator[Session]:
-    """Yield the session of this rank. Every rank must come here, and leave together.
-
-    Makes a gloo group from torchrun's environment where the process has none.
-
-    Raises:
-        RankFailedError: Some rank failed; nothing was published.
-    """
-    with process_group(), contextlib.closing(Coordinator()) as coordinator, contextlib.ExitStack() as stack:
-        staged: list[Store] = []
-        dead = _known_dead(place, coordinator)
-
-        def open_staging() -> tuple[str, dict[str, Finished] | None]:
-            staged.append(stack.enter_context(place.open(plan, resume=True, dead=dead)))
-            clear_strays(staged[0], plan)
-            made = getattr(staged[0], "ledger", None)
-            return staged[0].url, None if made is None else dict(made.earlier)
-
-        url, earlier = coordinator.decide(open_staging, "making room for the result")
-        store = staged[0] if staged else open_store(url, storage_options=place.storage_options)
-        coordinator.all_ok(lambda: _join(store, coordinator), "joining the others")
-        ledger = None if earlier is None else Ledger(store, earlier)
-        session = _Together(store, coordinator, plan, getattr(store, "ledger", ledger))
-        with session.until_published():
-            yield session
-            coordinator.decide(stack.close, "publishing the result")
-
-
-@contextlib.contextmanager
 def process_group() -> Iterator[None]:
-    """Let there be a process group in the block: the one there is, or one of the ranks that torchrun started.
+    """Provide a process group for the block: the existing one, or a new one of the ranks that torchrun started.
 
     Raises:
-        RankFailedError: They did not meet.
+        RankFailedError: They did not connect in time.
     """
     import torch.distributed as dist
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -92,7 +92,7 @@ def execute(
     max_memory: int = DEFAULT_MAX_MEMORY,
     check: bool = True,
     progress: Progress | None = None,
-    only: Callable[[int], bool] | None = None,
+    files: Sequence[int] | None = None,
     journal: Journal | None = None,
     ledger: Ledger | None = None,
     digests: bool = False,
@@ -106,7 +106,7 @@ def execute(
         max_memory: Maximum bytes of tensor data in memory, over all workers.
         check: Check the source's recorded digests of all bytes read.
         progress: Called with (bytes done, total bytes, file), from any thread, one call at a time.
-        only: Indices of the files that this process writes; None for all.
+        files: Indices of the files that this process writes; None for all.
         journal: The journal of a local destination: finished steps are skipped, and other files in the destination are
             deleted.
         ledger: The ledger of a remote destination: matching objects of an interrupted run are not written again.
@@ -119,7 +119,7 @@ def execute(
     """
     started = time.perf_counter()
     covered = check_plan(plan)
-    kept = [index for index in range(len(plan.files)) if only is None or only(index)]
+    kept = list(range(len(plan.files)) if files is None else files)
     own = restricted(plan, kept)
     local = is_directory(destination)
     # Local copies keep a processor each: more of them only wait in turn for the lock of one output file.
@@ -137,7 +137,7 @@ def execute(
     pool = Pool(workers)
     tally = Tally(own.nbytes, progress, pool.stopped)
     copier = Copier(work, reader, verifier, gatherer, tally, chunk=chunk)
-    steps, files = len(work.steps), range(len(own.files))
+    steps, own_files = len(work.steps), range(len(own.files))
     try:
         if is_directory(destination):
             taken = Taken()
@@ -146,12 +146,12 @@ def execute(
                 taken = take_over(destination, plan, share, journal, source, check=check, digests=digests)
             check_room(own, destination, held=taken.held)
             with closing(LocalSink(destination, own.files)) as sink:
-                pool.run(lambda index, _: sink.begin(index, anew=index not in taken.files), files)
+                pool.run(lambda index, _: sink.begin(index, anew=index not in taken.files), own_files)
                 copier = Copier(
                     work, reader, verifier, gatherer, tally, chunk=chunk, sink=sink, digests=digests, journal=journal
                 )
                 pool.run(copier.do, [index for index in range(steps) if index not in taken.steps])
-                pool.run(lambda index, _: sink.finish(index), files)
+                pool.run(lambda index, _: sink.finish(index), own_files)
             if verifier is not None:  # the processes that copied the bytes had checked them
                 verifier.proved[list(taken.records)] = True
             taken_over = len(taken.steps)
@@ -161,8 +161,10 @@ def execute(
             there = frozenset() if spoken is None else spoken.take_over()
             streams, late = StreamWriter(own, gatherer, tally, destination, spoken), set(own.last)
             for wanted in (False, True):  # those of `Plan.last` after the others
-                pool.run(streams.write, [i for i in files if i not in there and (own.files[i].path in late) is wanted])
-            steps, taken_over = len(files), len(there)
+                pool.run(
+                    streams.write, [i for i in own_files if i not in there and (own.files[i].path in late) is wanted]
+                )
+            steps, taken_over = len(own_files), len(there)
         if verifier is not None:  # records not proved during the copy are read only for their digests
             rest = checking(work, verifier.unproved())
             pool.run(Copier(rest, reader, verifier, gatherer, tally, chunk=chunk).do, range(len(rest.steps)))
