@@ -280,9 +280,17 @@ def _lay_out(source: Source, export: HFExport, place: OutputPlace, output: Outpu
     if world_size is not None and to in ("hf", "torch"):
         raise UsageError(f"--world-size cannot be combined with --to {to}, which is not sharded by rank.")
     if to == "local":
-        from ckptkit.offline.resharding.local_target import local_target
+        from ckptkit.offline.reshard import identity_of
+        from ckptkit.offline.resharding.mesh import TargetMesh
+        from ckptkit.offline.resharding.plan import plan_local
 
-        return local_target(source, tensors, output.dst, world_size=world_size or 1, storage_options=output.how.here)
+        from ckptkit.offline.reshard import identity_of
+        from ckptkit.offline.resharding.mesh import TargetMesh
+        from ckptkit.offline.resharding.plan import plan_local
+
+        mesh = TargetMesh.parse(None, world_size=world_size or 1)
+        plan, sealing = plan_local(catalog, tensors, mesh, identity_of(source, output.dst, output.how.here))
+        return (list(plan.files), list(plan.placements), plan.last), sealing
     if to == "torch":
         from ckptkit.offline.export.torch_file import torch_file
 

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ckptkit.catalog.box import Box
+from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Catalog, Digest, ObjectEntry, Role
+from ckptkit.catalog.targets import Target
 from ckptkit.checkpoint.state.values import decode
 from ckptkit.digests import DIGEST, crc32, digest_of
 from ckptkit.formats.dcp.records import frame_object, is_plain
 from ckptkit.formats.hf.header import TensorToWrite, lay_out
 from ckptkit.formats.own.local import LocalTensor, file_metadata, file_name
 from ckptkit.formats.own.manifest import MESHES, PLACEMENTS
+from ckptkit.formats.own.reader import OBJECTS_NAME
+from ckptkit.formats.own.record import RECORD_NAME
 from ckptkit.offline.copying.plan import Literal, OutputFile, OutputTensor, Placement, Plan
 from ckptkit.offline.export.files import in_disk_order
 from ckptkit.offline.resharding.mesh import Cut, Cuts, TargetMesh, TPPlan
@@ -28,7 +33,7 @@ from ckptkit.offline.resharding.seal import Seal, SealedTensor
 if TYPE_CHECKING:
     from ckptkit.storage.store import Store
 
-__all__ = ["Identity", "plan_reshard", "lay_out_local", "turn_of"]
+__all__ = ["Identity", "lay_out_local", "plan_local", "plan_reshard", "turn_of"]
 
 # LOCAL files for any mesh: one file per rank, each tensor the part that the rank is the chosen holder of.
 
@@ -103,9 +108,8 @@ def lay_out_local(
     return files, placed, ()
 
 
-_OBJECTS = "objects.json"
-_RECORD = "checkpoint.json"
 Record = tuple[tuple[str | int, ...], Role, bytes]
+Planned = tuple[Plan, Seal]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +131,7 @@ def plan_reshard(
     type: str,
     identity: Identity,
     tp_plan: TPPlan | None = None,
-) -> tuple[Plan, Seal]:
+) -> Planned:
     """Return the plan and what seals it. Reads objects of the source, no tensors; a million slices take seconds.
 
     Raises:
@@ -135,99 +139,100 @@ def plan_reshard(
     """
     own = own_state(store, catalog, step=identity.step, sharded=type == "sharded")
     cuts = Cuts(catalog, mesh, tp_plan=tp_plan)
-    chosen = [cuts.of(item.source) for item in own.tensors]
-    meshes, placements = _placements(mesh, chosen)
-    records = _records(catalog, own) if type == "sharded" else []
-    if type == "sharded":
-        files, placed, last = _sharded(catalog, own, mesh, chosen, records)
-    else:
-        boxes = [
-            mesh.boxes(item.source.shape, cut, turn=turn_of(item.tensor.name))
-            for item, cut in zip(own.tensors, chosen, strict=True)
-        ]
-        tensors = [item.tensor for item in own.tensors]
-        files, placed, last = lay_out_local(
-            catalog, tensors, boxes, world_size=mesh.size, meshes=meshes, placements=placements
-        )
-    body = json.dumps({"format": 1, "objects": own.trees}, separators=(",", ":"), allow_nan=False).encode()
-    trees = [OutputFile.of_bytes(_OBJECTS, body)] if own.trees or type != "sharded" else []
+    own.notes += cuts.notes
+    extra = {key: catalog.info.extra[key] for key in ("module_prefix",) if key in catalog.info.extra}
+    aliases = catalog.info.extra.get("aliases")
+    if aliases and type != "sharded" and catalog.info.format.startswith("ckptkit-"):
+        extra["aliases"] = aliases
     side = [
         OutputFile.of_bytes(path.rpartition("/")[2], store.read(path))
         for path in dict.fromkeys(catalog.info.side_files)
     ]
-    plan = Plan(
-        catalog,
-        (*files, *trees, *side),
-        tuple(placed),
-        (*last, _RECORD),
-        tuple(own.leftovers),
-        (),
-        tuple(dict.fromkeys((*own.notes, *cuts.notes, *_resized(own.trees, mesh.size)))),
-    )
-    return plan, _seal(plan, own, mesh, type, identity, meshes, placements, records)
+    chosen = [cuts.of(item.source) for item in own.tensors]
+    return _planned(catalog, own, mesh, chosen, type, identity, extra, side)
 
 
-def _sharded(catalog: Catalog, own: OwnState, mesh: TargetMesh, cuts: Sequence[Cut], records: Sequence[Record]) -> Laid:
-    boxes = [mesh.boxes(item.source.shape, cut) for item, cut in zip(own.tensors, cuts, strict=True)]
-    return lay_out_dcp(
-        catalog,
-        [item.tensor for item in own.tensors],
-        boxes,
-        keys=[item.key for item in own.tensors],
-        objects=[(key, data) for key, _, data in records],
-    )
+def plan_local(catalog: Catalog, tensors: Sequence[OutputTensor], mesh: TargetMesh, identity: Identity) -> Planned:
+    """Return the plan and the seal of a LOCAL checkpoint of a model only, for FSDP2 ranks.
+
+    A tensor that is copied unchanged keeps its cut (a whole buffer stays whole); others are cut along dimension 0 if
+    they are floats.
+    """
+    known = Cuts(catalog, mesh)
+    chosen = []
+    for tensor in tensors:
+        entry = catalog.tensors[tensor.sources[0]]
+        if isinstance(tensor, Target) and len(tensor.parts) == 1 and tensor.parts[0].is_plain:
+            unchanged = entry.shape == tensor.shape
+        else:
+            unchanged = False
+        sharded = bool(tensor.shape) and dtype_of(tensor.dtype).kind == "float"
+        chosen.append(known.of(entry) if unchanged else Cut(fsdp=0 if sharded else None))
+    own = OwnState(trees={"step": identity.step})
+    for tensor in tensors:
+        entry, key = catalog.tensors[tensor.sources[0]], ("model", tensor.name)
+        named = replace(tensor, name=f"model.{tensor.name}")
+        own.tensors.append(OwnTensor(named, entry, Role.MODEL, tensor.name, "", key))
+    return _planned(catalog, own, mesh, chosen, "local", identity)
 
 
-def _placements(mesh: TargetMesh, cuts: Sequence[Cut]) -> tuple[list[dict[str, Any]], list[Any]]:
-    """The distinct meshes, and for each cut (mesh index, texts) or None."""
-    kinds: dict[tuple[str, ...], int] = {}
-    found: list[Any] = []
-    for cut in cuts:
-        placed = mesh.placement(cut)
-        found.append(None if placed is None else (kinds.setdefault(placed[0], len(kinds)), placed[1]))
-    return [mesh.describe(dims) for dims in kinds], found
-
-
-def _seal(
-    plan: Plan,
+def _planned(
+    catalog: Catalog,
     own: OwnState,
     mesh: TargetMesh,
+    cuts: Sequence[Cut],
     type: str,
     identity: Identity,
-    meshes: Sequence[dict[str, Any]],
-    placements: Sequence[Any],
-    records: Sequence[Record],
-) -> Seal:
-    placed = {
-        item.tensor.name: [where[0], list(where[1])]
-        for item, where in zip(own.tensors, placements, strict=True)
+    extra: Mapping[str, Any] = MappingProxyType({}),
+    side: Sequence[OutputFile] = (),
+) -> Planned:
+    """Return the plan and the seal of a state. `extra`: more of the manifest's; `side`: files to add unchanged."""
+    kinds: dict[tuple[str, ...], int] = {}  # the distinct meshes
+    placements: list[Placed] = []
+    for placed_on in map(mesh.placement, cuts):
+        place = None if placed_on is None else (kinds.setdefault(placed_on[0], len(kinds)), placed_on[1])
+        placements.append(place)
+    meshes = [mesh.describe(dims) for dims in kinds]
+    tensors = [item.tensor for item in own.tensors]
+    records: list[Record] = []
+    if type == "sharded":
+        records = _records(catalog, own)
+        boxes = [mesh.boxes(tensor.shape, cut) for tensor, cut in zip(tensors, cuts, strict=True)]
+        keys, objects = [item.key for item in own.tensors], [(key, data) for key, _, data in records]
+        files, placed, last = lay_out_dcp(catalog, tensors, boxes, keys=keys, objects=objects)
+    else:
+        pairs = zip(tensors, cuts, strict=True)
+        boxes = [mesh.boxes(tensor.shape, cut, turn=turn_of(tensor.name)) for tensor, cut in pairs]
+        files, placed, last = lay_out_local(
+            catalog, tensors, boxes, world_size=mesh.size, meshes=meshes, placements=placements
+        )
+    placed_names = {
+        tensor.name: [where[0], list(where[1])]
+        for tensor, where in zip(tensors, placements, strict=True)
         if where is not None
     }
-    extra: dict[str, Any] = {MESHES: list(meshes), PLACEMENTS: placed, "step": identity.step}
-    if any(file.path == _OBJECTS for file in plan.files):
-        extra["objects"] = _OBJECTS
-    if "module_prefix" in plan.catalog.info.extra:
-        extra["module_prefix"] = plan.catalog.info.extra["module_prefix"]
-    aliases = plan.catalog.info.extra.get("aliases")
-    if aliases and type != "sharded" and plan.catalog.info.format.startswith("ckptkit-"):
-        extra["aliases"] = aliases
-    about = {item.tensor.name: _about(item) for item in own.tensors}
-    return Seal(
+    stated: dict[str, Any] = {MESHES: meshes, PLACEMENTS: placed_names, "step": identity.step, **extra}
+    if own.trees or type != "sharded":
+        body = json.dumps({"format": 1, "objects": own.trees}, separators=(",", ":"), allow_nan=False).encode()
+        files = [*files, OutputFile.of_bytes(OBJECTS_NAME, body)]
+        stated["objects"] = OBJECTS_NAME
+    notes = tuple(dict.fromkeys((*own.notes, *_resized(own.trees, mesh.size))))
+    plan = Plan(
+        catalog, (*files, *side), tuple(placed), (*last, RECORD_NAME), tuple(own.leftovers), notes=notes
+    )  # fmt: skip
+    seal = Seal(
         step=identity.step,
         tag=identity.tag,
         state_dict_type=type,
         world_size=mesh.size,
         mesh=mesh.describe(),
-        tensors=about,
+        tensors={item.tensor.name: SealedTensor(item.role, item.fqn, item.state, item.key) for item in own.tensors},
         ranks=np.array([_rank(file.path) for file in plan.files], np.int32),
         objects=_object_entries(plan.files[0].path if plan.files else "", records),
-        extra=extra,
+        extra=stated,
         record=identity.record,
     )
-
-
-def _about(item: OwnTensor) -> SealedTensor:
-    return SealedTensor(item.role, item.fqn, item.state, item.key)
+    return plan, seal
 
 
 def _rank(path: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from ckptkit.digests import DIGEST, digest_of, hex_digest_of, new_hasher
 from ckptkit.formats.own.manifest import Manifest
 from ckptkit.formats.own.outline import LEAST
 from ckptkit.formats.own.record import MANIFEST_NAME, RECORD_NAME, CommitRecord, FileRecord
+from ckptkit.offline.copying.checks import RecordTable
 from ckptkit.offline.copying.copier import Digested
 from ckptkit.offline.copying.plan import Plan
 from ckptkit.offline.copying.sources import Origin, SourceReader
@@ -75,16 +76,11 @@ def planned_catalog(plan: Plan, what: Seal, digests: Digests | None = None) -> C
         tensor = placement.tensor
         about = what.tensors[tensor.name]
         slices = SliceArray(
-            paths,
-            placement.files,
-            placement.starts,
-            placement.nbytes(),
-            placement.offsets,
-            placement.sizes,
+            paths, placement.files, placement.starts, placement.nbytes(), placement.offsets, placement.sizes,
             ranks=what.ranks[placement.files],
             algorithm=None if digests is None else DIGEST,
             digests=None if digests is None else digests[index],
-        )
+        )  # fmt: skip
         tensors[tensor.name] = TensorEntry(
             tensor.name, tensor.dtype, tensor.shape, slices, about.role, about.fqn, about.state, about.key
         )
@@ -110,16 +106,7 @@ def seal(plan: Plan, store: Store, what: Seal, *, digested: Digested | None = No
     """
     digests, files = _hash_files(plan, store, digested or Digested(), workers)
     known = planned_catalog(plan, what, digests)
-    extra = {**what.extra, "digests": {path: item.digest for path, item in files.items()}}
-    info = CatalogInfo(
-        known.info.format,
-        known.info.producer,
-        what.step,
-        what.world_size,
-        known.info.mesh,
-        known.info.files,
-        extra=extra,
-    )
+    info = replace(known.info, extra={**what.extra, "digests": {path: item.digest for path, item in files.items()}})
     manifest = Manifest.of(Catalog(known.tensors, what.objects, info)).to_bytes()
     store.write(MANIFEST_NAME, manifest)
     files[MANIFEST_NAME] = FileRecord(len(manifest), hex_digest_of(manifest))
@@ -170,34 +157,20 @@ class _Boxes:
         order = np.lexsort((nbytes, starts, files))
         files, starts, nbytes = files[order], starts[order], nbytes[order]
         bounds = np.searchsorted(files, np.arange(len(plan.files) + 1))
-        known, values = _look_up(digested, files, starts, nbytes)
-        return cls(bounds, starts, nbytes, owners[order], rows[order], known, values)
+        table = digested.table()
+        table = table[np.lexsort((table["start"], table["file"]))]
+        nothing = np.zeros(len(table), np.int64)
+        found = RecordTable(table["file"], table["start"], table["nbytes"], table["digest"], nothing, nothing).find(
+            files, starts, nbytes
+        )
+        values = np.append(table["digest"], np.uint64(0))[found]  # -1, for a digest that is not known, takes the 0
+        return cls(bounds, starts, nbytes, owners[order], rows[order], found >= 0, values)
 
     def of_file(self, index: int) -> list[_Row]:
         """Return the boxes of one file, in its order."""
         part = slice(int(self.bounds[index]), int(self.bounds[index + 1]))
         columns = (self.starts, self.nbytes, self.owners, self.rows, self.known, self.digests)
         return list(zip(*(column[part].tolist() for column in columns), strict=True))
-
-
-def _look_up(
-    digested: Digested, files: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], nbytes: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.uint64]]:
-    """Return which boxes' digests are known, and the digests."""
-    table = digested.table()
-    if not len(table):
-        return np.zeros(len(files), bool), np.zeros(len(files), np.uint64)
-    table = table[np.lexsort((table["start"], table["file"]))]
-    first = np.searchsorted(table["file"], np.arange(int(files.max(initial=0)) + 2))
-    result = np.zeros(len(files), bool), np.zeros(len(files), np.uint64)
-    bounds = np.searchsorted(files, np.arange(len(first)))
-    for file in range(len(first) - 1):
-        own, boxes = table[first[file] : first[file + 1]], slice(int(bounds[file]), int(bounds[file + 1]))
-        if len(own):
-            at = np.minimum(np.searchsorted(own["start"], starts[boxes]), len(own) - 1)
-            result[0][boxes] = (own["start"][at] == starts[boxes]) & (own["nbytes"][at] == nbytes[boxes])
-            result[1][boxes] = own["digest"][at]
-    return result
 
 
 def _hash_files(plan: Plan, store: Store, digested: Digested, workers: int) -> tuple[Digests, dict[str, FileRecord]]:
