@@ -32,9 +32,7 @@ from ckptkit.offline.copying.sources import Origin
 __all__ = [
     "LEAST",
     "BoxStep",
-    "Copies",
     "EntryMap",
-    "PartPieces",
     "RunStep",
     "Runs",
     "Step",
@@ -42,84 +40,10 @@ __all__ = [
     "checking",
     "cut_runs",
     "prepare",
-    "whole_copies",
 ]
-
-# Whole tensors that become whole tensors, from slices of whole rows, taken apart by the thousand: what most are.
-
 
 Int64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
-
-
-@dataclass(frozen=True, slots=True)
-class Copies:
-    """Runs, one a slice that is not empty, in the order of the tensors.
-
-    Attributes:
-        placements, entries: [t] each written whole, in one place, as it is or cast; `entries` is what it is read from.
-        owners: [n] the tensor of each run.
-        rows: [n] its slice, counted over the slices of all these tensors, end to end.
-        starts, nbytes: [n] what is read.
-        files, targets: [n] where it is written.
-    """
-
-    placements: Sequence[Placement]
-    entries: Sequence[TensorEntry]
-    owners: Int64
-    rows: Int64
-    starts: Int64
-    nbytes: Int64
-    files: Int64
-    targets: Int64
-
-
-def whole_copies(catalog: Catalog, placements: Sequence[Placement]) -> tuple[Copies | None, list[Placement]]:
-    """Return the runs of all placements that are such copies, and the placements that are not."""
-    entries = [_copied(catalog, placement) for placement in placements]
-    simple = [entry for entry in entries if entry is not None]
-    if not simple:
-        return None, list(placements)
-    cuts = row_cuts(simple)
-    verdicts = iter(cuts.cut.tolist())
-    taken = [entry is not None and next(verdicts) for entry in entries]
-    chosen = [placement for placement, take in zip(placements, taken, strict=True) if take]
-    rest = [placement for placement, take in zip(placements, taken, strict=True) if not take]
-    if not chosen:
-        return None, rest
-    kept = np.flatnonzero(cuts.cut)
-    members = [simple[index] for index in kept.tolist()]
-    counts = np.diff(cuts.bounds)
-    inside = np.repeat(cuts.cut, counts)
-    offsets, sizes = cuts.offsets[inside], cuts.sizes[inside]
-    owners = np.repeat(np.arange(len(kept)), counts[kept])
-    read, written = (
-        np.array([math.prod(item.shape[1:]) * dtype_of(item.dtype).itemsize for item in items], np.int64)
-        for items in (members, [placement.tensor for placement in chosen])
-    )
-    starts = np.concatenate([entry.slices.starts for entry in members])
-    nbytes = sizes * read[owners]
-    rows = np.flatnonzero(nbytes)
-    owners = owners[rows]
-    places = np.concatenate([placement.starts for placement in chosen])
-    files = np.concatenate([placement.files for placement in chosen]).astype(np.int64)
-    targets = places[owners] + offsets[rows] * written[owners]
-    return Copies(chosen, members, owners, rows, starts[rows], nbytes[rows], files[owners], targets), rest
-
-
-def _copied(catalog: Catalog, placement: Placement) -> TensorEntry | None:
-    """What a placement copies, where it is a whole tensor that becomes a whole one, in one place."""
-    tensor = placement.tensor
-    if not isinstance(tensor, Target) or len(tensor.parts) != 1 or len(placement.starts) != 1:
-        return None
-    part = tensor.parts[0]
-    entry = catalog.tensors[part.source]
-    shape = entry.shape
-    if not part.is_plain or not tensor.shape == part.source_box.sizes == shape:
-        return None
-    if tuple(placement.sizes[0].tolist()) != shape or entry.slices.strides or entry.slices.codecs:
-        return None
-    return entry
 
 
 # What plain parts of a target take from the slices of their sources, as columns. Pure geometry.
@@ -312,12 +236,7 @@ def prepare(plan: Plan, *, check: bool, by_boxes: bool = False, digests: bool = 
         digests: Boxes are to be digested.
     """
     builder = _WorkBuilder(plan.catalog, check=check, digests=digests)
-    placements: Sequence[Placement] = plan.placements
-    if not by_boxes:
-        copies, placements = whole_copies(plan.catalog, placements)
-        if copies is not None:
-            builder.add_copies(copies)
-    for placement in placements:
+    for placement in plan.placements if by_boxes else builder.add_whole(plan.placements):
         if by_boxes:
             builder.look_up(placement.tensor)
         else:
@@ -342,23 +261,47 @@ class _WorkBuilder:
 
     # --- placements
 
-    def add_copies(self, copies: Copies) -> None:
-        """Add the runs of many whole tensors at once."""
-        entries, owners = copies.entries, copies.owners
-        casts = np.array(
-            [self._cast(entry.dtype, placement.tensor.dtype)
-             for entry, placement in zip(entries, copies.placements, strict=True)], np.int64,
-        )  # fmt: skip
-        ends = np.array([self._ends(placement)[0] for placement in copies.placements], np.int64)
+    def add_whole(self, placements: Sequence[Placement]) -> list[Placement]:
+        """Add the runs of all tensors that are written whole from slices of whole rows, as most are: by the thousand,
+        because one by one takes much longer. Return the other placements.
+        """
+        copied = [_copied(self.catalog, placement) for placement in placements]
+        entries = [entry for entry in copied if entry is not None]
+        cuts = row_cuts(entries)
+        verdicts = iter(cuts.cut.tolist())
+        taken = [entry is not None and next(verdicts) for entry in copied]
+        chosen = [placement for placement, take in zip(placements, taken, strict=True) if take]
+        rest = [placement for placement, take in zip(placements, taken, strict=True) if not take]
+        if not chosen:
+            return rest
+        entries = [entry for entry, cut in zip(entries, cuts.cut.tolist(), strict=True) if cut]
+        counts = np.diff(cuts.bounds)
+        inside = np.repeat(cuts.cut, counts)
+        owners = np.repeat(np.arange(len(entries)), counts[cuts.cut])  # the tensor of each slice
+        read, written = (
+            np.array([math.prod(item.shape[1:]) * dtype_of(item.dtype).itemsize for item in items], np.int64)
+            for items in (entries, [placement.tensor for placement in chosen])
+        )
+        sizes = cuts.sizes[inside] * read[owners]
+        rows = np.flatnonzero(sizes)  # of all slices of these tensors, end to end
+        sizes, owners, offsets = sizes[rows], owners[rows], cuts.offsets[inside][rows]
         all_slices = [entry.slices for entry in entries]
-        origins = np.concatenate([self._path_origins(slices.paths)[slices.files] for slices in all_slices])[copies.rows]
+        reads = np.concatenate([slices.starts for slices in all_slices])[rows]
+        places = np.concatenate([placement.starts for placement in chosen])
+        files = np.concatenate([placement.files for placement in chosen]).astype(np.int64)
+        casts = np.array(
+            [self._cast(entry.dtype, placement.tensor.dtype) for entry, placement in zip(entries, chosen, strict=True)],
+            np.int64,
+        )
+        ends = np.array([self._ends(placement)[0] for placement in chosen], np.int64)
+        origins = np.concatenate([self._path_origins(slices.paths)[slices.files] for slices in all_slices])[rows]
         starts, nbytes, values = (
-            np.concatenate(column)[copies.rows] for column in zip(*map(_digests, all_slices), strict=True)
+            np.concatenate(column)[rows] for column in zip(*map(_digests, all_slices), strict=True)
         )
         algorithms = np.array([_algorithm(slices) for slices in all_slices], np.int64)[owners]
         checked = (algorithms >= 0) & self.check
         self._columns.append(
-            [origins, copies.starts, copies.nbytes, copies.files, copies.targets, casts[owners],
+            [origins, reads, sizes, files[owners], places[owners] + offsets * written[owners], casts[owners],
              np.where(checked, starts, -1), nbytes, ends[owners]]
         )  # fmt: skip
         keep = np.flatnonzero(checked)
@@ -367,6 +310,7 @@ class _WorkBuilder:
             self._records.append(
                 [origins[keep], starts[keep], nbytes[keep], algorithms[keep], names[owners[keep]], values[keep]]
             )
+        return rest
 
     def add(self, placement: Placement) -> None:
         tensor = placement.tensor
@@ -519,6 +463,21 @@ class _WorkBuilder:
             algorithms[first],
             owners[first],
         )
+
+
+def _copied(catalog: Catalog, placement: Placement) -> TensorEntry | None:
+    """What a placement copies, where it is a whole tensor that becomes a whole one, in one place."""
+    tensor = placement.tensor
+    if not isinstance(tensor, Target) or len(tensor.parts) != 1 or len(placement.starts) != 1:
+        return None
+    part = tensor.parts[0]
+    entry = catalog.tensors[part.source]
+    shape = entry.shape
+    if not part.is_plain or not tensor.shape == part.source_box.sizes == shape:
+        return None
+    if tuple(placement.sizes[0].tolist()) != shape or entry.slices.strides or entry.slices.codecs:
+        return None
+    return entry
 
 
 def _ratios(casts: Sequence[tuple[str, str]]) -> Int64:
