@@ -525,6 +525,11 @@ class Catalog:
         """Return the tensors that may lie in several pieces, or in records of classes: those that can have gaps."""
         return () if isinstance(self.tensors, WholeTensors) else self.tensors.values()
 
+    def paths(self) -> set[str]:
+        """Return the files that contain slices."""
+        tables = {id(entry.slices.paths): entry.slices.paths for entry in self.tensors.values()}  # most share one
+        return {path for table in tables.values() for path in table}
+
     def by_role(self, role: Role) -> dict[str, TensorEntry]:
         """Return the tensors of one role, keyed by FQN (MODEL, MASTER) or by name (the others)."""
         keyed = role in (Role.MODEL, Role.MASTER)

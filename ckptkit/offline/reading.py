@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,6 @@ from ckptkit.errors import (
     CkptkitError,
     CorruptCheckpointError,
     IncompleteCheckpointError,
-    StorageError,
     UnsafePathError,
     UnsafePickleError,
     command_line,
@@ -27,9 +25,8 @@ from ckptkit.errors import (
 from ckptkit.formats.detect import Source, open_source
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.record import CommitRecord, find_record, step_of_name
+from ckptkit.offline.copying.sources import identities
 from ckptkit.offline.publish import is_one_of_many
-from ckptkit.storage.local import LocalStore, is_directory
-from ckptkit.storage.store import FileInfo, Store
 
 __all__ = [
     "check_read_as_seen",
@@ -47,18 +44,13 @@ __all__ = [
 # Detects changes to source files during a command: checkpoints of other formats cannot be pinned.
 
 
-Seen = Mapping[str, Any]
-"""Identity of each file by path, to detect replacement; None if unknown."""
-
-_Found = dict[str, FileInfo | None]
+Seen = Mapping[str, tuple[Any, ...] | None]
+"""What `identities` returns."""
 
 
 def look_at(source: Source) -> Seen:
     """Return the identities of the source's tensor files."""
-    store, paths = source.store, _paths(source.catalog)
-    if is_directory(store):
-        return {path: _stat(store, path) for path in paths}
-    return {path: None if item is None else (item.size, item.mtime, item.tag) for path, item in _list(store, paths)}
+    return identities(source.store, sorted(source.catalog.paths()))
 
 
 def check_unchanged(source: Source, seen: Seen) -> None:
@@ -92,29 +84,6 @@ def _differs(now: Seen, seen: Seen, path: str, *, tags: bool = True) -> bool:
     if one is None or other is None:
         return False
     return bool(one != other if tags else one[:2] != other[:2])
-
-
-def _paths(catalog: Catalog) -> list[str]:
-    lists = {id(entry.slices.paths): entry.slices.paths for entry in catalog.tensors.values()}  # most share one
-    return sorted({path for paths in lists.values() for path in paths})
-
-
-def _stat(store: LocalStore, path: str) -> Any:
-    with contextlib.suppress(FileNotFoundError):
-        found = store.stat_file(path)
-        return found.st_size, found.st_mtime_ns, found.st_ino
-    return None
-
-
-def _list(store: Store, paths: list[str]) -> list[tuple[str, FileInfo | None]]:
-    found: _Found = {}
-    with contextlib.suppress(FileNotFoundError, PermissionError, StorageError):  # who cannot look is told nothing
-        if store.url.startswith("http"):
-            found = {path: store.info(path) for path in paths}  # what a page links to says nothing of it
-        else:
-            for folder in {path.rpartition("/")[0] for path in paths}:
-                found |= {item.path: item for item in store.list(folder)}
-    return [(path, found.get(path)) for path in paths]
 
 
 P = ParamSpec("P")

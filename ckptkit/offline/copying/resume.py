@@ -21,7 +21,7 @@ from ckptkit.digests import new_signer
 from ckptkit.offline.copying.checks import Verifier
 from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor, Placement, Plan, restricted, share_out
 from ckptkit.offline.copying.runs import EntryMap, RunStep, Step, Work, prepare
-from ckptkit.offline.copying.sources import Origin
+from ckptkit.offline.copying.sources import Origin, identities
 from ckptkit.storage.local import LocalStore, is_directory
 from ckptkit.storage.staging import leftover_of, leftovers
 from ckptkit.storage.store import Store, split_url
@@ -81,10 +81,17 @@ def _fingerprint(plan: Plan, work: Work, source: Store, *, check: bool) -> str:
     It includes ckptkit's version, because steps are numbered in that version's order. A source file is identified by
     size and modification time (locally also by inode).
     """
+    found = identities(source, sorted({origin.path for origin in work.origins}))
+    if not is_directory(source):  # not the tag of an object: some gateways return a new one each time
+        found = {path: item and item[:2] for path, item in found.items()}
+    steps = [
+        (step.first, step.stop) if isinstance(step, RunStep) else (step.boxes, *_made(step.tensor))
+        for step in work.steps
+    ]
+    files = [(file.path, file.nbytes) for file in plan.files]
     state = new_signer()
-    for value in (__version__, source.url, check, *_plan_values(plan), *_source_values(work, source)):
-        state.update(repr(value).encode("utf-8", "backslashreplace"))
-        state.update(b"\n")
+    for value in (__version__, source.url, check, files, work.casts, *steps, *work.origins, found):
+        state.update(_words(value) + b"\n")
     for table, names in ((work.runs, work.runs.__slots__), (work.records, _RECORDS)):
         for name in names:
             state.update(np.ascontiguousarray(getattr(table, name)).data.cast("B"))
@@ -92,25 +99,6 @@ def _fingerprint(plan: Plan, work: Work, source: Store, *, check: bool) -> str:
 
 
 _RECORDS = ("sources", "starts", "nbytes", "values", "algorithms")
-
-
-def _plan_values(plan: Plan) -> Iterator[Any]:
-    yield from ((file.path, file.nbytes) for file in plan.files)
-
-
-def _source_values(work: Work, source: Store) -> Iterator[Any]:
-    yield work.casts
-    for step in work.steps:
-        yield (step.first, step.stop) if isinstance(step, RunStep) else (step.boxes, *_made(step.tensor))
-    yield from work.origins
-    paths = sorted({origin.path for origin in work.origins})
-    if is_directory(source):
-        for path in paths:
-            descriptor = source.stat_file(path)
-            yield path, descriptor.st_size, descriptor.st_mtime_ns, descriptor.st_ino
-        return
-    folders = sorted({path.rpartition("/")[0] for path in paths})
-    yield from ((item.path, item.size, item.mtime) for folder in folders for item in source.list(folder))
 
 
 # --- what was done
@@ -303,11 +291,9 @@ class _Contents:
 
     def __init__(self, plan: Plan, source: Store, *, check: bool) -> None:
         self._plan = plan
-        self._source = source
         self._begin = (__version__, source.url, check)
         self._entries: dict[str, str] = {}
-        self._files: dict[str, Any] = {}
-        self._folders: set[str] = set()
+        self._files = identities(source, plan.catalog.paths())
 
     def of(self, index: int) -> str:
         """Return a fingerprint (32 hex digits) of a file's contents and their source."""
@@ -331,25 +317,13 @@ class _Contents:
             entry, state = self._plan.catalog.tensors[key], new_signer()
             slices = entry.slices
             paths = {index: slices.paths[index] for index in distinct(slices.files).tolist()}
-            state.update(_words((key, entry.dtype, entry.shape, paths, [self._stat(path) for path in paths.values()])))
+            state.update(_words((key, entry.dtype, entry.shape, paths, [self._files[path] for path in paths.values()])))
             state.update(_words((sorted(slices.strides.items()), sorted(slices.codecs.items()))))
             for column in (slices.files, slices.starts, slices.nbytes, slices.offsets, slices.sizes, slices.digests):
                 if column is not None:
                     state.update(np.ascontiguousarray(column).tobytes())
             self._entries[key] = state.hexdigest()
         return self._entries[key]
-
-    def _stat(self, path: str) -> Any:
-        """The identity of a source file."""
-        folder = path.rpartition("/")[0]
-        if is_directory(self._source):
-            if path not in self._files:
-                found = self._source.stat_file(path)
-                self._files[path] = (found.st_size, found.st_mtime_ns, found.st_ino)
-        elif folder not in self._folders:
-            self._folders.add(folder)
-            self._files |= {item.path: (item.size, item.mtime, item.tag) for item in self._source.list(folder)}
-        return self._files.get(path)
 
 
 def _words(value: Any) -> bytes:

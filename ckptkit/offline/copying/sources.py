@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.catalog.entry import Codec
-from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, MissingExtraError, UnsupportedFormatError
+from ckptkit.errors import (
+    CorruptCheckpointError,
+    IncompleteCheckpointError,
+    MissingExtraError,
+    StorageError,
+    UnsupportedFormatError,
+)
 from ckptkit.storage.coalesce import BlockReader
 from ckptkit.storage.local import is_directory
-from ckptkit.storage.store import ReadInto, Store
+from ckptkit.storage.store import FileInfo, ReadInto, Store
 
-__all__ = ["Descriptors", "Origin", "Range", "SourceReader"]
+__all__ = ["Descriptors", "Origin", "Range", "SourceReader", "identities"]
 
 _PIECE = 1 << 20  # compressed bytes read at a time
 
@@ -36,6 +42,27 @@ class Range:
     start: int
     view: memoryview
     record: int = -1
+
+
+def identities(store: Store, paths: Collection[str]) -> dict[str, tuple[Any, ...] | None]:
+    """Return what distinguishes each file from another that replaces it, by path: size and time, and the inode or the
+    object's tag. None if that cannot be found out."""
+    if is_directory(store):
+        known: dict[str, tuple[Any, ...] | None] = dict.fromkeys(paths)
+        for path in known:
+            with suppress(FileNotFoundError):
+                stat = store.stat_file(path)
+                known[path] = stat.st_size, stat.st_mtime_ns, stat.st_ino
+        return known
+    found: dict[str, FileInfo | None] = {}
+    with suppress(FileNotFoundError, PermissionError, StorageError):
+        if store.url.startswith("http"):
+            found = {path: store.info(path) for path in paths}  # a page's links do not say enough
+        else:
+            for folder in {path.rpartition("/")[0] for path in paths}:
+                found |= {item.path: item for item in store.list(folder)}
+    infos = ((path, found.get(path)) for path in paths)
+    return {path: None if item is None else (item.size, item.mtime, item.tag) for path, item in infos}
 
 
 class Descriptors:

@@ -380,8 +380,7 @@ def _is_foreign_dcp(catalog: Catalog) -> bool:
     is a second one beside it."""
     if catalog.info.format.startswith("ckptkit-"):
         return catalog.info.format == "ckptkit-sharded" and all(not _is_tree(e) for e in catalog.objects.values())
-    tables = {id(entry.slices.paths): entry.slices.paths for entry in catalog.tensors.values()}
-    paths = {path for table in tables.values() for path in table}
+    paths = catalog.paths()
     return all(path.endswith(".distcp") for path in paths) and any("/" not in path for path in paths)
 
 
