@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ckptkit.catalog.entry import TensorEntry
+from ckptkit.errors import CkptkitError, IncompleteCheckpointError
 from ckptkit.offline.copying.copier import Digested, Progress
-from ckptkit.offline.copying.coverage import check_plan
+from ckptkit.offline.copying.coverage import check_plan, used_sources
 from ckptkit.offline.copying.execute import CopyReport, execute
 from ckptkit.offline.copying.plan import Plan
-from ckptkit.offline.dry_run import refusals
 from ckptkit.offline.prove import prove_equal, prove_masters
 from ckptkit.offline.publish import Options, OutputPlace, Session
 from ckptkit.offline.reading import check_read_as_seen
@@ -25,7 +26,16 @@ if TYPE_CHECKING:
     from ckptkit.offline.resharding.seal import Seal
     from ckptkit.storage.store import Store
 
-__all__ = ["ConvertReport", "Converted", "How", "carry_out", "conclude", "peak_memory"]
+__all__ = [
+    "ConvertReport",
+    "Converted",
+    "How",
+    "carry_out",
+    "check_source_files",
+    "conclude",
+    "peak_memory",
+    "refusals",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,3 +266,54 @@ def carry_out(
             seal_it = partial(seal, digested=digested, workers=how.workers)
             record = session.one(partial(seal_it, plan, session.store, sealing))
     return Converted(CopyReport.joined(copies), masters, looked, verified, record)
+
+
+# Finds what a real run would refuse, without writing anything.
+
+
+def refusals(plan: Plan, source: Source, place: OutputPlace, *, check: bool) -> Iterator[str]:
+    """Yield the reasons why a real run would fail: DST exists, is not writable or has too little space, or source files
+    are missing, truncated or not the committed ones (`check`). Whether an object store accepts writes is not tested."""
+    used = [plan.catalog.tensors[key] for key in used_sources(plan)]
+    checks: list[Callable[[], None]] = [partial(check_source_files, source.store, used), partial(place.check, plan)]
+    if check:
+        checks[1:1] = [partial(check_committed, item) for item in source.checkpoints]
+    for refuse in checks:
+        try:
+            refuse()
+        except (CkptkitError, OSError) as error:
+            yield str(error)
+
+
+def check_source_files(store: Store, entries: Iterable[TensorEntry]) -> None:
+    """Raise if a file with slices is missing or truncated, before anything is written.
+
+    Raises:
+        IncompleteCheckpointError: Names the file, and the ranks that wrote it.
+    """
+    ranks: dict[str, set[int]] = {}
+    ends: dict[str, int] = {}
+    for entry in entries:
+        slices = entry.slices
+        if slices.opaque:  # already compared when the metadata were read
+            continue
+        records = slices.records()
+        for path, start, nbytes in records:
+            end = 0 if slices.codecs else start + nbytes
+            if ends.setdefault(path, end) < end:
+                ends[path] = end
+        if slices.ranks is not None:
+            for (path, _, _), rank in zip(records, slices.ranks.tolist(), strict=True):
+                ranks.setdefault(path, set()).add(rank)
+    folders = {path.rpartition("/")[0] for path in ends}
+    there = {item.path: item.size for folder in folders for item in store.list(folder)}
+    for path, end in ends.items():
+        size = there.get(path, -1)
+        if size < 0:  # a link, or missing in the listing
+            info = store.info(path)
+            size = -1 if info is None else info.size
+        if size < end:
+            whose = sorted(rank for rank in ranks.get(path, ()) if rank >= 0)
+            owner = f", which rank {', '.join(map(str, whose))} wrote," if whose else ""
+            what = "is missing" if size < 0 else f"has {size} bytes, {end} are needed"
+            raise IncompleteCheckpointError(f"{store.url}/{path}{owner} {what}. Nothing was written.")

@@ -284,7 +284,6 @@ def _lay_out(source: Source, export: HFExport, place: OutputPlace, output: Outpu
         from ckptkit.offline.resharding.mesh import TargetMesh
         from ckptkit.offline.resharding.plan import plan_local
 
-
         mesh = TargetMesh.parse(None, world_size=world_size or 1)
         plan, sealing = plan_local(catalog, tensors, mesh, identity_of(source, output.dst, output.how.here))
         return (list(plan.files), list(plan.placements), plan.last), sealing

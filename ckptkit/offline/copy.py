@@ -36,14 +36,14 @@ from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.record import RECORD_NAME, CommitRecord, step_of_name
 from ckptkit.formats.pickles.zip import file_size
 from ckptkit.formats.trainers.steps import parse_step
-from ckptkit.offline.conversion import How, carry_out, peak_memory
+from ckptkit.offline.conversion import How, carry_out, peak_memory, refusals
 from ckptkit.offline.copying.copier import Progress
 from ckptkit.offline.copying.plan import OutputFile, Placement, Plan
 from ckptkit.offline.copying.resume import left_beside
-from ckptkit.offline.dry_run import refusals
 from ckptkit.offline.gaps import find_gaps
 from ckptkit.offline.publish import OutputPlace, is_one_of_many, open_target, options_of_both
 from ckptkit.offline.reading import open_pinned, reads_checkpoints, watch
+from ckptkit.offline.report import plain
 from ckptkit.offline.verify import Check, check_committed, compare_digests, file_problems, recorded, verify
 from ckptkit.storage.listing import snapshot
 from ckptkit.storage.local import is_directory
@@ -173,9 +173,7 @@ class Copied:
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain JSON values (schema "ckptkit.copy/1")."""
-        rows = [{name: getattr(item, name) for name in CopiedCheckpoint.__slots__} for item in self.checkpoints]
-        plain = {name: getattr(self, name) for name in self.__slots__ if name != "checkpoints"}
-        return {"schema": SCHEMA, "nbytes": self.nbytes, **plain, "checkpoints": rows}
+        return {"schema": SCHEMA, "nbytes": self.nbytes, **plain(self)}
 
 
 def _files(count: int) -> str:

@@ -26,6 +26,7 @@ from ckptkit.offline.copying.plan import Placement, Plan
 from ckptkit.offline.copying.runs import prepare
 from ckptkit.offline.copying.sources import SourceReader
 from ckptkit.offline.reading import open_pinned, reads_checkpoints, records_of
+from ckptkit.offline.report import plain
 from ckptkit.storage.store import ReadInto
 from ckptkit.units import parse_size
 
@@ -158,46 +159,11 @@ class DiffReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain JSON values (schema "ckptkit.diff/1"); what is not finite is a string."""
-        rows = [
-            {
-                "name": d.name,
-                "shape": list(d.shape),
-                "dtypes": list(d.dtypes),
-                "elements": d.elements,
-                "max_abs": _number(d.max_abs),
-                "max_rel": _number(d.max_rel),
-                "cosine": _number(d.cosine),
-            }
-            for d in self.different
-        ]
-        return {
-            "schema": SCHEMA,
-            "a": self.a,
-            "b": self.b,
-            "equal": self.equal,
-            "same": self.same,
-            "by_digest": self.by_digest,
-            "different": rows,
-            "only_a": list(self.only_a),
-            "only_b": list(self.only_b),
-            "shapes": {name: [list(x), list(y)] for name, (x, y) in self.shapes.items()},
-            "dtypes": {name: list(pair) for name, pair in self.dtypes.items()},
-            "values": {name: list(pair) for name, pair in self.values.items()},
-            "same_values": self.same_values,
-            "left_out": list(self.left_out),
-            "records": dict(self.records),
-            "by_record": self.by_record,
-            "layers": {
-                name: {
-                    "tensors": layer.tensors,
-                    "elements": layer.elements,
-                    "max_abs": _number(layer.max_abs),
-                    "max_rel": _number(layer.max_rel),
-                    "cosine": _number(layer.cosine),
-                }
-                for name, layer in self.layers().items()
-            },
-        }
+        document = {**plain(self), "equal": self.equal, "layers": plain(self.layers())}
+        del document["changes"]
+        for row in document["different"]:
+            del row["sums"]
+        return {"schema": SCHEMA, **document}
 
 
 @reads_checkpoints
@@ -660,7 +626,3 @@ def _float8_values(name: str) -> npt.NDArray[np.float64]:
         special = exponent == 31
         values[special] = np.where(mantissa[special], np.nan, sign[special] * np.inf)
     return values
-
-
-def _number(value: float | None) -> float | str | None:
-    return value if value is None or math.isfinite(value) else str(value)

@@ -18,6 +18,7 @@ from ckptkit.checkpoint.run.address import resolve_url
 from ckptkit.formats.detect import open_source
 from ckptkit.formats.options import ReadOptions
 from ckptkit.gc_pause import collector_paused
+from ckptkit.offline.report import plain
 
 __all__ = ["InspectReport", "RoleSummary", "TensorInfo", "TreeNode", "inspect", "summarise"]
 
@@ -97,7 +98,7 @@ class InspectReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain JSON values (schema "ckptkit.inspect/1")."""
-        return {"schema": SCHEMA, **{name: _plain(getattr(self, name)) for name in self.__slots__}}
+        return {"schema": SCHEMA, **plain(self)}
 
 
 def inspect(
@@ -245,13 +246,3 @@ def _tree(name: str, entries: list[tuple[list[str], int, int]], depth: int, at: 
         sum(map(itemgetter(2), entries)),
         tuple(child for child in children if child is not None),
     )
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "__dataclass_fields__"):
-        return {name: _plain(getattr(value, name)) for name in value.__dataclass_fields__}
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value

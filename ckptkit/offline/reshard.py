@@ -10,10 +10,9 @@ from ckptkit.checkpoint.load.mapping import Checkpoint, TensorView
 from ckptkit.errors import CkptkitError, UsageError
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.record import CommitRecord, check_tag, find_record, step_name, step_of_name
-from ckptkit.offline.conversion import ConvertReport, How, conclude
+from ckptkit.offline.conversion import ConvertReport, How, check_source_files, conclude
 from ckptkit.offline.copying.copier import Progress
 from ckptkit.offline.copying.plan import Plan
-from ckptkit.offline.dry_run import check_source_files
 from ckptkit.offline.gaps import refuse_partial
 from ckptkit.offline.publish import open_target, options_of_both
 from ckptkit.offline.reading import open_pinned, reads_checkpoints

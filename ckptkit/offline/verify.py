@@ -24,6 +24,7 @@ from ckptkit.formats.pickles.zip import Archive, file_size
 from ckptkit.offline.export.checksums import SUMS_NAME, read_checksums
 from ckptkit.offline.gaps import find_gaps
 from ckptkit.offline.reading import check_still_there, open_pinned, reads_checkpoints, records_of
+from ckptkit.offline.report import plain
 from ckptkit.storage.coalesce import BlockReader
 from ckptkit.storage.pool import WorkerPool
 from ckptkit.storage.retry import patient
@@ -112,21 +113,7 @@ class VerifyReport:
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as plain JSON values (schema "ckptkit.verify/1")."""
-        plain = {
-            name: getattr(self, name)
-            for name in self.__slots__
-            if name not in ("problems", "algorithms", "unproved_files", "uninterpreted")
-        }
-        problems = [{"path": p.path, "tensor": p.tensor, "message": p.message} for p in self.problems]
-        return {
-            "schema": SCHEMA,
-            "ok": self.ok,
-            **plain,
-            "algorithms": list(self.algorithms),
-            "unproved_files": list(self.unproved_files),
-            "uninterpreted": dict(self.uninterpreted),
-            "problems": problems,
-        }
+        return {"schema": SCHEMA, "ok": self.ok, **plain(self)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,8 +229,7 @@ def _beside_tensors(catalog: Catalog) -> list[Check]:
     digests = catalog.info.extra.get("digests", {})
     if not digests:
         return []
-    tables = {id(entry.slices.paths): entry.slices.paths for entry in catalog.tensors.values()}  # most share one
-    holding = {path for paths in tables.values() for path in paths}
+    holding = catalog.paths()
     return [
         Check(path, Digest(DIGEST, int(digest, 16), 0, catalog.info.files[path]), None, ("",))
         for path, digest in sorted(digests.items())
