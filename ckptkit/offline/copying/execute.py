@@ -136,7 +136,7 @@ def execute(
     gatherer = Gatherer(reader, work.maps, verifier, max_bytes=max_memory, small=small, big=each)
     pool = Pool(workers)
     tally = Tally(own.nbytes, progress, pool.stopped)
-    copier = Copier(work, reader, verifier, gatherer, tally, chunk=chunk)
+    digested = Digested()
     steps, own_files = len(work.steps), range(len(own.files))
     try:
         if is_directory(destination):
@@ -152,6 +152,7 @@ def execute(
                 )
                 pool.run(copier.do, [index for index in range(steps) if index not in taken.steps])
                 pool.run(lambda index, _: sink.finish(index), own_files)
+                digested = copier.digested.renumbered(kept)
             if verifier is not None:  # the processes that copied the bytes had checked them
                 verifier.proved[list(taken.records)] = True
             taken_over = len(taken.steps)
@@ -171,6 +172,7 @@ def execute(
     finally:
         reader.close()
     proved = int(verifier.proved.sum()) if verifier is not None else 0
-    digested = copier.digested.renumbered(kept) if digests else None
     seconds = time.perf_counter() - started
-    return CopyReport(own.nbytes, tally.nbytes, proved, covered, seconds, steps, taken_over, digested)
+    return CopyReport(
+        own.nbytes, tally.nbytes, proved, covered, seconds, steps, taken_over, digested if digests else None
+    )

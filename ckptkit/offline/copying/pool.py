@@ -58,7 +58,8 @@ class Pool:
             waiting.put(item)
         failures: list[BaseException] = []
         # Not Thread.join: up to Python 3.12, a join interrupted by a signal marks the thread as ended, and cleanup
-        # would then delete files, or exit, while threads still write.
+        # would then delete files, or exit, while threads still write. Nor WorkerPool: it forgets a thread if the
+        # interrupt comes while it starts it.
         try:
             for i in range(min(self._workers, len(items))):
                 name = f"ckptkit-copy-{i}"
