@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import logging
@@ -90,6 +89,8 @@ async def patiently(
     Raises:
         SilenceError: Neither an answer nor progress came in time. The server may still carry out the request.
     """
+    import asyncio  # lazy: with ssl it takes 40 ms, and a command on a local disk needs neither
+
     limit = given_s or min(WHOLE_S, min(4, 2 ** silences.get()) * least_s)
     task = asyncio.ensure_future(request)
     try:
