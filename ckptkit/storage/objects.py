@@ -413,7 +413,7 @@ class RemoteStore(Store):
         """Delete everything below `path`, and abort unfinished uploads to there."""
         folder = self._full(path)
         self._delete([*(item.path for item in self.list(path, recursive=True)), path], folder=folder)
-        self.abort_uploads(path)
+        self.end_uploads(self.unfinished_uploads(path))
 
     def unfinished_uploads(self, path: str = "", *, older_than_s: float = 0.0) -> Uploads:
         full = self._full(path, root_allowed=True)
@@ -426,12 +426,6 @@ class RemoteStore(Store):
             return []
         start, now = len(self._full("", root_allowed=True)) + 1, time.time()
         return [replace(item, path=item.name[start:]) for item in found if now - item.started >= older_than_s]
-
-    def abort_uploads(self, path: str = "", *, older_than_s: float = 0.0) -> int:
-        """Abort the unfinished uploads below `path`; returns how many there were."""
-        found = self.unfinished_uploads(path, older_than_s=older_than_s)
-        self.end_uploads(found)
-        return len(found)
 
     def end_uploads(self, found: Sequence[UnfinishedUpload]) -> None:
         for upload in found:

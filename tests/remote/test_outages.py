@@ -15,7 +15,7 @@ from tests.remote.test_turns import loads
 from tests.storage.proxy import Proxy
 
 Options = dict[str, Any]
-LONG_S = 1000.0  # longer than a test may take: whoever waits for all of it is red
+LONG_S = 1000.0  # longer than a test may take
 
 
 def down(proxy: Proxy, seconds: float) -> threading.Timer:

@@ -71,11 +71,11 @@ def test_a_save_killed_at_any_moment_publishes_nothing_incomplete(
         base = open_store(here, storage_options=s3)
         save(base, 1)
         fork(_saving, here, s3)
-        steps = check(base)  # every committed checkpoint is whole, byte by byte
+        steps = check(base)  # every committed checkpoint is complete, byte by byte
         assert steps == list(range(1, len(steps) + 1))
         save(base, 5000)
         monkeypatch.setattr(staging, "STARTING_S", 0.0)
-        clean_leftovers(base)  # and a probe of the store: only its age tells that nobody waits for it
+        clean_leftovers(base)  # and a probe of the store: only its age shows that it is unused
         monkeypatch.undo()
         keys = {item.path.split("/")[0] for item in base.list(recursive=True)}
         assert keys <= {".ckptkit", "latest", *(f"step_{step:08d}" for step in [*steps, 5000])}

@@ -52,7 +52,7 @@ def through(counted: tuple[Proxy, Options]) -> tuple[Proxy, Options]:
 
 
 REFUSALS = [
-    (Answer(301, "PermanentRedirect"), "AWS_DEFAULT_REGION="),  # botocore goes round in circles
+    (Answer(301, "PermanentRedirect"), "AWS_DEFAULT_REGION="),  # botocore follows redirects in a loop
     (Answer(301, "PermanentRedirect", (("x-amz-bucket-region", "eu-west-1"),)), "AWS_DEFAULT_REGION=eu-west-1"),
     (Answer(400, "AuthorizationHeaderMalformed"), "another region"),
     (Answer(400, "ExpiredToken"), "token has expired"),
@@ -182,7 +182,7 @@ def test_without_delete_permission_training_continues_with_a_warning(
     assert any("step_00000001 could not be deleted" in text and "DeleteObjects is not allowed" in text for text in said)
     root = open_store(url, storage_options=s3)
     assert [item.step for item in list_checkpoints(root).committed] == [1, 2, 3]
-    assert not _announced(root, "step_00000001")  # else whoever reads it would wait for a deletion that never comes
+    assert not _announced(root, "step_00000001")  # otherwise readers would wait for a deletion that never happens
     loads(url, s3, 3)
 
 

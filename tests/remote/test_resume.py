@@ -203,7 +203,7 @@ def test_a_writer_that_lost_the_directory_publishes_and_deletes_nothing(
     def taken_over(self: Ledger, path: str, nbytes: int, content: str, *, checked: bool) -> None:
         done(self, path, nbytes, content, checked=checked)
         calls.append(path)
-        if len(calls) == 3:  # it looks dead from another machine, whose run is told to replace it
+        if len(calls) == 3:  # another machine takes it for dead and overwrites
             monkeypatch.setattr(Ledger, "finished", done)
             real = owner.Owner.alive
             monkeypatch.setattr(owner.Owner, "alive", lambda self: None)

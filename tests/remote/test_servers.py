@@ -133,7 +133,7 @@ def test_a_checkpoint_is_resharded_from_bucket_to_bucket_in_bounded_memory(
     part = 5 << 20
     monkeypatch.setattr("ckptkit.storage.upload.UPLOAD_BYTES", part)
     monkeypatch.setattr("ckptkit.storage.connection._HELD_BYTES", 4 * part)
-    # Of memory that Python traces: what is mapped is not.
+    # Memory that Python traces, without mapped memory.
     monkeypatch.setattr("ckptkit.storage.body._block", lambda: memoryview(bytearray(4 << 20)))
     with _rclone(tmp_path) as place:  # a process of its own: what it holds does not count
         _reshard(place, part)
@@ -150,7 +150,7 @@ def test_a_save_uploads_without_a_copy_of_the_model(tmp_path: Path) -> None:
             _, most = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
-    assert most - before < 1.25 * (16 << 20)  # of each of 8 requests what is being read and sent: 2 MiB
+    assert most - before < 1.25 * (16 << 20)  # 2 MiB in flight for each of 8 requests
 
 
 def _reshard(place: Place, part: int) -> None:
