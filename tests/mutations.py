@@ -109,8 +109,8 @@ MUTATIONS = (
     Mutation(
         "directories are not synced before the rename",
         ATTEMPT,
-        "            self.store.sync_directory(folder)\n        self.root.sync_directory()\n",
-        "            pass\n",
+        "        publish.sync_directories(self.store)\n        self.root.sync_directory()\n",
+        "        pass\n",
         "tests/checkpoint/run/test_commit.py tests/checkpoint/test_order.py",
     ),
     Mutation(

@@ -38,7 +38,7 @@ def job(rank: int, ranks: int, root: str, rendezvous: str, keep: int, said: int)
     store = open_store(root)
     lease = acquire_lease(store) if coordinator.is_main else None
     step = max(check(root), default=0) if coordinator.is_main else 0
-    step = coordinator.broadcast(step)
+    step = coordinator.decide(lambda: step, "choosing a step")
     with SignalWatch(coordinator) as watch:
         while True:
             step += 1

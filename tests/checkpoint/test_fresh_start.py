@@ -164,7 +164,7 @@ def test_what_a_save_left_that_was_killed_before_the_first_commit_is_said_and_no
     fork(killed, root)
     assert list(tmp_path.glob(".tmp-*"))
     assert load(tmp_path) is None
-    assert "a save that was not committed" in caplog.text
+    assert "left by an uncommitted save" in caplog.text
     run(tmp_path, 1)
     assert load(tmp_path) == 1
 
@@ -245,7 +245,7 @@ def test_a_fresh_start_among_half_copies_on_an_object_store_deletes_none_of_them
             manager.save(20 if start is None else 21, state())
     assert before <= {item.path for item in store.list(recursive=True)}
     assert load(url, storage_options=options) == 21
-    said = [record.message for record in caplog.records if "is left as it is" in record.message]
+    said = [record.message for record in caplog.records if "is left unchanged" in record.message]
     assert len(said) == 2 and "/step_00000001/" in said[0] + said[1] and "/step_00000002 " in said[0] + said[1]
 
 

@@ -14,7 +14,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.run.coordinator import Coordinator
-from ckptkit.checkpoint.save.saver import Saver
 from ckptkit.checkpoint.state.train_state import TrainState
 
 
@@ -23,19 +22,19 @@ class Counter:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.told = self.settled = self.messages = 0
-        post, gather = Coordinator._post, Saver._all_gather
+        post, gather = Coordinator._post, Coordinator.all_gather
 
         def counted(coordinator: Any, value: Any, ranks: Any) -> Any:
             self.messages += len(ranks)
             self.told += len(ranks) * len(pickle.dumps(value))
             return post(coordinator, value, ranks)
 
-        def settled(saver: Any, value: bytes) -> Any:
+        def settled(coordinator: Any, value: bytes) -> Any:
             self.settled += 1
-            return gather(saver, value)
+            return gather(coordinator, value)
 
         monkeypatch.setattr(Coordinator, "_post", counted)
-        monkeypatch.setattr(Saver, "_all_gather", settled)
+        monkeypatch.setattr(Coordinator, "all_gather", settled)
 
     def take(self) -> tuple[int, int, int]:
         found = self.settled, self.messages, self.told

@@ -222,7 +222,7 @@ def test_a_step_that_lost_its_commit_record_is_never_taken_for_a_killed_save(
     lease.release()
     clean_leftovers(root)
     assert set(before) <= set(keys(root))
-    said = [r.message for r in caplog.records if "step_00000001 is left as it is" in r.message]
+    said = [r.message for r in caplog.records if "step_00000001 is left unchanged" in r.message]
     assert len(said) == 1 and "checkpoint.json" in said[0]
 
 
@@ -236,7 +236,7 @@ def test_what_no_save_writes_stays_where_a_dead_attempt_is_cleaned_up(
         root.write(path, b"mine")
     save(root, 9)
     assert [key for key in keys(root) if "step_00000008" in key] == sorted(theirs)
-    assert f"{dead.path} is of a dead save" in caplog.text and "notes.txt" in caplog.text
+    assert f"{dead.path} is left by a dead save" in caplog.text and "notes.txt" in caplog.text
     assert list_checkpoints(root).abandoned == ()
     save(root, 8)
     assert [item.step for item in list_checkpoints(root).committed] == [9, 8]
@@ -299,7 +299,7 @@ def test_a_file_that_no_rank_says_it_wrote_is_not_published(root: Store) -> None
     def stray(store: Store) -> None:
         store.write("__5_0.distcp", b"1")
 
-    with pytest.raises(SaveError, match="no rank says"):
+    with pytest.raises(SaveError, match="no rank wrote it"):
         save(root, 3, before=stray)
     assert keys(root) == []
 
@@ -333,7 +333,7 @@ def test_a_step_that_was_saved_under_the_same_lease_is_refused_before_anything_i
     lease = acquire_lease(root)
     save(root, 1, lease=lease)
     before = keys(root)
-    with pytest.raises(CheckpointExistsError, match="was saved already"):
+    with pytest.raises(CheckpointExistsError, match="exists already"):
         begin_save(root, 1, lease=lease)
     save(root, 2, lease=lease)
     lease.release()
@@ -409,7 +409,7 @@ def test_a_store_without_conditions_is_asked_for_the_name_once_more_where_the_la
         root.write("step_00000003/checkpoint.json", other)
 
     # The look at the run, which goes on meanwhile, may be late enough to see it.
-    with pytest.raises(CheckpointExistsError, match=r"by another writer first|was saved already"):
+    with pytest.raises(CheckpointExistsError, match=r"by another writer first|exists already"):
         save(root, 3, lease=lease, before=copy_one_there)
     lease.release()
     assert root.read("step_00000003/checkpoint.json") == other

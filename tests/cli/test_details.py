@@ -97,7 +97,7 @@ def test_a_link_that_another_system_calls_latest_is_followed(zoo: Path, tmp_path
     assert json.loads(result.stdout)["url"].endswith("/step-2")
     (tmp_path / "latest").unlink()
     os.symlink("gone", tmp_path / "latest")
-    assert "'latest' names nothing" in run("inspect", tmp_path / "latest").output
+    assert "there is no 'latest'" in run("inspect", tmp_path / "latest").output
 
 
 # --- what a command says

@@ -157,7 +157,7 @@ def test_latest_is_not_an_older_one_where_the_newest_is_damaged(root: Path) -> N
     (root / "step_00000300" / "checkpoint.json").write_bytes(b"{")
     result = run("inspect", root / "latest")
     assert result.exit_code == 1
-    assert "is step_00000300, which can't be opened" in result.stderr
+    assert "is step_00000300, which cannot be opened" in result.stderr
     assert f"The previous checkpoint: {root}/step_00000200" in result.stderr
 
 
@@ -192,7 +192,7 @@ def test_equal_by_recorded_digests_does_not_claim_to_have_read(root: Path) -> No
 # --- names that are nearly right
 
 
-@pytest.mark.parametrize(("name", "words"), [("best:acc:max", "There are: loss."), ("best:los:min", "'loss'"),
+@pytest.mark.parametrize(("name", "words"), [("best:acc:max", "Existing metrics: loss."), ("best:los:min", "'loss'"),
                                              ("best:loss:mim", "best:METRIC:min")])  # fmt: skip
 def test_best_by_a_metric_that_is_not_there_says_which_are(root: Path, name: str, words: str) -> None:
     result = run("inspect", root / name)

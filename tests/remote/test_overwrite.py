@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.retention import RetentionPolicy
-from ckptkit.checkpoint.run.delete import BackgroundRotation, rotate
+from ckptkit.checkpoint.run.delete import rotate
+from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import CheckpointExistsError, CorruptCheckpointError, IntegrityError
 from ckptkit.offline.convert import convert
 from ckptkit.offline.listing import list_run
@@ -19,7 +21,7 @@ from ckptkit.offline.reshard import reshard
 from ckptkit.offline.verify import verify
 from ckptkit.storage import open_store
 from ckptkit.storage.objects import RemoteStore
-from tests.checkpoint.saving import check, fork, save
+from tests.checkpoint.saving import fork, save
 from tests.storage.proxy import Answer, Proxy
 
 Options = dict[str, Any]
@@ -165,26 +167,21 @@ def test_a_denied_rotation_logs_one_line_and_saves_continue(
     counted: tuple[Proxy, Options], url: str, refused: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     proxy, options = counted
-    root = open_store(url, storage_options=options)
-    for step in (1, 2, 3):
-        save(root, step)
-    rotation = BackgroundRotation(root, RetentionPolicy(max_num=1))
 
     def rule(number: int, method: str, path: str) -> str | Answer:
         listing, deletion = "list-type" in path, method == "DELETE" or path.endswith("?delete")
         denied = listing if refused == "listings" else deletion
         return Answer(403, "AccessDenied") if denied else "pass"
 
-    proxy.rule = rule
-    caplog.clear()
-    rotation.submit()
-    rotation.wait()
-    lines = [record.getMessage() for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
-    assert len(lines) == 1 and "AccessDenied" in lines[0] and "next save tries again" in lines[0]
-    assert not any(record.exc_info for record in caplog.records)
-    proxy.rule = lambda number, method, path: "pass"
-    save(root, 4)
-    rotation.submit()
-    rotation.wait()
-    rotation.close()
-    assert check(root) == [4]
+    state, policy = TrainState(extra={"value": 1}, rng=False), RetentionPolicy(max_num=1)
+    with CheckpointManager(url, retention=policy, storage_options=options) as manager:
+        manager.save(1, state)
+        proxy.rule = rule
+        caplog.clear()
+        manager.save(2, state)
+        lines = [record.getMessage() for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+        assert len(lines) == 1 and "AccessDenied" in lines[0] and "next save" in lines[0]
+        assert not any(record.exc_info for record in caplog.records)
+        proxy.rule = lambda number, method, path: "pass"
+        manager.save(3, state)
+        assert [record.step for record in manager.list()] == [3]

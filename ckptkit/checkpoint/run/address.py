@@ -22,17 +22,16 @@ NAMED_CHECKPOINT = re.compile(r"(latest(~[0-9]{1,6})?|best(:[^/]{1,128})?|[0-9]{
 
 
 def resolve_url(url: str, *, storage_options: Mapping[str, Any] | None = None) -> str:
-    """Return the URL of the checkpoint that `url` names; `url` itself where its last part is no such name, or where
-    its parent is no run of ours.
+    """Return the URL of the checkpoint that `url` names; `url` itself if it names none, or its parent is no run.
 
     Raises:
-        CheckpointNotFoundError: The run has no such checkpoint; lists those it has.
-        CorruptCheckpointError: It is the latest, and its record can't be read: it is not passed over in silence.
+        CheckpointNotFoundError: The run has no such checkpoint; lists the existing ones.
+        CorruptCheckpointError: The record of the latest checkpoint cannot be read: it is not skipped silently.
     """
     half = _HALF_PROTOCOL.fullmatch(url)
     if half and not os.path.exists(url):
-        raise UsageError(f"{url} has one slash after the protocol. Did you mean {half[1]}://{half[2]}?")
-    require_bucket(url)  # before the slashes at its end go
+        raise UsageError(f"{url} has only one slash after the protocol. Did you mean {half[1]}://{half[2]}?")
+    require_bucket(url)  # before trailing slashes are removed
     head, separator, name = url.rstrip("/").rpartition("/")
     if not NAMED_CHECKPOINT.fullmatch(name) or head.endswith(":/"):
         if split_url(url)[0] == "file" and head and not os.path.lexists(url):
@@ -42,8 +41,8 @@ def resolve_url(url: str, *, storage_options: Mapping[str, Any] | None = None) -
     if name.isdigit() or name.startswith("best:"):
         found = root.info(name) if name.isdigit() else None
         if found is not None and found.kind == "directory":
-            return url  # a directory that is really called so
-    from ckptkit.checkpoint.run.inventory import (  # here: most URLs name no checkpoint of a run
+            return url  # a directory of that name
+    from ckptkit.checkpoint.run.inventory import (  # imported here, because most URLs do not need it
         list_checkpoints,
         resolve,
     )
@@ -58,14 +57,14 @@ def resolve_url(url: str, *, storage_options: Mapping[str, Any] | None = None) -
     place = root.url if protocol == "file" else head
     lost = inventory.newest_damaged if name == "latest" else None
     if lost is not None:
-        error = CorruptCheckpointError(f"{url} is {lost.path}, which can't be opened: {lost.reason}")
+        error = CorruptCheckpointError(f"{url} is {lost.path}, which cannot be opened: {lost.reason}")
         error.checkpoint = f"{place}/{lost.path}"
         raise error
     return f"{place}/{chosen.path}"
 
 
 def resolve_checkpoint(url: str, *, storage_options: Mapping[str, Any] | None = None) -> str:
-    """Return what `resolve_url` does; for the root of a run of ours, the URL of its newest checkpoint."""
+    """Like `resolve_url`, but the root of a run means its newest checkpoint."""
     from ckptkit.checkpoint.run.inventory import list_checkpoints
 
     address = resolve_url(url, storage_options=storage_options)
@@ -80,7 +79,7 @@ def resolve_checkpoint(url: str, *, storage_options: Mapping[str, Any] | None = 
 
 
 def _refuse_nothing(root: Store, inventory: Inventory, name: str) -> None:
-    """Raise where "latest" or "best" names nothing; not where a directory, or a link to one, is really called so."""
+    """Raise if "latest" or "best" names nothing, unless there is a directory (or a link to one) of that name."""
     found = root.info(name)
     if found is not None and found.kind == "directory":
         return
@@ -90,13 +89,13 @@ def _refuse_nothing(root: Store, inventory: Inventory, name: str) -> None:
         inventory.skipped
     )
     raise CheckpointNotFoundError(
-        f"{root.url} has no committed checkpoint of ckptkit, so {name!r} names nothing{there}. "
+        f"{root.url} has no committed checkpoint of ckptkit, so there is no {name!r}{there}. "
         f"To use the newest step of another system's run, give its root: {root.url}"
     )
 
 
 def _refuse_unknown(head: str, name: str) -> None:
-    """Raise where `head` is a run of ours: what is there says more than "does not exist"."""
+    """Raise if `head` is a run, and name its checkpoints, which helps more than "does not exist"."""
     if not os.path.isdir(head):
         return
     import difflib

@@ -1,6 +1,6 @@
-"""The commit protocol: all ranks write, then one record makes it a checkpoint, or nothing is left.
+"""The commit protocol: all ranks write, then one record makes it a checkpoint; otherwise nothing is left.
 
-The steps, and what holds after each, are beside the code; `publish` has the last ones.
+The numbered comments are its steps, with the invariant after each. Also removes what dead writers left below a root.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ckptkit.checkpoint.run.attempt import (
     settle_replacements,
     write_hint,
 )
-from ckptkit.checkpoint.run.coordinator import Coordinator, Outcome
+from ckptkit.checkpoint.run.coordinator import Coordinator, Outcome, check_equal
 from ckptkit.checkpoint.run.inventory import Attempt, Committed, Inventory, Skipped, in_order, list_checkpoints
 from ckptkit.checkpoint.run.pins import list_pins
 from ckptkit.checkpoint.run.unnamed import (
@@ -69,15 +69,12 @@ from ckptkit.units import format_size
 
 __all__ = ["SaveAttempt", "WrittenFile", "begin_save", "clean_leftovers"]
 
-# What dead writers left below a root, removed; what a living one writes is never touched.
-
-
 logger = logging.getLogger(__name__)
 
-UPLOAD_AGE_S = 86400.0  # of an upload that nobody finished; those of a dead save go with its files at once
-_HALF_HINT = re.compile(rf"\.{LATEST_HINT}\.[0-9a-f]{{12}}\.part")  # as LocalStore names what it is writing
-_OF_A_SAVE = re.compile(r"[^/]+/[0-9a-f]{16}/")  # how RemotePlace names what it writes
-_PROBE = re.compile(r"\.probe-[0-9a-f]{16}\.part")  # as a store names what it tries conditional writes on
+UPLOAD_AGE_S = 86400.0  # an unfinished upload of this age is removed; those of a dead save go with its files
+_HALF_HINT = re.compile(rf"\.{LATEST_HINT}\.[0-9a-f]{{12}}\.part")  # written by LocalStore
+_OF_A_SAVE = re.compile(r"[^/]+/[0-9a-f]{16}/")  # the keys of RemotePlace
+_PROBE = re.compile(r"\.probe-[0-9a-f]{16}\.part")  # written by a store to try conditional writes
 
 
 def clean_leftovers(
@@ -89,15 +86,15 @@ def clean_leftovers(
     view: Store | None = None,
     but: str = "",
 ) -> list[str]:
-    """Remove staging, trash and uploads whose writer is dead, and return their paths.
+    """Remove staging directories, trash and uploads of dead writers, and return their paths.
 
-    Also finishes what a killed overwrite began. A failure to delete is logged: the next call tries again.
+    Also finishes killed replacements. A failure to delete is logged, and the next call tries again.
 
     Args:
-        leased: The caller holds the lease of the run, so no other save is alive, on whatever machine it was.
-        inventory: What the caller has just listed.
-        view: The snapshot of `root` that it was listed in. Then old uploads are not looked for, which takes a request
-            of its own: those of dead saves go all the same.
+        leased: The caller holds the lease of the run, so no other save is running on any machine.
+        inventory: The current inventory, if known.
+        view: The snapshot of `root` from which it was listed. Old uploads, which need a request, are not searched then;
+            those of dead saves are removed anyway.
         but: The caller's own attempt.
     """
     given, view = view, view or snapshot(root)
@@ -125,28 +122,28 @@ def clean_leftovers(
             removed.append(path)
     for item in inventory.skipped if leased and not dry_run else ():
         if item.unknown:
-            warn_once(logger, f"{root.url}/{item.path}", "is left as it is: %s", item.reason)
+            warn_once(logger, f"{root.url}/{item.path}", "is left unchanged: %s", item.reason)
     return removed if given is not None else removed + _old_uploads(root, dry_run=dry_run)
 
 
 def _void_marks(inventory: Inventory, view: Store) -> list[str]:
-    """Return the marks of deletions that were killed before they began, or when nothing but the mark was left."""
+    """Return the marks of deletions that were killed before they deleted anything, or after everything but the mark."""
     if is_directory(view):
         return []
     ended = [item.path for item in inventory.skipped if item.deleted and not item.kept_files]
     found = [item.path for path in ended for item in view.list(path) if item.kind == "file"]
-    if view.sizes_are_free:  # else each would have to be asked for; they go with their checkpoint
+    if view.sizes_are_free:  # otherwise each needs a request; they are deleted with their checkpoint
         marks = [f"{item.path}/{mark_of(item.record)}" for item in inventory.committed]
         found += [path for path in marks if view.info(path) is not None]
     return found
 
 
 def _old_uploads(root: Store, *, dry_run: bool) -> list[str]:
-    """Throw away multipart uploads of saves that were begun a day ago: no listing of files shows them, and they cost.
-    Others' may take longer than that."""
+    """Abort multipart uploads that saves began a day ago: no listing shows them, and they cost money. Uploads of other
+    programs may take longer."""
     found = [upload for upload in root.unfinished_uploads(older_than_s=UPLOAD_AGE_S) if _OF_A_SAVE.match(upload.path)]
     if found and not dry_run:
-        now = store_clock(root)  # ours may be ahead of it
+        now = store_clock(root)  # this machine's clock may be ahead
         found = [upload for upload in found if now - upload.started >= UPLOAD_AGE_S]
         root.end_uploads(found)
     return [f"unfinished upload of {upload.name}" for upload in found]
@@ -156,22 +153,22 @@ def _is_dead(root: Store, attempt: Attempt, *, leased: bool) -> bool:
     kept = leftover_of(attempt.path)
     if kept is not None:
         return bool(is_abandoned(root, kept, leased=leased))
-    return leased  # whoever has the lease, and no other, writes attempts
+    return leased  # only the holder of the lease writes attempts
 
 
 def _lone_owners(root: Store, items: list[FileInfo]) -> list[str]:
-    """Return statements of dead writers whose directory is gone, or was never made."""
+    """Return owner files of dead writers whose directory is gone or was never created."""
     found = [leftover_of(item.path) for item in items]
     return [item.path for item in found if item is not None and item.kind == "owner" and is_abandoned(root, item)]
 
 
 def _half_written(items: list[FileInfo], *, leased: bool) -> list[str]:
-    """Return half-written files of the name `latest`, and probes of a store, that a kill left at the root."""
+    """Return half-written `latest` files and probes that a kill left at the root."""
 
     def is_left(item: FileInfo) -> bool:
         if _HALF_HINT.fullmatch(item.path) and leased:
             return True
-        # A probe asks for no lease, so none says that its maker is dead: only time does.
+        # A probe needs no lease, so only its age tells that its writer is dead.
         old = time.time() - item.mtime > staging.STARTING_S
         return old and bool(_HALF_HINT.fullmatch(item.path) or _PROBE.fullmatch(item.path))
 
@@ -179,7 +176,7 @@ def _half_written(items: list[FileInfo], *, leased: bool) -> list[str]:
 
 
 def _remove(root: Store, path: str) -> list[str]:
-    """Remove what a dead writer left at `path`, and return what stays because it is somebody else's."""
+    """Remove what a dead writer left at `path`, and return the foreign files that stay."""
     name, _, folder = path.rpartition("/")
     if folder == DELETING and is_directory(root):
         finish_deletion(root, name)
@@ -202,11 +199,11 @@ def _remove(root: Store, path: str) -> list[str]:
     return left
 
 
-_SLACK = 1 << 20  # records, directories
+_SLACK = 1 << 20  # bytes for records and directories
 
 
 class WrittenFile(Protocol):
-    """What a writer knows of a file: bytes, and their digest as a number or as 16 hex digits."""
+    """A file's size and its digest, as a number or as 16 hex digits."""
 
     @property
     def nbytes(self) -> int: ...
@@ -219,22 +216,20 @@ Files = Mapping[str, WrittenFile]
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What a rank asks for; all ranks must ask for the same, but for their own bytes."""
+    """A rank's request; all ranks must request the same, except for their own bytes."""
 
     step: int
     tag: str | None
     overwrite: bool
     set_aside: bool
     planned_bytes: int | None
-    extra: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """What rank 0 decided."""
+    """Rank 0's decision."""
 
     save_id: str
-    messages: tuple[bytes, ...]
     witness: Witness | None = None
 
 
@@ -249,40 +244,44 @@ def begin_save(
     set_aside: bool = False,
     file_names: str = "",
     lease: Lease | Callable[..., Lease] | None = None,
-    message: bytes = b"",
 ) -> SaveAttempt:
-    """Return an attempt to save `step`: a private place to write to. All ranks must call it.
+    """Return an attempt to save `step`, with a private place to write to. All ranks must call it.
 
     Afterwards every rank calls `commit` or `abort` of the attempt, once.
 
     Args:
-        planned_bytes: What this rank will write; None where it can't tell (no check for space then).
-        overwrite: Replace a committed checkpoint of that name; the old one goes after the new one is there.
-        set_aside: A step's directory that is in the way and is no checkpoint gets another name. Rank 0's counts.
-        file_names: A pattern of the paths that all ranks will write. A file of others that has one of them, and would
-            be in the directory still, is found before anything is written. Rank 0's counts.
-        lease: The lease of the run, or what returns it, asked on rank 0 only, given what `acquire_lease` takes for
-            `look`; else the attempt takes its own. The attempts of one lease take turns.
-        message: Any bytes; `SaveAttempt.messages` has those of all ranks, on every rank.
+        planned_bytes: The bytes that this rank will write; None if unknown (then free space is not checked).
+        overwrite: Replace a committed checkpoint of that name, once the new one is complete.
+        set_aside: Rename a step's directory that is in the way and is no checkpoint. Rank 0's value counts.
+        file_names: A pattern of the paths that all ranks will write. Foreign files that have one of these names are
+            found before anything is written. Rank 0's value counts.
+        lease: The lease of the run, or a function that returns it, called on rank 0 with the argument `look` of
+            `acquire_lease`; None: the attempt acquires its own. Attempts with the same lease take turns.
 
     Raises:
-        CheckpointExistsError: There is such a checkpoint, or something else of its name. On an object store it may be
-            raised by `commit`.
-        NoSpaceError: Not enough room for what all ranks plan. Nothing was written.
+        CheckpointExistsError: There is such a checkpoint, or something else of that name. On an object store `commit`
+            may raise it instead.
+        NoSpaceError: There is not enough space for the bytes of all ranks. Nothing was written.
         LeaseHeldError: Another job saves to this root.
         UsageError: The tag or the step is refused, or ranks disagree on them.
         RankFailedError: A rank died, hung, or does not see the same storage.
     """
+
+    def request() -> _Request:
+        checkpoint_name(step, tag)
+        if planned_bytes is not None and planned_bytes < 0:
+            raise UsageError(f"planned_bytes is {planned_bytes}, expected 0 or more.")
+        return _Request(step, tag, overwrite, set_aside, planned_bytes)
+
     coordinator = coordinator or Coordinator()
     opening = _Opening(root, lease, coordinator.timeout_s, file_names)
     what = f"starting to save step {step!r:.40}"
     try:
-        # 1. Invariant: every rank names the same attempt, or none goes on.
-        request = _request(step, tag, overwrite, set_aside, planned_bytes, message)
-        start: _Start = coordinator.settle(request, what, then=opening.open)
-        # 2. Invariant: every rank sees the place that rank 0 made; on another disk it would write for nobody.
+        # 1. Invariant: all ranks use the same attempt, or none continues.
+        start: _Start = coordinator.settle(Outcome.of(request), what, then=opening.open)
+        # 2. Invariant: every rank sees the place that rank 0 created, and does not write to another disk.
         place = opening.place or place_of(root, checkpoint_name(step, tag), start.save_id, witness=start.witness)
-        if not root.asking_costs:  # on an object store before the rank says that its files are there
+        if not root.asking_costs:  # on an object store, this is checked before the rank reports its files
             coordinator.all_ok(place.look, what)
     except BaseException:
         opening.close()
@@ -290,24 +289,12 @@ def begin_save(
     return SaveAttempt(root, step, tag, start, place, coordinator, overwrite=overwrite, opening=opening)
 
 
-def _request(
-    step: int, tag: str | None, overwrite: bool, set_aside: bool, planned_bytes: int | None, message: bytes
-) -> Outcome:
-    try:
-        checkpoint_name(step, tag)
-        if planned_bytes is not None and planned_bytes < 0:
-            raise UsageError(f"planned_bytes is {planned_bytes}, expected 0 or more.")
-    except BaseException as error:  # noqa: BLE001  the boundary of a rank: `settle` raises it
-        return Outcome.of_error(error)
-    return Outcome(_Request(step, tag, overwrite, set_aside, planned_bytes, message))
-
-
 class _Opening:
-    """Rank 0's part of the start, and of the end: what it took it gives back.
+    """Rank 0's part of a save's beginning and end: acquires the lease, the turn and the place, and releases them.
 
-    On an object store the first save under a lease looks at the run, while the files go up to keys that nobody else
-    has: what it finds is needed before the commit only (`wait`). What would most likely refuse it, the lease of another
-    and a name that is taken, is looked at before. The saves after it know what is there.
+    On an object store, the first save under a lease lists the run while the files are uploaded to private keys: the
+    result is needed only before the commit (`wait`). The likeliest reasons for a refusal, another job's lease and an
+    existing name, are checked before. Later saves under the lease know the inventory.
     """
 
     def __init__(
@@ -320,14 +307,14 @@ class _Opening:
         self.place: Place | None = None
         self.view = root
         self.inventory = Inventory(root.url)
-        self.after: Inventory | None = None  # once it is committed, where looking again takes requests
+        self.after: Inventory | None = None  # after the commit, if listing again would cost requests
         self._settling: Future[None] | None = None
         self.committed = False
         self._ended = False
 
     def open(self, requests: Sequence[_Request]) -> _Start:
         first = requests[0]
-        _check_equal(requests)
+        check_equal([(r.step, r.tag, r.overwrite) for r in requests], "what to save: (step, tag, overwrite)")
         views: list[Store] = []
         started = time.monotonic()
 
@@ -354,11 +341,11 @@ class _Opening:
             self._settling = pool.submit(settle)
             pool.shutdown(wait=False)
         _check_space(self.root, [request.planned_bytes for request in requests])
-        # Invariant: a disk that is too small fails before a byte is written.
+        # Invariant: if space is short, the save fails before anything is written.
         self.place = place
         self.place.open()
         witness = Witness(self.lease.path, self.lease.nonce)
-        return _Start(save_id, tuple(request.extra for request in requests), witness)
+        return _Start(save_id, witness)
 
     def _lease(self, look: Callable[[], Store] | None) -> Lease:
         if self._given is None:
@@ -369,19 +356,19 @@ class _Opening:
         return self._given() if look is None else self._given(look)
 
     def _settle(self, request: _Request, view: Store | None, place: Place) -> None:
-        """Look at the run, and clean it up, before anything is published.
+        """List the run and clean it up, before anything is published.
 
         Args:
-            view: What the lease was taken by; None where it was ours before.
+            view: The snapshot with which the lease was acquired; None if it was held before.
         """
         assert self.lease is not None
         if view is None:
-            # On an object store one listing serves all that is to be known.
+            # On an object store, one listing serves all checks.
             view = snapshot(self.root)
             self.lease.check(view=view)
         self.lease.try_conditional()
         self.lease.tidy()
-        # Invariant: no other attempt is under way here. What dead ones left goes first: it may be the space we need.
+        # Invariant: no other attempt is running here. Leftovers of dead ones are removed first, to free space.
         own = f"{place.name}/{place.data}" if place.data else ""
         inventory = list_checkpoints(self.root, view=view)
         half_replaced = any(item.path != item.name for item in inventory.committed)
@@ -393,7 +380,7 @@ class _Opening:
         check_names(self.root, place.name, self._file_names)
 
     def wait(self) -> None:
-        """Return once all that must be known before a commit is known. Raises what forbids it."""
+        """Wait for the checks that must precede a commit. Raises what they find."""
         if self._settling is not None:
             self._settling.result()
 
@@ -401,47 +388,35 @@ class _Opening:
         self._has_turn = lease.turn.acquire(timeout=min(self._patience_s, threading.TIMEOUT_MAX))
         if not self._has_turn:
             raise LeaseHeldError(
-                f"{self.root.url}: another save of this process is not done after {self._patience_s:g} s; nothing was "
+                f"{self.root.url}: another save of this process did not end within {self._patience_s:g} s; nothing was "
                 "written. Wait for it, or give the manager a longer timeout_s."
             )
 
     def end_attempt(self) -> None:
-        """State in the lease that this attempt was committed, or that it failed, before the next one."""
+        """State in the lease that this attempt was committed or failed, before the next one begins."""
         if self.lease is not None and self.place is not None and self.root.asking_costs and not self._ended:
             self._ended = True
             self.lease.end_attempt(self.place.data, committed=self.committed)
 
     def close(self) -> None:
-        """Give back space and lease. The outcome is decided: a failure here is logged, the next save cleans up."""
+        """Clean up and release the lease. A failure is only logged: the outcome is decided, and the next save cleans
+        up."""
         if self._settling is not None:
-            self._settling.exception()  # it may be cleaning up
+            self._settling.exception()  # wait: it may be cleaning up
         try:
             if self.place is not None:
                 self.place.close()
-        except (
-            OSError,
-            CkptkitError,
-        ) as error:  # ours too: a record that cannot be read says not whose files these are
+        except (OSError, CkptkitError) as error:  # CkptkitError: the owner of the files is in an unreadable record
             logger.warning("%s could not be cleaned up: %s. The next save tries again.", self.root.url, error)
             self.after = None
         finally:
             self.end_attempt()
             if self.lease is not None and self._has_turn:
                 self._has_turn = False
-                self.lease.inventory = self.after  # None after a failure: the next save looks, and cleans up
+                self.lease.inventory = self.after  # None after a failure: the next save lists, and cleans up
                 self.lease.turn.release()
             if self._own_lease is not None:
                 self._own_lease.release()
-
-
-def _check_equal(requests: Sequence[_Request]) -> None:
-    first = requests[0]
-    for rank, other in enumerate(requests):
-        if (other.step, other.tag, other.overwrite) != (first.step, first.tag, first.overwrite):
-            raise UsageError(
-                f"ranks disagree on what to save: rank 0 has step {first.step}, tag {first.tag!r}, overwrite="
-                f"{first.overwrite}; rank {rank} has step {other.step}, tag {other.tag!r}, overwrite={other.overwrite}."
-            )
 
 
 def _check_free_name(root: Store, view: Store, inventory: Inventory, name: str, request: _Request) -> None:
@@ -449,8 +424,8 @@ def _check_free_name(root: Store, view: Store, inventory: Inventory, name: str, 
     if found is not None:
         if not request.overwrite:
             raise CheckpointExistsError(
-                f"{place} was saved already (save {found.record.save_id}); a checkpoint is never written again. "
-                "Save another step or tag, or replace it with overwrite=True."
+                f"{place} exists already (save {found.record.save_id}); a checkpoint is never changed. Save another "
+                "step or tag, or replace it with overwrite=True."
             )
         held = [pin for pin in list_pins(root) if pin.name == name and pin.owner != this_process()]
         if held:
@@ -458,7 +433,7 @@ def _check_free_name(root: Store, view: Store, inventory: Inventory, name: str, 
         return
     skipped = next((item for item in inventory.skipped if item.path == name), None)
     if skipped is not None and skipped.deleted:
-        return  # what others have put there stays there
+        return  # foreign files in it stay
     taken = root.info(name) if is_directory(root) else view.info(f"{name}/{RECORD_NAME}")
     if skipped is not None and taken is not None:
         if request.set_aside and not skipped.unanswered and (request.overwrite or not skipped.damaged):
@@ -466,12 +441,12 @@ def _check_free_name(root: Store, view: Store, inventory: Inventory, name: str, 
             return
         raise CheckpointExistsError(f"{place} is in the way: {skipped.reason}. Move it away or delete it.")
     if taken is not None:
-        raise CheckpointExistsError(f"{place} is in the way: a {taken.kind} that is no checkpoint of ours.")
+        raise CheckpointExistsError(f"{place} is in the way: a {taken.kind} that is no checkpoint of ckptkit.")
 
 
 def _set_aside(root: Store, skipped: Skipped) -> None:
-    """Give a directory that is no checkpoint another name, so that a save can have its own. Nothing of it is deleted.
-    On an object store only its record is replaced."""
+    """Rename a directory that is in the way and is no checkpoint; nothing in it is deleted. On an object store only its
+    record is replaced."""
     if is_directory(root):
         aside = f"{skipped.path}.aside-{new_nonce()}"
         root.rename(skipped.path, aside)
@@ -479,7 +454,7 @@ def _set_aside(root: Store, skipped: Skipped) -> None:
 
 
 def _names(inventory: Inventory) -> set[str]:
-    """Return what is taken, or was once."""
+    """Return the names that are or were taken."""
     return {item.name for item in inventory.committed} | {item.path for item in inventory.skipped}
 
 
@@ -492,23 +467,22 @@ def _check_space(root: Store, planned: Sequence[int | None]) -> None:
     if need > free:
         raise NoSpaceError(
             f"{root.url}: the checkpoint needs {format_size(need)}, but only {format_size(free)} are free: No space "
-            "left on device. Nothing was written. Old checkpoints are deleted only after the new one is safe, so there "
-            "must be room for one more: free some space, or keep fewer; what could go: "
+            "left on device. Nothing was written. Old checkpoints are deleted only after the new one is committed, so "
+            "there must be space for one more: free some, or keep fewer checkpoints. To see what could be deleted: "
             + command_line("prune", root.url, "--max-num", "2", "--dry-run")
         )
 
 
 class SaveAttempt:
-    """One attempt to save, between `begin_save` and its `commit` or `abort`.
+    """One attempt to save, from `begin_save` to its `commit` or `abort`.
 
     Attributes:
         store: Where every rank writes its files.
-        name: The checkpoint's directory-to-be.
-        save_id: 16 hex digits of this attempt alone.
-        data: What lies between the record and the files: "", or the save id on an object store.
-        messages: What each rank gave to `begin_save`, by rank.
-        after: On rank 0 and an object store, once it is committed: what this writer, which alone may write, knows to be
-            there.
+        name: The directory of the future checkpoint.
+        save_id: 16 hex digits, unique to this attempt.
+        data: The folder of the files next to the record: "", or the save id on an object store.
+        after: On rank 0, after a commit to an object store: the inventory, known without listing because nobody else
+            may write.
     """
 
     def __init__(
@@ -525,26 +499,24 @@ class SaveAttempt:
     ) -> None:
         self.root, self.step, self.tag = root, step, tag
         self.name = tag or step_name(step)
-        self.save_id, self.messages = start.save_id, start.messages
+        self.save_id = start.save_id
         self.store, self.data = place.store, place.data
         self.coordinator = coordinator
         self._place = place
         self._overwrite = overwrite
         self._opening = opening
         self._record: CommitRecord | None = None
-        self._fields: Mapping[str, Any] = {}
-        self._complete: Callable[[list[Any]], Files] | None = None
         self._hinted: Future[None] | None = None
         self.after: Inventory | None = None
         self._started = time.monotonic()
 
     def abort(self, error: BaseException) -> NoReturn:
-        """Tell all ranks that this one failed; they raise the same from `commit`. Nothing is published.
+        """Tell all ranks that this one failed; their `commit` raises the same error. Nothing is published.
 
         Raises:
-            RankFailedError: Always (a process that is alone raises its ckptkit error as it is).
+            RankFailedError: Always (if there is one rank, its ckptkit error is raised unchanged).
         """
-        with contextlib.suppress(Exception):  # what this rank has on its way must not arrive after rank 0 deleted all
+        with contextlib.suppress(Exception):  # uploads of this rank must not end after rank 0 deleted everything
             self._place.sync(())
         self._settle(Outcome.of_error(error), lambda reports: None)
         raise SaveError(f"saving {self.name} failed: {error}") from error  # settle has raised
@@ -557,28 +529,27 @@ class SaveAttempt:
         payload: Any = None,
         complete: Callable[[list[Any]], Files] | None = None,
     ) -> CommitRecord:
-        """Publish the checkpoint once every rank is here and well, and return its record, durable.
+        """Publish the checkpoint once every rank has written, and return its record. All ranks must call it.
 
-        On ranks other than 0 the record's table of files is empty.
+        On ranks other than 0 the record has no files.
 
         Args:
-            files: What this rank wrote below `store`, by path.
-            record_fields: Fields of `CommitRecord` that the caller knows: at least `state_dict_type`. Rank 0's count.
-            payload: Anything, for `complete` on rank 0.
-            complete: Rank 0 runs it with the payloads by rank when all ranks are well: it writes what sums
-                them up (index, manifest) to `store` and returns those files.
+            files: The files that this rank wrote below `store`, by path.
+            record_fields: Fields of `CommitRecord`, at least `state_dict_type`. Rank 0's count.
+            payload: Any value, for `complete`.
+            complete: Called on rank 0 with the payloads of all ranks if none failed: writes index and manifest to
+                `store` and returns these files.
 
         Raises:
-            RankFailedError: A rank failed, died or hung: the same on every rank. Nothing was published,
-                and the space is given back.
+            RankFailedError: A rank failed, died or hung; the same error on every rank. Nothing was published, and the
+                files were deleted.
         """
-        self._fields, self._complete = record_fields, complete
         with WorkerPool(2, thread_name_prefix="ckptkit-hints") as self._hints:
             try:
                 outcome = Outcome((self._durable(files), payload))
             except BaseException as error:  # noqa: BLE001  the boundary of a rank: `settle` raises it
                 outcome = Outcome.of_error(error)
-            slim: CommitRecord = self._settle(outcome, self._publish)
+            slim: CommitRecord = self._settle(outcome, partial(self._publish, record_fields, complete))
         record = self._record or slim
         if self.coordinator.is_main:
             if self._hinted is None:
@@ -586,7 +557,7 @@ class SaveAttempt:
             else:
                 self._hinted.result()
             self.after = self._opening.after
-            logger.debug(  # the manager has the line for people
+            logger.debug(
                 "saved %s/%s: %s in %.1f s",
                 self.root.url,
                 record.name,
@@ -597,48 +568,53 @@ class SaveAttempt:
 
     def _settle(self, outcome: Outcome, publish: Callable[[list[Any]], Any]) -> Any:
         try:
-            # 4. Invariant: nothing is published unless all ranks are durable; no rank returns while another raised.
+            # 4. Invariant: nothing is published unless the files of all ranks are durable; if one raises, all do.
             return self.coordinator.settle(outcome, f"saving {self.name}", then=publish)
         finally:
-            self._opening.close()  # on rank 0; the others opened nothing
+            self._opening.close()  # has an effect on rank 0 only
 
     def _durable(self, files: Files) -> dict[str, FileRecord]:
-        # 3. Invariant: a rank that reports success has its bytes on disk, where rank 0 will look for them.
+        # 3. Invariant: when a rank reports success, its files are durable, where rank 0 will check them.
         self._place.look()
         mine = {path: _file_record(path, item) for path, item in files.items()}
         if self.coordinator.world_size > 1 or not self.root.asking_costs:
             self._place.sync(mine)
             self._place.check_own(mine)
-        return mine  # a rank that is alone does so while its index is on its way, and before it publishes
+        return mine  # a single rank does so while it uploads its index, before it publishes
 
-    def _publish(self, reports: list[tuple[dict[str, FileRecord], Any]]) -> CommitRecord:
-        """Commit, on rank 0, and return the record without its files."""
+    def _publish(
+        self,
+        record_fields: Mapping[str, Any],
+        complete: Callable[[list[Any]], Files] | None,
+        reports: list[tuple[dict[str, FileRecord], Any]],
+    ) -> CommitRecord:
+        """Commit on rank 0, and return the record without its files."""
         self._opening.wait()
         files: dict[str, FileRecord] = {}
         for rank, (mine, _) in enumerate(reports):
             for path, item in mine.items():
                 if path in files:
-                    raise SaveError(f"{self.name}: rank {rank} and a rank before it both wrote {path}.")
+                    raise SaveError(f"{self.name}: rank {rank} and a lower rank both wrote {path}.")
                 files[path] = item
         own, of_ranks = dict(reports[0][0]), files.keys() - reports[0][0].keys()
         with self._looked():
-            if self._complete is not None:
-                # It may name what other ranks wrote, too: each has looked for its own.
-                found = self._complete([payload for _, payload in reports])
+            if complete is not None:
+                # It may also name files of other ranks, which have checked them.
+                found = complete([payload for _, payload in reports])
                 summed = {path: _file_record(path, item) for path, item in found.items()}
                 own |= {path: item for path, item in summed.items() if path not in of_ranks}
             self._place.sync(path for path in own if path not in files)
             files |= own
-            # 5. Invariant: what the record will name is there, whole, and nothing else is.
+            # 5. Invariant: exactly the files that the record will name exist, and they are complete.
             self._place.check_all(files, own)
         lease = self._opening.lease
-        last = lease.sequence if lease is not None else 0  # a listing may be older than what this writer has saved
+        last = lease.sequence if lease is not None else 0  # a listing may lack this writer's last save
         record = CommitRecord(
             **{
                 "created": time.time(),
                 "world_size": self.coordinator.world_size,
                 "writer": {"host": this_process().host, "pid": this_process().pid},
-                **self._fields,
+                **record_fields,
                 "step": self.step,
                 "tag": self.tag,
                 "save_id": self.save_id,
@@ -648,27 +624,27 @@ class SaveAttempt:
             }
         )
         self._place.look()
-        # 6. and 7.: the commit. Invariant: a save that returns survives a power cut.
+        # 6. and 7.: the commit. Invariant: a save that has returned survives a power cut.
         data = record.to_json()
         self._place.publish(data, overwrite=self._overwrite, again=lease.make_sure if lease else None)
         self._opening.committed = True
         if lease is not None:
             lease.sequence = record.sequence
-        self._record = CommitRecord.from_json(data, file=f"{self.name}/{RECORD_NAME}")  # what a reader will see
+        self._record = CommitRecord.from_json(data, file=f"{self.name}/{RECORD_NAME}")  # as a reader will see it
         if self.root.asking_costs:
             before = self._opening.inventory
             others = [item for item in before.committed if item.name != self.name]
             committed = in_order([*others, Committed(self.name, self._record)])
             self._opening.after = replace(before, committed=committed)
-            # While the place is closed: each takes a request.
+            # In parallel with closing the place, because each needs a request.
             self._hinted = self._hints.submit(self._write_hint)
             self._hints.submit(self._opening.end_attempt)
         return self._record.without_files()
 
     @contextlib.contextmanager
     def _looked(self) -> Iterator[None]:
-        """Have looked, when the block ends, whether the lease is ours and, where a put does not tell, the name is free:
-        at the same time, where that takes requests."""
+        """At the end of the block, have checked that the lease is ours and, if a put does not tell, that the name is
+        free; in parallel with the block if that needs requests."""
         lease, started = self._opening.lease, time.monotonic()
         looks: list[Callable[[], None]] = []
         if lease is not None and self.root.asking_costs and not lease.is_surely_ours():
@@ -678,7 +654,7 @@ class SaveAttempt:
             yield
             for future in futures:
                 future.result()
-        # Invariant: who has lost the lease, and with it what he has written, does not commit.
+        # Invariant: a writer that has lost the lease, and perhaps its files, does not commit.
         fresh = bool(looks) and time.monotonic() - started < LOOK_S
         if lease is not None and not fresh:
             lease.make_sure()

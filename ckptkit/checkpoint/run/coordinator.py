@@ -1,4 +1,4 @@
-"""Agreement between ranks: one verdict for all of them in bounded time, whoever fails."""
+"""Lets ranks agree: all of them get the same outcome in bounded time, whichever of them fails."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import dataclasses
 import pickle
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -15,28 +15,28 @@ from typing import Any, TypeVar
 from ckptkit import errors
 from ckptkit.errors import CkptkitError, RankFailedError, UsageError
 
-__all__ = ["Coordinator", "Outcome"]
+__all__ = ["Coordinator", "Outcome", "check_equal"]
 
 T = TypeVar("T")
 _GRACE_S = 10.0
-_BOARD_S = 5.0  # rank 0 posts its verdict within milliseconds of breaking the connections
+_BOARD_S = 5.0  # rank 0 posts the outcome milliseconds after the connections broke
 _STOPS = (KeyboardInterrupt, SystemExit)
-_HEAD = 2  # words of a message: the step of the conversation, and how many bytes it has
-_WORDS = 256  # of what is sent at once: most messages are shorter, and need no second one
+_HEAD = 2  # words before a message: the number of the call, and the length of the message in bytes
+_WORDS = 256  # words of the first part; most messages fit into it
 _INLINE = 8 * (_WORDS - _HEAD)
-_TAGS = (0, 1)  # of the start of a message and of its rest: neither is ever taken for the other
+_TAGS = (0, 1)  # gloo tags of the first part of a message and of the rest, so that they cannot be confused
 _MAX_NAMED = 4  # ranks named in a message; `RankFailedError.causes` has all of them
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a rank says at the end of its part: a value, or the error that stopped it.
+    """The result of a rank's part: a value, or the error that stopped it. Also the common result of all ranks.
 
     Attributes:
-        kind: The class of a ckptkit error, so that every rank raises that one.
-        causes: What each failed rank said, in a verdict.
+        kind: The class of a ckptkit error, which every rank raises.
+        causes: In a common result: the error of each failed rank.
         cause: The exception itself, on the rank where it was raised.
-        interrupted: The rank is lost, or was stopped by Ctrl-C; in a verdict: so are all that failed.
+        interrupted: The rank was lost or stopped by Ctrl-C; in a common result: all failed ranks were.
     """
 
     value: Any = None
@@ -48,7 +48,7 @@ class Outcome:
 
     @classmethod
     def of(cls, fn: Callable[[], Any]) -> Outcome:
-        """Return what `fn` did. Never raises: torch's CheckpointException is a BaseException, too."""
+        """Run `fn` and return its outcome. Never raises, because torch's CheckpointException is a BaseException."""
         try:
             return cls(fn())
         except BaseException as error:  # noqa: BLE001  the boundary of a rank: `settle` raises it again
@@ -64,21 +64,21 @@ class Outcome:
         return cls(error=text[:20_000], kind=kind, cause=error, interrupted=stopped)
 
     def message(self) -> Outcome:
-        """Return what of it goes to other ranks."""
+        """Return the part that is sent to other ranks."""
         return dataclasses.replace(self, cause=None)
 
 
 class Coordinator:
-    """The ranks of a job, or this process alone. Every method is collective: all ranks call it, in one order.
+    """The ranks of a job, or this process alone. Methods are collective: all ranks call them in the same order.
 
-    Without an initialised `torch.distributed` this process is the only rank, and torch is not imported.
-    Otherwise it has a gloo group of its own (making one is collective), so its messages never mix with
-    those of the training. Not to be used by two threads at once: make another one for a background thread.
+    If `torch.distributed` is not initialized, this process is the only rank, and torch is not imported. Otherwise the
+    coordinator creates its own gloo group (collective), so its messages never mix with those of the training. Do not
+    use it in two threads at once: create another one for a background thread.
 
     Args:
         group: The ranks that take part; None for all.
-        timeout_s: How long rank 0 waits for any rank. Must exceed the slowest rank's share of a save.
-            The others wait for rank 0 a little more than twice as long.
+        timeout_s: How long rank 0 waits for any rank. Must exceed the longest time that a rank needs for its share of
+            a save. The others wait for rank 0 a little more than twice as long.
     """
 
     def __init__(self, group: Any = None, *, timeout_s: float = 1800.0) -> None:
@@ -86,14 +86,14 @@ class Coordinator:
             raise UsageError(f"timeout_s is {timeout_s!r}, expected more than 0 seconds.")
         self.timeout_s = timeout_s
         self.rank, self.world_size = 0, 1
-        self.group: Any = None  # of gloo; None where there is one rank
+        self.group: Any = None  # the gloo group; None if there is one rank
         self._parent = group
-        self._ranks: list[int] = [0]  # of the default group
+        self._ranks: list[int] = [0]  # the ranks' numbers in the default group
         self._step = 0
         self._broken = False
         self._closed = False
         self._lost = False
-        self._kept: list[Any] = []  # messages that gloo may still touch
+        self._kept: list[Any] = []  # messages whose memory gloo may still access
         if _is_distributed():
             self._join()
 
@@ -103,7 +103,7 @@ class Coordinator:
         self._ranks = dist.get_process_group_ranks(self._parent or dist.group.WORLD)
         self.rank, self.world_size = dist.get_rank(self._parent), len(self._ranks)
         if self.rank < 0:
-            raise UsageError("this rank is not in the group that it was given: only a group's own ranks may save.")
+            raise UsageError("this rank is not in the given group; only ranks of the group may save.")
         if self.world_size > 1:
             try:
                 self.group = dist.new_group(
@@ -114,8 +114,8 @@ class Coordinator:
                 )
             except RuntimeError as error:
                 raise RankFailedError(
-                    f"rank {self.rank}: the {self.world_size} ranks could not connect to each other: some rank died, "
-                    f"hung, or did not come here ({_reason(error)})."
+                    f"rank {self.rank}: the {self.world_size} ranks could not connect to each other: a rank died, "
+                    f"hung, or did not make this call ({_reason(error)})."
                 ) from error
 
     @property
@@ -125,15 +125,15 @@ class Coordinator:
 
     @property
     def step(self) -> int:
-        """How many verbs were called before: the same on all ranks. Not collective."""
+        """The number of calls so far, the same on all ranks. Not collective."""
         return self._step
 
     def global_rank(self, rank: int) -> int:
-        """Return what `torch.distributed` calls a rank of this coordinator. Not collective."""
+        """Return the rank in the default group of a rank of this coordinator. Not collective."""
         return self._ranks[rank]
 
     def close(self) -> None:
-        """Give the group back. No verb can be called after."""
+        """Destroy the group. No other method can be called afterwards."""
         self._closed = True
         self._kept.clear()  # it keeps the connections open
         self._leave()
@@ -142,52 +142,39 @@ class Coordinator:
         if self.group is not None:
             import torch.distributed as dist
 
-            with contextlib.suppress(RuntimeError, ValueError):  # after a failure there is little left to close
+            with contextlib.suppress(RuntimeError, ValueError):  # after a failure it may be partly closed
                 dist.destroy_process_group(self.group)
             self.group = None
 
     def _give_up(self) -> None:
-        """Break this rank's connections: whoever still waits for it, or sends to it, learns that at once."""
+        """Close this rank's connections, so that ranks that wait for it fail at once."""
         self._kept.clear()
         self._leave()
         self._lost = self.world_size > 1
 
-    # --- the verbs
+    # --- agreeing
 
-    def gather(self, value: T) -> list[T] | None:
-        """Return the values of all ranks on rank 0, None on the others. Raises RankFailedError on every rank."""
-        values: list[T] | None = self.settle(Outcome(value), "gathering")
+    def all_gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, on every rank. Raises RankFailedError on every rank."""
+        values: list[T] = self.settle(Outcome(value), "exchanging values", then=list)
         return values
-
-    def barrier(self) -> None:
-        """Return when every rank has come here. Raises RankFailedError on every rank."""
-        self.settle(Outcome(), "a barrier")
-
-    def broadcast(self, value: T | None = None) -> T:
-        """Return rank 0's value on every rank. Raises RankFailedError: rank 0 is lost."""
-        self._begin()
-        if self.is_main:
-            self._tell_all(value)
-            return value  # type: ignore[return-value]
-        result: T = self._hear()
-        return result
 
     def all_ok(self, fn: Callable[[], T], what: str) -> list[T] | None:
         """Run `fn` on every rank and return the results on rank 0, None on the others.
 
         Args:
-            what: Names the step in errors.
+            what: Names the work in errors.
 
         Raises:
-            RankFailedError: `fn` raised on some rank, or a rank died or hung: the same on every rank. A
-                process that is alone raises a ckptkit error as it is.
+            RankFailedError: `fn` raised on some rank, or a rank died or hung; the same error on every rank. If there is
+                one rank, its ckptkit error is raised unchanged.
         """
         results: list[T] | None = self.settle(Outcome.of(fn), what)
         return results
 
     def run_on_all(self, fn: Callable[[], T], what: str) -> T:
-        """Return what `fn` returns on this rank, once it has succeeded on every rank. Raises as `all_ok` does; a
-        process that is alone raises any error as it is."""
+        """Return what `fn` returns on this rank, once it has succeeded on every rank. Raises as `all_ok`
+        does, but if there is one rank, any error is raised unchanged."""
         if self.world_size == 1:
             self._check_open()
             return fn()
@@ -201,13 +188,12 @@ class Coordinator:
         return own.value  # type: ignore[no-any-return]
 
     def settle(self, outcome: Outcome, what: str, *, then: Callable[[list[Any]], Any] | None = None) -> Any:
-        """Exchange outcomes. Returns what `then` made of all values, on every rank; without `then`, the
-        values on rank 0 and None on the others.
+        """Exchange outcomes. Returns the result of `then` on every rank; without `then`, the values of all ranks on
+        rank 0 and None on the others.
 
         Args:
-            then: Rank 0 runs it once every rank is well. Its failure is everybody's failure; a ckptkit
-                error without an errno is raised as it is by every rank. What it returns is sent to all: keep it
-                small.
+            then: Called with all values on rank 0 if no rank failed. If it fails, all ranks fail; its ckptkit error is
+                raised unchanged by every rank, unless it has an errno. The result is sent to all ranks: keep it small.
 
         Raises:
             RankFailedError: As for `all_ok`.
@@ -229,7 +215,7 @@ class Coordinator:
         raise _exception(verdict) from outcome.cause
 
     def decide(self, fn: Callable[[], T], what: str) -> T:
-        """Run `fn` on rank 0 alone and return its result on every rank; its ckptkit error is raised on all."""
+        """Run `fn` on rank 0 only and return its result on every rank; its ckptkit error is raised on every rank."""
         self._begin()
         if self.is_main:
             own = Outcome.of(fn)
@@ -243,21 +229,8 @@ class Coordinator:
             raise _exception(verdict) from own.cause
         return verdict.value  # type: ignore[no-any-return]
 
-    def agree(self, value: Any, what: str) -> None:
-        """Raise UsageError on every rank unless all pass an equal `value`; `what` names it."""
-
-        def check(values: list[Any]) -> None:
-            for rank, other in enumerate(values):
-                if other != values[0]:
-                    raise UsageError(
-                        f"ranks disagree on {what}: rank 0 has {values[0]!r:.300}, rank {rank} has {other!r:.300}. "
-                        "Every rank must call with the same arguments."
-                    )
-
-        self.settle(Outcome(value), what, then=check)
-
     def any(self, flag: bool) -> bool:
-        """Return whether `flag` is set on some rank: one small all-reduce, cheap enough for every step."""
+        """Return whether `flag` is set on any rank: one small all-reduce, cheap enough for every training step."""
         self._check_open()
         if self.world_size == 1:
             return flag
@@ -268,7 +241,7 @@ class Coordinator:
         try:
             dist.all_reduce(seen, op=dist.ReduceOp.MAX, group=self.group)
         except RuntimeError as error:
-            raise RankFailedError(f"some rank is lost: {_reason(error)}") from error
+            raise RankFailedError(f"the connection to a rank was lost: {_reason(error)}") from error
         return bool(seen.item())
 
     # --- rank 0 judges
@@ -287,13 +260,13 @@ class Coordinator:
         except BaseException as error:  # noqa: BLE001  the boundary of a rank: `settle` raises it again
             done = Outcome.of_error(error)
         if done.error is not None:
-            # What rank 0 decided is said as it is; what happened to it, as what happens to any rank.
-            happened = not done.kind or (isinstance(done.cause, OSError) and done.cause.errno is not None)
-            return _verdict(what, {0: done}) if happened else done, None, done
+            # A decision of rank 0 is raised unchanged; a failure of rank 0 is reported like that of any rank.
+            failed = not done.kind or (isinstance(done.cause, OSError) and done.cause.errno is not None)
+            return _verdict(what, {0: done}) if failed else done, None, done
         return done, done.value, own
 
     def _collect(self, own: Outcome) -> tuple[dict[int, Outcome], dict[int, str]]:
-        """Return the outcomes by rank, and what is known of the ranks that gave none."""
+        """Return the outcomes by rank, and for each rank without one what is known about it."""
         found, lost = {0: own}, {}
         deadline = time.monotonic() + self.timeout_s
         headers = {rank: self._expect(rank) for rank in range(1, self.world_size)}
@@ -305,24 +278,24 @@ class Coordinator:
                 if time.monotonic() < deadline:
                     lost[rank] = f"it died, or its connection broke ({_reason(error)})"
                     continue
-                # gloo breaks every connection of the group after one time-out: what has not come by now is lost.
+                # After one timeout gloo closes all connections of the group: nothing more arrives.
                 self._broken = True
                 silent = [other for other, (head, _) in headers.items() if other not in found and int(head[0]) < 0]
                 text = f"no answer within {self.timeout_s:g} s: it hangs, or needs a longer timeout_s"
                 return found, lost | dict.fromkeys(silent or [rank], text)
         return found, lost
 
-    # --- messages go between rank 0 and one other rank: a lost rank spoils no other's
+    # --- messages: between rank 0 and one other rank, so that a lost rank affects no other
 
     def _check_open(self) -> None:
-        if self._closed:  # without a group of its own, torch would send the messages over that of the training
-            raise UsageError("the CheckpointManager that this belongs to is closed. Make another one.")
+        if self._closed:  # without its own group, torch would use that of the training
+            raise UsageError("the CheckpointManager is closed. Create a new one.")
         if self._lost:
-            raise RankFailedError("an earlier call lost the connection to rank 0. Start the job again.")
+            raise RankFailedError("an earlier call lost the connection to rank 0. Restart the job.")
 
     def _begin(self) -> None:
         self._check_open()
-        if self._broken:  # every rank learned of it from the verdict, so all of them come here
+        if self._broken:  # all ranks know it from the last outcome, so all of them create a new group here
             self._leave()
             self._join()
             self._broken = False
@@ -330,7 +303,7 @@ class Coordinator:
         self._kept.clear()
 
     def _expect(self, rank: int) -> tuple[Any, Any]:
-        """Return the start of a message that is to come from `rank`, -1 until it is there, and what to wait for."""
+        """Return the buffer for the first part of a message from `rank` (-1 until it arrives), and what to wait for."""
         import torch
         import torch.distributed as dist
 
@@ -353,10 +326,10 @@ class Coordinator:
 
         step, nbytes = header[:_HEAD].tolist()
         if step != self._step:
-            raise RuntimeError(f"rank {rank} is at step {step} of the conversation, rank {self.rank} at {self._step}")
+            raise RuntimeError(f"rank {rank} is at call {step}, rank {self.rank} at call {self._step}")
         start = header.numpy()[_HEAD:].tobytes()[:nbytes]
         if nbytes == len(start):
-            return pickle.loads(start)  # from a rank of this job, over its own connection
+            return pickle.loads(start)  # sent by a rank of this job over its own connection
         body = torch.empty(nbytes - len(start), dtype=torch.uint8)
         work = dist.irecv(body, self._ranks[rank], group=self.group, tag=_TAGS[1])
         self._kept.append((body, work))
@@ -364,7 +337,7 @@ class Coordinator:
         return pickle.loads(start + body.numpy().tobytes())
 
     def _send(self, value: Any, ranks: list[int], seconds: float) -> bool:
-        """Send `value` to `ranks`; False where one of them could not be reached."""
+        """Send `value` to `ranks`; return False if one of them could not be reached."""
         deadline = time.monotonic() + seconds
         works, reached = self._post(value, ranks)
         for work in works:
@@ -375,7 +348,7 @@ class Coordinator:
         return reached
 
     def _post(self, value: Any, ranks: list[int]) -> tuple[list[Any], bool]:
-        """Have `value` sent to `ranks`; return what to wait for, and whether the connections to all of them stand."""
+        """Start to send `value` to `ranks`; return what to wait for, and whether all of them are connected."""
         import numpy as np
         import torch
         import torch.distributed as dist
@@ -398,7 +371,7 @@ class Coordinator:
         return works, reached
 
     def _tell_main(self, value: Any) -> None:
-        # Not waited for: rank 0 answers once it has it, and may be busy until then. A lost one is noticed in `_hear`.
+        # Does not wait: rank 0 may be busy, and answers once it has the message. `_hear` notices if it is lost.
         self._post(value, [0])
 
     def _tell_all(self, value: Any) -> None:
@@ -408,7 +381,7 @@ class Coordinator:
                 self._board().set(self._key(), pickle.dumps((value, self._broken)))
 
     def _hear(self) -> Any:
-        """Return rank 0's message; where the connection broke, what it left on the board."""
+        """Return rank 0's message; if the connection broke, the one that it posted in the store."""
         header, work = self._expect(0)
         try:
             self._wait(work, 2 * self.timeout_s + _GRACE_S)
@@ -418,23 +391,33 @@ class Coordinator:
                 self._board().wait([self._key()], timedelta(seconds=_BOARD_S))
                 value, self._broken = pickle.loads(self._board().get(self._key()))
             except RuntimeError:
-                # The frames of a traceback hold what was waited for, and that holds the connections open.
+                # The traceback's frames hold these, which keep the connections open.
                 del header, work
                 self._give_up()
                 raise RankFailedError(
-                    f"rank 0 died or hung ({_reason(error)}). Whether it had published, only the storage can "
-                    "tell: resume from the latest checkpoint.",
+                    f"rank 0 died or hung ({_reason(error)}). It may have published the checkpoint or not: resume from "
+                    "the latest one.",
                     {0: _reason(error)},
                     interrupted=True,
                 ) from error.with_traceback(None)
             return value
 
     def _board(self) -> Any:
-        """The key-value store that the group was made with: it outlives the group's connections."""
+        """The key-value store that the group was created with; it works after the group's connections broke."""
         return self.group.get_group_store()
 
     def _key(self) -> str:
         return f"ckptkit/{self.group.group_name}/{self._step}"
+
+
+def check_equal(values: Sequence[Any], what: str) -> None:
+    """Raise UsageError unless the values of all ranks are equal; `what` names them."""
+    for rank, other in enumerate(values):
+        if other != values[0]:
+            raise UsageError(
+                f"ranks disagree on {what}: rank 0 has {values[0]!r:.300}, rank {rank} has {other!r:.300}. Use the "
+                "same arguments on every rank."
+            )
 
 
 def _is_distributed() -> bool:
@@ -446,7 +429,7 @@ def _is_distributed() -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """Return what gloo says without its source lines and port numbers, which differ between ranks."""
+    """Return gloo's message without source lines and port numbers, which differ between ranks."""
     text = str(error)
     if any(phrase in text for phrase in ("closed by peer", "reset by peer", "refused", "roken pipe")):
         return "connection lost"

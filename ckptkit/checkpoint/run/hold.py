@@ -16,13 +16,13 @@ from ckptkit.storage.store import Store
 
 __all__ = ["RunHold"]
 
-_LEAVING_S = 10.0  # as long as a pin that is on its way out is waited for at the end; it is void without us
+_LEAVING_S = 10.0  # how long `release` waits for a pin that is being removed; otherwise it expires
 _lock = threading.Lock()
-_shared: dict[tuple[int, str], _Shared] = {}  # by process (a fork has none of its parent's) and root
+_shared: dict[tuple[int, str], _Shared] = {}  # by process, because a fork has no leases, and root
 
 
 class _Shared:
-    """The lease that this process has of a root, and how many managers use it."""
+    """This process's lease of a root, and the number of managers that use it."""
 
     def __init__(self, lease: Lease) -> None:
         self.lease = lease
@@ -30,10 +30,10 @@ class _Shared:
 
 
 class RunHold:
-    """The holdings of one manager, on rank 0. Given back by `release`; a lease also at exit.
+    """The lease and the pin of one manager, on rank 0. `release` gives them back; a lease is also released at exit.
 
-    Managers of one process share the lease: their saves take turns. One that is forgotten keeps its share, which the
-    next manager of the process uses, too.
+    Managers of one process share the lease, and their saves take turns. A manager that is never closed keeps its share,
+    which the next manager of the process uses, too.
     """
 
     def __init__(self, root: Store) -> None:
@@ -44,20 +44,20 @@ class RunHold:
         self._taken: _Shared | None = None
 
     def lease(self, look: Callable[[], Store] | None = None) -> Lease:
-        """Return the lease, taken at the first call.
+        """Return the lease; the first call acquires it.
 
         Args:
             look: As for `acquire_lease`.
 
         Raises:
-            LeaseHeldError: Another job writes there; the message names it.
+            LeaseHeldError: Another job writes to this root; the message names it.
         """
         if self._taken is None:
             self._taken = _take(self._root, look)
         return self._taken.lease
 
     def remember(self, left: Collection[str], *, among: Callable[[CommitRecord], bool] | None = None) -> None:
-        """Note that no checkpoint is there but those in `left`, among those that `among` is about; None: all."""
+        """Remember that of the checkpoints that `among` selects (None: all), only those in `left` exist."""
         lease = self._taken.lease if self._taken is not None else None
         if lease is not None and lease.inventory is not None:
             known = lease.inventory.committed
@@ -65,19 +65,19 @@ class RunHold:
             lease.inventory = replace(lease.inventory, committed=tuple(kept))
 
     def keep(self, pin: ExitStack) -> None:
-        """Hold an entered pin from now on, in place of the one before."""
+        """Hold an entered pin, and release the previous one."""
         before, self._pin = self._pin, pin
         if before is None:
             return
         if not self._root.asking_costs:
             before.close()
             return
-        leaving = threading.Thread(target=before.close, name="ckptkit-unpin", daemon=True)  # no load waits for it
+        leaving = threading.Thread(target=before.close, name="ckptkit-unpin", daemon=True)
         self._leaving.append(leaving)
         leaving.start()
 
     def release(self) -> None:
-        """Give everything back. Can be repeated. In a fork it does nothing: all is its parent's."""
+        """Release everything. Can be repeated. Does nothing in a fork, because everything belongs to the parent."""
         if os.getpid() != self._pid:
             return
         pin, self._pin = self._pin, None
@@ -103,7 +103,7 @@ def _take(root: Store, look: Callable[[], Store] | None) -> _Shared:
         if shared is not None:
             try:
                 shared.lease.check(view=None if look is None else look())
-            except SaveError:  # the root was removed and made anew, or another job took over
+            except SaveError:  # the root was removed and created again, or another job took over
                 shared = None
         if shared is None:
             shared = _shared[key] = _Shared(acquire_lease(root, look=look))

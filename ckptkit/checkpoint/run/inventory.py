@@ -50,23 +50,23 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 _NONCE = re.compile(r"[0-9a-f]{16}")
-_REPLACEMENT = re.compile(r"(.+)@([0-9a-f]{16})")  # "@" is in no tag
+_REPLACEMENT = re.compile(r"(.+)@([0-9a-f]{16})")  # no tag contains "@"
 _LATEST = re.compile(r"latest(?:~([0-9]{1,6}))?")
 _MAX_LISTINGS = 10
 _MAX_NAMED = 3
 _MAX_LOOKS = 32
-_NO_RECORD = "it has no checkpoint.json: a copy that is not complete, or nothing that ckptkit saved"
-_NO_ATTEMPT = "no save of this run is known to have written it; left alone"
+_NO_RECORD = "it has no checkpoint.json: an incomplete copy, or not saved by ckptkit"
+_NO_ATTEMPT = "no known save of this run wrote it; left unchanged"
 _BEST = re.compile(r"best(?::(.+?)(?::(min|max))?)?")
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A checkpoint.
+    """A committed checkpoint.
 
     Attributes:
-        path: Its directory below the root: its name, but for a replacement that was killed half-way.
-        superseded: A later save has a lower step: the run was rolled back, this one is of the branch it left.
+        path: Its directory below the root: its name, except after a replacement that was killed half-way.
+        superseded: A later save has a lower step: the run was rolled back, and this is on the abandoned branch.
     """
 
     path: str
@@ -84,7 +84,7 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A save that is under way, or that its writer left. `owner` is None where it is not stated."""
+    """A running or abandoned save. `owner` is None if unknown."""
 
     path: str
     name: str
@@ -93,14 +93,14 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A directory that looks like a checkpoint of ours and is none.
+    """A directory that looks like a checkpoint but is none.
 
     Attributes:
-        damaged: It may have been saved: it has a commit record, which can't be read, or is of another checkpoint.
-        unanswered: The store failed when it was asked for the record, which may be well.
-        kept_files: Where a checkpoint was deleted, the files that its record did not name, and that are still there.
-        deleted: A checkpoint was deleted there; the name is free for another one.
-        unknown: Nothing says that a save wrote it, and whether that was completed.
+        damaged: It may be a checkpoint: its commit record cannot be read, or is that of another checkpoint.
+        unanswered: The store failed when the record was read, which may be undamaged.
+        kept_files: If a checkpoint was deleted there, the remaining files, which its record did not name.
+        deleted: A checkpoint was deleted there; the name is free.
+        unknown: It is not known whether a save wrote it and completed.
     """
 
     path: str
@@ -114,7 +114,7 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """All of a root. `committed` is in the order of the run, the latest last."""
+    """Everything below a root. `committed` is in the order of the run, the latest last."""
 
     url: str
     committed: tuple[Committed, ...] = ()
@@ -125,19 +125,20 @@ class Inventory:
 
     @property
     def latest(self) -> Committed | None:
-        """The checkpoint to resume from, None where there is none."""
+        """The checkpoint to resume from, None if there is none."""
         return self.committed[-1] if self.committed else None
 
     @property
     def newest_damaged(self) -> Skipped | None:
-        """What lies beyond the latest one and can't be told from a checkpoint that is lost: its name says so alone."""
+        """A damaged directory with a later step than the latest checkpoint, according to its name: it may have been the
+        latest one."""
         last = -1 if self.latest is None else self.latest.step
         found = [(step_of_name(item.path), item) for item in self.skipped if item.damaged]
         return max(((s, item) for s, item in found if s is not None and s > last), default=(0, None), key=_first)[1]
 
     @property
     def next_sequence(self) -> int:
-        """What the next save counts."""
+        """The sequence number of the next save."""
         return 1 + max((item.record.sequence for item in self.committed), default=0)
 
     def find(self, name: str) -> Committed | None:
@@ -151,13 +152,13 @@ def _first(pair: tuple[int, Skipped | None]) -> int:
 
 @patient()
 def list_checkpoints(root: Store, *, view: Store | None = None) -> Inventory:
-    """Return what lies below `root`; names and dates decide nothing, records do. Imports no torch.
+    """Return the inventory of `root`. Only commit records count, not names or dates. Does not import torch.
 
     Args:
-        view: A snapshot of `root`, taken just now.
+        view: A fresh snapshot of `root`.
     """
     found, names = _list_once(root, view or snapshot(root))
-    # With one checkpoint, and a save that rotates it away between the names and the records, nothing would be found.
+    # If the only checkpoint is rotated away between listing and reading the records, nothing would be found.
     for _ in range(_MAX_LISTINGS):
         if found.committed or not names:
             break
@@ -169,9 +170,9 @@ def list_checkpoints(root: Store, *, view: Store | None = None) -> Inventory:
 
 
 def _list_once(root: Store, view: Store) -> tuple[Inventory, list[str]]:
-    """Return what lies below `root`, and the directories that were looked into.
+    """Return the inventory of `root`, and the directories that were searched.
 
-    What is there is looked up in `view`. What is gone is asked of the root itself: it may have come since.
+    Reads from `view`; asks the root itself only about what may have appeared since.
     """
     candidates: list[str] = []
     running: list[Attempt] = []
@@ -188,16 +189,16 @@ def _list_once(root: Store, view: Store) -> tuple[Inventory, list[str]]:
             stated = read_owner(view, owner_path(item.path))
             inside = [] if stated or kept.kind != "tmp" else view.list(item.path, recursive=True)
             if inside and not any(may_be_saved(file.path) for file in inside):
-                foreign.append(item.path)  # what was left of an attempt is not ours
+                foreign.append(item.path)  # only foreign files are left of an attempt
                 continue
             attempt = Attempt(item.path, kept.name, stated.owner if stated else None)
             (abandoned if is_abandoned(root, kept) else running).append(attempt)
         elif item.kind == "directory":
             candidates.append(item.path)
         elif step_of_name(item.path) is not None:
-            odd.append(Skipped(item.path, f"it is a {item.kind}, no directory"))
+            odd.append(Skipped(item.path, f"it is a {item.kind}, not a directory"))
         else:
-            foreign.append(item.path)  # a symlink, too: whatever it points to is not ours to judge
+            foreign.append(item.path)  # including symlinks
     looks = _look_all(root, view, candidates)
     committed, replaced = _order([look for look in looks if isinstance(look, Committed)])
     for look in looks:
@@ -207,7 +208,7 @@ def _list_once(root: Store, view: Store) -> tuple[Inventory, list[str]]:
             unknown += look.unknown
     explained = {attempt.name for attempt in running + abandoned if "/" in attempt.path}
     skipped = [look for look in looks if isinstance(look, Skipped) and look.path not in explained] + replaced + odd
-    alone = {item.path for item in skipped}  # it says all that there is to say of the folders in it
+    alone = {item.path for item in skipped}  # they explain the folders in them, too
     skipped += [item for item in unknown if item.path.rpartition("/")[0] not in alone]
     foreign += [look for look in looks if isinstance(look, str) and look not in explained]
     found = Inventory(
@@ -218,7 +219,7 @@ def _list_once(root: Store, view: Store) -> tuple[Inventory, list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """What lies beside the record in a checkpoint's folder of an object store."""
+    """What is beside the record in a checkpoint's folder on an object store."""
 
     running: list[Attempt]
     abandoned: list[Attempt]
@@ -248,14 +249,14 @@ def _look_all(root: Store, view: Store, names: Sequence[str]) -> list[Committed 
 
 
 def _look(root: Store, path: str) -> Committed | Skipped | str:
-    """Return the checkpoint in a directory, or why it is none; the path itself where it is not ours."""
+    """Return the checkpoint in a directory, or why it is none, or the path of a foreign directory."""
     try:
         record = find_record(root, record_path(path))
     except CkptkitError as error:
-        # Also one of a later version: it is newer than what we can read.
+        # Including a record of a later version.
         return Skipped(path, str(error), damaged=True, unanswered=is_outage(error))
     except OSError as error:
-        return Skipped(path, f"its checkpoint.json can't be read: {error}", damaged=True)
+        return Skipped(path, f"its checkpoint.json cannot be read: {error}", damaged=True)
     if record is None:
         gone = deleted_records(root, path)
         if gone:
@@ -266,30 +267,30 @@ def _look(root: Store, path: str) -> Committed | Skipped | str:
     replacement = _REPLACEMENT.fullmatch(path)
     if record.name == path or (replacement and replacement.groups() == (record.name, record.save_id)):
         return Committed(path, record)
-    # Of a step's own name: only who knows the run can tell a copy from a checkpoint whose record was replaced.
-    reason = f"its record says that it is {record.name}: a copy, or renamed; left alone"
+    # With the name of a step it is a copy, or a checkpoint whose record was replaced.
+    reason = f"according to its record it is {record.name}: copied or renamed; left unchanged"
     return Skipped(path, reason, damaged=step_of_name(path) is not None)
 
 
 def _deleted(root: Store, path: str, records: Sequence[CommitRecord]) -> Skipped:
     files = tuple(sorted({file for record in records for file in unnamed_files(root, path, record)}))
     shown = ", ".join(files[:3]) + (f", ... ({len(files)} files)" if len(files) > 3 else "")
-    reason = f"its checkpoint was deleted; kept, for its record did not name it: {shown or 'nothing'}"
+    reason = f"its checkpoint was deleted; kept files that its record did not name: {shown or 'none'}"
     return Skipped(path, reason, kept_files=files, deleted=True)
 
 
 def _look_inside(root: Store, view: Store, name: str, folders: Sequence[str], attempts: Attempts) -> _Look:
-    """Return the attempts whose files lie under `name` on an object store, without or beside the committed one.
+    """Return the attempts with files under `name` on an object store, other than the committed one.
 
     Args:
-        folders: Those there, but for the one that a record was seen to name: no more is asked about that.
-        attempts: Read after `view` was taken: the lease states an attempt before its first file is there.
+        folders: The folders under `name`, without that of the committed checkpoint.
+        attempts: Read after `view` was taken: the lease states an attempt before its first file exists.
     """
     gone = {record.data: record for record in deleted_records(view, name)} if folders else {}
     found = _Look([], [], [])
     for path in folders:
         folder = path.rpartition("/")[2]
-        if folder in gone:  # or else only what was kept is left
+        if folder in gone:  # its own files are left, or only foreign ones
             if any(view.info(f"{name}/{inner}") for inner in named_paths(gone[folder])):
                 found.abandoned.append(Attempt(path, name, None))
         elif folder in attempts.ids and any(map(may_be_saved, (i.path for i in view.list(path, recursive=True)))):
@@ -298,11 +299,11 @@ def _look_inside(root: Store, view: Store, name: str, folders: Sequence[str], at
         else:
             found.unknown.append(Skipped(path, _NO_ATTEMPT, unknown=True))
     if found.running or found.abandoned or found.unknown:
-        # The record last: what was committed, and is no attempt any more, has one by now.
+        # Read the record last: an attempt that was committed meanwhile has one now.
         try:
             record = find_record(root, record_path(name))
         except (CkptkitError, OSError):
-            return _Look([], [], [])  # whose files these are is in a record that can't be read: they are not judged
+            return _Look([], [], [])  # the owner of these files is in a record that cannot be read
         committed = "" if record is None else f"{name}/{record.data}"
         found = _Look(
             [item for item in found.running if item.path != committed],
@@ -317,13 +318,13 @@ def _attempt_folders(view: Store, name: str) -> list[str]:
 
 
 def check_new(root: Store, inventory: Inventory) -> None:
-    """Raise unless a run below `root` may start anew: nothing is committed there, and nothing may have been.
+    """Raise unless a new run may start below `root`: nothing is committed there, and nothing looks like a checkpoint.
 
-    What a save of ours left that was killed before the first commit is no reason.
+    Leftovers of a save that was killed before the first commit do not count.
 
     Raises:
-        IncompleteCheckpointError: Names the directories that are checkpoints by their looks, and why none is one.
-        UsageError: The root is no directory.
+        IncompleteCheckpointError: Names the directories that look like checkpoints, and why they are none.
+        UsageError: The root is not a directory.
     """
     if is_directory(root):
         _check_directory(Path(root.url))
@@ -349,18 +350,18 @@ def _check_directory(path: Path) -> None:
         if os.path.islink(place):
             raise UsageError(f"{path}: {place} is a symbolic link to {os.readlink(place)}, which does not exist.")
         if os.path.lexists(place):
-            raise UsageError(f"{path}: {place} is a file, a run needs a directory.")
+            raise UsageError(f"{path}: {place} is a file; a run needs a directory.")
 
 
 def about_new(root: Store, inventory: Inventory) -> str:
-    """Return what to say of a run that starts anew: what killed saves left, and runs that may have been meant."""
+    """Return the message for a new run: leftovers of killed saves, and runs that may have been meant."""
     text = f"{root.url} has no checkpoint yet"
     left = [item.path for item in inventory.abandoned + inventory.in_progress]
     if left:
-        text += f"; {left[0]} is of a save that was not committed" + f", and {len(left) - 1} more" * (len(left) > 1)
+        text += f"; {left[0]} is left by an uncommitted save" + f", and {len(left) - 1} more" * (len(left) > 1)
     runs = [name for name in inventory.foreign[:_MAX_LOOKS] if _is_run(root.child(name))]
     if runs:
-        text += f". These directories in it are runs, did you mean one? {', '.join(runs[:_MAX_NAMED])}"
+        text += f". Did you mean one of the runs in it? {', '.join(runs[:_MAX_NAMED])}"
     elif is_directory(root) and not os.path.lexists(root.url):
         parent, name = os.path.split(root.url)
         with contextlib.suppress(OSError):
@@ -371,23 +372,22 @@ def about_new(root: Store, inventory: Inventory) -> str:
 
 
 def _is_run(store: Store) -> bool:
-    """Tell whether something committed lies right below, by names alone."""
+    """Return whether a directory contains checkpoints, by names only."""
     with contextlib.suppress(OSError):
         return any(step_of_name(i.path) is not None and store.info(record_path(i.path)) for i in store.list())
     return False
 
 
 def in_order(found: Sequence[Committed]) -> tuple[Committed, ...]:
-    """Return checkpoints, each of a name of its own, in the order of the run."""
+    """Return checkpoints with different names in the order of the run."""
     return tuple(_order(list(found))[0])
 
 
 def _order(found: list[Committed]) -> tuple[list[Committed], list[Skipped]]:
-    """Return the checkpoints in the order of the run, and those that another of their name has replaced.
+    """Return the checkpoints in the order of the run, and those that were replaced by another of the same name.
 
-    The order is that of the saves, as the writers counted them: no clock, no mtime. Where the run was
-    rolled back (a later save has a lower step), what it left behind comes first, so "latest~1" is the one
-    before on the branch that lives.
+    The order is that of the saves, by their sequence numbers, not by time. After a rollback (a later save has a lower
+    step), the abandoned branch comes first, so "latest~1" is the previous checkpoint on the current branch.
     """
     key = sorted(found, key=lambda item: (item.record.sequence, item.step, item.record.created, item.record.save_id))
     newest_of = {item.name: item for item in key}
@@ -406,7 +406,7 @@ def _order(found: list[Committed]) -> tuple[list[Committed], list[Skipped]]:
     return [i for i in ordered if i.superseded] + [i for i in ordered if not i.superseded], replaced
 
 
-# --- names that people give
+# --- names given by users
 
 
 def choose(
@@ -417,14 +417,14 @@ def choose(
     best: tuple[str, str] | None = None,
     view: Store | None = None,
 ) -> tuple[str, CommitRecord] | Skipped | None:
-    """Return path and record of what a load means by `which`, None where a run has no checkpoint yet.
+    """Return path and record of the checkpoint `which`, None if the run has no checkpoint yet.
 
-    Where the newest checkpoint's record can't be read, "latest" is that one, as it was skipped: it is not to be
-    passed over in silence.
+    If the record of the newest checkpoint cannot be read, "latest" returns why it was skipped, because it must not be
+    ignored silently.
 
     Args:
-        damaged: Names of checkpoints that can't be loaded: then it is the newest one before them.
-        view: A snapshot of `root`, taken just now.
+        damaged: Names of checkpoints that cannot be loaded; the newest one before them is chosen instead.
+        view: A fresh snapshot of `root`.
     """
     inventory = list_checkpoints(root, view=view)
     found: Committed | None
@@ -443,23 +443,23 @@ def choose(
 
 
 def _warn_of_newer(root: Store, inventory: Inventory, latest: Committed | None) -> None:
-    """Say what was saved later than `latest` by its name, or may have been, and is passed over."""
+    """Log which directories are ignored although, by their names, they were saved after `latest`."""
     for item in inventory.skipped if latest is not None else ():
         step = step_of_name(item.path)
         if latest is not None and (item.damaged if step is None else step > latest.step):
-            _log.warning("%s/%s is passed over, %s is the latest: %s", root.url, item.path, latest.name, item.reason)
+            _log.warning("%s/%s is ignored, %s is the latest: %s", root.url, item.path, latest.name, item.reason)
 
 
 def resolve(root: Store | Inventory, name: str = "latest", *, best: tuple[str, str] | None = None) -> Committed:
-    """Return the checkpoint that `name` means: "latest", "latest~1" (the one before), "best", "best:loss:min",
-    a directory's name, or a step.
+    """Return the checkpoint that `name` means: "latest", "latest~1" (the previous one), "best", "best:loss:min", a
+    directory's name, or a step.
 
     Args:
-        best: (metric, "min" | "max") for "best"; by default what the newest checkpoint's record says.
+        best: (metric, "min" | "max") for "best"; default: as in the newest checkpoint's record.
 
     Raises:
-        CheckpointNotFoundError: There is none; the message says what is there, and what was skipped and why.
-        UsageError: "best" of what is not known.
+        CheckpointNotFoundError: There is none; lists existing checkpoints, and what was skipped and why.
+        UsageError: The metric of "best" is unknown.
     """
     inventory = root if isinstance(root, Inventory) else list_checkpoints(root)
     found = _resolve(inventory, name, best)
@@ -498,32 +498,32 @@ def _objective(
         return metric, mode
     if metric is not None:
         check_metric(inventory, metric)
-        raise UsageError(f"{inventory.url}: is the best by {metric!r} the lowest? Write 'best:{metric}:min' or ':max'.")
+        raise UsageError(f"{inventory.url}: is the lowest {metric!r} the best? Write 'best:{metric}:min' or ':max'.")
     raise UsageError(
-        f"{inventory.url}: 'best' of what? No checkpoint says which metric counts. Write 'best:METRIC:min' or "
+        f"{inventory.url}: 'best' by which metric? No checkpoint records one. Write 'best:METRIC:min' or "
         "'best:METRIC:max'."
     )
 
 
 def check_metric(inventory: Inventory, metric: str) -> None:
-    """Raise where no checkpoint has the metric: what is there says more than "not found"."""
+    """Raise if no checkpoint has the metric, and name the existing ones."""
     known = sorted({name for item in inventory.committed for name in item.record.metrics})
     if inventory.committed and metric not in known:
         near = difflib.get_close_matches(metric, known, n=1)
-        hint = f"Did you mean {near[0]!r}?" if near else f"There are: {', '.join(known) or 'none'}."
-        wanted = "It is written best:METRIC:min or best:METRIC:max." if ":" in metric else ""
+        hint = f"Did you mean {near[0]!r}?" if near else f"Existing metrics: {', '.join(known) or 'none'}."
+        wanted = "Write best:METRIC:min or best:METRIC:max." if ":" in metric else ""
         raise UsageError(f"no checkpoint of {inventory.url} has the metric {metric!r}. {hint} {wanted}".rstrip())
 
 
 def rank_by(records: Sequence[CommitRecord], metric: str, mode: str) -> list[CommitRecord]:
-    """Return the records that have `metric`, the best first, among equals the newest first. NaN ranks nowhere."""
+    """Return the records that have `metric`, the best first, among equals the newest first; without NaN."""
     sign = 1 if mode == "min" else -1
     known = [record for record in reversed(records) if not math.isnan(record.metrics.get(metric, math.nan))]
     return sorted(known, key=lambda record: sign * record.metrics[metric])
 
 
 def said_of(committed: Sequence[Committed]) -> str:
-    """Return how many there are, at least one, and the names of the last five, without a full stop."""
+    """Return the number of checkpoints, at least one, and the names of the last five, without a full stop."""
     there = ", ".join(item.name for item in committed[-5:])
     return f"There are {len(committed)}, the last: {there}" if len(committed) > 1 else f"There is only {there}"
 
@@ -538,4 +538,4 @@ def _not_found(inventory: Inventory, name: str) -> str:
         text += f". Skipped: {skipped}"
     if inventory.in_progress:
         text += f". Being saved: {inventory.in_progress[0].name} by {inventory.in_progress[0].owner}"
-    return text.rstrip(".") + "."  # a reason may be a sentence
+    return text.rstrip(".") + "."  # a reason may end with a full stop

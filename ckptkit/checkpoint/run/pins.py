@@ -38,17 +38,17 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-TTL_S = 600.0  # a reader renews its pin well before
+TTL_S = 600.0  # a pin expires unless its reader renews it
 _PINS = f"{STATE_DIRECTORY}/pins"
 _DELETING = f"{STATE_DIRECTORY}/deleting"
-_LEFT_S = 86400.0  # since a pin that does not hold was renewed
-_STALE_S = 60.0  # an announced deletion of a process that can't be asked
+_LEFT_S = 86400.0  # an expired pin of this age is deleted
+_STALE_S = 60.0  # an announced deletion by a process on another machine expires
 _FOREVER = re.compile(r"keep-(.+)\.json")
 
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A reason not to delete checkpoint `name`; `owner` is None where a person pinned it."""
+    """A reason not to delete checkpoint `name`; `owner` is None if a user pinned it."""
 
     name: str
     why: str
@@ -56,15 +56,15 @@ class Pin:
 
     @property
     def reason(self) -> str:
-        """Why the checkpoint is kept, in words."""
+        """Why the checkpoint is kept."""
         return f"pinned: {self.why}" if self.owner is None else f"being read by {self.owner} ({self.why})"
 
 
 def list_pins(root: Store, *, clean: bool = False) -> list[Pin]:
-    """Return the pins that hold: those of people, and those of readers that live and were renewed in time.
+    """Return the pins in force: those of users, and those of running readers that have not expired.
 
     Args:
-        clean: Delete what killed readers left a day ago.
+        clean: Delete pins that killed readers left a day ago.
     """
     view = snapshot(root, _PINS)
     items = [item for item in view.list(_PINS) if item.kind == "file" and item.path.endswith(".json")]
@@ -77,7 +77,7 @@ def list_pins(root: Store, *, clean: bool = False) -> list[Pin]:
         with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):
             body = json.loads(view.read(item.path, 0, 65536))
         if not isinstance(body, dict) or not isinstance(body.get("name"), str):
-            # Better a checkpoint too many: a pin of a person that can't be read still says which by its name.
+            # A damaged pin of a user still names the checkpoint in its file name: better to keep one too many.
             match = _FOREVER.fullmatch(item.path.rpartition("/")[2])
             if match:
                 pins.append(Pin(match[1], "(the pin's file is damaged)"))
@@ -91,27 +91,28 @@ def list_pins(root: Store, *, clean: bool = False) -> list[Pin]:
         pins.append(Pin(body["name"], str(body.get("why", ""))[:1000], owner))
     if clean and left:
         now = store_clock(root) if now is None else now
-        with contextlib.suppress(OSError):  # they forbid nothing
+        with contextlib.suppress(OSError):  # expired pins have no effect
             root.delete([item.path for item in left if item.mtime and now - item.mtime > _LEFT_S])
     return pins
 
 
 def _holds(owner: Owner, renewed: float, now: float | None) -> bool:
     alive = owner.alive()
-    if alive is None:  # on another machine: by the store's clock, not by ours or its own
+    if alive is None:  # on another machine: compare times of the store's clock only
         return now is None or not renewed or now - renewed < TTL_S
     return alive
 
 
 @contextlib.contextmanager
 def pin_while_reading(root: Store, name: str, *, why: str = "load") -> Iterator[CommitRecord]:
-    """Keep checkpoint `name` from deletion while the block runs; renewed by a thread, void when we die.
+    """Protect checkpoint `name` from deletion inside the block. A thread renews the pin; it expires if this process
+    dies.
 
-    Yields its commit record, read after the pin was there. A root that can't be written to is read without a pin,
-    with a warning. Where nobody has saved with a manager, no directory of ours stays.
+    Yields the commit record, read after the pin was written. If the root is not writable, there is no pin, only a
+    warning. Directories created for the pin are removed again.
 
     Raises:
-        CheckpointNotFoundError: It is gone, or is being deleted: list again, and take another.
+        CheckpointNotFoundError: It was deleted, or is being deleted: list again and choose another.
     """
     with pin_unseen(root, name, why=why) as look:
         yield look()
@@ -119,27 +120,27 @@ def pin_while_reading(root: Store, name: str, *, why: str = "load") -> Iterator[
 
 @contextlib.contextmanager
 def pin_unseen(root: Store, name: str, *, why: str = "load") -> Iterator[Callable[[], CommitRecord]]:
-    """Pin checkpoint `name` as `pin_while_reading` does, and look later, or not at all, whether it was there in time.
+    """Pin checkpoint `name` like `pin_while_reading`, but check later, or never, that the pin was in time.
 
-    A deletion that was announced before the pin goes on, so files may vanish until somebody has looked; who has read
-    all that he needs has no need to. Yields what looks: it returns the commit record, or raises
+    A deletion that was announced before the pin continues, so files may disappear until the check; a reader that has
+    read everything does not need it. Yields the check, a function that returns the commit record or raises
     CheckpointNotFoundError.
     """
     path = f"{_PINS}/read-{new_nonce()}.json"
     body = json.dumps({"name": name, "why": why, "owner": owner_json(root)}).encode()
     fresh = is_directory(root) and root.info(STATE_DIRECTORY) is None
     try:
-        # Nobody else has this name: on an object store no request has to ask whether it is free.
+        # The name is unique, so an object store need not be asked whether it is free.
         root.write(path, body, overwrite=root.asking_costs, sync=False)
-    except (OSError, UnsafePathError) as error:  # a link out of the root where pins are: not written through
-        why_not = getattr(error, "strerror", None) or error  # not the name of the file, which nobody knows
-        text = "%s: %s is read without a pin (%s): a job that rotates may delete it meanwhile"
-        logger.warning(text, root.url, name, why_not)
+    except (OSError, UnsafePathError) as error:  # UnsafePathError: the directory of pins is a link out of the root
+        reason = getattr(error, "strerror", None) or error
+        text = "%s: %s is read without a pin (%s): another job's rotation may delete it meanwhile"
+        logger.warning(text, root.url, name, reason)
         yield lambda: _record_of(root, name)
         return
 
     def look() -> CommitRecord:
-        # First the pin, then the question; the deleter announces first and then reads the pins: one sees the other.
+        # Pin first, then look for deletions. A deletion is announced first and then reads the pins: one sees the other.
         _wait_while_deleting(root, name)
         return _record_of(root, name)
 
@@ -162,12 +163,12 @@ def pin_unseen(root: Store, name: str, *, why: str = "load") -> Iterator[Callabl
 def _record_of(root: Store, name: str) -> CommitRecord:
     record = find_record(root, record_path(name))
     if record is None:
-        raise CheckpointNotFoundError(f"{root.url}/{name} is no longer there: it was deleted. List again.")
+        raise CheckpointNotFoundError(f"{root.url}/{name} was deleted. List again.")
     return record
 
 
 def _tidy(root: LocalStore) -> None:
-    """Remove the directories that a pin has made, where nobody else has put anything there."""
+    """Remove the directories that a pin created, if they are empty."""
     for folder in (_PINS, STATE_DIRECTORY):
         with contextlib.suppress(OSError):
             os.rmdir(root.path_of(folder))
@@ -177,17 +178,17 @@ def _tidy(root: LocalStore) -> None:
 def pin_url(
     url: str, *, why: str = "load", storage_options: Mapping[str, Any] | None = None
 ) -> Iterator[CommitRecord | None]:
-    """Keep what lies at `url` from deletion while the block runs, where it is a checkpoint of a run of ours.
+    """Protect the checkpoint at `url` from deletion inside the block, if ckptkit saved it.
 
-    Yields its commit record; None where it is anything else, which nobody of ours deletes.
+    Yields its commit record; None for anything else, which ckptkit does not delete.
 
     Raises:
-        CheckpointNotFoundError: It was deleted while it was pinned.
+        CheckpointNotFoundError: It was deleted while it was being pinned.
     """
     try:
         root, name = split_checkpoint_url(url, storage_options=storage_options)
         record = find_record(root, record_path(name))
-    except (CkptkitError, OSError, ValueError):  # a file, a foreign format: nobody of ours deletes it
+    except (CkptkitError, OSError, ValueError):  # a file, or another format
         record = None
     if record is None or record.name != name:
         yield None
@@ -198,7 +199,7 @@ def pin_url(
 
 def _renew(root: Store, path: str, body: bytes, stop: threading.Event, patience: Patience) -> None:
     folder, _, name = path.rpartition("/")
-    store = root.child(folder).existing()  # a root that is gone stays gone
+    store = root.child(folder).existing()  # never recreates a root that is gone
     while not stop.wait(TTL_S / 5):
         try:
             with patience.entered():
@@ -229,39 +230,40 @@ def _announced(root: Store, name: str) -> bool:
 
 @contextlib.contextmanager
 def deleting(root: Store, name: str) -> Iterator[list[Pin]]:
-    """Announce the deletion of `name`, and yield the pins that forbid it: [] means go on."""
+    """Announce the deletion of `name`, and yield the pins that forbid it; [] if it may be deleted."""
     path = f"{_DELETING}/{name}.json"
     try:
         root.write(path, json.dumps(owner_json(root)).encode(), overwrite=True, sync=False)
     except NoSpaceError as error:
-        # To delete is what makes room. No reader can pin now either: there is no space for its pin.
-        logger.warning("%s: the deletion of %s is not announced: %s", root.url, name, error)
+        # The deletion frees space. Readers cannot write pins now either.
+        logger.warning("%s: could not announce the deletion of %s: %s", root.url, name, error)
     try:
         yield [pin for pin in list_pins(root, clean=True) if pin.name == name]
     finally:
         try:
             root.delete([path])
         except OSError:
-            # Who may write and not delete takes it back like this: else readers would wait as long as we live.
+            # Without permission to delete, overwrite it: otherwise readers would wait until this process ends.
             with contextlib.suppress(OSError):
                 root.write(path, b"{}", overwrite=True, sync=False)
             raise
 
 
-# --- pins of people
+# --- pins of users
 
 
 def split_checkpoint_url(url: str, *, storage_options: Mapping[str, Any] | None = None) -> tuple[Store, str]:
-    """Return the store of the run and the name of the checkpoint that `url` addresses. Raises UsageError."""
+    """Return the run's store and the checkpoint's name from a checkpoint's URL. Raises UsageError."""
     head, separator, name = url.rstrip("/").rpartition("/")
     if name in ("", ".", "..") or head.endswith(":/"):
-        raise UsageError(f"{url} does not name a checkpoint: give its directory, as in RUN/step_00001000.")
+        raise UsageError(f"{url} does not name a checkpoint: give its directory, for example RUN/step_00001000.")
     parent = head or ("/" if separator else ".")
     return open_store(parent, storage_options=storage_options), name
 
 
 def pin_forever(url: str, why: str, *, storage_options: Mapping[str, Any] | None = None) -> str:
-    """Keep the checkpoint at `url` whatever rotation says, and return its name. Pinning again changes `why`.
+    """Protect the checkpoint at `url` from rotation until it is unpinned; return its name. Pinning again changes
+    `why`.
 
     Raises:
         CheckpointNotFoundError: There is no committed checkpoint.
@@ -270,12 +272,12 @@ def pin_forever(url: str, why: str, *, storage_options: Mapping[str, Any] | None
     record = read_record(root, record_path(name))
     if record.name != name:
         raise UsageError(
-            f"{url} can't be pinned: its record says that it is {record.name}, so it is a copy, or was renamed, and "
-            "rotation leaves it alone."
+            f"{url} cannot be pinned: according to its record it is {record.name}, so it was copied or renamed, and "
+            "rotation does not delete it."
         )
     body = {"name": record.name, "why": why, "save_id": record.save_id, "owner": None, "created": time.time()}
     root.write(f"{_PINS}/keep-{name}.json", json.dumps(body).encode(), overwrite=True)
-    # A deletion may have been under way: it announced itself before it looked for pins.
+    # A deletion may have started: it is announced before it reads the pins.
     _wait_while_deleting(root, name)
     if find_record(root, record_path(name)) is None:
         root.delete([f"{_PINS}/keep-{name}.json"])
@@ -284,7 +286,7 @@ def pin_forever(url: str, why: str, *, storage_options: Mapping[str, Any] | None
 
 
 def unpin(url: str, *, storage_options: Mapping[str, Any] | None = None) -> bool:
-    """Let rotation decide about the checkpoint at `url` again; False where it was not pinned."""
+    """Remove the pin of the checkpoint at `url`; return False if there is none."""
     root, name = split_checkpoint_url(url, storage_options=storage_options)
     path = f"{_PINS}/keep-{name}.json"
     if root.info(path) is None:

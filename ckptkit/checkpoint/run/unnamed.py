@@ -1,4 +1,4 @@
-"""Finds files in a checkpoint's directory that its commit record does not name; deletion spares them."""
+"""Deletes a checkpoint's files, and keeps other files in its directory: those that its commit record does not name."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-DELETING = ".ckptkit-deleting.json"  # the record of a checkpoint of which not all files are deleted yet
+DELETING = ".ckptkit-deleting.json"  # the record of a checkpoint while its files are being deleted
 _DELETED = ".ckptkit-deleted.json"
 _MARK = re.compile(r"\.ckptkit-(?:deleting|deleted(?:-[0-9a-f]{16})?)\.json")
 _ATTEMPT = re.compile(r"[0-9a-f]{16}/")
 
 
 def mark_of(record: CommitRecord) -> str:
-    """Return the name that the record of a checkpoint on an object store gets when that is deleted."""
+    """Return the name of the mark that a deletion on an object store leaves: a copy of the commit record."""
     return f".ckptkit-deleted-{record.save_id}.json"
 
 
 def named_paths(record: CommitRecord) -> list[str]:
-    """Return the paths of a checkpoint's files, relative to its directory, without the record itself."""
+    """Return the paths of a checkpoint's files relative to its directory, without the record itself."""
     below = f"{record.data}/" if record.data else ""
     return [f"{below}{path}" for path in record.files]
 
 
 def unnamed_files(root: Store, path: str, record: CommitRecord) -> list[str]:
-    """Return what lies in the directory at `path` and is no file of the checkpoint, relative to the directory.
+    """Return the files in the directory at `path` that do not belong to the checkpoint, relative to the directory.
 
     Args:
-        record: Of the checkpoint there. On an object store other attempts to save it have folders beside its own.
+        record: The checkpoint's. On an object store, other attempts to save it have folders beside its own.
     """
     named = {RECORD_NAME, *named_paths(record)}
     found = [item.path[len(path) + 1 if path else 0 :] for item in root.list(path, recursive=True)]
@@ -62,8 +62,8 @@ def unnamed_files(root: Store, path: str, record: CommitRecord) -> list[str]:
 
 
 def clear(root: Store, path: str) -> list[str]:
-    """Delete the files of a dead attempt, known by names that only savers of ours give, and return what else is there:
-    that stays, as does what comes meanwhile."""
+    """Delete the files of a dead attempt, recognized by their names, and return the other files, which stay. So do
+    files that appear meanwhile."""
     place = root.child(path)
     listed = place.list(recursive=True)
     ours = {item.path for item in listed if item.kind == "file" and may_be_saved(item.path)}
@@ -74,16 +74,16 @@ def clear(root: Store, path: str) -> list[str]:
     left = [item.path for item in listed if item.path not in ours]
     if left:
         shown = ", ".join(left[:5]) + (f", ... ({len(left)} in all)" if len(left) > 5 else "")
-        warn_once(logger, f"{root.url}/{path}", "is of a dead save; files in it that no save writes stay: %s", shown)
+        warn_once(logger, f"{root.url}/{path}", "is left by a dead save; other files in it stay: %s", shown)
     return left
 
 
 def give_up(root: LocalStore, path: str, name: str) -> list[str]:
-    """Delete a directory in which a checkpoint was prepared, or ended, and return what stays in it.
+    """Delete a staging or trash directory, and return the files that stay in it.
 
     Args:
-        path: A directory that no discovery looks into.
-        name: Of the checkpoint. Files that others have put into it get back there.
+        path: A directory that is not listed as a checkpoint.
+        name: The checkpoint's name. Foreign files are moved back into its directory.
     """
     marks = [mark for mark in (DELETING, _DELETED, RECORD_NAME) if root.info(f"{path}/{mark}") is not None]
     if not marks:
@@ -96,9 +96,9 @@ def give_up(root: LocalStore, path: str, name: str) -> list[str]:
         with contextlib.suppress(FileExistsError):  # this was killed before
             root.link(f"{path}/{inner}", f"{name}/{inner}{aside}")
     if lost and not os.path.lexists(f"{target}/{RECORD_NAME}"):
-        with contextlib.suppress(FileExistsError):  # says why they are there alone
+        with contextlib.suppress(FileExistsError):  # the mark explains why these files have no checkpoint
             root.link(f"{path}/{marks[-1]}", f"{name}/{_DELETED}")
-    # Invariant: whatever is killed, the record says what in it is whose for as long as anything is.
+    # Invariant: while files are left, the record tells which belong to the checkpoint, also after a kill.
     root.delete_tree(path, last=marks[-1])
     return []
 
@@ -111,10 +111,10 @@ def _is_there(path: str, other: str) -> bool:
 
 
 def others_in(root: LocalStore, path: str) -> list[str]:
-    """Return foreign files in the directory of a checkpoint, or of a deleted one, as relative paths."""
+    """Return the relative paths of foreign files in the directory of a checkpoint or a deleted checkpoint."""
     try:
         record = find_record(root, record_path(path))
-    except (CkptkitError, OSError):  # damaged: names tell what is of a checkpoint
+    except (CkptkitError, OSError):  # damaged: recognize a checkpoint's files by their names
         found = [item.path[len(path) + 1 :] for item in root.list(path, recursive=True)]
         return [inner for inner in found if not (may_be_saved(inner) or _MARK.fullmatch(inner))]
     records = deleted_records(root, path) if record is None else [record]
@@ -122,9 +122,9 @@ def others_in(root: LocalStore, path: str) -> list[str]:
 
 
 def deleted_records(root: Store, name: str) -> list[CommitRecord]:
-    """Return the records of the checkpoints that were deleted from a directory in which other files were left."""
+    """Return the records of deleted checkpoints in a directory in which foreign files were left."""
     paths = [f"{name}/{DELETING}", f"{name}/{_DELETED}"]
-    if not is_directory(root):  # each attempt has a folder of its own, and may have been deleted by itself
+    if not is_directory(root):  # each attempt has its own folder, and may have been deleted separately
         paths = [item.path for item in root.list(name) if _MARK.fullmatch(item.path[len(name) + 1 :])]
     found = []
     for path in paths:
@@ -134,10 +134,11 @@ def deleted_records(root: Store, name: str) -> list[CommitRecord]:
 
 
 def delete_marked(root: Store, view: Store, name: str, record: CommitRecord) -> list[str]:
-    """Delete the files of a checkpoint on an object store whose record is gone, or is another one by now.
+    """Delete the files of a checkpoint on an object store after its record was deleted or replaced; return the foreign
+    files.
 
-    Its mark (`mark_of`) was there before, and says what is still to be deleted after a kill. It stays where other files
-    do. Returns these.
+    Its mark (`mark_of`) was written before, and lists what is still to be deleted after a kill. It stays if foreign
+    files do.
     """
     found = (f"{name}/{path}" for path in named_paths(record))
     root.delete(path for path in found if view.info(path) is not None)
@@ -148,14 +149,14 @@ def delete_marked(root: Store, view: Store, name: str, record: CommitRecord) -> 
 
 
 def delete_in_place(root: LocalStore, name: str, record: CommitRecord) -> None:
-    """Delete a checkpoint's files from its directory, and nothing else: what others have there is not touched.
+    """Delete a checkpoint's files from its directory, and leave foreign files untouched.
 
-    The record gets another name first, in one durable step that needs no space: then it is no checkpoint, and what
-    is still to be deleted is known after a kill (`finish_deletion`). The directory is held by its descriptor: a save
-    that puts another one in its place meanwhile keeps its files.
+    First the record is renamed, which is durable and needs no space: from then on it is no checkpoint, and after a kill
+    `finish_deletion` knows what is still to be deleted. The directory is accessed by its descriptor, so a new
+    checkpoint that replaces it meanwhile keeps its files.
 
     Raises:
-        CheckpointNotFoundError: Another checkpoint, or none, is there by now.
+        CheckpointNotFoundError: The checkpoint was deleted or replaced meanwhile.
     """
     with root.opened(name) as folder:
         found = folder.read(RECORD_NAME)
@@ -166,7 +167,7 @@ def delete_in_place(root: LocalStore, name: str, record: CommitRecord) -> None:
 
 
 def finish_deletion(root: LocalStore, name: str) -> None:
-    """Delete what is left of a checkpoint whose deletion was killed. Can be repeated."""
+    """Finish a deletion that was killed. Can be repeated."""
     with contextlib.suppress(FileNotFoundError), root.opened(name) as folder:
         found = folder.read(DELETING)
         if found is not None:
@@ -175,14 +176,14 @@ def finish_deletion(root: LocalStore, name: str) -> None:
 
 def _delete_named(folder: OpenDirectory, record: CommitRecord) -> None:
     folder.delete(named_paths(record))
-    with contextlib.suppress(FileNotFoundError):  # somebody else has finished it
+    with contextlib.suppress(FileNotFoundError):  # another process has finished it
         folder.rename(DELETING, _DELETED)
 
 
 def carry_over(root: LocalStore, source: str, target: str, paths: Iterable[str]) -> None:
-    """Let files of one directory also lie in another one, at the same paths.
+    """Link files of one directory into another one, at the same paths.
 
-    Links and not renames: whichever of the two directories a kill leaves behind, the files are in the other one.
+    Not renames: whichever of the two directories a kill leaves, the files are in it.
 
     Raises:
         FileExistsError: There is a file of that name.

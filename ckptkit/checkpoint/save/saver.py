@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ckptkit.checkpoint.report import PhaseClock
 from ckptkit.checkpoint.run.commit import SaveAttempt, begin_save
-from ckptkit.checkpoint.run.coordinator import Coordinator, Outcome
+from ckptkit.checkpoint.run.coordinator import Coordinator, Outcome, check_equal
 from ckptkit.checkpoint.save.full import FullTensors
 from ckptkit.checkpoint.save.hf_config import side_files
 from ckptkit.checkpoint.save.local import LocalTensors
@@ -25,7 +25,6 @@ from ckptkit.checkpoint.state.local_part import layout_of
 from ckptkit.checkpoint.state.train_state import Captured, StateDictType, TrainState, capture, check_state
 from ckptkit.checkpoint.state.values import Seen, decode
 from ckptkit.digests import hex_digest_of
-from ckptkit.errors import UsageError
 from ckptkit.formats.own.reader import OBJECTS_NAME
 from ckptkit.formats.own.record import (
     MANIFEST_NAME,
@@ -199,7 +198,7 @@ class Saver:
                 made, outcome = self._plan(captured, state, request, clock)
                 signatures, _ = self._coordinator.settle(outcome, "planning the save", then=self._agreed)
                 assert made is not None
-            made.plan = made.plan.settle(signatures, self._all_gather)
+            made.plan = made.plan.settle(signatures, self._coordinator.all_gather)
         self._plans[request.state_dict_type] = made.plan
         return made
 
@@ -354,12 +353,7 @@ class Saver:
     def _agreed(self, answers: list[tuple[bytes, Any, tuple[bytes, bytes] | None]]) -> tuple[list[bytes], bool]:
         """Return all ranks' signatures, and whether their plain tensors are known to be equal: ranks with the same keys
         have the same contents, and the set of holders has not changed. On rank 0."""
-        for rank, (_, wanted, _) in enumerate(answers):
-            if wanted != answers[0][1]:
-                raise UsageError(
-                    f"ranks disagree on what to save: (step, tag, type) is {answers[0][1]} on rank 0, but {wanted}"
-                    f" on rank {rank}. Call save with the same arguments on every rank."
-                )
+        check_equal([wanted for _, wanted, _ in answers], "what to save: (step, tag, type)")
         digests = [digest for _, _, digest in answers if digest is not None]
         held = [which for which, _ in digests]
         one_each = len(set(digests)) == len(set(held))
@@ -369,7 +363,7 @@ class Saver:
         """Compare plain tensors one by one, and remember those that differ. All ranks must call it and get the same
         answer."""
         assert prints is not None  # there are several ranks
-        tables = self._all_gather(prints.to_bytes())
+        tables = self._coordinator.all_gather(prints.to_bytes())
         self._holdings = [holding(table) for table in tables]
         found, anywhere = prints.differing(tables)
         if self._coordinator.is_main:
@@ -377,9 +371,6 @@ class Saver:
         if anywhere:
             self._keepers = {**(self._keepers or {}), **found}
         return anywhere
-
-    def _all_gather(self, value: bytes) -> list[bytes]:
-        return self._coordinator.broadcast(self._coordinator.gather(value))
 
     def _open_transfers(self, request: SaveRequest) -> None:
         """Create the group for gathering full tensors at the first FULL save. Collective."""

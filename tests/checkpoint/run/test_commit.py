@@ -27,7 +27,7 @@ from ckptkit.formats.own.record import FileRecord, read_record
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.lock import acquire_lease
 from ckptkit.storage.open import open_store
-from tests.checkpoint.saving import check, content, leftovers, save, write
+from tests.checkpoint.saving import check, leftovers, save
 
 
 def test_a_save_appears_with_its_record_and_nothing_else(tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_the_space_of_dead_saves_is_given_back_by_the_next(tmp_path: Path) -> No
 def _run(root: str, steps: list[int]) -> list[int]:
     c = Coordinator(timeout_s=20)
     for step in steps:
-        save(root, step, coordinator=c, planned_bytes=3000, message=b"rank %d" % c.rank)
+        save(root, step, coordinator=c, planned_bytes=3000)
     c.close()
     return check(root)
 
@@ -284,24 +284,12 @@ def test_ranks_that_do_not_save_the_same_all_fail(ranks: Any, tmp_path: Path, wh
     assert [p for p in tmp_path.rglob("*") if p.name.startswith((".tmp", "step"))] == []
 
 
-def _messages(root: str) -> tuple[bytes, ...]:
-    c = Coordinator(timeout_s=20)
-    attempt = begin_save(open_store(root), 1, coordinator=c, message=b"signature %d" % c.rank)
-    files = write(attempt.store, f"shards/__{c.rank}_0.distcp", content(1, c.rank))
-    attempt.commit(files, {"state_dict_type": "sharded"})
-    return attempt.messages
-
-
-def test_every_rank_gets_the_messages_of_all(ranks: Any, tmp_path: Path) -> None:
-    assert ranks.run(_messages, 2, str(tmp_path)) == [(b"signature 0", b"signature 1")] * 2
-
-
 def _same_file(root: str) -> str:
     c = Coordinator(timeout_s=20)
     attempt = begin_save(open_store(root), 1, coordinator=c)
     if c.is_main:
         attempt.store.write("__0_0.distcp", b"1")
-    c.barrier()
+    c.all_gather(None)
     try:
         attempt.commit({"__0_0.distcp": FileRecord(1, "0" * 16)}, {"state_dict_type": "sharded"})
     except SaveError as error:

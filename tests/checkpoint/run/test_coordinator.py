@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ckptkit.checkpoint.run.coordinator import Coordinator, Outcome
+from ckptkit.checkpoint.run.coordinator import Coordinator, Outcome, check_equal
 from ckptkit.errors import CheckpointExistsError, NoSpaceError, RankFailedError, StorageError, UsageError
 from tests.ranks import RankError, run_ranks
 
@@ -22,8 +22,8 @@ from tests.ranks import RankError, run_ranks
 def test_a_process_alone_needs_no_torch() -> None:
     code = (
         "import sys\nfrom ckptkit.checkpoint.run.coordinator import Coordinator\nc = Coordinator()\n"
-        "assert (c.rank, c.world_size, c.gather(3), c.broadcast(4), c.any(True)) == (0, 1, [3], 4, True)\n"
-        "assert c.all_ok(lambda: 5, 'x') == [5]\nc.barrier()\nc.agree(1, 'x')\nc.close()\n"
+        "assert (c.rank, c.world_size, c.all_gather(3), c.any(True)) == (0, 1, [3], True)\n"
+        "assert c.all_ok(lambda: 5, 'x') == [5]\nassert c.run_on_all(lambda: 6, 'x') == 6\nc.close()\n"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -66,17 +66,15 @@ def test_a_timeout_must_be_positive() -> None:
 
 def _verbs() -> Any:
     c = Coordinator(timeout_s=20)
-    out = (c.gather(c.rank * 10), c.broadcast("hi" if c.is_main else None), c.any(c.rank == 2), c.any(False))
-    c.barrier()
+    out = (c.all_gather(c.rank * 10), c.run_on_all(lambda: c.rank, "x"), c.any(c.rank == 2), c.any(False))
     out += (c.decide(lambda: c.rank + 7, "deciding"), c.all_ok(lambda: bytes(1 << 20), "big") is not None)
     c.close()
     return out
 
 
-def test_values_are_gathered_and_broadcast(ranks: Any) -> None:
+def test_all_ranks_get_all_values(ranks: Any) -> None:
     results = ranks.run(_verbs, 3)
-    assert results[0] == ([0, 10, 20], "hi", True, False, 7, True)
-    assert results[1:] == [(None, "hi", True, False, 7, False)] * 2
+    assert results == [([0, 10, 20], rank, True, False, 7, rank == 0) for rank in range(3)]
 
 
 def _sizes() -> Any:
@@ -111,7 +109,7 @@ def _one_raises_then_all_go_on() -> Any:
             raise OSError(28, "No space left on device")
 
     first = _error(lambda: c.all_ok(fail, "saving step 7"))
-    return first[:3], c.gather(c.rank)
+    return first[:3], c.all_gather(c.rank)
 
 
 def test_an_exception_on_one_rank_is_the_same_error_on_all_and_they_can_go_on(ranks: Any) -> None:
@@ -156,7 +154,8 @@ def test_what_happens_to_rank_0_while_it_publishes_names_it_and_what_it_decides_
 
 def _disagree() -> Any:
     c = Coordinator(timeout_s=20)
-    return _error(lambda: c.agree(5 + (c.rank == 2), "the step"))[:2]
+    step = Outcome(5 + (c.rank == 2))
+    return _error(lambda: c.settle(step, "x", then=lambda steps: check_equal(steps, "the step")))[:2]
 
 
 def test_ranks_that_disagree_are_told_who_has_what(ranks: Any) -> None:
@@ -172,16 +171,16 @@ def _subgroup() -> Any:
     if dist.get_rank() == 0:
         return _error(lambda: Coordinator(group))[0]
     c = Coordinator(group, timeout_s=20)
-    return c.rank, c.gather(dist.get_rank())
+    return c.rank, c.all_gather(dist.get_rank())
 
 
 def test_a_coordinator_of_some_ranks_counts_from_its_own(ranks: Any) -> None:
-    assert ranks.run(_subgroup, 3)[1:] == [(0, [1, 2]), (1, None)]
+    assert ranks.run(_subgroup, 3)[1:] == [(0, [1, 2]), (1, [1, 2])]
 
 
 def _one_dies(victim: int, path: str) -> None:
     c = Coordinator(timeout_s=20)
-    c.barrier()
+    c.all_gather(None)
     if c.rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
     kind, text, causes, seconds = _error(lambda: c.all_ok(lambda: None, "saving"))
@@ -203,11 +202,11 @@ def test_a_rank_that_dies_ends_the_others_soon(tmp_path: Any, victim: int, monke
 
 def _one_hangs() -> Any:
     c = Coordinator(timeout_s=1.5)
-    c.barrier()
+    c.all_gather(None)
     if c.rank == 1:
         time.sleep(3)
     result = _error(lambda: c.all_ok(lambda: None, "saving"))
-    return result, c.gather(c.rank)
+    return result, c.all_gather(c.rank)
 
 
 def test_a_rank_that_hangs_is_named_on_every_rank_and_they_can_go_on() -> None:
@@ -223,7 +222,7 @@ def test_a_rank_that_hangs_is_named_on_every_rank_and_they_can_go_on() -> None:
 
 def _one_misses_a_step() -> Any:
     c = Coordinator(timeout_s=300)
-    c.barrier()
+    c.all_gather(None)
     if c.rank == 1:
         c._step += 1  # it can't make sense of what rank 0 says next
     try:
@@ -233,7 +232,7 @@ def _one_misses_a_step() -> Any:
     except RankFailedError as error:
         first = type(error).__name__
         dist.barrier()  # rank 0 comes here as well, while whoever caught the error still holds it
-    return [first, _error(c.barrier)[0]]
+    return [first, _error(lambda: c.all_gather(None))[0]]
 
 
 def test_a_rank_that_gives_up_leaves_rank_0_waiting_no_longer() -> None:

@@ -15,10 +15,10 @@ import pytest
 from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.run import commit, delete, unnamed
 from ckptkit.checkpoint.run.commit import begin_save, clean_leftovers
-from ckptkit.checkpoint.run.delete import BackgroundRotation, delete_checkpoint, plan_rotation, rotate
+from ckptkit.checkpoint.run.delete import delete_checkpoint, plan_rotation, rotate
 from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.checkpoint.run.pins import pin_forever, pin_while_reading, unpin
-from ckptkit.errors import CheckpointNotFoundError, CkptkitError, RankFailedError, UsageError
+from ckptkit.errors import CheckpointNotFoundError, CkptkitError, RankFailedError
 from ckptkit.formats.own.record import find_record
 from ckptkit.offline.listing import list_run
 from ckptkit.offline.prune import prune
@@ -437,26 +437,6 @@ def test_only_a_committed_checkpoint_can_be_deleted(run: Path, name: str) -> Non
     with pytest.raises((CheckpointNotFoundError, ValueError)):
         delete_checkpoint(open_store(str(run)), name, reason="test")
     assert (run / "tensorboard").is_dir() and (run / "copy").is_dir()
-
-
-def test_a_background_rotation_does_the_same(run: Path) -> None:
-    rotation = BackgroundRotation(open_store(str(run)), RetentionPolicy(max_num=1))
-    for _ in range(5):
-        rotation.submit()
-    assert rotation.wait(20) and check(run) == [4]
-    assert rotation.close(20)
-    with pytest.raises(UsageError):
-        rotation.submit()
-
-
-def test_a_background_rotation_outlives_a_failure(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rotation = BackgroundRotation(open_store(str(run)), RetentionPolicy(max_num=1))
-    monkeypatch.setattr(LocalStore, "list", lambda self, path="", recursive=False: 1 / 0)
-    rotation.submit()
-    assert rotation.wait(20)
-    monkeypatch.undo()
-    rotation.submit()
-    assert rotation.close(20) and check(run) == [4]
 
 
 def test_what_a_living_writer_stages_is_not_cleaned(run: Path) -> None:

@@ -103,7 +103,7 @@ def test_foreign_folders_files_and_links_are_named_and_nothing_more(tmp_path: Pa
     assert [i.name for i in found.committed] == ["step_00000001"]
     assert found.foreign == ("notes.txt", "tensorboard")
     assert [s.path for s in found.skipped] == ["step_5_best", "step_00000007"]
-    assert "a copy" in found.skipped[0].reason and "symlink" in found.skipped[1].reason
+    assert "copied or renamed" in found.skipped[0].reason and "symlink" in found.skipped[1].reason
 
 
 def test_a_save_under_way_is_listed_with_its_writer_and_not_as_a_checkpoint(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_a_root_that_is_read_only_is_read_without_a_pin(
     monkeypatch.setattr(type(root), "write", refuse)
     with pin_while_reading(root, "step_00000001"):
         pass
-    what = "step_00000001 is read without a pin (Permission denied): a job that rotates may delete it meanwhile"
+    what = "step_00000001 is read without a pin (Permission denied): another job's rotation may delete it meanwhile"
     assert caplog.messages == [f"{tmp_path}: {what}"]
 
 
