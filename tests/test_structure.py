@@ -172,7 +172,6 @@ def test_private_names_of_torch_are_in_formats_dcp_alone() -> None:
 
 # Class names that are there more than once. The table only shrinks.
 TWICE = {
-    "WrittenFile": ["checkpoint.run.commit", "checkpoint.save.stream"],
     "_Contents": ["offline.copy", "offline.copying.resume"],
 }
 

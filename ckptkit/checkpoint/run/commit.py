@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from ckptkit.checkpoint.run.attempt import (
     LOOK_S,
@@ -67,7 +67,7 @@ from ckptkit.storage.staging import is_abandoned, leftover_of, new_nonce, owner_
 from ckptkit.storage.store import FileInfo, Store
 from ckptkit.units import format_size
 
-__all__ = ["SaveAttempt", "WrittenFile", "begin_save", "clean_leftovers"]
+__all__ = ["SaveAttempt", "begin_save", "clean_leftovers"]
 
 logger = logging.getLogger(__name__)
 
@@ -200,18 +200,6 @@ def _remove(root: Store, path: str) -> list[str]:
 
 
 _SLACK = 1 << 20  # bytes for records and directories
-
-
-class WrittenFile(Protocol):
-    """A file's size and its digest, as a number or as 16 hex digits."""
-
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def checksum(self) -> int | str: ...
-
-
-Files = Mapping[str, WrittenFile]
 
 
 @dataclass(frozen=True, slots=True)
@@ -523,11 +511,11 @@ class SaveAttempt:
 
     def commit(
         self,
-        files: Files,
+        files: Mapping[str, FileRecord],
         record_fields: Mapping[str, Any],
         *,
         payload: Any = None,
-        complete: Callable[[list[Any]], Files] | None = None,
+        complete: Callable[[list[Any]], Mapping[str, FileRecord]] | None = None,
     ) -> CommitRecord:
         """Publish the checkpoint once every rank has written, and return its record. All ranks must call it.
 
@@ -573,19 +561,18 @@ class SaveAttempt:
         finally:
             self._opening.close()  # has an effect on rank 0 only
 
-    def _durable(self, files: Files) -> dict[str, FileRecord]:
+    def _durable(self, files: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
         # 3. Invariant: when a rank reports success, its files are durable, where rank 0 will check them.
         self._place.look()
-        mine = {path: _file_record(path, item) for path, item in files.items()}
         if self.coordinator.world_size > 1 or not self.root.asking_costs:
-            self._place.sync(mine)
-            self._place.check_own(mine)
-        return mine  # a single rank does so while it uploads its index, before it publishes
+            self._place.sync(files)
+            self._place.check_own(files)
+        return dict(files)  # a single rank does so while it uploads its index, before it publishes
 
     def _publish(
         self,
         record_fields: Mapping[str, Any],
-        complete: Callable[[list[Any]], Files] | None,
+        complete: Callable[[list[Any]], Mapping[str, FileRecord]] | None,
         reports: list[tuple[dict[str, FileRecord], Any]],
     ) -> CommitRecord:
         """Commit on rank 0, and return the record without its files."""
@@ -601,8 +588,7 @@ class SaveAttempt:
             if complete is not None:
                 # It may also name files of other ranks, which have checked them.
                 found = complete([payload for _, payload in reports])
-                summed = {path: _file_record(path, item) for path, item in found.items()}
-                own |= {path: item for path, item in summed.items() if path not in of_ranks}
+                own |= {path: item for path, item in found.items() if path not in of_ranks}
             self._place.sync(path for path in own if path not in files)
             files |= own
             # 5. Invariant: exactly the files that the record will name exist, and they are complete.
@@ -665,10 +651,3 @@ class SaveAttempt:
         wrote = write_hint(self.root, self.name, view=self._opening.view, ours=ours)
         if lease is not None and self.root.asking_costs:
             lease.wrote_hint = wrote
-
-
-def _file_record(path: str, item: WrittenFile) -> FileRecord:
-    if isinstance(item, FileRecord):
-        return item
-    digest = item.checksum
-    return FileRecord(int(item.nbytes), digest if isinstance(digest, str) else f"{digest:016x}")

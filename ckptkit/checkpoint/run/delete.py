@@ -48,11 +48,6 @@ class Rotation:
         """The names of the remaining checkpoints."""
         return frozenset(item.name for item in self.decisions) - frozenset(self.deleted)
 
-    @property
-    def freed_bytes(self) -> int:
-        """The bytes of the deleted checkpoints."""
-        return sum(item.nbytes for item in self.decisions if item.name in self.deleted)
-
 
 def plan_rotation(
     inventory: Inventory, root: Store, policy: RetentionPolicy, *, protected: Mapping[str, str] | None = None

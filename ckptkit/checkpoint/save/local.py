@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.catalog.box import Box
 from ckptkit.checkpoint.save.stream import FileTensor, open_stream, phases_of
-from ckptkit.checkpoint.state.local_part import PartView, ShardLayout, check_safetensors, host_bytes, part_view
+from ckptkit.checkpoint.state.local_part import PartView, check_safetensors, host_bytes, part_view
 from ckptkit.checkpoint.state.train_state import Captured
 from ckptkit.digests import crc32, signature_of
 from ckptkit.formats.own.local import LocalTensor, file_metadata, file_name
 from ckptkit.formats.own.record import MANIFEST_NAME, FileRecord, WrittenTensors
-from ckptkit.formats.own.slice_table import SliceRow, TablePart, write_manifest
+from ckptkit.formats.own.slice_table import SliceRow, TablePart, mesh_index, write_manifest
 
 if TYPE_CHECKING:
     import torch
@@ -109,19 +109,12 @@ def _is_writer(view: PartView, rank: int, world_size: int) -> bool:
 def _stored(view: PartView, meshes: list[dict[str, Any]]) -> list[LocalTensor]:
     placement = None
     if view.layout is not None:
-        placement = (_index(view.layout, meshes), view.layout.texts())
+        placement = (mesh_index(view.layout.mesh_json(), meshes), view.layout.texts())
     names = [view.key] if len(view.parts) == 1 else [f"{view.key}#{i}" for i in range(len(view.parts))]
     return [
         LocalTensor(name, view.key, view.dtype, view.shape, part.box, placement)
         for name, part in zip(names, view.parts, strict=True)
     ]
-
-
-def _index(layout: ShardLayout, meshes: list[dict[str, Any]]) -> int:
-    mesh = layout.mesh_json()
-    if mesh not in meshes:
-        meshes.append(mesh)
-    return meshes.index(mesh)
 
 
 def _pieces(view: PartView, local: torch.Tensor) -> list[torch.Tensor]:

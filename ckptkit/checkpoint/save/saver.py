@@ -25,6 +25,7 @@ from ckptkit.checkpoint.state.local_part import layout_of
 from ckptkit.checkpoint.state.train_state import Captured, StateDictType, TrainState, capture, check_state
 from ckptkit.checkpoint.state.values import Seen, decode
 from ckptkit.digests import hex_digest_of
+from ckptkit.errors import UsageError
 from ckptkit.formats.own.reader import OBJECTS_NAME
 from ckptkit.formats.own.record import (
     MANIFEST_NAME,

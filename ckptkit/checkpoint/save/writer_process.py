@@ -12,7 +12,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.checkpoint.save.staging import StagingBuffers
 from ckptkit.checkpoint.save.writer_child import READY, Block, Request, receive, send
@@ -108,22 +108,12 @@ class WriterProcess:
             self.buffers.release()
 
 
-class SharedSnapshot(Sequence["torch.Tensor"]):
+class SharedSnapshot(list["torch.Tensor"]):
     """Staged tensors in memory shared with the writer process."""
 
     def __init__(self, writer: WriterProcess, views: Sequence[torch.Tensor]) -> None:
+        super().__init__(views)
         self.write_records = writer.write_records
-        self._views = views
-
-    def __len__(self) -> int:
-        return len(self._views)
-
-    @overload
-    def __getitem__(self, row: int) -> torch.Tensor: ...
-    @overload
-    def __getitem__(self, row: slice) -> Sequence[torch.Tensor]: ...
-    def __getitem__(self, row: int | slice) -> torch.Tensor | Sequence[torch.Tensor]:
-        return self._views[row]
 
 
 class _Child:

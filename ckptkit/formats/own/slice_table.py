@@ -16,7 +16,7 @@ from ckptkit.formats.own.reader import role_of
 from ckptkit.formats.own.record import MANIFEST_NAME, FileRecord
 from ckptkit.storage.store import Store
 
-__all__ = ["SliceRow", "TablePart", "entries_of", "write_manifest"]
+__all__ = ["SliceRow", "TablePart", "entries_of", "mesh_index", "write_manifest"]
 
 
 class SliceRow(NamedTuple):
@@ -76,7 +76,7 @@ def write_manifest(
     files: dict[str, FileRecord] = {}
     for part in sorted(parts, key=lambda p: p.rank):
         files.update(part.files)
-        chosen = [_mesh_index(mesh, meshes) for mesh in part.meshes]
+        chosen = [mesh_index(mesh, meshes) for mesh in part.meshes]
         for row in part.rows:
             shape, box = tuple(row.shape), Box(tuple(row.offsets), tuple(row.sizes))
             about = table.setdefault(row.key, (row.dtype, shape, []))
@@ -108,7 +108,8 @@ def write_manifest(
     return {**files, MANIFEST_NAME: FileRecord(len(data), hex_digest_of(data))}
 
 
-def _mesh_index(mesh: dict[str, Any], meshes: list[dict[str, Any]]) -> int:
+def mesh_index(mesh: dict[str, Any], meshes: list[dict[str, Any]]) -> int:
+    """Return the index of a mesh in the list; append it if it is new."""
     if mesh not in meshes:
         meshes.append(mesh)
     return meshes.index(mesh)

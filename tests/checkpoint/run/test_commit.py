@@ -44,7 +44,7 @@ def test_a_tag_names_the_directory_and_the_record_the_step(tmp_path: Path) -> No
     assert (item.path, item.step) == ("best-so-far", 7)
 
 
-def test_saving_a_step_again_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_saving_an_existing_step_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     first = save(tmp_path, 7)
     with pytest.raises(CheckpointExistsError, match="overwrite=True"):
         save(tmp_path, 7)
@@ -70,7 +70,7 @@ def test_a_pinned_checkpoint_is_not_overwritten(tmp_path: Path, forever: bool) -
 
 
 @pytest.mark.parametrize("kind", ["directory", "file", "symlink"])
-def test_what_is_in_the_way_is_left_alone(tmp_path: Path, kind: str) -> None:
+def test_a_foreign_entry_of_the_same_name_is_left_unchanged(tmp_path: Path, kind: str) -> None:
     place = tmp_path / "step_00000007"
     if kind == "directory":
         place.mkdir()
@@ -91,7 +91,7 @@ def test_too_little_space_is_an_error_before_anything_is_written(tmp_path: Path)
     save(tmp_path, 7, planned_bytes=4000)
 
 
-def test_a_failed_save_leaves_nothing_and_the_next_one_works(tmp_path: Path) -> None:
+def test_a_failed_save_leaves_nothing_and_the_next_save_works(tmp_path: Path) -> None:
     def fail(store: Any) -> None:
         raise OSError(5, "Input/output error")
 
@@ -114,7 +114,7 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "stray"])
-def test_files_that_are_not_what_the_ranks_reported_are_not_published(tmp_path: Path, damage: str) -> None:
+def test_files_that_differ_from_the_ranks_reports_are_not_published(tmp_path: Path, damage: str) -> None:
     def spoil(store: LocalStore) -> None:
         path = Path(store.url) / "shards" / "__0_0.distcp"
         if damage == "truncated":
@@ -132,13 +132,13 @@ def test_files_that_are_not_what_the_ranks_reported_are_not_published(tmp_path: 
 @pytest.mark.parametrize(
     "fields", [{"client_state": object()}, {"metrics": {"loss": "low"}}, {"mesh": {"shape": [2], "names": []}}]
 )
-def test_a_record_that_could_not_be_read_back_fails_the_save(tmp_path: Path, fields: dict[str, Any]) -> None:
+def test_a_record_that_cannot_be_read_back_fails_the_save(tmp_path: Path, fields: dict[str, Any]) -> None:
     with pytest.raises((UsageError, RankFailedError, ValueError)):
         save(tmp_path, 3, fields=fields)
     assert check(tmp_path) == [] and leftovers(tmp_path) == []
 
 
-def test_a_root_that_vanishes_is_an_error_and_is_not_made_anew(tmp_path: Path) -> None:
+def test_a_root_that_disappears_is_an_error_and_is_not_recreated(tmp_path: Path) -> None:
     root = tmp_path / "mnt" / "run"
 
     def unmount(store: Any) -> None:
@@ -149,7 +149,7 @@ def test_a_root_that_vanishes_is_an_error_and_is_not_made_anew(tmp_path: Path) -
     assert not (root / "step_00000003").exists()
 
 
-def test_a_root_that_vanished_between_saves_is_noticed_by_the_holder_of_the_lease(tmp_path: Path) -> None:
+def test_the_lease_holder_notices_a_root_that_disappeared_between_saves(tmp_path: Path) -> None:
     root = open_store(str(tmp_path / "mnt" / "run"))
     lease = acquire_lease(root)
     save(root, 1, lease=lease)
@@ -173,14 +173,14 @@ def test_a_job_that_lost_its_lease_does_not_publish(tmp_path: Path) -> None:
     assert check(tmp_path) == []
 
 
-def test_two_saves_to_one_root_at_once_are_one_save_and_one_refusal(tmp_path: Path) -> None:
+def test_one_of_two_concurrent_saves_to_one_root_is_refused(tmp_path: Path) -> None:
     with pytest.raises(LeaseHeldError, match="another manager"):
         save(tmp_path, 1, before=lambda store: save(tmp_path, 2) and None)
     save(tmp_path, 2)
     assert check(tmp_path) == [2]
 
 
-def test_the_sync_of_the_root_failing_takes_the_commit_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_sync_of_the_root_undoes_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = LocalStore.sync_directory
 
     def fail(self: LocalStore, path: str = "") -> None:
@@ -195,13 +195,13 @@ def test_the_sync_of_the_root_failing_takes_the_commit_back(tmp_path: Path, monk
     assert check(tmp_path) == [] and leftovers(tmp_path) == []
 
 
-def test_a_hint_of_somebody_else_is_not_overwritten(tmp_path: Path) -> None:
+def test_a_foreign_file_called_latest_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("global_step100")
     save(tmp_path, 3)
     assert (tmp_path / "latest").read_text() == "global_step100"
 
 
-def test_the_hint_names_the_newest(tmp_path: Path) -> None:
+def test_latest_names_the_newest_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 3)
     save(tmp_path, 4, tag="final")
     assert (tmp_path / "latest").read_text() == "final\n"
@@ -226,7 +226,7 @@ def test_a_hostile_tag_is_refused_and_nothing_is_written(tmp_path: Path, tag: st
 
 
 @pytest.mark.parametrize("step", [-1, 10**18, True, 1.5, "7", None])
-def test_a_step_that_is_none_is_refused(tmp_path: Path, step: Any) -> None:
+def test_an_invalid_step_is_refused(tmp_path: Path, step: Any) -> None:
     with pytest.raises(UsageError, match="expected an int"):
         save(tmp_path / "run", step)
     assert list(tmp_path.iterdir()) == []
@@ -238,7 +238,7 @@ def test_a_lower_step_after_a_rollback_is_the_latest(tmp_path: Path) -> None:
     assert check(tmp_path) == [20, 30, 10, 15]
 
 
-def test_the_space_of_dead_saves_is_given_back_by_the_next(tmp_path: Path) -> None:
+def test_the_next_save_removes_what_dead_saves_left(tmp_path: Path) -> None:
     (tmp_path / ".tmp-step_00000001-0123456789abcdef").mkdir()
     (tmp_path / ".trash-step_00000001-0123456789abcdef" / "sub").mkdir(parents=True)
     save(tmp_path, 3)
@@ -278,7 +278,7 @@ def _different(root: str, what: str) -> str:
 
 
 @pytest.mark.parametrize(("what", "text"), [("step", "disagree"), ("tag", "disagree"), ("root", "not shared by all")])
-def test_ranks_that_do_not_save_the_same_all_fail(ranks: Any, tmp_path: Path, what: str, text: str) -> None:
+def test_ranks_that_disagree_on_what_to_save_all_fail(ranks: Any, tmp_path: Path, what: str, text: str) -> None:
     results = ranks.run(_different, 3, str(tmp_path), what)
     assert len(set(results)) == 1 and text in results[0]
     assert [p for p in tmp_path.rglob("*") if p.name.startswith((".tmp", "step"))] == []
@@ -302,7 +302,7 @@ def test_a_file_that_two_ranks_claim_fails_the_save(ranks: Any, tmp_path: Path) 
     assert len(set(results)) == 1 and "both wrote __0_0.distcp" in results[0] and leftovers(tmp_path) == []
 
 
-def test_a_save_in_a_background_thread_is_the_same(tmp_path: Path) -> None:
+def test_a_save_works_in_a_background_thread(tmp_path: Path) -> None:
     thread = threading.Thread(target=save, args=(tmp_path, 4))
     thread.start()
     thread.join()

@@ -19,7 +19,7 @@ from tests.ranks import RankError, run_ranks
 # --- one process
 
 
-def test_a_process_alone_needs_no_torch() -> None:
+def test_a_single_process_does_not_import_torch() -> None:
     code = (
         "import sys\nfrom ckptkit.checkpoint.run.coordinator import Coordinator\nc = Coordinator()\n"
         "assert (c.rank, c.world_size, c.all_gather(3), c.any(True)) == (0, 1, [3], True)\n"
@@ -29,7 +29,7 @@ def test_a_process_alone_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_a_process_alone_raises_its_own_ckptkit_error() -> None:
+def test_a_single_process_raises_its_ckptkit_error_unchanged() -> None:
     def fail() -> None:
         raise NoSpaceError("full")
 
@@ -48,7 +48,7 @@ def test_a_base_exception_is_caught_too() -> None:
         Coordinator().all_ok(fail, "a save")
 
 
-def test_an_interrupt_stays_an_interrupt() -> None:
+def test_a_keyboard_interrupt_is_raised_unchanged() -> None:
     def fail() -> None:
         raise KeyboardInterrupt
 
@@ -112,7 +112,7 @@ def _one_raises_then_all_go_on() -> Any:
     return first[:3], c.all_gather(c.rank)
 
 
-def test_an_exception_on_one_rank_is_the_same_error_on_all_and_they_can_go_on(ranks: Any) -> None:
+def test_an_exception_on_one_rank_is_raised_on_all_and_the_next_call_works(ranks: Any) -> None:
     results = ranks.run(_one_raises_then_all_go_on, 3)
     text = "OSError: [Errno 28] No space left on device"
     assert [r[0] for r in results] == [("RankFailedError", f"saving step 7 failed on rank 1: {text}", {1: text})] * 3
@@ -128,7 +128,7 @@ def _main_refuses() -> Any:
     return _error(lambda: c.decide(refuse, "x"))[:2]
 
 
-def test_what_rank_0_refuses_has_its_own_class_on_every_rank(ranks: Any) -> None:
+def test_an_error_of_rank_0_has_its_class_on_every_rank(ranks: Any) -> None:
     assert ranks.run(_main_refuses, 3) == [("CheckpointExistsError", "step 7 exists")] * 3
 
 
@@ -142,7 +142,7 @@ def _main_publishes_onto(error: Exception) -> Any:
 
 
 @pytest.mark.parametrize("kind", [StorageError, NoSpaceError])
-def test_what_happens_to_rank_0_while_it_publishes_names_it_and_what_it_decides_does_not(ranks: Any, kind: Any) -> None:
+def test_a_failure_of_rank_0_names_the_rank_and_a_refusal_does_not(ranks: Any, kind: Any) -> None:
     failed = ranks.run(_main_publishes_onto, 2, kind(28, "index: No space left on device"))
     text = "[Errno 28] index: No space left on device"
     assert failed == [("RankFailedError", f"saving step 7 failed on rank 0: {text}", {0: text})] * 2
@@ -158,7 +158,7 @@ def _disagree() -> Any:
     return _error(lambda: c.settle(step, "x", then=lambda steps: check_equal(steps, "the step")))[:2]
 
 
-def test_ranks_that_disagree_are_told_who_has_what(ranks: Any) -> None:
+def test_an_error_about_disagreeing_ranks_names_their_values(ranks: Any) -> None:
     results = ranks.run(_disagree, 3)
     assert len(set(results)) == 1 and results[0][0] == "UsageError"
     assert "the step: rank 0 has 5, rank 2 has 6" in results[0][1]
@@ -174,7 +174,7 @@ def _subgroup() -> Any:
     return c.rank, c.all_gather(dist.get_rank())
 
 
-def test_a_coordinator_of_some_ranks_counts_from_its_own(ranks: Any) -> None:
+def test_a_coordinator_of_a_subgroup_numbers_its_own_ranks(ranks: Any) -> None:
     assert ranks.run(_subgroup, 3)[1:] == [(0, [1, 2]), (1, [1, 2])]
 
 
@@ -191,7 +191,7 @@ def _one_dies(victim: int, path: str) -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_dies_ends_the_others_soon(tmp_path: Any, victim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_dies_fails_the_others_soon(tmp_path: Any, victim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.ranks._GRACE_S", 15.0)  # the others write what they saw before they are killed
     with pytest.raises(RankError):
         run_ranks(_one_dies, 3, victim, str(tmp_path), timeout=40)
@@ -209,7 +209,7 @@ def _one_hangs() -> Any:
     return result, c.all_gather(c.rank)
 
 
-def test_a_rank_that_hangs_is_named_on_every_rank_and_they_can_go_on() -> None:
+def test_a_rank_that_hangs_is_named_on_every_rank_and_the_next_call_works() -> None:
     results = run_ranks(_one_hangs, 3, timeout=40)
     assert {r[0][:2] for r in results} == {results[0][0][:2]}
     kind, text, causes, _ = results[0][0]
@@ -235,7 +235,7 @@ def _one_misses_a_step() -> Any:
     return [first, _error(lambda: c.all_gather(None))[0]]
 
 
-def test_a_rank_that_gives_up_leaves_rank_0_waiting_no_longer() -> None:
+def test_rank_0_does_not_wait_for_a_rank_that_gave_up() -> None:
     main, other = run_ranks(_one_misses_a_step, 2, timeout=60)
     assert other == ["RankFailedError", "RankFailedError"]
     assert main[1] == "RankFailedError"

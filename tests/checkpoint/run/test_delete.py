@@ -42,13 +42,13 @@ def turn(root: Path, protected: dict[str, str] | None = None, **policy: Any) -> 
     return check(root)
 
 
-def test_rotation_leaves_what_the_policy_keeps_and_no_trash(run: Path) -> None:
+def test_rotation_keeps_what_the_policy_keeps_and_leaves_no_trash(run: Path) -> None:
     assert turn(run, max_num=2) == [3, 4] and leftovers(run) == []
 
 
-def test_the_report_names_what_went_and_the_bytes(run: Path) -> None:
+def test_the_report_names_the_deleted_checkpoints(run: Path) -> None:
     done = rotate(open_store(str(run)), RetentionPolicy(max_num=3))
-    assert done.deleted == ("step_00000001",) and done.freed_bytes == done.decisions[0].nbytes > 3000
+    assert done.deleted == ("step_00000001",)
 
 
 def test_a_plan_deletes_nothing(run: Path) -> None:
@@ -65,7 +65,7 @@ def test_each_deletion_is_logged_with_its_reason(run: Path, caplog: pytest.LogCa
     ]
 
 
-def test_foreign_things_survive_ten_saves(tmp_path: Path) -> None:
+def test_foreign_files_survive_ten_saves(tmp_path: Path) -> None:
     save(tmp_path, 1)
     shutil.copytree(tmp_path / "step_00000001", tmp_path / "step_5_best")
     (tmp_path / "tensorboard").mkdir()
@@ -118,7 +118,7 @@ def fail_with(code: int) -> Any:
     return fail
 
 
-def test_rotation_keeps_and_names_what_the_record_does_not_name(
+def test_rotation_keeps_and_logs_files_that_the_record_does_not_name(
     run: Path, way: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     files = theirs(run / "step_00000001")
@@ -129,7 +129,7 @@ def test_rotation_keeps_and_names_what_the_record_does_not_name(
     assert "eval/results.json" in caplog.text and "does not name" in caplog.text
 
 
-def test_a_deletion_does_not_touch_what_others_have_there(run: Path, way: str) -> None:
+def test_a_deletion_does_not_touch_foreign_files(run: Path, way: str) -> None:
     step = run / "step_00000001"
     theirs(step)
     (step / "empty").mkdir()
@@ -164,7 +164,7 @@ def test_a_step_is_saved_again_over_directories_with_odd_names(tmp_path: Path, w
     assert (place / "odd\x7f.txt").read_bytes() == b"mine" and leftovers(tmp_path) == []
 
 
-def test_a_full_disk_is_no_reason_not_to_delete_where_others_have_files(tmp_path: Path) -> None:
+def test_a_checkpoint_with_foreign_files_can_be_deleted_on_a_full_disk(tmp_path: Path) -> None:
     with disk(tmp_path / "disk", "ext4", 4 << 10) as place:
         for step in (1, 2):
             save(place, step, nbytes=300_000)
@@ -177,7 +177,7 @@ def test_a_full_disk_is_no_reason_not_to_delete_where_others_have_files(tmp_path
         assert os.statvfs(place).f_bavail * os.statvfs(place).f_frsize > 250_000
 
 
-def test_a_save_that_takes_the_place_of_a_step_that_is_being_deleted_keeps_its_files(
+def test_a_save_that_replaces_a_step_during_its_deletion_keeps_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path, 1)
@@ -197,7 +197,7 @@ def test_a_save_that_takes_the_place_of_a_step_that_is_being_deleted_keeps_its_f
     assert list_checkpoints(open_store(str(tmp_path))).committed and leftovers(tmp_path) == []
 
 
-def test_a_listing_and_a_dry_prune_name_what_is_kept(run: Path) -> None:
+def test_ls_and_prune_dry_run_name_the_files_that_stay(run: Path) -> None:
     files = theirs(run / "step_00000001")
     planned = prune(str(run), policy=RetentionPolicy(max_num=2), dry_run=True)
     assert sorted(planned.kept_files) == sorted(f"step_00000001/{name}" for name in files)
@@ -211,7 +211,7 @@ def test_a_listing_and_a_dry_prune_name_what_is_kept(run: Path) -> None:
 
 
 @pytest.mark.parametrize("by", ["rotate", "prune", "delete", "overwrite"])
-def test_a_file_that_comes_while_its_directory_is_given_up_survives(
+def test_a_file_that_appears_during_the_deletion_of_its_directory_survives(
     run: Path, way: str, by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step, root, listed = run / "step_00000001", open_store(str(run)), unnamed.unnamed_files
@@ -256,7 +256,7 @@ def test_a_file_of_others_that_is_replaced_while_its_step_is_overwritten_is_kept
     assert leftovers(run) == []
 
 
-def test_a_killed_deletion_whose_trash_holds_a_file_of_others_gives_it_back(run: Path) -> None:
+def test_foreign_files_in_the_trash_of_a_killed_deletion_are_moved_back(run: Path) -> None:
     trash = run / ".trash-step_00000001-0123456789abcdef"
     (run / "step_00000001").rename(trash)
     (trash / "notes.txt").write_bytes(b"mine")
@@ -267,7 +267,7 @@ def test_a_killed_deletion_whose_trash_holds_a_file_of_others_gives_it_back(run:
     assert (run / "step_00000001" / "notes.txt").exists()
 
 
-def test_what_no_save_writes_stays_in_a_dead_staging_directory_and_is_named_once(
+def test_foreign_files_in_a_dead_staging_directory_stay_and_are_logged_once(
     run: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(store: LocalStore) -> None:
@@ -286,7 +286,7 @@ def test_what_no_save_writes_stays_in_a_dead_staging_directory_and_is_named_once
     assert found.foreign == (name,) and found.abandoned == found.in_progress == ()
 
 
-def test_trash_that_can_not_be_removed_is_named_once(
+def test_trash_that_cannot_be_removed_is_logged_once(
     run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (run / ".trash-step_00000009-0123456789abcdef").mkdir()
@@ -302,7 +302,7 @@ def test_trash_that_can_not_be_removed_is_named_once(
     assert len(said) == 1 and "could not be removed" in said[0], said
 
 
-def test_a_symlink_inside_stays_and_is_not_followed(run: Path) -> None:
+def test_a_symlink_in_a_checkpoint_stays_and_is_not_followed(run: Path) -> None:
     (run / "target").mkdir()
     (run / "target" / "x").write_bytes(b"1")
     (run / "step_00000001" / "link").symlink_to(run / "target")
@@ -313,7 +313,7 @@ def test_a_symlink_inside_stays_and_is_not_followed(run: Path) -> None:
 
 
 @pytest.mark.parametrize("tag", [None, "best-so-far"])
-def test_a_step_is_saved_again_where_files_of_others_were_left(tmp_path: Path, way: str, tag: str | None) -> None:
+def test_a_deleted_step_with_foreign_files_can_be_saved_again(tmp_path: Path, way: str, tag: str | None) -> None:
     save(tmp_path, 1, tag=tag)
     place = tmp_path / (tag or "step_00000001")
     files = theirs(place)
@@ -328,7 +328,7 @@ def test_a_step_is_saved_again_where_files_of_others_were_left(tmp_path: Path, w
     assert held(place) == files and leftovers(tmp_path) == []
 
 
-def test_a_save_that_would_replace_a_file_of_others_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_save_that_would_replace_a_foreign_file_is_refused_and_names_it(tmp_path: Path) -> None:
     save(tmp_path, 1)
     (tmp_path / "step_00000001" / "shards" / "__7_0.distcp").write_bytes(b"mine")
 
@@ -347,7 +347,7 @@ def _deleting(say: Any, root: str, nth: int, swap: bool) -> None:
 
 
 @pytest.mark.parametrize("swap", [True, False])
-def test_a_kill_at_any_operation_of_a_deletion_loses_no_file_of_others(
+def test_a_kill_at_any_operation_of_a_deletion_loses_no_foreign_file(
     tmp_path: Path, swap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staging, "STARTING_S", -1.0)
@@ -370,13 +370,13 @@ def test_a_kill_at_any_operation_of_a_deletion_loses_no_file_of_others(
     assert nth >= 20
 
 
-def test_incomplete_higher_steps_neither_count_nor_go(run: Path) -> None:
+def test_incomplete_higher_steps_do_not_count_and_are_not_deleted(run: Path) -> None:
     for step in (200, 300):
         (run / f"step_{step:08d}").mkdir()
     assert turn(run, max_num=2) == [3, 4] and (run / "step_00000300").is_dir()
 
 
-def test_the_one_resumed_from_stays(run: Path) -> None:
+def test_the_checkpoint_resumed_from_is_not_deleted(run: Path) -> None:
     assert turn(run, {"step_00000001": "resumed from"}, max_num=1) == [1, 4]
 
 
@@ -391,26 +391,26 @@ def test_a_failing_save_with_max_num_1_loses_nothing(tmp_path: Path) -> None:
     assert turn(tmp_path, max_num=1) == [1]
 
 
-def test_stale_steps_of_before_a_rollback_go_first(tmp_path: Path) -> None:
+def test_steps_from_before_a_rollback_are_deleted_first(tmp_path: Path) -> None:
     for step in (100, 200, 300, 150):
         save(tmp_path, step)
     assert turn(tmp_path, max_num=2) == [100, 150]
 
 
-def test_pinned_ones_stay_until_they_are_unpinned(run: Path) -> None:
+def test_pinned_checkpoints_stay_until_they_are_unpinned(run: Path) -> None:
     pin_forever(str(run / "step_00000001"), "the paper")
     assert turn(run, max_num=1) == [1, 4]
     assert unpin(str(run / "step_00000001")) and not unpin(str(run / "step_00000001"))
     assert turn(run, max_num=1) == [4]
 
 
-def test_what_is_being_read_stays_and_goes_at_the_next_turn(run: Path) -> None:
+def test_a_checkpoint_that_is_being_read_is_deleted_by_the_next_rotation(run: Path) -> None:
     with pin_while_reading(open_store(str(run)), "step_00000001", why="convert"):
         assert turn(run, max_num=1) == [1, 4]
     assert turn(run, max_num=1) == [4]
 
 
-def test_a_pin_that_comes_after_the_plan_still_holds(run: Path) -> None:
+def test_a_pin_made_after_the_plan_is_respected(run: Path) -> None:
     with pin_while_reading(open_store(str(run)), "step_00000001"):
         assert delete_checkpoint(open_store(str(run)), "step_00000001", reason="test") is False
     assert check(run) == [1, 2, 3, 4]
@@ -439,12 +439,12 @@ def test_only_a_committed_checkpoint_can_be_deleted(run: Path, name: str) -> Non
     assert (run / "tensorboard").is_dir() and (run / "copy").is_dir()
 
 
-def test_what_a_living_writer_stages_is_not_cleaned(run: Path) -> None:
+def test_the_staging_directory_of_a_running_save_is_not_removed(run: Path) -> None:
     save(run, 9, before=lambda store: clean_leftovers(open_store(str(run))) == [] or 1 / 0)
     assert check(run)[-1] == 9
 
 
-def test_a_dry_cleaning_only_says_what_it_would_remove(run: Path) -> None:
+def test_a_dry_run_of_the_cleanup_removes_nothing(run: Path) -> None:
     (run / ".trash-step_00000007-0123456789abcdef").mkdir()
     root = open_store(str(run))
     assert clean_leftovers(root, dry_run=True) == [".trash-step_00000007-0123456789abcdef"]

@@ -81,7 +81,7 @@ def test_a_second_job_is_refused_with_the_owner_named_and_may_still_read(tmp_pat
     assert names(tmp_path) == ["step_00000001", "step_00000002"]
 
 
-def test_a_job_in_a_copy_of_a_live_run_is_not_taken_for_a_second_one(tmp_path: Path) -> None:
+def test_a_job_in_a_copy_of_a_running_run_may_save(tmp_path: Path) -> None:
     run, copy, same = tmp_path / "run", tmp_path / "copy", tmp_path / "same"
     with CheckpointManager(run) as manager:
         manager.save(1, state())
@@ -95,7 +95,7 @@ def test_a_job_in_a_copy_of_a_live_run_is_not_taken_for_a_second_one(tmp_path: P
         assert "refused" in second_job(tmp_path / "moved")
 
 
-def test_readers_deletions_and_saves_of_a_live_run_do_not_count_in_a_copy_of_it(tmp_path: Path) -> None:
+def test_pins_deletions_and_saves_of_a_running_run_do_not_count_in_a_copy_of_it(tmp_path: Path) -> None:
     run, copy = tmp_path / "run", tmp_path / "copy"
     root = open_store(str(run))
     with CheckpointManager(run) as manager:
@@ -123,7 +123,7 @@ def test_the_lease_of_a_job_that_was_killed_is_taken_over_at_once(tmp_path: Path
     assert time.monotonic() - start < 5
 
 
-def test_a_job_that_ends_without_closing_gives_the_lease_back(tmp_path: Path) -> None:
+def test_a_job_that_ends_without_close_releases_the_lease(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, state())
     second_job(tmp_path)
@@ -151,7 +151,7 @@ def test_managers_of_one_process_share_the_lease_and_take_turns(tmp_path: Path) 
     assert sorted(names(tmp_path)) == [f"step_0000000{n}" for n in (1, 2, 3)]
 
 
-def test_a_manager_that_an_error_left_gives_the_lease_back(tmp_path: Path) -> None:
+def test_a_manager_that_an_error_leaves_releases_the_lease(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), CheckpointManager(tmp_path) as manager:
         manager.save(1, state())
         raise ZeroDivisionError
@@ -171,7 +171,7 @@ def test_a_save_that_waits_for_its_turn_too_long_is_refused(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("beat", [False, True])
-def test_a_root_that_is_gone_is_an_error_and_is_not_made_anew(
+def test_a_missing_root_is_an_error_and_is_not_recreated(
     tmp_path: Path, beat: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease_module, "BEAT_S", 0.02)
@@ -187,7 +187,7 @@ def test_a_root_that_is_gone_is_an_error_and_is_not_made_anew(
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full", "local"])
-def test_a_root_that_vanishes_during_a_save_is_an_error_and_nothing_is_written_elsewhere(
+def test_a_root_that_disappears_during_a_save_is_an_error_and_nothing_is_written_elsewhere(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path / "mount" / "run"
@@ -211,7 +211,7 @@ def test_a_root_that_vanishes_during_a_save_is_an_error_and_nothing_is_written_e
 # --- what was resumed from
 
 
-def test_the_checkpoint_resumed_from_is_kept_from_prune_beside_the_job(tmp_path: Path) -> None:
+def test_prune_keeps_the_checkpoint_that_a_running_job_was_resumed_from(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         for step in (1, 2, 3):
             manager.save(step, state())
@@ -224,7 +224,7 @@ def test_the_checkpoint_resumed_from_is_kept_from_prune_beside_the_job(tmp_path:
     assert names(tmp_path) == ["step_00000003"]
 
 
-def test_the_pin_of_a_job_that_ended_holds_nothing(tmp_path: Path) -> None:
+def test_the_pin_of_a_finished_job_has_no_effect(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, state())
         manager.load(state(), 1)
@@ -274,14 +274,16 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_damaged_newest_fails_loudly_and_says_what_to_do(run: Path) -> None:
+def test_a_damaged_newest_checkpoint_is_an_error_with_advice(run: Path) -> None:
     with CheckpointManager(run) as manager, pytest.raises(CorruptCheckpointError) as caught:
         manager.load(state())
     assert "model.weight" in str(caught.value) and ".distcp" in str(caught.value)
     assert f"ckptkit verify {run}/step_00000006" in str(caught.value) and "fallback='previous'" in str(caught.value)
 
 
-def test_a_damaged_newest_falls_back_to_the_one_before_if_asked_to(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_newest_checkpoint_falls_back_to_the_previous_one_on_request(
+    run: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     live = state()
     with CheckpointManager(run) as manager, caplog.at_level(logging.WARNING, logger="ckptkit"):
         report = manager.load(live, fallback="previous")
@@ -320,7 +322,7 @@ def _unreadable(record: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("lose", [_cut_short, _of_another_step, _of_a_later_version, _unreadable])
-def test_a_newest_record_that_cannot_be_read_or_is_anothers_is_not_passed_over_in_silence(
+def test_an_unreadable_or_foreign_record_of_the_newest_checkpoint_is_an_error(
     run: Path, lose: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lose(run / "step_00000006" / "checkpoint.json", monkeypatch)
@@ -331,7 +333,7 @@ def test_a_newest_record_that_cannot_be_read_or_is_anothers_is_not_passed_over_i
         assert manager.latest() == 5
 
 
-def test_with_nothing_left_to_fall_back_to_the_first_damage_is_raised(tmp_path: Path) -> None:
+def test_without_a_checkpoint_to_fall_back_to_the_first_damage_is_raised(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save(6, state(6.0))
     damage(tmp_path / "step_00000006")
@@ -344,14 +346,14 @@ def test_an_unknown_fallback_is_refused(tmp_path: Path) -> None:
         manager.load(state(), fallback="any")  # type: ignore[arg-type]
 
 
-def test_a_lease_is_still_refused_to_a_save_without_a_manager(tmp_path: Path) -> None:
+def test_a_save_without_a_manager_is_refused_while_a_manager_holds_the_lease(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, state())
         with pytest.raises(LeaseHeldError, match="another manager has it open"):
             acquire_lease(open_store(str(tmp_path)))
 
 
-def test_the_lease_of_a_manager_that_was_forgotten_is_used_by_the_next(tmp_path: Path) -> None:
+def test_the_next_manager_uses_the_lease_of_one_that_was_never_closed(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     manager.save(1, state())
     del manager

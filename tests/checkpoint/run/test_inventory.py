@@ -41,13 +41,13 @@ def test_a_root_that_does_not_exist_is_empty(tmp_path: Path) -> None:
     assert ls(tmp_path / "nowhere") == Inventory(str(tmp_path / "nowhere"))
 
 
-def test_numbers_order_checkpoints_not_their_spelling(tmp_path: Path) -> None:
+def test_checkpoints_are_ordered_by_number_not_by_spelling(tmp_path: Path) -> None:
     for step in (9, 10, 100_000_000, 1_000_000_000):
         save(tmp_path, step)
     assert check(tmp_path) == [9, 10, 100_000_000, 1_000_000_000]
 
 
-def test_mtimes_decide_nothing(tmp_path: Path) -> None:
+def test_mtimes_have_no_influence(tmp_path: Path) -> None:
     for step in range(1, 7):
         save(tmp_path, step)
     chance = random.Random(3)
@@ -57,7 +57,7 @@ def test_mtimes_decide_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("skew", [-365 * 86400.0, 365 * 86400.0])
-def test_clocks_decide_nothing(tmp_path: Path, skew: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clocks_have_no_influence(tmp_path: Path, skew: float, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1)
     real = commit.time.time
     monkeypatch.setattr(commit.time, "time", lambda: real() + skew)
@@ -67,7 +67,7 @@ def test_clocks_decide_nothing(tmp_path: Path, skew: float, monkeypatch: pytest.
     assert check(tmp_path) == [1, 2, 3]
 
 
-def test_a_half_made_checkpoint_is_not_listed_and_the_reason_is_said(tmp_path: Path) -> None:
+def test_an_incomplete_checkpoint_is_skipped_with_the_reason(tmp_path: Path) -> None:
     save(tmp_path, 1)
     (tmp_path / "step_00000002" / "shards").mkdir(parents=True)
     (tmp_path / "step_00000002" / ".metadata").write_bytes(b"x")
@@ -93,7 +93,7 @@ def test_a_damaged_record_is_skipped_with_its_reason(tmp_path: Path, damage: str
     assert "checkpoint.json" in found.skipped[0].reason
 
 
-def test_foreign_folders_files_and_links_are_named_and_nothing_more(tmp_path: Path) -> None:
+def test_foreign_folders_files_and_links_are_only_listed_as_foreign(tmp_path: Path) -> None:
     save(tmp_path, 1)
     shutil.copytree(tmp_path / "step_00000001", tmp_path / "step_5_best")
     (tmp_path / "tensorboard").mkdir()
@@ -106,7 +106,7 @@ def test_foreign_folders_files_and_links_are_named_and_nothing_more(tmp_path: Pa
     assert "copied or renamed" in found.skipped[0].reason and "symlink" in found.skipped[1].reason
 
 
-def test_a_save_under_way_is_listed_with_its_writer_and_not_as_a_checkpoint(tmp_path: Path) -> None:
+def test_a_running_save_is_listed_with_its_writer_and_not_as_a_checkpoint(tmp_path: Path) -> None:
     seen: list[Inventory] = []
     save(tmp_path, 4, before=lambda store: seen.append(ls(tmp_path)))
     assert [(a.name, a.owner.pid if a.owner else 0) for a in seen[0].in_progress] == [("step_00000004", os.getpid())]
@@ -127,7 +127,7 @@ def _machine() -> str:
     return this_process().machine
 
 
-def test_a_rollback_makes_what_was_left_behind_older(tmp_path: Path) -> None:
+def test_after_a_rollback_the_abandoned_branch_is_older(tmp_path: Path) -> None:
     for step in (10, 20, 30, 15, 18):
         save(tmp_path, step)
     assert [(i.step, i.superseded) for i in ls(tmp_path).committed] == [
@@ -155,30 +155,30 @@ def run(tmp_path: Path) -> Path:
         ("step_00000020", "step_00000020"),
     ],
 )  # fmt: skip
-def test_a_name_means_one_checkpoint(run: Path, name: str, expected: str) -> None:
+def test_a_name_resolves_to_one_checkpoint(run: Path, name: str, expected: str) -> None:
     assert resolve(open_store(str(run)), name).name == expected
 
 
 @pytest.mark.parametrize("name", ["latest~4", "99", "nope", "../step_00000010", "", "step_10", "latest~x", "٣"])
-def test_a_name_of_nothing_says_what_is_there(run: Path, name: str) -> None:
+def test_an_unknown_name_is_an_error_that_lists_the_checkpoints(run: Path, name: str) -> None:
     with pytest.raises(CheckpointNotFoundError, match="There are 4, the last: step_00000010"):
         resolve(open_store(str(run)), name)
 
 
-def test_nothing_found_says_what_was_skipped_and_why(tmp_path: Path) -> None:
+def test_an_error_about_an_empty_run_says_what_was_skipped_and_why(tmp_path: Path) -> None:
     (tmp_path / "step_00000002").mkdir()
     with pytest.raises(CheckpointNotFoundError, match=r"no committed checkpoint\. Skipped: step_00000002: it has no"):
         resolve(open_store(str(tmp_path)))
 
 
-def test_best_of_an_unknown_metric_is_asked_for(tmp_path: Path) -> None:
+def test_best_without_a_recorded_metric_is_an_error(tmp_path: Path) -> None:
     save(tmp_path, 1, fields={"metrics": {"loss": 1.0}})
     with pytest.raises(UsageError, match="best:METRIC:min"):
         resolve(open_store(str(tmp_path)), "best")
     assert resolve(open_store(str(tmp_path)), "best", best=("loss", "min")).step == 1
 
 
-def test_the_hint_is_not_trusted(run: Path) -> None:
+def test_the_file_latest_is_not_trusted(run: Path) -> None:
     (run / "latest").write_text("step_00000010\n")
     assert resolve(open_store(str(run))).name == "final"
 

@@ -21,7 +21,7 @@ from ckptkit.storage.open import open_store
 from tests.checkpoint.saving import check, content, fork, save
 
 
-def test_a_pin_holds_while_the_reader_reads(tmp_path: Path) -> None:
+def test_a_pin_protects_the_checkpoint_while_it_is_read(tmp_path: Path) -> None:
     save(tmp_path, 1)
     root = open_store(str(tmp_path))
     with pin_while_reading(root, "step_00000001", why="convert"):
@@ -30,7 +30,7 @@ def test_a_pin_holds_while_the_reader_reads(tmp_path: Path) -> None:
     assert list_pins(root) == []
 
 
-def test_pinning_what_is_gone_says_so_and_leaves_no_pin(tmp_path: Path) -> None:
+def test_pinning_a_deleted_checkpoint_is_an_error_and_leaves_no_pin(tmp_path: Path) -> None:
     save(tmp_path, 1)
     root = open_store(str(tmp_path))
     with pytest.raises(CheckpointNotFoundError, match="List again"), pin_while_reading(root, "step_00000002"):
@@ -44,14 +44,14 @@ def _read_and_die(say: Any, root: str) -> None:
         os.kill(os.getpid(), 9)
 
 
-def test_a_dead_reader_keeps_nothing(tmp_path: Path) -> None:
+def test_the_pin_of_a_dead_reader_has_no_effect(tmp_path: Path) -> None:
     save(tmp_path, 1)
     assert fork(_read_and_die, str(tmp_path)) == (-9, b"reading")
     assert list_pins(open_store(str(tmp_path))) == []
 
 
 @pytest.mark.parametrize(("age_s", "holds"), [(10.0, True), (pins.TTL_S + 10, False)])
-def test_a_reader_on_another_machine_keeps_it_for_as_long_as_it_renews(
+def test_the_pin_of_a_reader_on_another_machine_counts_until_it_expires(
     tmp_path: Path, age_s: float, holds: bool
 ) -> None:
     path = tmp_path / ".ckptkit" / "pins" / "read-1.json"
@@ -78,7 +78,7 @@ def test_a_deletion_cleans_up_what_killed_readers_left_a_day_ago(tmp_path: Path)
         assert sorted(path.stem for path in folder.iterdir()) == ["keep-step_00000001", "read-new"]
 
 
-def test_a_reader_waits_for_a_deletion_that_is_under_way(tmp_path: Path) -> None:
+def test_a_reader_waits_for_a_running_deletion(tmp_path: Path) -> None:
     save(tmp_path, 1)
     root = open_store(str(tmp_path))
     began, may_end = threading.Event(), threading.Event()
@@ -98,7 +98,7 @@ def test_a_reader_waits_for_a_deletion_that_is_under_way(tmp_path: Path) -> None
     thread.join()
 
 
-def test_a_deletion_that_died_delays_no_reader(tmp_path: Path) -> None:
+def test_a_killed_deletion_does_not_delay_readers(tmp_path: Path) -> None:
     save(tmp_path, 1)
     path = tmp_path / ".ckptkit" / "deleting" / "step_00000001.json"
     path.parent.mkdir()
@@ -114,7 +114,7 @@ def _machine() -> str:
     return this_process().machine
 
 
-def test_a_root_that_is_read_only_is_read_without_a_pin(
+def test_a_read_only_root_is_read_without_a_pin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(tmp_path, 1)
@@ -130,13 +130,13 @@ def test_a_root_that_is_read_only_is_read_without_a_pin(
     assert caplog.messages == [f"{tmp_path}: {what}"]
 
 
-def test_pinning_for_ever_needs_a_checkpoint(tmp_path: Path) -> None:
+def test_only_a_committed_checkpoint_can_be_pinned(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError):
         pin_forever(str(tmp_path / "step_00000001"), "x")
     assert not (tmp_path / ".ckptkit").exists()
 
 
-def test_a_damaged_pin_of_a_person_still_holds(tmp_path: Path) -> None:
+def test_a_damaged_pin_of_a_user_still_counts(tmp_path: Path) -> None:
     save(tmp_path, 1)
     pin_forever(str(tmp_path / "step_00000001"), "paper")
     (tmp_path / ".ckptkit" / "pins" / "keep-step_00000001.json").write_bytes(b"")
