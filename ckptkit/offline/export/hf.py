@@ -26,6 +26,7 @@ from ckptkit.storage.store import Store
 if TYPE_CHECKING:
     from ckptkit.keymaps.builtin import Choice
     from ckptkit.offline.export.adapters import AdapterSplit
+    from ckptkit.offline.export.dequantize import Dequantized
 
 __all__ = ["ExportOptions", "HFExport", "export_tensors", "plan_export"]
 
@@ -123,7 +124,7 @@ def plan_export(
 
 def export_tensors(
     catalog: Catalog, *, options: ExportOptions, config: Mapping[str, Any] | None = None
-) -> tuple[dict[str, Target], dict[str, str], tuple[str, ...]]:
+) -> tuple[dict[str, OutputTensor], dict[str, str], tuple[str, ...]]:
     """Return the tensors for targets other than `hf`: (by name, omitted with the reason, notes).
 
     Applies roles, prefixes, globs, the given key map and casts; does not choose a key map, drop tied tensors, or
@@ -131,9 +132,11 @@ def export_tensors(
     """
     own = catalog.info.extra.get("config")
     draft = _draft(catalog, BaseModel("", config or (own if isinstance(own, Mapping) else None)), options)
+    quantized = _dequantized(draft)
     if options.key_map is not None:
         _map_names(draft)
-    return {n: _cast(t, options.dtype) for n, t in draft.targets.items()}, draft.dropped, tuple(draft.notes)
+    tensors: dict[str, OutputTensor] = {n: _cast(t, options.dtype) for n, t in draft.targets.items()}
+    return tensors if quantized is None else quantized.computed(tensors), draft.dropped, tuple(draft.notes)
 
 
 def _draft(catalog: Catalog, base: BaseModel, options: ExportOptions) -> _Draft:
@@ -212,17 +215,39 @@ def _model_tensors(draft: _Draft, split: AdapterSplit | None, store: Store) -> d
         for other in split.others.values():
             draft.dropped.update(dict.fromkeys(other.sources, "part of the adapter that was merged"))
         draft.notes.append(f"adapter merged into {len(split.pairs)} weights")
+    quantized = _dequantized(draft)
     _map_names(draft)
     _settle_tied(draft, store)
     _drop_buffers(draft)
     _compare(draft)
     targets = {name: _cast(target, options.dtype) for name, target in draft.targets.items()}
     tensors: dict[str, OutputTensor] = dict(targets) if merge is None else dict(merge(targets, draft.tied, draft.notes))
+    if quantized is not None:
+        tensors = quantized.computed(tensors)
     if merge is not None:
         for tensor in tensors.values():
             for source in tensor.sources:
                 draft.dropped.pop(source, None)
     return tensors
+
+
+def _dequantized(draft: _Draft) -> Dequantized | None:
+    """Replace the draft's quantized weights with those to be computed, if there are any and a dtype is wanted."""
+    if draft.options.dtype == "keep" or not _quantized(draft):
+        return None
+    from ckptkit.offline.export.dequantize import dequantize
+
+    found = dequantize(draft.targets, draft.options.dtype, draft.base.config)
+    draft.targets = found.targets
+    draft.dropped.update(found.dropped)
+    if found.changes:
+        draft.notes.append(f"{len(found.changes)} FP8 weights dequantized to {draft.options.dtype}")
+    return found
+
+
+def _quantized(draft: _Draft) -> bool:
+    config = draft.base.config or {}
+    return "quantization_config" in config or any(_is_scale(name) for name in draft.targets)
 
 
 def _model_type(config: Mapping[str, Any] | None) -> str | None:
@@ -492,7 +517,19 @@ def _elements_by_dtype(tensors: Mapping[str, OutputTensor]) -> dict[str, int]:
 
 
 def _is_scale(name: str) -> bool:
-    return name.endswith((".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".scales", ".absmax"))
+    # Not "_scale": models have parameters of that name, such as logit_scale.
+    return name.endswith(
+        (
+            ".qweight",
+            ".weight_packed",
+            ".weight_scale",
+            "_scale_inv",
+            ".scales",
+            ".absmax",
+            "_proj_blocks",
+            "_proj_scales",
+        )
+    )
 
 
 def _why_unused(draft: _Draft, name: str) -> str:
