@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import xxhash
 from torch import nn
 
@@ -61,9 +62,9 @@ def run(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def load(run: str, state: TrainState, **options: Any) -> Any:
+def load(run: str, state: TrainState, which: str = "latest", **options: Any) -> Any:
     with CheckpointManager(run) as manager:
-        return manager.load(state, **options)
+        return manager.load(state, which, **options)
 
 
 def saved_as(tmp_path: Path, state: TrainState, **options: Any) -> str:
@@ -486,6 +487,22 @@ def test_extra_state_that_one_side_lacks_is_listed_before_anything_is_touched(tm
         load(root, TrainState(model=model))
     assert load(root, TrainState(model=model), strict=False).missing == ["model.extra_state.0._extra_state"]
     assert model[0].kept == 8
+
+
+def test_extra_state_that_torch_saved_is_said_to_stay_as_it_is(tmp_path: Path) -> None:
+    dcp.save({"model": counted({"n": 7}).state_dict()}, checkpoint_id=tmp_path / "torch", no_dist=True)
+    model = counted({"n": 8})
+    report = load(str(tmp_path / "run"), TrainState(model=model), which=str(tmp_path / "torch"))
+    assert model[0].kept == {"n": 8}
+    assert "stay as they are" in report.skipped["model.extra_state"]
+
+
+def test_torch_loads_a_model_with_extra_state_without_ckptkit(tmp_path: Path) -> None:
+    source, target = counted(7), counted(8)
+    step = saved_as(tmp_path, TrainState(model=source)) + "/step_00000001"
+    state = {name: value for name, value in target.state_dict().items() if not name.endswith("_extra_state")}
+    dcp.load({"model": state}, checkpoint_id=step, no_dist=True)
+    assert torch.equal(target[0].weight, source[0].weight)
 
 
 def test_values_that_a_models_own_state_dict_adds_go_through_its_load_state_dict(tmp_path: Path) -> None:

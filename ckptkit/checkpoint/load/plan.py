@@ -296,7 +296,12 @@ class _Planner:
     def extra_state(self, key: str, module: torch.nn.Module, live: Collection[str]) -> None:
         """Plan what modules keep beside their tensors (`get_extra_state`), compared by module."""
         tree = self.objects.get(key, {})
-        if isinstance(tree, dict) and not self.foreign:
+        if self.foreign:
+            if live:
+                self.plan.skipped[key] = (
+                    f"{len(live)} values stay as they are: only those that ckptkit saved are restored"
+                )
+        elif isinstance(tree, dict):
             self.plan.mismatches.add("missing", key, [name for name in live if name not in tree])
             self.plan.mismatches.add("unexpected", key, [name for name in tree if name not in live])
             tree = {name: value for name, value in tree.items() if name in live}
