@@ -100,6 +100,11 @@ def select_targets(catalog: Catalog, options: ExportOptions, *, wanted: Collecti
             found.dropped[entry.name] = "excluded"
         else:
             found.targets[short] = Target.of(entry, short)
+    known = [(short, chosen.entries[name].name) for name, short in names.items()]
+    known += [(name, name.partition(".")[2]) for name in catalog.info.extra.get("opaque", {})]
+    for option, patterns in (("--include", options.include), ("--exclude", options.exclude)):
+        idle = [glob for glob in patterns if not any(matches((glob,), *both) for both in known)]
+        found.notes += [f"{option} {glob!r} matches no tensor" for glob in idle]
     _refuse_opaque(catalog, found, options)
     if not found.targets:
         raise UsageError(

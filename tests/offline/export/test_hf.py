@@ -147,6 +147,14 @@ def test_include_and_exclude_choose_by_glob(tmp_path: Path) -> None:
     assert dict(export.leftovers) == {"a.y": "excluded", "b.x": "not included"}
 
 
+def test_a_glob_that_matches_nothing_is_noted(tmp_path: Path) -> None:
+    write(tmp_path, ones("a.x", "a.y", "b.x"))
+    export = plan(tmp_path, include=("a.*", "c.*"), exclude=("a.z",))
+    assert "--include 'c.*' matches no tensor" in export.notes
+    assert "--exclude 'a.z' matches no tensor" in export.notes
+    assert not any("'a.*'" in note for note in export.notes)
+
+
 def test_what_globs_leave_out_is_not_missing_and_the_rest_still_is(tmp_path: Path) -> None:
     write(tmp_path / "src", ones("a", "b"))
     base = write(tmp_path / "base", ones("a", "b", "c"))
