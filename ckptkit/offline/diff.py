@@ -6,7 +6,7 @@ import fnmatch
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -278,7 +278,7 @@ def _named(entries: Iterable[TensorEntry]) -> dict[str, TensorEntry]:
 
 
 def _compare(a: _Side, b: _Side, wanted: NameFilter, progress: Progress | None) -> DiffReport:
-    left, right = _chosen(a.tensors, wanted), _chosen(b.tensors, wanted)
+    left, right = (_chosen(_with_tied(one, other), wanted) for one, other in ((a, b), (b, a)))
     known = {*a.opaque, *b.opaque}
     values, others = (_chosen(side.source.catalog.objects, wanted) for side in (a, b))
     left, right = ({n: e for n, e in side.items() if e.name not in known} for side in (left, right))
@@ -326,8 +326,8 @@ def _compare(a: _Side, b: _Side, wanted: NameFilter, progress: Progress | None) 
         same + by_record,
         by_digest,
         tuple(different),
-        (*(n for n in left if n not in right), *(n for n in values if n not in others)),
-        (*(n for n in right if n not in left), *(n for n in others if n not in values)),
+        _only_in(left, right, values, others),
+        _only_in(right, left, others, values),
         shapes,
         dtypes,
         {name: changes[name] for name in both},
@@ -337,6 +337,33 @@ def _compare(a: _Side, b: _Side, wanted: NameFilter, progress: Progress | None) 
         records,
         by_record,
     )
+
+
+def _with_tied(side: _Side, other: _Side) -> dict[str, TensorEntry]:
+    """Return the tensors of a side, and those that it stores under the name of a tied one where the other stores both
+    (FULL and LOCAL checkpoints store one)."""
+    found, catalog = dict(side.tensors), side.source.catalog
+    tables = catalog.info.extra.get("aliases", {})
+    for section, table in tables.items() if isinstance(tables, Mapping) else ():
+        for fqn, holder in table.items() if isinstance(table, Mapping) else ():
+            entry = catalog.tensors.get(f"{section}.{holder}")
+            name = entry.fqn.removesuffix(str(holder)) + fqn if entry is not None else ""
+            if entry is not None and name in other.tensors and name not in found:
+                found[name] = replace(entry, fqn=name)
+    return found
+
+
+def _only_in(
+    tensors: Mapping[str, TensorEntry],
+    others: Mapping[str, TensorEntry],
+    objects: Mapping[str, ObjectEntry],
+    other_objects: Mapping[str, ObjectEntry],
+) -> tuple[str, ...]:
+    """Return the names of one side that the other lacks, without an optimizer's settings where both sides have the
+    whole optimizer as one object: SHARDED checkpoints have them once more, for torch."""
+    trees = {n for n, item in objects.items() if item.role is Role.OPTIMIZER and n in other_objects and "." not in n}
+    alone = [n for n, e in tensors.items() if n not in others and not (e.name.partition(".")[0] in trees and not e.fqn)]
+    return (*alone, *(n for n in objects if n not in other_objects and n.partition(".")[0] not in trees))
 
 
 def _compare_records(a: _Side, b: _Side, wanted: NameFilter) -> tuple[dict[str, str], int]:

@@ -206,6 +206,35 @@ def test_the_settings_of_an_optimizer_are_compared(tmp_path: Path) -> None:
     assert all(".lr" in place for place in report.values)
 
 
+def tied(value: float = 0.5, head: float | None = None) -> TrainState:
+    model = torch.nn.ModuleDict({"embed": torch.nn.Embedding(3, 2), "head": torch.nn.Linear(2, 3, bias=False)})
+    torch.nn.init.constant_(model["embed"].weight, value)
+    model["head"].weight = model["embed"].weight if head is None else torch.nn.Parameter(torch.full((3, 2), head))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model["embed"].weight.grad = torch.ones(3, 2)
+    optimizer.step()
+    return TrainState(model=model, optimizer=optimizer, rng=False)
+
+
+@pytest.mark.parametrize("kind", ["full", "local"])
+def test_one_state_is_equal_in_each_type_of_checkpoint(tmp_path: Path, kind: str) -> None:
+    for name in ("sharded", kind):
+        with CheckpointManager(tmp_path / name, state_dict_type=name) as manager:
+            manager.save(1, tied())
+    urls = [f"{tmp_path}/{name}/step_00000001" for name in ("sharded", kind)]
+    assert diff(*urls).equal
+    assert diff(*reversed(urls)).equal
+
+
+def test_a_head_of_its_own_differs_from_a_tied_one(tmp_path: Path) -> None:
+    for name, head in (("sharded", 9.0), ("full", None)):
+        with CheckpointManager(tmp_path / name, state_dict_type=name) as manager:
+            manager.save(1, tied(head=head))
+    report = diff(f"{tmp_path}/sharded/step_00000001", f"{tmp_path}/full/step_00000001")
+    assert [item.name for item in report.different] == ["head.weight"]
+    assert not report.equal
+
+
 def test_a_value_that_one_side_lacks_is_named(tmp_path: Path) -> None:
     report = diff(saved(tmp_path / "a.pt", epoch=1, note=2), saved(tmp_path / "b.pt", epoch=1))
     assert (report.only_a, report.only_b, report.same_values) == (("note",), (), 1)
