@@ -21,7 +21,7 @@ from ckptkit.errors import (
     UnsafePickleError,
 )
 from ckptkit.formats.dcp.roles import EntryRole, RoleTable
-from ckptkit.formats.hf.side_files import find_side_files, unread_optimizer
+from ckptkit.formats.hf.side_files import find_side_files, unread_state
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.json import parse
 from ckptkit.formats.pickles.legacy import is_legacy, is_tar, read_legacy, read_tar
@@ -111,10 +111,7 @@ def open_catalog(
     names = [info.path for info in store.list() if info.kind in ("file", "symlink")]
     catalog = _open_directory(store, names, options)
     left = [name for name in names if name not in catalog.info.files]
-    notes = unread_optimizer(left)
-    if next(iter(catalog.info.files), "") in MODEL_FILES[1:]:
-        others = [name for name in left if name.endswith(EXTENSIONS)]
-        notes = (f"not read: {', '.join(others[:8])}.",) if others else ()
+    notes = unread_state(left)
     return replace(catalog, info=replace(catalog.info, notes=(*catalog.info.notes, *notes))) if notes else catalog
 
 

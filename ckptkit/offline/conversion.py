@@ -99,6 +99,7 @@ class ConvertReport:
     def _plan_lines(self) -> Iterator[str]:
         yield f"{self.opened} ({self.format}) -> {self.dst} ({self.to})"
         yield from self.plan.lines()
+        yield from (f"note: {note}" for note in self.notes if note not in self.plan.notes)
         yield from (f"does not fit: {fault}" for fault in self.faults)
         yield f"{self.tensors} tensors, {len(self.plan.files)} files, {format_size(self.nbytes)}; nothing was written"
 

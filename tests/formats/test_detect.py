@@ -19,6 +19,7 @@ from ckptkit.errors import (
 )
 from ckptkit.formats.detect import identify, open_source
 from ckptkit.formats.trainers.steps import ordered, parse_step
+from ckptkit.offline.reshard import reshard
 from ckptkit.storage import open_store
 
 
@@ -256,6 +257,26 @@ def test_an_archive_of_nemo_is_to_be_unpacked_first(tmp_path):
     for url in (tmp_path / "run", tmp_path / "run" / "m.nemo"):
         with pytest.raises(UnsupportedFormatError, match=r"m\.nemo is a tar archive of NeMo.*tar -xf"):
             open_source(str(url))
+
+
+@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
+def test_what_a_trainer_saved_beside_whole_weights_is_named_also_by_a_dry_run(tmp_path, weights):
+    torch = pytest.importorskip("torch")
+    source, beside = tmp_path / "in", ["custom_checkpoint_0.pkl", "random_states_0.pkl", "scheduler.bin"]
+    source.mkdir()
+    for name in ("optimizer.bin", *beside):
+        torch.save({"x": 1}, source / name)
+    if weights == "model.safetensors":
+        save_file({"w": np.ones(2, np.float32)}, source / weights)
+    else:
+        torch.save({"w": torch.ones(2)}, source / weights)
+    notes = (
+        "optimizer.bin lies beside the weights; an optimizer of whole weights is not read.",
+        f"not read: {', '.join(beside)}.",
+    )
+    assert open_source(str(source)).catalog.info.notes == notes
+    report = reshard(str(source), str(tmp_path / "out"), world_size=2, dry_run=True)
+    assert {*notes} < {*report.to_json()["notes"]} and {f"note: {note}" for note in notes} < {*report.plan_lines()}
 
 
 def test_an_optimizer_beside_whole_weights_is_said_not_to_be_read(tmp_path):

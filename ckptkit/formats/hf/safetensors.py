@@ -19,7 +19,7 @@ from ckptkit.errors import (
 )
 from ckptkit.formats.hf.dcp_shards import SHARD_NAME, open_shards
 from ckptkit.formats.hf.header import SafetensorsHeader, read_headers
-from ckptkit.formats.hf.side_files import SideFiles, file_names, find_side_files, read_json, unread_optimizer
+from ckptkit.formats.hf.side_files import SideFiles, file_names, find_side_files, read_json, unread_state
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.json import parse
 from ckptkit.formats.torch_save import numbered_files
@@ -47,7 +47,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     if shards:
         return open_shards(store, shards)
     headers, notes = _choose(store, names)
-    notes = (*notes, *unread_optimizer(listed))
+    notes = (*notes, *unread_state(listed))
     if "modules.json" in listed:
         notes = (*notes, *_modules(store))
     return Catalog(_LazyTensors(headers), info=_info(store, headers, find_side_files(store), notes))

@@ -13,7 +13,7 @@ from ckptkit.formats.own.json import check_density
 from ckptkit.storage import FileInfo, Store
 from ckptkit.storage.store import is_safe_name
 
-__all__ = ["SideFiles", "find_side_files", "is_code", "is_side_file", "read_json", "unread_optimizer"]
+__all__ = ["SideFiles", "find_side_files", "is_code", "is_side_file", "read_json", "unread_state"]
 
 _CARRIED = (
     "config.json",
@@ -39,6 +39,8 @@ _CARRIED = (
 )
 _CODE = ("*.py",)
 _OPTIMIZER = re.compile(r"optimizer(?:_\d+)?\.(?:pt|bin)")
+_STATE = (".pt", ".pth", ".bin", ".ckpt", ".pkl", "trainer_state.json")
+_NAMED = 16
 _MAX_JSON_BYTES = 32 << 20
 # The weight-related entries of transformers' config, for tied heads and expected shapes.
 _CONFIG_KEYS = (
@@ -129,11 +131,17 @@ def is_code(path: str) -> bool:
     return _matches(path, "", _CODE)
 
 
-def unread_optimizer(names: Iterable[str]) -> tuple[str, ...]:
-    """A note if the Trainer or accelerate saved an optimizer next to full weights: its state is numbered, and no file
-    has the parameter order."""
-    found = [name for name in names if _OPTIMIZER.fullmatch(name)]
-    return (f"{found[0]} lies beside the weights; an optimizer of whole weights is not read.",) if found else ()
+def unread_state(names: Iterable[str]) -> tuple[str, ...]:
+    """Notes about files next to full weights that are not read: what the Trainer or accelerate saved of the training.
+    The state of an optimizer is numbered, and no file has the parameter order."""
+    found = sorted(name for name in names if name.endswith(_STATE))
+    optimizers = [name for name in found if _OPTIMIZER.fullmatch(name)][:1]
+    others = [name for name in found if name not in optimizers]
+    more = f", ... ({len(others)} files)" * (len(others) > _NAMED)
+    return (
+        *(f"{name} lies beside the weights; an optimizer of whole weights is not read." for name in optimizers),
+        *([f"not read: {', '.join(others[:_NAMED])}{more}."] if others else []),
+    )
 
 
 def read_json(store: Store, path: str) -> Any:

@@ -154,7 +154,8 @@ class Placement:
         itemsize = dtype_of(self.tensor.dtype).itemsize
         if len(self) == 1:  # of hundreds of thousands of small tensors each is one box
             return np.array([math.prod(self.sizes[0].tolist()) * itemsize], np.int64)
-        return np.prod(self.sizes, axis=1, dtype=np.int64) * itemsize
+        numel: npt.NDArray[np.int64] = np.prod(self.sizes, axis=1, dtype=np.int64)
+        return numel * itemsize
 
 
 @dataclass(frozen=True, slots=True)
