@@ -22,7 +22,7 @@ from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.checkpoint.run.delete import delete_checkpoint, rotate
 from ckptkit.checkpoint.run.hold import RunHold
 from ckptkit.checkpoint.run.inventory import list_checkpoints, resolve
-from ckptkit.checkpoint.save.background import SaveHandle, collecting_later
+from ckptkit.checkpoint.save.background import SaveHandle, collecting_later, report_failure
 from ckptkit.checkpoint.save.hf_config import read_side_files
 from ckptkit.checkpoint.save.saver import Prepared, Saver, SaveRequest
 from ckptkit.checkpoint.save.staging import StagingBuffers, stand_ins
@@ -507,7 +507,7 @@ class CheckpointManager:
                 handle.hurry()
             failure = _outcome(handle)
             if failure is not None:
-                _log.error("the save of step %d failed as well: %s", handle.step, failure)
+                report_failure(handle.step, failure)
         self._hold.release()
         self._release()  # also the connections: a rank that waits for this one fails now, not after the timeout
 

@@ -17,7 +17,7 @@ from ckptkit.errors import CkptkitError, SaveError, UsageError
 from ckptkit.storage.pool import before_end
 from ckptkit.storage.retry import Patience
 
-__all__ = ["SaveHandle", "collecting_later"]
+__all__ = ["SaveHandle", "collecting_later", "report_failure"]
 
 _HEAD_START_S = 1.0
 _LOOK_S = 0.5
@@ -142,10 +142,15 @@ def _report_unasked() -> None:
     for handle in list(_unasked):
         error = handle.exception()
         if error is not None:
-            text = f"the save of step {handle.step} failed, and nothing was published: {error}"
-            _log.error("%s", text)
-            if not _is_heard() and sys.stderr is not None:
-                sys.stderr.write(f"ckptkit: {text}\n")
+            report_failure(handle.step, error)
+
+
+def report_failure(step: int, error: BaseException) -> None:
+    """Log that a save failed whose error nobody gets; without logging, print it."""
+    text = f"the save of step {step} failed, and nothing was published: {error}"
+    _log.error("%s", text)
+    if not _is_heard() and sys.stderr is not None:
+        sys.stderr.write(f"ckptkit: {text}\n")
 
 
 def _is_heard() -> bool:

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.report import Phase
+from ckptkit.checkpoint.save import background, staging
 from ckptkit.checkpoint.save import saver as save_module
-from ckptkit.checkpoint.save import staging
 from ckptkit.checkpoint.save.staging import StagingBuffers
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import CkptkitError, SaveError, UsageError
@@ -193,6 +193,19 @@ manager.save_async(1, state)
     done = run_script(tmp_path, body)
     assert "the save of step 1 failed" in done.stderr
     assert "No space left" in done.stderr
+
+
+@pytest.mark.parametrize("heard", [True, False])
+def test_a_failed_save_is_said_where_the_training_fails_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], heard: bool
+) -> None:
+    Gate(monkeypatch, OSError(28, "No space left on device")).opened.set()
+    monkeypatch.setattr(background, "_is_heard", lambda: heard)
+    with pytest.raises(ValueError, match="training"), CheckpointManager(tmp_path / "run") as manager:
+        manager.save_async(1, TrainState(model=nn.Linear(2, 2)))
+        raise ValueError("training")
+    said = "the save of step 1 failed, and nothing was published" in capsys.readouterr().err
+    assert said == (not heard)
 
 
 @pytest.mark.parametrize(
