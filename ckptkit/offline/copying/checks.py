@@ -62,8 +62,8 @@ class Crcs:
         self._by_start: dict[int, int] = {}  # start -> stop
         self._lock = threading.Lock()
 
-    def feed(self, start: int, data: memoryview) -> tuple[int, int]:
-        """Add bytes at `start`; return the joined part [start, stop) that contains them."""
+    def feed(self, start: int, data: memoryview) -> tuple[int, int, int]:
+        """Add bytes at `start`; return the joined part that contains them: start, stop, CRC-32."""
         with self._lock:
             first, value = self._by_stop.pop(start, (start, 0))
             self._by_start.pop(first, None)
@@ -77,7 +77,7 @@ class Crcs:
             if self._by_stop.get(end, (-1, 0))[0] == stop:  # parts may overlap: then it belongs to another one
                 value, stop = crc32_combine(value, self._by_stop.pop(end)[1], end - stop), end
             self._by_stop[stop], self._by_start[first] = (first, value), stop
-        return first, stop
+        return first, stop, value
 
     def parts(self) -> list[tuple[int, int, int]]:
         """Return the known parts in order: (start, bytes, CRC-32)."""
@@ -115,8 +115,10 @@ class Verifier:
         if algorithm == CRC and (start, stop) != (first, end):
             with self._lock:
                 crcs = self._crcs.setdefault(record, Crcs())
-            if crcs.feed(start, data) == (first, end):
-                self._finish(record, crcs.parts()[0][2])
+            # Not `crcs.parts()`: another thread that reads a part again may have replaced the whole there by that part.
+            *joined, value = crcs.feed(start, data)
+            if joined == [first, end]:
+                self._finish(record, value)
             return
         with self._lock:
             hasher = self._begun.pop((record, start), None)
