@@ -9,8 +9,6 @@ import shlex
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ckptkit.offline.export.adapters import repo_of
-
 __all__ = ["serving"]
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
@@ -68,6 +66,8 @@ def _generates(config: Mapping[str, Any]) -> bool:
 
 
 def _adapter(config: Mapping[str, Any], names: Collection[str], where: str) -> str:
+    from ckptkit.offline.export.adapters import repo_of  # lazy: a model's export does not need it
+
     plain = not any(config.get(key) for key in _NOT_PLAIN) and config.get("bias") in (None, "none")
     plain = plain and all(name.endswith((".lora_A.weight", ".lora_B.weight")) for name in names)
     fits = [rank for rank in _RANKS if isinstance(config.get("r"), int) and rank >= config["r"]]
