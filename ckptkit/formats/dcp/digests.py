@@ -19,11 +19,11 @@ __all__ = ["Running", "SliceCheck", "all_of", "check_bytes", "check_slices", "re
 
 T = TypeVar("T")
 
-_PIECE = 1 << 20  # larger than the writer's: it is a request to the disk as well
-_GAP = 64 << 10  # read and dropped rather than another read
-_VECTOR = 512  # pieces of one read: the system takes 1,024
-_REMOTE = 16 << 20  # views that one read of a remote store is asked for
-CHECK_BYTES = 32 << 20  # what each of those that check a remote store holds: one request
+_PIECE = 1 << 20  # larger than the writer's, because a piece is also a read from the disk
+_GAP = 64 << 10  # smaller gaps are read and dropped
+_VECTOR = 512  # buffers of one read; the system allows 1,024
+_REMOTE = 16 << 20  # bytes of one request to a remote store
+CHECK_BYTES = 32 << 20  # buffer of each thread that checks slices of a remote store
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +83,11 @@ def all_of(calls: Sequence[Callable[[], T]], workers: int, *, name: str = "ckptk
 
 
 def read_pieces(store: Store, path: str, parts: Sequence[tuple[int, memoryview, Running]]) -> None:
-    """Fill memory with the bytes of one file from given positions on; each piece is digested while it is in the cache.
-    Parts that follow each other in the file, with small gaps, are read by the same calls.
+    """Read parts of one file into memory, and hash each piece while it is in the cache. Parts that follow each other in
+    the file, with small gaps, are read by the same calls.
+
+    Args:
+        parts: (position in the file, memory to fill, digest) of each, in the order of the file.
 
     Raises:
         IncompleteCheckpointError: The file is too short.
@@ -129,7 +132,7 @@ def _read_vector(
         got = os.preadv(fd, vector, at)
         if not got:
             stop = at + sum(map(len, vector))
-            raise IncompleteCheckpointError(f"{path}: the file ends at byte {at}, {stop} are needed: truncated.")
+            raise IncompleteCheckpointError(f"{path} is truncated: it ends at byte {at}, expected {stop} bytes.")
         at += got
         while vector and got >= len(vector[0]):
             got -= len(vector.pop(0))

@@ -1,4 +1,4 @@
-"""Fills tensors from a checkpoint's slices: reads only the bytes needed, into the tensors' memory, and checks
+"""Fills tensors from the slices of a checkpoint: reads only the bytes needed, into the tensors' memory, and checks
 digests."""
 
 from __future__ import annotations
@@ -33,34 +33,34 @@ from ckptkit.storage.store import ReadInto, Store
 
 __all__ = ["Filler", "SliceCheck", "Verify", "add_box", "check_bytes", "check_slices", "part_of", "read_workers"]
 
-_FEW = 16  # slices, up to which a loop is cheaper than numpy
+_FEW = 16  # for up to so many slices, a loop is faster than numpy
 
-_SMALL = 1 << 20  # what is cast or copied goes through memory of its own up to this size
+_SMALL = 1 << 20  # up to this size, a tensor that is cast or copied is read into a buffer of its own
 _BATCH = 8 << 20
-_BATCH_REMOTE = 64 << 20  # each is read by several requests at once
-_TILE = 32 << 20  # bytes of a region that go through a buffer at once
-_RUN = 32 << 10  # shorter runs of needed bytes are read with the gaps between them
+_BATCH_REMOTE = 64 << 20  # read by several concurrent requests
+_TILE = 32 << 20  # size of the buffer for larger regions
+_RUN = 32 << 10  # shorter runs of needed bytes are read together with the gaps between them
 
 
 class Verify(str, enum.Enum):
-    """Which slices are checked against their digests while they are read."""
+    """Which slices to check against their digests during a load."""
 
-    READ = "read"  # those that are read whole, which costs nothing more
-    FULL = "full"  # all: a slice of which only a part is needed is read whole
+    READ = "read"  # slices that are read whole: no additional reads
+    FULL = "full"  # all: slices that are needed in part are read whole
     OFF = "off"
 
 
 def read_workers(store: Store) -> int:
-    """Return how many reads are in flight: two for each of this rank's cores, at most 8; 8 where latency rules."""
+    """Return the number of concurrent reads: 8 on an object store, else two per core of this rank, at most 8."""
     if store.asking_costs:
         return 8
     ranks_here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
     return max(1, min(8, 2 * (os.cpu_count() or 1) // ranks_here))
 
 
-@dataclass(slots=True, eq=False)  # not frozen: a model has thousands, and each would take twice as long
+@dataclass(slots=True, eq=False)  # not frozen: creation would take twice as long, and a model has thousands
 class _Fill:
-    """Region [offsets, offsets + sizes) of a slice into `target`, which has its shape; `needed` bytes of `nbytes`."""
+    """Reads the region [offsets, offsets + sizes) of a slice, `needed` of its `nbytes`, into `target`."""
 
     name: str
     path: str
@@ -83,13 +83,13 @@ class _Fill:
 
     @property
     def checkable(self) -> bool:
-        """The digest covers exactly the slice."""
+        """Whether the digest is of exactly this slice."""
         d = self.digest
         return d is not None and d.start == self.start and d.nbytes == self.nbytes
 
 
 class Filler:
-    """Collects what is to be filled, then fills it all, several reads in flight.
+    """Collects tensors to fill, then fills them all with concurrent reads.
 
     Attributes:
         nbytes: Bytes of tensor data that were read.
@@ -140,7 +140,7 @@ class Filler:
         )
 
     def unchecked(self) -> list[SliceCheck]:
-        """Return the slices of which only a part is to be read, so that their digests stay unchecked."""
+        """Return the slices that are to be read only in part, so that their digests are not checked."""
         found = {
             (fill.path, fill.start): SliceCheck(fill.name, fill.path, fill.start, fill.nbytes, fill.digest)
             for fill in self._fills
@@ -149,32 +149,31 @@ class Filler:
         return list(found.values())
 
     def signature(self) -> bytes:
-        """Return 16 bytes that are the same on ranks that are to read the same into tensors of the same kind."""
+        """Return 16 bytes that are equal on ranks that will read the same bytes into tensors of the same kind."""
         found = new_signer()
         for fill in self._fills:
-            # In a compressed record `start` counts from its first byte; how a tensor lies tells how it is sent.
+            # With a codec, `start` is relative to the record. The layout decides how a tensor is sent.
             where = fill.path, fill.start, fill.nbytes, fill.offsets, fill.sizes, fill.strides, fill.codec
             found.update(repr((where, str(fill.target.dtype), lies_row_major(fill.target))).encode())
         return found.digest()
 
     def share_out(self, own: int, count: int) -> list[list[torch.Tensor]]:
-        """Keep one of `count` shares of what is to be read, and return the tensors of each share.
+        """Divide the reads into `count` shares, keep share `own`, and return the tensors of each share.
 
-        They are the same, in the same order, wherever the signature is; each lies together in the files.
+        The shares are the same, in the same order, on ranks with equal signatures; each is contiguous in the files.
         """
-        fills = sorted(self._fills, key=lambda fill: (fill.path, fill.start, fill.offsets))  # those of a tie stay
+        fills = sorted(self._fills, key=lambda fill: (fill.path, fill.start, fill.offsets))  # stable
         whole, before = max(1, sum(fill.needed for fill in fills)), 0
         shares: list[list[_Fill]] = [[] for _ in range(count)]
         for fill in fills:
-            # A tensor goes to where its middle falls.
+            # A tensor belongs to the share that contains its middle.
             shares[min(count - 1, (before + fill.needed // 2) * count // whole)].append(fill)
             before += fill.needed
         self._fills = shares[own]
         return [[fill.target for fill in share] for share in shares]
 
     def last(self) -> dict[str, tuple[int, str]]:
-        """Return for each file that is to be read up to where, and the tensor that lies last: a file that was cut lacks
-        it."""
+        """Return for each file where the last read ends, and its tensor, which a truncated file lacks."""
         found: dict[str, tuple[int, str]] = {}
         for fill in self._fills:
             stop = fill.start + fill.nbytes if fill.codec is None else fill.codec.start + fill.codec.nbytes
@@ -183,7 +182,7 @@ class Filler:
         return found
 
     def run(self) -> float:
-        """Fill everything that was added, and return the seconds it took.
+        """Fill all tensors that were added, and return the seconds it took.
 
         Raises:
             IntegrityError: Bytes differ from their digest; the message names tensor and file.
@@ -191,8 +190,8 @@ class Filler:
         """
         started = time.perf_counter()
         near = not self.store.asking_costs
-        # Far away, a large tensor is read by several requests at once, and what lies beside others together with them:
-        # requests cost most.
+        # On an object store, requests are expensive: a large tensor is read by several concurrent requests, small ones
+        # that are next to each other by one.
         direct_most = _BATCH_REMOTE if not near else 1 << 62
         lying: list[tuple[_Fill, int]] = []
         jobs: list[tuple[int, Callable[[], int]]] = []
@@ -211,8 +210,8 @@ class Filler:
             most = max(_BATCH, sum(fill.needed for fill, _ in lying) // (8 * self.workers))
             jobs += [(nbytes, partial(self._read_run, batch)) for nbytes, batch in _batches(lying, most, one_file=True)]
         else:
-            # They do not end with a file: how many requests there should be for one is told by all that is read, and
-            # a batch that seems little gets a connection for every few megabytes.
+            # Batches may span files: the number of requests is chosen by the size of a batch, and a small batch is
+            # split into requests of a few megabytes.
             found = _batches(lying, _BATCH_REMOTE, one_file=False)
             jobs += [(_BATCH_REMOTE, partial(self._joined, batch)) for _, batch in found]
         self._fills = []
@@ -227,7 +226,7 @@ class Filler:
     # --- into the target's own memory
 
     def _read_run(self, batch: Sequence[tuple[_Fill, int]]) -> int:
-        """Tensors of one file, in its order: read into their memory, and digested as they are read."""
+        """Read tensors of one file, in its order, into their memory, and hash them at the same time."""
         parts, into = [], [f.target if _is_direct(f) else torch.empty(f.sizes, dtype=f.dtype) for f, _ in batch]
         for (fill, at), tensor in zip(batch, into, strict=True):
             running = Running(fill.digest if fill.whole and fill.checkable else None, fill.path, fill.name)
@@ -240,8 +239,7 @@ class Filler:
         return sum(len(view) for _, view, _ in parts)
 
     def _joined(self, batch: Sequence[tuple[_Fill, int]]) -> int:
-        """Small tensors far away: asked for together, however they lie."""
-        # A cast, a device, a stride: read with the others all the same, and copied then.
+        """Read tensors from an object store together. Those that need a cast or a copy are copied afterwards."""
         into = [f.target if _is_direct(f) else torch.empty(f.sizes, dtype=f.dtype) for f, _ in batch]
         views = [host_view(tensor, writable=True) for tensor in into]
         reads = [ReadInto(fill.path, at, view) for (fill, at), view in zip(batch, views, strict=True)]
@@ -269,7 +267,7 @@ class Filler:
         return read
 
     def _whole_slice(self, fill: _Fill) -> int:
-        """The slice whole, checked, then the region out of it."""
+        """Read and check the whole slice, then copy the region out of it."""
         if fill.codec is not None:
             buffer, read = self._decoded(fill)
         else:
@@ -298,7 +296,7 @@ class Filler:
         return torch.frombuffer(data, dtype=torch.uint8), codec.nbytes
 
     def _streamed(self, fill: _Fill) -> int:
-        """A row-major slice, whole, tile by tile in order."""
+        """Read a whole row-major slice tile by tile."""
         state = Running(fill.digest if fill.checkable else None, fill.path, fill.name)
         at = fill.start
         whole = Box.whole(fill.shape)
@@ -312,7 +310,7 @@ class Filler:
         return fill.nbytes
 
     def _span(self, fill: _Fill, box: Box) -> int:
-        """A box of the slice: by its runs where they are long, else with the gaps between them."""
+        """Read a box of the slice: run by run if its runs are long, otherwise with the gaps between them."""
         strides = fill.strides or row_major_strides(fill.shape)
         at = fill.start + fill.itemsize * sum(o * s for o, s in zip(box.offsets, strides, strict=True))
         target = part_of(fill.target, tuple(o - f for o, f in zip(box.offsets, fill.offsets, strict=True)), box.sizes)
@@ -340,7 +338,7 @@ def _is_direct(fill: _Fill) -> bool:
 
 
 def _start_in_file(fill: _Fill) -> int | None:
-    """Where in the file the region starts, if its bytes lie there row-major and without a gap."""
+    """Return where the region starts in the file if its bytes are contiguous and row-major there, otherwise None."""
     if fill.codec is not None or fill.strides is not None:
         return None
     if fill.whole:
@@ -352,7 +350,7 @@ def _start_in_file(fill: _Fill) -> int | None:
 def _batches(
     lying: Sequence[tuple[_Fill, int]], most: int, *, one_file: bool
 ) -> Iterator[tuple[int, list[tuple[_Fill, int]]]]:
-    """Cut reads, in the order of the files, into batches of `most` bytes; yield their bytes and them."""
+    """Yield batches of about `most` bytes of reads, in the order of the files, each with its number of bytes."""
     batch: list[tuple[_Fill, int]] = []
     nbytes = 0
     for item in lying:
@@ -366,7 +364,7 @@ def _batches(
 
 
 def _spans(tile: Box, fill: _Fill) -> Iterator[Box]:
-    """Cut a tile so that what is read for each box, gaps included, fits the buffer."""
+    """Split a tile into boxes whose bytes, including gaps, fit into the buffer."""
     strides = fill.strides or row_major_strides(fill.shape)
     numel = 1 + sum((n - 1) * s for n, s in zip(tile.sizes, strides, strict=True))
     dim = next((d for d, n in enumerate(tile.sizes) if n > 1), None)
@@ -382,7 +380,7 @@ def _spans(tile: Box, fill: _Fill) -> Iterator[Box]:
 
 
 def _run_numel(box: Box, fill: _Fill) -> int:
-    """Elements that follow each other without a gap."""
+    """Return the number of elements that follow each other without a gap."""
     run = 1
     for size, extent in zip(reversed(box.sizes), reversed(fill.shape), strict=True):
         run *= size
@@ -392,7 +390,7 @@ def _run_numel(box: Box, fill: _Fill) -> int:
 
 
 def _run_starts(box: Box, strides: Sequence[int], run: int) -> list[int]:
-    """The first element of each run, counted from the first of the box, in row-major order."""
+    """Return the position of the first element of each run, relative to the first of the box, in row-major order."""
     starts, left = [0], box.numel // run
     for size, stride in zip(box.sizes, strides, strict=True):
         if left <= 1:
@@ -418,12 +416,12 @@ def part_of(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     with torch.no_grad():
         if target.dtype is source.dtype and target.dtype.itemsize == 1:
-            target, source = target.view(torch.uint8), source.view(torch.uint8)  # some float8 kinds have no copy
+            target, source = target.view(torch.uint8), source.view(torch.uint8)  # torch cannot copy some float8 dtypes
         target.copy_(source)
 
 
 def add_box(filler: Filler, entry: TensorEntry, box: Box, target: torch.Tensor) -> None:
-    """Fill `target`, which is this box of the tensor, from the slices that hold it, each element once.
+    """Schedule the reads that fill `target`, this box of the tensor, from the slices, each element once.
 
     Raises:
         IncompleteCheckpointError: The slices do not hold all of it.
@@ -435,7 +433,7 @@ def add_box(filler: Filler, entry: TensorEntry, box: Box, target: torch.Tensor) 
     for row, offset, size in _overlapping(entry, box):
         shared = Box(offset, size).intersect(box)
         if shared is None or shared in seen:
-            continue  # beside it, or a replica
+            continue  # outside of the box, or a replica
         seen.add(shared)
         covered += shared.numel
         part = target if shared == box else part_of(target, shared.relative_to(box).offsets, shared.sizes)
