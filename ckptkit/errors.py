@@ -121,10 +121,10 @@ class CheckpointNotFoundError(CkptkitError, FileNotFoundError):
 
 
 class CheckpointExistsError(CkptkitError, FileExistsError):
-    """The place to write to is taken; nothing was written.
+    """The destination already exists; nothing was written.
 
     Attributes:
-        reason: Why what lies there may not be replaced; "" if it was not looked at.
+        reason: Why the existing content may not be replaced; "" if it was not examined.
     """
 
     reason = ""

@@ -21,7 +21,7 @@ def parse_size(text: str | int | float) -> int:
     A bare number counts bytes. "K", "M", "G" without a B are powers of ten, as for `parse_size("5GB")`.
 
     Raises:
-        UsageError: `text` is negative or is no size.
+        UsageError: `text` is negative or not a size.
     """
     if isinstance(text, bool):
         raise UsageError(f"{text!r} is not a size. Give bytes or a size such as '512MB' or '40GiB'.")
@@ -54,7 +54,7 @@ def parse_duration(text: str | int | float) -> float:
     """Return the seconds that `text` names: "90s", "5m", "1.5h", "2d", 30.
 
     Raises:
-        UsageError: `text` is negative or is no duration.
+        UsageError: `text` is negative or not a duration.
     """
     if isinstance(text, (int, float)) and not isinstance(text, bool):
         if not 0 <= text < float("inf"):

@@ -82,7 +82,7 @@ def _refuse_empty(context: click.Context) -> None:
 
 
 def if_interrupted(words: str | Callable[[], str]) -> None:
-    """Set what Ctrl-C says from here on: what is left, and how to continue. A function is asked when it is pressed."""
+    """Set the message for Ctrl-C from here on: what is left, and how to continue. A function is called at Ctrl-C."""
     click.get_current_context().meta["ckptkit.interrupted"] = words
 
 

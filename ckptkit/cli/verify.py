@@ -92,7 +92,7 @@ def _lines(report: VerifyReport) -> list[str]:
 
 
 def _what_to_try(report: VerifyReport, options: Mapping[str, Any] | None) -> list[str]:
-    """The checkpoint before this one, where there is one."""
+    """Return the hint to check the previous checkpoint, if there is one."""
     from ckptkit.offline.reading import earlier_checkpoint
 
     older = earlier_checkpoint(report.url, storage_options=options)

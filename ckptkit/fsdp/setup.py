@@ -44,7 +44,7 @@ def set_seed(seed: int, *, offset: int = 0) -> None:
     """Seed Python's, numpy's and torch's generators, on all devices, with `seed` + `offset`.
 
     Raises:
-        UsageError: `seed` is no whole number, 0 or more.
+        UsageError: `seed` is not an integer of at least 0.
     """
     import numpy as np
 

@@ -45,8 +45,8 @@ class FSDP2Strategy(ShardedCheckpoints):
 
     Args:
         data_parallel_size, tensor_parallel_size, context_parallel_size: Numbers of ranks; "auto" is computed from the
-        others. If both are "auto", all ranks are data-parallel; with a `custom_tp_plan`, each node is one
-        tensor-parallel group.
+            others. If both are "auto", all ranks are data-parallel; with a `custom_tp_plan`, each node is one
+            tensor-parallel group.
         sequence_parallel: Not supported: put the sequence styles into `custom_tp_plan`.
         offload_policy, cpu_offload: If set, parameters and gradients live on the host.
         data_sampler: Its `transform_dataloader` is applied to every dataloader.

@@ -1,4 +1,4 @@
-"""Copies a checkpoint of any format, or a whole run of ours, byte for byte, from any store to any store."""
+"""Copies a checkpoint of any format, or a whole ckptkit run, byte for byte, from any store to any store."""
 
 from __future__ import annotations
 
@@ -65,19 +65,19 @@ _MARKS = (".metadata", "config.json", "adapter_config.json", "metadata.json", "m
 
 @dataclass(frozen=True, slots=True)
 class CopiedCheckpoint:
-    """What became of one checkpoint.
+    """The result for one checkpoint.
 
     Attributes:
-        src, dst: The URLs, of what was really opened and of the copy.
+        src, dst: URLs of the opened checkpoint and of the copy.
         files, nbytes: Of the copy.
         nbytes_read: Of the source.
         digests: Of the source, compared while it was read.
         unproved: Bytes that no digest covers, or that were not compared.
         verified: Whether the copy was read again and is equal; None if not asked.
-        there: It was there already, from an earlier run of the command.
-        left_out: What lies in the directory and was not copied, and why.
-        notes: What a person should know.
-        faults: Of a dry run: why the real one would fail.
+        there: Whether an earlier run of the command had already copied it.
+        left_out: Path -> why it was not copied.
+        notes: Notes for the user.
+        faults: Of a dry run: why the real run would fail.
     """
 
     src: str
@@ -100,14 +100,14 @@ class Copied:
     """The result of `copy`.
 
     Attributes:
-        src, dst: As they were given.
-        run: Whether it is a whole run.
-        checkpoints: Of a run in its order, the newest last.
-        left_out: Of a run, what is no committed checkpoint and was not copied, and why.
-        pins: The names of checkpoints that are pinned in the copy, as they are in the source.
+        src, dst: The given URLs.
+        run: Whether a whole run was copied.
+        checkpoints: The newest last.
+        left_out: Of a run: entry -> why it was not copied.
+        pins: Names of the checkpoints whose pins were copied.
         seconds: Wall time; 0.0 for a dry run.
         peak_memory: Of this process, resident, in bytes; 0 for a dry run.
-        faults: Of a dry run: why the real one would fail.
+        faults: Of a dry run: why the real run would fail.
     """
 
     src: str
@@ -124,11 +124,11 @@ class Copied:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that were written, or for a dry run would be."""
+        """Bytes written; for a dry run, bytes that would be."""
         return sum(item.nbytes for item in self.checkpoints if not item.there)
 
     def lines(self) -> list[str]:
-        """Return what a terminal shows: notes, what was left out, what was done, and last what was proved."""
+        """Return the lines for a terminal: notes, omitted entries, what was copied, and last what was checked."""
         lines = [f"note: {note}" for note in self.notes]
         lines += [f"left out: {name}: {why}" for name, why in self.left_out.items()]
         for item in self.checkpoints:
@@ -155,7 +155,7 @@ class Copied:
         return f"{len(new)} checkpoint{'s' * (len(new) != 1)}, {counts}" if self.run else counts
 
     def proof(self) -> str:
-        """Return the line of what was proved."""
+        """Return one line with all checks that passed."""
         new = [item for item in self.checkpoints if not item.there]
         digests, unproved = sum(item.digests for item in new), sum(item.unproved for item in new)
         facts = [f"{_files(sum(item.files for item in new))}, {format_size(self.nbytes)}, each byte written once"]
@@ -198,28 +198,28 @@ def copy(
     dst_storage_options: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> Copied:
-    """Copy the checkpoint at `src` to `dst`, or, where `src` is the root of a run, all its committed checkpoints.
+    """Copy the checkpoint at `src` to `dst`; if `src` is the root of a run, copy all its committed checkpoints.
 
-    The bytes are those of the source: optimizer, commit record and all. Each checkpoint appears whole or not at all;
-    a run appears oldest first, so that what an interrupted copy leaves is a run that ends earlier, and the same call
-    again goes on. Checkpoints of a run that are there already, from the same save, stay as they are. The source is
-    pinned while it is read, the destination's lease is held; pins of people are copied.
+    All files are copied byte for byte, optimizer and commit record included. Each checkpoint appears completely or not
+    at all. A run is copied oldest first, so an interrupted copy is a run that ends earlier, and the same call
+    continues it. Checkpoints that `dst` already has from the same save are kept. The source is pinned while it is read,
+    and the lease of the destination is held. Pins made by people are copied.
 
     Args:
         dst: The checkpoint's own directory, as for `convert`; for a file, the file or the directory it goes to; for a
             run, its root. A directory called step_<N> takes only that step.
-        all_files: Also files in a checkpoint's directory that its commit record does not name.
+        all_files: Also copy files that no commit record names.
         allow_pickle: As for `convert`.
         check: Compare the digests that the source recorded, while it is read.
         verify: Read the copy again and compare it with the source.
-        overwrite: Replace a checkpoint at `dst`, by the rule of `convert`. Of a run, those from other saves.
-        dry_run: Only say what would be copied, and what would be refused.
-        src_storage_options, dst_storage_options: Of one of the two file systems, over the common `storage_options`.
+        overwrite: Replace a checkpoint at `dst`, as `convert` does; for a run, checkpoints from other saves.
+        dry_run: Only report what would be copied and what would be refused.
+        src_storage_options, dst_storage_options: Override `storage_options` for the source or the destination.
 
     Raises:
         CheckpointNotFoundError: There is nothing to copy.
-        CheckpointExistsError: Something is there already.
-        CorruptCheckpointError: The source is damaged or incomplete. Of a run, the other checkpoints were copied.
+        CheckpointExistsError: `dst` already exists.
+        CorruptCheckpointError: The source is damaged or incomplete. The other checkpoints of a run were copied.
         UsageError: `dst` can't be the name of a copy, or `src` is a run of another system.
     """
     started = time.perf_counter()
@@ -239,10 +239,10 @@ def copy(
 
 
 def run_at(url: str, *, storage_options: Mapping[str, Any] | None = None) -> Inventory | None:
-    """Return what lies below `url` where that is the root of a run of ours, else None.
+    """Return the inventory of the ckptkit run at `url`; None if it is not the root of one.
 
     Raises:
-        CheckpointNotFoundError: Nothing of it is committed.
+        CheckpointNotFoundError: The run has no committed checkpoint.
     """
     if resolve_url(url, storage_options=storage_options) != url:
         return None
@@ -265,7 +265,7 @@ def run_at(url: str, *, storage_options: Mapping[str, Any] | None = None) -> Inv
 
 @reads_checkpoints
 def copy_checkpoint(src: str, dst: str, how: How, reading: ReadOptions, *, all_files: bool) -> CopiedCheckpoint:
-    """Copy one checkpoint; it is pinned meanwhile. What `copy` raises."""
+    """Copy one checkpoint and pin it meanwhile. Raises what `copy` raises."""
     source = open_pinned(src, storage_options=how.there, options=reading, together=not how.dry_run)
     what = _contents(source, src, dst, how, all_files=all_files)
     _check_complete(source, check=how.check)
@@ -311,10 +311,10 @@ class _Contents:
     """The files that are copied.
 
     Attributes:
-        store: Their paths count from here.
-        prefix: Before the paths of the catalog, where it was read from a directory below.
+        store: Paths are relative to its root.
+        prefix: The directory in `store` from which the catalog was read; "" for the root.
         sizes: By path.
-        record: The commit record, as it was read; b"" where there is none.
+        record: The bytes of the commit record; b"" if there is none.
         single: Whether it is one file, not a directory.
     """
 
@@ -350,7 +350,7 @@ def _contents(source: Source, src: str, dst: str, how: How, *, all_files: bool) 
 
 
 def _readable(store: Store, paths: Iterable[str]) -> tuple[dict[str, int], dict[str, str]]:
-    """Return the sizes of files, and why the others can't be copied: links that lead nowhere or away, pipes."""
+    """Return the sizes of the files that can be copied, and why the others cannot: broken or outside links, pipes."""
     sizes: dict[str, int] = {}
     left: dict[str, str] = {}
     for path in paths:
@@ -362,7 +362,7 @@ def _readable(store: Store, paths: Iterable[str]) -> tuple[dict[str, int], dict[
 
 
 def _below(source: Source, src: str, dst: str, how: How) -> str:
-    """Return where the catalog was read, below the directory that is copied: "actor/" of a step of verl.
+    """Return the directory below the copied one from which the catalog was read, such as "actor/" of a verl step.
 
     Raises:
         UsageError: `src` is a directory of several steps.
@@ -384,7 +384,7 @@ def _below(source: Source, src: str, dst: str, how: How) -> str:
 
 
 def _check_complete(source: Source, *, check: bool) -> None:
-    """Raise where a file is missing, truncated, or was never written: half a checkpoint is not copied."""
+    """Raise if a file is missing or truncated: an incomplete checkpoint is not copied."""
     for problem in file_problems(source.store, source.catalog):
         raise IncompleteCheckpointError(f"{problem.message} Nothing was copied.")
     if not check:
@@ -453,7 +453,7 @@ def _plan(what: _Contents, inline: Sequence[Check], file_name: str) -> Plan:
 
 
 def _slices(path: str, size: int, digests: Sequence[Digest]) -> SliceArray:
-    """Return a file as slices: the ranges of its digests, and what lies between them, with digests of nothing."""
+    """Return a file as slices: the ranges with digests, and the gaps between them without."""
     rows: list[tuple[int, int, int, int]] = []  # start, bytes, digest, bytes that it covers
     at = 0
     for digest in digests:
@@ -477,7 +477,7 @@ def _slices(path: str, size: int, digests: Sequence[Digest]) -> SliceArray:
 
 
 def _copy_run(src: str, dst: str, inventory: Inventory, how: How, reading: ReadOptions, *, all_files: bool) -> Copied:
-    """Copy the checkpoints of a run, the newest last. Those that are damaged are named once the others are whole."""
+    """Copy the checkpoints of a run, the newest last. Damaged ones are reported after all others are copied."""
     if is_one_of_many():
         raise UsageError(f"{src} is a run; several processes copy one checkpoint together, not a run. Start one.")
     place = open_target(dst, source=src, single_file=False, overwrite=how.overwrite, storage_options=how.here)
@@ -547,7 +547,7 @@ def _copy_run(src: str, dst: str, inventory: Inventory, how: How, reading: ReadO
 
 
 def _part(progress: Progress | None, before: int, total: int) -> Progress | None:
-    """The progress of one checkpoint as that of the run."""
+    """Return a callback that reports the progress of one checkpoint as progress of the run."""
     if progress is None:
         return None
     return lambda done, _, what: progress(min(before + done, total), total, what)
@@ -564,7 +564,7 @@ def _found(item: Committed, at: str, to: str, how: How) -> CopiedCheckpoint:
 
 
 def _check_free(place: OutputPlace, view: Store, todo: Sequence[Committed]) -> None:
-    """Raise where what is no checkpoint has the name of one that is to come, before the first is written."""
+    """Before anything is written, raise if the name of a checkpoint to copy is taken by something else."""
     names = {item.path for item in view.list()}
     for item in todo:
         if item.name in names:
@@ -572,7 +572,7 @@ def _check_free(place: OutputPlace, view: Store, todo: Sequence[Committed]) -> N
 
 
 def _left_out(inventory: Inventory) -> dict[str, str]:
-    """What of a run is no committed checkpoint, and why."""
+    """Return the entries of a run that are not committed checkpoints, each with the reason."""
     found = {item.path: f"{item.name} is being saved by {item.owner}" for item in inventory.in_progress}
     found |= {item.path: f"{item.name} was not committed by its save, which is dead" for item in inventory.abandoned}
     found |= {item.path: item.reason for item in inventory.skipped}
@@ -587,7 +587,7 @@ def _others(inventory: Inventory, known: Mapping[str, Committed]) -> tuple[str, 
 
 
 def _damage(view: Store, item: Committed) -> str:
-    """Return which file of a committed checkpoint is missing, or truncated; "" where none is."""
+    """Return the first missing or truncated file of a committed checkpoint, and what is wrong; "" if all are fine."""
     for path, file in zip(named_paths(item.record), item.record.files.values(), strict=True):
         found, size = view.info(f"{item.path}/{path}"), file.nbytes
         if found is None:
@@ -598,7 +598,7 @@ def _damage(view: Store, item: Committed) -> str:
 
 
 def _unfit(here: Store) -> Iterator[OSError]:
-    """Yield why no run can be written to a directory, whatever is in it."""
+    """Yield the reasons why a run cannot be written to this directory."""
     try:
         if is_directory(here):
             check_writable(here)

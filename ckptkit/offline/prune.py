@@ -1,4 +1,4 @@
-"""Manual rotation: deletes checkpoints that a policy does not keep, and leftovers of dead saves."""
+"""Manual rotation: deletes checkpoints that a policy does not keep, and leftovers of killed saves."""
 
 from __future__ import annotations
 
@@ -69,8 +69,9 @@ def prune(
     dry_run: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> PruneReport:
-    """Delete the checkpoints below `url` that `policy` does not keep, commit record first, and leftovers of dead saves.
-    Never deletes the newest, the best, a pinned checkpoint, or files that are not ckptkit's.
+    """Delete the checkpoints below `url` that `policy` does not keep, and leftovers of killed saves.
+
+    Deletes each commit record first. Never deletes the newest, the best, a pinned checkpoint, or files of others.
 
     Args:
         policy: None uses the policy recorded by the newest checkpoint.
@@ -101,5 +102,5 @@ def prune(
                 except OSError as error:
                     failed[name] = str(error)
         return PruneReport(url, True, ahead.decisions, (), failed, left, kept)
-    done = rotate(root, ahead.policy or RetentionPolicy(), clean=True)  # no limits: only leftovers of dead saves
+    done = rotate(root, ahead.policy or RetentionPolicy(), clean=True)  # no limits: only leftovers of killed saves
     return PruneReport(url, False, done.decisions, done.deleted, dict(done.failed or {}), done.cleaned, done.kept_files)

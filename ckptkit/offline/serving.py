@@ -1,4 +1,4 @@
-"""Says how vLLM serves an export, as far as its files tell."""
+"""Tells from the files of an export how vLLM serves it."""
 
 from __future__ import annotations
 

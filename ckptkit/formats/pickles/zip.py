@@ -416,7 +416,7 @@ class Archive:
         return member.nbytes, member.crc32
 
     def locate_storages(self) -> None:
-        """Fill in where the storages lie that were asked for: one small header each, all read at once."""
+        """Find the positions of the requested storages: reads one small header each, all together."""
         storages = list(self.storages.values())
         members = [self.layout.members[f"data/{s.key}"] for s in storages]
         headers = [bytearray(LOCAL_HEADER.size + len(m.name.encode())) for m in members]

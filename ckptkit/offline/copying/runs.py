@@ -85,7 +85,7 @@ class PartPieces:
 
 
 def _shared(placement: Placement, box: Box) -> tuple[Int64, Int64, Int64]:
-    """The rows whose boxes intersect `box`, and the intersections, as [lo, hi) in the target."""
+    """Return the rows whose boxes intersect `box`, and the intersections as [lo, hi) in the target."""
     lo = np.maximum(placement.offsets, np.array(box.offsets, np.int64))
     hi = np.minimum(placement.offsets + placement.sizes, np.array(box.stops, np.int64))
     rows = np.flatnonzero((hi > lo).all(axis=1))
@@ -93,7 +93,7 @@ def _shared(placement: Placement, box: Box) -> tuple[Int64, Int64, Int64]:
 
 
 def _in_source(part: Part, lo: Int64, hi: Int64) -> tuple[Int64, Int64]:
-    """Boxes of the target, inside a plain part, as boxes of its source."""
+    """Convert boxes of the target, inside a plain part, to boxes of its source."""
     n = len(lo)
     offsets = np.tile(np.array(part.source_box.offsets, np.int64), (n, 1))
     sizes = np.tile(np.array(part.source_box.sizes, np.int64), (n, 1))
@@ -126,7 +126,7 @@ _Written: TypeAlias = tuple[Int64, Int64, Int64]
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Runs of bytes. One row a run; those of one box follow one another.
+    """Runs of bytes, one row per run; the runs of one box are consecutive.
 
     Attributes:
         origins, starts, nbytes: [n] what is read.
@@ -325,7 +325,7 @@ class _WorkBuilder:
             self._add_boxes(placement, strided)
 
     def _add_runs(self, found: Sequence[PartPieces], placement: Placement, strided: Int64) -> None:
-        """Add the runs of a tensor's boxes, but for those that are no runs, in the order of its elements."""
+        """Add the runs of a tensor's boxes in the order of its elements; boxes that are not contiguous are skipped."""
         taken: list[list[Int64]] = []
         rows_of: list[Int64] = []
         for part in found:
@@ -394,7 +394,7 @@ class _WorkBuilder:
         return found
 
     def _origins(self, entry: TensorEntry) -> Int64:
-        """The origin of each slice of a tensor."""
+        """Return the origin of each slice of a tensor."""
         slices = entry.slices
         result: Int64 = self._path_origins(slices.paths)[slices.files]
         for row, codec in slices.codecs.items():
@@ -402,7 +402,7 @@ class _WorkBuilder:
         return result
 
     def _path_origins(self, paths: Sequence[str]) -> Int64:
-        """The origin of each path of a table."""
+        """Return the origin of each path of a table."""
         known = self._tables.get(id(paths))
         if known is None:  # the table is kept beside its id, so that the id stays its own
             known = self._tables[id(paths)] = (paths, np.array([self._origin(Origin(p)) for p in paths], np.int64))
@@ -466,7 +466,7 @@ class _WorkBuilder:
 
 
 def _copied(catalog: Catalog, placement: Placement) -> TensorEntry | None:
-    """What a placement copies, where it is a whole tensor that becomes a whole one, in one place."""
+    """Return what a placement copies if it copies a whole tensor to one place; otherwise None."""
     tensor = placement.tensor
     if not isinstance(tensor, Target) or len(tensor.parts) != 1 or len(placement.starts) != 1:
         return None
@@ -486,13 +486,13 @@ def _ratios(casts: Sequence[tuple[str, str]]) -> Int64:
 
 
 def _algorithm(slices: SliceArray) -> int:
-    """The number of the algorithm of the slices' digests; -1 where they have none."""
+    """Return the number of the digest algorithm of the slices; -1 if they have no digests."""
     has = slices.algorithm is not None and slices.digests is not None
     return NAMES.index(slices.algorithm) if has and slices.algorithm else -1
 
 
 def _digests(slices: SliceArray) -> tuple[Int64, Int64, npt.NDArray[np.uint64]]:
-    """What the digests of slices cover, start and bytes, and their values: zeros where there are none."""
+    """Return the start and bytes that each slice's digest covers, and its value; zeros without digests."""
     values = slices.digests if slices.digests is not None else np.zeros(len(slices), np.uint64)
     if slices.digest_starts is None or slices.digest_nbytes is None:
         return slices.starts, slices.nbytes, values
@@ -529,7 +529,7 @@ def cut_runs(runs: Runs, size: int, ratios: Int64) -> Runs:
 
 
 def _cut(runs: Runs, counts: Int64, before: Int64, size: int, ratios: Int64) -> Runs:
-    """Cut each run into so many pieces of `size` bytes; the first is shorter by `before`, the last is what is left."""
+    """Cut each run into a number of pieces of `size` bytes; the first is shorter by `before`, the last is the rest."""
     if not len(runs) or counts.max() <= 1:
         return runs
     rows = np.repeat(np.arange(len(runs)), counts)

@@ -36,7 +36,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A read of len(view) bytes at `start` of an origin into `view`; they belong to `record`, if known."""
+    """A read of len(view) bytes from `start` of an origin into `view`. `record`: the record they belong to, or -1."""
 
     origin: int
     start: int

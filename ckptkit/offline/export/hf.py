@@ -186,7 +186,7 @@ def _map_names(draft: _Draft) -> None:
 
 
 def _by_transformers(draft: _Draft, chosen: Choice) -> Choice:
-    """Where names of the base are still missing: what the installed transformers knows of the model."""
+    """If names of the base are still missing, rename by what the installed transformers knows of the model."""
     wanted = draft.base.wanted
     if wanted.keys() <= chosen.mapped.targets.keys() or chosen.mapped.targets.keys() <= wanted.keys():
         return chosen  # nothing is missing, or only that
@@ -251,7 +251,7 @@ def _quantized(draft: _Draft) -> bool:
 
 
 def _model_type(config: Mapping[str, Any] | None) -> str | None:
-    """The type of the model that generates text, which may be a part."""
+    """Return the type of the model that generates text, which may be a part of the model."""
     config = config or {}
     text = config.get("text_config")
     found = (text if isinstance(text, Mapping) else config).get("model_type") or config.get("model_type")
@@ -350,8 +350,9 @@ def _settle_tied(draft: _Draft, store: Store) -> None:
 
 
 def _drop_aliases(draft: _Draft, same: Callable[[Target, Target], bool]) -> None:
-    """Leave out second names that the base does not store, where transformers says that they are tied, and the bytes
-    are equal. Where all that the base has is there, and more."""
+    """Drop duplicate names that the base does not store, if transformers lists them as tied and the bytes are equal.
+
+    Applies only if no name of the base is missing."""
     wanted, names = draft.base.wanted, draft.targets
     if not wanted.keys() <= names.keys() or len(names) == len(wanted):
         return
@@ -390,7 +391,7 @@ def _kind(target: Target) -> tuple[str, tuple[int, ...], str]:
 
 
 def _whole_source(target: Target) -> str | None:
-    """The one source that the target is a copy of."""
+    """Return the source of which the target is a plain copy; None if there is none."""
     part = target.parts[0] if len(target.parts) == 1 else None
     return part.source if part is not None and part.is_plain else None
 
@@ -434,8 +435,9 @@ def _compare(draft: _Draft) -> None:
 
 
 def _left_out(draft: _Draft, name: str) -> bool:
-    """Whether the globs explain that a name is missing. They are over names before the key map: where one was
-    applied, any choice explains it."""
+    """Return whether --include and --exclude explain that a name is missing.
+
+    The globs match names before the key map, so with a key map any glob explains it."""
     options = draft.options
     if draft.key_map != "hf":
         return bool(options.include or options.exclude)
@@ -457,7 +459,7 @@ def _check_dtypes(tensors: Mapping[str, OutputTensor]) -> None:
 
 
 def _cast(target: Target, wanted: str) -> Target:
-    """The target in the wanted dtype; a cast that a key map asked for stays."""
+    """Return the target in the wanted dtype; a cast by the key map is kept."""
     if wanted == "keep":
         return target
     return replace(target, dtype=export_dtype(target.dtype, wanted))

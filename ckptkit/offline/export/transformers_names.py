@@ -66,7 +66,7 @@ class LiveModel:
         return self.prefix_change is not None and isinstance(transform, self.prefix_change)
 
     def _variants(self) -> Iterable[tuple[Any, ...]]:
-        """Entries that add or remove a whole prefix hold for some files of a model and not for others."""
+        """Yield the entries without those that change a whole prefix, then all: not every file has the prefix."""
         if not self.transforms:
             return
         plain = tuple(t for t in self.transforms if not self._is_prefix(t))
@@ -77,9 +77,9 @@ class LiveModel:
 
 
 def live_model(config: Mapping[str, Any] | None, wanted: Collection[str]) -> LiveModel | None:
-    """Return what the installed transformers says of the model of this config.json.
+    """Return what the installed transformers knows about the model of this config.json.
 
-    None where it is not installed, is older than 5, or does not know the model. Only classes of transformers are
+    None if it is not installed, is older than 5, or does not know the model. Only classes of transformers are
     called, never code of the model's author.
     """
     if not config or not _bounded(config, len(wanted)):

@@ -64,7 +64,7 @@ class Panel:
 
     Attributes:
         picture: SVG: several elements below each other where it is taller than a sheet of paper (`PAGE` user units).
-        behind: What stands beside the heading of a panel that opens with a click; "" shows the panel at once.
+        behind: Text next to the heading of a panel that opens with a click; "": the panel is open.
     """
 
     heading: str

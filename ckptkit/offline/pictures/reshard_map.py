@@ -38,7 +38,7 @@ def flows(before: Iterable[TensorEntry], after: Iterable[TensorEntry]) -> npt.ND
 
 
 def _identity(entry: TensorEntry) -> tuple[str, ...]:
-    """What the tensor is, whatever its format calls it."""
+    """Return a key that is the same for a tensor in any format."""
     return (entry.role.value, entry.fqn, entry.state) if entry.fqn else (entry.name,)
 
 

@@ -20,7 +20,7 @@ _Bar = list[TensorEntry]  # tensors with one shape, dtype, sharding and owners: 
 
 
 def rank_totals(entries: Iterable[TensorEntry]) -> dict[int, int]:
-    """Return the bytes that each rank wrote, by rank (-1 where it is not known)."""
+    """Return the bytes that each rank wrote, by rank (-1 if it is not recorded)."""
     totals: dict[int, int] = {}
     for entry in entries:
         slices = entry.slices
@@ -179,7 +179,7 @@ def _row(bar: _Bar, y: float, longest: int, ranks: int) -> str:
 
 
 def _split_dimensions(entry: TensorEntry) -> tuple[int, int]:
-    """Return the dimension that is split into most parts, and the next one; -1 where there is none."""
+    """Return the dimension that is split into most parts, and the next one; -1 if there is none."""
     parts = [(len(set(entry.slices.offsets[:, d].tolist())), -d) for d in range(len(entry.shape))]
     order = sorted(range(len(parts)), key=lambda d: parts[d], reverse=True)
     across = order[0] if order else -1

@@ -46,7 +46,7 @@ class Cut:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank holds all of it."""
+        """Whether every rank holds the whole tensor."""
         return self.fsdp is None and self.tp is None
 
     def on(self, kind: str) -> bool:
@@ -71,13 +71,13 @@ class TargetMesh:
 
     @classmethod
     def parse(cls, text: str | Mapping[str, int] | None, *, world_size: int) -> TargetMesh:
-        """Return the mesh that `text` names ("replicate=2,shard=4,tp=2"); all ranks shard where it is None.
+        """Return the mesh that `text` names ("replicate=2,shard=4,tp=2"); None: all ranks shard.
 
-        A size that is omitted is 1, "shard" is what the others leave. Whatever the order in `text`, replicas are
-        outermost and tensor parallelism innermost, as FSDP2 wants them.
+        Omitted sizes are 1, except "shard", which takes the remaining ranks. Replicas are always outermost and tensor
+        parallelism innermost, as FSDP2 requires, in any order of `text`.
 
         Raises:
-            UsageError: A name is unknown, a size is no positive number, or the product is not `world_size`.
+            UsageError: A name is unknown, a size is not a positive number, or the product is not `world_size`.
         """
         if world_size < 1:
             raise UsageError(f"world size {world_size}: expected at least one rank.")
@@ -99,8 +99,8 @@ class TargetMesh:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The dimensions as the new job's DeviceMesh has them: those of size 1 are omitted, unless they were named
-        or there is no other."""
+        """The dimensions of the new job's DeviceMesh. Dimensions of size 1 are omitted, unless they were named or are
+        the only one."""
         named = dict(self.labels)
         return tuple(name for name in _NAMES if getattr(self, name) > 1 or name in named) or ("shard",)
 
@@ -130,7 +130,7 @@ class TargetMesh:
         return _boxes(self, tuple(shape), cut.fsdp, cut.tp, turn % self.replicas(cut))
 
     def replicas(self, cut: Cut) -> int:
-        """Return how many ranks hold each element."""
+        """Return the number of ranks that hold each element."""
         return self.replicate * (self.shard if cut.fsdp is None else 1) * (self.tp if cut.tp is None else 1)
 
     def placement(self, cut: Cut) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
@@ -238,10 +238,10 @@ _FAMILY = frozenset(("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "o
 
 @dataclass(frozen=True, slots=True)
 class TPPlan:
-    """Which dimension of a parameter tensor parallelism cuts.
+    """The dimension along which tensor parallelism splits each parameter.
 
     Attributes:
-        rules: Glob of the parameter's name -> dimension, None to leave it whole. The last that fits counts.
+        rules: Glob of the parameter's name -> dimension, None: not split. The last matching glob counts.
         origin: Where it comes from, for messages.
     """
 
@@ -275,8 +275,9 @@ class TPPlan:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any] | None, names: Iterable[str]) -> TPPlan | None:
-        """Return the plan of a family that is known, told by a transformers config; None for any other model, and
-        where the parameters have other names than the family's."""
+        """Return the plan for the model family of a transformers config.
+
+        None if the family is unknown, or the parameters have other names."""
         if config is None or str(config.get("model_type")) not in _FAMILY:
             return None
         plan = cls(_LLAMA, f"the plan of {config['model_type']}")
@@ -287,7 +288,7 @@ class TPPlan:
         return TPPlan({**self.rules, **dict.fromkeys(names)}, self.origin)
 
     def dim(self, fqn: str, shape: tuple[int, ...]) -> int | None:
-        """Return the dimension that a parameter is cut along, None if it is whole.
+        """Return the dimension along which a parameter is split, None if it is not.
 
         Raises:
             UsageError: The parameter has no such dimension.
@@ -303,7 +304,7 @@ class TPPlan:
         return found
 
     def check_used(self, names: Iterable[str]) -> None:
-        """Raise UsageError if a glob of a plan that was given fits no parameter: most often a typo."""
+        """Raise UsageError if a glob of a given plan matches no parameter, which is usually a typo."""
         known = list(names)
         idle = [glob for glob in self.rules if not any(fnmatch.fnmatchcase(name, glob) for name in known)]
         if idle:
@@ -320,17 +321,17 @@ _WHOLE = Cut(None)
 
 
 class Cuts:
-    """The cut of every tensor of a catalog on a mesh.
+    """How every tensor of a catalog is split on a mesh.
 
-    Where the source recorded placements, what was sharded stays so, along the same dimension. Else parameters are cut
-    along dimension 0, as FSDP2 does. Optimizer state goes with its parameter where it has its shape, and is whole on
-    every rank where not, as a training job holds it.
+    If the source recorded placements, sharded tensors stay sharded along the same dimension. Otherwise parameters are
+    split along dimension 0, as FSDP2 does. Optimizer state is split like its parameter if it has the same shape;
+    otherwise every rank holds all of it, as in a training job.
 
     Args:
         tp_plan: What tensor parallelism cuts; None takes it from the source's placements, or from a config beside it.
 
     Raises:
-        UsageError: The mesh has a tp dimension, and nothing tells what it cuts.
+        UsageError: The mesh has a tp dimension, and nothing says which parameters it splits.
     """
 
     def __init__(self, catalog: Catalog, mesh: TargetMesh, *, tp_plan: TPPlan | None = None) -> None:

@@ -46,7 +46,7 @@ _GROUPS = "param_groups"
 
 
 class _NoTree(Exception):
-    """The value is of a kind that `objects.json` does not take."""
+    """The value has a type that `objects.json` cannot store."""
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class Trees:
 
     Attributes:
         steps: (optimizer, FQN) -> step, where the source keeps it as a number.
-        leftovers: (name, reason) of what became no tree.
+        leftovers: (name, reason) of objects that were not converted.
     """
 
     trees: dict[str, Any] = field(default_factory=dict)
@@ -65,10 +65,10 @@ class Trees:
 
 
 def own_trees(store: Store, catalog: Catalog, sections: Mapping[str, str]) -> Trees:
-    """Return the trees of a source that ckptkit did not write. Reads its objects; runs nothing that they hold.
+    """Return the trees of a source that ckptkit did not write. Reads its objects without running their code.
 
     Args:
-        sections: What stands before ".state." in the keys of an optimizer -> our name of it.
+        sections: Prefix of an optimizer's keys (the part before ".state.") -> ckptkit's name for the optimizer.
     """
     found = Trees()
     values: dict[str, tuple[ObjectEntry, Any]] = {}
@@ -98,13 +98,13 @@ def own_trees(store: Store, catalog: Catalog, sections: Mapping[str, str]) -> Tr
 
 @dataclass(slots=True)
 class _Groups:
-    """Settings of parameter groups, by what stands before "param_groups" in their keys, then by index or name."""
+    """Settings of parameter groups, by the prefix of their keys (before "param_groups"), then by index or name."""
 
     found: dict[str, dict[str | int, dict[str, Any]]] = field(default_factory=dict)
 
     def take(self, name: str, value: Any) -> bool:
-        """Take a setting; False where the object is none. A group is told by its index, or in a flattened state
-        dict by the parameter."""
+        """Store the object if it is a setting, and return whether it is. Its key has the index of the group, or in a
+        flattened state dict the parameter."""
         at = name.find(_GROUPS)
         if at < 0:
             return False
@@ -121,7 +121,7 @@ class _Groups:
 
 
 class _Names:
-    """The FQNs that parameters have in the catalog, by those that the source's settings use."""
+    """Maps the parameter names of the source's settings to the FQNs in the catalog."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._known = {entry.fqn for entry in catalog.tensors.values() if entry.fqn}
@@ -186,7 +186,7 @@ def _add_groups(found: Trees, groups: _Groups, names: _Names, sections: Mapping[
 
 
 def _joined(by_owner: Mapping[str | int, dict[str, Any]]) -> list[dict[str, Any]]:
-    """The groups in order; those of single parameters with equal settings are one."""
+    """Return the groups in order; groups of one parameter each with equal settings are merged."""
     groups: list[dict[str, Any]] = []
     for index in sorted(o for o in by_owner if isinstance(o, int)):
         params = by_owner[index].get("params")
@@ -201,7 +201,7 @@ def _joined(by_owner: Mapping[str | int, dict[str, Any]]) -> list[dict[str, Any]
 
 
 def _check_covered(found: Trees, section: str, catalog: Catalog) -> None:
-    """Say which parameters have state and no settings. Without any settings, a tree would promise what isn't there."""
+    """Note the parameters that have state but no settings. Without any settings, there is no tree."""
     tree = found.trees.get(section)
     if tree is not None and not tree[_GROUPS]:
         del found.trees[section]
@@ -222,7 +222,7 @@ def _check_covered(found: Trees, section: str, catalog: Catalog) -> None:
 
 
 def _nested(values: Mapping[str, tuple[ObjectEntry, Any]]) -> dict[str, Any]:
-    """What DCP has flattened, joined again below its top key: {"lr_scheduler": {"last_epoch": 2}}."""
+    """Undo DCP's flattening: return nested values by their top key: {"lr_scheduler": {"last_epoch": 2}}."""
     nested: dict[str, Any] = {}
     for name, (entry, value) in values.items():
         path = [str(part) for part in entry.key] or [name]
@@ -262,7 +262,7 @@ def _safe(name: str) -> str:
 
 
 def _scheduler(name: str, value: Any) -> Any:
-    """The state of a torch LRScheduler in this value; None if it is not one, or several."""
+    """Return the state of the torch LRScheduler in this value; None if it has none or several."""
     if _SCHEDULER.fullmatch(name):
         candidates = value if isinstance(value, (list, tuple)) else [value]
     elif isinstance(value, Mapping) and isinstance(value.get("lr_schedulers"), (list, tuple)):
@@ -320,8 +320,8 @@ class OwnTensor:
     """One tensor of the result.
 
     Attributes:
-        tensor: What it is made from; its name is the key.
-        source: Its entry in the source's catalog, or for a made-up one an entry without slices.
+        tensor: The parts that it is made of; its name is the key.
+        source: Its entry in the source's catalog; for a new tensor, an entry without slices.
     """
 
     tensor: OutputTensor
@@ -334,12 +334,12 @@ class OwnTensor:
 
 @dataclass(slots=True)
 class OwnState:
-    """All that the result will hold.
+    """The contents of the result.
 
     Attributes:
-        trees: What goes into `objects.json`; without any, there is none.
-        records: Objects that become records of the DCP, as they are, with their bytes.
-        leftovers: (name, reason) of what the source holds and the result won't.
+        trees: For `objects.json`, which is written only if there are any.
+        records: Objects that are copied into the DCP, with their bytes.
+        leftovers: (name, reason) of what the result omits.
     """
 
     tensors: list[OwnTensor] = field(default_factory=list)
@@ -350,7 +350,7 @@ class OwnState:
 
 
 def own_state(store: Store, catalog: Catalog, *, step: int, sharded: bool) -> OwnState:
-    """Return what a ckptkit checkpoint holds of a source. Reads its objects, no tensors.
+    """Return the contents of a ckptkit checkpoint made from a source. Reads its objects, but no tensors.
 
     Args:
         sharded: The result is a DCP. Tied weights, which FULL and LOCAL store once, are given under each of their
@@ -400,7 +400,7 @@ def _as_it_is(store: Store, catalog: Catalog) -> OwnState:
 
 
 def _record(store: Store, item: ObjectEntry) -> bytes:
-    """The bytes that torch.load reads an object from, their CRCs checked."""
+    """Return the bytes from which torch.load reads an object, after checking their CRCs."""
     if item.encoding != "torch_save":
         return frame_object(read_object(store, item))
     if item.codec is not None:
@@ -444,7 +444,7 @@ def _copy(entry: TensorEntry, name: str, role: Role, fqn: str, state: str, key: 
 
 
 def _key(name: str, role: Role, fqn: str, state: str) -> Key:
-    """The path in the nested state dict: names of parameters keep their dots."""
+    """Return the path in the nested state dict; parameter names keep their dots."""
     if not fqn or role is Role.OTHER:
         return tuple(name.split("."))
     top = name.partition(".")[0]
@@ -490,7 +490,7 @@ def _of_others(store: Store, catalog: Catalog, step: int) -> OwnState:
 
 
 def _sections(catalog: Catalog) -> dict[str, str]:
-    """What stands before ".state." or ".master." or ".param_groups." in the source's keys -> our name of it."""
+    """Return the prefixes of the source's optimizer keys, each with ckptkit's name for the optimizer."""
     prefixes: dict[str, None] = {}
     for entry in catalog.tensors.values():
         if entry.role in (Role.OPTIMIZER, Role.MASTER) and entry.fqn:
@@ -501,7 +501,7 @@ def _sections(catalog: Catalog) -> dict[str, str]:
 
 
 def _prefix(name: str) -> str:
-    """The part of a key that names the optimizer."""
+    """Return the part of a key that names the optimizer."""
     cuts = [at for part in (".state.", ".master.", ".param_groups") if (at := name.find(part)) >= 0]
     return name[: min(cuts)] if cuts else ""
 
@@ -518,7 +518,7 @@ def _own_name(entry: TensorEntry, sections: Mapping[str, str]) -> str:
 
 
 def _weights_are_masters(catalog: Catalog) -> set[str]:
-    """FQNs whose master is, byte for byte in the same file, the weight itself: DeepSpeed's exporters see it so."""
+    """Return the FQNs whose master and weight are the same bytes of the same file, as with DeepSpeed."""
     weights = catalog.by_role(Role.MODEL)
     found = set()
     for fqn, master in catalog.by_role(Role.MASTER).items():
@@ -532,7 +532,7 @@ def _weights_are_masters(catalog: Catalog) -> set[str]:
 
 
 def _add_steps(found: OwnState, trees: Trees, used: Mapping[str, str]) -> None:
-    """Make tensors of step counts that the source keeps as numbers: torch's optimizers want them so."""
+    """Convert step counts that the source stores as numbers to tensors, as torch's optimizers expect."""
     for (section, fqn), step in trees.steps.items():
         name = f"{section}.state.{fqn}.step"
         if name in used:

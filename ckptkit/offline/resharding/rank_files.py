@@ -27,7 +27,7 @@ MODEL = "model"  # the top-level key, as `dcp.load({"model": model.state_dict()}
 
 @dataclass(frozen=True, slots=True)
 class RankBoxes:
-    """Which rank stores which box of a tensor: no box empty, no box twice.
+    """Which rank stores which box of a tensor. Boxes are not empty and not repeated.
 
     Attributes:
         ranks: [n].
@@ -40,7 +40,7 @@ class RankBoxes:
 
 
 def chunked(shape: tuple[int, ...], world_size: int) -> RankBoxes:
-    """Return the boxes of FSDP2: dimension 0 by the rule of `torch.chunk`; what cannot be cut goes to rank 0."""
+    """Return the boxes of FSDP2 sharding: dimension 0 split as `torch.chunk` does; scalars go to rank 0."""
     ndim = len(shape)
     if not shape or 0 in shape or world_size == 1:
         zeros = np.zeros((1, ndim), np.int64)
@@ -186,7 +186,7 @@ class _Frames:
 
 @dataclass(frozen=True, slots=True)
 class _FrameLiterals:
-    """What a rank's file holds besides payloads; recreated each time it is asked for."""
+    """The bytes of a rank's file besides the payloads; created again for each use."""
 
     frames: _Frames
     rank: int
@@ -219,7 +219,7 @@ class _FrameLiterals:
 
 @dataclass(frozen=True, slots=True)
 class _FrameCrcs:
-    """Where the CRC-32 of each payload of a rank's file goes."""
+    """The positions of the CRC-32 of each payload in a rank's file."""
 
     frames: _Frames
     rank: int

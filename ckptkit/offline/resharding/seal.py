@@ -35,7 +35,7 @@ Digests = Sequence[npt.NDArray[np.uint64]]
 
 @dataclass(frozen=True, slots=True)
 class SealedTensor:
-    """What the manifest says of a tensor besides its slices."""
+    """The manifest's facts about a tensor besides its slices."""
 
     role: Role
     fqn: str
@@ -45,15 +45,15 @@ class SealedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """What the record and the manifest of a new checkpoint state, besides its files.
+    """The contents of the record and the manifest of a new checkpoint, besides its files.
 
     Attributes:
-        tag: The directory's name where it is not that of the step.
+        tag: The directory's name, if it is not named after the step.
         tensors: By name.
         ranks: [files] the rank that each file of the plan belongs to, -1 for none.
         objects: Entries of the manifest: their places in the new files, and digests.
         extra: Of the manifest: meshes, placements, aliases.
-        record: Fields of the record that are taken over from the source's.
+        record: Fields copied from the source's record.
     """
 
     step: int
@@ -101,8 +101,8 @@ def seal(plan: Plan, store: Store, what: Seal, *, digested: Digested | None = No
     """Hash the plan's files in `store`, then write the manifest and, last, the commit record.
 
     Args:
-        digested: Digests of boxes that were taken when they were written. The others are read once more, and what
-            lies between the boxes.
+        digested: Digests of boxes, computed while they were written. Other boxes, and the bytes between boxes, are
+            read again.
     """
     digests, files = _hash_files(plan, store, digested or Digested(), workers)
     known = planned_catalog(plan, what, digests)
@@ -203,7 +203,7 @@ class _FileHash:
         self._buffer = memoryview(bytearray(min(_CHUNK if reader.is_local else _REMOTE_CHUNK, max(nbytes, 1))))
 
     def hashed(self, boxes: list[_Row]) -> FileRecord:
-        """Return what the commit record says of the file."""
+        """Return the file's entry in the commit record."""
         first = 0  # of the bytes that were not looked at yet
         pending: list[_Row] = []  # boxes in them
         for row in boxes:
@@ -224,7 +224,7 @@ class _FileHash:
             self._outlined = True
 
     def _read(self, first: int, stop: int, boxes: list[_Row]) -> None:
-        """Hash the bytes [first, stop), in which these boxes lie."""
+        """Hash the bytes [first, stop), which contain these boxes."""
         at, state = 0, None  # of the box that the last chunk ended in
         for begin in range(first, stop, len(self._buffer)):
             view = self._buffer[: min(len(self._buffer), stop - begin)]
