@@ -272,6 +272,39 @@ def test_groups_are_matched_by_the_names_of_their_parameters(tmp_path: Path) -> 
     assert torch.equal(swapped.state[again["base"].weight]["momentum_buffer"], moment)
 
 
+@pytest.mark.parametrize("names", [("lora", "base"), ("base",)], ids=["other order", "fewer"])
+def test_a_scheduler_that_goes_by_the_position_of_groups_is_refused_where_they_moved(
+    tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    rates = {"base": 0.1, "lora": 0.2}
+
+    def made(*names: str) -> TrainState:
+        model = net()
+        groups = [{"params": list(model[name].parameters()), "lr": rates[name]} for name in names]
+        optimizer = torch.optim.SGD(groups)
+        return TrainState(
+            model=model, optimizer=optimizer, scheduler=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.5)
+        )
+
+    root = saved_as(tmp_path, made("base", "lora"))
+    state = made(*names)
+    with pytest.raises(CheckpointMismatchError, match=r"scheduler: .* it has base_lrs.* by the position of the groups"):
+        load(root, state)
+    load(root, state, strict=False)
+    assert state.scheduler.base_lrs == [rates[name] for name in names]
+    load(root, made("base", "lora"))
+
+
+def test_groups_in_another_order_take_a_scheduler_whose_values_are_equal(tmp_path: Path) -> None:
+    def made(*names: str) -> TrainState:
+        model = net()
+        optimizer = torch.optim.SGD([{"params": list(model[name].parameters())} for name in names], lr=0.1)
+        return TrainState(model=model, optimizer=optimizer, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 2))
+
+    root = saved_as(tmp_path, made("base", "lora"))
+    assert load(root, made("lora", "base")).skipped == {}
+
+
 def test_a_group_that_joins_different_learning_rates_is_refused(tmp_path: Path) -> None:
     model = net()
     optimizer = torch.optim.SGD([{"params": model["base"].parameters(), "lr": 1.0},

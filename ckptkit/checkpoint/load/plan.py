@@ -478,7 +478,9 @@ class _Planner:
             self.absent(kind, key)
             return
         tree = self.objects[key]
-        other = of_another_class(key, item, self.objects) if kind == "scheduler" else ""
+        other = ""
+        if kind == "scheduler":
+            other = of_another_class(key, item, self.objects) or self.by_position(item, tree)
         if kind == "grad_scaler" and tree == {} and item.state_dict():
             other = "the saved scaler was disabled, this one is enabled"
         if other:
@@ -489,6 +491,21 @@ class _Planner:
             if kind == "extra":
                 self.module(key, item, tree)
             self.plan.objects.append(ObjectTarget(kind, key, item, (tree,)))
+
+    def by_position(self, scheduler: Any, tree: JSON) -> str:
+        """Return which values of a scheduler would go to another parameter group than the one they were saved for:
+        groups are matched by their parameters, but a scheduler knows only their positions. "" if none."""
+        optimizer = getattr(scheduler, "optimizer", None)
+        plans = self.plan.optimizers
+        for plan in plans if len(plans) == 1 else [p for p in plans if p.optimizer is optimizer]:
+            groups = plan.groups
+            moved = _moved_values(tree, groups.order, groups.saved) if groups.saved else []
+            if moved:
+                return (
+                    f"it has {', '.join(moved)} by the position of the groups of {plan.key}, which are others here, or "
+                    "in another order: make the groups as they were saved, or the scheduler anew"
+                )
+        return ""
 
     def module(self, key: str, item: Any, tree: JSON) -> None:
         """Compare a model in `extra` like those in `model`: its `load_state_dict` would cast, and change matching
@@ -602,6 +619,20 @@ def _not_taken(module: torch.nn.Module, state: Mapping[str, Any]) -> list[str]:
     with torch.no_grad():
         left = module.load_state_dict(dict(state), strict=False).unexpected_keys
     return [f"{name} (the module's state_dict has it, but its load_state_dict does not accept it)" for name in left]
+
+
+def _moved_values(tree: JSON, order: Sequence[int | None], saved: int, name: str = "") -> list[str]:
+    """Return the names of lists in a tree with one value for each saved group, where `order` gives some live group
+    another value."""
+    if isinstance(tree, dict):
+        inner = [(key if not key.startswith("$") else name, value) for key, value in tree.items()]
+        found = [text for key, value in inner for text in _moved_values(value, order, saved, key)]
+        return list(dict.fromkeys(found))
+    if not isinstance(tree, list):
+        return []
+    if len(tree) == saved and [None if i is None else tree[i] for i in order] != tree:
+        return [name]
+    return list(dict.fromkeys(text for value in tree for text in _moved_values(value, order, saved, name)))
 
 
 def of_another_class(key: str, item: Any, objects: Mapping[str, JSON]) -> str:

@@ -325,6 +325,8 @@ class GroupChanges:
 
     Attributes:
         settings: The new settings of each live group.
+        order: For each live group, the first saved group that it takes them from; None if there is none.
+        saved: Number of saved groups.
         missing: Parameters of the live optimizer that the checkpoint's lacks.
         unexpected: Parameters of the checkpoint's optimizer that the live one lacks.
         notes: Descriptions of settings that only one side has, or that are kept.
@@ -333,6 +335,8 @@ class GroupChanges:
     """
 
     settings: list[dict[str, Any]]
+    order: list[int | None] = field(default_factory=list)
+    saved: int = 0
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -355,11 +359,12 @@ def group_changes(
     saved_of = {fqn: i for i, group in enumerate(saved) for fqn in group["params"]}
     settings = [{k: decode(v, tensor) for k, v in g.items() if k not in _GROUP_NAMES} for g in saved]
     empty = [i for i, group in enumerate(saved) if not group["params"]]
-    changes = GroupChanges([])
+    changes = GroupChanges([], saved=len(saved))
     for index, fqns in enumerate(live_names):
         sources = dict.fromkeys(saved_of[fqn] for fqn in fqns if fqn in saved_of)
         if not fqns and empty:
             sources = {empty.pop(0): None}
+        changes.order.append(next(iter(sources), None))
         changes.settings.append(
             _group_settings(changes, optimizer.param_groups[index], index, list(sources), settings, what)
         )
