@@ -27,7 +27,7 @@ def command(url: str, why: str, as_json: bool, storage_options: tuple[str, ...])
         name = pin_forever(resolve_checkpoint(url, storage_options=options), why, storage_options=options)
     except CheckpointNotFoundError as error:
         raise CheckpointNotFoundError(
-            f"{error} Only committed checkpoints of ckptkit can be pinned. To list them: "
+            f"{error}\nOnly committed checkpoints of ckptkit can be pinned. To list them: "
             + command_line("ls", url.rstrip("/").rpartition("/")[0] or ".")
         ) from error
     if as_json:
