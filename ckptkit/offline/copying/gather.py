@@ -187,8 +187,8 @@ class Gatherer:
                 f"tensor {tensor.name!r} ({tensor.label}) needs {format_size(_taken(tensor))} at once, but "
                 f"the memory limit is {format_size(self._max_bytes)}. Pass a larger --max-memory."
             )
-        # Large ones one at a time: together they could exceed the limit.
-        with self._computing if _taken(tensor) > self._big else contextlib.nullcontext():
+        alone = not tensor.by_element or _taken(tensor) > self._big  # together they could exceed the limit
+        with self._computing if alone else contextlib.nullcontext():
             made = tensor.compute(self._inputs(tensor))
         itemsize = dtype_of(tensor.dtype).itemsize
         whole: Array = np.frombuffer(made, np.uint8).view(_UNITS[itemsize]).reshape(tensor.shape)

@@ -96,11 +96,15 @@ class AdapterSplit:
 
 def without_base(names: Iterable[str]) -> bool:
     """Return whether these are the names of a LoRA adapter without the weights that it changes."""
-    names = set(names)
-    plain = {base_name(name) for name in names}
-    modules = [m["module"] for name in names if (m := _LORA.fullmatch(_WRAPPED.sub("", name, count=1)))]
-    modules = [_BASE_LAYER.sub(".", f"{module}.").removesuffix(".") for module in modules]
-    return bool(modules) and not any(f"{module}.weight" in plain for module in modules)
+    adapted: set[str] = set()
+    others: set[str] = set()
+    for name in names:
+        plain = _WRAPPED.sub("", name, count=1)
+        if match := _LORA.fullmatch(plain):
+            adapted.add(base_name(f"{match['module']}."))
+        elif not _OTHER.fullmatch(plain) and not plain.endswith(".bias"):  # an adapter may have trained biases
+            others.add(base_name(name).rpartition(".")[0] + ".")
+    return bool(adapted) and not adapted & others
 
 
 def base_name(name: str) -> str:
