@@ -70,7 +70,7 @@ def test_an_empty_path_or_option_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("call", [CheckpointManager, open_checkpoint, verify, lambda url: convert(url, "out")], ids=str)
+@pytest.mark.parametrize("call", [CheckpointManager, open_checkpoint, verify, lambda url: convert(url, "out")])
 def test_an_empty_path_is_refused_in_python(call: Callable[[str], object]) -> None:
     with pytest.raises(UsageError, match="The path is empty"):
         call("")
