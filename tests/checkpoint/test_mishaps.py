@@ -232,7 +232,7 @@ def test_a_root_that_was_made_anew_is_not_the_one_the_run_wrote_to(tmp_path: Pat
         manager.save(1, state())
         run.rename(tmp_path / "old")
         run.mkdir()
-        with pytest.raises(SaveError, match="lease is gone"):
+        with pytest.raises(SaveError, match="is gone, so this may not be the directory"):
             manager.save(2, state())
     assert os.listdir(run) == []
 

@@ -197,12 +197,12 @@ def _renamed(place: Place) -> Path:
 
 def test_a_record_with_another_name_protects_nothing_and_is_never_deleted(place: Place) -> None:
     step = _renamed(place)
-    with pytest.raises(UsageError, match="copy"):
+    with pytest.raises(UsageError, match="copied or renamed"):
         pin_forever(str(step), "mine")
     assert list_pins(LocalStore(place.src)) == []
     found = list_checkpoints(LocalStore(place.src))
     assert [item.name for item in found.committed] == ["step_00000001"]
-    assert "copy" in found.skipped[0].reason
+    assert "copied or renamed" in found.skipped[0].reason
     rotate(LocalStore(place.src), RetentionPolicy(max_num=1))
     assert step.exists()
 

@@ -88,9 +88,9 @@ def give_up(root: LocalStore, path: str, name: str) -> list[str]:
     marks = [mark for mark in (DELETING, _DELETED, RECORD_NAME) if root.info(f"{path}/{mark}") is not None]
     if not marks:
         return clear(root, path)
-    target = root.path_of(name)
-    others = others_in(root, path)
-    lost = [inner for inner in others if not _is_there(root.path_of(f"{path}/{inner}"), f"{target}/{inner}")]
+    source, target = root.path_of(path), root.path_of(name)
+    others = others_in(root, path)  # of any names: other programs wrote them
+    lost = [inner for inner in others if not _is_there(f"{source}/{inner}", f"{target}/{inner}")]
     for inner in lost:  # another file of that name may be there by now
         aside = f".replaced-{path[-16:]}" if os.path.lexists(f"{target}/{inner}") else ""
         with contextlib.suppress(FileExistsError):  # this was killed before

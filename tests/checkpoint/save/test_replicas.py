@@ -142,7 +142,7 @@ def test_what_is_equal_is_stored_once(ranks: Any, tmp_path: Path) -> None:
 
 
 class Views(nn.Module):
-    """Buffers that lie in memory with gaps, all in one place, or as what they are not."""
+    """Buffers that lie in memory with gaps, or as what they are not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +150,6 @@ class Views(nn.Module):
         for name, view in {
             "column": table[:, 0],
             "corner": table[::2, ::2],
-            "all_one": table[0, 2].expand(3, 2),
             "conjugate": waves.conj(),
             "negative": torch._neg_view(torch.arange(4.0)),
             "imaginary": waves.conj().imag,

@@ -204,7 +204,7 @@ def test_what_was_replaced_is_never_taken_for_work_that_is_done(source, tmp_path
     damaged = before[:-100] + bytes(100)
     (tmp_path / "out" / "model.safetensors").write_bytes(damaged)
     # As if killed right after the swap: the old files lie under the name of the staging directory.
-    monkeypatch.setattr(publish, "close_staging", lambda *_: None)
+    monkeypatch.setattr(publish, "close_staging", lambda *_, **__: None)
     convert(str(source), str(tmp_path / "out"), overwrite=True)
     monkeypatch.undo()
     left = next(path for path in tmp_path.iterdir() if path.name.startswith(".tmp-") and path.is_dir())
