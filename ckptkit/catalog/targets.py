@@ -89,15 +89,19 @@ class Part:
         return [None if size == 1 else next(wide) for size in self.target_box.sizes]
 
     def _rows(self) -> Iterator[Part]:
-        """The same elements as plain parts of one index in dimension 0 each.
+        """The same elements as plain parts of one row each.
 
-        Only for what `rope_parts` makes: unfold (a, b, *rest), axes (1, 0, *rest).
+        Only for parts of `rope_permuted`: unfold (a, b, *rest), axes (1, 0, *rest), with a * b > 1 rows, which are the
+        first dimension of more than one element on both sides.
         """
         a, b = self.unfold[:2]
         row_dim = next(d for d, size in enumerate(self.source_box.sizes) if size != 1)
+        target_dim = next(d for d, size in enumerate(self.target_box.sizes) if size != 1)
         for row in range(a * b):
             origin = (row % a) * b + row // a
-            yield Part(_index_box(self.target_box, 0, row), self.source, _index_box(self.source_box, row_dim, origin))
+            yield Part(
+                _index_box(self.target_box, target_dim, row), self.source, _index_box(self.source_box, row_dim, origin)
+            )
 
 
 _source_of = attrgetter("source")

@@ -328,6 +328,14 @@ class _Numpy:
             self.array = np.moveaxis(self.array, dim, onto)
 
 
+def test_permuted_rows_that_became_columns_are_cut() -> None:
+    source, w = np.arange(4).reshape(4, 1), pattern("w")
+    rules: list[Rule] = [RopePermute(w, 1), Unstack(w, "w.{i}", 1), Stack(pattern("w.{i:d}"), "w", 0)]
+    rules += [Split(w, ("l", "r"), 1, (1, 3)), Concat((pattern("r"), pattern("l")), "w", 1)]
+    permuted = llama_permute(source, 1).T
+    assert np.array_equal(apply(rules, {"w": source})["w"], np.roll(permuted, -1, axis=1))
+
+
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_chain_of_operations_is_what_numpy_gives(data: Any) -> None:

@@ -17,7 +17,9 @@ from tests.storage.proxy import Proxy, proxy_of
 def moto() -> Iterator[dict[str, Any]]:
     """Storage options of the S3 server."""
     with servers.moto() as options:
-        RemoteStore("s3://bucket", storage_options=options).fs.mkdir("bucket")
+        RemoteStore("s3://bucket", storage_options=options).fs.makedirs(
+            "bucket", exist_ok=True
+        )  # other tests of this process share it
         yield dict(options)
 
 
