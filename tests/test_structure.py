@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import ckptkit
 PACKAGE = Path(ckptkit.__file__).parent
 
 
-def sources() -> dict[str, ast.Module]:
+@functools.cache
+def sources() -> Mapping[str, ast.Module]:
     """Return the parsed modules of the package by their dotted names."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):

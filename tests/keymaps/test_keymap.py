@@ -336,7 +336,7 @@ def test_permuted_rows_that_became_columns_are_cut() -> None:
     assert np.array_equal(apply(rules, {"w": source})["w"], np.roll(permuted, -1, axis=1))
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_chain_of_operations_is_what_numpy_gives(data: Any) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4)))
