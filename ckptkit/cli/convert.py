@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
@@ -25,56 +26,73 @@ from ckptkit.storage.store import split_url
 _what, _names, _model, _files = grouped("What"), grouped("Names"), grouped("Model"), grouped("Files")
 _FULL_NAMES = ("bfloat16", "float16", "float32", "float64", "half", "float", "double")
 
-__all__ = ["OTHER_NAMES", "command", "dtype_option"]
+_OTHER_NAMES = {"safetensors": "hf", "huggingface": "hf", "transformers": "hf", "pt": "torch", "pth": "torch"}
 
-OTHER_NAMES = {"safetensors": "hf", "huggingface": "hf", "transformers": "hf", "pt": "torch", "pth": "torch"}
-dtype_option = _what(
-    "--dtype",
-    type=OneOf(["keep", "bf16", "fp16", "fp32", "fp64"], hidden=_FULL_NAMES),
-    default="keep",
-    show_default=True,
-    metavar="DTYPE",
-    help="keep, bf16, fp16, fp32 or fp64; only floats are cast.",
-)
+__all__ = ["command", "export_options"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def export_options(function: F, *, weights: str = "--weights") -> F:
+    """Add the options about which tensors are exported, and to what files. `weights`: the flag that chooses masters."""
+    options = [
+        _what(
+            "--to",
+            type=OneOf(["hf", "dcp", "torch", "local"], meant=_OTHER_NAMES),
+            default="hf",
+            show_default=True,
+            metavar="FORMAT",
+            help=(
+                "hf (safetensors, config, tokenizer), dcp (torch.distributed.checkpoint), torch (one "
+                "torch.save file) or local (one file per rank). All contain only the model; `reshard` keeps "
+                "the optimizer."
+            ),
+        ),
+        _what(
+            "--dtype",
+            type=OneOf(["keep", "bf16", "fp16", "fp32", "fp64"], hidden=_FULL_NAMES),
+            default="keep",
+            show_default=True,
+            metavar="DTYPE",
+            help="keep, bf16, fp16, fp32 or fp64; only floats are cast, FP8 weights with their scales.",
+        ),
+        _what(
+            weights,
+            type=OneOf(["auto", "model", "master"]),
+            default="auto",
+            show_default=True,
+            metavar="WHICH",
+            help=(
+                "model, or master (the fp32 copies that some optimizers keep). auto: model, or master if --dtype casts."
+            ),
+        ),
+        _what("--include", multiple=True, metavar="GLOB", help="Only these tensors; may be given several times."),
+        _what("--exclude", multiple=True, metavar="GLOB", help="Not these tensors; may be given several times."),
+        _model(
+            "--base",
+            metavar="DIR_OR_REPO",
+            help="Provides config, tokenizer and the expected names, shapes and dtypes.",
+        ),
+        _names("--key-map", metavar="NAME_OR_FILE", help="A built-in key map, or a file of rules (docs/key-maps.md)."),
+        _names("--strip-prefix", metavar="P", help="Remove this prefix from every name."),
+        _files("--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="Maximum size of one file."),
+        _files("--world-size", type=Count(1), metavar="N", help="Number of ranks to write for (--to dcp, --to local)."),
+        _files("--sha256", is_flag=True, help="Write SHA256SUMS next to the files (--to hf)."),
+    ]
+    for option in reversed(options):
+        function = option(function)
+    return function
 
 
 @click.command("convert", cls=GroupedCommand)
 @click.argument("src")
 @click.argument("dst")
-@_what(
-    "--to",
-    type=OneOf(["hf", "dcp", "torch", "local"], meant=OTHER_NAMES),
-    default="hf",
-    show_default=True,
-    metavar="FORMAT",
-    help=(
-        "hf (safetensors, config, tokenizer), dcp (torch.distributed.checkpoint), torch (one "
-        "torch.save file) or local (one file per rank). All contain only the model; `reshard` keeps "
-        "the optimizer."
-    ),
-)
-@dtype_option
-@_what(
-    "--weights",
-    type=OneOf(["auto", "model", "master"]),
-    default="auto",
-    show_default=True,
-    metavar="WHICH",
-    help=("model, or master (the fp32 copies that some optimizers keep). auto: model, or master if --dtype casts."),
-)
-@_what("--include", multiple=True, metavar="GLOB", help="Only these tensors; may be given several times.")
-@_what("--exclude", multiple=True, metavar="GLOB", help="Not these tensors; may be given several times.")
-@_model("--base", metavar="DIR_OR_REPO", help="Provides config, tokenizer and the expected names, shapes and dtypes.")
+@export_options
 @_model("--untie", is_flag=True, help="Keep a head that differs from the embedding, and correct the config.")
 @_model("--merge-adapter", is_flag=True, help="Merge LoRA adapters into the weights of SRC or --base.")
 @_model("--adapter-config", metavar="FILE", help="PEFT's adapter_config.json, if the checkpoint has none.")
-@_names("--key-map", metavar="NAME_OR_FILE", help="A built-in key map, or a file of rules (docs/key-maps.md).")
-@_names("--strip-prefix", metavar="P", help="Remove this prefix from every name.")
 @allow_pickle("What")
 @_names("--layout", metavar="FILE", help="Names and shapes of flat parameters (FSDP1 LOCAL).")
-@_files("--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="Maximum size of one file.")
-@_files("--world-size", type=Count(1), metavar="N", help="Number of ranks to write for (--to dcp, --to local).")
-@_files("--sha256", is_flag=True, help="Write SHA256SUMS next to the files (--to hf).")
 @_files("--push", metavar="REPO", help="Upload the result to this Hugging Face repo.")
 @outcome_options
 @storage_options_of_both

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import click
 
-from ckptkit.cli.convert import OTHER_NAMES, dtype_option
+from ckptkit.cli.convert import export_options
 from ckptkit.cli.frame import command_frame, progress_bar, storage_options_of_both, with_storage_options
 from ckptkit.cli.options import Count, GroupedCommand, OneOf, grouped
 from ckptkit.cli.outcome import explain_interrupts, outcome_options, show_outcome
 
-_what, _names, _model, _files = grouped("What"), grouped("Names"), grouped("Model"), grouped("Files")
+_what = grouped("What")
 
 
 @click.command("merge", cls=GroupedCommand)
@@ -34,31 +35,7 @@ _what, _names, _model, _files = grouped("What"), grouped("Names"), grouped("Mode
     metavar="DTYPE",
     help="fp32 or fp64: the precision of the sums.",
 )
-@_what(
-    "--take",
-    type=OneOf(["auto", "model", "master"]),
-    default="auto",
-    show_default=True,
-    metavar="WHICH",
-    help="model, or master (the fp32 copies that some optimizers keep). auto: model, or master if --dtype casts.",
-)
-@_what(
-    "--to",
-    type=OneOf(["hf", "dcp", "torch", "local"], meant=OTHER_NAMES),
-    default="hf",
-    show_default=True,
-    metavar="FORMAT",
-    help="hf, dcp, torch or local, as for convert.",
-)
-@dtype_option
-@_what("--include", multiple=True, metavar="GLOB", help="Only these tensors; may be given several times.")
-@_what("--exclude", multiple=True, metavar="GLOB", help="Not these tensors; may be given several times.")
-@_model("--base", metavar="DIR_OR_REPO", help="Provides config, tokenizer and the expected names, shapes and dtypes.")
-@_names("--key-map", metavar="NAME_OR_FILE", help="A built-in key map, or a file of rules (docs/key-maps.md).")
-@_names("--strip-prefix", metavar="P", help="Remove this prefix from every name.")
-@_files("--max-shard-size", default="5GB", show_default=True, metavar="SIZE", help="Maximum size of one file.")
-@_files("--world-size", type=Count(1), metavar="N", help="Number of ranks to write for (--to dcp, --to local).")
-@_files("--sha256", is_flag=True, help="Write SHA256SUMS next to the files (--to hf).")
+@partial(export_options, weights="--take")
 @outcome_options
 @storage_options_of_both
 @command_frame
