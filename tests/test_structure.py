@@ -23,11 +23,18 @@ def sources() -> Mapping[str, ast.Module]:
     return found
 
 
+@functools.cache
+def nodes(tree: ast.Module) -> list[ast.AST]:
+    """Return all nodes of a module that some test here looks at: walking the package takes a second."""
+    kinds = (ast.Import, ast.ImportFrom, ast.Attribute, ast.Call, ast.Constant, ast.ClassDef)
+    return [node for node in ast.walk(tree) if isinstance(node, kinds)]
+
+
 def imports(modules: Mapping[str, ast.Module]) -> dict[str, set[str]]:
     """Return which modules each one imports: at the top, inside functions, and for type checkers only."""
     found: dict[str, set[str]] = {name: set() for name in modules}
     for name, tree in modules.items():
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if isinstance(node, ast.ImportFrom) and node.module in modules:
                 targets = {f"{node.module}.{item.name}" for item in node.names}
                 found[name] |= {target if target in modules else node.module for target in targets}
@@ -69,7 +76,7 @@ def test_a_cycle_would_be_found() -> None:
 
 def algorithms(tree: ast.Module) -> Iterator[str]:
     """Yield what in a module names a digest algorithm."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             yield from (item.name for item in node.names if item.name in ("hashlib", "xxhash"))
         elif isinstance(node, ast.Attribute) and node.attr == "crc32" and isinstance(node.value, ast.Name):
@@ -93,7 +100,7 @@ KINDS = ("LocalStore", "RemoteStore", "AttemptStore", "Snapshot")
 
 def questions(tree: ast.Module) -> Iterator[str]:
     """Yield where a module asks which kind of store it has."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Attribute) and node.attr in ("local_root", "is_remote"):
             yield f"line {node.lineno}: .{node.attr}"
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("isinstance", "type"):
@@ -147,7 +154,7 @@ def private_attributes() -> set[str]:
 
 def private_names(tree: ast.Module, attributes: set[str]) -> Iterator[str]:
     """Yield the private names of torch that a module imports or looks up."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             yield from (item.name for item in node.names if item.name.startswith("torch.") and "._" in item.name)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
@@ -158,7 +165,7 @@ def private_names(tree: ast.Module, attributes: set[str]) -> Iterator[str]:
                 yield f"{owner}.{node.attr}"
             elif node.attr in attributes and owner not in ("self", "cls"):
                 yield node.attr
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr", "setattr"):
             named = [part.value for part in node.args[1:2] if isinstance(part, ast.Constant)]
             yield from (name for name in named if name in attributes)
 
@@ -180,7 +187,7 @@ TWICE = {
 
 def classes(tree: ast.Module) -> Iterator[str]:
     """Yield the names of the classes of a module, those inside of others too."""
-    return (node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    return (node.name for node in nodes(tree) if isinstance(node, ast.ClassDef))
 
 
 def test_a_class_name_is_used_once() -> None:
