@@ -47,7 +47,7 @@ class Box:
         )
 
     def intersect(self, other: Box) -> Box | None:
-        """Return the part both boxes share, None if it is empty."""
+        """Return the part that both boxes share; None if it is empty."""
         offsets = tuple(map(max, self.offsets, other.offsets))
         spans = zip(self.offsets, self.sizes, other.offsets, other.sizes, offsets, strict=True)
         sizes = tuple([min(a + m, b + n) - o for a, m, b, n, o in spans])
@@ -61,7 +61,7 @@ class Box:
         """Return whether the box is one run of elements in a row-major tensor of this shape."""
         if self.numel <= 1:
             return True
-        partial = False  # from the innermost dimension: outside of a partial one, sizes must be 1
+        partial = False  # going outwards: outside of a partial dimension, all sizes must be 1
         for size, extent in zip(reversed(self.sizes), reversed(shape), strict=True):
             if partial and size != 1:
                 return False
@@ -75,7 +75,7 @@ class Box:
     def tiles(self, max_numel: int) -> Iterator[Box]:
         """Split the box into tiles of at most `max_numel` elements, in row-major order.
 
-        Each tile is contiguous in a row-major tensor of the box's own shape, so tiles of a target are written
+        Each tile is contiguous in a row-major tensor of the box's shape, so the tiles of a target are written
         sequentially.
         """
         if self.numel == 0:
@@ -110,7 +110,7 @@ def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def chunk_box(shape: tuple[int, ...], dim: int, parts: int, index: int) -> Box:
-    """Return part `index` of `parts` along `dim` by the rule of `torch.chunk`, which FSDP2 shards with.
+    """Return part `index` of `parts` along `dim`, split like `torch.chunk`, as FSDP2 does.
 
     Each part has ceil(n / parts) rows; the last ones are shorter or empty. An empty part starts at n.
     """

@@ -17,14 +17,14 @@ Bool = npt.NDArray[np.bool_]
 
 
 def distinct(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the distinct numbers of a column, ascending. `np.unique` does it too, but first imports numpy.ma."""
+    """Return the distinct numbers of a column, ascending. Not `np.unique`: it imports numpy.ma, which is slow."""
     ordered = np.sort(values, axis=None)
     return ordered[np.concatenate([[True], ordered[1:] != ordered[:-1]])] if len(ordered) else ordered
 
 
 def first_of_equal(table: Int64) -> Int64 | None:
-    """Return, ascending, the first index of each distinct row of a table; None where all rows are distinct."""
-    # A hash first: sorting one column of numbers is ten times faster than sorting rows.
+    """Return, ascending, the first index of each distinct row of a table; None if all rows are distinct."""
+    # First by a hash: sorting one column of numbers is ten times faster than sorting rows.
     hashes = (table.astype(np.uint64) * _weights(table.shape[1])).sum(axis=1, dtype=np.uint64)
     hashes.sort()
     if not (hashes[1:] == hashes[:-1]).any():
@@ -37,7 +37,7 @@ def first_of_equal(table: Int64) -> Int64 | None:
 
 
 def _weights(count: int) -> UInt64:
-    """Odd 64-bit numbers without a pattern (splitmix64), one a column."""
+    """Return odd pseudo-random 64-bit numbers (splitmix64), one per column."""
     result = []
     for i in range(1, count + 1):
         z = i * 0x9E3779B97F4A7C15 % 2**64
@@ -56,7 +56,7 @@ def row_major(sizes: Int64) -> Int64:
 
 
 def is_dense(sizes: Int64, strides: Int64) -> Bool:
-    """Tell, row by row, whether a box with these strides is one run of elements in row-major order."""
+    """Return for each row whether a box with these strides is one run of elements in row-major order."""
     dense = np.ones(len(sizes), bool)
     expected = np.ones(len(sizes), np.int64)
     for dim in range(sizes.shape[1] - 1, -1, -1):
@@ -66,11 +66,11 @@ def is_dense(sizes: Int64, strides: Int64) -> Bool:
 
 
 def tiles_exactly(offsets: Int64, sizes: Int64, shape: Int64) -> bool:
-    """Return whether these non-empty boxes cover a shape, each element once. Linear, whatever their pattern.
+    """Return whether these non-empty boxes cover each element of a shape exactly once. Takes linear time.
 
-    How often elements are covered is a sum of steps, one at each corner of each box, up or down. It is 1 everywhere
-    just where all steps cancel but those of the corners of the whole. The steps are summed under a hash of their place
-    with a key of this process: that a wrong sum comes out right has a chance of 2**-64, which no file can better.
+    Each box adds +1 or -1 at each of its corners (a d-dimensional difference). The cover is exact if and only if these
+    sum to the corners of the whole shape. The sums are compared as hashes with a random key of this process: the
+    probability of a wrong answer is 2**-64, and no file can be made to raise it.
     """
     cut = np.flatnonzero(((offsets != 0) | (sizes != shape)).any(axis=0))
     if not len(cut):
@@ -86,7 +86,7 @@ def tiles_exactly(offsets: Int64, sizes: Int64, shape: Int64) -> bool:
 
 
 def _steps(places: UInt64, key: UInt64) -> UInt64:
-    """Return the sum of the hashes of some places, [n, dims], as an array of one: arrays wrap without a warning."""
+    """Return the sum of the hashes of places, [n, dims], as a one-element array: arrays overflow without a warning."""
     z = (places * (key[:-1] | np.uint64(1))).sum(axis=1, dtype=np.uint64) + key[-1:]
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -96,9 +96,9 @@ def _steps(places: UInt64, key: UInt64) -> UInt64:
 def overlapping(offsets: Int64, sizes: Int64) -> bool:
     """Return whether any two of these distinct, non-empty boxes share an element.
 
-    A grid is told apart in O(n log n): sorted by one dimension whose intervals are all disjoint or
-    equal, only boxes of equal interval are compared, recursively. Anything else is compared pair by
-    pair, sweeping over dimension 0: for thousands of boxes, not for more.
+    Grids take O(n log n): along a dimension where all intervals are disjoint or equal, only boxes with equal intervals
+    are compared, recursively. Other boxes are compared in pairs, sweeping over dimension 0, which is fast enough for
+    thousands of boxes.
     """
     n, ndim = sizes.shape
     if n < 2:
@@ -112,7 +112,7 @@ def overlapping(offsets: Int64, sizes: Int64) -> bool:
         s, e = starts[order], stops[order]
         same = (s[1:] == s[:-1]) & (e[1:] == e[:-1])
         if same.all() or not (same | (s[1:] >= e[:-1])).all():
-            continue  # one interval for all, or intervals that overlap in part: no split along this dimension
+            continue  # all intervals are equal, or some overlap partly: no split along this dimension
         begins = np.concatenate([[0], np.flatnonzero(~same) + 1, [n]])
         several = np.flatnonzero(np.diff(begins) > 1)
         groups = (order[begins[i] : begins[i + 1]] for i in several.tolist())

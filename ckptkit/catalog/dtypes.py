@@ -15,9 +15,9 @@ class DType:
 
     Attributes:
         name: "bfloat16", "float8_e4m3fn", ...
-        itemsize: Bytes an element.
+        itemsize: Bytes per element.
         kind: "float", "float8" (never cast), "int", "bool" or "complex".
-        safetensors: Its name in a safetensors header; None if that format has none.
+        safetensors: Its name in a safetensors header; None if the format does not have it.
     """
 
     name: str
@@ -26,7 +26,7 @@ class DType:
     safetensors: str | None
 
 
-# The safetensors names are those of its Dtype enum, version 0.8 (safetensors/src/tensor.rs).
+# The safetensors names are from its Dtype enum, version 0.8 (safetensors/src/tensor.rs).
 DTYPES: dict[str, DType] = {
     d.name: d
     for d in (
@@ -63,7 +63,7 @@ def dtype(name: str) -> DType:
     """Return the dtype that torch calls `name`, with or without "torch.", aliases included.
 
     Raises:
-        UnsupportedFormatError: No such dtype is known.
+        UnsupportedFormatError: The dtype is unknown.
     """
     found = DTYPES.get(name)
     if found is None:
@@ -87,9 +87,9 @@ def from_safetensors(name: str) -> DType:
 
 
 def export_dtype(source: str, wanted: str) -> str:
-    """Return the dtype a tensor gets when an export asks for `wanted`: only plain floats are ever cast.
+    """Return the dtype of a tensor in an export with the dtype `wanted`. Only plain floats are cast.
 
-    Integers, bools, complex and 8-bit floats keep theirs: a cast would change what they mean.
+    Integers, bools, complex and 8-bit floats keep their dtype: a cast would change their meaning.
 
     Args:
         source: The tensor's own dtype.

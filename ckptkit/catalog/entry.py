@@ -1,7 +1,7 @@
-"""The contents of a checkpoint: tensors as slices at byte ranges, objects, and their origin.
+"""Describes the contents of a checkpoint: tensors as slices at byte ranges, objects, and their origin.
 
-A reader of any format ends in a `Catalog`; everything offline starts from one. Slices are columns of
-numbers (a million of them are a few arrays), `TensorSlice` is a view of one row.
+Readers of all formats return a `Catalog`; everything offline starts from one. Slices are stored as columns of numbers,
+because there may be a million; `TensorSlice` is a view of one row.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
     "same_by_record",
 ]
 
-_FEW_SLICES = 2048  # of a tensor: these are compared in pairs where they form no grid
+_FEW_SLICES = 2048  # up to this many slices that form no grid are compared in pairs
 _ROWS_BY_HAND = 128
 _MOST_CORNERS = 1 << 28
 Int64 = npt.NDArray[np.int64]
@@ -49,15 +49,15 @@ class Role(str, enum.Enum):
     MODEL = "model"  # parameters and persistent buffers
     MASTER = "master"  # fp32 copies of low-precision parameters
     OPTIMIZER = "optimizer"  # moments, steps, param_groups
-    OTHER = "other"  # schedulers, RNG, dataloader, the user's own
+    OTHER = "other"  # schedulers, RNG, dataloader, user values
 
 
 @dataclass(frozen=True, slots=True)
 class Digest:
     """A digest of the bytes [start, start + nbytes) of a slice's file (or of its decoded record).
 
-    The range may be larger than the slice: a zip record's CRC-32 covers a whole storage, of which the
-    slice can be a part.
+    The range may be larger than the slice: a zip record's CRC-32 covers a whole storage, and the slice may be a part
+    of it.
     """
 
     algorithm: str  # one of `digests.NAMES`
@@ -68,7 +68,7 @@ class Digest:
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """The slice is in a record to decode with `name`: bytes [start, start + nbytes) of the file.
+    """The encoding of the record that contains a slice: bytes [start, start + nbytes) of the file.
 
     `TensorSlice.start` then counts from the first byte of the decoded record.
     """
@@ -87,8 +87,8 @@ class TensorSlice:
         path: The file, relative to the store of the checkpoint.
         start: Byte offset of the element at `box.offsets`.
         nbytes: Bytes from the first to the end of the last element: numel * itemsize if contiguous.
-        strides: In elements, where the box does not lie row-major; None if it does.
-        digest: What the bytes are checked by; None if nothing was recorded.
+        strides: In elements; None if the box is stored row-major.
+        digest: The recorded digest; None if there is none.
         codec: Set if the bytes are compressed, or signs must be flipped.
         rank: The rank that wrote the slice; -1 if unknown.
     """
@@ -111,16 +111,16 @@ class SliceArray(Sequence[TensorSlice]):
         files: [n] index into `paths`.
         starts, nbytes: [n] bytes.
         offsets, sizes: [n, ndim] elements.
-        ranks: [n] writer rank, -1 where unknown.
+        ranks: [n] rank that wrote the slice, -1 if unknown.
         algorithm: The digest algorithm of all rows; None if there are no digests.
         digests: [n] digest values; None if there are none.
         digest_starts, digest_nbytes: [n] the bytes each digest covers, 0 for a row without one; None if
             they are the slice's own.
-        strides, codecs: By row, for the few rows that have one.
+        strides, codecs: By row, only for rows that have one.
     """
 
     opaque: str = ""
-    """Why the bytes of the tensor cannot be told, as the end of a sentence about it; "" if they can."""
+    """Why the tensor's bytes cannot be located, as the rest of a sentence about it; "" if they can."""
 
     __slots__ = (
         "algorithm",
@@ -171,8 +171,7 @@ class SliceArray(Sequence[TensorSlice]):
 
     @classmethod
     def of(cls, slices: Sequence[TensorSlice], ndim: int) -> SliceArray:
-        """Return the columns of these slices. All digests must use one algorithm; some rows may have none
-        only if all have none."""
+        """Return the columns of these slices. Either all have digests of one algorithm, or none has a digest."""
         n = len(slices)
         paths = list(dict.fromkeys(s.path for s in slices))
         index = {path: i for i, path in enumerate(paths)}
@@ -196,7 +195,7 @@ class SliceArray(Sequence[TensorSlice]):
         )
 
     def under(self, paths: Sequence[str]) -> SliceArray:
-        """Return the same slices of files that have other names, which `paths` gives in the order of `self.paths`."""
+        """Return the same slices with renamed files: `paths` are the new names, in the order of `self.paths`."""
         return SliceArray(
             paths,
             self.files,
@@ -217,7 +216,7 @@ class SliceArray(Sequence[TensorSlice]):
         return len(self.starts)
 
     def record(self, row: int) -> tuple[str, int, int]:
-        """Return (path, start, nbytes) of one row, without a view of it."""
+        """Return (path, start, nbytes) of one row. Faster than `self[row]`."""
         return self.paths[int(self.files[row])], int(self.starts[row]), int(self.nbytes[row])
 
     def records(self) -> list[tuple[str, int, int]]:
@@ -252,7 +251,7 @@ class SliceArray(Sequence[TensorSlice]):
         return (self[i] for i in range(len(self)))
 
     def distinct(self) -> Int64:
-        """Return the rows of distinct non-empty boxes, ascending; for replicas the first."""
+        """Return the rows of distinct non-empty boxes, ascending; the first of each set of replicas."""
         rows = np.flatnonzero((self.sizes != 0).all(axis=1))
         if self.sizes.shape[1] == 0 or len(rows) < 2:
             return rows[:1]
@@ -266,7 +265,7 @@ class SliceArray(Sequence[TensorSlice]):
         return _WholeSlice(path, start, nbytes, shape)
 
     def digest(self, row: int) -> Digest | None:
-        """Return what the bytes of one row are checked by; None if nothing was recorded."""
+        """Return the recorded digest of one row; None if there is none."""
         if self.algorithm is None or self.digests is None:
             return None
         starts, lengths = self.digest_starts, self.digest_nbytes
@@ -348,13 +347,13 @@ class TensorEntry:
     Attributes:
         name: Its unique key in the catalog, as the format stores it.
         dtype: torch's name without the prefix.
-        shape: Of the whole tensor.
-        slices: Its parts. Replicas may appear more than once; together they must cover the shape.
+        shape: Shape of the whole tensor.
+        slices: Its parts, which must cover the shape; there may be replicas.
         role: Its role in the run.
-        fqn: For MODEL, MASTER: the parameter's name in the model, wrappers removed. For OPTIMIZER: the
-            parameter it belongs to, or "" . For OTHER: "".
-        state: For OPTIMIZER: the state's name, such as "exp_avg"; else "".
-        key: The planner's own path, where the format records one.
+        fqn: For MODEL and MASTER, the parameter's name in the model, without wrappers. For OPTIMIZER, the name of its
+            parameter, or "". For OTHER, "".
+        state: For OPTIMIZER, the state's name, such as "exp_avg"; otherwise "".
+        key: The path in the nested state dict, if the format records it.
     """
 
     name: str
@@ -379,7 +378,7 @@ class TensorEntry:
         """Check that every element is covered, and that slices overlap only as whole replicas.
 
         Raises:
-            CorruptCheckpointError: A slice lies outside the shape, or two overlap in part.
+            CorruptCheckpointError: A slice is outside the shape, or two slices overlap partly.
             IncompleteCheckpointError: Elements are missing.
         """
         if self._cut_in_rows():
@@ -388,20 +387,19 @@ class TensorEntry:
         offsets, sizes = self.slices.offsets[rows], self.slices.sizes[rows]
         shape = np.asarray(self.shape, np.int64)
         if ((offsets < 0) | (sizes < 0) | (sizes > shape) | (offsets > shape - sizes)).any():
-            raise CorruptCheckpointError(f"tensor {self.name!r}: a slice lies outside its shape {list(self.shape)}.")
-        # Python's integers where a hostile shape could overflow 64 bits.
+            raise CorruptCheckpointError(f"tensor {self.name!r}: a slice is outside its shape {list(self.shape)}.")
+        # Python's integers: a hostile shape could overflow 64 bits.
         exact = np.int64 if self.numel * max(1, len(rows)) < 2**63 else object
         covered = int(np.prod(sizes.astype(exact), axis=1).sum()) if len(rows) else 0
         if covered > self.numel or (covered == self.numel and not self._tiled(offsets, sizes)):
-            raise CorruptCheckpointError(f"tensor {self.name!r}: its slices overlap in part.")
+            raise CorruptCheckpointError(f"tensor {self.name!r}: its slices overlap partly.")
         if covered != self.numel:
             raise IncompleteCheckpointError(
                 f"tensor {self.name!r} of shape {list(self.shape)}: its slices hold {covered} of {self.numel} elements."
             )
 
     def _cut_in_rows(self) -> bool:
-        """Whether a few slices are the tensor's rows in order: the common case, ten times faster than numpy's fixed
-        cost."""
+        """Whether these few slices are the tensor's rows, in order. Without numpy, which takes ten times as long."""
         if isinstance(self.slices, _WholeSlice) and self.slices.is_all_of(self.shape):
             return True
         if not self.shape or len(self.slices) > _ROWS_BY_HAND:
@@ -425,8 +423,10 @@ class TensorEntry:
 
 
 def same_by_record(first: TensorEntry, second: TensorEntry) -> bool | None:
-    """Return whether two tensors hold the same bytes by what is recorded: that they are the same bytes of the same
-    files, or digests over the same boxes. None where that does not tell."""
+    """Return whether two tensors have equal bytes, without reading them; None if the records do not tell.
+
+    They are equal if they are the same bytes of the same files, or if they have equal digests over the same boxes.
+    """
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return None
     if len(first.slices) != len(second.slices) or len(first.slices) > 4096:
@@ -453,7 +453,7 @@ class ObjectEntry:
 
     Attributes:
         encoding: "torch_save" (decoded with weights_only rules), "json", or "value" (already in `value`).
-        value: The value itself where `encoding` is "value".
+        value: The value, if `encoding` is "value".
     """
 
     name: str
@@ -478,14 +478,14 @@ class MeshInfo:
 
 @dataclass(frozen=True, slots=True)
 class CatalogInfo:
-    """Where a catalog came from.
+    """The origin of a catalog.
 
     Attributes:
         format: The reader's name: "dcp", "safetensors", "ckptkit-sharded", "verl", ...
         producer: The program that wrote it, if known: "ckptkit 0.1.0", "accelerate", ...
-        step: Training step, where recorded.
-        world_size: Ranks that wrote it, where recorded.
-        mesh: The mesh, where recorded.
+        step: Training step, if recorded.
+        world_size: Number of ranks that wrote it, if recorded.
+        mesh: The mesh, if recorded.
         files: Every file of the checkpoint, with its size in bytes (-1 if unknown).
         side_files: Files to include in an export (config.json, tokenizer...), relative to the store.
         notes: Notes for the user, for example "2 optimizer files were skipped: ...".
@@ -504,7 +504,7 @@ class CatalogInfo:
 
 
 class WholeTensors(Mapping[str, TensorEntry]):
-    """Tensors that lie in one piece each, as a reader has seen: no need to make 300,000 entries to know it."""
+    """Tensors that are all stored in one piece, so that nobody needs to create 300,000 entries to check that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -522,7 +522,7 @@ class Catalog:
         return found
 
     def in_parts(self) -> Iterable[TensorEntry]:
-        """Return the tensors that may lie in several pieces, or in records of classes: those that can have gaps."""
+        """Return the tensors that can have gaps: those that may have several slices, or need a class to be read."""
         return () if isinstance(self.tensors, WholeTensors) else self.tensors.values()
 
     def paths(self) -> set[str]:
@@ -539,14 +539,14 @@ class Catalog:
                 key = entry.fqn if keyed else entry.name
                 if key in found:
                     raise CorruptCheckpointError(
-                        f"{role.value} tensor {key!r} is there twice: as {found[key].name!r} and {entry.name!r}."
+                        f"{role.value} tensor {key!r} exists twice: as {found[key].name!r} and as {entry.name!r}."
                     )
                 found[key] = entry
         return found
 
 
 def contiguous_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Return whether these strides are those of a row-major tensor (dimensions of size 1 do not matter)."""
+    """Return whether a tensor with these strides is row-major (strides of dimensions of size 1 do not matter)."""
     if 0 in shape:
         return True
     return all(n == 1 or a == b for n, a, b in zip(shape, strides, row_major_strides(shape), strict=True))

@@ -1,6 +1,6 @@
-"""Target tensors assembled from source tensors: which box of which source fills which box. Pure geometry.
+"""Describes target tensors as boxes of source tensors, with splits, transposes and concatenations. Pure geometry.
 
-A `Part` means, in numpy notation (empty `unfold` and `axes` are omitted):
+In numpy notation, a `Part` is (without the steps whose `unfold` or `axes` is empty):
 
     target[part.target_box] = source[part.source_box].reshape(unfold).transpose(axes).reshape(target_box.sizes)
 
@@ -25,12 +25,12 @@ class Part:
     """A box of a target, filled from an equally large box of one source.
 
     Attributes:
-        target_box: Where the elements go, in the target tensor.
+        target_box: The box of the target that is filled.
         source: The key of the source in `Catalog.tensors`.
-        source_box: Where they come from. Up to dimensions of size 1 it has the sizes of `target_box`
-            (permuted, with `axes`), unless `unfold` is set.
-        unfold: A shape the source box is viewed as before `axes` apply; () keeps its own. Such a part is
-            small: one attention head.
+        source_box: The box of the source. Except for dimensions of size 1, and unless `unfold` is set, it has the sizes
+            of `target_box`, permuted by `axes`.
+        unfold: The shape to view the source box as, before `axes` apply; () keeps its shape. Such a part is small: one
+            attention head.
         axes: A permutation as for numpy.transpose; () keeps the order.
     """
 
@@ -50,7 +50,7 @@ class Part:
         return Part(target_box, self.source, self.source_box, self.unfold, self.axes)
 
     def cut(self, box: Box) -> list[Part]:
-        """Return the parts that fill what this part and `box` of the target share."""
+        """Return the parts that fill the intersection of this part and `box`, both in the target."""
         shared = self.target_box.intersect(box)
         if shared is None:
             return []
@@ -67,7 +67,7 @@ class Part:
         return [Part(shared, self.source, Box(tuple(offsets), tuple(sizes)), (), self.axes)]
 
     def permuted(self, dims: tuple[int, ...]) -> list[Part]:
-        """Return the parts of the target transposed: its dimension d is the old dimension dims[d]."""
+        """Return the parts of the transposed target: its dimension d is the old dimension dims[d]."""
         if self.unfold:
             return [piece for row in self._rows() for piece in row.permuted(dims)]
         matched = self.source_dims()
@@ -89,10 +89,10 @@ class Part:
         return [None if size == 1 else next(wide) for size in self.target_box.sizes]
 
     def _rows(self) -> Iterator[Part]:
-        """The same elements as plain parts of one row each.
+        """Yield the same elements as plain parts of one row each.
 
-        Only for parts of `rope_permuted`: unfold (a, b, *rest), axes (1, 0, *rest), with a * b > 1 rows, which are the
-        first dimension of more than one element on both sides.
+        Only for parts of `rope_permuted`: unfold (a, b, *rest), axes (1, 0, *rest), with a * b > 1 rows. The rows are
+        the first dimension larger than 1 in both boxes.
         """
         a, b = self.unfold[:2]
         row_dim = next(d for d, size in enumerate(self.source_box.sizes) if size != 1)
@@ -114,7 +114,7 @@ class Target:
     Attributes:
         name: Its name in the result.
         dtype: Its dtype in the result; sources with another dtype are cast.
-        shape: Of the whole tensor.
+        shape: Shape of the whole tensor.
         parts: In any order.
         source_dtype: The dtype that all sources share.
     """
@@ -149,7 +149,7 @@ class Target:
         return self if name == self.name else Target(name, self.dtype, self.shape, self.parts, self.source_dtype)
 
     def rows(self, start: int, stop: int) -> Target:
-        """Return the target of the rows [start, stop) alone."""
+        """Return the target for only the rows [start, stop)."""
         box = Box((start, *(0,) * (len(self.shape) - 1)), (stop - start, *self.shape[1:]))
         parts = tuple(p.moved(p.target_box.relative_to(box)) for part in self.parts for p in part.cut(box))
         return replace(self, shape=box.sizes, parts=parts)
@@ -189,8 +189,8 @@ class Target:
     def rope_permuted(self, heads: int, *, to_halves: bool) -> Target:
         """Return the target with the rows of each of `heads` heads reordered between the two layouts of RoPE.
 
-        `to_halves`: pairs that lie side by side (Meta's code, torchtitan) go to the two halves of the head
-        (transformers); else back. As the `permute` of transformers' llama conversion script does.
+        With `to_halves`, adjacent pairs (Meta's code, torchtitan) move to the two halves of the head (transformers), as
+        `permute` in transformers' llama conversion script does; otherwise back.
         """
         rows = self.shape[0] // heads
         a, b = (rows // 2, 2) if to_halves else (2, rows // 2)
@@ -213,7 +213,7 @@ def concatenated(name: str, targets: Sequence[Target], dim: int) -> Target:
 
 
 def _rope_head(head: Target, a: int, b: int) -> list[Part]:
-    """One head's rows viewed as (a, b), inverted. `head.parts` start at row 0."""
+    """Return the parts of one head with its rows, viewed as (a, b), transposed. `head.parts` start at row 0."""
     only = head.parts[0] if len(head.parts) == 1 else None
     if only is not None and only.is_plain and a * b > 1:
         order = (1, 0, *range(2, 1 + len(head.shape)))

@@ -1,6 +1,6 @@
 """Finds the slices that contain boxes of a tensor, and the positions of the parts in the files, as columns.
 
-Two steps: `pieces` finds the parts (geometry in elements), `source_layout` says where they lie (bytes).
+In two steps: `pieces` finds the parts (in elements), `source_layout` their positions (in bytes).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MAX_PAIRS = 1 << 20  # (box, slice) pairs that are compared at once
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """The parts that boxes and slices of a tensor share. One row a part, in the order of the boxes.
+    """The intersections of boxes and slices of a tensor. One row per part, in the order of the boxes.
 
     Attributes:
         boxes: [n] row of the requested box.
@@ -47,9 +47,9 @@ class Pieces:
 
 
 def pieces(entry: TensorEntry, offsets: Int64, sizes: Int64) -> Pieces:
-    """Return the parts of slices that fill these boxes, [m, ndim] each, every element of a box once.
+    """Return the parts of slices that fill these boxes ([m, ndim] each), every element of a box once.
 
-    Of replicas the first is taken. The slices must cover the tensor without partial overlap
+    Uses the first of several replicas. The slices must cover the tensor without partial overlap
     (`TensorEntry.check_coverage`); boxes may overlap or be empty.
     """
     slices = entry.slices
@@ -76,7 +76,7 @@ def pieces(entry: TensorEntry, offsets: Int64, sizes: Int64) -> Pieces:
 
 
 def _candidates(starts: Int64, stops: Int64, lo: Int64, hi: Int64) -> Iterator[tuple[Int64, Int64]]:
-    """Yield (box, slice) index pairs, box by box, among which are all that overlap."""
+    """Yield (box, slice) index pairs, ordered by box, that include all overlapping ones."""
     n, m = len(starts), len(lo)
     if n * m > 4096:
         split = _splitting_dim(starts, stops)
@@ -90,10 +90,10 @@ def _candidates(starts: Int64, stops: Int64, lo: Int64, hi: Int64) -> Iterator[t
 
 
 def _splitting_dim(starts: Int64, stops: Int64) -> tuple[int, Int64, Int64, Int64, Int64] | None:
-    """The dimension that tells most slices apart by intervals that are disjoint or equal.
+    """Return the dimension that splits the slices into most groups; in it, intervals must be disjoint or equal.
 
-    Returns (dim, order, first, begins, ends): slices sorted by it, where each interval's group begins in
-    that order (and the total), and the intervals.
+    Returns (dim, order, first, begins, ends): the slices' order along the dimension, the start of each group in that
+    order (and the total), and the interval of each group. None if there is no such dimension.
     """
     best = None
     for dim in range(starts.shape[1]):
@@ -119,9 +119,9 @@ def _by_intervals(
 
 
 def source_layout(entry: TensorEntry, parts: Pieces) -> tuple[Int64, Int64]:
-    """Return where parts lie: the byte of the first element, [n], and the strides in elements, [n, ndim].
+    """Return the positions of parts: the byte offset of the first element, [n], and strides in elements, [n, ndim].
 
-    Bytes count in the slice's file, or in its decoded record where the slice has a codec.
+    The offset is in the slice's file, or in the decoded record if the slice has a codec.
     """
     slices = entry.slices
     strides = row_major(slices.sizes[parts.rows])
@@ -133,7 +133,7 @@ def source_layout(entry: TensorEntry, parts: Pieces) -> tuple[Int64, Int64]:
     return slices.starts[parts.rows] + index * dtype_of(entry.dtype).itemsize, strides
 
 
-# Tensors whose slices are their rows, in order: most are, and many thousands of them are told at once.
+# Most tensors are sliced along dimension 0, in order. Thousands of them are checked at once.
 
 
 Bool = npt.NDArray[np.bool_]
@@ -141,12 +141,12 @@ Bool = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True)
 class RowCuts:
-    """What is known of some tensors' slices.
+    """The slices of several tensors along dimension 0.
 
     Attributes:
-        cut: [t] whether the slices of each are its rows, in order, each once. A scalar has one row.
-        bounds: [t + 1] the rows [bounds[i], bounds[i + 1]) of the other columns are the slices of tensor i.
-        offsets, sizes: [n] in the first dimension; of tensors that are not cut they mean nothing.
+        cut: [t] whether the tensor's slices are consecutive rows that cover it exactly. A scalar has one row.
+        bounds: [t + 1] tensor i has the rows [bounds[i], bounds[i + 1]) of the other columns.
+        offsets, sizes: [n] along dimension 0; undefined for tensors that are not `cut`.
     """
 
     cut: Bool
@@ -156,13 +156,13 @@ class RowCuts:
 
 
 def check_coverage(entries: Sequence[TensorEntry]) -> None:
-    """Check each entry as `TensorEntry.check_coverage` does, and raise what it raises."""
+    """Check each entry like `TensorEntry.check_coverage`, with the same errors, but faster for thousands."""
     for index in np.flatnonzero(~row_cuts(entries).cut).tolist():
         entries[index].check_coverage()
 
 
 def row_cuts(entries: Sequence[TensorEntry]) -> RowCuts:
-    """Tell which tensors are cut in rows, from columns of all of them."""
+    """Return the slices along dimension 0 of these tensors, and whether they cover each tensor."""
     counts = np.fromiter((len(entry.slices) for entry in entries), np.int64, len(entries))
     ndims = np.fromiter((len(entry.shape) for entry in entries), np.int64, len(entries))
     bounds = np.concatenate([[0], np.cumsum(counts)])
@@ -174,7 +174,7 @@ def row_cuts(entries: Sequence[TensorEntry]) -> RowCuts:
         try:
             shapes = np.array([entry.shape for entry in members], np.int64)
         except OverflowError:
-            continue  # a hostile shape: one by one
+            continue  # a hostile shape: checked by itself
         owners = np.repeat(np.arange(len(chosen)), counts[chosen])
         if len(owners):
             low = np.concatenate([entry.slices.offsets for entry in members])
@@ -188,11 +188,14 @@ def row_cuts(entries: Sequence[TensorEntry]) -> RowCuts:
 
 
 def are_rows(owners: Int64, low: Int64, size: Int64, shapes: Int64) -> Bool:
-    """Tell which tensors, of one number of dimensions, are cut in rows. `owners`: [n] the tensor of each slice."""
+    """Return which tensors, all with the same number of dimensions, are cut in rows.
+
+    `owners`: [n] the tensor of each slice.
+    """
     shape = shapes[owners]
     fits = ((low[:, 1:] == 0) & (size[:, 1:] == shape[:, 1:])).all(axis=1)
     begin, height = low[:, 0], shape[:, 0]
-    # In this order nothing overflows: every end that is compared is of rows within the shape.
+    # In this order nothing overflows: only rows within the shape are added.
     fits &= (begin >= 0) & (size[:, 0] >= 0) & (begin <= height) & (size[:, 0] <= height - begin)
     ends = begin + size[:, 0]
     first = np.ones(len(owners), bool)

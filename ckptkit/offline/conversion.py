@@ -43,19 +43,19 @@ class ConvertReport:
     """The result of `convert` and `reshard`.
 
     Attributes:
-        src, dst: As given; `opened` is the checkpoint that `src` resolved to.
-        format: Of the source.
-        to: The target format.
-        plan: The executed plan, or that of a dry run.
-        tensors: How many.
-        nbytes, nbytes_read: Written and read.
+        src, dst: As given.
+        opened: The checkpoint that `src` resolved to.
+        format, to: Format of the source and of the result.
+        plan: The plan that was executed; in a dry run, the plan that would be.
+        tensors: Number of tensors.
+        nbytes, nbytes_read: Bytes written and bytes read.
         checked: Source digests that were checked.
         verified: Number of tensors that were read back and equal the source; None without `verify`.
         proved: What was checked, as phrases with counts.
         notes: Decisions that the user should know.
         seconds: Wall time; 0.0 for a dry run.
         faults: In a dry run: errors that the real run would raise.
-        serving: The line that says how vLLM serves the export; "" if it cannot, or if that is unknown.
+        serving: How to serve the export with vLLM, in one line; "" if vLLM cannot serve it, or if that is unknown.
         peak_memory: Peak resident memory of this process in bytes; 0 for a dry run.
     """
 
@@ -100,7 +100,7 @@ class ConvertReport:
         yield f"{self.opened} ({self.format}) -> {self.dst} ({self.to})"
         yield from self.plan.lines()
         yield from (f"note: {note}" for note in self.notes if note not in self.plan.notes)
-        yield from (f"does not fit: {fault}" for fault in self.faults)
+        yield from (f"would fail: {fault}" for fault in self.faults)
         yield f"{self.tensors} tensors, {len(self.plan.files)} files, {format_size(self.nbytes)}; nothing was written"
 
     def to_json(self) -> dict[str, Any]:
@@ -161,7 +161,7 @@ class Converted:
 
     Attributes:
         masters: Number of weights proved equal to their cast fp32 masters.
-        looked: What `look` has proved; "" without one.
+        looked: The phrase that `look` returned; "" without `look`.
         verified: Number of result tensors proved equal to the source; None without `verify`.
         record: The commit record of a ckptkit checkpoint; None for another format.
     """
@@ -184,7 +184,7 @@ def conclude(
     look: Callable[[Store], str] | None = None,
     sealing: Seal | None = None,
 ) -> ConvertReport:
-    """Execute the plan of a report and return the complete report; in a dry run, add what the real run would refuse.
+    """Execute the plan of a report and return the complete report; in a dry run, add the errors of the real run.
 
     Args:
         compared: The model whose names and shapes the plan was compared with; "" for none.
@@ -269,12 +269,15 @@ def carry_out(
     return Converted(CopyReport.joined(copies), masters, looked, verified, record)
 
 
-# Finds what a real run would refuse, without writing anything.
+# Find the errors that a real run would raise, without writing anything.
 
 
 def refusals(plan: Plan, source: Source, place: OutputPlace, *, check: bool) -> Iterator[str]:
-    """Yield the reasons why a real run would fail: DST exists, is not writable or has too little space, or source files
-    are missing, truncated or not the committed ones (`check`). Whether an object store accepts writes is not tested."""
+    """Yield the reasons why a real run would fail.
+
+    DST exists, is not writable or has too little space; or source files are missing, truncated or, with `check`, not
+    the committed ones. Does not test whether an object store accepts writes.
+    """
     used = [plan.catalog.tensors[key] for key in used_sources(plan)]
     checks: list[Callable[[], None]] = [partial(check_source_files, source.store, used), partial(place.check, plan)]
     if check:
@@ -310,11 +313,11 @@ def check_source_files(store: Store, entries: Iterable[TensorEntry]) -> None:
     there = {item.path: item.size for folder in folders for item in store.list(folder)}
     for path, end in ends.items():
         size = there.get(path, -1)
-        if size < 0:  # a link, or missing in the listing
+        if size < 0:  # a link, or not in the listing
             info = store.info(path)
             size = -1 if info is None else info.size
         if size < end:
             whose = sorted(rank for rank in ranks.get(path, ()) if rank >= 0)
             owner = f", which rank {', '.join(map(str, whose))} wrote," if whose else ""
-            what = "is missing" if size < 0 else f"has {size} bytes, {end} are needed"
+            what = "is missing" if size < 0 else f"has {size} bytes, expected at least {end}"
             raise IncompleteCheckpointError(f"{store.url}/{path}{owner} {what}. Nothing was written.")

@@ -41,7 +41,7 @@ _MIN_MEMORY = 16_000_000
 
 @reads_checkpoints
 @patient()
-def convert(  # noqa: PLR0913 - one argument an option
+def convert(  # noqa: PLR0913 - one argument per option
     src: str,
     dst: str,
     *,
@@ -91,7 +91,7 @@ def convert(  # noqa: PLR0913 - one argument an option
         verify: Read the result back and compare every element with the source.
         dry_run: Only plan; see `ConvertReport.plan_lines()` and `ConvertReport.faults`.
         storage_options: For the file systems of source, destination and base.
-        src_storage_options, dst_storage_options: For one of them; override the common ones.
+        src_storage_options, dst_storage_options: Override `storage_options` for the source or the destination.
         adapter_config: PEFT's adapter config, if neither the source nor the base has one.
         sha256: Write SHA256SUMS for a Hugging Face export, for `verify` and `sha256sum -c`.
 
@@ -139,12 +139,12 @@ def _with_base(
     try:
         base = open_pinned(base_url, storage_options=storage_options, together=together)
     except CheckpointNotFoundError:
-        return source, options, base_url  # config and tokenizer alone, or a repo of the Hub
+        return source, options, base_url  # a repo of the Hub, or a directory without weights
     config = options.adapter_config or beside_source(source.store, source.catalog).adapter_config or {}
     if changed := changes_base(config):
         raise UnsupportedFormatError(
-            f"the adapter config has {changed}, with which PEFT changed the base weights before training, so "
-            f"{base.url} may hold others. If it holds the changed ones, remove that setting from a copy of "
+            f"the adapter config has {changed}: PEFT changed the base weights before training, and {base.url} may "
+            "contain the original ones. If it contains the changed ones, remove that setting from a copy of "
             "adapter_config.json and pass it with --adapter-config; otherwise merge with PEFT."
         )
     weights = choose_weights(base.catalog, options.weights, dtype=options.dtype)
@@ -158,7 +158,7 @@ def _with_base(
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """Where and how the result is written: see `convert`."""
+    """The options for writing the result: see `convert`."""
 
     dst: str
     to: Format
@@ -215,7 +215,7 @@ def _look(plan: Plan, sha256: bool, store: Store) -> str:
 
 
 def _serving(export: HFExport, options: ExportOptions, dst: str) -> str:
-    """Names that the user changed or filtered count as a model's only if they were compared with one."""
+    """Return the line on vLLM. Names that a key map or a filter changed are only trusted if a base confirmed them."""
     if "://" in dst:  # vLLM reads directories
         return ""
     touched = options.key_map or options.strip_prefix is not None or options.include or options.exclude
@@ -244,7 +244,7 @@ def choose(
     if base is not None:
         from ckptkit.offline.export.base import beside_source, open_base
 
-        if source.joined:  # the base's weights are in it
+        if source.joined:  # the base model's weights are in the source
             weights, adapter = source.joined
             known = beside_source(weights.store, weights.catalog)
             own = beside_source(adapter.store, adapter.catalog)
@@ -264,7 +264,7 @@ def choose(
         if name not in used
     ]
     files: tuple[OutputFile, ...] = ()
-    if to == "dcp":  # the model's side files are restored with the weights
+    if to == "dcp":  # a later conversion to hf restores the model's side files
         from ckptkit.offline.export.base import beside_source
 
         own = beside_source(source.store, source.catalog)
@@ -275,7 +275,7 @@ def choose(
 
 @collector_paused()
 def _lay_out(source: Source, export: HFExport, place: OutputPlace, output: Output) -> tuple[Laid, Seal | None]:
-    """Lay the tensors out in the files of the target format; of a LOCAL checkpoint, also return what seals it."""
+    """Lay the tensors out in the files of the target format. For a LOCAL checkpoint, also return its seal."""
     catalog, tensors, to, world_size = source.catalog, export.tensors, output.to, output.world_size
     if world_size is not None and to in ("hf", "torch"):
         raise UsageError(f"--world-size cannot be combined with --to {to}, which is not sharded by rank.")
@@ -313,6 +313,6 @@ def _notes(source: Source, plan: Plan) -> tuple[str, ...]:
 
 
 def _groups(names: Sequence[str], reason: str) -> str:
-    """The first name components, unless the reason already contains them."""
+    """Return ": " and the first name components, or "" if the reason already contains them."""
     found = [group for group in dict.fromkeys(name.partition(".")[0] for name in names) if group not in reason]
     return ": " + ", ".join(found[:3]) + (", ..." if len(found) > 3 else "") if found else ""

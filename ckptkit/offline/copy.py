@@ -57,10 +57,10 @@ from ckptkit.units import format_duration, format_size, parse_size
 __all__ = ["Copied", "CopiedCheckpoint", "copy", "run_at"]
 
 SCHEMA = "ckptkit.copy/1"
-_PINNED = 64  # of a run, from the start: each pin is a thread that renews it
-_MOST_HELD = 64 << 20  # bytes of a file that is held back to come last
+_PINNED = 64  # checkpoints of a run that are pinned at once; each pin needs a thread that renews it
+_MOST_HELD = 64 << 20  # larger files are not held in memory to be written last
 _MARKS = (".metadata", "config.json", "adapter_config.json", "metadata.json", "meta.pt", "latest", ".index.json")
-"""How names end that a reader takes a directory for a checkpoint by: they come last on an object store."""
+"""Endings of the files by which a reader recognizes a checkpoint. On an object store they are written last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +71,13 @@ class CopiedCheckpoint:
         src, dst: URLs of the opened checkpoint and of the copy.
         files, nbytes: Of the copy.
         nbytes_read: Of the source.
-        digests: Of the source, compared while it was read.
+        digests: Number of source digests that were compared.
         unproved: Bytes that no digest covers, or that were not compared.
         verified: Whether the copy was read again and is equal; None if not asked.
         there: Whether an earlier run of the command had already copied it.
         left_out: Path -> why it was not copied.
         notes: Notes for the user.
-        faults: Of a dry run: why the real run would fail.
+        faults: In a dry run: errors that the real run would raise.
     """
 
     src: str
@@ -103,11 +103,11 @@ class Copied:
         src, dst: The given URLs.
         run: Whether a whole run was copied.
         checkpoints: The newest last.
-        left_out: Of a run: entry -> why it was not copied.
+        left_out: Entry of a run -> why it was not copied.
         pins: Names of the checkpoints whose pins were copied.
         seconds: Wall time; 0.0 for a dry run.
-        peak_memory: Of this process, resident, in bytes; 0 for a dry run.
-        faults: Of a dry run: why the real run would fail.
+        peak_memory: Peak resident memory of this process in bytes; 0 for a dry run.
+        faults: In a dry run: errors that the real run would raise.
     """
 
     src: str
@@ -124,7 +124,7 @@ class Copied:
 
     @property
     def nbytes(self) -> int:
-        """Bytes written; for a dry run, bytes that would be."""
+        """Bytes written; in a dry run, bytes that would be written."""
         return sum(item.nbytes for item in self.checkpoints if not item.there)
 
     def lines(self) -> list[str]:
@@ -142,7 +142,7 @@ class Copied:
                 lines.append(f"{state:<15}  {item.dst}  {_files(item.files)}, {format_size(item.nbytes)}")
         if self.dry_run:
             faults = [*(fault for item in self.checkpoints for fault in item.faults), *self.faults]
-            lines += [f"does not fit: {fault}" for fault in dict.fromkeys(faults)]
+            lines += [f"would fail: {fault}" for fault in dict.fromkeys(faults)]
             return [*lines, f"{self._counted()}; nothing was written"]
         rate = format_size(int(self.nbytes / self.seconds)) if self.seconds else "0 B"
         facts = [self._counted(), format_duration(self.seconds), f"{rate}/s"]
@@ -168,7 +168,7 @@ class Copied:
             how = "verified" if all(item.verified for item in old) else "files and sizes compared"
             facts.append(f"{len(old)} there already, {how}")
         if unproved:
-            facts.append(f"not proved: {format_size(unproved)} of which no digest was compared")
+            facts.append(f"not proved: {format_size(unproved)} without a compared digest")
         return "proved: " + "; ".join(facts)
 
     def to_json(self) -> dict[str, Any]:
@@ -206,13 +206,13 @@ def copy(
     and the lease of the destination is held. Pins made by people are copied.
 
     Args:
-        dst: The checkpoint's own directory, as for `convert`; for a file, the file or the directory it goes to; for a
-            run, its root. A directory called step_<N> takes only that step.
-        all_files: Also copy files that no commit record names.
+        dst: The copy's own directory; for a single file, the file or its directory; for a run, its root. A directory
+            named step_<N> must be a copy of that step.
+        all_files: Also copy files that the commit record does not name.
         allow_pickle: As for `convert`.
-        check: Compare the digests that the source recorded, while it is read.
+        check: Compare the source's recorded digests while reading.
         verify: Read the copy again and compare it with the source.
-        overwrite: Replace a checkpoint at `dst`, as `convert` does; for a run, checkpoints from other saves.
+        overwrite: Replace a checkpoint at `dst`, as `convert` does; in a run, also those from other saves.
         dry_run: Only report what would be copied and what would be refused.
         src_storage_options, dst_storage_options: Override `storage_options` for the source or the destination.
 
@@ -220,7 +220,7 @@ def copy(
         CheckpointNotFoundError: There is nothing to copy.
         CheckpointExistsError: `dst` already exists.
         CorruptCheckpointError: The source is damaged or incomplete. The other checkpoints of a run were copied.
-        UsageError: `dst` can't be the name of a copy, or `src` is a run of another system.
+        UsageError: `dst` has the name of another step, or `src` is a directory of another system's checkpoints.
     """
     started = time.perf_counter()
     there, here = options_of_both(storage_options, src_storage_options, dst_storage_options)
@@ -265,7 +265,7 @@ def run_at(url: str, *, storage_options: Mapping[str, Any] | None = None) -> Inv
 
 @reads_checkpoints
 def copy_checkpoint(src: str, dst: str, how: How, reading: ReadOptions, *, all_files: bool) -> CopiedCheckpoint:
-    """Copy one checkpoint and pin it meanwhile. Raises what `copy` raises."""
+    """Copy one checkpoint, pinned until the end. Raises the errors of `copy`."""
     source = open_pinned(src, storage_options=how.there, options=reading, together=not how.dry_run)
     what = _contents(source, src, dst, how, all_files=all_files)
     _check_complete(source, check=how.check)
@@ -280,7 +280,7 @@ def copy_checkpoint(src: str, dst: str, how: How, reading: ReadOptions, *, all_f
         notes=tuple(filter(None, [source.note])),
     )  # fmt: skip
     raw = Source(what.store, plan.catalog, source.url)
-    if not what.record:  # what ckptkit committed has digests, and is never changed
+    if not what.record:  # ckptkit's checkpoints have digests and are never changed
         watch(raw)
     if how.dry_run:
         return replace(copied, faults=tuple(refusals(plan, raw, place, check=how.check)))
@@ -289,7 +289,7 @@ def copy_checkpoint(src: str, dst: str, how: How, reading: ReadOptions, *, all_f
     try:
         outcome = carry_out(plan, raw, place, how)
     except IntegrityError as error:
-        # It names the file: which tensor it is, the checks know.
+        # The error names only the file; the check names the tensor too.
         of_file = [item for item in inline if str(error).startswith(f"{what.prefix}{item.path}:")]
         for problem in compare_digests(source.store, of_file, how.workers, how.max_memory, None):
             raise IntegrityError(problem.message) from error
@@ -313,7 +313,7 @@ class _Contents:
     Attributes:
         store: Paths are relative to its root.
         prefix: The directory in `store` from which the catalog was read; "" for the root.
-        sizes: By path.
+        sizes: Path -> bytes.
         record: The bytes of the commit record; b"" if there is none.
         single: Whether it is one file, not a directory.
     """
@@ -329,12 +329,12 @@ class _Contents:
 
 def _contents(source: Source, src: str, dst: str, how: How, *, all_files: bool) -> _Contents:
     store, catalog = source.store, source.catalog
-    if store.info(RECORD_NAME) is not None:  # ours: its record says what belongs to it
+    if store.info(RECORD_NAME) is not None:  # ckptkit's: the commit record lists its files
         record = store.read(RECORD_NAME)
         stated = CommitRecord.from_json(record, file=f"{source.url}/{RECORD_NAME}")
         others = unnamed_files(store, "", stated)
         sizes = {path: catalog.info.files[path] for path in named_paths(stated)}
-        left = dict.fromkeys(others, "its commit record does not name them; --all-files copies them")
+        left = dict.fromkeys(others, "the commit record does not name them; --all-files copies them")
         if all_files:
             more, left = _readable(snapshot(store), others)
             sizes |= more
@@ -357,7 +357,7 @@ def _readable(store: Store, paths: Iterable[str]) -> tuple[dict[str, int], dict[
         try:
             sizes[path] = file_size(store, path)
         except (CkptkitError, OSError):
-            left[path] = "it can't be read as a file of this directory"
+            left[path] = "it is not a readable file of this directory"
     return sizes, left
 
 
@@ -377,7 +377,7 @@ def _below(source: Source, src: str, dst: str, how: How) -> str:
         siblings = open_store(above, storage_options=how.there).list() if parse_step(part) is not None else []
         if sum(parse_step(item.path) is not None for item in siblings) > 1:
             raise UsageError(
-                f"{src} is a directory of checkpoints of another system: one of them is copied at a time, as in\n"
+                f"{src} contains several checkpoints of another system. Copy one at a time:\n"
                 f"  {command_line('copy', f'{above}/{part}', f'{dst}/{part}')}"
             )
     return "/".join(parts) + "/"
@@ -391,13 +391,13 @@ def _check_complete(source: Source, *, check: bool) -> None:
         return
     check_committed(source)
     for _, message in find_gaps(source.store, source.catalog, quick=True):
-        raise IncompleteCheckpointError(f"{message} Nothing was copied. To copy what is there: --no-check.")
+        raise IncompleteCheckpointError(f"{message} Nothing was copied. To copy it anyway: --no-check.")
 
 
 def _place(what: _Contents, url: str, dst: str, how: How) -> OutputPlace:
     name = dst.rstrip("/").rpartition("/")[2]
     if what.name and step_of_name(name) is not None and name != what.name:
-        raise UsageError(f"{dst}: its name says another step than the checkpoint's, {what.name}. Call it otherwise.")
+        raise UsageError(f"{dst} has the name of another step, but the checkpoint is {what.name}. Choose another name.")
     place = open_target(dst, source=url, single_file=False, overwrite=how.overwrite, storage_options=how.here)
     if not what.single:
         return place
@@ -409,7 +409,7 @@ def _place(what: _Contents, url: str, dst: str, how: How) -> OutputPlace:
 
 
 def _split(checks: Iterable[Check]) -> tuple[list[Check], list[Check]]:
-    """Tell the checks of bytes as they lie in a file, none of which overlap, from those that are made by themselves."""
+    """Split checks into those of disjoint byte ranges, compared during the copy, and those compared separately."""
     inline: list[Check] = []
     apart: list[Check] = []
     by_path: dict[str, list[Check]] = {}
@@ -422,7 +422,7 @@ def _split(checks: Iterable[Check]) -> tuple[list[Check], list[Check]]:
         at = 0
         for item in sorted(plain, key=lambda c: (c.digest.start, -c.digest.nbytes)):
             if item.digest.start < at or item.digest.algorithm != most:
-                if item.digest.start + item.digest.nbytes > at:  # what it covers is not covered yet
+                if item.digest.start + item.digest.nbytes > at:  # it covers bytes that no other check covers
                     apart.append(item)
             elif item.digest.nbytes:
                 inline.append(item)
@@ -431,7 +431,7 @@ def _split(checks: Iterable[Check]) -> tuple[list[Check], list[Check]]:
 
 
 def _plan(what: _Contents, inline: Sequence[Check], file_name: str) -> Plan:
-    """Return the plan in which each file is a tensor of bytes, cut where its digests begin and end."""
+    """Return a plan that copies each file as a tensor of bytes, cut where its digests begin and end."""
     digests: dict[str, list[Digest]] = {}
     for item in inline:
         digests.setdefault(what.prefix + item.path, []).append(item.digest)
@@ -454,7 +454,7 @@ def _plan(what: _Contents, inline: Sequence[Check], file_name: str) -> Plan:
 
 def _slices(path: str, size: int, digests: Sequence[Digest]) -> SliceArray:
     """Return a file as slices: the ranges with digests, and the gaps between them without."""
-    rows: list[tuple[int, int, int, int]] = []  # start, bytes, digest, bytes that it covers
+    rows: list[tuple[int, int, int, int]] = []  # start, bytes, digest, bytes that the digest covers
     at = 0
     for digest in digests:
         if digest.start > at:
@@ -479,7 +479,7 @@ def _slices(path: str, size: int, digests: Sequence[Digest]) -> SliceArray:
 def _copy_run(src: str, dst: str, inventory: Inventory, how: How, reading: ReadOptions, *, all_files: bool) -> Copied:
     """Copy the checkpoints of a run, the newest last. Damaged ones are reported after all others are copied."""
     if is_one_of_many():
-        raise UsageError(f"{src} is a run; several processes copy one checkpoint together, not a run. Start one.")
+        raise UsageError(f"{src} is a run, which only one process can copy. Start the command without torchrun.")
     place = open_target(dst, source=src, single_file=False, overwrite=how.overwrite, storage_options=how.here)
     root, here = open_store(src, storage_options=how.there), open_store(dst, storage_options=how.here)
     view = snapshot(here)
@@ -494,7 +494,7 @@ def _copy_run(src: str, dst: str, inventory: Inventory, how: How, reading: ReadO
     faults += _taken(here, dst, [item for item in todo if item.name in known], half, overwrite=how.overwrite)
     faults += _too_small(here, dst, todo)
     report = Copied(src, dst, True, (), notes=_others(inventory, known), dry_run=how.dry_run)
-    if not how.dry_run:  # that asks each place itself
+    if not how.dry_run:  # a dry run checks each checkpoint's place itself
         if faults:
             raise faults[0]
         _check_free(place, view, [item for item in todo if item.name not in known])
@@ -508,7 +508,7 @@ def _copy_run(src: str, dst: str, inventory: Inventory, how: How, reading: ReadO
             held.callback(acquire_lease(here).release)
             for item in todo[:_PINNED]:
                 pin = pin_url(f"{src.rstrip('/')}/{item.path}", why="copy", storage_options=how.there)
-                with suppress(CheckpointNotFoundError):  # deleted since it was listed: said below
+                with suppress(CheckpointNotFoundError):  # deleted since it was listed: reported below
                     pinned[item.name].enter_context(pin)
         total, done = sum(item.record.total_bytes for item in inventory.committed), 0
         for item in inventory.committed:
@@ -535,8 +535,8 @@ def _copy_run(src: str, dst: str, inventory: Inventory, how: How, reading: ReadO
             write_hint(here, newest.name if newest is not None else "")
     if damaged and not how.dry_run:
         name, first = next(iter(damaged.items()))
-        more = f" Nor were {', '.join(list(damaged)[1:4])}." if len(damaged) > 1 else ""
-        raise type(first)(f"{name} was not copied; {len(copies)} others are whole in {dst}.{more} {first}") from first
+        more = f" Also not copied: {', '.join(list(damaged)[1:4])}." if len(damaged) > 1 else ""
+        raise type(first)(f"{name} was not copied; {dst} has {len(copies)} others, complete.{more} {first}") from first
     return replace(
         report,
         checkpoints=tuple(copies),
@@ -554,17 +554,20 @@ def _part(progress: Progress | None, before: int, total: int) -> Progress | None
 
 
 def _found(item: Committed, at: str, to: str, how: How) -> CopiedCheckpoint:
-    """Return what is known of a checkpoint that was there already. Raises IntegrityError where reading it was asked
-    for and finds damage."""
+    """Return the result for a checkpoint that `dst` already has; with `verify`, read it first.
+
+    Raises:
+        IntegrityError: It is damaged.
+    """
     asked = how.verify and not how.dry_run
     for problem in verify(to, storage_options=how.here).problems if asked else ():
-        raise IntegrityError(f"{to} is there already, and damaged: {problem.message}")
+        raise IntegrityError(f"{to} already exists, but is damaged: {problem.message}")
     form, files = f"ckptkit-{item.record.state_dict_type}", len(item.record.files) + 1
     return CopiedCheckpoint(at, to, form, files, item.record.total_bytes, verified=asked or None, there=True)
 
 
 def _check_free(place: OutputPlace, view: Store, todo: Sequence[Committed]) -> None:
-    """Before anything is written, raise if the name of a checkpoint to copy is taken by something else."""
+    """Raise if the name of a checkpoint to copy is taken by something else, before anything is written."""
     names = {item.path for item in view.list()}
     for item in todo:
         if item.name in names:
@@ -574,16 +577,16 @@ def _check_free(place: OutputPlace, view: Store, todo: Sequence[Committed]) -> N
 def _left_out(inventory: Inventory) -> dict[str, str]:
     """Return the entries of a run that are not committed checkpoints, each with the reason."""
     found = {item.path: f"{item.name} is being saved by {item.owner}" for item in inventory.in_progress}
-    found |= {item.path: f"{item.name} was not committed by its save, which is dead" for item in inventory.abandoned}
+    found |= {item.path: f"{item.name} was not committed: its save was killed" for item in inventory.abandoned}
     found |= {item.path: item.reason for item in inventory.skipped}
-    return found | dict.fromkeys(inventory.foreign, "it is no checkpoint of ckptkit")
+    return found | dict.fromkeys(inventory.foreign, "it is not a ckptkit checkpoint")
 
 
 def _others(inventory: Inventory, known: Mapping[str, Committed]) -> tuple[str, ...]:
     names = [name for name in known if inventory.find(name) is None]
     if not names:
         return ()
-    return (f"DST also holds {', '.join(names[:5])}{', ...' * (len(names) > 5)}, which SRC does not; they stay",)
+    return (f"DST also has {', '.join(names[:5])}{', ...' * (len(names) > 5)}, which SRC does not have; they stay",)
 
 
 def _damage(view: Store, item: Committed) -> str:
@@ -613,11 +616,11 @@ def _taken(
     names = ", ".join([item.name for item in clashes if item.name not in half][:5])
     for name, why in half.items() if not overwrite else ():
         yield CheckpointExistsError(
-            f"{dst}/{name} is there already, but not whole: {why}. Nothing was written. To copy it again: --overwrite."
+            f"{dst}/{name} already exists, but incomplete: {why}. Nothing was written. To copy it again: --overwrite."
         )
     if len(clashes) > len(half) and not overwrite:
         yield CheckpointExistsError(
-            f"{dst} holds {names} of another save; nothing was written. Choose another place, or replace them with "
+            f"{dst} has {names} from another save; nothing was written. Choose another DST, or replace them with "
             "overwrite=True (--overwrite)."
         )
     held = {pin.name: pin for pin in list_pins(here)} if clashes else {}
@@ -633,6 +636,6 @@ def _too_small(here: Store, dst: str, todo: Sequence[Committed]) -> Iterator[NoS
     left = left_beside(f"{here.url}/{todo[0].name}")
     if free < need - (left[1] if left is not None else 0):
         yield NoSpaceError(
-            f"{dst} has {format_size(free)} free, and {format_size(need)} are to be copied. Free some space or copy "
+            f"{dst} has {format_size(free)} free, but the copy needs {format_size(need)}. Free some space or copy "
             "elsewhere."
         )

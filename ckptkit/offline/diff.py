@@ -1,4 +1,4 @@
-"""Compares two checkpoints: tensors, by how much they differ, and other values; streamed, in bounded memory."""
+"""Compares the tensors and other values of two checkpoints, streamed in bounded memory."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ __all__ = ["DiffReport", "LayerDiff", "TensorDiff", "diff"]
 
 SCHEMA = "ckptkit.diff/1"
 _TILE = 4 << 20  # bytes per side
-_SMALL = 256 << 10  # bytes of a tensor that is read together with others
-_SHOWN = 10  # places in one value that are named
+_SMALL = 256 << 10  # smaller tensors are read together
+_SHOWN = 10  # maximum number of differing paths listed per value
 _FLOATS = frozenset({"bfloat16", "float16", "float32", "float64"})
 _COMPLEX = {"complex32": np.float16, "complex64": np.float32, "complex128": np.float64}
 _FLOAT8 = {  # mantissa bits, bias of the exponent
@@ -56,7 +56,7 @@ class TensorDiff:
     """The difference between two tensors with the same name.
 
     Attributes:
-        name: The FQN for weights ("lm_head.weight"); "master: ...", "optimizer: ... exp_avg" or the key else.
+        name: A weight's FQN ("lm_head.weight"), "master: <fqn>", "optimizer: <fqn> exp_avg", or the key.
         elements: Number of elements that differ in bits or, if the dtypes differ, in value.
         max_abs: max |a - b| (per component of complex numbers); None if arithmetic is not supported for the dtype.
         max_rel: max |a - b| / max |a|.
@@ -70,12 +70,12 @@ class TensorDiff:
     max_abs: float | None
     max_rel: float | None
     cosine: float | None
-    sums: tuple[float, float, float] = (0.0, 0.0, 0.0)  # a.b, a.a, b.b: for the cosine of several tensors
+    sums: tuple[float, float, float] = (0.0, 0.0, 0.0)  # a.b, a.a, b.b, to combine the cosines of several tensors
 
 
 @dataclass(frozen=True, slots=True)
 class LayerDiff:
-    """The differing tensors of a layer: largest differences, and the cosine of all as one vector."""
+    """The differing tensors of a layer: the largest differences, and the cosine of all tensors as one vector."""
 
     tensors: int
     elements: int
@@ -86,7 +86,7 @@ class LayerDiff:
 
 @dataclass(frozen=True, slots=True)
 class DiffReport:
-    """What `diff` found.
+    """The result of `diff`.
 
     Attributes:
         values: Differing non-tensor values: path ("optimizer.param_groups[0].lr") -> both values as text.
@@ -102,12 +102,12 @@ class DiffReport:
     only_b: tuple[str, ...]
     shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     dtypes: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    changes: Mapping[str, float] = field(default_factory=dict)  # relative, of every tensor compared; 0.0: equal
+    changes: Mapping[str, float] = field(default_factory=dict)  # relative change of every compared tensor; 0.0: equal
     values: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    same_values: int = 0  # objects, such as a step or the settings of an optimizer
+    same_values: int = 0  # equal objects, such as a step or an optimizer's settings
     left_out: tuple[str, ...] = ()
-    records: Mapping[str, str] = field(default_factory=dict)  # not readable without their class; bytes differ
-    by_record: int = 0  # of the equal ones, compared by the bytes of such records
+    records: Mapping[str, str] = field(default_factory=dict)  # tensors that need a class: how they differ
+    by_record: int = 0  # of the equal tensors, those that need a class and were compared byte for byte
 
     @property
     def differs(self) -> bool:
@@ -158,7 +158,7 @@ class DiffReport:
         return {name: layer for (_, name), layer in ordered}
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as plain JSON values (schema "ckptkit.diff/1"); what is not finite is a string."""
+        """Return the report as plain JSON values (schema "ckptkit.diff/1"); NaN and infinity become strings."""
         document = {**plain(self), "equal": self.equal, "layers": plain(self.layers())}
         del document["changes"]
         for row in document["different"]:
@@ -184,7 +184,7 @@ def diff(
     others are read in tiles.
 
     Args:
-        include: Globs of names; none for all.
+        include: Globs of names; empty for all.
         exclude: Globs of names to skip.
     """
     names = NameFilter(tuple(include), tuple(exclude))
@@ -198,7 +198,7 @@ def diff(
 
 @dataclass(frozen=True, slots=True)
 class NameFilter:
-    """Selects names: those that match a glob of `include` (or all), except those that match `exclude`."""
+    """Selects names that match a glob of `include` (all if empty) and none of `exclude`."""
 
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
@@ -255,7 +255,7 @@ class _Side:
 
 
 def _piece(entry: TensorEntry, size: int) -> tuple[str, int] | None:
-    """The file and offset of a contiguous tensor of `size` bytes; None for others."""
+    """Return the file and offset of a tensor of `size` bytes if it is contiguous; otherwise None."""
     slices = entry.slices
     if len(slices) != 1 or slices.strides or slices.codecs:
         return None
@@ -340,8 +340,10 @@ def _compare(a: _Side, b: _Side, wanted: NameFilter, progress: Progress | None) 
 
 
 def _with_tied(side: _Side, other: _Side) -> dict[str, TensorEntry]:
-    """Return the tensors of a side, and those that it stores under the name of a tied one where the other stores both
-    (FULL and LOCAL checkpoints store one)."""
+    """Return the tensors of a side under all names that the other side has for them.
+
+    FULL and LOCAL checkpoints store tied tensors once, under one name.
+    """
     found, catalog = dict(side.tensors), side.source.catalog
     tables = catalog.info.extra.get("aliases", {})
     for section, table in tables.items() if isinstance(tables, Mapping) else ():
@@ -359,8 +361,11 @@ def _only_in(
     objects: Mapping[str, ObjectEntry],
     other_objects: Mapping[str, ObjectEntry],
 ) -> tuple[str, ...]:
-    """Return the names of one side that the other lacks, without an optimizer's settings where both sides have the
-    whole optimizer as one object: SHARDED checkpoints have them once more, for torch."""
+    """Return the names of one side that the other lacks.
+
+    If both have the optimizer as one object, its separate settings do not count: SHARDED checkpoints store them a
+    second time, for torch.
+    """
     trees = {n for n, item in objects.items() if item.role is Role.OPTIMIZER and n in other_objects and "." not in n}
     alone = [n for n, e in tensors.items() if n not in others and not (e.name.partition(".")[0] in trees and not e.fqn)]
     return (*alone, *(n for n in objects if n not in other_objects and n.partition(".")[0] not in trees))
@@ -377,11 +382,11 @@ def _compare_records(a: _Side, b: _Side, wanted: NameFilter) -> tuple[dict[str, 
         if "" in kinds:
             where = "AB"[kinds.index("")]
             there = name in (a, b)[kinds.index("")].source.catalog.tensors
-            differ[name] = f"{max(kinds)}; in {where} it is {'not' if there else 'not there'}"
+            differ[name] = f"{max(kinds)}; in {where} it {'is not' if there else 'is missing'}"
         elif kinds[0] != kinds[1]:
             differ[name] = f"{kinds[0]} in A, {kinds[1]} in B"
         elif _layout(a, name) != _layout(b, name) or not _same_bytes(a, b, name):
-            differ[name] = f"{kinds[0]}, and its records have other bytes"
+            differ[name] = f"{kinds[0]}, and the bytes of its records differ"
         else:
             same += 1
     return differ, same
@@ -443,7 +448,7 @@ def _compared(
         yield name, found.result()
 
 
-# --- values: what is not a tensor
+# --- objects other than tensors
 
 
 def _value_differences(
@@ -579,7 +584,7 @@ class _Comparison:
             self.norm_b += float(v @ v)
 
     def _integer_gap(self, x: Bytes, y: Bytes) -> npt.NDArray[np.float64] | None:
-        """Exact |a - b| of 64-bit integers, since float64 has only 53 bits; None for other dtypes."""
+        """Return |a - b| of 64-bit integers, exactly (float64 has only 53 bits); None for other dtypes."""
         if self.a.dtype != self.b.dtype or self.a.dtype not in ("int64", "uint64"):
             return None
         i, j = x.view(np.dtype(self.a.dtype)), y.view(np.dtype(self.b.dtype))
@@ -612,7 +617,7 @@ def _together(items: Sequence[TensorDiff]) -> LayerDiff:
 
 
 def _order(value: float | None) -> float:
-    """Sort key of a change: None and NaN come first."""
+    """Return the sort key of a change: None and NaN come first."""
     return math.inf if value is None or math.isnan(value) else value
 
 
@@ -636,9 +641,9 @@ def _numbers(data: Bytes, name: str) -> npt.NDArray[np.float64] | None:
 
 @functools.cache
 def _float8_values(name: str) -> npt.NDArray[np.float64]:
-    """The value of each of the 256 bit patterns (OCP 8-bit formats; the fnuz ones as torch documents them)."""
+    """Return the value of each of the 256 bit patterns (OCP 8-bit formats; fnuz as torch documents them)."""
     bits = np.arange(256)
-    if name == "float8_e8m0fnu":  # an exponent alone
+    if name == "float8_e8m0fnu":  # only an exponent
         return np.where(bits == 255, np.nan, np.ldexp(1.0, bits - 127))
     mantissa_bits, bias = _FLOAT8[name]
     sign = np.where(bits & 0x80, -1.0, 1.0)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["find_gaps", "refuse_partial"]
 
-# accelerate, transformers, verl and its relatives: every rank writes one.
+# Files that every rank writes: accelerate, transformers, verl and its relatives.
 _RANK_FILE = re.compile(
     r"(random_states_|rng_state_|(?:extra_state|optim|model)_world_size_(\d+)_rank_)(\d{1,7})(\.(?:pkl|pth|pt))"
 )
@@ -65,7 +65,7 @@ def refuse_partial(store: Store, catalog: Catalog) -> None:
     """Raise if the complete training state is needed and a part of it was never written.
 
     Raises:
-        IncompleteCheckpointError: There are not tensors, or the optimizer's file of a rank is missing.
+        IncompleteCheckpointError: There are no tensors, or the optimizer's file of a rank is missing.
     """
     if catalog.info.format.startswith("ckptkit-"):
         return
@@ -83,13 +83,13 @@ def refuse_partial(store: Store, catalog: Catalog) -> None:
 
 
 def _stated(catalog: Catalog) -> tuple[str, ...]:
-    """Problems that the format's reader reported but could ignore."""
+    """Return the problems that the format's reader reported but could ignore."""
     stated = catalog.info.extra.get("missing", ())
     return tuple(map(str, stated)) if isinstance(stated, (list, tuple)) else ()
 
 
 def _files(store: Store, catalog: Catalog) -> dict[str, int]:
-    """The sizes of all files in the checkpoint's directories."""
+    """Return the sizes of all files in the checkpoint's directories."""
     info = catalog.info
     folders = {""} | {path.rpartition("/")[0] for path in (*info.files, *info.side_files)}
     return {item.path: item.size for folder in sorted(folders) for item in store.list(folder) if item.kind == "file"}
@@ -114,7 +114,7 @@ def _missing_ranks(files: Mapping[str, int], world_size: int) -> list[str]:
 
 
 def _is_file(entry: ObjectEntry, files: Mapping[str, int]) -> bool:
-    """Whether an object is a separate file, not a record in a data file."""
+    """Whether an object is a file of its own, not a record in a data file."""
     return entry.encoding != "value" and entry.start == 0 and files.get(entry.path) == entry.nbytes
 
 

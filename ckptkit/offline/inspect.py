@@ -1,4 +1,4 @@
-"""Describes a checkpoint from its metadata only: sections, dtypes, sizes, module tree, and the owner of each slice."""
+"""Describes a checkpoint from its metadata: sections, dtypes, sizes, module tree, and the rank of each slice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ckptkit.offline.report import plain
 __all__ = ["InspectReport", "RoleSummary", "TensorInfo", "TreeNode", "inspect", "summarise"]
 
 SCHEMA = "ckptkit.inspect/1"
-_Sized: TypeAlias = tuple[TensorEntry, int, int]  # with elements and bytes
+_Sized: TypeAlias = tuple[TensorEntry, int, int]  # tensor, elements, bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class SliceInfo:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor; `slices` only if requested."""
+    """One tensor; its `slices` are only listed if requested."""
 
     name: str
     fqn: str
@@ -158,7 +158,7 @@ def summarise(
 
 
 def _mesh(mesh: MeshInfo | None) -> dict[str, int] | None:
-    """The sizes by name; unnamed dimensions are called dim0, dim1, ..."""
+    """Return the size of each dimension by name; unnamed ones are called dim0, dim1, ..."""
     if mesh is None:
         return None
     names = mesh.names or tuple(f"dim{i}" for i in range(len(mesh.shape)))
@@ -196,7 +196,7 @@ def _cut(entry: TensorEntry) -> str:
 
 
 def _tied(catalog: Catalog, model: Iterable[_Sized]) -> dict[str, str]:
-    """Names that share their bytes, as recorded by the format or because their slices are the same."""
+    """Return the names that share their bytes, as the format records or because their slices are the same."""
     found: dict[str, str] = {}
     for names in catalog.info.extra.get("aliases", {}).values():
         found.update(names)

@@ -1,4 +1,4 @@
-"""Joins several checkpoints into one source, so that one plan can take tensors from all of them."""
+"""Joins several checkpoints into one source, so that one plan can read tensors from all of them."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ def key_in(index: int, key: str) -> str:
 
 
 def taken_from(target: Target, index: int) -> Target:
-    """Return a target of source `index` as one of the joined catalog."""
+    """Return a target of source `index` with the keys of the joined catalog."""
     return replace(target, parts=tuple(replace(part, source=key_in(index, part.source)) for part in target.parts))
 
 
 def join(sources: Sequence[Source], used: Sequence[Iterable[TensorEntry]]) -> Source:
     """Return one source with the `used` tensors of each of `sources`, under the keys of `key_in`.
 
-    Its catalog's info is that of the last one. It can only be read.
+    Its catalog has the info of the last source. It is read-only.
     """
     store, prefixes = _place(sources)
     tensors: dict[str, TensorEntry] = {}
     for index, entries in enumerate(used):
-        moved: dict[int, tuple[Sequence[str], Sequence[str]]] = {}  # tables of paths, which most tensors share
+        moved: dict[int, tuple[Sequence[str], Sequence[str]]] = {}  # path tables by id: most tensors share one
         for entry in entries:
             paths = entry.slices.paths
             if id(paths) not in moved:
@@ -48,7 +48,7 @@ def join(sources: Sequence[Source], used: Sequence[Iterable[TensorEntry]]) -> So
 
 
 def _place(sources: Sequence[Source]) -> tuple[Store, list[str]]:
-    """Return a store that holds the files of all sources, and what precedes their paths in it."""
+    """Return a store with the files of all sources, and the prefix of each source's paths in it."""
     folders = [os.path.realpath(source.store.url) for source in sources if is_directory(source.store)]
     if len(folders) < len(sources):
         return cast(Store, _SeveralStores([source.store for source in sources])), [f"{i}/" for i in range(len(sources))]

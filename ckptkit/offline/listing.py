@@ -22,7 +22,7 @@ from ckptkit.storage.store import Store
 __all__ = ["Listed", "Listing", "Outlook", "effective_policy", "list_run", "look_ahead", "nothing_of_ours"]
 
 SCHEMA = "ckptkit.ls/1"
-_RESUMED = "the last job was resumed from it and kept it; that job has ended, and the next save or prune deletes it"
+_RESUMED = "the last job resumed from it and kept it; that job has ended, so the next save or prune deletes it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +32,13 @@ class Listed:
     Attributes:
         state: "committed", "in progress", "abandoned" or "skipped".
         keep: Whether rotation keeps it; None if rotation does not apply.
-        why: The reasons; for other entries, what they are.
+        why: The reasons for `keep`; for entries that are not committed, a description.
         kept_files: Files that stay when rotation deletes this checkpoint, because its record does not name them.
         age_s: Seconds since the save, by the machines' clocks; None if unknown.
-        absent_before: Number of checkpoints saved between the previous entry and this one that are gone (deleted by
-            rotation, for example).
-        damaged: Of a skipped entry: it may have been saved, but its commit record can't be read, or is another's.
+        absent_before: Number of checkpoints that were saved between the previous entry and this one and no longer
+            exist, for example because rotation deleted them.
+        damaged: For a skipped entry: it was probably saved, but its commit record is unreadable or another
+            checkpoint's.
     """
 
     name: str
@@ -58,8 +59,12 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The entries of a run, the newest last. `total_bytes`: of committed checkpoints. `absent`: number of earlier
-    checkpoints that are gone, derived from the save counters."""
+    """The entries of a run, the newest last.
+
+    Attributes:
+        total_bytes: Bytes of all committed checkpoints.
+        absent: Number of checkpoints that no longer exist, derived from the save counters.
+    """
 
     url: str
     checkpoints: tuple[Listed, ...]
@@ -90,7 +95,7 @@ def list_run(
     recorded: bool = True,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Listing:
-    """Return the checkpoints below `url`, reading their commit records only.
+    """Return the checkpoints below `url`. Reads only their commit records.
 
     Args:
         policy: None uses the policy recorded by the newest checkpoint.
@@ -130,7 +135,7 @@ class Outlook:
     Attributes:
         policy: The policy applied; None if none was given or recorded (all are kept).
         decisions: One for each committed checkpoint, in the order of the run.
-        kept_files: For each checkpoint to delete, the files in its directory that its record does not name.
+        kept_files: Checkpoint to delete -> files in its directory that its record does not name.
     """
 
     policy: RetentionPolicy | None
@@ -144,7 +149,7 @@ def look_ahead(
     """Return what a rotation by the given or the recorded policy would do.
 
     Args:
-        view: The snapshot of `root` that the inventory was made of.
+        view: The snapshot of `root` that the inventory was made from.
     """
     policy = effective_policy(given, inventory, recorded=recorded)
     origin = inventory.latest.record.extra.get("resumed_from") if inventory.latest else None
@@ -162,7 +167,7 @@ def look_ahead(
 
 
 def _gaps(inventory: Inventory) -> dict[str, int]:
-    """Number of saves between each checkpoint and the previous one that still exists."""
+    """Return the number of saves between each checkpoint and the previous one that still exists."""
     gaps, last = {}, 0
     for item in sorted(inventory.committed, key=lambda item: item.record.sequence):
         gaps[item.name] = max(0, item.record.sequence - last - 1)
@@ -203,14 +208,15 @@ def _attempt(item: Attempt, state: str) -> Listed:
 def effective_policy(
     given: RetentionPolicy | None, inventory: Inventory, *, recorded: bool = True
 ) -> RetentionPolicy | None:
-    """Return the effective policy: the given limits plus the run's recorded exemptions; without given limits, the
-    recorded policy, None if there is none that can be applied.
+    """Return the given limits with the run's recorded exemptions; without given limits, the recorded policy.
+
+    None if no policy was given and none that can be applied is recorded.
 
     Raises:
         UsageError: The given policy keeps the best by a metric that no checkpoint has, or the recorded one has a rule
             unknown to this version.
     """
-    if given is not None and given.keep_best is not None:  # a typo must not delete the best
+    if given is not None and given.keep_best is not None:  # a misspelt metric must not delete the best
         check_metric(inventory, given.keep_best[0])
     stated = inventory.latest.record.extra.get("retention") if inventory.latest is not None else None
     if not isinstance(stated, Mapping) or (given is not None and not recorded):
@@ -220,7 +226,7 @@ def effective_policy(
     except UsageError as error:
         if given is None:
             return None
-        raise UsageError(f"{error} To go by what is given alone: --forget-recorded.") from error
+        raise UsageError(f"{error} To ignore the recorded policy: --forget-recorded.") from error
     return own if given is None else given.with_exemptions_of(own)
 
 
@@ -242,11 +248,11 @@ def nothing_of_ours(url: str, inventory: Inventory, root: Store) -> str:
         return f"{url} is a file, not the root of a run. {look}"
     if root.info(RECORD_NAME) is not None:
         see = command_line("inspect", url)
-        return f"{url} is one checkpoint; ls takes the directory above it. To see what is in it: {see}"
+        return f"{url} is one checkpoint; ls needs the directory above it. To see what is in it: {see}"
     found_here = inventory.skipped + inventory.in_progress
     if found_here:
         first, more = found_here[0].path, f", and {len(found_here) - 1} more" * (len(found_here) > 1)
         see = command_line("ls", "--all", url)
-        return f"{url} contains no checkpoint that can be used, but {first}{more}. To see what is wrong: {see}"
+        return f"{url} contains no usable checkpoint, only {first}{more}. To see what is wrong: {see}"
     others = f" It contains {', '.join(inventory.foreign[:5])}." if inventory.foreign else " It is empty."
-    return f"{url} contains no checkpoint of ckptkit.{others} {look}"
+    return f"{url} contains no ckptkit checkpoint.{others} {look}"

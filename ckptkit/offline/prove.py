@@ -1,8 +1,8 @@
 """Reads a result back and proves it equal to its source, tensor by tensor.
 
-If slices of the source are contiguous runs in the result, their recorded digests are used, and only the result is read;
-without digests, the bytes are compared. Tensors that were cast, split or rearranged are compared by additive
-fingerprints.
+If slices of the source are contiguous runs in the result, only the result is read, and compared with their recorded
+digests; without digests, the bytes of both are compared. Tensors that were cast, split or rearranged are compared by
+additive fingerprints.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def fingerprint_of(data: Bytes, box: Box, shape: tuple[int, ...], itemsize: int)
 
 
 def _outer_dims(box: Box, shape: tuple[int, ...]) -> int:
-    """Number of leading dimensions to iterate over; the rest of the box is contiguous in the tensor."""
+    """Return the number of leading dimensions to iterate over; the rest of the box is contiguous in the tensor."""
     dim = box.ndim
     while dim > 0 and Box(box.offsets[dim - 1 :], box.sizes[dim - 1 :]).is_contiguous_in(shape[dim - 1 :]):
         dim -= 1
@@ -71,7 +71,7 @@ def _outer_dims(box: Box, shape: tuple[int, ...]) -> int:
 
 
 def _starts(base: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> UInt64:
-    """The index of the first element of each run."""
+    """Return the index of the first element of each run."""
     starts = np.array([base], np.uint64)
     for size, stride in zip(sizes, strides, strict=True):
         steps = np.arange(size, dtype=np.uint64) * np.uint64(stride)
@@ -88,12 +88,11 @@ def prove_equal(
 ) -> int:
     """Read `result` and the source and compare them; return the number of (equal) tensors.
 
-    The position of each slice in the result follows from the boxes. Tensors that cannot be compared by slices are
-    fingerprinted: the source slice by slice, the result box by box. So misplaced boxes are found as well as wrong
-    bytes.
+    The boxes give the position of each slice in the result. If a tensor cannot be compared by slices, the source is
+    fingerprinted slice by slice and the result box by box, which finds misplaced boxes as well as wrong bytes.
 
     Args:
-        progress: Called with (bytes of the result read, bytes in all, "verify: FILE") by one worker at a time.
+        progress: Called with (bytes of the result read, total bytes, "verify: FILE") by one worker at a time.
 
     Raises:
         IntegrityError: Some tensors differ; names them.
@@ -144,14 +143,14 @@ class _Prover:
 
     def compare(self, index: int, worker: Worker) -> None:
         placement = self._plan.placements[index]
-        # If digests differ, the source itself may be damaged; the result is then still equal to it.
+        # If digests differ, the source may be damaged and the result still equal to it: compare the bytes.
         if self._is_same_by_slices(placement, worker):
             return
         if self._found(placement, worker) != self._expected(placement.tensor, worker):
             with self._lock:
                 self.different.append(placement.tensor.name)
 
-    # --- slices that lie in runs of the result: no element is looked at
+    # --- slices that are runs of the result: compared as bytes
 
     def _is_same_by_slices(self, placement: Placement, worker: Worker) -> bool:
         tensor, key = placement.tensor, _copied(placement.tensor)
@@ -197,7 +196,7 @@ class _Prover:
                 self._report(len(data), file)
                 yield inner + at, data
 
-    # --- the result: its boxes as they lie in the files; of replicas each must be the same
+    # --- the result's fingerprint: its boxes, file by file; replicas must be equal
 
     def _found(self, placement: Placement, worker: Worker) -> Fingerprint | None:
         tensor = placement.tensor
@@ -223,7 +222,7 @@ class _Prover:
                 self._done += nbytes
                 self._progress(self._done, self._total, f"verify: {self._plan.files[file].path}")
 
-    # --- the source: slice by slice where the target is a copy of one entry, else as the plan's parts say
+    # --- the source's fingerprint: slice by slice if the target copies one entry, otherwise by the plan's parts
 
     def _expected(self, tensor: OutputTensor, worker: Worker) -> Fingerprint:
         key = _copied(tensor)
@@ -269,7 +268,7 @@ def _has_digests(slices: SliceArray) -> bool:
 
 
 def _copied(tensor: OutputTensor) -> str | None:
-    """The source of which the tensor is a copy, apart from a cast."""
+    """Return the source that the tensor copies, with or without a cast; None if it is not a copy."""
     if not isinstance(tensor, Target) or len(tensor.parts) != 1:
         return None
     part = tensor.parts[0]
@@ -277,11 +276,11 @@ def _copied(tensor: OutputTensor) -> str | None:
     return part.source if whole else None
 
 
-# Locates the bytes of each source slice in a result if they are contiguous runs. Derived from the boxes only, not from
-# the copy plan, so that it can prove the plan.
+# Locate each source slice in the result if it consists of contiguous runs. This uses only the boxes, not the copy's
+# steps, so that it proves those too.
 
 
-_MAX_PAIRS = 1 << 22  # of a slice and a box
+_MAX_PAIRS = 1 << 22  # pairs of a slice and a box
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +340,7 @@ def slice_runs(entry: TensorEntry, placement: Placement) -> SliceRuns | None:
 
 
 def _is_whole(runs: SliceRuns, entry: TensorEntry, placement: Placement) -> bool:
-    """Whether the runs cover each slice completely, and everything that was placed."""
+    """Whether the runs cover each slice and each box completely."""
     ends = runs.inner + runs.nbytes
     new = np.concatenate([[True], runs.slices[1:] != runs.slices[:-1]])
     before = np.concatenate([[0], ends[:-1]])
@@ -352,7 +351,7 @@ def _is_whole(runs: SliceRuns, entry: TensorEntry, placement: Placement) -> bool
     return whole and bool((runs.inner == np.where(new, 0, before)).all() and (ends[last] == sizes).all())
 
 
-# Checks that unnamed fp32 masters of a source belong to the weights they were assigned to.
+# Check that the unnamed fp32 masters of a source belong to the weights they were assigned to.
 
 
 def prove_masters(source: Source, used: Collection[str] | None = None) -> int:
@@ -378,7 +377,7 @@ def prove_masters(source: Source, used: Collection[str] | None = None) -> int:
     if wrong:
         raise IntegrityError(
             f"{source.url}: {len(wrong)} of {len(masters)} fp32 masters, cast, do not equal the weights "
-            f"at their position: {', '.join(wrong[:4])}. Model and optimizer come from two saves, or the "
+            f"at their position: {', '.join(wrong[:4])}. Model and optimizer are from different saves, or the "
             "model was changed."
         )
     return len(masters)

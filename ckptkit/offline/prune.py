@@ -71,7 +71,8 @@ def prune(
 ) -> PruneReport:
     """Delete the checkpoints below `url` that `policy` does not keep, and leftovers of killed saves.
 
-    Deletes each commit record first. Never deletes the newest, the best, a pinned checkpoint, or files of others.
+    Deletes each commit record first. Never deletes the newest, the best or a pinned checkpoint, or other programs'
+    files.
 
     Args:
         policy: None uses the policy recorded by the newest checkpoint.
@@ -89,7 +90,7 @@ def prune(
         raise CheckpointNotFoundError(f"Nothing was deleted: {nothing_of_ours(url, inventory, root)}")
     ahead = look_ahead(root, view, inventory, policy, recorded=recorded)
     if ahead.policy is None and not inventory.abandoned:
-        raise UsageError(f"{url} records no policy that can be applied. Say what to keep, for example --max-num 3.")
+        raise UsageError(f"{url} has no recorded policy to apply. Give one, for example --max-num 3.")
     if dry_run:
         kept = tuple(f"{name}/{path}" for name, paths in ahead.kept_files.items() for path in paths)
         left = tuple(clean_leftovers(root, dry_run=True, inventory=inventory))

@@ -1,4 +1,4 @@
-"""Stages and publishes a result, a directory or a single file, as a whole: by one process or by several ranks."""
+"""Stages a result, a directory or a single file, and publishes it atomically; for one process or several ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-_BESIDE = (MANIFEST_NAME, RECORD_NAME, SUMS_NAME)  # may be written too
+_BESIDE = (MANIFEST_NAME, RECORD_NAME, SUMS_NAME)  # files that may be written besides those of the plan
 _FILE_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -55,7 +55,7 @@ Options: TypeAlias = Mapping[str, Any]
 
 
 class Session:
-    """The part of one process in writing a result: a process alone, or one of several ranks.
+    """One process's part in writing a result.
 
     Attributes:
         store: Where this process writes.
@@ -76,8 +76,10 @@ class Session:
             self.journal = Journal(store.url, world_size=world_size, rank=rank)
 
     def everyone(self, fn: Callable[[], T]) -> list[T]:
-        """Run `fn` on every rank. If it fails on one, all raise. Returns this rank's result; on the rank where `one`
-        runs, the results of all."""
+        """Run `fn` on every rank; if it fails on one, all raise.
+
+        Returns the results of all ranks on rank 0, only its own result on the others.
+        """
         if self._coordinator.world_size == 1:
             return [fn()]
         outcome = Outcome.of(lambda: self._durable(fn))
@@ -85,27 +87,29 @@ class Session:
             results: list[T] | None = self._coordinator.settle(outcome, "writing the files")
         except BaseException as error:
             if not self._coordinator.is_main and not is_directory(self.store) and not is_interruption(error):
-                # Rank 0 deletes what it staged; on an object store it does not know these.
+                # Rank 0 deletes the staging directory; on an object store it does not know this rank's files.
                 with contextlib.suppress(OSError):
                     self.store.delete(self._paths)
             raise
         return [outcome.value] if results is None else results
 
     def _durable(self, fn: Callable[[], T]) -> T:
-        """Run `fn` and sync what it wrote: rank 0 may be on another machine, and could not."""
+        """Run `fn` and sync the files it wrote. Rank 0, perhaps on another machine, could not."""
         value = fn()
         if is_directory(self.store):
             sync_files(self.store, [path for path in self._paths if self.store.info(path) is not None])
         return value
 
     def one(self, fn: Callable[[], T]) -> T:
-        """Run `fn` on one rank; all get its result, or raise its error."""
+        """Run `fn` on rank 0; all ranks get its result, or raise its error."""
         return _decide(self._coordinator, fn, "checking the result")
 
     @contextlib.contextmanager
     def until_published(self) -> Iterator[None]:
-        """Close the journal after the block. If a rank other than 0 is interrupted, its finished steps are kept for
-        the next run; rank 0's are kept by the staging directory's context."""
+        """Close the journal after the block.
+
+        If a rank other than 0 is interrupted, its finished steps are kept for the next run; `stage` keeps rank 0's.
+        """
         if self.journal is None:
             yield
             return
@@ -120,7 +124,7 @@ class Session:
 
 
 def _decide(coordinator: Coordinator, fn: Callable[[], T], what: str) -> T:
-    """Run `fn` on rank 0; all get its result. A process that is alone raises every error unchanged."""
+    """Run `fn` on rank 0; all ranks get its result. A single process raises every error unchanged."""
     return fn() if coordinator.world_size == 1 else coordinator.decide(fn, what)
 
 
@@ -141,16 +145,16 @@ class OutputPlace:
 
     @property
     def replaceable(self) -> Replaceable | None:
-        """The check that raises if something must not be replaced; None if nothing may be."""
+        """The check that raises if an existing target must not be replaced; None if nothing may be replaced."""
         return check_replaceable if self.overwrite else None
 
     @contextlib.contextmanager
     def stage(self, plan: Plan) -> Iterator[Session]:
-        """Yield where to write the plan. It is published if the block succeeds; otherwise nothing of it remains, or
-        only what the next run continues from.
+        """Yield the session that writes the plan, and publish the result if the block succeeds.
 
-        If there are several ranks, all must enter and leave together. A gloo group is made from torchrun's environment
-        if the process has none.
+        Otherwise nothing remains, or only a staging directory that the next run continues from. If there are several
+        ranks, all must enter and leave together; without a process group, a gloo group is created from torchrun's
+        environment.
 
         Raises:
             RankFailedError: Some rank failed; nothing was published.
@@ -186,13 +190,14 @@ class OutputPlace:
         return (whole, self.file_name) if self.is_file else os.path.split(whole)
 
     def open(self, plan: Plan, *, dead: Collection[str] = ()) -> contextlib.AbstractContextManager[Store]:
-        """Return the staging store of this place, as a context that publishes; for one process. It may contain what an
-        interrupted process left.
+        """Return the staging store of this place, as a context that publishes; for one process.
+
+        It may contain the files of an interrupted process.
 
         Args:
             dead: Owner files of earlier writers on other machines that are known to be dead.
         """
-        # Not shards: stores keep in memory what is published last.
+        # Not shards: stores keep the files that are published last in memory.
         small = [name for name in plan.last if not name.endswith(".safetensors")]
         names = {**dict.fromkeys((*plan.last, *_BESIDE), -1), **{file.path: file.nbytes for file in plan.files}}
         return stage(
@@ -208,10 +213,10 @@ class OutputPlace:
         )
 
     def check(self, plan: Plan) -> None:
-        """Raise what `open` would raise about the place itself. Writes nothing.
+        """Raise the errors about the place that `open` would raise. Writes nothing.
 
         Raises:
-            CheckpointExistsError: Something is there already.
+            CheckpointExistsError: The target exists.
             NoSpaceError: The disk has too little space.
             PermissionError: A local directory is not writable.
         """
@@ -224,7 +229,7 @@ class OutputPlace:
         check_room(plan, LocalStore(folder), held=left[1] if left is not None else 0)
 
     def check_free(self) -> None:
-        """Raise CheckpointExistsError if something is there already."""
+        """Raise CheckpointExistsError if the target exists."""
         store = open_store(self.url, storage_options=self.storage_options)
         if is_directory(store):
             folder, name = self.local_name()
@@ -241,8 +246,8 @@ class OutputPlace:
 def is_one_of_many() -> bool:
     """Return whether this process is one of several ranks that torchrun started or that joined a process group.
 
-    RANK and WORLD_SIZE alone are not enough: a batch job may leave them set in a shell where one process converts,
-    which would wait for the others forever.
+    RANK and WORLD_SIZE are not enough: a batch job may set them in a shell where only one process runs the command; it
+    would wait for the others forever.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
@@ -259,29 +264,29 @@ def _identity(url: str) -> str:
 
 
 def options_of_both(both: Options | None, src: Options | None, dst: Options | None) -> list[Options | None]:
-    """Return the storage options of the source and of the destination: the common ones, overridden by its own."""
+    """Return the storage options of the source and of the destination: `both`, overridden by `src` and `dst`."""
     return [{**(both or {}), **own} if own else both for own in (src, dst)]
 
 
 def open_target(
     dst: str, *, source: str, single_file: bool, overwrite: bool, storage_options: Mapping[str, Any] | None
 ) -> OutputPlace:
-    """Return the place that `dst` names. `single_file`: the result is one file, which `dst` may name.
+    """Return the place that `dst` names. With `single_file`, `dst` may name the file itself.
 
     Raises:
-        UsageError: `dst` is `source`, the checkpoint that is read, or a directory above it.
+        UsageError: `dst` is `source`, or a directory above it.
     """
     here, there = _identity(dst), _identity(source)
     if f"{there}/".startswith(f"{here}/"):
-        what = "the checkpoint that is read" if here == there else f"a directory that holds what is read, {source}"
-        raise UsageError(f"{dst} is {what}: it would be replaced by a part of itself. Give another DST.")
+        what = "the source itself" if here == there else f"a directory above the source, {source}"
+        raise UsageError(f"{dst} is {what}, which the result would replace. Give another DST.")
     if single_file and dst.endswith(_FILE_ENDINGS) and not os.path.isdir(dst):
         folder, _, name = dst.rpartition("/")
         return OutputPlace(folder or ("/" if dst.startswith("/") else "."), name, True, overwrite, storage_options)
     return OutputPlace(dst, "pytorch_model.bin" if single_file else "", False, overwrite, storage_options)
 
 
-# Several ranks that write one result: they share the files, publish once, and fail together.
+# Several ranks write one result: they share the files, publish once, and fail together.
 
 
 _MEET_S = 120  # torchrun starts its ranks within seconds
@@ -295,8 +300,8 @@ def _join(store: Store, coordinator: Coordinator) -> None:
     kept = leftover_of(name)
     if LocalStore(head).info(name) is None:
         raise UsageError(
-            f"rank {coordinator.rank}, on {os.uname().nodename}, does not see {store.url}, which rank 0 has just made. "
-            "Over several machines, DST must be on storage that all of them share."
+            f"rank {coordinator.rank}, on {os.uname().nodename}, does not see {store.url}, which rank 0 has just "
+            "created. With several machines, DST must be on storage that all of them share."
         )
     if kept is not None:
         write_owner(LocalStore(head), owner_path(name, coordinator.rank), kept.nonce)
@@ -314,7 +319,7 @@ def _dead_here(place: OutputPlace, coordinator: Coordinator) -> list[str]:
         return []
     dead = dead_owner_files(LocalStore(folder), name)
     if dead and not coordinator.is_main and os.environ.get("LOCAL_RANK", "0") == "0":
-        # What they wrote may be only in the memory of this machine.
+        # Their data may still be in the page cache of this machine only.
         for staging in set(dead.values()):
             with contextlib.suppress(OSError):
                 sync_tree(LocalStore(f"{folder}/{staging}"))
@@ -326,7 +331,7 @@ def process_group() -> Iterator[None]:
     """Provide a process group for the block: the existing one, or a new one of the ranks that torchrun started.
 
     Raises:
-        RankFailedError: They did not connect in time.
+        RankFailedError: The ranks did not connect in time.
     """
     import torch.distributed as dist
 

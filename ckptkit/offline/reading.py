@@ -41,11 +41,11 @@ __all__ = [
     "watch",
 ]
 
-# Detects changes to source files during a command: checkpoints of other formats cannot be pinned.
+# Detect changes to source files during a command: checkpoints of other formats cannot be pinned.
 
 
 Seen = Mapping[str, tuple[Any, ...] | None]
-"""What `identities` returns."""
+"""The result of `identities`."""
 
 
 def look_at(source: Source) -> Seen:
@@ -61,14 +61,14 @@ def check_unchanged(source: Source, seen: Seen) -> None:
     """
     changed = _differing(look_at(source), seen)
     if changed and source.store.asking_costs:
-        # Some gateways return a new tag each time; ignore those.
+        # Some gateways return a new ETag each time; ignore those.
         looks = [look_at(source) for _ in range(2)]
         restless = _differing(*looks)
         changed = [path for path in changed if path not in restless or _differs(looks[0], seen, path, tags=False)]
     if changed:
         error = CorruptCheckpointError(
             f"{source.url}/{changed[0]} was changed or replaced while it was read, so the result could "
-            "mix two checkpoints. Nothing was published; run the command again when nobody writes there."
+            "mix two checkpoints. Nothing was published. Run the command again when no program writes there."
         )
         error.checkpoint = source.url
         raise error
@@ -89,14 +89,19 @@ def _differs(now: Seen, seen: Seen, path: str, *, tags: bool = True) -> bool:
 P = ParamSpec("P")
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
-_MAX_TRIES = 100  # each needs another save that rotated away what was just opened: small ones, back to back
+_MAX_TRIES = 100  # a retry is only needed if a save rotated the checkpoint away after it was opened
 _VANISHED = (FileNotFoundError, CorruptCheckpointError)
 
 
 @dataclass(slots=True)
 class _Reading:
-    """The sources of the command `why`: pins, stores, ckptkit checkpoints with their requested URLs, and the file
-    identities of sources in other formats."""
+    """The sources that a command reads.
+
+    Attributes:
+        why: The command's name, recorded in the pins.
+        ours: ckptkit checkpoints, with the URLs that were requested.
+        seen: Sources in other formats, with the identities of their files.
+    """
 
     why: str
     pins: ExitStack = field(default_factory=ExitStack)
@@ -132,7 +137,7 @@ def reads_checkpoints(command: Callable[P, T]) -> Callable[P, T]:
 
 
 class _GoneError(Exception):
-    """A source was deleted while it was read. `replaced`: it was the newest, and there may be a newer one now."""
+    """A source was deleted while it was read. `replaced`: it was the newest of its run, so a newer one may exist."""
 
     def __init__(self, told: CheckpointNotFoundError, replaced: bool) -> None:
         super().__init__(told)
@@ -165,7 +170,7 @@ def _placed(error: Exception, sources: Sequence[Source]) -> Exception:
     where = [source for source in sources if f"{source.store.url}/" in words]
     if isinstance(error, CorruptCheckpointError):
         if error.checkpoint or isinstance(error, (UnsafePathError, UnsafePickleError)):
-            return error  # it cannot be opened; or it was made like that
+            return error  # it could not be opened, or it was written like this
         told: CorruptCheckpointError = type(error)(str(error))
         where = where or [s for s in sources if str(error).partition(":")[0] in s.catalog.info.files]
     elif isinstance(error, FileNotFoundError) and not isinstance(error, CkptkitError):
@@ -194,11 +199,11 @@ def open_pinned(
     If it is deleted before the pin is written, another one is chosen.
 
     Args:
-        together: Several ranks write one result: all must call this, and read the checkpoint that rank 0 has chosen,
-            because "latest" may change.
+        together: Several ranks write one result. All must call this and read the checkpoint that rank 0 chose, because
+            "latest" may change.
 
     Raises:
-        CheckpointNotFoundError: There is not a checkpoint.
+        CheckpointNotFoundError: There is no checkpoint.
         CkptkitError: Raised by the format's reader.
     """
     reading = _current.get()
@@ -245,13 +250,13 @@ def _opened(
             )
             if not source.catalog.info.format.startswith("ckptkit-"):
                 reading.sources.append(source)
-                return source  # another system's: ckptkit never deletes it
+                return source  # another system's checkpoint, which ckptkit never deletes
             from ckptkit.checkpoint.run.pins import pin_url
 
             pin = pin_url(source.url, why=reading.why, storage_options=storage_options)
             with ExitStack() as stack:
                 record = stack.enter_context(pin)
-                if record is None and _is_there(source):  # of no run
+                if record is None and _is_there(source):  # a checkpoint that is in no run
                     reading.sources.append(source)
                     return source
                 if record is not None and _is_of(source, record):
@@ -261,7 +266,7 @@ def _opened(
                     return source
             error: Exception = CheckpointNotFoundError(f"{source.url} was replaced while it was opened.")
         except _VANISHED as found:
-            # The same error twice: it is not being deleted, it is damaged.
+            # The same error twice: the checkpoint is damaged, not being deleted.
             if str(found) == before:
                 raise
             error = found
@@ -270,7 +275,7 @@ def _opened(
 
 
 def watch(source: Source) -> Source:
-    """Note what the files of a source are by now, for `check_read_as_seen`, and return it."""
+    """Record the identities of a source's files for `check_read_as_seen`, and return the source."""
     _current.get().seen.append((source, look_at(source)))
     return source
 
@@ -282,8 +287,10 @@ def check_still_there(source: Source) -> None:
 
 
 def check_read_as_seen(source: Source) -> None:
-    """Raise if files of another format's source were replaced since `open_pinned`. ckptkit's own files have unique
-    names and digests, so they need no check."""
+    """Raise if files of a source in another format were replaced since `open_pinned`.
+
+    ckptkit's own files have unique names and digests, so they need no check.
+    """
     for item, seen in _current.get().seen:
         if item is source:
             check_unchanged(source, seen)
@@ -314,12 +321,11 @@ def records_of(catalog: Catalog, name: str) -> list[tuple[str, int, int]]:
     return [(item.path, item.start, item.nbytes)]
 
 
-# Finds the previous checkpoint of a run, as a suggestion after damage.
+# Find the previous checkpoint of a run, to suggest it after damage.
 
 
 def earlier_checkpoint(url: str, *, storage_options: Mapping[str, Any] | None = None) -> str:
-    """Return the URL of the committed checkpoint before the one at `url`; "" if there is none, or if `url` is not a
-    checkpoint of a ckptkit run."""
+    """Return the URL of the committed checkpoint before the one at `url` in its run; "" if there is none."""
     from ckptkit.checkpoint.run.inventory import list_checkpoints
 
     try:
@@ -329,7 +335,7 @@ def earlier_checkpoint(url: str, *, storage_options: Mapping[str, Any] | None = 
         return ""
     if name in committed:
         older = committed[: committed.index(name)]
-    else:  # damaged, or a separate checkpoint that happens to be next to those of a run
+    else:  # damaged, or not in the run that its directory contains
         step = step_of_name(name)
         older = [other for other in committed if step is not None and (step_of_name(other) or 0) < step]
     return f"{url.rstrip('/').rpartition('/')[0]}/{older[-1]}" if older else ""

@@ -1,4 +1,4 @@
-"""Rewrites a checkpoint for another cluster size: the same tensors, sharded for other ranks."""
+"""Rewrites a checkpoint for another number of ranks: the same tensors, sharded differently."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _TYPES = ("sharded", "local")
 
 @reads_checkpoints
 @patient()
-def reshard(  # noqa: PLR0913 - one argument an option
+def reshard(  # noqa: PLR0913 - one argument per option
     src: str,
     dst: str,
     *,
@@ -52,28 +52,29 @@ def reshard(  # noqa: PLR0913 - one argument an option
     dst_storage_options: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> ConvertReport:
-    """Reshard the checkpoint at `src` for `world_size` ranks; `dst` becomes a committed checkpoint that any job can
-    load.
+    """Write the checkpoint at `src`, sharded for `world_size` ranks, to `dst` as a committed ckptkit checkpoint.
 
-    `dst` is the checkpoint's own directory; a CheckpointManager of its parent finds it. It has the step of its source.
-    File r of the result contains the slices that rank r will read. Replicated tensors stay replicated. The training
-    state is included: all of it for a ckptkit checkpoint; unchanged keys and values, as "sharded", for another
-    program's DCP; for other systems the weights, masters, moments, parameter-group settings and torch schedulers, and
-    plain user values as `LoadReport.extra`. The report lists what is skipped. Per-rank state (RNG, dataloader) keeps
-    the keys of the old ranks; if the number of ranks differs, the load's `rng_on_resize` and `per_rank_on_resize`
-    apply. Other systems' RNG states are skipped.
+    File r of the result contains the slices that rank r will read. Replicated tensors stay replicated. The result has
+    the source's step and its training state:
 
-    Under `torchrun` every rank must call it: the ranks share the work and publish once.
+    - from a ckptkit checkpoint, everything. Per-rank state (RNG, dataloader) keeps the keys of the old ranks; if the
+      number of ranks changes, the load's `rng_on_resize` and `per_rank_on_resize` apply.
+    - from another program's DCP, if `type` is "sharded": all keys and values, unchanged.
+    - from other systems: weights, masters, moments, parameter-group settings, torch schedulers, and plain user values
+      as `LoadReport.extra`; not RNG states.
+
+    The report lists what is skipped. Under `torchrun` every rank must call it: the ranks share the work and publish
+    once.
 
     Args:
+        dst: The checkpoint's own directory; a CheckpointManager of its parent finds it.
         mesh: "replicate=2,shard=4,tp=2", or a mapping; None shards over all ranks.
         type: "sharded" (loads on any job) or "local" (one file per rank, for jobs with this world size and mesh).
-        tp_plan: Globs of parameter names with the dimension to split, or a JSON file of them, for sources without
-            tensor parallelism. None derives it from the config of a llama-like model stored with the source.
+        tp_plan: Globs of parameter names with the dimension to split, or a JSON file of them; for sources without
+            tensor parallelism. None: derived from the config.json of the source, for llama-like models.
         layout: URL of a layout of flat parameters, for formats that need one (FSDP1 LOCAL).
         allow_pickle: Read torch.save files that name unknown classes, without their values; no code is run.
-        src_storage_options, dst_storage_options: For one of the two file systems; override the common
-            `storage_options`.
+        src_storage_options, dst_storage_options: Override `storage_options` for the source or the destination.
 
     Raises:
         UsageError: The mesh does not match the world size, the name of `dst` has another step, or a tp plan is missing.
@@ -111,7 +112,7 @@ def _notes(source: Source, plan: Plan, identity: Identity) -> tuple[str, ...]:
     return tuple(dict.fromkeys(notes))
 
 
-# --- what the result is
+# --- the identity of the result
 
 
 def identity_of(source: Source, dst: str, storage_options: Mapping[str, Any] | None) -> Identity:
@@ -127,7 +128,7 @@ def identity_of(source: Source, dst: str, storage_options: Mapping[str, Any] | N
     if step is None:
         step = stated or 0
     if stated is not None and stated != step:
-        raise UsageError(f"{dst}: its name says step {stated}, but the source is step {step}. Choose another name.")
+        raise UsageError(f"{dst} has the name of step {stated}, but the source is step {step}. Choose another name.")
     tag = None if name in (step_name(step), "", ".", "..") else check_tag(name, step)
     record: dict[str, Any] = {}
     ours = source.catalog.info.format.startswith("ckptkit-")
@@ -154,7 +155,7 @@ def step_of(source: Source) -> int | None:
     for name in _STEPS:
         try:
             value = values.get(name)
-        except CkptkitError:  # an object that is not read as plain Python
+        except CkptkitError:  # the object is not plain Python data
             continue
         if isinstance(value, TensorView):
             value = int(value.numpy()) if value.dtype in ("int64", "int32") and value.shape in ((), (1,)) else None
@@ -166,8 +167,10 @@ def step_of(source: Source) -> int | None:
 def _sequence(
     parent: str, name: str, step: int, origin: CommitRecord | None, storage_options: Mapping[str, Any] | None
 ) -> int:
-    """Return the position among the checkpoints of a run: next to the source if it is in that run, otherwise after
-    those with lower or equal steps. Ties are ordered by step, then by date."""
+    """Return the result's position in its run: after the source if that is in the run, otherwise ordered by step.
+
+    Among equal positions, the order is by step, then by date.
+    """
     from ckptkit.checkpoint.run.inventory import list_checkpoints
     from ckptkit.storage.open import open_store
 

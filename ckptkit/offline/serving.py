@@ -12,12 +12,12 @@ from typing import Any
 __all__ = ["serving"]
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
-_MULTIMODAL = "ForConditionalGeneration"  # of encoder-decoders too, which vLLM does not run
+_MULTIMODAL = "ForConditionalGeneration"  # encoder-decoders, which vLLM does not run, have this ending too
 _TOKENIZERS = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "sentencepiece*.model", "*.tiktoken",
     "tekken.json",
 )  # fmt: skip
-# Names of the embedding in transformers' text models; absent after a key map to other names.
+# Names of the embedding in transformers' text models; missing if a key map renamed the tensors.
 _EMBEDDINGS = (
     "model.embed_tokens.weight",
     "model.language_model.embed_tokens.weight",
@@ -29,8 +29,8 @@ _EMBEDDINGS = (
     "transformer.wte.weight",
     "transformer.word_embeddings.weight",
 )
-_RANKS = (16, 32, 64, 128, 256, 320, 512)  # what --max-lora-rank takes; 16 is its default
-# What vLLM refuses in an adapter, or ignores: then the outputs would differ.
+_RANKS = (16, 32, 64, 128, 256, 320, 512)  # allowed values of --max-lora-rank; 16 is its default
+# Settings of an adapter that vLLM refuses, or ignores and then computes other outputs.
 _NOT_PLAIN = (
     "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias", "trainable_token_indices",
     "target_parameters", "layer_replication", "alora_invocation_tokens", "arrow_config", "use_qalora", "use_bdlora",
@@ -39,13 +39,13 @@ _NOT_PLAIN = (
 
 
 def serving(files: Mapping[str, bytes], names: Collection[str], where: str, *, compared: bool) -> str:
-    """Return the line that says how an export is served; "" if vLLM cannot, or if that is unknown.
+    """Return how to serve an export with vLLM, in one line; "" if vLLM cannot serve it, or if that is unknown.
 
     Args:
         files: The small files of the export, by name.
-        names: Of its tensors.
+        names: Names of its tensors.
         where: Its directory, quoted for a shell.
-        compared: Names and shapes were checked against a base model.
+        compared: Whether names and shapes were checked against a base model.
     """
     if "adapter_config.json" in files:
         return _adapter(_json(files["adapter_config.json"]), names, where)
@@ -60,7 +60,7 @@ def serving(files: Mapping[str, bytes], names: Collection[str], where: str, *, c
 def _generates(config: Mapping[str, Any]) -> bool:
     architectures = config.get("architectures")
     name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
-    if config.get("is_encoder_decoder") or config.get("auto_map"):  # the author's code runs only where it is asked for
+    if config.get("is_encoder_decoder") or config.get("auto_map"):  # auto_map needs --trust-remote-code
         return False
     return name.endswith(_CAUSAL) or (name.endswith(_MULTIMODAL) and isinstance(config.get("text_config"), dict))
 

@@ -60,7 +60,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What was checked, and the problems found; `ok` if there are none."""
+    """The checks that ran and the problems they found; `ok` if there are none."""
 
     url: str
     note: str
@@ -75,7 +75,7 @@ class VerifyReport:
     unproved_files: tuple[str, ...]  # their files
     algorithms: tuple[str, ...]
     problems: tuple[Problem, ...]
-    doubt: str = ""  # what the files cannot prove
+    doubt: str = ""  # what the files do not prove
     uninterpreted: Mapping[str, str] = field(default_factory=dict)  # tensors whose records need a class, and why
 
     @property
@@ -83,7 +83,7 @@ class VerifyReport:
         return not self.problems
 
     def summary(self) -> str:
-        """Return one line: what was proved, and what could not be."""
+        """Return one line: what is proved, and what is not."""
         if self.problems:
             count = len(self.problems)
             return f"damaged: {count} problem{'s' * (count != 1)} in {self.url}"
@@ -121,8 +121,8 @@ class Check:
     """A digest to compare, over a byte range of a file (of the decoded record, if there is a codec).
 
     Attributes:
-        parts: For the digest of a file's outline: the ranges that the outline replaces by digests, which are checked
-            separately.
+        parts: Only for the digest of a file's outline: the ranges that the outline replaces by their digests. These
+            are checked separately.
     """
 
     path: str
@@ -180,7 +180,7 @@ def verify(
         checks = [check for check in known.checks if check.path not in gone]
         for found in _folded(compare_digests(store, checks, workers, parse_size(max_memory), progress), catalog):
             names = _tensors_of(catalog, found.path) if found.path in known.sums and not found.tensor else ""
-            problems.append(replace(found, message=f"{found.message} It holds {names}.") if names else found)
+            problems.append(replace(found, message=f"{found.message} It contains {names}.") if names else found)
     if problems:
         check_still_there(source)
     return VerifyReport(
@@ -203,8 +203,9 @@ def verify(
 
 
 def check_committed(source: Source) -> None:
-    """Check the files in a commit record: that each exists with its size, and the digests of those without tensors.
-    Tensor bytes are checked when they are read.
+    """Check the existence and size of every committed file, and the digests of files without tensors.
+
+    The bytes of tensors are checked when they are read.
 
     Raises:
         IncompleteCheckpointError: A file is missing, or has another size.
@@ -225,7 +226,7 @@ _ANYWAY = "To use the readable part anyway: --no-check."
 
 
 def _beside_tensors(catalog: Catalog) -> list[Check]:
-    """The digests in a commit record of files without tensors: `.metadata`, a tokenizer."""
+    """Return the committed digests of files without tensors: `.metadata`, a tokenizer."""
     digests = catalog.info.extra.get("digests", {})
     if not digests:
         return []
@@ -260,7 +261,7 @@ def _lost(catalog: Catalog, path: str, size: int) -> str:
 
 
 def _tensors_of(catalog: Catalog, path: str, size: int = 0) -> str:
-    """Describe the tensors with bytes beyond `size` in the file."""
+    """Name the tensors with bytes beyond `size` in the file."""
     names = []
     for entry in catalog.tensors.values():
         slices = entry.slices
@@ -284,7 +285,7 @@ def _coverage_problems(catalog: Catalog) -> Iterator[Problem]:
 
 
 def _sums(store: Store, catalog: Catalog) -> tuple[dict[str, Digest], list[Problem]]:
-    """The file digests in SHA256SUMS, and problems with that file. Not used for ckptkit checkpoints."""
+    """Return the file digests in SHA256SUMS, and problems with that file. Not used for ckptkit checkpoints."""
     if "digests" in catalog.info.extra:
         return {}, []
     try:
@@ -326,7 +327,7 @@ def recorded(store: Store, catalog: Catalog, uninterpreted: Iterable[str]) -> Re
     """Return the digests of a checkpoint; no tensor bytes are read.
 
     Args:
-        uninterpreted: Tensors whose records need a class (`Catalog.opaque`); the CRC-32 of their records are used.
+        uninterpreted: Tensors whose records need a class (`Catalog.opaque`); for these, the records' CRC-32 are used.
     """
     sums, wrong = _sums(store, catalog)
     checks, unproved = _plan(catalog, sums)
@@ -335,7 +336,7 @@ def recorded(store: Store, catalog: Catalog, uninterpreted: Iterable[str]) -> Re
 
 
 def _plan(catalog: Catalog, sums: Mapping[str, Digest]) -> tuple[list[Check], dict[str, int]]:
-    """The digests to compare, each once, in disk order; and the bytes without a digest, by file."""
+    """Return the digests to compare, each once, in disk order; and the bytes without a digest, by file."""
     found: dict[tuple[str, int, int, int, int], list[str]] = {}
     codecs: dict[tuple[str, int, int, int, int], tuple[Digest, Codec | None]] = {}
     unproved: dict[str, int] = {}
@@ -364,7 +365,7 @@ def _plan(catalog: Catalog, sums: Mapping[str, Digest]) -> tuple[list[Check], di
 
 
 def _members(store: Store, catalog: Catalog, names: Iterable[str]) -> tuple[list[Check], list[Problem]]:
-    """The CRC-32 of the records of tensors that cannot be interpreted."""
+    """Return the CRC-32 of the records of tensors that cannot be interpreted."""
     checks, problems = [], []
     for name in names:
         for path, start, nbytes in records_of(catalog, name):
@@ -378,8 +379,10 @@ def _members(store: Store, catalog: Catalog, names: Iterable[str]) -> tuple[list
 
 
 def _parts(catalog: Catalog, outlined: Set[str]) -> dict[str, list[Part]]:
-    """The recorded digests within each file's outline. Each is compared with its bytes by a separate check, so every
-    byte is read once."""
+    """Return the recorded digests that each file's outline contains.
+
+    A separate check compares each of them with its bytes, so every byte is read once.
+    """
     parts: dict[str, list[Part]] = {path: [] for path in outlined}
     for path, *spare in spares_of(catalog.info.extra):
         if path in parts:
@@ -392,7 +395,7 @@ def _parts(catalog: Catalog, outlined: Set[str]) -> dict[str, list[Part]]:
 
 
 def _is_whole(check: Check) -> bool:
-    """Whether it is of the file, not of what lies in it: no data file starts with a payload."""
+    """Whether the check covers the whole file. A tensor's does not start at 0: data files start with a header."""
     return check.digest.start == 0 and check.codec is None and check.names == ("",)
 
 
@@ -415,7 +418,7 @@ def _recorded(catalog: Catalog) -> Iterator[tuple[str, str, int, Digest | None, 
 def compare_digests(
     store: Store, checks: Sequence[Check], workers: int, max_memory: int, progress: Progress | None
 ) -> Iterable[Problem]:
-    """Read what the checks are of, and return those that fail."""
+    """Read the bytes of the checks, compare their digests, and return the problems."""
     total = sum(check.nbytes for check in checks)
     done = 0
     workers = max(1, min(workers or 4, max_memory // _CHUNK))
@@ -437,14 +440,14 @@ class _UnreadableFile(Problem):
 
 
 def _folded(problems: Iterable[Problem], catalog: Catalog) -> Iterator[Problem]:
-    """The problems; all problems of an unreadable file are combined."""
+    """Yield the problems; those of an unreadable file as one."""
     told: set[str] = set()
     for problem in problems:
         if isinstance(problem, _UnreadableFile):
             if problem.path not in told:
                 told.add(problem.path)
                 names = _tensors_of(catalog, problem.path)
-                holds = f" It holds {names}." if names else ""
+                holds = f" It contains {names}." if names else ""
                 yield Problem(problem.path, "", f"{problem.message}{holds}")
         else:
             yield problem

@@ -104,7 +104,7 @@ def test_a_run_whose_records_are_damaged_is_not_called_empty(root: Path) -> None
     assert all(name in shown for name in ("before-decay", "step_00000200", "step_00000300")), shown
     refused = run("prune", root, "--max-num", "1")
     assert refused.exit_code == 1 and "It is empty" not in refused.output
-    assert "contains no checkpoint that can be used, but before-decay, and" in refused.output
+    assert "contains no usable checkpoint, only before-decay, and" in refused.output
     assert f"ckptkit ls --all {root}" in refused.output
 
 
@@ -296,7 +296,7 @@ def test_a_url_without_a_bucket_is_wrong_usage(url: str) -> None:
 def test_a_prune_of_what_is_no_run_says_that_nothing_was_deleted(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("")
     result = run("prune", tmp_path, "--max-num", "1")
-    assert f"Error: Nothing was deleted: {tmp_path} contains no checkpoint of ckptkit." in result.output
+    assert f"Error: Nothing was deleted: {tmp_path} contains no ckptkit checkpoint." in result.output
     assert result.output.endswith(f"ckptkit inspect {tmp_path}\n")  # the command is the last word: it is copied
 
 

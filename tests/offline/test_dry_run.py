@@ -96,7 +96,7 @@ def test_the_command_prints_the_plan_and_why_and_ends_with_1(source: Path, tmp_p
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_bytes(b"mine")
     done = CliRunner().invoke(cli, ["convert", str(source), str(tmp_path / "out"), "--dry-run"])
-    assert done.exit_code == 1 and "does not fit" in done.output and "exists already" in done.output
+    assert done.exit_code == 1 and "would fail" in done.output and "exists already" in done.output
     done = CliRunner().invoke(cli, ["convert", str(source), str(tmp_path / "new"), "--dry-run"])
     assert done.exit_code == 0
 

@@ -239,7 +239,7 @@ def test_a_choice_of_too_few_is_refused(run: str, tmp_path: Path, which: dict[st
 
 
 def test_the_result_never_replaces_a_source(sources: list[str]) -> None:
-    with pytest.raises(UsageError, match="the checkpoint that is read"):
+    with pytest.raises(UsageError, match="is the source itself"):
         merge(sources, sources[0], overwrite=True)
 
 

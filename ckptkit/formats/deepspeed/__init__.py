@@ -1,1 +1,1 @@
-"""DeepSpeed ZeRO 0 to 3, experts, pipelines and universal checkpoints."""
+"""Reads DeepSpeed checkpoints: ZeRO 0 to 3, experts, pipelines and universal checkpoints."""

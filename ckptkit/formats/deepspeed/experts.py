@@ -1,8 +1,8 @@
 """Reads experts of DeepSpeed's MoE layers: one file per expert, and optimizer partitions over its ranks.
 
-Names in the optimizer files and in `param_shapes` count the experts of one rank from 0; the names in the experts' own
-files, and those given here, count all of a layer's (deepspeed/runtime/engine.py: _save_moe_checkpoint). With E expert
-parallel ranks, rank r of the job holds the experts of r % E, or of r // (ranks / E) where its config has
+The optimizer files and `param_shapes` number the experts of each rank from 0. The experts' own files, and the names
+returned here, number all experts of a layer (deepspeed/runtime/engine.py: _save_moe_checkpoint). With E expert parallel
+ranks, rank r of the job has the experts of expert rank r % E, or r // (ranks / E) if its config sets
 use_data_before_expert_parallelism (deepspeed/utils/groups.py).
 """
 
@@ -41,7 +41,7 @@ class Partition:
 
     Attributes:
         number: The expert parallel rank; None if the parameters are the same on all ranks.
-        experts: Number of experts per rank of each layer, by name prefix.
+        experts: Name prefix of a layer -> number of experts per rank.
     """
 
     ranks: Sequence[int]
@@ -49,7 +49,7 @@ class Partition:
     experts: Mapping[str, int] | None = None
 
     def renamed(self, values: Mapping[str, Value]) -> dict[str, Value]:
-        """Return the values under names that count all experts of a layer."""
+        """Return the values under names that number all experts of a layer."""
         return {self._name(name): value for name, value in values.items()}
 
     def _name(self, name: str) -> str:
@@ -60,7 +60,7 @@ class Partition:
 
 
 def is_expert(name: str) -> bool:
-    """Return whether a parameter is an expert's, by its name."""
+    """Return whether a parameter belongs to an expert, by its name."""
     return _EXPERT.fullmatch(name) is not None
 
 
@@ -78,29 +78,29 @@ def parts_of(
     data_first: bool,
     counts: Mapping[str, int],
 ) -> list[Partition]:
-    """Return the parts of a parameter group that is cut into `partitions`: one per rank of expert parallelism.
+    """Return the parts of a parameter group with `partitions` partitions: one per rank of expert parallelism.
 
     Args:
-        counts: The experts of each layer, as `counted` gives them.
+        counts: The number of experts of each layer, from `counted`.
 
     Raises:
-        UnsupportedFormatError: It is cut into fewer than there are ranks, and is not of experts.
-        CorruptCheckpointError: The ranks cannot hold as many experts.
+        UnsupportedFormatError: The group has fewer partitions than ranks, and its parameters are not experts.
+        CorruptCheckpointError: The ranks do not divide the number of experts.
     """
     if partitions == world_size:
         return [Partition(range(world_size))]
     if not all(map(is_expert, params)):
         raise UnsupportedFormatError(
-            "the optimizer files have a group of parameters that are no experts' of deepspeed.moe, cut into "
-            f"{partitions} parts by {world_size} ranks. Turn it into a universal checkpoint with DeepSpeed's "
+            f"the optimizer files of {world_size} ranks have a parameter group in {partitions} partitions, and its "
+            "parameters are not experts of deepspeed.moe. Convert it to a universal checkpoint with DeepSpeed's "
             "ds_to_universal.py first."
         )
     size = world_size // partitions
     layers = {match[1]: counts.get(match[1], 0) for name in params if (match := _EXPERT.fullmatch(name))}
     if world_size % partitions or not all(count and count % size == 0 for count in layers.values()):
         raise CorruptCheckpointError(
-            f"the optimizer files cut experts into {partitions} parts by {world_size} ranks; the layers have "
-            f"{sorted(set(layers.values()))} experts. Are the files of one save?"
+            f"the optimizer files of {world_size} ranks have experts in {partitions} partitions, but the layers have "
+            f"{sorted(set(layers.values()))} experts. Are all files from one save?"
         )
     experts = {layer: count // size for layer, count in layers.items()}
     found = []
@@ -112,7 +112,7 @@ def parts_of(
 
 
 def counted(experts: Iterable[str]) -> dict[str, int]:
-    """Return the experts of each layer, by the beginning of their names. `experts`: the weights in their files."""
+    """Return the number of experts of each layer, by name prefix. `experts`: names of the experts' weights."""
     found: dict[str, int] = {}
     for name in experts:
         match = _EXPERT.fullmatch(name)
@@ -122,10 +122,10 @@ def counted(experts: Iterable[str]) -> dict[str, int]:
 
 
 def group_order(first: Mapping[str, Any], other: Mapping[str, Any], *, file: str) -> list[int]:
-    """Return where the groups of rank 0 are among those of another rank.
+    """Return the index on another rank of each parameter group of rank 0.
 
-    DeepSpeed takes the groups of experts from a set of names, which each process orders as it likes
-    (deepspeed/moe/utils.py). They have names of their own; groups of one name are in one order everywhere.
+    DeepSpeed creates the groups of experts from a set, so their order differs between processes
+    (deepspeed/moe/utils.py). Groups are matched by name; groups with equal names have the same order on all ranks.
 
     Args:
         first, other: The optimizer's state in the files of rank 0 and of the other rank.
@@ -135,12 +135,12 @@ def group_order(first: Mapping[str, Any], other: Mapping[str, Any], *, file: str
         there.setdefault(key, []).append(index)
     found = [there[key].pop(0) if there.get(key) else -1 for key in _group_keys(first)]
     if -1 in found or any(there.values()):
-        raise CorruptCheckpointError(f"{file} has other groups of parameters than the file of rank 0.")
+        raise CorruptCheckpointError(f"{file} has other parameter groups than the file of rank 0.")
     return found
 
 
 def _group_keys(inner: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    """The identity of a rank's groups: their names and numbers of partitions."""
+    """Return the identity of each group of a rank: its name and number of partitions."""
     counts = inner.get("partition_count")
     counts = counts if isinstance(counts, list) else []
     base = inner.get("base_optimizer_state")
@@ -163,11 +163,13 @@ def read_experts(store: Store, files: Sequence[str], model: Mapping[str, Any]) -
     tensors: dict[str, StoredTensor] = {}
     for (key, file), value in zip(names.items(), read_archives(store, names.values()), strict=True):
         if not isinstance(value, dict):
-            raise CorruptCheckpointError(f"{file} holds no weights of an expert.")
+            raise CorruptCheckpointError(f"{file} contains no weights of an expert.")
         for name, tensor in value.items():
             match = _EXPERT.fullmatch(str(name))
             if match is None or int(match[2]) != key[1] or not isinstance(tensor, StoredTensor):
-                raise CorruptCheckpointError(f"{file} holds {name!r:.200}, which is no weight of expert {key[1]}.")
+                raise CorruptCheckpointError(
+                    f"{file} contains {name!r:.200}, which is not a weight of expert {key[1]}."
+                )
             if name in tensors:
                 raise CorruptCheckpointError(f"{name!r} is in {tensors[name].path} and again in {file}.")
             tensors[name] = tensor
@@ -175,7 +177,7 @@ def read_experts(store: Store, files: Sequence[str], model: Mapping[str, Any]) -
 
 
 def _complete(found: Mapping[tuple[int, int], str], model: Mapping[str, Any]) -> dict[tuple[int, int], str]:
-    """The files by layer and expert, in order, after checking that none is missing."""
+    """Return the files by layer and expert, in order, after checking that none is missing."""
     counts = model.get("num_experts")
     layers = sorted({layer for layer, _ in found})
     if isinstance(counts, list) and layers != [-1]:
@@ -196,5 +198,7 @@ def _complete(found: Mapping[tuple[int, int], str], model: Mapping[str, Any]) ->
         )
     extra = sorted(found.keys() - set(wanted))
     if extra:
-        raise CorruptCheckpointError(f"{found[extra[0]]} is of no layer of the model file. Two saves lie together?")
+        raise CorruptCheckpointError(
+            f"{found[extra[0]]} belongs to no layer of the model file. Are all files from one save?"
+        )
     return {place: found[place] for place in wanted}

@@ -42,10 +42,10 @@ class ModelStates:
     """The contents of the model files.
 
     Attributes:
-        values: The files' contents; with ZeRO-3 one per rank, else one.
-        file: The name of the first.
-        param_shapes: Name -> shape of each parameter group, in the order of the flat layout.
-        shared: Tied name -> the name it is stored under.
+        values: The files' contents: one per rank with ZeRO-3, otherwise one.
+        file: The name of the first file.
+        param_shapes: For each parameter group, name -> shape in the order of the flat layout.
+        shared: Tied name -> the name under which it is stored.
         frozen: Name -> shape of frozen parameters.
     """
 
@@ -85,9 +85,12 @@ class ModelStates:
         }
 
     def whole(self, *, elsewhere: frozenset[str]) -> dict[str, Joined]:
-        """The tensors of `module` that are stored whole: buffers, frozen parameters, and what is not `elsewhere`.
+        """Return the tensors of `module` that are stored in full: buffers, frozen parameters, and others.
 
-        With ZeRO-3, `module` has empty placeholders for the parameters that are partitioned.
+        With ZeRO-3, `module` has empty placeholders for the partitioned parameters.
+
+        Args:
+            elsewhere: Names to omit, because other files have them.
         """
         module = self.values[0]["module"]
         skip = elsewhere | self.shared.keys() | (self.frozen.keys() if self.stage3 else frozenset())
@@ -110,9 +113,9 @@ class OptimStates:
         weights: The flat fp32 tensors of each rank, one per group.
         states: The base optimizer's states of each rank, one dict per group.
         param_groups: Settings of the base optimizer's groups.
-        paddings: Alignment padding after each parameter, by group; [] where none was recorded.
-        fragments: For each rank, by group: name -> (numel, start); [] where none was recorded.
-        partitions: Number of partitions of each group: fewer than ranks for experts.
+        paddings: Alignment padding after each parameter, by group; [] if not recorded.
+        fragments: For each rank, by group: name -> (numel, start); [] if not recorded.
+        partitions: Number of partitions of each group; for experts fewer than ranks.
     """
 
     world_size: int
@@ -141,7 +144,7 @@ def read_model_states(
         if without_module and isinstance(value, dict) and value.get("module", {}) is None:
             value["module"] = {}
         if not isinstance(value, dict) or not isinstance(value.get("module"), dict):
-            raise CorruptCheckpointError(f"{name} is no DeepSpeed model file: it has no 'module'.")
+            raise CorruptCheckpointError(f"{name} is not a DeepSpeed model file: it has no 'module'.")
     check_counters([value.get("global_steps") for value in values], names, "global_steps")
     first = values[0]
     recorded = first.get("dp_world_size")
@@ -180,7 +183,7 @@ def read_optim_states(
     groups = base[0].get("param_groups") if isinstance(base[0], dict) else None
     states = [_states(state) for state in base]
     fragments = [[_fragments(group) for group in value.get("param_slice_mappings") or []] for value in inner]
-    if len(set(partitions)) > 1:  # with experts, each rank may have the groups in another order
+    if len(set(partitions)) > 1:  # with experts, the order of the groups may differ between ranks
         for rank, value in enumerate(inner):
             order = group_order(inner[0], value, file=matches[rank][0])
             weights[rank] = _in_order(weights[rank], order)
@@ -211,7 +214,7 @@ def _numbers(name: str) -> list[int]:
 
 def _shapes(group: Any, file: str) -> dict[str, Shape]:
     if not isinstance(group, dict):
-        raise CorruptCheckpointError(f"{file}: param_shapes is no dict of shapes.")
+        raise CorruptCheckpointError(f"{file}: param_shapes is not a dict of shapes.")
     found = {}
     for name, shape in group.items():
         if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
@@ -223,14 +226,16 @@ def _shapes(group: Any, file: str) -> dict[str, Shape]:
 def _optimizer_dict(value: Any, file: str) -> Mapping[str, Any]:
     inner = value.get("optimizer_state_dict") if isinstance(value, dict) else None
     if not isinstance(inner, dict):
-        raise CorruptCheckpointError(f"{file} is no DeepSpeed optimizer file: it has no 'optimizer_state_dict'.")
+        raise CorruptCheckpointError(f"{file} is not a DeepSpeed optimizer file: it has no 'optimizer_state_dict'.")
     if inner.get("ds_zero_partition_groups"):
-        raise UnsupportedFormatError(f"{file}: its parameters are partitioned over sub-groups of ranks, not over all.")
+        raise UnsupportedFormatError(
+            f"{file}: its parameters are partitioned over subgroups of ranks, which is not supported."
+        )
     return inner
 
 
 def _partitions(inner: Mapping[str, Any], files: int, file: str) -> list[int]:
-    """Into how many parts each group is cut; the dense ones by all ranks."""
+    """Return the number of partitions of each group; for groups without experts, the number of ranks."""
     recorded = inner.get("partition_count", files)
     counts = recorded if isinstance(recorded, list) and recorded else [recorded or files]
     for count in counts:
@@ -238,7 +243,7 @@ def _partitions(inner: Mapping[str, Any], files: int, file: str) -> list[int]:
             raise CorruptCheckpointError(f"{file}: partition_count is {count!r:.40}.")
     if files > max(counts):
         raise CorruptCheckpointError(
-            f"there are optimizer files of {files} ranks; {file} says {max(counts)}. Two saves lie together."
+            f"there are optimizer files of {files} ranks, but {file} says {max(counts)}: they are from two saves."
         )
     return counts
 
@@ -258,12 +263,17 @@ def _flat_list(value: Any, file: str, key: str) -> list[StoredTensor]:
     if isinstance(value, StoredTensor):
         return [value]
     if not isinstance(value, list) or not all(isinstance(t, StoredTensor) and len(t.shape) == 1 for t in value):
-        raise IncompleteCheckpointError(f"{file}: {key} is no list of flat tensors. Was it saved without the weights?")
+        raise IncompleteCheckpointError(
+            f"{file}: {key} is not a list of flat tensors. Was it saved without the weights?"
+        )
     return value
 
 
 def _states(base: Any) -> list[Mapping[str, Any]]:
-    """One dict of states a group: a list (elastic checkpoints), or by the index of the group's flat parameter."""
+    """Return one dict of states per group.
+
+    The file has a list (elastic checkpoints), or a dict by the index of the group's flat parameter.
+    """
     if isinstance(base, list):
         return [state if isinstance(state, dict) else {} for state in base]
     state = base.get("state") if isinstance(base, dict) else None
@@ -276,7 +286,7 @@ def _states(base: Any) -> list[Mapping[str, Any]]:
 def _fragments(group: Any) -> dict[str, tuple[int, int]]:
     found = {}
     for name, address in dict(group).items():
-        # fragment_address is a dataclass (numel, start): recorded by position or by field
+        # fragment_address is a dataclass (numel, start), pickled by position or by field.
         numbers = address.args if isinstance(address, Record) and address.args else address
         if isinstance(address, Record) and address.fields:
             numbers = (address.fields.get("numel"), address.fields.get("start"))

@@ -1,4 +1,4 @@
-"""Reads the flat groups of DeepSpeed's optimizer files: their parameters (verified), moments and settings."""
+"""Reads the flat groups of DeepSpeed's optimizer files: their parameters, moments and settings."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Groups: TypeAlias = Sequence[Zero12Group | Zero3Group]
 
 
 def groups_of(models: ModelStates, optims: OptimStates | None, experts: Iterable[str] = ()) -> Sequence[Groups]:
-    """Return the flat groups of each parameter group: one, or with experts one per rank of expert parallelism.
+    """Return the flat groups of each parameter group: one, or for experts one per rank of expert parallelism.
 
     Args:
-        experts: The names of the weights in experts' files.
+        experts: The names of the weights in the experts' files.
     """
     if optims is None:
         return []
@@ -35,8 +35,8 @@ def groups_of(models: ModelStates, optims: OptimStates | None, experts: Iterable
         return [[_zero3(models, optims)]]
     if len(models.param_shapes) != len(optims.weights[0]):
         raise CorruptCheckpointError(
-            f"the model file has {len(models.param_shapes)} parameter groups, the optimizer files "
-            f"{len(optims.weights[0])}. They are of two saves?"
+            f"the model file has {len(models.param_shapes)} parameter groups, the optimizer files have "
+            f"{len(optims.weights[0])}. Are all files from one save?"
         )
     first, counts = data_first(models.values[0]), counted(experts)
     found = []
@@ -92,13 +92,16 @@ def _zero3(models: ModelStates, optims: OptimStates) -> Zero3Group:
 def check_layout(
     store: Store, groups: Groups, masters: Mapping[str, Joined], copies: Callable[[], Mapping[str, Joined]]
 ) -> None:
-    """Where the ranks recorded other places than the shapes give, let the low-precision copies decide; and for one
-    parameter of each part of the experts, since nothing records which rank holds which.
+    """Compare parameters whose position is in doubt with their low-precision copies.
 
-    Reads a few kilobytes a parameter that is asked for.
+    These are the parameters of groups whose recorded positions differ from those that the shapes give, and one
+    parameter per partition of experts, because no file records the experts of a rank. Reads a few kilobytes of each.
 
     Args:
-        copies: Gives the weights that the job computed with, by name.
+        copies: Returns the low-precision weights by name; only called if there are such parameters.
+
+    Raises:
+        CorruptCheckpointError: A copy does not equal the cast master.
     """
     asked: list[str] = []
     for group in groups:
@@ -112,20 +115,19 @@ def check_layout(
     for name in weights:
         if not sampler.fits(masters[name].entry(name, Role.MASTER, fqn=name), name):
             raise CorruptCheckpointError(
-                f"parameter {name!r}: neither the places that the ranks recorded nor the weights in "
-                f"{whole[name].slices[0].path} agree with the order of the parameters' shapes. "
-                "Are the files of one save?"
+                f"parameter {name!r}: the fp32 weights at the position that the shapes give do not equal the weights "
+                f"in {whole[name].slices[0].path}. Are all files from one save?"
             )
 
 
 def check_experts(experts: Mapping[str, Joined], masters: Mapping[str, Joined]) -> None:
-    """Every expert's master belongs to a weight in an expert's file, of its shape."""
+    """Check that each expert's master has a weight with the same shape in the experts' files."""
     for name, master in masters.items():
         if is_expert(name) and (name not in experts or experts[name].shape != master.shape):
             shape = f"has shape {list(experts[name].shape)}" if name in experts else "is missing"
             raise CorruptCheckpointError(
-                f"the optimizer files hold {name!r} of shape {list(master.shape)}; in the files of the experts it "
-                f"{shape}. Are the files of one save?"
+                f"{name!r} has shape {list(master.shape)} in the optimizer files; in the experts' files it {shape}. "
+                "Are all files from one save?"
             )
 
 
@@ -135,7 +137,7 @@ def add_moments(
     """Add the moments and steps of a group's parameters.
 
     Args:
-        names: Other names for them; those it lacks are omitted. By default they keep theirs.
+        names: Old name -> new name; others are omitted. None keeps all names.
     """
     names = {name: name for name in group.params} if names is None else names
     for state in group.vectors:
@@ -153,6 +155,6 @@ def add_moments(
 
 
 def settings(params: Sequence[Iterable[str]], optims: OptimStates) -> dict[str, ObjectEntry]:
-    """The groups' settings, `params` by name. ZeRO-3 cuts the user's groups further; those say less and less."""
+    """Return the settings of the groups, with `params` by name."""
     groups = [{**given, "params": list(names)} for given, names in zip(optims.param_groups, params, strict=False)]
     return group_objects(groups, {})

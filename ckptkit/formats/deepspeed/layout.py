@@ -1,8 +1,8 @@
 """Maps parameters to ZeRO's flat groups over the ranks, and back.
 
-ZeRO-1/2 lay a group's parameters end to end and cut the whole over the ranks (the last part may be shorter,
-without its padding). ZeRO-3 cuts each parameter into ceil(numel / ranks) elements a rank and lays each
-rank's parts end to end (deepspeed/utils/zero_to_fp32.py).
+ZeRO-1/2 concatenate the parameters of a group and split the vector over the ranks (the last part may lack its padding).
+ZeRO-3 splits each parameter into ceil(numel / ranks) elements per rank and concatenates each rank's parts
+(deepspeed/utils/zero_to_fp32.py).
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Zero12Group:
 
     Attributes:
         params: Names and shapes in the order of the layout.
-        vectors: The group's flat vector by state; "" is the fp32 weights.
+        vectors: State -> the group's flat vector; "" is the fp32 weights.
         scalars: States that are not flat, such as the step.
-        paddings: Elements left free after each parameter.
-        fragments: What each rank says it holds: name -> (numel, start in its partition).
-        slack: Padding elements that may follow the last parameter.
+        paddings: Padding elements after each parameter.
+        fragments: For each rank, the parameters that it recorded: name -> (numel, start in its partition).
+        slack: Maximum number of padding elements after the last parameter.
     """
 
     params: Mapping[str, Shape]
@@ -44,27 +44,27 @@ class Zero12Group:
     slack: int
 
     def cut(self, state: str) -> Iterator[tuple[str, Joined]]:
-        """Yield each parameter with its part of the vector of `state`."""
+        """Yield each parameter's name and its part of the vector of `state`."""
         vector = self.vectors[state]
         position = 0
         for (name, shape), padding in zip(self.params.items(), self.paddings, strict=True):
             numel = math.prod(shape)
             if position + numel > vector.numel:
                 raise IncompleteCheckpointError(
-                    f"parameter {name!r} ends at element {position + numel}, its group has {vector.numel}."
+                    f"parameter {name!r} ends at element {position + numel}, but its group has {vector.numel}."
                 )
             yield name, Joined(vector.dtype, shape, vector.slices(shape, position, numel))
             position += numel + padding
         if vector.numel - position > self.slack:
             raise CorruptCheckpointError(
-                f"a parameter group has {position} elements by its shapes, but the ranks hold {vector.numel}."
+                f"a parameter group has {position} elements by its shapes, but {vector.numel} on the ranks."
             )
 
     def agrees(self) -> bool:
-        """Return whether the ranks recorded the places that the shapes give (newer versions record them).
+        """Return whether the positions that the ranks recorded (newer versions do) equal those that the shapes give.
 
-        With round_robin_gradients DeepSpeed records wrong ones (link_hp_params gets another order than the flat
-        group has), so a difference alone proves nothing.
+        A difference alone proves nothing: with round_robin_gradients, DeepSpeed records wrong positions
+        (link_hp_params gets another order than that of the flat group).
         """
         position = 0
         for (name, shape), padding in zip(self.params.items(), self.paddings, strict=True):
@@ -81,10 +81,10 @@ class Zero12Group:
 
 @dataclass(frozen=True, slots=True)
 class Zero3Group:
-    """All parameters of ZeRO-3: its sub-groups may cut a parameter, so they count as one vector a rank.
+    """All parameters of ZeRO-3, as one vector per rank, because its subgroups may split a parameter.
 
     Attributes:
-        vectors: Each rank's flat vector, by state.
+        vectors: State -> the flat vector of each rank.
     """
 
     params: Mapping[str, Shape]
@@ -92,7 +92,7 @@ class Zero3Group:
     scalars: Mapping[str, Any] = field(default_factory=dict)
 
     def cut(self, state: str) -> Iterator[tuple[str, Joined]]:
-        """Yield each parameter with its parts of the vectors of `state`."""
+        """Yield each parameter's name and its parts of the vectors of `state`."""
         vectors = self.vectors[state]
         position = 0
         for name, shape in self.params.items():
@@ -106,7 +106,7 @@ class Zero3Group:
         if any(vector.numel != position for vector in vectors):
             numels = [vector.numel for vector in vectors]
             raise CorruptCheckpointError(
-                f"the parameters have {position} elements a rank, the ranks hold {numels[:8]}."
+                f"the parameters have {position} elements per rank, but the ranks have {numels[:8]}."
             )
 
 
@@ -117,7 +117,9 @@ def _rank_part(
     part = -(-numel // len(vectors))
     begin, end = min(rank * part, numel), min((rank + 1) * part, numel)
     if vector.numel < position + part:
-        raise IncompleteCheckpointError(f"rank {rank} holds {vector.numel} elements, {position + part} are needed.")
+        raise IncompleteCheckpointError(
+            f"rank {rank} has {vector.numel} elements, expected at least {position + part}."
+        )
     for piece in vector.pieces:
         first, last = max(position, piece.start), min(position + end - begin, piece.stop)
         if first < last:
@@ -126,6 +128,6 @@ def _rank_part(
 
 
 def flat_states(states: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the states that all of these have as a 1-D tensor: moments, not steps."""
+    """Return the names of the states that are 1-D tensors in all of these: moments, not steps."""
     names = list(states[0]) if states else []
     return [n for n in names if all(isinstance(s.get(n), StoredTensor) and len(s[n].shape) == 1 for s in states)]

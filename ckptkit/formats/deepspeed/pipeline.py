@@ -1,8 +1,8 @@
-"""Reads DeepSpeed pipelines: one file per layer, and per stage a model file and the optimizer's partitions.
+"""Reads DeepSpeed pipelines: one file per layer, and for each stage a model file and the optimizer's partitions.
 
-Names are those of PipelineModule: the layer's number, then the name in the layer. A module that several layers share is
-one parameter of each stage's optimizer, `tied_modules.<key>.<name>`, and lies in the file of each of its layers
-(deepspeed/runtime/pipe/module.py).
+Names are those of PipelineModule: the layer's number, then the name in the layer. The parameters of a module that
+several layers share are `tied_modules.<key>.<name>` in the optimizer of each stage, and are also in the file of each of
+these layers (deepspeed/runtime/pipe/module.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FILE = "mp_rank_{rank:02d}_model_states.pt"
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """What one stage's files say; `masters` by the names of the files."""
+    """The contents of one stage's files. `masters`: by the names in the files."""
 
     models: ModelStates
     optims: OptimStates | None
@@ -46,11 +46,11 @@ class _Stage:
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Read the checkpoint of one tag at the store's root: of any number of stages, without tensor parallelism.
+    """Read the checkpoint of one tag at the store's root: any number of stages, without tensor parallelism.
 
     Raises:
-        IncompleteCheckpointError: A file is missing; it is named.
-        UnsupportedFormatError: The layers are cut by tensor parallelism.
+        IncompleteCheckpointError: A file is missing; names it.
+        UnsupportedFormatError: The layers are split by tensor parallelism.
     """
     listing = store.list()
     files = file_names(listing)
@@ -89,21 +89,21 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 
 
 def _layers(store: Store, files: Sequence[str]) -> dict[str, Joined]:
-    """The tensors of all layers, in the order of the layers, as the job computed with them."""
+    """Return the tensors of all layers, in layer order, in the job's compute dtype."""
     found: dict[int, str] = {}
     for match in filter(None, map(LAYER_FILE.fullmatch, files)):
         if int(match[2] or 0) > 0:
             raise UnsupportedFormatError(
-                f"{match[0]}: the layers are cut by tensor parallelism, and nothing says how their parts fit together. "
-                "Turn it into a universal checkpoint with DeepSpeed's ds_to_universal.py first."
+                f"{match[0]}: the layers are split by tensor parallelism, and the files do not say how to join them. "
+                "Convert it to a universal checkpoint with DeepSpeed's ds_to_universal.py first."
             )
         if int(match[1]) in found:
-            raise CorruptCheckpointError(f"{match[0]} and {found[int(match[1])]} are of one layer. Keep one.")
+            raise CorruptCheckpointError(f"{match[0]} and {found[int(match[1])]} contain the same layer. Keep one.")
         found[int(match[1])] = match[0]
     tensors: dict[str, StoredTensor] = {}
     for number, value in zip(sorted(found), read_archives(store, [found[n] for n in sorted(found)]), strict=True):
         if not isinstance(value, dict):
-            raise CorruptCheckpointError(f"{found[number]} holds no state dict of a layer.")
+            raise CorruptCheckpointError(f"{found[number]} contains no state dict of a layer.")
         tensors.update({f"{number}.{name}": item for name, item in value.items() if isinstance(item, StoredTensor)})
     return join([tensors], what="the files of the layers")
 
@@ -111,7 +111,7 @@ def _layers(store: Store, files: Sequence[str]) -> dict[str, Joined]:
 def _numbers(files: Sequence[str], store: Store) -> list[int]:
     numbers = sorted({int(match[2]) for name in files if (match := MODEL_FILE.fullmatch(name)) and not match[1]})
     if not numbers:
-        raise IncompleteCheckpointError(f"{store.url} has files of layers, but no mp_rank_00_model_states.pt.")
+        raise IncompleteCheckpointError(f"{store.url} has files of layers, but mp_rank_00_model_states.pt is missing.")
     missing_ranks(numbers, max(numbers) + 1, _FILE)
     return numbers
 
@@ -134,7 +134,7 @@ def _stage(store: Store, files: Sequence[str], number: int, layers: Mapping[str,
 
 
 def _check_layers(stages: Sequence[_Stage], layers: Mapping[str, Joined]) -> None:
-    """Every trained parameter of a layer lies in its file, too, in its shape."""
+    """Check that each trained parameter is in the file of its layer, with the same shape."""
     for stage in stages:
         for name, master in stage.masters.items():
             if _TIED.fullmatch(name):
@@ -144,15 +144,16 @@ def _check_layers(stages: Sequence[_Stage], layers: Mapping[str, Joined]) -> Non
                 raise IncompleteCheckpointError(f"{file}-model_states.pt is missing, or lacks {name!r}.")
             if layers[name].shape != master.shape:
                 raise CorruptCheckpointError(
-                    f"{layers[name].slices[0].path}: {name!r} has shape {list(layers[name].shape)}, "
-                    f"{stage.models.file} says {list(master.shape)}. Are the files of one save?"
+                    f"{layers[name].slices[0].path}: {name!r} has shape {list(layers[name].shape)}, but "
+                    f"{stage.models.file} says {list(master.shape)}. Are all files from one save?"
                 )
 
 
 def _ties(store: Store, stages: Sequence[_Stage], layers: Mapping[str, Joined]) -> dict[str, list[str]]:
-    """For each parameter of a shared module, the names of the layers that share it.
+    """Return for each parameter of a shared module its names in the layers that share it.
 
-    Those layers have no parameters of their own; where there are several shared modules, values tell them apart.
+    These layers have no parameters of their own. If there are several shared modules, shapes and values tell which one
+    a layer uses.
     """
     names = {name for stage in stages for name in stage.masters}
     own = {name.partition(".")[0] for name in names if not _TIED.fullmatch(name)}
@@ -183,10 +184,10 @@ def _is_layer(sampler: MasterSampler, layers: Mapping[str, Joined], layer: str, 
 
 
 def _add_settings(optimizer: OptimizerState, stages: Sequence[_Stage], ties: Mapping[str, Sequence[str]]) -> None:
-    """The groups' settings, with the parameters of all stages."""
+    """Add the settings of the groups, with the parameters of all stages."""
     plain = [stage.models.file for stage in stages if stage.models.values[0].get("optimizer") is not None]
     if plain:
-        optimizer.notes.append(f"the optimizer in {plain[0]}, of a pipeline without ZeRO, was not read.")
+        optimizer.notes.append(f"the optimizer in {plain[0]} was not read: it is from a pipeline without ZeRO.")
     optims = stages[0].optims
     if optims is None:
         return

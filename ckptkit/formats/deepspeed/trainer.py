@@ -16,13 +16,13 @@ _OBJECTS = {"trainer_state": "trainer_state.json", "scheduler": "scheduler.pt", 
 
 
 def is_trainer_directory(files: Sequence[str], directories: Sequence[str]) -> bool:
-    """Return whether these names are of one checkpoint of the Trainer, not of a run with many tags."""
+    """Return whether these names are one checkpoint of the Trainer, not a run with several tags."""
     return "trainer_state.json" in files and any(name.startswith("global_step") for name in directories)
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
     """Read the newest `global_step<N>/`, with the side files of the root."""
-    from ckptkit.formats.deepspeed import zero  # here: every directory is asked whether it is one of these
+    from ckptkit.formats.deepspeed import zero  # lazy: `is_trainer_directory` is called for every directory
     from ckptkit.formats.hf.side_files import find_side_files, read_json
     from ckptkit.formats.trainers.merge import file_objects, merged, open_part
 

@@ -1,6 +1,6 @@
 """Reads DeepSpeed's universal checkpoints: `zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt`, full tensors.
 
-The model states of the job that was converted lie beside (deepspeed/checkpoint/ds_to_universal.py).
+The model states of the converted job are beside `zero/` (deepspeed/checkpoint/ds_to_universal.py).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 
     Raises:
         IncompleteCheckpointError: A parameter has no weights.
-        UnsupportedFormatError: A parameter was padded or cut in a way that only a live model undoes.
+        UnsupportedFormatError: A parameter was padded or split in a way that only a live model can undo.
     """
     listing = store.list()
     models = read_model_states(store, file_names(listing), MODEL_FILE)
@@ -70,7 +70,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 
 
 def _parameters(store: Store, files: dict[str, int]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each parameter with what its files hold; `files` gets their sizes."""
+    """Yield each parameter with the contents of its files. Adds the files' sizes to `files`."""
     for item in store.list(_ROOT):
         if item.kind != "directory":
             continue
@@ -87,12 +87,14 @@ def _joined(value: Any, shape: Shape | None, file: str, state: str) -> Joined:
     settings: Mapping[str, Any] = value if isinstance(value, dict) else {}
     tensor = settings.get("param") if settings else value
     if settings.get("vocab_tensor") or settings.get("sub_param_shape"):
-        raise UnsupportedFormatError(f"{file}: its parameter was padded or cut into sub-parameters.")
+        raise UnsupportedFormatError(f"{file}: its parameter was padded or split into sub-parameters.")
     if not isinstance(tensor, StoredTensor):
-        raise CorruptCheckpointError(f"{file} holds no tensor.")
+        raise CorruptCheckpointError(f"{file} contains no tensor.")
     if state != "step" and shape is not None and tensor.shape != shape:
-        # ZeRO-3's come flat, perhaps with the padding of the last rank.
+        # ZeRO-3's tensors are flat, perhaps with the padding of the last rank.
         if len(tensor.shape) != 1 or tensor.numel < math.prod(shape):
-            raise CorruptCheckpointError(f"{file} has shape {list(tensor.shape)}, the model file says {list(shape)}.")
+            raise CorruptCheckpointError(
+                f"{file} has shape {list(tensor.shape)}, but the model file says {list(shape)}."
+            )
         tensor = replace(tensor, shape=shape, strides=row_major_strides(shape))
     return Joined(tensor.dtype, tensor.shape, SliceArray.of([tensor.slice()], len(tensor.shape)))

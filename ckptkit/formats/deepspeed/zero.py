@@ -1,7 +1,7 @@
 """Reads DeepSpeed ZeRO-1, 2 and 3: splits each rank's flat fp32 partition into parameters. Needs no DeepSpeed.
 
-The weights of the catalog are the fp32 masters, which is what DeepSpeed's own exporter gives; they appear as
-MODEL and as MASTER. The low-precision copies in the model file are their cast and are not listed.
+The weights of the catalog are the fp32 masters, as in DeepSpeed's own exporter; they are listed as MODEL and as MASTER.
+The low-precision copies in the model file equal the cast masters and are not listed.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ __all__ = [
     "read_plain_optimizer",
 ]
 
-# The optimizer of DeepSpeed without ZeRO, which lies in the model file: torch's own state, and fp32 masters beside it.
+# The optimizer of DeepSpeed without ZeRO, in the model file: torch's state and fp32 masters.
 #
-# The masters are whole tensors in the order of the parameter groups (deepspeed/runtime/fp16/unfused_optimizer.py).
+# The masters are full tensors in the order of the parameter groups (deepspeed/runtime/fp16/unfused_optimizer.py).
 
 
 Masters = dict[str, Joined]
@@ -53,11 +53,12 @@ _MASTERS = "fp32_groups"
 def read_plain_optimizer(
     store: Store, model: Mapping[str, Any], weights: Mapping[str, TensorEntry], file: str
 ) -> tuple[OptimizerState, Masters]:
-    """Return the optimizer that `model`, the content of the model file, holds, and its fp32 masters by parameter.
+    """Return the optimizer in the model file, and its fp32 masters by parameter.
 
-    What is there and cannot be read, such as states that a fused optimizer laid end to end, is noted.
+    State that cannot be read, such as the concatenated state of a fused optimizer, is noted.
 
     Args:
+        model: The contents of the model file.
         weights: The model's tensors by name.
     """
     given = model.get("optimizer")
@@ -70,7 +71,7 @@ def read_plain_optimizer(
         return read_optimizer([inner], params, what=file), {}
     assigned = _assigned(store, groups, inner["param_groups"], params, weights, file)
     if assigned is None:
-        note = "does not prove whose the fp32 masters are, by names, shapes and values; they were skipped."
+        note = "does not prove which weight each fp32 master belongs to; they were skipped."
         found = read_optimizer([inner], params, what=file)
         return OptimizerState(found.tensors, found.objects, [*found.notes, f"{file} {note}"]), {}
     names = {
@@ -100,7 +101,7 @@ def _assigned(
     weights: Mapping[str, TensorEntry],
     file: str,
 ) -> list[list[str]] | None:
-    """The parameter of each master, where names and shapes, or the weights' own values, leave one way."""
+    """Return the parameter of each master, if names, shapes and the weights' values prove it."""
     if [len(group["params"]) for group in settings] != [len(group) for group in groups]:
         return None
     shapes = [[tensor.shape for tensor in group] for group in groups]
@@ -170,13 +171,13 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 
 
 def _missing(models: ModelStates, has_optimizer: bool) -> list[str]:
-    """What the settings of the job say that a whole save has."""
+    """Return messages on files that are missing according to the job's settings."""
     config = models.values[0].get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
     stage = zero.get("stage") if isinstance(zero, dict) else None
     if has_optimizer or type(stage) is not int or stage < 1:
         return []
-    return [f"the *_optim_states.pt files are missing: the job ran with ZeRO stage {stage}, which writes one a rank."]
+    return [f"the *_optim_states.pt files are missing: the job ran with ZeRO stage {stage}, which writes one per rank."]
 
 
 def _refuse_foreign(store: Store, files: Sequence[str]) -> None:
@@ -185,17 +186,17 @@ def _refuse_foreign(store: Store, files: Sequence[str]) -> None:
         raise CheckpointNotFoundError(f"{store.url} has no *mp_rank_00_model_states.pt of DeepSpeed.")
     if len(parallel) > 1:
         raise UnsupportedFormatError(
-            f"mp_rank_{parallel[-1]:02d}_model_states.pt is of a job with tensor parallelism, whose files do not say "
-            "how the parts of a tensor fit together. Turn it into a universal checkpoint with DeepSpeed's "
+            f"mp_rank_{parallel[-1]:02d}_model_states.pt is from a job with tensor parallelism, whose files do not say "
+            "how to join the parts of a tensor. Convert it to a universal checkpoint with DeepSpeed's "
             "ds_to_universal.py first."
         )
 
 
 def _experts(store: Store, files: Sequence[str], models: ModelStates) -> dict[str, Joined]:
-    """The experts' weights in files of their own."""
+    """Return the weights in the experts' files."""
     if models.values[0].get("ds_autoep_layers"):
         raise UnsupportedFormatError(
-            "the model file has ds_autoep_layers: experts that AutoEP fused. Turn it into a universal checkpoint with "
+            "the model file has ds_autoep_layers: experts that AutoEP fused. Convert it to a universal checkpoint with "
             "DeepSpeed's ds_to_universal.py first."
         )
     if models.values[0].get("num_experts") or any(map(EXPERT_FILE.fullmatch, files)):
@@ -209,7 +210,9 @@ def _add_plain(
     """Add the optimizer of a job without ZeRO; return its masters."""
     experts = [name for name in files if EXPERT_OPTIMIZER.fullmatch(name)]
     if experts:
-        optimizer.notes.append(f"{experts[0]} and its like, of a job with experts and without ZeRO, were not read.")
+        optimizer.notes.append(
+            f"the experts' optimizer files, such as {experts[0]}, were not read: the job ran without ZeRO."
+        )
         return {}
     entries = {name: joined.entry(name, Role.MODEL, fqn=name) for name, joined in weights.items()}
     found, masters = read_plain_optimizer(store, models.values[0], entries, models.file)
@@ -220,7 +223,7 @@ def _add_plain(
 
 
 def frozen_weights(models: ModelStates) -> dict[str, Joined]:
-    """Parameters that were not trained. ZeRO-3 keeps a part of each in every rank's model file."""
+    """Return the frozen parameters. ZeRO-3 stores a part of each in every rank's model file."""
     if not models.stage3:
         return {}
     found = {}
@@ -252,7 +255,7 @@ def weight_entries(
     """Return the MODEL entries of all weights, and MASTER entries of those that are fp32 masters.
 
     Args:
-        shared: Tied name -> the name it is stored under.
+        shared: Tied name -> the name under which it is stored.
     """
     found = {name: joined.entry(name, Role.MODEL, fqn=name) for name, joined in weights.items()}
     for alias, kept in shared.items():
@@ -272,6 +275,6 @@ def _check_complete(models: ModelStates, weights: Mapping[str, Joined]) -> None:
     missing = sorted(wanted - weights.keys())
     if models.stage3:
         raise IncompleteCheckpointError(
-            f"the *_optim_states.pt files are missing; with ZeRO-3 only they hold the weights ({missing[0]!r}, ...)."
+            f"the *_optim_states.pt files are missing; in ZeRO-3 they contain the weights ({missing[0]!r}, ...)."
         )
-    raise IncompleteCheckpointError(f"{len(missing)} parameters are nowhere: {', '.join(missing[:4])}.")
+    raise IncompleteCheckpointError(f"{len(missing)} parameters are in no file: {', '.join(missing[:4])}.")

@@ -1,8 +1,8 @@
 """Reads FSDP checkpoints of accelerate and the Hugging Face Trainer, in all their state-dict types.
 
-SHARDED: `pytorch_model_fsdp_<i>/` and `optimizer_<i>/`, each a DCP. Without DCP: `pytorch_model_fsdp_<i>_rank<r>.bin`
+SHARDED: `pytorch_model_fsdp_<i>/` and `optimizer_<i>/`, each a DCP, or without DCP `pytorch_model_fsdp_<i>_rank<r>.bin`
 and `optimizer_<i>_rank<r>.bin`. FULL: `pytorch_model_fsdp[_<i>].bin` and `optimizer[_<i>].bin`. LOCAL:
-`pytorch_model_fsdp[_<i>]_rank<r>.bin` beside an optimizer in DCP form. Before 0.25, without `_fsdp`.
+`pytorch_model_fsdp[_<i>]_rank<r>.bin` with an optimizer as DCP. Versions before 0.25 omit `_fsdp`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ckptkit.storage import Store
 
 __all__ = ["is_accelerate", "open_catalog"]
 
-# `pytorch_model.bin` itself is anybody's.
+# Not `pytorch_model.bin`, which many systems write.
 _MODEL = re.compile(
     r"(?=pytorch_model_fsdp|pytorch_model_\d+\Z|pytorch_model(?:_\d+)?_rank)"
     r"pytorch_model(?:_fsdp)?(?:_(\d+))?(?:_rank(\d+))?(\.bin)?"
@@ -47,7 +47,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 
     Raises:
         IncompleteCheckpointError: The file of a rank is missing; it names the file.
-        UnsupportedFormatError: FSDP1 LOCAL state whose layout is not known.
+        UnsupportedFormatError: It is FSDP1 LOCAL state, and its layout is unknown.
     """
     listing = {item.path: item for item in store.list()}
     models = _by_index(listing, _MODEL)
@@ -91,7 +91,7 @@ def _open_one(
     sizes: Mapping[str, int],
     options: ReadOptions | None,
 ) -> list[Catalog]:
-    """The catalogs of one model and its optimizer."""
+    """Return the catalogs of one model and its optimizer."""
     directory = next((name for name in models if not name.endswith(".bin")), None)
     state = next((name for name in optimizers if not name.endswith(".bin")), None)
     parts = [as_optimizer(open_part(catalog.open_catalog, store, state, options))] if state is not None else []
@@ -103,7 +103,7 @@ def _open_one(
         return [fsdp1_local.read(store, names, values, sizes, parts[0] if parts else None, options), *parts]
     for name, value in zip(names, values, strict=True):
         if not isinstance(value, dict) or not any(is_tensor(item) for item in value.values()):
-            raise CorruptCheckpointError(f"{name} holds no state dict of tensors.")
+            raise CorruptCheckpointError(f"{name} contains no state dict of tensors.")
     joined = join(values, what=what)
     refuse_bare_parts(joined, what=what)
     tensors = model_entries(joined)
@@ -129,11 +129,11 @@ def _optimizer(store: Store, files: Sequence[str], params: Any, sizes: Mapping[s
 
 
 def _read(store: Store, files: Sequence[str]) -> tuple[list[str], list[Any]]:
-    """Return the rank files in rank order, or the one full file, with their values."""
+    """Return the rank files in rank order, or the single full file, and their values."""
     ranks = {int(match[1]): name for name in files if (match := re.search(r"_rank(\d+)\.bin$", name))}
     full = [name for name in files if "_rank" not in name]
     if ranks and full:
-        raise CorruptCheckpointError(f"{full[0]} and {ranks[min(ranks)]} lie together: two saves. Keep one.")
+        raise CorruptCheckpointError(f"{full[0]} and {ranks[min(ranks)]} are files of two saves. Remove those of one.")
     names = full[:1] or [ranks[rank] for rank in sorted(ranks)]
     if ranks:
         missing_ranks(ranks, max(ranks) + 1, _template(names))
@@ -148,7 +148,7 @@ def _template(names: Sequence[str]) -> str:
 
 
 def _world_size(values: Sequence[Any]) -> int:
-    """The world size that tensors of the first file tell."""
+    """Return the world size that the tensors of the first file record."""
     sizes = [1]
     for tensor in values[0].values() if isinstance(values[0], dict) else ():
         mesh = getattr(tensor, "mesh", None)

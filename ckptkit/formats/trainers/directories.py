@@ -1,6 +1,6 @@
-"""Reads checkpoints with separate model and optimizer directories: Oumi, NeMo Automodel, NeMo, torchtitan's kind.
+"""Reads checkpoints with separate model and optimizer directories: Oumi, NeMo Automodel, NeMo, and similar ones.
 
-Each is a table of locations; their contents are read by the format's own reader.
+Each system is a table of locations; their contents are read by the format's own reader.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class DirectoryLayout:
     """The directory layout of a system.
 
     Attributes:
-        models: Directories of the weights; the first existing one is read.
+        models: Directories that may contain the weights; the first existing one is read.
         optimizers: The same for the optimizer.
-        objects: Files included as objects, by name.
+        objects: Name of an object -> its file.
         steps: A JSON file and the key of the step in it.
     """
 
@@ -73,13 +73,13 @@ def layout_of(store: Store, directories: Sequence[str]) -> DirectoryLayout | Non
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Read the parts and join them, with paths relative to the checkpoint's root."""
+    """Read the parts and return them as one catalog, with paths relative to the checkpoint's root."""
     listing = {item.path: item for item in store.list()}
     directories = [path for path, item in listing.items() if item.kind == "directory"]
     layout = layout_of(store, directories)
     found = _first(store, layout.models, directories) if layout is not None else None
     if layout is None or found is None:
-        raise CheckpointNotFoundError(f"{store.url} has no model/, hf_weights/ or weights/ that holds a checkpoint.")
+        raise CheckpointNotFoundError(f"{store.url} has no checkpoint in model/, hf_weights/ or weights/.")
     parts = [open_part(found[1], store, found[0], options)]
     optimizer = _first(store, layout.optimizers, directories)
     if optimizer is not None:
@@ -99,7 +99,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 
 
 def _first(store: Store, names: Sequence[str], directories: Sequence[str]) -> tuple[str, Open] | None:
-    """The first of these directories that is readable, with its reader."""
+    """Return the first of these directories that is readable, and its reader."""
     for name in names:
         if name.partition("/")[0] in directories:
             files = {item.path[len(name) + 1 :]: item.size for item in store.list(name)}

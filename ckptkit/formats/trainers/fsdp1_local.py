@@ -1,9 +1,9 @@
 """Reads FSDP1 LOCAL_STATE_DICT: each unit's flat parameter as a 1-D ShardedTensor, without the original shapes.
 
-With use_orig_params=True every parameter also has its rank's 1-D piece under its own name, so only shapes are
-missing. With use_orig_params=False names and order are missing too. They come, in this order, from a layout
-(`ReadOptions.layout`), a list of shapes in module order (`ReadOptions.shapes`), the optimizer that lies beside in
-DCP form, or, for use_orig_params=True, a Hugging Face directory (`ReadOptions.base`).
+With use_orig_params=True, each rank also stores its 1-D piece of every parameter under the parameter's name, so only
+shapes are missing. With use_orig_params=False, names and order are missing too. The missing information comes from the
+first of: a layout (`ReadOptions.layout`), shapes in module order (`ReadOptions.shapes`), an optimizer saved as DCP in
+the same checkpoint, or, for use_orig_params=True, a Hugging Face directory (`ReadOptions.base`).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from ckptkit.storage import Store, open_store
 
 __all__ = ["FlatParam", "is_flat", "parse_layout", "read", "FlatVector", "Piece", "range_slices"]
 
-# Tensors that were flattened end to end: FSDP1's flat parameters, the partitions of ZeRO.
+# Flat vectors of concatenated parameters: FSDP1's flat parameters, ZeRO's partitions.
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements [start, start + numel) of a flat vector: `tensor`, 1-D, as one rank stores it."""
+    """Elements [start, start + numel) of a flat vector, which one rank stores as the 1-D `tensor`."""
 
     start: int
     tensor: StoredTensor
@@ -42,7 +42,7 @@ class Piece:
 
 
 class FlatVector:
-    """A flat vector as pieces ordered by start, including padding at the end."""
+    """A flat vector as pieces ordered by start, with padding at the end."""
 
     __slots__ = ("pieces",)
 
@@ -67,7 +67,7 @@ class FlatVector:
         return self.pieces[0].tensor.dtype
 
     def slices(self, shape: tuple[int, ...], start: int, numel: int) -> SliceArray:
-        """Return the slices of a tensor of `shape` that lies at [start, start + numel) of the vector."""
+        """Return the slices of the tensor of `shape` at [start, start + numel) of the vector."""
         found: list[TensorSlice] = []
         for piece in self.pieces:
             a, b = max(start, piece.start), min(start + numel, piece.stop)
@@ -79,11 +79,13 @@ class FlatVector:
 def range_slices(
     shape: tuple[int, ...], start: int, stop: int, tensor: StoredTensor, offset: int, rank: int
 ) -> list[TensorSlice]:
-    """Return the row-major elements [start, stop) of a tensor of `shape` as slices of the 1-D `tensor`,
-    where they lie from element `offset` on."""
+    """Return the row-major elements [start, stop) of a tensor of `shape` as slices of a file.
+
+    They are stored in the 1-D `tensor`, from its element `offset` on.
+    """
     if len(tensor.shape) != 1 or not tensor.contiguous or offset + stop - start > tensor.numel:
         raise CorruptCheckpointError(
-            f"{tensor.path}: a flat tensor of shape {list(tensor.shape)} can't hold {offset + stop - start} elements."
+            f"{tensor.path}: a flat tensor has shape {list(tensor.shape)}, expected {offset + stop - start} elements."
         )
     found = []
     for box in flat_range_boxes(shape, start, stop):
@@ -115,7 +117,7 @@ class FlatParam:
 
 
 def is_flat(values: Sequence[Any]) -> bool:
-    """Return whether these rank files hold FSDP1 LOCAL state."""
+    """Return whether these rank files contain FSDP1 LOCAL state."""
     first = values[0] if values else None
     return isinstance(first, dict) and any(isinstance(name, str) and name.endswith(_SUFFIX) for name in first)
 
@@ -136,7 +138,7 @@ def read(
         optimizer: The optimizer's DCP, which has the shapes of the trained parameters.
 
     Raises:
-        UnsupportedFormatError: The shapes are not recorded; the message says what to pass.
+        UnsupportedFormatError: The shapes are unknown; the message says what to pass.
         CorruptCheckpointError: The shapes do not fit the flat parameters.
     """
     units = {name for name in values[0] if name.endswith(_SUFFIX)}
@@ -165,17 +167,17 @@ def read(
 
 
 def parse_layout(content: Any, where: str) -> dict[str, FlatParam]:
-    """Return the flat parameters that a layout describes: unit -> {"fqns", "shapes"[, "numels", "pad_mask"]}.
+    """Return the flat parameters of a layout: unit -> {"fqns", "shapes"[, "numels", "pad_mask"]}.
 
-    `fqns` count from the unit. `numels` with `pad_mask` place padding between parameters.
+    `fqns` are relative to the unit. `numels` and `pad_mask` describe padding between parameters.
     """
     if not isinstance(content, dict):
-        raise UsageError(f"{where}: a layout is a JSON object of units.")
+        raise UsageError(f"{where}: expected a JSON object of units.")
     found = {}
     for unit, body in content.items():
         fqns, shapes = (body.get("fqns"), body.get("shapes")) if isinstance(body, dict) else (None, None)
         if not isinstance(fqns, list) or not isinstance(shapes, list) or len(fqns) != len(shapes):
-            raise UsageError(f"{where}: unit {unit!r} must have 'fqns' and as many 'shapes'.")
+            raise UsageError(f"{where}: unit {unit!r} must have 'fqns' and 'shapes' of the same length.")
         if not all(isinstance(shape, list) and len(shape) <= 64 and _are_sizes(shape) for shape in shapes):
             raise UsageError(f"{where}: unit {unit!r}: each of 'shapes' must be a list of sizes, such as [128, 64].")
         if not all(isinstance(fqn, str) for fqn in fqns):
@@ -196,7 +198,7 @@ def _starts(body: Mapping[str, Any], numels: Sequence[int], where: str) -> list[
     mask = body.get("pad_mask") or [False] * len(numels)
     recorded = body.get("numels") or list(numels)
     if not isinstance(mask, list) or not isinstance(recorded, list) or not _are_sizes(recorded):
-        raise UsageError(f"{where}: 'numels' must be a list of sizes, 'pad_mask' one of true and false.")
+        raise UsageError(f"{where}: 'numels' must be a list of sizes, and 'pad_mask' a list of true and false.")
     if len(mask) != len(recorded) or [n for n, pad in zip(recorded, mask, strict=True) if not pad] != list(numels):
         raise UsageError(f"{where}: 'numels' and 'pad_mask' do not fit the shapes.")
     starts, position = [], 0
@@ -225,7 +227,7 @@ def _vector(unit: str, values: Sequence[Mapping[str, Any]]) -> FlatVector:
 
 
 def _is_piece(name: str, values: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a tensor is a parameter's 1-D pieces rather than a buffer, as far as the files alone tell."""
+    """Whether a tensor is a parameter in 1-D pieces, not a buffer, as far as the files show."""
     tensors = [value.get(name) for value in values]
     stored = [t for t in tensors if isinstance(t, StoredTensor)]
     same = len({(t.shape, t.crc32) for t in stored}) == 1
@@ -247,7 +249,7 @@ def _from_pieces(
         vector = FlatVector.of_ranks((rank, piece) for rank, piece in pieces if piece.numel)
         if vector.numel != math.prod(shape):
             raise CorruptCheckpointError(
-                f"{name!r}: the ranks hold {vector.numel} elements, its shape {list(shape)} has {math.prod(shape)}."
+                f"{name!r}: the ranks have {vector.numel} elements, but its shape {list(shape)} has {math.prod(shape)}."
             )
         found[name] = Joined(pieces[0][1].dtype, shape, vector.slices(shape, 0, vector.numel))
     return found
@@ -276,12 +278,12 @@ def _from_units(layout: Mapping[str, FlatParam], vectors: Mapping[str, FlatVecto
     for unit, vector in vectors.items():
         flat = layout.get(unit)
         if flat is None:
-            raise UsageError(f"the layout does not describe {unit!r}; it has {', '.join(list(layout)[:6])}.")
+            raise UsageError(f"the layout has no unit {unit!r}; it has {', '.join(list(layout)[:6])}.")
         # FSDP1 pads to a multiple of the ranks, and with use_orig_params to 16 bytes.
         if flat.numel > vector.numel or vector.numel - flat.numel >= max(64, len(vector.pieces)):
             raise CorruptCheckpointError(
-                f"{unit!r} has {vector.numel} elements on the ranks, its parameters have {flat.numel}: "
-                "the layout is of another model, or of another wrapping."
+                f"{unit!r} has {vector.numel} elements on the ranks, but its parameters have {flat.numel}: "
+                "the layout belongs to another model or another wrapping."
             )
         for name, shape, start in flat.params:
             yield name, Joined(vector.dtype, shape, vector.slices(shape, start, math.prod(shape)))
@@ -306,14 +308,14 @@ def _layout(
         found[unit] = FlatParam(tuple(_end_to_end(members)))
         if found[unit].numel != vectors[unit].numel:
             raise CorruptCheckpointError(
-                f"{unit!r} has {vectors[unit].numel} elements on the ranks, the known shapes of its {len(members)} "
+                f"{unit!r} has {vectors[unit].numel} elements on the ranks, but the known shapes of its {len(members)} "
                 f"parameters have {found[unit].numel}. Frozen parameters have no optimizer state: give a layout."
             )
     return found
 
 
 def _unit_of(name: str, units: set[str]) -> str:
-    """The innermost unit that a parameter belongs to."""
+    """Return the innermost unit that a parameter belongs to."""
     return max((unit for unit in units if name.startswith(_prefix(unit))), key=len, default="")
 
 
@@ -325,7 +327,7 @@ def _end_to_end(members: Sequence[tuple[str, tuple[int, ...]]]) -> Iterator[tupl
 
 
 def _optimizer_shapes(optimizer: Catalog | None) -> dict[str, tuple[int, ...]]:
-    """Shapes of the trained parameters, in the order of the optimizer's state: that of the units."""
+    """Return the shapes of the trained parameters, in the order of the optimizer's state, which is the units' order."""
     found: dict[str, tuple[int, ...]] = {}
     for entry in optimizer.tensors.values() if optimizer is not None else ():
         if entry.role is Role.OPTIMIZER and entry.fqn and entry.state != "step":
@@ -334,13 +336,13 @@ def _optimizer_shapes(optimizer: Catalog | None) -> dict[str, tuple[int, ...]]:
 
 
 def _is_shapes(content: Any) -> bool:
-    """Whether a layout is the plain one: parameter name -> list of sizes."""
+    """Whether a layout is a list of shapes: parameter name -> list of sizes."""
     return isinstance(content, dict) and bool(content) and all(isinstance(shape, list) for shape in content.values())
 
 
 def _given_shapes(content: Any, url: str) -> dict[str, tuple[int, ...]]:
     if not _is_shapes(content) or not all(len(shape) <= 64 and _are_sizes(shape) for shape in content.values()):
-        raise UsageError(f"{url}: shapes are a JSON object: parameter name -> list of sizes, in module order.")
+        raise UsageError(f"{url}: expected a JSON object of parameter names and lists of sizes, in module order.")
     return {name: tuple(shape) for name, shape in content.items()}
 
 

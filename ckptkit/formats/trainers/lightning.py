@@ -1,7 +1,7 @@
 """Reads Lightning's sharded checkpoints: a DCP with `meta.pt` (FSDPStrategy, ModelParallelStrategy, Fabric).
 
-The planner's path says where the wrapper ends ("model" or "state_dict"); below it lie the names of the user's
-LightningModule, in which the network is an attribute: one more prefix, which is stripped where all names share it.
+Below the wrapper's key ("model" or "state_dict") are the names in the user's LightningModule. The network is usually an
+attribute of that module, which adds a prefix to all names; it is stripped if all names share it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ _PEFT = "base_model"
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
     """Read the DCP and `meta.pt` at the store's root.
 
-    FQNs have the LightningModule's attribute stripped, unless the options name a prefix to strip; then it is left
-    to whoever asked.
+    The LightningModule's attribute is stripped from FQNs, unless the options name a prefix: then the caller strips it.
     """
     catalog = _with_optimizers(open_part(dcp.open_catalog, store, "", options))
     size = info.size if (info := store.info(META)) is not None else 0
@@ -52,7 +51,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 
 
 def _with_optimizers(catalog: Catalog) -> Catalog:
-    """Fabric's keys are the user's own: below one that has both "state" and "param_groups" lies an optimizer."""
+    """Assign roles below Fabric's keys, which the user chooses: one with "state" and "param_groups" is an optimizer."""
     entries: list[TensorEntry | ObjectEntry] = [*catalog.tensors.values(), *catalog.objects.values()]
     tops = {"state": set[Any](), "param_groups": set[Any]()}
     for entry in entries:
@@ -80,8 +79,8 @@ def _with_optimizers(catalog: Catalog) -> Catalog:
 def module_prefix(names: Iterable[str]) -> str:
     """Return the attribute path that all names of a LightningModule share, with its dot; "" if there is none.
 
-    A last "model." is kept where the names would otherwise lose one that is the network's own: "model.model." in
-    front of every name is one attribute. PEFT's "base_model." is never an attribute.
+    If all names start with "model.model.", only one "model." is the attribute; the other belongs to the network. PEFT's
+    "base_model." is never an attribute.
     """
     split = [name.split(".")[:-1] for name in names]
     if not split:
@@ -97,7 +96,7 @@ def module_prefix(names: Iterable[str]) -> str:
 
 
 def without_prefix(catalog: Catalog, prefix: str) -> Catalog:
-    """Return the catalog with `prefix` taken from the FQNs that carry it, and a note that says so."""
+    """Return the catalog with `prefix` removed from FQNs that start with it, and a note on that."""
     if not prefix:
         return catalog
     tensors = {name: _strip(entry, prefix) for name, entry in catalog.tensors.items()}
@@ -113,7 +112,7 @@ def _strip(entry: TensorEntry, prefix: str) -> TensorEntry:
 
 
 def _meta(store: Store) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The contents of meta.pt. User classes in it (hyper-parameters) stay inert records."""
+    """Return the contents of meta.pt, and notes. User classes in it (hyperparameters) stay inert records."""
     try:
         value = read_archive(store, META, unknown="record").value
     except (CkptkitError, FileNotFoundError) as error:

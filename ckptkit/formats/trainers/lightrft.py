@@ -1,7 +1,7 @@
 """Reads LightRFT's FSDP2 checkpoints: a DCP with bare model names at the top, the optimizer in `optim_states/`.
 
-With a plain optimizer `optim_states/` is a second DCP. With FSDPadaptOptimizer it has one `_rank<R>` file a
-rank: fp32 masters and moments as DTensors, in the order of the model's parameters, without names.
+With a plain optimizer, `optim_states/` is a second DCP. With FSDPadaptOptimizer it has one file per rank, `_rank<R>`,
+with fp32 masters and moments as DTensors in the order of the model's parameters, without names.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def is_lightrft(files: Sequence[str], directories: Sequence[str]) -> bool:
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Read the model's DCP and, where there is one, the optimizer in either of its forms.
+    """Read the model's DCP and, if there is one, the optimizer in either form.
 
     Raises:
         IncompleteCheckpointError: A file is missing; it names the file.
@@ -94,15 +94,17 @@ def _rank_files(store: Store, below: Mapping[str, int], model: Catalog) -> Catal
 
 
 def _state_dict_order(store: Store) -> list[str]:
-    """The keys in the order of the state dict: that of the planner's paths. The tensors themselves are listed
-    by the rank that wrote them first."""
+    """Return the keys in the order of the state dict, which is the order of the planner's paths.
+
+    The tensors themselves are ordered by the rank that wrote them.
+    """
     metadata = loads(store.read(catalog.METADATA), file=catalog.METADATA, max_bytes=catalog.MAX_METADATA_BYTES)
     paths = metadata.fields.get("planner_data") if isinstance(metadata, Record) else None
     return [key for key in paths if isinstance(key, str)] if isinstance(paths, dict) else []
 
 
 def _params(model: Catalog, order: Sequence[str]) -> list[Param]:
-    """The floating tensors in module order. DCP stores a tied one under each name: the same bytes count once."""
+    """Return the float tensors in module order. DCP stores tied tensors under each name; they count once."""
     found, seen = [], set()
     for name in dict.fromkeys([*order, *model.tensors]):
         entry = model.tensors.get(name)
@@ -129,7 +131,9 @@ def _optimizer(values: Sequence[Mapping[str, Any]], params: Sequence[Param], sam
         entries = {key: joined.entry("master", Role.MASTER) for key, joined in masters.items()}
         assigned = assign(params, shapes, no_decay, lambda group, i, fqn: sampler.fits(entries[group, i], fqn))
     if assigned is None or [len(group.get("params", ())) for group in settings] != list(map(len, shapes)):
-        note = "the optimizer was skipped: names and shapes of the model do not prove whose the masters are."
+        note = (
+            "the optimizer was skipped: the model's names and shapes do not prove which weight each master belongs to."
+        )
         return OptimizerState(notes=[f"{OPTIMIZER_DIRECTORY}/_rank*: {note}"])
     names = {
         key: fqn
@@ -163,7 +167,7 @@ def _indexed(groups: Mapping[Any, Any]) -> list[tuple[tuple[int, int], Any]]:
     found = []
     for group, tensors in groups.items():
         if type(group) is not int or not isinstance(tensors, list) or not 0 <= group < 1 << 16:
-            raise CorruptCheckpointError(f"{OPTIMIZER_DIRECTORY}/_rank*: flat_fp32_weights is no dict of lists.")
+            raise CorruptCheckpointError(f"{OPTIMIZER_DIRECTORY}/_rank*: flat_fp32_weights is not a dict of lists.")
         found += [((group, index), tensor) for index, tensor in enumerate(tensors)]
     return found
 

@@ -16,13 +16,13 @@ from ckptkit.storage import Store
 
 __all__ = ["MasterSampler", "check_masters"]
 
-_SAMPLE = 4096  # elements that are compared to tell parameters of one shape apart
+_SAMPLE = 4096  # elements that are compared
 
 
 def check_masters(store: Store, catalog: Catalog) -> list[str]:
-    """Return the parameters whose fp32 master, cast to the weight's dtype, is not the weight, bit for bit.
+    """Return the parameters whose fp32 master, cast to the weight's dtype, differs from the weight in any bit.
 
-    It proves the names that the masters were given. Reads both; holds one parameter in memory.
+    This proves the names assigned to the masters. Reads both; holds one parameter in memory.
     """
     model = catalog.by_role(Role.MODEL)
     wrong = []
@@ -39,9 +39,9 @@ def check_masters(store: Store, catalog: Catalog) -> list[str]:
 
 
 class MasterSampler:
-    """Checks whether a master may belong to a parameter: the first elements of a part, cast, must equal the weight's.
+    """Checks whether a master may belong to a parameter: a sample of its elements, cast, must equal the weight's.
 
-    Used if shapes allow several assignments because of frozen parameters. Reads a few kilobytes per check.
+    Used if frozen parameters leave several assignments by shape. Reads a few kilobytes per check.
     """
 
     def __init__(self, store: Store, weights: Mapping[str, TensorEntry]) -> None:
@@ -50,7 +50,7 @@ class MasterSampler:
         self._read = functools.cache(self._first)
 
     def fits(self, master: TensorEntry, fqn: str) -> bool:
-        """Compare the beginning of the first part of `master` that lies as plain in a part of the weight."""
+        """Compare the start of the first part of `master` that is contiguous in a part of the weight."""
         weight = self.weights[fqn]
         itemsize = dtype_of(weight.dtype).itemsize
         for mine in master.slices:
@@ -69,7 +69,7 @@ class MasterSampler:
 
 
 def _read(store: Store, entry: TensorEntry) -> npt.NDArray[Any]:
-    """The whole tensor as unsigned integers of its item size."""
+    """Return the whole tensor as unsigned integers of its item size."""
     kind = np.dtype(f"<u{dtype_of(entry.dtype).itemsize}")
     whole = np.empty(entry.shape, kind)
     for part in entry.slices:
@@ -87,7 +87,7 @@ def _read(store: Store, entry: TensorEntry) -> npt.NDArray[Any]:
 
 
 def _cast(bits: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
-    """fp32 bits rounded to `dtype` as torch does it: to the nearest, ties to even."""
+    """Round fp32 bits to `dtype` like torch: to nearest, ties to even."""
     if dtype == "float16":
         with np.errstate(over="ignore"):
             return bits.view("<f4").astype("<f2").view("<u2")
@@ -100,6 +100,6 @@ def _cast(bits: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
 
 
 def _start_in(part: TensorSlice, box: Box) -> int | None:
-    """Elements from the start of a row-major part to the first one of `box`; None if it does not hold the box."""
+    """Return the elements between the start of a row-major part and that of `box`; None if it does not contain it."""
     inside = box.numel and part.strides is None and part.codec is None and part.box.intersect(box) == box
     return box.relative_to(part.box).flat_start(part.box.sizes) if inside else None

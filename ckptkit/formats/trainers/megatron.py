@@ -1,6 +1,6 @@
 """Reads Megatron's torch_dist checkpoints: a DCP with `metadata.json`, layers stacked on dimension 0.
 
-Names stay Megatron's own; a key map turns them into another model's.
+Names stay Megatron's; a key map renames them.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def is_megatron(store: Store, files: list[str]) -> bool:
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Read the DCP at the store's root, and tell its optimizer state from Megatron's names.
+    """Read the DCP at the store's root; Megatron's names tell the optimizer state.
 
     Raises:
-        UnsupportedFormatError: It is not of the torch_dist backend.
+        UnsupportedFormatError: It was not written by the torch_dist backend.
     """
     content = read_json(store, METADATA)
     backend = content.get("sharded_backend") if isinstance(content, dict) else None
@@ -60,7 +60,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 
 
 def _with_role(entry: TensorEntry) -> TensorEntry:
-    """Megatron puts the state's name before the parameter's: optimizer.state.exp_avg.<parameter>."""
+    """Return the entry with its role. Megatron names state optimizer.state.exp_avg.<parameter>."""
     match = _STATE.fullmatch(entry.name)
     if match is None:
         return entry

@@ -17,9 +17,9 @@ Open = Callable[..., Catalog]
 
 
 def open_part(open_catalog: Open, store: Store, directory: str, options: ReadOptions | None) -> Catalog:
-    """Return the catalog of a sub-directory, its paths counted from the store; errors name the directory.
+    """Return the catalog of a subdirectory, with paths relative to the store; errors name the directory.
 
-    "" is the store's own root.
+    "" is the store's root.
     """
     if not directory:
         return open_catalog(store, options=options or ReadOptions())
@@ -38,7 +38,7 @@ def placed(catalog: Catalog, directory: str) -> Catalog:
     tables: dict[int, tuple[Sequence[str], list[str]]] = {}
 
     def table(paths: Sequence[str]) -> list[str]:
-        if id(paths) not in tables:  # one table serves all tensors of a catalog
+        if id(paths) not in tables:  # all tensors of a catalog share one table
             tables[id(paths)] = (paths, [move(path) for path in paths])
         return tables[id(paths)][1]
 
@@ -55,17 +55,17 @@ def placed(catalog: Catalog, directory: str) -> Catalog:
 
 
 def merged(parts: Sequence[Catalog], info: CatalogInfo) -> Catalog:
-    """Return the union of catalogs whose names are disjoint; files, notes and side files of all are kept.
+    """Return the union of catalogs with disjoint names, and all their files, notes and side files.
 
     Args:
-        info: Of the whole; what the parts record is added to it.
+        info: Info of the whole checkpoint, completed by what the parts record.
     """
     tensors: dict[str, TensorEntry] = {}
     objects: dict[str, ObjectEntry] = {}
     for part in parts:
         twice = sorted((part.tensors.keys() & tensors.keys()) | (part.objects.keys() & objects.keys()))
         if twice:
-            raise CorruptCheckpointError(f"{twice[0]!r} is in two parts of the checkpoint.")
+            raise CorruptCheckpointError(f"{twice[0]!r} exists in two parts of the checkpoint.")
         tensors.update(part.tensors)
         objects.update(part.objects)
     infos = [part.info for part in parts]
@@ -86,12 +86,12 @@ def merged(parts: Sequence[Catalog], info: CatalogInfo) -> Catalog:
 
 
 def as_optimizer(catalog: Catalog) -> Catalog:
-    """Return the catalog of an optimizer's own directory, its names below "optimizer."."""
+    """Return the catalog of an optimizer's directory with "optimizer." before its names."""
     return renamed(catalog, "optimizer")
 
 
 def renamed(catalog: Catalog, prefix: str) -> Catalog:
-    """Return the catalog with `prefix.` in front of names that do not have it. FQNs stay as they are."""
+    """Return the catalog with `prefix.` before names that do not start with it. FQNs stay as they are."""
 
     def name_of(name: str) -> str:
         return name if name.startswith(f"{prefix}.") else f"{prefix}.{name}"
@@ -102,7 +102,7 @@ def renamed(catalog: Catalog, prefix: str) -> Catalog:
 
 
 def file_objects(files: Mapping[str, int], names: Mapping[str, str]) -> dict[str, ObjectEntry]:
-    """Return whole files as objects: `names` maps an object's name to its file, if it is there."""
+    """Return the existing ones of these files as objects. `names`: object's name -> file."""
     return {
         name: ObjectEntry(
             name, path, 0, files[path], encoding="json" if path.endswith(".json") else "torch_save", role=Role.OTHER

@@ -1,4 +1,4 @@
-"""Reads optimizer state in the layout of `Optimizer.state_dict()`, saved by each rank: keyed by index or by name."""
+"""Reads optimizer state that each rank saved as `Optimizer.state_dict()`, keyed by index or by name."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PREFIX = "optimizer"
 
 @dataclass(slots=True)
 class OptimizerState:
-    """Entries of an optimizer, ready for a catalog."""
+    """The entries of an optimizer for a catalog."""
 
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     objects: dict[str, ObjectEntry] = field(default_factory=dict)
@@ -58,24 +58,24 @@ def state_name(fqn: str, state: str) -> str:
 def read_optimizer(
     values: Sequence[Any], params: Sequence[Param], *, what: str, names: Mapping[Any, str] | None = None
 ) -> OptimizerState:
-    """Return the optimizer's entries from what each rank saved.
+    """Return the optimizer's entries, joined over all ranks.
 
     Args:
         values: `Optimizer.state_dict()` of each rank, in rank order.
-        params: The model's parameters in module order, wrappers removed, tied ones once.
-        what: The name of the files, with "{rank}" where the rank goes.
-        names: The parameter of each index, where it is known.
+        params: The model's parameters in module order, without wrappers, tied ones once.
+        what: File name, with "{rank}" in place of the rank.
+        names: The parameter of each index, if known.
     """
     found = OptimizerState()
     if not is_state_dicts(values):
-        found.notes.append(f"{what.format(rank=0)} holds no Optimizer.state_dict(); the optimizer was skipped.")
+        found.notes.append(f"{what.format(rank=0)} contains no Optimizer.state_dict(); the optimizer was skipped.")
         return found
     check_steps([list(value["state"].values()) for value in values], [what.format(rank=r) for r in range(len(values))])
     names = _names(values, params) if names is None else names
     if names is None:
         found.notes.append(
-            f"the optimizer in {what.format(rank=0)} and its like was skipped: its state is keyed by index, and the "
-            "model's names and shapes do not prove which parameter each index means."
+            f"the optimizer in {what.format(rank='*')} was skipped: its state is keyed by index, and the "
+            "model's names and shapes do not prove which parameter each index is."
         )
         return found
     tensors = join([dict(_flat(value["state"])) for value in values], what=what)
@@ -102,7 +102,7 @@ def group_objects(groups: Sequence[Mapping[str, Any]], names: Mapping[Any, str])
 
 
 def plain_value(value: Any) -> bool:
-    """Return whether a value is made of None, bool, numbers and text only."""
+    """Return whether a value consists only of None, bool, numbers and text."""
     if isinstance(value, (list, tuple)):
         return all(map(plain_value, value))
     if isinstance(value, dict):
@@ -132,13 +132,13 @@ def _flat(state: Mapping[Any, Mapping[str, Any]]) -> Iterator[tuple[tuple[Any, s
 
 
 def _names(values: Sequence[Mapping[str, Any]], params: Sequence[Param]) -> dict[Any, str] | None:
-    """Return the parameter of each key of `state`; None if that is not proven."""
+    """Return the parameter of each key of `state`; None if shapes and names do not prove it."""
     groups = values[0]["param_groups"]
     keys = [key for group in groups for key in group["params"]]
     if all(isinstance(key, str) for key in keys):
         return {key: key for key in {*keys, *values[0]["state"]}}
     if not all(set(value["state"]) <= set(keys) for value in values):
-        raise CorruptCheckpointError("an optimizer's state has indices that none of its groups has.")
+        raise CorruptCheckpointError("an optimizer's state has indices that are in none of its groups.")
     by_name = {param.fqn: param for param in params}
     shapes = [[_shape(values, key) for key in group["params"]] for group in groups]
     assigned = assign(params, shapes, [group.get("weight_decay") == 0 for group in groups])
@@ -153,7 +153,7 @@ def _names(values: Sequence[Mapping[str, Any]], params: Sequence[Param]) -> dict
 
 
 def _shape(values: Sequence[Mapping[str, Any]], key: Any) -> tuple[int, ...] | None:
-    """The whole shape of a parameter, from a state tensor that has one; None if there is no such state."""
+    """Return the full shape of a parameter, from one of its state tensors; None if no state has it."""
     for value in values:
         for tensor in value["state"].get(key, {}).values():
             if is_tensor(tensor) and len(tensor.shape) > 0:
@@ -162,7 +162,7 @@ def _shape(values: Sequence[Mapping[str, Any]], key: Any) -> tuple[int, ...] | N
 
 
 def _fits(values: Sequence[Mapping[str, Any]], key: Any, param: Param) -> bool:
-    """Return whether the states are whole tensors or parts of them: a plain 1-D piece of each rank is neither."""
+    """Return whether the states have the parameter's shape, as whole tensors or shards, not as flat 1-D pieces."""
     for value in values:
         for tensor in value["state"].get(key, {}).values():
             if isinstance(tensor, StoredTensor) and tensor.shape not in ((), (1,), param.shape):
@@ -172,9 +172,9 @@ def _fits(values: Sequence[Mapping[str, Any]], key: Any, param: Param) -> bool:
 
 # FSDP1's rank-local optimizer state: each rank's 1-D part of flat parameters, keyed by index.
 #
-# With use_orig_params=True an index is a parameter. With False it is a unit: the parameters of one wrapped module,
-# end to end, cut into ceil(numel / ranks) elements a rank. Which modules were wrapped is not recorded; it is taken
-# to be the blocks of module lists below the root, and accepted only where every size fits.
+# With use_orig_params=True, an index is a parameter. With False, it is a unit: the concatenated parameters of one
+# wrapped module, split into ceil(numel / ranks) elements per rank. The files do not record which modules were wrapped:
+# this assumes the blocks of module lists below the root, and accepts that only if every size fits.
 
 
 _BLOCK = re.compile(r"(.*?\.\d+)\..+")
@@ -182,7 +182,7 @@ _BLOCK = re.compile(r"(.*?\.\d+)\..+")
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """The parameters of one index, end to end."""
+    """The concatenated parameters of one index."""
 
     params: tuple[Param, ...]
 
@@ -192,7 +192,7 @@ class _Unit:
 
 
 def read_flat_optimizer(values: Sequence[Mapping[str, Any]], params: Sequence[Param]) -> OptimizerState | None:
-    """Return the entries of rank-local flat optimizer state; None where sizes do not prove the layout.
+    """Return the entries of rank-local flat optimizer state; None if sizes do not prove the layout.
 
     Args:
         values: `Optimizer.state_dict()` of each rank.
@@ -206,12 +206,12 @@ def read_flat_optimizer(values: Sequence[Mapping[str, Any]], params: Sequence[Pa
 
 
 def _each(params: Sequence[Param]) -> list[_Unit]:
-    """use_orig_params=True: a unit a parameter."""
+    """Return one unit per parameter (use_orig_params=True)."""
     return [_Unit((param,)) for param in params]
 
 
 def _blocks(params: Sequence[Param]) -> list[_Unit]:
-    """The root's own parameters first, then each block: the order of `parameters()` over nested units."""
+    """Return the root's own parameters as a unit, then each block: the order of `parameters()` over nested units."""
     units: dict[str, list[Param]] = {"": []}
     for param in params:
         match = _BLOCK.fullmatch(param.fqn)
@@ -220,7 +220,7 @@ def _blocks(params: Sequence[Param]) -> list[_Unit]:
 
 
 def _flat_parameters(values: Sequence[Mapping[str, Any]], index: Any) -> dict[str, list[StoredTensor | None]]:
-    """The 1-D states of an index by name, in rank order; None if a rank has none of the parameter."""
+    """Return the 1-D states of an index by name, in rank order; None for a rank without a part of the parameter."""
     found: dict[str, list[StoredTensor | None]] = {}
     for rank, value in enumerate(values):
         for name, tensor in value["state"].get(index, {}).items():
@@ -261,7 +261,7 @@ def _entries(values: Sequence[Mapping[str, Any]], units: Mapping[Any, _Unit]) ->
         for group in values[0]["param_groups"]
     ]
     found.objects.update(group_objects(settings, {}))
-    found.notes.append("FSDP1 optimizer: the wrapped modules were inferred; every size fits them.")
+    found.notes.append("FSDP1 optimizer: the wrapped modules were inferred from the sizes, which all match.")
     return found
 
 

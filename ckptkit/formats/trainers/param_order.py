@@ -1,8 +1,7 @@
 """Maps an optimizer's integer indices to parameters if the names were not saved.
 
-An optimizer numbers the parameters of its groups in order. The model's state dict has them in module order,
-as `model.parameters()` does; so each group is a subsequence of it. The assignment is used only where the
-shapes leave no other one.
+An optimizer numbers the parameters of its groups in order. The model's state dict has them in module order, like
+`model.parameters()`, so each group is a subsequence of it. An assignment is only used if the shapes allow no other.
 """
 
 from __future__ import annotations
@@ -13,14 +12,14 @@ from dataclasses import dataclass
 __all__ = ["Param", "assign"]
 
 _NO_DECAY = ("bias", "norm.weight", "layernorm.weight", "layer_norm.weight", "ln_f.weight")
-_MAX_STATES = 256  # open assignments at once; a real optimizer has one or two
-Shape = tuple[int, ...] | None  # None: the index has no state that would tell
+_MAX_STATES = 256  # partial assignments at once; a real optimizer needs one or two
+Shape = tuple[int, ...] | None  # None: the index has no state with the parameter's shape
 Fits = Callable[[int, int, str], bool]
 
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A parameter of the model: its name and its whole shape."""
+    """A parameter of the model: its name and its full shape."""
 
     fqn: str
     shape: tuple[int, ...]
@@ -32,13 +31,13 @@ def assign(
     no_decay: Sequence[bool] = (),
     fits: Fits | None = None,
 ) -> list[list[str]] | None:
-    """Return the names of each group's parameters, None where shapes and order do not prove them.
+    """Return the names of each group's parameters; None if shapes and order do not prove them.
 
     Args:
-        params: In module order, tied ones once. Some may belong to no group: frozen ones, buffers.
+        params: In module order, tied ones once. Frozen parameters and buffers may be in no group.
         groups: The shapes of each group's parameters, in the order of its indices.
-        no_decay: Which groups have a weight decay of 0: tells groups of equal shapes apart.
-        fits: Whether the parameter at (group, position) may be the one of this name, by what it holds.
+        no_decay: For each group, whether its weight decay is 0; distinguishes groups with equal shapes.
+        fits: Whether the values of the parameter at (group, position) can be those of the parameter with this name.
     """
     adapters = [p for p in params if "lora_" in p.fqn or "modules_to_save" in p.fqn]
     wanted = sum(map(len, groups))
@@ -53,10 +52,10 @@ def assign(
 def _match(
     params: Sequence[Param], groups: Sequence[Sequence[Shape]], no_decay: Sequence[bool], fits: Fits | None
 ) -> list[list[str]] | None:
-    """The unique assignment of the groups to a subsequence of `params`; None if there is none or more than one.
+    """Return the unique assignment of the groups to subsequences of `params`; None if there is none or several.
 
-    Walks the parameters with every partial assignment that is still possible: the position in each group, and
-    how it came about (None once there were two ways, which a unique end cannot have).
+    Goes through the parameters with all partial assignments that are still possible: the position in each group ->
+    the assignment that leads there, or None if there are several.
     """
     spare = len(params) - sum(map(len, groups))
     states: dict[tuple[int, ...], list[list[str]] | None] = {(0,) * len(groups): [[] for _ in groups]}
@@ -85,7 +84,7 @@ def _reach(
 def _fitting(
     param: Param, position: tuple[int, ...], groups: Sequence[Sequence[Shape]], no_decay: Sequence[bool]
 ) -> list[int]:
-    """The groups whose next parameter may be this one."""
+    """Return the groups whose next parameter may be this one."""
     fitting = [
         index
         for index, shapes in enumerate(groups)

@@ -21,20 +21,20 @@ from ckptkit.storage import Store
 __all__ = ["are_rank_files", "is_rank_directory", "open_catalog"]
 
 _RANK = re.compile(r"(.*(?:rank|shard|checkpoint|__)[_.-]?)(\d+)((?:[_.-].*)?\.(?:pt|pth|bin|ckpt))")
-_KEYED = re.compile(r"(.+_)(\d+)(\.pt)")  # where a metadata.pkl of torch_checkpointing lies beside
+_KEYED = re.compile(r"(.+_)(\d+)(\.pt)")  # only in directories with a metadata.pkl of torch_checkpointing
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "app")
 _OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict")
 
 
 def is_rank_directory(files: Sequence[str]) -> bool:
-    """Return whether files that differ only in a rank lie there, from rank 0 on."""
+    """Return whether there are files whose names differ only in the rank, starting at rank 0."""
     return any(0 in ranks and len(ranks) > 1 for ranks in _groups(files).values())
 
 
 def are_rank_files(store: Store, files: Sequence[str]) -> bool:
-    """Return whether the numbers in these files' names are ranks, though they could be steps: rank 0's has parts.
+    """Return whether the numbers in these files' names are ranks, not steps: file 0 then contains shards.
 
-    Reads the pickle of that file, where the numbers run from 0 on.
+    Reads the pickle of that file if the numbers start at 0.
     """
     groups = _groups(files)
     template = _model_group(groups)
@@ -43,13 +43,13 @@ def are_rank_files(store: Store, files: Sequence[str]) -> bool:
     try:
         value = _below(read_archive(store, groups[template][0]).value, _MODEL_KEYS)
     except CkptkitError:
-        return False  # as the newest of steps, it is not opened
+        return False  # if the numbers are steps, file 0 is not opened either
     tensors = value.values() if isinstance(value, dict) else ()
     return any(isinstance(tensor, (DTensorRecord, ShardedTensorRecord)) for tensor in tensors)
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Read the rank files: a state dict each, or a dict with the model's (and the optimizer's) below a key.
+    """Read the rank files: each a state dict, or a dict with those of the model and perhaps the optimizer.
 
     Raises:
         IncompleteCheckpointError: The file of a rank is missing; it names the file.
@@ -59,7 +59,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     groups = _groups(file_names(listing))
     template = _model_group(groups)
     if template is None:
-        raise CheckpointNotFoundError(f"{store.url} has no files that differ only in a rank.")
+        raise CheckpointNotFoundError(f"{store.url} has no files whose names differ only in the rank.")
     ranks = groups[template]
     missing_ranks(ranks, max(ranks) + 1, template)
     names = [ranks[rank] for rank in sorted(ranks)]
@@ -69,7 +69,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
         return fsdp1_local.read(store, names, models, sizes, None, options)
     if not all(isinstance(model, dict) and any(is_tensor(t) for t in model.values()) for model in models):
         raise CorruptCheckpointError(
-            f"{template.format(rank=0)} holds no state dict of tensors, at its top or below a key."
+            f"{template.format(rank=0)} contains no state dict of tensors, at the top level or below a known key."
         )
     joined = join(models, what=template)
     refuse_bare_parts(joined, what=template)
@@ -90,7 +90,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 
 
 def _groups(files: Sequence[str]) -> dict[str, dict[int, str]]:
-    """Template -> rank -> file."""
+    """Return the files by name template and rank."""
     found: dict[str, dict[int, str]] = {}
     for name in files:
         match = _RANK.fullmatch(name) or ("metadata.pkl" in files and _KEYED.fullmatch(name)) or None
@@ -108,7 +108,7 @@ def _model_group(groups: Mapping[str, Mapping[int, str]]) -> str | None:
 
 
 def _below(value: Any, keys: Sequence[str]) -> Any:
-    """The value itself where it has tensors, else what lies below one of the keys."""
+    """Return the value if it contains tensors, otherwise the value of the first of `keys` that it has."""
     if isinstance(value, dict) and not any(is_tensor(item) for item in value.values()):
         for key in keys:
             if isinstance(value.get(key), dict):

@@ -40,7 +40,7 @@ _MAX_RANKS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A tensor of several ranks. `notes`: where its replicas differ. `what`: the files of its parts."""
+    """A tensor joined over the ranks. `notes`: on replicas that differ. `what`: name template of the files."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ class Joined:
     def entry(
         self, name: str, role: Role, *, fqn: str = "", state: str = "", key: Sequence[str | int] = ()
     ) -> TensorEntry:
-        """Return the catalog's entry, with every element covered.
+        """Return the catalog's entry, after checking that every element is covered.
 
         Raises:
             IncompleteCheckpointError, CorruptCheckpointError: Elements are missing or overlap.
@@ -68,27 +68,27 @@ class Joined:
 
 
 def is_tensor(value: Any) -> bool:
-    """Return whether a value of an archive is one of the tensor records."""
+    """Return whether a value of an archive is a tensor record."""
     return isinstance(value, (StoredTensor, DTensorRecord, ShardedTensorRecord))
 
 
 def read_archives(
     store: Store, paths: Iterable[str], read: Callable[[Store, str], TorchArchive] = read_archive
 ) -> list[Any]:
-    """Return the values of these torch.save files, in their order; no tensor bytes are read."""
+    """Return the values of these torch.save files, in order. Reads no tensor bytes."""
     paths = list(paths)
-    if len(paths) < 3 or not store.asking_costs:  # parsing is Python: threads help only where one waits
+    if len(paths) < 3 or not store.asking_costs:  # parsing holds the GIL: threads only help if requests wait
         return [read(store, path).value for path in paths]
     with WorkerPool(min(_THREADS, len(paths)), thread_name_prefix="ckptkit-rank") as pool:
         return [archive.value for archive in pool.map(lambda path: read(store, path), paths)]
 
 
 def join(values: Sequence[Mapping[Key, Any]], *, what: str) -> dict[Key, Joined]:
-    """Return the tensors of all ranks by name, in the order in which rank 0 (then 1, ...) has them.
+    """Return the tensors of all ranks by name, in rank 0's order, then rank 1's, and so on.
 
     Args:
-        values: What each rank saved, in rank order; values that are not tensors are passed over.
-        what: Names the files in messages, with "{rank}" where the rank goes.
+        values: What each rank saved, in rank order; values that are not tensors are ignored.
+        what: File name for messages, with "{rank}" in place of the rank.
     """
     names = dict.fromkeys(name for value in values for name, tensor in value.items() if is_tensor(tensor))
     return {
@@ -98,7 +98,7 @@ def join(values: Sequence[Mapping[Key, Any]], *, what: str) -> dict[Key, Joined]
 
 
 def _join_one(name: str, parts: Mapping[int, Any], what: str) -> Joined:
-    # A rank without a shard of a ShardedTensor does not say its dtype: the first one that does is the measure.
+    # A rank without a shard of a ShardedTensor has no dtype: compare with the first rank that has one.
     first_rank = min(parts, key=lambda rank: (is_tensor(parts[rank]) and not _dtype(parts[rank]), rank))
     first = parts[first_rank]
     for rank, part in parts.items():
@@ -127,13 +127,13 @@ def _join_one(name: str, parts: Mapping[int, Any], what: str) -> Joined:
 
 
 def _replicated(name: str, parts: Mapping[int, StoredTensor]) -> Joined:
-    """One rank's copy of a plain tensor. Copies are compared by the CRC-32 of their storages, for free."""
+    """Return one rank's copy of a plain tensor. Compares the copies by the recorded CRC-32, without reading them."""
     rank = min(parts)
     first = parts[rank]
     differing = [r for r, part in parts.items() if _stored_as(part) != _stored_as(first)]
     notes: tuple[str, ...] = ()
     if differing and first.crc32 is not None:
-        notes = (f"tensor {name!r} differs between rank {rank} and rank {differing[0]}; rank {rank}'s was taken.",)
+        notes = (f"tensor {name!r} differs between rank {rank} and rank {differing[0]}; rank {rank}'s is used.",)
     return Joined(first.dtype, first.shape, SliceArray.of([first.slice(rank=rank)], len(first.shape)), None, notes)
 
 
@@ -148,14 +148,14 @@ def _dtensor_slices(part: DTensorRecord, rank: int) -> list[TensorSlice]:
         coordinate = mesh_coordinate(rank, mesh.shape, mesh.ranks.reshape(-1).tolist())
     if coordinate is None:
         if part.local.numel:
-            raise CorruptCheckpointError(f"rank {rank} is no member of the tensor's mesh {mesh.ranks.tolist()!r:.80}.")
+            raise CorruptCheckpointError(f"rank {rank} is not in the tensor's mesh {mesh.ranks.tolist()!r:.80}.")
         return []
     parts = local_parts(part.shape, mesh.shape, coordinate, part.placements, local_shape=part.local.shape)
     return slices_of(parts, part.local, rank)
 
 
 def _refuse_copies(parts: Mapping[int, DTensorRecord], what: str) -> None:
-    """Raise if two files claim the same coordinate of one mesh."""
+    """Raise if two files have the same coordinate of one mesh."""
     places: dict[tuple[Any, ...], int] = {}
     for rank, part in parts.items():
         if part.mesh.coordinate is not None:
@@ -163,8 +163,8 @@ def _refuse_copies(parts: Mapping[int, DTensorRecord], what: str) -> None:
             other = places.setdefault(place, rank)
             if other != rank:
                 raise CorruptCheckpointError(
-                    f"{what.format(rank=rank)} holds the same part of the model as {what.format(rank=other)}, that of "
-                    f"mesh position {list(part.mesh.coordinate)}: one of them is a copy, or of another job."
+                    f"{what.format(rank=rank)} and {what.format(rank=other)} contain the same part of the model, of "
+                    f"mesh position {list(part.mesh.coordinate)}: one of them is a copy, or from another job."
                 )
 
 
@@ -173,7 +173,7 @@ def _shard_slices(part: ShardedTensorRecord, rank: int) -> list[TensorSlice]:
     for shard in part.shards:
         box = Box(shard.offsets, shard.sizes)
         if not box.within(part.shape):
-            raise CorruptCheckpointError(f"a shard lies at {list(shard.offsets)}, outside of {list(part.shape)}.")
+            raise CorruptCheckpointError(f"a shard at {list(shard.offsets)} is outside of shape {list(part.shape)}.")
         found.append(shard.tensor.slice(box, rank=rank))
     return found
 
@@ -190,31 +190,31 @@ def _kind(part: Any) -> str:
 
 
 def refuse_bare_parts(joined: Mapping[Any, Joined], *, what: str) -> None:
-    """Raise for a model whose tensors are plain and different on each rank: their full tensors are unknown.
+    """Raise if a model's tensors are plain and all differ between ranks: the full tensors are unknown.
 
-    If some are equal, the model is a replica with per-rank buffers.
+    If some are equal, the model is replicated and the others are per-rank buffers.
     """
     large = [tensor for tensor in joined.values() if math.prod(tensor.shape) > 1]
     if large and all(tensor.notes for tensor in large):
         raise UnsupportedFormatError(
-            f"{what.format(rank='*')}: every rank holds other plain tensors under the same names. They are parts, and "
-            "the files do not say how those fit together. Save DTensors, or torch DCP."
+            f"{what.format(rank='*')}: the ranks have different plain tensors under the same names. They are shards, "
+            "and the files do not say how to join them. Save DTensors, or use torch DCP."
         )
 
 
 def missing_ranks(found: Iterable[int], world_size: int, pattern: str) -> None:
-    """Check that each rank's file is there.
+    """Check that each rank's file exists.
 
     Args:
-        pattern: The file's name, with "{rank}" where the rank goes.
+        pattern: File name, with "{rank}" in place of the rank.
 
     Raises:
-        IncompleteCheckpointError: It names the files that are missing.
+        IncompleteCheckpointError: Files are missing; names them.
     """
     ranks = set(found)
     if not 0 < world_size <= _MAX_RANKS or max(ranks, default=0) >= world_size:
         raise CorruptCheckpointError(
-            f"there is a file of rank {max(ranks, default=0)}, and the checkpoint is said to be of {world_size} ranks."
+            f"there is a file of rank {max(ranks, default=0)}, but the checkpoint says that it has {world_size} ranks."
         )
     gone = sorted(set(range(world_size)) - ranks)
     if gone:
@@ -223,17 +223,17 @@ def missing_ranks(found: Iterable[int], world_size: int, pattern: str) -> None:
         raise IncompleteCheckpointError(f"{len(gone)} of the files of {world_size} ranks {are} missing: {names}.")
 
 
-# Checks that the files of all ranks belong to one save: equal progress, and no copies.
+# Check that the files of all ranks belong to one save: equal progress, and no copies.
 
 
-_TELLING = 16  # elements that are the same in two ranks by no accident
+_TELLING = 16  # this many elements are not equal on two ranks by chance
 
 
 def check_steps(states: Sequence[Sequence[Any]], names: Sequence[str]) -> None:
-    """Check that the optimizers of all ranks count the same steps.
+    """Check that the optimizers of all ranks have counted the same steps.
 
-    Parameters may have been stepped more or less often than others; that no count at all is shared by two ranks
-    happens only where a file is of another save. Tensor bytes are not read: their CRC-32 are compared.
+    Parameters may have different step counts, but if two ranks share none, a file is from another save. Reads no tensor
+    bytes; step tensors are compared by their CRC-32.
 
     Args:
         states: For each rank, the states of its parameters: {"step": ..., "exp_avg": ...}.
@@ -247,13 +247,13 @@ def check_steps(states: Sequence[Sequence[Any]], names: Sequence[str]) -> None:
     for rank, found in enumerate(counts):
         if first is not None and found and found.isdisjoint(counts[first]):
             raise CorruptCheckpointError(
-                f"{names[rank]} is of another step than {names[first]}: their optimizers count different steps. "
-                "Files of two saves lie together."
+                f"{names[rank]} and {names[first]} are from different saves: their optimizers have counted different "
+                "steps."
             )
 
 
 def check_counters(counters: Sequence[Any], names: Sequence[str], what: str) -> None:
-    """Check that a number that every rank saved is the same in all; ranks that have None are passed over.
+    """Check that a number that every rank saved is equal in all; None is ignored.
 
     Raises:
         CorruptCheckpointError: It names the two files.
@@ -262,13 +262,15 @@ def check_counters(counters: Sequence[Any], names: Sequence[str], what: str) -> 
     for count, name in known:
         if count != known[0][0]:
             raise CorruptCheckpointError(
-                f"{name} is of another step than {known[0][1]}: {what} is {count} in the one and {known[0][0]} in the "
-                "other. Files of two saves lie together."
+                f"{name} and {known[0][1]} are from different saves: {what} is {count} in the first and {known[0][0]} "
+                "in the second."
             )
 
 
 def check_copies(flats: Sequence[Sequence[StoredTensor]], names: Sequence[str]) -> None:
-    """Check by CRC-32 that no two ranks have the same flat weights and moments: nothing else identifies a file's rank.
+    """Check by CRC-32 that no two ranks have the same flat weights and moments.
+
+    Only this shows that a file is a copy of another rank's: the files do not contain their rank.
 
     Raises:
         CorruptCheckpointError: It names the two files.
@@ -280,7 +282,7 @@ def check_copies(flats: Sequence[Sequence[StoredTensor]], names: Sequence[str]) 
         other = seen.setdefault(tuple((tensor.crc32, tensor.numel, tensor.offset) for tensor in tensors), rank)
         if other != rank:
             raise CorruptCheckpointError(
-                f"{names[rank]} holds the same weights and moments as {names[other]}: one is a copy."
+                f"{names[rank]} and {names[other]} contain the same weights and moments: one is a copy."
             )
 
 

@@ -1,9 +1,8 @@
 """Converts DTensor placements to boxes: the position of a local part in the full tensor. No torch.
 
-A placement list is replayed mesh dimension by mesh dimension. Each tensor dimension is a list of runs of
-rows; `Shard` takes one chunk of them (ceil(n / parts) rows, the last ones shorter or empty),
-`_StridedShard` cuts them into `split_factor` pieces first and takes one chunk of each. What is left are the
-rows that the rank holds, in the order in which they lie in its memory.
+Placements are applied one mesh dimension at a time. Each tensor dimension is a list of runs of rows; `Shard` takes one
+chunk of them (ceil(n / parts) rows, the last ones shorter or empty), `_StridedShard` splits them into `split_factor`
+pieces first and takes one chunk of each. The result are the rank's rows, in the order of its local tensor.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from ckptkit.formats.pickles.tensors import PlacementRecord, StoredTensor
 __all__ = ["LocalPart", "local_parts", "mesh_coordinate", "slices_of"]
 
 _MAX_SPLIT = 1 << 16
-_MAX_RUNS = 1 << 20  # looked at for one mesh dimension: a few for each rank of a real one
+_MAX_RUNS = 1 << 20  # per mesh dimension; real ones have a few runs per rank
 Run = tuple[int, int]  # [start, stop) rows of the whole tensor
 
 
 @dataclass(frozen=True, slots=True)
 class LocalPart:
-    """One box of the whole tensor, and where it lies in the rank's local tensor."""
+    """One box of the whole tensor, and its position in the rank's local tensor."""
 
     box: Box
     local_offsets: tuple[int, ...]
@@ -43,19 +42,19 @@ def local_parts(
     local_shape: tuple[int, ...] | None = None,
     order: Sequence[int] | None = None,
 ) -> list[LocalPart]:
-    """Return the boxes that the rank at `coordinate` holds, in the order of its local tensor.
+    """Return the boxes of the rank at `coordinate`, in the order of its local tensor.
 
-    There is one box unless a strided shard left rows that are not next to each other; a rank that holds
-    nothing has one empty box.
+    There is one box, unless a strided shard leaves rows that are not adjacent. A rank with no elements has one empty
+    box.
 
     Args:
-        shape: Of the whole tensor.
-        local_shape: Of the rank's tensor, checked where given. FSDP2 cuts what tensor parallelism left, which
-            the placements of an uneven tensor do not always say (7 rows over dp 3, tp 2); the local shape does.
-        order: Mesh dimensions in the order they cut, where it is not from left to right.
+        shape: Shape of the whole tensor.
+        local_shape: Shape of the rank's tensor, to be checked. FSDP2 splits after tensor parallelism, and for uneven
+            tensors (7 rows over dp 3, tp 2) the placements may not show that; the local shape does.
+        order: Mesh dimensions in the order in which they split; None: from left to right.
 
     Raises:
-        UnsupportedFormatError: A placement is partial: the values still have to be summed over ranks.
+        UnsupportedFormatError: A placement is partial: the values must still be summed over ranks.
         CorruptCheckpointError: The placements do not fit the mesh, the tensor, or the local shape.
     """
     parts = _local_parts(
@@ -69,7 +68,7 @@ def local_parts(
     return list(parts)
 
 
-@functools.lru_cache(maxsize=1024)  # of the same few shapes, cut alike, a model has thousands of tensors
+@functools.lru_cache(maxsize=1024)  # a model's thousands of tensors have few distinct shapes and placements
 def _local_parts(
     shape: tuple[int, ...],
     mesh_shape: tuple[int, ...],
@@ -95,7 +94,7 @@ def _local_parts(
 
 
 def slices_of(parts: Sequence[LocalPart], local: StoredTensor, rank: int) -> list[TensorSlice]:
-    """Return a slice for each part of a local tensor that lies in a file."""
+    """Return a slice for each part of a local tensor in a file."""
     found = []
     for part in parts:
         view = local
@@ -107,7 +106,7 @@ def slices_of(parts: Sequence[LocalPart], local: StoredTensor, rank: int) -> lis
 
 
 def mesh_coordinate(rank: int, mesh_shape: Sequence[int], ranks: Sequence[int] | None = None) -> tuple[int, ...] | None:
-    """Return where `rank` stands in the mesh; None if it is no member.
+    """Return the coordinate of `rank` in the mesh; None if the mesh does not contain it.
 
     Args:
         ranks: The mesh's ranks in row-major order; 0, 1, 2, ... by default.
@@ -132,8 +131,8 @@ def _check_placements(
     for placement in placements:
         if placement.kind == "partial":
             raise UnsupportedFormatError(
-                "the tensor has a Partial placement: its values still have to be summed over the ranks. "
-                "Save it after redistributing it to Shard or Replicate."
+                "the tensor has a Partial placement: its values must still be summed over the ranks. "
+                "Redistribute it to Shard or Replicate before the save."
             )
         if placement.kind == "replicate":
             continue
@@ -152,7 +151,7 @@ def _rows(
     *,
     plain: bool,
 ) -> list[list[Run]]:
-    """The rows of each tensor dimension that are left; `plain` takes strided shards as ordinary ones."""
+    """Return the rank's rows of each tensor dimension. `plain`: apply strided shards as plain ones."""
     rows: list[list[Run]] = [[(0, n)] for n in shape]
     for mesh_dim in mesh_dims:
         placement = placements[mesh_dim]
@@ -161,7 +160,7 @@ def _rows(
         pieces = 1 if plain or placement.kind == "shard" else placement.split_factor
         runs = rows[placement.dim]
         if pieces * len(runs) > _MAX_RUNS:
-            raise CorruptCheckpointError(f"{_describe(placements)} cuts a dimension into more parts than any job has.")
+            raise CorruptCheckpointError(f"{_describe(placements)} splits a dimension into more parts than a job has.")
         rows[placement.dim] = [
             run
             for piece in range(pieces)
@@ -171,7 +170,7 @@ def _rows(
 
 
 def _chunk(runs: Sequence[Run], parts: int, index: int) -> list[Run]:
-    """Part `index` of `parts` of these rows, by the rule of torch.chunk."""
+    """Return part `index` of `parts` of these rows, split like torch.chunk."""
     total = sum(stop - start for start, stop in runs)
     length = -(-total // parts)
     first, last = min(index * length, total), min((index + 1) * length, total)
@@ -198,7 +197,7 @@ def _joined(runs: Sequence[Run]) -> list[Run]:
 def _boxes(shape: tuple[int, ...], rows: Sequence[Sequence[Run]]) -> Iterator[LocalPart]:
     filled = [runs or [(n, n)] for runs, n in zip(rows, shape, strict=True)]  # an empty part starts at n
     if math.prod(map(len, filled)) > _MAX_RUNS:
-        raise CorruptCheckpointError(f"a local tensor of shape {list(shape)} falls into more boxes than any job has.")
+        raise CorruptCheckpointError(f"a local tensor of shape {list(shape)} consists of more boxes than any job has.")
     local = [[0, *itertools.accumulate(stop - start for start, stop in runs)] for runs in filled]
     for index in itertools.product(*(range(len(runs)) for runs in filled)):
         chosen = [runs[i] for runs, i in zip(filled, index, strict=True)]

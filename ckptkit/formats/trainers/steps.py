@@ -1,4 +1,4 @@
-"""Finds the newest step of a run: numbers in directory names, compared as numbers."""
+"""Finds the newest step of a run by the numbers in directory names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NUMBER = re.compile(r"\d{1,18}")
 
 @dataclass(frozen=True, slots=True, order=True)
 class StepName:
-    """A name that contains a step. Ordered by step, then epoch, then name."""
+    """A name that contains a step; ordered by step, then epoch, then name."""
 
     step: int
     epoch: int
@@ -23,7 +23,7 @@ class StepName:
 
 
 def parse_step(name: str) -> StepName | None:
-    """Return the step in a name: global_step10, checkpoint-2, iter_0000010, epoch=0-step=3.ckpt, 1200; None without."""
+    """Return the step in a name: global_step10, checkpoint-2, iter_0000010, epoch=0-step=3.ckpt, 1200; None if none."""
     step, epoch = _STEP.findall(name), _EPOCH.findall(name)
     if not step:
         bare = name.rpartition(".")[0] or name

@@ -1,7 +1,7 @@
 """Reads verl's FSDP checkpoints: `model_world_size_<N>_rank_<R>.pt`, with optimizer and extra state files.
 
-SkyRL and others use the same names. Tensors are DTensors (FSDP2, FSDP1 with a mesh), ShardedTensors (FSDP1)
-or plain replicas; no process group is needed to read them.
+SkyRL and others use the same names. Tensors are DTensors (FSDP2, FSDP1 with a mesh), ShardedTensors (FSDP1) or plain
+replicas. Reading them needs no process group.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 
 
 def model_entries(joined: Mapping[str, Joined]) -> dict[str, TensorEntry]:
-    """Return the MODEL entries of joined tensors, covered, with wrapper names removed from their FQNs."""
+    """Return the MODEL entries of joined tensors, checked for coverage, with FQNs without wrapper names."""
     fqns = strip_infixes(joined)
     return {name: tensor.entry(name, Role.MODEL, fqn=fqns[name]) for name, tensor in joined.items()}
 
@@ -76,7 +76,7 @@ def model_entries(joined: Mapping[str, Joined]) -> dict[str, TensorEntry]:
 def parameters(state_dict: Mapping[str, Any], entries: Mapping[str, TensorEntry]) -> list[Param]:
     """Return the model's parameters in module order, from one rank's state dict.
 
-    Where tensors are distributed, plain ones are buffers. A tied parameter counts once, under its first name.
+    If some tensors are distributed, plain ones are buffers. A tied parameter counts once, under its first name.
     """
     distributed = any(isinstance(value, (DTensorRecord, ShardedTensorRecord)) for value in state_dict.values())
     found, seen = [], set()
@@ -91,7 +91,7 @@ def parameters(state_dict: Mapping[str, Any], entries: Mapping[str, TensorEntry]
 
 
 def _identity(value: Any) -> tuple[str, int] | None:
-    """What two tied names share: the storage and the place in it; None for a rank's empty part."""
+    """Return what tied names share, the storage and the offset in it; None for a rank's empty part."""
     if isinstance(value, ShardedTensorRecord):
         if not value.shards:
             return None
@@ -104,7 +104,7 @@ def _identity(value: Any) -> tuple[str, int] | None:
 def _state_dicts(values: Sequence[Any], pattern: str) -> list[Mapping[str, Any]]:
     for rank, value in enumerate(values):
         if not isinstance(value, dict) or not any(is_tensor(item) for item in value.values()):
-            raise CorruptCheckpointError(f"{pattern.format(rank=rank)} holds no state dict of tensors.")
+            raise CorruptCheckpointError(f"{pattern.format(rank=rank)} contains no state dict of tensors.")
     return list(values)
 
 
@@ -121,7 +121,7 @@ def _world_size(store: Store, files: Sequence[str]) -> int:
     recorded = config.get("world_size") if isinstance(config, dict) else None
     if isinstance(recorded, int) and recorded != world_size:
         raise CorruptCheckpointError(
-            f"fsdp_config.json says world_size {recorded}, the model files say {world_size}. They are of two saves."
+            f"fsdp_config.json has world_size {recorded}, the model files have {world_size}: they are from two saves."
         )
     return world_size
 
@@ -143,7 +143,7 @@ def _optimizer(store: Store, files: Sequence[str], world_size: int, params: Sequ
 
 
 def _extra_state(sizes: Mapping[str, int], files: Sequence[str], world_size: int) -> dict[str, ObjectEntry]:
-    """Schedulers and random states: one file per rank, carried as it is."""
+    """Return the files with schedulers and random states, one per rank, as objects."""
     found = {}
     for rank in range(world_size):
         path = _EXTRA.format(size=world_size).format(rank=rank)

@@ -1,1 +1,1 @@
-"""The copying engine: plans, runs of bytes, boxes, checks."""
+"""Copies tensors from one checkpoint to another: plans what goes where, executes it, checks digests."""

@@ -1,4 +1,4 @@
-"""Checks a source's digests while it is read, in any order of reads; each record once."""
+"""Checks a source's digests while its bytes are read, in any order."""
 
 from __future__ import annotations
 
@@ -69,12 +69,12 @@ class Crcs:
             self._by_start.pop(first, None)
         value, stop = crc32(data, value), start + len(data)  # without the lock: threads hash side by side
         with self._lock:
-            if first in self._by_stop:  # another thread has added the part before
+            if first in self._by_stop:  # another thread has added the adjacent part
                 before, crc = self._by_stop.pop(first)
                 self._by_start.pop(before, None)
                 value, first = crc32_combine(crc, value, stop - first), before
             end = self._by_start.pop(stop, -1)
-            if self._by_stop.get(end, (-1, 0))[0] == stop:  # parts may overlap: then it belongs to another one
+            if self._by_stop.get(end, (-1, 0))[0] == stop:  # parts may overlap, so another one may end here
                 value, stop = crc32_combine(value, self._by_stop.pop(end)[1], end - stop), end
             self._by_stop[stop], self._by_start[first] = (first, value), stop
         return first, stop, value
@@ -88,8 +88,8 @@ class Crcs:
 class Verifier:
     """Checks records against their digests from the bytes that are copied. Thread-safe.
 
-    A CRC-32 record is proved once all its bytes were added, in any order; other records only if they came in order.
-    Remaining records are `unproved` and must be read again.
+    A CRC-32 record is proved once all its bytes were added, in any order; others only if the bytes came in order.
+    The remaining records are `unproved` and must be read again.
     """
 
     def __init__(self, table: RecordTable, describe: Callable[[int], str]) -> None:
@@ -115,7 +115,7 @@ class Verifier:
         if algorithm == CRC and (start, stop) != (first, end):
             with self._lock:
                 crcs = self._crcs.setdefault(record, Crcs())
-            # Not `crcs.parts()`: another thread that reads a part again may have replaced the whole there by that part.
+            # Not `crcs.parts()`: a thread that reads a part twice may have replaced the joined part there by that part.
             *joined, value = crcs.feed(start, data)
             if joined == [first, end]:
                 self._finish(record, value)

@@ -150,7 +150,7 @@ class Copier:
             self._copy_runs(cut_runs(runs, self._chunk, self._ratios), worker)
             for origin in distinct(runs.origins).tolist():
                 self._reader.forget(origin)
-        # A piece may have come out of order; its record is then not proved yet, and a resumed run must not assume so.
+        # A record whose pieces came out of order is not proved yet, and a resumed run must not take it as proved.
         if self._journal is not None and (self._verifier is None or self._verifier.proved[step.records].all()):
             self._journal.done(index)
 
@@ -158,7 +158,7 @@ class Copier:
 
     def _copy_runs(self, runs: Runs, worker: Worker) -> None:
         """Read, check, cast, digest and write runs of at most a chunk each; short ones together."""
-        # Lists, because numpy takes longer to hand out one number than the rest of the loop takes for a chunk.
+        # Lists, because reading one number from a numpy array takes longer than the rest of the loop body.
         origins, starts, nbytes, files, targets, casts, records, ends = (
             getattr(runs, name).tolist() for name in Runs.__slots__
         )
@@ -230,8 +230,9 @@ class Copier:
     # --- boxes
 
     def _copy_boxes(self, step: BoxStep, worker: Worker) -> None:
-        """Assemble a tensor tile by tile, and write each tile's parts to all boxes that need them. Tiles are row-major,
-        so a box's bytes come in order.
+        """Assemble a tensor tile by tile, and write each tile's parts to all boxes that need them.
+
+        Tiles are row-major, so the bytes of each box are written in order.
         """
         assert self._sink is not None
         tensor, itemsize = step.tensor, dtype_of(step.tensor.dtype).itemsize
@@ -261,7 +262,7 @@ class Copier:
 
 
 def _cut(data: Bytes, tile: Box, shared: Box, itemsize: int) -> Bytes:
-    """Return the row-major bytes of a box inside a tile."""
+    """Return the row-major bytes of the box `shared`, which lies inside a tile."""
     inside = shared.relative_to(tile)
     first = inside.flat_start(tile.sizes) * itemsize
     if inside.is_contiguous_in(tile.sizes):

@@ -122,7 +122,7 @@ def _placed(placements: tuple[Placement, ...]) -> tuple[Int64, Int64, Int64]:
 
 def _check_file(file: OutputFile, starts: Int64, lengths: Int64) -> None:
     extents = getattr(file.literals, "extents", None)
-    if extents is not None:  # a record a box, in the order of their starts: no need to make a million literals
+    if extents is not None:  # one record per box, sorted by start: this avoids creating a million literals
         own, sizes = extents(lengths)
     else:
         table = np.array([(item.start, len(item.data)) for item in file.literals], np.int64).reshape(-1, 2)

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["CopyReport", "execute"]
 
 DEFAULT_MAX_MEMORY = 512_000_000
-# Few calls, and out of a cache from read to digest to write. Not 1 MiB: ext4 then looks for memory in pieces of a MiB,
-# and on a machine that has been in use for a while the search takes three times the copying.
+# Large enough for few calls, small enough to stay in the cache between read, digest and write. Not 1 MiB: ext4 then
+# allocates memory in pieces of 1 MiB, and where memory is fragmented that takes three times as long as the copy.
 _CHUNK = 512 << 10
 _REMOTE_CHUNK = 8 << 20
 _TILE = 4 << 20
@@ -51,7 +51,7 @@ class CopyReport:
         seconds: Wall time.
         steps: Number of steps.
         taken_over: How many of them an interrupted run had already done.
-        digested: Digests of boxes computed during the copy, by the plan's files.
+        digested: Digests of boxes computed during the copy; `file` is an index into the plan's files.
     """
 
     nbytes: int
@@ -122,7 +122,7 @@ def execute(
     kept = list(range(len(plan.files)) if files is None else files)
     own = restricted(plan, kept)
     local = is_directory(destination)
-    # Local copies keep a processor each: more of them only wait in turn for the lock of one output file.
+    # A local copy keeps one processor busy: more copies than processors would only wait for the lock of an output file.
     least = 2 if local and is_directory(source) else 4
     workers = workers or min(16, max(least, os.cpu_count() or 1))
     if max_memory < workers * (64 << 10):
@@ -153,7 +153,7 @@ def execute(
                 pool.run(copier.do, [index for index in range(steps) if index not in taken.steps])
                 pool.run(lambda index, _: sink.finish(index), own_files)
                 digested = copier.digested.renumbered(kept)
-            if verifier is not None:  # the processes that copied the bytes had checked them
+            if verifier is not None:  # the interrupted run checked them
                 verifier.proved[list(taken.records)] = True
             taken_over = len(taken.steps)
         else:
@@ -161,7 +161,7 @@ def execute(
             spoken = None if ledger is None else Spoken(own, work, source, verifier, ledger)
             there = frozenset() if spoken is None else spoken.take_over()
             streams, late = StreamWriter(own, gatherer, tally, destination, spoken), set(own.last)
-            for wanted in (False, True):  # those of `Plan.last` after the others
+            for wanted in (False, True):  # the files of `Plan.last` after the others
                 pool.run(
                     streams.write, [i for i in own_files if i not in there and (own.files[i].path in late) is wanted]
                 )

@@ -32,9 +32,9 @@ Array = npt.NDArray[Any]
 _UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 _BLOCK = 64  # rows
 _TILE = 4 << 20
-_READ = 64 << 10  # of a slice, at least, where a tile takes a part of each
-_ALIGNED = 64  # bytes, for any dtype and for vector instructions
-_SMALL_SPAN = 1 << 20  # bytes that are read at once whatever part of them is wanted
+_READ = 64 << 10  # minimum bytes to read from each slice, if a tile takes a part of every slice
+_ALIGNED = 64  # bytes; enough for any dtype and for vector instructions
+_SMALL_SPAN = 1 << 20  # spans of up to this many bytes are read in one call, even if few of the bytes are needed
 
 
 def strided(buffer: Bytes, first: int, sizes: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Array:
@@ -50,8 +50,7 @@ class Gatherer:
 
     Attributes:
         max_bytes: Maximum memory for one computed tensor and its inputs.
-        small, big: Bytes that are made at once: few, and as many as that where small tiles would read the source many
-            times over.
+        small, big: Bytes per tile: `small` by default, up to `big` where small tiles would read the source many times.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class Gatherer:
         self._max_bytes = max_bytes
         self._computing = threading.Lock()
         self._local = threading.local()
-        self._kept: OrderedDict[Target, Bytes] = OrderedDict()  # small inputs, which tile after tile wants
+        self._kept: OrderedDict[Target, Bytes] = OrderedDict()  # small inputs, which every tile needs
 
     def read_box(self, key: str, box: Box, out: Bytes) -> None:
         """Fill `out` with a box of a source tensor, row-major, in the source's dtype."""
@@ -123,8 +122,7 @@ class Gatherer:
             self._read_strided(origin, start + i * strides[outer] * itemsize, moved[i], rest, itemsize)
 
     def tile_numel(self, tensor: OutputTensor) -> int:
-        """Return how many elements of a target to assemble at once: few, unless each tile reads from many places of the
-        source."""
+        """Return the elements per tile of a target: more if each tile reads from many places of the source."""
         if isinstance(tensor, ComputedTensor):
             rows = self.rows_at_once(tensor, self._small if tensor.by_element else 2 * self._big)
             return max(1, tensor.numel // max(1, tensor.shape[0] if tensor.shape else 1) * rows)
@@ -164,7 +162,7 @@ class Gatherer:
             target[...] = view.reshape(inside.sizes)
 
     def rows_at_once(self, tensor: ComputedTensor, most: int) -> int:
-        """Return how many rows of a tensor can be computed in half of the memory, their bytes being at most `most`."""
+        """Return how many rows to compute at once: in at most half of the memory, at most `most` bytes of result."""
         rows = tensor.shape[0] if tensor.shape else 1
         if tensor.cut is None:
             return rows
@@ -173,11 +171,11 @@ class Gatherer:
             _taken(tensor.cut(0, step)) > self._max_bytes // 2 or _nbytes(tensor) // rows * step > most
         ):
             step = (step + 1) // 2
-        # Kernels treat the edges of a matrix apart, and round there in another way: whole blocks have none.
+        # Multiples of a block, because matrix kernels may round the rows of a partial block differently.
         return step if step == rows or step < _BLOCK else step // _BLOCK * _BLOCK
 
     def _computed(self, tensor: ComputedTensor, box: Box) -> Bytes:
-        """Return a box, row-major: its rows, or everything, are computed for it."""
+        """Return a box, row-major. Computes its rows, or the whole tensor if rows cannot be computed separately."""
         first = 0
         if tensor.cut is not None and box.sizes and box.sizes[0] < tensor.shape[0]:
             first = box.offsets[0]
@@ -187,7 +185,7 @@ class Gatherer:
                 f"tensor {tensor.name!r} ({tensor.label}) needs {format_size(_taken(tensor))} at once, but "
                 f"the memory limit is {format_size(self._max_bytes)}. Pass a larger --max-memory."
             )
-        alone = not tensor.by_element or _taken(tensor) > self._big  # together they could exceed the limit
+        alone = not tensor.by_element or _taken(tensor) > self._big  # several at once could exceed the limit
         with self._computing if alone else contextlib.nullcontext():
             made = tensor.compute(self._inputs(tensor))
         itemsize = dtype_of(tensor.dtype).itemsize
@@ -201,7 +199,7 @@ class Gatherer:
         """Return the bytes of all inputs of a computed tensor."""
         if not tensor.by_element:
             return [self._input(target) for target in tensor.inputs]
-        # All in one buffer of this thread: touching new memory for each tile would cost more than reading into it.
+        # One buffer per thread: allocating new memory for each tile would cost more than the read.
         ends = list(itertools.accumulate(-(-_nbytes(target) // _ALIGNED) * _ALIGNED for target in tensor.inputs))
         buffer: Bytes | None = getattr(self._local, "buffer", None)
         if buffer is None or len(buffer) < ends[-1]:
@@ -214,7 +212,7 @@ class Gatherer:
         return found
 
     def _input(self, target: Target) -> Bytes:
-        """Return a whole tensor that something is computed from; of what is kept for later, a copy."""
+        """Return a whole input tensor. Small inputs are cached; the caller gets a copy, because it may change it."""
         kept = self._kept.get(target)
         if kept is not None:
             self._kept.move_to_end(target)

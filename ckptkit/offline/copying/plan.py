@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 Bytes = npt.NDArray[np.uint8]
-_NAMED = 8  # more that are left over for one reason are counted
+_NAMED = 8  # leftovers listed by name per reason; if there are more, only the first is named
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ class ComputedTensor:
         label: The formula, shown in the plan: "W + 2.0 * B @ A".
         scratch: Additional bytes that `compute` needs, beyond inputs and result.
         cut: Returns the tensor for only the rows [start, stop); None if rows cannot be computed separately.
-        by_element: Whether each element depends only on the elements at its position, so that few rows at once are
-            as fast as many.
+        by_element: Whether each element depends only on the inputs' elements at the same position, so that computing
+            few rows at a time is as fast as many.
     """
 
     name: str
@@ -85,11 +85,11 @@ class Literal:
 
 @dataclass(frozen=True, slots=True)
 class CrcField:
-    """Four bytes that are written last: the CRC-32, little endian, of the file's bytes [start, start + nbytes).
+    """A CRC-32, four bytes little endian, of the file's bytes [start, start + nbytes). It is written last.
 
     Attributes:
-        at: Their positions (local header, data descriptor, central directory). They overwrite literals. `at` must not
-            be in a range that a CRC covers.
+        at: Positions of the field (local header, data descriptor, central directory). It overwrites literals. No
+            position may be in a range that a CRC covers.
     """
 
     at: tuple[int, ...]
@@ -118,7 +118,7 @@ class OutputFile:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where boxes of one tensor are written, each row-major and without gaps. One row a box.
+    """Where boxes of one tensor are written, each row-major and without gaps. One row per box.
 
     Attributes:
         files: [n] index into `Plan.files`.
@@ -152,7 +152,7 @@ class Placement:
     def nbytes(self) -> npt.NDArray[np.int64]:
         """Return the bytes of each box, [n]."""
         itemsize = dtype_of(self.tensor.dtype).itemsize
-        if len(self) == 1:  # of hundreds of thousands of small tensors each is one box
+        if len(self) == 1:  # the usual case, and faster without numpy: checkpoints have 100,000 small tensors
             return np.array([math.prod(self.sizes[0].tolist()) * itemsize], np.int64)
         numel: npt.NDArray[np.int64] = np.prod(self.sizes, axis=1, dtype=np.int64)
         return numel * itemsize
@@ -221,7 +221,7 @@ class Plan:
 
 
 def _renamed(tensor: OutputTensor) -> str:
-    """Its source and its name; only the name if unchanged."""
+    """Return "source -> name", or only the name if it is unchanged."""
     sources = _sources(tensor)
     return sources if sources == tensor.name else f"{sources} -> {tensor.name}"
 
@@ -301,12 +301,13 @@ def check_room(plan: Plan, destination: Store, *, held: int = 0) -> None:
         )
 
 
-# Distributes the files of a plan over ranks.
+# Distribute the files of a plan over ranks.
 
 
 def share_out(plan: Plan, world_size: int) -> list[int]:
-    """Assign each file to a rank: the largest first, each to the least loaded rank. Files published last go to rank 0,
-    which publishes.
+    """Return the rank of each file: the largest files first, each to the least loaded rank.
+
+    Files that are published last go to rank 0, which publishes them.
     """
     late = set(plan.last)
     owners = [0] * len(plan.files)

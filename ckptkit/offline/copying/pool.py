@@ -63,14 +63,14 @@ class Pool:
         try:
             for i in range(min(self._workers, len(items))):
                 name = f"ckptkit-copy-{i}"
-                work = (copy_context().run, self._work, do, waiting, failures)  # of the same operation
+                work = (copy_context().run, self._work, do, waiting, failures)  # context variables of the caller
                 threading.Thread(target=work[0], args=work[1:], name=name, daemon=True).start()
             with self._change:
                 self._change.wait_for(lambda: not self._running and (waiting.empty() or self.stopped.is_set()))
         except BaseException:
             hurry()  # a worker must not wait for unreachable storage
             with self._change:
-                self.stopped.set()  # workers that have not started yet never will
+                self.stopped.set()  # workers that have not begun an item do not begin one
                 self._change.wait_for(lambda: not self._running)
             raise
         if failures:

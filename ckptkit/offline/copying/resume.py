@@ -43,8 +43,8 @@ class Share:
     """The steps of one rank.
 
     Attributes:
-        plan: Its fingerprint.
-        files: The files that the rank writes, by their index in the whole plan.
+        plan: Fingerprint of the source and of all bytes that the share writes.
+        files: Indices in the whole plan of the files that the rank writes.
     """
 
     plan: str
@@ -61,9 +61,9 @@ class Taken:
     """The finished part of a share.
 
     Attributes:
-        steps, records: Finished ones of the share, by index.
-        files: Those of the share, by index, that are there; the rest is begun anew.
-        held: Disk space that they use, in bytes.
+        steps, records: Indices of the share's finished steps and checked digests.
+        files: Indices of the share's files that exist at full size; the others are begun again.
+        held: Disk space that these files use, in bytes.
     """
 
     steps: frozenset[int] = frozenset()
@@ -72,7 +72,7 @@ class Taken:
     held: int = 0
 
 
-# --- what is the same work
+# --- identity of the work
 
 
 def _fingerprint(plan: Plan, work: Work, source: Store, *, check: bool) -> str:
@@ -82,7 +82,7 @@ def _fingerprint(plan: Plan, work: Work, source: Store, *, check: bool) -> str:
     size and modification time (locally also by inode).
     """
     found = identities(source, sorted({origin.path for origin in work.origins}))
-    if not is_directory(source):  # not the tag of an object: some gateways return a new one each time
+    if not is_directory(source):  # without the ETag: some gateways return a new one each time
         found = {path: item and item[:2] for path, item in found.items()}
     steps = [
         (step.first, step.stop) if isinstance(step, RunStep) else (step.boxes, *_made(step.tensor))
@@ -101,30 +101,30 @@ def _fingerprint(plan: Plan, work: Work, source: Store, *, check: bool) -> str:
 _RECORDS = ("sources", "starts", "nbytes", "values", "algorithms")
 
 
-# --- what was done
+# --- local directories: finished steps are recorded in a journal
 
 
 def take_over(
     store: LocalStore, whole: Plan, share: Share, journal: Journal, source: Store, *, check: bool, digests: bool
 ) -> Taken:
-    """Return what of a share need not be done again, delete the files that are begun anew, and begin the journal.
+    """Return the finished part of a share, delete the share's other files, and begin the journal.
 
     Args:
-        whole: The plan that is shared out.
-        check, digests: As the share was prepared.
+        whole: The plan of all ranks.
+        check, digests: The arguments of `prepare` for the share.
     """
     past, shares = _Past(whole), {share.plan: share}
     earlier = [section for section in journal.earlier() if section.rank < section.world_size <= _MAX_RANKS]
     tried: set[tuple[int, int]] = set()
     for section in earlier:
         key = (section.world_size, section.rank)
-        if section.plan not in shares and key not in tried:  # of other ranks: what had they to do?
+        if section.plan not in shares and key not in tried:  # an earlier run with other ranks: find its share
             tried.add(key)
             files = [index for index, rank in enumerate(share_out(whole, section.world_size)) if rank == section.rank]
             work = prepare(restricted(whole, files), check=check, digests=digests)
             made = Share.of(whole, files, work, source, check=check)
             shares[made.plan] = made
-        if section.plan in shares:  # else of another plan, or source
+        if section.plan in shares:  # otherwise it belongs to another plan or source
             past.add(shares[section.plan], section)
     taken = past.of(share, store)
     anew = [whole.files[index].path for at, index in enumerate(share.files) if at not in taken.files]
@@ -140,7 +140,7 @@ class _Past:
         self._paths = [file.path for file in whole.files]
         sizes = np.array([file.nbytes for file in whole.files], np.int64)
         self._sizes = sizes
-        # An address for each byte of each file, with an unused one between two files.
+        # Each byte of each file gets a number; one unused number between two files keeps their ranges apart.
         self._bases = np.concatenate([[0], np.cumsum(sizes + 1)[:-1]]) if len(sizes) else sizes
         self._ranges: list[tuple[Int64, Int64, Int64]] = []  # file, from, to
         self._records: set[_Record] = set()
@@ -185,7 +185,7 @@ class _Past:
 
 
 def _records(work: Work, rows: Int64 | None = None) -> Iterator[_Record]:
-    """A digest's identity, independent of the reading process: the location of its bytes."""
+    """Yield the identity of each digest, which is the same in all processes: the location of its bytes."""
     table = work.records
     columns = (table.sources, table.starts, table.nbytes)
     taken = columns if rows is None else tuple(column[rows] for column in columns)
@@ -213,7 +213,7 @@ def _covered(lo: Int64, hi: Int64, starts: Int64, stops: Int64) -> bool:
     return bool(((at >= 0) & (stops[np.maximum(at, 0)] >= hi)).all())
 
 
-# --- what lies there
+# --- leftovers
 
 
 def clear_strays(store: Store, plan: Plan) -> None:
@@ -223,7 +223,7 @@ def clear_strays(store: Store, plan: Plan) -> None:
     wanted = {file.path for file in plan.files}
     folders = {path[: i + 1] for path in wanted for i, char in enumerate(path) if char == "/"}
     pending = [""]
-    for folder in pending:  # grows while we go
+    for folder in pending:  # grows during the loop
         for item in store.list(folder):
             if item.kind == "directory" and f"{item.path}/" in folders:
                 pending.append(item.path)
@@ -232,8 +232,10 @@ def clear_strays(store: Store, plan: Plan) -> None:
 
 
 def left_beside(url: str) -> tuple[str, int] | None:
-    """Return the staging directory that an interrupted process left beside its target, for the next to continue from,
-    and the bytes that it holds; None if there is none. Only on a local disk is anything left."""
+    """Return the staging directory that an interrupted run left beside its local target, and the bytes that it uses.
+
+    None if there is none, or if the target is remote. The next run continues from it.
+    """
     protocol, rest = split_url(url)
     if protocol != "file":
         return None
@@ -247,11 +249,11 @@ def left_beside(url: str) -> tuple[str, int] | None:
     return None
 
 
-# --- object stores: a file is there whole, or not at all
+# --- object stores: a file exists in full or not at all
 
 
 class Spoken:
-    """The ledger entries of a run's objects, and of those it takes over."""
+    """Records the objects of a run in its ledger, and finds those that an interrupted run finished."""
 
     def __init__(self, plan: Plan, work: Work, source: Store, verifier: Verifier | None, ledger: Ledger) -> None:
         self._plan = plan
@@ -336,7 +338,7 @@ def _made(tensor: OutputTensor) -> tuple[Any, ...]:
 
 
 def _records_of(plan: Plan, index: int, maps: Mapping[str, EntryMap]) -> Int64:
-    """Return the digests of the source that vouch for the bytes of a file; -1 among them: some have none alone."""
+    """Return the source's digests (record indices) of all bytes in a file. -1 among them: some bytes have none."""
     found: list[Int64] = [np.zeros(0, np.int64)]
     for placement in plan.placements:
         rows = np.flatnonzero(placement.files == index)

@@ -1,9 +1,9 @@
 """Splits a plan into steps for workers: runs of bytes, and boxes that are not contiguous.
 
-A run is contiguous on both sides. Runs come tensor by tensor in the order of the elements, so each digest of a source,
-and of a box that is written, is taken from bytes that pass by once and in order. What is no run (column shards,
-transposes, arithmetic) is a `BoxStep`: the tensor is made tile by tile, each tile cut for the boxes that want a part of
-it. Pure; columns of numbers, a row a run.
+A run is contiguous in the source and in the target. Runs are ordered by tensor and element, so each digest, of the
+source or of a written box, is computed in one pass. Everything else (column shards, transposes, arithmetic) is a
+`BoxStep`: the tensor is assembled tile by tile, and each tile is cut for the boxes that need a part of it. Pure; runs
+are columns of numbers, one row per run.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ Int64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
 
 
-# What plain parts of a target take from the slices of their sources, as columns. Pure geometry.
+# Geometry: which bytes of the source slices the plain parts of a target need.
 
 
 @dataclass(frozen=True, slots=True)
 class PartPieces:
-    """What one plain part of a target takes from slices, for all boxes of a placement. One row a piece."""
+    """The pieces of slices that one plain part of a target needs, for all boxes of a placement. One row per piece."""
 
     entry: TensorEntry
-    rows: Int64  # of the placement
+    rows: Int64  # row of the placement
     slices: Int64
     starts: Int64
     nbytes: Int64
@@ -105,7 +105,10 @@ def _in_source(part: Part, lo: Int64, hi: Int64) -> tuple[Int64, Int64]:
 
 
 def _in_target(part: Part, offsets: Int64, origin: Int64, strides: Int64) -> tuple[Int64, Int64]:
-    """Where source offsets fall in target boxes that start at `origin` with `strides`: index, stride by source dim."""
+    """Return the flat index of each source offset in its target box, and the box's stride per source dimension.
+
+    `origin`, `strides`: of the target boxes.
+    """
     steps = np.zeros_like(offsets)
     index = ((np.array(part.target_box.offsets, np.int64) - origin) * strides).sum(axis=1)
     for dim, source_dim in enumerate(part.source_dims()):
@@ -118,9 +121,9 @@ def _in_target(part: Part, offsets: Int64, origin: Int64, strides: Int64) -> tup
 # Steps.
 
 _STEP = 32 << 20  # bytes that one worker processes at a time
-_ROW = 1 << 10  # a run counts as so many more: what a step lists is bounded, too
-_LONG = 128 << 20  # of one step: as long as several others take together
-LEAST = 64 << 10  # bytes of a box that is digested while it is written
+_ROW = 1 << 10  # bytes that a run counts in addition to its own, so that the number of runs per step is bounded too
+_LONG = 128 << 20  # steps of this many bytes are started first
+LEAST = 64 << 10  # smaller boxes are not digested while they are written
 _Written: TypeAlias = tuple[Int64, Int64, Int64]
 
 
@@ -129,11 +132,11 @@ class Runs:
     """Runs of bytes, one row per run; the runs of one box are consecutive.
 
     Attributes:
-        origins, starts, nbytes: [n] what is read.
-        files, targets: [n] where it is written; file -1: nowhere, it is only checked.
+        origins, starts, nbytes: [n] the bytes to read.
+        files, targets: [n] where they are written; file -1: they are only checked.
         casts: [n] index into `Work.casts`; 0 copies.
-        records: [n] the digest of the source whose bytes these are a part of; -1 for none.
-        ends: [n] where in the file the box ends that the run is a part of, where that is to be digested; else 0.
+        records: [n] the source's digest that covers these bytes; -1 for none.
+        ends: [n] end in the file of the box that the run belongs to, if the box is to be digested; otherwise 0.
     """
 
     origins: Int64
@@ -154,7 +157,7 @@ class Runs:
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
-    """Rows [first, stop) of the runs. `records`: the digests that they prove, by themselves."""
+    """Rows [first, stop) of the runs. `records`: the digests whose bytes are all in this step."""
 
     first: int
     stop: int
@@ -175,7 +178,7 @@ Step: TypeAlias = RunStep | BoxStep
 
 @dataclass(frozen=True, slots=True)
 class EntryMap:
-    """The location of one tensor's slices: per row, the origin, and the record that its bytes prove (-1: none)."""
+    """The location of one tensor's slices: per row, the origin and the digest record of its bytes (-1: none)."""
 
     entry: TensorEntry
     origins: Int64
@@ -184,7 +187,7 @@ class EntryMap:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The steps of a plan. `maps`: of the tensors from which boxes are assembled."""
+    """The steps of a plan. `maps`: the source tensors that `BoxStep`s read, by key."""
 
     origins: Sequence[Origin]
     runs: Runs
@@ -204,7 +207,7 @@ class Work:
         return _ratios(self.casts)
 
     def written(self, step: Step) -> _Written:
-        """Return what a step writes: file, start, bytes, a row each."""
+        """Return what a step writes: the columns file, start, bytes."""
         if isinstance(step, RunStep):
             runs = self.runs.take(slice(step.first, step.stop))
             into, out = self.ratios()[runs.casts].T
@@ -231,9 +234,9 @@ def prepare(plan: Plan, *, check: bool, by_boxes: bool = False, digests: bool = 
     """Split a plan into steps.
 
     Args:
-        check: The digests of all source bytes that are touched become records.
-        by_boxes: Only prepare the sources: the executor assembles box by box itself.
-        digests: Boxes are to be digested.
+        check: Check the digests of all source bytes that are read.
+        by_boxes: Make no steps, only prepare the sources: the caller assembles the boxes itself.
+        digests: Digest boxes while they are written.
     """
     builder = _WorkBuilder(plan.catalog, check=check, digests=digests)
     for placement in plan.placements if by_boxes else builder.add_whole(plan.placements):
@@ -252,7 +255,8 @@ class _WorkBuilder:
     origins: list[Origin] = field(default_factory=list)
     _index: dict[Origin, int] = field(default_factory=dict)
     _tables: dict[int, tuple[Sequence[str], Int64]] = field(default_factory=dict)
-    _columns: list[list[Int64]] = field(default_factory=list)  # those of Runs, but start and bytes of the record
+    # As in Runs, with the start and bytes of the record in place of its index.
+    _columns: list[list[Int64]] = field(default_factory=list)
     _records: list[list[npt.NDArray[np.generic]]] = field(default_factory=list)
     _casts: dict[tuple[str, str], int] = field(default_factory=lambda: {("", ""): 0})
     _names: dict[str, int] = field(default_factory=dict)
@@ -262,8 +266,9 @@ class _WorkBuilder:
     # --- placements
 
     def add_whole(self, placements: Sequence[Placement]) -> list[Placement]:
-        """Add the runs of all tensors that are written whole from slices of whole rows, as most are: by the thousand,
-        because one by one takes much longer. Return the other placements.
+        """Add the runs of all tensors that are written whole from slices of whole rows; return the other placements.
+
+        Most tensors are; adding thousands at once is much faster than one at a time.
         """
         copied = [_copied(self.catalog, placement) for placement in placements]
         entries = [entry for entry in copied if entry is not None]
@@ -354,7 +359,7 @@ class _WorkBuilder:
         self._columns.append([column[order] for column in columns])
 
     def _ends(self, placement: Placement) -> Int64:
-        """Where each box ends in its file, if it is to be digested; 0 for the others."""
+        """Return the end of each box in its file if the box is to be digested; otherwise 0."""
         if not self.digests:
             return np.zeros(len(placement), np.int64)
         nbytes = placement.nbytes()
@@ -369,7 +374,7 @@ class _WorkBuilder:
             self._boxes.append(BoxStep(tensor, tuple(boxes), np.zeros(0, np.int64)))
 
     def look_up(self, tensor: OutputTensor) -> None:
-        """Take all slices of what a tensor is made from as read."""
+        """Prepare the sources of a tensor for `BoxStep`s: all their slices count as read."""
         for key in tensor.sources:
             if key not in self._by_row:
                 entry = self.catalog.tensors[key]
@@ -404,7 +409,7 @@ class _WorkBuilder:
     def _path_origins(self, paths: Sequence[str]) -> Int64:
         """Return the origin of each path of a table."""
         known = self._tables.get(id(paths))
-        if known is None:  # the table is kept beside its id, so that the id stays its own
+        if known is None:  # keeps the table alive, so that its id is not reused
             known = self._tables[id(paths)] = (paths, np.array([self._origin(Origin(p)) for p in paths], np.int64))
         return known[1]
 
@@ -450,7 +455,7 @@ class _WorkBuilder:
             empty = np.zeros(0, np.int64)
             return RecordTable(empty, empty, empty, empty.astype(np.uint64), empty, empty)
         columns = [np.concatenate(column) for column in zip(*self._records, strict=True)]
-        some = np.flatnonzero(columns[2])  # the digest of no bytes says nothing
+        some = np.flatnonzero(columns[2])  # a digest of no bytes proves nothing
         sources, starts, nbytes, algorithms, owners, values = (column[some] for column in columns)
         order = np.lexsort((nbytes, starts, sources))
         key = np.stack([sources[order], starts[order], nbytes[order]], axis=1)
@@ -503,7 +508,7 @@ def _digests(slices: SliceArray) -> tuple[Int64, Int64, npt.NDArray[np.uint64]]:
 
 
 def _in_order(runs: Runs, origins: Sequence[Origin], records: RecordTable) -> tuple[Bool, Bool]:
-    """Tell which runs are read by a decoder, and which are a part of a digest that is only taken forwards."""
+    """Return which runs a decoder reads, and which belong to a digest that needs its bytes in order."""
     decoded = np.array([origin.codec is not None for origin in origins], bool)
     forwards = np.zeros(len(runs), bool)
     checked = runs.records >= 0
@@ -519,17 +524,17 @@ def _split(runs: Runs, origins: Sequence[Origin], records: RecordTable, ratios: 
 
 
 def cut_runs(runs: Runs, size: int, ratios: Int64) -> Runs:
-    """Cut runs into pieces of at most `size` bytes that end where multiples of it do in the target.
+    """Cut runs into pieces of at most `size` bytes that end at multiples of `size` in the target.
 
-    So no page of the target is written in two pieces: a disk's file system takes a fifth longer for those. Casts are
-    cut between elements.
+    So no page of the target is written twice, which takes a disk's file system a fifth longer. Casts are cut between
+    elements.
     """
     before = np.where(runs.casts > 0, 0, runs.targets % size)
     return _cut(runs, np.maximum(1, -(-(runs.nbytes + before) // size)), before, size, ratios)
 
 
 def _cut(runs: Runs, counts: Int64, before: Int64, size: int, ratios: Int64) -> Runs:
-    """Cut each run into a number of pieces of `size` bytes; the first is shorter by `before`, the last is the rest."""
+    """Cut each run into `counts` pieces of `size` bytes; the first is shorter by `before`, the last takes the rest."""
     if not len(runs) or counts.max() <= 1:
         return runs
     rows = np.repeat(np.arange(len(runs)), counts)
@@ -544,9 +549,9 @@ def _cut(runs: Runs, counts: Int64, before: Int64, size: int, ratios: Int64) -> 
 
 
 def _run_steps(runs: Runs, origins: Sequence[Origin], records: RecordTable) -> list[RunStep]:
-    """Group runs into steps: long ones first, so that no worker is left with one at the end.
+    """Group runs into steps, long steps first, so that no worker begins a long one at the end.
 
-    A step begins where a box does that is digested, and where no digest of the source is half taken.
+    No step ends inside a box that is digested, or inside a digest of the source that needs its bytes in order.
     """
     if not len(runs):
         return []
@@ -570,7 +575,7 @@ def _run_steps(runs: Runs, origins: Sequence[Origin], records: RecordTable) -> l
 
 
 def _proved(runs: Runs, records: RecordTable, bounds: Int64) -> list[Int64]:
-    """Return, by step, the digests whose bytes are all in it."""
+    """Return for each step the digests whose bytes are all in it."""
     steps = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
     kept = np.flatnonzero(runs.records >= 0)
     which, steps = runs.records[kept], steps[kept]

@@ -45,8 +45,8 @@ class LocalSink:
         if anew:
             descriptor = self._store.create(file.path)
             try:
-                # Not posix_fallocate: tmpfs would fill every page with zeros first, half as slow again as the copy,
-                # and `execute` has compared the free space with all that is to be written.
+                # Not posix_fallocate: tmpfs would fill every page with zeros first, which takes half as long again as
+                # the copy. `execute` has already checked the free space.
                 os.ftruncate(descriptor, file.nbytes)
             except OSError as error:
                 raise self._failure(file.path, error) from error
@@ -77,7 +77,7 @@ class LocalSink:
         total = sum(len(view) for view in views)
         try:
             done = os.pwritev(descriptor, views, start)
-            if done < total:  # a signal, or a nearly full disk: writing the rest shows which
+            if done < total:  # a signal or a full disk: the next write tells which
                 rest = memoryview(b"".join(views))[done:]
                 while len(rest):
                     count = os.pwrite(descriptor, rest, start + total - len(rest))
@@ -100,7 +100,7 @@ class LocalSink:
         file = self._files[index]
         known = crcs.parts()
         missed = [item for item in file.crcs if not self._fill(file, item, combined_crc(known, item))]
-        if missed:  # they cover literals too
+        if missed:  # CRCs of ranges that include literals
             known = sorted([*known, *((item.start, len(item.data), crc32(item.data)) for item in file.literals)])
         for item in missed:
             value = combined_crc(known, item)

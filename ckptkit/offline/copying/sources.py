@@ -45,8 +45,10 @@ class Range:
 
 
 def identities(store: Store, paths: Collection[str]) -> dict[str, tuple[Any, ...] | None]:
-    """Return what distinguishes each file from another that replaces it, by path: size and time, and the inode or the
-    object's tag. None if that cannot be found out."""
+    """Return what tells each file from a replacement, by path: size, modification time, and the inode or ETag.
+
+    None if the store cannot tell.
+    """
     if is_directory(store):
         known: dict[str, tuple[Any, ...] | None] = dict.fromkeys(paths)
         for path in known:
@@ -57,7 +59,7 @@ def identities(store: Store, paths: Collection[str]) -> dict[str, tuple[Any, ...
     found: dict[str, FileInfo | None] = {}
     with suppress(FileNotFoundError, PermissionError, StorageError):
         if store.url.startswith("http"):
-            found = {path: store.info(path) for path in paths}  # a page's links do not say enough
+            found = {path: store.info(path) for path in paths}  # the listing of a web server has no sizes
         else:
             for folder in {path.rpartition("/")[0] for path in paths}:
                 found |= {item.path: item for item in store.list(folder)}
@@ -76,7 +78,7 @@ class Descriptors:
 
     @contextmanager
     def using(self, path: str) -> Iterator[int]:
-        """Return a descriptor of the file at `path`."""
+        """Yield a descriptor of the file at `path`."""
         with self._lock:
             held = self._open.pop(path, None) or [self._opener(path), 0]
             held[1] += 1
@@ -147,7 +149,7 @@ class SourceReader:
             self._blocks.read_many(batch)
 
     def _decode(self, origin: int, codec: Codec, start: int, view: memoryview) -> None:
-        # Readers walk a record forwards, mostly: one decoder a record, which starts again only to go back.
+        # Most reads of a record go forwards: each record has one decoder, which starts again only to go back.
         with self._lock:
             decoder = self._decoders.pop(origin, None)
         if decoder is None or decoder.at > start:
@@ -157,7 +159,7 @@ class SourceReader:
             self._decoders[origin] = decoder
 
     def forget(self, origin: int) -> None:
-        """Drop what is held for reading on in a compressed record."""
+        """Drop the decoder of a compressed record."""
         with self._lock:
             self._decoders.pop(origin, None)
 
@@ -179,7 +181,7 @@ def _read_on(descriptor: int, path: str, start: int, view: memoryview, done: int
         done += got
 
 
-_MAX_WINDOW = 128 << 20  # what zstd itself takes for granted; a frame may ask for gigabytes
+_MAX_WINDOW = 128 << 20  # zstd's own default limit; a damaged or hostile frame may ask for gigabytes
 
 
 class _Compressed:
@@ -199,7 +201,7 @@ class _Compressed:
 
 
 class _Decoder:
-    """The decoded bytes of one compressed record, forwards."""
+    """Decodes one compressed record from start to end."""
 
     def __init__(self, store: Store, path: str, codec: Codec) -> None:
         if codec.name != "zstd":
@@ -216,10 +218,10 @@ class _Decoder:
         self._stream = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).stream_reader(
             source, read_size=_PIECE, read_across_frames=True
         )
-        self.at = 0  # bytes of the record that were given out
+        self.at = 0  # position in the decoded bytes
 
     def read(self, start: int, view: memoryview) -> None:
-        while self.at < start:  # what nobody asked for
+        while self.at < start:  # skip
             self._fill(memoryview(bytearray(min(_PIECE, start - self.at))))
         self._fill(view)
 

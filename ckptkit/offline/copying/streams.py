@@ -1,5 +1,4 @@
-"""Writes the files of a plan from their first to their last byte, each in one stream: for stores that cannot go
-back."""
+"""Writes each file of a plan from its first to its last byte, for stores that cannot seek."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ _Event = tuple[int, Literal | tuple[Placement, int]]
 
 
 class StreamWriter:
-    """Writes files to a store, several at once. Each is read in the order it is written. `spoken`: is told of each."""
+    """Writes files to a store, several at once, each in order. `spoken`: records the finished files."""
 
     def __init__(
         self, plan: Plan, gatherer: Gatherer, tally: Tally, destination: Store, spoken: Spoken | None = None
@@ -42,7 +41,7 @@ class StreamWriter:
         literals = sorted(file.literals, key=lambda item: item.start)
         if any(True for _ in file.crcs):
             literals = self._with_crcs(file, literals, placed, worker)
-        last = 0  # counted once the file is there: what was taken over may be on its way for long
+        last = 0  # bytes of a block count as written one block late: its upload may take long
         with self._destination.writer(file.path) as writer:
             for block in self._blocks(_events(literals, placed), worker):
                 self._tally.add(last, file.path)
@@ -67,7 +66,7 @@ class StreamWriter:
     def _with_crcs(
         self, file: OutputFile, literals: list[Literal], placed: list[_Event], worker: Worker
     ) -> list[Literal]:
-        """The literals with the CRC fields filled: what they cover is made once just for them."""
+        """Return the literals with their CRC fields filled in. Computes the covered bytes an additional time."""
         changed = [(item.start, bytearray(item.data)) for item in literals]
         events = _events(literals, placed)
         for item in file.crcs:
@@ -77,7 +76,7 @@ class StreamWriter:
                 value = crc32(block, value)
                 count += len(block)
             if count != item.nbytes:
-                raise CheckpointMismatchError(f"{file.path}: a CRC covers a part of what is placed. This is a bug.")
+                raise CheckpointMismatchError(f"{file.path}: a CRC range ends inside a tensor. This is a bug.")
             for at in item.at:
                 start, data = next(x for x in changed if x[0] <= at and at + 4 <= x[0] + len(x[1]))
                 data[at - start : at - start + 4] = struct.pack("<I", value)
@@ -93,7 +92,7 @@ def _placed(plan: Plan, index: int) -> list[_Event]:
 
 
 def _events(literals: list[Literal], placed: list[_Event]) -> list[_Event]:
-    """What a file consists of, in order; empty things are omitted."""
+    """Return the literals and boxes of a file in order, without empty ones."""
     events: list[_Event] = [(item.start, item) for item in literals if item.data]
     events += [event for event in placed if isinstance(event[1], tuple) and event[1][0].box(event[1][1]).numel]
     return sorted(events, key=lambda event: event[0])

@@ -36,8 +36,8 @@ class Cut:
     """How a tensor is sharded: the dimension for FSDP and for tensor parallelism; None if not sharded.
 
     Attributes:
-        also: "shard" or "tp": where it is no cut, but the job holds a DTensor that is replicated there. It decides
-            nothing about bytes; a LOCAL checkpoint loads only where the same is recorded.
+        also: "shard" or "tp" if the tensor is a DTensor that is replicated over that dimension. It changes no bytes,
+            but a LOCAL checkpoint only loads into a job with the same placements.
     """
 
     fsdp: int | None = 0
@@ -50,8 +50,7 @@ class Cut:
         return self.fsdp is None and self.tp is None
 
     def on(self, kind: str) -> bool:
-        """Whether the tensor is a DTensor over this kind of mesh dimension; FSDP's replicate dimension counts as
-        "shard"."""
+        """Whether the tensor is a DTensor over this mesh dimension; FSDP's replicate dimension counts as "shard"."""
         kind = "tp" if kind == "tp" else "shard"
         return (self.tp if kind == "tp" else self.fsdp) is not None or kind in self.also
 
@@ -61,7 +60,7 @@ class TargetMesh:
     """The mesh of the new job: replicate x shard x tp, the last innermost, as DeviceMesh numbers its ranks.
 
     Attributes:
-        labels: (kind, the name it was given) of the dimensions that were named; they count even with a size of 1.
+        labels: (kind, given name) of the dimensions that the user named; these exist even with a size of 1.
     """
 
     replicate: int = 1
@@ -99,13 +98,12 @@ class TargetMesh:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The dimensions of the new job's DeviceMesh. Dimensions of size 1 are omitted, unless they were named or are
-        the only one."""
+        """The dimensions of the new job's DeviceMesh: those that were named or are larger than 1, at least one."""
         named = dict(self.labels)
         return tuple(name for name in _NAMES if getattr(self, name) > 1 or name in named) or ("shard",)
 
     def describe(self, kinds: Sequence[str] | None = None) -> dict[str, Any]:
-        """Return {"shape", "names", "ranks"} of the mesh, or of its part with these dimensions that has rank 0."""
+        """Return {"shape", "names", "ranks"} of the mesh, or of rank 0's submesh with the dimensions `kinds`."""
         kinds = self.kinds if kinds is None else kinds
         named = dict(self.labels)
         grid = np.arange(self.size).reshape(self.replicate, self.shard, self.tp)
@@ -119,13 +117,13 @@ class TargetMesh:
     def boxes(self, shape: tuple[int, ...], cut: Cut, *, turn: int = 0) -> RankBoxes:
         """Return which rank stores which box: each once, empty ones omitted.
 
-        FSDP2 cuts what tensor parallelism left to a rank, both by the rule of torch.chunk. Cut by both along one
-        dimension, a rank's part is the shard-th chunk of the tp-th chunk. A tensor with no elements has one empty
-        box, so that it is there.
+        Tensor parallelism splits first, FSDP2 splits each rank's part, both like torch.chunk. Along one dimension, a
+        rank's part is the shard-th chunk of the tp-th chunk. A tensor without elements has one empty box, so that the
+        checkpoint contains it.
 
         Args:
-            turn: Which of the replicas stores it, counted round: 0 is the first, so that the ranks of the first
-                replica find all they ask for in their own files.
+            turn: The replica that stores the tensor, modulo their number. With 0 for all tensors, the ranks of the
+                first replica read only their own files.
         """
         return _boxes(self, tuple(shape), cut.fsdp, cut.tp, turn % self.replicas(cut))
 
@@ -134,8 +132,10 @@ class TargetMesh:
         return self.replicate * (self.shard if cut.fsdp is None else 1) * (self.tp if cut.tp is None else 1)
 
     def placement(self, cut: Cut) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-        """Return (mesh dimensions, the placement on each in the texts of the manifest) of a DTensor that is cut so;
-        None for a plain tensor. Parameters that tensor parallelism leaves alone lie on the other dimensions only."""
+        """Return (mesh dimensions, placement on each as the manifest writes it) of a DTensor with this cut.
+
+        None for a plain tensor. Parameters that tensor parallelism does not touch are only on the other dimensions.
+        """
         kinds = tuple(kind for kind in self.kinds if cut.on(kind))
         if not kinds:
             return None
@@ -202,9 +202,9 @@ def _sizes(text: str | Mapping[str, int] | None) -> tuple[dict[str, int], tuple[
 def cut_of_placements(names: Sequence[str], texts: Sequence[str]) -> Cut:
     """Return how a tensor with these placements on a mesh with these dimension names is cut.
 
-    A dimension called "tp" (or a synonym) is tensor parallelism, one whose name says so is FSDP's. Of dimensions
-    without a telling name ("dim0"), a strided shard is FSDP's, and so is the first that shards; a second one is
-    tensor parallelism, which FSDP2 keeps innermost.
+    The dimension's name decides: "tp" or a synonym is tensor parallelism, "shard" or a synonym is FSDP. Among other
+    names ("dim0"), a strided shard and the first shard are FSDP's; the second shard is tensor parallelism, which FSDP2
+    keeps innermost.
     """
     dims: dict[str, int] = {}
     also: dict[str, None] = {}
@@ -220,12 +220,12 @@ def cut_of_placements(names: Sequence[str], texts: Sequence[str]) -> Cut:
     return Cut(dims.get("shard"), dims.get("tp"), tuple(kind for kind in also if kind not in dims))
 
 
-# How tensor parallelism cuts a model's parameters: globs of names to dimensions, given or known for a family.
+# The dimension along which tensor parallelism splits each parameter.
 
 
 _COLUMN, _ROW = 0, 1
-# What transformers' own plans say of these families: projections into heads and into the MLP are split by their
-# outputs, those out of them by their inputs; the head by its vocabulary. Embeddings and norms stay whole.
+# As in transformers' plans for these families: q, k, v, gate and up projections are split by outputs, o and down
+# projections by inputs, the LM head by vocabulary. Embeddings and norms stay whole.
 _LLAMA: dict[str, int | None] = {
     **{f"*.self_attn.{name}_proj.{kind}": _COLUMN for name in "qkv" for kind in ("weight", "bias")},
     "*.self_attn.o_proj.weight": _ROW,
@@ -241,8 +241,8 @@ class TPPlan:
     """The dimension along which tensor parallelism splits each parameter.
 
     Attributes:
-        rules: Glob of the parameter's name -> dimension, None: not split. The last matching glob counts.
-        origin: Where it comes from, for messages.
+        rules: Glob of parameter names -> dimension; None: not split. The last matching glob counts.
+        origin: The plan's source, for messages.
     """
 
     rules: Mapping[str, int | None]
@@ -298,9 +298,7 @@ class TPPlan:
             if fnmatch.fnmatchcase(fqn, glob):
                 found = dim
         if found is not None and found >= len(shape):
-            raise UsageError(
-                f"{self.origin}: {fqn!r} is to be split along dimension {found}, but its shape is {list(shape)}."
-            )
+            raise UsageError(f"{self.origin} splits {fqn!r} along dimension {found}, but its shape is {list(shape)}.")
         return found
 
     def check_used(self, names: Iterable[str]) -> None:
@@ -309,12 +307,12 @@ class TPPlan:
         idle = [glob for glob in self.rules if not any(fnmatch.fnmatchcase(name, glob) for name in known)]
         if idle:
             raise UsageError(
-                f"{self.origin}: {', '.join(map(repr, idle[:4]))} matches no parameter. The source has "
+                f"{self.origin}: {', '.join(map(repr, idle[:4]))} matches no parameter. The source contains "
                 f"{known[0]!r} and {len(known) - 1} more."
             )
 
 
-# How each tensor of a source will be cut over the ranks of the new job: as it was, or as FSDP2 and a plan say.
+# How each tensor of a source is split over the ranks of the new job: as before, or by FSDP2 and a plan.
 
 
 _WHOLE = Cut(None)
@@ -328,10 +326,10 @@ class Cuts:
     otherwise every rank holds all of it, as in a training job.
 
     Args:
-        tp_plan: What tensor parallelism cuts; None takes it from the source's placements, or from a config beside it.
+        tp_plan: What tensor parallelism splits; None: take it from the source's placements or its config.json.
 
     Raises:
-        UsageError: The mesh has a tp dimension, and nothing says which parameters it splits.
+        UsageError: The mesh has a tp dimension, and neither `tp_plan` nor the source tells what it splits.
     """
 
     def __init__(self, catalog: Catalog, mesh: TargetMesh, *, tp_plan: TPPlan | None = None) -> None:
@@ -344,7 +342,7 @@ class Cuts:
         cuts = {name: self._own(entry) for name, entry in weights.items()}
         self.notes: list[str] = []
         if not any(cut.fsdp is not None for cut in cuts.values()):
-            # A run of one rank, or without FSDP: what trains will be sharded by the new one.
+            # The source was not sharded: the new job's FSDP2 shards all float parameters.
             cuts = {
                 name: replace(cut, fsdp=0, also=tuple(kind for kind in cut.also if kind != "shard"))
                 if weights[name].shape and dtype_of(weights[name].dtype).kind == "float"
@@ -372,8 +370,11 @@ class Cuts:
         return own
 
     def _own(self, entry: TensorEntry) -> Cut:
-        """The cut that was recorded, or FSDP2's; a tensor that lay in one piece while others did not stays whole: a
-        buffer. (One row is one piece in any case.)"""
+        """Return the recorded cut, otherwise FSDP2's.
+
+        If other tensors of the source are sharded and this one is not, it is a buffer and stays whole, unless it has
+        one row, which FSDP2 stores in one slice.
+        """
         if not entry.shape:
             return _WHOLE
         if self._placements is not None and self._meshes is not None:
@@ -393,7 +394,7 @@ class Cuts:
         if plan is not None:
             plan.check_used(names)
         elif any(cut.on("tp") for cut in cuts.values()):
-            return cuts  # the source was tensor parallel itself
+            return cuts  # the source's placements include tensor parallelism
         else:
             config = catalog.info.extra.get("config")
             plan = TPPlan.of_config(config if isinstance(config, Mapping) else None, names)
@@ -418,7 +419,10 @@ class Cuts:
 
 
 def _also(cut: Cut, dim: int | None, fqn: str, modules: set[str]) -> tuple[str, ...]:
-    """What else the parameter is a DTensor over: torch's styles take all parameters of a module, so that the bias
-    beside a weight that is cut by rows is a replica over tp, not a plain tensor."""
+    """Return the dimensions over which the parameter is a replicated DTensor.
+
+    torch's parallel styles distribute all parameters of a module, so the bias beside a row-wise split weight is
+    replicated over tp, not a plain tensor.
+    """
     kept = tuple(kind for kind in cut.also if kind != "tp")
     return (*kept, "tp") if dim is None and fqn.rpartition(".")[0] in modules else kept

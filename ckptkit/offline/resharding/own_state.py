@@ -1,10 +1,9 @@
 """Converts a source's tensors and objects to the keys of ckptkit checkpoints, so that a training job can load them.
 
-A DCP that another program saved keeps its own keys and records where the result is a DCP again: the state that loads
-the one loads the other, in torch as well, and a job of ours adopts both. Else, tensors:
-`model.<fqn>`, `optimizer.state.<fqn>.<name>`, `optimizer.master.<fqn>`. Objects become the trees of
-`objects.json`: an optimizer's parameter groups by FQN, a scheduler, and what is the user's own below `extra.`.
-What cannot be carried is named, with the reason.
+If another program saved a DCP and the result is a DCP too, keys and records stay: the same state loads both, with torch
+or with ckptkit. Otherwise tensors are renamed to `model.<fqn>`, `optimizer.state.<fqn>.<name>` and
+`optimizer.master.<fqn>`, and objects become trees in `objects.json`: an optimizer's parameter groups by FQN, a
+scheduler, and everything else below `extra.`. What cannot be converted is listed with the reason.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ if TYPE_CHECKING:
 
 __all__ = ["OwnState", "OwnTensor", "own_state", "Trees", "own_trees"]
 
-# What a foreign checkpoint holds besides tensors, as the trees of our `objects.json`: settings by name, schedulers.
+# The objects of a foreign checkpoint as trees for `objects.json`: settings by parameter name, schedulers.
 
 
 _MAX_TREE_BYTES = 1 << 20
-_MAX_STEP = 2**63  # of an optimizer; JSON in a hostile checkpoint may hold numbers that no float takes
+_MAX_STEP = 2**63  # an optimizer's step count; a hostile checkpoint may contain integers too large for a float
 _RANDOM = re.compile(r"(random_states?|rng_states?|rng)(_\d+)?")
 _SCHEDULER = re.compile(r"(lr_)?schedulers?(_states?)?(_\d+)?")
 _GROUPS = "param_groups"
@@ -54,7 +53,7 @@ class Trees:
     """Trees for `objects.json`.
 
     Attributes:
-        steps: (optimizer, FQN) -> step, where the source keeps it as a number.
+        steps: (optimizer, FQN) -> step count, if the source stores it as a number.
         leftovers: (name, reason) of objects that were not converted.
     """
 
@@ -87,7 +86,7 @@ def own_trees(store: Store, catalog: Catalog, sections: Mapping[str, str]) -> Tr
             continue
         del values[name]
         if not groups.take(name, value) and not _take_state(found, name, entry, value, sections):
-            found.leftovers.append((name, "it is not something that a torch optimizer has"))
+            found.leftovers.append((name, "torch optimizers have no such entry"))
     _add_groups(found, groups, known, sections, catalog)
     _add_rest(found, _nested(values))
     return found
@@ -103,8 +102,10 @@ class _Groups:
     found: dict[str, dict[str | int, dict[str, Any]]] = field(default_factory=dict)
 
     def take(self, name: str, value: Any) -> bool:
-        """Store the object if it is a setting, and return whether it is. Its key has the index of the group, or in a
-        flattened state dict the parameter."""
+        """Store the object if it is a setting, and return whether it is.
+
+        Its key contains the group's index, or the parameter's name in a flattened state dict.
+        """
         at = name.find(_GROUPS)
         if at < 0:
             return False
@@ -138,7 +139,10 @@ class _Names:
 
 
 def _take_state(found: Trees, name: str, entry: ObjectEntry, value: Any, sections: Mapping[str, str]) -> bool:
-    """Take a state that is a number: a step count becomes a tensor later, others stay as they are."""
+    """Store optimizer state that is not a tensor, and return whether it is such state.
+
+    A step count becomes a tensor later; other values stay as they are.
+    """
     at = name.find(".state.")
     if at < 0:
         return False
@@ -169,7 +173,7 @@ def _add_groups(found: Trees, groups: _Groups, names: _Names, sections: Mapping[
         listed = _joined(by_owner)
         unknown = [p for group in listed for p in group["params"] if not isinstance(p, str) or names.of(p) is None]
         if unknown:
-            reason = f"its parameters, such as {unknown[0]!r}, are not names of the model"
+            reason = f"the model has no parameter {unknown[0]!r}"
             found.leftovers.append((f"{prefix}.{_GROUPS}", reason))
             continue
         tree = _optimizer(found, section)
@@ -201,7 +205,7 @@ def _joined(by_owner: Mapping[str | int, dict[str, Any]]) -> list[dict[str, Any]
 
 
 def _check_covered(found: Trees, section: str, catalog: Catalog) -> None:
-    """Note the parameters that have state but no settings. Without any settings, there is no tree."""
+    """Add a note on parameters that have state but no settings. Drop the tree if no parameter has settings."""
     tree = found.trees.get(section)
     if tree is not None and not tree[_GROUPS]:
         del found.trees[section]
@@ -248,13 +252,13 @@ def _add_rest(found: Trees, nested: Mapping[str, Any]) -> None:
             found.leftovers.append((name, str(error)))
             continue
         if len(json.dumps(tree)) > _MAX_TREE_BYTES:
-            found.leftovers.append((name, "it is larger than a megabyte"))
+            found.leftovers.append((name, "it is larger than 1 MiB as JSON"))
             continue
         found.trees[own] = tree
         if own == "scheduler":
             found.notes.append(f"{name} is the state of a torch scheduler: the job's scheduler loads it")
             if isinstance(value, Mapping) and value is not scheduler:
-                found.leftovers.append((f"the rest of {name}", "only the scheduler's state in it was taken"))
+                found.leftovers.append((f"the rest of {name}", "only the scheduler's state is converted"))
 
 
 def _safe(name: str) -> str:
@@ -278,7 +282,7 @@ def _scheduler(name: str, value: Any) -> Any:
 
 
 def _tree(value: Any, depth: int = 0) -> Any:
-    """The JSON of `checkpoint/state/values.py` for what the readers give; no torch is needed."""
+    """Return the JSON of `checkpoint/state/values.py` for a value from a reader. Needs no torch."""
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
@@ -320,7 +324,7 @@ class OwnTensor:
     """One tensor of the result.
 
     Attributes:
-        tensor: The parts that it is made of; its name is the key.
+        tensor: The source parts that it consists of; its name is the key.
         source: Its entry in the source's catalog; for a new tensor, an entry without slices.
     """
 
@@ -337,7 +341,7 @@ class OwnState:
     """The contents of the result.
 
     Attributes:
-        trees: For `objects.json`, which is written only if there are any.
+        trees: The contents of `objects.json`, which is only written if there are any.
         records: Objects that are copied into the DCP, with their bytes.
         leftovers: (name, reason) of what the result omits.
     """
@@ -353,8 +357,8 @@ def own_state(store: Store, catalog: Catalog, *, step: int, sharded: bool) -> Ow
     """Return the contents of a ckptkit checkpoint made from a source. Reads its objects, but no tensors.
 
     Args:
-        sharded: The result is a DCP. Tied weights, which FULL and LOCAL store once, are given under each of their
-            names then.
+        sharded: The result is a DCP. Tied weights are then stored under each of their names; FULL and LOCAL store
+            them once.
     """
     as_it_is = sharded and _is_foreign_dcp(catalog)
     carried = catalog.objects.keys() if as_it_is else ()  # byte for byte
@@ -372,12 +376,14 @@ def own_state(store: Store, catalog: Catalog, *, step: int, sharded: bool) -> Ow
     return _of_others(store, catalog, step)
 
 
-# --- a DCP of others
+# --- DCP checkpoints of other programs
 
 
 def _is_foreign_dcp(catalog: Catalog) -> bool:
-    """Whether it is a DCP whose keys are not ours: one of others, or what a reshard made of that. LightRFT's optimizer
-    is a second one beside it."""
+    """Whether it is a DCP with another program's keys, as saved by that program or resharded by ckptkit.
+
+    It may consist of several DCP directories: LightRFT stores the optimizer in one of its own.
+    """
     if catalog.info.format.startswith("ckptkit-"):
         return catalog.info.format == "ckptkit-sharded" and all(not _is_tree(e) for e in catalog.objects.values())
     paths = catalog.paths()
@@ -416,7 +422,7 @@ def _record(store: Store, item: ObjectEntry) -> bytes:
     return data
 
 
-# --- ours
+# --- ckptkit's checkpoints
 
 
 def _of_ours(store: Store, catalog: Catalog, *, untie: bool) -> OwnState:
@@ -453,7 +459,7 @@ def _key(name: str, role: Role, fqn: str, state: str) -> Key:
     return (top, "master", fqn) if role is Role.MASTER else (top, "state", fqn, state)
 
 
-# --- others
+# --- other formats
 
 
 def _of_others(store: Store, catalog: Catalog, step: int) -> OwnState:
@@ -464,13 +470,13 @@ def _of_others(store: Store, catalog: Catalog, step: int) -> OwnState:
     used: dict[str, str] = {}
     for name, entry in catalog.tensors.items():
         if entry.role is Role.MASTER and entry.fqn in masters:
-            found.leftovers.append((name, "the fp32 weight is its own master"))
+            found.leftovers.append((name, "it equals the fp32 weight"))
             continue
         own = _own_name(entry, sections)
         if used.setdefault(own, name) != name:
             raise UsageError(
-                f"{used[own]!r} and {name!r} of the source would both become {own!r}: it holds several models. "
-                "Convert the one you mean."
+                f"{used[own]!r} and {name!r} would both become {own!r}: the source contains several models. "
+                "Convert one of them at a time."
             )
         role, fqn, state = (entry.role, entry.fqn, entry.state) if own != name else role_of(own)
         if role is not entry.role:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Identity", "lay_out_local", "plan_local", "plan_reshard", "turn_of"]
 
-# LOCAL files for any mesh: one file per rank, each tensor the part that the rank is the chosen holder of.
+# LOCAL files: one per rank, with the boxes that this rank stores.
 
 
 Placed = tuple[int, tuple[str, ...]] | None
@@ -43,7 +43,7 @@ Placed = tuple[int, tuple[str, ...]] | None
 
 @dataclass(frozen=True, slots=True)
 class _RankRows:
-    """Which boxes each rank has, as (tensor, row) pairs sorted by rank."""
+    """The boxes of each rank, as (tensor, row) pairs sorted by rank."""
 
     bounds: npt.NDArray[np.int64]
     owners: npt.NDArray[np.int64]
@@ -64,7 +64,7 @@ class _RankRows:
 
 
 def turn_of(key: str) -> int:
-    """Return which of its replicas stores a tensor, counted round: spread over the holders as a training job does."""
+    """Return the replica that stores a tensor, modulo their number: spread over the ranks as in a training job."""
     return crc32(key.encode("utf-8", "surrogatepass"))
 
 
@@ -114,8 +114,13 @@ Planned = tuple[Plan, Seal]
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What the new checkpoint is: its step, its tag where its directory is not called by the step, and the fields of
-    its record that come from elsewhere; `known` where the source, or the name of the result, says the step."""
+    """The identity of the new checkpoint.
+
+    Attributes:
+        tag: The directory's name, if it is not named after the step.
+        record: Fields copied from the source's commit record.
+        known: Whether the source or the directory's name gives the step.
+    """
 
     step: int
     tag: str | None
@@ -132,10 +137,10 @@ def plan_reshard(
     identity: Identity,
     tp_plan: TPPlan | None = None,
 ) -> Planned:
-    """Return the plan and what seals it. Reads objects of the source, no tensors; a million slices take seconds.
+    """Return the plan and its seal. Reads objects of the source, no tensors; a million slices take seconds.
 
     Raises:
-        UsageError: The mesh has a tp dimension and nothing tells what it cuts; or the source holds several models.
+        UsageError: The mesh has a tp dimension and nothing tells what it splits, or the source has several models.
     """
     own = own_state(store, catalog, step=identity.step, sharded=type == "sharded")
     cuts = Cuts(catalog, mesh, tp_plan=tp_plan)
@@ -186,7 +191,7 @@ def _planned(
     extra: Mapping[str, Any] = MappingProxyType({}),
     side: Sequence[OutputFile] = (),
 ) -> Planned:
-    """Return the plan and the seal of a state. `extra`: more of the manifest's; `side`: files to add unchanged."""
+    """Return the plan and the seal of a state. `extra`: more fields for the manifest; `side`: files to add as is."""
     kinds: dict[tuple[str, ...], int] = {}  # the distinct meshes
     placements: list[Placed] = []
     for placed_on in map(mesh.placement, cuts):
@@ -244,7 +249,7 @@ def _rank(path: str) -> int:
 
 
 def _resized(trees: Mapping[str, Any], world_size: int) -> list[str]:
-    """What a person should know about state that belonged to single ranks."""
+    """Return notes on per-rank state that was saved by another number of ranks."""
     found = []
     for kind in ("rng", "dataloader"):
         saved = sum(name.startswith(f"{kind}.") for name in trees)
@@ -256,11 +261,11 @@ def _resized(trees: Mapping[str, Any], world_size: int) -> list[str]:
     return found
 
 
-# --- objects of plain torch
+# --- objects for plain torch
 
 
 def _records(catalog: Catalog, own: OwnState) -> list[Record]:
-    """The records that plain torch DCP reads: those of a DCP as they are, else the groups' settings."""
+    """Return the records for plain torch DCP: those of the source if it is a DCP, otherwise the groups' settings."""
     if own.records or not own.trees or catalog.info.format == "ckptkit-sharded":
         return [(_record_key(entry), entry.role, data) for entry, data in own.records]
     records: list[Record] = []
@@ -270,7 +275,7 @@ def _records(catalog: Catalog, own: OwnState) -> list[Record]:
         for index, group in enumerate(tree.get("param_groups", ())):
             for setting, value in {**group, "param_names": group["params"]}.items():
                 if any(tag in json.dumps(value) for tag in ('"$tensor"', '"$ndarray"', '"$npscalar"', '"$ref"')):
-                    continue  # only torch could make it; objects.json has it
+                    continue  # it takes torch to build this value; objects.json has it
                 plain = decode(value, str)
                 if is_plain(plain):
                     key = (section, "param_groups", index, setting)

@@ -22,12 +22,12 @@ Int64 = npt.NDArray[np.int64]
 Laid = tuple[list[OutputFile], list[Placement], tuple[str, ...]]
 
 METADATA = ".metadata"
-MODEL = "model"  # the top-level key, as `dcp.load({"model": model.state_dict()})` and accelerate have it
+MODEL = "model"  # the top-level key, as in `dcp.load({"model": model.state_dict()})` and accelerate
 
 
 @dataclass(frozen=True, slots=True)
 class RankBoxes:
-    """Which rank stores which box of a tensor. Boxes are not empty and not repeated.
+    """The rank that stores each box of a tensor. Boxes are not empty and not repeated.
 
     Attributes:
         ranks: [n].
@@ -46,7 +46,7 @@ def chunked(shape: tuple[int, ...], world_size: int) -> RankBoxes:
         zeros = np.zeros((1, ndim), np.int64)
         return RankBoxes(np.zeros(1, np.int64), zeros, np.array([shape], np.int64).reshape(1, ndim))
     length = -(-shape[0] // world_size)
-    count = -(-shape[0] // length)  # the ranks behind have nothing
+    count = -(-shape[0] // length)  # later ranks have nothing
     ranks = np.arange(count)
     offsets = np.zeros((count, ndim), np.int64)
     offsets[:, 0] = ranks * length
@@ -76,8 +76,7 @@ def lay_out_dcp(
 
     Args:
         keys: The path of each tensor in the nested state dict; its name in `.metadata` is the path joined by dots.
-        objects: (path, record) of what is not a tensor; the records lie at the start of rank 0's file, one after
-            another.
+        objects: (path, record) of everything that is not a tensor; the records are at the start of rank 0's file.
     """
     place = {id(tensor): i for i, tensor in enumerate(tensors)}
     order = [place[id(tensor)] for tensor in in_disk_order(catalog, tensors)]
@@ -115,7 +114,7 @@ def lay_out_dcp(
 
 @dataclass(frozen=True, slots=True)
 class _Records:
-    """The records of one tensor: where each starts, how long it and the part before the payload are."""
+    """The records of one tensor: start, length, and length of the part before the payload (`heads`)."""
 
     tensor: int
     ranks: Int64
@@ -126,7 +125,7 @@ class _Records:
 
     @classmethod
     def laid(cls, tensor: OutputTensor, index: int, boxes: RankBoxes, cursors: Int64) -> _Records:
-        """Append the records to the files of their ranks; `cursors` are the ends of the files, and move on."""
+        """Append the records to the files of their ranks; `cursors`, the ends of the files, are updated."""
         frames = [frame_tensor(tensor.dtype, tuple(sizes)) for sizes in boxes.sizes.tolist()]
         table = [(len(frame.prefix), frame.length, frame.alignment) for frame in frames]
         heads, lengths, alignments = np.array(table, np.int64).reshape(-1, 3).T
@@ -143,7 +142,7 @@ class _Records:
 
 @dataclass(frozen=True, slots=True)
 class _Frames:
-    """All records, sorted by rank and start, so that those of one file can be framed when it is written."""
+    """All records, sorted by rank and start; the frames of a file are only created when it is written."""
 
     tensors: Sequence[OutputTensor]
     bounds: Int64  # [ranks + 1] rows of each rank
@@ -151,7 +150,7 @@ class _Frames:
     rows: Int64  # [n] row among the tensor's records
     starts: Int64
     payloads: Int64  # [n] where the payload starts
-    lengths: Int64  # [n] of the whole record
+    lengths: Int64  # [n] length of the whole record
     records: dict[int, _Records]
 
     @classmethod
@@ -193,8 +192,11 @@ class _FrameLiterals:
     head: bytes = b""
 
     def extents(self, payloads: Int64) -> tuple[Int64, Int64]:
-        """Return (starts, lengths) of the literals, given the bytes of each payload in the order of the file: what
-        iterating would give, without making the frames of a thousand files."""
+        """Return (starts, lengths) of the literals without creating them, which is slow for a thousand files.
+
+        Args:
+            payloads: Bytes of each payload, in file order.
+        """
         part = slice(int(self.frames.bounds[self.rank]), int(self.frames.bounds[self.rank + 1]))
         starts, inner = self.frames.starts[part], self.frames.payloads[part]
         ends = starts + self.frames.lengths[part]
@@ -234,7 +236,7 @@ class _FrameCrcs:
 
 @functools.lru_cache(maxsize=65536)
 def _crc_places(frame: RecordFrame) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where a frame holds the CRC: offsets in its head, and in its suffix. Found by writing two CRCs."""
+    """Return the offsets of the CRC in the head and in the suffix of a frame, found by writing two CRCs."""
     return _changed(frame.head(0), frame.head(0xFFFFFFFF)), _changed(frame.suffix(0), frame.suffix(0xFFFFFFFF))
 
 

@@ -27,15 +27,15 @@ from ckptkit.version import __version__
 
 __all__ = ["Seal", "SealedTensor", "planned_catalog", "seal"]
 
-_Row = tuple[int, int, int, int, bool, int]  # start, bytes, placement, row of it, whether its digest is known, that
-_CHUNK = 256 << 10  # stays in the second-level cache between two digests
+_Row = tuple[int, int, int, int, bool, int]  # start, bytes, placement, its row, whether the digest is known, digest
+_CHUNK = 256 << 10  # stays in the L2 cache between the two digests
 _REMOTE_CHUNK = 8 << 20
 Digests = Sequence[npt.NDArray[np.uint64]]
 
 
 @dataclass(frozen=True, slots=True)
 class SealedTensor:
-    """The manifest's facts about a tensor besides its slices."""
+    """A tensor's fields in the manifest, without its slices."""
 
     role: Role
     fqn: str
@@ -45,14 +45,14 @@ class SealedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """The contents of the record and the manifest of a new checkpoint, besides its files.
+    """What the commit record and the manifest of a new checkpoint say besides its files.
 
     Attributes:
         tag: The directory's name, if it is not named after the step.
         tensors: By name.
-        ranks: [files] the rank that each file of the plan belongs to, -1 for none.
-        objects: Entries of the manifest: their places in the new files, and digests.
-        extra: Of the manifest: meshes, placements, aliases.
+        ranks: [files] the rank of each file of the plan, -1 for none.
+        objects: Entries of the manifest, with locations in the new files and digests.
+        extra: More fields of the manifest: meshes, placements, aliases.
         record: Fields copied from the source's record.
     """
 
@@ -69,7 +69,7 @@ class Seal:
 
 
 def planned_catalog(plan: Plan, what: Seal, digests: Digests | None = None) -> Catalog:
-    """Return the catalog that the written checkpoint will have; with no digests unless they are given."""
+    """Return the catalog of the checkpoint that the plan writes, with `digests` if given."""
     tensors: dict[str, TensorEntry] = {}
     paths = [file.path for file in plan.files]
     for index, placement in enumerate(plan.placements):
@@ -130,11 +130,13 @@ def seal(plan: Plan, store: Store, what: Seal, *, digested: Digested | None = No
 
 @dataclass(frozen=True, slots=True)
 class _Boxes:
-    """All placed boxes by file and start: bytes [start, start + nbytes), and whose they are.
+    """All placed boxes, sorted by file and start.
 
     Attributes:
+        bounds: [files + 1] rows of each file.
+        owners, rows: [n] placement, and row in it.
         known: [n] whether the digest is known.
-        digests: [n] the known ones.
+        digests: [n] digests; undefined if not known.
     """
 
     bounds: npt.NDArray[np.int64]
@@ -163,7 +165,7 @@ class _Boxes:
         found = RecordTable(table["file"], table["start"], table["nbytes"], table["digest"], nothing, nothing).find(
             files, starts, nbytes
         )
-        values = np.append(table["digest"], np.uint64(0))[found]  # -1, for a digest that is not known, takes the 0
+        values = np.append(table["digest"], np.uint64(0))[found]  # index -1 (unknown) gives the appended 0
         return cls(bounds, starts, nbytes, owners[order], rows[order], found >= 0, values)
 
     def of_file(self, index: int) -> list[_Row]:
@@ -204,8 +206,8 @@ class _FileHash:
 
     def hashed(self, boxes: list[_Row]) -> FileRecord:
         """Return the file's entry in the commit record."""
-        first = 0  # of the bytes that were not looked at yet
-        pending: list[_Row] = []  # boxes in them
+        first = 0  # start of the bytes that are not hashed yet
+        pending: list[_Row] = []  # boxes in these bytes
         for row in boxes:
             start, length, owner, place, known, digest = row
             if not known or length < LEAST:
@@ -225,11 +227,11 @@ class _FileHash:
 
     def _read(self, first: int, stop: int, boxes: list[_Row]) -> None:
         """Hash the bytes [first, stop), which contain these boxes."""
-        at, state = 0, None  # of the box that the last chunk ended in
+        at, state = 0, None  # index and hash of the box that continues in the next chunk
         for begin in range(first, stop, len(self._buffer)):
             view = self._buffer[: min(len(self._buffer), stop - begin)]
             self._reader.read(self._index, begin, view)
-            end, told = begin + len(view), begin  # up to where the outline was told
+            end, told = begin + len(view), begin  # the outline has the bytes before `told`
             while at < len(boxes) and boxes[at][0] < end:
                 start, length, owner, row, *_ = boxes[at]
                 state = state or new_hasher()
@@ -242,5 +244,5 @@ class _FileHash:
                 self._state(owner, row, length, state.intdigest())
                 at, state = at + 1, None
             self._outline.update(view[told - begin :])
-        for _, length, owner, row, *_ in boxes[at:]:  # boxes of no bytes at the very end
+        for _, length, owner, row, *_ in boxes[at:]:  # empty boxes at the end
             self._state(owner, row, length, digest_of(b""))

@@ -64,7 +64,7 @@ def test_each_flipped_bit_of_an_export_is_found_with_its_file_and_tensors(export
             path.write_bytes(good[:at] + bytes([good[at] ^ 1 << rng.randrange(8)]) + good[at + 1 :])
             (message,) = _found(export, path.name)
             assert path.name in message
-            assert not tensors or "It holds " in message
+            assert not tensors or "It contains " in message
         path.write_bytes(good)
     assert verify(str(export)).ok
 
