@@ -17,7 +17,10 @@ from operator import attrgetter
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import TensorEntry
 
-__all__ = ["Part", "Target", "concatenated"]
+__all__ = ["NO_SOURCE", "Part", "Target", "concatenated"]
+
+NO_SOURCE = ""
+"""The source of a part that nothing fills: padding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ class Part:
         if shared == self.target_box:
             return [self]
         if self.unfold:
-            return [piece for row in self._rows() for piece in row.cut(box)]
+            return [piece for row in self.rows() for piece in row.cut(box)]
         offsets = list(self.source_box.offsets)
         sizes = list(self.source_box.sizes)
         for dim, source_dim in enumerate(self.source_dims()):
@@ -69,7 +72,7 @@ class Part:
     def permuted(self, dims: tuple[int, ...]) -> list[Part]:
         """Return the parts of the transposed target: its dimension d is the old dimension dims[d]."""
         if self.unfold:
-            return [piece for row in self._rows() for piece in row.permuted(dims)]
+            return [piece for row in self.rows() for piece in row.permuted(dims)]
         matched = self.source_dims()
         order = [matched[d] for d in dims]
         axes = [d for d in order if d is not None]
@@ -88,7 +91,7 @@ class Part:
         wide = iter([d for d in axes if self.source_box.sizes[d] != 1])
         return [None if size == 1 else next(wide) for size in self.target_box.sizes]
 
-    def _rows(self) -> Iterator[Part]:
+    def rows(self) -> Iterator[Part]:
         """Yield the same elements as plain parts of one row each.
 
         Only for parts of `rope_permuted`: unfold (a, b, *rest), axes (1, 0, *rest), with a * b > 1 rows. The rows are
@@ -142,7 +145,12 @@ class Target:
         """The keys of the sources, each once."""
         if len(self.parts) == 1:
             return (self.parts[0].source,)
-        return tuple(dict.fromkeys(map(_source_of, self.parts)))
+        return tuple(key for key in dict.fromkeys(map(_source_of, self.parts)) if key != NO_SOURCE)
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether a part of it has no source."""
+        return any(part.source == NO_SOURCE for part in self.parts)
 
     def renamed(self, name: str) -> Target:
         """Return the target under another name."""

@@ -413,8 +413,8 @@ class CheckpointManager:
             fallback: If the checkpoint is damaged: "error" raises; "previous" loads the newest undamaged one before it
                 and logs that. The damaged step may then be saved again.
             options: How to treat mismatches; its fields may also be passed as keywords: `strict`, `include`, `exclude`,
-                `model`, `optimizer`, `convert_dtype`, `atomic`, `max_memory`, `verify`, `replicas`, `rng_on_resize`,
-                `per_rank_on_resize`.
+                `model`, `optimizer`, `key_map`, `convert_dtype`, `atomic`, `max_memory`, `verify`, `replicas`,
+                `rng_on_resize`, `per_rank_on_resize`.
 
         Raises:
             CheckpointNotFoundError: The checkpoint `which` does not exist.

@@ -214,6 +214,8 @@ class LoadReport:
         url: Of the checkpoint.
         step: Its step; None if it records none.
         loaded: Restored keys.
+        sources: With a key map, the checkpoint's tensors that each restored key was made of.
+        padded: Restored keys whose padding, which a key map declares, stays as it is.
         missing: Keys that the training state needs and the checkpoint lacks (only with strict=False).
         unexpected: Keys of loaded sections that the training state lacks.
         skipped: Sections and tensors that were skipped intentionally, each with the reason.
@@ -230,6 +232,8 @@ class LoadReport:
     url: str
     step: int | None = None
     loaded: list[str] = field(default_factory=list)
+    sources: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    padded: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)

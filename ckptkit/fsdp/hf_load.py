@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,17 +13,16 @@ from torch import nn
 from ckptkit.catalog.entry import Catalog, TensorEntry
 from ckptkit.catalog.targets import Target
 from ckptkit.checkpoint.load.fill import add_parts, fill
-from ckptkit.checkpoint.state.local_part import PartView, part_view
+from ckptkit.checkpoint.load.key_map import entry_of
+from ckptkit.checkpoint.state.local_part import part_view
 from ckptkit.checkpoint.state.train_state import TrainState, model_tensors
 from ckptkit.errors import CheckpointMismatchError
 from ckptkit.formats.dcp.fill import Filler
 from ckptkit.formats.dcp.shared_memory import Claim, check_claims
 from ckptkit.formats.hf import safetensors
-from ckptkit.formats.trainers.shards import LocalPart
 from ckptkit.fsdp import meta
 from ckptkit.keymaps.builtin import choose_map
 from ckptkit.storage.open import open_store
-from ckptkit.storage.store import Store
 
 __all__ = ["HFLoadReport", "load_hf"]
 
@@ -68,17 +67,19 @@ def load_hf(
     live, _ = model_tensors(model)
     targets = _targets(model, live, catalog)
     chosen, missing = _matched(live, targets)
-    used = {name for name, _ in chosen.values()}
+    entries = {name: entry_of(targets[found], catalog.tensors) for name, found in chosen.items()}
     aliases = {name for names in _names_by_tensor(live).values() for name in names}
-    unexpected = [name for name in targets if name not in used and name not in aliases]
-    _check(url, chosen, live, missing if strict else [], unexpected if strict else [], cast)
+    unexpected = [name for name in targets if name not in chosen.values() and name not in aliases]
+    _check(url, entries, live, missing if strict else [], unexpected if strict else [], cast)
     check_claims(store, _several_names(live, targets, catalog))
     rank = dist.get_rank() if dist.is_initialized() else 0
     nbytes = 0
     state = TrainState(model=model, rng=False)
     try:
-        for name, (_, target) in chosen.items():
-            nbytes += _read(catalog, store, target, part_view(name, live[name], rank))
+        for name, entry in entries.items():
+            view, filler = part_view(name, live[name], rank), Filler(store, cast=True)
+            add_parts(filler, entry, view.local, view.parts)
+            nbytes += fill(filler)
     except BaseException:
         state.half_loaded = url
         raise
@@ -111,19 +112,16 @@ def _names_by_tensor(live: Mapping[str, torch.Tensor]) -> dict[int, list[str]]:
     return names
 
 
-def _matched(
-    live: Mapping[str, torch.Tensor], targets: Mapping[str, Target]
-) -> tuple[dict[str, tuple[str, Target]], list[str]]:
-    """Return each tensor's name in the files and its target, keyed by its first name; and the names without a
-    target."""
-    chosen: dict[str, tuple[str, Target]] = {}
+def _matched(live: Mapping[str, torch.Tensor], targets: Mapping[str, Target]) -> tuple[dict[str, str], list[str]]:
+    """Return each tensor's name among the targets by its first name, and the names without a target."""
+    chosen: dict[str, str] = {}
     missing: list[str] = []
     for names in _names_by_tensor(live).values():
         found = next((name for name in names if name in targets), None)
         if found is None:
             missing.append(names[0])
         else:
-            chosen[names[0]] = (found, targets[found])
+            chosen[names[0]] = found
     return chosen, missing
 
 
@@ -133,17 +131,16 @@ def _several_names(
     """Return the file contents for all names of one tied tensor, in full, so that every rank compares the same."""
     groups = []
     for names in _names_by_tensor(live).values():
-        found = [name for name in names if name in targets and _is_copy(targets[name])]
+        found = [name for name in names if name in targets]
         if len(found) > 1:
             tensor = live[names[0]]
-            entries = {name: catalog.tensors[targets[name].parts[0].source] for name in found}
-            groups.append([Claim.whole(name, entry, tensor) for name, entry in entries.items()])
+            groups.append([Claim.whole(name, entry_of(targets[name], catalog.tensors), tensor) for name in found])
     return groups
 
 
 def _check(
     url: str,
-    chosen: Mapping[str, tuple[str, Target]],
+    entries: Mapping[str, TensorEntry],
     live: Mapping[str, torch.Tensor],
     missing: list[str],
     unexpected: list[str],
@@ -154,52 +151,13 @@ def _check(
         problems.append(f"missing: {', '.join(missing)}")
     if unexpected:
         problems.append(f"not in the model: {', '.join(unexpected)}")
-    for name, (_, target) in chosen.items():
+    for name, entry in entries.items():
         tensor = live[name]
-        if tuple(tensor.shape) != target.shape:
-            problems.append(f"{name!r} has shape {list(target.shape)}, the model wants {list(tensor.shape)}")
-        stored = getattr(torch, target.source_dtype)
+        if tuple(tensor.shape) != entry.shape:
+            problems.append(f"{name!r} has shape {list(entry.shape)}, the model wants {list(tensor.shape)}")
+        stored = getattr(torch, entry.dtype)
         if not cast and torch.promote_types(stored, tensor.dtype) != tensor.dtype:
             kept = str(tensor.dtype).removeprefix("torch.")
-            problems.append(f"{name!r} is {target.source_dtype}, the model keeps {kept}; pass cast=True to round it")
+            problems.append(f"{name!r} is {entry.dtype}, the model keeps {kept}; pass cast=True to round it")
     if problems:
         raise CheckpointMismatchError(f"{url} does not fit the model; nothing was loaded.\n  " + "\n  ".join(problems))
-
-
-def _read(catalog: Catalog, store: Store, target: Target, view: PartView) -> int:
-    """Read this rank's part of one tensor and return the bytes read."""
-    dtype = getattr(torch, target.source_dtype)
-    if _is_copy(target):
-        host = torch.empty(view.local.shape, dtype=dtype)
-        nbytes = _fill(store, catalog.tensors[target.parts[0].source], host, view.parts)
-        view.local.copy_(host)
-        return nbytes
-    nbytes = 0
-    for held in view.parts:
-        for part in target.parts:
-            for piece in part.cut(held.box):
-                host = torch.empty(piece.source_box.sizes, dtype=dtype)
-                whole = LocalPart(piece.source_box, (0,) * piece.source_box.ndim)
-                nbytes += _fill(store, catalog.tensors[piece.source], host, [whole])
-                host = host.reshape(piece.unfold) if piece.unfold else host
-                host = host.permute(piece.axes) if piece.axes else host
-                inside = piece.target_box.relative_to(held.box)
-                where = tuple(
-                    slice(base + at, base + at + size)
-                    for base, at, size in zip(held.local_offsets, inside.offsets, inside.sizes, strict=True)
-                )
-                view.local[where].copy_(host.reshape(inside.sizes))
-    return nbytes
-
-
-def _fill(store: Store, entry: TensorEntry, host: torch.Tensor, parts: Sequence[LocalPart]) -> int:
-    filler = Filler(store)
-    add_parts(filler, entry, host, parts)
-    return fill(filler)
-
-
-def _is_copy(target: Target) -> bool:
-    if len(target.parts) != 1:
-        return False
-    part = target.parts[0]
-    return part.is_plain and part.source_box == part.target_box

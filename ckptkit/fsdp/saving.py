@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from torch import nn
 
@@ -17,6 +17,9 @@ from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import CheckpointNotFoundError, IncompleteCheckpointError, UsageError
 from ckptkit.fsdp import meta
+
+if TYPE_CHECKING:
+    from ckptkit.keymaps.keymap import NameMap
 
 __all__ = ["CheckpointOptions", "save_checkpoint", "load_checkpoint"]
 
@@ -83,6 +86,7 @@ def load_checkpoint(
     which: str | int = "latest",
     strict: bool = True,
     restore_optimizer: bool = True,
+    key_map: NameMap | str | None = None,
     start_fresh: StartFresh = "if_empty",
     waiting: int = 0,
 ) -> LoadReport | None:
@@ -105,11 +109,11 @@ def load_checkpoint(
     wanted = "restore" if restore_optimizer else "skip"
     with _manager(options, start_fresh) as manager:
         manager.run_on_all(check, "loading")
-        report = manager.load(state, which, strict=strict, optimizer=wanted)
+        report = manager.load(state, which, strict=strict, optimizer=wanted, key_map=key_map)
         if report is None:
             half = (IncompleteCheckpointError,) if start_fresh == "if_none_committed" else ()
             with contextlib.suppress(CheckpointNotFoundError, *half):
-                report = manager.load(state, _as_url(options.url), strict=strict, optimizer=wanted)
+                report = manager.load(state, _as_url(options.url), strict=strict, optimizer=wanted, key_map=key_map)
     if report is None:
         return None
     for model in state.parts("model").values():
@@ -135,8 +139,8 @@ def _as_url(url: str) -> str:
 
 
 def _note_values(model: nn.Module, report: LoadReport) -> None:
-    """Record that all tensors have values now, except those that the report lists as missing or skipped."""
-    absent = [*report.missing, *report.skipped]
+    """Record that all tensors have values now, except those that the report lists as missing, skipped or padded."""
+    absent = [*report.missing, *report.skipped, *report.padded]
     left = {name for name in meta.uninitialized(model) if any(key.endswith(name) for key in absent)}
     filled = meta.uninitialized(model) - left
     buffers = meta.unsaved_buffers(model)

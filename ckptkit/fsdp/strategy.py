@@ -45,6 +45,7 @@ from ckptkit.fsdp.wrap import shard, unwrap_model
 
 if TYPE_CHECKING:
     from ckptkit.checkpoint.report import LoadReport, SaveReport
+    from ckptkit.keymaps.keymap import NameMap
 
 __all__ = ["FSDPStrategy", "ModelOptimPair", "ModelOrModelOptimPair", "is_mp_optimizer"]
 
@@ -497,6 +498,7 @@ class FSDPStrategy:
         load_lr_scheduler_states: bool = True,
         *,
         which: str | int = "latest",
+        key_map: NameMap | str | None = None,
         start_fresh: Literal["if_empty", "if_none_committed", "never"] = "if_empty",
     ) -> tuple[str | None, Any]:
         """Load the newest committed checkpoint (or `which`) in place, on any number of ranks. All ranks must call it.
@@ -505,6 +507,8 @@ class FSDPStrategy:
         optimizer or scheduler is passed, the checkpoint must contain it, unless its flag is False.
 
         Args:
+            key_map: From the checkpoint's names to the model's: then only weights are loaded, as by
+                `CheckpointManager.load`.
             start_fresh: When (None, {}) may be returned, as for `CheckpointManager`.
 
         Raises:
@@ -532,13 +536,15 @@ class FSDPStrategy:
             which=which,
             strict=load_module_strict,
             restore_optimizer=load_optimizer_states,
+            key_map=key_map,
             start_fresh=start_fresh,
             waiting=self._windows.open(*map(_fsdp_root, models)),
         )
         self.last_load = report
         if report is None:
             return None, {}
-        self.global_step = state.step
+        if key_map is None:
+            self.global_step = state.step
         return report.url, report.client_state
 
     def save_model(

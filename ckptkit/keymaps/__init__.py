@@ -20,6 +20,7 @@ _WHERE = {
     "Transpose": "ckptkit.keymaps.rules",
     "RopePermute": "ckptkit.keymaps.rules",
     "Cast": "ckptkit.keymaps.rules",
+    "Pad": "ckptkit.keymaps.rules",
     "parse_key_map": "ckptkit.keymaps.file",
 }
 
@@ -35,6 +36,7 @@ __all__ = [
     "Transpose",
     "RopePermute",
     "Cast",
+    "Pad",
     "parse_key_map",
 ]
 
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
     from ckptkit.keymaps.file import parse_key_map
     from ckptkit.keymaps.keymap import NameMap
     from ckptkit.keymaps.patterns import NamePattern
-    from ckptkit.keymaps.rules import Cast, Concat, Drop, Rename, RopePermute, Split, Stack, Transpose, Unstack
+    from ckptkit.keymaps.rules import Cast, Concat, Drop, Pad, Rename, RopePermute, Split, Stack, Transpose, Unstack
 
 
 def __getattr__(name: str) -> Any:

@@ -3,7 +3,7 @@
 name = "mine"          # optional
 rest = "keep"          # or "refuse", "drop": tensors that no rule matches
 [[rules]]
-op = "rename"          # drop, split, concat, stack, unstack, transpose, rope_permute, cast
+op = "rename"          # drop, split, concat, stack, unstack, transpose, rope_permute, cast, pad
 from = "layers.{i:d}.wq.{what}"     # or match = "a regex"; a list of them for concat
 to = "model.layers.{i}.q_proj.{what}"
 """
@@ -18,7 +18,7 @@ from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.errors import UnsupportedFormatError, UsageError
 from ckptkit.keymaps.keymap import NameMap
 from ckptkit.keymaps.patterns import NamePattern
-from ckptkit.keymaps.rules import Cast, Concat, Drop, Rename, RopePermute, Rule, Split, Stack, Transpose, Unstack
+from ckptkit.keymaps.rules import Cast, Concat, Drop, Pad, Rename, RopePermute, Rule, Split, Stack, Transpose, Unstack
 
 __all__ = ["parse_key_map"]
 
@@ -137,9 +137,7 @@ def _transpose(data: Mapping[str, Any], where: str) -> Rule:
 
 
 def _rope_permute(data: Mapping[str, Any], where: str) -> Rule:
-    heads = data.get("heads")
-    if isinstance(heads, bool) or not isinstance(heads, (int, str)):
-        raise UsageError(f"{where}: 'heads' must be a number or a key of config.json such as 'num_attention_heads'.")
+    heads = _size(data, "heads", "num_attention_heads", where)
     to = data.get("to", "halves")
     if to not in ("halves", "interleaved"):
         raise UsageError(f"{where}: to = {to!r:.80} is none of 'halves' (transformers), 'interleaved' (Meta's code).")
@@ -155,6 +153,17 @@ def _cast(data: Mapping[str, Any], where: str) -> Rule:
     if not known:
         raise UsageError(f"{where}: dtype = {name!r:.80} is no float dtype such as 'bf16' or 'fp32'.")
     return Cast(_pattern(data, where), name)
+
+
+def _pad(data: Mapping[str, Any], where: str) -> Rule:
+    return Pad(_pattern(data, where), _size(data, "size", "vocab_size", where), _int(data, "dim", where))
+
+
+def _size(data: Mapping[str, Any], key: str, example: str, where: str) -> int | str:
+    size = data.get(key)
+    if isinstance(size, bool) or not isinstance(size, (int, str)):
+        raise UsageError(f"{where}: {key!r} must be a number or a key of config.json such as {example!r}.")
+    return size
 
 
 def _text(data: Mapping[str, Any], key: str, where: str) -> str:
@@ -218,4 +227,5 @@ _OPS: dict[str, tuple[Callable[[Mapping[str, Any], str], Rule], set[str]]] = {
     "transpose": (_transpose, {"dims"}),
     "rope_permute": (_rope_permute, {"heads", "to"}),
     "cast": (_cast, {"dtype"}),
+    "pad": (_pad, {"size", "dim"}),
 }

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from ckptkit.catalog.box import Box
 from ckptkit.catalog.dtypes import dtype as dtype_of
-from ckptkit.catalog.targets import Target, concatenated
+from ckptkit.catalog.targets import NO_SOURCE, Part, Target, concatenated
 from ckptkit.errors import CheckpointMismatchError, UsageError
 from ckptkit.keymaps.patterns import NamePattern, placeholders, render
 
@@ -22,6 +23,7 @@ __all__ = [
     "Transpose",
     "RopePermute",
     "Cast",
+    "Pad",
     "Rule",
     "Size",
     "run",
@@ -117,9 +119,18 @@ class Cast:
     dtype: str
 
 
+@dataclass(frozen=True, slots=True)
+class Pad:
+    """Make `dim` of size `size`. What comes after the source's rows has no source: a load leaves it as it is."""
+
+    source: NamePattern
+    size: Size
+    dim: int = 0
+
+
 _MAX_PIECES = 1 << 16  # of one tensor: experts, layers; a tensor without elements may have any number of rows
 
-Rule = Rename | Drop | Split | Concat | Stack | Unstack | Transpose | RopePermute | Cast
+Rule = Rename | Drop | Split | Concat | Stack | Unstack | Transpose | RopePermute | Cast | Pad
 
 
 @dataclass(slots=True)
@@ -357,6 +368,22 @@ def _cast(rule: Cast, work: RuleState) -> int:
     return _one_by_one(rule.source, work, make)
 
 
+def _pad(rule: Pad, work: RuleState) -> int:
+    def make(target: Target, bound: Mapping[str, str]) -> list[tuple[str, Target]]:
+        dim = _dim(target, rule.dim, "pad")
+        size = size_of(rule.size, work.config, f"padding of {target.name!r}")
+        if size < target.shape[dim]:
+            raise CheckpointMismatchError(
+                f"{target.name!r} of shape {list(target.shape)} can't be padded to {size} along {dim}: that is shorter"
+            )
+        shape = tuple(size - n if d == dim else n for d, n in enumerate(target.shape))
+        box = Box.whole(shape)
+        rest = replace(target, shape=shape, parts=(Part(box, NO_SOURCE, box),) if box.numel else ())
+        return [(target.name, concatenated(target.name, [target, rest], dim))]
+
+    return _one_by_one(rule.source, work, make)
+
+
 def _dim(target: Target, dim: int, verb: str) -> int:
     found = dim + len(target.shape) if dim < 0 else dim
     if not 0 <= found < len(target.shape):
@@ -419,6 +446,7 @@ _RUNNERS: dict[type, Callable[[Any, RuleState], int]] = {
     Transpose: _transpose,
     RopePermute: _rope_permute,
     Cast: _cast,
+    Pad: _pad,
 }
 
 

@@ -230,7 +230,7 @@ def key_map_of(named: NameMap | str | None) -> NameMap | None:
     """Return the key map that an option names."""
     if named is None:
         return None
-    from ckptkit.offline.export.key_maps import resolve_key_map
+    from ckptkit.keymaps.named import resolve_key_map
 
     return resolve_key_map(named)
 

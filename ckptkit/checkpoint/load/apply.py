@@ -109,6 +109,8 @@ def apply_tensors(plan: LoadPlan, reading: Reading, decoded: Decoded | None, rep
     reading.finish()
     for target in plan.models:
         report.loaded.append(target.key)
+        if plan.sources:
+            report.sources[target.key] = plan.sources[target.entry.fqn]
         live = str(target.live.dtype).removeprefix("torch.")
         if live != target.entry.dtype:
             report.notes.append(f"{target.key}: cast from {target.entry.dtype} to {live}")

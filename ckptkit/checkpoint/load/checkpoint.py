@@ -87,6 +87,7 @@ def load_checkpoint(
     report = LoadReport(
         store.url,
         catalog.info.step,
+        padded=plan.padded,
         missing=plan.mismatches.everything("missing"),
         unexpected=plan.mismatches.everything("unexpected"),
         skipped=dict(plan.skipped),
@@ -122,7 +123,8 @@ def load_checkpoint(
             with _RankPart() as applied:
                 apply_tensors(plan, reading, decoded, report, rank)
             coordinator.settle(applied.outcome, "restoring models and optimizers")
-    state.step = state.step if report.step is None else report.step
+    if report.step is not None and options.key_map is None:
+        state.step = report.step
     # A partial load completes a half-loaded state only if an earlier attempt of the same load left it.
     if not report.missing and (options.whole or origin == ""):
         state.half_loaded = ""

@@ -29,8 +29,7 @@ def add_parts(filler: Filler, entry: TensorEntry, local: torch.Tensor, parts: Se
     from ckptkit.formats.dcp.fill import add_box, part_of
 
     for part in parts:
-        target = local if len(parts) == 1 else part_of(local, part.local_offsets, part.box.sizes)
-        add_box(filler, entry, part.box, target)
+        add_box(filler, entry, part.box, part_of(local, part.local_offsets, part.box.sizes))
 
 
 def add_whole(filler: Filler, catalog: Catalog, name: str) -> torch.Tensor:

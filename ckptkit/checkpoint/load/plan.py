@@ -35,6 +35,9 @@ from ckptkit.units import parse_size
 if TYPE_CHECKING:
     import torch
 
+    from ckptkit.catalog.box import Box
+    from ckptkit.keymaps.keymap import NameMap
+
 __all__ = ["LoadOptions", "LoadPlan", "ModelTensor", "ObjectTarget", "OptimizerPlan", "plan_load", "Merge"]
 
 _log = logging.getLogger(__name__)
@@ -56,6 +59,9 @@ class LoadOptions:
         model: "restore"; "skip" leaves the models unchanged, to load only an optimizer.
         optimizer: "restore"; "skip" leaves the optimizer unchanged; "deferred" restores it when the report's handle is
             applied.
+        key_map: A key map from the checkpoint's names to the model's: a built-in name, a TOML or JSON file, or a
+            NameMap. Then only weights are loaded, and everything else stays as it is; with an optimizer in the state,
+            also pass optimizer="skip".
         convert_dtype: Cast model tensors whose dtype differs; otherwise that is an error.
         atomic: Change nothing until everything is read and checked, for a job that continues after a failed load. Needs
             memory for a second copy. By default, keys, shapes and dtypes are checked before anything is changed, and
@@ -80,6 +86,7 @@ class LoadOptions:
     exclude: Sequence[str] | Callable[[str], bool] = ()
     model: Literal["restore", "skip"] = "restore"
     optimizer: Literal["restore", "skip", "deferred"] = "restore"
+    key_map: NameMap | str | None = None
     convert_dtype: bool = False
     atomic: bool = False
     max_memory: int | str | None = None
@@ -113,6 +120,8 @@ class LoadOptions:
             raise UsageError(f"model={self.model!r}: expected 'restore' or 'skip'.")
         if self.optimizer not in ("restore", "skip", "deferred"):
             raise UsageError(f"optimizer={self.optimizer!r}: expected 'restore', 'skip' or 'deferred'.")
+        if self.key_map is not None and (self.model == "skip" or self.optimizer == "deferred"):
+            raise UsageError("key_map= loads weights only: leave model='restore', and pass optimizer='skip'.")
         if self.verify not in (True, False, "read"):
             raise UsageError(f"verify={self.verify!r}: expected True, False or 'read'.")
         if self.replicas not in ("auto", "broadcast", "read"):
@@ -125,11 +134,16 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class ModelTensor:
-    """A live parameter or buffer, and the tensor of the checkpoint that fills it."""
+    """A live parameter or buffer, and the tensor of the checkpoint that fills it.
+
+    Attributes:
+        filled: The boxes that are filled, if a key map pads the tensor; None: all of it.
+    """
 
     key: str
     live: torch.Tensor
     entry: TensorEntry
+    filled: tuple[Box, ...] | None = None
 
 
 @dataclass(slots=True)
@@ -179,6 +193,9 @@ class LoadPlan:
     Attributes:
         catalog: The checkpoint from this rank's view: its own per-rank copies, and other systems' names mapped to ours.
         tensors: Tensors of objects that are already read.
+        padded: The keys of tensors that a key map fills in part.
+        sources: With a key map, the checkpoint's tensors that each weight is made of, by FQN.
+        filled: With a key map, the boxes that it fills of tensors that it pads, by FQN.
     """
 
     catalog: Catalog
@@ -194,6 +211,9 @@ class LoadPlan:
     skipped: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     leftovers: dict[str, JSON] = field(default_factory=dict)
+    padded: list[str] = field(default_factory=list)
+    sources: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    filled: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)
 
     def references(self) -> list[str]:
         """Return the tensors that the objects refer to."""
@@ -246,6 +266,9 @@ class _Planner:
                 "the saved one."
             )
         self.optimizers()
+        if self.options.key_map is not None:
+            self.only_weights()
+            return
         for kind in ("scheduler", "grad_scaler"):
             for name, item in self.state.parts(kind).items():
                 self.object(kind, section(kind, name), item)
@@ -259,6 +282,16 @@ class _Planner:
         if self.state.rng:
             self.rng()
         self.left_out()
+
+    def only_weights(self) -> None:
+        """Report what a load with a key map leaves as it is."""
+        kept = [
+            section(kind, name)
+            for kind in ("scheduler", "grad_scaler", "dataloader")
+            for name in self.state.parts(kind)
+        ]
+        kept += [f"extra.{name}" for name in self.state.extra] + ["rng"] * self.state.rng
+        self.plan.skipped.update(dict.fromkeys(kept, "key_map loads weights only"))
 
     # --- models
 
@@ -338,7 +371,7 @@ class _Planner:
             candidates = [*group, *(aliases[fqn] for fqn in group if fqn in aliases)]
             found = [fqn for fqn in dict.fromkeys(candidates) if fqn in saved]
             if len(found) > 1:
-                twins = [ModelTensor(f"{key}.{fqn}", live[group[0]], saved[fqn]) for fqn in found]
+                twins = [self.target(key, live[group[0]], fqn, saved[fqn]) for fqn in found]
                 self.plan.twins.append(twins)
             claimed.update(found)
             if found:
@@ -348,10 +381,13 @@ class _Planner:
         mine = {fqn: (e.dtype, e.shape) for fqn, e in saved.items() if fqn in sides or fqn not in claimed}
         good = match_tensors(self.plan.mismatches, key, sides, mine, convert_dtype=self.options.convert_dtype)
         before = len(self.plan.models)
-        self.plan.models += [ModelTensor(f"{key}.{fqn}", wanted[fqn], saved[fqn]) for fqn in good]
+        self.plan.models += [self.target(key, wanted[fqn], fqn, saved[fqn]) for fqn in good]
         self.extra_claims(key, prefix, live, saved, aliases, wanted)
         expanded = expanded_ones({target.key: target.live for target in self.plan.models[before:]})
         self.plan.mismatches.add("others", key, [f"{name} {why}" for name, why in expanded.items()])
+
+    def target(self, key: str, live: torch.Tensor, fqn: str, entry: TensorEntry) -> ModelTensor:
+        return ModelTensor(f"{key}.{fqn}", live, entry, self.plan.filled.get(entry.fqn))
 
     def claim(
         self, key: str, group: list[str], found: list[str], live: Mapping[str, Any], wanted: dict[str, torch.Tensor]
@@ -397,6 +433,11 @@ class _Planner:
         optimizers = self.state.parts("optimizer")
         if not optimizers:
             return
+        if self.options.key_map is not None and self.options.optimizer == "restore":
+            raise UsageError(
+                "key_map= loads weights only, so the optimizer would not be restored. If it is to begin without state, "
+                "pass optimizer='skip'."
+            )
         groups = [group for optimizer in optimizers.values() for group in optimizer.param_groups]
         names = parameter_names(
             self.state,
@@ -726,6 +767,8 @@ def plan_load(
     objects = _json_objects(catalog)
     catalog, unlike = own_copies(catalog, objects, rank=rank, world_size=world_size)
     adopted = Adopted(catalog, objects)
+    if options.key_map is not None:
+        return _plan_mapped(state, catalog, options, rank=rank, world_size=world_size)
     if not objects:
         adopted = adopt(catalog, store, state, optimizer=options.optimizer == "restore")
     catalog = replace(adopted.catalog, tensors=dict(adopted.catalog.tensors))  # each entry made once
@@ -741,6 +784,34 @@ def plan_load(
         if rank == 0:
             _log.warning("%s: %s.", store.url, unlike)
     return plan
+
+
+def _plan_mapped(state: TrainState, catalog: Catalog, options: LoadOptions, *, rank: int, world_size: int) -> LoadPlan:
+    """Plan a load of weights under other names."""
+    from ckptkit.checkpoint.load.key_map import map_weights
+    from ckptkit.keymaps.named import resolve_key_map
+
+    models = state.parts("model")
+    key_map = resolve_key_map(options.key_map)
+    assert key_map is not None
+    live = {f"{name}.{fqn}" if name else fqn for name, module in models.items() for fqn in model_tensors(module)[0]}
+    configs = (getattr(getattr(module, "config", None), "to_dict", None) for module in models.values())
+    config: Mapping[str, Any] = next((to_dict() for to_dict in configs if callable(to_dict)), {})
+    mapped = map_weights(catalog, key_map, live=live, config=config)
+    plan = LoadPlan(mapped.catalog, {}, sources=mapped.sources, filled=mapped.filled)
+    plan.skipped.update(mapped.dropped)
+    _Planner(state, {}, options, rank, world_size, _no_tensor, True, plan).run()
+    plan.notes += mapped.notes
+    for target in plan.models:
+        if target.filled is not None:
+            boxes = ", ".join(f"{list(box.sizes)} at {list(box.offsets)}" for box in target.filled[:3])
+            plan.padded.append(target.key)
+            plan.notes.append(f"{target.key} {list(target.entry.shape)}: filled {boxes}; the rest stays as it is")
+    return plan
+
+
+def _no_tensor(key: str) -> Any:
+    raise KeyError(key)
 
 
 def _json_objects(catalog: Catalog) -> dict[str, JSON]:

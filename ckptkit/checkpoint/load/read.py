@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import TensorEntry
 from ckptkit.checkpoint.load.fill import add_parts, add_whole, check_sizes
 from ckptkit.checkpoint.load.plan import LoadOptions, LoadPlan, OptimizerPlan
@@ -64,7 +65,7 @@ class Reading:
         self._rank = rank
         self._atomic = options.atomic
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # (live tensor, the tensor read for it)
-        views = [self._read(target.live, target.entry, beside=options.atomic) for target in plan.models]
+        views = [self._read(t.live, t.entry, beside=options.atomic, filled=t.filled) for t in plan.models]
         _check_shared_memory(plan, views, store, rank)
         self.states = [self._optimizer(optimizer) for optimizer in plan.optimizers]
         if options.atomic:
@@ -86,14 +87,21 @@ class Reading:
 
     # --- what is read where
 
-    def _read(self, live: torch.Tensor, entry: TensorEntry, *, beside: bool = False) -> PartView:
-        """Read this rank's part of a tensor into it, or into new memory that `finish` copies."""
+    def _read(
+        self, live: torch.Tensor, entry: TensorEntry, *, beside: bool = False, filled: Sequence[Box] | None = None
+    ) -> PartView:
+        """Read this rank's part of a tensor, or of the boxes `filled`, into it, or into new memory that `finish`
+        copies."""
         import torch
 
         view = part_view(entry.name, live, self._rank)
+        if filled is not None:
+            view = view.within(filled)
         target = view.local
         if beside or target.is_meta:
             target = torch.empty(tuple(target.shape), dtype=getattr(torch, entry.dtype))
+            if filled is not None:
+                target = view.local.to(target.dtype, copy=True)
             self.held += 0 if view.local.is_meta else target.nbytes
             self._copies.append((view.local, target))
         add_parts(self.filler, entry, target, view.parts)

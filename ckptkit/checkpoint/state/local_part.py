@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.catalog.box import Box
@@ -108,6 +109,17 @@ class PartView:
     def claim(self, entry: TensorEntry) -> Claim:
         """Return a target that loads a checkpoint's tensor into this part."""
         return Claim(self.key, entry, self.shape, self.local, [(part.box, part.local_offsets) for part in self.parts])
+
+    def within(self, boxes: Iterable[Box]) -> PartView:
+        """Return the view of only those elements that are in one of these boxes, which do not overlap."""
+        shared = [
+            (part, found) for part in self.parts for box in boxes if (found := part.box.intersect(box)) is not None
+        ]
+        inside = (
+            LocalPart(box, tuple(map(operator.add, part.local_offsets, box.relative_to(part.box).offsets)))
+            for part, box in shared
+        )
+        return replace(self, parts=tuple(inside))
 
     @property
     def nbytes(self) -> int:

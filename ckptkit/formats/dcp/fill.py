@@ -140,11 +140,12 @@ class Filler:
         )
 
     def unchecked(self) -> list[SliceCheck]:
-        """Return the slices that are to be read only in part, so that their digests are not checked."""
+        """Return the stored slices that are to be read only in part, so that their digests are not checked."""
         found = {
-            (fill.path, fill.start): SliceCheck(fill.name, fill.path, fill.start, fill.nbytes, fill.digest)
+            (fill.path, d.start): SliceCheck(fill.name, fill.path, d.start, d.nbytes, d)
             for fill in self._fills
-            if fill.digest is not None and fill.checkable and not fill.whole and fill.codec is None
+            if (d := fill.digest) is not None and d.nbytes and fill.codec is None
+            if not (fill.whole and fill.checkable)
         }
         return list(found.values())
 

@@ -178,6 +178,11 @@ def _map_names(draft: _Draft) -> None:
     else:
         key_map = options.key_map
         mapped = key_map.apply(draft.targets, config=config)
+        if padded := [name for name, target in mapped.targets.items() if target.is_padded]:
+            raise UsageError(
+                f"key map {key_map.name!r} pads {', '.join(padded[:3])}. Only a load can do that: it leaves what the "
+                "live model has there. Remove the rule."
+            )
     draft.targets = dict(mapped.targets)
     draft.dropped.update(mapped.dropped)
     draft.key_map = key_map.name

@@ -1,0 +1,157 @@
+"""Applies a key map to the weights of a checkpoint: a load then finds each under the name that the live model has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.catalog.entry import Catalog, Role, SliceArray, TensorEntry, TensorSlice, contiguous_strides
+from ckptkit.catalog.targets import NO_SOURCE, Part, Target
+from ckptkit.catalog.tiles import pieces, source_layout
+from ckptkit.errors import CheckpointMismatchError, CheckpointNotFoundError, UnsupportedFormatError
+from ckptkit.keymaps.keymap import NameMap
+from ckptkit.keymaps.wrappers import strip_infixes
+
+__all__ = ["MappedWeights", "entry_of", "map_weights"]
+
+_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class MappedWeights:
+    """The weights of a checkpoint after a key map.
+
+    Attributes:
+        catalog: Only the weights, under their new names.
+        sources: New name -> the tensors of the checkpoint that it is made of.
+        filled: The boxes of a padded tensor that the checkpoint has, by new name.
+        dropped: Tensors that the map drops, with the reason.
+        notes: Rules that matched nothing.
+    """
+
+    catalog: Catalog
+    sources: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    filled: dict[str, tuple[Box, ...]] = field(default_factory=dict)
+    dropped: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def map_weights(catalog: Catalog, key_map: NameMap, *, live: set[str], config: Mapping[str, Any]) -> MappedWeights:
+    """Return the weights of `catalog` under the names that the map gives them.
+
+    Args:
+        live: The names of the live models' tensors. A second name of a tied weight, which some formats do not store, is
+            mapped too if one of these needs it.
+        config: The model's config, if rules use its keys.
+
+    Raises:
+        CheckpointMismatchError: The map matches nothing, or does not fit the tensors.
+        CheckpointNotFoundError: The checkpoint has no weights.
+        UnsupportedFormatError: The map casts; in a load the live model decides.
+    """
+    weights = catalog.by_role(Role.MODEL)
+    if not weights:
+        raise CheckpointNotFoundError("the checkpoint has no model weights that a key map could rename.")
+    targets = {name: Target.of(weights[fqn], name) for fqn, name in strip_infixes(weights).items()}
+    mapped = key_map.apply(targets, config=config)
+    if key_map.rules and len(mapped.unused) == len(key_map.rules):
+        names = ", ".join(map(repr, list(targets)[:_SHOWN]))
+        raise CheckpointMismatchError(
+            f"key map {key_map.name!r} matches none of {len(targets)} weights; nothing was loaded. Their names are "
+            f"like {names}."
+        )
+    found = dict(mapped.targets)
+    if tied := _tied(catalog, targets):
+        both = key_map.apply({**targets, **tied}, config=config).targets
+        found.update({name: target for name, target in both.items() if name in live and name not in found})
+    if casts := [name for name, target in found.items() if target.dtype != target.source_dtype]:
+        raise UnsupportedFormatError(
+            f"key map {key_map.name!r} casts {', '.join(casts[:_SHOWN])}. A load casts to the dtype of the live tensor "
+            "if convert_dtype=True: remove the rule."
+        )
+    tensors = {name: entry_of(target, catalog.tensors) for name, target in found.items()}
+    filled = {
+        name: tuple(part.target_box for part in target.parts if part.source != NO_SOURCE)
+        for name, target in found.items()
+        if target.is_padded
+    }
+    extra = {key: value for key, value in catalog.info.extra.items() if key != "aliases"}
+    notes = tuple(f"key map {key_map.name}: {text} matched nothing" for text in mapped.unused)
+    sources = {name: target.sources for name, target in found.items()}
+    return MappedWeights(
+        Catalog(tensors, {}, replace(catalog.info, extra=extra)), sources, filled, mapped.dropped, notes
+    )
+
+
+def _tied(catalog: Catalog, targets: Mapping[str, Target]) -> dict[str, Target]:
+    """Return the names of tied weights that are stored under another name."""
+    found: dict[str, Target] = {}
+    for section, table in catalog.info.extra.get("aliases", {}).items():
+        prefix = f"{section.partition('_')[2]}." if "_" in section else ""
+        for name, holder in table.items():
+            if prefix + name not in targets and prefix + holder in targets:
+                found[prefix + name] = targets[prefix + holder].renamed(prefix + name)
+    return found
+
+
+def entry_of(target: Target, sources: Mapping[str, TensorEntry]) -> TensorEntry:
+    """Return a target as a tensor of the checkpoint: its slices are the places of its elements in the files of its
+    sources. Digests stay those of the sources' slices."""
+    named = target.sources
+    listed = ", ".join(named[:_SHOWN]) + (f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else "")
+    only = target.parts[0] if len(target.parts) == 1 else None
+    whole = Box.whole(target.shape)
+    if only is not None and only.is_plain and only.source_box == whole and sources[named[0]].shape == target.shape:
+        slices = sources[named[0]].slices
+    else:
+        slices = SliceArray.of(_slices(target, sources), len(target.shape))
+    return TensorEntry(
+        target.name if named == (target.name,) else f"{target.name} (from {listed})",
+        target.source_dtype, target.shape, slices, Role.MODEL, target.name,
+    )  # fmt: skip
+
+
+def _slices(target: Target, sources: Mapping[str, TensorEntry]) -> list[TensorSlice]:
+    by_source: dict[str, list[Part]] = {}
+    for part in target.parts:
+        if part.source != NO_SOURCE:
+            by_source.setdefault(part.source, []).extend(part.rows() if part.unfold else [part])
+    found: list[TensorSlice] = []
+    for name, parts in by_source.items():
+        if why := sources[name].slices.opaque:
+            raise UnsupportedFormatError(f"tensor {name!r} {why}; a key map can only rename it.")
+        found += _cut(sources[name], parts)
+    return found
+
+
+def _cut(entry: TensorEntry, parts: list[Part]) -> list[TensorSlice]:
+    """Return the slices of one source that fill these parts of a target."""
+    ndim, itemsize = len(entry.shape), dtype_of(entry.dtype).itemsize
+    offsets = np.array([part.source_box.offsets for part in parts], np.int64).reshape(len(parts), ndim)
+    sizes = np.array([part.source_box.sizes for part in parts], np.int64).reshape(len(parts), ndim)
+    cut = pieces(entry, offsets, sizes)
+    starts, strides = source_layout(entry, cut)
+    found: list[TensorSlice] = []
+    rows = zip(cut.boxes.tolist(), cut.rows.tolist(), cut.offsets.tolist(), cut.sizes.tolist(), strict=True)
+    for (box, row, at, size), start, stride in zip(rows, starts.tolist(), strides.tolist(), strict=True):
+        part, origin = parts[box], entry.slices[row]
+        dims = part.source_dims()
+        place = tuple(
+            begin + (0 if d is None else at[d] - part.source_box.offsets[d])
+            for begin, d in zip(part.target_box.offsets, dims, strict=True)
+        )
+        extent = tuple(1 if d is None else size[d] for d in dims)
+        steps = tuple(1 if d is None else stride[d] for d in dims)
+        span = 1 + sum((n - 1) * s for n, s in zip(extent, steps, strict=True))
+        found.append(
+            TensorSlice(
+                Box(place, extent), origin.path, start, span * itemsize,
+                None if contiguous_strides(extent, steps) else steps, origin.digest, origin.codec, origin.rank,
+            )
+        )  # fmt: skip
+    return found

@@ -1,0 +1,264 @@
+"""Key maps at load: weights of a model with other names, laid out otherwise, are bit-equal in the live one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.report import LoadReport
+from ckptkit.checkpoint.state.train_state import TrainState
+from ckptkit.errors import CheckpointMismatchError, IntegrityError, UnsupportedFormatError, UsageError
+from ckptkit.keymaps import (
+    Cast,
+    Concat,
+    Drop,
+    NameMap,
+    NamePattern,
+    Pad,
+    Rename,
+    RopePermute,
+    Split,
+    Stack,
+    Transpose,
+)
+
+P = NamePattern
+ROWS, PADDED = 10, 13
+MAP = NameMap(
+    "old-to-new",
+    (
+        Rename(P("tok.weight"), "embed.weight"),
+        Pad(P("embed.weight"), PADDED),
+        Concat((P("{x}.q"), P("{x}.k")), "{x}.qk"),
+        Rename(P("a.qk"), "attention.qk"),
+        RopePermute(P("attention.qk"), 2),
+        Split(P("mlp.fused"), ("mlp.gate", "mlp.up"), 1),
+        Stack(P("experts.{i:d}"), "experts"),
+        Transpose(P("out")),
+        Drop(P("rope.{x:*}"), "computed"),
+    ),
+)
+
+
+class New(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.randn(*shape, generator=generator))
+
+        self.embed, self.attention, self.mlp = nn.Module(), nn.Module(), nn.Module()
+        self.embed.weight = parameter(PADDED, 4)
+        self.attention.qk = parameter(8, 6)
+        self.mlp.gate, self.mlp.up = parameter(6, 5), parameter(6, 5)
+        self.experts = parameter(3, 4, 2)
+        self.out = parameter(7, 3)
+        self.kept = parameter(5)
+
+
+def old() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    shapes = {
+        "tok.weight": (ROWS, 4), "a.q": (5, 6), "a.k": (3, 6), "mlp.fused": (6, 10), "out": (3, 7), "kept": (5,),
+        "rope.freqs": (2,), **{f"experts.{i}": (4, 2) for i in range(3)},
+    }  # fmt: skip
+    return {name: torch.randn(*shape, generator=generator) for name, shape in shapes.items()}
+
+
+def expected(source: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    qk = torch.cat([source["a.q"], source["a.k"]])
+    return {
+        "embed.weight": torch.cat([source["tok.weight"], before["embed.weight"][ROWS:]]),
+        "attention.qk": qk.view(2, 2, 2, 6).transpose(1, 2).reshape(8, 6),
+        "mlp.gate": source["mlp.fused"][:, :5],
+        "mlp.up": source["mlp.fused"][:, 5:],
+        "experts": torch.stack([source[f"experts.{i}"] for i in range(3)]),
+        "out": source["out"].T,
+        "kept": source["kept"],
+    }
+
+
+class Old(nn.Module):
+    def __init__(self, values: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        for name, value in values.items():
+            *path, leaf = name.split(".")
+            module: nn.Module = self
+            for part in path:
+                if not hasattr(module, part):
+                    module.add_module(part, nn.Module())
+                module = getattr(module, part)
+            module.register_parameter(leaf, nn.Parameter(value.clone()))
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    state = model.state_dict()
+    return {n: (t.full_tensor() if isinstance(t, DTensor) else t).clone() for n, t in state.items()}
+
+
+def write(kind: str, url: str, sharded: bool) -> None:
+    """Write the old model: by a manager, as plain DCP, or as a Hugging Face directory."""
+    model = Old(old())
+    if sharded:
+        fully_shard(model)
+    if kind in ("sharded", "full"):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+        with CheckpointManager(url, state_dict_type=kind) as manager:
+            manager.save(7, TrainState(model=model, optimizer=optimizer, extra={"note": "old"}))
+    elif kind == "dcp":
+        dcp.save({"model": model.state_dict()}, checkpoint_id=url)
+    elif not dist.is_initialized() or dist.get_rank() == 0:
+        Path(url).mkdir()
+        save_file(old(), f"{url}/model.safetensors", {"format": "pt"})
+        (Path(url) / "config.json").write_text("{}")
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def warm_start(url: str, run: str, sharded: bool, key_map: Any = MAP, **options: Any) -> tuple[Any, LoadReport, Any]:
+    model = New()
+    if sharded:
+        fully_shard(model)
+    before = whole(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
+    state = TrainState(model=model, optimizer=optimizer, extra={"note": "new"}, step=3)
+    with CheckpointManager(run) as manager:
+        report = manager.load(state, url, key_map=key_map, optimizer="skip", **options)
+    assert report is not None
+    assert (state.step, state.extra) == (3, {"note": "new"})
+    return before, report, whole(model)
+
+
+def on_ranks(kind: str, url: str, run: str, atomic: bool) -> LoadReport:
+    write(kind, url, sharded=True)
+    source = f"{url}/step_00000007" if kind in ("sharded", "full") else url
+    before, report, after = warm_start(source, run, sharded=True, atomic=atomic)
+    wanted = expected(old(), before)
+    assert set(after) == set(wanted)
+    assert [name for name in after if not torch.equal(after[name], wanted[name])] == []
+    return report
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("kind", ["sharded", "full", "dcp", "hf"])
+def test_weights_of_another_model_are_bit_equal(ranks: Any, tmp_path: Path, kind: str, world_size: int) -> None:
+    atomic = kind == "full"
+    for report in ranks.run(on_ranks, world_size, kind, str(tmp_path / "old"), str(tmp_path / "run"), atomic):
+        prefix = "" if kind == "hf" else "model."
+        assert report.sources["model.attention.qk"] == (f"{prefix}a.q", f"{prefix}a.k")
+        assert report.sources["model.kept"] == (f"{prefix}kept",)
+        assert report.padded == ["model.embed.weight"]
+        assert report.skipped[f"{prefix}rope.freqs"] == "computed"
+        assert {"rng", "extra.note", "optimizer"} <= set(report.skipped)
+        assert any("filled [10, 4] at [0, 0]; the rest stays as it is" in note for note in report.notes)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> str:
+    write("sharded", str(tmp_path / "old"), sharded=False)
+    return str(tmp_path / "old" / "step_00000007")
+
+
+def refused(source: str, tmp_path: Path, key_map: Any, error: type[Exception], match: str, **options: Any) -> None:
+    with pytest.raises(error, match=match):
+        warm_start(source, str(tmp_path / "run"), False, key_map, **options)
+
+
+def with_rules(*more: Any, without: tuple[type, ...] = ()) -> NameMap:
+    return NameMap("changed", (*(rule for rule in MAP.rules if not isinstance(rule, without)), *more))
+
+
+def test_a_live_tensor_without_a_source_is_named(source: str, tmp_path: Path) -> None:
+    key_map = with_rules(Drop(P("kept")))
+    refused(source, tmp_path, key_map, CheckpointMismatchError, "model: 1 missing in the checkpoint: kept")
+
+
+def test_a_source_that_is_left_over_is_named(source: str, tmp_path: Path) -> None:
+    refused(source, tmp_path, with_rules(without=(Drop,)), CheckpointMismatchError, "1 unexpected: rope.freqs")
+
+
+def test_without_strict_what_matches_is_loaded_and_the_rest_is_reported(source: str, tmp_path: Path) -> None:
+    key_map = NameMap("one", (Rename(P("out"), "elsewhere"),), "keep")
+    _, report, after = warm_start(source, str(tmp_path / "run"), False, key_map, strict=False)
+    assert torch.equal(after["kept"], old()["kept"])
+    assert report.sources == {"model.kept": ("model.kept",)}
+    assert "model.embed.weight" in report.missing
+    assert "model.elsewhere" in report.unexpected
+
+
+def test_a_map_that_matches_nothing_is_an_error(source: str, tmp_path: Path) -> None:
+    key_map = NameMap("wrong", (Rename(P("layers.{i:d}.{x}"), "blocks.{i}.{x}"),))
+    refused(source, tmp_path, key_map, CheckpointMismatchError, "'wrong' matches none of 10 weights")
+
+
+def test_a_rule_that_matches_nothing_is_noted(source: str, tmp_path: Path) -> None:
+    _, report, _ = warm_start(source, str(tmp_path / "run"), False, with_rules(Rename(P("bias.{x}"), "b.{x}")))
+    assert any("bias.{x}) matched nothing" in note for note in report.notes)
+
+
+def test_shapes_and_padding_are_checked(source: str, tmp_path: Path) -> None:
+    refused(source, tmp_path, with_rules(without=(Pad,)), CheckpointMismatchError, r"embed.weight \(\[10, 4\]")
+    key_map = NameMap("short", (Pad(P("tok.weight"), 9),))
+    refused(source, tmp_path, key_map, CheckpointMismatchError, "can't be padded to 9 along 0: that is shorter")
+
+
+def test_a_map_that_casts_is_refused(source: str, tmp_path: Path) -> None:
+    refused(source, tmp_path, with_rules(Cast(P("kept"), "bf16")), UnsupportedFormatError, "casts kept")
+
+
+def test_an_optimizer_must_be_skipped_explicitly(source: str, tmp_path: Path) -> None:
+    model = New()
+    state = TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters()))
+    with CheckpointManager(str(tmp_path / "run")) as manager:
+        with pytest.raises(UsageError, match="pass optimizer='skip'"):
+            manager.load(state, source, key_map=MAP)
+        with pytest.raises(UsageError, match="key_map= loads weights only"):
+            manager.load(state, source, key_map=MAP, optimizer="deferred")
+
+
+def test_a_flipped_bit_is_found_in_a_slice_that_a_map_cuts(source: str, tmp_path: Path) -> None:
+    file = Path(source) / "__0_0.distcp"
+    data = bytearray(file.read_bytes())
+    fused = old()["mlp.fused"].numpy().tobytes()
+    data[data.index(fused) + 20 * 4 + 1] ^= 1
+    file.write_bytes(data)
+    refused(source, tmp_path, MAP, IntegrityError, "mlp.gate \\(from model.mlp.fused\\)|mlp.up")
+
+
+def test_a_second_name_of_a_tied_weight_is_mapped(tmp_path: Path) -> None:
+    tied = Old({"tok": torch.randn(4, 2), "head": torch.zeros(4, 2)})
+    tied.head = tied.tok
+    with CheckpointManager(tmp_path / "old", state_dict_type="full") as manager:
+        manager.save(1, TrainState(model=tied, rng=False))
+    untied = Old({"new.tok": torch.zeros(4, 2), "new.head": torch.zeros(4, 2)})
+    with CheckpointManager(tmp_path / "run") as manager:
+        key_map = NameMap("under", (Rename(P("{x}"), "new.{x}"),))
+        manager.load(TrainState(model=untied), str(tmp_path / "old" / "step_00000001"), key_map=key_map)
+    assert torch.equal(untied.new.tok, tied.tok)
+    assert torch.equal(untied.new.head, tied.tok)
+
+
+def test_a_map_file_is_read_and_its_sizes_come_from_the_models_config(source: str, tmp_path: Path) -> None:
+    file = tmp_path / "map.json"
+    file.write_text(
+        '{"rules": [{"op": "pad", "from": "tok.weight", "size": "vocab_size"},'
+        ' {"op": "rename", "from": "tok.weight", "to": "embed"}], "rest": "drop"}'
+    )
+    model = Old({"embed": torch.zeros(PADDED, 4)})
+    model.config = type("Config", (), {"to_dict": lambda self: {"vocab_size": PADDED}})()  # type: ignore[assignment]
+    with CheckpointManager(tmp_path / "run") as manager:
+        report = manager.load(TrainState(model=model), source, key_map=str(file))
+    assert report is not None
+    assert torch.equal(model.embed[:ROWS], old()["tok.weight"])
+    assert report.padded == ["model.embed"]
