@@ -260,6 +260,8 @@ _BY_MODEL_TYPE: dict[str, str] = {
     "exaone_moe": "hf5-exaone-moe",
     "nemotron_h": "hf5-nemotron-h",
 }
+# Models whose experts are stacked on the Hub as well.
+_STACKED_ON_HUB = ("gpt_oss", "llama4", "llama4_text")
 _TITAN_DOUBT = (
     "the names are torchtitan's and were kept, for which model they are of is not recorded: no loader of Hugging Face "
     "models knows them. Give --base MODEL (its config.json tells the model and its heads), or --key-map "
@@ -323,7 +325,7 @@ def choose_map(
         return Choice(by_type, mapped, f"config.json says model_type {settings.get('model_type')!r}")
     if "tok_embeddings.weight" in targets:
         return _torchtitan(targets, settings, as_is)
-    if _stacked(targets):
+    if _stacked(targets) and settings.get("model_type") not in _STACKED_ON_HUB:
         return replace(as_is, doubt=_EXPERTS_DOUBT)
     return as_is
 

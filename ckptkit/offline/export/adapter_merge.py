@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, MutableSequence, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -41,6 +42,7 @@ class Change:
         inputs: What the formula takes besides the weight.
         by_rows: Whether rows of the weight may be changed apart.
         scratch: Bytes for each element of the weight that the formula takes in between.
+        stored: What the weight is read from, if that has another dtype or shape: of as many rows. None for the weight.
     """
 
     inputs: tuple[Target, ...]
@@ -48,6 +50,7 @@ class Change:
     label: str
     by_rows: bool = True
     scratch: int = 0
+    stored: Target | None = None
 
     def then(self, other: Change) -> Change:
         """Return both changes, one after the other."""
@@ -62,15 +65,17 @@ class Change:
             f"{self.label}, then {other.label}",
             self.by_rows and other.by_rows,
             max(self.scratch, other.scratch),
+            self.stored,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One source of a tensor: its rows from `first` on are read as `rows`, and changed."""
+    """One source of a tensor: its rows from `first` on are read as `rows`, and changed. They have the shape `shape`."""
 
     source: str
     first: int
+    shape: tuple[int, ...]
     rows: Target
     change: Change | None
 
@@ -80,7 +85,11 @@ class _Step:
 
     @property
     def scratch(self) -> int:
-        return self.rows.numel * self.change.scratch if self.change is not None else 0
+        return self.numel * self.change.scratch if self.change is not None else 0
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
     def carry_out(self, data: Sequence[Bytes], dtype: str) -> npt.NDArray[Any]:
         """Return the rows, changed, in a dtype, as bits."""
@@ -88,7 +97,7 @@ class _Step:
         made = tensors[0]
         if self.change is not None:
             made = self.change.formula(made, tensors[1:], self.first)
-        return _bits(made, dtype).reshape(self.rows.shape)
+        return _bits(made, dtype).reshape(self.shape)
 
 
 def changed(target: Target, changes: Mapping[str, Change], whole: Mapping[str, Target]) -> ComputedTensor:
@@ -101,7 +110,7 @@ def changed(target: Target, changes: Mapping[str, Change], whole: Mapping[str, T
         whole: Each source as a target of its own.
     """
     steps = [
-        _Step(source, first, _rows_of(whole[source], first, stop), changes.get(source))
+        _step(source, whole[source], first, stop, changes.get(source))
         for source, (first, stop) in _ranges(target, changes, whole).items()
     ]
     inputs = [item for step in steps for item in step.inputs]
@@ -128,10 +137,16 @@ def changed(target: Target, changes: Mapping[str, Change], whole: Mapping[str, T
     if not plain:  # what is made of the same sources in another way has another label
         label += f", cut up [{crc32(repr(target.parts).encode()):08x}]"
     # The result occurs twice for a while: in the dtype of the source, or in pieces.
-    scratch = sum(step.scratch + step.rows.numel * dtype_of(target.dtype).itemsize for step in steps)
+    scratch = sum(step.scratch + step.numel * dtype_of(target.dtype).itemsize for step in steps)
     return ComputedTensor(
         target.name, target.dtype, target.shape, tuple(inputs), compute, label, scratch, cut if by_rows else None
     )
+
+
+def _step(source: str, whole: Target, first: int, stop: int, change: Change | None) -> _Step:
+    stored = change.stored if change is not None and change.stored is not None else whole
+    shape = (stop - first, *whole.shape[1:]) if whole.shape else ()
+    return _Step(source, first, shape, _rows_of(stored, first, stop), change)
 
 
 def _ranges(target: Target, changes: Mapping[str, Change], whole: Mapping[str, Target]) -> dict[str, tuple[int, int]]:
@@ -160,7 +175,7 @@ def _rows_of(source: Target, first: int, stop: int) -> Target:
 def _is_plain(target: Target, step: _Step) -> bool:
     """Whether a target is just the rows of its one source."""
     part = target.parts[0]
-    same = len(target.parts) == 1 and part.is_plain and part.source_box.numel == step.rows.numel
+    same = len(target.parts) == 1 and part.is_plain and part.source_box.numel == step.numel
     return same and part.target_box == Box.whole(target.shape)
 
 

@@ -1,8 +1,8 @@
-"""Plans the dequantization of FP8 weights: which tensors are scales, and what each weight becomes.
+"""Plans the dequantization of weights: which tensors are scales, and what each weight becomes.
 
-Formats: block FP8 (`weight_scale_inv`, DeepSeek-V3 and transformers' `fp8`), and FP8 with one scale for a tensor or a
-row (`weight_scale`, compressed-tensors and fbgemm). The arithmetic is that of transformers: value times scale in
-float32, rounded once to the wanted dtype.
+Formats: block FP8 (`weight_scale_inv`, DeepSeek-V3 and transformers' `fp8`), FP8 with one scale for a tensor or a row
+(`weight_scale`, compressed-tensors and fbgemm), and MXFP4 (`_blocks` and `_scales`, gpt-oss). The formulas are those of
+`dequantize_formulas`.
 """
 
 from __future__ import annotations
@@ -10,25 +10,27 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ckptkit.catalog.box import Box
 from ckptkit.catalog.dtypes import dtype as dtype_of
-from ckptkit.catalog.targets import Target
+from ckptkit.catalog.targets import Part, Target
 from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError
 from ckptkit.offline.copying.plan import OutputTensor
+from ckptkit.offline.export import dequantize_formulas as formulas
 from ckptkit.offline.export.adapter_merge import Change, changed
 from ckptkit.offline.export.merge_formulas import Formula
+from ckptkit.offline.export.packed_weights import is_packed_weight, unpacking
 
-if TYPE_CHECKING:
-    import torch
-
-__all__ = ["Dequantized", "dequantize", "is_packed"]
+__all__ = ["Dequantized", "dequantize"]
 
 _SCALES = ("_scale_inv", "_scale")
 # Scales of activations, which only a quantized model has a use for.
 _OF_INPUTS = re.compile(r".+\.(?:input_scale|input_scale_ub|input_global_scale|activation_scale)")
 # Weights in integers: GPTQ, AWQ, compressed-tensors, MXFP4, bitsandbytes.
-_PACKED = re.compile(r".+(?:\.qweight|\.weight_packed|\.weight_shape|_blocks|\.qzeros|\.absmax|\.quant_map|\.SCB)")
+_PACKED = re.compile(
+    r".+(?:\.qweight|\.weight_packed|\.weight_shape|\.weight_zero_point|\.weight_g_idx|\.weight_global_scale|_blocks|\.qzeros|\.absmax|\.quant_map|\.SCB)"
+)
 _NAMED = 5
 
 
@@ -38,14 +40,16 @@ class Dequantized:
 
     Attributes:
         changes: By source of a weight: its dequantization.
-        whole: By source: the stored tensor.
+        whole: By source: the weight that parts are taken of.
         dropped: By source of a scale: what became of it.
+        names: By stored name: that of the weight it became a part of; of scales of activations "".
     """
 
     targets: dict[str, Target]
     changes: dict[str, Change] = field(default_factory=dict)
     whole: dict[str, Target] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
 
     def computed(self, tensors: Mapping[str, OutputTensor]) -> dict[str, OutputTensor]:
         """Return the tensors with those of quantized sources computed."""
@@ -57,13 +61,28 @@ class Dequantized:
         }
 
 
-def is_packed(name: str) -> bool:
-    """Return whether this is the name of a weight that is packed into integers, or of a part of one."""
-    return _PACKED.fullmatch(name) is not None
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    """A quantized weight.
+
+    Attributes:
+        name: Of the weight without quantization.
+        stored: The name of its codes.
+        parts: The names of its scales and the like.
+        target: What it becomes.
+        shape: Of its source, as it is computed: the target may be a permutation of it.
+    """
+
+    name: str
+    stored: str
+    parts: tuple[str, ...]
+    target: Target
+    shape: tuple[int, ...]
+    change: Change
 
 
 def dequantize(targets: Mapping[str, Target], dtype: str, config: Mapping[str, Any] | None) -> Dequantized:
-    """Return the targets with FP8 weights in `dtype`. Does nothing for "keep", or if nothing is quantized.
+    """Return the targets with quantized weights in `dtype`. Does nothing for "keep", or if nothing is quantized.
 
     Args:
         config: config.json of the model, which states the size of blocks.
@@ -72,59 +91,105 @@ def dequantize(targets: Mapping[str, Target], dtype: str, config: Mapping[str, A
         CheckpointMismatchError: A weight lacks its scale, or the scale has another shape.
         UnsupportedFormatError: Weights are packed in a way that is not dequantized here.
     """
+    if dtype == "keep":
+        return Dequantized(dict(targets))
+    wanted = dtype_of(dtype).name
     settings = (config or {}).get("quantization_config")
     settings = settings if isinstance(settings, Mapping) else {}
     eight = [name for name, target in targets.items() if dtype_of(target.source_dtype).kind == "float8"]
     eight = [name for name in eight if not any(name.endswith(end) for end in _SCALES)]
-    scales = {name: scale for name in eight if (scale := _scale_of(name, targets))}
-    if dtype == "keep" or not (settings or scales):
+    scaled = [name for name in eight if _scale_of(name, targets)]
+    if not (settings or scaled or any(_is_packed(name, targets) for name in targets)):
         return Dequantized(dict(targets))
-    packed = [name for name in targets if is_packed(name)]
+    weights = [_mxfp4(name, targets, wanted) for name in targets if _is_mxfp4(name, targets)]
+    weights += [_packed(n, targets, settings, wanted) for n in targets if is_packed_weight(n, targets, settings)]
+    read = {part for weight in weights for part in (weight.stored, *weight.parts)}
+    packed = [name for name in targets if name not in read and _is_packed(name, targets)]
     if packed:
         raise UnsupportedFormatError(
             f"--dtype {dtype}: {len(packed)} tensors are packed by quantization, which ckptkit does not undo: "
             f"{_listed(packed)}. Keep them with --dtype keep."
         )
-    alone = [name for name in eight if name not in scales]
+    alone = [name for name in eight if name not in scaled]
     if alone:
         raise CheckpointMismatchError(
             f"--dtype {dtype}: the scales of {len(alone)} FP8 tensors are missing: {_listed(alone)}. Without them the "
             "values are not known. Is the checkpoint complete? --dtype keep copies the tensors as they are."
         )
-    wanted = dtype_of(dtype).name
-    found = Dequantized({n: t for n, t in targets.items() if n not in scales.values() and not _OF_INPUTS.fullmatch(n)})
-    found.whole.update((target.sources[0], target) for target in targets.values())
-    for name in targets.keys() - found.targets.keys():
-        why = "a scale, applied to its weight" if name in scales.values() else "a scale of activations in FP8"
-        found.dropped.update(dict.fromkeys(targets[name].sources, why))
-    for name, scale in scales.items():
-        weight = targets[name]
-        formula, label = _formula(weight, targets[scale], settings.get("weight_block_size"))
-        source = weight.sources[0]
-        found.targets[name] = replace(weight, dtype=wanted)
-        stored = replace(targets[scale], dtype=targets[scale].source_dtype)
-        found.changes[source] = Change((stored,), formula, label, bool(weight.shape), 12)
+    weights += [_eight(name, targets, settings.get("weight_block_size"), wanted) for name in scaled]
+    return _dequantized(targets, weights)
+
+
+def _dequantized(targets: Mapping[str, Target], weights: list[_Weight]) -> Dequantized:
+    made = {weight.stored: weight for weight in weights}
+    scales = {part: weight.name for weight in weights for part in weight.parts}
+    found = Dequantized({})
+    for name, target in targets.items():
+        if name in scales or _OF_INPUTS.fullmatch(name):
+            found.names[name] = scales.get(name, "")
+            why = "a scale, applied to its weight" if name in scales else "a scale of activations"
+            found.dropped.update(dict.fromkeys(target.sources, why))
+            continue
+        weight = made.get(name)
+        if weight is None:
+            found.targets[name] = target
+            found.whole[target.sources[0]] = target
+            continue
+        if weight.name in targets and weight.name != name:
+            raise CheckpointMismatchError(
+                f"{name!r} is {weight.name!r} in packed form, but both are in the checkpoint."
+            )
+        found.names[name] = weight.name
+        found.targets[weight.name] = weight.target
+        source = target.sources[0]
+        found.whole[source] = _source(weight.name, weight.target.dtype, source, weight.shape)
+        found.changes[source] = replace(weight.change, stored=_stored(target))
     return found
+
+
+def _source(name: str, dtype: str, source: str, shape: tuple[int, ...]) -> Target:
+    """Return a whole source as a target, in the shape that it is computed in."""
+    return Target(name, dtype, shape, (Part(Box.whole(shape), source, Box.whole(shape)),), dtype)
+
+
+def _stored(target: Target) -> Target:
+    return replace(target, dtype=target.source_dtype)
+
+
+# --- FP8
+
+
+def _is_packed(name: str, targets: Mapping[str, Target]) -> bool:
+    """Return whether a tensor holds integers that stand for floats, or belongs to them."""
+    coded = targets[name].source_dtype in ("int8", "uint8") and bool(_scale_of(name, targets))
+    return coded or _PACKED.fullmatch(name) is not None
 
 
 def _scale_of(name: str, targets: Mapping[str, Target]) -> str:
     return next((name + end for end in _SCALES if name + end in targets), "")
 
 
-def _formula(weight: Target, scale: Target, blocks: Any) -> tuple[Formula, str]:
+def _eight(name: str, targets: Mapping[str, Target], blocks: Any, dtype: str) -> _Weight:
+    scale, weight = _scale_of(name, targets), targets[name]
+    formula, label = _formula(weight, targets[scale], blocks, dtype)
+    change = Change((_stored(targets[scale]),), formula, label, bool(weight.shape), 12)
+    return _Weight(name, name, (scale,), replace(weight, dtype=dtype), weight.shape, change)
+
+
+def _formula(weight: Target, scale: Target, blocks: Any, dtype: str) -> tuple[Formula, str]:
     """Return the formula of a weight, and what it is called in a plan."""
     if scale.numel == 1:
-        return _scaled_whole, f"W * scale in {scale.dtype}"
+        return formulas.whole(dtype), f"FP8 weight * scale in {scale.dtype}"
     rows, columns = weight.shape[-2:] if len(weight.shape) > 1 else (weight.shape[0], 1)
     if scale.numel == weight.shape[0] and len(weight.shape) == 2:
-        return _scaled_rows, f"W * scale of the row in {scale.dtype}"
+        return formulas.by_row(dtype), f"FP8 weight * scale of the row in {scale.dtype}"
     size = _block_size(weight, scale, blocks, rows, columns)
     if size is None or scale.shape[:-2] != weight.shape[:-2]:
         raise CheckpointMismatchError(
             f"{weight.name!r} {list(weight.shape)} has a scale {list(scale.shape)}: expected one for the tensor, for "
             f"each row, or for each block{f' of {blocks}' if blocks else ''}."
         )
-    return _scaled_blocks(*size), f"W * scale of the block of {size[0]} x {size[1]} in {scale.dtype}"
+    return formulas.by_block(*size, dtype), f"FP8 weight * scale of the block of {size[0]} x {size[1]} in {scale.dtype}"
 
 
 def _block_size(weight: Target, scale: Target, blocks: Any, rows: int, columns: int) -> tuple[int, int] | None:
@@ -139,34 +204,41 @@ def _block_size(weight: Target, scale: Target, blocks: Any, rows: int, columns: 
     return None if rows % down or columns % across else (rows // down, columns // across)
 
 
-def _factors(scale: torch.Tensor) -> torch.Tensor:
-    """Return scales in float32; bytes are exponents of two (E8M0)."""
-    import torch
-
-    return (scale.to(torch.float32) - 127.0).exp2() if scale.dtype == torch.uint8 else scale.to(torch.float32)
+# --- MXFP4
 
 
-def _scaled_whole(w: torch.Tensor, inputs: Any, first: int) -> torch.Tensor:
-    return w.float() * _factors(inputs[0]).reshape(())
+def _is_mxfp4(name: str, targets: Mapping[str, Target]) -> bool:
+    return name.endswith("_blocks") and name.removesuffix("_blocks") + "_scales" in targets
 
 
-def _scaled_rows(w: torch.Tensor, inputs: Any, first: int) -> torch.Tensor:
-    return w.float() * _factors(inputs[0]).reshape(-1, 1)[first : first + w.shape[0]]
+def _mxfp4(name: str, targets: Mapping[str, Target], dtype: str) -> _Weight:
+    """Return the weights of experts: blocks [experts, out, groups, 16] become [experts, in, out], like transformers."""
+    weight = name.removesuffix("_blocks")
+    blocks, scales = targets[name], targets[f"{weight}_scales"]
+    if (
+        (blocks.source_dtype, scales.source_dtype) != ("uint8", "uint8")
+        or len(blocks.shape) != 4
+        or blocks.shape != (*scales.shape, 16)
+    ):
+        raise CheckpointMismatchError(
+            f"{name!r} is {blocks.source_dtype} {list(blocks.shape)}, and its scales {scales.source_dtype} "
+            f"{list(scales.shape)}: expected bytes [experts, out, groups, 16] and [experts, out, groups] of MXFP4."
+        )
+    shape = (*blocks.shape[:2], blocks.shape[2] * 32)
+    made = _source(weight, dtype, blocks.sources[0], shape).transposed((0, 2, 1))
+    label = "MXFP4 weight * 2 ** (scale of the group - 127), transposed"
+    return _Weight(weight, name, (scales.name,), made, shape, Change((_stored(scales),), formulas.mxfp4(dtype), label))
 
 
-def _scaled_blocks(high: int, wide: int) -> Formula:
-    def scaled(w: torch.Tensor, inputs: Any, first: int) -> torch.Tensor:
-        import torch
+# --- compressed-tensors
 
-        scale = _factors(inputs[0])
-        start = first if w.ndim == 2 else 0  # of more dimensions, the outermost is cut
-        if w.ndim > 2:
-            scale = scale[first : first + w.shape[0]]
-        rows = torch.arange(start, start + w.shape[-2]) // high
-        columns = torch.arange(w.shape[-1]) // wide
-        return w.float() * scale[..., rows, :][..., columns]
 
-    return scaled
+def _packed(name: str, targets: Mapping[str, Target], settings: Mapping[str, Any], dtype: str) -> _Weight:
+    made, weight = unpacking(name, targets, settings, dtype), name.removesuffix("_packed")
+    change = Change(tuple(_stored(targets[part]) for part in made.parts), made.formula, made.label, True, 12)
+    return _Weight(
+        weight, name, made.parts, _source(weight, dtype, targets[name].sources[0], made.shape), made.shape, change
+    )
 
 
 def _listed(names: list[str]) -> str:

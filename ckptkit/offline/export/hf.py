@@ -19,7 +19,7 @@ from ckptkit.catalog.entry import Catalog
 from ckptkit.catalog.targets import Target
 from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError, UsageError
 from ckptkit.offline.copying.plan import OutputFile, OutputTensor
-from ckptkit.offline.export.base import BaseModel, beside_source, export_config
+from ckptkit.offline.export.base import BaseModel, WantedTensor, beside_source, export_config
 from ckptkit.offline.export.weights import ExportOptions, matches, select_targets
 from ckptkit.storage.store import Store
 
@@ -246,7 +246,13 @@ def _dequantized(draft: _Draft) -> Dequantized | None:
     draft.targets = found.targets
     draft.dropped.update(found.dropped)
     if found.changes:
-        draft.notes.append(f"{len(found.changes)} FP8 weights dequantized to {draft.options.dtype}")
+        kinds = " and ".join(dict.fromkeys(change.label.partition(" ")[0] for change in found.changes.values()))
+        draft.notes.append(f"{len(found.changes)} {kinds} weights dequantized to {draft.options.dtype}")
+    wanted = {name: want for name, want in draft.base.wanted.items() if name not in found.names}
+    for stored, name in found.names.items():
+        if stored in draft.base.wanted and name in found.targets:  # the base is quantized alike
+            wanted[name] = WantedTensor(found.targets[name].dtype, found.targets[name].shape)
+    draft.base = replace(draft.base, wanted=wanted)
     return found
 
 

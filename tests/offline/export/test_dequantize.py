@@ -142,6 +142,11 @@ def test_kept_as_they_are_weights_and_scales_are_copied(tmp_path: Path) -> None:
             "1 tensors are packed by quantization.*a.qweight",
         ),
         ({"a.gate_up_proj_blocks": torch.ones(4).byte()}, UnsupportedFormatError, "packed by quantization"),
+        (
+            {"a.down_proj_blocks": torch.ones(2, 4, 3, 16).byte(), "a.down_proj_scales": torch.ones(2, 4, 2).byte()},
+            CheckpointMismatchError,
+            r"'a.down_proj_blocks' is uint8 \[2, 4, 3, 16\], and its scales uint8 \[2, 4, 2\]",
+        ),
     ],
 )
 def test_what_cannot_be_dequantized_is_refused(
@@ -160,3 +165,209 @@ def test_a_parameter_called_scale_is_no_scale(tmp_path: Path) -> None:
     convert(src, str(tmp_path / "out"), dtype="bf16")
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert torch.equal(found["logit_scale"], tensors["logit_scale"].bfloat16())
+
+
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+
+
+def mxfp4(name: str, experts: int = 3) -> dict[str, torch.Tensor]:
+    """Experts in which each byte of two codes occurs with each exponent."""
+    blocks = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16).repeat(experts, 256, 1, 1)
+    scales = torch.arange(256, dtype=torch.uint8).reshape(1, 256, 1).repeat(experts, 1, 16)
+    return {f"{name}_blocks": blocks, f"{name}_scales": scales.roll(1, 0)}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "fp64"])
+def test_mxfp4_has_the_values_of_transformers(tmp_path: Path, dtype: str) -> None:
+    reference = pytest.importorskip("transformers.integrations.mxfp4")
+    tensors = mxfp4("experts.down_proj")
+    tensors["experts.down_proj_bias"] = torch.rand(3, 256).bfloat16()
+    src = export(tmp_path / "src", tensors, MXFP4)
+    report = convert(src, str(tmp_path / "out"), dtype=dtype, verify=True, max_memory="16MB")
+    assert "1 MXFP4 weights dequantized to " + dtype in report.notes
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == {"experts.down_proj", "experts.down_proj_bias"}
+    wanted = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}[dtype]
+    made = found["experts.down_proj"]
+    expected = reference.convert_moe_packed_tensors(*list(tensors.values())[:2], dtype=wanted)
+    assert made.dtype == wanted
+    assert torch.equal(made.view(torch.uint8), expected.view(torch.uint8))
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "tensors", [mxfp4("m.gate_up_proj"), {"a.weight": codes(8, 8), "a.weight_scale": torch.ones(1)}]
+)
+def test_a_base_that_is_quantized_alike_has_the_same_names(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    src = export(tmp_path / "src", tensors, {"quant_method": "any"})
+    report = convert(src, str(tmp_path / "out"), dtype="bf16", base=src)
+    assert any("names and shapes match" in fact for fact in report.proved)
+
+
+def test_transformers_loads_dequantized_experts_as_it_dequantizes_them(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GptOssConfig(
+        num_hidden_layers=1, num_local_experts=2, vocab_size=16, hidden_size=64, intermediate_size=32, head_dim=16,
+        num_attention_heads=4, num_key_value_heads=2, layer_types=["full_attention"], num_experts_per_tok=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.GptOssForCausalLM(config).bfloat16()
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    for name in [name for name in tensors if name.endswith("_proj") and ".experts." in name]:
+        experts, inner, out = tensors.pop(name).shape
+        tensors[f"{name}_blocks"] = torch.randint(0, 256, (experts, out, inner // 32, 16), dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(118, 124, (experts, out, inner // 32), dtype=torch.uint8)
+    src = export(tmp_path / "src", tensors, None)
+    (tmp_path / "src" / "config.json").write_text(json.dumps({**config.to_dict(), "quantization_config": MXFP4}))
+    convert(src, str(tmp_path / "out"), dtype="bf16")
+    wanted = transformers.AutoModelForCausalLM.from_pretrained(
+        src, dtype=torch.bfloat16, quantization_config=transformers.Mxfp4Config(dequantize=True)
+    ).state_dict()
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16).state_dict()
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def packed(numbers: torch.Tensor, bits: int) -> torch.Tensor:
+    """Integers with a sign, each row as one number in 32-bit words, the first integer lowest."""
+    rows = []
+    for row in numbers.tolist():
+        value = sum(number + (1 << bits - 1) << i * bits for i, number in enumerate(row))
+        words = -(-len(row) * bits // 32)
+        rows.append([value >> 32 * i & 0xFFFFFFFF for i in range(words)])
+    return torch.tensor(rows, dtype=torch.int64).to(torch.int32)
+
+
+def by_groups(**weights: Any) -> dict[str, Any]:
+    return {"quant_method": "compressed-tensors", "config_groups": {"g": {"targets": ["Linear"], "weights": weights}}}
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("strategy", ["group", "channel", "tensor"])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_packed_integers_have_the_values_of_compressed_tensors(
+    tmp_path: Path, bits: int, strategy: str, symmetric: bool, kind: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    rows, columns = 36, 64
+    low = -(1 << bits - 1)
+    q = (torch.arange(rows * columns) % (1 << bits) + low).reshape(rows, columns)[torch.randperm(rows)]
+    grid = {"group": (rows, 2), "channel": (rows, 1), "tensor": (1,)}[strategy]
+    scale, zero = (torch.randn(grid) * 0.01).to(kind), torch.randint(low, -low, grid)
+    tensors = {
+        "a.weight_packed": packed(q, bits),
+        "a.weight_scale": scale,
+        "a.weight_shape": torch.tensor([rows, columns]),
+        "a.bias": torch.rand(rows),
+    }
+    if not symmetric and strategy == "tensor":
+        tensors["a.weight_zero_point"] = zero.to(torch.int8)
+    elif not symmetric:
+        tensors["a.weight_zero_point"] = packed(zero.T, bits).T.contiguous()
+    settings = by_groups(num_bits=bits, type="int", symmetric=symmetric, strategy=strategy, group_size=32)
+    src = export(tmp_path / "src", tensors, settings)
+    report = convert(src, str(tmp_path / "out"), dtype="fp32", verify=True)
+    assert f"1 INT{bits} weights dequantized to fp32" in report.notes
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found.keys() == {"a.weight", "a.bias"}
+    wide = [t.repeat_interleave(columns // grid[-1], 1) if t.ndim > 1 else t for t in (scale, zero)]
+    expected = (q.to(kind) - wide[1].to(kind) if not symmetric else q.to(kind)) * wide[0]
+    assert torch.equal(found["a.weight"], expected.float())
+
+
+def test_integers_of_a_byte_have_the_values_of_compressed_tensors(tmp_path: Path) -> None:
+    q, scale = torch.arange(-128, 128, dtype=torch.int8).reshape(4, 64), (torch.rand(4, 1) * 0.01).bfloat16()
+    src = export(tmp_path / "src", {"a.weight": q, "a.weight_scale": scale}, by_groups(num_bits=8, strategy="channel"))
+    convert(src, str(tmp_path / "out"), dtype="bf16", verify=True)
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["a.weight"], q.bfloat16() * scale)
+
+
+def nvfp4() -> dict[str, torch.Tensor]:
+    """Rows with each pair of codes, and each scale in FP8."""
+    pairs = torch.arange(256, dtype=torch.uint8).repeat(32, 1)
+    return {
+        "a.weight_packed": pairs,
+        "a.weight_scale": codes(32, 32),
+        "a.weight_global_scale": torch.tensor([2731.0]),
+    }
+
+
+FP4_WEIGHTS: dict[str, Any] = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+
+
+def fp4_values(pairs: torch.Tensor) -> torch.Tensor:
+    """Sign, two bits of exponent and one of mantissa."""
+    code = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2).int()
+    exponent, mantissa = code >> 1 & 3, (code & 1).double()
+    size = torch.where(exponent > 0, (1 + mantissa / 2) * 2.0 ** (exponent - 1), mantissa / 2)
+    return torch.where(code > 7, -size, size)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_nvfp4_has_the_values_of_compressed_tensors(tmp_path: Path, dtype: str) -> None:
+    tensors = nvfp4()
+    src = export(tmp_path / "src", tensors, by_groups(**FP4_WEIGHTS))
+    report = convert(src, str(tmp_path / "out"), dtype=dtype, verify=True)
+    assert f"1 NVFP4 weights dequantized to {dtype}" in report.notes
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    scale = tensors["a.weight_scale"].float() / tensors["a.weight_global_scale"]
+    expected = fp4_values(tensors["a.weight_packed"]).float() * scale.repeat_interleave(16, 1)
+    same(found["a.weight"], expected.bfloat16().to(found["a.weight"].dtype))
+
+
+def test_mxfp4_of_compressed_tensors_has_its_values(tmp_path: Path) -> None:
+    exponents = (torch.arange(32 * 16) % 256).to(torch.uint8).reshape(32, 16)
+    tensors = {"a.weight_packed": nvfp4()["a.weight_packed"], "a.weight_scale": exponents}
+    src = export(tmp_path / "src", tensors, by_groups(**{**FP4_WEIGHTS, "strategy": "group", "group_size": 32}))
+    report = convert(src, str(tmp_path / "out"), dtype="bf16", verify=True)
+    assert "1 MXFP4 weights dequantized to bf16" in report.notes
+    scale = torch.pow(2.0, exponents.float() - 127).repeat_interleave(32, 1)
+    expected = fp4_values(tensors["a.weight_packed"]).float() * scale
+    same(load_file(tmp_path / "out" / "model.safetensors")["a.weight"], expected.bfloat16())
+
+
+def without(tensors: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
+    return {key: tensor for key, tensor in tensors.items() if key != name}
+
+
+INT4 = {
+    "a.weight_packed": torch.zeros(8, 8, dtype=torch.int32),
+    "a.weight_scale": torch.ones(8, 2),
+    "a.weight_shape": torch.tensor([8, 64]),
+}
+OF_INT4: dict[str, Any] = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "weights", "error", "said"),
+    [
+        (without(INT4, "a.weight_scale"), OF_INT4, CheckpointMismatchError, "its scale a.weight_scale is missing"),
+        ({**INT4, "a.weight_scale": torch.ones(8, 3)}, OF_INT4, CheckpointMismatchError, r"has a scale \[8, 3\]"),
+        (INT4, {**OF_INT4, "symmetric": False}, CheckpointMismatchError, "zero points a.weight_zero_point are missing"),
+        ({**INT4, "a.weight_g_idx": torch.ones(64)}, OF_INT4, UnsupportedFormatError, "reordered by groups"),
+        (INT4, {**OF_INT4, "num_bits": 3}, UnsupportedFormatError, "it has 3 bits in int32"),
+        (INT4, {**OF_INT4, "strategy": "block"}, UnsupportedFormatError, "its strategy is 'block'"),
+        ({**INT4, "a.weight_shape": torch.tensor([8, 63])}, OF_INT4, UnsupportedFormatError, r"the shape \[8, 63\]"),
+        (without(nvfp4(), "a.weight_global_scale"), FP4_WEIGHTS, CheckpointMismatchError, "a.weight_global_scale for"),
+        ({**nvfp4(), "a.weight_scale": codes(32, 16)}, FP4_WEIGHTS, CheckpointMismatchError, r"expected \[32, 32\]"),
+        (nvfp4(), {**FP4_WEIGHTS, "group_size": 32}, UnsupportedFormatError, "scales of 32 in float8_e4m3fn"),
+        ({"a.weight": INT4["a.weight_packed"].char(), "a.weight_scale": torch.ones(8, 2)}, None, UnsupportedFormatError,
+         "1 tensors are packed by quantization.*a.weight"),
+    ],
+)  # fmt: skip
+def test_what_is_packed_otherwise_is_refused_by_name(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], weights: Any, error: type[Exception], said: str
+) -> None:
+    src = export(tmp_path / "src", tensors, by_groups(**weights) if weights else {"quant_method": "other"})
+    with pytest.raises(error, match=said):
+        convert(src, str(tmp_path / "out"), dtype="bf16")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_group_that_names_a_module_is_preferred(tmp_path: Path) -> None:
+    settings = by_groups(num_bits=8, type="int", symmetric=True, strategy="channel")
+    settings["config_groups"]["h"] = {"targets": ["re:.*mlp$"], "weights": OF_INT4}
+    tensors = {**{f"x.mlp.{key[2:]}": tensor for key, tensor in INT4.items()}, "b.weight": torch.ones(2, 4).char()}
+    src = export(tmp_path / "src", {**tensors, "b.weight_scale": torch.ones(2, 1)}, settings)
+    assert "2 INT4 and INT8 weights dequantized to bf16" in convert(src, str(tmp_path / "out"), dtype="bf16").notes

@@ -1,0 +1,200 @@
+"""The arithmetic of dequantization: that of transformers and compressed-tensors on a CPU, operation by operation.
+
+Each formula is a function (stored weight, inputs, first row) -> weight in the wanted dtype, as in `merge_formulas`: the
+stored weight may be only some rows, starting at `first`; inputs are always complete.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptkit.errors import UnsupportedFormatError
+from ckptkit.offline.export.merge_formulas import Formula
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["E2M1", "by_block", "by_row", "fp4", "integers", "mxfp4", "whole"]
+
+_BLOCK = 1 << 14  # elements, so that temporaries stay in the cache
+
+# The values of the codes of FP4 (E2M1) without a sign, which is bit 3.
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def whole(dtype: str) -> Formula:
+    """Return W * scale. Inputs: one scale."""
+
+    def scaled(w: torch.Tensor, inputs: Any, first: int) -> torch.Tensor:
+        return _rounded(w.float() * _factors(inputs[0]).reshape(()), dtype)
+
+    return scaled
+
+
+def by_row(dtype: str) -> Formula:
+    """Return each row times its scale. Inputs: the scales of all rows."""
+
+    def scaled(w: torch.Tensor, inputs: Any, first: int) -> torch.Tensor:
+        return _rounded(w.float() * _factors(inputs[0]).reshape(-1, 1)[first : first + w.shape[0]], dtype)
+
+    return scaled
+
+
+def by_block(high: int, wide: int, dtype: str) -> Formula:
+    """Return each block of `high` x `wide` elements times its scale. Inputs: [..., blocks down, blocks across]."""
+
+    def scaled(w: torch.Tensor, inputs: Any, first: int) -> torch.Tensor:
+        import torch
+
+        scale = _factors(inputs[0])
+        start = first if w.ndim == 2 else 0  # of more dimensions, the outermost is cut
+        if w.ndim > 2:
+            scale = scale[first : first + w.shape[0]]
+        rows = torch.arange(start, start + w.shape[-2]) // high
+        columns = torch.arange(w.shape[-1]) // wide
+        return _rounded(w.float() * scale[..., rows, :][..., columns], dtype)
+
+    return scaled
+
+
+def mxfp4(dtype: str) -> Formula:
+    """Return [..., groups * 32] of blocks [..., groups, 16]: two codes of FP4 a byte, the lower one first, times two to
+    the power of the group's exponent. Inputs: exponents plus 127, as bytes [..., groups].
+
+    As `convert_moe_packed_tensors` of transformers (integrations/mxfp4.py), but for its transposition.
+    """
+
+    def unpacked(w: torch.Tensor, inputs: Any, first: int) -> torch.Tensor:
+        import torch
+
+        # Two weights depend on two bytes only: looking them up is many times as fast as computing them.
+        kind = getattr(torch, dtype)
+        codes = torch.tensor((*E2M1, *(-value for value in E2M1)), dtype=kind)
+        code = torch.arange(256)
+        table = torch.stack((codes[code & 15], codes[code >> 4]), dim=-1).repeat(256, 1, 1)
+        exponents = torch.arange(256, dtype=torch.int32).reshape(-1, 1, 1) - 127
+        torch.ldexp(table, exponents, out=table)
+        scales = inputs[0][first : first + w.shape[0]].unsqueeze(-1)
+        return _looked_up(table.reshape(1 << 16, 2), scales, w).reshape(*w.shape[:-2], -1)
+
+    return unpacked
+
+
+def integers(
+    name: str,
+    bits: int,
+    shape: tuple[int, int],
+    *,
+    group: int,
+    packed: bool,
+    packed_zero: bool,
+    has_zero: bool,
+    has_shape: bool,
+    dtype: str,
+) -> Formula:
+    """Return (W - zero point) * scale, computed in the scale's dtype, of a matrix of integers.
+
+    As `dequantize` of compressed-tensors (quantization/lifecycle/forward.py). Inputs: scales, then zero points and the
+    shape, where there are any.
+
+    Args:
+        name: For messages.
+        bits: Of an integer.
+        shape: Of the weight.
+        group: Columns that share a scale; 0 for a scale of each row, or of all.
+        packed: Integers are packed along rows; otherwise there is one a byte.
+        packed_zero: Zero points are packed along columns; otherwise there is one a byte.
+    """
+
+    def unpacked(w: torch.Tensor, inputs: Any, first: int) -> torch.Tensor:
+        scale, rows = inputs[0], slice(first, first + w.shape[0])
+        if has_shape and tuple(inputs[-1].tolist()) != shape:
+            raise UnsupportedFormatError(
+                f"{name!r} says that its weight has the shape {inputs[-1].tolist()}, but by its scales it is "
+                f"{list(shape)}. Keep it with --dtype keep."
+            )
+        made = (_unpacked(w, bits, shape[1]) if packed else w).to(scale.dtype)
+        made = made.reshape(len(w), -1, group) if group else made
+        zero = inputs[1] if has_zero else None
+        if zero is not None and packed_zero:
+            zero = _unpacked(zero.T, bits, shape[0]).T
+        if zero is not None:
+            made -= _of_rows(zero, rows, shape[0], bool(group)).to(scale.dtype)
+        made *= _of_rows(scale, rows, shape[0], bool(group))
+        return _rounded(made.flatten(start_dim=1), dtype)
+
+    return unpacked
+
+
+def fp4(group: int, dtype: str) -> Formula:
+    """Return W * scale of FP4, two codes a byte, the lower one first, rounded to bfloat16 like compressed-tensors.
+
+    Inputs: scales of `group` columns in FP8, or as exponents plus 127 in bytes; then what all scales are divided by,
+    where there is that. As `decompress` of its NVFP4 and MXFP4 compressors.
+    """
+
+    def unpacked(w: torch.Tensor, inputs: Any, first: int) -> torch.Tensor:
+        import torch
+
+        scale = inputs[0][first : first + w.shape[0]].unsqueeze(-1)
+        exponents = scale.dtype == torch.uint8
+        scale = 2.0 ** (scale.to(torch.int32) - 127).to(torch.bfloat16) if exponents else scale.to(torch.bfloat16)
+        if len(inputs) > 1:
+            scale = scale / inputs[1]
+        codes = torch.tensor((*E2M1, *(-value for value in E2M1)), dtype=scale.dtype)
+        values = torch.stack((codes[(w & 15).int()], codes[(w >> 4).int()]), dim=-1).reshape(w.shape[0], -1, group)
+        return _rounded((values * scale).to(torch.bfloat16).flatten(start_dim=1), dtype)
+
+    return unpacked
+
+
+def _unpacked(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+    """Return the first `count` integers of each row of 32-bit words, as int8; of 2, 4 or 8 bits, the lowest first."""
+    import torch
+
+    stored = words.contiguous().view(torch.uint8)  # little endian, as every machine that torch runs on
+    if bits == 8:
+        return (stored ^ 128).view(torch.int8)[:, :count]
+    codes = torch.stack([stored >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)], dim=-1)
+    return codes.view(torch.int8).flatten(start_dim=1)[:, :count] - (1 << bits - 1)
+
+
+def _of_rows(values: torch.Tensor, rows: slice, height: int, grouped: bool) -> torch.Tensor:
+    """Return scales or zero points of some rows, to be broadcast over columns, or over those of each group."""
+    if grouped:
+        return values[rows].unsqueeze(-1)
+    return values.reshape(-1, 1)[rows] if values.numel() == height and height > 1 else values.reshape(())
+
+
+def _looked_up(table: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """Return the rows of a table with the numbers high * 256 + low, of bytes."""
+    import torch
+
+    unit = {4: np.uint32, 8: np.uint64, 16: np.complex128}[table.shape[-1] * table.element_size()]
+    entries: npt.NDArray[Any] = table.view(torch.uint8).numpy().reshape(-1).view(unit)
+    out: npt.NDArray[Any] = np.empty(low.numel(), unit)
+    highs, lows = high.reshape(-1, high.shape[-1]).numpy(), low.reshape(-1, low.shape[-1]).numpy()
+    step = max(1, _BLOCK // lows.shape[-1])
+    for start in range(0, len(lows), step):  # indices are eight times as wide as what they are made of
+        index = highs[start : start + step].astype(np.intp) << 8
+        index = (index | lows[start : start + step]).reshape(-1)
+        at = start * lows.shape[-1]
+        np.take(entries, index, out=out[at : at + len(index)], mode="clip")
+    return torch.from_numpy(out.view(np.uint8)).view(table.dtype)
+
+
+def _factors(scale: torch.Tensor) -> torch.Tensor:
+    """Return scales in float32; bytes are exponents of two (E8M0)."""
+    import torch
+
+    return (scale.to(torch.float32) - 127.0).exp2() if scale.dtype == torch.uint8 else scale.to(torch.float32)
+
+
+def _rounded(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    import torch
+
+    made: torch.Tensor = tensor.to(getattr(torch, dtype))
+    return made
