@@ -19,6 +19,7 @@ from ckptkit.catalog.targets import Target
 from ckptkit.checkpoint.save.hf_config import adapter_folder, adapters_of, pretrained_class
 from ckptkit.checkpoint.state.train_state import TrainState, capture
 from ckptkit.errors import SaveError
+from ckptkit.formats.dcp.subclasses import SUBCLASSES
 from ckptkit.fsdp.groups import clean_fqn
 from ckptkit.fsdp.wrap import unwrap_model
 
@@ -67,6 +68,12 @@ def exported(model: nn.Module) -> Exported:
         inner = root = unwrap_model(model)
         prefix = ""
     captured = capture(TrainState(model=root, rng=False))
+    parts = captured.objects.get(SUBCLASSES)
+    if parts:
+        raise SaveError(
+            f"{', '.join(sorted(parts)[:3])} ({len(parts)} tensors) are of classes that from_pretrained does not read, "
+            f"such as {next(iter(parts.values()))['class']}. Save a checkpoint, or dequantize the model first."
+        )
     aliases = captured.aliases["model"]
     tensors = {n.removeprefix(prefix): t for n, t in captured.models["model"].items() if n not in aliases}
     return Exported(inner, tensors)

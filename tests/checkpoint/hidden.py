@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-__all__ = ["HIDDEN", "Labelled", "Scaled", "Tagged", "whole"]
+__all__ = ["HIDDEN", "Labelled", "Opaque", "Scaled", "Tagged", "whole"]
 
 aten = torch.ops.aten
 

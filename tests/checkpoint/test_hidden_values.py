@@ -12,12 +12,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from ckptkit import CheckpointManager, TrainState
-from ckptkit.errors import CheckpointMismatchError, CkptkitError, SaveError
-from tests.checkpoint.hidden import HIDDEN, Scaled, Tagged, scaled
+from ckptkit import CheckpointManager, TrainState, convert
+from ckptkit.errors import CheckpointMismatchError, CkptkitError, SaveError, UnsupportedFormatError
+from tests.checkpoint.hidden import HIDDEN as ALL
+from tests.checkpoint.hidden import Opaque, Scaled, Tagged, scaled
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch, that some of its tensors are new or go away
 TYPES = ("sharded", "full", "local")
+MADE_OF_PARTS = ("wrapper", "wrapper parameter")  # they say what they are made of
+HIDDEN = {name: case for name, case in ALL.items() if name not in MADE_OF_PARTS}
 
 
 class Net(nn.Module):
@@ -61,9 +64,9 @@ def test_a_model_with_a_tensor_that_hides_its_values_is_not_saved(tmp_path: Path
 def test_nor_in_the_background(tmp_path: Path, mode: str) -> None:
     with (
         CheckpointManager(tmp_path / "run", async_mode=mode) as manager,
-        pytest.raises(SaveError, match=r"model\.odd .*Scaled"),
+        pytest.raises(SaveError, match=r"model\.odd .*Opaque"),
     ):
-        manager.save_async(1, in_model(scaled())).result()
+        manager.save_async(1, in_model(scaled(Opaque))).result()
     assert not list((tmp_path / "run").glob("step_*"))
 
 
@@ -77,10 +80,84 @@ def test_nor_a_state_of_an_optimizer_nor_a_value(tmp_path: Path, name: str, plac
 
 
 def test_each_of_several_is_named(tmp_path: Path) -> None:
-    state = TrainState(model={"a": Net(scaled()), "b": Net(torch.eye(3).to_sparse())}, rng=False)
-    state.model["a"].register_buffer("other", scaled())  # type: ignore[index]
+    state = TrainState(model={"a": Net(scaled(Opaque)), "b": Net(torch.eye(3).to_sparse())}, rng=False)
+    state.model["a"].register_buffer("other", scaled(Opaque))  # type: ignore[index]
     with CheckpointManager(tmp_path) as manager, pytest.raises(SaveError, match=r"model_a\.odd(?s:.*)model_a\.other"):
         manager.save(1, state)
+
+
+@pytest.mark.parametrize("atomic", [False, True])
+@pytest.mark.parametrize("name", MADE_OF_PARTS)
+@pytest.mark.parametrize("kind", TYPES)
+def test_what_says_its_parts_comes_back_into_the_live_ones(tmp_path: Path, kind: str, name: str, atomic: bool) -> None:
+    state, live = in_model(ALL[name][0]()), in_model(ALL[name][0]())
+    saved, odd = state.model.odd, live.model.odd  # type: ignore[union-attr]
+    saved.scale.fill_(0.25)
+    with CheckpointManager(tmp_path, state_dict_type=kind) as manager:
+        manager.save(1, state)
+        report = manager.load(live, atomic=atomic)
+    assert report is not None and not (report.missing or report.unexpected or report.skipped)
+    assert live.model.odd is odd and type(odd) is type(saved)  # type: ignore[union-attr]
+    assert torch.equal(odd.values, saved.values) and torch.equal(odd.scale, saved.scale)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_class_or_settings_that_differ_are_refused_with_both(tmp_path: Path, strict: bool) -> None:
+    class Other(Scaled):
+        pass
+
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, in_model(scaled()))
+        manager.save(2, in_model(torch.ones(4, 4)))
+        for step, here, said in (
+            (1, scaled(Other), r"odd is .*Other .* here, but Scaled .* in the checkpoint"),
+            (1, torch.ones(4, 4), r"odd is a plain tensor here, but Scaled .* in the checkpoint"),
+            (2, scaled(), r"odd is Scaled .* here, but a plain tensor in the checkpoint"),
+        ):
+            with pytest.raises(CheckpointMismatchError, match=said):
+                manager.load(in_model(here), step, strict=strict)
+
+
+def test_a_selection_of_names_means_the_whole_tensor(tmp_path: Path) -> None:
+    state, live = in_model(scaled()), in_model(scaled())
+    before = live.model.w.weight.clone()  # type: ignore[union-attr]
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state)
+        manager.load(live, include=["odd"])
+    assert torch.equal(live.model.odd.values, state.model.odd.values)  # type: ignore[union-attr]
+    assert torch.equal(live.model.w.weight, before)  # type: ignore[union-attr]
+
+
+def test_a_name_that_a_part_would_have_too_is_refused(tmp_path: Path) -> None:
+    state = in_model(scaled())
+    state.model.register_buffer("odd::scale", torch.ones(2))  # type: ignore[union-attr]
+    with CheckpointManager(tmp_path) as manager, pytest.raises(SaveError, match=r"model\.odd .*odd::scale"):
+        manager.save(1, state)
+
+
+def one_rank_has_another_class(url: str, kind: str) -> str:
+    state = in_model(scaled() if dist.get_rank() == 1 else torch.ones(4, 4))
+    with CheckpointManager(url, state_dict_type=kind) as manager, pytest.raises(CkptkitError) as caught:
+        manager.save(1, state)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_ranks_with_other_classes_under_one_name_save_nothing(ranks: Any, tmp_path: Path, kind: str) -> None:
+    for said in ranks.run(one_rank_has_another_class, 2, str(tmp_path), kind):
+        assert "model.odd: it is a plain tensor here, but Scaled" in said and "on rank 1" in said
+    assert not list(tmp_path.glob("step_*"))
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_an_export_of_what_is_stored_in_parts_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+    with CheckpointManager(tmp_path / "run", state_dict_type=kind) as manager:
+        manager.save(1, in_model(scaled()))
+    for target in ("hf", "dcp", "torch"):
+        with pytest.raises(UnsupportedFormatError, match=r"model\.odd is a \S*Scaled, which is stored in parts"):
+            convert(str(tmp_path / "run"), str(tmp_path / "out"), to=target)
+    assert not (tmp_path / "out").exists()
+    convert(str(tmp_path / "run"), str(tmp_path / "out"), exclude=["odd*"])
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -114,9 +191,8 @@ def test_a_dtype_that_safetensors_lacks_is_refused_before_anything_is_written(tm
 def test_a_load_into_a_tensor_that_hides_its_values_is_refused_by_name(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, in_model(torch.ones(4, 4)))
-        state = in_model(scaled())
-        with pytest.raises(CheckpointMismatchError, match=r"odd here is a .*Scaled"):
-            manager.load(state, strict=False)
+        with pytest.raises(CheckpointMismatchError, match=r"odd here is a .*Opaque"):
+            manager.load(in_model(scaled(Opaque)), strict=False)
 
 
 def test_state_that_is_of_no_parameter_of_the_optimizer_is_refused(tmp_path: Path) -> None:
@@ -145,7 +221,7 @@ def test_an_optimizer_that_saves_more_than_states_and_groups_is_refused(tmp_path
 
 def one_rank_refuses(url: str, kind: str) -> tuple[str, str]:
     rank = dist.get_rank()
-    state = in_model(scaled() if rank == 1 else torch.ones(4, 4))
+    state = in_model(scaled(Opaque) if rank == 1 else torch.ones(4, 4))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     sharded = in_model(nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]), requires_grad=False))
     sharded.model.odd._local_tensor = Scaled(torch.ones(2, 4, dtype=torch.int8), torch.tensor(0.5))  # type: ignore
@@ -162,7 +238,7 @@ def one_rank_refuses(url: str, kind: str) -> tuple[str, str]:
 @pytest.mark.parametrize("kind", TYPES)
 def test_what_one_rank_refuses_no_rank_saves(ranks: Any, tmp_path: Path, kind: str) -> None:
     for alone, sharded in ranks.run(one_rank_refuses, 2, str(tmp_path), kind):
-        assert "rank 1" in alone and "model.odd is a tests.checkpoint.hidden.Scaled" in alone
+        assert "rank 1" in alone and "model.odd is a tests.checkpoint.hidden.Opaque" in alone
         assert "model.odd is sharded, and its local part is a tests.checkpoint.hidden.Scaled" in sharded
     assert not list(tmp_path.glob("step_*"))
 

@@ -59,6 +59,25 @@ def float8_all_gather() -> Made:
     return model, None
 
 
+def mx(dtype: torch.dtype) -> Callable[[], Made]:
+    def made() -> Made:
+        from torchao.prototype.mx_formats.mx_tensor import MXTensor
+
+        model = net()
+        model[0].weight = nn.Parameter(MXTensor.to_mx(model[0].weight.detach(), dtype, 32), requires_grad=False)
+        return model, None
+
+    return made
+
+
+def nvfp4() -> Made:
+    from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
+
+    model = net()
+    model[0].weight = nn.Parameter(NVFP4Tensor.to_nvfp4(model[0].weight.detach()), requires_grad=False)
+    return model, None
+
+
 def of_torchao(name: str) -> Callable[[], Made]:
     def made() -> Made:
         import torchao.optim
@@ -98,17 +117,18 @@ def float8_weights() -> Made:
 
 
 CASES: dict[str, tuple[Callable[[], Made], str]] = {  # what makes it, and what a manager's refusal says ("": exact)
-    "int8 weights": (quantized("Int8WeightOnlyConfig"), r"model\.0\.weight is a torchao\.\S*Int8Tensor"),
-    "float8 weights of torchao": (quantized("Float8WeightOnlyConfig"), r"model\.0\.weight is a torchao\.\S*Float8Ten"),
-    "int4 weights": (
-        quantized("IntxWeightOnlyConfig", weight_dtype=torch.int4),
-        r"model\.0\.weight is a torchao\.\S*Intx\w+Tensor",
-    ),
-    "float8 all-gather": (float8_all_gather, r"model\.0\.weight is a torchao\.\S*Float8\w+Tensor"),
+    "int8 weights": (quantized("Int8WeightOnlyConfig"), ""),
+    "int8 weights and activations": (quantized("Int8DynamicActivationInt8WeightConfig"), ""),
+    "float8 weights of torchao": (quantized("Float8WeightOnlyConfig"), ""),
+    "int4 weights": (quantized("IntxWeightOnlyConfig", weight_dtype=torch.int4), ""),
+    "float8 all-gather": (float8_all_gather, ""),
     "float8 weights": (float8_weights, ""),
-    "AdamW8bit": (of_torchao("AdamW8bit"), r"0\.weight\.exp_avg is a torchao\.\S*OptimState8bit"),
-    "AdamW4bit": (of_torchao("AdamW4bit"), r"0\.weight\.exp_avg is a torchao\.\S*OptimState4bit"),
-    "AdamWFp8": (of_torchao("AdamWFp8"), r"0\.weight\.exp_avg is a torchao\.\S*OptimStateFp8"),
+    "mxfp8 weights": (mx(torch.float8_e4m3fn), ""),
+    "mxfp4 weights": (mx(torch.float4_e2m1fn_x2), ""),
+    "nvfp4 weights": (nvfp4, ""),
+    "AdamW8bit": (of_torchao("AdamW8bit"), ""),
+    "AdamW4bit": (of_torchao("AdamW4bit"), ""),
+    "AdamWFp8": (of_torchao("AdamWFp8"), ""),
     "8-bit AdamW of bitsandbytes": (of_bitsandbytes("AdamW8bit"), ""),
     "8-bit Lion of bitsandbytes": (of_bitsandbytes("Lion8bit", min_8bit_size=16), ""),
     "32-bit AdamW of bitsandbytes": (of_bitsandbytes("AdamW32bit"), ""),

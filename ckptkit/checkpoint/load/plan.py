@@ -25,8 +25,17 @@ from ckptkit.checkpoint.state.train_state import (
     section,
 )
 from ckptkit.checkpoint.state.values import JSON, decode, references
-from ckptkit.errors import CheckpointMismatchError, CorruptCheckpointError, UsageError, command_line
+from ckptkit.errors import CheckpointMismatchError, CorruptCheckpointError, SaveError, UsageError, command_line
 from ckptkit.formats.dcp.host_bytes import expanded_ones, hidden_ones
+from ckptkit.formats.dcp.subclasses import (
+    SEPARATOR,
+    SUBCLASSES,
+    Recipe,
+    describe,
+    new_tensor,
+    open_all,
+    outer_name,
+)
 from ckptkit.formats.own.manifest import MESHES, PLACEMENTS
 from ckptkit.formats.own.reader import OBJECTS_NAME
 from ckptkit.storage.store import Store
@@ -156,6 +165,8 @@ class OptimizerPlan:
         values: FQN -> state name -> JSON, for non-tensor state.
         shared: State that belongs to no parameter, as JSON.
         keep: Parameters that the checkpoint's optimizer lacks; their live state is kept.
+        live: FQN -> state name -> live value; for a tensor of a subclass, its parts.
+        wholes: FQN -> state name -> tensor of a subclass, whose parts are filled in place.
         skip: Restore nothing except masters, which must follow the weights.
     """
 
@@ -168,6 +179,8 @@ class OptimizerPlan:
     values: dict[str, dict[str, JSON]] = field(default_factory=dict)
     shared: dict[str, JSON] = field(default_factory=dict)
     keep: list[str] = field(default_factory=list)
+    live: dict[str, dict[str, Any]] = field(default_factory=dict)
+    wholes: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     skip: bool = False
 
     @property
@@ -248,6 +261,10 @@ class _Planner:
         self.by_role: dict[Role, dict[str, TensorEntry]] = {}
         self.from_masters: set[str] = set()  # FQNs of masters that are loaded into weights
         self.live: dict[str, dict[str, torch.Tensor]] = {}  # tensors of each model
+        recipes = objects.get(SUBCLASSES, {})
+        if not isinstance(recipes, dict) or not all(map(is_recipe, recipes.values())):
+            raise CorruptCheckpointError(f"objects.json: the value of '{SUBCLASSES}' is malformed.")
+        self.recipes: Mapping[str, Recipe] = recipes
 
     def entries(self, role: Role) -> dict[str, TensorEntry]:
         if role not in self.by_role:
@@ -311,9 +328,11 @@ class _Planner:
             if handed is not None:
                 self.plan.handed.append((module, handed))
                 self.plan.mismatches.add("unexpected", key, _not_taken(module, handed))
-            names.update(tensors, (fqn.removeprefix(prefix) for fqn in self.entries(Role.MODEL)))
+            names.update(tensors, (self.outer(key, fqn.removeprefix(prefix)) for fqn in self.entries(Role.MODEL)))
             live = {fqn: tensor for fqn, tensor in tensors.items() if self.filter(fqn)}
-            hidden = hidden_ones(live)
+            live, recipes, reasons = open_all(live)
+            live, saved = self.parts(key, live, saved, recipes)
+            hidden = {**hidden_ones(live), **reasons}
             self.plan.mismatches.add("others", key, [f"{fqn} here {why}" for fqn, why in hidden.items()])
             live = {fqn: tensor for fqn, tensor in live.items() if fqn not in hidden}
             saved = {fqn: entry for fqn, entry in saved.items() if fqn not in hidden}
@@ -325,6 +344,28 @@ class _Planner:
             self.plan.mismatches.add("others", "model", idle)
         else:
             self.plan.notes += idle
+
+    def outer(self, key: str, fqn: str) -> str:
+        """Return the name of the saved tensor that `fqn` is a part of, or itself."""
+        return outer_name(fqn, self.recipes, f"{key}.")
+
+    def parts(
+        self, key: str, live: dict[str, torch.Tensor], saved: dict[str, TensorEntry], recipes: Mapping[str, Recipe]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, TensorEntry]]:
+        """Compare the recipes of tensor subclasses. Return the live and the saved tensors without those that differ."""
+        head = f"{key}."
+        stored = {name[len(head) :]: recipe for name, recipe in self.recipes.items() if name.startswith(head)}
+        here = {fqn: outer_name(fqn, recipes) for fqn in live}
+        there = {fqn: outer_name(fqn, stored) for fqn in saved}
+        both = set(here.values()) & set(there.values()) | {here[fqn] for fqn in live if fqn in saved}
+        differing = {fqn for fqn in both if recipes.get(fqn) != stored.get(fqn)}
+        self.plan.mismatches.add(
+            "others", key, [unlike(fqn, recipes.get(fqn), stored.get(fqn)) for fqn in sorted(differing)]
+        )
+        return (
+            {fqn: tensor for fqn, tensor in live.items() if here[fqn] not in differing},
+            {fqn: entry for fqn, entry in saved.items() if there[fqn] not in differing},
+        )
 
     def extra_state(self, key: str, module: torch.nn.Module, live: Collection[str]) -> None:
         """Plan what modules keep beside their tensors (`get_extra_state`), compared by module."""
@@ -349,7 +390,7 @@ class _Planner:
         return found  # type: ignore[no-any-return]
 
     def take(self, key: str, fqn: str) -> bool:
-        if self.filter(fqn):
+        if self.filter(outer_name(fqn, self.recipes, f"{key}.")):
             return True
         self.plan.skipped[f"{key}.{fqn}"] = "not included"
         return False
@@ -500,9 +541,47 @@ class _Planner:
         found.add("others", plan.key, plan.groups.conflicts)
         plan.keep = list(plan.groups.missing)
         plan.states = {fqn: entries for fqn, entries in states.items() if fqn in plan.parameters}
+        for fqn, parameter in plan.parameters.items():
+            self.opened_states(plan, fqn, parameter)
         weights = self.entries(Role.MODEL)
         _check_states(plan, weights, found)
         return _plan_masters(plan, masters, weights, found)
+
+    def opened_states(self, plan: OptimizerPlan, fqn: str, parameter: torch.Tensor) -> None:
+        """Match the states of one parameter that are tensors of subclasses; those that the optimizer does not have yet
+        are made."""
+        import torch
+
+        live, entries = plan.optimizer.state.get(parameter, {}), plan.states.get(fqn, {})
+        plan.live[fqn] = dict(live)
+        head = f"{plan.key}.state.{fqn}."
+        stored = {name: self.recipes[head + name] for name in _outers(entries, self.recipes, head)}
+        tensors = {name: value for name, value in live.items() if isinstance(value, torch.Tensor)}
+        _, recipes, reasons = open_all(tensors)
+        wholes = {name: live[name] for name in recipes}
+        others = [f"{fqn}.{name} here {why}" for name, why in reasons.items()]
+        for name, recipe in stored.items():
+            parts = _parts_of(name, entries)
+            try:
+                if name not in live:
+                    wholes[name] = new_tensor(recipe, parameter, parts)
+                opened, made, _ = open_all({name: wholes.get(name, live.get(name))})
+                if made.get(name) != recipe:
+                    others.append(unlike(f"{fqn}.{name}", made.get(name), recipe))
+                elif opened.keys() - entries.keys():
+                    raise CorruptCheckpointError(f"{head}{name}: not all of its parts are in the checkpoint.")
+            except SaveError as error:
+                others.append(f"{fqn}.{name} in the checkpoint {error}")
+                continue
+            plan.live[fqn].update(opened)
+            others += [
+                f"{fqn}.{part} is {entries[part].dtype} in the checkpoint, {dtype_name(tensor.dtype)} here"
+                for part, tensor in opened.items()
+                if part in entries and entries[part].dtype != dtype_name(tensor.dtype)
+            ]
+        others += [unlike(f"{fqn}.{n}", recipe, None) for n, recipe in recipes.items() if n in entries]
+        plan.wholes[fqn] = {name: tensor for name, tensor in wholes.items() if name in stored}
+        self.plan.mismatches.add("others", plan.key, others)
 
     def left_masters(self, key: str, fqns: list[str]) -> None:
         """Report masters that neither an optimizer nor a weight uses: unexpected, unless weights are skipped or another
@@ -640,7 +719,7 @@ class _Planner:
                     self.plan.leftovers[name] = tree
                 elif rank == str(self.rank):
                     self.plan.leftovers[f"{name}.{rank}"] = tree
-            elif kind not in live and kind not in ("step", "rng", "extra", "classes", PER_RANK):
+            elif kind not in live and kind not in ("step", "rng", "extra", "classes", SUBCLASSES, PER_RANK):
                 self.plan.skipped.setdefault(kind, "not in the training state")
             elif kind == "rng" and not self.state.rng:
                 self.plan.skipped.setdefault(kind, "rng=False")
@@ -650,6 +729,28 @@ class _Planner:
         elif "" not in models:  # each tensor has its model's name in front
             for name in {fqn.partition(".")[0] for fqn in self.entries(Role.MODEL)} - set(models):
                 self.plan.skipped.setdefault(section("model", name), "not in the training state")
+
+
+def is_recipe(recipe: JSON) -> bool:
+    """Whether it has the fields of the recipe of a tensor subclass."""
+    inner = recipe.get("inner") if isinstance(recipe, dict) else None
+    return isinstance(inner, dict) and "context" in recipe and all(isinstance(spec, dict) for spec in inner.values())
+
+
+def unlike(name: str, here: Recipe | None, saved: Recipe | None) -> str:
+    """Describe a tensor whose recipes differ; None: a plain tensor."""
+    return f"{name} is {describe(here)} here, but {describe(saved)} in the checkpoint"
+
+
+def _outers(entries: Mapping[str, TensorEntry], recipes: Mapping[str, Recipe], head: str) -> list[str]:
+    """Return the tensors of subclasses that some of these entries are parts of."""
+    outers = dict.fromkeys(outer_name(name, recipes, head) for name in entries)
+    return [name for name in outers if name not in entries]
+
+
+def _parts_of(name: str, entries: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    head = name + SEPARATOR
+    return {key[len(head) :]: entry for key, entry in entries.items() if key.startswith(head)}
 
 
 def _not_taken(module: torch.nn.Module, state: Mapping[str, Any]) -> list[str]:
@@ -707,7 +808,7 @@ def _owner_and_state(entry: TensorEntry, owners: Collection[str]) -> tuple[str, 
 def _check_states(plan: OptimizerPlan, weights: Mapping[str, TensorEntry], found: Mismatches) -> None:
     for fqn, entries in plan.states.items():
         parameter = plan.parameters[fqn]
-        live = plan.optimizer.state.get(parameter, {})
+        live = plan.live.get(fqn, {})
         wanted, weight = tuple(parameter.shape), weights.get(fqn)
         # Beside a weight of the same shape, a state of another was one when it was saved: a table, say.
         same_weight = weight is not None and weight.shape == wanted

@@ -18,6 +18,7 @@ from ckptkit.checkpoint.state.train_state import PerRank, is_stateful
 from ckptkit.checkpoint.state.values import encode
 from ckptkit.errors import LoadError, SaveError
 from ckptkit.formats.dcp.shared_memory import check_claims, overlapping
+from ckptkit.formats.dcp.subclasses import outer_name
 from ckptkit.storage.store import Store
 from ckptkit.units import format_size
 
@@ -119,8 +120,13 @@ class Reading:
             master = plan.masters.get(fqn)
             if master is not None and plan.master_name is not None:
                 wanted[plan.master_name] = master
-            live = plan.optimizer.state.get(parameter, {})
+            live, wholes = plan.live.get(fqn, {}), plan.wholes.get(fqn, {})
+            for name, whole in wholes.items():
+                states.setdefault(fqn, {})[name] = whole
             for name, entry in wanted.items():
+                if outer_name(name, wholes) in wholes:
+                    self._read(live[name], entry, beside=self._atomic)
+                    continue
                 tensor = self._state(parameter, name, entry, live.get(name), on_device=on_device[id(parameter)])
                 states.setdefault(fqn, {})[name] = tensor
         return states

@@ -24,8 +24,9 @@ from ckptkit.checkpoint.save.replicas import Fingerprints, holding, part_ways, w
 from ckptkit.checkpoint.state.local_part import layout_of
 from ckptkit.checkpoint.state.train_state import Captured, StateDictType, TrainState, capture, check_state
 from ckptkit.checkpoint.state.values import Seen, decode
-from ckptkit.digests import hex_digest_of
-from ckptkit.errors import UsageError
+from ckptkit.digests import digest_of, hex_digest_of
+from ckptkit.errors import SaveError, UsageError
+from ckptkit.formats.dcp.subclasses import SUBCLASSES, describe
 from ckptkit.formats.own.reader import OBJECTS_NAME
 from ckptkit.formats.own.record import (
     MANIFEST_NAME,
@@ -193,11 +194,13 @@ class Saver:
             else:
                 made, outcome = self._plan(captured, state, request, clock)
         with clock.phase("agree"):
-            signatures, alike = self._coordinator.settle(outcome, "planning the save", then=self._agreed)
+            signatures, alike, one_recipe = self._coordinator.settle(outcome, "planning the save", then=self._agreed)
             assert made is not None  # otherwise `settle` has raised
+            if not one_recipe:
+                self._join_recipes(captured)
             if not alike and self._found_differences(captured, made.prints):
                 made, outcome = self._plan(captured, state, request, clock)
-                signatures, _ = self._coordinator.settle(outcome, "planning the save", then=self._agreed)
+                signatures, *_ = self._coordinator.settle(outcome, "planning the save", then=self._agreed)
                 assert made is not None
             made.plan = made.plan.settle(signatures, self._coordinator.all_gather)
         self._plans[request.state_dict_type] = made.plan
@@ -323,7 +326,8 @@ class Saver:
         except BaseException as error:  # noqa: BLE001  the boundary of a rank: `settle` raises it
             return None, Outcome.of_error(error)
         wanted = (request.step, request.tag, kind.value)
-        return made, Outcome((plan.signature, wanted, prints and prints.digests))
+        recipes = digest_of(_json(captured.objects.get(SUBCLASSES)))
+        return made, Outcome((plan.signature, wanted, prints and prints.digests, recipes))
 
     def _index(
         self, prepared: Prepared, attempt: SaveAttempt, answers: Sequence[tuple[bytes, bytes, dict[str, str]]]
@@ -351,14 +355,41 @@ class Saver:
 
     # --- talking
 
-    def _agreed(self, answers: list[tuple[bytes, Any, tuple[bytes, bytes] | None]]) -> tuple[list[bytes], bool]:
-        """Return all ranks' signatures, and whether their plain tensors are known to be equal: ranks with the same keys
-        have the same contents, and the set of holders has not changed. On rank 0."""
-        check_equal([wanted for _, wanted, _ in answers], "what to save: (step, tag, type)")
-        digests = [digest for _, _, digest in answers if digest is not None]
+    def _agreed(
+        self, answers: list[tuple[bytes, Any, tuple[bytes, bytes] | None, int]]
+    ) -> tuple[list[bytes], bool, bool]:
+        """Return all ranks' signatures; whether their plain tensors are known to be equal: ranks with the same keys
+        have the same contents, and the set of holders has not changed; and whether their recipes are. On rank 0."""
+        check_equal([answer[1] for answer in answers], "what to save: (step, tag, type)")
+        digests = [answer[2] for answer in answers if answer[2] is not None]
         held = [which for which, _ in digests]
         one_each = len(set(digests)) == len(set(held))
-        return [signature for signature, _, _ in answers], one_each and (len(set(held)) <= 1 or held == self._holdings)
+        equal = one_each and (len(set(held)) <= 1 or held == self._holdings)
+        return [answer[0] for answer in answers], equal, len({answer[3] for answer in answers}) == 1
+
+    def _join_recipes(self, captured: Captured) -> None:
+        """Give this rank the recipes of all ranks, which may hold different tensors. Collective.
+
+        Raises:
+            SaveError: A tensor has parts on one rank, and other ones or none on another.
+        """
+        own = captured.objects.get(SUBCLASSES, {})
+        found: dict[str, tuple[int, Any]] = {}
+        for rank, table in enumerate(map(json.loads, self._coordinator.all_gather(_json(own)))):
+            found.update({key: (rank, recipe) for key, recipe in table.items() if key not in found})
+        mine = {key for key, _ in captured.tensors(aliases=True)} | own.keys()
+        differing = [key for key, (_, recipe) in found.items() if key in mine and own.get(key) != recipe]
+        error = None
+        if differing:
+            rank, recipe = found[differing[0]]
+            more = f" and {len(differing) - 1} more" if len(differing) > 1 else ""
+            error = SaveError(
+                f"{differing[0]}{more}: it is {describe(own.get(differing[0]))} here, but {describe(recipe)} on rank "
+                f"{rank}. Shard it so that all ranks have the same class and settings."
+            )
+        self._coordinator.settle(Outcome() if error is None else Outcome.of_error(error), "planning the save")
+        joined = {key: recipe for key, (_, recipe) in found.items()}
+        captured.objects[SUBCLASSES] = joined
 
     def _found_differences(self, captured: Captured, prints: Fingerprints | None) -> bool:
         """Compare plain tensors one by one, and remember those that differ. All ranks must call it and get the same

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.checkpoint.state.values import JSON, decode, encode
 from ckptkit.errors import CorruptCheckpointError, SaveError, UsageError
 from ckptkit.formats.dcp.host_bytes import expanded_ones, hidden_ones
+from ckptkit.formats.dcp.subclasses import Recipe, open_all
 
 if TYPE_CHECKING:
     import torch
@@ -51,12 +52,14 @@ class CapturedOptimizer:
         tree: JSON: "param_groups", each with "params" as a list of FQNs; "values": non-tensor state by FQN; "shared":
             state that belongs to no parameter.
         loose: Tensors that `tree` refers to.
+        recipes: (fqn, state name) -> the recipe of a tensor subclass, whose parts are in `tensors`.
     """
 
     tensors: dict[tuple[str, str], torch.Tensor]
     masters: dict[str, torch.Tensor]
     tree: JSON
     loose: dict[str, torch.Tensor] = field(default_factory=dict)
+    recipes: dict[tuple[str, str], Recipe] = field(default_factory=dict)
 
 
 def named_parameters(optimizer: Any, names: Mapping[int, str], what: str) -> dict[str, torch.nn.Parameter]:
@@ -106,7 +109,16 @@ def capture_optimizer(optimizer: Any, names: Mapping[int, str], what: str) -> Ca
     for fqn, parameter in parameters.items():
         if parameter in optimizer.state:
             _capture_parameter(captured, fqn, parameter, optimizer.state[parameter], master_name, values, what)
-    refuse_hidden(f"{what}.state.", {f"{fqn}.{name}": item for (fqn, name), item in captured.tensors.items()})
+    table, recipes, reasons = open_all(captured.tensors)
+    captured.recipes.update(recipes)
+    names_of = {key: f"{key[0]}.{key[1]}" for key in table}
+    refuse_hidden(
+        f"{what}.state.",
+        {names_of[key]: item for key, item in table.items()},
+        reasons={names_of.get(key, ".".join(key)): why for key, why in reasons.items()},
+    )
+    captured.tensors.clear()
+    captured.tensors.update(table)
     refuse_hidden(f"{what}.master.", captured.masters)
     _check_whole(optimizer, parameters, what)
     by_id = {id(parameter): fqn for fqn, parameter in parameters.items()}
@@ -158,13 +170,16 @@ def class_name(item: Any) -> str:
     return type(item).__name__ + inner
 
 
-def refuse_hidden(prefix: str, tensors: Mapping[str, torch.Tensor], *, filled: bool = False) -> None:
+def refuse_hidden(
+    prefix: str, tensors: Mapping[str, torch.Tensor], *, filled: bool = False, reasons: Mapping[str, str] | None = None
+) -> None:
     """Raise SaveError for tensors whose values cannot be saved as plain bytes; names all of them.
 
     Args:
         filled: A load fills the live tensors, so those that cannot be written to are refused too.
+        reasons: Why tensors of subclasses could not be taken apart.
     """
-    hidden = hidden_ones(tensors) or (expanded_ones(tensors) if filled else {})
+    hidden = {**hidden_ones(tensors), **(reasons or {})} or (expanded_ones(tensors) if filled else {})
     if hidden:
         lines = [f"{prefix}{name} {why}." for name, why in list(hidden.items())[:_LISTED]]
         more = [f"and {len(hidden) - _LISTED} more"] if len(hidden) > _LISTED else []

@@ -16,6 +16,7 @@ from ckptkit.checkpoint.state.rng import capture_rng
 from ckptkit.checkpoint.state.values import JSON, Seen, encode
 from ckptkit.errors import SaveError, UsageError
 from ckptkit.formats.dcp.host_bytes import without_subclass
+from ckptkit.formats.dcp.subclasses import SEPARATOR, SUBCLASSES, Recipe, open_all, outer_name
 
 if TYPE_CHECKING:
     import torch
@@ -227,24 +228,32 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None, seen: 
     """
     check_whole(state)
     captured = Captured()
+    live_tensors: dict[str, dict[str, torch.Tensor]] = {}
+    recipes: dict[str, Recipe] = {}
     for name, module in state.parts("model").items():
         key = section("model", name)
         live = _live_state(module)
         tensors, extra_state = _by_canonical_name(module, live)
-        refuse_hidden(f"{key}.", tensors, filled=True)
+        live_tensors[key] = tensors
+        aliases = _aliases(module, tensors)
+        captured.models[key], opened, reasons = open_all(tensors)
+        refuse_hidden(f"{key}.", captured.models[key], filled=True, reasons=reasons)
         _refuse_strangers(key, module, live)
-        captured.models[key] = tensors
-        captured.aliases[key] = _aliases(module, tensors)
+        recipes.update({f"{key}.{fqn}": recipe for fqn, recipe in opened.items()})
+        captured.aliases[key] = part_aliases(aliases, captured.models[key], opened)
         if extra_state:
             # Its large tensors are no weights: their keys must not begin with the model's.
             captured.objects[f"{key}.extra_state"] = encode(extra_state, f"extra_state.{key}", captured.loose)
     optimizers = state.parts("optimizer")
-    names = parameter_names(state, captured.models, [p for one in optimizers.values() for p in _parameters_of(one)])
+    names = parameter_names(state, live_tensors, [p for one in optimizers.values() for p in _parameters_of(one)])
     for name, optimizer in optimizers.items():
         key = section("optimizer", name)
         captured.optimizers[key] = taken = capture_optimizer(optimizer, names, key)
         captured.loose.update(taken.loose)
         captured.objects[key] = taken.tree
+        recipes.update({f"{key}.state.{fqn}.{item}": recipe for (fqn, item), recipe in taken.recipes.items()})
+    if recipes:
+        captured.objects[SUBCLASSES] = recipes
     classes = {
         section(kind, name): class_name(item)
         for kind in ("optimizer", "scheduler")
@@ -266,6 +275,16 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None, seen: 
     _drop_subclasses(captured.models)
     captured.objects["step"] = int(state.step if step is None else step)
     return captured
+
+
+def part_aliases(aliases: Mapping[str, str], names: Iterable[str], recipes: Mapping[str, Recipe]) -> dict[str, str]:
+    """Return the aliases with tied tensors of subclasses replaced by their parts."""
+    found = {name: holder for name, holder in aliases.items() if name not in recipes}
+    for name in names:
+        outer = outer_name(name, recipes)
+        if outer != name and outer in aliases:
+            found[name] = aliases[outer] + SEPARATOR + name[len(outer) + len(SEPARATOR) :]
+    return found
 
 
 def _refuse_strangers(key: str, module: torch.nn.Module, live: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from ckptkit.catalog.dtypes import export_dtype
 from ckptkit.catalog.entry import Catalog, Role, TensorEntry
 from ckptkit.catalog.targets import Target
 from ckptkit.errors import CheckpointMismatchError, CheckpointNotFoundError, UnsupportedFormatError, UsageError
+from ckptkit.formats.dcp.subclasses import SUBCLASSES, outer_name
 from ckptkit.keymaps.wrappers import strip_infixes, strip_prefix
 
 if TYPE_CHECKING:
@@ -117,6 +118,8 @@ def select_targets(catalog: Catalog, options: ExportOptions, *, wanted: Collecti
 def _refuse_opaque(catalog: Catalog, found: Selection, options: ExportOptions) -> None:
     """Raise if selected tensors cannot be read without their classes."""
     opaque = {}
+    stored = catalog.objects.get(SUBCLASSES)
+    recipes = stored.value if stored is not None and isinstance(stored.value, dict) else {}
     for name, why in catalog.info.extra.get("opaque", {}).items():
         item, names = catalog.objects.get(name), (name, name.partition(".")[2])
         wanted = not options.include or matches(options.include, *names)
@@ -126,6 +129,9 @@ def _refuse_opaque(catalog: Catalog, found: Selection, options: ExportOptions) -
         for source in target.sources:
             if why := catalog.tensors[source].slices.opaque:
                 opaque[source] = why
+            outer = outer_name(source, recipes)
+            if outer != source:
+                opaque[outer] = f"is a {recipes[outer]['class']}, which is stored in parts"
     if opaque:
         listed = "\n  ".join(f"{name} {why}" for name, why in opaque.items())
         raise UnsupportedFormatError(

@@ -1,0 +1,415 @@
+"""Takes tensor subclasses apart into ordinary tensors by torch's protocol, and puts them together again.
+
+A class with `__tensor_flatten__` names the tensors that it is made of. They are stored as ordinary tensors named
+`<name>::<attribute>`, and a recipe (JSON) records the class and the rest. A load fills the tensors that a live tensor
+of the same recipe is made of. No class is imported because a checkpoint names it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckptkit.errors import SaveError
+from ckptkit.formats.dcp.host_bytes import are_dense, why_not_dense
+
+if TYPE_CHECKING:
+    import torch
+
+    from ckptkit.catalog.entry import TensorEntry
+
+__all__ = [
+    "SEPARATOR",
+    "SUBCLASSES",
+    "Opened",
+    "Recipe",
+    "describe",
+    "new_tensor",
+    "open_all",
+    "open_tensor",
+    "outer_name",
+]
+
+SEPARATOR = "::"
+SUBCLASSES = "subclasses"
+"""The key of the recipes in objects.json: by the tensor's key."""
+
+Recipe = Any  # JSON
+
+# How inner tensors lie relative to the whole: "like" (as many dimensions, each element stands for a block), "flat" (one
+# dimension, each element stands for a run of the flattened tensor) or "whole" (a table that every shard has).
+_KNOWN: Mapping[str, Mapping[str, str]] = {
+    "torchao.optim.subclass_8bit.OptimState8bit": {"codes": "like", "scale": "flat", "qmap": "whole"},
+    "torchao.optim.subclass_4bit.OptimState4bit": {"codes": "flat", "scale": "flat", "qmap": "whole"},
+    "torchao.optim.subclass_fp8.OptimStateFp8": {"codes": "like", "scale": "flat"},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """What a tensor is made of.
+
+    Attributes:
+        parts: The inner tensors by attribute ("a::b" if one is of a subclass itself): they share the tensor's memory,
+            and are DTensors if it is sharded.
+        recipe: JSON: "class", "shape", "stride", "dtype", "context" and "inner".
+    """
+
+    parts: dict[str, torch.Tensor]
+    recipe: Recipe
+
+
+def outer_name(name: str, recipes: Mapping[str, Recipe], prefix: str = "") -> str:
+    """Return the name of the tensor that `name` is a part of, or `name` if it is none of these recipes'."""
+    head = name
+    while SEPARATOR in head:
+        head = head.rpartition(SEPARATOR)[0]
+        if prefix + head in recipes:
+            return head
+    return name
+
+
+def describe(recipe: Recipe) -> str:
+    """Return a recipe on one line, for errors."""
+    if not isinstance(recipe, Mapping):
+        return "a plain tensor"
+    name = str(recipe.get("class", "")).rpartition(".")[2]
+    return f"{name} {json.dumps({key: value for key, value in recipe.items() if key != 'class'})}"
+
+
+def open_all(tensors: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Recipe], dict[Any, str]]:
+    """Take apart the tensors of a table that are not dense.
+
+    Args:
+        tensors: By name, or by (FQN, state name). Those that cannot be taken apart stay as they are.
+
+    Returns:
+        The table with the inner tensors in place, the recipes by name, and why others could not be taken apart.
+    """
+    from torch.distributed.tensor import DTensor
+
+    if are_dense([value._local_tensor if type(value) is DTensor else value for value in tensors.values()]):
+        return dict(tensors), {}, {}
+    table: dict[Any, Any] = {}
+    recipes: dict[Any, Recipe] = {}
+    reasons: dict[Any, str] = {}
+    known: dict[int, Opened | None] = {}  # tied tensors have the same parts
+    for name, tensor in tensors.items():
+        if id(tensor) not in known:
+            try:
+                known[id(tensor)] = open_tensor(tensor)
+            except SaveError as error:
+                known[id(tensor)] = None
+                reasons[name] = str(error)
+        opened = known[id(tensor)]
+        if opened is None:
+            table[name] = tensor
+            continue
+        recipes[name] = opened.recipe
+        for part, inner in opened.parts.items():
+            full = (name[0], name[1] + SEPARATOR + part) if isinstance(name, tuple) else name + SEPARATOR + part
+            if full in tensors:
+                reasons[name] = f"is stored in parts, and another tensor has the name of its part {full!r}"
+            table[full] = inner
+    return table, recipes, reasons
+
+
+def open_tensor(tensor: Any) -> Opened | None:
+    """Return what a tensor is made of, None if it is dense or its class does not say.
+
+    Raises:
+        SaveError: It can't be stored in parts. The message is the end of a sentence.
+    """
+    from torch.distributed.tensor import DTensor
+
+    if type(tensor) is DTensor:
+        local = tensor._local_tensor
+        return _open(local, lambda *inner: _sharded(tensor, *inner), tensor) if _is_made_of_parts(local) else None
+    return _open(tensor, _plain, tensor) if _is_made_of_parts(tensor) else None
+
+
+def _is_made_of_parts(tensor: Any) -> bool:
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    from torch.distributed.tensor import DTensor
+
+    kind = type(tensor)
+    if kind in (torch.Tensor, torch.nn.Parameter) or isinstance(tensor, (DTensor, AsyncCollectiveTensor, FakeTensor)):
+        return False
+    if not hasattr(tensor, "__tensor_flatten__") or not hasattr(kind, "__tensor_unflatten__"):
+        return False
+    return not tensor.is_nested and not tensor.is_meta and bool(why_not_dense(tensor))
+
+
+_Place = Callable[[str, Any, Any, str], tuple[Any, Any]]
+
+
+def _open(local: Any, place: _Place, whole: Any) -> Opened:
+    names, context = local.__tensor_flatten__()
+    kind = f"{type(local).__module__}.{type(local).__qualname__}"
+    shape = tuple(local.shape)
+    parts: dict[str, torch.Tensor] = {}
+    inner: dict[str, Any] = {}
+    for name in names:
+        tensor = getattr(local, name)
+        if not _is_kept(tensor, getattr(local, name)):
+            raise SaveError(f"is a {kind}, whose {name} is computed each time: a load could not fill it")
+        stored, spec = place(name, tensor, local, _rule(kind, name, shape, tuple(tensor.shape)))
+        deeper = open_tensor(stored)
+        if deeper is not None:
+            inner[name] = {**spec, "recipe": deeper.recipe}
+            parts.update({f"{name}{SEPARATOR}{key}": value for key, value in deeper.parts.items()})
+            continue
+        why = why_not_dense(stored)
+        if why:
+            raise SaveError(f"is a {kind}, whose {name} {why}")
+        inner[name] = spec
+        parts[name] = stored.detach()
+    recipe = {
+        "class": kind,
+        "shape": list(whole.shape),
+        "stride": list(whole.stride()),
+        "dtype": _dtype_name(whole.dtype),
+        "context": _context(context, shape, kind),
+        "inner": inner,
+    }
+    return Opened(parts, recipe)
+
+
+def _is_kept(one: Any, other: Any) -> bool:
+    """Whether two readings of an attribute are the same tensor, or the same memory."""
+    if one is other or not one.numel():
+        return True
+    return why_not_dense(one) == "" == why_not_dense(other) and one.data_ptr() == other.data_ptr()
+
+
+def _rule(kind: str, name: str, shape: tuple[int, ...], inner: tuple[int, ...]) -> str:
+    known = _KNOWN.get(kind)
+    if known is not None and name in known:
+        return known[name]
+    alike = len(inner) == len(shape) and all(i and s % i == 0 for s, i in zip(shape, inner, strict=True))
+    return "like" if alike else "whole"
+
+
+def _plain(name: str, inner: Any, local: Any, rule: str) -> tuple[Any, Any]:
+    """Return the tensor to store for an inner one of a plain tensor, and its entry in the recipe."""
+    shape = tuple(local.shape)
+    if rule == "flat":
+        run, rows = _run(name, inner, local)
+        cut = rows and shape[0] % rows == 0
+        return (inner.view(shape[0] // rows, -1) if cut else inner), {"placed": rule, "block": run}
+    block = [s // i for s, i in zip(shape, inner.shape, strict=True)] if rule == "like" else None
+    return inner, {"placed": rule, **({} if block is None else {"block": block})}
+
+
+def _run(name: str, inner: Any, local: Any) -> tuple[int, int]:
+    """Return how many elements of the flattened tensor one element stands for, and the fewest rows of the tensor that
+    begin and end between such runs (0: it has no rows)."""
+    numel = local.numel()
+    if inner.dim() != 1 or not inner.numel() or numel % inner.numel():
+        raise SaveError(f"has {numel} elements on this rank, which its {name} {list(inner.shape)} does not divide")
+    block = numel // inner.numel()
+    return block, _rows(block, tuple(local.shape))
+
+
+def _rows(block: int, shape: Sequence[int]) -> int:
+    return block // math.gcd(block, math.prod(shape[1:])) if shape else 0
+
+
+def _sharded(whole: Any, name: str, inner: Any, local: Any, rule: str) -> tuple[Any, Any]:
+    """Return the tensor to store for an inner one of a sharded tensor, and its entry in the recipe: a DTensor with the
+    same placements. The edges of shards must be edges of blocks."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    from ckptkit.formats.dcp.plan import local_box
+
+    kind, mesh, placements = type(local).__qualname__, whole.device_mesh, tuple(whole.placements)
+    sizes, offsets = local_box(whole.shape, mesh, placements)
+    if not local.numel() or sizes != tuple(local.shape):
+        raise SaveError(f"is sharded, and its local part is a {kind} of shape {list(local.shape)}, expected {sizes}")
+    if rule == "whole":
+        if name not in _KNOWN.get(f"{type(local).__module__}.{kind}", ()):
+            raise SaveError(
+                f"is sharded, and its local part is a {type(local).__module__}.{kind}, whose {name} "
+                f"{list(inner.shape)} has no known position in the whole {list(whole.shape)}"
+            )
+        return inner, {"placed": rule}
+    view, spec = _plain(name, inner, local, rule)
+    blocks = _blocks(spec["block"], whole.shape) if rule == "flat" else spec["block"]
+    cut = {placement.dim for placement in placements if hasattr(placement, "dim")}
+    for dim in cut:
+        start, stop, most = offsets[dim], offsets[dim] + sizes[dim], blocks[dim]
+        if not most or start % most or stop % most or whole.shape[dim] % most:
+            raise SaveError(_split(whole, name, spec["block"], f"this rank holds [{start}, {stop}) of dimension {dim}"))
+    if rule == "flat" and view.dim() == 2:
+        shape = torch.Size((whole.shape[0] // blocks[0], blocks[0] * math.prod(whole.shape[1:]) // spec["block"]))
+    elif rule == "flat":
+        shape = view.shape  # no dimension is cut
+    else:
+        shape = torch.Size(size // block for size, block in zip(whole.shape, blocks, strict=True))
+    own = tuple(offset // blocks[dim] if dim in cut else 0 for dim, offset in enumerate(offsets[: len(shape)]))
+    if local_box(shape, mesh, placements) != (tuple(view.shape), (*own, *[0] * (len(shape) - len(own)))):
+        raise SaveError(_split(whole, name, spec["block"], f"as {placements} it is cut elsewhere on other ranks"))
+    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return DTensor.from_local(view, mesh, placements, run_check=False, shape=shape, stride=stride), spec
+
+
+def _split(whole: Any, name: str, block: Any, where: str) -> str:
+    return (
+        f"has the shape {list(whole.shape)} and a {name} with a value for each block of {block} elements, but {where}: "
+        "blocks must not be split between ranks"
+    )
+
+
+def _blocks(block: int, shape: Sequence[int]) -> list[int]:
+    """Return, by dimension, at which multiples a tensor may be cut without cutting a run of `block` elements (0: at
+    none)."""
+    rows = _rows(block, shape)
+    return [rows, block if rows == 1 and len(shape) == 2 else 0, *[0] * len(shape)][: len(shape)]
+
+
+# --- the rest of a recipe
+
+
+def _context(value: Any, shape: tuple[int, ...], kind: str) -> Any:
+    """Return the context of a class as JSON. Its own shape is named, because a shard has another."""
+    import torch
+
+    if isinstance(value, enum.Enum):
+        return {"$enum": f"{type(value).__qualname__}.{value.name}"}
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if isinstance(value, torch.dtype):
+        return {"$dtype": _dtype_name(value)}
+    if isinstance(value, torch.device):
+        return {"$device": value.type}
+    if isinstance(value, (list, tuple)):
+        if shape and tuple(value) == shape:
+            return {"$shape": True}
+        items = [_context(item, shape, kind) for item in value]
+        if hasattr(value, "_fields"):
+            return {"$object": [type(value).__qualname__, dict(zip(value._fields, items, strict=True))]}
+        return items if isinstance(value, list) else {"$tuple": items}
+    if isinstance(value, dict) and all(isinstance(key, str) and not key.startswith("$") for key in value):
+        return {key: _context(item, shape, kind) for key, item in value.items()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: _context(getattr(value, f.name), shape, kind) for f in dataclasses.fields(value)}
+        return {"$object": [type(value).__qualname__, fields]}
+    raise SaveError(f"is a {kind}, whose context has a {type(value).__qualname__}, which cannot be stored as JSON")
+
+
+def _value(tree: Any, shape: tuple[int, ...]) -> Any:
+    """Return the context of a recipe, for a tensor of this shape.
+
+    Raises:
+        ValueError: It has values of classes, which only a live tensor has.
+    """
+    import torch
+
+    if isinstance(tree, list):
+        return [_value(item, shape) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if len(tree) != 1 or not next(iter(tree)).startswith("$"):
+        return {key: _value(item, shape) for key, item in tree.items()}
+    tag, body = next(iter(tree.items()))
+    if tag == "$shape":
+        return torch.Size(shape)
+    if tag == "$tuple" and isinstance(body, list):
+        return tuple(_value(item, shape) for item in body)
+    if tag == "$dtype" and isinstance(getattr(torch, str(body), None), torch.dtype):
+        return getattr(torch, body)
+    if tag == "$float" and body in ("nan", "inf", "-inf"):
+        return float(body)
+    raise ValueError(f"{tag} {body!r}")
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# --- tensors that are not there yet
+
+
+def new_tensor(recipe: Recipe, parameter: torch.Tensor, entries: Mapping[str, TensorEntry]) -> torch.Tensor:
+    """Return an uninitialised tensor of a recipe with the placement of a parameter, for an optimizer without state.
+
+    Its class must be one that this process has allowed torch to load (`torch.serialization.add_safe_globals`, which
+    torchao calls for its optimizer states): nothing is imported.
+
+    Args:
+        entries: The inner tensors in the checkpoint, by attribute.
+
+    Raises:
+        SaveError: It cannot be made here. The message is the end of a sentence.
+    """
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    name = str(recipe.get("class"))
+    cls = next((c for c in _allowed() if f"{c.__module__}.{c.__qualname__}" == name), None)
+    if cls is None:
+        raise SaveError(
+            f"is a {name}, which this job neither has nor allows. Take a step before the load, or import its library "
+            "(torch.serialization.add_safe_globals)"
+        )
+    if list(parameter.shape) != recipe.get("shape"):
+        raise SaveError(f"has the shape {recipe.get('shape')}, its parameter here {list(parameter.shape)}")
+    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    shape = tuple(local.shape)
+    inner = {}
+    for key, spec in recipe["inner"].items():
+        if key not in entries or "recipe" in spec:
+            raise SaveError(f"is a {name}, whose {key} is not stored as a tensor")
+        sizes = _local_shape(key, spec, shape, entries[key].shape)
+        inner[key] = torch.empty(sizes, dtype=getattr(torch, entries[key].dtype), device=local.device)
+    try:
+        context = _value(recipe["context"], shape)
+    except ValueError as error:
+        raise SaveError(f"is a {name}, whose context {error} only a live tensor has: take a step first") from error
+    stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    made: torch.Tensor = cls.__tensor_unflatten__(inner, context, shape, stride)
+    if not isinstance(parameter, DTensor):
+        return made
+    return DTensor.from_local(
+        made,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _allowed() -> list[Any]:
+    import torch
+
+    found = torch.serialization.get_safe_globals()
+    return [item for item in found if isinstance(item, type) and hasattr(item, "__tensor_unflatten__")]
+
+
+def _local_shape(
+    name: str, spec: Mapping[str, Any], shape: tuple[int, ...], stored: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Return the shape of an inner tensor of a shard of this shape."""
+    block = spec.get("block")
+    if spec.get("placed") == "whole":
+        return stored
+    sizes = (math.prod(shape),) if spec.get("placed") == "flat" else shape
+    blocks = block if isinstance(block, list) else [block]
+    fits = len(blocks) == len(sizes) and all(isinstance(b, int) and b > 0 for b in blocks)
+    if not fits or not math.prod(shape) or any(size % b for size, b in zip(sizes, blocks, strict=True)):
+        raise SaveError(
+            f"has a {name} with a value for each block of {block} elements, and this rank's part {list(shape)} of it "
+            "does not consist of whole blocks"
+        )
+    return tuple(size // b for size, b in zip(sizes, blocks, strict=True))
