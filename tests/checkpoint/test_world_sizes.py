@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.state.train_state import PerRank, TrainState
@@ -255,6 +256,45 @@ def load_average(url: str) -> tuple[dict[str, Any], list[str]]:
 def test_an_average_of_sharded_weights_comes_back_sharded(ranks: Any, tmp_path: Path, kind: str) -> None:
     saved = ranks.run(save_average, 2, str(tmp_path), kind)[0]
     assert ranks.run(load_average, 3, str(tmp_path)) == [(saved, [])] * 3
+
+
+# --- a weight that leaves some tensor-parallel ranks nothing
+
+
+def narrow(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 1), torch.nn.Linear(1, 7))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tp"))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["shard"])
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach() * 0.5
+    optimizer.step()
+    return model, optimizer
+
+
+def local_numbers(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    moments = [optimizer.state[p][name] for p in model.parameters() for name in ("exp_avg", "exp_avg_sq")]
+    return [t.to_local() for t in [*model.parameters(), *moments] if isinstance(t, DTensor)]
+
+
+def narrow_round_trip(url: str, kind: str) -> tuple[int, bool]:
+    saved, state = narrow(0)
+    with CheckpointManager(url, state_dict_type=kind) as manager:
+        manager.save(1, TrainState(model=saved, optimizer=state))
+    loaded, other = narrow(1)
+    with CheckpointManager(url) as manager:
+        manager.load(TrainState(model=loaded, optimizer=other))
+    pairs = list(zip(local_numbers(saved, state), local_numbers(loaded, other), strict=True))
+    return sum(not a.numel() for a, _ in pairs), all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
+def test_a_weight_narrower_than_tensor_parallelism_comes_back(ranks: Any, tmp_path: Path, kind: str) -> None:
+    found = ranks.run(narrow_round_trip, 4, str(tmp_path), kind)
+    assert all(same for _, same in found)
+    assert any(empty for empty, _ in found)
 
 
 # --- a model with all that is odd about models

@@ -50,7 +50,8 @@ def local_parts(
     Args:
         shape: Shape of the whole tensor.
         local_shape: Shape of the rank's tensor, to be checked. FSDP2 splits after tensor parallelism, and for uneven
-            tensors (7 rows over dp 3, tp 2) the placements may not show that; the local shape does.
+            tensors (7 rows over dp 3, tp 2) the placements may not show that; the local shape does. For a part without
+            elements FSDP2 changes the other dimensions too, so only its emptiness is checked.
         order: Mesh dimensions in the order in which they split; None: from left to right.
 
     Raises:
@@ -85,7 +86,7 @@ def _local_parts(
     for mesh_dims, plain in orders:
         rows = _rows(shape, mesh_shape, coordinate, placements, mesh_dims, plain=plain)
         found = tuple(sum(stop - start for start, stop in runs) for runs in rows)
-        if local_shape is None or found == local_shape:
+        if local_shape is None or found == local_shape or (0 in found and 0 in local_shape):
             return tuple(_boxes(shape, rows))
     raise CorruptCheckpointError(
         f"the local tensor has shape {list(local_shape or ())}, but {_describe(placements)} of shape {list(shape)} on "

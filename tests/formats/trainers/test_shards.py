@@ -77,6 +77,13 @@ def test_fsdp_on_uneven_tensor_parallel_shards_is_told_by_the_local_shape():
     assert local_parts((7,), (3, 2), (2, 0), placements, local_shape=(0,))[0].box.numel == 0
 
 
+def test_an_empty_part_has_any_shape_without_elements():
+    parts = local_parts((7, 1), (2, 2), (0, 1), (S0, Placement("shard", 1)), local_shape=(0, 0))  # as FSDP2 cuts [7, 0]
+    assert [part.box for part in parts] == [Box((0, 1), (4, 0))]
+    with pytest.raises(CorruptCheckpointError):
+        local_parts((7, 1), (2, 2), (0, 1), (S0, Placement("shard", 1)), local_shape=(4, 1))
+
+
 def test_a_shard_order_from_right_to_left_is_followed():
     parts = local_parts((8,), (2, 2), (1, 0), (S0, S0), order=(1, 0))
     assert parts[0].box == Box((2,), (2,))
