@@ -84,7 +84,7 @@ class NameMap:
             raise CheckpointMismatchError(
                 f"key map {self.name!r} does not fit this checkpoint:\n  " + "\n  ".join(work.faults)
             )
-        check_one_to_one(targets, work.targets, work.dropped)
+        check_one_to_one(targets, work.targets, work.dropped_numel)
         return Mapped(work.targets, work.dropped, tuple(unused))
 
     def inverse(self) -> NameMap:
@@ -101,22 +101,22 @@ class NameMap:
         if self.rest == "refuse":
             work.faults += [f"no rule matches {name!r} {list(work.targets[name].shape)}" for name in rest]
         elif self.rest == "drop":
-            for name in rest:
-                for source in work.targets[name].sources:
-                    work.dropped[source] = f"no rule of key map {self.name!r} matches it"
-            work.replaced(rest, [])
+            work.drop(rest, f"no rule of key map {self.name!r} matches it")
 
 
 def check_one_to_one(
-    before: Mapping[str, Target], after: Mapping[str, Target], dropped: Mapping[str, str] | None = None
+    before: Mapping[str, Target], after: Mapping[str, Target], dropped: Mapping[str, int] | None = None
 ) -> None:
-    """Check that every source tensor is dropped or used exactly once, and every target is filled.
+    """Check that every element of every source is used once or dropped, and that every target is filled.
+
+    Args:
+        dropped: Number of dropped elements by source.
 
     Raises:
         CheckpointMismatchError: Lists the violating sources and targets.
     """
     wanted: dict[str, int] = {}
-    found: dict[str, int] = {}
+    found = dict(dropped or {})
     faults: list[str] = []
     for target in before.values():
         for part in target.parts:
@@ -130,7 +130,7 @@ def check_one_to_one(
             faults.append(f"target {target.name!r}: {filled} of {target.numel} elements are filled")
     for source, numel in wanted.items():
         used = found.get(source, 0)
-        if used != numel and not (source in (dropped or {}) and used < numel):
+        if used != numel:
             faults.append(f"source {source!r}: {used} of {numel} elements are used")
     if faults:
         raise CheckpointMismatchError("names do not map one to one:\n  " + "\n  ".join(faults))

@@ -137,14 +137,23 @@ Rule = Rename | Drop | Split | Concat | Stack | Unstack | Transpose | RopePermut
 class RuleState:
     """The state of applying rules: remaining tensors, dropped ones, and errors.
 
-    `touched`: names that a rule has produced or intentionally kept.
+    `touched`: names that a rule has produced or intentionally kept. `dropped_numel`: by source.
     """
 
     targets: dict[str, Target]
     config: Mapping[str, Any]
     touched: set[str] = field(default_factory=set)
     dropped: dict[str, str] = field(default_factory=dict)
+    dropped_numel: dict[str, int] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
+
+    def drop(self, names: Iterable[str], why: str) -> None:
+        """Drop tensors; what they take from each source counts as used."""
+        gone = list(names)
+        for part in (part for name in gone for part in self.targets[name].parts):
+            self.dropped[part.source] = why
+            self.dropped_numel[part.source] = self.dropped_numel.get(part.source, 0) + part.source_box.numel
+        self.replaced(gone, [])
 
     def replaced(self, taken: Iterable[str], made: Iterable[tuple[str, Target]]) -> None:
         """Replace matched tensors by new ones; a duplicate name is an error."""
@@ -228,10 +237,7 @@ def _rename(rule: Rename, work: RuleState) -> int:
 def _drop(rule: Drop, work: RuleState) -> int:
     match = rule.source.matcher()
     gone = [name for name in work.targets if match(name) is not None]
-    for name in gone:
-        for source in work.targets[name].sources:
-            work.dropped[source] = rule.why
-    work.replaced(gone, [])
+    work.drop(gone, rule.why)
     return len(gone)
 
 
@@ -253,17 +259,17 @@ def _split(rule: Split, work: RuleState) -> int:
 
 
 def _concat(rule: Concat, work: RuleState) -> int:
-    found: dict[str, list[Target | None]] = {}
+    found: dict[str, dict[int, Target]] = {}
     for i, pattern in enumerate(rule.source):
         match = pattern.matcher()
         for name, target in work.targets.items():
             bound = match(name)
             if bound is not None:
-                found.setdefault(render(rule.to, bound), [None] * len(rule.source))[i] = target
+                _put(found, render(rule.to, bound), i, target, work)
     made: list[tuple[str, Target]] = []
     for to, pieces in found.items():
-        there = [p for p in pieces if p is not None]
-        missing = [str(rule.source[i]) for i, p in enumerate(pieces) if p is None]
+        there = list(pieces.values())
+        missing = [str(pattern) for i, pattern in enumerate(rule.source) if i not in pieces]
         if missing:
             work.faults.append(f"{to!r} lacks {', '.join(missing)}; there is {', '.join(p.name for p in there)}")
             continue
@@ -271,9 +277,16 @@ def _concat(rule: Concat, work: RuleState) -> int:
             made.append((to, _joined(to, there, rule, work)))
         except CheckpointMismatchError as error:
             work.faults.append(str(error))
-    taken = [p.name for pieces in found.values() for p in pieces if p is not None]
+    taken = [p.name for pieces in found.values() for p in pieces.values()]
     work.replaced(taken, made)
     return len(taken)
+
+
+def _put(found: dict[str, dict[int, Target]], to: str, index: int, target: Target, work: RuleState) -> None:
+    """Make `target` piece `index` of the tensor `to`; another one in its place is an error."""
+    first = found.setdefault(to, {}).setdefault(index, target)
+    if first is not target:
+        work.faults.append(f"{to!r}: {first.name!r} and {target.name!r} would both be piece {index}")
 
 
 def _joined(to: str, pieces: list[Target], rule: Concat, work: RuleState) -> Target:
@@ -296,7 +309,7 @@ def _stack(rule: Stack, work: RuleState) -> int:
     for name, target in work.targets.items():
         bound = match(name)
         if bound is not None and _is_number(bound[rule.index]):
-            found.setdefault(render(rule.to, bound), {})[int(bound[rule.index])] = target
+            _put(found, render(rule.to, bound), int(bound[rule.index]), target, work)
     made: list[tuple[str, Target]] = []
     for to, pieces in found.items():
         gaps = sorted(set(range(max(pieces) + 1)) - set(pieces)) if max(pieces) < 10**6 else [len(pieces)]

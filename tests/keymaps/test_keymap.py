@@ -216,6 +216,18 @@ def test_a_lost_source_is_caught_by_the_final_check() -> None:
         check_one_to_one({"w": whole}, {"w": half})
 
 
+def test_a_part_taken_twice_is_caught_though_another_was_dropped() -> None:
+    rules = (Split(pattern("w"), ("p", "q")), Drop(pattern("p")), Concat((pattern("q"), pattern("q")), "c"))
+    with pytest.raises(CheckpointMismatchError, match="source 'w': 12 of 8 elements are used"):
+        NameMap("test", rules).apply({"w": target("w", (4, 2))})
+
+
+@pytest.mark.parametrize("rule", [Stack(pattern("l.{i}"), "s"), Concat((pattern("l.{i}"), pattern("n")), "s")])
+def test_two_tensors_for_one_piece_are_refused(rule: Rule) -> None:
+    with pytest.raises(CheckpointMismatchError, match="'s': 'l.0' and 'l.00' would both be piece 0"):
+        NameMap("test", (rule,)).apply({name: target(name, (2,)) for name in ("l.0", "l.00", "n")})
+
+
 def test_an_unfilled_target_is_caught_by_the_final_check() -> None:
     whole = target("w", (4, 2))
     with pytest.raises(CheckpointMismatchError, match="target 'w': 8 of 16 elements"):

@@ -183,6 +183,8 @@ def _map_names(draft: _Draft) -> None:
                 f"key map {key_map.name!r} pads {', '.join(padded[:3])}. Only a load can do that: it leaves what the "
                 "live model has there. Remove the rule."
             )
+    if not mapped.targets:
+        raise UsageError(f"nothing to export: the key map {key_map.name} drops all {len(draft.targets)} tensors.")
     draft.targets = dict(mapped.targets)
     draft.dropped.update(mapped.dropped)
     draft.key_map = key_map.name

@@ -23,6 +23,9 @@ from ckptkit.errors import (
 from ckptkit.formats.dcp import catalog as dcp
 from ckptkit.formats.hf import safetensors
 from ckptkit.keymaps.builtin import builtin_map
+from ckptkit.keymaps.keymap import NameMap
+from ckptkit.keymaps.patterns import NamePattern
+from ckptkit.keymaps.rules import Drop
 from ckptkit.offline.export.base import BaseModel, WantedTensor, open_base
 from ckptkit.offline.export.check import check_export
 from ckptkit.offline.export.hf import ExportOptions, HFExport, export_tensors, plan_export
@@ -168,6 +171,8 @@ def test_nothing_left_to_export_is_an_error(tmp_path: Path) -> None:
     write(tmp_path, ones("a"))
     with pytest.raises(UsageError, match="nothing to export"):
         plan(tmp_path, include=("b",))
+    with pytest.raises(UsageError, match="nothing to export: the key map mine drops all 1 tensors"):
+        plan(tmp_path, key_map=NameMap("mine", (Drop(NamePattern("{x:*}")),)))
 
 
 def test_an_explicit_key_map_is_applied_and_its_idle_rules_are_named(tmp_path: Path) -> None:
