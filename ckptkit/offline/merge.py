@@ -77,9 +77,9 @@ def merge(  # noqa: PLR0913 - one argument an option
 ) -> ConvertReport:
     """Write the weighted sum of the model weights of several checkpoints to `dst`, published atomically.
 
-    Each float tensor becomes ((w1 * x1 + w2 * x2) + w3 * x3) + ..., with every operation rounded to `sum_dtype` and
-    the result cast once: the same bits for any number of workers and any memory. Other tensors (integers, booleans) are
-    copied from the last source. The sources may have different formats, layouts and world sizes; names, shapes and
+    Each float tensor becomes ((w1 * x1 + w2 * x2) + w3 * x3) + ..., with every operation rounded to `sum_dtype` (fp64
+    tensors: to fp64) and the result cast once: the same bits for any number of workers and any memory. Other tensors
+    (integers, booleans) are copied from the last source. The sources may have different formats, layouts and world sizes; names, shapes and
     dtypes must agree. Optimizer states are not merged. Config and tokenizer come from the last source.
 
     Args:
@@ -157,12 +157,11 @@ def weights_of(weights: str | Sequence[float], count: int) -> tuple[float, ...]:
     given = tuple(float(value) for value in weights)
     if len(given) != count:
         raise UsageError(f"{len(given)} weights were given for {count} checkpoints; expected one for each.")
-    if not math.isclose(math.fsum(given), 1, abs_tol=1e-6):
+    total = sum(given)
+    if not math.isclose(total, 1, abs_tol=1e-6):
+        scaled = ",".join(f"{value / total:.6g}" for value in given) if math.isfinite(total) and total else ""
         raise UsageError(
-            f"the weights add up to {math.fsum(given):g}; expected 1. "
-            f"Scaled, they are {','.join(f'{value / math.fsum(given):.6g}' for value in given)}."
-            if math.isfinite(math.fsum(given)) and math.fsum(given)
-            else f"the weights add up to {math.fsum(given):g}; expected 1."
+            f"the weights add up to {total:g}; expected 1." + (f" Scaled, they are {scaled}." if scaled else "")
         )
     return given
 
@@ -240,7 +239,9 @@ def _combined(
         ]
         _check_alike(opened, targets)
         if dtype_of(targets[-1].dtype).kind == "float":
-            result.append(_sum(targets, factors, export_dtype(targets[-1].dtype, dtype), dtype_of(sum_dtype).name))
+            # Not in fp32 what is stored in fp64: the sum of two equal tensors must be that tensor.
+            sums = "float64" if targets[-1].dtype == "float64" else dtype_of(sum_dtype).name
+            result.append(_sum(targets, factors, export_dtype(targets[-1].dtype, dtype), sums))
         else:
             copied.append(name)
             result.append(targets[-1])

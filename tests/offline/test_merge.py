@@ -59,7 +59,8 @@ def summed(states: Sequence[dict[str, torch.Tensor]], weights: Sequence[float], 
         if not newest.is_floating_point():
             found[name] = newest
             continue
-        parts = [state[name].to(dtype) * torch.tensor(w, dtype=dtype) for w, state in zip(weights, states, strict=True)]
+        kind = torch.promote_types(dtype, newest.dtype)
+        parts = [state[name].to(kind) * torch.tensor(w, dtype=kind) for w, state in zip(weights, states, strict=True)]
         total = parts[0]
         for part in parts[1:]:
             total = total + part
@@ -183,6 +184,7 @@ def test_weights_by_name_and_by_number(given: Any, expected: tuple[float, ...]) 
         ("1,1,1,1", "add up to 4; expected 1. Scaled, they are 0.25,0.25,0.25,0.25"),
         ("nan,0,0,0", "add up to nan"),
         ("1,-1,1,-1", "add up to 0"),
+        ("inf,-inf,1,0", "add up to nan"),
         ("mean", "expected uniform, minus-sqrt, ema:DECAY, or numbers"),
         ("ema:1", "between 0 and 1"),
     ],
