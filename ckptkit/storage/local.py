@@ -400,6 +400,15 @@ class LocalStore(Store):
             self._make_parents(full)
             os.mkdir(full)
 
+    def sync_file(self, path: str) -> None:
+        """Make the content of a file durable."""
+        with _errors(self.path_of(path)):
+            fd = self.open_file(path)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
     def sync_directory(self, path: str = "") -> None:
         """Make the names in a directory durable."""
         full = self.path_of(path)

@@ -60,8 +60,13 @@ _RENAME_EXCHANGE = 2  # linux/fs.h
 def open_staging(parent: LocalStore, name: str, nonce: str, *, leased: bool = False) -> LocalStore:
     """Create the staging directory of `name` below `parent`, and its owner file beside it."""
     path = staging_name(name, nonce)
-    write_owner(parent, owner_path(path), nonce, leased=leased)
-    parent.make_directory(path)
+    try:
+        write_owner(parent, owner_path(path), nonce, leased=leased)
+        parent.make_directory(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            parent.delete([owner_path(path)])
+        raise
     return parent.child(path)
 
 
@@ -114,16 +119,8 @@ def sync_directories(store: LocalStore) -> None:
 
 def sync_files(store: LocalStore, paths: Iterable[str]) -> None:
     """Make the content of files durable."""
-
-    def sync(path: str) -> None:
-        fd = store.open_file(path)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
     with ThreadPoolExecutor(4, thread_name_prefix="ckptkit-sync") as pool:
-        list(pool.map(sync, paths))
+        list(pool.map(store.sync_file, paths))
 
 
 def publish(parent: LocalStore, staging: str, name: str) -> None:

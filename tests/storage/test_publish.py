@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Collection
@@ -16,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from ckptkit.errors import CheckpointExistsError
+from ckptkit.errors import CheckpointExistsError, StorageError
 from ckptkit.storage import local, publish, staging
 from ckptkit.storage.journal import Journal, Section, _parse
 from ckptkit.storage.local import LocalStore
@@ -67,6 +68,23 @@ def test_an_exception_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt), stage(str(tmp_path / "out")) as store:
         store.write("x", b"1")
         raise KeyboardInterrupt
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("call", ["mkdir", "fsync"])
+def test_a_failing_disk_leaves_nothing_and_is_said_with_its_path(
+    tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    works = getattr(os, call)
+
+    def fails(place: Any, *args: Any) -> None:
+        if call == "fsync" and stat.S_ISDIR(os.fstat(place).st_mode):
+            return works(place)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, call, fails)
+    with pytest.raises(StorageError, match=r"/\.tmp-out-.*: Input/output error"), stage(str(tmp_path / "out")) as store:
+        store.write("model.bin", b"new", sync=False)
     assert names(tmp_path) == []
 
 

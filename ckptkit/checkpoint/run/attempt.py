@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import re
 import time
 import weakref
@@ -160,11 +159,7 @@ class LocalPlace(Place):
     def sync(self, paths: Iterable[str]) -> None:
         # Also files that were synced before: repeating it costs nothing, omitting it may cost the checkpoint.
         for path in paths:
-            fd = self.store.open_file(path)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            self.store.sync_file(path)
 
     def check_all(self, files: Mapping[str, FileRecord], own: Mapping[str, FileRecord]) -> None:
         _check_files(self.store.url, files, {item.path: item.size for item in self.store.list(recursive=True)})
