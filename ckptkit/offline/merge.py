@@ -77,10 +77,11 @@ def merge(  # noqa: PLR0913 - one argument an option
 ) -> ConvertReport:
     """Write the weighted sum of the model weights of several checkpoints to `dst`, published atomically.
 
-    Each float tensor becomes ((w1 * x1 + w2 * x2) + w3 * x3) + ..., with every operation rounded to `sum_dtype` (fp64
-    tensors: to fp64) and the result cast once: the same bits for any number of workers and any memory. Other tensors
-    (integers, booleans) are copied from the last source. The sources may have different formats, layouts and world sizes; names, shapes and
-    dtypes must agree. Optimizer states are not merged. Config and tokenizer come from the last source.
+    Each float tensor becomes ((w1 * x1 + w2 * x2) + w3 * x3) + ..., with every operation rounded to `sum_dtype` (of
+    fp64 tensors to fp64) and the result cast once: the same bits for any number of workers and any memory. Other
+    tensors (integers, booleans) are copied from the last source. The sources may have different formats, layouts and
+    world sizes; names, shapes and dtypes must agree. Optimizer states are not merged. Config and tokenizer come from
+    the last source.
 
     Args:
         sources: Checkpoints in order, oldest first; or one run, with `last` or `steps`.

@@ -224,7 +224,7 @@ def test_a_part_taken_twice_is_caught_though_another_was_dropped() -> None:
 
 @pytest.mark.parametrize("rule", [Stack(pattern("l.{i}"), "s"), Concat((pattern("l.{i}"), pattern("n")), "s")])
 def test_two_tensors_for_one_piece_are_refused(rule: Rule) -> None:
-    with pytest.raises(CheckpointMismatchError, match="'s': 'l.0' and 'l.00' would both be piece 0"):
+    with pytest.raises(CheckpointMismatchError, match=r"'s': 'l\.0' and 'l\.00' would both be piece 0"):
         NameMap("test", (rule,)).apply({name: target(name, (2,)) for name in ("l.0", "l.00", "n")})
 
 
