@@ -1,0 +1,272 @@
+"""Planning a save, writing its index and opening it, for more ranks than a machine has: ckptkit and torch DCP.
+
+    python -m benchmarks.save_load.scale [--ranks 64 2816 16384] [--tensors 300] [--torch-up-to 2816]
+
+torch's fake process group simulates the ranks. One process plays rank 1 for what every rank does, and rank 0 for what
+it does with the parts of all: copies of rank 1's, shifted to their place. No data files are written. Each row is a new
+process. Seconds are CPU time, so that other processes on the machine hardly change them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+ROWS = 4  # of each tensor on each rank
+COLUMNS = 16
+
+
+def peak() -> int:
+    """Return the peak of this process's memory in bytes. Not ru_maxrss, which a process inherits."""
+    with open("/proc/self/status", encoding="ascii") as status:
+        return 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+
+
+def timed(call: Callable[[], Any]) -> tuple[float, Any]:
+    before = time.process_time()
+    value = call()
+    return time.process_time() - before, value
+
+
+def state_of(world: int, tensors: int, *, rows: int = 0) -> dict[str, Any]:
+    """Return rank 1's DTensors, sharded by rows over all ranks. `rows`: of a whole tensor, default `ROWS` per rank."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=1, world_size=world, store=FakeStore())
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    shape, stride = torch.Size((rows or ROWS * world, COLUMNS)), (COLUMNS, 1)
+    each = -(-shape[0] // world)
+    state: dict[str, Any] = {}
+    for i in range(tensors):
+        local = torch.zeros(each, COLUMNS)
+        state[f"model.layers.{i}.self_attn.q_proj.weight"] = DTensor.from_local(
+            local, mesh, (Shard(0),), shape=shape, stride=stride, run_check=False
+        )
+    return state
+
+
+def shifted(part: bytes, rank: int, table: bytes) -> bytes:
+    """Return rank 1's part as rank `rank` would send it; rank 0's has the table of keys."""
+    from ckptkit.formats.own.columns import pack, unpack
+
+    columns = unpack(part, file="part")
+    arrays = dict(columns.arrays)
+    box = arrays["box"].reshape(-1, 4).copy()  # offsets and sizes of 2 dimensions
+    box[:, 0] = ROWS * rank
+    arrays["box"] = box.reshape(-1)
+    header = dict(columns.header)
+    path = f"__{rank}_0.distcp"
+    header.update(rank=rank, files={path: next(iter(header["files"].values()))})
+    arrays["paths"] = np.frombuffer(path.encode(), np.uint8)
+    arrays["paths.ends"] = np.array([len(path)], np.int64)
+    if rank == 0:
+        arrays["table"] = np.frombuffer(table, np.uint8)
+    return pack(arrays, header)
+
+
+def save_ours(directory: str, world: int, tensors: int) -> dict[str, float]:
+    """Call what `CheckpointManager.save` calls between the capture of the state and the commit."""
+    from ckptkit.formats.dcp.index import write_index
+    from ckptkit.formats.dcp.plan import plan_sharded
+    from ckptkit.storage.local import LocalStore
+
+    def gathered(data: bytes) -> list[bytes]:
+        return [data] * world
+
+    state, store = state_of(world, tensors), LocalStore(directory)
+    spent, plan = timed(lambda: plan_sharded(state, rank=1, world_size=world))
+    plan = plan.settle(gathered(plan.signature), gathered)
+    part = plan.write(store, sync=False).part
+    parts = [shifted(part, rank, plan.table) for rank in range(world)]
+    index, _ = timed(lambda: write_index(parts, store, sync=False))
+    return {
+        "plan": spent,
+        "sent": len(plan.signature) + len(part),
+        "rank0": sum(map(len, parts)),
+        "index": index,
+        "peak": peak(),
+    }
+
+
+def save_torch(directory: str, world: int, tensors: int) -> dict[str, float]:
+    """Call what `dcp.save` calls, with its own planner and writer."""
+    import torch
+    from torch.distributed.checkpoint import FileSystemWriter
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.storage import WriteResult
+
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state_of(world, tensors), is_coordinator=True)
+    spent, plan = timed(planner.create_local_plan)
+    sent = len(pickle.dumps(plan))
+    plans = []
+    for rank in range(world):
+        items = []
+        for item in plan.items:
+            offsets = torch.Size([ROWS * rank, 0])
+            chunk = dataclasses.replace(item.tensor_data.chunk, offsets=offsets)
+            data = dataclasses.replace(item.tensor_data, chunk=chunk)
+            items.append(
+                dataclasses.replace(item, index=dataclasses.replace(item.index, offset=offsets), tensor_data=data)
+            )
+        plans.append(dataclasses.replace(plan, items=items))
+    writer = FileSystemWriter(directory)
+    writer.set_up_storage_writer(True)
+
+    def index() -> Any:
+        new_plans, metadata = planner.create_global_plan(plans)
+        return writer.prepare_global_plan(new_plans), metadata
+
+    first, (new_plans, metadata) = timed(index)
+    nbytes = ROWS * COLUMNS * 4
+    results = [
+        [
+            WriteResult(item.index, nbytes, _StorageInfo(f"__{rank}_0.distcp", i * nbytes, nbytes))
+            for i, item in enumerate(new_plan.items)
+        ]
+        for rank, new_plan in enumerate(new_plans)
+    ]
+    sent += len(pickle.dumps(results[1]))
+    second, _ = timed(lambda: writer.finish(metadata, results))
+    return {
+        "plan": spent,
+        "sent": sent,
+        "rank0": sent * world,
+        "index": first + second,
+        "peak": peak(),
+    }
+
+
+def open_ours(directory: str, world: int, tensors: int) -> dict[str, float]:
+    """Open the index, and plan the load of rank 1 of three quarters as many ranks, as `CheckpointManager.load` does."""
+    from ckptkit.catalog.box import Box
+    from ckptkit.formats.dcp.fill import Filler, add_box
+    from ckptkit.formats.own.reader import open_manifest
+    from ckptkit.storage import open_store
+
+    store, before = open_store(directory), peak()
+    spent, catalog = timed(lambda: open_manifest(store))
+    held = peak() - before
+    filler, state = Filler(store), state_of(world * 3 // 4, tensors, rows=ROWS * world)
+
+    def plan() -> None:
+        for name, value in state.items():
+            local = value.to_local()
+            add_box(filler, catalog.tensors[name], Box((len(local), 0), tuple(local.shape)), local)
+
+    load, _ = timed(plan)
+    slices = sum(len(entry.slices.offsets) for entry in catalog.tensors.values())
+    return {"open": spent, "held": held, "slices": slices, "load": load}
+
+
+def open_torch(directory: str, world: int, tensors: int) -> dict[str, float]:
+    """The same as `open_ours`, as `dcp.load` does it."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+    before = peak()
+    spent, metadata = timed(lambda: dcp.FileSystemReader(directory).read_metadata())
+    held = peak() - before
+    planner = DefaultLoadPlanner()
+    planner.set_up_planner(state_of(world * 3 // 4, tensors, rows=ROWS * world), metadata, False)
+    load, _ = timed(planner.create_local_plan)
+    slices = sum(len(getattr(item, "chunks", ())) for item in metadata.state_dict_metadata.values())
+    return {"open": spent, "held": held, "slices": slices, "load": load}
+
+
+HEADS = (
+    "ranks",
+    "slices",
+    "",
+    "plan of a save, each rank",
+    "it sends",
+    "rank 0 receives",
+    "rank 0 writes the index",
+    "its peak memory",
+    "index files",
+    "opening them, each rank",
+    "memory for it",
+    "plan of a load, each rank",
+)
+PARTS = {function.__name__: function for function in (save_ours, open_ours, save_torch, open_torch)}
+
+
+def run(name: str, directory: str, world: int, tensors: int) -> dict[str, float]:
+    """Return what one of `PARTS` measures in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.save_load.scale", "--part", name, directory]
+    command += ["--ranks", str(world), "--tensors", str(tensors)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def measured(who: str, world: int, tensors: int) -> dict[str, float]:
+    """Return the figures of "ours" or "torch"."""
+    with tempfile.TemporaryDirectory() as directory:
+        found = run(f"save_{who}", directory, world, tensors)
+        names = (".metadata", "manifest.safetensors") if who == "ours" else (".metadata",)
+        found["file"] = sum(os.path.getsize(os.path.join(directory, name)) for name in names)
+        return {**found, **run(f"open_{who}", directory, world, tensors)}
+
+
+def size(nbytes: float) -> str:
+    return (
+        f"{nbytes / 1e3:,.0f} kB"
+        if nbytes < 1e6
+        else f"{nbytes / 1e6:,.1f} MB"
+        if nbytes < 1e9
+        else f"{nbytes / 1e9:.2f} GB"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="benchmarks.save_load.scale", description=__doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 2816, 16384])
+    parser.add_argument("--tensors", type=int, default=300)
+    parser.add_argument("--torch-up-to", type=int, default=2816, help="ranks; torch needs 2 kB of memory per slice")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--part", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.part:
+        print(json.dumps(PARTS[options.part[0]](options.part[1], options.ranks[0], options.tensors)))
+        return 0
+    if not options.json:
+        print("| " + " | ".join(HEADS) + " |\n" + "|---" * len(HEADS) + "|")
+    for world in options.ranks:
+        for who in ("ours", "torch"):
+            if who == "torch" and world > options.torch_up_to:
+                continue
+            found = measured(who, world, options.tensors)
+            if options.json:
+                print(json.dumps({"ranks": world, "who": who, **found}), flush=True)
+                continue
+            cells = [f"{world:,}", f"{found['slices']:,.0f}", "ckptkit" if who == "ours" else who]
+            cells += [
+                f"{1e3 * found['plan']:.1f} ms",
+                size(found["sent"]),
+                size(found["rank0"]),
+            ]
+            cells += [f"{found['index']:.2f} s", size(found["peak"]), size(found["file"])]
+            cells += [f"{found['open']:.2f} s", size(found["held"]), f"{found['load']:.2f} s"]
+            print("| " + " | ".join(cells) + " |", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
