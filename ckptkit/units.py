@@ -23,13 +23,11 @@ def parse_size(text: str | int | float) -> int:
     Raises:
         UsageError: `text` is negative or not a size.
     """
-    if isinstance(text, bool):
-        raise UsageError(f"{text!r} is not a size. Give bytes or a size such as '512MB' or '40GiB'.")
-    if isinstance(text, (int, float)):
+    if isinstance(text, (int, float)) and not isinstance(text, bool):
         if not 0 <= text < float("inf"):
             raise UsageError(f"{text!r} is not a size: it must be 0 or more bytes, and finite.")
         return int(text)
-    match = _SIZE.fullmatch(text)
+    match = _SIZE.fullmatch(text) if isinstance(text, str) else None
     if match is None:
         raise UsageError(f"{text!r} is not a size. Give bytes or a size such as '512MB' (10^6) or '40GiB' (2^30).")
     number, prefix, binary, _ = match.groups()

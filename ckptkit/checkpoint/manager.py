@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import operator
 import os
 import signal
 import threading
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from ckptkit.arguments import check_flags, check_storage_options, location, wrong
 from ckptkit.checkpoint.load.choose import Loader, load_options
 from ckptkit.checkpoint.load.plan import LoadOptions
 from ckptkit.checkpoint.report import LoadReport, SaveReport, write_trace_file
@@ -202,38 +204,38 @@ class CheckpointManager:
         start_fresh: Literal["if_empty", "if_none_committed", "never"] = "if_empty",
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        if async_policy not in ("wait", "refuse"):
-            raise UsageError(f"async_policy={async_policy!r}: expected 'wait' or 'refuse'.")
-        if async_mode not in ("thread", "process"):
-            raise UsageError(f"async_mode={async_mode!r}: expected 'thread' or 'process'.")
-        if start_fresh not in ("if_empty", "if_none_committed", "never"):
-            raise UsageError(f"start_fresh={start_fresh!r}: expected 'if_empty', 'if_none_committed' or 'never'.")
-        if retention is not None and not isinstance(retention, RetentionPolicy):
-            raise UsageError(
-                f"retention is of type {type(retention).__name__}, expected RetentionPolicy(max_num=3, ...)."
-            )
-        self.url = str(url)
+        given = check_options(
+            url,
+            retention=retention,
+            state_dict_type=state_dict_type,
+            max_shard_size=max_shard_size,
+            timeout_s=timeout_s,
+            async_policy=async_policy,
+            async_mode=async_mode,
+            on_signal=on_signal,
+            on_commit=on_commit,
+            trace=trace,
+            process_group=process_group,
+            side_files=side_files,
+            start_fresh=start_fresh,
+            storage_options=storage_options,
+        )
+        self.url = given.url
         self.retention = retention
         self.rotates: Callable[[CommitRecord], bool] | None = None
         """The owner whose checkpoints `retention` applies to; None: all."""
-        self.state_dict_type = StateDictType.parse(state_dict_type)
-        if async_mode == "process" and self.state_dict_type is not StateDictType.SHARDED:
-            raise UsageError(
-                f"async_mode='process' writes SHARDED checkpoints only, not {self.state_dict_type.value}. Use "
-                "async_mode='thread'."
-            )
+        self.state_dict_type = given.state_dict_type
         self._async_policy = async_policy
         self._on_commit = on_commit
         self._trace = None if trace is None else Path(trace)
-        max_shard_bytes = parse_size(max_shard_size)
-        signals = SAVE_SIGNALS if on_signal == "save" else tuple(on_signal)
+        signals = given.signals
         objective = retention.objective if retention is not None else None
         self._pid = os.getpid()
         self._closed = False
         self._in_flight: SaveHandle | None = None
         self._last_saved: int | None = None
         self._buffers = StagingBuffers()
-        self._coordinator = Coordinator(process_group, timeout_s=parse_duration(timeout_s))
+        self._coordinator = Coordinator(process_group, timeout_s=given.timeout_s)
         # A second coordinator, because the first is in use while a save is running.
         alone = async_policy == "refuse" or bool(signals)
         self._control = Coordinator(process_group, timeout_s=60.0) if alone else None
@@ -257,7 +259,7 @@ class CheckpointManager:
         self._saver = Saver(
             self._root,
             self._coordinator,
-            max_shard_bytes=max_shard_bytes,
+            max_shard_bytes=given.max_shard_bytes,
             lease=self._hold.lease,
             objective=objective,
             side_files=carried,
@@ -392,7 +394,7 @@ class CheckpointManager:
     def load(
         self,
         state: TrainState,
-        which: str | int = "latest",
+        which: str | int | os.PathLike[str] = "latest",
         *,
         fallback: Literal["error", "previous"] = "error",
         options: LoadOptions | None = None,
@@ -423,8 +425,15 @@ class CheckpointManager:
             CorruptCheckpointError: The checkpoint is damaged; names file and tensor.
         """
         self._settle()
-        self._coordinator.all_ok(partial(check_state, state, "load(state)"), "checking the state")
-        return self._loader.load(state, which, load_options(options, overrides), fallback=fallback)
+        if fallback not in ("error", "previous"):
+            raise UsageError(f"fallback={fallback!r}: expected 'error' or 'previous'.")
+
+        def checked() -> tuple[str | int, LoadOptions]:
+            check_state(state, "load(state)")
+            return _which(which), load_options(options, overrides)
+
+        name, chosen = self._coordinator.run_on_all(checked, "checking the arguments")
+        return self._loader.load(state, name, chosen, fallback=fallback)
 
     # --- what there is
 
@@ -457,7 +466,7 @@ class CheckpointManager:
         self._settle()
 
         def delete() -> None:
-            found = resolve(self._root, str(which))
+            found = resolve(self._root, str(_which(which)))
             if found.name == self._loader.resumed_from:
                 raise UsageError(f"{self.url}/{found.name} is not deleted: this run was resumed from it.")
             if not delete_checkpoint(self._root, found.name, reason="asked for"):
@@ -516,6 +525,7 @@ class CheckpointManager:
     def _request(
         self, step: int, metrics: Mapping[str, float] | None, client_state: Any, tag: str | None, overwrite: bool
     ) -> SaveRequest:
+        check_flags(overwrite=overwrite)
         return SaveRequest(
             step=step,
             state_dict_type=self.state_dict_type,
@@ -627,6 +637,93 @@ class CheckpointManager:
         """Whether the previous save is still running on any rank; the same answer on all."""
         under_way = self._in_flight is not None and not self._in_flight.done()
         return under_way if self._control is None else self._control.any(under_way)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Checked:
+    """The parsed options of a CheckpointManager."""
+
+    url: str
+    state_dict_type: StateDictType
+    max_shard_bytes: int
+    timeout_s: float
+    signals: tuple[int, ...]
+
+
+def check_options(
+    url: str | Path,
+    *,
+    retention: object = None,
+    state_dict_type: Any = StateDictType.SHARDED,
+    max_shard_size: Any = "5GB",
+    timeout_s: Any = 1800.0,
+    async_policy: object = "wait",
+    async_mode: object = "thread",
+    on_signal: Any = (),
+    on_commit: object = None,
+    trace: object = None,
+    process_group: object = None,
+    side_files: object = None,
+    start_fresh: object = "if_empty",
+    storage_options: object = None,
+) -> _Checked:
+    """Check the arguments of a CheckpointManager without creating it, for an integration that creates it later.
+
+    Raises:
+        UsageError: An argument is wrong.
+    """
+    where = location("url", url)
+    if retention is not None and not isinstance(retention, RetentionPolicy):
+        raise wrong("retention", retention, "RetentionPolicy(max_num=3, ...)")
+    if async_policy not in ("wait", "refuse"):
+        raise UsageError(f"async_policy={async_policy!r}: expected 'wait' or 'refuse'.")
+    if async_mode not in ("thread", "process"):
+        raise UsageError(f"async_mode={async_mode!r}: expected 'thread' or 'process'.")
+    if start_fresh not in ("if_empty", "if_none_committed", "never"):
+        raise UsageError(f"start_fresh={start_fresh!r}: expected 'if_empty', 'if_none_committed' or 'never'.")
+    parsed = StateDictType.parse(state_dict_type)
+    if async_mode == "process" and parsed is not StateDictType.SHARDED:
+        raise UsageError(
+            f"async_mode='process' writes SHARDED checkpoints only, not {parsed.value}. Use async_mode='thread'."
+        )
+    max_shard_bytes = parse_size(max_shard_size)
+    if max_shard_bytes < 1:
+        raise wrong("max_shard_size", max_shard_size, "more than 0 bytes")
+    if on_commit is not None and not callable(on_commit):
+        raise wrong("on_commit", on_commit, "a function that takes a SaveReport")
+    for name, place in (("trace", trace), ("side_files", side_files)):
+        if place is not None:
+            location(name, place)
+    # A negative int is torch's GroupMember.NON_GROUP_MEMBER, which the Coordinator refuses on that rank.
+    if (
+        isinstance(process_group, Sequence)
+        or hasattr(process_group, "get_group")
+        or (isinstance(process_group, int) and process_group >= 0)
+    ):
+        raise wrong("process_group", process_group, "a ProcessGroup of torch.distributed; a mesh has get_group()")
+    check_storage_options(storage_options=storage_options)
+    return _Checked(where, parsed, max_shard_bytes, parse_duration(timeout_s), _signals(on_signal))
+
+
+def _signals(given: Any) -> tuple[int, ...]:
+    if isinstance(given, str) and given == "save":
+        return SAVE_SIGNALS
+    caught = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
+    if isinstance(given, str) or not isinstance(given, Iterable) or not all(number in caught for number in given):
+        raise UsageError(
+            f"on_signal is {given!r:.80}, expected 'save' or signals that can be caught, such as [signal.SIGTERM]."
+        )
+    return tuple(given)
+
+
+def _which(value: Any) -> str | int:
+    """Return what names a checkpoint. A path without a slash gets one, because a name without a slash is a tag."""
+    if isinstance(value, os.PathLike):
+        text = location("which", value)
+        return text if "/" in text else f"./{text}"
+    if isinstance(value, bool) or not (isinstance(value, str) or hasattr(value, "__index__")):
+        raise wrong("which", value, "'latest', 'best', a step (an int), a tag or a URL")
+    return value if isinstance(value, str) else operator.index(value)
 
 
 def _outcome(handle: SaveHandle) -> Exception | None:

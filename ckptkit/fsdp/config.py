@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
+from ckptkit.arguments import location, wrong
 from ckptkit.errors import MissingExtraError, UsageError
 
 if TYPE_CHECKING:
@@ -224,6 +225,8 @@ class FSDPConfig:
         Raises:
             UsageError: A key is unknown, or a value is invalid.
         """
+        if not isinstance(values, Mapping):
+            raise wrong("values", values, "a dict of FSDPConfig's fields")
         left = dict(values)
         if "cpu_offload" in left:
             cpu_offload = left.pop("cpu_offload")
@@ -255,7 +258,7 @@ class FSDPConfig:
         except ImportError as error:
             raise MissingExtraError("Reading a YAML file needs PyYAML. Try: python -m pip install pyyaml") from error
         try:
-            values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            values = yaml.safe_load(Path(location("path", path)).read_text(encoding="utf-8"))
         except yaml.YAMLError as error:
             raise UsageError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
         where = f"{path}"
@@ -324,7 +327,7 @@ def _check_flags(config: FSDPConfig) -> None:
     backend = config.compile
     if not isinstance(backend, (bool, str)) or backend == "" or str(backend) in ("true", "false", "none"):
         raise UsageError(f"compile is {backend!r}; it must be True, False or the name of a backend of torch.compile.")
-    if config.device in ("", "None"):
+    if config.device in ("", "None", "gpu"):
         raise UsageError(f"device is {config.device!r}; it must be 'auto', 'cpu', 'cuda' or the like.")
 
 

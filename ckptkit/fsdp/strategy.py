@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
+from ckptkit.arguments import check_flags, check_int
 from ckptkit.checkpoint.state.rng import share_stream
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import UsageError
@@ -103,6 +104,8 @@ class FSDPStrategy:
                 "Try FSDPConfig.from_dict(...) for a mapping; pass seed=, max_norm= and so on by name."
             )
         check_batch_sizes(train_batch_size, micro=micro_train_batch_size)
+        check_int("seed", seed, least=0)
+        check_flags(sync_every_micro_batch=sync_every_micro_batch)
         self.config = config or FSDPConfig()
         self.seed = seed
         self.max_norm = checked_max_norm(max_norm)
@@ -419,7 +422,7 @@ class FSDPStrategy:
         return offload.offload_optimizer(optimizer) if self.config.offload == "optimizer" else optimizer
 
     def maybe_load_optimizer(self, optimizer: O) -> O:
-        """Move the optimizer's state back if the configuration says so; return the optimizer."""
+        """Move the optimizer's state back to its device if `offload` is "optimizer"; return the optimizer."""
         check_arguments("maybe_load_optimizer(optimizer)", optimizer=optimizer)
         return offload.load_optimizer(optimizer) if self.config.offload == "optimizer" else optimizer
 

@@ -12,9 +12,11 @@ try:
 except ImportError as error:
     raise missing("accelerate", "hf") from error
 
+from ckptkit.arguments import wrong
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.report import LoadReport, SaveReport
 from ckptkit.checkpoint.state.train_state import PerRank, TrainState
+from ckptkit.errors import UsageError
 
 __all__ = ["AcceleratorCheckpoints"]
 
@@ -35,8 +37,11 @@ class AcceleratorCheckpoints:
     """
 
     def __init__(self, accelerator: Accelerator, url: str | Path, **options: Any) -> None:
+        if not isinstance(accelerator, Accelerator):
+            swapped = " Are accelerator and url swapped?" if isinstance(url, Accelerator) else ""
+            raise UsageError(f"{wrong('accelerator', accelerator, 'an Accelerator')}{swapped}")
         self.accelerator = accelerator
-        self.manager = CheckpointManager(str(url), **options)
+        self.manager = CheckpointManager(url, **options)
 
     def save_state(self, step: int, **options: Any) -> SaveReport:
         """Save; return once the checkpoint is durable. `options` are passed to `CheckpointManager.save`."""

@@ -12,10 +12,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
+from ckptkit.arguments import check_storage_options, wrong
 from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.checkpoint.state.rng import capture_rng, restore_rng
-from ckptkit.checkpoint.state.train_state import TrainState, model_tensors
+from ckptkit.checkpoint.state.train_state import StateDictType, TrainState, model_tensors
 from ckptkit.errors import StorageError
 from ckptkit.formats.detect import identify
 from ckptkit.formats.own.record import RECORD_NAME
@@ -59,6 +60,10 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
         **arguments: Any,
     ) -> None:
         super().__init__(**arguments)
+        if retention is not None and not isinstance(retention, RetentionPolicy):
+            raise wrong("retention", retention, "RetentionPolicy(max_num=3, ...)")
+        check_storage_options(storage_options=storage_options)
+        StateDictType.parse(state_dict_type)
         self.retention = retention if retention is not None else self._policy()
         self._type = state_dict_type
         self._storage_options = storage_options
@@ -126,8 +131,11 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
         self._own().save(path, checkpoint, state, metrics=metrics, **self._ownership())
 
     def _ownership(self) -> dict[str, Any]:
-        """The owner of a save, for rotation. A copy called "last" has an owner of its own, so that it does not replace
-        the best or newest checkpoint that Lightning knows by another name."""
+        """Return the owner of a save, for rotation.
+
+        A copy called "last" has its own owner, so that it does not replace the best or newest checkpoint that Lightning
+        knows by another name.
+        """
         if self._saves_last:
             return {"retention": RetentionPolicy(max_num=1), "owner": f"{self.state_key}/last"}
         return {"retention": self.retention, "owner": self.state_key}

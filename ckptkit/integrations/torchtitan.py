@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from ckptkit.arguments import check_flags, check_int, wrong
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.report import LoadReport
 from ckptkit.checkpoint.retention import RetentionPolicy
@@ -34,6 +35,7 @@ _HONOURED = frozenset(
      "enable_ft_dataloader_checkpoints", "exclude_from_loading", "export_dtype", "folder", "initial_load_model_only",
      "initial_load_path", "interval", "keep_latest_k", "last_save_model_only", "load_only", "load_step"]
 )  # fmt: skip
+_ASYNC_MODES = ("disabled", "async", "async_with_pinned_mem")
 _REFUSED = {
     "initial_load_in_hf": "load the weights before training, or convert them",
     "initial_load_in_hf_quantized": "load the weights before training, or convert them",
@@ -66,25 +68,40 @@ class TorchtitanCheckpointer:
             raise TypeError("TorchtitanCheckpointer: an argument is given twice, or there are too many.")
         named |= dict(zip(_POSITIONAL, given, strict=False))
         config = named.get("config", named.get("checkpoint_config"))
-        self.enable = bool(_of(config, "enable", _of(config, "enable_checkpoint", True)))
-        self._load_only = bool(_of(config, "load_only", False))
+        if isinstance(config, (str, type)):
+            raise wrong("checkpoint config", config, "torchtitan's [checkpoint] section, or a dict of its fields")
+        self.enable = _flag(config, "enable", _flag(config, "enable_checkpoint", True))
+        self._load_only = _flag(config, "load_only", False)
         if not self.enable:
             return
+        missing = [name for name in ("model_parts", "optimizers", "states") if named.get(name) is None]
+        if missing:
+            raise UsageError(f"TorchtitanCheckpointer: {', '.join(missing)} must be given; see its arguments.")
         model_parts, optimizers = named["model_parts"], named["optimizers"]
         _check(config, named.get("ft_manager"))
+        if not isinstance(model_parts, (list, tuple)):
+            raise wrong("model_parts", model_parts, "a list with the model")
         if len(model_parts) != 1:
             raise UsageError(f"{len(model_parts)} model parts: pipeline stages are not supported by this checkpointer.")
-        self.interval = int(_of(config, "interval", 500))
-        self._first = bool(_of(config, "enable_first_step_checkpoint", False))
-        self._async = str(_of(config, "async_mode", "disabled")).lower().rpartition(".")[2] != "disabled"
-        self._excluded = frozenset(_of(config, "exclude_from_loading", ()))
+        if not isinstance(named["states"], Mapping):
+            raise wrong("states", named["states"], "a dict of objects by name")
+        self.interval = _int(config, "interval", 500, least=1)
+        self._first = _flag(config, "enable_first_step_checkpoint", False)
+        mode = str(_of(config, "async_mode", "disabled")).lower().rpartition(".")[2]
+        if mode not in _ASYNC_MODES:
+            raise wrong("checkpoint config: async_mode", mode, f"one of {', '.join(_ASYNC_MODES)}")
+        self._async = mode != "disabled"
+        excluded = _of(config, "exclude_from_loading", ())
+        if isinstance(excluded, str):
+            raise wrong("checkpoint config: exclude_from_loading", excluded, "a list of names")
+        self._excluded = frozenset(excluded)
         self._initial = _of(config, "initial_load_path", None)
-        self._initial_model_only = bool(_of(config, "initial_load_model_only", True))
-        self._load_step = int(_of(config, "load_step", -1))
-        self._last_model_only = bool(_of(config, "last_save_model_only", False))
+        self._initial_model_only = _flag(config, "initial_load_model_only", True)
+        self._load_step = _int(config, "load_step", -1, least=-1)
+        self._last_model_only = _flag(config, "last_save_model_only", False)
         self._model = model_parts[0]
         self._optimizers = list(getattr(optimizers, "optimizers", optimizers))
-        self._schedulers = named["lr_schedulers"]
+        self._schedulers = named.get("lr_schedulers")
         self._dataloader = named.get("dataloader")
         self._states = dict(named["states"])
         if self._last_model_only and not self._load_only:
@@ -95,7 +112,7 @@ class TorchtitanCheckpointer:
                 f"checkpoint config: exclude_from_loading names {', '.join(strange)}, which is no state here."
             )
         self.last_load: LoadReport | None = None
-        keep = int(_of(config, "keep_latest_k", 0))
+        keep = _int(config, "keep_latest_k", 0, least=0)
         self.folder = url or os.path.join(str(named.get("base_folder") or ""), str(_of(config, "folder", "checkpoint")))
         options.setdefault("retention", RetentionPolicy(max_num=keep) if keep > 0 else None)
         self.manager = CheckpointManager(self.folder, **options)
@@ -199,6 +216,18 @@ def _check_dtype(model: nn.Module, export_dtype: str) -> None:
             f"checkpoint config: export_dtype={export_dtype!r} with last_save_model_only=True is a cast from "
             f"{', '.join(sorted(stored))}, not done here: give the model's dtype, and cast with convert --dtype."
         )
+
+
+def _flag(config: Any, name: str, default: bool) -> bool:
+    value = _of(config, name, default)
+    check_flags(**{f"checkpoint config: {name}": value})
+    return bool(value)
+
+
+def _int(config: Any, name: str, default: int, *, least: int) -> int:
+    value = _of(config, name, default)
+    check_int(f"checkpoint config: {name}", value, least=least)
+    return int(value)
 
 
 def _of(config: Any, name: str, default: Any) -> Any:

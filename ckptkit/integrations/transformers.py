@@ -24,7 +24,8 @@ try:
 except ImportError as error:
     raise missing("transformers", "hf") from error
 
-from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.arguments import check_flags, check_int, location
+from ckptkit.checkpoint.manager import CheckpointManager, check_options
 from ckptkit.checkpoint.report import LoadReport
 from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.state.rng import capture_rng, restore_rng
@@ -64,10 +65,13 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         background: bool = False,
         **options: Any,
     ) -> None:
-        self.url = str(url)
+        self.url = check_options(url, **options).url
+        if save_steps is not None:
+            check_int("save_steps", save_steps, least=1)
+        check_flags(resume=resume, background=background)
         self.save_steps = save_steps
         self.resume = resume
-        self.export = None if export is None else str(export)
+        self.export = None if export is None else location("export", export)
         self.background = background
         self.loaded: LoadReport | None = None
         self._options = options

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ckptkit.arguments import check_flags, check_int
 from ckptkit.catalog.entry import TensorEntry
 from ckptkit.errors import CkptkitError, IncompleteCheckpointError
 from ckptkit.offline.copying.copier import Digested, Progress
@@ -153,6 +154,10 @@ class How:
     here: Options | None
     progress: Progress | None
     started: float
+
+    def __post_init__(self) -> None:
+        check_int("workers", self.workers, least=0)
+        check_flags(check=self.check, verify=self.verify, dry_run=self.dry_run, overwrite=self.overwrite)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from ckptkit.arguments import Location, check_int, globs, location
+from ckptkit.catalog.dtypes import export_dtype
 from ckptkit.errors import CheckpointNotFoundError, UnsupportedFormatError, UsageError
 from ckptkit.formats.options import ReadOptions
 from ckptkit.gc_pause import collector_paused
@@ -42,8 +44,8 @@ _MIN_MEMORY = 16_000_000
 @reads_checkpoints
 @patient()
 def convert(  # noqa: PLR0913 - one argument per option
-    src: str,
-    dst: str,
+    src: Location,
+    dst: Location,
     *,
     to: Format = "hf",
     dtype: str = "keep",
@@ -101,16 +103,19 @@ def convert(  # noqa: PLR0913 - one argument per option
         CorruptCheckpointError: The source is damaged or incomplete; nothing was published.
     """
     started = time.perf_counter()
+    src, dst = location("src", src), location("dst", dst)
     there, here = options_of_both(storage_options, src_storage_options, dst_storage_options)
     memory = parse_size(max_memory)
     how = How(workers, memory, check, verify, dry_run, overwrite, there, here, progress, started)
+    dtype = str(dtype)  # torch.bfloat16 too
+    export_dtype("float32", dtype)  # refuses a wrong one before the source is opened
     output = Output(dst, to, parse_size(max_shard_size), world_size, sha256, how)
     output.check(max_memory, max_shard_size)
     reading = ReadOptions(layout=layout, base=base, strip_prefix=strip_prefix, allow_pickle=allow_pickle)
     source = open_pinned(src, storage_options=there, options=reading, together=not dry_run)
     options = ExportOptions(
-        dtype, weights, key_map_of(key_map), strip_prefix, tuple(include), tuple(exclude), untie, adapter_config,
-        merge_adapter, strict=not dry_run,
+        dtype, weights, key_map_of(key_map), strip_prefix, globs("include", include), globs("exclude", exclude), untie,
+        adapter_config, merge_adapter, strict=not dry_run,
     )  # fmt: skip
     if merge_adapter and base is not None:
         source, options, base = _with_base(source, options, base, together=not dry_run, storage_options=storage_options)
@@ -173,6 +178,8 @@ class Output:
             raise UsageError(f"to={self.to!r} is unknown. Known: {', '.join(_FORMATS)}.")
         if self.how.max_memory < _MIN_MEMORY:
             raise UsageError(f"--max-memory {max_memory} is too small: expected at least 16MB.")
+        if self.world_size is not None:
+            check_int("world_size", self.world_size, least=1)
         if self.sha256 and self.to != "hf":
             raise UsageError(f"--sha256 is for Hugging Face exports; it cannot be combined with --to {self.to}.")
         if self.max_shard_size < 1:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ckptkit.arguments import Location, location
 from ckptkit.catalog.entry import Catalog, CatalogInfo, Digest, Role, SliceArray, TensorEntry
 from ckptkit.catalog.targets import Target
 from ckptkit.checkpoint.run.address import resolve_url
@@ -182,8 +183,8 @@ def _files(count: int) -> str:
 
 @patient()
 def copy(
-    src: str,
-    dst: str,
+    src: Location,
+    dst: Location,
     *,
     all_files: bool = False,
     allow_pickle: bool = False,
@@ -223,6 +224,7 @@ def copy(
         UsageError: `dst` has the name of another step, or `src` is a directory of another system's checkpoints.
     """
     started = time.perf_counter()
+    src, dst = location("src", src), location("dst", dst)
     there, here = options_of_both(storage_options, src_storage_options, dst_storage_options)
     how = How(workers, parse_size(max_memory), check, verify, dry_run, overwrite, there, here, progress, started)
     reading = ReadOptions(allow_pickle=allow_pickle)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from ckptkit.arguments import Location, globs, location
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import ObjectEntry, Role, TensorEntry
@@ -168,8 +169,8 @@ class DiffReport:
 
 @reads_checkpoints
 def diff(
-    a: str,
-    b: str,
+    a: Location,
+    b: Location,
     *,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
@@ -187,8 +188,9 @@ def diff(
         include: Globs of names; empty for all.
         exclude: Globs of names to skip.
     """
-    names = NameFilter(tuple(include), tuple(exclude))
-    sides = [_Side.open(url, max_memory, storage_options) for url in (a, b)]
+    names = NameFilter(globs("include", include), globs("exclude", exclude))
+    urls = (location("a", a), location("b", b))
+    sides = [_Side.open(url, max_memory, storage_options) for url in urls]
     try:
         return _compare(sides[0], sides[1], names, progress)
     finally:

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from ckptkit.arguments import Location, check_int, location
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Catalog, MeshInfo, Role, TensorEntry
 from ckptkit.checkpoint.run.address import resolve_url
@@ -102,7 +103,7 @@ class InspectReport:
 
 
 def inspect(
-    url: str,
+    url: Location,
     *,
     tensors: str | None = None,
     depth: int = 2,
@@ -115,8 +116,9 @@ def inspect(
         tensors: A glob; the tensors whose name or FQN matches are listed with their slices.
         depth: Levels of modules in the tree.
     """
+    check_int("depth", depth, least=0)
     source = open_source(
-        resolve_url(url, storage_options=storage_options),
+        resolve_url(location("url", url), storage_options=storage_options),
         storage_options=storage_options,
         options=options or ReadOptions(),
     )

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ckptkit.arguments import Location, location, wrong
 from ckptkit.checkpoint.retention import Decision, RetentionPolicy
 from ckptkit.checkpoint.run.address import NAMED_CHECKPOINT
 from ckptkit.checkpoint.run.delete import plan_rotation
@@ -89,7 +90,7 @@ class Listing:
 
 
 def list_run(
-    url: str,
+    url: Location,
     *,
     policy: RetentionPolicy | None = None,
     recorded: bool = True,
@@ -105,6 +106,9 @@ def list_run(
         UsageError: `policy` keeps the best by a metric that no checkpoint has.
         CheckpointNotFoundError: The directory does not exist, or contains nothing of ckptkit.
     """
+    url = location("url", url)
+    if policy is not None and not isinstance(policy, RetentionPolicy):
+        raise wrong("policy", policy, "RetentionPolicy(max_num=3, ...)")
     root = open_store(url, storage_options=storage_options)
     view = snapshot(root)
     inventory = list_checkpoints(root, view=view)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from ckptkit.arguments import Location, check_int, globs, location, wrong
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.dtypes import export_dtype
 from ckptkit.catalog.entry import TensorEntry
@@ -46,8 +48,8 @@ _NAMED = 5
 @reads_checkpoints
 @patient()
 def merge(  # noqa: PLR0913 - one argument an option
-    sources: Sequence[str],
-    dst: str,
+    sources: Sequence[Location],
+    dst: Location,
     *,
     weights: str | Sequence[float] = "uniform",
     last: int | None = None,
@@ -100,11 +102,14 @@ def merge(  # noqa: PLR0913 - one argument an option
         UnsupportedFormatError: A tensor is quantized, so that its values cannot be summed.
     """
     started = time.perf_counter()
+    sources, dst = _locations(sources), location("dst", dst)
     if sum_dtype not in ("fp32", "fp64"):
         raise UsageError(f"sum_dtype={sum_dtype!r}: expected 'fp32' or 'fp64'.")
     there, here = options_of_both(storage_options, src_storage_options, dst_storage_options)
     memory = parse_size(max_memory)
     how = How(workers, memory, check, verify, dry_run, overwrite, there, here, progress, started)
+    dtype = str(dtype)  # torch.bfloat16 too
+    export_dtype("float32", dtype)  # refuses a wrong one before a source is opened
     output = Output(dst, to, parse_size(max_shard_size), world_size, sha256, how)
     output.check(max_memory, max_shard_size)
     urls = _of_run(sources, last, steps, there)
@@ -112,8 +117,9 @@ def merge(  # noqa: PLR0913 - one argument an option
     reading = ReadOptions(base=base, strip_prefix=strip_prefix)
     opened = [open_pinned(url, storage_options=there, options=reading, together=not dry_run) for url in urls]
     options = ExportOptions(
-        dtype, take, key_map_of(key_map), strip_prefix, tuple(include), tuple(exclude), strict=not dry_run
-    )
+        dtype, take, key_map_of(key_map), strip_prefix, globs("include", include), globs("exclude", exclude),
+        strict=not dry_run,
+    )  # fmt: skip
     said = "merged from " + ", ".join(
         f"{f:.6g} * {s.url.rpartition('/')[2]}" for f, s in zip(factors, opened, strict=True)
     )
@@ -155,6 +161,8 @@ def weights_of(weights: str | Sequence[float], count: int) -> tuple[float, ...]:
                 raise UsageError(f"--weights {weights}: the decay must be between 0 and 1, such as ema:0.9.")
             return (decay ** (count - 1), *((1 - decay) * decay ** (count - 1 - i) for i in range(1, count)))
         weights = [_number(text, weights) for text in weights.split(",")]
+    if not isinstance(weights, Iterable) or not all(isinstance(value, (int, float)) for value in weights):
+        raise wrong("weights", weights, "'uniform', 'minus-sqrt', 'ema:0.9' or a sequence of numbers")
     given = tuple(float(value) for value in weights)
     if len(given) != count:
         raise UsageError(f"{len(given)} weights were given for {count} checkpoints; expected one for each.")
@@ -176,12 +184,16 @@ def _number(text: str, given: str) -> float:
         ) from None
 
 
+def _locations(sources: Any) -> list[str]:
+    if isinstance(sources, (str, os.PathLike)) or not isinstance(sources, Iterable):
+        raise wrong("sources", sources, "a sequence of URLs, such as [first, second]")
+    return [location(f"sources[{index}]", source) for index, source in enumerate(sources)]
+
+
 def _of_run(
     sources: Sequence[str], last: int | None, steps: str | None, storage_options: Mapping[str, Any] | None
 ) -> list[str]:
     """Return the URLs of the checkpoints to merge, oldest first."""
-    if isinstance(sources, str):
-        raise UsageError("sources: expected a sequence of URLs, not one string.")
     if last is None and steps is None:
         if len(sources) < 2:
             raise UsageError("one checkpoint cannot be merged. Name several, or a run with --last N or --steps A:B.")
@@ -196,6 +208,7 @@ def _of_run(
     inventory = list_checkpoints(open_store(run, storage_options=storage_options))
     committed = inventory.committed
     if last is not None:
+        check_int("last", last, least=2)
         if not 1 < last <= len(committed):
             raise UsageError(f"--last {last}: {run} has {len(committed)} committed checkpoints.")
         chosen = list(committed[-last:])

@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ckptkit.arguments import Location, location
 from ckptkit.checkpoint.load.mapping import Checkpoint, TensorView
 from ckptkit.errors import CkptkitError, UsageError
 from ckptkit.formats.options import ReadOptions
@@ -32,8 +33,8 @@ _TYPES = ("sharded", "local")
 @reads_checkpoints
 @patient()
 def reshard(  # noqa: PLR0913 - one argument per option
-    src: str,
-    dst: str,
+    src: Location,
+    dst: Location,
     *,
     world_size: int,
     mesh: str | Mapping[str, int] | None = None,
@@ -82,6 +83,7 @@ def reshard(  # noqa: PLR0913 - one argument per option
         CorruptCheckpointError: The source is damaged; nothing was published.
     """
     started = time.perf_counter()
+    src, dst = location("src", src), location("dst", dst)
     if type not in _TYPES:
         raise UsageError(f"type={type!r} is unknown. Known: {', '.join(_TYPES)}.")
     target = TargetMesh.parse(mesh, world_size=world_size)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ckptkit.arguments import Location, check_flags, check_int, location
 from ckptkit.catalog.entry import Catalog, Codec, Digest, ObjectEntry
 from ckptkit.digests import CRC, DIGEST, SHA256, hash_of, hex_width
 from ckptkit.errors import (
@@ -140,7 +141,7 @@ class Check:
 @reads_checkpoints
 @patient()
 def verify(
-    url: str,
+    url: Location,
     *,
     quick: bool = False,
     workers: int = 0,
@@ -161,7 +162,10 @@ def verify(
     Raises:
         CkptkitError: The checkpoint cannot be opened; names the file and the fault.
     """
-    source = open_pinned(url, storage_options=storage_options, options=options)
+    check_flags(quick=quick)
+    check_int("workers", workers, least=0)
+    limit = parse_size(max_memory)
+    source = open_pinned(location("url", url), storage_options=storage_options, options=options)
     store, catalog = source.store, source.catalog
     uninterpreted = dict(catalog.info.extra.get("opaque", {})) if quick else catalog.opaque()
     lacking = [Problem(path, "", message) for path, message in find_gaps(store, catalog, quick=quick)]
@@ -172,13 +176,13 @@ def verify(
         problems += _sums(store, catalog)[1]
         gone = {p.path for p in problems if not p.tensor}
         few = [check for check in _beside_tensors(catalog) if check.path not in gone]
-        problems += compare_digests(store, few, workers, parse_size(max_memory), progress)
+        problems += compare_digests(store, few, workers, limit, progress)
     else:
         known = recorded(store, catalog, uninterpreted)
         unproved, problems = known.unproved, [*problems, *known.problems]
         gone = {p.path for p in problems if not p.tensor}
         checks = [check for check in known.checks if check.path not in gone]
-        for found in _folded(compare_digests(store, checks, workers, parse_size(max_memory), progress), catalog):
+        for found in _folded(compare_digests(store, checks, workers, limit, progress), catalog):
             names = _tensors_of(catalog, found.path) if found.path in known.sums and not found.tensor else ""
             problems.append(replace(found, message=f"{found.message} It contains {names}.") if names else found)
     if problems:

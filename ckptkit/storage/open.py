@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ckptkit.arguments import check_storage_options
 from ckptkit.errors import UsageError, remember_options
 from ckptkit.redact import carries_credentials, without_secrets
 from ckptkit.storage.store import require_bucket, split_url
@@ -28,6 +29,7 @@ def open_store(url: str, *, storage_options: Mapping[str, Any] | None = None) ->
         UsageError: The URL is empty, lacks its bucket, or contains a password, a token or a signature, which process
             lists, shell histories and logs would show.
     """
+    check_storage_options(storage_options=storage_options)
     protocol, rest = split_url(url)
     refuse_credentials(url)
     require_bucket(url)

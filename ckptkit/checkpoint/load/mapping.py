@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from ckptkit.arguments import Location, location
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Catalog, CatalogInfo, TensorEntry
@@ -43,7 +44,7 @@ _NUMPY = frozenset(
 
 
 def open_checkpoint(
-    url: str, *, storage_options: Mapping[str, Any] | None = None, options: ReadOptions | None = None
+    url: Location, *, storage_options: Mapping[str, Any] | None = None, options: ReadOptions | None = None
 ) -> Checkpoint:
     """Open the checkpoint at `url` in any supported format, or the newest one of a run.
 
@@ -57,7 +58,7 @@ def open_checkpoint(
         CheckpointNotFoundError: There is none.
         CorruptCheckpointError: Its metadata is damaged.
     """
-    exact = resolve_url(str(url), storage_options=storage_options)
+    exact = resolve_url(location("url", url), storage_options=storage_options)
     source = open_source(exact, storage_options=storage_options, options=options or ReadOptions())
     return Checkpoint(source.url, source.store, source.catalog, source.note)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from ckptkit.arguments import check_flags, wrong
 from ckptkit.catalog.entry import Catalog, Role, TensorEntry
 from ckptkit.checkpoint.load.differences import KeyFilter, Mismatches, match_tensors
 from ckptkit.checkpoint.load.fill import read_whole
@@ -125,6 +126,11 @@ class LoadOptions:
             parse_size(self.max_memory)
             if not self.atomic:
                 raise UsageError("max_memory= limits the second copy that atomic=True makes. Pass both, or neither.")
+        check_flags(strict=self.strict, convert_dtype=self.convert_dtype, atomic=self.atomic)
+        for name in ("include", "exclude"):
+            value = getattr(self, name)
+            if not callable(value) and not isinstance(value, Iterable):
+                raise wrong(name, value, "globs of FQNs, such as ['*.lora_*'], or a function of an FQN")
         if self.model not in ("restore", "skip"):
             raise UsageError(f"model={self.model!r}: expected 'restore' or 'skip'.")
         if self.optimizer not in ("restore", "skip", "deferred"):
@@ -643,14 +649,14 @@ class _Planner:
                 match_tensors(self.plan.mismatches, key, live, found, convert_dtype=self.options.convert_dtype)
 
     def absent(self, kind: str, key: str) -> None:
-        """A missing key is an error for our checkpoints; other systems may never have saved it."""
+        """Handle a missing key: an error in a ckptkit checkpoint; other systems may not save such values."""
         if self.foreign:
             self.plan.skipped[key] = "not in the checkpoint, which ckptkit did not write"
         else:
             self.plan.mismatches.add("missing", kind, [key])
 
     def saved_ranks(self, key: str) -> list[int]:
-        """The ranks with a state under `key`, ascending."""
+        """Return the ranks with a state under `key`, ascending."""
         ranks = [name[len(key) + 1 :] for name in self.objects if name.startswith(f"{key}.")]
         return sorted(int(rank) for rank in ranks if rank.isdigit())
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from ckptkit.arguments import check_flags, wrong
 from ckptkit.checkpoint.state.half_loaded import clear, half_loaded_from, mark
 from ckptkit.checkpoint.state.optimizer import CapturedOptimizer, capture_optimizer, class_name, refuse_hidden
 from ckptkit.checkpoint.state.rng import capture_rng
@@ -99,6 +100,9 @@ class TrainState:
     step: int = 0
     rng: bool = True
     _half: str = field(default="", init=False, repr=False, compare=False)  # from when a load begins to fill it
+
+    def __post_init__(self) -> None:
+        _check_parts(self)
 
     @property
     def half_loaded(self) -> str:
@@ -342,15 +346,30 @@ def check_state(state: object, call: str) -> None:
         if isinstance(state, Mapping) and not state.keys() - TrainState.__slots__:
             given = ", ".join(f"{name}=..." for name in state) or given
         hint = " The step comes first." if isinstance(state, int) else ""
-        raise UsageError(f"{call}: state is of type {type(state).__name__}, expected TrainState({given}).{hint}")
-    for kind in ("model", "optimizer"):
+        raise UsageError(f"{wrong(f'{call}: state', state, f'TrainState({given})')}{hint}")
+    _check_parts(state)
+
+
+def _check_parts(state: TrainState) -> None:
+    """Raise UsageError for a class, a state dict or a plain value in place of an object."""
+    for kind in ("model", "optimizer", "scheduler", "grad_scaler", "dataloader"):
         for name, item in state._named(kind).items():
-            if isinstance(item, type) or not callable(getattr(item, "state_dict", None)):
-                what = item.__name__ if isinstance(item, type) else f"of type {type(item).__name__}"
-                raise UsageError(
-                    f"TrainState({kind}=...): {name or 'it'} is {what}, expected an object with state_dict(). Pass the "
-                    f"{kind} itself, not its class or its state dict."
-                )
+            bare = kind == "optimizer" and not hasattr(item, "param_groups")
+            if bare or isinstance(item, type) or not callable(getattr(item, "state_dict", None)):
+                where = kind if name == "" else f"{kind}[{name!r}]"
+                raise wrong(f"TrainState: {where}", item, _EXPECTED[kind])
+    if not isinstance(state.extra, dict):
+        raise wrong("TrainState: extra", state.extra, "a dict of objects or values by name")
+    check_flags(rng=state.rng)
+
+
+_EXPECTED = {
+    "model": "a module, or several by name. Pass the model itself, not its class or its state dict",
+    "optimizer": "an optimizer with param_groups. Pass the optimizer itself, not its class or its state dict",
+    "scheduler": "an object with state_dict(). Pass the scheduler itself, not its class or its state dict",
+    "grad_scaler": "an object with state_dict(), such as torch.amp.GradScaler()",
+    "dataloader": "an object with state_dict(), such as torchdata's StatefulDataLoader",
+}
 
 
 def check_whole(state: TrainState) -> None:

@@ -47,6 +47,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
+from ckptkit.arguments import check_flags, check_int, check_storage_options, location, wrong
 from ckptkit.catalog.entry import Catalog, TensorEntry
 from ckptkit.digests import hex_digest_of
 from ckptkit.errors import (
@@ -284,7 +285,10 @@ class DCPWriter(StorageWriter):
             overwrite: Replace an existing checkpoint; otherwise it is a CheckpointExistsError.
         """
         super().__init__()
-        self.url = os.fspath(url)
+        check_storage_options(storage_options=storage_options)
+        check_flags(sync=sync, overwrite=overwrite)
+        check_int("workers", workers, least=0)
+        self.url = location("url", url)
         self.storage_options = storage_options
         self.sync = sync
         self.workers = workers
@@ -500,7 +504,12 @@ class DCPReader(StorageReader):
             cast: Convert where a dtype differs; otherwise that is a CheckpointMismatchError.
         """
         super().__init__()
-        self.url = os.fspath(url)
+        check_storage_options(storage_options=storage_options)
+        check_flags(cast=cast)
+        check_int("workers", workers, least=0)
+        if verify not in list(Verify):
+            raise wrong("verify", verify, "'read', 'full' or 'off'")
+        self.url = location("url", url)
         self.storage_options = storage_options
         self.verify = Verify(verify)
         self.workers = workers

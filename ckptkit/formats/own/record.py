@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any
 
+from ckptkit.arguments import wrong
 from ckptkit.digests import DIGEST, hex_digest_of
 from ckptkit.errors import (
     CheckpointNotFoundError,
@@ -392,6 +393,8 @@ def check_given(metrics: Mapping[str, Any], client_state: Any) -> None:
     Raises:
         UsageError: Names the metric that is not a number, or what in `client_state` is not JSON.
     """
+    if not isinstance(metrics, Mapping):
+        raise wrong("metrics", metrics, "a dict of names and numbers, such as {'val_loss': 1.5}")
     _metrics_json(metrics)
     _check_keys(client_state, "client_state")
     try:
@@ -495,7 +498,7 @@ def read_record(store: Store, path: str = RECORD_NAME) -> CommitRecord:
 
 
 def _run_of(store: Store, path: str) -> str:
-    """The URL of the run whose checkpoint would have its record at `path`."""
+    """Return the URL of the run, given the path of a commit record in one of its checkpoints."""
     return store.url if "/" in path else store.url.rstrip("/").rpartition("/")[0]
 
 

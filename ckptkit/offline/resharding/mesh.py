@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ckptkit.arguments import check_int, wrong
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Catalog, Role, TensorEntry
 from ckptkit.errors import UsageError
@@ -78,8 +79,7 @@ class TargetMesh:
         Raises:
             UsageError: A name is unknown, a size is not a positive number, or the product is not `world_size`.
         """
-        if world_size < 1:
-            raise UsageError(f"world size {world_size}: expected at least one rank.")
+        check_int("world_size", world_size, least=1)
         sizes, labels = _sizes(text)
         if "shard" not in sizes:
             rest = sizes.get("replicate", 1) * sizes.get("tp", 1)
@@ -181,6 +181,8 @@ def _take_chunk(offsets: Int64, sizes: Int64, dim: int, parts: int, index: Int64
 def _sizes(text: str | Mapping[str, int] | None) -> tuple[dict[str, int], tuple[tuple[str, str], ...]]:
     if text is None:
         return {}, ()
+    if not isinstance(text, (str, Mapping)):
+        raise wrong("mesh", text, "sizes by name, such as 'replicate=2,shard=4' or {'shard': 4, 'tp': 2}")
     if isinstance(text, str):
         pairs = [item.partition("=")[::2] for item in text.split(",") if item]
     else:
