@@ -131,7 +131,8 @@ def cli() -> None:
     After a crash: `ckptkit ls RUN` lists the checkpoints, `ckptkit verify RUN` checks the newest.
 
     A URL is a path, or anything fsspec opens (s3://, gs://). The directory of a run means its newest committed
-    checkpoint. Exit codes: 0 success, 1 the checkpoint is bad or does not fit, 2 wrong usage, 130 interrupted.
+    checkpoint. Exit codes: 0 success, 1 the checkpoint is damaged, missing or does not match, 2 wrong usage, 130
+    interrupted.
     """
 
 
