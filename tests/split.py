@@ -31,8 +31,8 @@ NIGHT: dict[str, int] = {
     "tests/offline/copying/test_resume.py": 4,
     "tests/offline/copying/test_resume.py"
     "::test_a_team_that_was_killed_shows_nothing_and_the_next_run_leaves_the_result_alone": 0,
-    "tests/offline/copying/test_resume.py::test_what_is_killed_twice_goes_on_from_both": 0,
-    "tests/offline/test_copy.py::test_a_copy_killed_at_any_file_operation_is_a_shorter_run_and_goes_on": 0,
+    "tests/offline/copying/test_resume.py::test_a_run_killed_twice_continues_from_both": 0,
+    "tests/offline/test_copy.py::test_a_copy_killed_at_any_file_operation_is_a_shorter_run_and_continues": 0,
     # Faults, damage and full disks: one of each kind by day.
     "tests/checkpoint/test_damage.py": 3,
     "tests/checkpoint/test_damage.py"

@@ -44,14 +44,14 @@ NOT_CUT = {
 
 
 @pytest.mark.parametrize("kind", CUT)
-def test_slices_that_are_the_rows_in_order_are_cut(kind: str) -> None:
+def test_consecutive_rows_are_cut_in_rows(kind: str) -> None:
     for others in ([], [ROWS], [NOT_CUT["columns"], NOT_CUT["a gap"]]):
         assert row_cuts([*others, CUT[kind]]).cut[-1]
         assert row_cuts([CUT[kind], *others]).cut[0]
 
 
 @pytest.mark.parametrize("kind", NOT_CUT)
-def test_any_others_are_not(kind: str) -> None:
+def test_other_slices_are_not_cut_in_rows(kind: str) -> None:
     for others in ([], [ROWS], [CUT["the whole"], CUT["no elements"]]):
         assert not row_cuts([*others, NOT_CUT[kind]]).cut[-1]
         assert not row_cuts([NOT_CUT[kind], *others]).cut[0]

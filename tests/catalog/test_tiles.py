@@ -70,7 +70,7 @@ def test_the_search_by_intervals_finds_what_comparing_all_pairs_finds(case):
     assert overlapping <= candidates
 
 
-def test_of_replicas_the_first_is_taken():
+def test_the_first_of_several_replicas_is_used():
     entry, _ = stored((4,), [Box((0,), (4,)), Box((0,), (4,))])
     assert pieces(entry, *columns([Box((1,), (2,))], 1)).rows.tolist() == [0]
 

@@ -67,16 +67,16 @@ def test_groups_of_equal_shapes_are_told_apart_by_weight_decay():
     assert assign(params, [[(4,)], [(4,), (4,)]]) is None
 
 
-def test_frozen_parameters_are_passed_over_where_only_one_way_is_left():
+def test_frozen_parameters_are_skipped_if_only_one_assignment_remains():
     params = [Param("vision.w", (9, 9)), *PARAMS]
     assert assign(params, [[(4, 2), (4,), (4, 2), (4,)]]) == [["a.weight", "a.bias", "b.weight", "b.bias"]]
 
 
-def test_more_than_one_way_is_no_proof():
+def test_several_possible_assignments_prove_nothing():
     assert assign(PARAMS, [[(4, 2), (4,)]]) is None
 
 
-def test_contents_decide_where_shapes_do_not():
+def test_values_decide_if_shapes_do_not():
     def fits(group, index, fqn):
         return fqn.startswith("b.")
 
@@ -109,7 +109,7 @@ def _layout(local) -> dict:
     return json.loads((local / "flat_param_layout_NOT_ON_DISK_NORMALLY.json").read_text())
 
 
-def test_shapes_in_module_order_do_instead_of_a_layout(local, tmp_path):
+def test_shapes_in_module_order_replace_a_layout(local, tmp_path):
     shapes = {}
     for unit, body in _layout(local).items():
         prefix = unit.removesuffix("_flat_param")
@@ -152,7 +152,7 @@ def test_a_layout_of_another_model_is_refused(local, tmp_path):
         '{"a": [9223372036854775808]}',
     ],
 )
-def test_what_is_no_layout_is_a_usage_error(local, tmp_path, content):
+def test_an_invalid_layout_is_a_usage_error(local, tmp_path, content):
     (tmp_path / "layout.json").write_text(content)
     with pytest.raises(UsageError, match=r"layout\.json"):
         open_source(str(local), options=ReadOptions(layout=str(tmp_path / "layout.json")))
@@ -256,7 +256,7 @@ def test_rank_files_beside_a_metadata_pkl_are_joined(tmp_path, zoo):
 @pytest.mark.parametrize(
     "name", ["weights_rank{}.pt", "model_world_size_2_rank_{}.pt", "pytorch_model_fsdp_rank{}.bin"]
 )
-def test_plain_parts_that_do_not_say_of_what_are_refused(tmp_path, name):
+def test_plain_shards_without_a_position_are_refused(tmp_path, name):
     torch = pytest.importorskip("torch")
     for rank in range(2):
         torch.save({"w": torch.ones(4, 2) * rank, "step": torch.tensor(1)}, tmp_path / name.format(rank))

@@ -114,7 +114,7 @@ def test_a_checkpoint_of_a_run_is_copied_with_its_record_and_every_byte_is_prove
     assert [pin.owner for pin in list_pins(open_store(str(run)))] == [None]
 
 
-def test_large_slices_are_checked_one_by_one_and_what_lies_around_them_too(tmp_path: Path) -> None:
+def test_large_slices_and_the_bytes_between_them_are_checked(tmp_path: Path) -> None:
     import torch
 
     from ckptkit import TrainState
@@ -155,7 +155,7 @@ def test_damage_names_file_and_tensor_and_nothing_is_published(run: Path, tmp_pa
     assert tree(tmp_path / "out") == tree(run / "step_00000002")
 
 
-def test_a_checkpoint_that_lacks_a_file_is_not_copied_checked_or_not(run: Path, tmp_path: Path) -> None:
+def test_an_incomplete_checkpoint_is_never_copied(run: Path, tmp_path: Path) -> None:
     next((run / "step_00000002").glob("*.distcp")).unlink()
     for check in (True, False):
         with pytest.raises(IncompleteCheckpointError, match="missing"):
@@ -211,7 +211,7 @@ def test_a_run_of_another_system_is_answered_with_the_command_for_one_checkpoint
     assert (tmp_path / "out").exists()
 
 
-def test_what_lies_at_dst_is_replaced_by_the_rule_of_convert_alone(run: Path, tmp_path: Path) -> None:
+def test_dst_is_replaced_by_the_same_rule_as_in_convert(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     copy(f"{run}/1", str(out))
     with pytest.raises(CheckpointExistsError, match="--overwrite"):
@@ -234,7 +234,7 @@ def _limited(say: Callable[[bytes], None], src: str, dst: str) -> None:
         say(str(error).encode())
 
 
-def test_a_file_system_that_takes_no_such_file_is_named_with_the_file(run: Path, tmp_path: Path) -> None:
+def test_a_file_system_that_refuses_a_file_is_named_with_the_file(run: Path, tmp_path: Path) -> None:
     code, said = fork(_limited, f"{run}/step_00000003", str(tmp_path / "out"))
     assert code == 0 and re.search(rf"{tmp_path}/\S+/\S+: File too large", said.decode()), said
     assert not (tmp_path / "out").exists() and leftovers(tmp_path) == []
@@ -272,7 +272,7 @@ def test_the_same_command_again_copies_only_what_is_not_there_yet(run: Path, tmp
     assert done.nbytes == done.checkpoints[-1].nbytes
 
 
-def test_what_is_no_committed_checkpoint_is_named_and_left_out(run: Path, tmp_path: Path) -> None:
+def test_uncommitted_entries_are_named_and_skipped(run: Path, tmp_path: Path) -> None:
     left = ".tmp-step_00000010-0123456789abcdef"
     (run / left).mkdir()
     (run / "step_00000009").mkdir()
@@ -304,7 +304,7 @@ def test_damage_in_one_checkpoint_leaves_the_others_copied_and_is_an_error(run: 
     assert steps(tmp_path / "new") == [1, 3] and leftovers(tmp_path / "new") == []
 
 
-def test_a_checkpoint_of_another_save_is_replaced_only_where_asked_and_not_pinned(run: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_save_is_replaced_only_on_request_and_if_not_pinned(run: Path, tmp_path: Path) -> None:
     new = tmp_path / "new"
     with CheckpointManager(new) as manager:
         manager.save(2, state(2, 1))
@@ -322,7 +322,7 @@ def test_a_checkpoint_of_another_save_is_replaced_only_where_asked_and_not_pinne
     assert any("step_00000009" in note for note in done.notes)
 
 
-def test_what_is_in_the_way_of_a_run_is_said_before_anything_is_written(run: Path, tmp_path: Path) -> None:
+def test_obstacles_to_a_run_are_reported_before_anything_is_written(run: Path, tmp_path: Path) -> None:
     new = tmp_path / "new"
     (new / "step_00000002").mkdir(parents=True)
     (new / "step_00000002" / "thesis.txt").write_text("mine")
@@ -334,7 +334,7 @@ def test_what_is_in_the_way_of_a_run_is_said_before_anything_is_written(run: Pat
 
 
 @pytest.mark.parametrize("what", ["file", "link", "state"])
-def test_a_destination_that_can_hold_no_run_is_named_once(run: Path, tmp_path: Path, what: str) -> None:
+def test_an_unusable_destination_is_reported_once(run: Path, tmp_path: Path, what: str) -> None:
     new = tmp_path / "new"
     if what == "file":
         new.write_text("mine")
@@ -355,7 +355,7 @@ def test_a_destination_that_can_hold_no_run_is_named_once(run: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated"])
-def test_half_a_checkpoint_is_not_taken_for_one_that_is_there_already(run: Path, tmp_path: Path, damage: str) -> None:
+def test_an_incomplete_copy_does_not_count_as_copied(run: Path, tmp_path: Path, damage: str) -> None:
     new = tmp_path / "new"
     copy(str(run), str(new))
     file = max((new / "step_00000002").glob("*.distcp"), key=lambda path: path.stat().st_size)
@@ -369,7 +369,7 @@ def test_half_a_checkpoint_is_not_taken_for_one_that_is_there_already(run: Path,
     assert tree(new / "step_00000002") == tree(run / "step_00000002")
 
 
-def test_verify_reads_also_what_is_there_already(run: Path, tmp_path: Path) -> None:
+def test_verify_reads_existing_copies_too(run: Path, tmp_path: Path) -> None:
     new = tmp_path / "new"
     copy(str(run), str(new))
     assert "3 there already, verified" in copy(str(run), str(new), verify=True).proof()
@@ -378,7 +378,7 @@ def test_verify_reads_also_what_is_there_already(run: Path, tmp_path: Path) -> N
         copy(str(run), str(new), verify=True)
 
 
-def test_what_can_not_be_read_as_a_file_is_named_and_left_out_with_all_files(run: Path, tmp_path: Path) -> None:
+def test_all_files_skips_and_names_what_is_not_a_readable_file(run: Path, tmp_path: Path) -> None:
     step = run / "step_00000003"
     (step / "notes.txt").write_text("mine")
     (step / "gone").symlink_to("nowhere")
@@ -396,7 +396,7 @@ def test_an_empty_path_is_refused(run: Path, tmp_path: Path) -> None:
         copy("", str(tmp_path / "out"))
 
 
-def test_a_run_that_a_job_saves_to_is_no_destination(run: Path, tmp_path: Path) -> None:
+def test_a_run_in_use_by_a_job_is_refused_as_destination(run: Path, tmp_path: Path) -> None:
     lease = acquire_lease(open_store(str(tmp_path / "new")))
     try:
         code, said = fork(_copied, str(run), str(tmp_path / "new"))
@@ -446,7 +446,7 @@ def test_a_checkpoint_that_was_deleted_before_its_turn_is_named(
     assert steps(tmp_path / "new") == [1, 3] and "deleted" in done.left_out["step_00000002"]
 
 
-def test_a_copy_killed_at_any_file_operation_is_a_shorter_run_and_goes_on(
+def test_a_copy_killed_at_any_file_operation_is_a_shorter_run_and_continues(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staging, "STARTING_S", -1.0)

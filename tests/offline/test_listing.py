@@ -60,7 +60,7 @@ def test_a_pin_keeps_and_is_shown(root: Path) -> None:
     assert "paper" in row.why
 
 
-def test_what_the_last_job_was_resumed_from_is_said_to_be_free_once_that_job_is_over(tmp_path: Path) -> None:
+def test_ls_shows_that_a_resumed_checkpoint_is_released_when_its_job_ends(tmp_path: Path) -> None:
     keep = RetentionPolicy(max_num=1)
     with CheckpointManager(tmp_path, retention=keep) as manager:
         manager.save(1, state(1))
@@ -95,7 +95,7 @@ def test_prune_without_a_policy_deletes_what_dead_saves_left_alone_and_then_asks
         prune(str(root))
 
 
-def test_saves_that_are_not_here_any_more_are_counted_where_they_were(tmp_path: Path) -> None:
+def test_missing_saves_are_counted_at_their_position(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, retention=RetentionPolicy(max_num=2, keep_every=20)) as manager:
         for step in (10, 20, 30, 40, 50):
             manager.save(step, state(step))
@@ -119,7 +119,7 @@ def test_limits_are_not_applied_to_a_run_whose_own_policy_is_not_understood(
     assert prune(str(tmp_path), policy=RetentionPolicy(max_num=1), recorded=False, dry_run=True).deleted == ()
 
 
-def test_a_place_without_checkpoints_says_what_it_holds(tmp_path: Path) -> None:
+def test_a_place_without_checkpoints_is_described(tmp_path: Path) -> None:
     (tmp_path / "thing").mkdir()
     with pytest.raises(CheckpointNotFoundError, match="thing"):
         list_run(str(tmp_path))

@@ -72,7 +72,7 @@ def test_slices_without_digests_are_compared_byte_by_byte(made, tmp_path, finger
     assert not [name for name in fingerprinted if "weight" in name]
 
 
-def test_what_is_cut_by_columns_is_fingerprinted(made, tmp_path, fingerprinted):
+def test_column_shards_are_fingerprinted(made, tmp_path, fingerprinted):
     reshard(str(made / "in"), str(tmp_path / "n"), world_size=2, mesh="tp=2", tp_plan={"*.up.weight": 1}, verify=True)
     assert any(name.endswith("up.weight") for name in fingerprinted)
     assert not any(name.endswith("down.weight") for name in fingerprinted)
@@ -85,7 +85,7 @@ def test_a_flipped_bit_of_the_result_is_found_and_its_tensor_named(made, name):
         proved(made)
 
 
-def test_slices_in_each_others_places_are_found(made):
+def test_swapped_slices_are_found(made):
     data = bytearray((made / "out" / FILE).read_bytes())
     start, rows = place(made, "embed.weight"), 10 * 4 * 10  # ranks hold ten rows of ten numbers
     data[start : start + 2 * rows] = data[start + rows : start + 2 * rows] + data[start : start + rows]
@@ -94,7 +94,7 @@ def test_slices_in_each_others_places_are_found(made):
         proved(made)
 
 
-def test_a_result_that_is_equal_to_a_source_which_is_damaged_itself_is_equal(made):
+def test_a_result_equal_to_a_damaged_source_is_equal(made):
     slices = (
         convert(str(made / "in"), str(made / "again"), dry_run=True).plan.catalog.tensors["model.head.weight"].slices
     )
@@ -138,6 +138,6 @@ def test_runs_of_a_slice_that_several_files_share_come_in_its_order():
         ([[0, 0]], [[4, 5]]),  # a slice that is not all there
     ],
 )
-def test_what_can_not_be_told_from_runs_is_left_to_fingerprints(offsets, sizes):
+def test_slices_that_are_not_runs_are_fingerprinted(offsets, sizes):
     entry = entry_of([[0, 0], [3, 0]], [[3, 5], [3, 5]], (6, 5))
     assert slice_runs(entry, placed(entry, offsets, sizes)) is None

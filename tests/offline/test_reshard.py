@@ -66,7 +66,7 @@ def test_a_mesh_change_keeps_every_number(ranks: Any, runs: Any, tmp_path: Path,
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_masters_go_along(ranks: Any, runs: Any, tmp_path: Path, kind: str) -> None:
+def test_a_reshard_keeps_the_masters(ranks: Any, runs: Any, tmp_path: Path, kind: str) -> None:
     folder, numbers = runs("1d", 2, "master")
     made = str(tmp_path / "step_00000002")
     reshard(at(folder, "local"), made, world_size=3, type=kind)
@@ -184,7 +184,7 @@ def test_a_tp_mesh_without_a_plan_is_refused(runs: Any, tmp_path: Path) -> None:
         reshard(at(runs("1d", 2)[0], "sharded"), str(tmp_path / "new"), world_size=2, mesh="tp=2")
 
 
-def test_a_glob_that_fits_nothing_is_refused(runs: Any, tmp_path: Path) -> None:
+def test_a_glob_that_matches_nothing_is_refused(runs: Any, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="'upp"):
         source = at(runs("1d", 2)[0], "sharded")
         reshard(source, str(tmp_path / "new"), world_size=2, mesh="tp=2", tp_plan={"upp.*": 0})

@@ -142,7 +142,7 @@ def test_the_step_is_taken_from_the_checkpoint_from_its_name_or_said_to_be_unkno
         assert any("does not record its step" in note for note in report.notes) is (name == "unknown")
 
 
-def test_a_job_goes_on_from_a_state_with_names_of_its_own(tmp_path: Path) -> None:
+def test_a_job_continues_from_a_state_with_custom_names(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.25)
     model(torch.ones(1, 3)).sum().backward()

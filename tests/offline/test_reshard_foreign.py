@@ -65,7 +65,7 @@ def _equal(source: Source, entry: TensorEntry, found: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_a_run_goes_on_with_what_the_other_system_had(ranks: Any, zoo: Path, tmp_path: Path, name: str) -> None:
+def test_a_run_of_another_system_continues_with_its_state(ranks: Any, zoo: Path, tmp_path: Path, name: str) -> None:
     source = open_source(str(zoo / name))
     made = str(tmp_path / "new")
     reshard(str(zoo / name), made, world_size=2, verify=True)
@@ -125,7 +125,7 @@ def test_local_files_of_a_reshard_export_as_the_source_does(zoo: Path, tmp_path:
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
-def test_what_is_not_carried_is_named_with_the_reason(zoo: Path, tmp_path: Path) -> None:
+def test_skipped_objects_are_named_with_the_reason(zoo: Path, tmp_path: Path) -> None:
     report = reshard(str(zoo / "hf_trainer_fsdp2_sharded_w2"), str(tmp_path / "new"), world_size=2)
     assert any("rng_state_0" in note and "reseeded" in note for note in report.notes)
     assert open_source(str(tmp_path / "new")).catalog.objects["extra.trainer_state"].value["global_step"] == 2

@@ -17,7 +17,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("first", "second", "seeds"), [(1, 1, range(8)), (3, 2, range(2))])
-def test_a_run_that_was_killed_at_any_file_operation_is_gone_on_from(
+def test_a_run_killed_at_any_file_operation_can_be_continued(
     source: Path, tmp_path: Path, first: int, second: int, seeds: range
 ) -> None:
     for name in ("in", "m.safetensors"):
@@ -28,7 +28,7 @@ def test_a_run_that_was_killed_at_any_file_operation_is_gone_on_from(
     assert any(again is not None for again in found)
 
 
-def test_an_upload_that_was_killed_at_any_request_is_gone_on_from(tmp_path: Path) -> None:
+def test_an_upload_killed_at_any_request_can_be_continued(tmp_path: Path) -> None:
     from ckptkit.storage.open import open_store
 
     source = make_source(tmp_path, tensors=10, rows=1536, ranks=2)

@@ -79,9 +79,7 @@ def note_of(results: list[tuple[str, int, int]]) -> str:
 
 
 @pytest.mark.parametrize("ranks", [3, 2, 1])
-def test_a_team_that_was_killed_is_gone_on_from_by_any_number_of_ranks(
-    source: Path, tmp_path: Path, ranks: int
-) -> None:
+def test_any_number_of_ranks_continues_after_killed_ranks(source: Path, tmp_path: Path, ranks: int) -> None:
     killed(source, tmp_path / "out", 3, (0, 1, 2), 1, **MANY)
     again = run_ranks(run, ranks, str(source), str(tmp_path / "out"), MANY)
     whole = convert(str(source), str(tmp_path / "whole"), **MANY)
@@ -92,7 +90,7 @@ def test_a_team_that_was_killed_is_gone_on_from_by_any_number_of_ranks(
     assert names(tmp_path) == ["in", "out", "whole"]
 
 
-def test_a_team_goes_on_from_what_one_process_left(source: Path, tmp_path: Path) -> None:
+def test_several_ranks_continue_what_one_process_began(source: Path, tmp_path: Path) -> None:
     killed(source, tmp_path / "out", 1, (0,), 2, **MANY)
     assert note_of(run_ranks(run, 3, str(source), str(tmp_path / "out"), MANY))
     convert(str(source), str(tmp_path / "whole"), **MANY)
@@ -100,7 +98,7 @@ def test_a_team_goes_on_from_what_one_process_left(source: Path, tmp_path: Path)
     assert names(tmp_path) == ["in", "out", "whole"]
 
 
-def test_what_two_teams_of_different_sizes_did_adds_up(source: Path, tmp_path: Path) -> None:
+def test_work_of_two_runs_with_different_rank_counts_adds_up(source: Path, tmp_path: Path) -> None:
     killed(source, tmp_path / "out", 3, (0, 1, 2), 1, **MANY)
     killed(source, tmp_path / "out", 2, (0, 1), 1, **MANY)
     report = convert(str(source), str(tmp_path / "out"), **MANY)
@@ -110,7 +108,7 @@ def test_what_two_teams_of_different_sizes_did_adds_up(source: Path, tmp_path: P
     assert names(tmp_path) == ["in", "out", "whole"]
 
 
-def test_a_reshard_of_a_killed_team_goes_on(source: Path, tmp_path: Path) -> None:
+def test_a_reshard_continues_after_killed_ranks(source: Path, tmp_path: Path) -> None:
     options = {"world_size": 6, **COLUMNS, "type": "local"}
     killed(source, tmp_path / "out", 3, (0, 1, 2), 1, **options)
     assert note_of(run_ranks(run, 2, str(source), str(tmp_path / "out"), options))
@@ -142,7 +140,7 @@ def _fails(src: str, dst: str) -> None:
     convert(src, dst, max_shard_size="1kB")
 
 
-def test_an_error_of_one_rank_leaves_nothing_to_go_on_from(source: Path, tmp_path: Path) -> None:
+def test_after_an_error_on_one_rank_nothing_is_kept(source: Path, tmp_path: Path) -> None:
     with pytest.raises(RankError, match="on rank 1: OSError: the disk is on fire"):
         run_ranks(_fails, 2, str(source), str(tmp_path / "out"))
     assert names(tmp_path) == ["in"]
@@ -159,7 +157,7 @@ def _on_another_disk(src: str, dst: str) -> None:
     convert(src, dst, max_shard_size="1kB")
 
 
-def test_a_rank_that_does_not_see_the_target_is_told_that_it_must(source: Path, tmp_path: Path) -> None:
+def test_a_rank_that_does_not_see_the_target_is_named(source: Path, tmp_path: Path) -> None:
     with pytest.raises(RankError, match="DST must be on storage that all of them share"):
         run_ranks(_on_another_disk, 2, str(source), str(tmp_path / "out"))
     assert names(tmp_path) == ["in"]
@@ -175,14 +173,14 @@ def _on_two_machines(src: str, dst: str, options: Options, kill: bool) -> tuple[
     return None
 
 
-def test_a_team_of_two_machines_goes_on_where_both_take_part_again(source: Path, tmp_path: Path) -> None:
+def test_a_run_on_two_machines_continues_if_both_take_part_again(source: Path, tmp_path: Path) -> None:
     with pytest.raises(RankError):
         run_ranks(_on_two_machines, 2, str(source), str(tmp_path / "out"), MANY, True)
     assert note_of(run_ranks(_on_two_machines, 2, str(source), str(tmp_path / "out"), MANY, False))
     assert names(tmp_path) == ["in", "out"]
 
 
-def test_what_a_rank_on_a_machine_that_is_gone_has_left_is_not_taken_over(source: Path, tmp_path: Path) -> None:
+def test_work_of_a_machine_that_is_gone_is_not_reused(source: Path, tmp_path: Path) -> None:
     killed(source, tmp_path / "out", 2, (0, 1), 1, **MANY)
     statement = next(path for path in tmp_path.iterdir() if path.name.endswith(".1.owner"))
     statement.write_text(statement.read_text().replace('"machine": "', '"machine": "other'))
@@ -193,7 +191,7 @@ def test_what_a_rank_on_a_machine_that_is_gone_has_left_is_not_taken_over(source
 # --- what was begun anew is not done, whatever was said of it before
 
 
-def test_a_file_that_was_begun_anew_is_not_what_an_earlier_run_had_written(source: Path, tmp_path: Path) -> None:
+def test_a_restarted_file_does_not_count_as_written_by_an_earlier_run(source: Path, tmp_path: Path) -> None:
     first = {"max_shard_size": "3kB"}
     killed(source, tmp_path / "out", 1, (0,), 2, **first)
     left = next(path for path in tmp_path.iterdir() if path.name.startswith(".tmp-") and path.is_dir())
@@ -205,7 +203,7 @@ def test_a_file_that_was_begun_anew_is_not_what_an_earlier_run_had_written(sourc
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
-def test_files_of_another_plan_in_between_are_not_taken_for_those_of_the_first(source: Path, tmp_path: Path) -> None:
+def test_files_of_another_plan_are_not_reused(source: Path, tmp_path: Path) -> None:
     killed(source, tmp_path / "out", 1, (0,), 2)
     killed(source, tmp_path / "out", 1, (0,), 1, exclude=["embed.*"])  # the same file name, begun anew
     report = convert(str(source), str(tmp_path / "out"))

@@ -45,7 +45,7 @@ def replaced(source: Path) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_of_a_source_that_is_replaced_while_it_is_read_nothing_is_published(
+def test_nothing_is_published_from_a_source_replaced_while_it_is_read(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     while_copying(monkeypatch, lambda: replaced(source))
@@ -54,7 +54,7 @@ def test_of_a_source_that_is_replaced_while_it_is_read_nothing_is_published(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
 
 
-def test_what_else_comes_into_its_directory_is_in_nobodys_way(
+def test_new_files_beside_the_source_do_not_matter(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     while_copying(monkeypatch, lambda: (source / "train.log").write_text("step 5"))

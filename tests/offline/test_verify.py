@@ -102,7 +102,7 @@ def saved(ranks: Any, tmp_path: Path) -> Path:
     return tmp_path / "step_00000003"
 
 
-def test_what_an_outline_is_of_is_read_once(saved: Path) -> None:
+def test_the_bytes_of_an_outline_are_read_once(saved: Path) -> None:
     report = verify(str(saved))
     assert report.ok
     files = sum(path.stat().st_size for path in saved.iterdir() if path.name != "checkpoint.json")

@@ -30,13 +30,13 @@ def _expected(name: str, file: str = "EXPECTED.safetensors"):
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_weights_are_those_the_job_held(name):
+def test_weights_equal_those_of_the_job(name):
     source = open_source(str(FIXTURES / name / "ckpt"))
     assert contents(source.store, source.catalog.by_role(Role.MODEL)) == _expected(name)
 
 
 @pytest.mark.parametrize("name", [n for n in EXACT if (FIXTURES / n / "EXPECTED_exp_avg.safetensors").exists()])
-def test_moments_are_those_the_job_held(name):
+def test_moments_equal_those_of_the_job(name):
     source = open_source(str(FIXTURES / name / "ckpt"))
     entries = source.catalog.by_role(Role.OPTIMIZER).values()
     found = contents(source.store, {entry.fqn: entry for entry in entries if entry.state == "exp_avg"})

@@ -109,7 +109,7 @@ def test_a_crc_is_that_of_the_whole_in_whatever_order_its_parts_come(data: st.Da
     assert again or crcs.parts() == [(0, len(content), zlib.crc32(content))]
 
 
-def test_a_digest_that_can_only_be_taken_forwards_is_proved_by_pieces_in_order_alone() -> None:
+def test_a_sequential_digest_is_proved_only_by_pieces_in_order() -> None:
     content = b"".join(PIECES)
     for order, proved in ((PIECES, True), (PIECES[::-1], False)):
         verifier = verifier_of(content, xxhash.xxh3_64_intdigest(content), "xxh3_64")

@@ -121,7 +121,7 @@ def placed(draw, made: Made, targets: list[Target]) -> Plan:
 
 @given(job=jobs(), data=st.data())
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-def test_any_tensor_cut_anyhow_arrives_anyhow_placed(tmp_path_factory, job, data):
+def test_any_slicing_is_copied_to_any_placement(tmp_path_factory, job, data):
     shape, dtype, source, into, change = job
     folder = tmp_path_factory.mktemp("engine")
     digest = data.draw(st.sampled_from(["crc32", "xxh3_64", None]))
@@ -150,7 +150,7 @@ def test_any_tensor_cut_anyhow_arrives_anyhow_placed(tmp_path_factory, job, data
 
 @pytest.mark.parametrize("boxes", [ROWS, COLUMNS], ids=["rows", "columns"])
 @pytest.mark.parametrize("check", [True, False])
-def test_large_tensors_go_through_small_buffers(tmp_path, monkeypatch, boxes, check):
+def test_large_tensors_are_copied_through_small_buffers(tmp_path, monkeypatch, boxes, check):
     monkeypatch.setattr(engine, "_CHUNK", 4096)
     monkeypatch.setattr(engine, "_TILE", 1)
     scaled = [Box(tuple(o * 64 for o in b.offsets), tuple(s * 64 for s in b.sizes)) for b in boxes]
@@ -177,7 +177,7 @@ def test_an_element_that_two_chunks_share_is_cast_whole(tmp_path, monkeypatch):
     assert (got["t"] == expected(made, target)).all()
 
 
-def test_what_a_function_makes_is_written(tmp_path):
+def test_a_computed_tensor_is_written(tmp_path):
     made = make_source(tmp_path / "in", {n: ("uint8", (8, 6), ROWS) for n in "ab"})
     inputs = tuple(Target.of(made.catalog.tensors[n]) for n in "ab")
     total = ComputedTensor("sum", "uint8", (8, 6), inputs, lambda parts: parts[0] + parts[1], "a + b")
@@ -185,7 +185,7 @@ def test_what_a_function_makes_is_written(tmp_path):
     assert (got["sum"] == made.arrays["a"] + made.arrays["b"]).all()
 
 
-def test_a_function_that_needs_more_memory_than_allowed_is_refused(tmp_path):
+def test_a_computed_tensor_over_the_memory_limit_is_refused(tmp_path):
     made = make_source(tmp_path / "in", {"a": ("uint8", (1 << 20,), [Box((0,), (1 << 20,))])})
     inputs = (Target.of(made.catalog.tensors["a"]),)
     made_of = ComputedTensor("c", "uint8", (1 << 20,), inputs, lambda parts: parts[0], "a")
@@ -237,7 +237,7 @@ def test_a_flipped_bit_names_the_file_and_the_tensor(tmp_path, digest, boxes, re
         execute(plan, LocalStore(str(made.folder)), out)
 
 
-def test_damage_outside_of_what_is_taken_from_a_record_is_found_too(tmp_path):
+def test_damage_in_the_unused_part_of_a_record_is_found(tmp_path):
     made = make_source(tmp_path / "in", {"w": ("uint8", (8, 6), ROWS)})
     flip(tmp_path / "in" / "data-0", int(made.catalog.tensors["w"].slices.starts[0]))
     second_row = Target.of(made.catalog.tensors["w"]).split(0, [1, 7])[1]
@@ -245,7 +245,7 @@ def test_damage_outside_of_what_is_taken_from_a_record_is_found_too(tmp_path):
         run(made, plan_whole(made.catalog, [second_row]), tmp_path / "out")
 
 
-def test_damage_in_a_tensor_that_is_not_taken_is_nobodys_business(tmp_path):
+def test_damage_in_an_unused_tensor_is_ignored(tmp_path):
     made = make_source(tmp_path / "in", {"w": ("uint8", (8, 6), ROWS), "v": ("uint8", (8, 6), ROWS)})
     flip(tmp_path / "in" / "data-0", int(made.catalog.tensors["v"].slices.starts[0]))
     got = run(made, plan_whole(made.catalog, [Target.of(made.catalog.tensors["w"])]), tmp_path / "out")
@@ -268,7 +268,7 @@ def test_a_truncated_file_is_incomplete(tmp_path, check):
         run(made, plan_whole(made.catalog, [Target.of(made.catalog.tensors["w"])]), tmp_path / "out", check=check)
 
 
-def test_a_result_that_was_changed_is_told_from_its_source(tmp_path):
+def test_a_changed_result_differs_from_its_source(tmp_path):
     made = make_source(tmp_path / "in", {"w": ("uint8", (8, 6), COLUMNS)})
     plan = plan_whole(made.catalog, [Target.of(made.catalog.tensors["w"])])
     run(made, plan, tmp_path / "out")
@@ -296,7 +296,7 @@ def test_a_file_that_is_not_filled_exactly_is_refused(tmp_path, nbytes):
         run(made, plan, tmp_path / "out")
 
 
-def test_a_target_that_is_not_placed_whole_is_refused(tmp_path):
+def test_a_target_with_an_unplaced_part_is_refused(tmp_path):
     made = make_source(tmp_path / "in", {"w": ("uint8", (8, 6), ROWS)})
     offsets, sizes = columns(ROWS[:3], 2)
     starts = np.arange(3) * 12
@@ -305,7 +305,7 @@ def test_a_target_that_is_not_placed_whole_is_refused(tmp_path):
         run(made, Plan(made.catalog, (OutputFile("out", 36),), (placement,)), tmp_path / "out")
 
 
-def test_a_full_disk_is_known_before_anything_is_written(tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_before_anything_is_written(tmp_path, monkeypatch):
     made = make_source(tmp_path / "in", {"w": ("uint8", (8, 6), ROWS)})
     monkeypatch.setattr(LocalStore, "free_bytes", lambda self: 10)
     with pytest.raises(NoSpaceError, match="10 B free"):
@@ -316,7 +316,7 @@ def test_a_full_disk_is_known_before_anything_is_written(tmp_path, monkeypatch):
 # --- how it is done
 
 
-def test_the_disk_is_set_to_work_while_more_is_written(tmp_path, monkeypatch):
+def test_writeback_starts_while_more_is_written(tmp_path, monkeypatch):
     begun: list[str] = []
     monkeypatch.setattr("ckptkit.offline.copying.sinks._DIRTY", 20)
     monkeypatch.setattr(
@@ -330,7 +330,7 @@ def test_the_disk_is_set_to_work_while_more_is_written(tmp_path, monkeypatch):
     assert 1 < len(begun) <= plan.nbytes // 20
 
 
-def test_a_disk_that_can_not_be_set_to_work_is_no_error(tmp_path):
+def test_a_disk_that_refuses_early_writeback_is_no_error(tmp_path):
     start_writing(-1)
     with open(tmp_path / "file", "wb") as file:
         file.write(b"x")
@@ -339,7 +339,7 @@ def test_a_disk_that_can_not_be_set_to_work_is_no_error(tmp_path):
     assert (tmp_path / "file").read_bytes() == b"x"
 
 
-def test_progress_ends_at_the_whole(tmp_path):
+def test_progress_ends_at_the_total(tmp_path):
     made = make_source(tmp_path / "in", {"w": ("uint8", (8, 6), ROWS)})
     seen: list[tuple[int, int]] = []
     plan = plan_whole(made.catalog, [Target.of(made.catalog.tensors["w"])])
@@ -358,7 +358,7 @@ def test_an_interrupt_stops_all_workers(tmp_path):
         run(made, plan, tmp_path / "out", progress=interrupt)
 
 
-def test_each_process_writes_the_files_that_are_its_own(tmp_path):
+def test_each_process_writes_only_its_own_files(tmp_path):
     made = make_source(tmp_path / "in", {"w": ("uint8", (8, 6), ROWS)})
     offsets, sizes = columns(ROWS, 2)
     files = tuple(OutputFile(f"f{i}", 12) for i in range(4))

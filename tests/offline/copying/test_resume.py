@@ -73,7 +73,7 @@ def went_on(notes: tuple[str, ...]) -> str:
 
 
 @pytest.mark.parametrize("steps", [1, 4])
-def test_a_killed_conversion_goes_on_and_gives_the_same_bytes(source, tmp_path, steps):
+def test_a_killed_conversion_continues_and_gives_the_same_bytes(source, tmp_path, steps):
     killed("convert", source, tmp_path / "out", steps)
     report = convert(str(source), str(tmp_path / "out"))
     assert f"{steps} of 5 steps" in went_on(report.notes)
@@ -98,7 +98,7 @@ def test_a_step_whose_digests_are_not_proved_yet_is_not_stated_as_done(source, t
 
 
 @pytest.mark.parametrize("options", [{"check": False, "type": "local"}, COLUMNS])
-def test_a_killed_reshard_goes_on_and_gives_the_same_tensors(source, tmp_path, options):
+def test_a_killed_reshard_continues_and_gives_the_same_tensors(source, tmp_path, options):
     killed("reshard", source, tmp_path / "out", 3, world_size=6, **options)
     report = reshard(str(source), str(tmp_path / "out"), world_size=6, **options)
     assert "3 of" in went_on(report.notes)
@@ -109,7 +109,7 @@ def test_a_killed_reshard_goes_on_and_gives_the_same_tensors(source, tmp_path, o
     }
 
 
-def test_a_killed_conversion_into_one_file_goes_on(source, tmp_path):
+def test_a_killed_conversion_to_one_file_continues(source, tmp_path):
     arguments = [sys.executable, "-c", KILLED, "convert", str(source), str(tmp_path / "out.pt"), '{"to": "torch"}', "2"]
     subprocess.run(arguments, capture_output=True, check=False)
     assert went_on(convert(str(source), str(tmp_path / "out.pt"), to="torch").notes)
@@ -118,13 +118,13 @@ def test_a_killed_conversion_into_one_file_goes_on(source, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out.pt", "whole.pt"]
 
 
-def test_what_is_killed_twice_goes_on_from_both(source, tmp_path):
+def test_a_run_killed_twice_continues_from_both(source, tmp_path):
     killed("convert", source, tmp_path / "out", 1)
     killed("convert", source, tmp_path / "out", 2)
     assert "3 of 5 steps" in went_on(convert(str(source), str(tmp_path / "out")).notes)
 
 
-def test_ctrl_c_leaves_the_steps_that_are_done_to_the_next_run_even_of_the_same_process(source, tmp_path, monkeypatch):
+def test_the_next_run_continues_after_ctrl_c_even_in_the_same_process(source, tmp_path, monkeypatch):
     def interrupted(self, step):
         done(self, step)
         raise KeyboardInterrupt
@@ -139,7 +139,7 @@ def test_ctrl_c_leaves_the_steps_that_are_done_to_the_next_run_even_of_the_same_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 
-def test_an_error_leaves_nothing_to_go_on_from(source, tmp_path, monkeypatch):
+def test_after_an_error_nothing_is_kept(source, tmp_path, monkeypatch):
     def failing(self, step):
         raise OSError("no")
 
@@ -184,7 +184,7 @@ def restart_the_machine(source: Path, left: Path) -> dict[str, object]:
 @pytest.mark.parametrize(
     "change", [change_the_source, change_the_plan, stop_checking, cut_a_file, remove_a_file, restart_the_machine]
 )
-def test_what_is_not_the_same_work_starts_clean(source, tmp_path, change, monkeypatch):
+def test_different_work_starts_from_scratch(source, tmp_path, change, monkeypatch):
     killed("convert", source, tmp_path / "out", 2)
     left = next(path for path in tmp_path.iterdir() if path.name.startswith(".tmp-") and path.is_dir())
     (left / "stranger").write_text("of nobody")
@@ -198,7 +198,7 @@ def test_what_is_not_the_same_work_starts_clean(source, tmp_path, change, monkey
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out", "whole"]
 
 
-def test_what_was_replaced_is_never_taken_for_work_that_is_done(source, tmp_path, monkeypatch):
+def test_a_replaced_file_never_counts_as_finished(source, tmp_path, monkeypatch):
     convert(str(source), str(tmp_path / "out"))
     before = (tmp_path / "out" / "model.safetensors").read_bytes()
     damaged = before[:-100] + bytes(100)
@@ -234,7 +234,7 @@ def test_a_living_writer_keeps_what_it_has(source, tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 
-def test_a_torn_last_line_of_a_journal_is_no_step(source, tmp_path):
+def test_a_torn_last_line_of_a_journal_is_ignored(source, tmp_path):
     killed("convert", source, tmp_path / "out", 2)
     owner = next(path for path in tmp_path.iterdir() if path.name.endswith(".owner"))
     owner.write_text(owner.read_text() + "3")

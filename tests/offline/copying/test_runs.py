@@ -226,7 +226,7 @@ def test_a_reshard_reads_the_source_once_and_of_its_result_little(
             assert part.digest.value == xxhash.xxh3_64_intdigest(data)
 
 
-def test_what_an_interrupted_reshard_had_written_is_digested_by_the_next(
+def test_the_next_reshard_digests_what_an_interrupted_one_wrote(
     large: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runs, "_STEP", 1)
@@ -278,7 +278,7 @@ def torchrun(source: str, target: str) -> int:
     return sum(counted)
 
 
-def test_of_what_other_ranks_have_written_their_digests_are_taken(ranks: Any, large: str, tmp_path: Path) -> None:
+def test_digests_computed_by_other_ranks_are_used(ranks: Any, large: str, tmp_path: Path) -> None:
     done = ranks.run(torchrun, 2, large, str(tmp_path / "new"))
     nbytes = sum(path.stat().st_size for path in (tmp_path / "new").iterdir())
     assert sum(done) <= nbytes + (64 << 10)
@@ -338,7 +338,7 @@ def test_a_flipped_bit_in_a_short_run_names_the_file_and_the_tensor(tmp_path, di
         execute(plan_of(made, made.arrays), LocalStore(str(made.folder)), LocalStore(str(tmp_path / "out")))
 
 
-def test_what_is_used_twice_or_in_part_arrives_too(tmp_path):
+def test_slices_used_twice_or_partly_are_copied(tmp_path):
     made = many(tmp_path / "in")
     twice = [Target.of(made.catalog.tensors[name], f"{name}.{i}") for name in made.arrays for i in range(2)]
     cut = [part for i, target in enumerate(twice) for part in (target.split(0, [70, 130]) if i % 7 == 0 else [target])]

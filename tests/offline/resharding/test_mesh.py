@@ -108,7 +108,7 @@ def test_boxes_and_placements_are_what_fsdp2_does(ranks: Any, shape: tuple[int, 
         ({"tp": 4}, (1, 2, 4)),
     ],
 )
-def test_what_is_left_out_of_a_mesh_shards(text: Any, sizes: tuple[int, int, int]) -> None:
+def test_ranks_not_named_in_a_mesh_shard(text: Any, sizes: tuple[int, int, int]) -> None:
     mesh = TargetMesh.parse(text, world_size=8)
     assert (mesh.replicate, mesh.shard, mesh.tp) == sizes
 
@@ -119,7 +119,7 @@ def test_a_mesh_that_does_not_fit_is_refused(text: str) -> None:
         TargetMesh.parse(text, world_size=8)
 
 
-def test_a_dimension_that_was_named_counts_with_size_one() -> None:
+def test_a_named_dimension_of_size_one_exists() -> None:
     mesh = TargetMesh.parse("replicate=1,fsdp=4", world_size=4)
     assert mesh.describe() == {"shape": [1, 4], "names": ["replicate", "fsdp"], "ranks": [0, 1, 2, 3]}
     assert mesh.placement(Cut(0)) == (("replicate", "shard"), ("R", "S(0)"))
@@ -136,7 +136,7 @@ def test_a_dimension_that_was_named_counts_with_size_one() -> None:
         (("tp",), ("S(0)",), Cut(None, 0)),
     ],
 )
-def test_placements_tell_who_cut(names: tuple[str, ...], texts: tuple[str, ...], cut: Cut) -> None:
+def test_placements_give_the_cut(names: tuple[str, ...], texts: tuple[str, ...], cut: Cut) -> None:
     assert cut_of_placements(names, texts) == cut
 
 
@@ -149,7 +149,7 @@ def test_a_plan_of_a_family_splits_by_outputs_and_inputs() -> None:
     assert TPPlan.of_config({"model_type": "llama"}, ["wq"]) is None
 
 
-def test_a_plan_that_is_none_is_refused(tmp_path: Any) -> None:
+def test_an_invalid_tp_plan_is_refused(tmp_path: Any) -> None:
     bad = tmp_path / "plan.json"
     for text in ("[]", "{}", '{"a": "0"}', '{"a": -1}', "{"):
         bad.write_text(text)
