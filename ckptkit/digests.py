@@ -158,7 +158,7 @@ _POLYNOMIAL = 0xEDB88320
 
 
 def _multiply(a: int, b: int) -> int:
-    """The product of two polynomials modulo the CRC's, bits reflected."""
+    """Return the product of two polynomials modulo the CRC's, with reflected bits."""
     product = 0
     bit = 1 << 31
     while a:

@@ -69,7 +69,7 @@ def remember_options(url: str, options: Mapping[str, Any]) -> None:
 
 
 def _text(value: object) -> str:
-    """Return a value as --storage-option takes it: JSON, or text that is no JSON."""
+    """Return a value as the argument of --storage-option: JSON, or plain text if that is not valid JSON."""
     try:
         json.loads(str(value))
     except ValueError:

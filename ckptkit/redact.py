@@ -150,7 +150,7 @@ def printable(text: str) -> str:
 
 
 def _forms(value: str) -> set[str]:
-    """The value as it is, as the text of a program shows it, and either as a URL has it."""
+    """Return the spellings of a value to look for: plain, as `repr` shows it, and both as encoded in a URL."""
     plain = {value, value.encode("unicode_escape").decode("ascii")}
     return plain | {quote(form, safe=safe) for form in plain for safe in ("", "/")}
 
@@ -164,7 +164,8 @@ def _of_environment() -> list[str]:
 
 
 def _login(url: str) -> str:
-    """The login of a URL, "" if it has none. A password may hold "/" and "@": all up to the last "@" is one."""
+    """Return the login of a URL, "" if it has none: everything up to the last "@", since a password may contain
+    "/" and "@"."""
     scheme, separator, rest = url.partition("://")
     at = rest.rfind("@")
     if not separator or at < 0:

@@ -98,7 +98,7 @@ def _message(error: Exception) -> str:
 
 
 def _older(error: Exception) -> str:
-    """Where a checkpoint of a run is damaged, the one to fall back to."""
+    """Return the previous checkpoint of a run, if the error is about a damaged one."""
     if not isinstance(error, CorruptCheckpointError) or not error.checkpoint:
         return ""
     from ckptkit.offline.reading import earlier_checkpoint

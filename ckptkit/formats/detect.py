@@ -312,7 +312,7 @@ def _check_weights(catalog: Catalog, url: str) -> None:
 
 
 def _with_step(catalog: Catalog, url: str) -> Catalog:
-    """The catalog with the step from the directory's name, if not recorded otherwise."""
+    """Return the catalog with the step from the directory's name, unless it already has one."""
     named = parse_step(url.rpartition("/")[2])
     if catalog.info.step is not None or named is None:
         return catalog
@@ -323,7 +323,7 @@ def _with_step(catalog: Catalog, url: str) -> Catalog:
 
 
 def _real(url: str) -> str:
-    """The URL without a trailing slash. A link given by the user is followed; links inside are not."""
+    """Return the URL without a trailing slash. Follows a link that the user gave, but no links inside."""
     protocol, rest = split_url(url)
     if protocol in ("file", "local"):
         full = os.path.abspath(os.path.expanduser(rest))
@@ -332,7 +332,7 @@ def _real(url: str) -> str:
 
 
 def _as_file(url: str, storage_options: Mapping[str, Any] | None) -> tuple[Store, str] | None:
-    """The parent's store and the name, if the URL is a file."""
+    """Return the parent's store and the name if the URL is a file; otherwise None."""
     parent, separator, name = url.rpartition("/")
     if not separator or not name or parent.endswith((":", ":/")):
         return None
@@ -404,7 +404,7 @@ def _resolve(place: Candidate, url: str, depth: int) -> _Found | None:
 
 
 def _enter(place: Candidate, url: str, name: str, depth: int) -> _Found | None:
-    """What to open for the child `name`."""
+    """Return what to open for the child `name`."""
     return _resolve(Candidate(place.store.child(name)), f"{url}/{name}", depth + 1)
 
 
@@ -440,7 +440,7 @@ def _skipped(names: Sequence[str]) -> list[str]:
 
 
 def _disagreeing(place: Candidate, name: str) -> list[str]:
-    """A pointer file that names another step is reported, not followed."""
+    """Return a note if a pointer file names another step, which is not followed."""
     for pointer, target in _pointers(place):
         step, chosen = parse_step(target), parse_step(name)
         if step is not None and chosen is not None and step.step != chosen.step:
@@ -469,7 +469,7 @@ def _member(place: Candidate, url: str, depth: int) -> _Found | None:
 
 
 def _pointed_at(place: Candidate, url: str, depth: int) -> _Found | None:
-    """The directory named by a pointer file, if names have no numbers."""
+    """Return the directory that a pointer file names, if names have no numbers."""
     for pointer, target in _pointers(place):
         if target in place.directories:
             found = _enter(place, url, target, depth)
@@ -479,7 +479,7 @@ def _pointed_at(place: Candidate, url: str, depth: int) -> _Found | None:
 
 
 def _only_child(place: Candidate, url: str, depth: int) -> _Found | None:
-    """The only directory, or numbered file, that is a checkpoint."""
+    """Return the only directory, or numbered file, that is a checkpoint."""
     files = _numbered_files(place)
     if files:
         single = _single_file(files[0])

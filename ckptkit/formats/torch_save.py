@@ -294,7 +294,7 @@ def _entry(name: str, leaf: _Leaf, role: EntryRole) -> TensorEntry:
 
 
 def _whole(leaf: _Leaf) -> StoredTensor:
-    """The tensor itself; a DTensor or ShardedTensor only where this file has all of it."""
+    """Return the tensor; for a DTensor or ShardedTensor, only if this file contains all of it."""
     value, name = leaf.value, ".".join(str(part) for part in leaf.path)
     if isinstance(value, StoredTensor):
         return value
@@ -322,7 +322,7 @@ def _object(name: str, leaf: _Leaf, role: Role) -> ObjectEntry:
 
 
 def _parameter_names(leaves: Mapping[str, _Leaf]) -> dict[Path, dict[str, str]]:
-    """By the path of an optimizer: parameter number -> name, from `param_names` in its groups (torch >= 2.6)."""
+    """Return parameter number -> name for each optimizer's path, from `param_names` in its groups (torch >= 2.6)."""
     found: dict[Path, dict[str, str]] = {}
     for leaf in leaves.values():
         if leaf.path[-1:] != ("param_groups",) or not isinstance(leaf.value, list):

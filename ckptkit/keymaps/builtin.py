@@ -91,7 +91,7 @@ _ARIA = _rename(
 
 
 def _attention(at: str, to: str) -> tuple[tuple[str, str], ...]:
-    """The four attention layers of vision models, with their Hub names."""
+    """Return rules for the four attention layers of vision models, with their Hub names."""
     hub = {"q": "attention.query", "k": "attention.key", "v": "attention.value", "o": "output.dense"}
     return tuple((f"{at}.attention.{x}_proj.{{leaf}}", f"{to}.attention.{name}.{{leaf}}") for x, name in hub.items())
 
@@ -331,7 +331,7 @@ def choose_map(
 
 
 def _maps_by_type(targets: Mapping[str, Target], config: Mapping[str, Any]) -> NameMap | None:
-    """The map for the model type if the names are those of a live model: experts, then prefixes."""
+    """Return the map for the model type if the names are those of a live model: experts, then prefixes."""
     experts = map_for_model_type(_model_type(config)) if _stacked(targets) else None
     if config.get("model_type") == "gpt_neox" and "lm_head.weight" in targets:
         return BUILTIN_MAPS["hf5-gpt-neox"]

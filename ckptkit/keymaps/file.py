@@ -211,7 +211,7 @@ def _kind(value: Any) -> str:
 
 
 def _rule_lines(text: str, file: str) -> list[int]:
-    """The line numbers of rules in TOML ([[rules]])."""
+    """Return the line numbers of rules in TOML ([[rules]])."""
     if file.endswith(".json"):
         return []
     return [n for n, line in enumerate(text.splitlines(), start=1) if line.strip().startswith("[[rules]]")]

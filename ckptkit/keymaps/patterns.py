@@ -119,7 +119,7 @@ def render(template: str, bound: Mapping[str, str]) -> str:
 
 @lru_cache(maxsize=4096)
 def _parts(template: str) -> tuple[tuple[str, str], ...]:
-    """The template as (text, placeholder after it), the last without a placeholder."""
+    """Return the template as (text, placeholder after it), the last without a placeholder."""
     parts: list[tuple[str, str]] = []
     end = 0
     for match in _PLACEHOLDER.finditer(template):
@@ -129,7 +129,7 @@ def _parts(template: str) -> tuple[tuple[str, str], ...]:
 
 
 def _literal_ends(template: str) -> tuple[str, str]:
-    """The text before the first and after the last placeholder; the whole text twice if there is none."""
+    """Return the text before the first and after the last placeholder; the whole text twice if there is none."""
     found = list(_PLACEHOLDER.finditer(template))
     return (template[: found[0].start()], template[found[-1].end() :]) if found else (template, template)
 

@@ -297,7 +297,7 @@ class RemoteStore(Store):
                 raise
 
     def _confirmed(self, full: str, nbytes: int, tag: str) -> None:
-        """The store has confirmed that an object is complete; subclasses may note it."""
+        """Called when the store has confirmed that an object is complete; subclasses may record it."""
 
     def write(self, path: str, data: bytes | memoryview, *, overwrite: bool = False, sync: bool = True) -> None:
         full, body = self._full(path), bytes(data)

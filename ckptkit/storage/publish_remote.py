@@ -192,7 +192,7 @@ class _Previous:
     """The newest owner file in a directory.
 
     Attributes:
-        number: Of the file; -1 if there is none.
+        number: The number of the file; -1 if there is none.
         names: Paths that its writer may have written; None if unknown.
     """
 

@@ -91,8 +91,8 @@ class Reading:
     def _read(
         self, live: torch.Tensor, entry: TensorEntry, *, beside: bool = False, filled: Sequence[Box] | None = None
     ) -> PartView:
-        """Read this rank's part of a tensor, or of the boxes `filled`, into it, or into new memory that `finish`
-        copies."""
+        """Read this rank's part of a tensor, or of the boxes `filled`, into the live tensor, or into new memory that
+        `finish` copies into it."""
         import torch
 
         view = part_view(entry.name, live, self._rank)

@@ -403,7 +403,7 @@ class Coordinator:
             return value
 
     def _board(self) -> Any:
-        """The key-value store that the group was created with; it works after the group's connections broke."""
+        """Return the key-value store that the group was created with. It works even if the connections broke."""
         return self.group.get_group_store()
 
     def _key(self) -> str:

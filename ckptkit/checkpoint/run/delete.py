@@ -1,4 +1,4 @@
-"""Deletes checkpoints by a retention policy: the record first, then the data; never a foreign file."""
+"""Deletes checkpoints by a retention policy: first the commit record, then the data; never other programs' files."""
 
 from __future__ import annotations
 

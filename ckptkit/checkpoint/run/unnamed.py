@@ -1,4 +1,4 @@
-"""Deletes a checkpoint's files, and keeps other files in its directory: those that its commit record does not name."""
+"""Deletes the files of a checkpoint, but keeps files in its directory that the commit record does not name."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ class FullTensors:
 
 
 def _describe(views: Any, captured: Captured) -> bytes:
-    """A JSON description of this rank's tensors for the other ranks, with layouts by index."""
+    """Return a JSON description of this rank's tensors for the other ranks, with layouts by index."""
     layouts: list[Any] = []
     rows = []
     index: dict[ShardLayout, int] = {}
@@ -272,7 +272,7 @@ def _files(group: str, items: Sequence[_Item], max_shard_bytes: int) -> list[_Fi
 
 
 def _model_folder(group: str) -> str:
-    """The folder of a model's files: the root for a single model, its name for one of several."""
+    """Return the folder of a model's files: the root for a single model, its name for one of several."""
     name = group.partition("_")[2]
     return f"{name}/" if name else ""
 

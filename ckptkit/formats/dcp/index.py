@@ -169,7 +169,7 @@ class SaveIndex:
         self._offsets, self._sizes = boxes[source], boxes[source + np.repeat(ndims, ndims)]
 
     def _widths(self) -> Int64:
-        """The number of dimensions of each tensor."""
+        """Return the number of dimensions of each tensor."""
         return np.fromiter((len(key.shape) for key in self._keys.values()), np.int64, len(self._keys))
 
     def _take(self, data: bytes, rank: int) -> RankSlices:
@@ -385,7 +385,7 @@ class SaveIndex:
         return Manifest(self.paths, tensors, slices, objects, info, list(distinct))
 
     def _nbytes(self) -> Int64:
-        """The size of each slice in bytes."""
+        """Return the size of each slice in bytes."""
         widths = self._widths()
         itemsizes = np.array([dtype_of(key.dtype).itemsize for key in self._keys.values()], np.int64)
         if not len(self._tensor):

@@ -77,7 +77,7 @@ class ModelStates:
         return frozenset(name for group in self.param_shapes for name in group)
 
     def objects(self) -> dict[str, ObjectEntry]:
-        """The scheduler and the user's client state, if they are plain values."""
+        """Return the scheduler and the user's client state, if they are plain values."""
         return {
             key: ObjectEntry(key, encoding="value", value=value, role=Role.OTHER, key=(key,))
             for key, value in self.values[0].items()

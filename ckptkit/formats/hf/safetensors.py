@@ -135,7 +135,7 @@ def _info(
 
 
 def _modules(store: Store) -> tuple[str, ...]:
-    """A note about sentence-transformers modules with separate weights, which are not part of the model."""
+    """Return a note about sentence-transformers modules with separate weights, which are not part of the model."""
     modules = read_json(store, "modules.json")
     places = [item.get("path") for item in modules if isinstance(item, dict)] if isinstance(modules, list) else []
     safe = [place for place in places[:64] if isinstance(place, str) and is_safe_name(place)]

@@ -110,7 +110,7 @@ def find_side_files(store: Store, directory: str = "") -> SideFiles:
 
 
 def _unsafe(found: Sequence[str], safe: Sequence[str], directory: str) -> tuple[str, ...]:
-    """A note about side files with unsafe names."""
+    """Return a note about side files with unsafe names."""
     left = sorted(set(found) - set(safe))
     names = [path for path in left if _matches(path, directory, (*_CARRIED, *_CODE))]
     if not names:

@@ -421,7 +421,7 @@ def _split_rows(flat: Column, widths: Int64) -> list[tuple[int, ...]]:
 
 
 def _decode_keys(columns: Columns, prefix: str, names: list[str]) -> list[tuple[str | int, ...]]:
-    """The planner's paths: the name split into parts; a part of -1 - i is the list index i."""
+    """Return the planner's paths: the names split into parts. A part of -1 - i is the list index i."""
     counts = columns.get(f"{prefix}.parts", "uint8", len(names))
     parts = columns.get(f"{prefix}.part", "int32", int(counts.sum(dtype=np.int64))).tolist()
     keys: list[tuple[str | int, ...]] = []

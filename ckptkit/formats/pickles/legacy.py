@@ -115,7 +115,7 @@ class _Legacy:
         return known
 
     def _locate(self, keys: Any, pos: int) -> None:
-        """Each storage in the order of `keys`: 8 bytes of element count, then its bytes."""
+        """Locate the storages, in the order of `keys`: each has 8 bytes with its element count, then its bytes."""
         if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys) or len(set(keys)) != len(keys):
             raise ValueError("the list of storages is damaged")
         for key in keys:
@@ -205,7 +205,7 @@ class _Tar:
         return self.objects[str(identity)]
 
     def _pickle(self, name: str, pos: int) -> tuple[Any, int]:
-        """The small pickle at `pos` of a member, and where it ends."""
+        """Return the small pickle at `pos` of a member, and its end."""
         start, nbytes = self.members[name]
         data = self.store.read(self.path, start + pos, start + min(nbytes, pos + (64 << 10)))
         value, end = load_prefix(data, file=self.path)

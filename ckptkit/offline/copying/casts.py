@@ -78,7 +78,7 @@ def _to_float32(source: Array, source_dtype: str) -> Array:
 
 @functools.cache
 def _float16_values() -> Array:
-    """All float16 values as float32: a lookup is four times as fast as numpy's conversion."""
+    """Return all float16 values as float32: a lookup is four times as fast as numpy's conversion."""
     values = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
     values.view(np.uint32)[np.isnan(values)] |= 0x00400000  # quiet, as hardware makes them
     return values

@@ -1,1 +1,1 @@
-"""Hugging Face exports: tensors, names and files."""
+"""Exports checkpoints to Hugging Face: tensors, names and files."""

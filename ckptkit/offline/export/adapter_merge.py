@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["merge_adapter", "Change", "changed"]
 
-# Tensors made of sources that arithmetic changes first: cut, joined or permuted, whole or by their rows.
+# Tensors assembled (split, joined, permuted) from sources that a formula changes first, in full or by rows.
 
 
 Bytes = npt.NDArray[np.uint8]
@@ -36,13 +36,14 @@ _UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What an adapter does to one tensor of the base.
+    """The change that an adapter makes to one tensor of the base.
 
     Attributes:
-        inputs: What the formula takes besides the weight.
-        by_rows: Whether rows of the weight may be changed apart.
-        scratch: Bytes for each element of the weight that the formula takes in between.
-        stored: What the weight is read from, if that has another dtype or shape: of as many rows. None for the weight.
+        inputs: The formula's inputs besides the weight.
+        by_rows: Whether rows of the weight can be changed separately.
+        scratch: Temporary memory of the formula, in bytes per element of the weight.
+        stored: The tensor that the weight is read from, if it has another dtype or shape, with as many rows; None: the
+            weight itself.
     """
 
     inputs: tuple[Target, ...]
@@ -53,7 +54,7 @@ class Change:
     stored: Target | None = None
 
     def then(self, other: Change) -> Change:
-        """Return both changes, one after the other."""
+        """Return the change that applies this one, then `other`."""
         own = len(self.inputs)
 
         def both(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
@@ -71,7 +72,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One source of a tensor: its rows from `first` on are read as `rows`, and changed. They have the shape `shape`."""
+    """One source of a tensor: its rows from `first` on, read as `rows`, changed, and then of shape `shape`."""
 
     source: str
     first: int
@@ -92,7 +93,7 @@ class _Step:
         return math.prod(self.shape)
 
     def carry_out(self, data: Sequence[Bytes], dtype: str) -> npt.NDArray[Any]:
-        """Return the rows, changed, in a dtype, as bits."""
+        """Return the bits of the changed rows in a dtype."""
         tensors = [_tensor(raw, target) for raw, target in zip(data, self.inputs, strict=True)]
         made = tensors[0]
         if self.change is not None:
@@ -101,13 +102,13 @@ class _Step:
 
 
 def changed(target: Target, changes: Mapping[str, Change], whole: Mapping[str, Target]) -> ComputedTensor:
-    """Return a target whose sources are changed before its parts are taken from them.
+    """Return a tensor whose parts are taken from changed sources.
 
-    Sources are changed in their own dtype; the cast to the target's comes after. Of a source just the rows that the
-    parts lie in are read, where its change allows that.
+    Sources are changed in their own dtype and then cast to the target's. If the change allows it, only the rows that
+    the parts need are read.
 
     Args:
-        whole: Each source as a target of its own.
+        whole: Each source as a target.
     """
     steps = [
         _step(source, whole[source], first, stop, changes.get(source))
@@ -134,9 +135,9 @@ def changed(target: Target, changes: Mapping[str, Change], whole: Mapping[str, T
 
     by_rows = bool(target.shape) and all(step.change is None or step.change.by_rows for step in steps)
     label = "; ".join(dict.fromkeys(step.change.label for step in steps if step.change is not None))
-    if not plain:  # what is made of the same sources in another way has another label
+    if not plain:  # so that different tensors made from the same sources have different labels
         label += f", cut up [{crc32(repr(target.parts).encode()):08x}]"
-    # The result occurs twice for a while: in the dtype of the source, or in pieces.
+    # For a time, the result is in memory twice: also in the source's dtype, or in pieces.
     scratch = sum(step.scratch + step.numel * dtype_of(target.dtype).itemsize for step in steps)
     return ComputedTensor(
         target.name, target.dtype, target.shape, tuple(inputs), compute, label, scratch, cut if by_rows else None
@@ -150,7 +151,7 @@ def _step(source: str, whole: Target, first: int, stop: int, change: Change | No
 
 
 def _ranges(target: Target, changes: Mapping[str, Change], whole: Mapping[str, Target]) -> dict[str, tuple[int, int]]:
-    """The rows of each source that are wanted, [first, stop)."""
+    """Return the rows [first, stop) of each source that the target needs."""
     found: dict[str, tuple[int, int]] = {}
     for part in target.parts:
         change = changes.get(part.source)
@@ -164,7 +165,7 @@ def _ranges(target: Target, changes: Mapping[str, Change], whole: Mapping[str, T
 
 
 def _rows_of(source: Target, first: int, stop: int) -> Target:
-    """A source, or some of its rows, in its own dtype."""
+    """Return a source, or some of its rows, in its own dtype."""
     if not source.shape:
         return replace(source, dtype=source.source_dtype)
     shape = (stop - first, *source.shape[1:])
@@ -173,7 +174,7 @@ def _rows_of(source: Target, first: int, stop: int) -> Target:
 
 
 def _is_plain(target: Target, step: _Step) -> bool:
-    """Whether a target is just the rows of its one source."""
+    """Whether a target consists of the rows of a single source."""
     part = target.parts[0]
     same = len(target.parts) == 1 and part.is_plain and part.source_box.numel == step.numel
     return same and part.target_box == Box.whole(target.shape)
@@ -213,31 +214,30 @@ Put: TypeAlias = Callable[
 ]
 
 _ADVICE = "Export the adapter without --merge-adapter."
-# What PEFT does not merge either: the result depends on the input, or on layers that the base does not have.
+# Adapters that PEFT cannot merge either: the result depends on the input, or on layers that the base does not have.
 _UNMERGEABLE = {
     "alora_invocation_tokens": "it is active only after its invocation tokens",
     "arrow_config": "its router decides for each token",
     "layer_replication": "its base layers are replicated",
     "megatron_config": "its factors belong to a single rank of Megatron's tensor parallelism",
 }
-# Models of transformers whose experts lie as [experts, in, out].
+# transformers' models with experts stored as [experts, in, out].
 _IN_FIRST = frozenset({"gpt_oss", "openai_privacy_filter", "aria", "aria_text"})
-_MOST_PARAMETERS = 6  # of one module
+_MOST_PARAMETERS = 6  # per module
 
 
 def merge_adapter(split: AdapterSplit, config: Mapping[str, Any], *, model_type: str | None = None) -> Put:
-    """Return the function that puts the merged tensors in the place of the base's.
+    """Return the function that replaces base tensors by merged ones.
 
-    It is applied after names were mapped: whatever a key map made of a base tensor is made of the merged one. The
-    arithmetic is that of PEFT's `merge_and_unload` on a CPU. It takes (targets, by source of a second name that was
-    omitted the one that is kept, notes to add to).
+    It takes (targets, omitted tied source -> kept source, notes to extend) and is applied after the key map, so that
+    the key map's changes apply to the merged tensors. The arithmetic is that of PEFT's `merge_and_unload` on a CPU.
 
     Args:
-        model_type: Of the base's config, where it is known.
+        model_type: The base config's model type, if known.
 
     Raises:
-        UnsupportedFormatError: PEFT cannot merge the adapter either, or its names do not say how.
-        CheckpointMismatchError: A module has no base weight, or shapes do not fit.
+        UnsupportedFormatError: PEFT cannot merge the adapter either, or its names are ambiguous.
+        CheckpointMismatchError: A module has no base weight, or shapes do not match.
     """
     changes = _Changes(split, config, model_type).made
     whole = {target.parts[0].source: target for target in split.base.values() if target.parts}
@@ -257,7 +257,7 @@ def merge_adapter(split: AdapterSplit, config: Mapping[str, Any], *, model_type:
 def _of_tied(
     changes: Mapping[str, Change], tied: Mapping[str, str], notes: MutableSequence[str], names: Mapping[str, str]
 ) -> dict[str, Change]:
-    """Return the changes of the tensors that are kept: PEFT changes a tied tensor in place, by whatever name."""
+    """Return the changes by kept source. PEFT changes a tied tensor in place, so the change of either name counts."""
     made = dict(changes)
     for source, kept in tied.items():
         if source not in changes:
@@ -272,18 +272,18 @@ def _of_tied(
     return made
 
 
-# --- what is changed
+# --- the changes
 
 
 @dataclass(slots=True)
 class _Changes:
-    """Finds what each part of an adapter changes: `made`, by source."""
+    """Computes the changes (`made`, by source) of all parts of an adapter."""
 
     split: AdapterSplit
     config: Mapping[str, Any]
     model_type: str | None
     made: dict[str, Change] = field(default_factory=dict)
-    left: dict[str, Target] = field(default_factory=dict)  # of `split.others`, what no formula took yet
+    left: dict[str, Target] = field(default_factory=dict)  # those of `split.others` that no formula has used yet
 
     def __post_init__(self) -> None:
         for key, why in _UNMERGEABLE.items():
@@ -335,10 +335,10 @@ class _Changes:
         scale = scaling(self.config, pair.patterned)
         magnitude = self.left.pop(f"{pair.key}.lora_magnitude_vector", None)
         if (magnitude is not None) != bool(self.config.get("use_dora")):
-            said = "has a magnitude of DoRA" if magnitude is not None else "lacks the magnitude of DoRA"
+            said = "has a DoRA magnitude" if magnitude is not None else "has no DoRA magnitude"
             raise CheckpointMismatchError(
                 f"{module!r} {said}, but the adapter config says use_dora={bool(self.config.get('use_dora'))}. "
-                "Give the config of the training."
+                "Give the config that was used in training."
             )
         name = f"{module}.weight"
         if name not in self.split.base and f"{module}.in_proj_weight" in self.split.base:
@@ -380,7 +380,7 @@ class _Changes:
         return Change(inputs, made(scale, transposed=transposed), label, True, scratch)
 
     def _blocks(self, pair: LoraPair, weight: Target) -> tuple[int, int]:
-        """Return how many diagonal blocks A and B are stored as."""
+        """Return the numbers of diagonal blocks of A and of B."""
         assert pair.a is not None and pair.b is not None
         if not self.config.get("use_bdlora") or any(
             len(t.shape) != 2 or 0 in t.shape for t in (weight, pair.a, pair.b)
@@ -390,9 +390,10 @@ class _Changes:
         return max(1, weight.shape[1] // pair.a.shape[1]), max(1, rank // pair.b.shape[1])
 
     def _is_transposed(self) -> bool:
-        """Whether weights that are square are stored as [in, out]: as their neighbours are, else as the config says.
+        """Whether square weights are stored as [in, out].
 
-        PEFT knows it from the class of the module, and corrects `fan_in_fan_out` by it.
+        Other weights of the checkpoint tell, otherwise the config. PEFT uses the class of the module, and corrects
+        `fan_in_fan_out` accordingly.
         """
         proved = set()
         for pair in self.split.pairs.values():
@@ -437,7 +438,7 @@ class _Changes:
         name = f"{pair.module}.bias"
         if name not in self.split.base:
             raise UnsupportedFormatError(
-                f"the adapter has a bias for {pair.module!r}, whose base layer has none: PEFT can't merge it either. "
+                f"the adapter has a bias for {pair.module!r}, but the base layer has none: PEFT can't merge it either. "
                 f"{_ADVICE}"
             )
         if self.split.base[name].shape != added.shape:
@@ -468,10 +469,12 @@ class _Changes:
             self._add(name, Change((pair.a, pair.b), formula, label, True, _scratch(pair, 5)))
 
     def _assigned(self, module: str, pairs: Sequence[LoraPair]) -> tuple[bool, Sequence[str]]:
-        """Return whether experts lie as [experts, in, out], and the parameter of each pair.
+        """Return whether experts are stored as [experts, in, out], and the parameter of each pair.
 
-        PEFT's names do not say it: wrappers of one module are nested in the order of its parameters. Shapes tell, or
-        nothing does.
+        PEFT's names do not tell: wrappers of one module are nested in the order of its parameters. Only shapes tell.
+
+        Raises:
+            UnsupportedFormatError: The shapes allow several assignments.
         """
         names = self._parameters(module)
         shapes = {name: self.split.base[name].shape for name in names}
@@ -520,7 +523,7 @@ class _Changes:
 
 
 def _is_for_training(name: str) -> bool:
-    """Whether a tensor has no part in what an adapter adds: PEFT's merge leaves it out."""
+    """Whether a tensor is only used in training, so that PEFT's merge ignores it."""
     return ".lora_monteclora_sampler." in name or name.endswith(".lora_velora_embed")
 
 
@@ -543,7 +546,7 @@ def _product(scale: float) -> str:
 
 
 def _scratch(pair: LoraPair, times: int) -> int:
-    """Bytes for each element: 16-bit factors are multiplied in float32."""
+    """Return the temporary bytes per element: 16-bit factors are multiplied in float32."""
     assert pair.b is not None
     return times * max(4, dtype_of(pair.b.dtype).itemsize)
 
@@ -566,7 +569,7 @@ def _check_dtypes(pair: LoraPair, weight: Target) -> None:
 def _check_shapes(
     pair: LoraPair, weight: Target, kinds: Sequence[bool], blocks: tuple[int, int] = (1, 1)
 ) -> list[bool]:
-    """Return which of (plain, transposed) the factors of a matrix fit."""
+    """Return whether the factors match the weight as (plain, transposed)."""
     assert pair.a is not None and pair.b is not None
     a, b = pair.a.shape, pair.b.shape
     fits: list[bool] = []
@@ -582,7 +585,7 @@ def _check_shapes(
 
 
 def _fits(pair: LoraPair, shape: tuple[int, ...], in_first: bool) -> bool:
-    """Whether factors are those of a parameter."""
+    """Whether the factors match a parameter's shape."""
     assert pair.a is not None and pair.b is not None
     a, b = pair.a.shape, pair.b.shape
     if len(a) != 2 or len(b) != 2 or b[1] != a[0] or len(shape) not in (2, 3):

@@ -168,8 +168,8 @@ def refuse_other_kinds(targets: Mapping[str, Target]) -> None:
             own = [other.removeprefix(module + ".") for other in wrapped if other.startswith(module + ".")]
             kind = next((part for part in own if not part.startswith("base_layer.")), "base_layer")
             raise UnsupportedFormatError(
-                f"PEFT's names, and an adapter that is none of LoRA: {module!r} has {kind!r}. Save it with PEFT's "
-                "save_pretrained, which knows its kind; for the base model alone give --key-map peft, and --exclude "
+                f"the checkpoint has a PEFT adapter other than LoRA: {module!r} has {kind!r}. Save it with PEFT's "
+                "save_pretrained. For the base model alone: --key-map peft --exclude "
                 f"'*.{kind.partition('.')[0]}*'."
             )
 
@@ -195,8 +195,8 @@ def adapter_config(given: Mapping[str, Any] | None, split: AdapterSplit, *, base
         )
     if given["lora_alpha"] <= 0:
         raise UsageError(
-            f"the adapter config has lora_alpha {given['lora_alpha']}, which some tools write when they "
-            "do not know it. Set the value used in training."
+            f"the adapter config has lora_alpha {given['lora_alpha']}, which some tools write if the value is "
+            "unknown. Set the value used in training."
         )
     if given.get("peft_type", "LORA") != "LORA":
         raise UnsupportedFormatError(f"the adapter is of type {given['peft_type']!r}; only LORA is supported.")
@@ -225,7 +225,7 @@ def repo_of(config: Mapping[str, Any]) -> str | None:
 
 
 def named_base(given: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """Return the note about the base model that an exported adapter config names, where others can't load that."""
+    """Return a note on the base model in an exported adapter config, if other machines cannot load it."""
     before, now = given.get("base_model_name_or_path"), config.get("base_model_name_or_path")
     if before and before != now:
         return [f"the adapter config names {now} as the base model instead of {before}"]
@@ -274,7 +274,7 @@ def _is_tied_token_adapter(name: str, split: AdapterSplit, config: Mapping[str, 
 
 
 def _trained_biases(split: AdapterSplit, config: Mapping[str, Any]) -> dict[str, Target]:
-    """The base model's biases that belong to the adapter: all, or those of adapted modules.
+    """Return the base model's biases that belong to the adapter: all, or those of adapted modules.
 
     Raises:
         UnsupportedFormatError: The config's `bias` is unknown to PEFT.
@@ -291,7 +291,7 @@ def _trained_biases(split: AdapterSplit, config: Mapping[str, Any]) -> dict[str,
 
 
 def target_parameters(config: Mapping[str, Any]) -> list[str]:
-    """Return what the config says of parameters that are adapted. Raises CorruptCheckpointError if it is not a list."""
+    """Return the config's target_parameters. Raises CorruptCheckpointError if it is not a list of names."""
     given = config.get("target_parameters") or []
     if not isinstance(given, (list, tuple, set)) or not all(isinstance(key, str) for key in given):
         raise CorruptCheckpointError(

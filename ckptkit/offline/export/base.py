@@ -188,7 +188,7 @@ def _read_directory(store: Store, where: str, repo: str | None = None) -> BaseMo
 
 
 def _wanted(store: Store, notes: list[str]) -> dict[str, WantedTensor]:
-    """Names, shapes and dtypes of the base's tensors, from headers, or only names from the index."""
+    """Return names, shapes and dtypes of the base's tensors from headers, or only names from the index."""
     try:
         catalog = safetensors.open_catalog(store)
     except (CheckpointNotFoundError, UnsupportedFormatError):
@@ -247,7 +247,7 @@ def _from_hub(base: str) -> BaseModel:
 
 
 def _read_small(store: Store, path: str, notes: list[str]) -> bytes | None:
-    """The file's bytes; None, with a note, for files that are not copied."""
+    """Return the file's bytes; None, with a note, for files that are not copied."""
     if _WEIGHTS.search(path):
         notes.append(f"{path} was not copied: it looks like weights")
         return None
@@ -287,7 +287,7 @@ def _read_link(store: Store, path: str) -> bytes | None:
 
 
 def _adapter_config(store: Store, notes: list[str]) -> dict[str, Any] | None:
-    """PEFT's config in the checkpoint, in verl's lora_adapter/, or in the folder above it; otherwise verl's record
+    """Return PEFT's config from the checkpoint, verl's lora_adapter/ or the folder above; otherwise verl's record
     (rank, alpha, task)."""
     places = [(store, ""), (store, "lora_adapter/")]
     if is_directory(store):
@@ -302,7 +302,7 @@ def _adapter_config(store: Store, notes: list[str]) -> dict[str, Any] | None:
 
 
 def _export_name(path: str) -> str:
-    """The name in the export: the last component, but folders of extra chat templates are kept."""
+    """Return the name in the export: the last component; folders of extra chat templates are kept."""
     marker = "additional_chat_templates/"
     return marker + path.rpartition(marker)[2] if marker in path else path.rpartition("/")[2]
 

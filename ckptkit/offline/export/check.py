@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
-_SHOWN = 5  # faults of each kind
+_SHOWN = 5  # maximum number of faults of each kind that are shown
 # Buffers that old versions of transformers stored and all versions compute.
 _LAYER = re.compile(r"(?:.*\.)?(?:layers?|blocks?|h)\.(\d+)\..*")
 _COMPUTED = re.compile(r".*(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached|\.attn\.(bias|masked_bias)|position_ids)")

@@ -185,7 +185,7 @@ def same_values(store: Store, first: TensorEntry, second: TensorEntry) -> bool:
 
 
 def _read_box(store: Store, entry: TensorEntry, box: Box) -> Any:
-    """The bytes of a box of a tensor, row-major: [*sizes, itemsize]."""
+    """Return the bytes of a box of a tensor, row-major: [*sizes, itemsize]."""
     itemsize = dtype_of(entry.dtype).itemsize
     out = np.empty((*box.sizes, itemsize), np.uint8)
     offsets, sizes = (np.array([values], np.int64).reshape(1, box.ndim) for values in (box.offsets, box.sizes))

@@ -117,7 +117,7 @@ def _bounded(config: Mapping[str, Any], most: int) -> bool:
 
 
 def _tied(model: Any) -> dict[str, str]:
-    """Every name of a tensor that has several -> one of them."""
+    """Return one common name for each name of the tensors that have several."""
     roots: dict[str, str] = {}
 
     def root(name: str) -> str:
@@ -175,7 +175,7 @@ def _renamed(name: str, renamings: Iterable[Any]) -> str:
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Numbers in names count as numbers: expert 10 comes after expert 9."""
+    """Return a sort key that compares numbers in names as numbers: expert 10 comes after expert 9."""
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in name.split(".")]
 
 

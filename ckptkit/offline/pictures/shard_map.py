@@ -121,7 +121,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _ranks(totals: dict[int, int], count: int, when: str) -> Panel:
-    """The bytes of each rank as bars in its colour, wrapped into as many lines as they need."""
+    """Draw the bytes of each rank as bars in its colour, wrapped into as many lines as they need."""
     largest = max(totals.values()) or 1
     columns = min(len(totals), NARROW)
     cell = WIDTH / columns
