@@ -25,6 +25,10 @@ class Box:
         """Return the box that covers a tensor of this shape."""
         return cls((0,) * len(shape), tuple(shape))
 
+    def is_whole(self, shape: tuple[int, ...]) -> bool:
+        """Return whether the box covers a tensor of this shape."""
+        return self.sizes == shape and not any(self.offsets)
+
     @property
     def ndim(self) -> int:
         return len(self.sizes)

@@ -168,8 +168,11 @@ def row_cuts(entries: Sequence[TensorEntry]) -> RowCuts:
     bounds = np.concatenate([[0], np.cumsum(counts)])
     offsets, sizes = np.zeros(int(bounds[-1]), np.int64), np.ones(int(bounds[-1]), np.int64)
     cut = (ndims == 0) & (counts == 1)
-    for ndim in sorted(set(ndims.tolist()) - {0}):
-        chosen = np.flatnonzero(ndims == ndim)
+    whole = np.fromiter((entry.slices.is_all_of(entry.shape) for entry in entries), bool, len(entries))
+    for index in np.flatnonzero(whole & ~cut).tolist():
+        sizes[bounds[index]], cut[index] = entries[index].shape[0], True
+    for ndim in sorted(set(ndims[~cut].tolist()) - {0}):
+        chosen = np.flatnonzero((ndims == ndim) & ~cut)
         members = [entries[index] for index in chosen.tolist()]
         try:
             shapes = np.array([entry.shape for entry in members], np.int64)

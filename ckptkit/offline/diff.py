@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +22,7 @@ from ckptkit.digests import proves_equality
 from ckptkit.errors import UsageError, command_line
 from ckptkit.formats.detect import Source
 from ckptkit.formats.pickles.objects import Inert, TensorValue, read_object
+from ckptkit.gc_pause import collector_paused
 from ckptkit.offline.copying.casts import cast_into
 from ckptkit.offline.copying.gather import Gatherer
 from ckptkit.offline.copying.plan import Placement, Plan
@@ -229,6 +231,7 @@ class _Side:
     gatherer: Gatherer
 
     @classmethod
+    @collector_paused()
     def open(cls, url: str, max_memory: str | int, storage_options: Mapping[str, Any] | None) -> _Side:
         source = open_pinned(url, storage_options=storage_options)
         opaque = source.catalog.opaque()
@@ -240,20 +243,28 @@ class _Side:
         gatherer = Gatherer(reader, work.maps, None, max_bytes=parse_size(max_memory))
         return cls(source, _named(readable), opaque, reader, gatherer)
 
-    def read(self, entries: Iterable[TensorEntry]) -> list[Bytes]:
-        """Return the bytes of small tensors; adjacent ones are read together."""
-        found, reads = [], []
-        for entry in entries:
-            data = np.empty(entry.nbytes, np.uint8)
-            found.append(data)
-            piece = _piece(entry, len(data))
+    def read(self, entries: Sequence[TensorEntry]) -> tuple[Bytes, list[int]]:
+        """Return the bytes of small tensors, one after the other, and where each ends. What lies together in a file is
+        one read: there may be 300,000 tensors of a few bytes."""
+        sizes = [entry.nbytes for entry in entries]
+        ends = list(itertools.accumulate(sizes))
+        data = np.empty(ends[-1] if ends else 0, np.uint8)
+        runs: list[tuple[str, int, int, int]] = []  # file, position in it, first and last byte of `data`
+        path, at, first, last = "", 0, 0, 0
+        for entry, size, end in zip(entries, sizes, ends, strict=True):
+            piece = _piece(entry, size)
             if piece is None:
-                self.gatherer.read_box(entry.name, Box.whole(entry.shape), data)
-            elif len(data):
-                reads.append(ReadInto(*piece, data.data))
+                self.gatherer.read_box(entry.name, Box.whole(entry.shape), data[end - size : end])
+            elif piece == (path, at + last - first) and last == end - size:
+                last = end
+            else:
+                runs.append((path, at, first, last))
+                (path, at), first, last = piece, end - size, end
+        runs.append((path, at, first, last))
+        reads = [ReadInto(path, at, data[first:last].data) for path, at, first, last in runs if last > first]
         if reads:
             self.source.store.read_many(reads)
-        return found
+        return data, ends
 
 
 def _piece(entry: TensorEntry, size: int) -> tuple[str, int] | None:
@@ -438,16 +449,21 @@ def _compared(
     """Yield the differences of one batch of tensors; None for equal ones."""
     (first, left), (second, right) = a, b
     small = [name for name, nbytes in sizes.items() if nbytes <= _SMALL]
-    pairs = zip(first.read(left[name] for name in small), second.read(right[name] for name in small), strict=True)
-    read = dict(zip(small, pairs, strict=True))
-    for name in sizes:
+    for name in sizes.keys() - set(small):  # at most one, the first: see _batches
         found = _Comparison(name, left[name], right[name])
-        data = read.pop(name, None)
-        if data is None:
-            found.read(first.gatherer, second.gatherer)
-        elif left[name].dtype != right[name].dtype or data[0].tobytes() != data[1].tobytes():
-            found.add(*data)
+        found.read(first.gatherer, second.gatherer)
         yield name, found.result()
+    mine, theirs = [left[name] for name in small], [right[name] for name in small]
+    (x, ends), (y, other_ends) = first.read(mine), second.read(theirs)
+    if [entry.dtype for entry in mine] == [entry.dtype for entry in theirs] and np.array_equal(x, y):
+        yield from zip(small, itertools.repeat(None))
+    else:
+        cuts = itertools.pairwise([0, *ends]), itertools.pairwise([0, *other_ends])
+        for name, (start, stop), (begin, end) in zip(small, *cuts, strict=True):
+            found = _Comparison(name, left[name], right[name])
+            if left[name].dtype != right[name].dtype or not np.array_equal(x[start:stop], y[begin:end]):
+                found.add(x[start:stop], y[begin:end])
+            yield name, found.result()
 
 
 # --- objects other than tensors

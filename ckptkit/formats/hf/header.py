@@ -368,10 +368,7 @@ class TensorToWrite:
 
     @property
     def nbytes(self) -> int:
-        result = dtype_of(self.dtype).itemsize
-        for size in self.shape:
-            result *= size
-        return result
+        return math.prod(self.shape) * dtype_of(self.dtype).itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,7 +410,8 @@ def encode_header(
 
 def lay_out(tensors: Sequence[TensorToWrite], metadata: Mapping[str, str] | None = None) -> FileLayout:
     """Lay out a file: widest elements first, so that each tensor is aligned; otherwise in the given order."""
-    order = sorted(range(len(tensors)), key=lambda i: -_alignment(tensors[i].dtype))
+    widths = {name: min(8, dtype_of(name).itemsize) for name in {tensor.dtype for tensor in tensors}}
+    order = sorted(range(len(tensors)), key=lambda i: -widths[tensors[i].dtype])
     starts = [0] * len(tensors)
     at = 0
     for i in order:
@@ -421,10 +419,6 @@ def lay_out(tensors: Sequence[TensorToWrite], metadata: Mapping[str, str] | None
         at += tensors[i].nbytes
     header = encode_header([tensors[i] for i in order], [starts[i] for i in order], metadata)
     return FileLayout(header, tuple(len(header) + start for start in starts), len(header) + at)
-
-
-def _alignment(name: str) -> int:
-    return min(8, dtype_of(name).itemsize)
 
 
 def split_into_shards(nbytes: Sequence[int], max_shard_size: int) -> list[list[int]]:

@@ -83,7 +83,7 @@ class _LazyTensors(WholeTensors):
         found = self._made.get(name)
         if found is None:
             path = self._paths[name]
-            found = self._made[name] = _entry(path, name, *self._headers[path].tensors[name])
+            found = self._made[name] = _entry((path,), name, *self._headers[path].tensors[name])
         return found
 
     def __contains__(self, name: object) -> bool:
@@ -104,14 +104,14 @@ class _LazyTensors(WholeTensors):
     def _all(self) -> dict[str, TensorEntry]:
         """Create all entries at once: five times as fast as one by one."""
         if len(self._made) < len(self._paths):
-            columns = ((path, header.tensors.columns()) for path, header in self._headers.items())
-            made = {row[0]: _entry(path, *row) for path, rows in columns for row in rows}
+            columns = (((path,), header.tensors.columns()) for path, header in self._headers.items())
+            made = {row[0]: _entry(paths, *row) for paths, rows in columns for row in rows}
             self._made = {**made, **self._made} if self._made else made
         return self._made
 
 
-def _entry(path: str, name: str, dtype: str, shape: tuple[int, ...], start: int, nbytes: int) -> TensorEntry:
-    return TensorEntry(name, dtype, shape, SliceArray.whole(path, start, nbytes, shape), Role.MODEL, name)
+def _entry(paths: tuple[str], name: str, dtype: str, shape: tuple[int, ...], start: int, nbytes: int) -> TensorEntry:
+    return TensorEntry(name, dtype, shape, SliceArray.whole(paths, start, nbytes, shape), Role.MODEL, name)
 
 
 def _info(

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import Catalog, SliceArray, TensorEntry
 from ckptkit.catalog.targets import Target
 from ckptkit.catalog.tiles import check_coverage
@@ -57,7 +56,7 @@ def check_plan(plan: Plan) -> Covered:
         tensor = placement.tensor
         elements += tensor.numel
         _check_parts(plan.catalog, tensor)
-        if placement.sizes.tolist() != [list(tensor.shape)] or any(placement.offsets[0].tolist()):  # else the whole
+        if not placement.is_whole():
             _check_boxes(tensor, placement.offsets, placement.sizes, "the boxes that are written")
     return Covered(len(plan.placements), elements, _check_files(plan))
 
@@ -68,7 +67,7 @@ def _check_parts(catalog: Catalog, tensor: OutputTensor) -> None:
             _check_parts(catalog, target)
         return
     _check_sources(catalog, tensor)
-    if len(tensor.parts) == 1 and tensor.parts[0].target_box == Box.whole(tensor.shape):
+    if len(tensor.parts) == 1 and tensor.parts[0].target_box.is_whole(tensor.shape):
         return
     ndim = len(tensor.shape)
     offsets = np.array([part.target_box.offsets for part in tensor.parts], np.int64).reshape(len(tensor.parts), ndim)
@@ -79,6 +78,8 @@ def _check_parts(catalog: Catalog, tensor: OutputTensor) -> None:
 def _check_sources(catalog: Catalog, tensor: Target) -> None:
     for part in tensor.parts:
         shape = catalog.tensors[part.source].shape
+        if part.source_box is part.target_box and part.source_box.is_whole(shape):  # most are plain copies
+            continue
         if not part.source_box.within(shape) or part.source_box.numel != part.target_box.numel:
             raise CheckpointMismatchError(
                 f"tensor {tensor.name!r}: its part {part.target_box} does not match {part.source_box} of "
@@ -113,11 +114,7 @@ def _placed(placements: tuple[Placement, ...]) -> tuple[Int64, Int64, Int64]:
     if not placements:
         empty = np.zeros(0, np.int64)
         return empty, empty, empty
-    return (
-        np.concatenate([p.files.astype(np.int64) for p in placements]),
-        np.concatenate([p.starts for p in placements]),
-        np.concatenate([p.nbytes() for p in placements]),
-    )
+    return Placement.joined(placements)
 
 
 def _check_file(file: OutputFile, starts: Int64, lengths: Int64) -> None:

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.dtypes import dtype as dtype_of
-from ckptkit.catalog.entry import Catalog
+from ckptkit.catalog.entry import Catalog, TensorEntry
 from ckptkit.catalog.targets import Target
 from ckptkit.errors import NoSpaceError
 from ckptkit.storage.store import Store
@@ -35,6 +35,7 @@ __all__ = [
 ]
 
 Bytes = npt.NDArray[np.uint8]
+_Int64 = npt.NDArray[np.int64]
 _NAMED = 8  # leftovers listed by name per reason; if there are more, only the first is named
 
 
@@ -132,16 +133,30 @@ class Placement:
     offsets: npt.NDArray[np.int64]
     sizes: npt.NDArray[np.int64]
 
-    @classmethod
-    def whole(cls, tensor: OutputTensor, file: int, start: int) -> Placement:
-        """Return the placement of the whole tensor at one place."""
-        return cls(
-            tensor,
-            np.array([file], np.int32),
-            np.array([start], np.int64),
-            np.zeros((1, len(tensor.shape)), np.int64),
-            np.array([tensor.shape], np.int64).reshape(1, len(tensor.shape)),
+    @staticmethod
+    def whole(tensor: OutputTensor, file: int, start: int) -> Placement:
+        """Return the placement of the whole tensor at one place, without columns."""
+        return _WholePlacement(tensor, file, start)
+
+    @staticmethod
+    def joined(placements: Sequence[Placement]) -> tuple[_Int64, _Int64, _Int64]:
+        """Return file, start and bytes of the boxes of several placements, end to end."""
+        if all(isinstance(item, _WholePlacement) for item in placements):
+            columns = np.array([item.only() for item in placements], np.int64).reshape(-1, 3).T
+            return columns[0], columns[1], columns[2]
+        return (
+            np.concatenate([item.files.astype(np.int64) for item in placements]),
+            np.concatenate([item.starts for item in placements]),
+            np.concatenate([item.nbytes() for item in placements]),
         )
+
+    def is_whole(self) -> bool:
+        """Return whether it is one box, the whole tensor."""
+        return self.sizes.tolist() == [list(self.tensor.shape)] and not self.offsets.any()
+
+    def only(self) -> tuple[int, int, int]:
+        """Return file, start and bytes of the first box."""
+        return int(self.files[0]), int(self.starts[0]), int(self.nbytes()[0])
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -152,10 +167,53 @@ class Placement:
     def nbytes(self) -> npt.NDArray[np.int64]:
         """Return the bytes of each box, [n]."""
         itemsize = dtype_of(self.tensor.dtype).itemsize
-        if len(self) == 1:  # the usual case, and faster without numpy: checkpoints have 100,000 small tensors
-            return np.array([math.prod(self.sizes[0].tolist()) * itemsize], np.int64)
         numel: npt.NDArray[np.int64] = np.prod(self.sizes, axis=1, dtype=np.int64)
         return numel * itemsize
+
+
+class _WholePlacement(Placement):
+    """A tensor at one place: of hundreds of thousands of small tensors, each is. Columns are created on demand."""
+
+    __slots__ = ("_file", "_start")
+
+    _file: int
+    _start: int
+
+    def __init__(self, tensor: OutputTensor, file: int, start: int) -> None:
+        object.__setattr__(self, "tensor", tensor)
+        object.__setattr__(self, "_file", file)
+        object.__setattr__(self, "_start", start)
+
+    @property
+    def files(self) -> npt.NDArray[np.int32]:
+        return np.array([self._file], np.int32)
+
+    @property
+    def starts(self) -> _Int64:
+        return np.array([self._start], np.int64)
+
+    @property
+    def offsets(self) -> _Int64:
+        return np.zeros((1, len(self.tensor.shape)), np.int64)
+
+    @property
+    def sizes(self) -> _Int64:
+        return np.array(self.tensor.shape, np.int64).reshape(1, -1)
+
+    def __len__(self) -> int:
+        return 1
+
+    def is_whole(self) -> bool:
+        return True
+
+    def only(self) -> tuple[int, int, int]:
+        return self._file, self._start, math.prod(self.tensor.shape) * dtype_of(self.tensor.dtype).itemsize
+
+    def box(self, row: int) -> Box:
+        return Box.whole(self.tensor.shape)
+
+    def nbytes(self) -> _Int64:
+        return np.array([self.only()[2]], np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,10 +245,11 @@ class Plan:
         """Yield one line per tensor: source -> target with dtype, shape, bytes and files; then the leftovers."""
         for placement in self.placements:
             tensor = placement.tensor
+            entries = [self.catalog.tensors[name] for name in tensor.sources]
+            size, places = _places(self, placement)
             yield (
-                f"{_renamed(tensor)}  {_dtypes(self.catalog, tensor)} {list(tensor.shape)} "
-                f"{format_size(sum(placement.nbytes().tolist()))}  {_places(self, placement)}"
-                f"  from {_listed(_source_files(self.catalog, tensor.sources))}"
+                f"{_renamed(tensor)}  {_dtypes(entries, tensor)} {list(tensor.shape)} {size}  {places}"
+                f"  from {_listed(_source_files(entries))}"
             )
         for file in self.files:
             yield f"{file.path}  {format_size(file.nbytes)}"
@@ -222,39 +281,35 @@ class Plan:
 
 def _renamed(tensor: OutputTensor) -> str:
     """Return "source -> name", or only the name if it is unchanged."""
-    sources = _sources(tensor)
-    return sources if sources == tensor.name else f"{sources} -> {tensor.name}"
-
-
-def _sources(tensor: OutputTensor) -> str:
-    names = tensor.sources
+    sources = tensor.sources
     if isinstance(tensor, ComputedTensor):
-        return f"{tensor.label} of ({', '.join(names)})"
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown}, ... ({len(names)} sources)"
+        shown = f"{tensor.label} of ({', '.join(sources)})"
+    else:
+        shown = ", ".join(sources[:3]) + (f", ... ({len(sources)} sources)" if len(sources) > 3 else "")
+    return shown if shown == tensor.name else f"{shown} -> {tensor.name}"
 
 
-def _dtypes(catalog: Catalog, tensor: OutputTensor) -> str:
-    found = dict.fromkeys(catalog.tensors[key].dtype for key in tensor.sources)
-    origin = "+".join(found)
+def _dtypes(entries: Sequence[TensorEntry], tensor: OutputTensor) -> str:
+    origin = "+".join(dict.fromkeys([entry.dtype for entry in entries]))
     return tensor.dtype if origin == tensor.dtype else f"{origin} -> {tensor.dtype}"
 
 
-def _places(plan: Plan, placement: Placement) -> str:
-    files = [plan.files[i].path for i in sorted(set(placement.files.tolist()))]
+def _places(plan: Plan, placement: Placement) -> tuple[str, str]:
+    """Return the bytes and the places of a tensor as text."""
     if len(placement) == 1:
-        return f"{files[0]} @ {int(placement.starts[0])}"
-    return f"{len(placement)} boxes in {_listed(files)}"
+        file, start, nbytes = placement.only()
+        return format_size(nbytes), f"{plan.files[file].path} @ {start}"
+    files = [plan.files[i].path for i in sorted(set(placement.files.tolist()))]
+    return format_size(sum(placement.nbytes().tolist())), f"{len(placement)} boxes in {_listed(files)}"
 
 
 def _listed(files: Sequence[str]) -> str:
     return ", ".join(files[:3]) + (f", ... ({len(files)} files)" if len(files) > 3 else "")
 
 
-def _source_files(catalog: Catalog, names: Iterable[str]) -> list[str]:
+def _source_files(entries: Sequence[TensorEntry]) -> list[str]:
     """Return the files that hold the slices of these tensors, in order."""
-    slices = [catalog.tensors[name].slices for name in dict.fromkeys(names)]
-    return sorted({path for item in slices for path, _, _ in item.records()})
+    return sorted({path for entry in entries for path, _, _ in entry.slices.records()})
 
 
 def _placement_json(plan: Plan, placement: Placement) -> dict[str, Any]:
@@ -287,7 +342,7 @@ def _source_json(catalog: Catalog, key: str) -> dict[str, Any]:
         "dtype": entry.dtype,
         "shape": list(entry.shape),
         "slices": len(entry.slices),
-        "files": _source_files(catalog, [key]),
+        "files": _source_files([entry]),
     }
 
 
@@ -333,5 +388,5 @@ def restricted(plan: Plan, kept: Sequence[int]) -> Plan:
         if len(rows):
             files = renumbered[placement.files[rows]]
             columns = (placement.starts[rows], placement.offsets[rows], placement.sizes[rows])
-            placements.append(type(placement)(placement.tensor, files, *columns))
+            placements.append(Placement(placement.tensor, files, *columns))
     return Plan(plan.catalog, tuple(plan.files[index] for index in kept), tuple(placements), plan.last)

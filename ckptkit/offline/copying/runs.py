@@ -291,18 +291,16 @@ class _WorkBuilder:
         rows = np.flatnonzero(sizes)  # of all slices of these tensors, end to end
         sizes, owners, offsets = sizes[rows], owners[rows], cuts.offsets[inside][rows]
         all_slices = [entry.slices for entry in entries]
-        reads = np.concatenate([slices.starts for slices in all_slices])[rows]
-        places = np.concatenate([placement.starts for placement in chosen])
-        files = np.concatenate([placement.files for placement in chosen]).astype(np.int64)
+        reads = SliceArray.joined(all_slices)[0][rows]
+        files, places, written_bytes = Placement.joined(chosen)
         casts = np.array(
             [self._cast(entry.dtype, placement.tensor.dtype) for entry, placement in zip(entries, chosen, strict=True)],
             np.int64,
         )
-        ends = np.array([self._ends(placement)[0] for placement in chosen], np.int64)
+        ends = self._ends(places, written_bytes)
         origins = np.concatenate([self._path_origins(slices.paths)[slices.files] for slices in all_slices])[rows]
-        starts, nbytes, values = (
-            np.concatenate(column)[rows] for column in zip(*map(_digests, all_slices), strict=True)
-        )
+        starts, nbytes, values = _joined_digests(all_slices)
+        starts, nbytes, values = starts[rows], nbytes[rows], values[rows]
         algorithms = np.array([_algorithm(slices) for slices in all_slices], np.int64)[owners]
         checked = (algorithms >= 0) & self.check
         self._columns.append(
@@ -352,18 +350,16 @@ class _WorkBuilder:
             return
         rows = np.concatenate(rows_of)
         columns = [np.concatenate(column) for column in zip(*taken, strict=True)]
-        columns.append(self._ends(placement)[rows])
+        columns.append(self._ends(placement.starts, placement.nbytes())[rows])
         strides = row_major(np.array([placement.tensor.shape], np.int64).reshape(1, -1))
         places = (placement.offsets * strides).sum(axis=1)
         order = np.lexsort((columns[4], rows, places[rows]))
         self._columns.append([column[order] for column in columns])
 
-    def _ends(self, placement: Placement) -> Int64:
+    def _ends(self, starts: Int64, nbytes: Int64) -> Int64:
         """Return the end of each box in its file if the box is to be digested; otherwise 0."""
-        if not self.digests:
-            return np.zeros(len(placement), np.int64)
-        nbytes = placement.nbytes()
-        return np.where(nbytes >= LEAST, placement.starts + nbytes, 0)
+        ends: Int64 = np.where((nbytes >= LEAST) & self.digests, starts + nbytes, 0)
+        return ends
 
     def _add_boxes(self, placement: Placement, rows: Int64) -> None:
         tensor = placement.tensor
@@ -480,7 +476,7 @@ def _copied(catalog: Catalog, placement: Placement) -> TensorEntry | None:
     shape = entry.shape
     if not part.is_plain or not tensor.shape == part.source_box.sizes == shape:
         return None
-    if tuple(placement.sizes[0].tolist()) != shape or entry.slices.strides or entry.slices.codecs:
+    if not placement.is_whole() or entry.slices.strides or entry.slices.codecs:
         return None
     return entry
 
@@ -494,6 +490,15 @@ def _algorithm(slices: SliceArray) -> int:
     """Return the number of the digest algorithm of the slices; -1 if they have no digests."""
     has = slices.algorithm is not None and slices.digests is not None
     return NAMES.index(slices.algorithm) if has and slices.algorithm else -1
+
+
+def _joined_digests(columns: Sequence[SliceArray]) -> tuple[Int64, Int64, npt.NDArray[np.uint64]]:
+    """Return what `_digests` returns, of all slices of several tensors end to end."""
+    if all(slices.digests is None for slices in columns):
+        starts, nbytes = SliceArray.joined(columns)
+        return starts, nbytes, np.zeros(len(starts), np.uint64)
+    starts, nbytes, values = (np.concatenate(column) for column in zip(*map(_digests, columns), strict=True))
+    return starts, nbytes, values
 
 
 def _digests(slices: SliceArray) -> tuple[Int64, Int64, npt.NDArray[np.uint64]]:

@@ -101,8 +101,10 @@ def select_targets(catalog: Catalog, options: ExportOptions, *, wanted: Collecti
             found.dropped[entry.name] = "excluded"
         else:
             found.targets[short] = Target.of(entry, short)
-    known = [(short, chosen.entries[name].name) for name, short in names.items()]
-    known += [(name, name.partition(".")[2]) for name in catalog.info.extra.get("opaque", {})]
+    known: list[tuple[str, str]] = []
+    if options.include or options.exclude:
+        known += [(short, chosen.entries[name].name) for name, short in names.items()]
+        known += [(name, name.partition(".")[2]) for name in catalog.info.extra.get("opaque", {})]
     for option, patterns in (("--include", options.include), ("--exclude", options.exclude)):
         idle = [glob for glob in patterns if not any(matches((glob,), *both) for both in known)]
         found.notes += [f"{option} {glob!r} matches no tensor" for glob in idle]
@@ -197,9 +199,11 @@ def choose_weights(catalog: Catalog, weights: Literal["auto", "model", "master"]
 
 def _rounded(catalog: Catalog, dtype: str) -> bool:
     """Return whether a cast to `dtype` can use fp32 masters instead of rounded weights."""
+    if dtype == "keep":
+        return False
     model, masters = catalog.by_role(Role.MODEL), catalog.by_role(Role.MASTER)
     pairs = [(model[name], master) for name, master in masters.items() if name in model]
-    if dtype == "keep" or len(pairs) < len(masters) or any(a.shape != b.shape for a, b in pairs):
+    if len(pairs) < len(masters) or any(a.shape != b.shape for a, b in pairs):
         return False
     return any(a.dtype != b.dtype and export_dtype(a.dtype, dtype) != a.dtype for a, b in pairs)
 
