@@ -23,8 +23,9 @@ from ckptkit.formats.hf import safetensors
 from ckptkit.fsdp import meta
 from ckptkit.keymaps.builtin import choose_map
 from ckptkit.storage.open import open_store
+from ckptkit.storage.store import Store
 
-__all__ = ["HFLoadReport", "load_hf"]
+__all__ = ["HFLoad", "HFLoadReport", "load_hf", "plan_load"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,6 @@ class HFLoadReport:
     nbytes: int = 0
 
 
-@torch.no_grad()
 def load_hf(
     model: nn.Module,
     url: str,
@@ -48,9 +48,9 @@ def load_hf(
 ) -> HFLoadReport:
     """Fill `model`, sharded or not, from the safetensors at `url`. Each rank reads the bytes of its own shards.
 
-    No communication; the host holds one shard of one tensor at a time. File names are mapped to the live model's names
-    where transformers uses different ones in memory (stacked experts). Tied weights load under either name; if the
-    files contain both, they must be equal.
+    No communication (`FSDPStrategy.load_hf` raises the error of one rank on all of them); the host holds one shard of
+    one tensor at a time. File names are mapped to the live model's names where transformers uses different ones in
+    memory (stacked experts). Tied weights load under either name; if the files contain both, they must be equal.
 
     Args:
         model: A prepared model: parameters are allocated (by `prepare_model`), with or without values.
@@ -62,6 +62,49 @@ def load_hf(
     Raises:
         CheckpointMismatchError: Names, shapes or dtypes do not match; lists all of them. The model is unchanged.
     """
+    return plan_load(model, url, cast=cast, strict=strict, storage_options=storage_options).run()
+
+
+@dataclass(frozen=True, slots=True)
+class HFLoad:
+    """A load that fits the model: what was opened, and what each tensor is read from."""
+
+    model: nn.Module
+    url: str
+    store: Store
+    live: Mapping[str, torch.Tensor]
+    entries: Mapping[str, TensorEntry]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+
+    @torch.no_grad()
+    def run(self) -> HFLoadReport:
+        """Read this rank's shards. After an error the model is half loaded, and is not saved."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        nbytes = 0
+        state = TrainState(model=self.model, rng=False)
+        try:
+            for name, entry in self.entries.items():
+                view, filler = part_view(name, self.live[name], rank), Filler(self.store, cast=True)
+                add_parts(filler, entry, view.local, view.parts)
+                nbytes += fill(filler)
+        except BaseException:
+            state.half_loaded = self.url
+            raise
+        if not self.missing:
+            state.half_loaded = ""
+        by_tensor = _names_by_tensor(self.live)
+        loaded = tuple(alias for name in self.entries for alias in by_tensor[id(self.live[name])])
+        meta.mark_initialized(self.model, *loaded)
+        meta.restore_buffers(self.model)
+        return HFLoadReport(loaded, self.missing, self.unexpected, nbytes)
+
+
+@torch.no_grad()
+def plan_load(
+    model: nn.Module, url: str, *, cast: bool, strict: bool, storage_options: Mapping[str, Any] | None = None
+) -> HFLoad:
+    """Open the files and check that they fit, as `load_hf` does; read no tensors, but those with several names."""
     store = open_store(url, storage_options=storage_options)
     catalog = safetensors.open_catalog(store)
     live, _ = model_tensors(model)
@@ -72,24 +115,7 @@ def load_hf(
     unexpected = [name for name in targets if name not in chosen.values() and name not in aliases]
     _check(url, entries, live, missing if strict else [], unexpected if strict else [], cast)
     check_claims(store, _several_names(live, targets, catalog))
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    nbytes = 0
-    state = TrainState(model=model, rng=False)
-    try:
-        for name, entry in entries.items():
-            view, filler = part_view(name, live[name], rank), Filler(store, cast=True)
-            add_parts(filler, entry, view.local, view.parts)
-            nbytes += fill(filler)
-    except BaseException:
-        state.half_loaded = url
-        raise
-    if not missing:
-        state.half_loaded = ""
-    by_tensor = _names_by_tensor(live)
-    loaded = tuple(alias for name in chosen for alias in by_tensor[id(live[name])])
-    meta.mark_initialized(model, *loaded)
-    meta.restore_buffers(model)
-    return HFLoadReport(loaded, tuple(missing), tuple(unexpected), nbytes)
+    return HFLoad(model, url, store, live, entries, tuple(missing), tuple(unexpected))
 
 
 def _targets(model: nn.Module, live: Mapping[str, torch.Tensor], catalog: Catalog) -> dict[str, Target]:

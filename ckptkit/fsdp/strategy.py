@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from ckptkit.arguments import check_flags, check_int
+from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.checkpoint.state.rng import share_stream
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import UsageError
@@ -28,7 +29,7 @@ from ckptkit.fsdp.config import FSDPConfig
 from ckptkit.fsdp.grad_scaler import DynamicGradScaler
 from ckptkit.fsdp.gradients import checked_max_norm, inspect_gradients, scale_gradients, widened
 from ckptkit.fsdp.groups import NO_DECAY, NoDecay, param_groups
-from ckptkit.fsdp.hf_load import HFLoadReport, load_hf
+from ckptkit.fsdp.hf_load import HFLoadReport, plan_load
 from ckptkit.fsdp.master_weights import MasterWeightOptimizer
 from ckptkit.fsdp.mesh import (
     TrainingMesh,
@@ -268,7 +269,9 @@ class FSDPStrategy:
         mesh = self._mesh_for(model, config)
         shard(model, config, mesh=mesh, policy=policy, tp_plan=tp_plan, is_training=is_training)
         if config.enable_fsdp:
-            meta.materialize(model, mesh.data.device_type if config.offload != "params" else "cpu")
+            device = mesh.data.device_type if config.offload != "params" else "cpu"
+            with contextlib.closing(Coordinator()) as coordinator:
+                coordinator.run_on_all(lambda: meta.materialize(model, device), "allocating the model")
         return model
 
     def reset_parameters(self, model: nn.Module, *, seed: int | None = None) -> None:
@@ -278,12 +281,16 @@ class FSDPStrategy:
         reset_parameters(model, seed=self.seed if seed is None else seed)
 
     def load_hf(self, model: nn.Module, url: str, *, strict: bool = True) -> HFLoadReport:
-        """Fill a prepared model from Hugging Face files; each rank reads its own shards (see `hf_load`).
+        """Fill a prepared model from Hugging Face files; each rank reads its own shards (see `hf_load`). All ranks must
+        call it; the error of one is raised on all of them.
 
         fp32 masters follow the loaded weights, so the optimizer may already exist.
         """
         check_arguments("load_hf(model, url)", model=model, url=url)
-        return load_hf(model, url, cast=self.config.mixed_precision is not None, strict=strict)
+        cast = self.config.mixed_precision is not None
+        with contextlib.closing(Coordinator()) as coordinator:
+            load = coordinator.run_on_all(lambda: plan_load(model, url, cast=cast, strict=strict), f"opening {url}")
+            return coordinator.run_on_all(load.run, f"loading {url}")
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
         """Return the module without the wrappers of DDP, torch.compile or activation checkpointing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.errors import UsageError
 from ckptkit.fsdp.blocks import checkpoint_blocks, compile_blocks, fill_unused_gradients
 from ckptkit.fsdp.config import FSDPConfig
@@ -79,10 +81,15 @@ def shard(
         return model
     if not config.enable_fsdp:
         return model
-    _check_model(model)
     mesh = _mesh(model, mesh, config)
-    exclude = (*config.exclude, *(_vision_globs(model) if config.mixed_modal else ()))
-    units = plan_units(model, policy or policy_of(config, model), exclude=exclude, heads=config.wrap_lm_head)
+
+    def planned() -> Units:
+        _check_model(model)
+        exclude = (*config.exclude, *(_vision_globs(model) if config.mixed_modal else ()))
+        return plan_units(model, policy or policy_of(config, model), exclude=exclude, heads=config.wrap_lm_head)
+
+    with contextlib.closing(Coordinator()) as coordinator:
+        units = coordinator.run_on_all(planned, "sharding the model")
     device_type = mesh.data.device_type
     if config.sync_module_states:
         sync_module_states(model, device_type)

@@ -100,16 +100,20 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
         strategy = trainer.strategy
         if isinstance(strategy, FSDP2Strategy) and strategy.checkpoint_io is None:
             dump = partial(trainer._checkpoint_connector.dump_checkpoint, self.save_weights_only)
-            checkpoint = strategy.own().run_on_all(dump, "collecting the checkpoint")
+            own = strategy.own()
+            checkpoint = own.run_on_all(dump, "collecting the checkpoint")
             strategy.save_checkpoint(checkpoint, filepath, **self._ownership())
         else:
+            own = self._own()
             self._save_any(trainer, filepath)
         strategy.barrier("ManagedCheckpoint")
         self._last_global_step_saved = trainer.global_step
         self._last_checkpoint_saved = filepath
-        if trainer.is_global_zero:
-            for logger in trainer.loggers:
-                logger.after_save_checkpoint(self)
+        own.decide(partial(self._tell_loggers, trainer), f"telling the loggers of {filepath}")
+
+    def _tell_loggers(self, trainer: Any) -> None:
+        for logger in trainer.loggers:
+            logger.after_save_checkpoint(self)
 
     def _save_any(self, trainer: Any, filepath: str) -> None:
         """Save the live tensors of a Lightning strategy, without collecting them into dictionaries."""

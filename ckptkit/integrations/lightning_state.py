@@ -21,7 +21,7 @@ from ckptkit.checkpoint.run.delete import delete_checkpoint
 from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.checkpoint.state.train_state import PerRank, StateDictType, TrainState, model_tensors, same_memory
 from ckptkit.checkpoint.state.values import encode
-from ckptkit.errors import CheckpointExistsError, SaveError
+from ckptkit.errors import CheckpointExistsError, CkptkitError, SaveError
 from ckptkit.formats.own.record import RECORD_NAME, CommitRecord
 from ckptkit.formats.replaceable import foreign_paths
 from ckptkit.storage.local import LocalStore
@@ -216,7 +216,16 @@ def _owner(record: CommitRecord) -> str | None:
 
 
 def remove_checkpoint(filepath: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> None:
-    """Remove the checkpoint at a path, if it is one. If it is a link, remove only the link. No communication."""
+    """Remove the checkpoint at a path, if it is one. If it is a link, remove only the link. No communication.
+
+    An error is logged, as that of a rotation is: rank 0 calls this alone, and the others would wait for it."""
+    try:
+        _remove(filepath, storage_options)
+    except (CkptkitError, OSError) as error:
+        _log.error("%s was not removed: %s", filepath, error)
+
+
+def _remove(filepath: str | Path, storage_options: Mapping[str, Any] | None) -> None:
     root, name = _split(filepath)
     local = split_url(root)[0] == "file"
     place = Path(root) / name

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
 
 from ckptkit import CheckpointManager, RetentionPolicy, TrainState
@@ -68,6 +69,23 @@ def _waiting_backward(url: str, alone: bool) -> None:
         strategy.load_ckpt(model, url, optimizer)
 
 
+def _prepared(alone: bool) -> None:
+    def policy(model: nn.Module) -> list[str]:
+        return ["no.such.module"] if alone else []
+
+    with FSDPStrategy() as strategy:
+        strategy.prepare_model(nn.Linear(3, 2), policy=policy)
+
+
+def _load_hf(url: str, alone: bool) -> None:
+    place = Path(f"{url}_files_{dist.get_rank()}")
+    place.mkdir()
+    if not alone:
+        save_file(nn.Linear(3, 2).state_dict(), place / "model.safetensors")
+    with FSDPStrategy() as strategy:
+        strategy.load_hf(strategy.prepare_model(nn.Linear(3, 2)), str(place))
+
+
 ALONE: dict[str, tuple[Callable[[str, bool], Any], str]] = {
     "environment": (_environment, "CKPTKIT_STORAGE_TIMEOUT"),
     "url": (lambda url, alone: CheckpointManager("" if alone else url), "path is empty"),
@@ -84,6 +102,8 @@ ALONE: dict[str, tuple[Callable[[str, bool], Any], str]] = {
         "never given values",
     ),
     "save_model without values": (lambda url, alone: save_hf(_model(alone), f"{url}/hf"), "no values to save"),
+    "prepare_model with a policy": (lambda url, alone: _prepared(alone), "no.such.module"),
+    "load_hf without files": (_load_hf, "safetensors"),
     "load_ckpt between two backward passes": (_waiting_backward, "wait for their step"),
 }
 

@@ -18,6 +18,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 warnings.filterwarnings("ignore")
 import lightning.pytorch as pl  # noqa: E402
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint  # noqa: E402
+from lightning.pytorch.loggers.logger import DummyLogger  # noqa: E402
 
 from ckptkit.integrations.lightning import FSDP2Strategy, ManagedCheckpoint  # noqa: E402
 
@@ -136,13 +137,12 @@ def trainer_of(work: Path, strategy: Any, *callbacks: Any, steps: int, **options
         max_steps=steps,
         callbacks=list(callbacks),
         default_root_dir=work,
-        logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         enable_checkpointing=any(isinstance(c, ModelCheckpoint) for c in callbacks),
         num_sanity_val_steps=0,
         use_distributed_sampler=True,
-        **options,
+        **{"logger": False, **options},
     )
 
 
@@ -347,6 +347,23 @@ def pluggable(work: Path, facts: dict[str, Any]) -> None:
     first = FirstState()
     fit(work, strategy, first, steps=4, path=str(work / "ddp" / "step=3.ckpt"))
     facts["ddp_resumed"] = equal(before, first.state)
+
+
+class FailingLogger(DummyLogger):
+    """A logger that cannot reach its server when it is told of a checkpoint, which only rank 0 does."""
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        raise ConnectionError("the tracking server is down")
+
+
+def failing_logger(work: Path, facts: dict[str, Any]) -> None:
+    """An error of rank 0 alone, after a save."""
+    save = ManagedCheckpoint(dirpath=work / "logged", every_n_train_steps=1, filename="{step}")
+    trainer = trainer_of(work, FSDP2Strategy(), save, steps=2, logger=FailingLogger())
+    mine = raised(lambda: trainer.fit(Lit(), loader()))
+    both: list[str] = ["", ""]
+    dist.all_gather_object(both, mine)
+    facts["logger_errors"] = both
 
 
 class FirstState(Callback):

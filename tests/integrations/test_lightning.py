@@ -16,7 +16,7 @@ def work(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two(framework_ranks, work):
-    parts = ("resume", "evaluate", "rotate", "plain_callback", "adapter", "foreign", "pluggable")
+    parts = ("resume", "evaluate", "rotate", "plain_callback", "adapter", "foreign", "pluggable", "failing_logger")
     return framework_ranks.run(_job, 2, str(work), *parts, timeout=240)[0]
 
 
@@ -65,6 +65,12 @@ def test_a_predicate_says_what_a_checkpoint_holds(two):
     assert two["adapter_keys"] == ["model.model.head.bias", "model.model.head.weight"]
     assert two["adapter_resumed"]
     assert two["whole_on_rank_0"] == [True]
+
+
+def test_a_logger_that_fails_on_rank_0_fails_all_ranks(two):
+    first, second = two["logger_errors"]
+    assert first == second
+    assert "telling the loggers" in first and "the tracking server is down" in first
 
 
 def test_a_second_parallelize_only_warns(two):

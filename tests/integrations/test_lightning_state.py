@@ -34,3 +34,8 @@ def test_a_file_that_comes_while_a_checkpoint_is_removed_is_kept(
         assert list(tmp_path.iterdir()) == []
         return
     assert kept[0].parent.name.startswith("last.ckpt.replaced-") and (kept[0].parent / ".metadata").exists()
+
+
+def test_a_removal_that_fails_is_logged_and_raises_nothing_on_rank_0_alone(caplog: pytest.LogCaptureFixture) -> None:
+    lightning_state.remove_checkpoint("nosuch://bucket/run/step=1.ckpt")
+    assert "nosuch://bucket/run/step=1.ckpt was not removed" in caplog.text
