@@ -29,6 +29,7 @@ _WHERE = {
     "TrainState": "ckptkit.checkpoint.state.train_state",
     "StateDictType": "ckptkit.checkpoint.state.train_state",
     "PerRank": "ckptkit.checkpoint.state.train_state",
+    "Shard": "ckptkit.checkpoint.state.layout",
     "RetentionPolicy": "ckptkit.checkpoint.retention",
     "open_checkpoint": "ckptkit.checkpoint.load.mapping",
     "DCPWriter": "ckptkit.formats.dcp.torch_api",
@@ -51,6 +52,7 @@ __all__ = [
     "TrainState",
     "StateDictType",
     "PerRank",
+    "Shard",
     "RetentionPolicy",
     "open_checkpoint",
     "DCPWriter",
@@ -71,6 +73,7 @@ if TYPE_CHECKING:
     from ckptkit.checkpoint.load.mapping import open_checkpoint
     from ckptkit.checkpoint.manager import CheckpointManager
     from ckptkit.checkpoint.retention import RetentionPolicy
+    from ckptkit.checkpoint.state.layout import Shard
     from ckptkit.checkpoint.state.train_state import PerRank, StateDictType, TrainState
     from ckptkit.formats.dcp.planners import DCPLoadPlanner, DCPSavePlanner
     from ckptkit.formats.dcp.torch_api import DCPReader, DCPWriter

@@ -6,11 +6,13 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.catalog.entry import Catalog
 from ckptkit.checkpoint.load.apply import apply_objects, apply_tensors, decode_plan
+from ckptkit.checkpoint.load.differences import Mismatches, in_all
 from ckptkit.checkpoint.load.fill import naming, share_checks
 from ckptkit.checkpoint.load.plan import LoadOptions, plan_load
 from ckptkit.checkpoint.load.read import Reading
@@ -74,7 +76,8 @@ def load_checkpoint(
         with _RankPart() as planned, _pinned(ready, sure=not options.atomic), torch.no_grad():
             catalog, store = opened()
             plan = plan_load(state, catalog, store, options, rank=rank, world_size=world_size)
-            plan.mismatches.check(store.url, strict=options.strict)
+            elsewhere = plan.mismatches.unexpected if world_size > 1 else {}  # other ranks may have these names
+            plan.mismatches.check(store.url, strict=options.strict, elsewhere=bool(elsewhere))
             reading = Reading(plan, store, options, rank=rank, world_size=world_size)
             decoded = None
             if reading.first is not None:
@@ -82,8 +85,11 @@ def load_checkpoint(
                     reading.first.run()
                 decoded = decode_plan(plan, reading.refs.__getitem__)
             checks = reading.filler.unchecked() if options.verify and options.verify != "read" else []
-            planned.value = checks, reading.filler.signature() if world_size > 1 and _shares(options, store) else b""
-        shares, alike = coordinator.settle(planned.answer, "loading", then=_shared)
+            signature = reading.filler.signature() if world_size > 1 and _shares(options, store) else b""
+            planned.value = checks, signature, elsewhere, store.url
+        then = partial(_shared, strict=options.strict)
+        shares, alike, left = coordinator.settle(planned.answer, "loading", then=then)
+    plan.mismatches.unexpected = left if world_size > 1 else plan.mismatches.unexpected
     report = LoadReport(
         store.url,
         catalog.info.step,
@@ -183,10 +189,20 @@ def _pinned(ready: Callable[[bool], None] | None, *, sure: bool) -> Iterator[Non
     ready(sure)
 
 
-def _shared(answers: Sequence[Any]) -> tuple[list[list[SliceCheck]], list[list[int]]]:
-    """Return, per rank, the slices that it checks for others, and the ranks that read the same data."""
+def _shared(
+    answers: Sequence[Any], *, strict: bool
+) -> tuple[list[list[SliceCheck]], list[list[int]], dict[str, list[str]]]:
+    """Return, per rank, the slices that it checks for others, and the ranks that read the same data; and what of the
+    checkpoint no rank has. A rank of a pipeline has only its own names.
+
+    Raises:
+        CheckpointMismatchError: With `strict`, if there is such a thing.
+    """
     _raise_one(answers)
-    return share_checks([checks for checks, _ in answers]), groups_of([signature for _, signature in answers])
+    checks, signatures, unexpected, urls = zip(*answers, strict=True)
+    left = in_all(unexpected)
+    Mismatches(unexpected=left).check(urls[0], strict=strict)
+    return share_checks(checks), groups_of(signatures), left
 
 
 def _shares(options: LoadOptions, store: Store) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -73,8 +74,11 @@ class Mismatches:
         if found:
             getattr(self, kind).setdefault(section, []).extend(found)
 
-    def check(self, url: str, *, strict: bool) -> None:
+    def check(self, url: str, *, strict: bool, elsewhere: bool = False) -> None:
         """Raise for mismatches; with strict=False, missing and unexpected keys are accepted.
+
+        Args:
+            elsewhere: Unexpected keys alone are accepted, because other ranks may have them.
 
         Raises:
             CheckpointMismatchError: Lists everything, section by section.
@@ -82,6 +86,8 @@ class Mismatches:
         kinds = {"has another shape": self.shapes, "has another dtype": self.dtypes, "does not fit": self.others}
         if strict:
             kinds = {"missing in the checkpoint": self.missing, "unexpected": self.unexpected, **kinds}
+        if elsewhere and not any(sections for sections in kinds.values() if sections is not self.unexpected):
+            return
         lines = [
             f"{section}: {len(items)} {title}: {_listed(items)}"
             for title, sections in kinds.items()
@@ -108,6 +114,18 @@ class Mismatches:
     def everything(self, kind: str) -> list[str]:
         """Return the items of one list with their sections."""
         return [f"{section}.{item}" for section, items in getattr(self, kind).items() for item in items]
+
+
+def in_all(tables: Sequence[Mapping[str, Sequence[str]]]) -> dict[str, list[str]]:
+    """Return the names of each section that are in every table, and the descriptions ("NAME (why)") that are in any."""
+    found: dict[str, list[str]] = {}
+    for section in dict.fromkeys(section for table in tables for section in table):
+        counts = Counter(item for table in tables for item in set(table.get(section, ())))
+        items = dict.fromkeys(item for table in tables for item in table.get(section, ()))
+        left = [item for item in items if counts[item] == len(tables) or " (" in item]
+        if left:
+            found[section] = left
+    return found
 
 
 def _listed(items: Sequence[str]) -> str:

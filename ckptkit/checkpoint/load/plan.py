@@ -13,6 +13,7 @@ from ckptkit.checkpoint.load.differences import KeyFilter, Mismatches, match_ten
 from ckptkit.checkpoint.load.fill import read_whole
 from ckptkit.checkpoint.load.foreign import Adopted, adopt
 from ckptkit.checkpoint.save.replicas import PER_RANK, own_copies
+from ckptkit.checkpoint.state.layout import Shard, as_global, shards_of
 from ckptkit.checkpoint.state.local_part import dtype_name, layout_of
 from ckptkit.checkpoint.state.optimizer import GroupChanges, OptimizerTree, class_name, group_changes, named_parameters
 from ckptkit.checkpoint.state.rng import shared_stream
@@ -153,12 +154,19 @@ class ModelTensor:
 
     Attributes:
         filled: The boxes that are filled, if a key map pads the tensor; None: all of it.
+        shards: What the live tensor is of the checkpoint's, if the state's layout declares it.
     """
 
     key: str
     live: torch.Tensor
     entry: TensorEntry
     filled: tuple[Box, ...] | None = None
+    shards: tuple[Shard, ...] = ()
+
+    @property
+    def view(self) -> torch.Tensor:
+        """The live tensor as a part of the checkpoint's."""
+        return as_global(self.key, self.live, self.shards)
 
 
 @dataclass(slots=True)
@@ -174,6 +182,7 @@ class OptimizerPlan:
         live: FQN -> state name -> live value; for a tensor of a subclass, its parts.
         wholes: FQN -> state name -> tensor of a subclass, whose parts are filled in place.
         skip: Restore nothing except masters, which must follow the weights.
+        shards: FQN -> what the parameter is of a global one, if the state's layout declares it.
     """
 
     key: str
@@ -188,6 +197,11 @@ class OptimizerPlan:
     live: dict[str, dict[str, Any]] = field(default_factory=dict)
     wholes: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     skip: bool = False
+    shards: dict[str, tuple[Shard, ...]] = field(default_factory=dict)
+
+    def shape(self, fqn: str) -> tuple[int, ...]:
+        """Return the shape that the checkpoint has for a parameter, and for its masters and moments."""
+        return tuple(as_global(fqn, self.parameters[fqn], self.shards.get(fqn, ())).shape)
 
     @property
     def master_name(self) -> str | None:
@@ -271,6 +285,7 @@ class _Planner:
         if not isinstance(recipes, dict) or not all(map(is_recipe, recipes.values())):
             raise CorruptCheckpointError(f"objects.json: the value of '{SUBCLASSES}' is malformed.")
         self.recipes: Mapping[str, Recipe] = recipes
+        self.declared: dict[int, tuple[Shard, ...]] = {}  # by the id of a live tensor
 
     def entries(self, role: Role) -> dict[str, TensorEntry]:
         if role not in self.by_role:
@@ -331,6 +346,8 @@ class _Planner:
             }
             tensors, extra_state, handed = computed_state(module)
             self.live[key] = tensors
+            for fqn, tensor in tensors.items() if self.state.layout else ():
+                self.declared.setdefault(id(tensor), shards_of(self.state.layout, prefix + fqn))
             if handed is not None:
                 self.plan.handed.append((module, handed))
                 self.plan.mismatches.add("unexpected", key, _not_taken(module, handed))
@@ -424,7 +441,10 @@ class _Planner:
             if found:
                 saved[found[0]] = self.exact(prefix, candidates, saved[found[0]], live[group[0]])
             self.claim(key, group, found, live, wanted)
-        sides = {fqn: (dtype_name(t.dtype), tuple(t.shape)) for fqn, t in wanted.items() if fqn in saved}
+        shapes = {
+            fqn: tuple(as_global(f"{key}.{fqn}", t, self.declared.get(id(t), ())).shape) for fqn, t in wanted.items()
+        }
+        sides = {fqn: (dtype_name(t.dtype), shapes[fqn]) for fqn, t in wanted.items() if fqn in saved}
         mine = {fqn: (e.dtype, e.shape) for fqn, e in saved.items() if fqn in sides or fqn not in claimed}
         good = match_tensors(self.plan.mismatches, key, sides, mine, convert_dtype=self.options.convert_dtype)
         before = len(self.plan.models)
@@ -434,7 +454,9 @@ class _Planner:
         self.plan.mismatches.add("others", key, [f"{name} {why}" for name, why in expanded.items()])
 
     def target(self, key: str, live: torch.Tensor, fqn: str, entry: TensorEntry) -> ModelTensor:
-        return ModelTensor(f"{key}.{fqn}", live, entry, self.plan.filled.get(entry.fqn))
+        return ModelTensor(
+            f"{key}.{fqn}", live, entry, self.plan.filled.get(entry.fqn), self.declared.get(id(live), ())
+        )
 
     def claim(
         self, key: str, group: list[str], found: list[str], live: Mapping[str, Any], wanted: dict[str, torch.Tensor]
@@ -472,7 +494,7 @@ class _Planner:
                 if any(target.live is live[fqn] for target in self.plan.models):
                     continue
                 entry = self.exact(prefix, [fqn, holder], saved[holder], live[fqn])
-                self.plan.models.append(ModelTensor(f"{key}.{fqn}", live[fqn], entry))
+                self.plan.models.append(self.target(key, live[fqn], fqn, entry))
 
     # --- optimizers
 
@@ -494,6 +516,7 @@ class _Planner:
         for name, optimizer in optimizers.items():
             key = section("optimizer", name)
             plan = OptimizerPlan(key, optimizer, named_parameters(optimizer, names, key))
+            plan.shards = {fqn: found for fqn in plan.parameters if (found := shards_of(self.state.layout, fqn))}
             if self.options.optimizer != "restore":
                 plan.skip = True
                 self.plan.skipped[key] = f'optimizer="{self.options.optimizer}"'
@@ -815,13 +838,14 @@ def _check_states(plan: OptimizerPlan, weights: Mapping[str, TensorEntry], found
     for fqn, entries in plan.states.items():
         parameter = plan.parameters[fqn]
         live = plan.live.get(fqn, {})
-        wanted, weight = tuple(parameter.shape), weights.get(fqn)
+        wanted, weight = plan.shape(fqn), weights.get(fqn)
         # Beside a weight of the same shape, a state of another was one when it was saved: a table, say.
         same_weight = weight is not None and weight.shape == wanted
         for name, entry in entries.items():
             shape = entry.shape
             if name in live:
                 shape = tuple(getattr(live[name], "shape", shape))
+                shape = wanted if shape == tuple(parameter.shape) else shape
             elif not same_weight and len(shape) == len(wanted) and entry.numel > 1:
                 # Factored moments have a single row or column.
                 fits = all(size in (1, whole) for size, whole in zip(shape, wanted, strict=True))
@@ -842,15 +866,13 @@ def _plan_masters(
         return list(masters)
     for fqn, parameter in plan.parameters.items():
         if fqn in masters:
-            if masters[fqn].shape != tuple(parameter.shape):
-                shapes = f"{list(masters[fqn].shape)} in the checkpoint, expected {list(parameter.shape)}"
+            if masters[fqn].shape != plan.shape(fqn):
+                shapes = f"{list(masters[fqn].shape)} in the checkpoint, expected {list(plan.shape(fqn))}"
                 found.add("shapes", plan.key, [f"master.{fqn} ({shapes})"])
             plan.masters[fqn] = masters[fqn]
         elif plan.master_name in plan.optimizer.state.get(parameter, {}):
             weight = weights.get(fqn)
-            wide = (
-                weight is not None and weight.dtype in ("float32", "float64") and weight.shape == tuple(parameter.shape)
-            )
+            wide = weight is not None and weight.dtype in ("float32", "float64") and weight.shape == plan.shape(fqn)
             plan.masters[fqn] = weight if wide else None
             if not wide and fqn not in plan.keep:
                 found.add("missing", plan.key, [f"master.{fqn}"])
@@ -963,7 +985,8 @@ def _moved(state: TrainState, catalog: Catalog) -> str:
                 continue
             saved = placements.get(key)
             was = None if saved is None else _cut(tuple(meshes[saved[0]]["shape"]), tuple(saved[1]))
-            layout = layout_of(tensor) if isinstance(tensor, DTensor) else None
+            view = as_global(key, tensor, shards_of(state.layout, f"{name}.{fqn}" if name else fqn))
+            layout = layout_of(view) if isinstance(view, DTensor) else None
             now = None if layout is None else _cut(layout.mesh_shape, layout.texts())
             if was != now:
                 return f"{key} was placed {was or 'whole on each rank'}, here it is {now or 'whole on each rank'}"

@@ -12,6 +12,7 @@ from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import TensorEntry
 from ckptkit.checkpoint.load.fill import add_parts, add_whole, check_sizes
 from ckptkit.checkpoint.load.plan import LoadOptions, LoadPlan, OptimizerPlan
+from ckptkit.checkpoint.state.layout import Shard, as_global
 from ckptkit.checkpoint.state.local_part import PartView, part_view
 from ckptkit.checkpoint.state.optimizer import new_state_tensor
 from ckptkit.checkpoint.state.train_state import PerRank, is_stateful
@@ -66,7 +67,7 @@ class Reading:
         self._rank = rank
         self._atomic = options.atomic
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # (live tensor, the tensor read for it)
-        views = [self._read(t.live, t.entry, beside=options.atomic, filled=t.filled) for t in plan.models]
+        views = [self._read(t.view, t.entry, beside=options.atomic, filled=t.filled) for t in plan.models]
         _check_shared_memory(plan, views, store, rank)
         self.states = [self._optimizer(optimizer) for optimizer in plan.optimizers]
         if options.atomic:
@@ -125,27 +126,36 @@ class Reading:
                 states.setdefault(fqn, {})[name] = whole
             for name, entry in wanted.items():
                 if outer_name(name, wholes) in wholes:
-                    self._read(live[name], entry, beside=self._atomic)
+                    self._read(as_global(entry.name, live[name], plan.shards.get(fqn, ())), entry, beside=self._atomic)
                     continue
-                tensor = self._state(parameter, name, entry, live.get(name), on_device=on_device[id(parameter)])
+                shards = plan.shards.get(fqn, ()) if entry.numel > 1 else ()
+                tensor = self._state(parameter, name, entry, live.get(name), shards, on_device=on_device[id(parameter)])
                 states.setdefault(fqn, {})[name] = tensor
         return states
 
     def _state(
-        self, parameter: torch.Tensor, name: str, entry: TensorEntry, live: Any, *, on_device: bool
+        self,
+        parameter: torch.Tensor,
+        name: str,
+        entry: TensorEntry,
+        live: Any,
+        shards: Sequence[Shard],
+        *,
+        on_device: bool,
     ) -> torch.Tensor:
         """Return the target of one parameter state: the live tensor if its placement is that of a new one."""
         import torch
 
         dtype = getattr(torch, entry.dtype)
-        alike = isinstance(live, torch.Tensor) and live.dtype is dtype and _is_alike(live, parameter, entry)
+        shape = tuple(parameter.shape) if shards else entry.shape
+        alike = isinstance(live, torch.Tensor) and live.dtype is dtype and _is_alike(live, parameter, shape)
         # On an accelerator, a new one would need as much of its memory again.
         if alike and (not self._atomic or live.device.type != "cpu"):
             kept: torch.Tensor = live
-            self._read(kept, entry, beside=self._atomic)
+            self._read(as_global(entry.name, kept, shards), entry, beside=self._atomic)
             return kept
-        new = new_state_tensor(parameter, name, dtype, entry.shape, on_device=on_device)
-        view = self._read(new, entry)
+        new = new_state_tensor(parameter, name, dtype, shape, on_device=on_device)
+        view = self._read(as_global(entry.name, new, shards), entry)
         self.held += view.local.nbytes if alike else 0
         return new
 
@@ -190,7 +200,7 @@ class Reading:
 def _check_shared_memory(plan: LoadPlan, views: Sequence[PartView], store: Store, rank: int) -> None:
     pairs = list(zip(plan.models, views, strict=True))
     groups = [[pairs[i][1].claim(pairs[i][0].entry) for i in group] for group in overlapping([v.local for v in views])]
-    groups += [[part_view(twin.key, twin.live, rank).claim(twin.entry) for twin in twins] for twins in plan.twins]
+    groups += [[part_view(twin.key, twin.view, rank).claim(twin.entry) for twin in twins] for twins in plan.twins]
     check_claims(store, groups)
 
 
@@ -206,13 +216,13 @@ def _live_references(plan: LoadPlan) -> dict[str, torch.Tensor]:
     return live
 
 
-def _is_alike(live: torch.Tensor, parameter: torch.Tensor, entry: TensorEntry) -> bool:
+def _is_alike(live: torch.Tensor, parameter: torch.Tensor, saved: tuple[int, ...]) -> bool:
     """Return whether a live state has the shape and placement that a new state of this parameter would have."""
     import torch
     from torch.distributed.tensor import DTensor
 
     shape = live.shape
-    if shape != parameter.shape or tuple(shape) != entry.shape or shape.numel() <= 1:
+    if shape != parameter.shape or tuple(shape) != saved or shape.numel() <= 1:
         return False
     if live.device != parameter.device or live.is_meta:
         return False

@@ -22,6 +22,7 @@ from ckptkit.checkpoint.save.hf_config import side_files
 from ckptkit.checkpoint.save.local import LocalTensors
 from ckptkit.checkpoint.save.replicas import Fingerprints, holding, part_ways, warn_of
 from ckptkit.checkpoint.state.local_part import layout_of
+from ckptkit.checkpoint.state.optimizer import united
 from ckptkit.checkpoint.state.train_state import Captured, StateDictType, TrainState, capture, check_state
 from ckptkit.checkpoint.state.values import Seen, decode
 from ckptkit.digests import digest_of, hex_digest_of
@@ -114,6 +115,7 @@ class Prepared:
         prints: Fingerprints of the plain tensors, if there are other ranks.
         failure: An error on this rank since the capture; `publish` reports it to all ranks.
         staged: Copies of `plan.tensors`; None if not staged.
+        tellers: The ranks that send what they know of optimizers and modules that rank 0 has not: pipeline stages.
     """
 
     request: SaveRequest
@@ -126,6 +128,23 @@ class Prepared:
     prints: Fingerprints | None = None
     failure: Exception | None = None
     staged: Sequence[torch.Tensor] | None = None
+    tellers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Agreed:
+    """What the ranks know of each other before a save.
+
+    Attributes:
+        alike: Whether their plain tensors are known to be equal: ranks with the same keys have the same contents, and
+            the set of holders has not changed.
+        one_recipe: Whether they have the same recipes of subclasses.
+        tellers: The lowest rank of each kind that has other parameters than rank 0.
+    """
+
+    alike: bool
+    one_recipe: bool
+    tellers: tuple[int, ...]
 
 
 class Saver:
@@ -194,14 +213,15 @@ class Saver:
             else:
                 made, outcome = self._plan(captured, state, request, clock)
         with clock.phase("agree"):
-            signatures, alike, one_recipe = self._coordinator.settle(outcome, "planning the save", then=self._agreed)
+            signatures, agreed = self._coordinator.settle(outcome, "planning the save", then=self._agreed)
             assert made is not None  # otherwise `settle` has raised
-            if not one_recipe:
+            if not agreed.one_recipe:
                 self._join_recipes(captured)
-            if not alike and self._found_differences(captured, made.prints):
+            if not agreed.alike and self._found_differences(captured, made.prints):
                 made, outcome = self._plan(captured, state, request, clock)
-                signatures, *_ = self._coordinator.settle(outcome, "planning the save", then=self._agreed)
+                signatures, agreed = self._coordinator.settle(outcome, "planning the save", then=self._agreed)
                 assert made is not None
+            made.tellers = agreed.tellers
             made.plan = made.plan.settle(signatures, self._coordinator.all_gather)
         self._plans[request.state_dict_type] = made.plan
         return made
@@ -235,7 +255,8 @@ class Saver:
                 if prepared.failure is not None:
                     raise prepared.failure
                 digests = {key: hex_digest_of(_json(tree)) for key, tree in prepared.objects.items()}
-                payload = (written.part, _json(prepared.rank_objects), digests)
+                own = _spread(prepared.objects) if self._coordinator.rank in prepared.tellers else {}
+                payload = (written.part, _json(prepared.rank_objects), digests, _json(own))
             except BaseException as error:  # noqa: BLE001  a rank's failure is every rank's: abort raises it
                 attempt.abort(prepared.failure or error)
             fields = {
@@ -327,22 +348,27 @@ class Saver:
             return None, Outcome.of_error(error)
         wanted = (request.step, request.tag, kind.value)
         recipes = digest_of(_json(captured.objects.get(SUBCLASSES)))
-        return made, Outcome((plan.signature, wanted, prints and prints.digests, recipes))
+        spread = digest_of(_json({key: _names(tree) for key, tree in _spread(captured.objects).items()}))
+        return made, Outcome((plan.signature, wanted, prints and prints.digests, recipes, spread))
 
     def _index(
-        self, prepared: Prepared, attempt: SaveAttempt, answers: Sequence[tuple[bytes, bytes, dict[str, str]]]
+        self, prepared: Prepared, attempt: SaveAttempt, answers: Sequence[tuple[bytes, bytes, dict[str, str], bytes]]
     ) -> dict[str, FileRecord]:
         """Write the manifest and objects.json, and return these files. Rank 0, once all ranks have written."""
         started = time.perf_counter()
         objects = dict(prepared.objects)
-        for _, own, _ in answers:
+        for _, own, _, _ in answers:
             objects.update(json.loads(own))
-        _warn_of_differences([digests for _, _, digests in answers])
+        told = [json.loads(trees) for *_, trees in answers]
+        for key in dict.fromkeys(key for trees in told for key in trees):
+            objects[key] = _united(key, [trees[key] for trees in [prepared.objects, *told] if key in trees])
+        joined = set(_spread(prepared.objects)) if prepared.tellers else set()
+        _warn_of_differences([{k: v for k, v in digests.items() if k not in joined} for _, _, digests, _ in answers])
         small = {**prepared.side_files, OBJECTS_NAME: _json({"format": 1, "objects": objects})}
         for path, data in small.items():
             attempt.store.write(path, data, sync=self._sync)
         files = prepared.plan.index(
-            [part for part, _, _ in answers],
+            [part for part, *_ in answers],
             attempt.store,
             save_id=attempt.save_id,
             extra={"step": prepared.request.step, "objects": OBJECTS_NAME},
@@ -356,16 +382,17 @@ class Saver:
     # --- talking
 
     def _agreed(
-        self, answers: list[tuple[bytes, Any, tuple[bytes, bytes] | None, int]]
-    ) -> tuple[list[bytes], bool, bool]:
-        """Return all ranks' signatures; whether their plain tensors are known to be equal: ranks with the same keys
-        have the same contents, and the set of holders has not changed; and whether their recipes are. On rank 0."""
-        check_equal([answer[1] for answer in answers], "what to save: (step, tag, type)")
-        digests = [answer[2] for answer in answers if answer[2] is not None]
+        self, answers: list[tuple[bytes, Any, tuple[bytes, bytes] | None, int, int]]
+    ) -> tuple[list[bytes], _Agreed]:
+        """Return all ranks' signatures, and what the ranks agree on. On rank 0."""
+        signatures, wanted, prints, recipes, spread = zip(*answers, strict=True)
+        check_equal(wanted, "what to save: (step, tag, type)")
+        digests = [digest for digest in prints if digest is not None]
         held = [which for which, _ in digests]
         one_each = len(set(digests)) == len(set(held))
         equal = one_each and (len(set(held)) <= 1 or held == self._holdings)
-        return [answer[0] for answer in answers], equal, len({answer[3] for answer in answers}) == 1
+        tellers = tuple(sorted({spread.index(names) for names in spread} - {0}))
+        return list(signatures), _Agreed(equal, len(set(recipes)) == 1, tellers)
 
     def _join_recipes(self, captured: Captured) -> None:
         """Give this rank the recipes of all ranks, which may hold different tensors. Collective.
@@ -447,6 +474,27 @@ def dcp_state_dict(captured: Captured) -> tuple[dict[str, Any], set[str]]:
     if not nested.keys().isdisjoint(loose):
         loose = {key: tensor for key, tensor in loose.items() if key not in nested}
     return {**nested, **loose}, captured.own - nested.keys()
+
+
+def _spread(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the objects with names of parameters and modules: of a pipeline, each rank has those of its stages."""
+    return {
+        key: tree
+        for key, tree in objects.items()
+        if key == "classes" or key.endswith(".extra_state") or key.partition("_")[0] == "optimizer"
+    }
+
+
+def _names(tree: Any) -> Any:
+    if "param_groups" not in tree:
+        return list(tree)
+    return [[group["params"] for group in tree["param_groups"]], list(tree["values"])]
+
+
+def _united(key: str, trees: Sequence[Any]) -> Any:
+    if key.partition("_")[0] == "optimizer":
+        return united(trees)
+    return {name: value for tree in reversed(trees) for name, value in tree.items()}
 
 
 def _warn_of_differences(digests: Sequence[Mapping[str, str]]) -> None:

@@ -162,23 +162,14 @@ def layout_of(tensor: DTensor) -> ShardLayout:
 
 @functools.lru_cache(maxsize=256)
 def _layout(mesh: Any, placements: tuple[Any, ...]) -> ShardLayout:
+    from ckptkit.formats.dcp.plan import placement_record
+
     return ShardLayout(
         tuple(mesh.shape),
         tuple(mesh.mesh_dim_names or (f"dim{i}" for i in range(mesh.ndim))),
         tuple(mesh.mesh.flatten().tolist()),
-        tuple(_placement(placement) for placement in placements),
+        tuple(map(placement_record, placements)),
     )
-
-
-def _placement(placement: Any) -> PlacementRecord:
-    if placement.is_replicate():
-        return PlacementRecord("replicate")
-    split_factor = getattr(placement, "split_factor", None)
-    if split_factor is not None:
-        return PlacementRecord("strided_shard", placement.dim, int(split_factor))
-    if placement.is_shard():
-        return PlacementRecord("shard", placement.dim)
-    return PlacementRecord("partial")
 
 
 @functools.lru_cache(maxsize=65536)

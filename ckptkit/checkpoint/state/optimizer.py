@@ -32,6 +32,7 @@ __all__ = [
     "named_parameters",
     "new_state_tensor",
     "refuse_hidden",
+    "united",
 ]
 
 IMPLEMENTATION_SETTINGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
@@ -210,6 +211,32 @@ def _check_whole(optimizer: Any, parameters: Mapping[str, torch.Tensor], what: s
             "addition to 'state' and 'param_groups', which is not saved with an optimizer. Pass the "
             "inner optimizer as TrainState(optimizer=), or this one as TrainState(extra={...})."
         )
+
+
+def united(trees: Sequence[JSON]) -> JSON:
+    """Return the tree of an optimizer whose parameters are spread over ranks (pipeline stages), from one tree of each
+    stage. Groups are joined if their settings are equal, first by position."""
+    first = {
+        **trees[0],
+        "param_groups": [{**group, "params": list(group["params"])} for group in trees[0]["param_groups"]],
+    }
+    groups = first["param_groups"]
+    known = {fqn for group in groups for fqn in group["params"]}
+    for tree in trees[1:]:
+        for index, group in enumerate(tree["param_groups"]):
+            same = [other for other in [*groups[index : index + 1], *groups] if _settings(other) == _settings(group)]
+            if not same:
+                same = [{**group, "params": []}]
+                groups += same
+            same[0]["params"] += [fqn for fqn in group["params"] if fqn not in known]
+            known.update(group["params"])
+        first["values"] = {**tree["values"], **first["values"]}
+        first["shared"] = {**tree["shared"], **first["shared"]}
+    return first
+
+
+def _settings(group: Mapping[str, JSON]) -> dict[str, JSON]:
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _addressable(value: torch.Tensor, parameter: torch.Tensor, what: str) -> torch.Tensor:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import enum
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.arguments import check_flags, wrong
 from ckptkit.checkpoint.state.half_loaded import clear, half_loaded_from, mark
+from ckptkit.checkpoint.state.layout import Layout, as_global, check_layout, global_state, shards_of
 from ckptkit.checkpoint.state.optimizer import CapturedOptimizer, capture_optimizer, class_name, refuse_hidden
 from ckptkit.checkpoint.state.rng import capture_rng
 from ckptkit.checkpoint.state.values import JSON, Seen, encode
@@ -79,11 +80,14 @@ class TrainState:
     """Everything that a run needs to resume. A save reads the objects it refers to; a load fills them in place.
 
     Attributes:
-        model: A module, or several by name: {"actor": a, "critic": c}.
+        model: A module, or several by name: {"actor": a, "critic": c}. A list holds the pipeline stages that this rank
+            has of one model.
         optimizer, scheduler, grad_scaler, dataloader: One, or several by name. Any object with `state_dict` and
             `load_state_dict`; an optimizer needs `state` and `param_groups`. A dataloader's state is saved per rank.
         extra: More state by name: objects with `state_dict` and `load_state_dict`, or plain values, which a load
             replaces in this dict. Only rank 0's values are saved; wrap values that differ between ranks in `PerRank`.
+        layout: How tensors that are local to a rank, such as the experts of an expert-parallel rank, are parts of
+            global ones: {"*.experts.*": ckptkit.Shard(0, mesh=device_mesh["ep"])}. Optimizer states and masters follow.
         step: The training step; a load sets it.
         rng: Whether to include each rank's random number generators.
         half_loaded: The URL of the checkpoint from which a failed load has partly filled this state or one of its
@@ -91,18 +95,20 @@ class TrainState:
             setting all values by other means.
     """
 
-    model: torch.nn.Module | Mapping[str, torch.nn.Module] | None = None
+    model: torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, torch.nn.Module] | None = None
     optimizer: Any = None
     scheduler: Any = None
     grad_scaler: Any = None
     dataloader: Any = None
     extra: dict[str, Any] = field(default_factory=dict)
+    layout: Layout = field(default_factory=dict)
     step: int = 0
     rng: bool = True
     _half: str = field(default="", init=False, repr=False, compare=False)  # from when a load begins to fill it
 
     def __post_init__(self) -> None:
         _check_parts(self)
+        check_layout(self.layout)
 
     @property
     def half_loaded(self) -> str:
@@ -147,6 +153,10 @@ class TrainState:
         value = getattr(self, kind)
         if value is None:
             return {}
+        if kind == "model" and isinstance(value, (list, tuple)) and all(hasattr(item, "named_modules") for item in value):
+            from ckptkit.checkpoint.state.stages import Stages
+
+            return {"": Stages(value)}
         return dict(value) if isinstance(value, Mapping) else {"": value}
 
 
@@ -242,7 +252,8 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None, seen: 
         aliases = _aliases(module, tensors)
         captured.models[key], opened, reasons = open_all(tensors)
         refuse_hidden(f"{key}.", captured.models[key], filled=True, reasons=reasons)
-        _refuse_strangers(key, module, live)
+        for stage in getattr(module, "stages", (module,)):
+            _refuse_strangers(key, stage, live if stage is module else _live_state(stage))
         recipes.update({f"{key}.{fqn}": recipe for fqn, recipe in opened.items()})
         captured.aliases[key] = part_aliases(aliases, captured.models[key], opened)
         if extra_state:
@@ -258,6 +269,8 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None, seen: 
         recipes.update({f"{key}.state.{fqn}.{item}": recipe for (fqn, item), recipe in taken.recipes.items()})
     if recipes:
         captured.objects[SUBCLASSES] = recipes
+    if state.layout:
+        _globalize(captured, state)
     classes = {
         section(kind, name): class_name(item)
         for kind in ("optimizer", "scheduler")
@@ -289,6 +302,23 @@ def part_aliases(aliases: Mapping[str, str], names: Iterable[str], recipes: Mapp
         if outer != name and outer in aliases:
             found[name] = aliases[outer] + SEPARATOR + name[len(outer) + len(SEPARATOR) :]
     return found
+
+
+def _globalize(captured: Captured, state: TrainState) -> None:
+    """View the tensors that the layout declares as parts of global ones. Names are known by now: the views are new."""
+    parameters: dict[str, torch.Tensor] = {}
+    for name in state.parts("model"):
+        tensors, prefix = captured.models[section("model", name)], f"{name}." if name else ""
+        parameters.update((prefix + fqn, tensor) for fqn, tensor in tensors.items())
+        for fqn, tensor in tensors.items():
+            tensors[fqn] = as_global(f"{section('model', name)}.{fqn}", tensor, shards_of(state.layout, prefix + fqn))
+    for key, taken in captured.optimizers.items():
+        for (fqn, name), value in taken.tensors.items():
+            what = f"{key}: state {name!r} of {fqn!r}"
+            shards = shards_of(state.layout, fqn) if fqn in parameters else ()
+            taken.tensors[fqn, name] = global_state(what, value, parameters.get(fqn, value), shards)
+        for fqn, value in taken.masters.items():
+            taken.masters[fqn] = as_global(f"{key}.master.{fqn}", value, shards_of(state.layout, fqn))
 
 
 def _refuse_strangers(key: str, module: torch.nn.Module, live: Mapping[str, Any]) -> None:

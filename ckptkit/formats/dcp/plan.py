@@ -25,14 +25,17 @@ from torch.nn.parameter import is_lazy
 
 from ckptkit.catalog.box import Box
 from ckptkit.digests import crc32, digest_of, signature_of
-from ckptkit.errors import SaveError
+from ckptkit.errors import SaveError, UsageError
 from ckptkit.formats.dcp.files import Written, write_records
+from ckptkit.formats.dcp.fill import part_of
 from ckptkit.formats.dcp.host_bytes import are_dense, is_dense, is_sparse_or_quantized, why_not_dense, without_subclass
 from ckptkit.formats.dcp.index import METADATA_NAME, Path, PlannedKey, write_index
 from ckptkit.formats.dcp.records import frame_object, frame_tensor, is_plain
 from ckptkit.formats.own.columns import Column, pack, pack_texts
 from ckptkit.formats.own.record import MANIFEST_NAME, FileRecord, WrittenTensors
+from ckptkit.formats.pickles.tensors import PlacementRecord
 from ckptkit.formats.pickles.weights_only import dump_plain
+from ckptkit.formats.trainers.shards import local_parts
 from ckptkit.storage.store import Store
 
 __all__ = [
@@ -41,9 +44,11 @@ __all__ = [
     "PlannedSlice",
     "ShardedPlan",
     "flatten",
+    "joined_mesh",
     "local_box",
     "local_boxes",
     "partial_holders",
+    "placement_record",
     "plan_sharded",
     "whole_record",
 ]
@@ -70,6 +75,7 @@ class _Cut:
 
     Attributes:
         boxes: (offsets, sizes) of what this rank holds.
+        within: Where each box begins in the local tensor, if there are several.
         place: (this rank's number among the ranks that hold the same boxes, the number of these ranks).
     """
 
@@ -79,6 +85,7 @@ class _Cut:
     placement: tuple[int, tuple[str, ...]] | None
     boxes: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
     place: tuple[int, int]
+    within: Sequence[tuple[int, ...]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,6 +350,8 @@ def _laid_out(
                 if why:
                     raise SaveError(f"{name}: it {why}.")
                 local = without_subclass(local)
+            if cut.within:
+                local = part_of(local, cut.within[number], sizes)
             if local.dtype != cut.dtype:
                 raise SaveError(f"{name}: it is declared {cut.dtype}, but its local part is {local.dtype}.")
             local = local if narrow is None else local.narrow(*narrow)
@@ -392,26 +401,20 @@ def _cut_of(
             whole = [((0,) * len(shape), shape)]
             known = _Cut(value.dtype, _dtype_name(value.dtype), shape, None, whole, place)
         else:
-            known = _cut_by_mesh(name, value.dtype, value.shape, spec.mesh, spec.placements, meshes)
+            known = _cut_by_mesh(name, value, meshes)
         cuts[key] = known
     return known
 
 
-def _cut_by_mesh(
-    name: str,
-    dtype: torch.dtype,
-    shape: torch.Size,
-    mesh: DeviceMesh,
-    placements: tuple[Placement, ...],
-    meshes: dict[DeviceMesh, int],
-) -> _Cut | None:
+def _cut_by_mesh(name: str, value: DTensor, meshes: dict[DeviceMesh, int]) -> _Cut | None:
+    dtype, shape, mesh, placements = value.dtype, value.shape, value.device_mesh, tuple(value.placements)
     if any(isinstance(p, Partial) for p in placements):
         raise SaveError(f"{name}: a DTensor placed {placements} is a partial sum; redistribute it before saving.")
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return None
     index = meshes.setdefault(mesh, len(meshes))
-    sizes, offsets = local_box(shape, mesh, placements)
+    held = _held(value)
     turn, count = 0, 1
     for dim, placement in enumerate(placements):
         if isinstance(placement, Replicate):
@@ -424,8 +427,9 @@ def _cut_by_mesh(
         _dtype_name(dtype),
         tuple(shape),
         (index, tuple(map(_text, placements))),
-        [(offsets, sizes)],
+        [(box.offsets, box.sizes) for box, _ in held],
         (turn, count),
+        [within for _, within in held] if len(held) > 1 else (),
     )
 
 
@@ -460,6 +464,47 @@ def local_box(
     """Return (sizes, offsets) of this rank's part of a DTensor."""
     sizes, offsets = compute_local_shape_and_global_offset(shape, mesh, placements)
     return tuple(sizes), tuple(offsets)
+
+
+def _held(value: DTensor) -> list[tuple[Box, tuple[int, ...]]]:
+    """Return the boxes that this rank holds of a DTensor, and where each begins in its local tensor. There are several
+    if a strided shard took rows that are not next to each other."""
+    mesh, placements, shape = value.device_mesh, tuple(value.placements), tuple(value.shape)
+    if any(hasattr(placement, "split_factor") for placement in placements):
+        records = [placement_record(placement) for placement in placements]
+        local = tuple(value._local_tensor.shape)
+        parts = local_parts(shape, tuple(mesh.shape), mesh.get_coordinate() or (), records, local_shape=local)
+        if len(parts) > 1:
+            return [(part.box, part.local_offsets) for part in parts]
+    sizes, offsets = local_box(value.shape, mesh, placements)
+    return [(Box(offsets, sizes), (0,) * len(sizes))]
+
+
+def placement_record(placement: Any) -> PlacementRecord:
+    """Return a placement as a value."""
+    if placement.is_replicate():
+        return PlacementRecord("replicate")
+    split_factor = getattr(placement, "split_factor", None)
+    if split_factor is not None:
+        return PlacementRecord("strided_shard", placement.dim, int(split_factor))
+    return PlacementRecord("shard", placement.dim) if placement.is_shard() else PlacementRecord("partial")
+
+
+def joined_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """Return the mesh that has the dimensions of all these meshes, which are slices of one mesh, in this order.
+
+    Raises:
+        UsageError: They are slices of different meshes, or share a dimension.
+    """
+    if len(meshes) == 1:
+        return meshes[0]
+    try:
+        return DeviceMesh._concatenate(list(meshes))
+    except (RuntimeError, AssertionError, ValueError) as error:
+        raise UsageError(
+            f"the meshes {', '.join(str(mesh.mesh_dim_names) for mesh in meshes)} cannot be joined ({error}). Make one "
+            "mesh with all dimensions, and use its slices: init_device_mesh(..., mesh_dim_names=('dp', 'ep'))['ep']."
+        ) from error
 
 
 def _text(placement: Placement) -> str:
@@ -530,8 +575,8 @@ def local_boxes(value: Any) -> list[tuple[Box, torch.Tensor]]:
     if isinstance(value, DTensor):
         if value.device_mesh.get_coordinate() is None:
             return []
-        sizes, offsets = local_box(value.shape, value.device_mesh, tuple(value.placements))
-        return [(Box(offsets, sizes), _local(value, 0))]
+        local, held = _local(value, 0), _held(value)
+        return [(box, part_of(local, within, box.sizes) if len(held) > 1 else local) for box, within in held]
     if isinstance(value, ShardedTensor):
         shards = value.local_shards()
         metas = [shard.metadata for shard in shards]

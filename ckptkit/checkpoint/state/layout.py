@@ -1,0 +1,129 @@
+"""Declares how a rank's own tensor is a part of a global one: the experts of an expert-parallel rank, for example.
+
+Such a tensor is viewed as a DTensor wherever the state is read, on the mesh of its declaration joined with its own. So
+saves, loads and exports see a global tensor in slices, as with any DTensor, and load it on any other mesh.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ckptkit.errors import SaveError, UsageError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["Layout", "Shard", "as_global", "check_layout", "global_state", "shards_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The ranks of `mesh` hold consecutive parts of a global tensor along `dim`.
+
+    Attributes:
+        mesh: A mesh of one dimension, such as `device_mesh["ep"]`.
+        size: Of the global tensor along `dim`. None: all ranks hold as much as this one.
+        replicas: A mesh whose ranks hold equal copies, such as `device_mesh["dp"]`: then each part is written once.
+    """
+
+    dim: int
+    mesh: DeviceMesh
+    size: int | None = None
+    replicas: DeviceMesh | None = None
+
+
+Layout = Mapping[str, Shard | Sequence[Shard]]
+"""Glob of FQNs -> the shards that the tensor is of the global one, the outermost first."""
+
+
+def check_layout(layout: Layout) -> None:
+    """Raise UsageError unless `layout` maps globs to shards over meshes of one dimension."""
+    for glob, declared in layout.items():
+        shards = [declared] if isinstance(declared, Shard) else declared
+        if not isinstance(shards, Sequence) or not shards or not all(isinstance(shard, Shard) for shard in shards):
+            raise UsageError(
+                f"TrainState(layout=...): {glob!r} is {declared!r:.80}, expected ckptkit.Shard(dim, mesh=...)."
+            )
+        for shard in shards:
+            if getattr(shard.mesh, "ndim", None) != 1:
+                raise UsageError(
+                    f"TrainState(layout=...): {glob!r} needs a mesh of one dimension, as device_mesh['ep']; found "
+                    f"{shard.mesh!r:.80}."
+                )
+
+
+def shards_of(layout: Layout, fqn: str) -> tuple[Shard, ...]:
+    """Return the declared shards of a tensor; none if no glob matches. The first glob counts."""
+    for glob, declared in layout.items():
+        if fnmatch.fnmatchcase(fqn, glob):
+            return (declared,) if isinstance(declared, Shard) else tuple(declared)
+    return ()
+
+
+def as_global(what: str, tensor: torch.Tensor, shards: Sequence[Shard]) -> torch.Tensor:
+    """Return a rank's own tensor as a view of the global one: a DTensor that shares its memory. Without shards, return
+    the tensor.
+
+    Raises:
+        UsageError: This rank does not hold the part that its position in the mesh says.
+    """
+    if not shards:
+        return tensor
+    import torch
+    from torch.distributed.tensor import DTensor, Placement, Replicate
+    from torch.distributed.tensor import Shard as TorchShard
+
+    from ckptkit.formats.dcp.plan import joined_mesh, local_box
+
+    shape, placements, meshes = list(tensor.shape), list[Placement](), []
+    for shard in shards:
+        dim = shard.dim + len(shape) if shard.dim < 0 else shard.dim
+        if not 0 <= dim < len(shape):
+            raise SaveError(
+                f"{what} of shape {list(tensor.shape)} has no dimension {shard.dim}, which its layout shards."
+            )
+        shape[dim] = shape[dim] * shard.mesh.size() if shard.size is None else shard.size
+        if shard.replicas is not None:
+            meshes.append(shard.replicas)
+            placements += [Replicate()] * shard.replicas.ndim
+        meshes.append(shard.mesh)
+        placements.append(TorchShard(dim))
+    local = tensor
+    if isinstance(tensor, DTensor):
+        meshes.append(tensor.device_mesh)
+        placements += tensor.placements
+        local = tensor.to_local()
+    mesh = joined_mesh(meshes)
+    sizes, _ = local_box(torch.Size(shape), mesh, tuple(placements))
+    if sizes != tuple(local.shape):
+        raise UsageError(
+            f"{what}: this rank holds {list(local.shape)}, but by its layout {list(sizes)} of {shape}. Parts have "
+            "equal sizes. If they are cut as by torch.chunk, the last ones smaller, pass Shard(..., size=)."
+        )
+    strides = torch.empty(shape, device="meta").stride()
+    view: DTensor = DTensor.from_local(
+        local.detach(), mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides
+    )
+    return view
+
+
+def global_state(what: str, value: Any, parameter: torch.Tensor, shards: Sequence[Shard]) -> Any:
+    """Return an optimizer's state of a declared parameter as a view of the global state.
+
+    Raises:
+        SaveError: The state has another shape than the parameter, so it is unknown how the ranks' states combine.
+    """
+    if not shards or value.numel() == 1:
+        return value
+    if value.shape != parameter.shape:
+        raise SaveError(
+            f"{what} has shape {list(value.shape)}, its parameter {list(parameter.shape)}, which is a part of a global "
+            "tensor by its layout: how the states of the ranks combine is unknown. Use an optimizer with states of the "
+            "parameter's shape for it."
+        )
+    return as_global(what, value, shards)

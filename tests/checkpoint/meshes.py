@@ -1,0 +1,162 @@
+"""A model with experts on any mesh: FSDP, tensor parallel, expert parallel, pipeline stages; and its whole values."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from ckptkit import Shard, TrainState
+
+warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+LAYERS, EXPERTS = 4, 4
+
+MESHES: dict[str, tuple[int, ...]] = {  # name -> sizes of (pp, dp, ep, tp)
+    "one": (1, 1, 1, 1),
+    "ep2": (1, 1, 2, 1),
+    "ep4": (1, 1, 4, 1),
+    "fsdp2": (1, 2, 1, 1),
+    "fsdp2 ep2": (1, 2, 2, 1),
+    "fsdp2 tp2": (1, 2, 1, 2),
+    "pp2": (2, 1, 1, 1),
+    "pp2 ep2": (2, 1, 2, 1),
+    "pp2 fsdp2": (2, 2, 1, 1),
+    "fsdp2 ep2 tp2": (1, 2, 2, 2),
+    "pp2 fsdp2 ep2": (2, 2, 2, 1),
+    "pp2 ep2 tp2": (2, 1, 2, 2),
+}
+
+
+def world_size(name: str) -> int:
+    pp, dp, ep, tp = MESHES[name]
+    return pp * dp * ep * tp
+
+
+class Experts(nn.Module):
+    """Plain tensors of the experts that a rank has."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.w1 = nn.Parameter(torch.zeros(count, 6, 5))
+        self.w2 = nn.Parameter(torch.zeros(count, 5, 6))
+
+
+class Block(nn.Module):
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
+        self.experts = Experts(experts)
+
+
+class Stage(nn.Module):
+    """The layers of one pipeline stage, under their names in the model."""
+
+    def __init__(self, layers: range, experts: int) -> None:
+        super().__init__()
+        if 0 in layers:
+            self.embed = nn.Linear(3, 6)
+        self.layers = nn.ModuleDict({str(i): Block(experts) for i in layers})
+        if LAYERS - 1 in layers:
+            self.head = nn.Linear(6, 3)
+
+
+def value(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    """The whole tensor of a name, the same on every mesh."""
+    generator = torch.Generator().manual_seed(seed * 1000 + sum(ord(c) * (i + 1) for i, c in enumerate(name)))
+    return torch.randn(shape, generator=generator)
+
+
+def part(whole: torch.Tensor, like: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    """What belongs into a live tensor, of which an expert-parallel rank has its chunk of the whole."""
+    mine = whole.chunk(size)[rank] if size > 1 else whole
+    if not isinstance(like, DTensor):
+        return mine
+    from ckptkit.checkpoint.state.local_part import part_view
+
+    local = torch.empty_like(like.to_local())
+    for piece in part_view("", like, dist.get_rank()).parts:
+        at = tuple(slice(o, o + s) for o, s in zip(piece.local_offsets, piece.box.sizes, strict=True))
+        of = tuple(slice(o, o + s) for o, s in zip(piece.box.offsets, piece.box.sizes, strict=True))
+        local[at] = mine[of]
+    return local
+
+
+def made(name: str, interleaved: bool = False) -> tuple[TrainState, Any]:
+    """A model without values on a mesh, as a TrainState, and its expert-parallel mesh. All ranks must call it."""
+    pp, dp, ep, tp = MESHES[name]
+    mesh = init_device_mesh("cpu", (pp, dp, ep, tp), mesh_dim_names=("pp", "dp", "ep", "tp"))
+    rank = mesh.get_local_rank("pp")
+    if interleaved:  # stages 0 and 2 on the first rank, 1 and 3 on the second
+        ranges = [range(i, i + 1) for i in range(rank, LAYERS, pp)]
+    else:
+        ranges = [range(rank * LAYERS // pp, (rank + 1) * LAYERS // pp)]
+    stages = [Stage(layers, EXPERTS // ep) for layers in ranges]
+    for stage in stages:
+        for block in stage.layers.values():
+            if tp > 1:
+                parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            if dp > 1:
+                fully_shard(block, mesh=mesh["dp"])
+        if dp > 1:
+            fully_shard(stage, mesh=mesh["dp"])
+    optimizer = torch.optim.AdamW([p for stage in stages for p in stage.parameters()], lr=0.1)
+    layout = {"*.experts.*": Shard(0, mesh=mesh["ep"])} if ep > 1 else {}
+    model = stages if len(stages) > 1 else stages[0]
+    return TrainState(model=model, optimizer=optimizer, layout=layout, rng=False), mesh["ep"]
+
+
+def tensors(state: TrainState) -> dict[str, tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    """Name -> parameter and its moments, as they are on this rank."""
+    module = state.parts("model")[""]
+    return {name: (p, state.optimizer.state[p]) for name, p in module.named_parameters()}
+
+
+def wanted(state: TrainState, ep: Any, seed: int) -> dict[str, list[torch.Tensor]]:
+    """This rank's part of every tensor, cut from the whole model with the values of a seed."""
+    size, rank = ep.size(), ep.get_local_rank()
+    found = {}
+    for name, (parameter, _) in tensors(state).items():
+        count = size if ".experts." in name else 1
+        shape = (parameter.shape[0] * count, *parameter.shape[1:])
+        names = (name, f"{name}.exp_avg", f"{name}.exp_avg_sq")
+        found[name] = [part(value(key, shape, seed), parameter, rank, count) for key in names]
+    return found
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def fill(state: TrainState, ep: Any, seed: int) -> None:
+    values = wanted(state, ep, seed)
+    for name, (parameter, moments) in tensors(state).items():
+        moments["step"] = torch.tensor(5.0)
+        for key in ("exp_avg", "exp_avg_sq"):
+            moments[key] = torch.zeros_like(parameter)
+        targets = (parameter, moments["exp_avg"], moments["exp_avg_sq"])
+        for target, chosen in zip(targets, values[name], strict=True):
+            local(target.detach()).copy_(chosen)
+
+
+def wrong(state: TrainState, ep: Any, seed: int) -> list[str]:
+    """The names whose weight, moments or step count are not bit-equal to those of the seed."""
+    values = wanted(state, ep, seed)
+    found = []
+    for name, (parameter, moments) in tensors(state).items():
+        held = [parameter.detach(), moments["exp_avg"], moments["exp_avg_sq"]]
+        alike = all(torch.equal(local(have), want) for have, want in zip(held, values[name], strict=True))
+        types = {type(item) for item in held[1:]}
+        kind = DTensor if isinstance(parameter, DTensor) else torch.Tensor
+        if not alike or moments["step"].item() != 5.0 or types != {kind}:
+            found.append(name)
+    return found

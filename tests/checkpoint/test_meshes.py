@@ -1,0 +1,203 @@
+"""Saved under FSDP x TP x EP x PP, loaded under any other: weights and moments are bit-equal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from ckptkit import CheckpointManager, Shard, TrainState, open_checkpoint
+from ckptkit.errors import CheckpointMismatchError, CkptkitError, SaveError, UsageError
+from ckptkit.offline.convert import convert
+from tests.checkpoint import meshes
+from tests.ranks import run_ranks
+
+PAIRS = [  # the first runs by day
+    ("pp2 ep2", "fsdp2 ep2"), ("fsdp2 ep2", "pp2"),
+    ("one", "ep4"), ("ep4", "one"), ("ep2", "ep4"), ("ep4", "ep2"), ("ep4", "fsdp2"), ("fsdp2", "ep2"),
+    ("fsdp2 tp2", "pp2 ep2"), ("fsdp2 ep2", "fsdp2 tp2"), ("pp2", "one"), ("one", "pp2"), ("pp2 fsdp2", "ep4"),
+    ("ep2", "pp2 fsdp2"), ("fsdp2 ep2 tp2", "pp2 fsdp2 ep2"), ("pp2 fsdp2 ep2", "fsdp2 ep2 tp2"),
+    ("pp2 ep2 tp2", "one"), ("one", "pp2 ep2 tp2"), ("pp2 fsdp2 ep2", "ep4"), ("fsdp2 tp2", "fsdp2 ep2 tp2"),
+    ("pp2 ep2 tp2", "pp2 fsdp2 ep2"),
+]  # fmt: skip
+
+
+def save(url: str, name: str, kind: str, interleaved: bool = False) -> None:
+    state, ep = meshes.made(name, interleaved)
+    meshes.fill(state, ep, 1)
+    with CheckpointManager(url, state_dict_type=kind) as manager:
+        manager.save(1, state)
+
+
+def load(url: str, name: str, interleaved: bool = False, atomic: bool = False) -> list[str]:
+    state, ep = meshes.made(name, interleaved)
+    meshes.fill(state, ep, 2)
+    with CheckpointManager(url) as manager:
+        report = manager.load(state, atomic=atomic)
+    assert report is not None
+    assert not report.missing
+    assert not report.unexpected
+    return meshes.wrong(state, ep, 1)
+
+
+@pytest.mark.parametrize(("source", "target"), PAIRS)
+def test_any_mesh_loads_what_any_other_saved(ranks: Any, tmp_path: Path, source: str, target: str) -> None:
+    kind = "full" if PAIRS.index((source, target)) % 3 == 2 else "sharded"
+    before, after = meshes.world_size(source), meshes.world_size(target)
+    (ranks.run if before <= 4 else run_ranks)(save, before, str(tmp_path), source, kind)
+    found = (ranks.run if after <= 4 else run_ranks)(load, after, str(tmp_path), target)
+    assert found == [[]] * after
+
+
+def save_and_load_interleaved(url: str) -> tuple[list[str], list[str]]:
+    save(url, "pp2", "sharded", interleaved=True)
+    return load(url, "pp2"), load(url, "pp2", interleaved=True, atomic=True)
+
+
+def test_several_stages_on_a_rank_are_one_model(ranks: Any, tmp_path: Path) -> None:
+    assert ranks.run(save_and_load_interleaved, 2, str(tmp_path)) == [([], [])] * 2
+
+
+def local_on_its_own_mesh(url: str) -> tuple[list[str], str]:
+    save(url, "ep2", "local")
+    found = load(url, "ep2")
+    state, _ = meshes.made("fsdp2")
+    with CheckpointManager(url) as manager, pytest.raises(CheckpointMismatchError) as caught:
+        manager.load(state)
+    return found, str(caught.value)
+
+
+def test_local_checkpoints_load_on_their_mesh_only(ranks: Any, tmp_path: Path) -> None:
+    for found, message in ranks.run(local_on_its_own_mesh, 2, str(tmp_path)):
+        assert found == []
+        assert "was placed" in message
+
+
+def test_plain_torch_and_exports_see_whole_experts(ranks: Any, tmp_path: Path) -> None:
+    ranks.run(save, 2, str(tmp_path / "run"), "ep2", "sharded")
+    url = str(tmp_path / "run" / "step_00000001")
+    name = "layers.3.experts.w2"
+    whole = meshes.value(name, (4, 5, 6), 1)
+    target = {"model": {name: torch.zeros(4, 5, 6)}}
+    dcp.load(target, checkpoint_id=url)
+    assert torch.equal(target["model"][name], whole)
+    moment = open_checkpoint(url)[f"optimizer.state.{name}.exp_avg"].to_torch()
+    assert torch.equal(moment, meshes.value(f"{name}.exp_avg", (4, 5, 6), 1))
+    convert(url, str(tmp_path / "hf"))
+    assert torch.equal(open_checkpoint(str(tmp_path / "hf"))[name].to_torch(), whole)
+
+
+class Odd(nn.Module):
+    """Five experts over two ranks: three and two."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.experts = nn.Parameter(torch.zeros(count, 2))
+
+
+def uneven(url: str) -> tuple[list[str], list[float]]:
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    messages = []
+    for count, layout in (
+        (3 - rank, Shard(0, mesh=mesh)),
+        (2 + rank, Shard(0, mesh=mesh, size=5)),
+        (2, Shard(2, mesh=mesh)),
+    ):
+        with CheckpointManager(url) as manager, pytest.raises(CkptkitError) as caught:
+            manager.save(1, TrainState(model=Odd(count), layout={"*": layout}, rng=False))
+        messages.append(str(caught.value))
+    model = Odd(3 - rank)
+    with torch.no_grad():
+        model.experts.fill_(rank + 1.0)
+    with CheckpointManager(url) as manager:
+        manager.save(1, TrainState(model=model, layout={"experts": Shard(0, mesh=mesh, size=5)}, rng=False))
+    return messages, open_checkpoint(f"{url}/step_00000001")["model.experts"][:, 0].tolist()
+
+
+def test_parts_that_do_not_fit_their_declaration_are_refused_by_name(ranks: Any, tmp_path: Path) -> None:
+    for messages, saved in ranks.run(uneven, 2, str(tmp_path)):
+        assert "experts" in messages[0]
+        assert "model.experts: this rank holds [2, 2], but by its layout [3, 2] of [5, 2]" in messages[1]
+        assert "has no dimension 2" in messages[2]
+        assert saved == [1.0, 1.0, 1.0, 2.0, 2.0]
+
+
+def test_a_layout_must_be_of_shards() -> None:
+    with pytest.raises(UsageError, match=r"expected ckptkit.Shard\(dim, mesh=...\)"):
+        TrainState(layout={"*": 0})
+    with pytest.raises(UsageError, match="needs a mesh of one dimension"):
+        TrainState(layout={"*": Shard(0, mesh=None)})
+
+
+def factored(url: str) -> str:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    model = Odd(2)
+    optimizer = torch.optim.SGD(model.parameters())
+    optimizer.state[model.experts]["row"] = torch.zeros(2)
+    state = TrainState(model=model, optimizer=optimizer, layout={"experts": Shard(0, mesh=mesh)})
+    with CheckpointManager(url) as manager, pytest.raises(SaveError) as caught:
+        manager.save(1, state)
+    return str(caught.value)
+
+
+def test_states_of_another_shape_than_their_declared_parameter_are_refused(ranks: Any, tmp_path: Path) -> None:
+    for message in ranks.run(factored, 2, str(tmp_path)):
+        assert "state 'row' of 'experts' has shape [2]" in message
+
+
+def strided(url: str, kind: str) -> tuple[list[float], list[float]]:
+    """A rank holds the first quarter of each half: rows that are not next to each other."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    rows = torch.arange(8.0).reshape(2, 2, 2)[:, dist.get_rank()].reshape(4)
+
+    def model(values: torch.Tensor) -> nn.Module:
+        found = nn.Module()
+        cut = [_StridedShard(0, split_factor=2)]
+        whole = DTensor.from_local(values, mesh, cut, run_check=False, shape=torch.Size((8,)), stride=(1,))
+        found.fused = nn.Parameter(whole)
+        return found
+
+    again = model(torch.zeros(4))
+    with CheckpointManager(url, state_dict_type=kind) as manager:
+        manager.save(1, TrainState(model=model(rows), rng=False))
+        manager.load(TrainState(model=again, rng=False))
+    return again.fused.to_local().tolist(), rows.tolist()
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
+def test_interleaved_shards_are_exact(ranks: Any, tmp_path: Path, kind: str) -> None:
+    for loaded, rows in ranks.run(strided, 2, str(tmp_path), kind):
+        assert loaded == rows
+    assert open_checkpoint(str(tmp_path / "step_00000001"))["model.fused"][:].tolist() == list(range(8))
+    if kind == "sharded":
+        target = {"model": {"fused": torch.zeros(8)}}
+        dcp.load(target, checkpoint_id=str(tmp_path / "step_00000001"))
+        assert target["model"]["fused"].tolist() == list(range(8))
+
+
+def lacking(url: str) -> str:
+    save(url, "pp2", "sharded")
+    state, _ = meshes.made("pp2")
+    if dist.get_rank() == 1:
+        del state.model.layers["3"]
+    state.optimizer = None
+    with CheckpointManager(url) as manager, pytest.raises(CheckpointMismatchError) as caught:
+        manager.load(state)
+    return str(caught.value)
+
+
+def test_what_no_rank_has_is_named(ranks: Any, tmp_path: Path) -> None:
+    first, second = ranks.run(lacking, 2, str(tmp_path))
+    assert first == second
+    assert "6 unexpected" in first
+    assert "layers.3.experts.w1" in first
+    assert "layers.2" not in first
