@@ -346,8 +346,6 @@ class _Planner:
             }
             tensors, extra_state, handed = computed_state(module)
             self.live[key] = tensors
-            for fqn, tensor in tensors.items() if self.state.layout else ():
-                self.declared.setdefault(id(tensor), shards_of(self.state.layout, prefix + fqn))
             if handed is not None:
                 self.plan.handed.append((module, handed))
                 self.plan.mismatches.add("unexpected", key, _not_taken(module, handed))
@@ -355,6 +353,8 @@ class _Planner:
             live = {fqn: tensor for fqn, tensor in tensors.items() if self.filter(fqn)}
             live, recipes, reasons = open_all(live)
             live, saved = self.parts(key, live, saved, recipes)
+            for fqn, tensor in live.items() if self.state.layout else ():
+                self.declared.setdefault(id(tensor), shards_of(self.state.layout, prefix + fqn))
             hidden = {**hidden_ones(live), **reasons}
             self.plan.mismatches.add("others", key, [f"{fqn} here {why}" for fqn, why in hidden.items()])
             live = {fqn: tensor for fqn, tensor in live.items() if fqn not in hidden}

@@ -18,12 +18,12 @@ from ckptkit.catalog.entry import Catalog
 from ckptkit.checkpoint.state.train_state import Captured
 from ckptkit.checkpoint.state.values import references
 from ckptkit.digests import digest_of, signature_of
-from ckptkit.errors import CorruptCheckpointError
+from ckptkit.errors import CorruptCheckpointError, SaveError
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PER_RANK", "Fingerprints", "holding", "own_copies", "part_ways", "warn_of"]
+__all__ = ["PER_RANK", "Fingerprints", "holding", "own_copies", "part_ways", "refuse_unlike", "warn_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -107,6 +107,19 @@ def part_ways(captured: Captured, keepers: Mapping[str, int] | None, rank: int) 
                 captured.loose[mine] = holder[name]
                 captured.own.add(mine)
             del holder[name]
+
+
+def refuse_unlike(keys: Collection[str], captured: Captured) -> None:
+    """Raise SaveError for plain parameters of sharded models that differ between ranks: on another mesh, all ranks
+    would get the values of one."""
+    unlike = sorted(captured.alike.intersection(keys))
+    if unlike:
+        raise SaveError(
+            f"{_listed(unlike)} are plain parameters with other values on other ranks. If each rank has a part of a "
+            "larger tensor (experts), declare it: TrainState(layout={'*.experts.*': ckptkit.Shard(0, mesh=ep)}). If "
+            "the ranks should agree, broadcast the values after initialization. If each rank is to keep its own: "
+            "layout={'NAME': 'per_rank'}."
+        )
 
 
 def warn_of(keys: Collection[str], captured: Captured) -> None:

@@ -20,7 +20,7 @@ from ckptkit.checkpoint.run.coordinator import Coordinator, Outcome, check_equal
 from ckptkit.checkpoint.save.full import FullTensors
 from ckptkit.checkpoint.save.hf_config import side_files
 from ckptkit.checkpoint.save.local import LocalTensors
-from ckptkit.checkpoint.save.replicas import Fingerprints, holding, part_ways, warn_of
+from ckptkit.checkpoint.save.replicas import Fingerprints, holding, part_ways, refuse_unlike, warn_of
 from ckptkit.checkpoint.state.local_part import layout_of
 from ckptkit.checkpoint.state.optimizer import united
 from ckptkit.checkpoint.state.train_state import Captured, StateDictType, TrainState, capture, check_state
@@ -425,6 +425,10 @@ class Saver:
         tables = self._coordinator.all_gather(prints.to_bytes())
         self._holdings = [holding(table) for table in tables]
         found, anywhere = prints.differing(tables)
+        if anywhere:
+            self._coordinator.run_on_all(
+                partial(refuse_unlike, found, captured), "comparing the parameters of the ranks"
+            )
         if self._coordinator.is_main:
             warn_of(found, captured)
         if anywhere:

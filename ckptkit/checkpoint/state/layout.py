@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ckptkit.errors import SaveError, UsageError
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-__all__ = ["Layout", "Shard", "as_global", "check_layout", "global_state", "shards_of"]
+__all__ = ["Layout", "Shard", "as_global", "check_layout", "global_state", "is_per_rank", "shards_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +37,16 @@ class Shard:
     replicas: DeviceMesh | None = None
 
 
-Layout = Mapping[str, Shard | Sequence[Shard]]
-"""Glob of FQNs -> the shards that the tensor is of the global one, the outermost first."""
+Layout = Mapping[str, "Shard | Sequence[Shard] | Literal['per_rank']"]
+"""Glob of FQNs -> the shards that the tensor is of the global one, the outermost first; or "per_rank": each rank keeps
+its own."""
 
 
 def check_layout(layout: Layout) -> None:
     """Raise UsageError unless `layout` maps globs to shards over meshes of one dimension."""
     for glob, declared in layout.items():
+        if declared == "per_rank":
+            continue
         shards = [declared] if isinstance(declared, Shard) else declared
         if not isinstance(shards, Sequence) or not shards or not all(isinstance(shard, Shard) for shard in shards):
             raise UsageError(
@@ -61,8 +64,13 @@ def shards_of(layout: Layout, fqn: str) -> tuple[Shard, ...]:
     """Return the declared shards of a tensor; none if no glob matches. The first glob counts."""
     for glob, declared in layout.items():
         if fnmatch.fnmatchcase(fqn, glob):
-            return (declared,) if isinstance(declared, Shard) else tuple(declared)
+            return (declared,) if isinstance(declared, Shard) else () if isinstance(declared, str) else tuple(declared)
     return ()
+
+
+def is_per_rank(layout: Layout, fqn: str) -> bool:
+    """Return whether each rank keeps its own values of a tensor."""
+    return next((declared == "per_rank" for glob, declared in layout.items() if fnmatch.fnmatchcase(fqn, glob)), False)
 
 
 def as_global(what: str, tensor: torch.Tensor, shards: Sequence[Shard]) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.arguments import check_flags, wrong
 from ckptkit.checkpoint.state.half_loaded import clear, half_loaded_from, mark
-from ckptkit.checkpoint.state.layout import Layout, as_global, check_layout, global_state, shards_of
+from ckptkit.checkpoint.state.layout import Layout, as_global, check_layout, global_state, is_per_rank, shards_of
 from ckptkit.checkpoint.state.optimizer import CapturedOptimizer, capture_optimizer, class_name, refuse_hidden
 from ckptkit.checkpoint.state.rng import capture_rng
 from ckptkit.checkpoint.state.values import JSON, Seen, encode
@@ -153,7 +153,7 @@ class TrainState:
         value = getattr(self, kind)
         if value is None:
             return {}
-        if kind == "model" and isinstance(value, (list, tuple)) and all(hasattr(item, "named_modules") for item in value):
+        if kind == "model" and isinstance(value, (list, tuple)) and all(hasattr(x, "named_modules") for x in value):
             from ckptkit.checkpoint.state.stages import Stages
 
             return {"": Stages(value)}
@@ -182,6 +182,7 @@ class Captured:
         objects: JSON by key, the same on every rank.
         rank_objects: JSON by key, with the rank in the key.
         own: The loose tensors that belong to `rank_objects`.
+        alike: The keys of plain parameters of sharded models, which must be equal on all ranks.
     """
 
     models: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
@@ -191,6 +192,7 @@ class Captured:
     objects: dict[str, JSON] = field(default_factory=dict)
     rank_objects: dict[str, JSON] = field(default_factory=dict)
     own: set[str] = field(default_factory=set)
+    alike: set[str] = field(default_factory=set)
 
     def tensors(self, *, aliases: bool, unlike: type | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every tensor with its key in the checkpoint; tied weights again under their other names on request.
@@ -271,6 +273,8 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None, seen: 
         captured.objects[SUBCLASSES] = recipes
     if state.layout:
         _globalize(captured, state)
+    for name in state.parts("model"):
+        captured.alike |= _alike(section("model", name), name, captured, state.layout)
     classes = {
         section(kind, name): class_name(item)
         for kind in ("optimizer", "scheduler")
@@ -302,6 +306,19 @@ def part_aliases(aliases: Mapping[str, str], names: Iterable[str], recipes: Mapp
         if outer != name and outer in aliases:
             found[name] = aliases[outer] + SEPARATOR + name[len(outer) + len(SEPARATOR) :]
     return found
+
+
+def _alike(key: str, name: str, captured: Captured, layout: Layout) -> set[str]:
+    """Return the plain parameters of a model that also has sharded ones: if they differ between ranks, they are parts
+    of a larger tensor, or nobody synchronizes them."""
+    from torch.distributed.tensor import DTensor
+    from torch.nn import Parameter
+
+    kinds = {fqn: type(tensor) for fqn, tensor in captured.models[key].items()}
+    if DTensor not in kinds.values():
+        return set()
+    plain = (fqn for fqn, kind in kinds.items() if kind is Parameter)
+    return {f"{key}.{fqn}" for fqn in plain if not is_per_rank(layout, f"{name}.{fqn}" if name else fqn)}
 
 
 def _globalize(captured: Captured, state: TrainState) -> None:

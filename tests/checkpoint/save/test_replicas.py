@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from ckptkit import CheckpointManager, TrainState, open_checkpoint
 from ckptkit.checkpoint.save.replicas import _summary
+from ckptkit.errors import CkptkitError
 
 LARGE = 600_000  # elements: replicas of over 1 MiB are written in pieces, by several ranks
 
@@ -80,7 +81,7 @@ class Warnings(logging.Handler):
 
 def save(url: str, kind: str = "sharded", background: bool = False) -> list[str]:
     model, optimizer = made(1.0)
-    state = TrainState(model=model, optimizer=optimizer)
+    state = TrainState(model=model, optimizer=optimizer, layout={"loose": "per_rank"})
     with Warnings() as lines, CheckpointManager(url, state_dict_type=kind) as manager:
         for step in (1, 2):
             if background:
@@ -96,7 +97,7 @@ def save(url: str, kind: str = "sharded", background: bool = False) -> list[str]
 def load(url: str, which: str) -> tuple[dict[str, list[float]], list[str], list[str]]:
     model, optimizer = made()
     with Warnings() as lines, CheckpointManager(url) as manager:
-        report = manager.load(TrainState(model=model, optimizer=optimizer), which)
+        report = manager.load(TrainState(model=model, optimizer=optimizer, layout={"loose": "per_rank"}), which)
     assert report is not None
     assert torch.equal(model.same, torch.arange(4.0))
     return held(model, optimizer), report.notes, lines
@@ -133,7 +134,7 @@ def save_equal(url: str) -> list[str]:
     model, optimizer = made()
     fill(model, optimizer, 3.0)
     with CheckpointManager(url) as manager:
-        manager.save(1, TrainState(model=model, optimizer=optimizer))
+        manager.save(1, TrainState(model=model, optimizer=optimizer, layout={"loose": "per_rank"}))
     return [name for name in open_checkpoint(url) if name.startswith("per_rank")]
 
 
@@ -178,7 +179,7 @@ def test_however_they_lie_in_memory_they_come_back(ranks: Any, tmp_path: Path, k
 def save_later(url: str) -> dict[str, list[float]]:
     model, optimizer = made()
     fill(model, optimizer, 3.0)
-    state = TrainState(model=model, optimizer=optimizer)
+    state = TrainState(model=model, optimizer=optimizer, layout={"loose": "per_rank"})
     with CheckpointManager(url) as manager:
         manager.save(1, state)
         fill(model, optimizer, 4.0 + dist.get_rank())
@@ -214,6 +215,21 @@ def test_ranks_with_other_models_keep_theirs_apart(ranks: Any, tmp_path: Path, k
     assert found == [[[10.0 + rank] * 3, [20.0 + rank] * 3] for rank in range(3)]
 
 
+def save_undeclared(url: str) -> str:
+    model, optimizer = made(1.0)
+    with CheckpointManager(url) as manager, pytest.raises(CkptkitError) as caught:
+        manager.save(1, TrainState(model=model, optimizer=optimizer))
+    assert not any(path.name.startswith("step") for path in Path(url).iterdir())
+    return str(caught.value)
+
+
+def test_parameters_of_a_sharded_model_that_differ_are_refused_by_name(ranks: Any, tmp_path: Path) -> None:
+    first, second = ranks.run(save_undeclared, 2, str(tmp_path))
+    assert first == second
+    assert "model.loose are plain parameters with other values on other ranks" in first
+    assert "norm" not in first
+
+
 def save_extra(url: str, kind: str) -> tuple[list[float], list[str]]:
     rank = dist.get_rank()
     state = TrainState(extra={"average": {"w": torch.full((LARGE,), float(rank))}}, rng=False)
@@ -233,7 +249,7 @@ def test_of_extra_state_the_copy_of_rank_0_is_saved_with_a_warning(ranks: Any, t
 def save_for_torch(url: str) -> list[float]:
     model, optimizer = made(1.0)
     with CheckpointManager(url) as manager:
-        manager.save(1, TrainState(model=model, optimizer=optimizer))
+        manager.save(1, TrainState(model=model, optimizer=optimizer, layout={"loose": "per_rank"}))
     target = {"model": made()[0].state_dict()}
     dcp.load(target, checkpoint_id=f"{url}/step_00000001")
     return target["model"]["norm.running_mean"].unique().tolist()
