@@ -179,15 +179,23 @@ def clean_siblings(
     for leftover in leftovers(parent, name):
         if (keep is not None and leftover.nonce == keep.nonce) or not is_abandoned(parent, leftover):
             continue
-        if finish_replacement(parent, leftover):
-            continue
-        _keep_foreign(parent, leftover.path, replaceable)
-        logger.info("removing %s/%s, left by a dead process", parent.url, leftover.path)
-        trash = drop(parent, leftover.path) if leftover.kind == "tmp" else leftover.path
-        if trash is not None:
-            parent.delete_tree(trash)
-        if leftover.kind == "tmp":
-            parent.delete([owner_path(leftover.path)])
+        try:
+            _clean(parent, leftover, replaceable)
+        except PermissionError as error:  # of another user: `name` may be written all the same
+            logger.warning("%s/%s, left by a dead process, could not be removed: %s", parent.url, leftover.path, error)
+
+
+def _clean(parent: LocalStore, leftover: Leftover, replaceable: Replaceable | None) -> None:
+    """Publish what a dead writer left, if it was complete and its target is gone; otherwise delete it."""
+    if finish_replacement(parent, leftover):
+        return
+    _keep_foreign(parent, leftover.path, replaceable)
+    logger.info("removing %s/%s, left by a dead process", parent.url, leftover.path)
+    trash = drop(parent, leftover.path) if leftover.kind == "tmp" else leftover.path
+    if trash is not None:
+        parent.delete_tree(trash)
+    if leftover.kind == "tmp":
+        parent.delete([owner_path(leftover.path)])
 
 
 def finish_replacement(parent: LocalStore, leftover: Leftover) -> bool:

@@ -7,6 +7,7 @@ import errno
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -242,6 +243,25 @@ def test_leftovers_of_a_dead_writer_are_removed(tmp_path: Path) -> None:
     assert done.returncode == -signal.SIGKILL and len(names(tmp_path)) == 2
     put(tmp_path / "out")
     assert names(tmp_path) == ["out"]
+
+
+def test_leftovers_that_may_not_be_deleted_do_not_keep_others_from_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    left = tmp_path / ".trash-out-0123456789abcdef"
+    left.mkdir()
+    (left / "model.bin").write_bytes(b"of another user")
+    rmtree = shutil.rmtree
+
+    def refused(path: Any) -> None:
+        if Path(path) == left:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "model.bin")
+        rmtree(path)
+
+    monkeypatch.setattr(shutil, "rmtree", refused)
+    put(tmp_path / "out")
+    assert names(tmp_path) == [left.name, "out"]
+    assert f"{left}, left by a dead process, could not be removed" in caplog.text
 
 
 def test_leftovers_of_a_writer_on_another_machine_are_kept(tmp_path: Path) -> None:
