@@ -54,7 +54,7 @@ def check_replaceable(store: Store, path: str = "", known: Collection[str] = ())
     if found.kind == "directory":
         _check_directory(store.child(path) if path else store, known)
     elif not _is_weights_file(store, found):
-        why = "it is no file that torch.save or safetensors wrote."
+        why = "it is not a file that torch.save or safetensors wrote."
         raise _refusal(f"{store.url}/{path}", why, "Choose another place.")
 
 

@@ -204,11 +204,11 @@ def _weight_map(store: Store, index: str) -> dict[str, str]:
     try:
         items = list(parse(store.read(index, 0, _MAX_INDEX_BYTES), file=index)["weight_map"].items())
     except (TypeError, KeyError, AttributeError):
-        raise CorruptCheckpointError(f"{index}: it is no JSON with a weight_map.") from None
+        raise CorruptCheckpointError(f"{index}: it is not JSON with a weight_map.") from None
     for name, path in items:
         if not isinstance(path, str) or not is_safe_name(path):
             raise CorruptCheckpointError(
-                f"{index}: tensor {name!r:.120} is said to lie in {path!r:.120}, which is no plain file name."
+                f"{index}: tensor {name!r:.120} should be in {path!r:.120}, which is not a plain file name."
             )
     return dict(items)
 

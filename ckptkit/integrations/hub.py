@@ -71,7 +71,7 @@ def push_folder(
             )
         )
     except HFValidationError as error:
-        raise UsageError(f"{repo!r} is no repo name: {error}") from error
+        raise UsageError(f"{repo!r} is not a repo name: {error}") from error
     except Exception as error:
         if not isinstance(error, (HfHubHTTPError, OSError)) and not _is_of_the_network(error):
             raise

@@ -137,7 +137,7 @@ class LightningCheckpoints:
                     return ""
                 if not any((place / mark).exists() for mark in _ALIEN):
                     raise CheckpointExistsError(
-                        f"{place} is a directory that is no checkpoint; it is not replaced. Save under another name."
+                        f"{place} is a directory that is not a checkpoint; it is not replaced. Save under another name."
                     )
                 foreign = _foreign(place)
                 if foreign:
@@ -243,7 +243,7 @@ def _remove(filepath: str | Path, storage_options: Mapping[str, Any] | None) -> 
         elif any((place / mark).exists() for mark in _ALIEN):
             _remove_aside(_set_aside(place), place)
         else:
-            _log.warning("%s is no checkpoint; it is not removed.", place)
+            _log.warning("%s is not a checkpoint; it is not removed.", place)
 
 
 def _foreign(place: Path) -> list[str]:
@@ -301,7 +301,7 @@ def _with_plain_hparams(checkpoint: dict[str, Any]) -> dict[str, Any]:
     plain = {key: _plain(checkpoint[key], key, texts) for key in _HPARAMS if key in checkpoint}
     if not _told.issuperset(texts):
         _told.update(texts)
-        _log.warning("Saved as text, as they are no plain values: %s.", ", ".join(texts))
+        _log.warning("Saved as text, as they are not plain values: %s.", ", ".join(texts))
     return {**checkpoint, **plain}
 
 

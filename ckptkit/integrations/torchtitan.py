@@ -109,7 +109,7 @@ class TorchtitanCheckpointer:
         strange = sorted(self._excluded - {"optimizer", "lr_scheduler", "dataloader", *self._states})
         if strange:
             raise UsageError(
-                f"checkpoint config: exclude_from_loading names {', '.join(strange)}, which is no state here."
+                f"checkpoint config: exclude_from_loading names {', '.join(strange)}, which the trainer does not save."
             )
         self.last_load: LoadReport | None = None
         keep = _int(config, "keep_latest_k", 0, least=0)

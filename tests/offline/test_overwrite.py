@@ -169,7 +169,7 @@ def test_a_symbolic_link_in_an_export_is_refused(tmp_path: Path) -> None:
 def test_a_single_file_is_replaced_only_if_it_is_a_checkpoint(tmp_path: Path, to: str) -> None:
     dst = tmp_path / "model.pt"
     dst.write_bytes(b"a firmware image, or whatever ends in .pt")
-    with pytest.raises(CheckpointExistsError, match=r"no file that torch\.save"):
+    with pytest.raises(CheckpointExistsError, match=r"not a file that torch\.save"):
         write(dst, {"to": to, "overwrite": True})
     assert dst.read_bytes().startswith(b"a firmware")
     dst.unlink()
@@ -200,7 +200,7 @@ def test_a_single_file_that_torch_did_not_write_is_refused(tmp_path: Path, kind:
     dst = tmp_path / "out.pt"
     FILES[kind](dst)
     before = dst.read_bytes()
-    with pytest.raises(CheckpointExistsError, match=r"no file that torch\.save"):
+    with pytest.raises(CheckpointExistsError, match=r"not a file that torch\.save"):
         write(dst, {"to": "torch", "overwrite": True})
     assert dst.read_bytes() == before
 

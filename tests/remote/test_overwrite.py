@@ -94,7 +94,7 @@ def test_a_single_object_stays_until_it_is_replaced(tmp_path: Path, url: str, s3
     after = objects(url, s3)
     assert after.keys() == before.keys() and after != before
     open_store(url, storage_options=s3).write("notes.pt", b"mine")
-    with pytest.raises(CheckpointExistsError, match=r"no file that torch\.save"):
+    with pytest.raises(CheckpointExistsError, match=r"not a file that torch\.save"):
         write(f"{url}/notes.pt", s3, to="torch", overwrite=True)
 
 

@@ -73,7 +73,7 @@ def saved_offsets(header: SafetensorsHeader, path: str) -> dict[str, tuple[int, 
         return {}
     info = parse(text, file=f"{path}: {_KEY} of the header")
     if not isinstance(info, dict):
-        raise CorruptCheckpointError(f"{path}: {_KEY} of the header is no JSON object.")
+        raise CorruptCheckpointError(f"{path}: {_KEY} of the header is not a JSON object.")
     return {
         name: _offsets(name, info[name], len(tensor.shape), path)
         for name, tensor in header.tensors.items()
@@ -98,7 +98,7 @@ def _ranks(names: Sequence[str]) -> dict[str, int]:
     for name in names:
         match = SHARD_NAME.fullmatch(name)
         if match is None:
-            raise CorruptCheckpointError(f"{name} is no shard-<rank>-model-<i>-of-<n>.safetensors.")
+            raise CorruptCheckpointError(f"{name} is not a shard-<rank>-model-<i>-of-<n>.safetensors.")
         found[name] = int(match[1])
         totals.add(match[3])
     if max(found.values(), default=0) > _MAX_RANKS:

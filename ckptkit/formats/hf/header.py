@@ -167,7 +167,7 @@ def parse_header(raw: bytes, path: str, *, start: int = 0) -> SafetensorsHeader:
         path: For messages.
     """
     if not raw.startswith(b"{"):
-        raise CorruptCheckpointError(f"{path}: the safetensors header does not start with '{{'. It is no such file.")
+        raise CorruptCheckpointError(f"{path} is not a safetensors file: its header does not start with '{{'.")
     members = _load_json(raw, path)
     metadata = _metadata(members.pop("__metadata__", None), path)
     data_start = start + 8 + len(raw)
@@ -194,7 +194,7 @@ def _load_json(raw: bytes, path: str) -> dict[str, Any]:
     if b"\\u" in raw and _HALF.search(repr(pairs)):
         raise CorruptCheckpointError(f"{path}: the safetensors header has half a character, which no UTF-8 text has.")
     if not isinstance(pairs, tuple):
-        raise CorruptCheckpointError(f"{path}: the safetensors header is no JSON object.")
+        raise CorruptCheckpointError(f"{path}: the safetensors header is not a JSON object.")
     return _unique(pairs, path, "")
 
 
@@ -271,7 +271,7 @@ def _one_by_one(members: Mapping[str, Any], data_start: int, path: str) -> Heade
 
 def _tensor(name: str, value: Any, data_start: int, path: str) -> HeaderTensor:
     if not isinstance(value, tuple):
-        raise CorruptCheckpointError(f"{path}: header entry {name!r} is no object.")
+        raise CorruptCheckpointError(f"{path}: header entry {name!r} is not an object.")
     fields = dict(value)
     if len(fields) != len(value):
         _unique(value, path, f" of {name!r}")
@@ -298,7 +298,7 @@ def _tensor(name: str, value: Any, data_start: int, path: str) -> HeaderTensor:
 
 def _dtype(name: str, value: Any, path: str) -> Any:
     if not isinstance(value, str):
-        raise CorruptCheckpointError(f"{path}: dtype of tensor {name!r} is no string.")
+        raise CorruptCheckpointError(f"{path}: dtype of tensor {name!r} is not a string.")
     try:
         return from_safetensors(value)
     except UnsupportedFormatError as error:

@@ -224,7 +224,7 @@ def _weight_map(store: Store, index: str) -> dict[str, str]:
     content = parse(store.read(index), file=index)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise CorruptCheckpointError(f"{index} is no index: expected a JSON object with a weight_map of file names.")
+        raise CorruptCheckpointError(f"{index} is not an index: expected a JSON object with a weight_map of files.")
     for shard in set(weight_map.values()):
         if not is_safe_name(shard):
             raise UnsafePathError(f"{index} names the file {shard!r:.200}; only files beside the index may be named.")

@@ -105,7 +105,7 @@ def find_side_files(store: Store, directory: str = "") -> SideFiles:
         return SideFiles(carried, code, None, notes)
     config = read_json(store, config_path)
     if not isinstance(config, dict):
-        return SideFiles(carried, code, None, (f"{config_path} is no JSON object; it was not used.", *notes))
+        return SideFiles(carried, code, None, (f"{config_path} is not a JSON object; it was not used.", *notes))
     return SideFiles(carried, code, config, notes)
 
 

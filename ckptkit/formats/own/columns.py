@@ -106,7 +106,7 @@ def fields_of(text: bytes, file: str) -> tuple[dict[str, Any], dict[str, Any]]:
 def _json(text: bytes | str, file: str) -> dict[str, Any]:
     found = parse(text, file=f"{file}: its header")
     if not isinstance(found, dict):
-        raise CorruptCheckpointError(f"{file}: its header is no JSON object.")
+        raise CorruptCheckpointError(f"{file}: its header is not a JSON object.")
     return found
 
 
@@ -142,5 +142,5 @@ def unpack_texts(columns: Columns, name: str) -> list[str]:
             texts.append(data[start:end].decode("utf-8", "surrogatepass"))
             start = end
     except UnicodeDecodeError as error:
-        raise CorruptCheckpointError(f"{columns.file}: the table of texts {name!r} is no UTF-8.") from error
+        raise CorruptCheckpointError(f"{columns.file}: the table of texts {name!r} is not UTF-8.") from error
     return texts

@@ -34,13 +34,13 @@ def parse(data: bytes | str, *, file: str, pairs: Callable[[list[tuple[str, Any]
         text = data if isinstance(data, str) else raw.decode("utf-8")
         return json.loads(text, object_pairs_hook=pairs or _unique, parse_constant=_refused, parse_float=_finite)
     except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{file} is no JSON: {error}. It is truncated or damaged.") from error
+        raise CorruptCheckpointError(f"{file} is not JSON: {error}. It is truncated or damaged.") from error
 
 
 def check_density(raw: bytes, *, file: str) -> None:
     """Raise CorruptCheckpointError if JSON text has more lists, objects or values than any real file of its size."""
     if b"\0" in raw:  # before decoding: a hole in a sparse file reads as NUL bytes
-        raise CorruptCheckpointError(f"{file} is no JSON: it holds NUL bytes. It is truncated or damaged.")
+        raise CorruptCheckpointError(f"{file} is not JSON: it holds NUL bytes. It is truncated or damaged.")
     if len(raw) < _FREE:
         return
     containers = raw.count(b"[") + raw.count(b"{")
@@ -60,7 +60,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refused(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON number")
+    raise ValueError(f"{constant} is not a JSON number")
 
 
 def _finite(text: str) -> float:

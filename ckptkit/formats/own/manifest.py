@@ -81,7 +81,7 @@ def _check_tables(columns: Columns, version: int) -> None:
         raise UnsupportedFormatError(f"{columns.file}: its format is {found}; this ckptkit reads {version}. Update it.")
     for name in ("dtypes", "states"):
         if not all(isinstance(item, str) for item in columns.field(name, list)):
-            _fail(columns, f"{name!r} in its header holds something that is no text")
+            _fail(columns, f"{name!r} in its header holds something that is not text")
     unknown = [name for name in columns.field("dtypes", list) if name not in DTYPES]
     if unknown:
         raise UnsupportedFormatError(f"{columns.file}: dtype {unknown[0]!r} is unknown.")
@@ -211,7 +211,7 @@ def _check_info(columns: Columns) -> None:
             _fail(columns, f"info.{name} in its header is no {kind.__name__}")
     for name in ("step", "world_size"):
         if info.get(name) is not None and type(info[name]) is not int:
-            _fail(columns, f"info.{name} in its header is no number")
+            _fail(columns, f"info.{name} in its header is not a number")
     mesh = info.get("mesh")
     if mesh is not None and not (isinstance(mesh, dict) and _ints(mesh.get("shape")) and _texts(mesh.get("names"))):
         _fail(columns, "info.mesh in its header is malformed")
@@ -224,7 +224,7 @@ def _check_info(columns: Columns) -> None:
         _fail(columns, "info.extra.opaque in its header is malformed")
     for path in (*info.get("files", {}), *info.get("side_files", ())):
         if not isinstance(path, str):
-            _fail(columns, "a path in its header is no text")
+            _fail(columns, "a path in its header is not text")
         checked_path(path)
 
 
@@ -757,10 +757,10 @@ def _check_json(value: Any, path: str = "info") -> None:
     if isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise UsageError(f"{path}: the key {key!r} is no string; a manifest's header is JSON.")
+                raise UsageError(f"{path}: the key {key!r} is not a string; a manifest's header is JSON.")
             _check_json(item, f"{path}.{key}")
     elif isinstance(value, (list, tuple)):
         for i, item in enumerate(value):
             _check_json(item, f"{path}.{i}")
     elif value is not None and not isinstance(value, (str, int, float, bool)):
-        raise UsageError(f"{path}: {type(value).__name__} is no JSON; a manifest's header is JSON.")
+        raise UsageError(f"{path}: {type(value).__name__} is not JSON; a manifest's header is JSON.")

@@ -63,5 +63,5 @@ def spares_of(extra: Mapping[str, Any], prefix: str = "") -> list[Spare]:
                 raise ValueError(digest)
             found.append((prefix + path, start, nbytes, value))
     except (TypeError, ValueError) as error:
-        raise CorruptCheckpointError(f"the manifest's {SPARES!r} are no list of records: {error}.") from error
+        raise CorruptCheckpointError(f"the manifest's {SPARES!r} are not a list of records: {error}.") from error
     return found

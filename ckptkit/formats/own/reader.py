@@ -179,7 +179,7 @@ def _check_name(store: Store, record: CommitRecord) -> tuple[str, ...]:
     if step_of_name(name) is not None:
         raise UnsafePathError(
             f"{store.url}: its commit record says that it is {record.name}, not {name}: it was renamed, or put in the "
-            f"place of another. If you trust it, name the directory {record.name}, or anything that is no step."
+            f"place of another. If you trust it, name the directory {record.name}, or anything that is not a step."
         )
     return (f"a copy, or renamed: its commit record says that it is {record.name}",)
 

@@ -86,7 +86,7 @@ def check_tag(tag: str, step: int | None = None) -> str:
     if not isinstance(tag, str) or not _TAG.fullmatch(tag) or not is_safe_name(tag):
         raise UsageError(
             f"tag {tag!r} is refused: a tag is 1 to 128 letters, digits, '.', '_', '-' or '=', starts with a letter, a "
-            "digit or '_', does not end in '.', and is no device name."
+            "digit or '_', does not end in '.', and is not a device name."
         )
     if tag.lower() in _RESERVED:
         raise UsageError(f"tag {tag!r} is refused: the word has a meaning of its own here. Choose another.")

@@ -99,21 +99,21 @@ def _encode(text: Any, encoding: Any = "latin1", *_: Any) -> bytes:
 
 def _complex(real: Any = 0.0, imaginary: Any = 0.0) -> complex:
     if type(real) not in (int, float) or type(imaginary) not in (int, float):
-        raise ValueError("complex of what is no number")
+        raise ValueError("complex of something that is not a number")
     return complex(real, imaginary)
 
 
 def _reconstructor(cls: Any, base: Any = None, state: Any = None) -> Record:
     """copyreg._reconstructor: an instance of a plain class, as protocols 0 and 1 pickle it."""
     if not (isinstance(cls, type) and issubclass(cls, Record)):
-        raise ValueError("an object of a class that is no record")
+        raise ValueError("an object of a class that is not a record")
     return cls()
 
 
 def _layout(name: Any) -> str:
     """torch.serialization._get_layout."""
     if not isinstance(name, str):
-        raise ValueError("a layout's name is no text")
+        raise ValueError("a layout's name is not text")
     return name.removeprefix("torch.")
 
 

@@ -78,7 +78,7 @@ class _Legacy:
         version, pos = load_prefix(head, pos, file=path)
         system, pos = load_prefix(head, pos, file=path)
         if magic != _MAGIC or version != _PROTOCOL or not isinstance(system, dict):
-            raise CorruptCheckpointError(f"{path}: it is no file of torch.save.")
+            raise CorruptCheckpointError(f"{path}: it is not a file of torch.save.")
         if system.get("little_endian") is not True:
             raise UnsupportedFormatError(f"{path}: its tensors are stored big-endian, only little is supported.")
         rebuilder = TensorRebuilder()
@@ -103,7 +103,7 @@ class _Legacy:
         _, kind, key, location, numel = identity[:5]
         dtype = read_storage_type(kind)
         if not isinstance(key, str) or not isinstance(location, str) or type(numel) is not int or numel < 0:
-            raise ValueError("a persistent id is no storage")
+            raise ValueError("a persistent id is not a storage")
         nbytes = numel * known_dtype(dtype or "uint8").itemsize
         if nbytes > self.nbytes:
             raise ValueError(f"storage {key!r:.40} declares {nbytes} bytes, but the file holds {self.nbytes}")
@@ -239,7 +239,7 @@ class _Tar:
         for _ in range(count):
             (key, storage_key, kind), pos = self._pickle("tensors", pos)
             if not isinstance(kind, StorageType):
-                raise ValueError("a tensor's type is no tensor class")
+                raise ValueError("a tensor's type is not a tensor class")
             ndim = self._longs(start + pos, 1)[0] & 0xFFFFFFFF
             if ndim > 64:
                 raise ValueError(f"a tensor of {ndim} dimensions")

@@ -139,7 +139,7 @@ def _read_json(store: Store, entry: ObjectEntry) -> Any:
     try:
         return json.loads(raw)  # anybody's own: trainer_state.json has NaN in it
     except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{label}: it is no JSON: {error}.") from None
+        raise CorruptCheckpointError(f"{label}: it is not JSON: {error}.") from None
 
 
 def _decoded(store: Store, entry: ObjectEntry, codec: Codec) -> bytes:
@@ -314,7 +314,7 @@ def _leaf(value: Any) -> Any:
 
 def _dtype(value: Any) -> np.dtype[Any]:
     if not isinstance(value, Record) or value.kind != "numpy.dtype" or not value.args:
-        raise ValueError("a numpy dtype is no dtype")
+        raise ValueError("a numpy dtype is not known")
     order = value.state[1] if isinstance(value.state, tuple) and len(value.state) > 1 else "="
     return numpy_dtype(value.args[0], order)
 

@@ -280,7 +280,7 @@ class TensorRebuilder:
         self, storage: Any, offset: Any, size: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, meta: Any = None
     ) -> StoredTensor:
         if not isinstance(dtype, TorchDType):
-            raise ValueError("a tensor's dtype is no dtype")
+            raise ValueError("a tensor's dtype is not known")
         return self._marked(stored(storage, dtype.name, offset, size, strides), meta)
 
     def _marked(self, tensor: StoredTensor, meta: Any) -> StoredTensor:
@@ -293,7 +293,7 @@ class TensorRebuilder:
     def _from_type(self, function: Any, cls: Any, args: Any, state: Any) -> Any:
         kind = cls.kind if isinstance(cls, type) and issubclass(cls, Record) else ""
         if not isinstance(function, Function) or not isinstance(args, tuple):
-            raise ValueError("a tensor is rebuilt by what is no function")
+            raise ValueError("a tensor is rebuilt by something that is not a function")
         if kind in _PLAIN_KINDS:
             return function(*args)
         if kind in _DTENSOR_KINDS:
@@ -321,9 +321,9 @@ class TensorRebuilder:
 
 def _numbers(values: Any, limit: int = _MAX_NUMEL) -> tuple[int, ...]:
     if not isinstance(values, (tuple, list)) or len(values) > _MAX_NDIM:
-        raise ValueError("a shape is no short tuple")
+        raise ValueError("a shape is not a short tuple")
     if set(map(type, values)) - {int} or (values and not 0 <= min(values) <= max(values) <= limit):
-        raise ValueError("a shape or a stride is no list of counts")
+        raise ValueError("a shape or a stride is not a list of counts")
     return tuple(values)
 
 
@@ -337,7 +337,7 @@ def known_dtype(name: str) -> DType:
 
 def stored(storage: Any, dtype: str | None, offset: Any, size: Any, strides: Any) -> StoredTensor:
     if not isinstance(storage, Storage):
-        raise ValueError("a tensor's storage is no storage")
+        raise ValueError("a tensor's storage is not valid")
     name = dtype or storage.dtype or "uint8"
     itemsize = known_dtype(name).itemsize
     shape, steps = _numbers(size), _numbers(strides)
@@ -367,7 +367,7 @@ def _meta(dtype: Any, size: Any, strides: Any, *_: Any) -> Any:
 
 def _placement(record: Any) -> PlacementRecord:
     if not isinstance(record, Record):
-        raise ValueError("a placement is no placement")
+        raise ValueError("a placement is not valid")
     name = record.kind.rpartition(".")[2]
     fields = dict(record.fields)
     if record.args:
@@ -441,7 +441,7 @@ def _fill_mesh(mesh: MeshRecord, record: Record, read: Callable[[StoredTensor], 
 
 def _read_ranks(tensor: StoredTensor, read: Callable[[StoredTensor], bytes]) -> npt.NDArray[np.int64]:
     if tensor.dtype not in ("int32", "int64") or not tensor.contiguous or tensor.numel > 1 << 20:
-        raise ValueError("a device mesh whose ranks are no plain integers")
+        raise ValueError("a device mesh whose ranks are not plain integers")
     return np.frombuffer(read(tensor), tensor.dtype).astype(np.int64).reshape(tensor.shape)
 
 
@@ -510,5 +510,5 @@ def tensors_in(value: Any) -> Iterator[StoredTensor | DTensorRecord | ShardedTen
 def read_storage_type(value: Any) -> str | None:
     """Return the dtype of the storage class in a persistent id."""
     if not isinstance(value, StorageType):
-        raise ValueError("a storage's type is no storage class")
+        raise ValueError("a storage's type is not a storage class")
     return value.dtype

@@ -36,7 +36,7 @@ def check_array(shape: Any, dtype: np.dtype[Any], raw: Any) -> None:
         or len(shape) > _MAX_DIMS
         or not all(type(n) is int and 0 <= n < 1 << 40 for n in shape)
     ):
-        raise ValueError("a numpy array's shape is no shape")
+        raise ValueError("a numpy array's shape is not valid")
     if not isinstance(raw, (bytes, bytearray)) or len(raw) != int(np.prod([*shape, dtype.itemsize], dtype=object)):
         raise ValueError("a numpy array's data do not fit its shape")
 

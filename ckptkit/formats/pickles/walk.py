@@ -303,7 +303,7 @@ def walk(  # noqa: C901, PLR0915 - one loop: a call for each opcode would take t
             elif opcode == 0x93:  # STACK_GLOBAL
                 text = stack.pop()
                 if type(text) is not str or type(stack[-1]) is not str:
-                    raise ValueError("a global is named by what is no text")
+                    raise ValueError("a global is named by something that is not text")
                 stack[-1] = resolve(stack[-1], text)
             elif opcode in (0x51, 0x50):  # BINPERSID, PERSID
                 if opcode == 0x51:
@@ -330,7 +330,7 @@ def walk(  # noqa: C901, PLR0915 - one loop: a call for each opcode would take t
             elif opcode == 0x92:  # NEWOBJ_EX
                 keywords, args = stack.pop(), stack.pop()
                 if type(keywords) is not dict or not all(type(key) is str for key in keywords):
-                    raise ValueError("keywords are no dict of text")
+                    raise ValueError("keywords are not a dict of text")
                 stack[-1] = _new(stack[-1], args, calls, keywords)
             elif opcode == 0x69:  # INST
                 module, pos = _line(data, pos)
@@ -380,7 +380,7 @@ def walk(  # noqa: C901, PLR0915 - one loop: a call for each opcode would take t
                 line, pos = _line(data, pos)
                 stack.append(_LINES[opcode](line))
             else:
-                raise ValueError(f"byte {pos - 1} is no opcode it may use (0x{opcode:02x})")
+                raise ValueError(f"byte {pos - 1} is not an allowed opcode (0x{opcode:02x})")
             if budget < 0:
                 raise ValueError("it builds more empty containers than its size explains")
 
@@ -390,7 +390,7 @@ def walk(  # noqa: C901, PLR0915 - one loop: a call for each opcode would take t
 
 def _call(function: Any, args: Any, calls: Calls, keywords: dict[str, Any] | None = None) -> Any:
     if type(args) is not tuple:
-        raise ValueError("a call's arguments are no tuple")
+        raise ValueError("a call's arguments are not a tuple")
     if (function is tuple or type(function) is Function) and not keywords:
         return function(*args)
     if isinstance(function, type) and issubclass(function, Record):
@@ -399,7 +399,7 @@ def _call(function: Any, args: Any, calls: Calls, keywords: dict[str, Any] | Non
         raise ValueError("a call with keywords is not allowed")
     if calls and function in calls:
         return calls[function](*args)
-    raise ValueError(f"it calls what is no function: {type(function).__name__}")
+    raise ValueError(f"it calls something that is not a function: {type(function).__name__}")
 
 
 # Classes that come by the million, and what their states usually have.
@@ -446,7 +446,7 @@ def _put_items(target: Any, items: list[Any]) -> None:
 
 def _put(memo: list[Any], index: int, value: Any, data: bytes) -> None:
     if not 0 <= index <= len(data):
-        raise ValueError(f"memo index {index} is no place in a pickle of {len(data)} bytes")
+        raise ValueError(f"memo index {index} is not in a pickle of {len(data)} bytes")
     if index < len(memo):
         memo[index] = value
         return

@@ -240,7 +240,7 @@ def _name_of(dtype: Any) -> str:
     import torch
 
     if not isinstance(dtype, torch.dtype):
-        raise ValueError("a tensor's dtype is no dtype")
+        raise ValueError("a tensor's dtype is not known")
     return str(dtype).removeprefix("torch.")
 
 
@@ -257,7 +257,7 @@ def _torch_calls() -> dict[Any, Callable[..., Any]]:
 
 def _text(value: Any) -> str:
     if type(value) is not str:
-        raise ValueError("a version is no text")
+        raise ValueError("a version is not text")
     return value
 
 
@@ -287,13 +287,13 @@ def _counter(counts: Any = None) -> Any:
 
 def _default(factory: Any = None) -> Any:
     if factory is not None and not isinstance(factory, type):
-        raise ValueError("the factory of a defaultdict is no type")
+        raise ValueError("the factory of a defaultdict is not a type")
     return collections.defaultdict(factory)
 
 
 def _deque(items: Any = (), limit: Any = None) -> Any:
     if limit is not None and type(limit) is not int:
-        raise ValueError("the length of a deque is no number")
+        raise ValueError("the length of a deque is not a number")
     return collections.deque(_sequence(items), limit)
 
 
@@ -306,7 +306,7 @@ def _zone(offset: Any, *name: Any) -> datetime.timezone:
 def _path(kind: type[pathlib.PurePath]) -> Callable[..., Any]:
     def make(*parts: Any) -> Any:
         if not all(type(part) is str for part in parts):
-            raise ValueError("a path of what is no text")
+            raise ValueError("a path of something that is not text")
         return kind(*parts)
 
     return make
@@ -326,7 +326,7 @@ def _fill_array(made: Any, state: Any) -> None:
 
 def _numpy(dtype: Any) -> np.dtype[Any]:
     if not isinstance(dtype, np.dtype):
-        raise ValueError("a numpy dtype is no dtype")
+        raise ValueError("a numpy dtype is not known")
     return dtype
 
 

@@ -95,7 +95,7 @@ def file_size(store: Store, path: str) -> int:
     if info is None:
         raise FileNotFoundError(f"{path} does not exist")
     if info.kind not in ("file", "symlink"):
-        raise CorruptCheckpointError(f"{path}: it is no regular file.")
+        raise CorruptCheckpointError(f"{path}: it is not a regular file.")
     return _size_by_reading(store, path) if info.kind == "symlink" else info.size
 
 
@@ -227,7 +227,7 @@ def _checked_name(raw: bytes, file: str) -> str:
     try:
         name = raw.decode("utf-8")
     except UnicodeDecodeError:
-        raise CorruptCheckpointError(f"{file}: a member's name is no UTF-8.") from None
+        raise CorruptCheckpointError(f"{file}: a member's name is not UTF-8.") from None
     parts = name.split("/")
     if name != name.strip() or not name.isprintable() or "\\" in name or ".." in parts or "" in parts or ":" in name:
         raise CorruptCheckpointError(f"{file}: member {name!r:.80} has an unsafe name.")
@@ -300,10 +300,10 @@ def storage_of(identity: Any, find: Callable[[str], tuple[int, int]] | None, pat
             the storage is as long as the id declares.
     """
     if not isinstance(identity, tuple) or len(identity) != 5 or identity[0] != "storage":
-        raise ValueError("a persistent id is no storage")
+        raise ValueError("a persistent id is not a storage")
     _, kind, key, location, numel = identity
     if not isinstance(key, str) or not isinstance(location, str) or type(numel) is not int or numel < 0:
-        raise ValueError("a persistent id is no storage")
+        raise ValueError("a persistent id is not a storage")
     dtype = read_storage_type(kind)
     wanted = numel * (1 if dtype is None else known_dtype(dtype).itemsize)
     nbytes, crc = (wanted, None) if find is None else find(key)

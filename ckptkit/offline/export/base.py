@@ -313,9 +313,9 @@ def _json_object(data: bytes | None, where: str) -> dict[str, Any] | None:
     try:
         value = json.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise CorruptCheckpointError(f"{where} is no JSON: {error}.") from error
+        raise CorruptCheckpointError(f"{where} is not JSON: {error}.") from error
     if not isinstance(value, dict):
-        raise CorruptCheckpointError(f"{where} is no JSON object.")
+        raise CorruptCheckpointError(f"{where} is not a JSON object.")
     return value
 
 

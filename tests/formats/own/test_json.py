@@ -12,7 +12,7 @@ from ckptkit.formats.own.json import parse
     "text", ['{"a": 1, "a": 2}', "[NaN]", "[1e999]", "[" * 5000, "9" * 5000, "", "{", b"\xff".decode("latin1")]
 )
 def test_what_two_readers_would_read_in_two_ways_is_refused(text: str) -> None:
-    with pytest.raises(CorruptCheckpointError, match="f is no JSON"):
+    with pytest.raises(CorruptCheckpointError, match="f is not JSON"):
         parse(text, file="f")
 
 

@@ -491,7 +491,7 @@ def test_a_quantization_config_goes_with_the_quantized_weights(tmp_path: Path) -
 def test_a_broken_config_is_named(tmp_path: Path) -> None:
     base = write(tmp_path, ones("a"))
     (base / "config.json").write_text("{")
-    with pytest.raises(CorruptCheckpointError, match=r"config\.json is no JSON"):
+    with pytest.raises(CorruptCheckpointError, match=r"config\.json is not JSON"):
         open_base(str(base))
 
 
