@@ -463,7 +463,7 @@ def _member(place: Candidate, url: str, depth: int) -> _Found | None:
         found = _enter(place, url, name, depth)
         if found is not None:
             others = [f"{other}/" for other in there if other != name]
-            note = f"{name}/ was taken" + (f"; {', '.join(others)} lie beside it." if others else ".")
+            note = f"{name}/ was chosen" + (f"; not read: {', '.join(others)}." if others else ".")
             return found[0], found[1], found[2], " ".join(filter(None, (note, found[3])))
     return None
 

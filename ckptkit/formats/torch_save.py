@@ -55,14 +55,14 @@ def numbered_files(names: Sequence[str], extension: str) -> list[str] | None:
 
     Raises:
         IncompleteCheckpointError: Not all n are there; it names those that are missing.
-        CorruptCheckpointError: Those of two checkpoints lie together.
+        CorruptCheckpointError: The directory contains the files of two checkpoints.
     """
     matches = [match for name in names if (match := _NUMBERED.fullmatch(name)) and match[4] == extension]
     if not matches:
         return None
     sets = {(match[1], match[3]) for match in matches}
     if len(sets) > 1:
-        raise CorruptCheckpointError(f"numbered files of {len(sets)} checkpoints lie together: {sorted(sets)}.")
+        raise CorruptCheckpointError(f"the directory has numbered files of {len(sets)} checkpoints: {sorted(sets)}.")
     stem, total = sets.pop()
     have = {int(match[2]) for match in matches}
     first = 0 if 0 in have else 1  # some tools count from 0
@@ -177,7 +177,7 @@ def _open_shards(store: Store, index: str, options: ReadOptions) -> Catalog:
     paths = list(dict.fromkeys(weight_map.values()))
     for path in paths:
         if store.info(path) is None:
-            raise IncompleteCheckpointError(f"{path} is missing: {index} says that tensors lie in it.")
+            raise IncompleteCheckpointError(f"{path} is missing: {index} says that it contains tensors.")
     values = _shards(store, paths, options)
     for name, path in weight_map.items():
         if name not in values[path]:

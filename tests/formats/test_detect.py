@@ -271,7 +271,7 @@ def test_what_a_trainer_saved_beside_whole_weights_is_named_also_by_a_dry_run(tm
     else:
         torch.save({"w": torch.ones(2)}, source / weights)
     notes = (
-        "optimizer.bin lies beside the weights; an optimizer of whole weights is not read.",
+        "optimizer.bin is not read: it has no parameter names.",
         f"not read: {', '.join(beside)}.",
     )
     assert open_source(str(source)).catalog.info.notes == notes
@@ -284,7 +284,7 @@ def test_an_optimizer_beside_whole_weights_is_said_not_to_be_read(tmp_path):
     save_file({"w": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
     state = {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": [0]}]}
     torch.save(state, tmp_path / "optimizer.pt")
-    note = "optimizer.pt lies beside the weights; an optimizer of whole weights is not read."
+    note = "optimizer.pt is not read: it has no parameter names."
     assert open_source(str(tmp_path)).catalog.info.notes == (note,)
     (tmp_path / "model.safetensors").unlink()
     torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")

@@ -105,7 +105,7 @@ def _ranks(names: Sequence[str]) -> dict[str, int]:
         raise CorruptCheckpointError(f"{max(found, key=found.__getitem__)}: no job has that many ranks.")
     if len(totals) > 1:
         raise CorruptCheckpointError(
-            f"shards of {len(totals)} saves lie together (of {', '.join(sorted(totals))} files a rank). Keep one."
+            f"shards of {len(totals)} saves ({', '.join(sorted(totals))} files per rank) share a directory. Keep one."
         )
     first = min(1, *found.values()) if found else 1
     return {name: rank - first for name, rank in found.items()}

@@ -139,7 +139,7 @@ def unread_state(names: Iterable[str]) -> tuple[str, ...]:
     others = [name for name in found if name not in optimizers]
     more = f", ... ({len(others)} files)" * (len(others) > _NAMED)
     return (
-        *(f"{name} lies beside the weights; an optimizer of whole weights is not read." for name in optimizers),
+        *(f"{name} is not read: it has no parameter names." for name in optimizers),
         *([f"not read: {', '.join(others[:_NAMED])}{more}."] if others else []),
     )
 

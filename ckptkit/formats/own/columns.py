@@ -119,7 +119,7 @@ def _column(name: str, spec: Any, body: memoryview, file: str) -> Column:
     except (TypeError, KeyError, ValueError) as error:
         raise CorruptCheckpointError(f"{file}: column {name!r} is not described as an integer column.") from error
     if not ints or not 0 <= start <= stop <= len(body) or count < 0 or stop - start != count * dtype.itemsize:
-        raise CorruptCheckpointError(f"{file}: column {name!r} lies outside of the file, or its length is wrong.")
+        raise CorruptCheckpointError(f"{file}: column {name!r} is outside of the file, or its length is wrong.")
     return np.frombuffer(body, dtype, count, start) if count else np.zeros(0, dtype)
 
 

@@ -149,5 +149,5 @@ def _add_rank(
             raise CorruptCheckpointError(f"{path}: tensor {key!r} has another dtype or shape than on other ranks.")
         box = Box(offsets, stored.shape)
         if not box.within(shape):
-            raise CorruptCheckpointError(f"{path}: tensor {name!r} lies outside of the shape {list(shape)} of {key!r}.")
+            raise CorruptCheckpointError(f"{path}: tensor {name!r} is outside of the shape {list(shape)} of {key!r}.")
         slices.setdefault(key, []).append(TensorSlice(box, path, stored.start, stored.nbytes, rank=int(body["rank"])))

@@ -167,13 +167,13 @@ class _Geometry:
             shape = self.shapes[self.first_shape[owner[here]][:, None] + np.arange(ndim)]
             offsets, sizes = slices.offsets[index], slices.sizes[index]
             bad = (offsets < 0) | (sizes < 0) | (sizes > shape) | (offsets > shape - np.minimum(sizes, shape))
-            self._refuse(bad.any(axis=1), owner[here], "lies outside of its shape")
+            self._refuse(bad.any(axis=1), owner[here], "is outside of its shape")
             found = slices.nbytes[rows[here]]
             wrong = np.prod(sizes, axis=1) * self.itemsizes[owner[here]] != found
             wrong &= ~np.isin(here, strided)
             self._refuse(wrong | (found < 0) | (found > _MAX_BYTES), owner[here], "has other bytes than its box")
             ends = slices.starts[rows[here]] > _MAX_BYTES
-            self._refuse(ends, owner[here], "lies past any file")
+            self._refuse(ends, owner[here], "is past the end of any file")
 
     def _refuse(self, bad: npt.NDArray[np.bool_], owner: npt.NDArray[np.int64], what: str) -> None:
         if bad.any():

@@ -205,7 +205,7 @@ def _check_places(manifest: Manifest, record: CommitRecord, place: str) -> None:
     slices = manifest.slices
     ends = np.array(sizes, np.int64)[slices.files] if len(slices.files) else slices.starts
     if len(ends) and bool((slices.starts > ends - slices.nbytes).any()):
-        raise IncompleteCheckpointError(f"{place}: a slice lies past the end of the file that it is said to lie in.")
+        raise IncompleteCheckpointError(f"{place}: a slice is past the end of its file.")
 
 
 def _checked(store: Store, path: str, expected: FileRecord | None, *, most: int = _MAX_INDEX_BYTES) -> bytes:

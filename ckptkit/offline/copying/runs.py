@@ -198,7 +198,7 @@ class Work:
     names: Sequence[str]
 
     def describe(self, record: int) -> str:
-        """Return the file of a record and a tensor whose bytes lie in it, for messages."""
+        """Return the file of a record and a tensor with bytes in it, for messages."""
         path = self.origins[int(self.records.sources[record])].path
         return f"{path}: tensor {self.names[int(self.records.owners[record])]!r}"
 
