@@ -92,8 +92,10 @@ def _is_torch_zip(head: bytes) -> bool:
 
 
 def foreign_paths(store: Store) -> Iterator[str]:
-    """Yield what lies in a directory and belongs to no checkpoint and no export, as it is found: directories end in
-    "/". Where a commit record is there, that alone says what belongs to the checkpoint."""
+    """Yield the paths in a directory that belong to no checkpoint and no export; directories end in "/".
+
+    If there is a commit record, only the files that it names belong to the checkpoint.
+    """
     try:
         record = find_record(store)
     except (CkptkitError, OSError):
@@ -128,7 +130,7 @@ def may_be_saved(path: str) -> bool:
 
 
 def marked(card: str) -> str:
-    """Return a model card with a digest of itself at its end, which tells whether somebody has edited it since."""
+    """Return a model card that ends with a digest of itself, to detect later edits."""
     return f"{card}{_MARK}{_digest(card)} -->\n"
 
 

@@ -236,7 +236,7 @@ def _write_trainer_state(report: LoadReport, stack: contextlib.ExitStack) -> str
     state = report.extra.get("trainer", report.extra.get("trainer_state"))  # ours, or the Trainer's own
     if state is None:
         raise UsageError(
-            f"{report.url} is not a checkpoint of a Trainer: it has no trainer_state.json. To start anew, give "
+            f"{report.url} is not a checkpoint of a Trainer: it has no trainer_state.json. To start a new run, give "
             "CheckpointCallback another url."
         )
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ckptkit-"))

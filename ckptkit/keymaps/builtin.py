@@ -1,6 +1,6 @@
 """The built-in key maps, and the choice of the one that a checkpoint needs.
 
-Each leads from what a training run stores to what lies on the hub; "inverse:NAME" leads back. The expert
+Each maps the names in a training run to the names on the Hub; "inverse:NAME" maps back. The expert
 layouts are those that transformers 5 saves (its conversion_mapping), told apart by `model_type`.
 """
 

@@ -347,7 +347,7 @@ def _check_end(store: Store, path: str, end: int, expected: int | None) -> None:
         )
     if expected > end:
         raise CorruptCheckpointError(
-            f"{path}: the file goes on after byte {end}, where its safetensors header ends. It is damaged."
+            f"{path}: the file continues after byte {end}, where it should end. It is damaged."
         )
 
 

@@ -177,8 +177,8 @@ def _without_index(store: Store, tensors: list[str]) -> list[str]:
         raise CheckpointNotFoundError(f"{store.url} has no *.safetensors file.")
     if len(tensors) > 1 and all(re.search(r"rank[_-]?\d", name) for name in tensors):
         raise UnsupportedFormatError(
-            f"{tensors[0]} and {len(tensors) - 1} more are of ranks: a safetensors file does not say where in a tensor "
-            "the part of a rank lies. Save them with torch's own HuggingFaceStorageWriter, or as a DCP."
+            f"{tensors[0]} and {len(tensors) - 1} more are files of ranks, but do not say which part of a tensor each "
+            "rank has. Save them with torch's own HuggingFaceStorageWriter, or as a DCP."
         )
     if len(tensors) > 1:
         raise CorruptCheckpointError(

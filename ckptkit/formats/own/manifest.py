@@ -132,7 +132,7 @@ def _check_manifest(manifest: Manifest, columns: Columns) -> None:
         if math.prod(shape) * itemsize > _MAX_BYTES:
             _fail(columns, f"tensor {name!r} is larger than anything can be")
     if len(slices.starts) and int(slices.starts.min()) < 0:
-        _fail(columns, "a slice lies before its file")
+        _fail(columns, "a slice starts before its file")
     geometry = _Geometry(manifest, columns, np.array(itemsizes, np.int64))
     for row in range(0, len(slices.starts), _BLOCK):
         geometry.check(row, min(row + _BLOCK, len(slices.starts)))

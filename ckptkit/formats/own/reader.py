@@ -172,7 +172,7 @@ def _open_manifest_remote(store: Store) -> Catalog | None:
 
 
 def _check_name(store: Store, record: CommitRecord) -> tuple[str, ...]:
-    """Return a note where a checkpoint lies under another name than its own, as a copy does."""
+    """Return a note if a checkpoint's directory does not have the checkpoint's name, as a copy may."""
     name = store.url.rstrip("/").rpartition("/")[2]
     if name in (record.name, f"{record.name}@{record.save_id}") or leftover_of(name) is not None:
         return ()

@@ -99,7 +99,9 @@ class _Legacy:
         if not isinstance(identity, tuple) or not identity or identity[0] != "storage":
             raise UnsupportedFormatError("holds a pickled module with its source code, which is never run.")
         if len(identity) not in (5, 6) or (len(identity) == 6 and identity[5] is not None):
-            raise UnsupportedFormatError("holds views of storages as only torch < 0.4 wrote them. Save it anew.")
+            raise UnsupportedFormatError(
+                "holds views of storages that only torch < 0.4 writes. Save it again with a newer torch."
+            )
         _, kind, key, location, numel = identity[:5]
         dtype = read_storage_type(kind)
         if not isinstance(key, str) or not isinstance(location, str) or type(numel) is not int or numel < 0:
@@ -231,7 +233,9 @@ class _Tar:
             pos += 8 + size
         views, _ = self._pickle("storages", pos)
         if views:
-            raise UnsupportedFormatError("holds views of storages as only torch < 0.2 wrote them. Save it anew.")
+            raise UnsupportedFormatError(
+                "holds views of storages that only torch < 0.2 writes. Save it again with a newer torch."
+            )
 
     def _tensors(self) -> None:
         count, pos = self._count("tensors")

@@ -235,7 +235,7 @@ def _checked_name(raw: bytes, file: str) -> str:
 
 
 def _check_layout(members: dict[str, Member], directory: int, file: str) -> None:
-    """Members lie one after the other before the directory, none over another."""
+    """Check that members are stored one after the other before the directory, without overlap."""
     stop = 0
     for member in sorted(members.values(), key=lambda m: m.header):
         if member.header < stop:
@@ -394,7 +394,7 @@ class Archive:
         return self.read(self.start + member.header, LOCAL_HEADER.size + len(member.name.encode()))
 
     def storage(self, identity: Any) -> Storage:
-        """Return the storage that a persistent id stands for; `locate_storages` says where it lies."""
+        """Return the storage of a persistent id; `locate_storages` sets its position."""
         key = identity[2] if isinstance(identity, tuple) and len(identity) == 5 else None
         if not isinstance(key, str) or key not in self.storages:
             made = storage_of(identity, self.stored, self.path)
