@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from ckptkit.arguments import check_flags, check_storage_options, location, wrong
+from ckptkit.arguments import check_storage_options, location, wrong
 from ckptkit.checkpoint.load.choose import Loader, load_options
 from ckptkit.checkpoint.load.plan import LoadOptions
 from ckptkit.checkpoint.report import LoadReport, SaveReport, write_trace_file
@@ -204,22 +204,51 @@ class CheckpointManager:
         start_fresh: Literal["if_empty", "if_none_committed", "never"] = "if_empty",
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        given = check_options(
-            url,
-            retention=retention,
-            state_dict_type=state_dict_type,
-            max_shard_size=max_shard_size,
-            timeout_s=timeout_s,
-            async_policy=async_policy,
-            async_mode=async_mode,
-            on_signal=on_signal,
-            on_commit=on_commit,
-            trace=trace,
-            process_group=process_group,
-            side_files=side_files,
-            start_fresh=start_fresh,
-            storage_options=storage_options,
-        )
+        # Each rank checks what the ranks need to meet. All other arguments are checked once they have met, so that a
+        # mistake on one rank is raised on all.
+        limit_s, signals = parse_duration(timeout_s), _signals(on_signal)
+        _check_group(process_group)
+        self._pid = os.getpid()
+        self._closed = False
+        self._in_flight: SaveHandle | None = None
+        self._last_saved: int | None = None
+        self._buffers = StagingBuffers()
+        self._coordinator = Coordinator(process_group, timeout_s=limit_s)
+        # A second coordinator, because the first is in use while a save is running.
+        alone = async_policy == "refuse" or bool(signals)
+        self._control = Coordinator(process_group, timeout_s=60.0) if alone else None
+
+        def prepare() -> tuple[_Checked, Store, Mapping[str, bytes]]:
+            given = check_options(
+                url,
+                retention=retention,
+                state_dict_type=state_dict_type,
+                max_shard_size=max_shard_size,
+                timeout_s=timeout_s,
+                async_policy=async_policy,
+                async_mode=async_mode,
+                on_signal=on_signal,
+                on_commit=on_commit,
+                trace=trace,
+                process_group=process_group,
+                side_files=side_files,
+                start_fresh=start_fresh,
+                storage_options=storage_options,
+            )
+            Patience()  # refuses a malformed CKPTKIT_STORAGE_TIMEOUT
+            if async_mode == "process":
+                self._writer = WriterProcess(storage_options=storage_options)
+            if self._control is not None and signals:
+                self._watch = SignalWatch(self._control, signals=signals)
+            root = open_store(given.url, storage_options=storage_options)
+            carried = side_files is not None and self._coordinator.is_main
+            return given, root, read_side_files(str(side_files)) if carried else {}
+
+        try:
+            given, self._root, carried = self._coordinator.run_on_all(prepare, "creating a CheckpointManager")
+        except BaseException:
+            self._release()
+            raise
         self.url = given.url
         self.retention = retention
         self.rotates: Callable[[CommitRecord], bool] | None = None
@@ -228,33 +257,7 @@ class CheckpointManager:
         self._async_policy = async_policy
         self._on_commit = on_commit
         self._trace = None if trace is None else Path(trace)
-        signals = given.signals
         objective = retention.objective if retention is not None else None
-        self._pid = os.getpid()
-        self._closed = False
-        self._in_flight: SaveHandle | None = None
-        self._last_saved: int | None = None
-        self._buffers = StagingBuffers()
-        self._coordinator = Coordinator(process_group, timeout_s=given.timeout_s)
-        # A second coordinator, because the first is in use while a save is running.
-        alone = async_policy == "refuse" or bool(signals)
-        self._control = Coordinator(process_group, timeout_s=60.0) if alone else None
-
-        def prepare() -> tuple[Store, Mapping[str, bytes]]:
-            Patience()  # refuses a malformed CKPTKIT_STORAGE_TIMEOUT
-            if async_mode == "process":
-                self._writer = WriterProcess(storage_options=storage_options)
-            if self._control is not None and signals:
-                self._watch = SignalWatch(self._control, signals=signals)
-            root = open_store(self.url, storage_options=storage_options)
-            carried = side_files is not None and self._coordinator.is_main
-            return root, read_side_files(str(side_files)) if carried else {}
-
-        try:
-            self._root, carried = self._coordinator.run_on_all(prepare, "creating a CheckpointManager")
-        except BaseException:
-            self._release()
-            raise
         self._hold = RunHold(self._root)
         self._saver = Saver(
             self._root,
@@ -425,10 +428,10 @@ class CheckpointManager:
             CorruptCheckpointError: The checkpoint is damaged; names file and tensor.
         """
         self._settle()
-        if fallback not in ("error", "previous"):
-            raise UsageError(f"fallback={fallback!r}: expected 'error' or 'previous'.")
 
         def checked() -> tuple[str | int, LoadOptions]:
+            if fallback not in ("error", "previous"):
+                raise UsageError(f"fallback={fallback!r}: expected 'error' or 'previous'.")
             check_state(state, "load(state)")
             return _which(which), load_options(options, overrides)
 
@@ -525,7 +528,6 @@ class CheckpointManager:
     def _request(
         self, step: int, metrics: Mapping[str, float] | None, client_state: Any, tag: str | None, overwrite: bool
     ) -> SaveRequest:
-        check_flags(overwrite=overwrite)
         return SaveRequest(
             step=step,
             state_dict_type=self.state_dict_type,
@@ -646,8 +648,6 @@ class _Checked:
     url: str
     state_dict_type: StateDictType
     max_shard_bytes: int
-    timeout_s: float
-    signals: tuple[int, ...]
 
 
 def check_options(
@@ -694,6 +694,14 @@ def check_options(
     for name, place in (("trace", trace), ("side_files", side_files)):
         if place is not None:
             location(name, place)
+    _check_group(process_group)
+    check_storage_options(storage_options=storage_options)
+    parse_duration(timeout_s)
+    _signals(on_signal)
+    return _Checked(where, parsed, max_shard_bytes)
+
+
+def _check_group(process_group: object) -> None:
     # A negative int is torch's GroupMember.NON_GROUP_MEMBER, which the Coordinator refuses on that rank.
     if (
         isinstance(process_group, Sequence)
@@ -701,8 +709,6 @@ def check_options(
         or (isinstance(process_group, int) and process_group >= 0)
     ):
         raise wrong("process_group", process_group, "a ProcessGroup of torch.distributed; a mesh has get_group()")
-    check_storage_options(storage_options=storage_options)
-    return _Checked(where, parsed, max_shard_bytes, parse_duration(timeout_s), _signals(on_signal))
 
 
 def _signals(given: Any) -> tuple[int, ...]:

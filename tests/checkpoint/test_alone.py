@@ -46,6 +46,11 @@ def _given(manager: CheckpointManager, alone: bool, wrong: dict[str, Any]) -> No
         manager.save(1, _state(), **wrong if alone else {})
 
 
+def _load(url: str, which: Any = "latest", **options: Any) -> None:
+    with CheckpointManager(url) as manager:
+        manager.load(_state(), which, **options)
+
+
 def _work_of_the_caller(url: str, alone: bool) -> None:
     with CheckpointManager(url) as manager:
         manager.run_on_all(lambda: {}["none"] if alone else None, "looking up none")
@@ -91,6 +96,14 @@ ALONE: dict[str, tuple[Callable[[str, bool], Any], str]] = {
     "url": (lambda url, alone: CheckpointManager("" if alone else url), "path is empty"),
     "tag": (lambda url, alone: _given(CheckpointManager(url), alone, {"tag": "../up"}), "tag '../up'"),
     "metrics": (lambda url, alone: _given(CheckpointManager(url), alone, {"metrics": 5}), "not iterable"),
+    "type of url": (lambda url, alone: CheckpointManager(None if alone else url), "url is None, expected a path"),  # type: ignore[arg-type]
+    "retention": (
+        lambda url, alone: CheckpointManager(url, retention=3 if alone else None),
+        "retention is 3, expected",
+    ),  # type: ignore[arg-type]
+    "overwrite": (lambda url, alone: _given(CheckpointManager(url), alone, {"overwrite": "no"}), "overwrite is 'no'"),
+    "which": (lambda url, alone: _load(url, 1.5 if alone else "latest"), "which is 1.5, expected"),
+    "load option": (lambda url, alone: _load(url, strict="no" if alone else True), "strict is 'no'"),
     "first FULL save": (
         lambda url, alone: _given(CheckpointManager(url, state_dict_type="full"), alone, {"tag": ".."}),
         "tag '..'",

@@ -14,6 +14,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ckptkit.arguments import check_flags
 from ckptkit.checkpoint.report import PhaseClock
 from ckptkit.checkpoint.run.commit import SaveAttempt, begin_save
 from ckptkit.checkpoint.run.coordinator import Coordinator, Outcome, check_equal
@@ -200,6 +201,7 @@ class Saver:
         with clock.phase("plan"):
             try:
                 check_state(state, "save(step, state)")
+                check_flags(overwrite=request.overwrite)
                 if self._coordinator.is_main:  # only rank 0's are written
                     check_given(request.metrics or {}, request.client_state)
                     self._check_ranked(request)
