@@ -110,7 +110,9 @@ def _reads_alike(store: Store, group: Sequence[Claim]) -> bool:
         live = claim.local
         begin = live.data_ptr() - base
         room = memory[begin : begin + _extent(live)].view(live.dtype)
-        laid.append(room.as_strided(live.shape, live.stride()))
+        room = room.as_strided(live.shape, live.stride())
+        room = room.conj() if live.is_conj() else room
+        laid.append(torch._neg_view(room) if live.is_neg() else room)
         laid[-1].copy_(values)
     return all(torch.equal(_bits(one), _bits(other)) for one, other in zip(laid, read, strict=True))
 
@@ -118,11 +120,11 @@ def _reads_alike(store: Store, group: Sequence[Claim]) -> bool:
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     import torch
 
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _place(local: torch.Tensor) -> tuple[object, ...]:
-    return local.data_ptr(), local.shape, local.stride(), local.dtype
+    return local.data_ptr(), local.shape, local.stride(), local.dtype, local.is_conj(), local.is_neg()
 
 
 def _extent(local: torch.Tensor) -> int:

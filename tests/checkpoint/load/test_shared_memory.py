@@ -152,3 +152,24 @@ def _load_hf(folder: str) -> None:
 
 def test_load_hf_refuses_different_weights_for_one_tied_tensor_on_every_rank(ranks: Any, tmp_path: Path) -> None:
     ranks.run(_load_hf, 2, str(tmp_path))
+
+
+class Seen(nn.Module):
+    """Two buffers of one memory, of which one is seen as its conjugate, and a third as negative numbers of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("z", torch.randn(4, dtype=torch.complex64))
+        self.register_buffer("conjugate", self.z.conj())
+        self.register_buffer("negative", self.z.conj().imag)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
+def test_a_buffer_beside_its_conjugate_comes_back_and_another_value_is_refused(tmp_path: Path, kind: str) -> None:
+    model, live = Seen(), Seen()
+    load(tmp_path, saved(tmp_path, model, kind), live)
+    for name, buffer in model.named_buffers():
+        assert torch.equal(live.get_buffer(name), buffer)
+    model.conjugate = model.z.clone()
+    with pytest.raises(CheckpointMismatchError, match=r"model\.z and model\.conjugate"):
+        load(tmp_path, saved(tmp_path / "other", model, kind), live)
