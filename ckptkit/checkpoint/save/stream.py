@@ -13,6 +13,7 @@ from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.digests import new_hasher
 from ckptkit.errors import UnsupportedFormatError
 from ckptkit.formats.dcp.host_bytes import PIECE
+from ckptkit.formats.hf.header import encode_names
 from ckptkit.formats.own.outline import LEAST
 from ckptkit.formats.own.record import FileRecord
 from ckptkit.storage.store import BlobWriter, Store
@@ -72,7 +73,7 @@ def encode_header(tensors: Sequence[FileTensor], metadata: Mapping[str, str]) ->
         stop = position + tensor.nbytes
         table[tensor.name] = {"dtype": name, "shape": list(tensor.shape), "data_offsets": [position, stop]}
         position = stop
-    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    text = encode_names(json.dumps(table, separators=(",", ":"), ensure_ascii=False), table)
     text += b" " * (-len(text) % 8)
     head = len(text).to_bytes(8, "little") + text
     starts, position = {}, len(head)

@@ -38,6 +38,7 @@ INLINE_BYTES = 1024
 """Plain tensors up to this size are stored in the JSON; larger ones as tensors of the checkpoint."""
 
 _MAX_DEPTH = 200
+_MAX_BITS = 14_283  # the largest integers with 4,300 digits; Python reads and writes no longer ones in JSON
 
 
 class Seen:
@@ -104,8 +105,10 @@ class _Encoder:
         kind = type(value)
         if kind is self._dtensor and not value.is_meta:
             return self._apart(value.detach() if value.requires_grad else value, path)
-        if value is None or kind in (bool, int, str):
+        if value is None or kind in (bool, str):
             return value
+        if kind is int:
+            return _number(value, path)
         if kind is float:
             return value if math.isfinite(value) else {"$float": repr(value)}
         if kind in _CONTAINERS:
@@ -133,7 +136,7 @@ class _Encoder:
         if kind in (set, frozenset):
             return {f"${kind.__name__}": [self.encode(item, path, depth + 1) for item in sorted(value, key=repr)]}
         if _WORDS.issuperset(map(type, value)):
-            items = list(value)
+            items = [_number(item, path) if type(item) is int else item for item in value]
         else:
             items = [self.encode(item, f"{path}.{i}", depth + 1) for i, item in enumerate(value)]
         return items if kind is list else {"$tuple": items}
@@ -209,6 +212,15 @@ _is_meta = operator.attrgetter("is_meta")
 _STRINGS = frozenset((str,))
 _WORDS = frozenset((str, int, bool, type(None)))  # stand for themselves
 _CONTAINERS = (dict, collections.OrderedDict, list, tuple, set, frozenset)
+
+
+def _number(value: int, path: str) -> int:
+    if value.bit_length() > _MAX_BITS:
+        raise SaveError(
+            f"{path}: the integer has {value.bit_length()} bits; JSON readers take {_MAX_BITS} (4,300 digits) at most. "
+            "Save it as text (hex(value)) or bytes."
+        )
+    return value
 
 
 def _torch_save(value: Any, path: str) -> JSON:

@@ -38,6 +38,7 @@ __all__ = [
     "TensorToWrite",
     "FileLayout",
     "encode_header",
+    "encode_names",
     "encode_index",
     "lay_out",
     "shard_names",
@@ -386,6 +387,21 @@ class FileLayout:
     nbytes: int
 
 
+def encode_names(text: str, names: Iterable[str]) -> bytes:
+    """Return the JSON of a header as UTF-8.
+
+    Raises:
+        UnsupportedFormatError: One of `names` has half a character (a lone surrogate), which UTF-8 cannot hold.
+    """
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        bad = next((name for name in names if _HALF.search(repr(name))), "")
+        raise UnsupportedFormatError(
+            f"tensor name {bad!r} has half a character, which UTF-8 and so safetensors cannot store. Rename it."
+        ) from error
+
+
 def encode_header(
     tensors: Sequence[TensorToWrite], starts: Sequence[int], metadata: Mapping[str, str] | None = None
 ) -> bytes:
@@ -403,7 +419,7 @@ def encode_header(
             raise UnsupportedFormatError(f"tensor {tensor.name!r}: safetensors has no dtype {tensor.dtype}.")
         span = [start, start + tensor.nbytes]
         fields[tensor.name] = {"dtype": name, "shape": list(tensor.shape), "data_offsets": span}
-    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "surrogatepass")
+    text = encode_names(json.dumps(fields, separators=(",", ":"), ensure_ascii=False), fields)
     text += b" " * (-len(text) % 8)  # data starts 8-aligned, as the format's own writer pads
     return len(text).to_bytes(8, "little") + text
 

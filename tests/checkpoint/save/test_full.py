@@ -174,3 +174,13 @@ def test_a_rank_that_fails_fails_all_at_once_and_the_next_save_works(tmp_path: P
     texts = run_ranks(failing_disk, 3, str(tmp_path), where, timeout=90)
     assert all("rank 1" in text and "No space left" in text for text in texts), texts
     assert [path.name for path in tmp_path.glob("step_*")] == ["step_00000002"]
+
+
+@pytest.mark.parametrize("kind", ["full", "local"])
+def test_a_name_that_is_no_utf8_is_refused_by_name_and_nothing_is_published(tmp_path: Path, kind: str) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("half\ud800", torch.zeros(2))
+    with CheckpointManager(tmp_path, state_dict_type=kind) as manager:
+        with pytest.raises(CkptkitError, match=r"half\\ud800' has half a character"):
+            manager.save(1, TrainState(model=model))
+        assert manager.latest() is None

@@ -161,3 +161,10 @@ def test_a_value_that_contains_itself_is_refused() -> None:
 def test_a_malformed_tree_is_a_corrupt_checkpoint(tree: Any) -> None:
     with pytest.raises(CorruptCheckpointError):
         decode(tree, {}.__getitem__)
+
+
+@pytest.mark.parametrize("value", [2**14283, [1, 2**14283], {"a": (-(2**14283),)}], ids=["alone", "list", "tuple"])
+def test_an_integer_that_json_readers_refuse_is_refused_with_its_path(value: Any) -> None:
+    with pytest.raises(SaveError, match=r"extra\.x\S*: the integer has 14284 bits"):
+        encode(value, "extra.x", {})
+    assert through(2**14283 - 1) == 2**14283 - 1

@@ -63,9 +63,9 @@ def test_every_tensor_of_a_file_is_aligned_to_its_elements(dtypes):
     assert all(start % min(8, DTYPES[d].itemsize) == 0 for d, start in zip(dtypes, layout.starts, strict=True))
 
 
-@pytest.mark.parametrize("names", [("a", "a"), ("__metadata__",)])
+@pytest.mark.parametrize("names", [("a", "a"), ("__metadata__",), ("a", "half\ud800")])
 def test_a_name_that_a_header_cannot_hold_is_refused(names):
-    with pytest.raises(UnsupportedFormatError):
+    with pytest.raises(UnsupportedFormatError, match=re.escape(repr(names[-1]))):
         encode_header([TensorToWrite(name, "float32", ()) for name in names], [0] * len(names), {"format": "pt"})
 
 
