@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Selection", "Weights", "choose_weights", "matches", "select_targets", "ExportOptions"]
 
+_EXTRA_STATE = "_extra_state"  # what modules return from get_extra_state; a tensor under TransformerEngine
+
 # The options of an export.
 
 
@@ -95,7 +97,9 @@ def select_targets(catalog: Catalog, options: ExportOptions, *, wanted: Collecti
         names = _without_wrapper(names, frozenset(wanted), found)
     for name, short in names.items():
         entry = chosen.entries[name]
-        if options.include and not matches(options.include, short, entry.name):
+        if short.rpartition(".")[2] == _EXTRA_STATE and short not in wanted:
+            found.dropped[entry.name] = "extra state of a module (get_extra_state), no weight"
+        elif options.include and not matches(options.include, short, entry.name):
             found.dropped[entry.name] = "not included"
         elif matches(options.exclude, short, entry.name):
             found.dropped[entry.name] = "excluded"

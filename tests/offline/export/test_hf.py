@@ -603,3 +603,12 @@ def test_only_classes_of_models_are_taken_from_a_config(tmp_path: Path, name: st
 
     write(tmp_path, ones("a"), {"architectures": [name], "model_type": "llama"})
     assert names_of_config(open_store(str(tmp_path)))[0] == {}
+
+
+def test_extra_state_of_modules_is_no_weight_and_is_listed_as_left_over(tmp_path: Path) -> None:
+    place = write(tmp_path / "m", {**ones("layer.w"), "layer._extra_state": np.zeros(9, np.uint8)})
+    export = plan(place)
+    assert [tensor.name for tensor in export.tensors] == ["layer.w"]
+    assert dict(export.leftovers) == {"layer._extra_state": "extra state of a module (get_extra_state), no weight"}
+    told, dropped, _ = export_tensors(safetensors.open_catalog(open_store(str(place))), options=ExportOptions())
+    assert (list(told), list(dropped)) == (["layer.w"], ["layer._extra_state"])
