@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ckptkit.arguments import check_flags, wrong
 from ckptkit.catalog.entry import Catalog, Role, TensorEntry
+from ckptkit.catalog.targets import Target
 from ckptkit.checkpoint.load.differences import KeyFilter, Mismatches, match_tensors
 from ckptkit.checkpoint.load.fill import read_whole
 from ckptkit.checkpoint.load.foreign import Adopted, adopt
@@ -896,6 +897,8 @@ def plan_load(
     objects = _json_objects(catalog)
     catalog, unlike = own_copies(catalog, objects, rank=rank, world_size=world_size)
     adopted = Adopted(catalog, objects)
+    if options.key_map is None and catalog.info.format == "safetensors" and options.model == "restore":
+        options = replace(options, key_map=_hub_map(state, catalog))
     if options.key_map is not None:
         return _plan_mapped(state, catalog, options, rank=rank, world_size=world_size)
     if not objects:
@@ -920,12 +923,9 @@ def _plan_mapped(state: TrainState, catalog: Catalog, options: LoadOptions, *, r
     from ckptkit.checkpoint.load.key_map import map_weights
     from ckptkit.keymaps.named import resolve_key_map
 
-    models = state.parts("model")
     key_map = resolve_key_map(options.key_map)
     assert key_map is not None
-    live = {f"{name}.{fqn}" if name else fqn for name, module in models.items() for fqn in model_tensors(module)[0]}
-    configs = (getattr(getattr(module, "config", None), "to_dict", None) for module in models.values())
-    config: Mapping[str, Any] = next((to_dict() for to_dict in configs if callable(to_dict)), {})
+    live, config = _names_and_config(state)
     mapped = map_weights(catalog, key_map, live=live, config=config)
     plan = LoadPlan(mapped.catalog, {}, sources=mapped.sources, filled=mapped.filled)
     plan.skipped.update(mapped.dropped)
@@ -937,6 +937,27 @@ def _plan_mapped(state: TrainState, catalog: Catalog, options: LoadOptions, *, r
             plan.padded.append(target.key)
             plan.notes.append(f"{target.key} {list(target.entry.shape)}: filled {boxes}; the rest stays as it is")
     return plan
+
+
+def _names_and_config(state: TrainState) -> tuple[set[str], Mapping[str, Any]]:
+    """Return the names of the live models' tensors, and the config of the first model that has one."""
+    models = state.parts("model")
+    live = {f"{name}.{fqn}" if name else fqn for name, module in models.items() for fqn in model_tensors(module)[0]}
+    configs = (getattr(getattr(module, "config", None), "to_dict", None) for module in models.values())
+    return live, next((to_dict() for to_dict in configs if callable(to_dict)), {})
+
+
+def _hub_map(state: TrainState, catalog: Catalog) -> NameMap | None:
+    """Return the map from the names in Hugging Face files to those of the live model, where they differ: transformers
+    stacks experts in memory. None where no map is known, or none is needed."""
+    from ckptkit.keymaps.builtin import choose_map
+
+    live, config = _names_and_config(state)
+    if not config or live <= catalog.tensors.keys() or catalog.tensors.keys() <= live:
+        return None
+    targets = {name: Target.of(entry, name) for name, entry in catalog.tensors.items()}
+    chosen = choose_map(targets, wanted=live, config=config).key_map
+    return chosen if chosen.rules else None
 
 
 def _no_tensor(key: str) -> Any:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -262,3 +262,21 @@ def test_a_map_file_is_read_and_its_sizes_come_from_the_models_config(source: st
     assert report is not None
     assert torch.equal(model.embed[:ROWS], old()["tok.weight"])
     assert report.padded == ["model.embed"]
+
+
+def test_a_hugging_face_directory_is_loaded_into_the_stacked_experts_of_its_live_model(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5")
+    config = transformers.MixtralConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=8, num_local_experts=2,
+    )  # fmt: skip
+    source, live = (transformers.MixtralForCausalLM(config) for _ in range(2))
+    source.save_pretrained(tmp_path / "hf")
+    assert any("experts.1.w1" in name for name in load_file(tmp_path / "hf" / "model.safetensors"))
+    optimizer = torch.optim.AdamW(live.parameters())
+    with CheckpointManager(tmp_path / "run") as manager:
+        with pytest.raises(UsageError, match="optimizer would not be restored"):
+            manager.load(TrainState(model=live, optimizer=optimizer), str(tmp_path / "hf"))
+        report = manager.load(TrainState(model=live, optimizer=optimizer), str(tmp_path / "hf"), optimizer="skip")
+    assert report is not None
+    assert all(torch.equal(a, b) for a, b in zip(source.state_dict().values(), live.state_dict().values(), strict=True))
