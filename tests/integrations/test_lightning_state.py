@@ -9,7 +9,11 @@ import pytest
 
 pytest.importorskip("lightning")
 
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.integrations import lightning_state
+from ckptkit.integrations.lightning_callback import ManagedCheckpoint
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -39,3 +43,12 @@ def test_a_file_that_comes_while_a_checkpoint_is_removed_is_kept(
 def test_a_removal_that_fails_is_logged_and_raises_nothing_on_rank_0_alone(caplog: pytest.LogCaptureFixture) -> None:
     lightning_state.remove_checkpoint("nosuch://bucket/run/step=1.ckpt")
     assert "nosuch://bucket/run/step=1.ckpt was not removed" in caplog.text
+
+
+def test_a_managed_checkpoint_keeps_several_only_by_a_monitor_or_a_policy() -> None:
+    with pytest.raises(MisconfigurationException, match="save_top_k"):
+        ManagedCheckpoint(save_top_k=3)
+    assert ManagedCheckpoint(save_top_k=1).retention == RetentionPolicy(max_num=1)
+    assert ManagedCheckpoint(retention=RetentionPolicy(max_num=3)).retention == RetentionPolicy(max_num=3)
+    best = ManagedCheckpoint(save_top_k=3, monitor="loss").retention
+    assert best == RetentionPolicy(max_num=1, keep_best=("loss", "min", 3))

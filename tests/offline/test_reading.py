@@ -12,7 +12,7 @@ import pytest
 
 from ckptkit.checkpoint.run.delete import delete_checkpoint
 from ckptkit.checkpoint.run.pins import list_pins
-from ckptkit.errors import CheckpointNotFoundError, IncompleteCheckpointError
+from ckptkit.errors import CheckpointNotFoundError, CkptkitError, IncompleteCheckpointError
 from ckptkit.offline import reading
 from ckptkit.offline.convert import convert
 from ckptkit.offline.diff import diff
@@ -175,3 +175,19 @@ def test_a_copy_without_its_record_is_called_one_and_not_replaced(run: Path, tmp
     (source / "checkpoint.json").unlink()
     with pytest.raises(IncompleteCheckpointError, match=r"no checkpoint\.json: a copy that is not complete"):
         convert(str(source), str(tmp_path / "out"), to="torch")
+
+
+@pytest.mark.parametrize("name", ["checkpoint.json", "manifest.safetensors", ".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_copy_that_lacks_a_file_is_incomplete_and_not_called_replaced(
+    run: Path, tmp_path: Path, command: str, name: str
+) -> None:
+    (run / "step_00000004" / name).unlink()
+    words = ""
+    try:
+        found = COMMANDS[command](str(run / "step_00000004"), str(tmp_path / "out"))
+        words = str(getattr(found, "problems", ""))
+    except CkptkitError as error:
+        words = str(error)
+    assert "replaced" not in words
+    assert name in words or (command == "diff" and name in (".metadata", "__0_0.distcp"))  # by digests alone

@@ -14,7 +14,7 @@ from ckptkit.errors import StorageError
 from ckptkit.storage import retry
 from ckptkit.storage.objects import RemoteStore
 from ckptkit.storage.pool import WorkerPool
-from ckptkit.storage.retry import Patience, call_with_retries, patient
+from ckptkit.storage.retry import Patience, call_with_retries, patient, words_of
 from tests.storage.proxy import Proxy
 
 LONG_S = 1000.0  # longer than a test may take
@@ -130,3 +130,8 @@ def test_the_environment_sets_all_timeouts(monkeypatch: pytest.MonkeyPatch) -> N
     assert retry.timeout_s() == 120 and retry.timeout_s(retry.BACKGROUND_S) == 600
     monkeypatch.setenv("CKPTKIT_STORAGE_TIMEOUT", "7s")
     assert retry.timeout_s() == retry.timeout_s(retry.BACKGROUND_S) == 7
+
+
+@pytest.mark.parametrize("error", [OSError(None), OSError(5, None), OSError(), OSError(5, "")])
+def test_an_error_without_a_message_has_words_all_the_same(error: OSError) -> None:
+    assert words_of(error) == "OSError without a message"

@@ -59,10 +59,10 @@ _COMMANDS: dict[str, tuple[Callable[[str, str, str], Any], int]] = {  # and the 
     "verify --quick": (lambda a, b, out: verify(a, quick=True), 1),
     "inspect": (lambda a, b, out: inspect(a), 24),
     "verify": (lambda a, b, out: verify(a), 10),
-    "diff": (lambda a, b, out: diff(a, b), 100),
-    "convert --dry-run": (lambda a, b, out: convert(a, out, dry_run=True).plan_lines(), 205),
-    "convert": (lambda a, b, out: convert(a, out), 220),
-    "convert --to dcp": (lambda a, b, out: convert(a, out, to="dcp"), 300),
+    "diff": (lambda a, b, out: diff(a, b), 65),
+    "convert --dry-run": (lambda a, b, out: convert(a, out, dry_run=True).plan_lines(), 160),
+    "convert": (lambda a, b, out: convert(a, out), 185),
+    "convert --to dcp": (lambda a, b, out: convert(a, out, to="dcp"), 280),
     "reshard": (lambda a, b, out: reshard(a, out, world_size=2), 675),
 }
 
