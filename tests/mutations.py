@@ -115,7 +115,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a load takes what does not fit",
-        LOAD, "            plan.mismatches.check(store.url, strict=options.strict)\n", "",
+        LOAD, "            plan.mismatches.check(store.url, strict=options.strict, elsewhere=bool(elsewhere))\n", "",
         "tests/checkpoint/test_strict.py",
     ),
     Mutation(
