@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @click.command("inspect")
 @click.argument("url")
-@click.option("--tensors", metavar="GLOB", help="List the tensors that match, with every slice and its owner.")
+@click.option("--tensors", metavar="GLOB", help="List the tensors that match, with every slice and its rank.")
 @click.option(
     "--depth", type=shared.Count(0), metavar="N", default=2, show_default=True, help="Depth of the module tree."
 )

@@ -21,7 +21,7 @@ _COMMANDS = {
     "merge": "Average several checkpoints, or the last ones of a run.",
     "reshard": "Rewrite a checkpoint for another cluster size.",
     "copy": "Copy a checkpoint or a whole run to another place, verified.",
-    "inspect": "Show the contents of a checkpoint and which rank holds which slice.",
+    "inspect": "Show the contents of a checkpoint and the rank of each slice.",
     "ls": "List the checkpoints of a run, and why each is kept.",
     "verify": "Check that a checkpoint is complete and undamaged.",
     "diff": "Show which tensors of two checkpoints differ, and by how much.",
@@ -126,7 +126,7 @@ def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> 
     "--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version, help="Show the version."
 )
 def cli() -> None:
-    """Convert, reshard, check, compare and keep checkpoints of PyTorch training.
+    """Convert, reshard, verify, compare, copy and rotate checkpoints of PyTorch training.
 
     After a crash: `ckptkit ls RUN` lists the checkpoints, `ckptkit verify RUN` checks the newest.
 
