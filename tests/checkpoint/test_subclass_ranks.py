@@ -9,12 +9,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from ckptkit import CheckpointManager, TrainState
+from ckptkit import CheckpointManager, DCPReader, DCPWriter, TrainState, convert
+from ckptkit.cli.main import main
 from ckptkit.errors import CkptkitError
 
 TYPES = ("sharded", "full", "local")
@@ -125,3 +128,92 @@ def test_ranks_whose_shards_are_not_all_quantized_are_refused_by_name(ranks: Any
     for said in ranks.run(save, 3, str(tmp_path), "AdamW8bit", "sharded", options):
         assert "optimizer.state.1.weight.exp_avg and 1 more" in said and "a plain tensor" in said
     assert not list(tmp_path.glob("step_*"))
+
+
+def float8(seed: int) -> nn.Module:
+    """Return a model with float8 all-gathers under fully_shard: its shards are of a class of torchao."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    convert_to_float8_training(model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    assert type(model[0].weight._local_tensor).__name__ == "WeightWithDynamicFloat8CastTensor"
+    return model
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    locals_ = [p._local_tensor for p in model.parameters()]
+    return [getattr(local, "_tensor", local).detach().clone() for local in locals_]
+
+
+def float8_round_trip(url: str, kind: str) -> Any:
+    source, live = float8(0), float8(1)
+    optimizer, other = (torch.optim.AdamW(m.parameters(), lr=0.1) for m in (source, live))
+    for p in source.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    live[0].weight._local_tensor._precomputed_scale = torch.ones(())
+    with CheckpointManager(url, state_dict_type=kind) as manager:
+        manager.save(1, TrainState(model=source, optimizer=optimizer))
+        manager.load(TrainState(model=live, optimizer=other))
+    assert live[0].weight._local_tensor._precomputed_scale is None  # it was of other weights
+    assert all(map(torch.equal, weights(live), weights(source)))
+    assert all(values(other.state[p]["exp_avg"]) == values(optimizer.state[q]["exp_avg"])
+               for p, q in zip(live.parameters(), source.parameters(), strict=True))  # fmt: skip
+    return [p.full_tensor().detach().tolist() for p in map(plain, source.parameters())]
+
+
+def plain(parameter: Any) -> DTensor:
+    local = getattr(parameter._local_tensor, "_tensor", parameter._local_tensor)
+    mesh = parameter.device_mesh
+    return DTensor.from_local(local, mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride())
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_weights_gathered_in_float8_are_saved_as_their_values(ranks: Any, tmp_path: Path, kind: str) -> None:
+    saved = ranks.run(float8_round_trip, 2, str(tmp_path / "run"), kind)[0]
+    with CheckpointManager(tmp_path / "run") as manager:
+        if kind != "local":
+            model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+            manager.load(TrainState(model=model))
+            assert [p.tolist() for p in model.parameters()] == saved
+    convert(str(tmp_path / "run"), str(tmp_path / "hf"))
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    assert found["0.weight"].tolist() == saved[0]
+
+
+def float8_dcp(url: str) -> None:
+    source, live = float8(0), float8(1)
+    dcp.save({"model": source.state_dict()}, storage_writer=DCPWriter(url))
+    for reader in (DCPReader(url), dcp.FileSystemReader(url)):
+        state = {"model": live.state_dict()}
+        dcp.load(state, storage_reader=reader)
+        live.load_state_dict(state["model"])
+        assert all(map(torch.equal, weights(live), weights(source)))
+        live = float8(2)
+
+
+def test_dcp_writer_saves_weights_gathered_in_float8_for_any_reader(ranks: Any, tmp_path: Path) -> None:
+    ranks.run(float8_dcp, 2, str(tmp_path))
+
+
+def command(*args: str) -> Any:
+    with pytest.raises(SystemExit) as done:
+        main(list(args))
+    return done.value.code
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_commands_treat_the_parts_as_tensors(ranks: Any, tmp_path: Path, kind: str) -> None:
+    source = str(tmp_path / "run" / "step_00000001")
+    saved = ranks.run(save, 2, str(tmp_path / "run"), "AdamW8bit", kind, {})[0]
+    assert command("verify", source) == command("inspect", source, "--tensors", "*exp_avg::scale") == 0
+    copied, sharded, local = (str(tmp_path / name / "step_00000001") for name in ("copy", "sharded", "local"))
+    assert command("copy", source, copied) == 0
+    assert command("reshard", source, sharded, "--world-size", "3") == 0
+    assert command("reshard", source, local, "--world-size", "3", "--type", "local") == 0
+    for url in (copied, sharded, local):
+        assert command("verify", url) == command("diff", source, url) == 0
+    for root in ("sharded", "local"):
+        assert ranks.run(load, 3, str(tmp_path / root), "AdamW8bit", 0, {})[0] == saved, root

@@ -14,6 +14,7 @@ from ckptkit.checkpoint.state.rng import check_rng, reseed, restore_rng, shared_
 from ckptkit.checkpoint.state.train_state import PerRank, TrainState, canonical_modules, is_stateful
 from ckptkit.checkpoint.state.values import JSON, decode
 from ckptkit.errors import CorruptCheckpointError, LoadError
+from ckptkit.formats.dcp.host_bytes import forget_computed
 
 if TYPE_CHECKING:
     import torch
@@ -108,6 +109,7 @@ def apply_tensors(plan: LoadPlan, reading: Reading, decoded: Decoded | None, rep
     assert decoded is not None
     reading.finish()
     for target in plan.models:
+        forget_computed(target.live)
         report.loaded.append(target.key)
         if plan.sources:
             report.sources[target.key] = plan.sources[target.entry.fqn]

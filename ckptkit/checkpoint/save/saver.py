@@ -325,6 +325,11 @@ class Saver:
         try:
             part_ways(captured, self._keepers, rank)
             small = {**self._side_files, **side_files(state)} if rank == 0 else {}
+            if kind is StateDictType.FULL and any(
+                key.startswith("model") for key in captured.objects.get(SUBCLASSES, ())
+            ):
+                # With a config, from_pretrained would make random weights in place of those that are stored in parts.
+                small = {path: data for path, data in small.items() if path.rpartition("/")[2] != "config.json"}
             plan: TensorPlan
             if kind is StateDictType.SHARDED:
                 nested, private = dcp_state_dict(captured)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.checkpoint.state.values import JSON, decode, encode
 from ckptkit.errors import CorruptCheckpointError, SaveError, UsageError
-from ckptkit.formats.dcp.host_bytes import expanded_ones, hidden_ones
+from ckptkit.formats.dcp.host_bytes import expanded_ones, hidden_ones, without_subclass
 from ckptkit.formats.dcp.subclasses import Recipe, open_all
 
 if TYPE_CHECKING:
@@ -293,9 +293,9 @@ def new_state_tensor(
         device = parameter.device if on_device or not single else "cpu"
         return torch.empty(shape, dtype=dtype, device=device)
     if not isinstance(parameter, DTensor):
-        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        return torch.empty_like(without_subclass(parameter), dtype=dtype, requires_grad=False)
     with torch.no_grad():
-        local = torch.empty_like(parameter.to_local(), dtype=dtype)
+        local = torch.empty_like(without_subclass(parameter.to_local()), dtype=dtype)
     return DTensor.from_local(
         local,
         parameter.device_mesh,

@@ -18,7 +18,7 @@ from ckptkit.checkpoint.state.rng import capture_rng
 from ckptkit.checkpoint.state.values import JSON, Seen, encode
 from ckptkit.errors import SaveError, UsageError
 from ckptkit.formats.dcp.host_bytes import without_subclass
-from ckptkit.formats.dcp.subclasses import SEPARATOR, SUBCLASSES, Recipe, open_all, outer_name
+from ckptkit.formats.dcp.subclasses import SEPARATOR, SUBCLASSES, Recipe, open_all, outer_name, repeated
 
 if TYPE_CHECKING:
     import torch
@@ -488,7 +488,10 @@ def _live_state(module: torch.nn.Module) -> dict[str, Any]:
 
     parameters = inspect.signature(module.state_dict).parameters.values()
     if any(p.name == "keep_vars" or p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
-        return dict(module.state_dict(keep_vars=True))
+        found = dict(module.state_dict(keep_vars=True))
+        for name in repeated(found):
+            del found[name]
+        return found
     live = torch.nn.Module.state_dict(module, keep_vars=True)
     given = module.state_dict()
     return {name: live[name] if same_memory(live.get(name), value) else value for name, value in given.items()}

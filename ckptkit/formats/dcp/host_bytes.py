@@ -20,11 +20,13 @@ __all__ = [
     "HostBytes",
     "are_dense",
     "expanded_ones",
+    "forget_computed",
     "hidden_ones",
     "host_view",
     "is_dense",
     "is_sparse_or_quantized",
     "lies_row_major",
+    "own_memory",
     "row_major",
     "settle_device",
     "why_not_dense",
@@ -35,6 +37,9 @@ PIECE = 512 << 10  # stays in the cache while it is hashed and written; smaller 
 _STAGE = 16 << 20
 _TILE = 4 << 20  # buffer for tensors on the host that are not row-major
 _READ, _WRITE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
+
+# Classes whose values are those of one attribute, and their attributes that are computed from the values.
+_ONE_TENSOR = {"torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor": ("_tensor", "_precomputed_scale")}
 
 _view = ctypes.pythonapi.PyMemoryView_FromMemory
 _view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
@@ -94,6 +99,8 @@ def _why_not_subclass(tensor: Any) -> str | None:
         return why_not_dense(tensor.elem)
     kind = type(tensor)
     name = f"{kind.__module__}.{kind.__qualname__}"
+    if name in _ONE_TENSOR:
+        return why_not_dense(getattr(tensor, _ONE_TENSOR[name][0]))
     if is_lazy(tensor):
         return f"is a {name}, which has no values before its module has run once"
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
@@ -208,8 +215,23 @@ def without_subclass(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     if isinstance(tensor, AsyncCollectiveTensor):
         return tensor.wait()
+    tensor = own_memory(tensor)
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.detach().as_subclass(torch.Tensor)
+
+
+def own_memory(tensor: Any) -> Any:
+    """Return the tensor that has the values, if it is of a class whose values are those of one attribute."""
+    known = _ONE_TENSOR.get(f"{type(tensor).__module__}.{type(tensor).__qualname__}")
+    return tensor if known is None else getattr(tensor, known[0])
+
+
+def forget_computed(tensor: Any) -> None:
+    """Drop what a live tensor, or its local part, has computed from its values, after a load has changed them."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    known = _ONE_TENSOR.get(f"{type(local).__module__}.{type(local).__qualname__}")
+    if known is not None:
+        setattr(local, known[1], None)
 
 
 class HostBytes:

@@ -28,7 +28,14 @@ from ckptkit.digests import crc32, digest_of, signature_of
 from ckptkit.errors import SaveError, UsageError
 from ckptkit.formats.dcp.files import Written, write_records
 from ckptkit.formats.dcp.fill import part_of
-from ckptkit.formats.dcp.host_bytes import are_dense, is_dense, is_sparse_or_quantized, why_not_dense, without_subclass
+from ckptkit.formats.dcp.host_bytes import (
+    are_dense,
+    is_dense,
+    is_sparse_or_quantized,
+    own_memory,
+    why_not_dense,
+    without_subclass,
+)
 from ckptkit.formats.dcp.index import METADATA_NAME, Path, PlannedKey, write_index
 from ckptkit.formats.dcp.records import frame_object, frame_tensor, is_plain
 from ckptkit.formats.own.columns import Column, pack, pack_texts
@@ -594,8 +601,10 @@ def _local(value: Any, index: int) -> torch.Tensor:
         local = value.local_shards()[index].tensor
     else:
         local = value
-    if type(local) not in _PLAIN and is_lazy(local):
-        return local
+    if type(local) not in _PLAIN:
+        if is_lazy(local):
+            return local
+        local = own_memory(local)
     return local.detach() if local.requires_grad else local
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.errors import SaveError
-from ckptkit.formats.dcp.host_bytes import are_dense, why_not_dense
+from ckptkit.formats.dcp.host_bytes import are_dense, why_not_dense, without_subclass
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +33,7 @@ __all__ = [
     "open_all",
     "open_tensor",
     "outer_name",
+    "repeated",
 ]
 
 SEPARATOR = "::"
@@ -142,7 +143,7 @@ def _is_made_of_parts(tensor: Any) -> bool:
     kind = type(tensor)
     if kind in (torch.Tensor, torch.nn.Parameter) or isinstance(tensor, (DTensor, AsyncCollectiveTensor, FakeTensor)):
         return False
-    if not hasattr(tensor, "__tensor_flatten__") or not hasattr(kind, "__tensor_unflatten__"):
+    if not (hasattr(tensor, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")) and not _is_4bit(tensor):
         return False
     return not tensor.is_nested and not tensor.is_meta and bool(why_not_dense(tensor))
 
@@ -151,14 +152,14 @@ _Place = Callable[[str, Any, Any, str], tuple[Any, Any]]
 
 
 def _open(local: Any, place: _Place, whole: Any) -> Opened:
-    names, context = local.__tensor_flatten__()
-    kind = f"{type(local).__module__}.{type(local).__qualname__}"
+    kind = _class_of(local)
     shape = tuple(local.shape)
     parts: dict[str, torch.Tensor] = {}
     inner: dict[str, Any] = {}
-    for name in names:
-        tensor = getattr(local, name)
-        if not _is_kept(tensor, getattr(local, name)):
+    tensors, context = _flattened(local)
+    again, _ = _flattened(local)
+    for name, tensor in tensors.items():
+        if not _is_kept(tensor, again[name]):
             raise SaveError(f"is a {kind}, whose {name} is computed each time: a load could not fill it")
         stored, spec = place(name, tensor, local, _rule(kind, name, shape, tuple(tensor.shape)))
         deeper = open_tensor(stored)
@@ -182,6 +183,51 @@ def _open(local: Any, place: _Place, whole: Any) -> Opened:
     return Opened(parts, recipe)
 
 
+def _class_of(tensor: Any) -> str:
+    return f"{type(tensor).__module__}.{type(tensor).__qualname__}"
+
+
+def _flattened(tensor: Any) -> tuple[dict[str, torch.Tensor], Any]:
+    """Return the inner tensors of a tensor by attribute, and its context."""
+    if _is_4bit(tensor):
+        return _of_4bit(tensor)
+    names, context = tensor.__tensor_flatten__()
+    return {name: getattr(tensor, name) for name in names}, context
+
+
+# bitsandbytes' 4-bit weights do not know the protocol: packed values, and `quant_state` with scales and tables.
+_4BIT = "bitsandbytes.nn.modules.Params4bit"
+_4BIT_ENTRIES = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+
+
+def _is_4bit(tensor: Any) -> bool:
+    return _class_of(tensor) == _4BIT and getattr(tensor, "quant_state", None) is not None
+
+
+def _of_4bit(tensor: Any) -> tuple[dict[str, torch.Tensor], Any]:
+    state = tensor.quant_state
+    parts = {"data": without_subclass(tensor), "absmax": state.absmax, "quant_map": state.code}
+    context = {name: getattr(state, name) for name in ("quant_type", "blocksize", "dtype", "shape", "nested")}
+    if state.nested:
+        parts |= {
+            "nested_offset": state.offset,
+            "nested_absmax": state.state2.absmax,
+            "nested_quant_map": state.state2.code,
+        }
+        context |= {"nested_blocksize": state.state2.blocksize, "nested_dtype": state.state2.dtype}
+    return parts, context
+
+
+def repeated(tensors: Mapping[str, Any]) -> set[str]:
+    """Return the entries that a 4-bit layer of bitsandbytes adds to a state dict: copies of the parts of its weight."""
+    weights = [name for name, value in tensors.items() if type(value).__name__ == "Params4bit" and _is_4bit(value)]
+    if not weights:
+        return set()
+    heads = {f"{name}.{entry}" for name in weights for entry in _4BIT_ENTRIES}
+    packed = tuple(f"{name}.quant_state.bitsandbytes__" for name in weights)
+    return {name for name in tensors if name in heads or name.startswith(packed)}
+
+
 def _is_kept(one: Any, other: Any) -> bool:
     """Whether two readings of an attribute are the same tensor, or the same memory."""
     if one is other or not one.numel():
@@ -190,6 +236,8 @@ def _is_kept(one: Any, other: Any) -> bool:
 
 
 def _rule(kind: str, name: str, shape: tuple[int, ...], inner: tuple[int, ...]) -> str:
+    if kind == _4BIT:
+        return "whole"
     known = _KNOWN.get(kind)
     if known is not None and name in known:
         return known[name]

@@ -52,6 +52,7 @@ from ckptkit.catalog.entry import Catalog, TensorEntry
 from ckptkit.digests import hex_digest_of
 from ckptkit.errors import (
     CheckpointExistsError,
+    CheckpointMismatchError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     IncompleteCheckpointError,
@@ -60,7 +61,7 @@ from ckptkit.errors import (
 from ckptkit.formats.dcp import catalog as dcp
 from ckptkit.formats.dcp.files import ROW, write_records
 from ckptkit.formats.dcp.fill import Filler, Verify
-from ckptkit.formats.dcp.host_bytes import is_dense, why_not_dense, without_subclass
+from ckptkit.formats.dcp.host_bytes import is_dense, own_memory, why_not_dense, without_subclass
 from ckptkit.formats.dcp.index import RankSlices, SaveIndex, write_index
 from ckptkit.formats.dcp.plan import ShardedPlan, whole_record
 from ckptkit.formats.dcp.planners import DCPLoadPlanner, WriterMeta, is_itself
@@ -599,7 +600,10 @@ class DCPReader(StorageReader):
                 entry = entries[name] = catalog.tensors[name]
             destinations[item.dest_index.fqn] = entry
             target = planner.resolve_tensor(item).detach()
-            filler.add(entry, _row(entry, item), tuple(item.storage_offsets), target)
+            memory = own_memory(target)
+            if not is_dense(memory):
+                raise CheckpointMismatchError(f"tensor {item.dest_index.fqn!r}: here it {why_not_dense(memory)}.")
+            filler.add(entry, _row(entry, item), tuple(item.storage_offsets), memory)
             filled.append((item, target))
         _check_filled(filled, planner)
         whole = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
