@@ -292,6 +292,9 @@ def _sharded(whole: Any, name: str, inner: Any, local: Any, rule: str) -> tuple[
     view, spec = _plain(name, inner, local, rule)
     blocks = _blocks(spec["block"], whole.shape) if rule == "flat" else spec["block"]
     cut = {placement.dim for placement in placements if hasattr(placement, "dim")}
+    strided = any(hasattr(placement, "split_factor") for placement in placements)
+    if strided and any(blocks[dim] != 1 for dim in cut):
+        raise SaveError(_split(whole, name, spec["block"], f"{placements} interleaves its rows"))
     for dim in cut:
         start, stop, most = offsets[dim], offsets[dim] + sizes[dim], blocks[dim]
         if not most or start % most or stop % most or whole.shape[dim] % most:
