@@ -601,9 +601,9 @@ class DCPReader(StorageReader):
             destinations[item.dest_index.fqn] = entry
             target = planner.resolve_tensor(item).detach()
             memory = own_memory(target)
+            filler.add(entry, _row(entry, item), tuple(item.storage_offsets), memory)
             if not is_dense(memory):
                 raise CheckpointMismatchError(f"tensor {item.dest_index.fqn!r}: here it {why_not_dense(memory)}.")
-            filler.add(entry, _row(entry, item), tuple(item.storage_offsets), memory)
             filled.append((item, target))
         _check_filled(filled, planner)
         whole = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
