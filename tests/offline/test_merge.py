@@ -240,6 +240,17 @@ def test_a_choice_of_too_few_is_refused(run: str, tmp_path: Path, which: dict[st
         merge([run], str(tmp_path / "out"), **which)
 
 
+def test_a_head_that_only_one_source_trained_is_refused_with_a_command_that_keeps_it(tmp_path: Path) -> None:
+    tied = {"model.embed_tokens.weight": torch.ones(2, 2), "lm_head.weight": torch.ones(2, 2)}
+    own = {**tied, "lm_head.weight": torch.zeros(2, 2)}
+    sources = [export(tmp_path / "tied", tied), export(tmp_path / "own", own)]
+    for source in sources:
+        Path(source, "config.json").write_text('{"model_type": "llama", "tie_word_embeddings": true}')
+    with pytest.raises(CheckpointMismatchError, match="`convert --untie` keeps both"):
+        merge(sources, str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_result_never_replaces_a_source(sources: list[str]) -> None:
     with pytest.raises(UsageError, match="is the source itself"):
         merge(sources, sources[0], overwrite=True)

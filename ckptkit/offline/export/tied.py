@@ -147,8 +147,8 @@ def settle_tied(
         elif not equal and config_ties(config) and not untie:
             raise CheckpointMismatchError(
                 f"config.json has tie_word_embeddings, but {head!r} differs from {embedding!r}: loading the "
-                "export would lose the head. Was it trained separately? --untie keeps both and corrects the "
-                "config."
+                "export would lose the head. Was it trained separately? `convert --untie` keeps both and "
+                "corrects the config."
             )
         elif not equal or untie:
             untied = True
