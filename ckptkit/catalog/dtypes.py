@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ckptkit.errors import UnsupportedFormatError, UsageError
@@ -16,14 +17,44 @@ class DType:
     Attributes:
         name: "bfloat16", "float8_e4m3fn", ...
         itemsize: Bytes per element.
-        kind: "float", "float8" (never cast), "int", "bool" or "complex".
+        kind: "float", "float8" (or smaller; never cast), "int", "bool" or "complex".
         safetensors: Its name in a safetensors header; None if the format does not have it.
+        bits: Of a number, if it is less than a byte. The last dimension then counts bytes, as in torch; a safetensors
+            header counts numbers.
     """
 
     name: str
     itemsize: int
     kind: str
     safetensors: str | None
+    bits: int = 8
+
+    def in_bytes(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape in elements of a shape that a safetensors header states.
+
+        Raises:
+            UnsupportedFormatError: A row of numbers smaller than a byte does not end at a byte.
+        """
+        if self.bits == 8:
+            return tuple(shape)
+        if not shape or shape[-1] * self.bits % 8:
+            raise UnsupportedFormatError(
+                f"safetensors dtype {self.safetensors} of shape {list(shape)}: the last dimension does not end with a "
+                "whole byte, which safetensors does not load for torch either."
+            )
+        return (*shape[:-1], shape[-1] * self.bits // 8)
+
+    def in_numbers(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return what a safetensors header states for a shape in elements.
+
+        Raises:
+            UnsupportedFormatError: A row does not end with a whole number.
+        """
+        if self.bits == 8:
+            return tuple(shape)
+        if not shape or shape[-1] * 8 % self.bits:
+            raise UnsupportedFormatError(f"{self.name} of shape {list(shape)} does not end with a whole number.")
+        return (*shape[:-1], shape[-1] * 8 // self.bits)
 
 
 # The safetensors names are from its Dtype enum, version 0.8 (safetensors/src/tensor.rs).
@@ -39,7 +70,9 @@ DTYPES: dict[str, DType] = {
         DType("float8_e8m0fnu", 1, "float8", "F8_E8M0"),
         DType("float8_e4m3fnuz", 1, "float8", "F8_E4M3FNUZ"),
         DType("float8_e5m2fnuz", 1, "float8", "F8_E5M2FNUZ"),
-        DType("float4_e2m1fn_x2", 1, "float8", None),
+        DType("float4_e2m1fn_x2", 1, "float8", "F4", 4),
+        DType("float6_e2m3fn_bytes", 1, "float8", "F6_E2M3", 6),  # torch has none: four numbers are three elements
+        DType("float6_e3m2fn_bytes", 1, "float8", "F6_E3M2", 6),
         DType("int64", 8, "int", "I64"),
         DType("int32", 4, "int", "I32"),
         DType("int16", 2, "int", "I16"),

@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ckptkit.arguments import Location, check_int, globs, location
+from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.dtypes import export_dtype
 from ckptkit.errors import CheckpointNotFoundError, UnsupportedFormatError, UsageError
 from ckptkit.formats.options import ReadOptions
@@ -286,6 +287,11 @@ def _lay_out(source: Source, export: HFExport, place: OutputPlace, output: Outpu
     catalog, tensors, to, world_size = source.catalog, export.tensors, output.to, output.world_size
     if world_size is not None and to in ("hf", "torch"):
         raise UsageError(f"--world-size cannot be combined with --to {to}, which is not sharded by rank.")
+    odd = [tensor.name for tensor in tensors if dtype_of(tensor.dtype).bits == 6]
+    if odd and to in ("torch", "dcp"):
+        raise UnsupportedFormatError(
+            f"{', '.join(odd[:3])}: torch has no FP6, so --to {to} cannot hold it. Use --to hf, or --exclude."
+        )
     if to == "local":
         from ckptkit.offline.reshard import identity_of
         from ckptkit.offline.resharding.mesh import TargetMesh

@@ -65,13 +65,14 @@ def encode_header(tensors: Sequence[FileTensor], metadata: Mapping[str, str]) ->
     table: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     position = 0
     for tensor in tensors:
-        name = dtype_of(tensor.dtype).safetensors
-        if name is None:
+        dtype = dtype_of(tensor.dtype)
+        if dtype.safetensors is None:
             raise UnsupportedFormatError(
                 f"tensor {tensor.name!r} is {tensor.dtype}, which safetensors cannot store. Save it as SHARDED."
             )
         stop = position + tensor.nbytes
-        table[tensor.name] = {"dtype": name, "shape": list(tensor.shape), "data_offsets": [position, stop]}
+        shape = list(dtype.in_numbers(tensor.shape))
+        table[tensor.name] = {"dtype": dtype.safetensors, "shape": shape, "data_offsets": [position, stop]}
         position = stop
     text = encode_names(json.dumps(table, separators=(",", ":"), ensure_ascii=False), table)
     text += b" " * (-len(text) % 8)

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ckptkit.catalog.dtypes import DType, from_safetensors
 from ckptkit.catalog.dtypes import dtype as dtype_of
-from ckptkit.catalog.dtypes import from_safetensors
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
 from ckptkit.formats.own.json import parse
 from ckptkit.storage import Store
@@ -233,6 +233,8 @@ def _columns(members: Mapping[str, Any], data_start: int) -> HeaderTensors | Non
         known = {name: from_safetensors(name) for name in set(stated)}
     except UnsupportedFormatError:
         return None
+    if any(dtype.bits < 8 for dtype in known.values()):
+        return None
     sizes, spans = _numbers(shapes), _numbers(offsets)
     ndims = np.fromiter(map(len, shapes), np.int64, len(shapes))
     if sizes is None or spans is None or set(map(len, offsets)) - {2} or ndims.max(initial=0) > _MAX_DIMS:
@@ -288,16 +290,21 @@ def _tensor(name: str, value: Any, data_start: int, path: str) -> HeaderTensor:
             f"{path}: tensor {name!r} has {len(shape)} dimensions and data_offsets {list(offsets[:8])}; expected at "
             f"most {_MAX_DIMS} dimensions and [begin, end] with begin <= end."
         )
+    stated = shape
+    try:
+        shape = dtype.in_bytes(stated)
+    except UnsupportedFormatError as error:
+        raise UnsupportedFormatError(f"{path}: tensor {name!r}: {error}") from error
     nbytes = math.prod(shape) * dtype.itemsize
     if offsets[1] - offsets[0] != nbytes:
         raise CorruptCheckpointError(
-            f"{path}: tensor {name!r} of dtype {dtype.safetensors} and shape {list(shape)} needs {nbytes} bytes, but "
+            f"{path}: tensor {name!r} of dtype {dtype.safetensors} and shape {list(stated)} needs {nbytes} bytes, but "
             f"its data_offsets {list(offsets)} give it {offsets[1] - offsets[0]}."
         )
     return HeaderTensor(dtype.name, shape, data_start + offsets[0], nbytes)
 
 
-def _dtype(name: str, value: Any, path: str) -> Any:
+def _dtype(name: str, value: Any, path: str) -> DType:
     if not isinstance(value, str):
         raise CorruptCheckpointError(f"{path}: dtype of tensor {name!r} is not a string.")
     try:
@@ -414,11 +421,11 @@ def encode_header(
     for tensor, start in zip(tensors, starts, strict=True):
         if tensor.name in fields or tensor.name == "__metadata__":
             raise UnsupportedFormatError(f"tensor name {tensor.name!r} is there twice, or not allowed in safetensors.")
-        name = dtype_of(tensor.dtype).safetensors
-        if name is None:
+        dtype = dtype_of(tensor.dtype)
+        if dtype.safetensors is None:
             raise UnsupportedFormatError(f"tensor {tensor.name!r}: safetensors has no dtype {tensor.dtype}.")
-        span = [start, start + tensor.nbytes]
-        fields[tensor.name] = {"dtype": name, "shape": list(tensor.shape), "data_offsets": span}
+        span, shape = [start, start + tensor.nbytes], list(dtype.in_numbers(tensor.shape))
+        fields[tensor.name] = {"dtype": dtype.safetensors, "shape": shape, "data_offsets": span}
     text = encode_names(json.dumps(fields, separators=(",", ":"), ensure_ascii=False), fields)
     text += b" " * (-len(text) % 8)  # data starts 8-aligned, as the format's own writer pads
     return len(text).to_bytes(8, "little") + text

@@ -237,9 +237,10 @@ def _from_hub(base: str) -> BaseModel:
         from ckptkit.catalog.dtypes import from_safetensors
 
         wanted = {
-            name: WantedTensor(from_safetensors(str(info.dtype)).name, tuple(info.shape))
+            name: WantedTensor(dtype.name, dtype.in_bytes(info.shape))
             for file in metadata.files_metadata.values()
             for name, info in file.tensors.items()
+            for dtype in [from_safetensors(str(info.dtype))]
         }
         return BaseModel(base, found.config, found.files, wanted, found.adapter_config, repo, found.notes)
     notes = (*found.notes, note) if note else found.notes

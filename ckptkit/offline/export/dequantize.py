@@ -97,7 +97,7 @@ def dequantize(targets: Mapping[str, Target], dtype: str, config: Mapping[str, A
     settings = (config or {}).get("quantization_config")
     settings = settings if isinstance(settings, Mapping) else {}
     eight = [name for name, target in targets.items() if dtype_of(target.source_dtype).kind == "float8"]
-    eight = [name for name in eight if not any(name.endswith(end) for end in _SCALES)]
+    eight = [name for name in eight if not any(name.endswith(end) for end in _SCALES) and not _is_small(targets[name])]
     scaled = [name for name in eight if _scale_of(name, targets)]
     if not (settings or scaled or any(_is_packed(name, targets) for name in targets)):
         return Dequantized(dict(targets))
@@ -162,7 +162,11 @@ def _stored(target: Target) -> Target:
 def _is_packed(name: str, targets: Mapping[str, Target]) -> bool:
     """Return whether a tensor holds integers that stand for floats, or belongs to them."""
     coded = targets[name].source_dtype in ("int8", "uint8") and bool(_scale_of(name, targets))
-    return coded or _PACKED.fullmatch(name) is not None
+    return coded or _is_small(targets[name]) or _PACKED.fullmatch(name) is not None
+
+
+def _is_small(target: Target) -> bool:
+    return dtype_of(target.source_dtype).bits < 8
 
 
 def _scale_of(name: str, targets: Mapping[str, Target]) -> str:

@@ -9,8 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors import safe_open
 from safetensors.numpy import save_file
+from safetensors.torch import load_file as load_torch
+from safetensors.torch import save_file as save_torch
 
+from ckptkit import convert, verify
 from ckptkit.catalog.entry import Role
 from ckptkit.errors import (
     CheckpointNotFoundError,
@@ -74,7 +79,15 @@ BAD = {
     ),
     "64 dimensions whose product no float holds": ({"a": _f32([2**63 - 1] * 64, 0, 4)}, b"0", None,
                                                    CorruptCheckpointError),
-    "an unknown dtype": ({"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}, b"0", None,
+    "numbers of 4 bits that end inside a byte": (
+        {"a": {"dtype": "F4", "shape": [2, 3], "data_offsets": [0, 3]}}, b"000", None, UnsupportedFormatError
+    ),
+    "numbers of 6 bits with too many bytes": (
+        {"a": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 4]}}, b"0000", None, CorruptCheckpointError
+    ),
+    "a single number of 4 bits": ({"a": {"dtype": "F4", "shape": [], "data_offsets": [0, 1]}}, b"0", None,
+                                  UnsupportedFormatError),
+    "an unknown dtype": ({"a": {"dtype": "F5", "shape": [2], "data_offsets": [0, 1]}}, b"0", None,
                          UnsupportedFormatError),
 }  # fmt: skip
 
@@ -127,8 +140,8 @@ def test_a_file_without_a_header_is_refused(tmp_path, size):
 
 
 def test_an_unknown_dtype_is_named(tmp_path):
-    _write(tmp_path / "x.safetensors", {"w": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}, b"000")
-    with pytest.raises(UnsupportedFormatError, match=r"'w'.*F6_E2M3"):
+    _write(tmp_path / "x.safetensors", {"w": {"dtype": "F7_E2M4", "shape": [4], "data_offsets": [0, 3]}}, b"000")
+    with pytest.raises(UnsupportedFormatError, match=r"'w'.*F7_E2M4"):
         _read(tmp_path)
 
 
@@ -354,3 +367,68 @@ def test_modules_of_sentence_transformers_with_weights_of_their_own_are_said(tmp
     )
     (tmp_path / "modules.json").write_text('{"no": "list"}')
     assert safetensors.open_catalog(open_store(str(tmp_path))).info.notes == ()
+
+
+SMALL = {"F4": (2, 16), "F6_E2M3": (2, 8), "F6_E3M2": (1, 4), "F8_E8M0": (3, 5)}
+
+
+def _small(path: Path) -> bytes:
+    """Write a file of dtypes of less than a byte, and one of exponents; return its data."""
+    sizes = {"F4": 16, "F6_E2M3": 12, "F6_E3M2": 3, "F8_E8M0": 15}
+    header, at = {}, 0
+    for name, shape in SMALL.items():
+        header[name] = {"dtype": name, "shape": shape, "data_offsets": [at, at + sizes[name]]}
+        at += sizes[name]
+    data = bytes(range(at))
+    path.mkdir()
+    _write(path / "model.safetensors", header, data)
+    return data
+
+
+def test_numbers_of_less_than_a_byte_count_as_bytes(tmp_path):
+    _small(tmp_path / "src")
+    found = safetensors.open_catalog(open_store(str(tmp_path / "src"))).tensors
+    assert {name: (entry.dtype, entry.shape) for name, entry in found.items()} == {
+        "F4": ("float4_e2m1fn_x2", (2, 8)),  # as torch shows it
+        "F6_E2M3": ("float6_e2m3fn_bytes", (2, 6)),
+        "F6_E3M2": ("float6_e3m2fn_bytes", (1, 3)),
+        "F8_E8M0": ("float8_e8m0fnu", (3, 5)),
+    }
+
+
+def test_numbers_of_less_than_a_byte_are_copied_with_their_kinds_and_shapes(tmp_path):
+    data = _small(tmp_path / "src")
+    convert(str(tmp_path / "src"), str(tmp_path / "out"), verify=True)
+    with safe_open(tmp_path / "out" / "model.safetensors", "np") as file:
+        found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+        assert {name: (item.get_dtype(), tuple(item.get_shape())) for name, item in found.items()} == {
+            name: (name, shape) for name, shape in SMALL.items()
+        }
+    header = read_header(open_store(str(tmp_path / "out")), "model.safetensors")
+    raw = (tmp_path / "out" / "model.safetensors").read_bytes()
+    at = 0
+    for name in SMALL:
+        entry = header.tensors[name]
+        assert raw[entry.start : entry.start + entry.nbytes] == data[at : at + entry.nbytes]
+        at += entry.nbytes
+    assert at == len(data)
+    verify(str(tmp_path / "out"))
+
+
+def test_numbers_of_less_than_a_byte_are_not_cast_or_given_to_torch(tmp_path):
+    _small(tmp_path / "src")
+    with pytest.raises(UnsupportedFormatError, match=r"F6_E2M3.*torch has no FP6"):
+        convert(str(tmp_path / "src"), str(tmp_path / "out"), to="dcp")
+    (tmp_path / "src" / "config.json").write_text('{"quantization_config": {"quant_method": "other"}}')
+    with pytest.raises(UnsupportedFormatError, match=r"3 tensors are packed by quantization.*F4"):
+        convert(str(tmp_path / "src"), str(tmp_path / "out"), dtype="bf16")
+
+
+def test_pairs_of_four_bits_are_those_of_torch(tmp_path):
+    pairs = torch.arange(32, dtype=torch.uint8).reshape(4, 8).view(torch.float4_e2m1fn_x2)
+    save_torch({"a": pairs}, tmp_path / "model.safetensors")
+    convert(str(tmp_path), str(tmp_path / "dcp"), to="dcp", world_size=2)
+    convert(str(tmp_path / "dcp"), str(tmp_path / "back"))
+    found = load_torch(tmp_path / "back" / "model.safetensors")["a"]
+    assert found.dtype == torch.float4_e2m1fn_x2
+    assert torch.equal(found.view(torch.uint8), pairs.view(torch.uint8))
