@@ -88,6 +88,12 @@ def export_options(function: F, *, weights: str = "--weights") -> F:
 @click.argument("src")
 @click.argument("dst")
 @export_options
+@_what(
+    "--quantize",
+    type=OneOf(["fp8-block"]),
+    metavar="HOW",
+    help="fp8-block: linear layers in FP8 with a scale for each 128 x 128 weights (--to hf).",
+)
 @_model("--untie", is_flag=True, help="Keep a head that differs from the embedding, and correct the config.")
 @_model("--merge-adapter", is_flag=True, help="Merge LoRA adapters into the weights of SRC or --base.")
 @_model("--adapter-config", metavar="FILE", help="PEFT's adapter_config.json, if the checkpoint has none.")

@@ -38,6 +38,7 @@ __all__ = ["ConvertReport", "Format", "Output", "Weights", "choose", "convert", 
 
 Format: TypeAlias = Literal["hf", "dcp", "torch", "local"]
 Weights: TypeAlias = Literal["auto", "model", "master"]
+Quantization: TypeAlias = Literal["fp8-block"]
 _FORMATS = ("hf", "dcp", "torch", "local")
 _MIN_MEMORY = 16_000_000
 
@@ -50,6 +51,7 @@ def convert(  # noqa: PLR0913 - one argument per option
     *,
     to: Format = "hf",
     dtype: str = "keep",
+    quantize: Quantization | None = None,
     weights: Weights = "auto",
     base: str | None = None,
     key_map: NameMap | str | None = None,
@@ -85,6 +87,8 @@ def convert(  # noqa: PLR0913 - one argument per option
             `torch.save`; `dst` names the file, or a directory to put pytorch_model.bin in), "local" (a committed
             ckptkit checkpoint of the model only: one file for each of `world_size` ranks).
         dtype: "keep", or the float dtype that floats are cast to.
+        quantize: "fp8-block" writes the weights of linear layers in FP8, in blocks of 128 x 128, for transformers, vLLM
+            and SGLang. Weights that are quantized already are dequantized first, to `dtype` or bf16.
         weights: "master" exports the fp32 copies that some optimizers keep; "auto" does so if `dtype` casts.
         base: Hugging Face directory or repo that provides config, tokenizer, and the expected names and shapes.
         key_map: A built-in name, a TOML or JSON file, or a NameMap.
@@ -116,8 +120,12 @@ def convert(  # noqa: PLR0913 - one argument per option
     source = open_pinned(src, storage_options=there, options=reading, together=not dry_run)
     options = ExportOptions(
         dtype, weights, key_map_of(key_map), strip_prefix, globs("include", include), globs("exclude", exclude), untie,
-        adapter_config, merge_adapter, strict=not dry_run,
+        adapter_config, merge_adapter, quantize=quantize, strict=not dry_run,
     )  # fmt: skip
+    if quantize not in (None, "fp8-block"):
+        raise UsageError(f"quantize={quantize!r} is unknown. Known: fp8-block.")
+    if quantize and to != "hf":
+        raise UsageError(f"--quantize is for Hugging Face exports; it cannot be combined with --to {to}.")
     if merge_adapter and base is not None:
         source, options, base = _with_base(source, options, base, together=not dry_run, storage_options=storage_options)
     export = choose(source, to, options, base, storage_options)

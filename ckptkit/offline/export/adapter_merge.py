@@ -226,7 +226,13 @@ _IN_FIRST = frozenset({"gpt_oss", "openai_privacy_filter", "aria", "aria_text"})
 _MOST_PARAMETERS = 6  # per module
 
 
-def merge_adapter(split: AdapterSplit, config: Mapping[str, Any], *, model_type: str | None = None) -> Put:
+def merge_adapter(
+    split: AdapterSplit,
+    config: Mapping[str, Any],
+    *,
+    model_type: str | None = None,
+    before: Mapping[str, Change] | None = None,
+) -> Put:
     """Return the function that replaces base tensors by merged ones.
 
     It takes (targets, omitted tied source -> kept source, notes to extend) and is applied after the key map, so that
@@ -234,6 +240,7 @@ def merge_adapter(split: AdapterSplit, config: Mapping[str, Any], *, model_type:
 
     Args:
         model_type: The base config's model type, if known.
+        before: By source: what is done to a base weight first, such as its dequantization.
 
     Raises:
         UnsupportedFormatError: PEFT cannot merge the adapter either, or its names are ambiguous.
@@ -246,6 +253,8 @@ def merge_adapter(split: AdapterSplit, config: Mapping[str, Any], *, model_type:
         targets: Mapping[str, Target], tied: Mapping[str, str], notes: MutableSequence[str]
     ) -> dict[str, Target | ComputedTensor]:
         made = _of_tied(changes, tied, notes, {source: target.name for source, target in whole.items()})
+        first = before or {}
+        made = {**first, **{key: first[key].then(change) if key in first else change for key, change in made.items()}}
         return {
             name: changed(target, made, whole) if any(key in made for key in target.sources) else target
             for name, target in targets.items()
@@ -561,8 +570,9 @@ def _check_dtypes(pair: LoraPair, weight: Target) -> None:
     assert pair.a is not None and pair.b is not None
     kinds = {dtype_of(target.dtype).kind for target in (weight, pair.a, pair.b)}
     if kinds != {"float"} or pair.a.dtype != pair.b.dtype:
+        advice = "--dtype bf16 dequantizes the base first." if dtype_of(weight.dtype).kind == "float8" else _ADVICE
         raise UnsupportedFormatError(
-            f"{pair.module!r}: {weight.dtype} and {pair.a.dtype}, {pair.b.dtype} can't be merged. {_ADVICE}"
+            f"{pair.module!r}: {weight.dtype} and {pair.a.dtype}, {pair.b.dtype} can't be merged. {advice}"
         )
 
 

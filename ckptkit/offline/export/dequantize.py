@@ -50,6 +50,11 @@ class Dequantized:
     whole: dict[str, Target] = field(default_factory=dict)
     dropped: dict[str, str] = field(default_factory=dict)
     names: dict[str, str] = field(default_factory=dict)
+    dtype: str = ""
+
+    def note(self) -> str:
+        kinds = " and ".join(dict.fromkeys(change.label.partition(" ")[0] for change in self.changes.values()))
+        return f"{len(self.changes)} {kinds} weights dequantized to {self.dtype}"
 
     def computed(self, tensors: Mapping[str, OutputTensor]) -> dict[str, OutputTensor]:
         """Return the tensors with those of quantized sources computed."""
@@ -70,14 +75,12 @@ class _Weight:
         stored: The name of its codes.
         parts: The names of its scales and the like.
         target: What it becomes.
-        shape: Of its source, as it is computed: the target may be a permutation of it.
     """
 
     name: str
     stored: str
     parts: tuple[str, ...]
     target: Target
-    shape: tuple[int, ...]
     change: Change
 
 
@@ -117,7 +120,7 @@ def dequantize(targets: Mapping[str, Target], dtype: str, config: Mapping[str, A
             "values are not known. Is the checkpoint complete? --dtype keep copies the tensors as they are."
         )
     weights += [_eight(name, targets, settings.get("weight_block_size"), wanted) for name in scaled]
-    return _dequantized(targets, weights)
+    return replace(_dequantized(targets, weights), dtype=dtype)
 
 
 def _dequantized(targets: Mapping[str, Target], weights: list[_Weight]) -> Dequantized:
@@ -142,7 +145,7 @@ def _dequantized(targets: Mapping[str, Target], weights: list[_Weight]) -> Dequa
         found.names[name] = weight.name
         found.targets[weight.name] = weight.target
         source = target.sources[0]
-        found.whole[source] = _source(weight.name, weight.target.dtype, source, weight.shape)
+        found.whole[source] = weight.target
         found.changes[source] = replace(weight.change, stored=_stored(target))
     return found
 
@@ -177,7 +180,7 @@ def _eight(name: str, targets: Mapping[str, Target], blocks: Any, dtype: str) ->
     scale, weight = _scale_of(name, targets), targets[name]
     formula, label = _formula(weight, targets[scale], blocks, dtype)
     change = Change((_stored(targets[scale]),), formula, label, bool(weight.shape), 12)
-    return _Weight(name, name, (scale,), replace(weight, dtype=dtype), weight.shape, change)
+    return _Weight(name, name, (scale,), replace(weight, dtype=dtype), change)
 
 
 def _formula(weight: Target, scale: Target, blocks: Any, dtype: str) -> tuple[Formula, str]:
@@ -228,10 +231,10 @@ def _mxfp4(name: str, targets: Mapping[str, Target], dtype: str) -> _Weight:
             f"{name!r} is {blocks.source_dtype} {list(blocks.shape)}, and its scales {scales.source_dtype} "
             f"{list(scales.shape)}: expected bytes [experts, out, groups, 16] and [experts, out, groups] of MXFP4."
         )
-    shape = (*blocks.shape[:2], blocks.shape[2] * 32)
-    made = _source(weight, dtype, blocks.sources[0], shape).transposed((0, 2, 1))
+    made = _source(weight, dtype, blocks.sources[0], (blocks.shape[0], blocks.shape[2] * 32, blocks.shape[1]))
     label = "MXFP4 weight * 2 ** (scale of the group - 127), transposed"
-    return _Weight(weight, name, (scales.name,), made, shape, Change((_stored(scales),), formulas.mxfp4(dtype), label))
+    change = Change((_stored(scales),), formulas.mxfp4(dtype), label, True, dtype_of(dtype).itemsize + 2)
+    return _Weight(weight, name, (scales.name,), made, change)
 
 
 # --- compressed-tensors
@@ -240,9 +243,7 @@ def _mxfp4(name: str, targets: Mapping[str, Target], dtype: str) -> _Weight:
 def _packed(name: str, targets: Mapping[str, Target], settings: Mapping[str, Any], dtype: str) -> _Weight:
     made, weight = unpacking(name, targets, settings, dtype), name.removesuffix("_packed")
     change = Change(tuple(_stored(targets[part]) for part in made.parts), made.formula, made.label, True, 12)
-    return _Weight(
-        weight, name, made.parts, _source(weight, dtype, targets[name].sources[0], made.shape), made.shape, change
-    )
+    return _Weight(weight, name, made.parts, _source(weight, dtype, targets[name].sources[0], made.shape), change)
 
 
 def _listed(names: list[str]) -> str:

@@ -61,10 +61,10 @@ def by_block(high: int, wide: int, dtype: str) -> Formula:
 
 
 def mxfp4(dtype: str) -> Formula:
-    """Return [..., groups * 32] of blocks [..., groups, 16]: two codes of FP4 a byte, the lower one first, times two to
-    the power of the group's exponent. Inputs: exponents plus 127, as bytes [..., groups].
+    """Return [experts, groups * 32, out] of blocks [experts, out, groups, 16]: two codes of FP4 a byte, the lower one
+    first, times two to the power of the group's exponent. Inputs: exponents plus 127, as bytes [experts, out, groups].
 
-    As `convert_moe_packed_tensors` of transformers (integrations/mxfp4.py), but for its transposition.
+    As `convert_moe_packed_tensors` of transformers (integrations/mxfp4.py).
     """
 
     def unpacked(w: torch.Tensor, inputs: Any, first: int) -> torch.Tensor:
@@ -78,7 +78,8 @@ def mxfp4(dtype: str) -> Formula:
         exponents = torch.arange(256, dtype=torch.int32).reshape(-1, 1, 1) - 127
         torch.ldexp(table, exponents, out=table)
         scales = inputs[0][first : first + w.shape[0]].unsqueeze(-1)
-        return _looked_up(table.reshape(1 << 16, 2), scales, w).reshape(*w.shape[:-2], -1)
+        made = _looked_up(table.reshape(1 << 16, 2), scales, w).reshape(*w.shape[:2], -1)
+        return made.transpose(1, 2)
 
     return unpacked
 

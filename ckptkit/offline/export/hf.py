@@ -82,6 +82,7 @@ class _Draft:
     key_map: str = "hf"
     weights: str = "model"
     untied: bool = False
+    quantization: dict[str, Any] | None = None  # of the export, if that was asked for
     extra: list[str] = field(default_factory=list)
     live: dict[str, str] = field(default_factory=dict)  # by source: its name before the key map
     tied: dict[str, str] = field(default_factory=dict)  # by source of a second name: that of the one that is kept
@@ -109,16 +110,19 @@ def plan_export(
     own = own or beside_source(store, catalog)
     draft = _draft(catalog, base.over(own) if base is not None else own, options or ExportOptions())
     draft.notes += (*draft.options.notes, *draft.base.notes)
+    quantized = _dequantized(draft)
     split = _split_adapter(draft.targets, mapped=draft.options.key_map is not None)
     if split is None and draft.options.merge_adapter:
         raise UsageError("--merge-adapter: the checkpoint contains no adapter (no lora_A or lora_B).")
     if split is not None:
         draft.dropped.update(split.dropped)
         draft.notes += [f"adapter {name!r}" for name in split.names if name != "default"]
+        if draft.options.quantize and not draft.options.merge_adapter:
+            raise UsageError("--quantize is for models: the checkpoint contains an adapter. Add --merge-adapter.")
     if split is not None and not draft.options.merge_adapter:
         tensors, kind = _adapter_tensors(draft, split), "adapter"
     else:
-        tensors, kind = _model_tensors(draft, split, store), "model"
+        tensors, kind = _model_tensors(draft, split, quantized, store), "model"
     return _finish(draft, tensors, "adapter" if kind == "adapter" else "model", store.url)
 
 
@@ -136,7 +140,10 @@ def export_tensors(
     if options.key_map is not None:
         _map_names(draft)
     tensors: dict[str, OutputTensor] = {n: _cast(t, options.dtype) for n, t in draft.targets.items()}
-    return tensors if quantized is None else quantized.computed(tensors), draft.dropped, tuple(draft.notes)
+    if quantized is not None:
+        tensors = quantized.computed(tensors)
+        draft.notes += [quantized.note()] if quantized.changes else []
+    return tensors, draft.dropped, tuple(draft.notes)
 
 
 def _draft(catalog: Catalog, base: BaseModel, options: ExportOptions) -> _Draft:
@@ -206,15 +213,20 @@ def _by_transformers(draft: _Draft, chosen: Choice) -> Choice:
 # --- the two kinds of export
 
 
-def _model_tensors(draft: _Draft, split: AdapterSplit | None, store: Store) -> dict[str, OutputTensor]:
+def _model_tensors(
+    draft: _Draft, split: AdapterSplit | None, quantized: Dequantized | None, store: Store
+) -> dict[str, OutputTensor]:
     options = draft.options
     merge = None
+    if quantized is not None and quantized.changes:
+        draft.notes.append(quantized.note())
     if split is not None:
         from ckptkit.offline.export.adapter_merge import merge_adapter
         from ckptkit.offline.export.adapters import adapter_config
 
         config = adapter_config(_adapter_source(draft), split, base=draft.base.repo)
-        merge = merge_adapter(split, config, model_type=_model_type(draft.base.config))
+        before = quantized.changes if quantized is not None else {}
+        merge = merge_adapter(split, config, model_type=_model_type(draft.base.config), before=before)
         draft.targets = {**split.base, **{name: replace(t, name=name) for name, t in split.saved.items()}}
         for pair in split.pairs.values():
             for factor in (pair.a, pair.b):
@@ -222,34 +234,41 @@ def _model_tensors(draft: _Draft, split: AdapterSplit | None, store: Store) -> d
         for other in split.others.values():
             draft.dropped.update(dict.fromkeys(other.sources, "part of the adapter that was merged"))
         draft.notes.append(f"adapter merged into {len(split.pairs)} weights")
-    quantized = _dequantized(draft)
     _map_names(draft)
     _settle_tied(draft, store)
     _drop_buffers(draft)
     _compare(draft)
     targets = {name: _cast(target, options.dtype) for name, target in draft.targets.items()}
-    tensors: dict[str, OutputTensor] = dict(targets) if merge is None else dict(merge(targets, draft.tied, draft.notes))
-    if quantized is not None:
-        tensors = quantized.computed(tensors)
+    tensors: dict[str, OutputTensor] = dict(targets)
     if merge is not None:
+        tensors = dict(merge(targets, draft.tied, draft.notes))
         for tensor in tensors.values():
             for source in tensor.sources:
                 draft.dropped.pop(source, None)
+    elif quantized is not None:
+        tensors = quantized.computed(tensors)
+    if options.quantize:
+        from ckptkit.offline.export.quantize import quantize
+
+        made = quantize(tensors, draft.base.config)
+        draft.notes += made.notes
+        draft.quantization = made.config
+        tensors = made.tensors
     return tensors
 
 
 def _dequantized(draft: _Draft) -> Dequantized | None:
     """Replace the draft's quantized weights with those to be computed, if there are any and a dtype is wanted."""
-    if draft.options.dtype == "keep" or not _quantized(draft):
+    dtype = draft.options.dtype
+    if dtype == "keep" and draft.options.quantize:
+        dtype = "bf16"  # for weights that are quantized in another way
+    if dtype == "keep" or not _quantized(draft):
         return None
     from ckptkit.offline.export.dequantize import dequantize
 
-    found = dequantize(draft.targets, draft.options.dtype, draft.base.config)
+    found = dequantize(draft.targets, dtype, draft.base.config)
     draft.targets = found.targets
     draft.dropped.update(found.dropped)
-    if found.changes:
-        kinds = " and ".join(dict.fromkeys(change.label.partition(" ")[0] for change in found.changes.values()))
-        draft.notes.append(f"{len(found.changes)} {kinds} weights dequantized to {draft.options.dtype}")
     wanted = {name: want for name, want in draft.base.wanted.items() if name not in found.names}
     for stored, name in found.names.items():
         if stored in draft.base.wanted and name in found.targets:  # the base is quantized alike
@@ -489,9 +508,16 @@ def _config(draft: _Draft, tensors: Mapping[str, OutputTensor], counts: Mapping[
         return None
     floats = {name: n for name, n in counts.items() if dtype_of(name).kind == "float"}
     quantized = any(dtype_of(t.dtype).kind == "float8" or _is_scale(name) for name, t in tensors.items())
-    dtype = max(floats, key=lambda name: floats[name]) if floats and not quantized else None
+    if draft.quantization is not None:
+        scales = sum(tensors[name].numel for name in tensors if name.endswith("_scale_inv"))
+        floats = {name: n - scales * (name == "float32") for name, n in floats.items()}
+        dtype = max(floats, key=lambda name: floats[name]) if any(floats.values()) else None
+    else:
+        dtype = max(floats, key=lambda name: floats[name]) if floats and not quantized else None
     config, notes = export_config(draft.base.config, dtype=dtype, untied=draft.untied, quantized=quantized)
     draft.notes += notes
+    if draft.quantization is not None:
+        config["quantization_config"] = draft.quantization
     if "_diffusers_version" in config and "model_type" not in config:
         draft.notes.append(
             "config.json belongs to diffusers, which expects diffusion_pytorch_model*.safetensors: rename"

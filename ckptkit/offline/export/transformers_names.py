@@ -19,7 +19,7 @@ from ckptkit.errors import CkptkitError
 from ckptkit.keymaps.builtin import Choice
 from ckptkit.keymaps.keymap import Mapped, NameMap, check_one_to_one
 
-__all__ = ["LiveModel", "live_model"]
+__all__ = ["LiveModel", "live_model", "quantized_by_transformers"]
 
 logger = logging.getLogger(__name__)
 
@@ -85,25 +85,71 @@ def live_model(config: Mapping[str, Any] | None, wanted: Collection[str]) -> Liv
     if not config or not _bounded(config, len(wanted)):
         return None
     try:
-        import torch
-        import transformers
-        from transformers.conversion_mapping import get_model_conversion_mapping
+        model, transforms = _built(config)
         from transformers.core_model_loading import PrefixChange
 
-        names = config.get("architectures")
-        kind = getattr(transformers, str(names[0]), None) if isinstance(names, list) and names else None
-        if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
-            return None
-        settings = {key: value for key, value in config.items() if key != "quantization_config"}
-        with torch.device("meta"):
-            model = kind(transformers.AutoConfig.for_model(**settings))
-        transforms = tuple(get_model_conversion_mapping(model, add_legacy=False))
         return LiveModel(_tied(model), transforms, model.config, PrefixChange)
-    except ImportError:
+    except (ImportError, _Unknown):
         return None
     except Exception as error:  # noqa: BLE001 - a library's insides, in any version: without it names stay as they are
         logger.warning("transformers cannot provide the tensor names of %s: %s", config.get("architectures"), error)
         return None
+
+
+def quantized_by_transformers(config: Mapping[str, Any] | None, names: Collection[str]) -> set[str] | None:
+    """Return which tensors of a Hub model transformers' block FP8 quantizer would quantize; None if that is not known.
+
+    It is not if the installed transformers is older than 5, or does not know the model.
+    """
+    if not config or not _bounded(config, len(names)):
+        return None
+    try:
+        model, transforms = _built(config)
+        from transformers import FineGrainedFP8Config
+        from transformers.integrations import finegrained_fp8
+        from transformers.quantizers.base import HfQuantizer
+
+        kept = HfQuantizer.get_modules_to_not_convert(model, None, model._keep_in_fp32_modules)
+        finegrained_fp8.replace_with_fp8_linear(
+            model, modules_to_not_convert=kept, quantization_config=FineGrainedFP8Config(), pre_quantized=True
+        )
+        kinds = (finegrained_fp8.FP8Linear, finegrained_fp8.FP8Experts)
+        live = {
+            f"{name}.{key}"
+            for name, module in model.named_modules()
+            if isinstance(module, kinds)
+            for key, parameter in module.named_parameters(recurse=False)
+            if parameter.element_size() == 1
+        }
+        # As transformers loads: first names are changed, then tensors are joined.
+        renamings = [item for item in transforms if not hasattr(item, "operations")]
+        converters = [item for item in transforms if hasattr(item, "operations")]
+        return {name for name in names if _converted_name(_renamed(name, renamings), converters)[0] in live}
+    except (ImportError, _Unknown):
+        return None
+    except Exception as error:  # noqa: BLE001 - a library's insides, in any version
+        logger.warning("transformers cannot tell which weights of %s to quantize: %s", config.get("model_type"), error)
+        return None
+
+
+def _built(config: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
+    """Return the model of a config on the meta device, and how its tensors are converted when they are loaded.
+
+    Raises:
+        _Unknown: Its class is none of transformers.
+    """
+    import torch
+    import transformers
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    names = config.get("architectures")
+    kind = getattr(transformers, str(names[0]), None) if isinstance(names, list) and names else None
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        raise _Unknown(str(names))
+    settings = {key: value for key, value in config.items() if key != "quantization_config"}
+    with torch.device("meta"):
+        model = kind(transformers.AutoConfig.for_model(**settings))
+    return model, tuple(get_model_conversion_mapping(model, add_legacy=False))
 
 
 def _bounded(config: Mapping[str, Any], most: int) -> bool:

@@ -37,6 +37,7 @@ class ExportOptions:
         untie: Keep a head that a tied config would lose.
         adapter_config: PEFT's adapter config, if neither checkpoint nor base has one.
         merge_adapter: Merge the adapter into the base weights.
+        quantize: "fp8-block" quantizes the result.
         card: Write README.md.
         strict: Raise for mismatches with the base; otherwise list them in `HFExport.faults`.
         notes: Further notes for README.md.
@@ -51,6 +52,7 @@ class ExportOptions:
     untie: bool = False
     adapter_config: Mapping[str, Any] | None = None
     merge_adapter: bool = False
+    quantize: Literal["fp8-block"] | None = None
     card: bool = True
     strict: bool = True
     notes: tuple[str, ...] = ()

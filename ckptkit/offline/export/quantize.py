@@ -1,0 +1,235 @@
+"""Quantizes the weights of an export to FP8 in blocks, as transformers, vLLM and SGLang read them.
+
+    made = quantize(tensors, config)   # `--quantize fp8-block`
+
+Each chosen weight becomes codes in E4M3, and `weight_scale_inv`: one scale in float32 for each block of 128 x 128.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.catalog.targets import Target
+from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError, UsageError
+from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["BLOCK", "Quantized", "quantize"]
+
+Bytes = npt.NDArray[np.uint8]
+Compute = Callable[["torch.Tensor", str], Bytes]
+
+BLOCK = 128
+_CODES, _SCALES = "float8_e4m3fn", "float32"
+# vLLM and SGLang join these into one matrix, which is quantized as a whole or not at all.
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"))
+# Without transformers: matrices inside numbered layers, but for those that choose experts, and convolutions.
+_IN_LAYER = re.compile(r".*\.(?:layers|h|blocks)\.\d+\..*\.weight")
+_KEPT = re.compile(r".*(?:\.gate|router|_gate|norm|embed\w*|conv\w*)\.weight", re.I)
+_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """The tensors with codes and scales, the quantization_config to write, and notes."""
+
+    tensors: dict[str, OutputTensor]
+    config: dict[str, Any]
+    notes: tuple[str, ...]
+
+
+def quantize(tensors: Mapping[str, OutputTensor], config: Mapping[str, Any] | None) -> Quantized:
+    """Return the tensors with the weights quantized that transformers' FP8 quantizer would quantize.
+
+    Weights whose sizes are not multiples of 128 keep their dtype, as with transformers, and so do those that servers
+    join with one of them. Without a config that the installed transformers knows, names decide, and a note says so.
+
+    Raises:
+        UsageError: There is nothing to quantize.
+        UnsupportedFormatError: Experts are stacked into one tensor.
+    """
+    from ckptkit.offline.export.transformers_names import quantized_by_transformers
+
+    wanted = quantized_by_transformers(config, tensors)
+    notes = []
+    if wanted is None:
+        wanted = {name for name in tensors if _IN_LAYER.fullmatch(name) and not _KEPT.fullmatch(name)}
+        notes.append(
+            "which weights to quantize was decided by their names: the installed transformers does not know the model"
+        )
+    stacked = [name for name in wanted if len(tensors[name].shape) != 2 and name in tensors]
+    if stacked:
+        raise UnsupportedFormatError(
+            f"--quantize fp8-block: {', '.join(stacked[:_NAMED])} hold several matrices each; only models with one "
+            "tensor an expert are quantized."
+        )
+    floats = {name for name in wanted if dtype_of(tensors[name].dtype).kind == "float"}
+    chosen = {name for name in floats if not any(size % BLOCK or not size for size in tensors[name].shape)}
+    odd = len(floats - chosen)
+    chosen -= _joined_with_others(chosen, tensors)
+    if not chosen:
+        raise UsageError(
+            f"--quantize fp8-block: none of {len(tensors)} tensors is a matrix of floats inside a layer, with sizes "
+            f"that are multiples of {BLOCK}."
+        )
+    notes.append(f"{len(chosen)} weights quantized to FP8 in blocks of {BLOCK} x {BLOCK}")
+    if odd:
+        notes.append(f"{odd} weights are not quantized, because their sizes are not multiples of {BLOCK}")
+    made: dict[str, OutputTensor] = {}
+    for name, tensor in tensors.items():
+        if name not in chosen:
+            made[name] = tensor
+            continue
+        made[name] = _codes(tensor)
+        made[f"{name}_scale_inv"] = _scales(tensor)
+    kept = {name.removesuffix(".weight") for name, tensor in tensors.items() if _is_kept_matrix(name, tensor, chosen)}
+    return Quantized(made, _config({*kept, "lm_head"}), tuple(notes))
+
+
+def _config(kept: Collection[str]) -> dict[str, Any]:
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+        "modules_to_not_convert": sorted(kept),
+    }
+
+
+def _is_kept_matrix(name: str, tensor: OutputTensor, chosen: Collection[str]) -> bool:
+    return name not in chosen and name.endswith(".weight") and len(tensor.shape) == 2 and "embed" not in name
+
+
+def _joined_with_others(chosen: Collection[str], names: Collection[str]) -> set[str]:
+    """Return the weights that servers join with one that is not quantized."""
+    found = set()
+    for name in chosen:
+        head, _, last = name.removesuffix(".weight").rpartition(".")
+        for group in _FUSED:
+            others = [f"{head}.{other}.weight" for other in group]
+            if last in group and any(other in names and other not in chosen for other in others):
+                found.add(name)
+    return found
+
+
+# --- tensors made of others
+
+
+def _codes(tensor: OutputTensor) -> ComputedTensor:
+    """Return the codes of a weight. Rows are computed with the rest of their blocks."""
+
+    def cut(start: int, stop: int) -> ComputedTensor:
+        first = start // BLOCK * BLOCK
+        last = min(-(-stop // BLOCK) * BLOCK, tensor.shape[0])
+        whole = _codes(_rows(tensor, first, last))
+        wide = tensor.shape[1]
+
+        def compute(data: Any) -> Bytes:
+            part: Bytes = whole.compute(data)[(start - first) * wide : (stop - first) * wide]
+            return part
+
+        return replace(whole, shape=(stop - start, wide), compute=compute)
+
+    return _made(tensor, tensor.name, _CODES, tensor.shape, "codes", _encoded, cut)
+
+
+def _scales(tensor: OutputTensor) -> ComputedTensor:
+    """Return the scales of a weight, [blocks down, blocks across]."""
+
+    def cut(start: int, stop: int) -> ComputedTensor:
+        return _scales(_rows(tensor, start * BLOCK, min(stop * BLOCK, tensor.shape[0])))
+
+    shape = (tensor.shape[0] // BLOCK, tensor.shape[1] // BLOCK)
+    return _made(tensor, f"{tensor.name}_scale_inv", _SCALES, shape, "scales", _inverse_scales, cut)
+
+
+def _made(
+    tensor: OutputTensor,
+    name: str,
+    dtype: str,
+    shape: tuple[int, ...],
+    what: str,
+    formula: Compute,
+    cut: Callable[[int, int], ComputedTensor],
+) -> ComputedTensor:
+    label = f"{what} in FP8 by blocks of {BLOCK} x {BLOCK}"
+    inputs: tuple[Target, ...] = (tensor,) if isinstance(tensor, Target) else tensor.inputs
+    before = None if isinstance(tensor, Target) else tensor
+    scratch = 9 * tensor.numel
+    if before is not None:
+        label = f"{before.label}; {label}"
+        scratch += before.scratch + tensor.numel * dtype_of(tensor.dtype).itemsize
+    compute = partial(
+        _computed, before=before, dtype=tensor.dtype, shape=tensor.shape, formula=formula, name=tensor.name
+    )
+    by_rows = before is None or before.cut is not None
+    return ComputedTensor(name, dtype, shape, inputs, compute, label, scratch, cut if by_rows else None)
+
+
+def _rows(tensor: OutputTensor, start: int, stop: int) -> OutputTensor:
+    if (start, stop) == (0, tensor.shape[0]):
+        return tensor
+    if isinstance(tensor, Target):
+        return tensor.rows(start, stop)
+    assert tensor.cut is not None
+    return tensor.cut(start, stop)
+
+
+def _computed(
+    data: Any, *, before: ComputedTensor | None, dtype: str, shape: tuple[int, ...], formula: Compute, name: str
+) -> Bytes:
+    import torch
+
+    raw = data[0] if before is None else before.compute(data)
+    raw = np.frombuffer(raw, np.uint8)
+    if not raw.flags.writeable:
+        raw = raw.copy()
+    return formula(torch.from_numpy(raw).view(getattr(torch, dtype)).reshape(shape), name)
+
+
+def _encoded(weight: torch.Tensor, name: str) -> Bytes:
+    import torch
+
+    blocks, scales = _blocks(weight, name)
+    kind = getattr(torch, _CODES)
+    most = torch.finfo(kind).max
+    made = (blocks * scales.unsqueeze(-1).unsqueeze(-3)).clamp_(-most, most).to(kind)
+    data: Bytes = made.reshape(-1).view(torch.uint8).numpy()
+    return data
+
+
+def _inverse_scales(weight: torch.Tensor, name: str) -> Bytes:
+    import torch
+
+    data: Bytes = (1.0 / _blocks(weight, name)[1]).reshape(-1).view(torch.uint8).numpy()
+    return data
+
+
+def _blocks(weight: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a weight as [blocks down, 128, blocks across, 128] in float32, and what each block is multiplied by.
+
+    The arithmetic of `Fp8Quantize` of transformers (integrations/finegrained_fp8.py), except that a block of numbers
+    too small for a scale becomes zeros; there it becomes NaN.
+    """
+    import torch
+
+    rows, columns = weight.shape
+    blocks = weight.to(torch.float32).reshape(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+    largest = blocks.abs().amax(dim=(-3, -1))
+    if not bool(torch.isfinite(largest).all()):
+        raise CheckpointMismatchError(
+            f"--quantize fp8-block: {name!r} has elements that are NaN or infinite, which FP8 cannot hold. `ckptkit "
+            "verify` tells whether the checkpoint is damaged."
+        )
+    scales = torch.finfo(getattr(torch, _CODES)).max / largest
+    return blocks, torch.where(torch.isfinite(scales), scales, torch.ones_like(scales))
