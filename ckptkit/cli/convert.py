@@ -58,12 +58,13 @@ def export_options(function: F, *, weights: str = "--weights") -> F:
         ),
         _what(
             weights,
-            type=OneOf(["auto", "model", "master"]),
+            type=OneOf(["auto", "model", "master", "ema"]),
             default="auto",
             show_default=True,
             metavar="WHICH",
             help=(
-                "model, or master (the fp32 copies that some optimizers keep). auto: model, or master if --dtype casts."
+                "model, master (the fp32 copies that some optimizers keep), or ema (their moving average). "
+                "auto: model, or master if --dtype casts."
             ),
         ),
         _what("--include", multiple=True, metavar="GLOB", help="Only these tensors; may be given several times."),

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["ConvertReport", "Format", "Output", "Weights", "choose", "convert", "key_map_of", "write"]
 
 Format: TypeAlias = Literal["hf", "dcp", "torch", "local"]
-Weights: TypeAlias = Literal["auto", "model", "master"]
+Weights: TypeAlias = Literal["auto", "model", "master", "ema"]
 Quantization: TypeAlias = Literal["fp8-block"]
 _FORMATS = ("hf", "dcp", "torch", "local")
 _MIN_MEMORY = 16_000_000
@@ -89,7 +89,8 @@ def convert(  # noqa: PLR0913 - one argument per option
         dtype: "keep", or the float dtype that floats are cast to.
         quantize: "fp8-block" writes the weights of linear layers in FP8, in blocks of 128 x 128, for transformers, vLLM
             and SGLang. Weights that are quantized already are dequantized first, to `dtype` or bf16.
-        weights: "master" exports the fp32 copies that some optimizers keep; "auto" does so if `dtype` casts.
+        weights: "master" exports the fp32 copies that some optimizers keep; "auto" does so if `dtype` casts. "ema"
+            exports the moving average of the weights that the checkpoint carries.
         base: Hugging Face directory or repo that provides config, tokenizer, and the expected names and shapes.
         key_map: A built-in name, a TOML or JSON file, or a NameMap.
         layout: URL of a layout of flat parameters, for formats that need one.

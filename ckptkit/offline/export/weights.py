@@ -30,7 +30,8 @@ class ExportOptions:
 
     Attributes:
         dtype: "keep" or a float dtype; floats only are cast.
-        weights: "model", "master" (fp32 copies), or "auto": masters if `dtype` casts, otherwise the model's.
+        weights: "model", "master" (fp32 copies), "ema" (the average that the checkpoint carries), or "auto": masters if
+            `dtype` casts, otherwise the model's.
         key_map: None chooses one if it is unambiguous.
         strip_prefix: Removed from every name; names without it are omitted.
         include, exclude: Globs of names before the key map, or of catalog keys.
@@ -44,7 +45,7 @@ class ExportOptions:
     """
 
     dtype: str = "keep"
-    weights: Literal["auto", "model", "master"] = "auto"
+    weights: Literal["auto", "model", "master", "ema"] = "auto"
     key_map: NameMap | None = None
     strip_prefix: str | None = None
     include: tuple[str, ...] = ()
@@ -73,7 +74,7 @@ class Weights:
     """The entries to export by FQN, whether they are the "model" or "master" weights, and notes."""
 
     entries: dict[str, TensorEntry]
-    weights: Literal["model", "master"]
+    weights: Literal["model", "master", "ema"]
     notes: tuple[str, ...] = ()
 
 
@@ -167,12 +168,19 @@ def matches(patterns: tuple[str, ...], *names: str) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
-def choose_weights(catalog: Catalog, weights: Literal["auto", "model", "master"], *, dtype: str = "keep") -> Weights:
+def choose_weights(
+    catalog: Catalog, weights: Literal["auto", "model", "master", "ema"], *, dtype: str = "keep"
+) -> Weights:
     """Return the requested weights. "auto" uses the model's, but masters if there is nothing else, or if `dtype` would
     cast a weight that was already rounded from its master.
 
     Masters are used for every parameter that has one; buffers and frozen parameters come from the model.
     """
+    if weights == "ema":
+        from ckptkit.offline.export.ema import averaged
+
+        entries, said = averaged(catalog)
+        return Weights(entries, "ema", said)
     model = catalog.by_role(Role.MODEL)
     if weights == "model" or (weights == "auto" and model and not _rounded(catalog, dtype)):
         if not model:

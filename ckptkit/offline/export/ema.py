@@ -1,0 +1,116 @@
+"""Finds the exponential moving average (EMA) of the weights that a checkpoint carries, under the model's names."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ckptkit.catalog.entry import Catalog, Role, TensorEntry
+from ckptkit.errors import CheckpointMismatchError, CheckpointNotFoundError, UnsupportedFormatError, UsageError
+
+__all__ = ["averaged"]
+
+# What stands in front of the averaged tensors: an `extra` of ours, timm's state_dict_ema, LitEma's buffers, and others.
+_FRONT = re.compile(r"(?:.*?[._])??(?:ema|model_ema|ema_model|ema_weights|(?:model_)?ema_state_dict|state_dict_ema)\.")
+_LIGHTNING = "current_model_state."  # Lightning's WeightAveraging keeps the trained weights there
+_WRAPPERS = 3  # components at most between the front and the model's names: "module.", "shadow."
+_NAMED = 3
+
+
+def averaged(catalog: Catalog) -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
+    """Return the averaged weights by the FQN of the model's, and notes.
+
+    What has no average (integers, buffers, frozen parameters) comes from the model.
+
+    Raises:
+        CheckpointNotFoundError: There is no EMA.
+        UsageError: There are several.
+        CheckpointMismatchError: It is not of this model.
+        UnsupportedFormatError: Its tensors have no names, or are too small to be stored as tensors.
+    """
+    model = catalog.by_role(Role.MODEL)
+    if any(name.startswith(_LIGHTNING) for name in catalog.tensors):
+        return model, ("the EMA is what Lightning's WeightAveraging stored as state_dict",)
+    groups: dict[str, dict[str, TensorEntry]] = {}
+    for name, entry in catalog.tensors.items():
+        if entry.role in (Role.MODEL, Role.OTHER) and (match := _FRONT.match(name)):
+            groups.setdefault(match[0], {})[name[match.end() :]] = entry
+    if not groups:
+        raise CheckpointNotFoundError(
+            "--weights ema: the checkpoint contains no tensors of an EMA (such as extra.ema..., state_dict_ema..., "
+            "model_ema...). If it lies in a directory of its own, as diffusers writes it, convert that."
+        )
+    if len(groups) > 1:
+        raise UsageError(
+            f"--weights ema: the checkpoint contains several: {', '.join(sorted(groups))}. "
+            "Export one of them with --strip-prefix."
+        )
+    front, found = next(iter(groups.items()))
+    own = {name: entry for name, entry in model.items() if not _FRONT.match(entry.name)}
+    return _named(catalog, front, found, own)
+
+
+def _named(
+    catalog: Catalog, front: str, found: Mapping[str, TensorEntry], model: Mapping[str, TensorEntry]
+) -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
+    """Return the tensors below `front` by the names that they have in the model, completed with the model's."""
+    if all(name.rpartition(".")[2].isdecimal() for name in found):
+        raise UnsupportedFormatError(
+            f"--weights ema: the tensors of {front!r} are numbered, so that they have no names. NeMo and "
+            "diffusers write the same weights with names beside it: a file ending in -EMA, or a folder ending in _ema."
+        )
+    names, most = {name: name for name in found}, 0
+    for known in _variants(model):
+        for count in range(_WRAPPERS + 1):
+            tried = {name: known[short] for name in found if (short := ".".join(name.split(".")[count:])) in known}
+            if len(tried) > most:
+                names, most = tried, len(tried)
+        joined = {name.replace(".", ""): name for name in known}  # LitEma's names have no dots
+        tried = {name: known[joined[name]] for name in found if name in joined}
+        if len(tried) > most:
+            names, most = tried, len(tried)
+    if model and not most:
+        raise CheckpointMismatchError(
+            f"--weights ema: no name below {front!r} is one of the model's: {', '.join(list(found)[:_NAMED])}. Is it "
+            "the average of another model?"
+        )
+    chosen = {target: replace(found[name], fqn=target, role=Role.MODEL) for name, target in names.items()}
+    wrong = [name for name, entry in chosen.items() if name in model and model[name].shape != entry.shape]
+    if wrong:
+        name = wrong[0]
+        raise CheckpointMismatchError(
+            f"--weights ema: {name!r} has shape {list(chosen[name].shape)} in {front!r}, and "
+            f"{list(model[name].shape)} in the model."
+        )
+    missing = [name for name in model if name not in chosen]
+    inline = [name for name in missing if _is_inline(catalog, front, name)]
+    if inline:
+        raise UnsupportedFormatError(
+            f"--weights ema: {', '.join(inline[:_NAMED])}: {len(inline)} averaged tensors are so small that they are "
+            "stored as plain values, which are not exported. Load the checkpoint in a job and export from there."
+        )
+    notes = [f"the EMA is that of {front.removesuffix('.')}"]
+    if missing:
+        shown = ", ".join(missing[:_NAMED]) + (", ..." if len(missing) > _NAMED else "")
+        notes.append(
+            f"{len(missing)} tensors have no average (buffers, frozen parameters): the model's are used: {shown}"
+        )
+    ordered = {name: chosen.get(name, entry) for name, entry in model.items()} if model else chosen
+    return ordered, tuple(notes)
+
+
+def _variants(model: Mapping[str, TensorEntry]) -> list[dict[str, str]]:
+    """Return the names that an EMA may have for the model's tensors, each with its FQN: with a container or without."""
+    whole = {name: name for name in model}
+    inner = {name.partition(".")[2]: name for name in model}
+    return [whole, inner] if len(inner) == len(whole) else [whole]
+
+
+def _is_inline(catalog: Catalog, front: str, name: str) -> bool:
+    """Return whether the object that holds an EMA has a tensor of this name as a value."""
+    holder = catalog.objects.get(front.removesuffix("."))
+    if holder is None or holder.encoding != "value":
+        return False
+    return re.search(rf'"(?:[\w]+\.)*{re.escape(name)}"[:,] \{{"\$tensor"', json.dumps(holder.value)) is not None

@@ -1,0 +1,128 @@
+"""`convert --weights ema`: the moving average that a checkpoint carries, by the model's names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ckptkit import CheckpointManager, TrainState, convert
+from ckptkit.errors import CheckpointMismatchError, CheckpointNotFoundError, UnsupportedFormatError, UsageError
+
+
+def model() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64))
+
+
+def average(of: torch.nn.Module) -> torch.optim.swa_utils.AveragedModel:
+    made = torch.optim.swa_utils.AveragedModel(of, use_buffers=True)
+    with torch.no_grad():
+        for tensor in made.module.state_dict().values():
+            tensor.add_(1)
+    return made
+
+
+def exported(src: Path, out: Path, **options: Any) -> dict[str, torch.Tensor]:
+    convert(str(src), str(out), weights="ema", verify=True, **options)
+    return load_file(out / "model.safetensors")
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("kind", ["extra", "models"])
+def test_the_average_in_a_checkpoint_of_ours_is_exported(tmp_path: Path, kind: str) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(64, 1024), torch.nn.LayerNorm(1024))
+    ema = average(net)
+    state = TrainState(model=net, extra={"ema": ema}) if kind == "extra" else TrainState(model={"a": net, "ema": ema})
+    with CheckpointManager(str(tmp_path / "run")) as manager:
+        manager.save(1, state)
+    expected = ema.module.state_dict()
+    if kind == "models":
+        expected = {f"a.{name}": tensor for name, tensor in expected.items()}
+    same(exported(tmp_path / "run", tmp_path / "out"), expected)
+
+
+def test_averages_that_are_stored_as_plain_values_are_refused_by_name(tmp_path: Path) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(1024, 2))
+    with CheckpointManager(str(tmp_path / "run")) as manager:
+        manager.save(1, TrainState(model=net, extra={"ema": average(net)}))
+    with pytest.raises(UnsupportedFormatError, match=r"0\.bias.*so small"):
+        exported(tmp_path / "run", tmp_path / "out")
+
+
+def litema(net: torch.nn.Module) -> dict[str, Any]:
+    """As latent-diffusion stores it: parameters only, names without dots, beside the model's."""
+    plain = {f"model.{name}": tensor for name, tensor in net.state_dict().items()}
+    averages = {f"model_ema.{name.replace('.', '')}": p.detach() + 1 for name, p in net.named_parameters()}
+    return {"state_dict": {**plain, **averages}}
+
+
+FORMS: dict[str, Any] = {
+    "timm": lambda net, ema: {"state_dict": net.state_dict(), "state_dict_ema": ema, "epoch": 1},
+    "wrapped": lambda net, ema: {
+        "model": net.state_dict(),
+        "model_ema": {"decay": 0.9, "module": ema},
+    },
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_average_in_a_file_of_torch_is_exported(tmp_path: Path, form: str) -> None:
+    net = model()
+    ema = average(net).module.state_dict()
+    torch.save(FORMS[form](net, ema), tmp_path / "x.pt")
+    found = exported(tmp_path / "x.pt", tmp_path / "out")
+    same({name.removeprefix("model.").removeprefix("state_dict."): tensor for name, tensor in found.items()}, ema)
+
+
+def test_names_without_dots_are_those_of_the_model_and_the_rest_is_the_models(tmp_path: Path) -> None:
+    net = model()
+    torch.save(litema(net), tmp_path / "x.ckpt")
+    report = convert(str(tmp_path / "x.ckpt"), str(tmp_path / "out"), weights="ema")
+    assert any("3 tensors have no average" in note for note in report.notes)  # the buffers
+    parameters = dict(net.named_parameters())
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    for name, tensor in net.state_dict().items():
+        expected = tensor + 1 if name in parameters else tensor
+        assert torch.equal(found[f"model.{name}"], expected)
+
+
+def test_lightnings_average_is_its_state_dict(tmp_path: Path) -> None:
+    callbacks = pytest.importorskip("lightning.pytorch.callbacks")
+    net = model()
+    callback = callbacks.WeightAveraging()
+    callback._average_model = average(net)
+    saved = {"state_dict": net.state_dict(), "pytorch-lightning_version": "2.6.0", "epoch": 1, "global_step": 1}
+    callback.on_save_checkpoint(None, None, saved)
+    torch.save(saved, tmp_path / "x.ckpt")
+    same(exported(tmp_path / "x.ckpt", tmp_path / "out"), callback._average_model.module.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "said"),
+    [
+        ({}, CheckpointNotFoundError, "no tensors of an EMA"),
+        (
+            {"ema": {"a.w": torch.ones(2)}, "state_dict_ema": {"a.w": torch.ones(2)}},
+            UsageError,
+            "several: ema., state_",
+        ),
+        ({"ema": {"a.w": torch.ones(3)}}, CheckpointMismatchError, r"'.*a.w' has shape \[3\]"),
+        ({"ema": {"b.v": torch.ones(2)}}, CheckpointMismatchError, "no name below 'ema.'"),
+        ({"ema": {"0": torch.ones(2), "1": torch.ones(2)}}, UnsupportedFormatError, "are numbered"),
+    ],
+)
+def test_an_average_that_is_not_the_models_is_refused(
+    tmp_path: Path, content: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    torch.save({"state_dict": {"a.w": torch.ones(2)}, **content}, tmp_path / "x.pt")
+    with pytest.raises(error, match=said):
+        exported(tmp_path / "x.pt", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
