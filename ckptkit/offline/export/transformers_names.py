@@ -12,18 +12,24 @@ import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ckptkit.catalog.targets import Target, concatenated
 from ckptkit.errors import CkptkitError
 from ckptkit.keymaps.builtin import Choice
 from ckptkit.keymaps.keymap import Mapped, NameMap, check_one_to_one
 
+if TYPE_CHECKING:
+    from ckptkit.offline.export.base import WantedTensor
+
 __all__ = ["LiveModel", "live_model", "quantized_by_transformers"]
 
 logger = logging.getLogger(__name__)
 
 _COUNTS = re.compile(r".*(layers?|depths?|blocks?)$")
+
+
+_Wanted: TypeAlias = "Mapping[str, WantedTensor]"
 
 
 class _Unknown(Exception):
@@ -46,12 +52,12 @@ class LiveModel:
     config: Any = None
     prefix_change: type | None = None
 
-    def choose(self, targets: Mapping[str, Target], wanted: Collection[str], best: Choice) -> Choice:
+    def choose(self, targets: Mapping[str, Target], wanted: _Wanted, best: Choice) -> Choice:
         """Return the hub's names for these live ones, where fewer wanted names are missing than in `best`."""
         fewest = len(set(wanted) - set(best.mapped.targets))
         for transforms in self._variants():
             try:
-                made = _reverted(targets, transforms, self.config)
+                made = _reverted(targets, transforms, self.config, wanted)
                 check_one_to_one(targets, made)
             except (_Unknown, CkptkitError):
                 continue
@@ -182,7 +188,9 @@ def _tied(model: Any) -> dict[str, str]:
 # --- the way back of transformers' saving, with targets for tensors
 
 
-def _reverted(targets: Mapping[str, Target], transforms: Iterable[Any], config: Any) -> dict[str, Target]:
+def _reverted(
+    targets: Mapping[str, Target], transforms: Iterable[Any], config: Any, wanted: _Wanted
+) -> dict[str, Target]:
     back = [copy.deepcopy(t).reverse_transform() for t in reversed(tuple(transforms))]
     converters = [t for t in back if hasattr(t, "operations")]
     renamings = [t for t in back if not hasattr(t, "operations")]
@@ -195,7 +203,8 @@ def _reverted(targets: Mapping[str, Target], transforms: Iterable[Any], config: 
         else:
             groups.setdefault(renamed, (converter, {}))[1].setdefault(pattern, []).append(targets[name])
     for renamed, (converter, collected) in groups.items():
-        for name, target in _run(converter, renamed, collected, config).items():
+        place = _place(converter, renamed, config, renamings, wanted)
+        for name, target in _run(converter, renamed, collected, place).items():
             _put(made, _renamed(name, renamings), target)
     return made
 
@@ -228,14 +237,33 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
 _Tensors = dict[str, list[Target]]
 
 
-def _run(converter: Any, renamed: str, collected: _Tensors, config: Any) -> dict[str, Target]:
+@dataclass(frozen=True, slots=True)
+class _Joined:
+    """What is known of the tensors that one converter makes: the model's config, and shapes of the base by name."""
+
+    config: Any
+    shapes: Mapping[str, tuple[int, ...]]
+
+
+def _place(converter: Any, renamed: str, config: Any, renamings: Iterable[Any], wanted: _Wanted) -> _Joined:
+    whole, shapes = renamed.replace("*.", "0."), {}
+    at = next((key for key in converter.target_patterns if key in whole), "")
+    head, _, tail = whole.partition(at) if at else (whole, "", "")
+    for key in converter.target_patterns:
+        want = wanted.get(_renamed(f"{head}{key}{tail}", renamings)) if at else None
+        if want is not None and want.shape is not None:
+            shapes[key] = want.shape
+    return _Joined(config, shapes)
+
+
+def _run(converter: Any, renamed: str, collected: _Tensors, place: _Joined) -> dict[str, Target]:
     """What the converter's operations make of the tensors of one place, by full name."""
     sources, to = list(converter.source_patterns), list(converter.target_patterns)
     for operation in converter.operations:
         step = _STEPS.get(type(operation).__name__)
         if step is None or not collected:
             raise _Unknown(type(operation).__name__)
-        collected = step(operation, collected, sources, to, config)
+        collected = step(operation, collected, sources, to, place)
     whole = renamed.replace("*.", "0.")
     at = next((key for key in collected if key in whole), None)
     if at is None or any(len(pieces) != 1 for pieces in collected.values()):
@@ -250,19 +278,24 @@ def _only(collected: _Tensors) -> Target:
     return pieces[0]
 
 
-def _chunk(op: Any, collected: _Tensors, sources: list[str], to: list[str], config: Any) -> _Tensors:
+def _chunk(op: Any, collected: _Tensors, sources: list[str], to: list[str], place: _Joined) -> _Tensors:
     target, names = _only(collected), to
     if getattr(op, "num_shards_attribute", None) is not None:
-        count = getattr(config.get_text_config(), op.num_shards_attribute)
+        count = getattr(place.config.get_text_config(), op.num_shards_attribute)
         names = [to[0].replace("*", str(i)) for i in range(count)]
     dim = _dim(target, op.dim)
-    if target.shape[dim] % len(names):
+    # transformers itself splits in equal parts, whatever was joined: where the base tells their sizes, these count.
+    known = [place.shapes[name] for name in names if name in place.shapes]
+    sizes = [shape[dim] for shape in known if len(shape) == len(target.shape)]
+    if len(sizes) < len(names):
+        sizes = [target.shape[dim] // len(names)] * len(names)
+    if sum(sizes) != target.shape[dim]:
         raise _Unknown("unequal parts")
-    pieces = target.split(dim, [target.shape[dim] // len(names)] * len(names))
+    pieces = target.split(dim, sizes)
     return {name: [piece] for name, piece in zip(names, pieces, strict=True)}
 
 
-def _concatenate(op: Any, collected: _Tensors, sources: list[str], to: list[str], config: Any) -> _Tensors:
+def _concatenate(op: Any, collected: _Tensors, sources: list[str], to: list[str], place: _Joined) -> _Tensors:
     pieces = [piece for source in sources for piece in collected.get(source, ())]
     if len(to) != 1 or len(pieces) < 2 or len({piece.dtype for piece in pieces}) > 1:
         raise _Unknown("concatenation")
@@ -273,7 +306,7 @@ def _concatenate(op: Any, collected: _Tensors, sources: list[str], to: list[str]
     return {to[0]: [concatenated(to[0], pieces, dim)]}
 
 
-def _stack(op: Any, collected: _Tensors, sources: list[str], to: list[str], config: Any) -> _Tensors:
+def _stack(op: Any, collected: _Tensors, sources: list[str], to: list[str], place: _Joined) -> _Tensors:
     made: _Tensors = {}
     for source, pieces in collected.items():
         _alike(pieces, None)
@@ -282,7 +315,7 @@ def _stack(op: Any, collected: _Tensors, sources: list[str], to: list[str], conf
     return made
 
 
-def _unstack(op: Any, collected: _Tensors, sources: list[str], to: list[str], config: Any) -> _Tensors:
+def _unstack(op: Any, collected: _Tensors, sources: list[str], to: list[str], place: _Joined) -> _Tensors:
     made: _Tensors = {}
     for source, pieces in collected.items():
         if len(pieces) != 1 or (len(collected) == 1 and len(to) != 1):
@@ -292,7 +325,7 @@ def _unstack(op: Any, collected: _Tensors, sources: list[str], to: list[str], co
     return made
 
 
-def _transpose(op: Any, collected: _Tensors, sources: list[str], to: list[str], config: Any) -> _Tensors:
+def _transpose(op: Any, collected: _Tensors, sources: list[str], to: list[str], place: _Joined) -> _Tensors:
     target = _only(collected)
     if op.check_dims:
         raise _Unknown("a transposition that depends on shapes")
@@ -302,7 +335,7 @@ def _transpose(op: Any, collected: _Tensors, sources: list[str], to: list[str], 
     return {_kept(sources, to): [target.transposed(tuple(order))]}
 
 
-def _interleave(op: Any, collected: _Tensors, sources: list[str], to: list[str], config: Any) -> _Tensors:
+def _interleave(op: Any, collected: _Tensors, sources: list[str], to: list[str], place: _Joined) -> _Tensors:
     target = _only(collected)
     return {to[0]: [_shuffled(target, _dim(target, op.dim), to_halves=not op.inverse)]}
 
@@ -317,7 +350,8 @@ def _shuffled(target: Target, dim: int, *, to_halves: bool) -> Target:
     return concatenated(target.name, [piece.unsqueezed(0) for piece in inner], 0)
 
 
-def _rope(op: Any, collected: _Tensors, sources: list[str], to: list[str], config: Any) -> _Tensors:
+def _rope(op: Any, collected: _Tensors, sources: list[str], to: list[str], place: _Joined) -> _Tensors:
+    config = place.config
     if op.subconfig_key is not None:
         config = getattr(config, op.subconfig_key, config)
     heads = getattr(config, "num_attention_heads", 1)
@@ -331,7 +365,7 @@ def _rope(op: Any, collected: _Tensors, sources: list[str], to: list[str], confi
     return made
 
 
-def _ernie_experts(op: Any, collected: _Tensors, sources: list[str], to: list[str], config: Any) -> _Tensors:
+def _ernie_experts(op: Any, collected: _Tensors, sources: list[str], to: list[str], place: _Joined) -> _Tensors:
     """Stacked experts of several kinds, gate and up fused: one list of experts through all kinds."""
     if set(collected) != set(sources):
         raise _Unknown("parts are missing")
@@ -369,7 +403,7 @@ def _alike(pieces: list[Target], dim: int | None) -> None:
         raise _Unknown("shapes or dtypes differ")
 
 
-_STEPS: dict[str, Callable[[Any, _Tensors, list[str], list[str], Any], _Tensors]] = {
+_STEPS: dict[str, Callable[[Any, _Tensors, list[str], list[str], _Joined], _Tensors]] = {
     "Chunk": _chunk,
     "Concatenate": _concatenate,
     "MergeModulelist": _stack,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from ckptkit.errors import CheckpointMismatchError
 from ckptkit.offline.convert import convert
@@ -96,6 +96,27 @@ def test_fuyus_config_beside_the_run_tells_its_names(tmp_path, monkeypatch):
     got = load_file(tmp_path / "out" / "model.safetensors")
     assert sorted(got) == sorted(expected)
     assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+
+
+def test_parts_of_different_sizes_are_split_as_the_base_has_them(tmp_path):
+    settings = {
+        "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "layer_types": ["linear_attention", "full_attention"], "pad_token_id": 0,
+        "bos_token_id": 1, "eos_token_id": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+        "linear_key_head_dim": 4, "linear_value_head_dim": 8,
+    }  # fmt: skip
+    base = tmp_path / "base" / "model.safetensors"
+    released = trained("OlmoHybridForCausalLM", settings, tmp_path)
+    front = "model.layers.0.linear_attn."
+    names = [f"{front}{part}_conv1d.weight" for part in "qkv"]
+    joined = torch.cat([released[name] for name in names])
+    # transformers saves three almost equal parts of 8 + 8 + 16 rows; releases have what belongs to each.
+    assert [len(released[name]) for name in names] == [11, 11, 10]
+    released.update(zip(names, (part.contiguous() for part in joined.split([8, 8, 16])), strict=True))
+    save_file(released, base, {"format": "pt"})
+    got = exported(tmp_path)
+    assert got.keys() == released.keys()
+    assert all(torch.equal(got[name], tensor) for name, tensor in released.items())
 
 
 def test_an_entry_of_the_table_that_is_not_known_leaves_the_names_and_the_refusal(tmp_path, monkeypatch):
