@@ -1,0 +1,77 @@
+"""Merge against reading and copying, and against a plain loop in torch, on the same bytes in one run; prints ratios.
+
+    python -m benchmarks.convert.merge --size 1GB --sources 8 --where /dev/shm [--repeat 3]
+
+Every command is a fresh process, start of Python included. The sources are Hugging Face directories in bf16, shaped
+like a llama. The yardstick reads all of them and copies one. Peak memory is ru_maxrss of a process. Everything is
+deleted at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.convert.bench import timed
+
+# As one writes it by hand: all tensors of the result in memory, summed in fp32 in the order of the sources.
+LOOP = """
+import os, sys, torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+*sources, out = sys.argv[1:]
+files = [safe_open(f"{source}/model.safetensors", "pt") for source in sources]
+made = {}
+for name in files[0].keys():
+    total = sum(file.get_tensor(name).float() * (1 / len(files)) for file in files)
+    made[name] = total.to(files[-1].get_tensor(name).dtype)
+os.makedirs(out)
+save_file(made, f"{out}/model.safetensors", {"format": "pt"})
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="1GB")
+    parser.add_argument("--sources", type=int, default=8)
+    parser.add_argument("--where", default="/dev/shm")
+    parser.add_argument("--repeat", type=int, default=3)
+    options = parser.parse_args()
+    root = Path(options.where) / f"ckptkit-bench-{os.getpid()}"
+    try:
+        measure(root, options)
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def measure(root: Path, options: argparse.Namespace) -> None:
+    sources = [root / f"source_{i}" for i in range(options.sources)]
+    make = [sys.executable, "-m", "benchmarks.convert.bench", "--size", options.size, "--make"]
+    for source in sources:  # in processes of their own: what this one holds would count as its children's peak
+        subprocess.run([*make, str(source)], check=True)
+    out = root / "out"
+    names = [str(source) for source in sources]
+    copy = f"cat {' '.join(f'{name}/*' for name in names)} > /dev/null && cp -r {names[-1]} {out}"
+    commands = {
+        f"read {len(names)}, cp 1": ["bash", "-c", copy],
+        "ckptkit merge": [sys.executable, "-m", "ckptkit", "merge", *names, str(out), "--max-shard-size", "1TB"],
+        "loop in torch": [sys.executable, "-c", LOOP, *names, str(out)],
+    }
+    best = dict.fromkeys(commands, (float("inf"), float("inf"), 0))
+    for _ in range(options.repeat):  # turn by turn, so that a noisy machine is noisy to all; the best of each counts
+        for name, command in commands.items():
+            wall, cpu, peak = timed(command, clean=out, sync=False)
+            best[name] = (min(best[name][0], wall), min(best[name][1], cpu), max(best[name][2], peak))
+    first = next(iter(best.values()))
+    print(f"{len(names)} sources of {options.size} in bf16, {options.where}")
+    for name, (wall, cpu, peak) in best.items():
+        ratio = f"{wall / first[0]:5.2f} x  cpu {cpu:6.2f} s = {cpu / first[1]:5.2f} x"
+        print(f"  {name:16s} {wall:6.2f} s = {ratio}  peak {peak / 1e6:6.0f} MB", flush=True)
+
+
+if __name__ == "__main__":
+    main()
