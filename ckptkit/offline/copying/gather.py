@@ -30,7 +30,7 @@ Bytes = npt.NDArray[np.uint8]
 Array = npt.NDArray[Any]
 
 _UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
-_BLOCK = 64  # rows
+_BLOCK = 128  # rows
 _TILE = 4 << 20
 _READ = 64 << 10  # minimum bytes to read from each slice, if a tile takes a part of every slice
 _ALIGNED = 64  # bytes; enough for any dtype and for vector instructions
@@ -162,14 +162,16 @@ class Gatherer:
             target[...] = view.reshape(inside.sizes)
 
     def rows_at_once(self, tensor: ComputedTensor, most: int) -> int:
-        """Return how many rows to compute at once: in at most half of the memory, at most `most` bytes of result."""
+        """Return how many rows to compute at once: in at most half of the memory, at most `most` bytes of result and of
+        the first input."""
         rows = tensor.shape[0] if tensor.shape else 1
         if tensor.cut is None:
             return rows
         step = rows
-        while step > 1 and (
-            _taken(tensor.cut(0, step)) > self._max_bytes // 2 or _nbytes(tensor) // rows * step > most
-        ):
+        while step > 1:
+            part = tensor.cut(0, step)
+            if _taken(part) <= self._max_bytes // 2 and max(_nbytes(part), _nbytes(part.inputs[0])) <= most:
+                break
             step = (step + 1) // 2
         # Multiples of a block, because matrix kernels may round the rows of a partial block differently.
         return step if step == rows or step < _BLOCK else step // _BLOCK * _BLOCK

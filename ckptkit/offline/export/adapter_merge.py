@@ -44,6 +44,8 @@ class Change:
         scratch: Temporary memory of the formula, in bytes per element of the weight.
         stored: The tensor that the weight is read from, if it has another dtype or shape, with as many rows; None: the
             weight itself.
+        aligned: How many of the inputs, from the first on, have as many rows as the weight, and are cut with them.
+        by_element: Whether a few rows are changed as fast as many.
     """
 
     inputs: tuple[Target, ...]
@@ -52,6 +54,8 @@ class Change:
     by_rows: bool = True
     scratch: int = 0
     stored: Target | None = None
+    aligned: int = 0
+    by_element: bool = False
 
     def then(self, other: Change) -> Change:
         """Return the change that applies this one, then `other`."""
@@ -67,6 +71,7 @@ class Change:
             self.by_rows and other.by_rows,
             max(self.scratch, other.scratch),
             self.stored,
+            self.aligned,
         )
 
 
@@ -82,7 +87,11 @@ class _Step:
 
     @property
     def inputs(self) -> tuple[Target, ...]:
-        return (self.rows, *(self.change.inputs if self.change is not None else ()))
+        if self.change is None:
+            return (self.rows,)
+        cut, stop = self.change.aligned, self.first + self.rows.shape[0] if self.rows.shape else 0
+        inputs = self.change.inputs
+        return (self.rows, *(_rows_of(item, self.first, stop) for item in inputs[:cut]), *inputs[cut:])
 
     @property
     def scratch(self) -> int:
@@ -139,8 +148,9 @@ def changed(target: Target, changes: Mapping[str, Change], whole: Mapping[str, T
         label += f", cut up [{crc32(repr(target.parts).encode()):08x}]"
     # For a time, the result is in memory twice: also in the source's dtype, or in pieces.
     scratch = sum(step.scratch + step.numel * dtype_of(target.dtype).itemsize for step in steps)
+    few = by_rows and all(step.change is not None and step.change.by_element for step in steps)
     return ComputedTensor(
-        target.name, target.dtype, target.shape, tuple(inputs), compute, label, scratch, cut if by_rows else None
+        target.name, target.dtype, target.shape, tuple(inputs), compute, label, scratch, cut if by_rows else None, few
     )
 
 

@@ -178,25 +178,28 @@ def _scale_of(name: str, targets: Mapping[str, Target]) -> str:
 
 def _eight(name: str, targets: Mapping[str, Target], blocks: Any, dtype: str) -> _Weight:
     scale, weight = _scale_of(name, targets), targets[name]
-    formula, label = _formula(weight, targets[scale], blocks, dtype)
-    change = Change((_stored(targets[scale]),), formula, label, bool(weight.shape), 12)
+    formula, label, aligned = _formula(weight, targets[scale], blocks, dtype)
+    change = Change(
+        (_stored(targets[scale]),), formula, label, bool(weight.shape), 12, aligned=aligned, by_element=True
+    )
     return _Weight(name, name, (scale,), replace(weight, dtype=dtype), change)
 
 
-def _formula(weight: Target, scale: Target, blocks: Any, dtype: str) -> tuple[Formula, str]:
-    """Return the formula of a weight, and what it is called in a plan."""
+def _formula(weight: Target, scale: Target, blocks: Any, dtype: str) -> tuple[Formula, str, int]:
+    """Return the formula of a weight, what it is called in a plan, and how many inputs are cut with its rows."""
     if scale.numel == 1:
-        return formulas.whole(dtype), f"FP8 weight * scale in {scale.dtype}"
+        return formulas.whole(dtype), f"FP8 weight * scale in {scale.dtype}", 0
     rows, columns = weight.shape[-2:] if len(weight.shape) > 1 else (weight.shape[0], 1)
     if scale.numel == weight.shape[0] and len(weight.shape) == 2:
-        return formulas.by_row(dtype), f"FP8 weight * scale of the row in {scale.dtype}"
+        return formulas.by_row(dtype), f"FP8 weight * scale of the row in {scale.dtype}", 0
     size = _block_size(weight, scale, blocks, rows, columns)
     if size is None or scale.shape[:-2] != weight.shape[:-2]:
         raise CheckpointMismatchError(
             f"{weight.name!r} {list(weight.shape)} has a scale {list(scale.shape)}: expected one for the tensor, for "
             f"each row, or for each block{f' of {blocks}' if blocks else ''}."
         )
-    return formulas.by_block(*size, dtype), f"FP8 weight * scale of the block of {size[0]} x {size[1]} in {scale.dtype}"
+    label = f"FP8 weight * scale of the block of {size[0]} x {size[1]} in {scale.dtype}"
+    return formulas.by_block(*size, dtype), label, int(len(weight.shape) > 2 or size[0] == 1)
 
 
 def _block_size(weight: Target, scale: Target, blocks: Any, rows: int, columns: int) -> tuple[int, int] | None:
@@ -233,7 +236,7 @@ def _mxfp4(name: str, targets: Mapping[str, Target], dtype: str) -> _Weight:
         )
     made = _source(weight, dtype, blocks.sources[0], (blocks.shape[0], blocks.shape[2] * 32, blocks.shape[1]))
     label = "MXFP4 weight * 2 ** (scale of the group - 127), transposed"
-    change = Change((_stored(scales),), formulas.mxfp4(dtype), label, True, dtype_of(dtype).itemsize + 2)
+    change = Change((_stored(scales),), formulas.mxfp4(dtype), label, True, dtype_of(dtype).itemsize + 2, aligned=1)
     return _Weight(weight, name, (scales.name,), made, change)
 
 
@@ -242,7 +245,15 @@ def _mxfp4(name: str, targets: Mapping[str, Target], dtype: str) -> _Weight:
 
 def _packed(name: str, targets: Mapping[str, Target], settings: Mapping[str, Any], dtype: str) -> _Weight:
     made, weight = unpacking(name, targets, settings, dtype), name.removesuffix("_packed")
-    change = Change(tuple(_stored(targets[part]) for part in made.parts), made.formula, made.label, True, 12)
+    change = Change(
+        tuple(_stored(targets[part]) for part in made.parts),
+        made.formula,
+        made.label,
+        True,
+        12,
+        aligned=int(made.by_rows),
+        by_element=True,
+    )
     return _Weight(weight, name, made.parts, _source(weight, dtype, targets[name].sources[0], made.shape), change)
 
 

@@ -1,7 +1,7 @@
 """The arithmetic of dequantization: that of transformers and compressed-tensors on a CPU, operation by operation.
 
 Each formula is a function (stored weight, inputs, first row) -> weight in the wanted dtype, as in `merge_formulas`: the
-stored weight may be only some rows, starting at `first`; inputs are always complete.
+stored weight may be only some rows, starting at `first`; inputs are complete, except for scales that have as many rows.
 """
 
 from __future__ import annotations
@@ -44,15 +44,16 @@ def by_row(dtype: str) -> Formula:
 
 
 def by_block(high: int, wide: int, dtype: str) -> Formula:
-    """Return each block of `high` x `wide` elements times its scale. Inputs: [..., blocks down, blocks across]."""
+    """Return each block of `high` x `wide` elements times its scale. Inputs: [..., blocks down, blocks across].
+
+    Of matrices with blocks of several rows, all scales; otherwise those of the rows.
+    """
 
     def scaled(w: torch.Tensor, inputs: Any, first: int) -> torch.Tensor:
         import torch
 
         scale = _factors(inputs[0])
-        start = first if w.ndim == 2 else 0  # of more dimensions, the outermost is cut
-        if w.ndim > 2:
-            scale = scale[first : first + w.shape[0]]
+        start = first if w.ndim == 2 and high > 1 else 0  # of more dimensions, the outermost is cut
         rows = torch.arange(start, start + w.shape[-2]) // high
         columns = torch.arange(w.shape[-1]) // wide
         return _rounded(w.float() * scale[..., rows, :][..., columns], dtype)
@@ -77,7 +78,7 @@ def mxfp4(dtype: str) -> Formula:
         table = torch.stack((codes[code & 15], codes[code >> 4]), dim=-1).repeat(256, 1, 1)
         exponents = torch.arange(256, dtype=torch.int32).reshape(-1, 1, 1) - 127
         torch.ldexp(table, exponents, out=table)
-        scales = inputs[0][first : first + w.shape[0]].unsqueeze(-1)
+        scales = inputs[0].unsqueeze(-1)
         made = _looked_up(table.reshape(1 << 16, 2), scales, w).reshape(*w.shape[:2], -1)
         return made.transpose(1, 2)
 
@@ -90,6 +91,7 @@ def integers(
     shape: tuple[int, int],
     *,
     group: int,
+    by_rows: bool,
     packed: bool,
     packed_zero: bool,
     has_zero: bool,
@@ -106,6 +108,7 @@ def integers(
         bits: Of an integer.
         shape: Of the weight.
         group: Columns that share a scale; 0 for a scale of each row, or of all.
+        by_rows: Whether scales have the rows of the weight.
         packed: Integers are packed along rows; otherwise there is one a byte.
         packed_zero: Zero points are packed along columns; otherwise there is one a byte.
     """
@@ -124,7 +127,7 @@ def integers(
             zero = _unpacked(zero.T, bits, shape[0]).T
         if zero is not None:
             made -= _of_rows(zero, rows, shape[0], bool(group)).to(scale.dtype)
-        made *= _of_rows(scale, rows, shape[0], bool(group))
+        made *= scale.unsqueeze(-1) if group else scale.reshape(-1, 1) if by_rows else scale.reshape(())
         return _rounded(made.flatten(start_dim=1), dtype)
 
     return unpacked
@@ -140,7 +143,7 @@ def fp4(group: int, dtype: str) -> Formula:
     def unpacked(w: torch.Tensor, inputs: Any, first: int) -> torch.Tensor:
         import torch
 
-        scale = inputs[0][first : first + w.shape[0]].unsqueeze(-1)
+        scale = inputs[0].unsqueeze(-1)
         exponents = scale.dtype == torch.uint8
         scale = 2.0 ** (scale.to(torch.int32) - 127).to(torch.bfloat16) if exponents else scale.to(torch.bfloat16)
         if len(inputs) > 1:

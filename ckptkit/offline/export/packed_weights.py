@@ -25,12 +25,14 @@ class Unpacking:
 
     Attributes:
         parts: The names of what the formula takes besides the codes, in that order.
+        by_rows: Whether the first of them has the rows of the weight.
     """
 
     shape: tuple[int, ...]
     parts: tuple[str, ...]
     formula: Formula
     label: str
+    by_rows: bool
 
 
 def is_packed_weight(name: str, targets: Mapping[str, Target], settings: Mapping[str, Any]) -> bool:
@@ -117,12 +119,13 @@ def _integers(
     if shape is not None:
         parts.append(shape.name)
     formula = formulas.integers(
-        codes.name, bits, (rows, columns), group=group, packed=packed, packed_zero=packed_zero,
+        codes.name, bits, (rows, columns), group=group, by_rows=strategy != "tensor", packed=packed,
+        packed_zero=packed_zero,
         has_zero=zero is not None, has_shape=shape is not None, dtype=dtype,
     )  # fmt: skip
     zeros = "" if zero is None else " - zero point"
     label = f"INT{bits} (weight{zeros}) * scale of the {strategy} in {scale.source_dtype}"
-    return Unpacking((rows, columns), tuple(parts), formula, label)
+    return Unpacking((rows, columns), tuple(parts), formula, label, strategy != "tensor")
 
 
 def _fp4(
@@ -155,7 +158,7 @@ def _fp4(
     kind = kinds[scale.source_dtype][1]
     label = f"{kind} weight * scale of the group" + (" / global scale" if overall is not None else "")
     parts = (scale.name, *([overall.name] if overall is not None else []))
-    return Unpacking((rows, columns), parts, formulas.fp4(group, dtype), label)
+    return Unpacking((rows, columns), parts, formulas.fp4(group, dtype), label, True)
 
 
 def _unsupported(name: str, what: str) -> UnsupportedFormatError:

@@ -173,7 +173,8 @@ def _made(
         _computed, before=before, dtype=tensor.dtype, shape=tensor.shape, formula=formula, name=tensor.name
     )
     by_rows = before is None or before.cut is not None
-    return ComputedTensor(name, dtype, shape, inputs, compute, label, scratch, cut if by_rows else None)
+    few = by_rows and (before is None or before.by_element)
+    return ComputedTensor(name, dtype, shape, inputs, compute, label, scratch, cut if by_rows else None, few)
 
 
 def _rows(tensor: OutputTensor, start: int, stop: int) -> OutputTensor:
