@@ -160,6 +160,20 @@ def test_an_export_of_what_is_stored_in_parts_is_refused_by_name(tmp_path: Path,
     convert(str(tmp_path / "run"), str(tmp_path / "out"), exclude=["odd*"])
 
 
+def test_a_full_checkpoint_of_weights_in_parts_has_no_config_to_make_others_from(tmp_path: Path) -> None:
+    class Config:
+        def to_json_string(self) -> str:
+            return "{}"
+
+    for name, value in (("parts", scaled()), ("whole", torch.ones(4, 4))):
+        state = in_model(value)
+        state.model.config = Config()  # type: ignore[union-attr]
+        with CheckpointManager(tmp_path / name, state_dict_type="full") as manager:
+            manager.save(1, state)
+    found = {path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("config.json")}
+    assert found == {"whole"}
+
+
 @pytest.mark.parametrize("kind", TYPES)
 def test_a_subclass_that_is_just_a_tensor_comes_back_into_the_live_one(tmp_path: Path, kind: str) -> None:
     value = torch.randn(4, 4).as_subclass(Tagged)
