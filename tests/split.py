@@ -79,6 +79,7 @@ NIGHT: dict[str, int] = {
     "tests/checkpoint/test_earlier.py": 2,
     "tests/checkpoint/test_load_memory.py": 3,
     "tests/checkpoint/test_hidden_values.py": 4,
+    "tests/checkpoint/test_optimizers.py": 8,
     "tests/checkpoint/test_quantizing_libraries.py": 0,
     "tests/checkpoint/test_subclass_ranks.py": 0,
     "tests/checkpoint/test_object_store.py"

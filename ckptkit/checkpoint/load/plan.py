@@ -13,10 +13,11 @@ from ckptkit.catalog.targets import Target
 from ckptkit.checkpoint.load.differences import KeyFilter, Mismatches, match_tensors
 from ckptkit.checkpoint.load.fill import read_whole
 from ckptkit.checkpoint.load.foreign import Adopted, adopt
-from ckptkit.checkpoint.save.replicas import PER_RANK, own_copies
+from ckptkit.checkpoint.save.replicas import PER_RANK, OwnCopies, own_copies
 from ckptkit.checkpoint.state.layout import Shard, as_global, shards_of
 from ckptkit.checkpoint.state.local_part import dtype_name, layout_of
 from ckptkit.checkpoint.state.optimizer import GroupChanges, OptimizerTree, class_name, group_changes, named_parameters
+from ckptkit.checkpoint.state.optimizer_layout import SHARD, Held, cuts, layouts
 from ckptkit.checkpoint.state.rng import shared_stream
 from ckptkit.checkpoint.state.train_state import (
     PerRank,
@@ -179,6 +180,7 @@ class OptimizerPlan:
         masters: FQN -> the checkpoint's tensor; None: the master is created from the loaded weight.
         values: FQN -> state name -> JSON, for non-tensor state.
         shared: State that belongs to no parameter, as JSON.
+        held: By key, how states are held where that does not follow from the parameter.
         keep: Parameters that the checkpoint's optimizer lacks; their live state is kept.
         live: FQN -> state name -> live value; for a tensor of a subclass, its parts.
         wholes: FQN -> state name -> tensor of a subclass, whose parts are filled in place.
@@ -194,6 +196,7 @@ class OptimizerPlan:
     masters: dict[str, TensorEntry | None] = field(default_factory=dict)
     values: dict[str, dict[str, JSON]] = field(default_factory=dict)
     shared: dict[str, JSON] = field(default_factory=dict)
+    held: dict[str, Held] = field(default_factory=dict)
     keep: list[str] = field(default_factory=list)
     live: dict[str, dict[str, Any]] = field(default_factory=dict)
     wholes: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
@@ -268,8 +271,10 @@ class _Planner:
         small: Callable[[str], Any],
         foreign: bool,
         plan: LoadPlan,
+        own: OwnCopies,
     ) -> None:
         self.state = state
+        self.own = own
         self.foreign = foreign
         self.catalog = plan.catalog
         self.objects = objects
@@ -553,8 +558,10 @@ class _Planner:
             return list(masters)
         if saved is not None:
             plan.groups = group_changes(plan.optimizer, names, saved.param_groups, self.small, plan.key)
-            plan.values, plan.shared = saved.values, saved.shared
+            plan.values, plan.shared, plan.held = saved.values, saved.shared, saved.held
             plan.groups.unexpected += [f"{fqn}.{name}" for fqn in states if fqn not in owners for name in states[fqn]]
+            if saved.states or self.own.bound:
+                found.add("others", plan.key, self.of_other_ranks(plan, saved))
         else:
             plan.groups = GroupChanges(
                 [{} for _ in plan.optimizer.param_groups], notes=[f"{plan.key}: no settings were saved"]
@@ -612,6 +619,26 @@ class _Planner:
         others += [unlike(f"{fqn}.{n}", recipe, None) for n, recipe in recipes.items() if n in entries]
         plan.wholes[fqn] = {name: tensor for name, tensor in wholes.items() if name in stored}
         self.plan.mismatches.add("others", plan.key, others)
+
+    def of_other_ranks(self, plan: OptimizerPlan, saved: OptimizerTree) -> list[str]:
+        """Describe the states that this job cannot use, because they were computed from parts of the parameters that no
+        rank has here: see `checkpoint/state/optimizer_layout`."""
+        here = layouts(cuts(plan.parameters))
+        own = [key[len(plan.key) + 1 :] for key in self.own.bound if key.startswith(f"{plan.key}.")]
+        own = [key.removeprefix("state.").removeprefix("values.") for key in own]
+        if own and not (self.own.fits and here == saved.layouts):
+            names, whose = own, f"each of the {self.own.ranks} ranks that saved them has its own"
+        elif here and saved.states and not saved.layouts:
+            names, whose = saved.states, "they were computed from whole parameters, or nobody can tell"
+        else:
+            return []
+        more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+        return [
+            f"{', '.join(names[:5])}{more}: {whose}, and they load only where the parameters are cut in the same way "
+            f"(saved by {self.own.ranks or self.catalog.info.world_size}: {_cuts(saved.layouts)}; here, on "
+            f"{self.world_size}: {_cuts(here)}). Load them there, or pass "
+            'optimizer="skip"'
+        ]
 
     def left_masters(self, key: str, fqns: list[str]) -> None:
         """Report masters that neither an optimizer nor a weight uses: unexpected, unless weights are skipped or another
@@ -844,7 +871,9 @@ def _check_states(plan: OptimizerPlan, weights: Mapping[str, TensorEntry], found
         same_weight = weight is not None and weight.shape == wanted
         for name, entry in entries.items():
             shape = entry.shape
-            if name in live:
+            if plan.held.get(f"{plan.key}.state.{fqn}.{name}") == SHARD:
+                shape = wanted  # the live one, if any, is a part of it
+            elif name in live:
                 shape = tuple(getattr(live[name], "shape", shape))
                 shape = wanted if shape == tuple(parameter.shape) else shape
             elif not same_weight and len(shape) == len(wanted) and entry.numel > 1:
@@ -857,6 +886,11 @@ def _check_states(plan: OptimizerPlan, weights: Mapping[str, TensorEntry], found
                     plan.key,
                     [f"{fqn}.{name} ({list(entry.shape)} in the checkpoint, expected {list(shape)})"],
                 )
+
+
+def _cuts(found: Sequence[Any]) -> str:
+    """Describe how parameters are cut."""
+    return " and ".join(f"{', '.join(map(str, texts))} on {list(shape)}" for shape, texts in found) or "not cut"
 
 
 def _plan_masters(
@@ -895,8 +929,9 @@ def plan_load(
             raise UsageError("TrainState.extra holds a class; it must hold objects.")
     _check_local(state, catalog, store.url, world_size=world_size)
     objects = _json_objects(catalog)
-    catalog, unlike = own_copies(catalog, objects, rank=rank, world_size=world_size)
-    adopted = Adopted(catalog, objects)
+    own = own_copies(catalog, objects, rank=rank, world_size=world_size)
+    catalog = own.catalog
+    adopted = Adopted(catalog, own.objects)
     if options.key_map is None and catalog.info.format == "safetensors" and options.model == "restore":
         options = replace(options, key_map=_hub_map(state, catalog))
     if options.key_map is not None:
@@ -909,12 +944,12 @@ def plan_load(
         return adopted.tensors[key] if key in adopted.tensors else read_whole(catalog, store, [key])[key]
 
     plan = LoadPlan(catalog, adopted.tensors)
-    _Planner(state, adopted.objects, options, rank, world_size, small, not objects, plan).run()
+    _Planner(state, adopted.objects, options, rank, world_size, small, not objects, plan, own).run()
     plan.notes += adopted.notes
-    if unlike:
-        plan.notes.append(unlike)
+    if own.note:
+        plan.notes.append(own.note)
         if rank == 0:
-            _log.warning("%s: %s.", store.url, unlike)
+            _log.warning("%s: %s.", store.url, own.note)
     return plan
 
 
@@ -929,7 +964,8 @@ def _plan_mapped(state: TrainState, catalog: Catalog, options: LoadOptions, *, r
     mapped = map_weights(catalog, key_map, live=live, config=config)
     plan = LoadPlan(mapped.catalog, {}, sources=mapped.sources, filled=mapped.filled)
     plan.skipped.update(mapped.dropped)
-    _Planner(state, {}, options, rank, world_size, _no_tensor, True, plan).run()
+    own = OwnCopies(mapped.catalog, {})
+    _Planner(state, {}, options, rank, world_size, _no_tensor, True, plan, own).run()
     plan.notes += mapped.notes
     for target in plan.models:
         if target.filled is not None:

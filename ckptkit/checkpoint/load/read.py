@@ -15,8 +15,9 @@ from ckptkit.checkpoint.load.plan import LoadOptions, LoadPlan, OptimizerPlan
 from ckptkit.checkpoint.state.layout import Shard, as_global
 from ckptkit.checkpoint.state.local_part import PartView, part_view
 from ckptkit.checkpoint.state.optimizer import new_state_tensor
+from ckptkit.checkpoint.state.optimizer_layout import SHARD, Held, new_held
 from ckptkit.checkpoint.state.train_state import PerRank, is_stateful
-from ckptkit.checkpoint.state.values import encode
+from ckptkit.checkpoint.state.values import encode, references
 from ckptkit.errors import LoadError, SaveError
 from ckptkit.formats.dcp.shared_memory import check_claims, overlapping
 from ckptkit.formats.dcp.subclasses import outer_name
@@ -129,7 +130,10 @@ class Reading:
                     self._read(as_global(entry.name, live[name], plan.shards.get(fqn, ())), entry, beside=self._atomic)
                     continue
                 shards = plan.shards.get(fqn, ()) if entry.numel > 1 else ()
-                tensor = self._state(parameter, name, entry, live.get(name), shards, on_device=on_device[id(parameter)])
+                held = plan.held.get(f"{plan.key}.state.{fqn}.{name}")
+                tensor = self._state(
+                    parameter, name, entry, live.get(name), shards, on_device=on_device[id(parameter)], held=held
+                )
                 states.setdefault(fqn, {})[name] = tensor
         return states
 
@@ -142,22 +146,24 @@ class Reading:
         shards: Sequence[Shard],
         *,
         on_device: bool,
+        held: Held | None,
     ) -> torch.Tensor:
         """Return the target of one parameter state: the live tensor if its placement is that of a new one."""
         import torch
 
         dtype = getattr(torch, entry.dtype)
         shape = tuple(parameter.shape) if shards else entry.shape
-        alike = isinstance(live, torch.Tensor) and live.dtype is dtype and _is_alike(live, parameter, shape)
+        alike = held is None and isinstance(live, torch.Tensor) and live.dtype is dtype
+        alike = alike and _is_alike(live, parameter, shape)
         # On an accelerator, a new one would need as much of its memory again.
         if alike and (not self._atomic or live.device.type != "cpu"):
             kept: torch.Tensor = live
             self._read(as_global(entry.name, kept, shards), entry, beside=self._atomic)
             return kept
-        new = new_state_tensor(parameter, name, dtype, shape, on_device=on_device)
+        new = new_state_tensor(parameter, name, dtype, shape, on_device=on_device, held=held)
         view = self._read(as_global(entry.name, new, shards), entry)
         self.held += view.local.nbytes if alike else 0
-        return new
+        return view.local if held == SHARD else new
 
     def _references(self, plan: LoadPlan) -> dict[str, torch.Tensor]:
         """Return the tensors inside objects, with the placement of the live value's tensor of that name, otherwise
@@ -171,6 +177,9 @@ class Reading:
         if not wanted:
             return refs
         live = _live_references(plan)
+        for optimizer in plan.optimizers:
+            if optimizer.held:
+                live.update(_held_references(plan, optimizer))
         for key in wanted:
             entry, template = plan.catalog.tensors.get(key), live.get(key)
             if entry is None or not isinstance(template, DTensor) or tuple(template.shape) != entry.shape:
@@ -214,6 +223,21 @@ def _live_references(plan: LoadPlan) -> dict[str, torch.Tensor]:
             with contextlib.suppress(SaveError):
                 encode(item.state_dict() if is_stateful(item) else item, target.key, live)
     return live
+
+
+def _held_references(plan: LoadPlan, optimizer: OptimizerPlan) -> dict[str, torch.Tensor]:
+    """Return tensors like the DTensors that an optimizer keeps in lists and dicts, by their key."""
+    import torch
+
+    found = {}
+    for fqn, trees in optimizer.values.items():
+        parameter = optimizer.parameters.get(fqn)
+        for key in references(trees):
+            entry, held = plan.catalog.tensors.get(key), optimizer.held.get(key)
+            if parameter is not None and entry is not None and held is not None:
+                made = new_held(parameter, held, getattr(torch, entry.dtype), entry.shape)
+                found.update({} if made is None else {key: made})
+    return found
 
 
 def _is_alike(live: torch.Tensor, parameter: torch.Tensor, saved: tuple[int, ...]) -> bool:

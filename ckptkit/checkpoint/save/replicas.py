@@ -1,20 +1,24 @@
-"""Finds plain (not sharded) tensors that differ between ranks, and saves each rank's own.
+"""Finds plain (not sharded) tensors and optimizer values that differ between ranks, and saves each rank's own.
 
-A checkpoint stores one copy of a plain tensor, because ranks normally have equal copies. If they differ (running
-statistics of each rank's data, unsynchronised parameters), a single copy would silently lose the others.
+A checkpoint stores one copy of them, because ranks normally have equal copies. If they differ (running statistics of
+each rank's data, unsynchronised parameters, optimizer states computed from a shard), a single copy would silently lose
+the others. `checkpoint/state/optimizer_layout` says where the states of optimizers load again.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ckptkit.catalog.entry import Catalog
+from ckptkit.checkpoint.state.optimizer import CapturedOptimizer
+from ckptkit.checkpoint.state.optimizer_layout import layouts
 from ckptkit.checkpoint.state.train_state import Captured
 from ckptkit.checkpoint.state.values import references
 from ckptkit.digests import digest_of, signature_of
@@ -23,19 +27,24 @@ from ckptkit.errors import CorruptCheckpointError, SaveError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["PER_RANK", "Fingerprints", "holding", "own_copies", "part_ways", "refuse_unlike", "warn_of"]
+__all__ = ["PER_RANK", "Fingerprints", "OwnCopies", "holding", "own_copies", "part_ways", "refuse_unlike", "warn_of"]
 
 _log = logging.getLogger(__name__)
 
 PER_RANK = "per_rank"
 """`per_rank.<rank>.<key>` is a rank's copy of `<key>`; `<key>` itself is the lowest rank's."""
 
+_BOUND = "bound"
+"""Around the value of a rank in `per_rank.<rank>` that loads only where parameters are cut in the same way."""
+
+_PARTS = ("param_groups", "values", "shared")  # of an optimizer's JSON: each is compared as a whole
+_NAMES = "names"  # which plain states a rank has: not all, if each rank steps some parameters only
 _SAMPLE = 4096  # bytes from the start, the middle and the end of a tensor that is not on the host
 _SHOWN = 5
 
 
 class Fingerprints:
-    """Fingerprints of this rank's plain tensors, 16 bytes each.
+    """Fingerprints of this rank's plain tensors and of its optimizers' values, 16 bytes each.
 
     On the host all bytes are hashed (tens of GB/s). On a device, a reduction over all words and three byte samples are
     used, which need one copy of a few KB per tensor.
@@ -48,14 +57,25 @@ class Fingerprints:
         if _has_plain(captured):
             plain = captured.tensors(aliases=False, unlike=DTensor)
             found = {key: item for key, item in plain if _is_replica(key, item, captured)}
-        self.keys = list(found)
-        self._table = np.empty((len(found), 2), "<u8")
-        self._table[:, 0] = [_name_digest(key, tensor.dtype, tensor.shape) for key, tensor in found.items()]
-        self._table[:, 1] = list(_contents(list(found.values())))
+        unshaped = {key for taken in captured.optimizers.values() for key in taken.unshaped}
+        kinds = {key: (tensor.dtype, tensor.shape) for key, tensor in found.items()}
+        names = [_name_digest(key, *(kind if key not in unshaped else ())) for key, kind in kinds.items()]
+        contents = list(_contents(list(found.values())))
+        contents = [
+            content ^ _name_digest("", *kind) if key in unshaped else content
+            for (key, kind), content in zip(kinds.items(), contents, strict=True)
+        ]
+        trees = _trees(captured)
+        self.keys = [*found, *trees]
+        self._table = np.empty((len(self.keys), 2), "<u8")
+        # Ranks with other parameters (stages of a pipeline) have other values.
+        salts = {section: _parameters(taken) for section, taken in captured.optimizers.items()}
+        self._table[:, 0] = [*names, *(_name_digest(key + salts[key.rpartition(".")[0]]) for key in trees)]
+        self._table[:, 1] = [*contents, *trees.values()]
 
     @property
     def digests(self) -> tuple[bytes, bytes]:
-        """Digests of this rank's plain-tensor keys and contents."""
+        """Digests of this rank's keys and contents."""
         return holding(self.to_bytes()), signature_of(self._table.tobytes())
 
     def to_bytes(self) -> bytes:
@@ -77,8 +97,32 @@ class Fingerprints:
 
 
 @lru_cache(maxsize=1 << 16)
-def _name_digest(key: str, dtype: torch.dtype, shape: torch.Size) -> int:
+def _name_digest(key: str, dtype: torch.dtype | None = None, shape: Sequence[int] = ()) -> int:
     return digest_of(f"{key} {dtype} {tuple(shape)}".encode("utf-8", "surrogatepass"))
+
+
+def _parameters(taken: CapturedOptimizer) -> str:
+    """Return the FQNs of an optimizer's parameters."""
+    return "".join(f" {fqn}" for group in taken.tree["param_groups"] for fqn in group["params"])
+
+
+def _trees(captured: Captured) -> dict[str, int]:
+    """Return a digest of each part of the optimizers' JSON that the ranks do not save separately already."""
+    apart = {key for own in captured.rank_objects.values() if isinstance(own, dict) for key in own}
+    return {
+        f"{section}.{part}": digest_of(json.dumps(tree).encode())
+        for section, taken in captured.optimizers.items()
+        for part, tree in _parts(taken).items()
+        if f"{section}.{part}" not in apart
+    }
+
+
+def _parts(taken: CapturedOptimizer) -> dict[str, Any]:
+    """Return what is compared between ranks of an optimizer's JSON, and which plain states it has."""
+    from torch.distributed.tensor import DTensor
+
+    names = [f"{fqn}.{state}" for (fqn, state), tensor in taken.tensors.items() if not isinstance(tensor, DTensor)]
+    return {**{part: taken.tree[part] for part in _PARTS}, _NAMES: names}
 
 
 def holding(table: bytes) -> bytes:
@@ -87,7 +131,8 @@ def holding(table: bytes) -> bytes:
 
 
 def part_ways(captured: Captured, keepers: Mapping[str, int] | None, rank: int) -> None:
-    """Keep the shared copy of each key only on its keeper, and add this rank's own copy under a per-rank key.
+    """Keep the shared copy of each tensor only on its keeper, and add this rank's own copy under a per-rank key.
+    Values of optimizers are added on every rank.
 
     Tensors of `extra` get no per-rank copy: use `PerRank` for those.
 
@@ -99,14 +144,35 @@ def part_ways(captured: Captured, keepers: Mapping[str, int] | None, rank: int) 
         return
     # Every rank has one, possibly empty, so their number is the number of ranks that saved.
     own = captured.rank_objects.setdefault(f"{PER_RANK}.{rank}", {})
+    for section, taken in captured.optimizers.items():
+        taken.tree.setdefault("own", {"layouts": layouts(taken.cut), "states": []})
+        for part, tree in _parts(taken).items():
+            if (key := f"{section}.{part}") in keepers:
+                own[key] = tree if part == _NAMES else {_BOUND: tree}
+                if part == "values" and keepers[key] != rank:
+                    taken.tree[part] = {}  # a SHARDED checkpoint repeats numbers for torch: the keeper's
+    bound = _bound(captured)
     for key, same, holder, name in list(_places(captured)):
-        if keepers.get(same, rank) != rank:
-            if holder is not captured.loose:
+        if same not in keepers:
+            continue
+        if keepers[same] != rank:
+            if holder is not captured.loose or key in bound:
                 mine = f"{PER_RANK}.{rank}.{same}"
-                own[key] = {"$ref": mine}
+                own[key] = {_BOUND: {"$ref": mine}} if key in bound else {"$ref": mine}
                 captured.loose[mine] = holder[name]
                 captured.own.add(mine)
             del holder[name]
+        elif key in bound:
+            own[key] = {_BOUND: {"$ref": key}}
+
+
+def _bound(captured: Captured) -> set[str]:
+    """Return the keys of plain optimizer states that belong to the rank's part of the parameters, if they differ."""
+    found: set[str] = set()
+    for section, taken in captured.optimizers.items():
+        found.update(taken.loose)
+        found.update(f"{section}.state.{fqn}.{state}" for fqn, state in taken.tensors if fqn in taken.cut)
+    return found
 
 
 def refuse_unlike(keys: Collection[str], captured: Captured) -> None:
@@ -124,12 +190,22 @@ def refuse_unlike(keys: Collection[str], captured: Captured) -> None:
 
 def warn_of(keys: Collection[str], captured: Captured) -> None:
     """Log which tensors differ between ranks, and how they are saved."""
-    extra = sorted(key for key in keys if key in captured.loose)
-    other = sorted(set(keys) - set(extra))
+    names = {f"{section}.{_NAMES}" for section in captured.optimizers}
+    bound = _bound(captured) | {f"{section}.{part}" for section in captured.optimizers for part in _PARTS}
+    keys = set(keys) - names
+    own = sorted(keys & bound)
+    extra = sorted(key for key in keys if key in captured.loose and key not in bound)
+    other = sorted(keys - {*own, *extra})
     if extra:
         _log.warning(
             "%s differ between ranks; one rank's values are saved. Wrap them in ckptkit.PerRank.",
             _listed(extra),
+        )
+    if own:
+        _log.warning(
+            "%s differ between ranks: each rank's own values are saved. They load only on the same number of ranks "
+            "with the same shards.",
+            _listed(own),
         )
     if other:
         _log.warning(
@@ -141,27 +217,90 @@ def warn_of(keys: Collection[str], captured: Captured) -> None:
         )
 
 
-def own_copies(catalog: Catalog, objects: Mapping[str, Any], *, rank: int, world_size: int) -> tuple[Catalog, str]:
-    """Return the checkpoint from this rank's view, with its own copies; and a note if the number of ranks differs."""
+@dataclass(frozen=True, slots=True)
+class OwnCopies:
+    """A checkpoint from this rank's view, with its own copies.
+
+    Attributes:
+        note: On another number of ranks: what all ranks get one rank's values of.
+        bound: Keys of optimizer states of which each rank that saved had its own.
+        ranks: How many ranks saved those.
+        fits: Whether as many ranks load.
+    """
+
+    catalog: Catalog
+    objects: dict[str, Any]
+    note: str = ""
+    bound: list[str] = field(default_factory=list)
+    ranks: int = 0
+    fits: bool = True
+
+
+def own_copies(catalog: Catalog, objects: Mapping[str, Any], *, rank: int, world_size: int) -> OwnCopies:
+    """Return the checkpoint from this rank's view."""
     saved = {name.partition(".")[2]: tree for name, tree in objects.items() if name.startswith(f"{PER_RANK}.")}
     for name, tree in saved.items():
         if not isinstance(tree, dict) or any(key not in catalog.tensors for key in references(tree)):
             raise CorruptCheckpointError(f"objects.json: the value of '{PER_RANK}.{name}' names no tensors.")
-    keys = sorted({key for tree in saved.values() for key in tree if key in catalog.tensors})
-    if not keys:
-        return catalog, ""
+    if not saved:
+        return OwnCopies(catalog, dict(objects))
+    bound = {key: [tree.get(key) for tree in saved.values()] for key in _bound_keys(saved)}
+    keys = sorted({key for tree in saved.values() for key in tree if key in catalog.tensors} - bound.keys())
+    names = [key if key in catalog.tensors else name for key in bound for name in _unlike(key, bound[key])]
+    found = OwnCopies(catalog, dict(objects), bound=list(dict.fromkeys(names)), ranks=len(saved))
     if set(saved) != {str(number) for number in range(world_size)}:
-        return catalog, (
+        note = (
             f"{_listed(keys)} differed between the {len(saved)} ranks that saved them; with {world_size} "
             "ranks now, all get one rank's values"
         )
+        return replace(found, note=note if keys else "", fits=False)
     tensors = dict(catalog.tensors)
-    for key, tree in saved[str(rank)].items():
+    for section, name in _states_of_others(saved, str(rank)):
+        tensors.pop(f"{section}.state.{name}", None)
+    for key, value in saved[str(rank)].items():
+        tree = value[_BOUND] if _is_bound(value) else value
         here = catalog.tensors.get(key)
+        section, _, part = key.rpartition(".")
         if here is not None:  # some formats store only one of several tied names
             for own in references(tree):
                 tensors[key] = replace(catalog.tensors[own], name=key, role=here.role, fqn=here.fqn, state=here.state)
-    return Catalog(tensors, catalog.objects, catalog.info), ""
+        elif part in _PARTS and isinstance(objects.get(section), dict):
+            found.objects[section] = {**found.objects[section], part: tree}
+    return replace(found, catalog=Catalog(tensors, catalog.objects, catalog.info))
+
+
+def _states_of_others(saved: Mapping[str, Mapping[str, Any]], rank: str) -> list[tuple[str, str]]:
+    """Return the plain states, as (optimizer, name), that other ranks had and this one had not."""
+    tables = {
+        key: value for key, value in saved[rank].items() if key.endswith(f".{_NAMES}") and isinstance(value, list)
+    }
+    return [
+        (key.removesuffix(f".{_NAMES}"), name)
+        for key, mine in tables.items()
+        for name in {name for other in saved.values() for name in other.get(key, ())} - set(mine)
+    ]
+
+
+def _bound_keys(saved: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    return sorted({key for tree in saved.values() for key, value in tree.items() if _is_bound(value)})
+
+
+def _unlike(name: str, trees: Sequence[Any]) -> list[str]:
+    """Return the paths at which the values of the ranks differ."""
+    trees = [tree[_BOUND] if _is_bound(tree) else tree for tree in trees]
+    first = trees[0]
+    if all(tree == first for tree in trees):
+        return []
+    if all(isinstance(tree, dict) for tree in trees):
+        keys = dict.fromkeys(key for tree in trees for key in tree)
+        return [path for key in keys for path in _unlike(f"{name}.{key}", [tree.get(key) for tree in trees])]
+    if all(isinstance(tree, list) and len(tree) == len(first) for tree in trees):
+        return [path for i in range(len(first)) for path in _unlike(f"{name}.{i}", [tree[i] for tree in trees])]
+    return [name]
+
+
+def _is_bound(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() == {_BOUND}
 
 
 # --- which tensors, and where they are

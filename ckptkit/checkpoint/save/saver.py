@@ -256,7 +256,8 @@ class Saver:
                 clock.add_in_turn(written.phases)
                 if prepared.failure is not None:
                     raise prepared.failure
-                digests = {key: hex_digest_of(_json(tree)) for key, tree in prepared.objects.items()}
+                shared = {key: tree for key, tree in prepared.objects.items() if not key.startswith("optimizer")}
+                digests = {key: hex_digest_of(_json(tree)) for key, tree in shared.items()}
                 own = _spread(prepared.objects) if self._coordinator.rank in prepared.tellers else {}
                 payload = (written.part, _json(prepared.rank_objects), digests, _json(own))
             except BaseException as error:  # noqa: BLE001  a rank's failure is every rank's: abort raises it

@@ -11,8 +11,21 @@ import numbers
 import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from ckptkit.checkpoint.state.optimizer_layout import (
+    PLAIN,
+    SHARD,
+    Held,
+    cuts,
+    has_plain,
+    held_nested,
+    layouts,
+    new_held,
+    placed,
+    shard_names,
+)
 from ckptkit.checkpoint.state.values import JSON, decode, encode
 from ckptkit.errors import CorruptCheckpointError, SaveError, UsageError
 from ckptkit.formats.dcp.host_bytes import expanded_ones, hidden_ones, without_subclass
@@ -20,6 +33,8 @@ from ckptkit.formats.dcp.subclasses import Recipe, open_all
 
 if TYPE_CHECKING:
     import torch
+
+    from ckptkit.checkpoint.state.local_part import ShardLayout
 
 __all__ = [
     "IMPLEMENTATION_SETTINGS",
@@ -51,9 +66,11 @@ class CapturedOptimizer:
         tensors: (fqn, state name) -> live tensor; DTensors where the state is sharded.
         masters: fqn -> live fp32 copy of a low-precision parameter.
         tree: JSON: "param_groups", each with "params" as a list of FQNs; "values": non-tensor state by FQN; "shared":
-            state that belongs to no parameter.
+            state that belongs to no parameter; "held" and "own", if needed: see `OptimizerTree`.
         loose: Tensors that `tree` refers to.
         recipes: (fqn, state name) -> the recipe of a tensor subclass, whose parts are in `tensors`.
+        cut: FQN -> layout, of the parameters of which ranks hold different parts.
+        unshaped: Keys of plain tensors that may have another shape on each rank.
     """
 
     tensors: dict[tuple[str, str], torch.Tensor]
@@ -61,6 +78,8 @@ class CapturedOptimizer:
     tree: JSON
     loose: dict[str, torch.Tensor] = field(default_factory=dict)
     recipes: dict[tuple[str, str], Recipe] = field(default_factory=dict)
+    cut: dict[str, ShardLayout] = field(default_factory=dict)
+    unshaped: set[str] = field(default_factory=set)
 
 
 def named_parameters(optimizer: Any, names: Mapping[int, str], what: str) -> dict[str, torch.nn.Parameter]:
@@ -106,10 +125,12 @@ def capture_optimizer(optimizer: Any, names: Mapping[int, str], what: str) -> Ca
         optimizer.follow_weights()
     loose: dict[str, torch.Tensor] = {}
     captured = CapturedOptimizer({}, {}, {}, loose)
-    values: dict[str, JSON] = {}
-    for fqn, parameter in parameters.items():
-        if parameter in optimizer.state:
-            _capture_parameter(captured, fqn, parameter, optimizer.state[parameter], master_name, values, what)
+    stateful = {fqn: parameter for fqn, parameter in parameters.items() if parameter in optimizer.state}
+    captured.cut.update(cuts(stateful))
+    capturing = _Capturing(captured, master_name, what)
+    capturing.shards = shard_names((p, optimizer.state[p]) for p in stateful.values())
+    for fqn, parameter in stateful.items():
+        capturing.parameter(fqn, parameter, optimizer.state[parameter])
     table, recipes, reasons = open_all(captured.tensors)
     captured.recipes.update(recipes)
     names_of = {key: f"{key[0]}.{key[1]}" for key in table}
@@ -130,35 +151,69 @@ def capture_optimizer(optimizer: Any, names: Mapping[int, str], what: str) -> Ca
     shared = {key: state for key, state in optimizer.state.items() if isinstance(key, str)}
     captured.tree.update(
         param_groups=groups,
-        values=values,
+        values=capturing.values,
         shared={key: encode(state, f"{what}.shared.{key}", loose) for key, state in shared.items()},
     )
+    if capturing.held:
+        captured.tree["held"] = capturing.held
+    if capturing.plain:
+        captured.tree["own"] = {"layouts": layouts(captured.cut), "states": capturing.plain}
+    captured.unshaped.update(loose)
     return captured
 
 
-def _capture_parameter(
-    captured: CapturedOptimizer,
-    fqn: str,
-    parameter: torch.Tensor,
-    state: Mapping[str, Any],
-    master_name: str | None,
-    values: dict[str, JSON],
-    what: str,
-) -> None:
-    import torch
-    from torch.distributed.tensor import DTensor
+class _Capturing:
+    """Sorts the states of an optimizer's parameters into tensors, masters and values.
 
-    for name, value in state.items():
-        if master_name is not None and name == master_name:
-            captured.masters[fqn] = value
-        elif type(value) is DTensor:
-            captured.tensors[fqn, name] = value
-        elif isinstance(value, torch.Tensor):
-            captured.tensors[fqn, name] = _addressable(value, parameter, f"{what}: state {name!r} of {fqn!r}")
-        else:
-            values.setdefault(fqn, {})[name] = encode(value, f"{what}.values.{fqn}.{name}", captured.loose)
-    if not state:
-        values.setdefault(fqn, {})
+    Attributes:
+        shards: Names of plain states that are shards.
+        held: By key, how states are held where that does not follow from the parameter.
+        plain: "<fqn>.<name>" of states with plain tensors that may be a rank's own.
+    """
+
+    def __init__(self, captured: CapturedOptimizer, master_name: str | None, what: str) -> None:
+        self.captured = captured
+        self.master_name = master_name
+        self.what = what
+        self.shards: frozenset[str] = frozenset()
+        self.values: dict[str, JSON] = {}
+        self.held: dict[str, Held] = {}
+        self.plain: list[str] = []
+
+    def parameter(self, fqn: str, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
+        import torch
+
+        for name, value in state.items():
+            if self.master_name is not None and name == self.master_name:
+                self.captured.masters[fqn] = value
+            elif isinstance(value, torch.Tensor):
+                self.tensor(fqn, name, value, parameter)
+            else:
+                self.value(fqn, name, value)
+        if not state:
+            self.values.setdefault(fqn, {})
+
+    def tensor(self, fqn: str, name: str, value: torch.Tensor, parameter: torch.Tensor) -> None:
+        import torch
+
+        self.captured.tensors[fqn, name], held = placed(value, parameter, name, self.shards)
+        if held is None and (value.dim() == 0 or fqn not in self.captured.cut):
+            return
+        key = f"{self.what}.state.{fqn}.{name}"
+        if held != SHARD and type(value) is torch.Tensor:
+            self.captured.unshaped.add(key)
+        if held is not None:
+            self.held[key] = held
+        if held == PLAIN and value.numel() > 1:
+            self.plain.append(f"{fqn}.{name}")
+
+    def value(self, fqn: str, name: str, value: Any) -> None:
+        loose = self.captured.loose
+        before = len(loose)
+        self.values.setdefault(fqn, {})[name] = encode(value, f"{self.what}.values.{fqn}.{name}", loose)
+        self.held.update(held_nested({key: loose[key] for key in islice(reversed(loose), len(loose) - before)}))
+        if has_plain(value):
+            self.plain.append(f"{fqn}.{name}")
 
 
 def class_name(item: Any) -> str:
@@ -239,46 +294,25 @@ def _settings(group: Mapping[str, JSON]) -> dict[str, JSON]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
-def _addressable(value: torch.Tensor, parameter: torch.Tensor, what: str) -> torch.Tensor:
-    """Return the state as a tensor whose elements have positions in the full state.
-
-    A plain tensor of a sharded parameter is treated as a shard if it has the shape of this rank's shard. With any other
-    shape, ranks would have different tensors under one name.
-    """
-    from torch.distributed.tensor import DTensor
-
-    if isinstance(value, DTensor) or not isinstance(parameter, DTensor) or value.numel() == 1:
-        return value
-    if value.shape == parameter.shape:
-        return value
-    if value.shape == parameter.to_local().shape:
-        return DTensor.from_local(
-            value,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-    raise SaveError(
-        f"{what} is a plain tensor of shape {list(value.shape)}, but its parameter is sharded, with "
-        f"shape {list(parameter.shape)}: each rank has its own tensor, and how they combine is "
-        "unknown. Use an optimizer whose state follows DTensor parameters."
-    )
-
-
 def _capture_group(group: Mapping[str, Any], by_id: Mapping[int, str], what: str, loose: dict[str, Any]) -> JSON:
     settings = {key: encode(value, f"{what}.{key}", loose) for key, value in group.items() if key not in _GROUP_NAMES}
     return {**settings, "params": [by_id[id(parameter)] for parameter in group["params"]]}
 
 
 def new_state_tensor(
-    parameter: torch.Tensor, name: str, dtype: torch.dtype, shape: Sequence[int], *, on_device: bool
+    parameter: torch.Tensor,
+    name: str,
+    dtype: torch.dtype,
+    shape: Sequence[int],
+    *,
+    on_device: bool,
+    held: Held | None = None,
 ) -> torch.Tensor:
     """Return an uninitialised tensor for one state of a parameter, with the parameter's placement (for a state of
     another shape, in the dimensions that both have).
 
     Args:
+        held: How the state was held, if that does not follow from the parameter.
         name: The state's name. A single element stays on the CPU, where torch keeps step counts.
         on_device: The group keeps step counts on the device (fused or capturable).
     """
@@ -286,6 +320,9 @@ def new_state_tensor(
     from torch.distributed.tensor import DTensor
 
     shape = tuple(shape)
+    made: torch.Tensor | None = None if held is None else new_held(parameter, held, dtype, shape)
+    if made is not None:
+        return made
     single = torch.Size(shape).numel() == 1
     if isinstance(parameter, DTensor) and shape != tuple(parameter.shape) and not single:
         return _beside(parameter, dtype, shape)
@@ -325,11 +362,20 @@ def _beside(parameter: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch
 
 @dataclass(frozen=True, slots=True)
 class OptimizerTree:
-    """The validated JSON of an optimizer, as described at `CapturedOptimizer.tree`."""
+    """The validated JSON of an optimizer, as described at `CapturedOptimizer.tree`.
+
+    Attributes:
+        held: By key, how states are held where that does not follow from the parameter.
+        layouts: How the parameters were cut, if `states` has any.
+        states: "<fqn>.<name>" of states with plain tensors that may be a rank's own.
+    """
 
     param_groups: list[dict[str, JSON]]
     values: dict[str, dict[str, JSON]]
     shared: dict[str, JSON]
+    held: dict[str, Held]
+    layouts: list[JSON]
+    states: list[str]
 
     @classmethod
     def of(cls, tree: JSON, what: str) -> OptimizerTree:
@@ -350,7 +396,12 @@ class OptimizerTree:
             need(_is_list_of(group.get("params"), str), f"'params' of group {index}", "a list of names")
         need(_is_object_of(values, dict), "'values'", "an object of objects, by parameter")
         need(isinstance(shared, dict), "'shared'", "an object")
-        return cls(groups, values, shared)
+        held, own = tree.get("held", {}), tree.get("own", {"layouts": [], "states": []})
+        need(isinstance(held, dict), "'held'", "an object")
+        need(all(how in (PLAIN, SHARD) or _is_list_of(how, str) for how in held.values()), "'held'", "of placements")
+        need(isinstance(own, dict) and isinstance(own.get("layouts"), list), "'own'", "an object with 'layouts'")
+        need(_is_list_of(own.get("states"), str), "'own'", "an object with 'states', a list of names")
+        return cls(groups, values, shared, held, own["layouts"], own["states"])
 
 
 def _is_list_of(value: Any, kind: type) -> bool:

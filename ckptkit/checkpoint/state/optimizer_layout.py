@@ -1,0 +1,162 @@
+"""The rule for optimizer states that do not lie as their parameter does: how they are stored, and where they load.
+
+- A *shard* is part of a tensor that is cut over the ranks: a DTensor, also in a list or dict, or a plain tensor with
+  the shape of the parameter's local shard. It is stored like a weight, and loads on any ranks.
+- A *whole* state is equal on all ranks: numbers, settings, a plain tensor that each rank computed from the whole
+  gradient. It is stored once, and loads on any ranks.
+- What differs between ranks was computed from the local shard (a factor of it, a projector). It is each rank's *own*:
+  it is stored once for each rank, and loads only where the parameters are cut in the same way. Elsewhere, a load
+  refuses it.
+
+A plain tensor is taken for a shard only if all plain tensors of the optimizer with more than one element have the shape
+of their local shard: otherwise a factor of that shape by chance would be cut up. A single rank cannot tell whole from
+own: such a state that it saved does not load where parameters are cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ckptkit.checkpoint.state.local_part import ShardLayout, layout_of
+from ckptkit.errors import CorruptCheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["PLAIN", "SHARD", "Held", "cuts", "has_plain", "held_nested", "layouts", "new_held", "placed", "shard_names"]
+
+Held = str | list[str]
+"""How a state is held: SHARD, PLAIN, or the placements of a DTensor as in the manifest, one text a mesh dimension."""
+
+SHARD = "shard"  # a plain tensor, stored as the part that the parameter's placement gives it
+PLAIN = "plain"  # a plain tensor, which each rank has all of
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+
+
+def cuts(parameters: Mapping[str, torch.Tensor]) -> dict[str, ShardLayout]:
+    """Return the layouts of those parameters of which ranks hold different parts, by name."""
+    return {name: layout_of(p) for name, p in parameters.items() if _is_cut(p)}  # type: ignore[arg-type]
+
+
+def layouts(cut: Mapping[str, ShardLayout]) -> list[Any]:
+    """Return each layout once, as JSON: [mesh shape, placements]."""
+    return sorted([list(shape), list(texts)] for shape, texts in {(o.mesh_shape, o.texts()) for o in cut.values()})
+
+
+def shard_names(states: Iterable[tuple[torch.Tensor, Mapping[str, Any]]]) -> frozenset[str]:
+    """Return the names of the states that are shards though they are plain, from each parameter and its states."""
+    names = set()
+    for parameter, state in states:
+        if not _is_sharded(parameter):
+            continue
+        local = parameter.to_local().shape  # type: ignore[attr-defined]
+        for name, value in state.items():
+            for tensor in _plain_in(value):
+                if tensor is value and tensor.shape == local and tensor.numel() != 1:
+                    names.add(name)
+                elif tensor.numel() > 1:
+                    return frozenset()
+    return frozenset(names)
+
+
+def placed(
+    value: torch.Tensor, parameter: torch.Tensor, name: str, shards: frozenset[str]
+) -> tuple[torch.Tensor, Held | None]:
+    """Return a state as it is stored, and how it is held; None if that follows from the parameter and the shapes."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(parameter, DTensor):
+        return value, None
+    if isinstance(value, DTensor):
+        alike = value.placements == parameter.placements and value.device_mesh == parameter.device_mesh
+        return value, None if alike and value.shape == parameter.shape else _texts(value)
+    if _is_sharded(parameter) and name in shards and value.shape == parameter.to_local().shape:
+        return _like(value, parameter), SHARD
+    return value, None if value.numel() == 1 and value.shape != parameter.shape else PLAIN
+
+
+def held_nested(tensors: Mapping[str, torch.Tensor]) -> dict[str, Held]:
+    """Return how the DTensors among the tensors of a list or dict are held. Others are plain."""
+    from torch.distributed.tensor import DTensor
+
+    found = {key: _texts(tensor) for key, tensor in tensors.items() if isinstance(tensor, DTensor)}
+    return {key: held for key, held in found.items() if held is not None}
+
+
+def has_plain(value: Any) -> bool:
+    """Return whether a value contains a plain tensor of several elements."""
+    return any(tensor.numel() > 1 for tensor in _plain_in(value))
+
+
+def new_held(parameter: torch.Tensor, held: Held | None, dtype: torch.dtype, shape: tuple[int, ...]) -> Any:
+    """Return an uninitialised tensor for a state that is held as the checkpoint says; None if that does not apply here.
+
+    A SHARD is returned as a DTensor, whose local part is the state.
+    """
+    import torch
+    from torch.distributed.tensor import DTensor, empty
+
+    if held is None or held == SHARD or not isinstance(parameter, DTensor):
+        return None
+    if held == PLAIN:
+        return torch.empty(shape, dtype=dtype, device=parameter.to_local().device)
+    mesh, placements = parameter.device_mesh, [_placement(text) for text in held]
+    if len(placements) != mesh.ndim:
+        return None
+    made = empty(*shape, dtype=dtype, device_mesh=mesh, placements=placements)
+    local = torch.empty_like(made.to_local(), device=parameter.to_local().device)  # offloaded: not where the mesh is
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=made.shape, stride=made.stride())
+
+
+def _is_sharded(parameter: torch.Tensor) -> bool:
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(parameter, DTensor) and not all(p.is_replicate() for p in parameter.placements)
+
+
+def _is_cut(parameter: torch.Tensor) -> bool:
+    """Return whether ranks hold different parts of the parameter."""
+    if not _is_sharded(parameter):
+        return False
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    return any(mesh.size(dim) > 1 and not p.is_replicate() for dim, p in enumerate(placements))
+
+
+def _plain_in(value: Any) -> Iterator[torch.Tensor]:
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(value, torch.Tensor):
+        if not isinstance(value, DTensor):
+            yield value
+    elif isinstance(value, _CONTAINERS):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _plain_in(item)
+    elif hasattr(value, "__dict__") and not isinstance(value, type):  # a projector, say
+        yield from _plain_in(vars(value))
+
+
+def _like(local: torch.Tensor, parameter: Any) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
+def _texts(tensor: Any) -> Held | None:
+    """Return a DTensor's placements as text; None for partial sums, which are refused elsewhere."""
+    return None if any(p.is_partial() for p in tensor.placements) else list(layout_of(tensor).texts())
+
+
+def _placement(text: Any) -> Any:
+    from torch.distributed.tensor import Replicate, Shard
+
+    if text == "R":
+        return Replicate()
+    number = text[2:-1] if isinstance(text, str) and text.startswith("S(") else ""
+    if not number.isdecimal():
+        raise CorruptCheckpointError(f"saved optimizer: {text!r} is no placement; expected 'R' or 'S(dim)'.")
+    return Shard(int(number))

@@ -1,0 +1,353 @@
+"""Optimizers whose states have every shape that states have, and a model small enough to count them.
+
+Those written here keep what their namesakes keep (lists of factors, projectors, per-row vectors, numbers in the group);
+the arithmetic is simplified.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.optim import Optimizer
+
+from ckptkit.fsdp.master_weights import MasterWeightOptimizer
+
+LR = 0.01
+
+
+class Net(nn.Module):
+    """Shards are uneven on three ranks; on two, a shard of `square` is as large as a factor of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 14)
+        self.down = nn.Linear(14, 6)
+        self.pre = nn.Linear(6, 4, bias=False)
+        self.square = nn.Linear(4, 8, bias=False)
+        self.post = nn.Linear(8, 6, bias=False)
+        self.unused = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x))) + self.post(self.square(self.pre(x)))
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+class Written(Optimizer):
+    """Steps each parameter that has a gradient with `update`."""
+
+    settings: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, parameters: Iterable[nn.Parameter], **settings: Any) -> None:
+        super().__init__(parameters, {"lr": LR, **self.settings, **settings})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.update(p, p.grad, self.state[p], group)
+
+    def update(self, p: Any, grad: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class Lion(Written):
+    def update(self, p: Any, grad: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        moment = state.setdefault("exp_avg", torch.zeros_like(p))
+        p.sub_(torch.sign(moment * 0.9 + grad * 0.1), alpha=group["lr"])
+        moment.mul_(0.99).add_(grad, alpha=0.01)
+
+
+class Lamb(Written):
+    """A trust ratio per tensor, kept as a DTensor of no dimension."""
+
+    def update(self, p: Any, grad: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        moment = state.setdefault("exp_avg", torch.zeros_like(p))
+        state["step"] = state.get("step", 0) + 1
+        moment.mul_(0.9).add_(grad, alpha=0.1)
+        ratio = whole((p * p).sum()).sqrt() / (whole((moment * moment).sum()).sqrt() + 1e-6)
+        if isinstance(p, DTensor):
+            ratio = DTensor.from_local(ratio, p.device_mesh, [Replicate()], run_check=False)
+        state["ratio"] = ratio
+        p.sub_(moment * ratio, alpha=group["lr"])
+
+
+class ScheduleFree(Written):
+    settings: ClassVar[dict[str, Any]] = {
+        "train_mode": True,
+        "k": 0,
+        "lr_max": -1.0,
+        "weight_sum": 0.0,
+        "betas": (0.9, 0.999),
+        "named": None,
+    }
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["k"] += 1
+            group["lr_max"] = max(group["lr_max"], group["lr"] / group["k"])
+            group["weight_sum"] += group["lr_max"] ** 2
+            group["scheduled_lr"] = group["lr"] / group["k"]  # not in the group before the first step
+        super().step()
+
+    def update(self, p: Any, grad: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        z = state.setdefault("z", p.clone())
+        p.lerp_(z, 1.0 / group["k"])
+        z.sub_(grad, alpha=group["lr"] * group["weight_sum"] ** 0.5)
+
+
+class Prodigy(Written):
+    """A learning rate that is estimated from all parameters. `of` says from what: "whole" or this rank's "local"."""
+
+    settings: ClassVar[dict[str, Any]] = {"d": 1e-6, "d_max": 1e-6, "d_numerator": 0.0, "of": "whole"}
+
+    def update(self, p: Any, grad: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state.setdefault("p0", p.clone())
+        state.setdefault("s", torch.zeros_like(p)).add_(grad, alpha=group["d"])
+        part = whole if group["of"] == "whole" else local
+        group["d_numerator"] += part(grad * (p - state["p0"] + 1.0)).sum().item()
+        group["d_max"] = max(group["d_max"], abs(group["d_numerator"]))
+        group["d"] = group["d_max"] / 2
+        p.sub_(state["s"], alpha=group["lr"] * group["d"])
+
+
+class LocalMoments(Written):
+    """As kernels that know nothing of DTensors do: plain moments of this rank's shard."""
+
+    def update(self, p: Any, grad: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        moment = state.setdefault("exp_avg", torch.zeros_like(local(p)))
+        moment.mul_(0.9).add_(local(grad))
+        state.setdefault("step", torch.zeros(())).add_(1)
+        local(p).sub_(moment, alpha=group["lr"])
+
+
+def factors(grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    flat = grad if grad.dim() == 2 else grad[:, None]
+    return flat @ flat.T, flat.T @ flat
+
+
+class LocalShampoo(Written):
+    """Factors of this rank's shard, in a list. On two ranks those of `square` have the shape of its shard."""
+
+    def update(self, p: Any, grad: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["step"] = state.get("step", 0) + 1
+        made = factors(local(grad))
+        kept = state.setdefault("factors", [torch.zeros_like(factor) for factor in made])
+        for factor, new in zip(kept, made, strict=True):
+            factor.add_(new)
+        local(p).sub_(kept[0] @ local(grad), alpha=group["lr"])
+
+
+class NamedLocalShampoo(Written):
+    """The same, each factor a state of its own."""
+
+    def update(self, p: Any, grad: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        for name, new in zip(("left", "right"), factors(local(grad)), strict=True):
+            state.setdefault(name, torch.zeros_like(new)).add_(new)
+        local(p).sub_(state["left"] @ local(grad), alpha=group["lr"])
+
+
+class WholeShampoo(Written):
+    """Factors of the whole gradient, equal on all ranks; the moment is a DTensor."""
+
+    def update(self, p: Any, grad: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        moment = state.setdefault("momentum", torch.zeros_like(p))
+        full = whole(grad)
+        for name, new in zip(("left", "right"), factors(full), strict=True):
+            state.setdefault(name, torch.zeros_like(new)).add_(new)
+        shaped = state["left"] @ full
+        if isinstance(p, DTensor):
+            mesh = p.device_mesh
+            shaped = DTensor.from_local(shaped, mesh, [Replicate()], run_check=False).redistribute(mesh, p.placements)
+        moment.mul_(0.9).add_(shaped)
+        p.sub_(moment, alpha=group["lr"])
+
+
+class Soap(Written):
+    """Plain moments beside lists of factors and bases, None for a dimension without one, nested dicts."""
+
+    def update(self, p: Any, grad: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        mine = local(grad)
+        state.setdefault("exp_avg", torch.zeros_like(mine)).mul_(0.9).add_(mine)
+        left, right = factors(mine)
+        kept = state.setdefault("GG", [torch.zeros_like(left), None])
+        kept[0].add_(left)
+        state["Q"] = {"basis": (right * 2, None), "at": {"step": len(state), "never": None, "sizes": mine.shape}}
+        local(p).sub_(state["exp_avg"], alpha=group["lr"]).sub_(kept[0] @ mine, alpha=group["lr"])
+
+
+class Projector:
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.ortho_matrix: torch.Tensor | None = None
+
+
+class GaLore(Written):
+    """A projector object per matrix; `torch.serialization.add_safe_globals` may allow it."""
+
+    allowed = True
+
+    def update(self, p: Any, grad: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        mine = local(grad)
+        if mine.dim() == 2:
+            projector = state.setdefault("projector", Projector(2))
+            if projector.ortho_matrix is None:
+                projector.ortho_matrix = mine[:2].clone()
+            mine = (mine @ projector.ortho_matrix.T) @ projector.ortho_matrix
+        local(p).sub_(mine, alpha=group["lr"])
+
+
+class Factored(Written):
+    """A vector of rows, cut like them, and one of columns that each rank has: DTensors of other shapes than the
+    parameter."""
+
+    def update(self, p: Any, grad: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if grad.dim() != 2:
+            p.sub_(grad, alpha=group["lr"])
+            return
+        row, column = local(grad).square().mean(1), local(grad).square().sum(0)
+        if isinstance(p, DTensor):
+            mesh = p.device_mesh
+            row = DTensor.from_local(row, mesh, [Shard(0)], run_check=False, shape=p.shape[:1], stride=(1,))
+            column = DTensor.from_local(column, mesh, [Partial()], run_check=False).redistribute(mesh, [Replicate()])
+        state.setdefault("row", torch.zeros_like(row)).add_(row)
+        state.setdefault("column", torch.zeros_like(column)).add_(column)
+        state["rms"] = whole(state["column"]).sum().item()
+        p.sub_(grad, alpha=group["lr"] / (1 + state["rms"]))
+        p.sub_(state["row"][:, None] * state["column"][None], alpha=group["lr"])
+
+
+class AggMo(Written):
+    """A dict of moments, keyed by numbers, and a list of them."""
+
+    def update(self, p: Any, grad: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        moments = state.setdefault("momentum_buffer", {beta: torch.zeros_like(p) for beta in (0.0, 0.9)})
+        state["last"] = [grad.clone(), *state.get("last", [])[:1]]
+        for beta, moment in moments.items():
+            moment.mul_(beta).add_(grad)
+            p.sub_(moment, alpha=group["lr"] / 2)
+        for old in state["last"]:
+            p.sub_(old, alpha=group["lr"] / 10)
+
+
+class Queued(Written):
+    """What no load could restore without running code."""
+
+    def update(self, p: Any, grad: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state.setdefault("queue", collections.deque(maxlen=2)).append(1.0)
+
+
+class Owning(Written):
+    """As ZeRO does: each rank has the states of some parameters only, and gives the others their new weights."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for index, p in enumerate(parameters):
+            owner = index % dist.get_world_size()
+            if owner == dist.get_rank():
+                moment = self.state[p].setdefault("exp_avg", torch.zeros_like(p))
+                self.state[p]["steps"] = self.state[p].get("steps", 0) + 1
+                moment.mul_(0.9).add_(p.grad)
+                p.sub_(moment, alpha=LR / self.state[p]["steps"])
+            dist.broadcast(p, owner)
+
+
+def of_torch(name: str, **settings: Any) -> Callable[[list[nn.Parameter]], Optimizer]:
+    return lambda parameters: getattr(torch.optim, name)(parameters, lr=LR, **settings)
+
+
+def muon(parameters: list[nn.Parameter]) -> Optimizer:
+    return torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=LR)
+
+
+def adafactor_of_transformers(parameters: list[nn.Parameter]) -> Optimizer:
+    from transformers.optimization import Adafactor
+
+    return Adafactor(parameters, lr=LR, scale_parameter=False, relative_step=False, beta1=0.9)
+
+
+def of_bitsandbytes(name: str) -> Callable[[list[nn.Parameter]], Optimizer]:
+    def made(parameters: list[nn.Parameter]) -> Optimizer:
+        import bitsandbytes.optim
+
+        kept: Optimizer = getattr(bitsandbytes.optim, name)(parameters, lr=LR, min_8bit_size=16)
+        return kept
+
+    return made
+
+
+def masters(parameters: list[nn.Parameter]) -> Optimizer:
+    return MasterWeightOptimizer(torch.optim.AdamW(parameters, lr=LR))
+
+
+def made(name: str, seed: int, sharded: bool) -> tuple[Net, Any]:
+    """Return a model and the optimizer of that name in `MAKERS`."""
+    torch.manual_seed(seed)
+    model = Net()
+    if name.startswith("masters"):
+        model = model.to(torch.bfloat16)
+    if sharded:
+        for part in (model.up, model.square, model):
+            fully_shard(part)
+    return model, MAKERS[name](list(model.parameters()))
+
+
+def train(model: Net, optimizer: Any, steps: range) -> None:
+    """Each rank has other data; gradients that FSDP does not reduce are averaged here."""
+    for step in steps:
+        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        model(torch.randn(4, 6, generator=generator).to(model.unused.dtype)).float().square().mean().backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None and not isinstance(parameter.grad, DTensor):
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+MAKERS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
+    "AdamW": of_torch("AdamW", amsgrad=True),
+    "SGD": of_torch("SGD", momentum=0.9),
+    "Adagrad": of_torch("Adagrad"),
+    "RMSprop": of_torch("RMSprop", momentum=0.9, centered=True),
+    "NAdam": of_torch("NAdam"),
+    "ASGD": of_torch("ASGD"),
+    "Muon": muon,
+    "Adafactor": of_torch("Adafactor"),
+    "Rprop": of_torch("Rprop"),
+    "Adafactor of transformers": adafactor_of_transformers,
+    "AdamW8bit of bitsandbytes": of_bitsandbytes("AdamW8bit"),
+    "LAMB8bit of bitsandbytes": of_bitsandbytes("LAMB8bit"),
+    "masters of AdamW": masters,
+    "masters of Lion": lambda parameters: MasterWeightOptimizer(Lion(parameters)),
+    "Lion": Lion,
+    "LAMB": Lamb,
+    "schedule-free": ScheduleFree,
+    "Prodigy": Prodigy,
+    "Prodigy of each rank": lambda parameters: Prodigy(parameters, of="local"),
+    "local moments": LocalMoments,
+    "factored moments": Factored,
+    "AggMo": AggMo,
+    "Shampoo": WholeShampoo,
+    "Shampoo of each rank": LocalShampoo,
+    "Shampoo of each rank, by name": NamedLocalShampoo,
+    "SOAP": Soap,
+    "GaLore": GaLore,
+    "queue": Queued,
+    "ZeRO": Owning,
+}
