@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ckptkit.arguments import wrong
 from ckptkit.errors import UsageError
 from ckptkit.keymaps.builtin import BUILTIN_MAPS, builtin_map
 from ckptkit.keymaps.file import parse_key_map
@@ -16,7 +17,7 @@ _MAX_FILE = 4 << 20
 ENTRY_POINTS = "ckptkit.key_maps"  # each gives a NameMap, or a function without arguments that returns one
 
 
-def resolve_key_map(key_map: NameMap | str | None) -> NameMap | None:
+def resolve_key_map(key_map: object) -> NameMap | None:
     """Return the key map that `--key-map` names; None for None.
 
     Files are read where the text looks like a path (it exists, or ends in .toml or .json). Installed
@@ -27,6 +28,8 @@ def resolve_key_map(key_map: NameMap | str | None) -> NameMap | None:
     """
     if key_map is None or isinstance(key_map, NameMap):
         return key_map
+    if not isinstance(key_map, str):
+        raise wrong("key_map", key_map, "a built-in name, a file, or a NameMap")
     if key_map.removeprefix("inverse:") in BUILTIN_MAPS:
         return builtin_map(key_map)
     if os.path.isfile(key_map) or key_map.endswith((".toml", ".json")):

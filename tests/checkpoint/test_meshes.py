@@ -132,6 +132,8 @@ def test_parts_that_do_not_fit_their_declaration_are_refused_by_name(ranks: Any,
 
 
 def test_a_layout_must_be_of_shards() -> None:
+    with pytest.raises(UsageError, match="of type list, expected a dict of globs"):
+        TrainState(layout=[1])  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"expected ckptkit.Shard\(dim, mesh=...\)"):
         TrainState(layout={"*": 0})
     with pytest.raises(UsageError, match="needs a mesh of one dimension"):

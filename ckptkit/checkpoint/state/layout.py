@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from ckptkit.arguments import wrong
 from ckptkit.errors import SaveError, UsageError
 
 if TYPE_CHECKING:
@@ -42,8 +43,12 @@ Layout = Mapping[str, "Shard | Sequence[Shard] | Literal['per_rank']"]
 its own."""
 
 
-def check_layout(layout: Layout) -> None:
+def check_layout(layout: object) -> None:
     """Raise UsageError unless `layout` maps globs to shards over meshes of one dimension."""
+    if not isinstance(layout, Mapping):
+        raise wrong(
+            "TrainState(layout=...)", layout, "a dict of globs, such as {'*.experts.*': ckptkit.Shard(0, mesh=ep)}"
+        )
     for glob, declared in layout.items():
         if declared == "per_rank":
             continue

@@ -213,6 +213,10 @@ def test_shapes_and_padding_are_checked(source: str, tmp_path: Path) -> None:
     refused(source, tmp_path, key_map, CheckpointMismatchError, "can't be padded to 9 along 0: that is shorter")
 
 
+def test_a_map_of_another_type_is_refused(source: str, tmp_path: Path) -> None:
+    refused(source, tmp_path, {"a": "b"}, UsageError, "key_map is of type dict, expected a built-in name, a file")
+
+
 def test_a_map_that_casts_is_refused(source: str, tmp_path: Path) -> None:
     refused(source, tmp_path, with_rules(Cast(P("kept"), "bf16")), UnsupportedFormatError, "casts kept")
 
