@@ -354,7 +354,7 @@ class _Changes:
         scale = scaling(self.config, pair.patterned)
         magnitude = self.left.pop(f"{pair.key}.lora_magnitude_vector", None)
         if (magnitude is not None) != bool(self.config.get("use_dora")):
-            said = "has a DoRA magnitude" if magnitude is not None else "has no DoRA magnitude"
+            said = "has a magnitude of DoRA" if magnitude is not None else "lacks the magnitude of DoRA"
             raise CheckpointMismatchError(
                 f"{module!r} {said}, but the adapter config says use_dora={bool(self.config.get('use_dora'))}. "
                 "Give the config that was used in training."
@@ -457,7 +457,7 @@ class _Changes:
         name = f"{pair.module}.bias"
         if name not in self.split.base:
             raise UnsupportedFormatError(
-                f"the adapter has a bias for {pair.module!r}, but the base layer has none: PEFT can't merge it either. "
+                f"the adapter has a bias for {pair.module!r}, whose base layer has none: PEFT can't merge it either. "
                 f"{_ADVICE}"
             )
         if self.split.base[name].shape != added.shape:
