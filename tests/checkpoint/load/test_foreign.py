@@ -66,7 +66,12 @@ def trained(name: str) -> set[str]:
 
 def run_of(name: str, *, scheduler: bool = False, rng: bool = False) -> TrainState:
     model = Net(load_file(ZOO / name / "EXPECTED.safetensors"), trained(name))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    named = dict(model.named_parameters())
+    groups = [{"params": list(named.values())}]
+    if scheduler and name.startswith("hf_trainer"):  # a scheduler goes by the position of the groups: its are these
+        norms = {fqn for fqn in named if "norm" in fqn}
+        groups = [{"params": [p for fqn, p in named.items() if (fqn in norms) is apart]} for apart in (False, True)]
+    optimizer = torch.optim.AdamW(groups, lr=0.5)
     step = torch.optim.lr_scheduler.LinearLR(optimizer) if scheduler else None
     return TrainState(model=model, optimizer=optimizer, scheduler=step, rng=rng)
 
