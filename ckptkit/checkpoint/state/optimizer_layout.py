@@ -147,8 +147,10 @@ def _like(local: torch.Tensor, parameter: Any) -> torch.Tensor:
 
 
 def _texts(tensor: Any) -> Held | None:
-    """Return a DTensor's placements as text; None for partial sums, which are refused elsewhere."""
-    return None if any(p.is_partial() for p in tensor.placements) else list(layout_of(tensor).texts())
+    """Return a DTensor's placements as text; None for partial sums, which are refused elsewhere, and for strided
+    shards, which only torch makes."""
+    unnamed = any(p.is_partial() or getattr(p, "split_factor", None) is not None for p in tensor.placements)
+    return None if unnamed else list(layout_of(tensor).texts())
 
 
 def _placement(text: Any) -> Any:
