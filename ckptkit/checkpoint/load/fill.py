@@ -29,7 +29,8 @@ def add_parts(filler: Filler, entry: TensorEntry, local: torch.Tensor, parts: Se
     from ckptkit.formats.dcp.fill import add_box, part_of
 
     for part in parts:
-        add_box(filler, entry, part.box, part_of(local, part.local_offsets, part.box.sizes))
+        if part.box.numel:  # an empty local tensor may have any shape
+            add_box(filler, entry, part.box, part_of(local, part.local_offsets, part.box.sizes))
 
 
 def add_whole(filler: Filler, catalog: Catalog, name: str) -> torch.Tensor:
