@@ -103,7 +103,7 @@ MUTATIONS = (
     ),
     Mutation(
         "files are not synced",
-        ATTEMPT, "                os.fsync(fd)\n", "                pass\n",
+        ATTEMPT, "            self.store.sync_file(path)\n", "            pass\n",
         "tests/checkpoint/run/test_commit.py tests/checkpoint/test_order.py",
     ),
     Mutation(
