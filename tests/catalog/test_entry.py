@@ -129,7 +129,7 @@ def test_distinct_rows_are_the_first_of_each_box(case):
 
 def test_one_name_in_a_role_twice_is_corrupt():
     entries = [TensorEntry(name, "float32", (), SliceArray.of([], 0), Role.MODEL, "w") for name in ("a", "b")]
-    with pytest.raises(CorruptCheckpointError, match="'a' and 'b'"):
+    with pytest.raises(CorruptCheckpointError, match="as 'a' and as 'b'"):
         Catalog({e.name: e for e in entries}).by_role(Role.MODEL)
 
 
