@@ -229,8 +229,8 @@ def _blocks(weight: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor
     largest = blocks.abs().amax(dim=(-3, -1))
     if not bool(torch.isfinite(largest).all()):
         raise CheckpointMismatchError(
-            f"--quantize fp8-block: {name!r} has elements that are NaN or infinite, which FP8 cannot hold. `ckptkit "
-            "verify` tells whether the checkpoint is damaged."
+            f"--quantize fp8-block: {name!r} has elements that are NaN or infinite, which FP8 cannot hold. Verify the "
+            "checkpoint: it may be damaged."
         )
     scales = torch.finfo(getattr(torch, _CODES)).max / largest
     return blocks, torch.where(torch.isfinite(scales), scales, torch.ones_like(scales))

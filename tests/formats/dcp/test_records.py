@@ -34,7 +34,7 @@ def payload(dtype: str, shape: tuple[int, ...]) -> bytes:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [name for name in DTYPES if not name.startswith("float6")])  # torch has none
 def test_torch_loads_a_framed_tensor_with_weights_only(dtype, shape):
     raw = payload(dtype, shape)
     record = frame_tensor(dtype, shape).record(raw)

@@ -78,7 +78,7 @@ def test_a_slice_in_a_file_that_was_not_committed_is_refused(tmp_path):
 
 
 def test_a_slice_past_the_end_of_its_file_is_refused_before_its_tensor_is_made(tmp_path):
-    with pytest.raises(IncompleteCheckpointError, match="past the end of the file"):
+    with pytest.raises(IncompleteCheckpointError, match="past the end of its file"):
         open_catalog(commit(tmp_path, nbytes=8))
 
 

@@ -274,7 +274,7 @@ def test_an_adapter_of_another_kind_is_refused_and_not_taken_for_a_model(state: 
     }
     save_file(tensors, tmp_path / "model.safetensors")
     store = open_store(str(tmp_path))
-    with pytest.raises(UnsupportedFormatError, match=r"none of LoRA: 'base_model.model.layers.0.q_proj'"):
+    with pytest.raises(UnsupportedFormatError, match=r"other than LoRA: 'base_model.model.layers.0.q_proj'"):
         plan_export(store, safetensors.open_catalog(store))
 
 
