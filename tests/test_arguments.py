@@ -122,7 +122,6 @@ MANAGER: Mistakes = [
 CALLS: Mistakes = [
     (lambda: TrainState(model=torch.nn.Linear), "TrainState: model is the class Linear, expected a module"),
     (lambda: TrainState(model=MODEL.state_dict()), "TrainState: model['weight'] is of type Tensor"),
-    (lambda: TrainState(model=[MODEL]), "TrainState: model is of type list, expected a module, or several by name"),
     (lambda: state(optimizer=OPTIMIZER.state_dict()), "expected an optimizer with param_groups"),
     (lambda: state(optimizer=[OPTIMIZER]), "TrainState: optimizer is of type list, expected an optimizer"),
     (lambda: state(optimizer=SCHEDULER), "TrainState: optimizer is of type StepLR, expected an optimizer"),

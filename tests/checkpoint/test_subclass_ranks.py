@@ -217,3 +217,25 @@ def test_commands_treat_the_parts_as_tensors(ranks: Any, tmp_path: Path, kind: s
         assert command("verify", url) == command("diff", source, url) == 0
     for root in ("sharded", "local"):
         assert ranks.run(load, 3, str(tmp_path / root), "AdamW8bit", 0, {})[0] == saved, root
+
+
+def save_a_sharded_4bit_layer(path: str) -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import bitsandbytes as bnb
+
+        model = nn.Sequential(bnb.nn.Linear4bit(64, 64, bias=False, quant_storage=torch.float32), nn.Linear(64, 64))
+        model.to("cpu")
+        model[0](torch.randn(1, 64))  # quantizes on the first use
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    with CheckpointManager(path) as manager, pytest.raises(CkptkitError) as found:
+        manager.save(1, TrainState(model=model))
+    return str(found.value)
+
+
+def test_a_4bit_weight_that_fsdp2_has_parted_from_its_scales_is_refused_on_every_rank(
+    ranks: Any, tmp_path: Path
+) -> None:
+    for message in ranks.run(save_a_sharded_4bit_layer, 2, str(tmp_path / "run")):
+        assert "model.0.weight holds packed 4-bit values of bitsandbytes, whose scales (quant_state)" in message
+    assert not list(tmp_path.glob("run/step_*"))

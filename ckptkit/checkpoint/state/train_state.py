@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import inspect
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -18,7 +19,7 @@ from ckptkit.checkpoint.state.rng import capture_rng
 from ckptkit.checkpoint.state.values import JSON, Seen, encode
 from ckptkit.errors import SaveError, UsageError
 from ckptkit.formats.dcp.host_bytes import without_subclass
-from ckptkit.formats.dcp.subclasses import SEPARATOR, SUBCLASSES, Recipe, open_all, outer_name, repeated
+from ckptkit.formats.dcp.subclasses import SEPARATOR, SUBCLASSES, Recipe, left_behind, open_all, outer_name, repeated
 
 if TYPE_CHECKING:
     import torch
@@ -253,6 +254,8 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None, seen: 
         live_tensors[key] = tensors
         aliases = _aliases(module, tensors)
         captured.models[key], opened, reasons = open_all(tensors)
+        if "bitsandbytes" in sys.modules:
+            reasons.update(left_behind(canonical_modules(module)))
         refuse_hidden(f"{key}.", captured.models[key], filled=True, reasons=reasons)
         for stage in getattr(module, "stages", (module,)):
             _refuse_strangers(key, stage, live if stage is module else _live_state(stage))

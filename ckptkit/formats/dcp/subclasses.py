@@ -29,6 +29,7 @@ __all__ = [
     "Opened",
     "Recipe",
     "describe",
+    "left_behind",
     "new_tensor",
     "open_all",
     "open_tensor",
@@ -226,6 +227,21 @@ def repeated(tensors: Mapping[str, Any]) -> set[str]:
     heads = {f"{name}.{entry}" for name in weights for entry in _4BIT_ENTRIES}
     packed = tuple(f"{name}.quant_state.bitsandbytes__" for name in weights)
     return {name for name in tensors if name in heads or name.startswith(packed)}
+
+
+def left_behind(modules: Mapping[str, torch.nn.Module]) -> dict[str, str]:
+    """Return 4-bit weights of bitsandbytes that FSDP2 has sharded, each with a reason: the packed values are the
+    parameter, but their scales stay in an attribute of the layer, which no state dict contains."""
+    found = {}
+    for name, module in modules.items():
+        weight = module._parameters.get("weight")
+        if weight is not None and module.__dict__.get("quant_state") is not None and not _is_4bit(weight):
+            found[f"{name}.weight" if name else "weight"] = (
+                "holds packed 4-bit values of bitsandbytes, whose scales (quant_state) are an attribute of the layer "
+                "under FSDP2, in no state dict: a load could not restore them. Shard only the modules that are "
+                "trained, such as the adapter"
+            )
+    return found
 
 
 def _is_kept(one: Any, other: Any) -> bool:
