@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from ckptkit.digests import sha256_of
 from ckptkit.errors import MissingExtraError, UsageError
-from ckptkit.storage.pool import WorkerPool
+from ckptkit.storage.pool import WorkerPool, result_of
 from ckptkit.storage.retry import BACKSTOP_S, BODY_S, SOON_S, hurry, patient, patiently
 from ckptkit.storage.store import SERVICES
 
@@ -206,7 +206,7 @@ class Connection:
         with patient():
             futures = [self.own.pool.submit(function, item) for item in todo]
             try:
-                return [future.result() for future in futures]
+                return list(map(result_of, futures))
             except BaseException as error:
                 if not isinstance(error, Exception):
                     hurry()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import thread as _futures  # imported first: its exit hook must be registered before ours
 from contextvars import copy_context
 from functools import partial
@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from ckptkit.storage.retry import hurry
 
-__all__ = ["WorkerPool", "before_end", "start_or_do_without"]
+__all__ = ["WorkerPool", "before_end", "result_of", "start_or_do_without"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -46,6 +46,14 @@ class WorkerPool(ThreadPoolExecutor):
         if error is not None and not isinstance(error, Exception):
             hurry()  # Ctrl-C: the work must not wait for an unreachable store
         return super().__exit__(kind, error, trace)
+
+
+def result_of(future: Future[T]) -> T:
+    """Wait for a future and return its result. Wakes every second, because Ctrl-C may reach another thread: Python then
+    does not end the main thread's wait."""
+    while not future.done():
+        wait((future,), timeout=1)
+    return future.result()
 
 
 def start_or_do_without(thread: threading.Thread) -> None:

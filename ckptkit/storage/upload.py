@@ -12,6 +12,7 @@ from typing import TypeVar
 from ckptkit.digests import crc32
 from ckptkit.storage.body import Collected, Content
 from ckptkit.storage.connection import UPLOAD_BYTES, Connection
+from ckptkit.storage.pool import result_of
 from ckptkit.storage.requests import FsspecApi, LostUploadError, Upload
 
 __all__ = ["PartWriter"]
@@ -229,7 +230,7 @@ class PartWriter:
     def _wait(self) -> None:
         for future in self._sent:
             with contextlib.suppress(Exception):
-                future.result()
+                result_of(future)
         self._raise_early()
 
 

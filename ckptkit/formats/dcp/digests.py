@@ -12,7 +12,7 @@ from ckptkit.catalog.entry import Digest
 from ckptkit.digests import hash_of, new_hasher
 from ckptkit.errors import IncompleteCheckpointError, IntegrityError
 from ckptkit.storage.local import is_directory
-from ckptkit.storage.pool import WorkerPool
+from ckptkit.storage.pool import WorkerPool, result_of
 from ckptkit.storage.store import ReadInto, Store
 
 __all__ = ["Running", "SliceCheck", "all_of", "check_bytes", "check_slices", "read_pieces"]
@@ -75,7 +75,7 @@ def all_of(calls: Sequence[Callable[[], T]], workers: int, *, name: str = "ckptk
     with WorkerPool(min(workers, len(calls)), thread_name_prefix=name) as pool:
         futures = [pool.submit(call) for call in calls]
         try:
-            return [future.result() for future in futures]
+            return list(map(result_of, futures))
         except BaseException:
             for future in futures:
                 future.cancel()

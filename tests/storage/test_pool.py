@@ -1,0 +1,36 @@
+"""Waiting for the threads of a pool."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+
+import pytest
+
+from ckptkit.storage.pool import WorkerPool, result_of
+
+
+def test_ctrl_c_ends_a_wait_also_if_another_thread_receives_the_signal() -> None:
+    ended = threading.Event()
+
+    def interrupt() -> None:
+        time.sleep(0.2)
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        ended.wait(60)
+
+    with WorkerPool(1) as pool:
+        future = pool.submit(interrupt)
+        started = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            result_of(future)
+        ended.set()
+    assert time.monotonic() - started < 50
+
+
+def test_the_error_of_a_function_is_raised() -> None:
+    def fail() -> None:
+        raise TimeoutError("of its own")
+
+    with WorkerPool(1) as pool, pytest.raises(TimeoutError, match="of its own"):
+        result_of(pool.submit(fail))
