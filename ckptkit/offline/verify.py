@@ -59,6 +59,10 @@ class Problem:
     message: str
 
 
+class UnreadableFile(Problem):
+    """A file that this user may not read, or that the storage does not deliver: it may be undamaged."""
+
+
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
     """The checks that ran and the problems they found; `ok` if there are none."""
@@ -87,6 +91,8 @@ class VerifyReport:
         """Return one line: what is proved, and what is not."""
         if self.problems:
             count = len(self.problems)
+            if all(isinstance(problem, UnreadableFile) for problem in self.problems):
+                return f"not verified: {count} file{'s' * (count != 1)} of {self.url} can't be read"
             return f"damaged: {count} problem{'s' * (count != 1)} in {self.url}"
         counts = {"file": self.files, "tensor": self.tensors}
         parts = [f"{n} {what}{'s' * (n != 1)}" for what, n in counts.items()]
@@ -439,20 +445,16 @@ def compare_digests(
     return problems
 
 
-class _UnreadableFile(Problem):
-    """A problem with the file itself, found while comparing one of its digests."""
-
-
 def _folded(problems: Iterable[Problem], catalog: Catalog) -> Iterator[Problem]:
     """Yield the problems; those of an unreadable file as one."""
     told: set[str] = set()
     for problem in problems:
-        if isinstance(problem, _UnreadableFile):
+        if isinstance(problem, UnreadableFile):
             if problem.path not in told:
                 told.add(problem.path)
                 names = _tensors_of(catalog, problem.path)
                 holds = f" It contains {names}." if names else ""
-                yield Problem(problem.path, "", f"{problem.message}{holds}")
+                yield UnreadableFile(problem.path, "", f"{problem.message}{holds}")
         else:
             yield problem
 
@@ -466,7 +468,7 @@ def _check(store: Store, reader: Store | BlockReader, check: Check) -> Problem |
         value = hash_of(_chunks(store, reader, check), digest.algorithm)
     except (PermissionError, StorageError) as error:
         words = error.strerror or str(error)
-        return _UnreadableFile(check.path, tensor, f"{check.path}: the file can't be read: {words.rstrip('.')}.")
+        return UnreadableFile(check.path, tensor, f"{check.path}: the file can't be read: {words.rstrip('.')}.")
     except (CkptkitError, OSError) as error:
         return Problem(check.path, tensor, f"{check.path}: {what} can't be read: {error}")
     if value == digest.value:

@@ -19,8 +19,10 @@ from ckptkit.errors import (
     CorruptCheckpointError,
     IncompleteCheckpointError,
     RankFailedError,
+    StorageError,
     UsageError,
 )
+from ckptkit.storage.local import LocalStore
 from ckptkit.storage.open import open_store
 from ckptkit.storage.store import Store
 from tests.checkpoint.saving import fork, save
@@ -146,6 +148,23 @@ def test_a_damaged_newest_that_was_fallen_back_from_can_be_saved_again(tmp_path:
         assert report is not None and report.step == 1
         manager.save(2, state())
     assert load(root) == 2
+
+
+def test_a_newest_that_may_not_be_read_is_not_called_damaged_nor_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = run(tmp_path, 1, 2)
+    read = LocalStore.read
+
+    def refused(store: LocalStore, path: str, *rest: Any) -> bytes:
+        if path == "step_00000002/checkpoint.json":
+            raise PermissionError(13, "Permission denied", path)
+        return read(store, path, *rest)
+
+    monkeypatch.setattr(LocalStore, "read", refused)
+    for fallback in ("error", "previous"):
+        with pytest.raises(StorageError, match=r"checkpoint.json cannot be read: .*Permission denied"):
+            load(root, fallback)
 
 
 def killed(say: Any, root: Store) -> None:

@@ -204,3 +204,17 @@ def test_what_is_not_needed_may_be_missing_where_nothing_is_to_be_checked(
 ) -> None:
     (pair[0] / ".metadata").unlink()
     assert failures(pair[0], tmp_path / "out", check=False)[2:] == ["", ""]
+
+
+def test_a_file_that_may_not_be_read_is_not_called_damaged(ours: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = LocalStore.open_file
+
+    def refused(store: LocalStore, path: str) -> int:
+        if path.endswith(".distcp"):
+            raise PermissionError(13, "Permission denied", path)
+        return opened(store, path)
+
+    monkeypatch.setattr(LocalStore, "open_file", refused)
+    report = verify(str(ours))
+    assert not report.ok
+    assert report.summary().startswith("not verified: ") and "Permission denied" in report.problems[0].message

@@ -97,7 +97,7 @@ class Skipped:
 
     Attributes:
         damaged: It may be a checkpoint: its commit record cannot be read, or is that of another checkpoint.
-        unanswered: The store failed when the record was read, which may be undamaged.
+        unanswered: The store failed or refused to read the record, which may be undamaged.
         kept_files: If a checkpoint was deleted there, the remaining files, which its record did not name.
         deleted: A checkpoint was deleted there; the name is free.
         unknown: It is not known whether a save wrote it and completed.
@@ -256,7 +256,8 @@ def _look(root: Store, path: str) -> Committed | Skipped | str:
         # Including a record of a later version.
         return Skipped(path, str(error), damaged=True, unanswered=is_outage(error))
     except OSError as error:
-        return Skipped(path, f"its checkpoint.json cannot be read: {error}", damaged=True)
+        reason = f"its checkpoint.json cannot be read: {error}"
+        return Skipped(path, reason, damaged=True, unanswered=isinstance(error, PermissionError))
     if record is None:
         gone = deleted_records(root, path)
         if gone:
