@@ -54,7 +54,10 @@ def export_options(function: F, *, weights: str = "--weights") -> F:
             default="keep",
             show_default=True,
             metavar="DTYPE",
-            help="keep, bf16, fp16, fp32 or fp64; only floats are cast, FP8 weights with their scales.",
+            help=(
+                "keep, bf16, fp16, fp32 or fp64; only floats are cast, FP8 weights with their scales. Values beyond "
+                "the range of the new dtype become infinite, as in torch."
+            ),
         ),
         _what(
             weights,
