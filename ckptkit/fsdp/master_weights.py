@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ckptkit.errors import CheckpointMismatchError, UsageError
+from ckptkit.formats.dcp.host_bytes import placed_like
 from ckptkit.fsdp.grad_scaler import DynamicGradScaler
 from ckptkit.fsdp.gradients import (
     checked_max_norm,
@@ -388,9 +389,7 @@ def _local(tensor: Any) -> torch.Tensor:
 def _like(local: torch.Tensor, tensor: Any) -> torch.Tensor:
     if not isinstance(tensor, DTensor):
         return local
-    return DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
+    return placed_like(tensor, local)
 
 
 def _foreach_copy(targets: Sequence[Any], sources: Sequence[Any]) -> None:

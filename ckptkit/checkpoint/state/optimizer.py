@@ -28,7 +28,7 @@ from ckptkit.checkpoint.state.optimizer_layout import (
 )
 from ckptkit.checkpoint.state.values import JSON, decode, encode
 from ckptkit.errors import CorruptCheckpointError, SaveError, UsageError
-from ckptkit.formats.dcp.host_bytes import expanded_ones, hidden_ones, without_subclass
+from ckptkit.formats.dcp.host_bytes import expanded_ones, hidden_ones, placed_like, without_subclass
 from ckptkit.formats.dcp.subclasses import Recipe, open_all
 
 if TYPE_CHECKING:
@@ -333,14 +333,7 @@ def new_state_tensor(
         return torch.empty_like(without_subclass(parameter), dtype=dtype, requires_grad=False)
     with torch.no_grad():
         local = torch.empty_like(without_subclass(parameter.to_local()), dtype=dtype)
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return placed_like(parameter, local)
 
 
 def _beside(parameter: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

@@ -14,6 +14,7 @@ from ckptkit.catalog.dtypes import DTYPES
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.tensor import DTensor
 
 __all__ = [
     "PIECE",
@@ -27,6 +28,7 @@ __all__ = [
     "is_sparse_or_quantized",
     "lies_row_major",
     "own_memory",
+    "placed_like",
     "row_major",
     "settle_device",
     "why_not_dense",
@@ -204,6 +206,15 @@ def _plain_dtypes() -> frozenset[torch.dtype]:
 
 def _dtype_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def placed_like(whole: DTensor, local: torch.Tensor) -> DTensor:
+    """Return a DTensor of this rank's part, with the shape, mesh and placements of `whole`. No communication."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
 
 
 def without_subclass(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.errors import SaveError
-from ckptkit.formats.dcp.host_bytes import are_dense, why_not_dense, without_subclass
+from ckptkit.formats.dcp.host_bytes import are_dense, placed_like, why_not_dense, without_subclass
 
 if TYPE_CHECKING:
     import torch
@@ -447,14 +447,7 @@ def new_tensor(recipe: Recipe, parameter: torch.Tensor, entries: Mapping[str, Te
     made: torch.Tensor = cls.__tensor_unflatten__(inner, context, shape, stride)
     if not isinstance(parameter, DTensor):
         return made
-    return DTensor.from_local(
-        made,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return placed_like(parameter, made)
 
 
 def _allowed() -> list[Any]:
