@@ -53,6 +53,17 @@ def _log_level() -> Iterator[None]:
     logger.setLevel(level)
 
 
+@pytest.fixture(autouse=True)
+def _sigint() -> Iterator[None]:
+    """Fail a test that leaves another handler of SIGINT behind: a later test would wait for its Ctrl-C forever."""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    after = signal.getsignal(signal.SIGINT)
+    if after is not before:
+        signal.signal(signal.SIGINT, before)
+    assert after is before
+
+
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retries without waits, that give up soon."""

@@ -153,9 +153,8 @@ class _InterruptOnce:
 
 def main(args: list[str] | None = None) -> Any:
     """Run the command line."""
-    ours = threading.current_thread() is threading.main_thread() and (
-        signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    )
+    before = signal.getsignal(signal.SIGINT)
+    ours = threading.current_thread() is threading.main_thread() and before is signal.default_int_handler
     if ours:
         signal.signal(signal.SIGINT, _InterruptOnce())
     try:
@@ -163,5 +162,8 @@ def main(args: list[str] | None = None) -> Any:
     except SystemExit as end:
         if ours and end.code == _INTERRUPTED:
             # Everything is printed and cleaned up. Another Ctrl-C while Python exits would change the exit code.
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            before = signal.SIG_IGN
         raise
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, before)

@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ckptkit import CheckpointManager, convert, open_checkpoint, verify
-from ckptkit.cli.main import cli
+from ckptkit.cli.main import cli, main
 from ckptkit.errors import UsageError
 from ckptkit.formats.detect import open_source
 from ckptkit.offline.inspect import inspect
@@ -46,6 +47,13 @@ def test_every_command_explains_itself(command: str) -> None:
         found.make_context(command, shlex.split(line, comments=True)[1:])
     page = re.search(r"^ *More: docs/(\S+)$", result.output, re.MULTILINE)
     assert page and (Path(__file__).parents[2] / "docs" / page[1]).is_file()
+
+
+def test_a_program_that_calls_main_keeps_its_handler_of_ctrl_c() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 @pytest.mark.parametrize(
