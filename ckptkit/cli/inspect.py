@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckptkit.cli import options as shared
-from ckptkit.cli.frame import command_frame, note, print_json, storage_option, with_storage_options
+from ckptkit.cli.frame import command_frame, is_quiet, note, print_json, storage_option, with_storage_options
 from ckptkit.errors import UsageError, command_line
 from ckptkit.units import format_count, format_size
 
@@ -64,7 +64,8 @@ def command(
 
 
 def _lines(report: InspectReport) -> list[str]:
-    lines = [report.url, *([f"  {report.note}"] if report.note else []), "  " + " · ".join(_facts(report)), ""]
+    notes = [f"  {report.note}"] if report.note and not is_quiet() else []
+    lines = [report.url, *notes, "  " + " · ".join(_facts(report)), ""]
     for section in report.sections:
         lines += _section_lines(section)
     if report.objects:

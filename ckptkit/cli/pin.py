@@ -18,18 +18,12 @@ def command(url: str, why: str, as_json: bool, storage_options: tuple[str, ...])
     newest."""
     from ckptkit.checkpoint.run.address import resolve_checkpoint
     from ckptkit.checkpoint.run.pins import pin_forever
-    from ckptkit.errors import CheckpointNotFoundError, UsageError, command_line
+    from ckptkit.errors import UsageError
 
     if not why.strip():
         raise UsageError("--why is empty: give a reason that others will understand.")
     options = with_storage_options(storage_options)
-    try:
-        name = pin_forever(resolve_checkpoint(url, storage_options=options), why, storage_options=options)
-    except CheckpointNotFoundError as error:
-        raise CheckpointNotFoundError(
-            f"{error}\nOnly committed checkpoints of ckptkit can be pinned. To list them: "
-            + command_line("ls", url.rstrip("/").rpartition("/")[0] or ".")
-        ) from error
+    name = pin_forever(resolve_checkpoint(url, storage_options=options), why, storage_options=options)
     if as_json:
         print_json({"schema": "ckptkit.pin/1", "name": name, "pinned": True, "why": why})
     else:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptkit.cli import options as shared
-from ckptkit.cli.frame import command_frame, print_json, progress_bar, storage_option, with_storage_options
+from ckptkit.cli.frame import command_frame, is_quiet, print_json, progress_bar, storage_option, with_storage_options
 from ckptkit.cli.options import Count
 from ckptkit.errors import CorruptCheckpointError, command_line
 
@@ -62,7 +62,8 @@ def command(
     if as_json:
         print_json(report.to_json())
     else:
-        click.echo("\n".join([report.url, *_lines(report), *([] if report.ok else _what_to_try(report, options))]))
+        hints = [] if report.ok or is_quiet() else _what_to_try(report, options)
+        click.echo("\n".join([report.url, *_lines(report), *hints]))
     if not report.ok:
         raise SystemExit(1)
 
@@ -77,7 +78,7 @@ def _unreadable(url: str, message: str, *, quick: bool) -> VerifyReport:
 
 
 def _lines(report: VerifyReport) -> list[str]:
-    lines = [f"  {report.note}"] if report.note else []
+    lines = [f"  {report.note}"] if report.note and not is_quiet() else []
     of_file: dict[str, list[Problem]] = {}
     for problem in report.problems:
         of_file.setdefault(problem.path, []).append(problem)

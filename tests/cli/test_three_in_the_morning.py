@@ -69,6 +69,14 @@ def test_verify_of_a_damaged_checkpoint_names_the_one_before(root: Path) -> None
     assert result.output.splitlines()[-1] == f"check the previous one: ckptkit verify {root}/step_00000200"
 
 
+@pytest.mark.parametrize("command", ["verify", "inspect"])
+def test_quiet_leaves_out_which_checkpoint_was_taken_and_what_to_try(root: Path, command: str) -> None:
+    note = f"step_00000300 is the newest of 3 steps in {root}."
+    assert note in run(command, root).output and note not in run(command, root, "-q").output
+    (root / "step_00000300" / "__0_0.distcp").unlink()
+    assert "check the previous one" not in run("verify", root, "-q").output
+
+
 def test_the_oldest_damaged_checkpoint_has_none_before_it(root: Path) -> None:
     (root / "step_00000100" / "__0_0.distcp").unlink()
     assert "check the previous one" not in run("verify", root / "100").output

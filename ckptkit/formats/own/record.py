@@ -491,7 +491,7 @@ def read_record(store: Store, path: str = RECORD_NAME) -> CommitRecord:
     record = find_record(store, path)
     if record is None:
         raise CheckpointNotFoundError(
-            f"{store.url}/{path} does not exist: no save of a checkpoint was completed there. "
+            f"{store.url.rstrip('/')}/{path} does not exist: no save of a checkpoint was completed there. "
             f"Try: {command_line('ls', _run_of(store, path))}"
         )
     return record
@@ -499,7 +499,7 @@ def read_record(store: Store, path: str = RECORD_NAME) -> CommitRecord:
 
 def _run_of(store: Store, path: str) -> str:
     """Return the URL of the run, given the path of a commit record in one of its checkpoints."""
-    return store.url if "/" in path else store.url.rstrip("/").rpartition("/")[0]
+    return store.url if "/" in path else store.url.rstrip("/").rpartition("/")[0] or "/"
 
 
 def data_store(store: Store, record: CommitRecord) -> Store:
