@@ -196,7 +196,7 @@ def crc32_combine(first: int, second: int, second_nbytes: int) -> int:
 #
 # F1 = sum of bits, F2 = sum of bits times the row-major index in the whole tensor, both modulo 2^64
 # (bits: an element as an unsigned number). It finds every flipped bit, swapped rows and shards at the wrong
-# place; it is no cryptographic digest.
+# place; it is not a cryptographic digest.
 
 _MODULUS = 1 << 64
 _BLOCK = 1 << 14  # elements at a time: what is widened to 64 bits stays in the cache

@@ -79,7 +79,7 @@ def _text(value: object) -> str:
 
 
 def _options_of(word: str) -> list[str] | None:
-    """Return the options with which the nearest URL of the same bucket was opened; None if `word` is no such URL."""
+    """Return the options with which the nearest URL of the same bucket was opened; None if `word` is not such a URL."""
     if "://" not in word:
         return None
     bucket = "/".join(word.split("/")[:3]) + "/"

@@ -260,7 +260,7 @@ class FSDPConfig:
         try:
             values = yaml.safe_load(Path(location("path", path)).read_text(encoding="utf-8"))
         except yaml.YAMLError as error:
-            raise UsageError(f"{path} is no YAML: {' '.join(str(error).split())}") from error
+            raise UsageError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
         where = f"{path}"
         if isinstance(values, dict) and "fsdp" in values:
             values, where = values["fsdp"], f"{path}, fsdp"

@@ -110,7 +110,7 @@ class DynamicGradScaler:
         scale = float(state_dict["_scale"])
         if not 0 < scale < float("inf"):
             raise CheckpointMismatchError(
-                f"The gradient scaler's state has scale {scale}, which is no positive number."
+                f"The gradient scaler's state has scale {scale}, which is not a positive number."
             )
         self._scale = scale
         self._growth_step = int(state_dict["_growth_step"])

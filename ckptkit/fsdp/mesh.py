@@ -171,7 +171,7 @@ def make_sample_mesh(device_type: str, *, inside: int) -> DeviceMesh:
     world_size = dist.get_world_size()
     if world_size % inside:
         raise UsageError(
-            f"tp x cp = {inside} ranks work on one sample, but the {world_size} ranks are no multiple of it."
+            f"tp x cp = {inside} ranks work on one sample, but {world_size} ranks are not a multiple of that."
         )
     if inside == 1:
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=("dp",))

@@ -78,7 +78,7 @@ def plan_units(model: nn.Module, policy: Policy, *, exclude: Sequence[str] = (),
     chosen.pop("", None)
     for name in chosen:
         if name not in modules:
-            raise UsageError(f"The wrap policy names {name!r}, which is no module of {type(model).__name__}.")
+            raise UsageError(f"The wrap policy names {name!r}, which is not a module of {type(model).__name__}.")
         if _is_container(modules[name]):
             raise UsageError(
                 f"Module {name!r} is a {type(modules[name]).__name__}, which runs no forward of its own, so it "
@@ -251,7 +251,7 @@ def _excluded(modules: dict[str, nn.Module], exclude: Sequence[str]) -> list[str
             if name and (fnmatch.fnmatchcase(name, pattern) or type(module).__name__ == pattern)
         ]
         if not found:
-            raise UsageError(f"exclude names {pattern!r}, which is no class or FQN of {type(modules['']).__name__}.")
+            raise UsageError(f"exclude names {pattern!r}, which is not a class or FQN of {type(modules['']).__name__}.")
         shut += found
     return shut
 
@@ -291,7 +291,7 @@ def _resolve(name: str, model: nn.Module) -> type[nn.Module]:
         found = None
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise UsageError(
-            f"{name!r} is no class of a module of {type(model).__name__}, "
+            f"{name!r} is not the class of a module of {type(model).__name__}, "
             f"and {home or 'transformers'!r} has none of that name. Its classes: "
             + ", ".join(sorted({type(module).__name__ for module in model.modules()}))
         )

@@ -61,15 +61,15 @@ def _load(text: str, file: str) -> Any:
         try:
             return json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise UsageError(f"{file} is no JSON: {error}.") from error
+            raise UsageError(f"{file} is not valid JSON: {error}.") from error
     try:
         import tomllib  # type: ignore[import-not-found, unused-ignore]
     except ImportError as error:
         raise UsageError(f"{file}: reading TOML needs Python 3.11 or later. Write the same as JSON.") from error
     try:
         return tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # a number of very many digits is no TOMLDecodeError
-        raise UsageError(f"{file} is no TOML: {error}.") from error
+    except (ValueError, RecursionError) as error:  # ValueError: a number with very many digits
+        raise UsageError(f"{file} is not valid TOML: {error}.") from error
 
 
 def _rule(data: Any, where: str) -> Rule:
@@ -151,7 +151,7 @@ def _cast(data: Mapping[str, Any], where: str) -> Rule:
     except UnsupportedFormatError:
         known = False
     if not known:
-        raise UsageError(f"{where}: dtype = {name!r:.80} is no float dtype such as 'bf16' or 'fp32'.")
+        raise UsageError(f"{where}: dtype = {name!r:.80} is not a float dtype such as 'bf16' or 'fp32'.")
     return Cast(_pattern(data, where), name)
 
 

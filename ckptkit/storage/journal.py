@@ -133,7 +133,7 @@ def _text(lines: Iterable[str]) -> bytes:
 
 
 def _parse(content: bytes) -> tuple[list[Section], list[Section]]:
-    """Return the sections of earlier runs and of this one; none if the text after the first line is no journal."""
+    """Return the sections of earlier runs and of this one; none if the text after the first line is not a journal."""
     earlier: list[tuple[re.Match[str], set[int], set[str]]] = []  # head, steps, void
     found = earlier[:]
     try:

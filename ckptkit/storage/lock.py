@@ -283,7 +283,7 @@ def acquire_lease(root: Store, *, patience_s: float | None = None, look: Callabl
         newest = _newest(view)
         if newest is not None and not newest.released:
             _refuse_if_alive(root, newest, TTL_S if patience_s is None else patience_s)
-        # A damaged file (leases are not synced before a power cut) is no lease, but its generation is taken.
+        # A damaged file (leases are not synced before a power cut) is not a lease, but its generation is taken.
         generation = max((generation for generation, _ in _generations(view)), default=0)
         if generation > (newest.generation if newest else 0) and _newest(root) != newest:
             continue  # another contender was faster

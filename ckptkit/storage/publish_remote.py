@@ -273,7 +273,7 @@ class _Place:
         if kept:
             logger.info("continuing with %d objects that %s left at %s", len(kept), previous.writer, self.store.url)
             others = [path for path in others if not path.startswith(f"{FOLDER}/")]
-        # First the names that readers look for: without them the rest is no checkpoint.
+        # First the names that readers look for: without them the rest is not a checkpoint.
         self.store.delete([path for path in others if path in self._last])
         self.store.delete([path for path in others if path not in self._last])
         self.store.delete([path for path in items if _OWNER.fullmatch(path)])

@@ -250,7 +250,7 @@ class FsspecApi:
         return _FileUpload(self.fs.open(name, "wb", autocommit=False, block_size=PART_BYTES))
 
     def delete(self, names: Sequence[str], *, folder: str = "") -> None:
-        """Delete objects; missing ones are no error. `folder`, one of the names, may stay: it need not be an object."""
+        """Delete objects, ignoring missing ones. `folder`, one of the names, may stay: it need not be an object."""
         for name in names:
             with contextlib.suppress(OSError if name == folder else FileNotFoundError):
                 self.fs.rm_file(name)

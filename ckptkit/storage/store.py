@@ -108,7 +108,7 @@ class Store(Protocol):
         """Tell whether there is a file at `path`, in one request."""
 
     def list(self, path: str = "", *, recursive: bool = False) -> list[FileInfo]:
-        """Return what is below `path`, sorted by path, paths relative to the store; [] if it is no directory.
+        """Return what is below `path`, sorted by path, paths relative to the store; [] if it is not a directory.
 
         Never cached; symlinks are not followed. With `recursive`, files only.
         """
@@ -183,7 +183,7 @@ class Store(Protocol):
         return
 
     def delete(self, paths: Iterable[str]) -> None:
-        """Delete files; missing ones are no error."""
+        """Delete files, ignoring missing ones."""
 
     def delete_tree(self, path: str) -> None:
         """Delete a directory and everything below it, without following symlinks."""

@@ -79,7 +79,7 @@ class Net(nn.Module):
 
 
 def state(step: int, variant: int = 0, mesh: Any = None) -> TrainState:
-    """The state of a job: a weight that the ranks share out, a bias that all have, and what is no tensor."""
+    """The state of a job: a weight sharded over the ranks, a replicated bias, and other objects."""
     whole, bias = torch.from_numpy(content(step, variant)), torch.full((2,), float(step))
     if mesh is not None:
         from torch.distributed.tensor import DTensor, Shard

@@ -80,7 +80,7 @@ class Taking(Packed):
 
 
 class Versioned(nn.Linear):
-    """Adds what is no tensor."""
+    """Adds state other than tensors."""
 
     def __init__(self) -> None:
         super().__init__(2, 2)

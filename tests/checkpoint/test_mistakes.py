@@ -66,7 +66,7 @@ def test_metrics_without_the_one_of_keep_best_are_warned_about_once(
         for step in (1, 2):
             manager.save(step, TrainState(model=linear()), metrics={"val_loss": 1.0})
     assert [record.getMessage() for record in caplog.records] == [
-        "keep_best ranks checkpoints by 'loss'; step 1 has only val_loss"
+        "keep_best ranks checkpoints by 'loss', but the metrics of step 1 are val_loss"
     ]
 
 

@@ -97,7 +97,7 @@ def outlines(checkpoint: Path) -> dict[str, tuple[bytes, str]]:
 
 
 def read_objects(checkpoint: Path) -> dict[str, Any]:
-    """Return what is no tensor, by key; a tensor that is referred to as its key."""
+    """Return the objects that are not tensors, by key; a tensor inside one is given by its key."""
     record = json.loads((checkpoint / "checkpoint.json").read_text(encoding="utf-8"))
     document = json.loads((checkpoint / record["data"] / "objects.json").read_text(encoding="utf-8"))
     assert document["format"] == 1

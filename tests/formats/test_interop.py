@@ -41,7 +41,7 @@ def everything(url: Path) -> dict[str, Any]:
             continue
         state["tensors"][name] = value
     for name, make in cases.OBJECTS:
-        value = make()  # a dict is no leaf of the state
+        value = make()  # a dict is not a leaf of the state
         state["objects"][name] = (value,) if isinstance(value, (dict, list)) else value
     return state
 

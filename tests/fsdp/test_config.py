@@ -147,7 +147,7 @@ def test_use_orig_params_false_is_accepted_with_a_warning():
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "is no YAML"), ("fsdp:\n", "fsdp: a mapping"), ("[1]", "found list"), ("fsdp: {1: 2}", "a mapping")],
+    [("{", "is not valid YAML"), ("fsdp:\n", "fsdp: a mapping"), ("[1]", "found list"), ("fsdp: {1: 2}", "a mapping")],
 )
 def test_a_file_that_holds_no_config_is_refused_by_name(tmp_path, text, message):
     (tmp_path / "run.yaml").write_text(text)

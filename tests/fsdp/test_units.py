@@ -91,7 +91,7 @@ def test_a_container_is_never_a_unit():
 
 
 def test_a_name_that_is_not_there_is_refused():
-    with pytest.raises(UsageError, match=r"'layers\.9', which is no module"):
+    with pytest.raises(UsageError, match=r"'layers\.9', which is not a module"):
         plan_units(models.untied(), lambda model: ["layers.9"])
 
 
@@ -101,7 +101,7 @@ def test_excludes_win_by_class_and_by_name():
 
 
 def test_an_exclude_that_matches_nothing_is_refused():
-    with pytest.raises(UsageError, match=r"exclude names 'layer\.\*', which is no class or FQN of TinyLM"):
+    with pytest.raises(UsageError, match=r"exclude names 'layer\.\*', which is not a class or FQN of TinyLM"):
         plan_units(models.untied(), blocks, exclude=["layers.1", "layer.*"])
 
 

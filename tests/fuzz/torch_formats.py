@@ -204,7 +204,7 @@ def _archive_seeds() -> list[bytes]:
 
 
 def _described(value: Any) -> str:
-    """A text, since values that are no number are equal to nothing; a cycle has none."""
+    """A text, since NaN is equal to nothing; a cycle has none."""
     try:
         return re.sub(" at 0x[0-9a-f]+", "", repr(described(value)))
     except RecursionError:

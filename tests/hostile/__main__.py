@@ -11,7 +11,7 @@ from tests.hostile import sources
 from tests.hostile.attacks import ATTACKS
 from tests.hostile.harness import COMMANDS, Outcome, Place, run_commands
 
-# What changes nothing about reading: a run's own commands say "wrong usage" of what is no run.
+# Commands that need a run: without one they say "wrong usage", which says nothing about reading.
 OF_A_RUN = ("ls", "load", "pin", "prune")
 READS = tuple(name for name in COMMANDS if name not in (*OF_A_RUN, "diff", "open"))
 

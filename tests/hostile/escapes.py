@@ -1,4 +1,4 @@
-"""Checkpoints whose names and links point somewhere else, or at what is no file."""
+"""Checkpoints whose names and links point outside, or at something that is not a file."""
 
 from __future__ import annotations
 

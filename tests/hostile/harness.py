@@ -16,7 +16,7 @@ from typing import Any
 
 __all__ = ["COMMANDS", "LIMIT_BYTES", "LIMIT_SECONDS", "Outcome", "Place", "run_commands", "tree"]
 
-LIMIT_SECONDS = 10.0  # of the processor: a busy machine is no fault of the checkpoint
+LIMIT_SECONDS = 10.0  # CPU time: a busy machine is not the checkpoint's fault
 _HANGS_SECONDS = 300  # by the clock: what waits for ever, at a FIFO say
 # Twice a good run and 256 MiB: a good run of the tool without torch has 64 MiB, and these commands add little to it.
 LIMIT_BYTES = (256 + 64) << 20
@@ -237,7 +237,7 @@ def _words(text: str, code: int, *, printed: bool) -> list[str]:
         bad.append(f"exit code {code}")
     errors = [line for line in text.splitlines() if line.startswith("Error: ")]
     if len(errors) > 1 or any(len(line) > 3000 for line in errors):
-        bad.append("its error is no single paragraph")
+        bad.append("its error is not a single paragraph")
     return bad
 
 

@@ -78,7 +78,7 @@ def _byte_entry(place: Place) -> None:
 
 
 def _slice(place: Place) -> None:
-    """A tensor's item is no tensor but a payload."""
+    """A payload in place of a tensor's item."""
     sources.dcp(place.src)
     out = io.BytesIO()
     torch.save(Evil(place.marker), out)

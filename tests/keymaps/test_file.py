@@ -73,7 +73,7 @@ def test_faults_name_the_line_of_the_rule() -> None:
 
 @toml
 def test_broken_toml_is_refused_with_its_line() -> None:
-    with pytest.raises(UsageError, match=r"m\.toml is no TOML: .*line 1"):
+    with pytest.raises(UsageError, match=r"m\.toml is not valid TOML: .*line 1"):
         parse_key_map("rules = =", file="m.toml")
 
 
@@ -94,8 +94,8 @@ def test_broken_toml_is_refused_with_its_line() -> None:
         ({"op": "rope_permute", "from": "a"}, "'heads' must be a number or a key"),
         ({"op": "rope_permute", "from": "a", "heads": 2, "to": "half"}, "to = 'half' is none of"),
         ({"op": "unstack", "from": "a", "to": "b"}, "lacks {i}"),
-        ({"op": "cast", "from": "a", "dtype": "int8"}, "dtype = 'int8' is no float dtype"),
-        ({"op": "cast", "from": "a", "dtype": "b16"}, "dtype = 'b16' is no float dtype"),
+        ({"op": "cast", "from": "a", "dtype": "int8"}, "dtype = 'int8' is not a float dtype"),
+        ({"op": "cast", "from": "a", "dtype": "b16"}, "dtype = 'b16' is not a float dtype"),
         ({"op": "run"}, "op = 'run' is none of"),
         ("rename", "a rule is a table, not str"),
     ],

@@ -22,7 +22,7 @@ NAMED_CHECKPOINT = re.compile(r"(latest(~[0-9]{1,6})?|best(:[^/]{1,128})?|[0-9]{
 
 
 def resolve_url(url: str, *, storage_options: Mapping[str, Any] | None = None) -> str:
-    """Return the URL of the checkpoint that `url` names; `url` itself if it names none, or its parent is no run.
+    """Return the URL of the checkpoint that `url` names; `url` itself if it names none, or its parent is not a run.
 
     Raises:
         CheckpointNotFoundError: The run has no such checkpoint; lists the existing ones.

@@ -240,7 +240,7 @@ def begin_save(
     Args:
         planned_bytes: The bytes that this rank will write; None if unknown (then free space is not checked).
         overwrite: Replace a committed checkpoint of that name, once the new one is complete.
-        set_aside: Rename a step's directory that is in the way and is no checkpoint. Rank 0's value counts.
+        set_aside: Rename a step's directory that is in the way and is not a checkpoint. Rank 0's value counts.
         file_names: A pattern of the paths that all ranks will write. Foreign files that have one of these names are
             found before anything is written. Rank 0's value counts.
         lease: The lease of the run, or a function that returns it, called on rank 0 with the argument `look` of
@@ -429,12 +429,14 @@ def _check_free_name(root: Store, view: Store, inventory: Inventory, name: str, 
             return
         raise CheckpointExistsError(f"{place} is in the way: {skipped.reason}. Move it away or delete it.")
     if taken is not None:
-        raise CheckpointExistsError(f"{place} is in the way: a {taken.kind} that is no checkpoint of ckptkit.")
+        raise CheckpointExistsError(f"{place} is in the way: a {taken.kind} that is not a checkpoint of ckptkit.")
 
 
 def _set_aside(root: Store, skipped: Skipped) -> None:
-    """Rename a directory that is in the way and is no checkpoint; nothing in it is deleted. On an object store only its
-    record is replaced."""
+    """Rename a directory that is in the way and is not a checkpoint. Deletes nothing in it.
+
+    On an object store only its record is replaced.
+    """
     if is_directory(root):
         aside = f"{skipped.path}.aside-{new_nonce()}"
         root.rename(skipped.path, aside)

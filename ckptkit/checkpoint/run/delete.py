@@ -109,8 +109,10 @@ def rotate(
 
 @patient()
 def delete_checkpoint(root: Store, name: str, *, reason: str, kept: list[str] | None = None) -> bool:
-    """Delete one committed checkpoint; return False if it is pinned. If this is killed, the rest is no checkpoint, and
-    the next save or prune removes it. Files in the directory that the record does not name stay.
+    """Delete one committed checkpoint; return False if it is pinned.
+
+    After a kill halfway, the rest is not a checkpoint, and the next save or prune removes it. Files that the record
+    does not name stay in the directory.
 
     Args:
         kept: Receives the paths of such files.

@@ -151,9 +151,9 @@ def delete_marked(root: Store, view: Store, name: str, record: CommitRecord) -> 
 def delete_in_place(root: LocalStore, name: str, record: CommitRecord) -> None:
     """Delete a checkpoint's files from its directory, and leave foreign files untouched.
 
-    First the record is renamed, which is durable and needs no space: from then on it is no checkpoint, and after a kill
-    `finish_deletion` knows what is still to be deleted. The directory is accessed by its descriptor, so a new
-    checkpoint that replaces it meanwhile keeps its files.
+    First the record is renamed, which is durable and needs no space. From then on the directory is not a checkpoint,
+    and after a kill `finish_deletion` knows what is still to be deleted. The directory is accessed by its descriptor,
+    so a new checkpoint that replaces it meanwhile keeps its files.
 
     Raises:
         CheckpointNotFoundError: The checkpoint was deleted or replaced meanwhile.

@@ -309,7 +309,7 @@ class Saver:
         self._ranked = bool(request.metrics)
         if request.metrics and metric not in request.metrics:
             _log.warning(
-                "keep_best ranks checkpoints by %r; step %d has only %s",
+                "keep_best ranks checkpoints by %r, but the metrics of step %d are %s",
                 metric,
                 request.step,
                 ", ".join(request.metrics),

@@ -160,5 +160,5 @@ def _placement(text: Any) -> Any:
         return Replicate()
     number = text[2:-1] if isinstance(text, str) and text.startswith("S(") else ""
     if not number.isdecimal():
-        raise CorruptCheckpointError(f"saved optimizer: {text!r} is no placement; expected 'R' or 'S(dim)'.")
+        raise CorruptCheckpointError(f"saved optimizer: {text!r} is not a placement; expected 'R' or 'S(dim)'.")
     return Shard(int(number))

@@ -3,7 +3,7 @@
 JSON values stand for themselves. Everything else is an object with one key that starts with "$":
 
     {"$float": "nan"}   {"$tuple": [...]}   {"$set": [...]}   {"$frozenset": [...]}   {"$bytes": base64}
-    {"$dict": [[key, value], ...]}          any dict that is no plain JSON object; {"$ordered": ...} likewise
+    {"$dict": [[key, value], ...]}          any dict that is not a plain JSON object; {"$ordered": ...} likewise
     {"$tensor": {"dtype", "shape", "data"}} a small plain tensor, row-major bytes in base64
     {"$ref": "extra.ema.w"}                 a tensor of the checkpoint, stored like every other
     {"$ndarray": value}  {"$npscalar": value}  numpy, as the tensor of the same bytes
@@ -299,7 +299,7 @@ def _torch_dtype(name: str) -> torch.dtype:
 
     found = getattr(torch, dtype(name).name)
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name!r} is no dtype")
+        raise ValueError(f"{name!r} is not a dtype")
     return found
 
 

@@ -208,7 +208,7 @@ def _check_info(columns: Columns) -> None:
     wanted = {"files": dict, "side_files": list, "notes": list, "extra": dict, "format": str, "producer": str}
     for name, kind in wanted.items():
         if name in info and not isinstance(info[name], kind):
-            _fail(columns, f"info.{name} in its header is no {kind.__name__}")
+            _fail(columns, f"info.{name} in its header is not a {kind.__name__}")
     for name in ("step", "world_size"):
         if info.get(name) is not None and type(info[name]) is not int:
             _fail(columns, f"info.{name} in its header is not a number")

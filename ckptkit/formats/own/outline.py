@@ -18,7 +18,7 @@ LEAST = 64 << 10
 PREFIX = "outline:"
 """Prefix of the 16 hex digits if a text may be either digest of a file."""
 SPARES = "spares"
-"""In the manifest's `info.extra`: large records that are no slices (replicas that were omitted), of which an outline
+"""In the manifest's `info.extra`: large records that are not slices (replicas that were omitted), of which an outline
 holds the digest all the same: [path, start, bytes, 16 hex digits]."""
 Spare = tuple[str, int, int, int]
 Part = tuple[int, int, int]

@@ -62,7 +62,7 @@ def loads(
 
     Raises:
         UnsafePickleError: It names a global that is not on the allow-list.
-        CorruptCheckpointError: It is no valid pickle, or larger or deeper than any checkpoint needs.
+        CorruptCheckpointError: It is not a valid pickle, or larger or deeper than any checkpoint needs.
     """
     return load_prefix(
         data, file=file, functions=functions, persistent_load=persistent_load, unknown=unknown, max_bytes=max_bytes

@@ -83,7 +83,7 @@ def parse_object(data: bytes | bytearray | memoryview, *, file: str, name: str =
     """Load the value of torch.save bytes, on the CPU.
 
     Raises:
-        UnsafePickleError: It names a class that torch's weights_only loader refuses, and that is no plain data;
+        UnsafePickleError: It names a class that torch's weights_only loader refuses, and that is not plain data;
             nothing of it was run.
         CorruptCheckpointError: Its archive is damaged, compressed, or has tensors larger than what is stored.
         LoadError: torch cannot load it.

@@ -82,7 +82,7 @@ def read_archive(
         unknown: As for `walk.loads`.
 
     Raises:
-        CorruptCheckpointError: It is no such archive, or its parts contradict each other.
+        CorruptCheckpointError: It is not such an archive, or its parts contradict each other.
         UnsafePickleError: Its pickle asks for a global that is not allowed.
         UnsupportedFormatError: Big-endian, or holds tensors that are not dense.
     """
@@ -119,7 +119,7 @@ def parse_directory(tail: bytes, nbytes: int, *, file: str) -> tuple[dict[str, M
 
     Raises:
         CorruptCheckpointError: The directory is damaged, has compressed, encrypted, duplicate or overlapping
-            members, or names that are no plain relative path.
+            members, or names that are not plain relative paths.
         ShortTailError: `tail` must be longer.
     """
     count, size, offset = _find_directory(tail, nbytes, file)

@@ -215,7 +215,7 @@ def _from_hub(base: str) -> BaseModel:
     from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError
 
     # The base class of the hub's HTTP error is that of the HTTP library it came with (requests, httpx): its
-    # failures to connect are no OSErrors.
+    # failures to connect are not OSErrors.
     unreachable: tuple[type[Exception], ...] = (OSError, ValueError, KeyError, *HfHubHTTPError.__bases__)
     repo, _, revision = base.partition("@")
     try:

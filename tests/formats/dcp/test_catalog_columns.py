@@ -53,7 +53,7 @@ def first_place(only: Any) -> Any:
 
 
 UNUSUAL = {
-    "a key that is no text": lambda p: swap(p.entries, 7, next(iter(p.entries.values()))),
+    "a key that is not text": lambda p: swap(p.entries, 7, next(iter(p.entries.values()))),
     "an entry that is neither": lambda p: swap(p.entries, "x", Record()),
     "a shape that is a list": lambda p: setattr(first_tensor(p), "size", [4]),
     "a shape of bools": lambda p: setattr(first_tensor(p), "size", (True, True)),
@@ -75,7 +75,7 @@ UNUSUAL = {
     "a negative start": lambda p: setattr(first_place(p)[1], "offset", -1),
     "a length that is a float": lambda p: setattr(first_place(p)[1], "length", 2.0),
     "a huge length": lambda p: setattr(first_place(p)[1], "length", 1 << 62),
-    "a path that is no text": lambda p: setattr(first_place(p)[1], "relative_path", 3),
+    "a path that is not text": lambda p: setattr(first_place(p)[1], "relative_path", 3),
     "an unknown transform": lambda p: setattr(first_place(p)[1], "transforms", ["gzip"]),
 }
 

@@ -60,7 +60,7 @@ BAD = {
     ),
     "duplicate field": (b'{"a":{"dtype":"U8","dtype":"I8","shape":[1],"data_offsets":[0,1]}}', b"0", None,
                         CorruptCheckpointError),
-    "metadata that is no string": ({"__metadata__": {"a": 1}}, b"", None, CorruptCheckpointError),
+    "metadata that are not strings": ({"__metadata__": {"a": 1}}, b"", None, CorruptCheckpointError),
     "unknown field": ({"a": {**_f32([1], 0, 4), "x": 1}}, b"0000", None, CorruptCheckpointError),
     "missing field": ({"a": {"dtype": "F32", "shape": [1]}}, b"0000", None, CorruptCheckpointError),
     "a shape that its bytes do not match": ({"a": _f32([2], 0, 4)}, b"0000", None, CorruptCheckpointError),
@@ -400,7 +400,7 @@ def test_numbers_of_less_than_a_byte_are_copied_with_their_kinds_and_shapes(tmp_
     data = _small(tmp_path / "src")
     convert(str(tmp_path / "src"), str(tmp_path / "out"), verify=True)
     with safe_open(tmp_path / "out" / "model.safetensors", "np") as file:
-        found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+        found = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is not a mapping
         assert {name: (item.get_dtype(), tuple(item.get_shape())) for name, item in found.items()} == {
             name: (name, shape) for name, shape in SMALL.items()
         }

@@ -18,7 +18,7 @@ def test_a_side_file_whose_name_is_unsafe_is_left_out_and_named(tmp_path: Path) 
     assert found.carried == ("tokenizer.json",)
     note = " ".join(found.notes)
     assert all(name in note for name in ("\\x1b[31m", "tokenizer\\\\x.json", "NOTICE."))
-    assert "nobody" not in note  # it is no side file whatever its name
+    assert "nobody" not in note  # not a side file, whatever its name
     assert note in open_source(str(tmp_path)).catalog.info.notes
 
 

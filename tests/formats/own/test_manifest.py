@@ -242,7 +242,7 @@ DAMAGES = {
     "a header field is of another type": {"header": lambda h: h.update(dtypes={"a": 1})},
     "a placement is malformed": {"header": lambda h: h.update(placements=[["x", []]])},
     "info is malformed": {"header": lambda h: h["info"].update(files=[1])},
-    "a note is no text": {"header": lambda h: h["info"].update(notes=[["x"]])},
+    "a note is not text": {"header": lambda h: h["info"].update(notes=[["x"]])},
     "uninterpreted tensors are malformed": {"header": lambda h: h["info"].setdefault("extra", {}).update(opaque=[1])},
     "a mesh is malformed": {"header": lambda h: h["info"].update(mesh={"shape": "2"})},
 }

@@ -244,8 +244,8 @@ PAIRS: dict[str, tuple[bytes, bytes]] = {
     "a string with escapes": (b"S'\\x41'\n.", b"S'A'\n."),
     "a string without quotes": (b"Sabc\n.", b"S'abc'\n."),
     "a float that is none": (b"Fabc\n.", b"F1.5\n."),
-    "text that is no UTF-8": (P + b"X\x01\x00\x00\x00\xff.", P + b"X\x01\x00\x00\x00a."),
-    "keywords that are no text": (P + RECORD + b")}K\x01Ns\x92.", P + RECORD + b")}" + text("k") + b"Ns\x92."),
+    "text that is not UTF-8": (P + b"X\x01\x00\x00\x00\xff.", P + b"X\x01\x00\x00\x00a."),
+    "keywords that are not text": (P + RECORD + b")}K\x01Ns\x92.", P + RECORD + b")}" + text("k") + b"Ns\x92."),
     "a codec that runs": (
         P + stack_global("_codecs", "encode") + text("x") + text("zip") + b"\x86R.",
         P + stack_global("_codecs", "encode") + text("x") + text("latin1") + b"\x86R.",
@@ -254,7 +254,7 @@ PAIRS: dict[str, tuple[bytes, bytes]] = {
         P + stack_global("builtins", "complex") + RECORD + b")\x81\x85R.",
         P + stack_global("builtins", "complex") + b"K\x01\x85R.",
     ),
-    "a class that is no record": (
+    "a class that is not a record": (
         P + stack_global("copyreg", "_reconstructor") + b"NNN\x87R.",
         P + stack_global("copyreg", "_reconstructor") + RECORD + b"NN\x87R.",
     ),
