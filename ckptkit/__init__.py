@@ -1,14 +1,14 @@
 """Checkpoint management and conversion for PyTorch.
 
-The house, from the ground up (imports go downhill only):
+The packages, from the lowest layer up (imports go to lower layers only):
 
-- `errors`, `units`: the exception tree; sizes and durations as people write them.
-- `catalog`: what tensors exist and where their parts lie. `storage`: bytes at a URL.
-- `formats`: one module a format; each ends in a `Catalog`.
+- `errors`, `units`: the exceptions; parsing of sizes and durations.
+- `catalog`: which tensors exist and where their parts are. `storage`: bytes at a URL.
+- `formats`: the readers and writers of each format; a reader returns a `Catalog`.
 - `checkpoint`: saving, keeping and loading the checkpoints of one run (`CheckpointManager`).
 - `fsdp`: the FSDP2 runtime of a training job. `offline`: convert, merge, reshard, copy, verify,
   diff, inspect, prune.
-- `integrations`, `cli`: the same for other frameworks, and for the shell.
+- `integrations`, `cli`: other frameworks, and the command line.
 
 Public names are imported when they are first used, so `import ckptkit` does not import torch.
 """

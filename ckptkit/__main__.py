@@ -1,4 +1,4 @@
-"""`python -m ckptkit` is the command line."""
+"""Runs the command line: `python -m ckptkit`."""
 
 import sys
 

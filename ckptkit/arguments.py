@@ -17,7 +17,7 @@ _COLLAPSED = re.compile(r"[a-z][a-z0-9+.-]+:/[^/]")  # Path("s3://bucket") is "s
 
 
 def wrong(name: str, value: object, expected: str) -> UsageError:
-    """Return the error about an argument: "retention is of type dict, expected RetentionPolicy(max_num=3, ...)."."""
+    """Return the error for a wrong argument: "retention is of type dict, expected RetentionPolicy(max_num=3, ...)."."""
     if isinstance(value, type):
         found = f"the class {value.__name__}"
     elif value is None or isinstance(value, (bool, int, float, str)):
@@ -54,7 +54,7 @@ def globs(name: str, value: object) -> tuple[str, ...]:
 
 
 def check_flags(**values: object) -> None:
-    """Raise UsageError for a value that is not True or False. Not by truthiness: the string "no" is true."""
+    """Raise UsageError for a value other than True and False. Truthiness would accept the string "no" as true."""
     for name, value in values.items():
         if not isinstance(value, bool):
             raise wrong(name, value, "True or False")

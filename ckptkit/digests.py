@@ -1,4 +1,4 @@
-"""Digests: the only module that names an algorithm. ckptkit writes all its digests with `DIGEST`.
+"""Computes digests. Only this module names algorithms; ckptkit writes all its digests with `DIGEST`.
 
 Another algorithm is a row in `_HASHERS` and a change of `DIGEST`, `digest_of` and `hex_digest_of`; the names of columns
 and fields on disk follow from `DIGEST` (a new version of the format: docs/format.md).
@@ -58,7 +58,7 @@ crc32: Callable[..., int] = _crc32
 
 
 class Hasher(Protocol):
-    """A digest in the making."""
+    """A digest that is being computed."""
 
     def update(self, data: Any, /) -> None: ...
 
@@ -68,7 +68,7 @@ class Hasher(Protocol):
 
 
 class Signer(Hasher, Protocol):
-    """A signature in the making."""
+    """A signature that is being computed."""
 
     def digest(self) -> bytes: ...
 
@@ -148,7 +148,8 @@ def hex_width(algorithm: str) -> int:
 
 
 def proves_equality(algorithm: str | None) -> bool:
-    """Return whether equal digests of data that nobody chose are equal bytes. 32 bits are too few to be sure."""
+    """Return whether equal digests mean equal bytes, unless somebody chose the bytes to collide. 32 bits are too
+    few."""
     return algorithm == DIGEST
 
 
@@ -172,7 +173,7 @@ def _multiply(a: int, b: int) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _square(power: int) -> int:
-    """x^(2^power) modulo the polynomial."""
+    """Return x^(2^power) modulo the polynomial."""
     return 1 << 30 if power == 0 else _multiply(_square(power - 1), _square(power - 1))
 
 
@@ -188,7 +189,7 @@ def _shift(nbytes: int) -> int:
 
 
 def crc32_combine(first: int, second: int, second_nbytes: int) -> int:
-    """Return the CRC-32 of two pieces laid end to end, from the CRC-32 of each."""
+    """Return the CRC-32 of two concatenated pieces, from the CRC-32 of each."""
     return _multiply(_shift(second_nbytes), first) ^ second if second_nbytes else first
 
 
@@ -211,7 +212,7 @@ def _ramp(count: int) -> npt.NDArray[np.uint64]:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """The sums (f1, f2) of a part of a tensor, or of all of it. `a + b`: of parts that share no element."""
+    """The sums (f1, f2) over a part of a tensor or all of it. `a + b` is that of two disjoint parts together."""
 
     f1: int = 0
     f2: int = 0
@@ -221,12 +222,12 @@ class Fingerprint:
 
 
 def fingerprint_of_runs(bits: npt.NDArray[Any], starts: npt.NDArray[np.uint64], run: int) -> Fingerprint:
-    """Return what runs of elements contribute to the fingerprint of their tensor.
+    """Return the contribution of runs of elements to their tensor's fingerprint.
 
     Args:
         bits: Elements as unsigned numbers, one run after the other.
         starts: [n] the index in the tensor of the first element of each run.
-        run: Elements of each.
+        run: Number of elements in each run.
     """
     import numpy as np
 

@@ -61,7 +61,7 @@ _MAX_OPENED = 64
 
 
 def remember_options(url: str, options: Mapping[str, Any]) -> None:
-    """Note with which storage options `url` was opened: the command lines in messages repeat them, without secrets."""
+    """Remember the storage options of `url`, because command lines in messages repeat them, without secrets."""
     _opened.pop(url, None)
     _opened[url] = [f"{name}={_text(value)}" for name, value in masked(options).items()]
     for oldest in list(_opened)[:-_MAX_OPENED]:
@@ -91,8 +91,8 @@ _MAX_LINE = 1000
 
 
 class CkptkitError(Exception):
-    """Base of all errors that ckptkit raises on purpose. No line of a message is longer than a thousand characters:
-    what is named in it may come from a file that holds a megabyte of name. Credentials are removed."""
+    """Base of all errors that ckptkit raises on purpose. Lines of messages are cut at a thousand characters, because
+    names in damaged files may be megabytes long. Credentials are removed."""
 
     exit_code = 1
 
@@ -111,13 +111,13 @@ def _cut(text: str) -> str:
 
 
 class UsageError(CkptkitError, ValueError):
-    """An argument or an option is wrong, whatever the checkpoint holds."""
+    """An argument or option is wrong, independently of the checkpoint."""
 
     exit_code = 2
 
 
 class CheckpointNotFoundError(CkptkitError, FileNotFoundError):
-    """Nothing that is a checkpoint lies at the URL."""
+    """There is no checkpoint at the URL."""
 
 
 class CheckpointExistsError(CkptkitError, FileExistsError):
@@ -131,11 +131,11 @@ class CheckpointExistsError(CkptkitError, FileExistsError):
 
 
 class UnsupportedFormatError(CkptkitError, ValueError):
-    """The file is of a known kind, but holds something that cannot be read or written without loss."""
+    """The format is known, but something in the file cannot be read or written without loss."""
 
 
 class CorruptCheckpointError(CkptkitError, ValueError):
-    """A file of the checkpoint is not what its format says it must be.
+    """A file of the checkpoint violates its format.
 
     Attributes:
         checkpoint: The URL of the checkpoint that the file is a part of; "" if it is not known.
@@ -177,7 +177,7 @@ class RankFailedError(SaveError):
 
     Attributes:
         causes: What each failed rank reported, by rank.
-        interrupted: No rank found anything wrong: those that failed died, hung, or were stopped by Ctrl-C.
+        interrupted: No rank found a defect: the failed ranks died, hung, or were stopped by Ctrl-C.
     """
 
     def __init__(self, message: str, causes: Mapping[int, str] | None = None, *, interrupted: bool = False) -> None:
@@ -200,7 +200,7 @@ class LeaseHeldError(SaveError):
 
 
 class StorageError(CkptkitError, OSError):
-    """The storage failed after the retries that were worth making."""
+    """The storage failed, and retries did not help or would not."""
 
 
 class MissingExtraError(CkptkitError, ImportError):

@@ -16,9 +16,8 @@ _was_on = False
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Collect no cycles in here: each round would walk over everything made so far, a quarter of the time of it all.
-
-    For work that makes no cycles and ends soon. Nested, and in several threads, the last one out turns it on again.
+    """Pause the cycle collector: each round would visit every object created so far, a quarter of the total time. For
+    short work that creates no cycles. If nested or used by several threads, the last exit resumes collection.
     """
     global _depth, _was_on
     with _lock:

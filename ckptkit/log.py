@@ -14,17 +14,16 @@ _warned: set[tuple[str, str]] = set()
 
 
 def warn_once(logger: logging.Logger, what: str, text: str, *args: object) -> None:
-    """Warn of what does not go away, a file that cannot be deleted say: once for each `text` in a process."""
+    """Log a warning once per process and `text`, for conditions that last (a file that cannot be deleted, for
+    example)."""
     if (what, text) not in _warned:
         _warned.add((what, text))
         logger.warning(f"%s {text}", what, *args)
 
 
 class RankHandler(logging.NullHandler):
-    """Prints nothing; gives each record of ckptkit a `rank`, which formats of handlers above it can name, and takes the
-    credentials out of its text.
-
-    A filter would not do: those of a logger see no record of its children, handlers do.
+    """Prints nothing. Adds `rank` to each record of ckptkit, for the formats of later handlers, and removes credentials
+    from its text. A handler and not a filter, because a logger's filters do not see the records of child loggers.
     """
 
     def handle(self, record: logging.LogRecord) -> bool:

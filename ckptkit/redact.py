@@ -72,15 +72,15 @@ _known: dict[str, None] = {}  # in the order of arrival
 
 
 def keep_secret(options: Any) -> None:
-    """Note the values of options that look secret by their names, at any depth, so that `without_secrets` knows them
-    wherever they turn up: in what a library says, say."""
+    """Remember option values whose names look secret, at any depth, so that `without_secrets` removes them from any
+    text, such as the messages of libraries."""
     for value in _values(options, secret=False):
         if len(value) >= _SHORTEST_OPTION and value.lower() not in _NO_SECRETS and len(_known) < _MAX_KNOWN:
             _known[value] = None
 
 
 def masked(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of a file system with "***" for the values that are secret by their names, at any depth."""
+    """Return options with "***" for values whose names look secret, at any depth."""
     return {
         name: MASK
         if _SECRET_OPTION.search(str(name)) and str(value).lower() not in _NO_SECRETS
@@ -114,7 +114,7 @@ def _values(options: Any, *, secret: bool, depth: int = 0) -> Iterable[str]:
 
 
 def carries_credentials(url: str) -> bool:
-    """Whether a URL has a login or a signed query in it. What it holds is kept secret from here on."""
+    """Whether a URL contains a login or a signed query. If so, they are treated as secrets from now on."""
     if "://" not in url or url.partition("://")[0].lower() in _LOCAL:
         return False
     keep_secret({"url": url})
@@ -124,8 +124,8 @@ def carries_credentials(url: str) -> bool:
 
 
 def without_known_secrets(text: str) -> str:
-    """Return `text` without logins and query values of URLs, and without any value that options or the environment of
-    this process hold as a secret. What is JSON stays JSON."""
+    """Return `text` without logins and query values of URLs, and without the secret values of options and environment
+    variables. JSON stays valid JSON."""
     for value in sorted((*_known, *_of_environment()), key=len, reverse=True):
         for form in _forms(value):
             if form in text:
@@ -145,7 +145,7 @@ def without_secrets(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Return the text with control characters escaped: a name in a checkpoint must not command the terminal."""
+    """Return the text with control characters escaped, so that names in a checkpoint cannot control the terminal."""
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text) if _CONTROL.search(text) else text
 
 
@@ -164,8 +164,8 @@ def _of_environment() -> list[str]:
 
 
 def _login(url: str) -> str:
-    """Return the login of a URL, "" if it has none: everything up to the last "@", since a password may contain
-    "/" and "@"."""
+    """Return the login of a URL: everything up to the last "@", because a password may contain "/" and "@". "" if there
+    is none."""
     scheme, separator, rest = url.partition("://")
     at = rest.rfind("@")
     if not separator or at < 0:

@@ -16,7 +16,7 @@ _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 864
 
 
 def parse_size(text: str | int | float) -> int:
-    """Return the bytes that `text` names: "40GiB", "512MB", "1.5T", 1024.
+    """Return a size in bytes: "40GiB", "512MB", "1.5T", 1024.
 
     A bare number counts bytes. "K", "M", "G" without a B are powers of ten, as for `parse_size("5GB")`.
 
@@ -37,7 +37,7 @@ def parse_size(text: str | int | float) -> int:
 
 
 def format_size(nbytes: int) -> str:
-    """Return `nbytes` for a person, in powers of ten: 14_200_000_000 -> "14.2 GB"."""
+    """Return `nbytes` as text, in powers of ten: 14_200_000_000 -> "14.2 GB"."""
     if abs(nbytes) < 1000:
         return f"{nbytes} B"
     value = float(nbytes)
@@ -49,7 +49,7 @@ def format_size(nbytes: int) -> str:
 
 
 def parse_duration(text: str | int | float) -> float:
-    """Return the seconds that `text` names: "90s", "5m", "1.5h", "2d", 30.
+    """Return a duration in seconds: "90s", "5m", "1.5h", "2d", 30.
 
     Raises:
         UsageError: `text` is negative or not a duration.
@@ -66,7 +66,7 @@ def parse_duration(text: str | int | float) -> float:
 
 
 def format_duration(seconds: float) -> str:
-    """Return `seconds` for a person: 0.0384 -> "38 ms", 4000 -> "1 h 6 min"."""
+    """Return `seconds` as text: 0.0384 -> "38 ms", 4000 -> "1 h 6 min"."""
     if seconds < 0.9995:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 99.95:
@@ -80,7 +80,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_count(count: int) -> str:
-    """Return a count of parameters for a person: 7_241_732_096 -> "7.24B"."""
+    """Return a number of parameters as text: 7_241_732_096 -> "7.24B"."""
     for limit, suffix in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "K")):
         if count >= limit:
             return f"{count / limit:.2f}{suffix}"

@@ -1,4 +1,4 @@
-"""Boxes as rows of numbers, [n, ndim]: duplicates, overlaps, strides. Vectorised: a million rows take a second."""
+"""Checks boxes as rows of numbers, [n, ndim]: duplicates, overlaps, strides. A million rows take a second."""
 
 from __future__ import annotations
 

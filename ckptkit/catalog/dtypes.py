@@ -19,8 +19,8 @@ class DType:
         itemsize: Bytes per element.
         kind: "float", "float8" (or smaller; never cast), "int", "bool" or "complex".
         safetensors: Its name in a safetensors header; None if the format does not have it.
-        bits: Of a number, if it is less than a byte. The last dimension then counts bytes, as in torch; a safetensors
-            header counts numbers.
+        bits: Bits per number, if less than a byte. The last dimension of a shape then counts bytes, as in torch; in a
+            safetensors header it counts numbers.
     """
 
     name: str
@@ -30,7 +30,7 @@ class DType:
     bits: int = 8
 
     def in_bytes(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape in elements of a shape that a safetensors header states.
+        """Return torch's shape for the shape in a safetensors header.
 
         Raises:
             UnsupportedFormatError: A row of numbers smaller than a byte does not end at a byte.
@@ -45,7 +45,7 @@ class DType:
         return (*shape[:-1], shape[-1] * self.bits // 8)
 
     def in_numbers(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return what a safetensors header states for a shape in elements.
+        """Return the shape in a safetensors header for torch's shape.
 
         Raises:
             UnsupportedFormatError: A row does not end with a whole number.

@@ -268,8 +268,8 @@ class SliceArray(Sequence[TensorSlice]):
         return _WholeSlice(paths, start, nbytes, shape)
 
     def is_all_of(self, shape: tuple[int, ...]) -> bool:
-        """Return whether this is one slice that holds a tensor of this shape, row-major; False if that is not known
-        without a look at the columns."""
+        """Return whether this is one row-major slice with a whole tensor of this shape; False if only the columns could
+        tell."""
         return False
 
     @staticmethod
@@ -415,7 +415,8 @@ class TensorEntry:
             )
 
     def _cut_in_rows(self) -> bool:
-        """Whether these few slices are the tensor's rows, in order. Without numpy, which takes ten times as long."""
+        """Whether these few slices are the tensor's rows, in order. Does not use numpy, which would take ten times as
+        long."""
         if self.slices.is_all_of(self.shape):
             return True
         if not self.shape or len(self.slices) > _ROWS_BY_HAND:
@@ -439,7 +440,7 @@ class TensorEntry:
 
 
 def same_by_record(first: TensorEntry, second: TensorEntry) -> bool | None:
-    """Return whether two tensors have equal bytes, without reading them; None if the records do not tell.
+    """Return whether two tensors have equal bytes, without reading them; None if that cannot be known.
 
     They are equal if they are the same bytes of the same files, or if they have equal digests over the same boxes.
     """
@@ -520,7 +521,7 @@ class CatalogInfo:
 
 
 class WholeTensors(Mapping[str, TensorEntry]):
-    """Tensors that are all stored in one piece, so that nobody needs to create 300,000 entries to check that."""
+    """Tensors that are all stored in one piece, which is known without creating up to 300,000 entries."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -723,7 +723,8 @@ def _signals(given: Any) -> tuple[int, ...]:
 
 
 def _which(value: Any) -> str | int:
-    """Return what names a checkpoint. A path without a slash gets one, because a name without a slash is a tag."""
+    """Return the text that names a checkpoint. A path without a slash gets one, because text without a slash is a
+    tag."""
     if isinstance(value, os.PathLike):
         text = location("which", value)
         return text if "/" in text else f"./{text}"

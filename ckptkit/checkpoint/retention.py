@@ -76,7 +76,7 @@ class RetentionPolicy:
 
     @property
     def exemptions(self) -> tuple[str, ...]:
-        """What is kept whatever the limits are, in words."""
+        """What is kept regardless of the limits, in words."""
         words = []
         if self.keep_every is not None:
             words.append(f"keeps every {self.keep_every} steps")
@@ -171,7 +171,7 @@ def decide(
 def _exempt(
     records: Sequence[CommitRecord], policy: RetentionPolicy, protected: Mapping[str, str]
 ) -> dict[str, list[str]]:
-    """Return what no limit touches, with all reasons."""
+    """Return the checkpoints that are exempt from all limits, with the reasons."""
     exempt: dict[str, list[str]] = {}
     if records:
         exempt[records[-1].name] = ["the newest"]

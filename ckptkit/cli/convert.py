@@ -34,7 +34,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def export_options(function: F, *, weights: str = "--weights") -> F:
-    """Add the options about which tensors are exported, and to what files. `weights`: the flag that chooses masters."""
+    """Add the options for which tensors are exported, and to which files. `weights`: the flag that chooses masters."""
     options = [
         _what(
             "--to",

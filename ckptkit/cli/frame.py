@@ -1,4 +1,4 @@
-"""What every command has around it: common options, errors as one paragraph, exit codes, JSON, progress."""
+"""The frame of every command: common options, errors as one paragraph, exit codes, JSON, progress."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def command_frame(function: F) -> F:
 
 
 def _refuse_empty(context: click.Context) -> None:
-    """Raise UsageError if an option is "", which an unset variable of the shell gives: it would be ignored silently."""
+    """Raise UsageError if an option is "", as an unset shell variable makes it. It would be ignored silently."""
     for option in context.command.params:
         value = context.params.get(option.name or "")
         if isinstance(option, click.Option) and (value == "" or (isinstance(value, tuple) and "" in value)):
@@ -82,7 +82,7 @@ def _refuse_empty(context: click.Context) -> None:
 
 
 def if_interrupted(words: str | Callable[[], str]) -> None:
-    """Set the message for Ctrl-C from here on: what is left, and how to continue. A function is called at Ctrl-C."""
+    """Set the message for Ctrl-C from now on: what is left, and how to continue. A function is called at Ctrl-C."""
     click.get_current_context().meta["ckptkit.interrupted"] = words
 
 
@@ -163,7 +163,7 @@ def is_quiet() -> bool:
 
 
 def note(text: str) -> None:
-    """Print a line on stderr that is not the result, unless --quiet was given."""
+    """Print a note on stderr, unless --quiet was given."""
     if not is_quiet():
         click.echo(text, err=True)
 
@@ -209,7 +209,7 @@ storage_option = grouped("Output")(
 
 
 def storage_options_of_both(function: F) -> F:
-    """Give a command --storage-option, and one like it for the source and the destination alone."""
+    """Give a command --storage-option, --src-storage-option and --dst-storage-option."""
     for which, where in (("dst", "destination"), ("src", "source")):
         function = grouped("Output")(
             f"--{which}-storage-option",

@@ -137,9 +137,8 @@ def cli() -> None:
 
 
 class _InterruptOnce:
-    """SIGINT: a second one soon after the first must not stop the cleanup that the first began.
-
-    Launchers send one in addition to the terminal's, and people press twice. A later one interrupts again.
+    """Handles SIGINT: a second one soon after the first must not stop the cleanup. Launchers forward the terminal's
+    signal once more, and people press Ctrl-C twice. A later one interrupts again.
     """
 
     def __init__(self) -> None:

@@ -49,7 +49,7 @@ _OPTIONS = [
 
 
 def policy_options(function: F) -> F:
-    """Add the options to a command, which gets `recorded`; `stated_policy` has the others."""
+    """Add the options to a command. It receives `recorded`; `stated_policy` reads the others."""
     for option in reversed(_OPTIONS):
         function = option(function)
     return function

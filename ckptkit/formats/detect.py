@@ -229,7 +229,7 @@ class Source:
         store: Its root; the catalog's paths count from here.
         url: The opened checkpoint.
         note: Why this one, if it differs from the requested URL; otherwise "".
-        joined: The checkpoints whose tensors this one takes; () if it was opened as it is.
+        joined: The checkpoints that this one was joined from; () if it is an opened one.
     """
 
     store: Store
@@ -504,8 +504,8 @@ def _only_child(place: Candidate, url: str, depth: int) -> _Found | None:
 
 
 def _numbered_files(place: Candidate) -> list[str]:
-    """Files that are a step each, newest first. Of other endings than .ckpt only where the newest step has one file:
-    else model and optimizer may be two of them."""
+    """Return the files that each contain a step, newest first. With another ending than .ckpt, only if the newest step
+    has one file; otherwise the model and the optimizer may be separate files."""
     steps = ordered(n for n in place.files if n.endswith(".ckpt"))
     if not steps:
         steps = ordered(n for n in place.files if n.endswith(TORCH_ENDINGS))

@@ -1,4 +1,4 @@
-"""Finds files of a directory that belong to no checkpoint or export: `--overwrite` must not delete those."""
+"""Finds files in a directory that belong to no checkpoint or export, because `--overwrite` must not delete them."""
 
 from __future__ import annotations
 
@@ -119,9 +119,8 @@ def foreign_paths(store: Store) -> Iterator[str]:
 
 
 def may_be_saved(path: str) -> bool:
-    """Return whether a file in the directory of a save has the name of one that savers of ours write, or have begun to.
-
-    A model or an adapter of several has its files in a folder of its own.
+    """Return whether a file in a save's directory has a name that ckptkit writes, complete or begun. One of several
+    models or adapters has its own folder.
     """
     name = path.rpartition("/")[2]
     if name in _BESIDE or is_side_file(path) or is_side_file(name):

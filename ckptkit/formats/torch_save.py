@@ -376,7 +376,7 @@ def _info(
 
 
 def _tied(entries: Mapping[str, TensorEntry]) -> list[list[str]]:
-    """Groups of weights that are one place in a file."""
+    """Return groups of weights that are the same bytes of a file."""
     places: dict[tuple[Any, ...], list[str]] = {}
     for name, entry in entries.items():
         if entry.role is Role.MODEL and len(entry.slices) == 1:

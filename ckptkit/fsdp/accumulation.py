@@ -33,7 +33,7 @@ class Window:
 
     @property
     def divisor(self) -> float | None:
-        """The factor by which gradients are too large, since the mean is over the actual passes; None: unknown."""
+        """The factor by which gradients are too large, because the mean is over the passes so far; None if unknown."""
         return None if self.scale is None else self.scale * (self.count / self.size)
 
 
@@ -62,7 +62,7 @@ class Windows:
     def step(self, root: nn.Module, size: int, optimizer: Optimizer) -> Window:
         """Return the window that `optimizer` asks to step in.
 
-        If no pass was counted since the last call, one was run by other means (a loss of two models) and is counted
+        If no pass was counted since the last call, one ran outside of `backward` (a loss of two models); it is counted
         now.
         """
         window = self._of.get(root)
@@ -72,7 +72,7 @@ class Windows:
         return window
 
     def open(self, *roots: nn.Module) -> int:
-        """Return the number of backward passes (of `roots`; default: of all models) that no step has used yet."""
+        """Return the number of backward passes that no step has used yet, for the models `roots` (default: all)."""
         windows = [window for root, window in self._of.items() if not roots or root in roots]
         return sum(window.count for window in windows if not window.closed)
 
@@ -99,7 +99,7 @@ class StepCounter:
         self._base = 0
 
     def start(self, optimizer: Optimizer) -> None:
-        """Start counting a new optimizer from the current total: it may replace another one."""
+        """Start counting a new optimizer from the current total, because it may replace another."""
         self._of[optimizer] = self.total
 
     def count(self, optimizer: Optimizer) -> None:
@@ -110,6 +110,6 @@ class StepCounter:
         self.total = max(self.total, before + 1)
 
     def restart(self, total: int) -> None:
-        """Continue all optimizers from `total`, as after a load."""
+        """Set the count of all optimizers to `total`, as after a load."""
         self.total = self._base = total
         self._of.clear()

@@ -61,7 +61,7 @@ class ShardingStrategy(str, enum.Enum):
 
 
 class WrapPolicy(str, enum.Enum):
-    """Which modules become units, each gathered and freed together."""
+    """Which modules become units. The parameters of a unit are gathered and freed together."""
 
     AUTO = "AUTO"  # the block classes that the model names, otherwise the elements of its ModuleLists
     TRANSFORMER_BASED_WRAP = "TRANSFORMER_BASED_WRAP"  # modules of the classes in `transformer_layer_cls`
@@ -281,8 +281,8 @@ class FSDPConfig:
 
     @property
     def reshard(self) -> bool | int:
-        """What non-root units do with parameters after forward: free (True), keep (False), or reshard to that many
-        ranks."""
+        """What non-root units do with parameters after forward: free them (True), keep them (False), or reshard them to
+        that many ranks."""
         if self.reshard_after_forward is not None:
             return self.reshard_after_forward
         return self.sharding_strategy.reshards_after_forward

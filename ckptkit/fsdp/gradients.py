@@ -1,4 +1,4 @@
-"""Computes one norm over all gradients: plain, sharded, replicated, on several meshes, or missing."""
+"""Computes the joint norm of all gradients: plain, sharded, replicated, on several meshes, or missing."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def clip_grad_norm(
 
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[torch.Tensor], factor: torch.Tensor | float) -> None:
-    """Multiply all gradients by `factor`, in place, a few kernels for all of them."""
+    """Multiply all gradients by `factor` in place, with a few kernels in total."""
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for parameter in parameters:
         gradient = parameter.grad
@@ -194,7 +194,7 @@ def checked_norm_type(p: float) -> float:
 
 
 def checked_max_norm(max_norm: float | None) -> float | None:
-    """Return `max_norm`. Raises UsageError unless it is None or a number >= 0: a negative one would flip the
+    """Return `max_norm`. Raises UsageError unless it is None or a number >= 0: a negative one would reverse the
     gradients."""
     if max_norm is None:
         return None

@@ -67,7 +67,7 @@ def load_hf(
 
 @dataclass(frozen=True, slots=True)
 class HFLoad:
-    """A load that fits the model: what was opened, and what each tensor is read from."""
+    """A checked load: the opened files, and the source of each tensor."""
 
     model: nn.Module
     url: str
@@ -79,7 +79,7 @@ class HFLoad:
 
     @torch.no_grad()
     def run(self) -> HFLoadReport:
-        """Read this rank's shards. After an error the model is half loaded, and is not saved."""
+        """Read this rank's shards. After an error the model is half loaded, and saving it raises."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         nbytes = 0
         state = TrainState(model=self.model, rng=False)
@@ -104,7 +104,7 @@ class HFLoad:
 def plan_load(
     model: nn.Module, url: str, *, cast: bool, strict: bool, storage_options: Mapping[str, Any] | None = None
 ) -> HFLoad:
-    """Open the files and check that they fit, as `load_hf` does; read no tensors, but those with several names."""
+    """Open the files and check that they fit, as `load_hf` does. Reads only tensors that have several names."""
     store = open_store(url, storage_options=storage_options)
     catalog = safetensors.open_catalog(store)
     live, _ = model_tensors(model)
@@ -139,7 +139,7 @@ def _names_by_tensor(live: Mapping[str, torch.Tensor]) -> dict[int, list[str]]:
 
 
 def _matched(live: Mapping[str, torch.Tensor], targets: Mapping[str, Target]) -> tuple[dict[str, str], list[str]]:
-    """Return each tensor's name among the targets by its first name, and the names without a target."""
+    """Return the target of each tensor by the tensor's first name, and the names without a target."""
     chosen: dict[str, str] = {}
     missing: list[str] = []
     for names in _names_by_tensor(live).values():

@@ -181,8 +181,8 @@ def _files(targets: list[Target], max_bytes: int) -> list[_WeightsFile]:
 
 @torch.no_grad()
 def _write_file(store: Store | None, file: _WeightsFile, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Gather the file's tensors one by one on all ranks; rank 0 writes them. It gathers to the end if it fails, because
-    the others do."""
+    """Gather the file's tensors one by one on all ranks; rank 0 writes them. After a failure rank 0 keeps gathering,
+    because the other ranks do."""
     error: Exception | None = None
     name, whole = "", torch.empty(0)
     with contextlib.ExitStack() as stack:
@@ -213,7 +213,7 @@ def _write_file(store: Store | None, file: _WeightsFile, tensors: Mapping[str, t
 
 
 def _filled(made: torch.Tensor | None, target: Target, part: Part, value: torch.Tensor) -> torch.Tensor:
-    """Return the tensor of `target` in host memory, with one more part of it filled."""
+    """Copy one part into the tensor of `target` in host memory, which is created for the first part."""
     dtype = getattr(torch, target.dtype)
     if len(target.parts) == 1 and part.is_plain:
         return value.reshape(target.shape).to("cpu", dtype)

@@ -111,7 +111,7 @@ class MasterWeightOptimizer(Optimizer):
 
     @torch.no_grad()
     def step_scaled(self, *, max_norm: float | None, divisor: float | None = None) -> bool:
-        """Like `step`, with another norm limit, and with gradients too large by a factor of `divisor` (default: the
+        """Like `step`, with another norm limit. Gradients are too large by the factor `divisor` (default: the loss
         scale)."""
         parameters = [parameter for parameter in self._parameters() if parameter.requires_grad]
         report = inspect_gradients(
@@ -279,7 +279,7 @@ def _follow(held: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> list[int]
 
 @dataclass(slots=True)
 class _Loan:
-    """One parameter while `base` steps it: the parameter and state that `base` sees."""
+    """One parameter during a step of `base`: the tensor and state that `base` sees."""
 
     parameter: torch.Tensor
     master: torch.Tensor | None
@@ -351,7 +351,7 @@ class _Lent:
             state[MASTER] = loan.master
 
     def _lend_gradients(self) -> None:
-        """Give each master its gradient in fp32: one buffer, one kernel for all."""
+        """Give each master its gradient in fp32, with one buffer and one kernel in total."""
         have = [loan for loan in self.loans if loan.parameter.grad is not None]
         for loan in have:
             if loan.master is None and loan.stepped is not loan.parameter:
@@ -371,7 +371,7 @@ class _Lent:
 
 
 def _placed(value: Any, loan: _Loan) -> Any:
-    """Return a state that the base created for a local tensor as a DTensor placed like the parameter."""
+    """Return a state that `base` created for a local tensor as a DTensor with the parameter's placements."""
     if isinstance(value, torch.Tensor) and value.shape == loan.stepped.shape:
         return _like(value, loan.parameter)
     return value

@@ -143,7 +143,7 @@ class FSDPStrategy:
             manual_seed(self.seed + self.data_parallel_rank, self.data_parallel_mesh)
 
     def _join(self, timeout: datetime.timedelta | None = None) -> DeviceMesh:
-        """Do the part of `setup_distributed` that other methods need; they must not touch random generators."""
+        """Do the part of `setup_distributed` that other methods need, without touching random generators."""
         if self._samples is not None:
             return self._samples
         device_type = device_type_of(None, preferred=self.config.device)
@@ -219,7 +219,7 @@ class FSDPStrategy:
 
     @contextlib.contextmanager
     def init_model_context(self, meta_init: bool = False) -> Iterator[None]:
-        """Context in which models are built. With `meta_init`, parameters take no memory until they get values.
+        """Return a context in which to build models. With `meta_init`, parameters take no memory until they get values.
 
         After `prepare_model`, set the values with `load_ckpt`, `load_hf` or `reset_parameters`; saving before that
         raises.
@@ -370,7 +370,7 @@ class FSDPStrategy:
         same `last`.
 
         Raises:
-            UsageError: An argument is not what its place says, as where two are swapped.
+            UsageError: An argument has the wrong type, as when two are swapped.
         """
         check_arguments("backward(loss, model, optimizer)", loss=loss, model=model, optimizer=optimizer)
         steps = self.accumulated_gradient
@@ -395,8 +395,8 @@ class FSDPStrategy:
         ranks; the loss scale may back off. All ranks must call it.
 
         Raises:
-            UsageError: An argument is not what its place says; the optimizer holds no parameter of the model (it was
-                made before `prepare_model`); the loss was not scaled.
+            UsageError: An argument has the wrong type; the optimizer holds no parameter of the model (it was created
+                before `prepare_model`); the loss was not scaled.
         """
         check_arguments(
             "optimizer_step(optimizer, model, scheduler, name)",

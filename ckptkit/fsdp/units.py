@@ -180,8 +180,8 @@ def by_rule(rule: Callable[[str, nn.Module], bool]) -> Policy:
 
 
 def by_size(min_num_params: int) -> Policy:
-    """Return the policy that wraps, innermost first, each module that still has `min_num_params` unwrapped
-    parameters."""
+    """Return the policy that goes from the innermost modules outwards, and wraps each one that still has
+    `min_num_params` parameters outside of units."""
 
     def policy(model: nn.Module) -> list[str]:
         names: list[str] = []

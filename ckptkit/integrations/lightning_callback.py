@@ -260,7 +260,7 @@ def _state(model: Any, optimizers: list[Any], *, rng: bool = True) -> TrainState
 
 @contextmanager
 def _shown_live(strategy: Any, module: Any) -> Iterator[None]:
-    """Context in which a save collects references to live tensors, without gathering or copying."""
+    """Return a context in which a save collects references to live tensors, without gathering or copying."""
 
     def live() -> dict[str, Any]:
         tensors, extra = model_tensors(module)

@@ -187,7 +187,7 @@ class LightningCheckpoints:
         return root, name, "" if ours else f"{root}/{name}"
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release all resources."""
         # The manager that loaded closes last: it protects the checkpoint that the run was resumed from, which rotations
         # of the others could still delete.
         for manager in reversed(self._managers.values()):
@@ -218,7 +218,7 @@ def _owner(record: CommitRecord) -> str | None:
 def remove_checkpoint(filepath: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> None:
     """Remove the checkpoint at a path, if it is one. If it is a link, remove only the link. No communication.
 
-    An error is logged, as that of a rotation is: rank 0 calls this alone, and the others would wait for it."""
+    Errors are only logged, as in a rotation: rank 0 calls this alone, and the other ranks would wait for it."""
     try:
         _remove(filepath, storage_options)
     except (CkptkitError, OSError) as error:
@@ -252,7 +252,8 @@ def _foreign(place: Path) -> list[str]:
 
 
 def lightning_extras(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Lightning's dictionary from the non-tensor state of a load: ours, `meta.pt`, or a file's own keys."""
+    """Return Lightning's dictionary from the non-tensor state of a load: from our key, from `meta.pt`, or from a file's
+    own keys."""
     for key in (_KEY, "meta"):
         if isinstance(extra.get(key), Mapping):
             return dict(extra[key])
@@ -344,7 +345,7 @@ def _set_aside(place: Path) -> Path:
 
 
 def _remove_aside(aside: Path, place: Path) -> None:
-    """Delete what was set aside from `place`. Where files of others came into it until then, it is kept."""
+    """Delete what was set aside from `place`, unless others have added files to it."""
     if not aside.is_dir() or aside.is_symlink():
         aside.unlink()
         return

@@ -237,7 +237,7 @@ class FSDP2Strategy(ShardedCheckpoints):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """This rank's share of the dataset (arguments of DistributedSampler)."""
+        """This rank's share of the dataset, as arguments of DistributedSampler."""
         mesh = self.device_mesh["data_parallel"]
         return {"num_replicas": mesh.size(), "rank": mesh.get_local_rank()}
 
@@ -285,7 +285,7 @@ def _warn_of_garbage(root: nn.Module) -> None:
 
 
 def _refuse_early(optimizers: Iterable[Any], module: nn.Module) -> None:
-    """Raise if an optimizer's parameters are no longer those of the module: it would train nothing."""
+    """Raise if an optimizer's parameters are not the module's any more, so that it would train nothing."""
     live = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:
         lost = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in live]

@@ -195,7 +195,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         """Do nothing: `_load` restores everything at once."""
 
     def _skip(self, path: Any) -> None:
-        """Do nothing, as above."""
+        """Do nothing, because `_load` restores everything at once."""
 
     def _load_rng(self, path: Any) -> None:
         """Restore the random state again: skipping the batches already seen has drawn numbers."""
@@ -211,7 +211,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         return any(record.step == step for record in self._managed().list())
 
     def _instead(self, theirs: Any, ours: Any) -> Any:
-        """Return a function that uses ours for the path passed to `train`, and the Trainer's for any other."""
+        """Return a function that calls ours for the path passed to `train`, and the Trainer's for any other path."""
 
         def either(path: Any = None, *arguments: Any, **named: Any) -> Any:
             mine = path is not None and path == self._ours

@@ -35,7 +35,7 @@ def _p(template: str) -> NamePattern:
 
 
 def _experts(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """Stacked experts [E, 2I, H] and [E, H, I] to one tensor per expert."""
+    """Return rules that split stacked experts, [E, 2I, H] and [E, H, I], into one tensor per expert."""
     at = f"{{p:*}}.{block}.experts"
     to = f"{{p}}.{block}.experts.{{i}}"
     return (
@@ -183,7 +183,8 @@ _TITAN_DROPS = (
 
 
 def _torchtitan_map(name: str, note: str, lasting: tuple[Rule, ...], old: tuple[Rule, ...]) -> NameMap:
-    """Old names come first, so that later rules also apply to them."""
+    """Return the map of a model of torchtitan. Rules for old names come first, so that later rules apply to their
+    results."""
     return NameMap(name, (*old, *lasting, *_TITAN_DROPS), "refuse", note, inverse_rules(name, lasting))
 
 
@@ -285,7 +286,7 @@ def builtin_map(name: str) -> NameMap:
 
 
 def map_for_model_type(model_type: str | None) -> NameMap | None:
-    """Return the map from a live transformers 5 model of this type to the hub's layout; None if they agree."""
+    """Return the map from transformers 5's names in memory to the Hub's for this model type; None if they are equal."""
     name = _BY_MODEL_TYPE.get(model_type or "")
     return BUILTIN_MAPS[name] if name else None
 
@@ -309,8 +310,8 @@ def choose_map(
 ) -> Choice:
     """Choose the map for these names if it is unambiguous; otherwise names are kept.
 
-    With `wanted` (the names of a base model): the map that leaves the fewest names missing, unchanged names first.
-    Without: by the model type (stacked experts, multimodal models) or torchtitan's own names.
+    With `wanted` (the names of a base model), chooses the map that leaves the fewest names missing, and prefers no map
+    at all. Otherwise decides by the model type (stacked experts, multimodal models) or by torchtitan's own names.
 
     Raises:
         CheckpointMismatchError: The names belong to a layout, but its map does not match them.
@@ -342,8 +343,8 @@ def _maps_by_type(targets: Mapping[str, Target], config: Mapping[str, Any]) -> N
 
 
 def _nearest(targets: Mapping[str, Target], wanted: frozenset[str], config: Mapping[str, Any], as_is: Choice) -> Choice:
-    """The candidate with the fewest names missing, and another one after it where that helps (experts of a model
-    with images). A map must beat names as they are to be taken."""
+    """Return the candidate that leaves the fewest names missing, followed by a second one if that helps (experts of a
+    model with images). A map is chosen only if it is better than none."""
     first = _better(targets, wanted, config, as_is)
     lost = wanted - set(first.mapped.targets)
     if first is as_is or not lost:
@@ -376,7 +377,7 @@ def _better(targets: Mapping[str, Target], wanted: frozenset[str], config: Mappi
 
 
 def _may_give(key_map: NameMap, lost: list[str]) -> bool:
-    """Whether a rule of the map writes names like some of the missing ones."""
+    """Whether a rule of the map can produce one of the missing names."""
     written = {re.sub(r"\{(\w+)\}", r"{\1:*}", to) for rule in key_map.rules for to in written_templates(rule)}
     looks = [NamePattern(template).matcher() for template in written]
     return any(match(name) is not None for name in lost for match in looks)

@@ -44,8 +44,8 @@ class NameMap:
         rules: See `ckptkit.keymaps.rules`.
         rest: For tensors that no rule matches: "keep" the name, "drop" them, or "refuse".
         note: A one-sentence description.
-        back: The rules of the way back, where they are not these rules inverted: a map that reads old
-            names and new ones writes the new ones.
+        back: The rules of the inverse, if they differ from the inverted rules. A map that reads old and new names
+            writes only the new ones.
     """
 
     name: str

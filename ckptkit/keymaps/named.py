@@ -20,8 +20,8 @@ ENTRY_POINTS = "ckptkit.key_maps"  # each gives a NameMap, or a function without
 def resolve_key_map(key_map: object) -> NameMap | None:
     """Return the key map that `--key-map` names; None for None.
 
-    Files are read where the text looks like a path (it exists, or ends in .toml or .json). Installed
-    packages are asked last, since that runs their code.
+    Files are read where the text looks like a path (it exists, or ends in .toml or .json). Entry points of installed
+    packages come last, because looking them up runs their code.
 
     Raises:
         UsageError: There is no such map, or its file is malformed.

@@ -25,7 +25,7 @@ class NamePattern:
     """The pattern of a rule; it must match the whole name.
 
     Either `template`, plain text with placeholders: "layers.{i:d}.wq.weight", where {x} is one part
-    without dots, {x:d} is digits, {x:*} is anything, dots and nothing at all included. Such rules can be
+    without dots, {x:d} is digits, {x:*} is any text, including dots and the empty text. Such rules can be
     inverted. Or `regex`, a Python regular expression, whose groups are {1}, {2}... or {name} in templates.
     """
 

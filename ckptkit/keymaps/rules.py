@@ -1,4 +1,4 @@
-"""The rules of a key map. Each transforms the tensors that it matches, once each."""
+"""The rules of a key map. Each transforms the tensors that it matches."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Split along `dim` into one tensor for each name in `to`: equal parts, or parts of these sizes."""
+    """Split along `dim` into one tensor per name in `to`: in equal parts, or in parts of the given sizes."""
 
     source: NamePattern
     to: tuple[str, ...]
@@ -65,8 +65,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Concat:
-    """Lay tensors one after the other along `dim`. `sizes` is checked; without it any sizes do, and the
-    rule cannot be inverted."""
+    """Concatenate tensors along `dim`. With `sizes`, the sizes must match; without, the rule cannot be inverted."""
 
     source: tuple[NamePattern, ...]
     to: str
@@ -76,7 +75,7 @@ class Concat:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Stack the tensors ...0..., ...1... along a new dimension `dim`. `index` is the counting placeholder."""
+    """Stack numbered tensors along a new dimension `dim`. `index` is the placeholder of the number."""
 
     source: NamePattern
     to: str
@@ -121,7 +120,7 @@ class Cast:
 
 @dataclass(frozen=True, slots=True)
 class Pad:
-    """Make `dim` of size `size`. What comes after the source's rows has no source: a load leaves it as it is."""
+    """Extend `dim` to `size`. The added rows have no source: a load leaves them as they are."""
 
     source: NamePattern
     size: Size
@@ -148,7 +147,7 @@ class RuleState:
     faults: list[str] = field(default_factory=list)
 
     def drop(self, names: Iterable[str], why: str) -> None:
-        """Drop tensors; what they take from each source counts as used."""
+        """Drop tensors; their elements count as used."""
         gone = list(names)
         for part in (part for name in gone for part in self.targets[name].parts):
             self.dropped[part.source] = why
@@ -283,7 +282,7 @@ def _concat(rule: Concat, work: RuleState) -> int:
 
 
 def _put(found: dict[str, dict[int, Target]], to: str, index: int, target: Target, work: RuleState) -> None:
-    """Make `target` piece `index` of the tensor `to`; another one in its place is an error."""
+    """Record `target` as piece `index` of tensor `to`; it is an error if that piece exists."""
     first = found.setdefault(to, {}).setdefault(index, target)
     if first is not target:
         work.faults.append(f"{to!r}: {first.name!r} and {target.name!r} would both be piece {index}")
@@ -405,7 +404,7 @@ def _dim(target: Target, dim: int, verb: str) -> int:
 
 
 def _same_but(to: str, pieces: list[Target], dim: int | None) -> None:
-    """Check that shapes agree but along `dim`, and dtypes agree."""
+    """Check that dtypes agree, and shapes except along `dim`."""
     first = pieces[0]
 
     def rest(target: Target) -> tuple[int, ...]:
@@ -508,7 +507,7 @@ def _inverse(rule: Rule) -> Rule:
 
 
 def _turned(source: NamePattern, to: str, *, lost: str = "", gained: str = "") -> NamePattern:
-    """The pattern that matches the names written by `to`, with the placeholder kinds of `source`.
+    """Return the pattern that matches the names written by `to`, with the placeholder kinds of `source`.
 
     `lost` and `gained`: the counter that a stack removes and an unstack adds.
     """

@@ -244,8 +244,8 @@ class _Side:
         return cls(source, _named(readable), opaque, reader, gatherer)
 
     def read(self, entries: Sequence[TensorEntry]) -> tuple[Bytes, list[int]]:
-        """Return the bytes of small tensors, one after the other, and where each ends. What lies together in a file is
-        one read: there may be 300,000 tensors of a few bytes."""
+        """Return the concatenated bytes of small tensors, and the end of each. Adjacent tensors of a file are one read,
+        because there may be 300,000 tensors of a few bytes."""
         sizes = [entry.nbytes for entry in entries]
         ends = list(itertools.accumulate(sizes))
         data = np.empty(ends[-1] if ends else 0, np.uint8)

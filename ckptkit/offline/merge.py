@@ -79,8 +79,9 @@ def merge(  # noqa: PLR0913 - one argument an option
 ) -> ConvertReport:
     """Write the weighted sum of the model weights of several checkpoints to `dst`, published atomically.
 
-    Each float tensor becomes ((w1 * x1 + w2 * x2) + w3 * x3) + ..., with every operation rounded to `sum_dtype` (of
-    fp64 tensors to fp64) and the result cast once: the same bits for any number of workers and any memory. Other
+    Each float tensor becomes ((w1 * x1 + w2 * x2) + w3 * x3) + ..., with every operation rounded to `sum_dtype` (fp64
+    tensors: to fp64) and the result cast once. The result has the same bits for any number of workers and any memory.
+    Other
     tensors (integers, booleans) are copied from the last source. The sources may have different formats, layouts and
     world sizes; names, shapes and dtypes must agree. Optimizer states are not merged. Config and tokenizer come from
     the last source.
@@ -142,11 +143,11 @@ def _used(source: Source, part: HFExport) -> list[TensorEntry]:
 def weights_of(weights: str | Sequence[float], count: int) -> tuple[float, ...]:
     """Return the weight of each of `count` checkpoints, oldest first.
 
-    "minus-sqrt": as a decay of the learning rate by d(x) = 1 - sqrt(x), where source i is at x = i / count; a source's
-    weight is what the decay loses until the next one (Megatron-LM, `tools/checkpoint/weighted_merge.py`).
+    "minus-sqrt" imitates a learning rate that decays as d(x) = 1 - sqrt(x), with source i at x = i / count: the weight
+    of a source is the decay from there to the next source (Megatron-LM, `tools/checkpoint/weighted_merge.py`).
 
     Raises:
-        UsageError: The weights are malformed, of another number, or do not add up to 1.
+        UsageError: The weights are malformed, too few or too many, or do not add up to 1.
     """
     if isinstance(weights, str):
         if weights == "uniform":

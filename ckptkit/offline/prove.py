@@ -310,7 +310,7 @@ def slice_runs(entry: TensorEntry, placement: Placement) -> SliceRuns | None:
     """Return the positions of a tensor's slices in the boxes it was copied to unchanged.
 
     None if a slice or its part in a box is not contiguous (column shards, strides), if boxes repeat (replicas), if
-    there is nothing, or if there are too many pairs of slices and boxes.
+    there are no slices, or too many pairs of slices and boxes.
     """
     slices, itemsize = entry.slices, dtype_of(entry.dtype).itemsize
     rows = slices.distinct()

@@ -94,7 +94,7 @@ class Session:
         return [outcome.value] if results is None else results
 
     def _durable(self, fn: Callable[[], T]) -> T:
-        """Run `fn` and sync the files it wrote. Rank 0, perhaps on another machine, could not."""
+        """Run `fn` and sync the files that it wrote. Rank 0 cannot do this, because it may be on another machine."""
         value = fn()
         if is_directory(self.store):
             sync_files(self.store, [path for path in self._paths if self.store.info(path) is not None])
@@ -246,8 +246,8 @@ class OutputPlace:
 def is_one_of_many() -> bool:
     """Return whether this process is one of several ranks that torchrun started or that joined a process group.
 
-    RANK and WORLD_SIZE are not enough: a batch job may set them in a shell where only one process runs the command; it
-    would wait for the others forever.
+    RANK and WORLD_SIZE are not enough: a batch job may set them for a shell that runs the command only once, which
+        would then wait for the other ranks forever.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():

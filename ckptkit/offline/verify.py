@@ -405,7 +405,7 @@ def _parts(catalog: Catalog, outlined: Set[str]) -> dict[str, list[Part]]:
 
 
 def _is_whole(check: Check) -> bool:
-    """Whether the check covers the whole file. A tensor's does not start at 0: data files start with a header."""
+    """Whether the check covers the whole file. It does if it starts at 0, because tensors come after a header."""
     return check.digest.start == 0 and check.codec is None and check.names == ("",)
 
 

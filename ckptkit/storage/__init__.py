@@ -1,4 +1,4 @@
-"""Bytes at a URL. The only importer of fsspec."""
+"""Reads and writes bytes at a URL. Nothing else imports fsspec."""
 
 from ckptkit.storage.open import open_store
 from ckptkit.storage.store import BlobWriter, FileInfo, Store

@@ -24,7 +24,7 @@ class Content:
     Attributes:
         nbytes: Size of the whole content.
         copied: How many bytes were copied for this request: its cost in memory.
-        crc32: Of the whole content, computed when it was written; None if not wanted.
+        crc32: Of the whole content, computed while it was written; None if not wanted.
     """
 
     __slots__ = ("_owners", "copied", "crc32", "nbytes", "pieces")
@@ -143,14 +143,14 @@ class Collected:
 def _block() -> memoryview:
     """Return memory that is returned to the system when freed.
 
-    With malloc, many threads fragment its arenas: eight files take twice their size.
+    malloc would fragment its arenas with many threads: eight files would take twice their size.
     """
     private = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
     return memoryview(mmap.mmap(-1, _BLOCK, **private))
 
 
 class Body(io.BytesIO):
-    """A content as a file. A BytesIO, because HTTP clients copy anything else."""
+    """A content as a file object. A BytesIO, because HTTP clients copy anything else."""
 
     def __init__(self, content: Content) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class Body(io.BytesIO):
         return self._at
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Return the next bytes: at least _PIECE if there are that many, even if fewer were asked for."""
+        """Return the next bytes: at least _PIECE of them, if there are that many, even if fewer were requested."""
         if size is None or size < 0:
             size = self._content.nbytes
         wanted, found = max(size, _PIECE), list[memoryview]()
@@ -202,7 +202,7 @@ class Body(io.BytesIO):
 
 
 class _Length:
-    """Has only the length of a buffer."""
+    """An object that has only the length of a buffer."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes

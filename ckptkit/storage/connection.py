@@ -77,7 +77,7 @@ class Known:
 
 
 class Budget:
-    """Limits concurrent uploads, by number and by the memory they hold; counts what writers have buffered."""
+    """Limits concurrent uploads by number and by memory, and counts the bytes that writers have buffered."""
 
     def __init__(self, most: int, most_bytes: int) -> None:
         self._free, self._free_bytes = most, most_bytes
@@ -119,8 +119,8 @@ class _OfProcess:
     Attributes:
         budget: Bounds the memory of uploads.
         known: Small files that were read or written lately, by tag.
-        turns: Held for each range that is being read. Otherwise ranges would wait for a free HTTP connection, which
-            looks like a silent server.
+        turns: A semaphore, held for each range that is being read. Without it ranges would wait for a free HTTP
+            connection, and time out as if the server were silent.
     """
 
     pid: int
@@ -134,8 +134,8 @@ class _OfProcess:
 class Connection:
     """Shared by all stores with one protocol and the same options. A forked process opens its own at first use.
 
-    fsspec runs one event loop in its own thread, which a child does not have; and a lock that another thread held at
-    the fork stays locked in the child. So everything, the locks included, is per process id.
+    fsspec runs one event loop in its own thread, which a child does not have, and a lock that another thread held at
+    the fork stays locked in the child. So everything, including locks, is kept per process id.
     """
 
     def __init__(self, protocol: str, options: Mapping[str, Any]) -> None:
@@ -161,7 +161,7 @@ class Connection:
 
     @property
     def own(self) -> _OfProcess:
-        """What this process has of the connection, opened at first use."""
+        """This process's part of the connection, opened at first use."""
         held, pid = self._held, os.getpid()
         if held is not None and held.pid == pid:
             return held
@@ -271,10 +271,9 @@ def _close_only_here(fs: Any) -> None:
 
 
 def _leave_unsigned(settings: Mapping[str, Any]) -> None:
-    """Send bodies to this machine itself with their CRC-32 alone.
-
-    Over plain HTTP botocore signs their SHA-256 against changes on the way, which can't happen here; over TLS it does
-    not. `config_kwargs={"s3": {"payload_signing_enabled": True}}` turns it on.
+    """Send bodies to a server on this machine with a CRC-32 only. Over plain HTTP botocore also signs their SHA-256,
+    against changes on the way, which cannot happen here; over TLS it does not. `config_kwargs={"s3":
+    {"payload_signing_enabled": True}}` turns it on.
     """
     given = settings["config_kwargs"]
     checksums = given.get("request_checksum_calculation", os.environ.get("AWS_REQUEST_CHECKSUM_CALCULATION", ""))
@@ -304,7 +303,7 @@ def _prepare_gcs(settings: dict[str, Any]) -> None:
 
 
 def _without_inner_retries(fs: Any, *, given: bool) -> None:
-    """Remove gcsfs's own six tries, so that one call is one request; does nothing if a version has no such wrapper.
+    """Remove gcsfs's own retries, so that one call is one request. Does nothing for versions without them.
 
     Args:
         given: The user has set a timeout.

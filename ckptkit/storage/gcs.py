@@ -72,7 +72,7 @@ class GcsApi(FsspecApi):
     streams = True
 
     def info(self, name: str) -> Entry:
-        """Make one request for an object, one more if there is none. gcsfs makes three, and each may fail."""
+        """Make one request for an object, and a second if there is none. gcsfs makes three, and each may fail."""
         bucket, key, _ = self.fs.split_path(name)
         with _denied():
             if key:
@@ -163,7 +163,7 @@ class GcsApi(FsspecApi):
     def _delete_batch(self, objects: Sequence[tuple[str, str]]) -> bool:
         """Delete objects in one request; False if the server does not support batches, as some emulators.
 
-        Not gcsfs's own batch: there a missing object is a failure, and it retries by itself.
+        gcsfs's own batch is not used: it treats a missing object as a failure, and retries by itself.
         """
         kind, body = batch_of_deletions(objects)
         url = self.fs.base.removesuffix("/storage/v1/") + "/batch/storage/v1"  # older versions have no attribute for it

@@ -37,7 +37,7 @@ class Section:
         plan: Fingerprint of the source and of all bytes to write.
         world_size, rank: Which share of the plan.
         steps: The finished steps of that share.
-        void: Paths of files that a later run began again: nothing of them is finished.
+        void: Paths of files that a later run began again, so that none of their steps count.
     """
 
     plan: str
@@ -71,8 +71,8 @@ class Journal:
         """Begin this run's section.
 
         Args:
-            steps: Those that are finished already.
-            anew: Files that are begun again: what earlier runs recorded for them is void.
+            steps: The steps that are finished already.
+            anew: Files that are begun again: their records from earlier runs are void.
         """
         section = Section(plan, self.world_size, self.rank, frozenset(steps), frozenset(anew))
         text = _text(section.lines())
@@ -100,8 +100,7 @@ class Journal:
             os.truncate(self._path, len(_read(self._path).partition(b"\n")[0]))
 
     def leave(self) -> None:
-        """Leave the finished steps to the next writer, by marking this process as dead: it may live on.
-
+        """Leave the finished steps to the next writer: mark this process as dead, although it may continue to run.
         Overwrites one byte in place, so that a deleted owner file stays deleted.
         """
         self.close()

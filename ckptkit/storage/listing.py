@@ -16,7 +16,7 @@ __all__ = ["Snapshot", "snapshot", "View"]
 
 
 class View:
-    """A Store that passes everything on to another one; subclasses override what they show differently."""
+    """A Store that forwards everything to another one; subclasses override some methods."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

@@ -137,10 +137,10 @@ class Lease:
         return self._state.attempts[-1]
 
     def end_attempt(self, save_id: str, *, committed: bool) -> None:
-        """List the id of the next attempt, so that the next save need not wait for that. Never raises.
+        """List the id of the next attempt, so that the next save need not wait for a request. Never raises.
 
         Args:
-            committed: Nothing of this attempt can be left over; it is no longer listed.
+            committed: The attempt has left nothing behind; its id is removed from the list.
         """
         try:
             with self._patience.entered():
@@ -268,7 +268,7 @@ def _beat(reference: weakref.ref[Lease], stop: threading.Event, seconds: float) 
 def acquire_lease(root: Store, *, patience_s: float | None = None, look: Callable[[], Store] | None = None) -> Lease:
     """Return the lease of `root`, at once if nobody has it or its owner is known to be dead.
 
-    An owner on another machine is watched for up to `patience_s` (default 45 s): one heartbeat and it keeps the lease.
+    An owner on another machine is watched for up to `patience_s` (default 45 s). If it renews the lease, it keeps it.
 
     Args:
         look: Returns a snapshot of `root`, taken when it is called. The caller then calls `try_conditional` and `tidy`
@@ -363,7 +363,8 @@ def _refuse_if_alive(root: Store, state: _State, patience_s: float) -> None:
 
 
 def _has_heartbeat(root: Store, state: _State, patience_s: float) -> bool:
-    """Watch an owner on another machine. Compares times of the store's clock, and measures with a monotonic one."""
+    """Watch an owner on another machine. Compares times of the store's clock, and measures the wait with a monotonic
+    clock."""
     found = root.info(state.path)
     if found is not None and found.mtime:
         age = store_clock(root) - found.mtime
@@ -423,7 +424,7 @@ def _old_files(view: Store, state: _State) -> list[str]:
 
 
 def _now() -> float:
-    """Return seconds of a clock that nobody sets and that also runs while the machine sleeps."""
+    """Return the seconds of a clock that is never adjusted, and that runs on while the machine sleeps."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
@@ -437,7 +438,8 @@ _held_lock = threading.Lock()
 class HeldDirectory:
     """A locked directory, until `release` or until this object is garbage-collected.
 
-    The same process may lock it again: its previous save may have failed on another rank. Does nothing on file systems
+    The same process may lock it again, because its previous save may have failed on another rank. Does nothing on file
+    systems
     without locks.
     """
 

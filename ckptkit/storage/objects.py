@@ -180,7 +180,8 @@ class RemoteStore(Store):
         return sorted((_file_info(path, item) for path, item in named if is_path(path)), key=lambda item: item.path)
 
     def _pages(self, path: str, full: str, *, recursive: bool) -> Iterator[Entries]:
-        """Yield a listing page by page. Each page is retried by itself, or a long listing might never end."""
+        """Yield a listing page by page. Each page is retried separately, because retries of a whole long listing might
+        never succeed."""
         after = ""
         while True:
             page, after = self._call(
@@ -455,6 +456,6 @@ def _plain(tag: str) -> str:
 
 
 def _without_secrets(error: BaseException) -> BaseException | None:
-    """Return the error, to be the cause of ours; None if its text, or that of its own causes, contains a secret."""
+    """Return the error if it can be the cause of ours; None if its text, or that of its causes, contains a secret."""
     text = "".join(traceback.format_exception(error))
     return error if without_secrets(text) == text else None

@@ -22,10 +22,10 @@ class Owner:
     """A process of some machine.
 
     Attributes:
-        started: When the kernel started it, in clock ticks: a pid alone is reused.
-        machine: Boot id, pid namespace and machine id. They tell containers of one name apart, and a machine before
-            and after a reboot.
-        copied: Its file came here with a copy of the directory that it writes to; None if that is not known.
+        started: When the kernel started it, in clock ticks, because pids are reused.
+        machine: Boot id, pid namespace and machine id. They distinguish containers with the same name, and a machine
+            before and after a reboot.
+        copied: Whether its file is a copy, made along with the directory that it writes to; None if unknown.
     """
 
     host: str
@@ -54,9 +54,9 @@ class Owner:
     def alive(self) -> bool | None:
         """Tell whether the process is alive and writes here; None if this process can't know.
 
-        It can't for another machine, nor if the directory may be a copy. After a reboot of this machine the process is
-        dead, although its boot id is not ours. A machine without an id, as most containers, may be another one of the
-        same name.
+        It cannot know for another machine, or if the directory may be a copy. After a reboot of this machine the
+        process is dead, although its boot id differs from ours. A machine without an id, such as most containers, may
+        be another machine with the same name.
         """
         if self.machine != _machine():
             same = self.machine.split("/")[1:] == _machine().split("/")[1:] and self.host == _host()
@@ -93,7 +93,7 @@ def owner_in(store: Store, body: Any) -> Owner | None:
 
 
 def _place(store: Store) -> list[Any] | None:
-    """Return what tells a directory from its copy: path, device, inode; on an object store the bucket and key."""
+    """Return what distinguishes a directory from its copy: path, device and inode, or bucket and key."""
     if not is_directory(store):
         return [store.url.partition("://")[2].strip("/")]
     try:

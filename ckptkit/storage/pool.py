@@ -1,4 +1,4 @@
-"""Thread pools that work until the process ends; run the work inline when no thread can be started any more."""
+"""Thread pools that work until the process ends. When no thread can be started any more, they run work inline."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ class WorkerPool(ThreadPoolExecutor):
 
 
 def result_of(future: Future[T]) -> T:
-    """Wait for a future and return its result. Wakes every second, because Ctrl-C may reach another thread: Python then
-    does not end the main thread's wait."""
+    """Wait for a future and return its result. Wakes up every second, because Ctrl-C may be delivered to another
+    thread, which does not end the main thread's wait."""
     while not future.done():
         wait((future,), timeout=1)
     return future.result()
 
 
 def start_or_do_without(thread: threading.Thread) -> None:
-    """Start a thread, unless the process is ending and can't."""
+    """Start a thread. Does nothing if the process is ending and cannot start one."""
     try:
         thread.start()
     except RuntimeError:

@@ -48,7 +48,7 @@ class AttemptStore(RemoteStore):
     def arrived(self) -> dict[str, int]:
         """Return the size of each file that this process wrote and whose tag the store has returned.
 
-        A tag confirms the complete object, not only a request on the way.
+        A tag confirms that the object is complete, not only that it was requested.
         """
         start = len(self._full("", root_allowed=True)) + 1
         return {full[start:]: nbytes for full, nbytes in self._pending.arrived.items()}

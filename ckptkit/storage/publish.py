@@ -84,7 +84,8 @@ def close_staging(parent: LocalStore, name: str, nonce: str, *, replaceable: Rep
 
 
 def _keep_foreign(parent: LocalStore, path: str, replaceable: Replaceable | None) -> None:
-    """Rename what a staging directory replaced if it may not be deleted: files can be added to it until the swap."""
+    """Rename what a staging directory replaced, if it may not be deleted: others may have added files until the
+    swap."""
     leftover, writer = leftover_of(path), read_owner(parent, owner_path(path))
     if leftover is None or writer is None or not writer.old.startswith(path) or parent.info(writer.old) is None:
         return
@@ -233,7 +234,7 @@ def stage(
 
     Args:
         file: The result is this single file below `url`; other files may be beside it.
-        replaceable: Raises if what is at the target may not be replaced, or deleted after that.
+        replaceable: Raises if what is at the target may not be replaced or, afterwards, deleted.
         overwrite: Replace what is at the target.
         last: Names by which readers find the directory. An object store gets them after all others.
         resume: Continue from what a dead writer's journal or ledger says is finished: the store may hold files. If this
@@ -368,7 +369,7 @@ def _replace_in_two_steps(parent: LocalStore, nonce: str, name: str) -> None:
 
 
 def _state(parent: LocalStore, name: str, nonce: str, *, replaces: str = "", old: str = "") -> None:
-    """Write the owner file of a staging directory anew; see `Writer`."""
+    """Rewrite the owner file of a staging directory; see `Writer`."""
     body = json.dumps({"nonce": nonce, "whole": replaces, "old": old, **owner_json(parent)})
     Path(parent.path_of(owner_path(staging_name(name, nonce)))).write_text(body)
 

@@ -183,7 +183,8 @@ def stage_object(target: RemoteStore, name: str, *, replaceable: Replaceable | N
 
 
 def _end_uploads(target: RemoteStore, names: frozenset[str] | None) -> None:
-    """Abort a dead writer's uploads: they cost, and could still be completed. `names`: of which objects; None: all."""
+    """Abort a dead writer's uploads, which cost money and could still be completed: those of the objects `names`, or
+    all."""
     target.end_uploads([upload for upload in target.unfinished_uploads() if names is None or upload.path in names])
 
 
@@ -357,7 +358,7 @@ class _Place:
     def _is_unchanged(self, record: Finished) -> bool:
         """Tell whether an object is unchanged, though a listing shows another tag than a HEAD request did.
 
-        Gateways change tags in headers but not in listings; some return a new one every time.
+        Some gateways change tags in headers but not in listings, or return a new one every time.
         """
         looks = [self.store.info(record.path) for _ in range(2)]
         if looks[0] is None or looks[1] is None:
@@ -365,7 +366,7 @@ class _Place:
         return record.is_there(looks[1]) or (looks[0].tag != looks[1].tag and looks[1].size == record.nbytes)
 
     def leave(self, *, always: bool = False) -> bool:
-        """Leave the finished objects to the next writer, by marking this process as dead: it may live on.
+        """Leave the finished objects to the next writer: mark this process as dead, although it may continue to run.
 
         Returns False if there are no records of finished objects, unless `always`.
         """

@@ -153,7 +153,7 @@ class FsspecApi:
         return ""
 
     def held(self, content: Content) -> int:
-        """Return how many bytes of memory one request needs to send this."""
+        """Return the memory in bytes that a request needs to send this."""
         return content.copied if self.streams else content.nbytes
 
     def info(self, name: str) -> Entry:
@@ -168,7 +168,8 @@ class FsspecApi:
         return False
 
     def page(self, name: str, *, recursive: bool, after: str) -> tuple[Entries, str]:
-        """Return some of what is below `name`, and `after` for the next page: "" for the first and after the last."""
+        """Return a page of what is below `name`, and `after` for the next page. It is "" for the first page, and after
+        the last."""
         self.fs.invalidate_cache()
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if recursive:
@@ -195,7 +196,7 @@ class FsspecApi:
 
     @staticmethod
     def _cut(name: str, data: bytes, start: int, stop: int) -> bytes:
-        """Return a range of a whole file, which some HTTP servers send for any range; refuse it for a large file."""
+        """Return a range of a whole file, because some HTTP servers always send all of it. Refuses large files."""
         if len(data) > PART_BYTES:
             raise StorageError(
                 errno.ENOTSUP,
@@ -211,7 +212,8 @@ class FsspecApi:
         return len(data)
 
     def begin(self, ranges: Sequence[Range]) -> ConcurrentRequests[tuple[int, int]] | None:
-        """Begin `get_into` of each range; each answer is (bytes read, size of the object). None: use threads."""
+        """Start `get_into` for all ranges; each answer is (bytes read, size of the object). None if threads must be
+        used."""
         return None
 
     def get_whole(self, name: str) -> tuple[bytes, int]:
@@ -237,7 +239,7 @@ class FsspecApi:
         return ""
 
     def is_mine(self, name: str, data: bytes | Content, *, mark: str, tries: int) -> bool:
-        """After a refused put, tell whether the object was written by this try (number `tries`) or an earlier one."""
+        """After a refused put, return whether the object was written by this try (number `tries`) or an earlier one."""
         data = Content.of(data).joined()
         return tries > 1 and self.get(name, 0, len(data) + 1) == data
 
@@ -269,7 +271,7 @@ class FsspecApi:
 
 
 class _FileUpload:
-    """A file of fsspec that is committed at the end."""
+    """An upload through a file of fsspec, which is committed at the end."""
 
     in_order = True
 
@@ -280,7 +282,7 @@ class _FileUpload:
 
     @contextlib.contextmanager
     def _once(self) -> Iterator[None]:
-        """Refuse a second try: how much a failed write has consumed is unknown."""
+        """Refuse a second try, because it is unknown how much a failed write has consumed."""
         if self._failure is not None:
             raise OSError(errno.EINVAL, self._failure)
         try:

@@ -1,4 +1,4 @@
-"""Retries failed requests to a remote store: which failures, how long, and what the error says in the end."""
+"""Retries failed requests to a remote store: decides which and for how long, and words the final error."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ A context variable, because fsspec runs requests in its own thread and copies th
 
 
 class SilenceError(OSError):
-    """A try timed out. Not a TimeoutError: fsspec replaces those by one without a message."""
+    """A try timed out. Not a TimeoutError, because fsspec replaces those by one without a message."""
 
 
 class Progress(Protocol):
@@ -174,7 +174,7 @@ def _is_redirect_loop(error: BaseException) -> bool:
 
 
 def words_of(error: BaseException) -> str:
-    """Return the words of a store's error, or of a connection error: never empty, and without secrets."""
+    """Return the text of a store's error, or of a connection error: never empty, and without secrets."""
     if _is_redirect_loop(error):
         return "a redirect loop"
     text = str(error.args[1] if isinstance(error, OSError) and len(error.args) > 1 else error).strip()
@@ -295,10 +295,9 @@ def is_outage(error: BaseException) -> bool:
 
 
 def may_yet_happen(error: BaseException) -> bool:
-    """Tell whether a failed request may still be, or have been, carried out: it was not refused for good.
-
-    A gateway that answers 5xx may have passed it on, and an HTTP client may have repeated it by itself. After an
-    interrupt the answer is unknown.
+    """Return whether a failed request may have been, or may still be, carried out. It may unless the store refused it:
+    a gateway that answers 5xx may have forwarded it, an HTTP client may have repeated it, and after an interrupt the
+    answer is unknown.
     """
     if not isinstance(error, Exception):
         return True
@@ -369,7 +368,7 @@ class Patience:
                 _current.reset(token)
 
     def hurry(self) -> None:
-        """Stop waiting: a waiting call tries once more now, and later calls are tried twice at most."""
+        """Stop waiting: a waiting call tries once more now, and later calls try at most twice."""
         self._hurried.set()
 
     def wait_before(self, failures: int, waited_s: float, error: Exception) -> float | None:
@@ -391,7 +390,7 @@ class Patience:
         return min(wait, left) if left > 0 else None
 
     def sleep(self, seconds: float) -> None:
-        """Wait before the next try. `hurry` ends the wait, also if it was called just before."""
+        """Wait before the next try. `hurry` ends the wait, even if it was called just before."""
         if self._hurried.is_set():
             time.sleep(min(seconds, _HURRIED_WAIT_S))
         else:

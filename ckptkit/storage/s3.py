@@ -182,7 +182,8 @@ class S3Api(FsspecApi):
         return False
 
     def condition(self, name: str) -> dict[str, Any]:
-        """Return the field of a create-only put; nothing if the server does not support it: some refuse the header."""
+        """Return the field of a create-only put; {} if the server does not support it, because some refuse the
+        header."""
         return {} if self.connection.conditional.get(name.partition("/")[0]) is False else {"IfNoneMatch": "*"}
 
     def put(self, name: str, data: bytes | Content, *, if_absent: bool, mark: str = "") -> str:
@@ -201,7 +202,7 @@ class S3Api(FsspecApi):
     def _body(self, content: Content) -> dict[str, Any]:
         """Return the fields of a body. With our CRC-32 the store refuses damaged bodies.
 
-        Without it, the client would compute a digest itself, and block the thread that all connections share.
+        Without it, the client would compute a digest itself, in the thread that all connections share.
         """
         checked = getattr(self.fs.s3.meta.config, "request_checksum_calculation", None) != "when_required"
         return {"Body": Body(content), **({"ChecksumCRC32": content.crc32_base64()} if checked else {})}

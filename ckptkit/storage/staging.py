@@ -50,7 +50,7 @@ def new_nonce() -> str:
 
 
 def staging_name(name: str, nonce: str) -> str:
-    """Return the sibling in which `name` is prepared. No discovery matches it."""
+    """Return the sibling in which `name` is prepared. Its name never looks like a checkpoint's."""
     return f".tmp-{_truncated(name)}-{nonce}"
 
 

@@ -82,8 +82,8 @@ class BlobWriter(Protocol):
 class Store(Protocol):
     """Files below one URL. Paths are relative, with "/" between parts; "" is the root itself.
 
-    Every method may be called from several threads, and retries failures that are worth it. Methods with a body suit
-    stores for which there is nothing to do.
+    Every method may be called from several threads, and retries transient failures. Methods with a body here are
+    defaults, for stores that have nothing to do.
 
     Raises (all methods):
         FileNotFoundError: The path does not exist.
@@ -149,11 +149,12 @@ class Store(Protocol):
         """Whether a write without `overwrite` to a taken path is known to be refused; None: not tried yet."""
 
     def try_conditional(self, path: str, data: bytes) -> None:
-        """Find out whether there are conditional writes, unless known, with an existing file that contains `data`."""
+        """Find out whether there are conditional writes, unless that is known. Uses an existing file that contains
+        `data`."""
         return
 
     def claim(self, path: str, data: bytes, *, looked: bool) -> None:
-        """Create a file for which several writers compete. Not synced: a power cut ends its owner too.
+        """Create a file for which several writers compete. Not synced, because a power cut also ends its owner.
 
         Args:
             looked: The caller has just seen that the path is free.
@@ -171,7 +172,7 @@ class Store(Protocol):
         return {}
 
     def with_each_put(self, around: Callable[[Callable[[], str]], str]) -> Store:
-        """Return the same store, in which `around` makes each try of each put; on a file system there are no puts."""
+        """Return the same store, with `around` called for each try of each put. On a file system there are none."""
         return self
 
     def unfinished_uploads(self, path: str = "", *, older_than_s: float = 0.0) -> Uploads:
@@ -193,14 +194,14 @@ class Store(Protocol):
         return self
 
     def with_free_names(self) -> Store:
-        """Return the same store for a writer that knows its names to be free, so that no request asks.
+        """Return the same store for a writer whose names are known to be free, so that no request checks.
 
         A taken name is still refused, if the store can tell.
         """
         return self
 
     def sync_directory(self, path: str = "") -> None:
-        """Make the names in a directory durable, unless they are by themselves."""
+        """Make the names in a directory durable, if the store does not do so by itself."""
         return
 
 

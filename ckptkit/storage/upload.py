@@ -151,7 +151,7 @@ class PartWriter:
         raise self._lost
 
     def _lose(self, error: LostUploadError) -> None:
-        """Note that the upload is lost; raises the error if its parts can't be sent again."""
+        """Record that the upload is lost; raise the error if its parts cannot be sent again."""
         if self._lent is None:
             raise error
         self._lost = error

@@ -54,9 +54,9 @@ def load_checkpoint(
     `options.atomic`, everything is first read into a second copy and checked.
 
     Args:
-        ready: Waits for the checkpoint's pin. With True, also waits until the pin is known to have been in time; raises
-            if the checkpoint is being deleted, which takes precedence over errors about its files. Nothing is read into
-            the state before.
+        ready: Waits for the checkpoint's pin. With True, it also waits until the pin is known to have been in time. It
+            raises if the checkpoint is being deleted, which takes precedence over errors about its files. Nothing is
+            read into the state before.
         origin: `state.half_loaded` before the first attempt, if this is a retry with the same options.
 
     Raises:
@@ -142,7 +142,7 @@ def load_checkpoint(
 
 
 class _RankPart:
-    """This rank's outcome of a step: the block sets `value`, or its error is kept.
+    """This rank's outcome of a step: the `value` that the block sets, or its error.
 
     Attributes:
         outcome: For `Coordinator.settle`.
@@ -171,8 +171,8 @@ class _RankPart:
 
 @contextmanager
 def _pinned(ready: Callable[[bool], None] | None, *, sure: bool) -> Iterator[None]:
-    """At the end of the block, wait until the checkpoint is pinned (`sure`: and known to have been pinned in time). If
-    it was deleted meanwhile, an error in the block is replaced by that explanation."""
+    """At the end of the block, wait until the checkpoint is pinned and, with `sure`, known to have been pinned in time.
+    If it was deleted meanwhile, that explanation replaces an error in the block."""
     if ready is None:
         yield
         return
@@ -192,11 +192,11 @@ def _pinned(ready: Callable[[bool], None] | None, *, sure: bool) -> Iterator[Non
 def _shared(
     answers: Sequence[Any], *, strict: bool
 ) -> tuple[list[list[SliceCheck]], list[list[int]], dict[str, list[str]]]:
-    """Return, per rank, the slices that it checks for others, and the ranks that read the same data; and what of the
-    checkpoint no rank has. A rank of a pipeline has only its own names.
+    """Return, for each rank, the slices that it checks for others and the ranks that read the same data, and the
+    tensors of the checkpoint that no rank has. (A rank of a pipeline has only its own names.)
 
     Raises:
-        CheckpointMismatchError: With `strict`, if there is such a thing.
+        CheckpointMismatchError: With `strict`, if no rank has some tensor of the checkpoint.
     """
     _raise_one(answers)
     checks, signatures, unexpected, urls = zip(*answers, strict=True)

@@ -414,9 +414,9 @@ def _live(state: TrainState, key: str) -> Any:
 def _states(
     catalog: Catalog, owner: str, name_of: Callable[[Any], str], read: Callable[[ObjectEntry], Any], live: Any
 ) -> dict[str, dict[str, Any]]:
-    """Return the state of each parameter that is not a tensor, by live FQN: a step count, say.
+    """Return the non-tensor state of each parameter, such as a step count, by live FQN.
 
-    torch's optimizers keep step counts in tensors, and make them of numbers when they load; others keep numbers.
+    torch's optimizers keep step counts in tensors, and convert numbers when they load; others keep numbers.
     """
     import torch
 

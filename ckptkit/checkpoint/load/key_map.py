@@ -1,4 +1,4 @@
-"""Applies a key map to the weights of a checkpoint: a load then finds each under the name that the live model has."""
+"""Applies a key map to the weights of a checkpoint, so that a load finds them under the live model's names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class MappedWeights:
 
     Attributes:
         catalog: Only the weights, under their new names.
-        sources: New name -> the tensors of the checkpoint that it is made of.
+        sources: New name -> the tensors of the checkpoint that it consists of.
         filled: The boxes of a padded tensor that the checkpoint has, by new name.
         dropped: Tensors that the map drops, with the reason.
         notes: Rules that matched nothing.
@@ -100,8 +100,8 @@ def _tied(catalog: Catalog, targets: Mapping[str, Target]) -> dict[str, Target]:
 
 
 def entry_of(target: Target, sources: Mapping[str, TensorEntry]) -> TensorEntry:
-    """Return a target as a tensor of the checkpoint: its slices are the places of its elements in the files of its
-    sources. Digests stay those of the sources' slices."""
+    """Return a target as a tensor of the checkpoint. Its slices are where its elements are in the files of its sources,
+    and have the digests of the sources' slices."""
     named = target.sources
     listed = ", ".join(named[:_SHOWN]) + (f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else "")
     only = target.parts[0] if len(target.parts) == 1 else None

@@ -1,5 +1,5 @@
-"""A checkpoint as a mapping: reading one value reads only that value. Imports torch only for dtypes that numpy
-lacks."""
+"""Presents a checkpoint as a mapping, in which reading one value reads only that value. Imports torch only for dtypes
+that numpy lacks."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ class ModelTensor:
 
     Attributes:
         filled: The boxes that are filled, if a key map pads the tensor; None: all of it.
-        shards: What the live tensor is of the checkpoint's, if the state's layout declares it.
+        shards: How the live tensor is a part of the checkpoint's, if the state's layout declares it.
     """
 
     key: str
@@ -180,12 +180,12 @@ class OptimizerPlan:
         masters: FQN -> the checkpoint's tensor; None: the master is created from the loaded weight.
         values: FQN -> state name -> JSON, for non-tensor state.
         shared: State that belongs to no parameter, as JSON.
-        held: By key, how states are held where that does not follow from the parameter.
+        held: How each state is held (by key), where that does not follow from its parameter.
         keep: Parameters that the checkpoint's optimizer lacks; their live state is kept.
         live: FQN -> state name -> live value; for a tensor of a subclass, its parts.
         wholes: FQN -> state name -> tensor of a subclass, whose parts are filled in place.
         skip: Restore nothing except masters, which must follow the weights.
-        shards: FQN -> what the parameter is of a global one, if the state's layout declares it.
+        shards: FQN -> how the parameter is a part of a global one, if the state's layout declares it.
     """
 
     key: str
@@ -231,8 +231,8 @@ class LoadPlan:
         catalog: The checkpoint from this rank's view: its own per-rank copies, and other systems' names mapped to ours.
         tensors: Tensors of objects that are already read.
         padded: The keys of tensors that a key map fills in part.
-        sources: With a key map, the checkpoint's tensors that each weight is made of, by FQN.
-        filled: With a key map, the boxes that it fills of tensors that it pads, by FQN.
+        sources: With a key map, the checkpoint's tensors that each weight consists of, by FQN.
+        filled: With a key map that pads tensors, the boxes of them that it fills, by FQN.
     """
 
     catalog: Catalog
@@ -328,7 +328,7 @@ class _Planner:
         self.left_out()
 
     def only_weights(self) -> None:
-        """Report what a load with a key map leaves as it is."""
+        """Add to the report what a load with a key map does not change."""
         kept = [
             section(kind, name)
             for kind in ("scheduler", "grad_scaler", "dataloader")
@@ -397,7 +397,7 @@ class _Planner:
         )
 
     def extra_state(self, key: str, module: torch.nn.Module, live: Collection[str]) -> None:
-        """Plan what modules keep beside their tensors (`get_extra_state`), compared by module."""
+        """Plan the extra state of modules (`get_extra_state`), compared module by module."""
         tree = self.objects.get(key, {})
         if self.foreign:
             if live:
@@ -494,7 +494,7 @@ class _Planner:
         aliases: Mapping[str, str],
         wanted: Mapping[str, torch.Tensor],
     ) -> None:
-        """Use a tensor that is stored once to fill a second live tensor that is not tied in this job."""
+        """Use a tensor that is stored once for several names to fill live tensors that are not tied in this job."""
         for fqn, holder in aliases.items():
             if fqn in live and fqn not in saved and holder in saved and wanted.get(holder) is not live[fqn]:
                 if any(target.live is live[fqn] for target in self.plan.models):
@@ -585,8 +585,7 @@ class _Planner:
         return _plan_masters(plan, masters, weights, found)
 
     def opened_states(self, plan: OptimizerPlan, fqn: str, parameter: torch.Tensor) -> None:
-        """Match the states of one parameter that are tensors of subclasses; those that the optimizer does not have yet
-        are made."""
+        """Match the states of one parameter that are tensors of subclasses; create those that the optimizer lacks."""
         import torch
 
         live, entries = plan.optimizer.state.get(parameter, {}), plan.states.get(fqn, {})
@@ -670,8 +669,8 @@ class _Planner:
             self.plan.objects.append(ObjectTarget(kind, key, item, (tree,)))
 
     def by_position(self, scheduler: Any, tree: JSON) -> str:
-        """Return which values of a scheduler would go to another parameter group than the one they were saved for:
-        groups are matched by their parameters, but a scheduler knows only their positions. "" if none."""
+        """Return the values of a scheduler that would go to another parameter group than they were saved for; "" if
+        none. Groups are matched by their parameters, but a scheduler knows only their positions."""
         optimizer = getattr(scheduler, "optimizer", None)
         plans = self.plan.optimizers
         for plan in plans if len(plans) == 1 else [p for p in plans if p.optimizer is optimizer]:
@@ -685,8 +684,8 @@ class _Planner:
         return ""
 
     def module(self, key: str, item: Any, tree: JSON) -> None:
-        """Compare a model in `extra` like those in `model`: its `load_state_dict` would cast, and change matching
-        tensors before it raises for others."""
+        """Compare a model in `extra` like those in `model`. Its own `load_state_dict` would cast, and would change
+        matching tensors before it raises for others."""
         import torch
 
         def side(value: Any) -> tuple[str, tuple[int, ...]]:
@@ -821,8 +820,7 @@ def _not_taken(module: torch.nn.Module, state: Mapping[str, Any]) -> list[str]:
 
 
 def _moved_values(tree: JSON, order: Sequence[int | None], saved: int, name: str = "") -> list[str]:
-    """Return the names of lists in a tree with one value for each saved group, where `order` gives some live group
-    another value."""
+    """Return the names of lists in a tree with one value per saved group, if `order` moves values between groups."""
     if isinstance(tree, dict):
         inner = [(key if not key.startswith("$") else name, value) for key, value in tree.items()]
         found = [text for key, value in inner for text in _moved_values(value, order, saved, key)]
@@ -852,8 +850,8 @@ def _owner(entry: TensorEntry) -> str:
 
 
 def _owner_and_state(entry: TensorEntry, owners: Collection[str]) -> tuple[str, str]:
-    """Return the parameter and the name of an optimizer's state. Some formats store both as one text, so a name that
-    contains a dot can only be told from the parameter's by the parameters that were saved (`owners`)."""
+    """Return the parameter and the name of an optimizer's state. Some formats store both as one text; then only the
+    names of the saved parameters (`owners`) tell where a state's name with a dot begins."""
     if entry.fqn in owners or not owners:
         return entry.fqn, entry.state
     parts = entry.fqn.split(".")
@@ -984,8 +982,8 @@ def _names_and_config(state: TrainState) -> tuple[set[str], Mapping[str, Any]]:
 
 
 def _hub_map(state: TrainState, catalog: Catalog) -> NameMap | None:
-    """Return the map from the names in Hugging Face files to those of the live model, where they differ: transformers
-    stacks experts in memory. None where no map is known, or none is needed."""
+    """Return the map from the names in Hugging Face files to those of the live model, which differ because transformers
+    stacks experts in memory. None if no map is known or needed."""
     from ckptkit.keymaps.builtin import choose_map
 
     live, config = _names_and_config(state)

@@ -82,14 +82,14 @@ class Place:
         """Make files that this rank wrote durable."""
 
     def check_own(self, files: Mapping[str, FileRecord]) -> None:
-        """Raise SaveError unless exactly `files` exist of what this rank wrote, each with its size. Every rank. Does
+        """Raise SaveError unless the files of this rank are exactly `files`, each with its size. Every rank. Does
         nothing if `check_all` on rank 0 checks as well."""
 
     def check_all(self, files: Mapping[str, FileRecord], own: Mapping[str, FileRecord]) -> None:
         """Like `check_own`, for `files` of all ranks. Rank 0, which wrote `own`."""
 
     def was_free(self, when: float) -> None:
-        """Note that there was no checkpoint of this name at `when`, by `time.monotonic`. Rank 0."""
+        """Record that there was no checkpoint of this name at `when` (`time.monotonic`). Rank 0."""
 
     def look_free(self) -> None:
         """Raise CheckpointExistsError if there is a checkpoint of this name, unless `publish` finds out anyway, or it
@@ -104,7 +104,7 @@ class Place:
         """
 
     def close(self) -> None:
-        """Delete everything that is not published. Rank 0; can be repeated."""
+        """Delete everything that is not published. Rank 0; may be called again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ class LocalPlace(Place):
             logger.info(text, self.root.url, self.name, others[:5])
 
     def _replace(self) -> None:
-        """Replace a checkpoint of the same name: one of the two exists at any instant."""
+        """Replace a checkpoint of the same name. At any instant, one of the two exists."""
         if publish.exchange(self.root, self.path, self.name):  # the commit point; synced
             return
         # No atomic swap (NFS). The new one is listed under a second name until the old one is gone.

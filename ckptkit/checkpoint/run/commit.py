@@ -631,8 +631,8 @@ class SaveAttempt:
 
     @contextlib.contextmanager
     def _looked(self) -> Iterator[None]:
-        """At the end of the block, have checked that the lease is ours and, if a put does not tell, that the name is
-        free; in parallel with the block if that needs requests."""
+        """Check, during the block, that the lease is ours and, unless a put can tell, that the name is free. Runs in
+        parallel with the block if that needs requests; done when the block ends."""
         lease, started = self._opening.lease, time.monotonic()
         looks: list[Callable[[], None]] = []
         if lease is not None and self.root.asking_costs and not lease.is_surely_ours():

@@ -266,7 +266,7 @@ class Coordinator:
         return done, done.value, own
 
     def _collect(self, own: Outcome) -> tuple[dict[int, Outcome], dict[int, str]]:
-        """Return the outcomes by rank, and for each rank without one what is known about it."""
+        """Return the outcomes by rank, and what is known about each rank that sent none."""
         found, lost = {0: own}, {}
         deadline = time.monotonic() + self.timeout_s
         headers = {rank: self._expect(rank) for rank in range(1, self.world_size)}

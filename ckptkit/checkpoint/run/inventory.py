@@ -93,7 +93,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class Skipped:
-    """A directory that looks like a checkpoint but is none.
+    """A directory that looks like a checkpoint but is not one.
 
     Attributes:
         damaged: It may be a checkpoint: its commit record cannot be read, or is that of another checkpoint.
@@ -249,7 +249,7 @@ def _look_all(root: Store, view: Store, names: Sequence[str]) -> list[Committed 
 
 
 def _look(root: Store, path: str) -> Committed | Skipped | str:
-    """Return the checkpoint in a directory, or why it is none, or the path of a foreign directory."""
+    """Return the checkpoint in a directory, or why it is not one, or the path of a foreign directory."""
     try:
         record = find_record(root, record_path(path))
     except CkptkitError as error:
@@ -324,7 +324,7 @@ def check_new(root: Store, inventory: Inventory) -> None:
     Leftovers of a save that was killed before the first commit do not count.
 
     Raises:
-        IncompleteCheckpointError: Names the directories that look like checkpoints, and why they are none.
+        IncompleteCheckpointError: Names the directories that look like checkpoints, and why they are not.
         UsageError: The root is not a directory.
     """
     if is_directory(root):

@@ -133,12 +133,12 @@ class SaveHandle:
 
     @property
     def asked(self) -> bool:
-        """Whether the outcome was seen."""
+        """Whether the caller has seen the outcome."""
         return self._asked
 
 
 def _report_unasked() -> None:
-    """At exit: log errors that nobody has seen."""
+    """At exit, log errors that nobody has seen."""
     for handle in list(_unasked):
         error = handle.exception()
         if error is not None:

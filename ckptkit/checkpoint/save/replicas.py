@@ -107,7 +107,7 @@ def _parameters(taken: CapturedOptimizer) -> str:
 
 
 def _trees(captured: Captured) -> dict[str, int]:
-    """Return a digest of each part of the optimizers' JSON that the ranks do not save separately already."""
+    """Return a digest of each part of the optimizers' JSON that is not already saved per rank."""
     apart = {key for own in captured.rank_objects.values() if isinstance(own, dict) for key in own}
     return {
         f"{section}.{part}": digest_of(json.dumps(tree).encode())
@@ -118,7 +118,7 @@ def _trees(captured: Captured) -> dict[str, int]:
 
 
 def _parts(taken: CapturedOptimizer) -> dict[str, Any]:
-    """Return what is compared between ranks of an optimizer's JSON, and which plain states it has."""
+    """Return the parts of an optimizer's JSON that are compared between ranks, and the plain states it has."""
     from torch.distributed.tensor import DTensor
 
     names = [f"{fqn}.{state}" for (fqn, state), tensor in taken.tensors.items() if not isinstance(tensor, DTensor)]
@@ -126,7 +126,7 @@ def _parts(taken: CapturedOptimizer) -> dict[str, Any]:
 
 
 def holding(table: bytes) -> bytes:
-    """Return a digest of which plain tensors a rank has, from its table."""
+    """Return a digest of the names of a rank's plain tensors, from its table."""
     return signature_of(np.frombuffer(table, "<u8").reshape(-1, 2)[:, 0].tobytes())[:8]
 
 
@@ -222,10 +222,10 @@ class OwnCopies:
     """A checkpoint from this rank's view, with its own copies.
 
     Attributes:
-        note: On another number of ranks: what all ranks get one rank's values of.
-        bound: Keys of optimizer states of which each rank that saved had its own.
-        ranks: How many ranks saved those.
-        fits: Whether as many ranks load.
+        note: On another number of ranks: for which tensors all ranks get the values of one.
+        bound: Keys of optimizer states that each saving rank had its own values of.
+        ranks: How many ranks saved their own values.
+        fits: Whether the same number of ranks loads.
     """
 
     catalog: Catalog

@@ -116,7 +116,7 @@ class Prepared:
         prints: Fingerprints of the plain tensors, if there are other ranks.
         failure: An error on this rank since the capture; `publish` reports it to all ranks.
         staged: Copies of `plan.tensors`; None if not staged.
-        tellers: The ranks that send what they know of optimizers and modules that rank 0 has not: pipeline stages.
+        tellers: The ranks that send information about optimizers and modules that rank 0 lacks (pipeline stages).
     """
 
     request: SaveRequest
@@ -134,7 +134,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class _Agreed:
-    """What the ranks know of each other before a save.
+    """What the ranks know about each other before a save.
 
     Attributes:
         alike: Whether their plain tensors are known to be equal: ranks with the same keys have the same contents, and
@@ -152,7 +152,7 @@ class Saver:
     """Saves the states of one run below `root`. Plans are kept from save to save.
 
     Args:
-        side_files: Files that go into every checkpoint (a tokenizer, say), by path; rank 0's are written.
+        side_files: Files to store in every checkpoint, such as a tokenizer, by path; rank 0's are written.
         extra: JSON for the commit records' `extra`.
     """
 
@@ -406,7 +406,7 @@ class Saver:
         """Give this rank the recipes of all ranks, which may hold different tensors. Collective.
 
         Raises:
-            SaveError: A tensor has parts on one rank, and other ones or none on another.
+            SaveError: A tensor consists of parts on one rank, and of others or none on another.
         """
         own = captured.objects.get(SUBCLASSES, {})
         found: dict[str, tuple[int, Any]] = {}
@@ -489,7 +489,8 @@ def dcp_state_dict(captured: Captured) -> tuple[dict[str, Any], set[str]]:
 
 
 def _spread(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the objects with names of parameters and modules: of a pipeline, each rank has those of its stages."""
+    """Return the objects that contain names of parameters and modules. In a pipeline, each rank has those of its
+    stages."""
     return {
         key: tree
         for key, tree in objects.items()

@@ -126,7 +126,7 @@ class SafetensorsStream:
 
 
 def _cut(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
-    """Split pieces so that digest and write find the bytes in the cache."""
+    """Split pieces, so that each is still in the CPU cache when it is written after hashing."""
     for piece in pieces:
         for start in range(0, len(piece), PIECE):
             yield piece[start : start + PIECE]

@@ -1,4 +1,4 @@
-"""Captures and restores an optimizer's state by parameter name, without torch's fake first step.
+"""Captures and restores an optimizer's state by parameter name, without torch's artificial first step.
 
 `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` steps an optimizer that has no state yet, which
 changes the training that follows, and `Optimizer.load_state_dict` casts fp32 state to a low-precision
@@ -69,7 +69,7 @@ class CapturedOptimizer:
             state that belongs to no parameter; "held" and "own", if needed: see `OptimizerTree`.
         loose: Tensors that `tree` refers to.
         recipes: (fqn, state name) -> the recipe of a tensor subclass, whose parts are in `tensors`.
-        cut: FQN -> layout, of the parameters of which ranks hold different parts.
+        cut: FQN -> layout, for parameters that are sharded.
         unshaped: Keys of plain tensors that may have another shape on each rank.
     """
 
@@ -116,8 +116,8 @@ def capture_optimizer(optimizer: Any, names: Mapping[int, str], what: str) -> Ca
     that were changed by others.
 
     Raises:
-        UsageError: A parameter is none of the model's.
-        SaveError: A state is neither a supported tensor nor a value that loads safely.
+        UsageError: A parameter is not one of the model's. SaveError: A state is neither a supported tensor nor a value
+            that loads safely.
     """
     parameters = named_parameters(optimizer, names, what)
     master_name = getattr(optimizer, "master_state_name", None)
@@ -337,7 +337,8 @@ def new_state_tensor(
 
 
 def _beside(parameter: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a sharded state whose shape differs from its parameter's. A plain one would not have been saved."""
+    """Return a sharded state whose shape differs from its parameter's. It is sharded, because a plain one is not saved
+    this way."""
     import torch
     from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 

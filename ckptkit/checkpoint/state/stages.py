@@ -1,4 +1,4 @@
-"""Several pipeline stages of one model on one rank, seen as one module with the names of the model."""
+"""Presents several pipeline stages of one model on one rank as one module with the model's names."""
 
 from __future__ import annotations
 

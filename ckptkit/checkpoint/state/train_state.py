@@ -325,7 +325,8 @@ def _alike(key: str, name: str, captured: Captured, layout: Layout) -> set[str]:
 
 
 def _globalize(captured: Captured, state: TrainState) -> None:
-    """View the tensors that the layout declares as parts of global ones. Names are known by now: the views are new."""
+    """View the tensors that the layout declares as parts of global ones. The views are new objects, so this comes after
+    names were looked up by identity."""
     parameters: dict[str, torch.Tensor] = {}
     for name in state.parts("model"):
         tensors, prefix = captured.models[section("model", name)], f"{name}." if name else ""

@@ -1,4 +1,4 @@
-"""Checks slices against their digests: while a slice is read, or by reading it for its digest only."""
+"""Checks slices against their digests: while they are loaded, or by reading them only for that."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHECK_BYTES = 32 << 20  # buffer of each thread that checks slices of a remote s
 
 @dataclass(frozen=True, slots=True)
 class SliceCheck:
-    """A slice that is read for its digest only."""
+    """A slice that is read only to check its digest."""
 
     name: str
     path: str

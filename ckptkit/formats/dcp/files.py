@@ -144,7 +144,7 @@ def _bins(lengths: Sequence[int], count: int) -> list[list[int]]:
 
 
 def _worth_a_request(bins: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
-    """Append the records of small files, which remain beside a huge tensor, to the smallest of the other files."""
+    """Merge small files, which are left over next to a huge tensor, into the smallest of the other files."""
     loads = [sum(lengths[row] for row in rows) for rows in bins]
     large = [(load, rows) for rows, load in zip(bins, loads, strict=True) if load >= _SMALL_FILE]
     small = [row for rows, load in zip(bins, loads, strict=True) if load < _SMALL_FILE for row in rows]
@@ -160,10 +160,10 @@ class FileJob:
 
     Attributes:
         number: Index of the file in `result.paths`.
-        rows: Its records, in order; numbers from `len(frames)` on refer to `records`.
+        rows: The indices of its records, in order; those of `len(frames)` and more refer to `records`.
         result: Receives where the records are.
-        turn: Held while a file is hashed that is uploaded in one request: so the first files are uploaded while others
-            are hashed.
+        turn: Held while a file that is uploaded in one request is hashed, so that the first files are uploaded while
+            others are hashed.
         seconds: Spent so far in the phases "digest" and "sync".
     """
 

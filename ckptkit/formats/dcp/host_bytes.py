@@ -1,5 +1,5 @@
-"""Returns the bytes of tensors: in place if they are row-major on the host, else through a buffer; and tells which
-tensors have all their values in their own memory."""
+"""Returns the bytes of tensors: in place if they are row-major on the host, otherwise through a buffer. Also tells
+which tensors have all their values in their own memory."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def why_not_dense(tensor: Any) -> str:
 
 
 def _why_not_subclass(tensor: Any) -> str | None:
-    """Return the answer of `why_not_dense` if the class alone decides, otherwise None."""
+    """Return the result of `why_not_dense` if the class alone determines it, otherwise None."""
     import torch
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -167,7 +167,7 @@ def are_dense(tensors: Collection[Any]) -> bool:
 
 
 def hidden_ones(tensors: Mapping[Any, Any]) -> dict[Any, str]:
-    """Return the tensors of a table that are not dense, with the answer of `why_not_dense`."""
+    """Return the tensors of a table that are not dense, each with the reason from `why_not_dense`."""
     from torch.distributed.tensor import DTensor
 
     if are_dense([value._local_tensor if type(value) is DTensor else value for value in tensors.values()]):

@@ -40,7 +40,7 @@ class RankSlices:
     Attributes:
         tensors: [n] the number of each slice's tensor.
         rows: [n] where each slice is, as `ROW`.
-        boxes: The offsets and then the sizes of each slice, end to end.
+        boxes: The offsets and sizes of each slice, concatenated.
         ranks: [n], or one rank for all.
         first_path: The number of the rank's first file.
     """
@@ -129,7 +129,7 @@ class SaveIndex:
         spares: Sequence[Spare],
         world_size: int,
     ) -> SaveIndex:
-        """Return the index of what torch's planner planned, which has checked the ranks against each other.
+        """Return the index of a save that torch's planner planned. That planner has checked that the ranks agree.
 
         Args:
             keys: (name, dtype, shape, path) of each tensor, in the order of their numbers.
@@ -191,7 +191,7 @@ class SaveIndex:
         return RankSlices(keys[rows["key"][:count]], rows[:count], part.get("box", "int64"), rank, first_path)
 
     def _table(self, part: Columns, rank: int) -> tuple[Int64, list[int]]:
-        """Return the numbers of the keys, and the meshes, of the table that a part contains or refers to."""
+        """Return the numbers of the keys, and the meshes, from the table that a part contains or refers to."""
         name = str(part.header["table"])
         known = self._tables.get(name)
         if known is None:

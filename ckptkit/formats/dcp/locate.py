@@ -83,12 +83,12 @@ class TensorColumns:
         return np.repeat(np.arange(len(self.names)), np.diff(self.bounds))
 
     def elements(self) -> Int64:
-        """Return where each slice begins in `offsets` and `sizes`, and where the last one ends, [n + 1]."""
+        """Return the start of each slice in `offsets` and `sizes`, and the end of the last one, [n + 1]."""
         result: Int64 = np.concatenate([[0], np.cumsum(self.ndims[self.owners])])
         return result
 
     def numels(self) -> npt.NDArray[np.float64]:
-        """Return the number of elements of each slice, [n]: as floats, which a hostile size cannot overflow."""
+        """Return the number of elements of each slice, [n], as floats, so that a hostile size cannot overflow."""
         result = np.ones(len(self.files), np.float64)
         for rows, at in _by_ndim(self.ndims[self.owners]):
             result[rows] = np.prod(self.sizes[at].astype(np.float64), axis=1)
@@ -468,7 +468,8 @@ class _Locator:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A parsed item, with which others of the same length are compared: those like it differ in checksums only.
+    """A parsed item, which others of the same length are compared with. Items of the same kind differ in checksums
+    only.
 
     Attributes:
         begin: Where the storage begins in the item.

@@ -69,7 +69,7 @@ _NO_PROTOCOL = _PLAIN | {dict}
 
 @dataclass(frozen=True, slots=True)
 class PlannedSlice:
-    """One box that this rank writes, of the tensor with the index `key` in the plan."""
+    """One box that this rank writes. `key`: the index of its tensor in the plan."""
 
     key: int
     offsets: tuple[int, ...]
@@ -83,7 +83,7 @@ class _Cut:
     Attributes:
         boxes: (offsets, sizes) of what this rank holds.
         within: Where each box begins in the local tensor, if there are several.
-        place: (this rank's number among the ranks that hold the same boxes, the number of these ranks).
+        place: (this rank's index among the ranks that hold the same boxes, the number of these ranks).
     """
 
     dtype: torch.dtype
@@ -109,7 +109,7 @@ class ShardedPlan:
         table: The shared keys as bytes. They are equal on all ranks of an SPMD job, so that one rank sends them.
         digest: 16 bytes; equal on ranks whose tables and names of objects are equal.
         flat, paths: The state, and the path of each of its values.
-        holders: Which ranks hold the replicated keys that not all ranks hold.
+        holders: For replicated keys that only some ranks hold: which ranks.
         settled: The digests of all ranks when `holders` was found; it is valid as long as they stay the same.
         sends_table: Whether this rank is the lowest one with its table; higher ones only refer to it.
     """
@@ -257,7 +257,7 @@ class ShardedPlan:
 
 
 def partial_holders(tables: Sequence[npt.NDArray[np.uint64]]) -> dict[int, tuple[int, ...]]:
-    """Return which ranks hold the keys that not all ranks hold.
+    """For keys that only some ranks hold, return which ranks.
 
     Args:
         tables: Per rank, the hashes of its replicated keys.
@@ -317,7 +317,7 @@ def _laid_out(
     private: frozenset[str],
     holders: Mapping[str, tuple[int, ...]],
 ) -> ShardedPlan:
-    """Return the plan of this rank, given the replicated keys that not all ranks hold."""
+    """Return the plan of this rank, given the holders of replicated keys that only some ranks hold."""
     keys: list[PlannedKey] = []
     slices: list[PlannedSlice] = []
     tensors: list[torch.Tensor] = []
@@ -475,7 +475,7 @@ def local_box(
 
 def _held(value: DTensor) -> list[tuple[Box, tuple[int, ...]]]:
     """Return the boxes that this rank holds of a DTensor, and where each begins in its local tensor. There are several
-    if a strided shard took rows that are not next to each other."""
+    if a strided shard consists of rows that are not adjacent."""
     mesh, placements, shape = value.device_mesh, tuple(value.placements), tuple(value.shape)
     if any(hasattr(placement, "split_factor") for placement in placements):
         records = [placement_record(placement) for placement in placements]

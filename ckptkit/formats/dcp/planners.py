@@ -176,7 +176,7 @@ class DCPLoadPlanner(DefaultLoadPlanner):
 
 
 def is_itself(made: object, ours: type, steps: Sequence[str]) -> bool:
-    """Return whether no subclass of `ours` overrides one of these steps: its override must not be skipped."""
+    """Return whether `made` overrides none of these steps of `ours`, because an override must not be skipped."""
     return all(getattr(type(made), step) is getattr(ours, step) for step in steps)
 
 

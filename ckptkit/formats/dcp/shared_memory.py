@@ -35,7 +35,8 @@ class Claim:
 
     @classmethod
     def whole(cls, key: str, entry: TensorEntry, like: torch.Tensor) -> Claim:
-        """Return a claim for the whole tensor whatever this rank holds, so that all ranks come to the same answer."""
+        """Return a claim for the whole tensor, regardless of what this rank holds, so that all ranks get the same
+        result."""
         import torch
 
         shape = tuple(like.shape)
@@ -60,8 +61,8 @@ def overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 
 
 def check_claims(store: Store, groups: Iterable[Sequence[Claim]]) -> None:
-    """Check that the checkpoint has equal values for tensors that share memory. Reads them only if neither their places
-    nor their digests decide.
+    """Check that the checkpoint has equal values for tensors that share memory. Reads them only if neither their
+    locations nor their digests tell.
 
     Raises:
         CheckpointMismatchError: The values differ, so that one would overwrite another. Names all such tensors.

@@ -54,7 +54,7 @@ _KNOWN: Mapping[str, Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """What a tensor is made of.
+    """The parts that a tensor consists of.
 
     Attributes:
         parts: The inner tensors by attribute ("a::b" if one is of a subclass itself): they share the tensor's memory,
@@ -67,7 +67,8 @@ class Opened:
 
 
 def outer_name(name: str, recipes: Mapping[str, Recipe], prefix: str = "") -> str:
-    """Return the name of the tensor that `name` is a part of, or `name` if it is none of these recipes'."""
+    """Return the name of the tensor that `name` is a part of, or `name` if it is not a part of these recipes'
+    tensors."""
     head = name
     while SEPARATOR in head:
         head = head.rpartition(SEPARATOR)[0]
@@ -122,7 +123,7 @@ def open_all(tensors: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Reci
 
 
 def open_tensor(tensor: Any) -> Opened | None:
-    """Return what a tensor is made of, None if it is dense or its class does not say.
+    """Return the parts that a tensor consists of; None if it is dense or its class does not tell.
 
     Raises:
         SaveError: It can't be stored in parts. The message is the end of a sentence.
@@ -262,7 +263,7 @@ def _rule(kind: str, name: str, shape: tuple[int, ...], inner: tuple[int, ...]) 
 
 
 def _plain(name: str, inner: Any, local: Any, rule: str) -> tuple[Any, Any]:
-    """Return the tensor to store for an inner one of a plain tensor, and its entry in the recipe."""
+    """Return the tensor to store for an inner tensor of a plain one, and its entry in the recipe."""
     shape = tuple(local.shape)
     if rule == "flat":
         run, rows = _run(name, inner, local)
@@ -273,8 +274,8 @@ def _plain(name: str, inner: Any, local: Any, rule: str) -> tuple[Any, Any]:
 
 
 def _run(name: str, inner: Any, local: Any) -> tuple[int, int]:
-    """Return how many elements of the flattened tensor one element stands for, and the fewest rows of the tensor that
-    begin and end between such runs (0: it has no rows)."""
+    """Return how many elements of the flattened tensor each inner element stands for (a run), and the fewest rows that
+    consist of whole runs (0: the tensor has no rows)."""
     numel = local.numel()
     if inner.dim() != 1 or not inner.numel() or numel % inner.numel():
         raise SaveError(f"has {numel} elements on this rank, which its {name} {list(inner.shape)} does not divide")
@@ -287,8 +288,8 @@ def _rows(block: int, shape: Sequence[int]) -> int:
 
 
 def _sharded(whole: Any, name: str, inner: Any, local: Any, rule: str) -> tuple[Any, Any]:
-    """Return the tensor to store for an inner one of a sharded tensor, and its entry in the recipe: a DTensor with the
-    same placements. The edges of shards must be edges of blocks."""
+    """Return the tensor to store for an inner tensor of a sharded one (a DTensor with the same placements), and its
+    entry in the recipe. Shards must begin and end between blocks."""
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -336,8 +337,8 @@ def _split(whole: Any, name: str, block: Any, where: str) -> str:
 
 
 def _blocks(block: int, shape: Sequence[int]) -> list[int]:
-    """Return, by dimension, at which multiples a tensor may be cut without cutting a run of `block` elements (0: at
-    none)."""
+    """Return, for each dimension, the multiples at which a tensor can be cut without cutting a run of `block` elements
+    (0: none)."""
     rows = _rows(block, shape)
     return [rows, block if rows == 1 and len(shape) == 2 else 0, *[0] * len(shape)][: len(shape)]
 
@@ -346,7 +347,8 @@ def _blocks(block: int, shape: Sequence[int]) -> list[int]:
 
 
 def _context(value: Any, shape: tuple[int, ...], kind: str) -> Any:
-    """Return the context of a class as JSON. Its own shape is named, because a shard has another."""
+    """Return the context of a class as JSON. The tensor's own shape is stored as a name, because a shard has
+    another."""
     import torch
 
     if isinstance(value, enum.Enum):

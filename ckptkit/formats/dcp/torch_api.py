@@ -137,7 +137,7 @@ def write_finish(
 def _index(
     metadata: Metadata, places: Mapping[Any, WrittenItem], files: Mapping[str, FileRecord], world_size: int
 ) -> SaveIndex:
-    """Return the index of what torch's planner had written. Tensors that are not plain memory count as objects."""
+    """Return the index of a save that torch's planner planned. Tensors that are not plain memory count as objects."""
     paths: Any = metadata.planner_data
     if not isinstance(paths, dict) or not all(map(_is_path, paths.values())):
         paths = {}

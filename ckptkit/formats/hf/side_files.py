@@ -132,8 +132,8 @@ def is_code(path: str) -> bool:
 
 
 def unread_state(names: Iterable[str]) -> tuple[str, ...]:
-    """Notes about files next to full weights that are not read: what the Trainer or accelerate saved of the training.
-    The state of an optimizer is numbered, and no file has the parameter order."""
+    """Return notes about training state next to full weights that is not read (from the Trainer or accelerate): an
+    optimizer's states are numbered, and no file has the order of the parameters."""
     found = sorted(name for name in names if name.endswith(_STATE))
     optimizers = [name for name in found if _OPTIMIZER.fullmatch(name)][:1]
     others = [name for name in found if name not in optimizers]

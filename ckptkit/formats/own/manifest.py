@@ -16,11 +16,11 @@ precedes):
     slice.start, .nbytes         [N] i64
     slice.offset, .size          [E] i64
     slice.<digest>               [N] u64   of the slice's bytes; absent where nothing was digested
-    stride.row, .value           the few slices that do not lie row-major
-    objects, object.*            the same for what is not a tensor; small values stand in the header
+    stride.row, .value           the few slices that are not row-major
+    objects, object.*            the same for non-tensor entries; small values are in the header
 
-`info.extra["meshes"]` and `info.extra["placements"]` of the catalog (see `MESHES`, `PLACEMENTS`) carry how each
-tensor was placed: LOCAL checkpoints are resharded by it.
+`info.extra["meshes"]` and `info.extra["placements"]` of the catalog (see `MESHES`, `PLACEMENTS`) describe how each
+tensor was placed, which resharding a LOCAL checkpoint needs.
 """
 
 from __future__ import annotations

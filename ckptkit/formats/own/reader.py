@@ -108,9 +108,8 @@ def _index_files(place: Store, record: CommitRecord, manifest: str) -> tuple[byt
 
 
 def is_of_a_save(store: Store) -> bool:
-    """Tell from its header whether the manifest at the store's root is of a save, which ends with a commit record.
-
-    That of `DCPWriter`, which commits with `.metadata`, is not, nor is one that cannot be read.
+    """Return whether the manifest at the store's root is from a save that ends with a commit record, by its header. A
+    manifest of `DCPWriter`, which commits with `.metadata`, is not; nor is an unreadable one.
     """
     try:
         data = store.read(MANIFEST_NAME, 0, _FIRST_HEADER)
@@ -123,8 +122,8 @@ def is_of_a_save(store: Store) -> bool:
 
 
 def open_manifest(store: Store) -> Catalog | None:
-    """Return the catalog of a DCP directory that `DCPWriter` wrote on its own; None if its manifest is not that
-    of its `.metadata` (another writer has overwritten it since), or there is none.
+    """Return the catalog of a DCP directory that `DCPWriter` wrote. None if there is no manifest, or if it does not
+    belong to `.metadata`, because another writer has overwritten that since.
 
     Raises:
         CorruptCheckpointError: The manifest is damaged.
@@ -142,14 +141,14 @@ def open_manifest(store: Store) -> Catalog | None:
 
 
 def _is_of(catalog: Catalog, nbytes: int, digest: Callable[[], str]) -> bool:
-    """Return whether a manifest is that of the `.metadata` of so many bytes and this digest."""
+    """Return whether a manifest belongs to the `.metadata` with this size and digest."""
     digests = catalog.info.extra.get("digests")
     expected = digests.get(_METADATA_NAME) if isinstance(digests, dict) else None
     return expected is not None and catalog.info.files.get(_METADATA_NAME) == nbytes and digest() == expected
 
 
 def _open_manifest_remote(store: Store) -> Catalog | None:
-    """`open_manifest` in two requests, at once, where both files are as small as they nearly always are."""
+    """Like `open_manifest`, but with two concurrent requests, if both files are small (nearly always)."""
 
     def read(path: str) -> bytes:
         data = store.read(path, 0, _FIRST_READ)
@@ -185,7 +184,7 @@ def _check_name(store: Store, record: CommitRecord) -> tuple[str, ...]:
 
 
 def _digest(store: Store, path: str, size: int) -> str:
-    """Return the digest of a file, with little of it in memory at a time."""
+    """Return the digest of a file, reading it in small pieces."""
     state = new_hasher()
     buffer = memoryview(bytearray(min(size, _DIGEST_PIECE)))
     for start in range(0, size, _DIGEST_PIECE):
@@ -249,8 +248,8 @@ def _json_objects(data: bytes, path: str) -> dict[str, ObjectEntry]:
 
 
 def _opaque(records: Iterable[str], trees: Mapping[str, ObjectEntry]) -> dict[str, str]:
-    """Return the tensors that were stored as objects of their classes: early versions did that, and nothing reads
-    them. What else is stored as an object is in the trees of `objects.json` as well."""
+    """Return the tensors that early versions stored as objects of their classes, which nothing reads now. Other stored
+    objects are also in the trees of `objects.json`."""
     found = {}
     for name in records:
         role, fqn, state = role_of(name)
@@ -296,7 +295,7 @@ def role_of(name: str, path: tuple[str | int, ...] = ()) -> tuple[Role, str, str
     """Return (role, FQN, state name) of a key.
 
     `model.<fqn>`, `optimizer.state.<fqn>.<name>`, `optimizer.master.<fqn>`; with several by name, `model_<name>.<fqn>`
-    has the FQN `<name>.<fqn>`. `path` tells the parts of a nested state apart, as names have dots of their own.
+    has the FQN `<name>.<fqn>`. `path`, if known, separates the parts of a nested state, because names contain dots.
     """
     top, _, rest = name.partition(".")
     kind, _, label = top.partition("_")

@@ -391,7 +391,7 @@ def check_given(metrics: Mapping[str, Any], client_state: Any) -> None:
     """Check the caller's values for a commit record, before anything is written.
 
     Raises:
-        UsageError: Names the metric that is not a number, or what in `client_state` is not JSON.
+        UsageError: Names the metric that is not a number, or the value in `client_state` that is not JSON.
     """
     if not isinstance(metrics, Mapping):
         raise wrong("metrics", metrics, "a dict of names and numbers, such as {'val_loss': 1.5}")

@@ -116,7 +116,7 @@ def mesh_index(mesh: dict[str, Any], meshes: list[dict[str, Any]]) -> int:
 
 
 def entries_of(table: Mapping[str, tuple[str, tuple[int, ...], Sequence[TensorSlice]]]) -> dict[str, TensorEntry]:
-    """Return catalog entries of (dtype, shape, slices) by key, their roles told by our own names."""
+    """Return catalog entries of (dtype, shape, slices) by key, with the roles that our own names imply."""
     entries = {}
     for key, (dtype, shape, slices) in table.items():
         role, fqn, state = role_of(key)

@@ -18,7 +18,7 @@ _INT_HASH_MODULUS = (1 << 61) - 1  # CPython's hash modulus for int: larger keys
 
 
 def checked_key(key: Any) -> Any:
-    """Return `key` if it is cheap to hash: nested tuples take exponential time and can exhaust the C stack."""
+    """Return `key` if it is cheap to hash. Nested tuples can take exponential time, and exhaust the C stack."""
     pending, nodes = [key], 0
     while pending:
         item = pending.pop()
@@ -36,7 +36,7 @@ def checked_key(key: Any) -> Any:
 
 
 def _dict(*args: Any) -> StateDict:
-    """OrderedDict() or OrderedDict([[key, value], ...]), as Python 2 and 3 pickle it."""
+    """Stand for OrderedDict() and OrderedDict([[key, value], ...]), as Python 2 and 3 pickle it."""
     made = StateDict()
     if args and args[0] is not None:
         pairs = args[0].items() if isinstance(args[0], dict) else args[0]
@@ -104,14 +104,14 @@ def _complex(real: Any = 0.0, imaginary: Any = 0.0) -> complex:
 
 
 def _reconstructor(cls: Any, base: Any = None, state: Any = None) -> Record:
-    """copyreg._reconstructor: an instance of a plain class, as protocols 0 and 1 pickle it."""
+    """Stand for copyreg._reconstructor, with which protocols 0 and 1 pickle instances of plain classes."""
     if not (isinstance(cls, type) and issubclass(cls, Record)):
         raise ValueError("an object of a class that is not a record")
     return cls()
 
 
 def _layout(name: Any) -> str:
-    """torch.serialization._get_layout."""
+    """Stand for torch.serialization._get_layout."""
     if not isinstance(name, str):
         raise ValueError("a layout's name is not text")
     return name.removeprefix("torch.")
@@ -122,7 +122,7 @@ def _numpy_array(*args: Any) -> stubs.NDArray:
 
 
 def _numpy_frombuffer(data: Any, dtype: Any, shape: Any, order: Any = "C", *_: Any) -> stubs.NDArray:
-    """numpy._core.numeric._frombuffer, what protocol 5 writes."""
+    """Stand for numpy._core.numeric._frombuffer, which protocol 5 uses."""
     made = _numpy_array()
     made.state = (1, shape, dtype, order == "F", data)
     return made
@@ -234,7 +234,7 @@ def _functions() -> dict[tuple[str, str], Any]:
 
 
 def _names() -> dict[tuple[str, str], Any]:
-    """Globals of torch that are values: dtypes, layouts, memory formats, storage classes."""
+    """Return the globals of torch that are values: dtypes, layouts, memory formats, storage classes."""
     table: dict[tuple[str, str], Any] = {("torch", name): TorchDType(name) for name in (*DTYPES, *_OTHER_DTYPES)}
     table.update((("torch", name), name) for name in _LAYOUTS)
     for name, dtype in _STORAGES.items():  # tensor classes of the tar format, torch < 0.2

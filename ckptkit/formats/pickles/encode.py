@@ -27,7 +27,7 @@ Described = tuple[str, str, tuple[int, ...], tuple[int, ...], int]  # name, dtyp
 
 
 def pickle_state_dict(tensors: Sequence[Described]) -> bytes:
-    """Return the pickle of a dict of tensors; tensor i lies whole, row-major, in storage i."""
+    """Return the pickle of a dict of tensors; tensor i is storage i, whole and row-major."""
     out = bytearray(b"\x80\x02}(")
     for key, (name, dtype, sizes, strides, nbytes) in enumerate(tensors):
         out += _text(name) + _tensor(str(key), dtype, sizes, strides, nbytes)
@@ -70,12 +70,12 @@ _ROOT = b"archive/"
 
 @dataclass(frozen=True, slots=True)
 class TorchFile:
-    """A file laid out.
+    """The layout of a file.
 
     Attributes:
-        literals: (start, bytes) of all that is not a tensor.
+        literals: (start, bytes) of everything except tensors.
         starts: Byte offset of each tensor.
-        crcs: For each tensor the two places of its CRC-32: local header and central directory.
+        crcs: For each tensor, the two positions of its CRC-32: in its local header and in the central directory.
         nbytes: Of the whole file.
     """
 

@@ -40,7 +40,7 @@ class Stub:
 
 
 class Record(Stub):
-    """An instance of a class on the allow-list: its constructor's arguments, its state, its items."""
+    """An instance of a class on the allow-list, as its constructor's arguments, its state and its items."""
 
     __slots__ = ("args", "entries", "items", "kwargs", "state")
     kind: ClassVar[str] = ""
@@ -77,7 +77,7 @@ class Record(Stub):
 
     @property
     def fields(self) -> Mapping[str, Any]:
-        """The attributes the pickle gave: `__dict__`, or `(__dict__, slots)`; {} where the state is neither."""
+        """The attributes in the pickled state, which is `__dict__` or `(__dict__, slots)`; {} if it is neither."""
         state = self.state
         if isinstance(state, dict):
             return state
@@ -94,7 +94,7 @@ class Record(Stub):
 
 
 class UnknownGlobal(Record):
-    """An instance of a class that is on no list, kept only because the reader asked for records."""
+    """An instance of a class that is not on the allow-list, kept because the reader requested records."""
 
     __slots__ = ()
 
@@ -111,7 +111,7 @@ def unknown_type(kind: str) -> type[UnknownGlobal]:
 
 
 class Function(Stub):
-    """A function on the allow-list: one of ours that stands for it."""
+    """A function on the allow-list, represented by one of ours."""
 
     __slots__ = ("_call", "name")
 
@@ -124,7 +124,7 @@ class Function(Stub):
 
 
 def attribute_of(owner: object, name: object) -> type[Record]:
-    """Stand for `getattr(Class, "Nested")`, how older protocols name a nested class of torch.distributed."""
+    """Stand for `getattr(Class, "Nested")`, with which older protocols name a nested class of torch.distributed."""
     if not (isinstance(owner, type) and issubclass(owner, Record)):
         raise UnsafePickleError("its pickle asks for getattr, which is allowed on classes of torch.distributed only")
     if not isinstance(name, str) or not _IDENTIFIER.fullmatch(name) or name.startswith("__"):
@@ -159,7 +159,7 @@ class TorchDType(Stub):
 
 
 class StorageType(Stub):
-    """A torch storage class; `dtype` is None where it is untyped."""
+    """A torch storage class; `dtype` is None if it is untyped."""
 
     __slots__ = ("dtype",)
 

@@ -144,7 +144,7 @@ def read_tar(store: Store, path: str, *, unknown: Unknown = "refuse") -> TorchAr
 
 
 def _tar_members(store: Store, path: str) -> dict[str, tuple[int, int]]:
-    """Name -> (start, nbytes) of the four members; anything else in the tar is refused."""
+    """Return (start, nbytes) of the four members by name; anything else in the tar is refused."""
     found: dict[str, tuple[int, int]] = {}
     nbytes, pos = file_size(store, path), 0
     while pos + _TAR_BLOCK <= nbytes:

@@ -50,7 +50,7 @@ _NUMPY = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class TensorValue:
-    """A tensor inside an object whose dtype numpy does not have: `data` is row-major."""
+    """A tensor inside an object, with a dtype that numpy lacks. `data` is row-major."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -187,9 +187,8 @@ def zstd_chunks(packed: bytes, limit: int, *, file: str) -> Iterator[bytes]:
 
 
 def read_tensor(store: Store, tensor: StoredTensor) -> np.ndarray[Any, Any] | TensorValue:
-    """Return the tensor's value: a numpy array, or a `TensorValue` where numpy lacks the dtype.
-
-    Its bytes are at most those of its storage: views that declare more were refused.
+    """Return the tensor's value: a numpy array, or a `TensorValue` if numpy lacks the dtype. It is never larger than
+    its storage: views that declare more were refused.
     """
     raw = bytearray(tensor.nbytes)
     if raw:
@@ -340,13 +339,14 @@ def _device(value: Record) -> Any:
 
 
 def _buffer(value: Record) -> Any:
-    """io.BytesIO, how Megatron keeps `_extra_state`: its state is (bytes, position, attributes)."""
+    """Convert an io.BytesIO, in which Megatron keeps `_extra_state`; its state is (bytes, position, attributes)."""
     state = value.state
     return state[0] if isinstance(state, tuple) and state and isinstance(state[0], bytes) else NotImplemented
 
 
 def _checked(make: Callable[..., Any]) -> Callable[[Record], Any]:
-    """A maker that leaves a record as it is where the arguments do not fit: a time whose zone is another record."""
+    """Wrap a maker, so that it leaves a record as it is if the arguments do not fit (a time whose zone is another
+    record)."""
 
     def of(value: Record) -> Any:
         try:

@@ -1,5 +1,4 @@
-"""Tensors described by a torch pickle: the location of their bytes, and the placement of DTensors and
-ShardedTensors."""
+"""Describes the tensors of a torch pickle: where their bytes are, and how DTensors and ShardedTensors are placed."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ class Storage:
 
     Attributes:
         key: Its key in the pickle; the same for all tensors that alias it.
-        dtype: The dtype its pickle gives, None where untyped.
+        dtype: The dtype in its pickle; None if untyped.
         location: The device it was saved from, such as "cuda:1"; unused.
         crc32: Of all its bytes, from the zip directory; None if the format has none.
     """
@@ -139,7 +138,7 @@ class StoredTensor(Stub):
 
 
 def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Elements from the first to past the last one of a strided view."""
+    """Return the number of elements that a strided view spans."""
     if 0 in shape:
         return 0
     return 1 + sum([(n - 1) * s for n, s in zip(shape, strides, strict=True)])
@@ -165,9 +164,9 @@ class MeshRecord:
     """A device mesh: global ranks by coordinate, and the names of its dimensions where it has any.
 
     Attributes:
-        ranks: Global ranks, one array dimension a mesh dimension.
+        ranks: Global ranks; each array dimension is a mesh dimension.
         rank: The global rank that pickled it; None if it was not recorded.
-        coordinate: Where that rank is in the mesh; None if it is not part of it.
+        coordinate: The position of that rank in the mesh; None if it is not in it.
     """
 
     ranks: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0,), np.int64))
@@ -328,7 +327,7 @@ def _numbers(values: Any, limit: int = _MAX_NUMEL) -> tuple[int, ...]:
 
 
 def known_dtype(name: str) -> DType:
-    """Return the dtype, or say that tensors of it cannot be read."""
+    """Return the dtype; raise if tensors of it cannot be read."""
     try:
         return dtype_of(name)
     except UnsupportedFormatError:

@@ -18,10 +18,10 @@ _MAX_DIMS = 32
 
 
 def numpy_dtype(name: Any, order: Any = "=") -> np.dtype[Any]:
-    """Return the dtype of numbers or texts with this name; `order` is ">" where its bytes are big-endian.
+    """Return the dtype of numbers or texts with this name; `order` is ">" for big-endian bytes.
 
     Raises:
-        UnsupportedFormatError: It is one of objects, records or dates.
+        UnsupportedFormatError: It is a dtype of objects, records or dates.
     """
     if not isinstance(name, str) or not _NUMPY_DTYPE.fullmatch(name):
         raise UnsupportedFormatError(f"holds a numpy array of dtype {name!r:.60}, which is not read.")
@@ -42,7 +42,7 @@ def check_array(shape: Any, dtype: np.dtype[Any], raw: Any) -> None:
 
 
 def numpy_array(shape: Any, dtype: np.dtype[Any], fortran: Any, raw: Any) -> np.ndarray[Any, Any]:
-    """Return an array that can be written to."""
+    """Return a writable array."""
     check_array(shape, dtype, raw)
     made: np.ndarray[Any, Any] = np.frombuffer(bytearray(raw), dtype).reshape(shape, order="F" if fortran else "C")
     return made
@@ -56,7 +56,7 @@ def numpy_scalar(dtype: np.dtype[Any], raw: Any) -> Any:
 
 
 def moment(kind: Any, nbytes: int) -> Callable[..., Any]:
-    """Return the maker of a date or a time: of its bytes, and a zone where it has one."""
+    """Return the function that makes a date or time from its bytes and, if it has one, its zone."""
 
     def make(raw: Any, *zone: Any) -> Any:
         if not isinstance(raw, bytes) or len(raw) != nbytes or len(zone) > 1:
@@ -69,7 +69,7 @@ def moment(kind: Any, nbytes: int) -> Callable[..., Any]:
 
 
 def timedelta(*args: Any) -> datetime.timedelta:
-    """Return the span of (days, seconds, microseconds)."""
+    """Return the timedelta for (days, seconds, microseconds)."""
     if len(args) > 3 or not all(type(arg) is int for arg in args):
         raise ValueError("a span of time is none")
     return datetime.timedelta(*args)

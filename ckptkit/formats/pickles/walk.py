@@ -153,12 +153,12 @@ def walk(  # noqa: C901, PLR0915 - one loop: a call for each opcode would take t
 ) -> tuple[Any, int]:
     """Return the value of the pickle at `pos`, and where it ends. Call it within `guarded`.
 
-    An argument that the end of `data` cuts off needs no check: the next opcode is not there, an IndexError.
+    Arguments are not checked for the end of `data`: if one is truncated, the next opcode is missing, an IndexError.
 
     Args:
-        resolve: (module, name) of a global -> what stands for it; raises UnsafePickleError.
-        calls: What makes instances of the types, other than stubs, that `resolve` returns.
-        states: What sets the state of those: by type, subclasses included.
+        resolve: (module, name) of a global -> its replacement; raises UnsafePickleError.
+        calls: For types returned by `resolve` that are not stubs: the functions that make instances.
+        states: The functions that set the state of those instances, by type, including subclasses.
     """
     calls = calls or {}
     stack: list[Any] = []

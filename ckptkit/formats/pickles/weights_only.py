@@ -1,8 +1,8 @@
 """Objects as torch.save bytes, in a job: the only place where torch unpickles, always with weights_only=True.
 
-Dates, paths, collections and numpy arrays, which torch refuses, are read by `walk` with makers that check every
-argument, dense tensors beside them too. Before torch sees a file, our zip reader refuses what torch would unfold in
-memory: compressed members. After it, views that are larger than the bytes they lie on are refused.
+torch refuses dates, paths, collections and numpy arrays. `walk` reads those, and dense tensors next to them, with
+functions that check every argument. Before torch sees a file, our zip reader refuses compressed members, which torch
+would expand in memory. Afterwards, views that are larger than their storage are refused.
 """
 
 from __future__ import annotations

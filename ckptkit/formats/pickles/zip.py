@@ -73,9 +73,8 @@ class TorchArchive:
 def read_archive(
     store: Store, path: str, start: int = 0, nbytes: int | None = None, *, unknown: Unknown = "refuse"
 ) -> TorchArchive:
-    """Return what the torch.save zip at bytes [start, start + nbytes) of `path` holds, without reading tensors.
-
-    Reads the zip directory, the pickle and one small header a storage.
+    """Return the contents of the torch.save zip at bytes [start, start + nbytes) of `path`, without reading tensors.
+    Reads the zip directory, the pickle, and a small header for each storage.
 
     Args:
         nbytes: To the end of the file by default.
@@ -84,13 +83,13 @@ def read_archive(
     Raises:
         CorruptCheckpointError: It is not such an archive, or its parts contradict each other.
         UnsafePickleError: Its pickle asks for a global that is not allowed.
-        UnsupportedFormatError: Big-endian, or holds tensors that are not dense.
+        UnsupportedFormatError: It is big-endian, or has tensors that are not dense.
     """
     return TorchArchive(Archive(store, path, start, nbytes).value(unknown=unknown), path)
 
 
 def file_size(store: Store, path: str) -> int:
-    """Return the bytes of a file, also behind a symlink of a hub cache: the store checks where it leads."""
+    """Return the size of a file, also through a symlink of a Hub cache; the store checks its target."""
     info = store.info(path)
     if info is None:
         raise FileNotFoundError(f"{path} does not exist")
@@ -115,7 +114,7 @@ def _size_by_reading(store: Store, path: str) -> int:
 
 
 def parse_directory(tail: bytes, nbytes: int, *, file: str) -> tuple[dict[str, Member], int]:
-    """Return the members of an archive of `nbytes` bytes whose last ones are `tail`, and where its directory begins.
+    """Return the members of an archive of `nbytes` bytes that ends with `tail`, and where its directory begins.
 
     Raises:
         CorruptCheckpointError: The directory is damaged, has compressed, encrypted, duplicate or overlapping
@@ -140,7 +139,7 @@ def parse_directory(tail: bytes, nbytes: int, *, file: str) -> tuple[dict[str, M
 
 
 class ShortTailError(Exception):
-    """The last `nbytes` bytes of the archive are needed."""
+    """Reading the directory needs the last `nbytes` bytes of the archive."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(nbytes)
@@ -204,7 +203,8 @@ def _member(tail: bytes, pos: int, stop: int, file: str) -> tuple[Member, int]:
 
 
 def _zip64(extra: bytes, packed: int, size: int, header: int, file: str) -> tuple[int, int, int]:
-    """Take from the zip64 extra field (APPNOTE 4.5.3) the numbers that did not fit, in their fixed order."""
+    """Return the packed size, size and header offset of an entry. Those that did not fit are in its zip64 extra field
+    (APPNOTE 4.5.3)."""
     pos = 0
     while pos + 4 <= len(extra):
         kind, length = struct.unpack_from("<2H", extra, pos)
@@ -246,7 +246,7 @@ def _check_layout(members: dict[str, Member], directory: int, file: str) -> None
 
 
 def data_start(header: bytes, member: Member, *, file: str) -> int:
-    """Return where the member's bytes begin, from the start of the archive, given its local header."""
+    """Return the offset of a member's bytes in the archive, given its local header."""
     if len(header) < LOCAL_HEADER.size:
         raise CorruptCheckpointError(f"{file}: member {member.name!r:.80} is cut short.")
     fields = LOCAL_HEADER.unpack_from(header)
@@ -259,9 +259,8 @@ def data_start(header: bytes, member: Member, *, file: str) -> int:
 
 
 class Layout:
-    """The members of one archive by their name below its folder, and how torch wrote them.
-
-    `starts` has the first data byte of every member that `locate` was asked for.
+    """The members of one archive by their name below its folder, and how torch wrote them. `starts`: the first data
+    byte of each member that was located.
     """
 
     def __init__(self, members: dict[str, Member], directory: int, nbytes: int, file: str) -> None:
@@ -296,8 +295,8 @@ def storage_of(identity: Any, find: Callable[[str], tuple[int, int]] | None, pat
     """Return the storage of a persistent id ("storage", class, key, location, numel).
 
     Args:
-        find: Key -> (nbytes, crc32) of the member that holds it; raises ValueError where there is none. Without it
-            the storage is as long as the id declares.
+        find: Key -> (nbytes, crc32) of the member that holds it; raises ValueError if there is none. Without it, the
+            storage is as long as the id declares.
     """
     if not isinstance(identity, tuple) or len(identity) != 5 or identity[0] != "storage":
         raise ValueError("a persistent id is not a storage")
@@ -338,7 +337,7 @@ class Archive:
         self.layout = self._layout(tail)
 
     def members(self) -> list[tuple[int, int, int]]:
-        """Return (start in the file, nbytes, CRC-32) of all members. The pickle is not looked at."""
+        """Return (start in the file, nbytes, CRC-32) of all members, without reading the pickle."""
         members = self.layout.members.values()
         return [(self._start(member, self._header(member)), member.nbytes, member.crc32) for member in members]
 
@@ -357,7 +356,7 @@ class Archive:
         return value
 
     def pickled(self) -> bytes:
-        """Return the pickle of what was saved, once the archive is known to be little-endian."""
+        """Return the pickle in the archive, after checking that the archive is little-endian."""
         if "byteorder" in self.layout.members:
             check_byteorder(self.member("byteorder"), file=self.file)
         return self.member("data.pkl")
@@ -416,7 +415,7 @@ class Archive:
         return member.nbytes, member.crc32
 
     def locate_storages(self) -> None:
-        """Find the positions of the requested storages: reads one small header each, all together."""
+        """Find the positions of the requested storages; reads their small headers together."""
         storages = list(self.storages.values())
         members = [self.layout.members[f"data/{s.key}"] for s in storages]
         headers = [bytearray(LOCAL_HEADER.size + len(m.name.encode())) for m in members]
@@ -428,7 +427,7 @@ class Archive:
 
 
 def memory_store(path: str, data: bytes) -> Store:
-    """Return bytes in memory as the one file of a store, for the readers of archives."""
+    """Return a store whose only file is these bytes in memory, for the readers of archives."""
     return cast(Store, _Memory(path, data))
 
 
@@ -469,7 +468,7 @@ def _narrow(value: int) -> int:
 
 
 def local_header(name: bytes, crc: int, nbytes: int, *, flags: int = 0, padding: int | None = None) -> bytes:
-    """Return what stands before a member's bytes; `padding`: a field of that many zeros, to align them."""
+    """Return the header before a member's bytes; `padding`: the number of zeros that align them."""
     wide = nbytes >= _WIDE
     extra = struct.pack("<HHQQ", _ZIP64, 16, nbytes, nbytes) if wide else b""
     if padding is not None:
@@ -489,7 +488,7 @@ def central_header(name: bytes, crc: int, nbytes: int, offset: int, *, flags: in
 
 
 def end_records(entries: int, directory_nbytes: int, directory_at: int) -> bytes:
-    """Return what stands behind the directory."""
+    """Return the records after the directory."""
     end = b""
     if entries >= _NONE16 or directory_nbytes >= _WIDE or directory_at >= _WIDE:
         end = _END64.pack(b"PK\x06\x06", 44, 45, 45, 0, 0, entries, entries, directory_nbytes, directory_at)

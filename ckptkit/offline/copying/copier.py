@@ -195,7 +195,7 @@ class Copier:
             self._tally.add(sum(nbytes[first:stop]), self._work.origins[origins[first]].path)
 
     def _batches(self, nbytes: Int64) -> list[int]:
-        """Batches of runs that are read together: long ones alone, short ones up to about half a chunk."""
+        """Return batches of runs to read together: long runs alone, short ones up to about half a chunk."""
         short = nbytes < (_SHORT if self._reader.is_local else self._chunk)
         turns = (np.cumsum(nbytes) - nbytes) // max(1, self._chunk // 2)
         new = np.append(True, ~short[1:] | ~short[:-1] | (turns[1:] != turns[:-1]))

@@ -38,7 +38,7 @@ _SMALL_SPAN = 1 << 20  # spans of up to this many bytes are read in one call, ev
 
 
 def strided(buffer: Bytes, first: int, sizes: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Array:
-    """Return a view of elements in `buffer`: from byte `first`, strides in elements."""
+    """Return a view of `buffer` that starts at byte `first`; strides count elements."""
     view: Array = np.ndarray(
         sizes, _UNITS[itemsize], buffer=buffer, offset=first, strides=tuple(stride * itemsize for stride in strides)
     )

@@ -172,7 +172,7 @@ class Placement:
 
 
 class _WholePlacement(Placement):
-    """A tensor at one place: of hundreds of thousands of small tensors, each is. Columns are created on demand."""
+    """The placement of a whole tensor at one place, as of most small tensors. Creates columns only on demand."""
 
     __slots__ = ("_file", "_start")
 

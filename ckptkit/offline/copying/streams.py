@@ -66,7 +66,7 @@ class StreamWriter:
     def _with_crcs(
         self, file: OutputFile, literals: list[Literal], placed: list[_Event], worker: Worker
     ) -> list[Literal]:
-        """Return the literals with their CRC fields filled in. Computes the covered bytes an additional time."""
+        """Return the literals with their CRC fields filled in. This computes the covered bytes twice."""
         changed = [(item.start, bytearray(item.data)) for item in literals]
         events = _events(literals, placed)
         for item in file.crcs:

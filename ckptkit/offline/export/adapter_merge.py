@@ -44,7 +44,7 @@ class Change:
         scratch: Temporary memory of the formula, in bytes per element of the weight.
         stored: The tensor that the weight is read from, if it has another dtype or shape, with as many rows; None: the
             weight itself.
-        aligned: How many of the inputs, from the first on, have as many rows as the weight, and are cut with them.
+        aligned: How many of the first inputs have one row per row of the weight, and are sliced like it.
         by_element: Whether a few rows are changed as fast as many.
     """
 
@@ -77,7 +77,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One source of a tensor: its rows from `first` on, read as `rows`, changed, and then of shape `shape`."""
+    """One source of a tensor: rows `first` and after are read as `rows`, changed, and reshaped to `shape`."""
 
     source: str
     first: int
@@ -102,7 +102,7 @@ class _Step:
         return math.prod(self.shape)
 
     def carry_out(self, data: Sequence[Bytes], dtype: str) -> npt.NDArray[Any]:
-        """Return the bits of the changed rows in a dtype."""
+        """Return the changed rows in a dtype, as bits."""
         tensors = [_tensor(raw, target) for raw, target in zip(data, self.inputs, strict=True)]
         made = tensors[0]
         if self.change is not None:
@@ -175,7 +175,7 @@ def _ranges(target: Target, changes: Mapping[str, Change], whole: Mapping[str, T
 
 
 def _rows_of(source: Target, first: int, stop: int) -> Target:
-    """Return a source, or some of its rows, in its own dtype."""
+    """Return all or some rows of a source, in its own dtype."""
     if not source.shape:
         return replace(source, dtype=source.source_dtype)
     shape = (stop - first, *source.shape[1:])
@@ -250,7 +250,7 @@ def merge_adapter(
 
     Args:
         model_type: The base config's model type, if known.
-        before: By source: what is done to a base weight first, such as its dequantization.
+        before: A change to apply first (dequantization, for example), by source of the base weight.
 
     Raises:
         UnsupportedFormatError: PEFT cannot merge the adapter either, or its names are ambiguous.
@@ -276,7 +276,8 @@ def merge_adapter(
 def _of_tied(
     changes: Mapping[str, Change], tied: Mapping[str, str], notes: MutableSequence[str], names: Mapping[str, str]
 ) -> dict[str, Change]:
-    """Return the changes by kept source. PEFT changes a tied tensor in place, so the change of either name counts."""
+    """Return the changes by kept source. PEFT changes a tied tensor in place, so a change to either name applies to
+    both."""
     made = dict(changes)
     for source, kept in tied.items():
         if source not in changes:
@@ -411,8 +412,8 @@ class _Changes:
     def _is_transposed(self) -> bool:
         """Whether square weights are stored as [in, out].
 
-        Other weights of the checkpoint tell, otherwise the config. PEFT uses the class of the module, and corrects
-        `fan_in_fan_out` accordingly.
+        Decided by the checkpoint's non-square weights, or else by the config. PEFT decides by the module's class, and
+        corrects `fan_in_fan_out` to match.
         """
         proved = set()
         for pair in self.split.pairs.values():
@@ -490,7 +491,8 @@ class _Changes:
     def _assigned(self, module: str, pairs: Sequence[LoraPair]) -> tuple[bool, Sequence[str]]:
         """Return whether experts are stored as [experts, in, out], and the parameter of each pair.
 
-        PEFT's names do not tell: wrappers of one module are nested in the order of its parameters. Only shapes tell.
+        PEFT's names do not say which pair belongs to which parameter, because it nests the wrappers of a module in the
+        order of its parameters. Only shapes can tell them apart.
 
         Raises:
             UnsupportedFormatError: The shapes allow several assignments.
@@ -565,7 +567,7 @@ def _product(scale: float) -> str:
 
 
 def _scratch(pair: LoraPair, times: int) -> int:
-    """Return the temporary bytes per element: 16-bit factors are multiplied in float32."""
+    """Return the temporary bytes per element. 16-bit factors are multiplied in float32."""
     assert pair.b is not None
     return times * max(4, dtype_of(pair.b.dtype).itemsize)
 

@@ -66,7 +66,7 @@ class LoraPair:
 
     @property
     def patterned(self) -> str:
-        """The name matched against rank and alpha patterns: out_proj of attention uses its parent's."""
+        """The name that rank and alpha patterns are matched with. For an attention's out_proj it is its parent's."""
         return self.module.rpartition(".")[0] if self.key.endswith(".base_layer.out_proj") else self.module
 
 
@@ -95,7 +95,7 @@ class AdapterSplit:
 
 
 def without_base(names: Iterable[str]) -> bool:
-    """Return whether these are the names of a LoRA adapter without the weights that it changes."""
+    """Return whether these are the names of a LoRA adapter alone, without base weights."""
     adapted: set[str] = set()
     others: set[str] = set()
     for name in names:
@@ -156,7 +156,7 @@ def split_adapter(targets: Mapping[str, Target]) -> AdapterSplit | None:
 
 
 def refuse_other_kinds(targets: Mapping[str, Target]) -> None:
-    """Raise for PEFT models with an adapter other than LoRA, which no loader would accept as a model.
+    """Raise for a PEFT model with another adapter than LoRA, because no loader accepts it as a model.
 
     Raises:
         UnsupportedFormatError: Names the module with the adapter.
@@ -219,13 +219,13 @@ def adapter_config(given: Mapping[str, Any] | None, split: AdapterSplit, *, base
 
 
 def repo_of(config: Mapping[str, Any]) -> str | None:
-    """Return the Hub repo that an adapter config names as its base; None for a path of the machine that trained it."""
+    """Return the Hub repo that an adapter config names as its base; None if it names a local path."""
     named = str(config.get("base_model_name_or_path") or "")
     return named if _REPO.fullmatch(named) and not os.path.lexists(named) else None
 
 
 def named_base(given: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """Return a note on the base model in an exported adapter config, if other machines cannot load it."""
+    """Return a note if the base model in an exported adapter config cannot be loaded on other machines."""
     before, now = given.get("base_model_name_or_path"), config.get("base_model_name_or_path")
     if before and before != now:
         return [f"the adapter config names {now} as the base model instead of {before}"]
@@ -255,7 +255,7 @@ def export_adapter(split: AdapterSplit, config: Mapping[str, Any]) -> tuple[dict
 
 
 def changes_base(config: Mapping[str, Any]) -> str:
-    """Return the setting with which PEFT changes the base weights when it creates the adapter, "" if there is none."""
+    """Return the setting that makes PEFT change base weights when it creates the adapter; "" if there is none."""
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
         return f"init_lora_weights={start!r}"
@@ -263,7 +263,7 @@ def changes_base(config: Mapping[str, Any]) -> str:
 
 
 def _is_tied_token_adapter(name: str, split: AdapterSplit, config: Mapping[str, Any]) -> bool:
-    """Whether a head's rows are the embedding's (implied by a list of indices): PEFT stores them once."""
+    """Whether PEFT stores a head's trained rows only once, with the embedding's. A list of indices implies it."""
     indices = config.get("trainable_token_indices")
     head = name.endswith("lm_head.token_adapter.trainable_tokens_delta")
     return (
@@ -307,7 +307,7 @@ def is_of_parameter(config: Mapping[str, Any], module: str) -> bool:
 
 
 def scaling(config: Mapping[str, Any], module: str) -> float:
-    """Return the scale of B @ A: alpha / r, or alpha / sqrt(r) with rslora; considers patterns by module."""
+    """Return the scale of B @ A: alpha / r, or alpha / sqrt(r) with rslora. Patterns may set both for a module."""
     rank = _by_pattern(config.get("rank_pattern"), module, config.get("r"))
     alpha = _by_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha"))
     if not all(isinstance(n, (int, float)) and math.isfinite(n) for n in (rank, alpha)) or rank <= 0:
@@ -333,8 +333,8 @@ def _add_factor(split: AdapterSplit, match: re.Match[str], target: Target) -> No
 
 
 def _name_modules(split: AdapterSplit) -> None:
-    """Set the base-model module names of pairs. Adapters of several parameters of one module (target_parameters) are
-    nested and keep distinguishing names."""
+    """Set the base-model module names of pairs. If several parameters of a module have adapters (target_parameters),
+    these are nested, and keep names that tell them apart."""
     plain = [module.replace(".base_layer", "") for module in split.pairs]
     for module, name in zip(list(split.pairs), plain, strict=True):
         pair = split.pairs.pop(module)
@@ -354,7 +354,7 @@ def _rank(pair: LoraPair) -> int:
 
 
 def _is_stacked(config: Mapping[str, Any], pair: LoraPair) -> bool:
-    """Whether the factors may be those of a parameter: with a rank for each expert, or a pattern of its name."""
+    """Whether the factors may belong to a parameter: they have a rank per expert, or a pattern names it."""
     if not is_of_parameter(config, pair.key.replace(".base_layer", "")):
         return False
     patterns = config.get("rank_pattern")

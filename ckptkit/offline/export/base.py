@@ -61,7 +61,8 @@ class BaseModel:
     notes: tuple[str, ...] = ()
 
     def over(self, other: BaseModel) -> BaseModel:
-        """Return this base, completed with items that only `other` has: a checkpoint's own config and tokenizer."""
+        """Return this base, completed with what only `other` has. `other` is the checkpoint's own config and
+        tokenizer."""
         return BaseModel(
             self.where if self.config is not None or not other.config else other.where,
             self.config if self.config is not None else other.config,
@@ -188,7 +189,7 @@ def _read_directory(store: Store, where: str, repo: str | None = None) -> BaseMo
 
 
 def _wanted(store: Store, notes: list[str]) -> dict[str, WantedTensor]:
-    """Return names, shapes and dtypes of the base's tensors from headers, or only names from the index."""
+    """Return the base's tensors: names, shapes and dtypes from headers, or only names from the index."""
     try:
         catalog = safetensors.open_catalog(store)
     except (CheckpointNotFoundError, UnsupportedFormatError):
@@ -248,7 +249,7 @@ def _from_hub(base: str) -> BaseModel:
 
 
 def _read_small(store: Store, path: str, notes: list[str]) -> bytes | None:
-    """Return the file's bytes; None, with a note, for files that are not copied."""
+    """Return the file's bytes. For a file that is not copied, add a note and return None."""
     if _WEIGHTS.search(path):
         notes.append(f"{path} was not copied: it looks like weights")
         return None

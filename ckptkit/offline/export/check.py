@@ -1,4 +1,4 @@
-"""Checks a written export by its own files: the index, and names and shapes against a model."""
+"""Checks a written export: its index, and its names and shapes against a model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _COMPUTED_BY = {"marian": re.compile(r"model\.(?:encoder|decoder)\.embed_positio
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Mismatches; differing dtypes are only notes, because an export keeps the checkpoint's."""
+    """Differences between an export and a model. Other dtypes are only notes: an export keeps the checkpoint's."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -89,7 +89,7 @@ def unexpected_buffers(
 
 
 def absent_layers(names: Iterable[str], config: Mapping[str, Any]) -> tuple[str, ...]:
-    """With only a config to compare with, return missing layers by its layer count.
+    """Return the layers that are missing by the config's layer count, if there is nothing else to compare with.
 
     transformers would initialize them randomly. Only numbered layers can be checked.
     """
@@ -127,7 +127,7 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class ExportProof:
-    """What was checked of a written export.
+    """What was checked in a written export.
 
     Attributes:
         tensors: Number of tensors.
@@ -215,7 +215,7 @@ def _check_names(catalog: Catalog, base: BaseModel) -> None:
 
 
 def shown(faults: Sequence[str]) -> list[str]:
-    """Return the first five faults of each kind and the number of the others; the debug log (-v) has all of them."""
+    """Return the first five faults of each kind, and the number of others. The debug log (-v) has all."""
     kinds: dict[str, list[str]] = {}
     for fault in faults:
         kinds.setdefault(fault.partition(":")[0], []).append(fault)

@@ -30,7 +30,7 @@ def write_checksums(store: Store, paths: Iterable[str], *, workers: int = 0) -> 
 
 
 def read_checksums(store: Store) -> dict[str, str]:
-    """Return the sha256 (hex) of each file in the directory's SHA256SUMS; nothing if there is none.
+    """Return the sha256 (hex) of each file in the directory's SHA256SUMS; {} if there is none.
 
     Raises:
         CorruptCheckpointError: It is not a valid SHA256SUMS file.

@@ -39,10 +39,10 @@ class Dequantized:
     """Targets without scales, whose quantized weights are still to be computed by `computed`.
 
     Attributes:
-        changes: By source of a weight: its dequantization.
-        whole: By source: the weight that parts are taken of.
-        dropped: By source of a scale: what became of it.
-        names: By stored name: that of the weight it became a part of; of scales of activations "".
+        changes: The dequantization of each weight, by source.
+        whole: The whole weight, by source, for targets that need parts of it.
+        dropped: What became of each scale, by source.
+        names: The weight that each stored tensor became part of, by stored name; "" for activation scales.
     """
 
     targets: dict[str, Target]
@@ -71,10 +71,10 @@ class _Weight:
     """A quantized weight.
 
     Attributes:
-        name: Of the weight without quantization.
-        stored: The name of its codes.
-        parts: The names of its scales and the like.
-        target: What it becomes.
+        name: The weight's name without quantization.
+        stored: The name of the tensor with its codes.
+        parts: The names of its scales, zero points and so on.
+        target: The dequantized weight.
     """
 
     name: str
@@ -151,7 +151,7 @@ def _dequantized(targets: Mapping[str, Target], weights: list[_Weight]) -> Dequa
 
 
 def _source(name: str, dtype: str, source: str, shape: tuple[int, ...]) -> Target:
-    """Return a whole source as a target, in the shape that it is computed in."""
+    """Return a whole source as a target, in the shape that the formula uses."""
     return Target(name, dtype, shape, (Part(Box.whole(shape), source, Box.whole(shape)),), dtype)
 
 
@@ -163,7 +163,7 @@ def _stored(target: Target) -> Target:
 
 
 def _is_packed(name: str, targets: Mapping[str, Target]) -> bool:
-    """Return whether a tensor holds integers that stand for floats, or belongs to them."""
+    """Return whether a tensor holds packed weights, or belongs to them (their scales, zero points, shapes)."""
     coded = targets[name].source_dtype in ("int8", "uint8") and bool(_scale_of(name, targets))
     return coded or _is_small(targets[name]) or _PACKED.fullmatch(name) is not None
 
@@ -186,7 +186,7 @@ def _eight(name: str, targets: Mapping[str, Target], blocks: Any, dtype: str) ->
 
 
 def _formula(weight: Target, scale: Target, blocks: Any, dtype: str) -> tuple[Formula, str, int]:
-    """Return the formula of a weight, what it is called in a plan, and how many inputs are cut with its rows."""
+    """Return the formula of a weight, its label in a plan, and how many inputs are sliced along with the rows."""
     if scale.numel == 1:
         return formulas.whole(dtype), f"FP8 weight * scale in {scale.dtype}", 0
     rows, columns = weight.shape[-2:] if len(weight.shape) > 1 else (weight.shape[0], 1)
@@ -203,7 +203,7 @@ def _formula(weight: Target, scale: Target, blocks: Any, dtype: str) -> tuple[Fo
 
 
 def _block_size(weight: Target, scale: Target, blocks: Any, rows: int, columns: int) -> tuple[int, int] | None:
-    """Return the size of a block: the config's where the scales match it, otherwise what divides the weight evenly."""
+    """Return the block size: the config's if the scales match it, otherwise the one that divides the weight evenly."""
     if len(scale.shape) != len(weight.shape) or len(weight.shape) < 2 or not scale.numel:
         return None
     down, across = scale.shape[-2:]

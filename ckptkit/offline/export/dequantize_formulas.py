@@ -46,7 +46,7 @@ def by_row(dtype: str) -> Formula:
 def by_block(high: int, wide: int, dtype: str) -> Formula:
     """Return each block of `high` x `wide` elements times its scale. Inputs: [..., blocks down, blocks across].
 
-    Of matrices with blocks of several rows, all scales; otherwise those of the rows.
+    With blocks of several rows, the inputs are all scales; otherwise those of the given rows.
     """
 
     def scaled(w: torch.Tensor, inputs: Any, first: int) -> torch.Tensor:
@@ -62,8 +62,9 @@ def by_block(high: int, wide: int, dtype: str) -> Formula:
 
 
 def mxfp4(dtype: str) -> Formula:
-    """Return [experts, groups * 32, out] of blocks [experts, out, groups, 16]: two codes of FP4 a byte, the lower one
-    first, times two to the power of the group's exponent. Inputs: exponents plus 127, as bytes [experts, out, groups].
+    """Return [experts, groups * 32, out] of blocks [experts, out, groups, 16]: Each byte has two FP4 codes, the lower
+    one first; each value is multiplied by two to the power of its group's exponent. Inputs: exponents plus 127, as
+    bytes [experts, out, groups].
 
     As `convert_moe_packed_tensors` of transformers (integrations/mxfp4.py).
     """
@@ -98,19 +99,19 @@ def integers(
     has_shape: bool,
     dtype: str,
 ) -> Formula:
-    """Return (W - zero point) * scale, computed in the scale's dtype, of a matrix of integers.
+    """Return (W - zero point) * scale for a matrix of integers, computed in the scale's dtype.
 
     As `dequantize` of compressed-tensors (quantization/lifecycle/forward.py). Inputs: scales, then zero points and the
-    shape, where there are any.
+    shape if present.
 
     Args:
         name: For messages.
-        bits: Of an integer.
-        shape: Of the weight.
-        group: Columns that share a scale; 0 for a scale of each row, or of all.
-        by_rows: Whether scales have the rows of the weight.
-        packed: Integers are packed along rows; otherwise there is one a byte.
-        packed_zero: Zero points are packed along columns; otherwise there is one a byte.
+        bits: Bits per integer.
+        shape: Shape of the weight.
+        group: Number of columns that share a scale; 0 for one scale per row, or one in all.
+        by_rows: Whether scales have one row per row of the weight.
+        packed: Integers are packed along rows; otherwise each has a byte.
+        packed_zero: Zero points are packed along columns; otherwise each has a byte.
     """
 
     def unpacked(w: torch.Tensor, inputs: Any, first: int) -> torch.Tensor:
@@ -134,10 +135,10 @@ def integers(
 
 
 def fp4(group: int, dtype: str) -> Formula:
-    """Return W * scale of FP4, two codes a byte, the lower one first, rounded to bfloat16 like compressed-tensors.
+    """Return W * scale for FP4 (two codes per byte, the lower one first), rounded to bfloat16 like compressed-tensors.
 
-    Inputs: scales of `group` columns in FP8, or as exponents plus 127 in bytes; then what all scales are divided by,
-    where there is that. As `decompress` of its NVFP4 and MXFP4 compressors.
+    Inputs: a scale for each `group` columns, in FP8 or as a byte (the exponent plus 127); then, for NVFP4, a number by
+        which all scales are divided. Follows `decompress` of its NVFP4 and MXFP4 compressors.
     """
 
     def unpacked(w: torch.Tensor, inputs: Any, first: int) -> torch.Tensor:
@@ -156,7 +157,7 @@ def fp4(group: int, dtype: str) -> Formula:
 
 
 def _unpacked(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """Return the first `count` integers of each row of 32-bit words, as int8; of 2, 4 or 8 bits, the lowest first."""
+    """Return the first `count` integers (2, 4 or 8 bits, lowest first) of each row of 32-bit words, as int8."""
     import torch
 
     stored = words.contiguous().view(torch.uint8)  # little endian, as every machine that torch runs on
@@ -167,14 +168,14 @@ def _unpacked(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
 
 
 def _of_rows(values: torch.Tensor, rows: slice, height: int, grouped: bool) -> torch.Tensor:
-    """Return scales or zero points of some rows, to be broadcast over columns, or over those of each group."""
+    """Return the scales or zero points of some rows, in a shape that broadcasts over all columns or over each group."""
     if grouped:
         return values[rows].unsqueeze(-1)
     return values.reshape(-1, 1)[rows] if values.numel() == height and height > 1 else values.reshape(())
 
 
 def _looked_up(table: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """Return the rows of a table with the numbers high * 256 + low, of bytes."""
+    """Return the rows of a table whose indices are high * 256 + low; both are bytes."""
     import torch
 
     unit = {4: np.uint32, 8: np.uint64, 16: np.complex128}[table.shape[-1] * table.element_size()]

@@ -20,9 +20,8 @@ _NAMED = 3
 
 
 def averaged(catalog: Catalog) -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
-    """Return the averaged weights by the FQN of the model's, and notes.
-
-    What has no average (integers, buffers, frozen parameters) comes from the model.
+    """Return the averaged weights by FQN, and notes. Tensors without an average (integers, buffers, frozen parameters)
+    come from the model.
 
     Raises:
         CheckpointNotFoundError: There is no EMA.
@@ -55,7 +54,7 @@ def averaged(catalog: Catalog) -> tuple[dict[str, TensorEntry], tuple[str, ...]]
 def _named(
     catalog: Catalog, front: str, found: Mapping[str, TensorEntry], model: Mapping[str, TensorEntry]
 ) -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
-    """Return the tensors below `front` by the names that they have in the model, completed with the model's."""
+    """Return the tensors below `front` under their names in the model, completed with the model's tensors."""
     if all(name.rpartition(".")[2].isdecimal() for name in found):
         raise UnsupportedFormatError(
             f"--weights ema: the tensors of {front!r} are numbered, so that they have no names. NeMo and "
@@ -102,14 +101,14 @@ def _named(
 
 
 def _variants(model: Mapping[str, TensorEntry]) -> list[dict[str, str]]:
-    """Return the names that an EMA may have for the model's tensors, each with its FQN: with a container or without."""
+    """Return the names that an EMA may use for the model's tensors (with or without a container), and their FQNs."""
     whole = {name: name for name in model}
     inner = {name.partition(".")[2]: name for name in model}
     return [whole, inner] if len(inner) == len(whole) else [whole]
 
 
 def _is_inline(catalog: Catalog, front: str, name: str) -> bool:
-    """Return whether the object that holds an EMA has a tensor of this name as a value."""
+    """Return whether the object that holds an EMA contains the value of this tensor."""
     holder = catalog.objects.get(front.removesuffix("."))
     if holder is None or holder.encoding != "value":
         return False

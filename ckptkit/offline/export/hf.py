@@ -200,7 +200,7 @@ def _map_names(draft: _Draft) -> None:
 
 
 def _by_transformers(draft: _Draft, chosen: Choice) -> Choice:
-    """If names of the base are still missing, rename by what the installed transformers knows of the model."""
+    """If names of the base are still missing, rename tensors with the conversions of the installed transformers."""
     wanted = draft.base.wanted
     if wanted.keys() <= chosen.mapped.targets.keys() or chosen.mapped.targets.keys() <= wanted.keys():
         return chosen  # nothing is missing, or only that
@@ -258,7 +258,7 @@ def _model_tensors(
 
 
 def _dequantized(draft: _Draft) -> Dequantized | None:
-    """Replace the draft's quantized weights with those to be computed, if there are any and a dtype is wanted."""
+    """Replace the draft's quantized weights by dequantized ones, unless the dtype is "keep"."""
     dtype = draft.options.dtype
     if dtype == "keep" and draft.options.quantize:
         dtype = "bf16"  # for weights that are quantized in another way
@@ -283,7 +283,7 @@ def _quantized(draft: _Draft) -> bool:
 
 
 def _model_type(config: Mapping[str, Any] | None) -> str | None:
-    """Return the type of the model that generates text, which may be a part of the model."""
+    """Return the model type of the text model, which may be a part of the whole."""
     config = config or {}
     text = config.get("text_config")
     found = (text if isinstance(text, Mapping) else config).get("model_type") or config.get("model_type")
@@ -467,7 +467,7 @@ def _compare(draft: _Draft) -> None:
 
 
 def _left_out(draft: _Draft, name: str) -> bool:
-    """Return whether --include and --exclude explain that a name is missing.
+    """Return whether --include or --exclude can be why a name is missing.
 
     The globs match names before the key map, so with a key map any glob explains it."""
     options = draft.options

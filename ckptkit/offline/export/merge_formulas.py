@@ -32,9 +32,8 @@ def linear(scale: float, *, transposed: bool = False) -> Formula:
 def rounded(scale: float, *, transposed: bool = False, times: int = 1) -> Formula:
     """Return W + scale * (B @ A), with the product first rounded to W's dtype. Inputs: A, B.
 
-    PEFT does so for embeddings, parameters and attention. `times`: for out_proj of MultiheadAttention its `merge`
-    adds the product twice (in its forward pass as well, so this is what was trained): first on its own, then through
-    out_proj's own `merge`.
+    PEFT does so for embeddings, parameters and attention. `times`: how often the product is added; only the first time
+    it is rounded. PEFT adds it twice for out_proj of MultiheadAttention, in `merge` as in training.
     """
 
     def merge(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
@@ -88,7 +87,7 @@ def block_diagonal(scale: float, blocks: tuple[int, int]) -> Formula:
 def dora(scale: float, *, transposed: bool = False) -> Formula:
     """Return magnitude / |W + delta| * (W + delta), with the norm per output. Inputs: A, B, magnitude.
 
-    Can be computed by rows only if not `transposed`, because norms are then per column.
+    Rows can be computed separately unless `transposed`, where norms are per column.
     """
 
     def merge(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
@@ -126,7 +125,7 @@ def conv(scale: float, *, is_dora: bool = False) -> Formula:
 
 
 def experts(scale: float, count: int, *, in_first: bool) -> Formula:
-    """Return the weights of `count` experts in one parameter, each plus its own scale * (B @ A). Inputs: A, B.
+    """Return a parameter with the weights of `count` experts, plus scale * (B @ A) of each. Inputs: A, B.
 
     Rows are experts. `in_first`: the parameter is [experts, in, out], else [experts, out, in].
     """
@@ -149,7 +148,7 @@ def experts(scale: float, count: int, *, in_first: bool) -> Formula:
 
 
 def bias(scale: float) -> Formula:
-    """Return the bias of a layer plus that of B, scaled. Inputs: the bias of B."""
+    """Return a layer's bias plus the scaled bias of B. Inputs: the bias of B."""
 
     def merge(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
         w += inputs[0][_rows(w, first)] * scale

@@ -21,11 +21,11 @@ _BITS = (2, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class Unpacking:
-    """How a packed weight is computed.
+    """How to compute a weight from its packed codes.
 
     Attributes:
-        parts: The names of what the formula takes besides the codes, in that order.
-        by_rows: Whether the first of them has the rows of the weight.
+        parts: The names of the formula's other inputs, in order.
+        by_rows: Whether the first of them has one row per row of the weight.
     """
 
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ def is_packed_weight(name: str, targets: Mapping[str, Target], settings: Mapping
 
 
 def unpacking(name: str, targets: Mapping[str, Target], settings: Mapping[str, Any], dtype: str) -> Unpacking:
-    """Return how the weight of the codes `name` is computed in `dtype`.
+    """Return how to compute the weight from the codes in tensor `name`, in `dtype`.
 
     Raises:
         CheckpointMismatchError: Its scale is missing, or has another shape than the config says.
@@ -65,7 +65,8 @@ def unpacking(name: str, targets: Mapping[str, Target], settings: Mapping[str, A
 
 
 def _scheme(module: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings of a module's weights: of the group that names it, or of those for all of its class."""
+    """Return the quantization settings of a module: those of the group that names it, otherwise those of the group for
+    classes."""
     groups = settings.get("config_groups")
     found: dict[bool, dict[str, Mapping[str, Any]]] = {True: {}, False: {}}
     for group in groups.values() if isinstance(groups, Mapping) else ():

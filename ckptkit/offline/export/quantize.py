@@ -49,10 +49,10 @@ class Quantized:
 
 
 def quantize(tensors: Mapping[str, OutputTensor], config: Mapping[str, Any] | None) -> Quantized:
-    """Return the tensors with the weights quantized that transformers' FP8 quantizer would quantize.
-
-    Weights whose sizes are not multiples of 128 keep their dtype, as with transformers, and so do those that servers
-    join with one of them. Without a config that the installed transformers knows, names decide, and a note says so.
+    """Return the tensors; the weights that transformers' FP8 quantizer would quantize are replaced by codes and scales.
+    As with transformers, weights whose sizes are not multiples of 128 keep their dtype, and so do weights that servers
+    fuse with one of those. If the installed transformers does not know the config, names decide which weights are
+    quantized, and a note says so.
 
     Raises:
         UsageError: There is nothing to quantize.
@@ -111,7 +111,7 @@ def _is_kept_matrix(name: str, tensor: OutputTensor, chosen: Collection[str]) ->
 
 
 def _joined_with_others(chosen: Collection[str], names: Collection[str]) -> set[str]:
-    """Return the weights that servers join with one that is not quantized."""
+    """Return the chosen weights that servers fuse with one that is not quantized."""
     found = set()
     for name in chosen:
         head, _, last = name.removesuffix(".weight").rpartition(".")
@@ -126,7 +126,7 @@ def _joined_with_others(chosen: Collection[str], names: Collection[str]) -> set[
 
 
 def _codes(tensor: OutputTensor) -> ComputedTensor:
-    """Return the codes of a weight. Rows are computed with the rest of their blocks."""
+    """Return the codes of a weight. Computes whole blocks of rows at a time."""
 
     def cut(start: int, stop: int) -> ComputedTensor:
         first = start // BLOCK * BLOCK
@@ -217,7 +217,7 @@ def _inverse_scales(weight: torch.Tensor, name: str) -> Bytes:
 
 
 def _blocks(weight: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a weight as [blocks down, 128, blocks across, 128] in float32, and what each block is multiplied by.
+    """Return a weight as [blocks down, 128, blocks across, 128] in float32, and the factor of each block.
 
     The arithmetic of `Fp8Quantize` of transformers (integrations/finegrained_fp8.py), except that a block of numbers
     too small for a scale becomes zeros; there it becomes NaN.

@@ -86,8 +86,8 @@ def config_ties(config: Mapping[str, Any] | None) -> bool | None:
 
 
 def tied_pairs(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, str]]:
-    """Return the pairs (head, embedding) that a config may tie: known names, equal shapes; and the embeddings of
-    an encoder-decoder's halves with its shared one, and the bias of a head's decoder with the head's."""
+    """Return the pairs that a config may tie, by known names and equal shapes: a head and the embedding; the embeddings
+    of an encoder and a decoder and the shared one; the bias of a head and of its decoder."""
     embeddings = [name for name in shapes if _is(name, _EMBEDDINGS)]
     pairs: list[tuple[str, str]] = []
     for head in (name for name in shapes if _is(name, _HEADS) or name in _WHOLE_HEADS):
@@ -159,8 +159,8 @@ def settle_tied(
 
 
 def restore_embedding(targets: Mapping[str, Target], wanted: Mapping[str, Any]) -> dict[str, Target]:
-    """Return the targets with an embedding that was stored only under its head's name, renamed to what the
-    base wants. Only for tied configs."""
+    """Return the targets, with the base's name for an embedding that was stored only under its head's name. Only for
+    tied configs."""
     names = dict(targets)
     for embedding in (name for name in wanted if _is(name, _EMBEDDINGS) and name not in targets):
         for head in (name for name in targets if _is(name, _HEADS) and name not in wanted):

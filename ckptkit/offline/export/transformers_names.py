@@ -1,8 +1,8 @@
 """Finds the Hub's names through transformers' conversion_mapping, if installed and ours are not sufficient.
 
-transformers 5 keeps models in memory under other names, and in other pieces, than they lie on the hub, and turns them
-back when it saves. The model is built of config.json on the meta device: it knows which entries of the table apply
-where. Names come from the table's own functions; what happens to the elements is done here, on targets.
+In memory, transformers 5 uses other names than the files on the Hub, and splits or joins tensors; it converts back when
+it saves. To learn which entries of its conversion table apply, the model is built from config.json on the meta device.
+Names come from the table's own functions; the operations on tensors are implemented here, on targets.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _Wanted: TypeAlias = "Mapping[str, WantedTensor]"
 
 
 class _Unknown(Exception):
-    """The table asks for something that is not done here."""
+    """The conversion table needs an operation that is not implemented here."""
 
 
 @dataclass(frozen=True, slots=True)
 class LiveModel:
-    """What transformers says of a model in memory.
+    """How transformers names and converts the tensors of a model in memory.
 
     Attributes:
-        tied: Name -> the name whose tensor it is too.
+        tied: Second names of tied tensors -> the first name.
         transforms: The entries of the table, in the order of loading.
         config: The parsed config.
         prefix_change: The class of entries that add or remove a whole prefix.
@@ -53,7 +53,7 @@ class LiveModel:
     prefix_change: type | None = None
 
     def choose(self, targets: Mapping[str, Target], wanted: _Wanted, best: Choice) -> Choice:
-        """Return the hub's names for these live ones, where fewer wanted names are missing than in `best`."""
+        """Return the Hub's names for the live tensors, if fewer wanted names are missing than in `best`."""
         fewest = len(set(wanted) - set(best.mapped.targets))
         for transforms in self._variants():
             try:
@@ -72,7 +72,8 @@ class LiveModel:
         return self.prefix_change is not None and isinstance(transform, self.prefix_change)
 
     def _variants(self) -> Iterable[tuple[Any, ...]]:
-        """Yield the entries without those that change a whole prefix, then all: not every file has the prefix."""
+        """Yield the entries without those that change a prefix, then all entries, since not every file has the
+        prefix."""
         if not self.transforms:
             return
         plain = tuple(t for t in self.transforms if not self._is_prefix(t))
@@ -103,9 +104,8 @@ def live_model(config: Mapping[str, Any] | None, wanted: Collection[str]) -> Liv
 
 
 def quantized_by_transformers(config: Mapping[str, Any] | None, names: Collection[str]) -> set[str] | None:
-    """Return which tensors of a Hub model transformers' block FP8 quantizer would quantize; None if that is not known.
-
-    It is not if the installed transformers is older than 5, or does not know the model.
+    """Return the tensors of a Hub model that transformers' block FP8 quantizer would quantize. None if transformers is
+    missing, older than 5, or does not know the model.
     """
     if not config or not _bounded(config, len(names)):
         return None
@@ -142,7 +142,7 @@ def _built(config: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
     """Return the model of a config on the meta device, and how its tensors are converted when they are loaded.
 
     Raises:
-        _Unknown: Its class is none of transformers.
+        _Unknown: transformers has no class for it.
     """
     import torch
     import transformers
@@ -159,7 +159,8 @@ def _built(config: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _bounded(config: Mapping[str, Any], most: int) -> bool:
-    """Whether no count of layers is beyond what the wanted tensors can be of: building a model takes as long."""
+    """Whether all layer counts are plausible for the wanted tensors: a hostile config would make building a model take
+    forever."""
     for key, value in config.items():
         if isinstance(value, Mapping) and not _bounded(value, most):
             return False
@@ -169,7 +170,7 @@ def _bounded(config: Mapping[str, Any], most: int) -> bool:
 
 
 def _tied(model: Any) -> dict[str, str]:
-    """Return one common name for each name of the tensors that have several."""
+    """Return, for each name of a tensor with several, the one that stands for all."""
     roots: dict[str, str] = {}
 
     def root(name: str) -> str:
@@ -239,7 +240,7 @@ _Tensors = dict[str, list[Target]]
 
 @dataclass(frozen=True, slots=True)
 class _Joined:
-    """What is known of the tensors that one converter makes: the model's config, and shapes of the base by name."""
+    """What a converter needs to know: the model's config, and the base's shapes by name."""
 
     config: Any
     shapes: Mapping[str, tuple[int, ...]]
@@ -257,7 +258,7 @@ def _place(converter: Any, renamed: str, config: Any, renamings: Iterable[Any], 
 
 
 def _run(converter: Any, renamed: str, collected: _Tensors, place: _Joined) -> dict[str, Target]:
-    """What the converter's operations make of the tensors of one place, by full name."""
+    """Apply the converter's operations to the tensors of one place; return the results by full name."""
     sources, to = list(converter.source_patterns), list(converter.target_patterns)
     for operation in converter.operations:
         step = _STEPS.get(type(operation).__name__)
@@ -341,7 +342,7 @@ def _interleave(op: Any, collected: _Tensors, sources: list[str], to: list[str],
 
 
 def _shuffled(target: Target, dim: int, *, to_halves: bool) -> Target:
-    """Elements of `dim` that lie side by side go to its two halves, or back."""
+    """Move even and odd elements of `dim` to its first and second half, or back."""
     if dim == 0:
         if target.shape[0] % 2:
             raise _Unknown("an odd size")
@@ -366,7 +367,7 @@ def _rope(op: Any, collected: _Tensors, sources: list[str], to: list[str], place
 
 
 def _ernie_experts(op: Any, collected: _Tensors, sources: list[str], to: list[str], place: _Joined) -> _Tensors:
-    """Stacked experts of several kinds, gate and up fused: one list of experts through all kinds."""
+    """Stack experts of several kinds, with gate and up fused, into one numbering across all kinds."""
     if set(collected) != set(sources):
         raise _Unknown("parts are missing")
     made: _Tensors = {}
@@ -386,7 +387,7 @@ def _unbound(target: Target, dim: int) -> list[Target]:
 
 
 def _kept(sources: list[str], to: list[str]) -> str:
-    """In front of a cut a tensor keeps the name it was found by."""
+    """Before a split, tensors keep the names they were found under."""
     return to[0] if len(to) == 1 else sources[0]
 
 

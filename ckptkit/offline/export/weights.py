@@ -125,7 +125,7 @@ def select_targets(catalog: Catalog, options: ExportOptions, *, wanted: Collecti
 
 
 def _refuse_opaque(catalog: Catalog, found: Selection, options: ExportOptions) -> None:
-    """Raise if selected tensors cannot be read without their classes."""
+    """Raise if a selected tensor is of a class that ckptkit cannot read."""
     opaque = {}
     stored = catalog.objects.get(SUBCLASSES)
     recipes = stored.value if stored is not None and isinstance(stored.value, dict) else {}
@@ -151,7 +151,7 @@ def _refuse_opaque(catalog: Catalog, found: Selection, options: ExportOptions) -
 
 
 def _without_wrapper(names: dict[str, str], wanted: frozenset[str], found: Selection) -> dict[str, str]:
-    """Strip a prefix that, by the base model's names, does not belong to the model."""
+    """Strip a wrapper's prefix: one that the base model's names do not have."""
     probe = max(wanted, key=len)
     before = len(wanted - set(names.values()))
     for prefix in {short[: -len(probe)] for short in names.values() if short.endswith("." + probe)}:
@@ -223,7 +223,7 @@ def _rounded(catalog: Catalog, dtype: str) -> bool:
 
 
 def _tied_masters(model: dict[str, TensorEntry], masters: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """Copy a tied parameter's master to its other name: optimizers know only one of them.
+    """Copy a tied parameter's master to its other names, because optimizers know only one.
 
     Names are tied if their model weights are the same bytes of the same files.
     """

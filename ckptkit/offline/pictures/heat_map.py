@@ -37,7 +37,7 @@ def layer_of(name: str) -> tuple[int, str]:
 
 
 def heat_maps(changes: Mapping[str, float]) -> list[Panel]:
-    """Return a grid of layers by modules for each part: the model's is open, the optimizer's open with a click.
+    """Return a grid of layers by modules for the model, shown, and for the optimizer's states, folded.
 
     Step counters of the optimizer are not drawn; the explanation gives their number.
 

@@ -63,8 +63,8 @@ class Panel:
     """One picture with its heading and the sentence that says how to read it.
 
     Attributes:
-        picture: SVG: several elements below each other where it is taller than a sheet of paper (`PAGE` user units).
-        behind: Text next to the heading of a panel that opens with a click; "": the panel is open.
+        picture: SVG; split into several elements if it is taller than a sheet of paper (`PAGE` user units).
+        behind: Text next to the heading of a folded panel; "": the panel is not folded.
     """
 
     heading: str
@@ -101,7 +101,7 @@ def _section(panel: Panel) -> str:
 
 
 def escaped(words: str) -> str:
-    """Return `words` as the text of an element: no tag, no quote, nothing that cannot be seen."""
+    """Return `words` escaped for HTML: tags, quotes and invisible characters."""
     return html.escape(printable(words))
 
 
@@ -119,7 +119,7 @@ def svg(width: float, height: float, content: str) -> str:
 
 
 def rect(x: float, y: float, width: float, height: float, *, fill: str = "", title: str = "", kind: str = "") -> str:
-    """Return a rectangle; `title` is shown while the pointer is over it. `kind`: its class, for what has no fill."""
+    """Return a rectangle; `title` is shown on hover. `kind`: its CSS class, if it has no fill."""
     inside = f"<title>{escaped(title)}</title>" if title else ""
     kind = kind or ("slice" if width > 2 else "thin")  # an edge would hide what is narrower
     filled = f' fill="{fill}"' if fill else ""
@@ -136,7 +136,7 @@ def text(x: float, y: float, words: str, *, kind: str = "", anchor: str = "start
 
 
 def label(words: str, width: float) -> str:
-    """Return `words` cut in the middle so that they fit into `width` user units of 11 px type."""
+    """Return `words`, shortened in the middle to fit into `width` user units at a font size of 11 px."""
     room = max(1, int(width / 6.1))
     if len(words) <= room:
         return words
@@ -147,7 +147,7 @@ def label(words: str, width: float) -> str:
 
 
 def colour(index: int, count: int) -> str:
-    """Return the colour of rank `index` of `count`: neighbours differ in hue, and rings in lightness."""
+    """Return the colour of rank `index` of `count`: neighbours differ in hue and lightness."""
     if index < 0:
         return "#9aa4b5"
     hue = (index * 137.508 + 212) % 360 if count > 12 else (212 + index * 360 / max(count, 1)) % 360

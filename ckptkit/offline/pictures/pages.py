@@ -33,7 +33,7 @@ def write_inspect_page(
     storage_options: Mapping[str, Any] | None = None,
     options: ReadOptions | None = None,
 ) -> None:
-    """Write the page of the checkpoint at `url` to the file `path`; with `other`, and the map from it to that one."""
+    """Write the page of the checkpoint at `url` to the file `path`; with `other`, also the map of a reshard to it."""
     address = resolve_url(url, storage_options=storage_options)
     source = open_source(address, storage_options=storage_options, options=options or ReadOptions())
     after = None

@@ -20,7 +20,7 @@ MAX_RANKS = 64  # beyond, neighbouring ranks are drawn together
 
 
 def flows(before: Iterable[TensorEntry], after: Iterable[TensorEntry]) -> npt.NDArray[np.int64]:
-    """Return [ranks before, ranks after]: the bytes that go from one to the other, replicas once."""
+    """Return the bytes that each rank before sends to each rank after, [before, after]; replicas count once."""
     old = {_identity(entry): entry for entry in before}
     pairs = [(old[_identity(entry)], entry) for entry in after if _identity(entry) in old]
     ranks = (
@@ -52,7 +52,7 @@ def _group(slices: SliceArray, ranks: int, groups: int) -> npt.NDArray[np.int64]
 
 
 def _overlaps(a: SliceArray, b: SliceArray) -> npt.NDArray[np.int64]:
-    """Return [slices of a, slices of b]: the elements both hold. A replica of a box counts once."""
+    """Return the number of elements shared by each slice of a and of b, [a, b]; replicas count once."""
     _, first = np.unique(np.concatenate([a.offsets, a.sizes], axis=1), axis=0, return_index=True)
     keep = np.zeros(len(a), bool)
     keep[first] = True
@@ -66,7 +66,7 @@ def _overlaps(a: SliceArray, b: SliceArray) -> npt.NDArray[np.int64]:
 
 
 def reshard_map(before: Iterable[TensorEntry], after: Iterable[TensorEntry]) -> Panel:
-    """Return the map of a reshard; the same tensors must be on both sides."""
+    """Draw the map of a reshard. Both sides must have the same tensors."""
     matrix = flows(list(before), list(after))
     total = max(int(matrix.sum()), 1)
     left, right = _tops(matrix.sum(axis=1), total), _tops(matrix.sum(axis=0), total)

@@ -31,7 +31,7 @@ def rank_totals(entries: Iterable[TensorEntry]) -> dict[int, int]:
 
 
 def shard_maps(entries: Iterable[TensorEntry], *, when: str = "") -> list[Panel]:
-    """Return the bytes per rank (of several), then a map per role: the model's is open, the others open with a click.
+    """Return the bytes per rank if there are several, then a map per role: the model's shown, the others folded.
 
     Layers that are sharded alike share a bar, and so do the moments of a parameter. If there are still too many bars,
     the shortest are omitted; the explanation says how many tensors are drawn.
@@ -107,7 +107,7 @@ def _bar_name(bar: _Bar) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """[0, 1, 2, 5] -> "{0-2,5}"; at most two ranges are spelled out."""
+    """Return numbers as ranges: [0, 1, 2, 5] -> "{0-2,5}". Of more than three ranges, the first two are written."""
     if len(numbers) == 1:
         return str(numbers[0])
     spans: list[list[int]] = []
@@ -179,7 +179,7 @@ def _row(bar: _Bar, y: float, longest: int, ranks: int) -> str:
 
 
 def _split_dimensions(entry: TensorEntry) -> tuple[int, int]:
-    """Return the dimension that is split into most parts, and the next one; -1 if there is none."""
+    """Return the dimensions that are split into the most and second most parts; -1 if there is none."""
     parts = [(len(set(entry.slices.offsets[:, d].tolist())), -d) for d in range(len(entry.shape))]
     order = sorted(range(len(parts)), key=lambda d: parts[d], reverse=True)
     across = order[0] if order else -1

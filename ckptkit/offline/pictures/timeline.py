@@ -36,7 +36,7 @@ class TimelineItem:
     """One checkpoint: `state` is "kept", "pinned", "best", "delete", "in progress", "abandoned" or "skipped".
 
     Attributes:
-        absent_before: How many that were saved between the one before and this are not here.
+        absent_before: Number of checkpoints between the previous one and this that are gone.
     """
 
     name: str
@@ -55,10 +55,10 @@ def timeline(
     max_mem: int | None = None,
     exempt: Sequence[str] = (),
 ) -> Panel:
-    """Return one column per checkpoint in the order of their steps: a point of each metric, and a bar of its size.
+    """Draw one column per checkpoint in the order of steps: a point for each metric, and a bar for the size.
 
     Args:
-        max_num, max_mem: The limits of the retention policy, drawn where they fall.
+        max_num, max_mem: The limits of the retention policy, drawn as lines.
         exempt: What else the policy keeps, in words.
     """
     items = _with_gaps(sorted(items, key=lambda item: (item.step is None, item.step or 0)))  # what has no step last
@@ -86,7 +86,7 @@ def timeline(
 
 
 def _with_gaps(items: Sequence[TimelineItem]) -> list[TimelineItem]:
-    """Return the items, with one for each gap that counts the checkpoints that are gone."""
+    """Return the items, with an extra one for each gap that says how many checkpoints are gone."""
     found = []
     for item in items:
         if item.absent_before:

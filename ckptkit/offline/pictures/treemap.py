@@ -15,7 +15,7 @@ Rect = tuple[float, float, float, float]
 
 
 def treemap(tree: TreeNode) -> Panel:
-    """Return the modules of a model as nested areas in proportion to their bytes."""
+    """Draw the modules of a model as nested areas in proportion to their bytes."""
     total = max(tree.nbytes, 1)
     body: list[str] = []
     _draw(tree, (0.0, 0.0, WIDTH, HEIGHT), "", 0, total, body)
@@ -52,8 +52,8 @@ def _shade(name: str, depth: int) -> str:
 
 
 def squarify(sizes: Sequence[float], area: Rect) -> list[Rect]:
-    """Return one rectangle a size, largest size first, that fill `area` in proportion, as near to squares
-    as a row by row layout gets."""
+    """Return one rectangle per size, largest first. They fill `area` in proportion, and are as square as a row by row
+    layout allows."""
     x, y, w, h = area
     scale = w * h / sum(sizes)
     left = [size * scale for size in sizes]
