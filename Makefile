@@ -2,6 +2,9 @@
 PYTHON ?= python3
 PIP = .venv/bin/pip install --quiet --disable-pip-version-check -c tests/constraints.txt
 
+# Python keeps what it compiles, also where the shell says otherwise: each of hundreds of processes would compile all again.
+export PYTHONDONTWRITEBYTECODE =
+
 # Two workers, each with its own ranks and servers; what one has not begun the other takes, in the order of tests/split.py.
 PYTEST = .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 10
 
