@@ -53,11 +53,14 @@ def check(hint: str) -> None:
 
 def _literals(path: Path) -> Iterator[tuple[int, str]]:
     """Yield the texts of a module but for its docstrings, each with "a b" for what is filled in."""
-    tree = ast.parse(path.read_text())
+    text = path.read_text()
+    if "ckptkit " not in text:  # to parse them all takes seconds
+        return
+    nodes = list(ast.walk(ast.parse(text)))
     holders = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    docs = {id(node.body[0].value) for node in ast.walk(tree) if isinstance(node, holders) and _is_text(node.body[:1])}
-    parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
-    for node in ast.walk(tree):
+    docs = {id(node.body[0].value) for node in nodes if isinstance(node, holders) and _is_text(node.body[:1])}
+    parts = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
+    for node in nodes:
         if isinstance(node, ast.JoinedStr):
             yield node.lineno, "".join(p.value if isinstance(p, ast.Constant) else _filled(p) for p in node.values)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and not {id(node)} & (docs | parts):
