@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -25,6 +26,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ZOO = Path(__file__).parent / "zoo"
+
+gc.disable()  # until all is collected: of a million objects of modules none is garbage
+
+
+def pytest_collection_finish() -> None:
+    """Leave what is loaded by now out of each later collection of garbage: it stays."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects

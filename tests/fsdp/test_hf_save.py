@@ -11,25 +11,24 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
-peft = pytest.importorskip("peft")
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing  # noqa: E402
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM  # noqa: E402
+from ckptkit.errors import SaveError
+from ckptkit.fsdp import FSDPConfig, FSDPStrategy
+from ckptkit.fsdp.hf_save import save_hf
+from tests.lazy import LazyModule
 
-from ckptkit.errors import SaveError  # noqa: E402
-from ckptkit.fsdp import FSDPConfig, FSDPStrategy  # noqa: E402
-from ckptkit.fsdp.hf_save import save_hf  # noqa: E402
-
+peft, transformers = LazyModule("peft"), LazyModule("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 IDS = torch.arange(8)[None]
 
 
 def llama() -> Any:
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
     )
-    return LlamaForCausalLM(config).eval()
+    return transformers.LlamaForCausalLM(config).eval()
 
 
 def trained(model: nn.Module) -> Any:
@@ -123,7 +122,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 def test_a_model_is_exported_without_the_names_of_wrappers(tmp_path: Path, kind: str) -> None:
     model = MODELS[kind]()
     save_hf(model, str(tmp_path / "out"))
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     with torch.no_grad():
         assert torch.equal(again(IDS).logits, getattr(model, "_orig_mod", model)(IDS).logits)
 

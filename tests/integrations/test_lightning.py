@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 
-pytest.importorskip("lightning")
-pytest.importorskip("torchdata")
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(
+        not find_spec("lightning") or not find_spec("torchdata"), reason="no lightning, or no torchdata"
+    ),
+]
 
 
 @pytest.fixture(scope="module")

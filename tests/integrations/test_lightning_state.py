@@ -7,13 +7,8 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("lightning")
-
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-
 from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.integrations import lightning_state
-from ckptkit.integrations.lightning_callback import ManagedCheckpoint
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -46,6 +41,11 @@ def test_a_removal_that_fails_is_logged_and_raises_nothing_on_rank_0_alone(caplo
 
 
 def test_a_managed_checkpoint_keeps_several_only_by_a_monitor_or_a_policy() -> None:
+    pytest.importorskip("lightning")  # here: it takes seconds
+    from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+    from ckptkit.integrations.lightning_callback import ManagedCheckpoint
+
     with pytest.raises(MisconfigurationException, match="save_top_k"):
         ManagedCheckpoint(save_top_k=3)
     assert ManagedCheckpoint(save_top_k=1).retention == RetentionPolicy(max_num=1)

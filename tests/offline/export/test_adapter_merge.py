@@ -27,11 +27,11 @@ from ckptkit.offline.export.adapter_merge import merge_adapter
 from ckptkit.offline.export.adapters import split_adapter
 from ckptkit.offline.export.hf import ExportOptions, plan_export
 from ckptkit.storage.open import open_store
+from tests.lazy import LazyModule
 from tests.offline.exports import bits_of, carried_out, same_bits
 
 torch = pytest.importorskip("torch")
-peft = pytest.importorskip("peft")
-lora_config = pytest.importorskip("peft.tuners.lora.config")
+peft, lora_config = LazyModule("peft"), LazyModule("peft.tuners.lora.config")
 nn = torch.nn
 
 
