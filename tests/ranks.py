@@ -3,6 +3,7 @@
 `Pool.run(fn, world_size, *args)` is the default (tenths of a second). `run_ranks` forks fresh ranks: for
 tests that kill a rank, change the environment or leave global state behind. `fn` must be importable (a
 module-level function); its result is pickled, so return numpy arrays, bytes or tensors on the CPU.
+`run_script` runs a script in a process of its own, without a process group.
 """
 
 from __future__ import annotations
@@ -165,6 +166,30 @@ def run_ranks(
             process.kill()
             process.join()
         Path(rendezvous).unlink(missing_ok=True)
+
+
+def _execute(code: str, arguments: tuple[str, ...], output: str) -> None:
+    to = os.open(output, os.O_WRONLY | os.O_CREAT)
+    os.dup2(to, 1)
+    os.dup2(to, 2)
+    sys.argv = ["-c", *arguments]
+    exec(compile(code, "script", "exec"), {"__name__": "__main__"})
+
+
+def run_script(code: str, *arguments: str) -> tuple[int, str]:
+    """Run what `python -c` would, with torch loaded already; return the exit code and all that it printed.
+
+    `atexit` runs nothing in it: a test of how a process ends needs a real one.
+    """
+    output = Path(_rendezvous())
+    process = context().Process(target=_execute, args=(code, arguments, str(output)))
+    process.start()
+    process.join(150)
+    process.kill()
+    process.join()
+    said = output.read_text(encoding="utf-8") if output.exists() else ""
+    output.unlink(missing_ok=True)
+    return process.exitcode, said
 
 
 class Pool:

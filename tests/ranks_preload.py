@@ -1,8 +1,10 @@
-"""Imported once in the fork server: the heavy imports, and one training step to warm what torch loads lazily.
+"""Imported once in the fork server: what ranks import, and one training step to warm what torch loads lazily.
 
 It must leave no thread behind: forked ranks would inherit its locks.
 """
 
+import contextlib
+import gc
 import os
 import warnings
 
@@ -19,6 +21,15 @@ import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp
 import torch.distributed.tensor.parallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import ckptkit.checkpoint.load.checkpoint
+import ckptkit.checkpoint.manager
+import ckptkit.fsdp.strategy
+
+with contextlib.suppress(ImportError), warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    # Seconds in each rank that builds one of its models.
+    from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -38,3 +49,6 @@ with warnings.catch_warnings():
     torch.distributed.checkpoint.state_dict.get_state_dict(_model, _optimizer)
     dist.destroy_process_group()
     del _model, _mesh, _optimizer
+
+gc.collect()
+gc.freeze()  # what is loaded by now stays, and no rank has to look through it

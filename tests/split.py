@@ -62,8 +62,6 @@ NIGHT: dict[str, int] = {
     "tests/checkpoint/save/test_writer_process.py::test_the_process_outlives_no_training_and_an_exit_waits_for_it": 0,
     "tests/checkpoint/save/test_writer_process.py::test_the_death_of_one_ranks_process_fails_the_save_on_all": 0,
     "tests/checkpoint/save/test_writer_process.py::test_a_fork_of_the_training_that_ends_leaves_the_process_alone": 0,
-    "tests/checkpoint/run/test_hold.py::test_a_job_in_a_copy_of_a_running_run_may_save": 0,
-    "tests/checkpoint/run/test_hold.py::test_the_lease_of_a_job_that_was_killed_is_taken_over_at_once": 0,
     "tests/checkpoint/run/test_hold.py::test_a_job_that_ends_without_close_releases_the_lease": 0,
     "tests/formats/test_dcp_mishaps.py": 6,
     "tests/offline/test_reading.py": 4,

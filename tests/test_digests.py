@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import zlib
 from pathlib import Path
 
@@ -12,10 +10,15 @@ import xxhash
 
 from ckptkit.digests import CRC, DIGEST, SHA256, crc32, digest_of, hash_of, hex_digest_of, new_hasher, proves_equality
 from ckptkit.errors import UnsupportedFormatError
+from tests.ranks import run_script
 
 DATA = bytes(range(256)) * 999
 
 ANOTHER = """
+import sys
+for name in [name for name in sys.modules if name.startswith("ckptkit")]:
+    del sys.modules[name]
+
 import xxhash
 from ckptkit import digests
 digests.DIGEST = "xxh64"
@@ -24,7 +27,7 @@ digests.NAMES = tuple(digests._HASHERS)
 digests.digest_of, digests.hex_digest_of = xxhash.xxh64_intdigest, xxhash.xxh64_hexdigest
 digests.new_hasher.__defaults__ = digests.hash_of.__defaults__ = ("xxh64",)
 
-import json, pathlib, sys
+import json, pathlib
 import torch
 from ckptkit import CheckpointManager, TrainState, verify
 model = torch.nn.Linear(300, 200)
@@ -70,5 +73,5 @@ def test_a_crc_proves_no_equality() -> None:
 
 
 def test_another_digest_is_a_change_of_one_module(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", ANOTHER, str(tmp_path)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    code, said = run_script(ANOTHER, str(tmp_path))
+    assert code == 0, said

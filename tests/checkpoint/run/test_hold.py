@@ -31,6 +31,7 @@ from ckptkit.storage.lock import acquire_lease, lease_holder
 from ckptkit.storage.open import open_store
 from ckptkit.storage.publish import open_staging
 from ckptkit.storage.store import Store
+from tests.ranks import run_script
 
 
 def state(value: float = 1.0) -> TrainState:
@@ -54,7 +55,7 @@ manager = CheckpointManager(sys.argv[1])
 print("loaded", manager.load(state).step, flush=True)
 try:
     manager.save(7, state)
-    print("saved")
+    print("saved", flush=True)
 except LeaseHeldError as error:
     print("refused", error)
 {end}
@@ -62,10 +63,7 @@ except LeaseHeldError as error:
 
 
 def second_job(root: Path, end: str = "") -> str:
-    body = SECOND.format(end=end)
-    done = subprocess.run([sys.executable, "-c", body, str(root)], capture_output=True, text=True, timeout=120)
-    assert not done.stderr, done.stderr
-    return done.stdout
+    return run_script(SECOND.format(end=end), str(root))[1]
 
 
 # --- the lease
@@ -126,7 +124,7 @@ def test_the_lease_of_a_job_that_was_killed_is_taken_over_at_once(tmp_path: Path
 def test_a_job_that_ends_without_close_releases_the_lease(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, state())
-    second_job(tmp_path)
+    subprocess.run([sys.executable, "-c", SECOND.format(end=""), str(tmp_path)], check=True)
     assert lease_holder(open_store(str(tmp_path))) is None
 
 
