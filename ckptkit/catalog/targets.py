@@ -162,6 +162,14 @@ class Target:
         parts = tuple(p.moved(p.target_box.relative_to(box)) for part in self.parts for p in part.cut(box))
         return replace(self, shape=box.sizes, parts=parts)
 
+    def resized(self, dim: int, size: int) -> Target:
+        """Return the target with `size` elements along `dim`: cut off at the end, or with a part without source."""
+        if size <= self.shape[dim]:
+            return self.split(dim, [size, self.shape[dim] - size])[0]
+        box = Box.whole(tuple(size - n if d == dim else n for d, n in enumerate(self.shape)))
+        parts = (Part(box, NO_SOURCE, box),) if box.numel else ()
+        return concatenated(self.name, [self, replace(self, shape=box.sizes, parts=parts)], dim)
+
     def split(self, dim: int, sizes: Sequence[int]) -> list[Target]:
         """Split the target along `dim`; the parts keep its name. Sizes must add up."""
         pieces: list[Target] = []

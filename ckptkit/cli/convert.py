@@ -18,7 +18,7 @@ from ckptkit.cli.frame import (
     with_storage_options,
 )
 from ckptkit.cli.options import Count, GroupedCommand, OneOf, allow_pickle, grouped
-from ckptkit.cli.outcome import explain_interrupts, outcome_options, show_outcome
+from ckptkit.cli.outcome import explain_interrupts, outcome_options, show_outcome, vocabulary_options
 from ckptkit.errors import UsageError, command_line
 from ckptkit.redact import without_secrets
 from ckptkit.storage.store import split_url
@@ -98,6 +98,7 @@ def export_options(function: F, *, weights: str = "--weights") -> F:
     metavar="HOW",
     help="fp8-block: linear layers in FP8 with a scale for each 128 x 128 weights (--to hf).",
 )
+@vocabulary_options
 @_model("--untie", is_flag=True, help="Keep a head that differs from the embedding, and correct the config.")
 @_model("--merge-adapter", is_flag=True, help="Merge LoRA adapters into the weights of SRC or --base.")
 @_model("--adapter-config", metavar="FILE", help="PEFT's adapter_config.json, if the checkpoint has none.")

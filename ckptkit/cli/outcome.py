@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from ckptkit.cli.frame import if_interrupted, is_quiet, print_json
-from ckptkit.cli.options import Count, grouped
+from ckptkit.cli.options import Count, OneOf, grouped
 from ckptkit.units import format_size
 
 if TYPE_CHECKING:
     from ckptkit.offline.conversion import ConvertReport
 
-__all__ = ["explain_interrupts", "interrupted_words", "outcome_options", "show_outcome"]
+__all__ = ["explain_interrupts", "interrupted_words", "outcome_options", "show_outcome", "vocabulary_options"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 _resource, _safety, _output = grouped("Resources"), grouped("Safety"), grouped("Output")
+_model = grouped("Model")
 _OPTIONS = [
     _safety("--dry-run", is_flag=True, help="Print the plan; write nothing."),
     _safety("--verify", is_flag=True, help="Read the result back and check that it equals the source."),
@@ -42,6 +43,19 @@ def outcome_options(function: F) -> F:
     for option in reversed(_OPTIONS):
         function = option(function)
     return function
+
+
+def vocabulary_options(function: F) -> F:
+    """Add the options about the rows of embedding and head."""
+    function = _model(
+        "--new-rows",
+        type=OneOf(["mean", "zeros"]),
+        metavar="WHICH",
+        help="Rows that --vocab-size adds: mean (of the old rows, summed in fp64; the default) or zeros.",
+    )(function)
+    return _model(
+        "--vocab-size", type=Count(1), metavar="N", help="Trim or pad the rows of embedding and output head to N."
+    )(function)
 
 
 def explain_interrupts(dst: str, *, overwrite: bool) -> None:

@@ -8,7 +8,7 @@ import click
 
 from ckptkit.cli.frame import command_frame, progress_bar, storage_options_of_both, with_storage_options
 from ckptkit.cli.options import Count, GroupedCommand, OneOf, allow_pickle, grouped
-from ckptkit.cli.outcome import explain_interrupts, outcome_options, show_outcome
+from ckptkit.cli.outcome import explain_interrupts, outcome_options, show_outcome, vocabulary_options
 
 _what = grouped("What")
 
@@ -28,6 +28,7 @@ _what = grouped("What")
     help="sharded (torch DCP) or local (one file per rank).",
 )
 @_what("--tp-plan", metavar="FILE", help="JSON that maps globs of parameter names to the dimension that tp splits.")
+@vocabulary_options
 @allow_pickle("What")
 @_what("--layout", metavar="FILE", help="Layout of flat parameters, for FSDP1 LOCAL.")
 @outcome_options

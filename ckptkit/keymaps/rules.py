@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ckptkit.catalog.box import Box
 from ckptkit.catalog.dtypes import dtype as dtype_of
-from ckptkit.catalog.targets import NO_SOURCE, Part, Target, concatenated
+from ckptkit.catalog.targets import Target, concatenated
 from ckptkit.errors import CheckpointMismatchError, UsageError
 from ckptkit.keymaps.patterns import NamePattern, placeholders, render
 
@@ -388,10 +387,7 @@ def _pad(rule: Pad, work: RuleState) -> int:
             raise CheckpointMismatchError(
                 f"{target.name!r} of shape {list(target.shape)} can't be padded to {size} along {dim}: that is shorter"
             )
-        shape = tuple(size - n if d == dim else n for d, n in enumerate(target.shape))
-        box = Box.whole(shape)
-        rest = replace(target, shape=shape, parts=(Part(box, NO_SOURCE, box),) if box.numel else ())
-        return [(target.name, concatenated(target.name, [target, rest], dim))]
+        return [(target.name, target.resized(dim, size))]
 
     return _one_by_one(rule.source, work, make)
 

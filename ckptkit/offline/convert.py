@@ -30,11 +30,15 @@ from ckptkit.units import parse_size
 if TYPE_CHECKING:
     from ckptkit.formats.detect import Source
     from ckptkit.keymaps.keymap import NameMap
+    from ckptkit.offline.export.base import BaseModel
     from ckptkit.offline.resharding.rank_files import Laid
     from ckptkit.offline.resharding.seal import Seal
+    from ckptkit.offline.vocabulary import NewRows, VocabSize
     from ckptkit.storage.store import Store
 
-__all__ = ["ConvertReport", "Format", "Output", "Weights", "choose", "convert", "key_map_of", "write"]
+__all__ = [
+    "ConvertReport", "Format", "Output", "Weights", "choose", "convert", "key_map_of", "vocab_size_of", "write",
+]  # fmt: skip
 
 Format: TypeAlias = Literal["hf", "dcp", "torch", "local"]
 Weights: TypeAlias = Literal["auto", "model", "master", "ema"]
@@ -51,6 +55,8 @@ def convert(  # noqa: PLR0913 - one argument per option
     *,
     to: Format = "hf",
     dtype: str = "keep",
+    vocab_size: int | None = None,
+    new_rows: NewRows | None = None,
     quantize: Quantization | None = None,
     weights: Weights = "auto",
     base: str | None = None,
@@ -87,6 +93,9 @@ def convert(  # noqa: PLR0913 - one argument per option
             `torch.save`; `dst` names the file, or a directory to put pytorch_model.bin in), "local" (a committed
             ckptkit checkpoint of the model only: one file for each of `world_size` ranks).
         dtype: "keep", or the float dtype that floats are cast to.
+        vocab_size: Trim or pad the embedding and the output head to this many rows; config.json follows.
+        new_rows: What added rows are: the "mean" of the old ones (None), summed in fp64 and rounded to the dtype that
+            the tensor is stored in, or "zeros".
         quantize: "fp8-block" writes the weights of linear layers in FP8, in blocks of 128 x 128, for transformers, vLLM
             and SGLang. Weights that are quantized already are dequantized first, to `dtype` or bf16.
         weights: "master" exports the fp32 copies that some optimizers keep; "auto" does so if `dtype` casts. "ema"
@@ -104,8 +113,9 @@ def convert(  # noqa: PLR0913 - one argument per option
         sha256: Write SHA256SUMS for a Hugging Face export, for `verify` and `sha256sum -c`.
 
     Raises:
-        UsageError: Options conflict.
-        CheckpointMismatchError: Names or shapes differ from the base.
+        UsageError: Options conflict, or a token would lose its row.
+        CheckpointMismatchError: Names or shapes differ from the base, or it is not certain which tensors have rows of
+            the vocabulary.
         CorruptCheckpointError: The source is damaged or incomplete; nothing was published.
     """
     started = time.perf_counter()
@@ -122,6 +132,7 @@ def convert(  # noqa: PLR0913 - one argument per option
     options = ExportOptions(
         dtype, weights, key_map_of(key_map), strip_prefix, globs("include", include), globs("exclude", exclude), untie,
         adapter_config, merge_adapter, quantize=quantize, strict=not dry_run,
+        vocabulary=vocab_size_of(vocab_size, new_rows, dry_run=dry_run),
     )  # fmt: skip
     if quantize not in (None, "fp8-block"):
         raise UsageError(f"quantize={quantize!r} is unknown. Known: fp8-block.")
@@ -243,6 +254,15 @@ def _serving(export: HFExport, options: ExportOptions, dst: str) -> str:
     return serving(files, names, shlex.quote(dst), compared=bool(export.checked))
 
 
+def vocab_size_of(rows: int | None, new_rows: NewRows | None, *, dry_run: bool) -> VocabSize | None:
+    """Return the options about the vocabulary as one value; None if it stays as it is."""
+    if rows is None and new_rows is None:
+        return None
+    from ckptkit.offline.vocabulary import VocabSize
+
+    return VocabSize.of(rows, new_rows, dry=dry_run)
+
+
 def key_map_of(named: NameMap | str | None) -> NameMap | None:
     """Return the key map that an option names."""
     if named is None:
@@ -274,6 +294,19 @@ def choose(
         raise UsageError(f"--merge-adapter is for Hugging Face exports; --to {to} keeps adapters unchanged.")
     config = known.config if known is not None else None
     tensors, dropped, notes = export_tensors(source.catalog, options=options, config=config)
+    side: BaseModel | None = None
+    if to == "dcp" or options.vocabulary is not None:
+        from ckptkit.offline.export.base import beside_source
+
+        own = beside_source(source.store, source.catalog)
+        side = known.over(own) if known is not None else own
+    if options.vocabulary is not None and side is not None:
+        from ckptkit.offline.vocabulary import resize
+
+        resized = resize(
+            tensors, side.config, options.vocabulary, store=source.store, catalog=source.catalog, files=side.files
+        )
+        tensors, side, notes = resized.tensors, replace(side, config=resized.config), (*notes, *resized.notes)
     used = {key for tensor in tensors.values() for key in tensor.sources}
     leftovers = [
         (name, dropped.get(name) or f"{entry.role.value} state")
@@ -281,12 +314,8 @@ def choose(
         if name not in used
     ]
     files: tuple[OutputFile, ...] = ()
-    if to == "dcp":  # a later conversion to hf restores the model's side files
-        from ckptkit.offline.export.base import beside_source
-
-        own = beside_source(source.store, source.catalog)
-        small = (known.over(own) if known is not None else own).contents()
-        files = tuple(OutputFile.of_bytes(name, data) for name, data in small.items())
+    if to == "dcp" and side is not None:  # a later conversion to hf restores the model's side files
+        files = tuple(OutputFile.of_bytes(name, data) for name, data in side.contents().items())
     return HFExport(tuple(tensors.values()), files, "model", config, "", tuple(leftovers), notes=notes)
 
 

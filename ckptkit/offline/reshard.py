@@ -19,6 +19,7 @@ from ckptkit.offline.publish import open_target, options_of_both
 from ckptkit.offline.reading import open_pinned, reads_checkpoints
 from ckptkit.offline.resharding.mesh import TargetMesh, TPPlan
 from ckptkit.offline.resharding.plan import Identity, plan_reshard
+from ckptkit.offline.vocabulary import NewRows, VocabSize
 from ckptkit.storage.retry import patient
 from ckptkit.units import parse_size
 
@@ -41,6 +42,8 @@ def reshard(  # noqa: PLR0913 - one argument per option
     type: str = "sharded",
     tp_plan: str | Mapping[str, int | None] | None = None,
     layout: str | None = None,
+    vocab_size: int | None = None,
+    new_rows: NewRows | None = None,
     allow_pickle: bool = False,
     workers: int = 0,
     max_memory: str | int = "512MB",
@@ -74,6 +77,10 @@ def reshard(  # noqa: PLR0913 - one argument per option
         tp_plan: Globs of parameter names with the dimension to split, or a JSON file of them; for sources without
             tensor parallelism. None: derived from the config.json of the source, for llama-like models.
         layout: URL of a layout of flat parameters, for formats that need one (FSDP1 LOCAL).
+        vocab_size: Trim or pad the embedding and the output head to this many rows, with their masters and optimizer
+            states; config.json follows.
+        new_rows: What added rows of weights and masters are: the "mean" of the old ones (None), or "zeros"; see
+            `convert`. Those of optimizer states are zeros.
         allow_pickle: Read torch.save files that name unknown classes, without their values; no code is run.
         src_storage_options, dst_storage_options: Override `storage_options` for the source or the destination.
 
@@ -88,6 +95,7 @@ def reshard(  # noqa: PLR0913 - one argument per option
         raise UsageError(f"type={type!r} is unknown. Known: {', '.join(_TYPES)}.")
     target = TargetMesh.parse(mesh, world_size=world_size)
     split = None if tp_plan is None else TPPlan.of(tp_plan)
+    vocabulary = VocabSize.of(vocab_size, new_rows, dry=dry_run)
     there, here = options_of_both(storage_options, src_storage_options, dst_storage_options)
     how = How(workers, parse_size(max_memory), check, verify, dry_run, overwrite, there, here, progress, started)
     reading = ReadOptions(layout=layout, allow_pickle=allow_pickle)
@@ -96,7 +104,9 @@ def reshard(  # noqa: PLR0913 - one argument per option
     check_source_files(source.store, source.catalog.tensors.values())
     place = open_target(dst, source=source.url, single_file=False, overwrite=overwrite, storage_options=here)
     identity = identity_of(source, dst, here)
-    plan, sealing = plan_reshard(source.store, source.catalog, target, type=type, identity=identity, tp_plan=split)
+    plan, sealing = plan_reshard(
+        source.store, source.catalog, target, type=type, identity=identity, tp_plan=split, vocabulary=vocabulary
+    )
     report = ConvertReport(
         src, dst, source.url, source.catalog.info.format, f"ckptkit-{type}", plan,
         tensors=len(plan.placements), nbytes=plan.nbytes, notes=_notes(source, plan, identity), dry_run=dry_run,

@@ -204,8 +204,9 @@ class Gatherer:
         # One buffer per thread: allocating new memory for each tile would cost more than the read.
         ends = list(itertools.accumulate(-(-_nbytes(target) // _ALIGNED) * _ALIGNED for target in tensor.inputs))
         buffer: Bytes | None = getattr(self._local, "buffer", None)
-        if buffer is None or len(buffer) < ends[-1]:
-            buffer = self._local.buffer = np.empty(ends[-1], np.uint8)
+        most = ends[-1] if ends else 0
+        if buffer is None or len(buffer) < most:
+            buffer = self._local.buffer = np.empty(most, np.uint8)
         found = []
         for target, start in zip(tensor.inputs, (0, *ends), strict=False):
             data = buffer[start : start + _nbytes(target)]

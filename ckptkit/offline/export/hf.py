@@ -117,8 +117,9 @@ def plan_export(
     if split is not None:
         draft.dropped.update(split.dropped)
         draft.notes += [f"adapter {name!r}" for name in split.names if name != "default"]
-        if draft.options.quantize and not draft.options.merge_adapter:
-            raise UsageError("--quantize is for models: the checkpoint contains an adapter. Add --merge-adapter.")
+        for option, given in (("--quantize", draft.options.quantize), ("--vocab-size", draft.options.vocabulary)):
+            if given is not None and not draft.options.merge_adapter:
+                raise UsageError(f"{option} is for models: the checkpoint contains an adapter. Add --merge-adapter.")
     if split is not None and not draft.options.merge_adapter:
         tensors, kind = _adapter_tensors(draft, split), "adapter"
     else:
@@ -188,7 +189,7 @@ def _map_names(draft: _Draft) -> None:
         if padded := [name for name, target in mapped.targets.items() if target.is_padded]:
             raise UsageError(
                 f"key map {key_map.name!r} pads {', '.join(padded[:3])}. Only a load can do that: it leaves what the "
-                "live model has there. Remove the rule."
+                "live model has there. Remove the rule; --vocab-size adds rows."
             )
     if not mapped.targets:
         raise UsageError(f"nothing to export: the key map {key_map.name} drops all {len(draft.targets)} tensors.")
@@ -247,6 +248,14 @@ def _model_tensors(
                 draft.dropped.pop(source, None)
     elif quantized is not None:
         tensors = quantized.computed(tensors)
+    if options.vocabulary is not None:
+        from ckptkit.offline.vocabulary import resize
+
+        base = draft.base
+        resized = resize(tensors, base.config, options.vocabulary, store=store, catalog=draft.catalog, files=base.files)
+        draft.notes += resized.notes
+        draft.base = replace(base, config=resized.config)
+        tensors = resized.tensors
     if options.quantize:
         from ckptkit.offline.export.quantize import quantize
 

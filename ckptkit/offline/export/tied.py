@@ -17,7 +17,7 @@ from ckptkit.errors import CheckpointMismatchError
 from ckptkit.offline.copying.sources import Origin, SourceReader
 from ckptkit.storage.store import Store
 
-__all__ = ["TiedOutcome", "config_ties", "same_values", "settle_tied", "tied_pairs"]
+__all__ = ["TiedOutcome", "config_ties", "is_embedding", "is_head", "same_values", "settle_tied", "tied_pairs"]
 
 # Heads and embeddings in `_tied_weights_keys` of transformers' models.
 _HEADS = (
@@ -85,12 +85,22 @@ def config_ties(config: Mapping[str, Any] | None) -> bool | None:
     return bool(found) if isinstance(found, (bool, int)) else None
 
 
+def is_embedding(name: str) -> bool:
+    """Return whether a tensor has the name of an embedding of tokens."""
+    return _is(name, _EMBEDDINGS)
+
+
+def is_head(name: str) -> bool:
+    """Return whether a tensor has the name of an output head; other modules may have one of these names too."""
+    return _is(name, _HEADS) or name in _WHOLE_HEADS
+
+
 def tied_pairs(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, str]]:
     """Return the pairs that a config may tie, by known names and equal shapes: a head and the embedding; the embeddings
     of an encoder and a decoder and the shared one; the bias of a head and of its decoder."""
-    embeddings = [name for name in shapes if _is(name, _EMBEDDINGS)]
+    embeddings = [name for name in shapes if is_embedding(name)]
     pairs: list[tuple[str, str]] = []
-    for head in (name for name in shapes if _is(name, _HEADS) or name in _WHOLE_HEADS):
+    for head in filter(is_head, shapes):
         fitting = [name for name in embeddings if shapes[name] == shapes[head] and name != head]
         # Of several (towers of text and audio) the one nearest in the tree of modules; of two halves the decoder's.
         fitting.sort(key=lambda name: (-_common(head, name), "decoder" not in name, len(name)))

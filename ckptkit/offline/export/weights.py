@@ -16,6 +16,7 @@ from ckptkit.keymaps.wrappers import strip_infixes, strip_prefix
 
 if TYPE_CHECKING:
     from ckptkit.keymaps.keymap import NameMap
+    from ckptkit.offline.vocabulary import VocabSize
 
 __all__ = ["Selection", "Weights", "choose_weights", "matches", "select_targets", "ExportOptions"]
 
@@ -39,6 +40,7 @@ class ExportOptions:
         adapter_config: PEFT's adapter config, if neither checkpoint nor base has one.
         merge_adapter: Merge the adapter into the base weights.
         quantize: "fp8-block" quantizes the result.
+        vocabulary: The rows that embedding and head get.
         card: Write README.md.
         strict: Raise for mismatches with the base; otherwise list them in `HFExport.faults`.
         notes: Further notes for README.md.
@@ -54,6 +56,7 @@ class ExportOptions:
     adapter_config: Mapping[str, Any] | None = None
     merge_adapter: bool = False
     quantize: Literal["fp8-block"] | None = None
+    vocabulary: VocabSize | None = None
     card: bool = True
     strict: bool = True
     notes: tuple[str, ...] = ()

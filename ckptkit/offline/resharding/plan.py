@@ -24,11 +24,13 @@ from ckptkit.formats.own.manifest import MESHES, PLACEMENTS
 from ckptkit.formats.own.reader import OBJECTS_NAME
 from ckptkit.formats.own.record import RECORD_NAME
 from ckptkit.offline.copying.plan import Literal, OutputFile, OutputTensor, Placement, Plan
+from ckptkit.offline.export.base import beside_source
 from ckptkit.offline.export.files import in_disk_order
 from ckptkit.offline.resharding.mesh import Cut, Cuts, TargetMesh, TPPlan
 from ckptkit.offline.resharding.own_state import OwnState, OwnTensor, own_state
 from ckptkit.offline.resharding.rank_files import Laid, RankBoxes, lay_out_dcp
 from ckptkit.offline.resharding.seal import Seal, SealedTensor
+from ckptkit.offline.vocabulary import VocabSize, resize_state
 
 if TYPE_CHECKING:
     from ckptkit.storage.store import Store
@@ -136,8 +138,10 @@ def plan_reshard(
     type: str,
     identity: Identity,
     tp_plan: TPPlan | None = None,
+    vocabulary: VocabSize | None = None,
 ) -> Planned:
-    """Return the plan and its seal. Reads objects of the source, no tensors; a million slices take seconds.
+    """Return the plan and its seal. Reads objects of the source, and tensors only for the mean of embeddings; a
+    million slices take seconds.
 
     Raises:
         UsageError: The mesh has a tp dimension and nothing tells what it splits, or the source has several models.
@@ -149,12 +153,15 @@ def plan_reshard(
     aliases = catalog.info.extra.get("aliases")
     if aliases and type != "sharded" and catalog.info.format.startswith("ckptkit-"):
         extra["aliases"] = aliases
-    side = [
-        OutputFile.of_bytes(path.rpartition("/")[2], store.read(path))
-        for path in dict.fromkeys(catalog.info.side_files)
-    ]
+    side = {path.rpartition("/")[2]: store.read(path) for path in dict.fromkeys(catalog.info.side_files)}
+    if vocabulary is not None:
+        base = beside_source(store, catalog)
+        config = resize_state(own, base.config, vocabulary, store=store, catalog=catalog, files=base.files)
+        if config is not base.config and "config.json" in side:
+            side["config.json"] = replace(base, config=config).contents()["config.json"]
     chosen = [cuts.of(item.source) for item in own.tensors]
-    return _planned(catalog, own, mesh, chosen, type, identity, extra, side)
+    files = [OutputFile.of_bytes(name, data) for name, data in side.items()]
+    return _planned(catalog, own, mesh, chosen, type, identity, extra, files)
 
 
 def plan_local(catalog: Catalog, tensors: Sequence[OutputTensor], mesh: TargetMesh, identity: Identity) -> Planned:

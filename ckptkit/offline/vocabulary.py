@@ -1,0 +1,503 @@
+"""Gives a model's vocabulary another number of rows: trims or pads the embedding and the output head.
+
+    resized = resize(tensors, config, VocabSize(32064), store=store, catalog=catalog)
+
+New rows are the mean of the old rows, or zeros. The mean is summed in fp64, row after row in their order, divided, and
+rounded to the dtype that the tensor is stored in: the same bits for any number of workers, any memory and any sharding.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from ckptkit.arguments import check_int
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.catalog.entry import Catalog, Role
+from ckptkit.catalog.targets import NO_SOURCE, Target
+from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError, UsageError
+from ckptkit.offline.copying.casts import cast_into, float_values
+from ckptkit.offline.copying.gather import Gatherer
+from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor, Placement, Plan
+from ckptkit.offline.copying.runs import prepare
+from ckptkit.offline.copying.sources import SourceReader
+from ckptkit.offline.export.tied import is_embedding, is_head, tied_pairs
+from ckptkit.offline.resharding.own_state import OwnState, OwnTensor
+from ckptkit.storage.store import Store
+
+__all__ = ["NewRows", "Resized", "VocabSize", "check_tokens", "resize", "resize_state"]
+
+Bytes = npt.NDArray[np.uint8]
+Doubles = npt.NDArray[np.float64]
+NewRows = Literal["mean", "zeros"]
+
+_TILE = 4 << 20  # bytes of a tensor read at a time
+_NAMED = 5
+_TOKEN = re.compile(r".*token_(?:id|ids|index)")
+# Other names of heads may be those of other modules.
+_SURELY_HEADS = ("lm_head.weight", "embed_out.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class VocabSize:
+    """The wanted vocabulary.
+
+    Attributes:
+        rows: Of the embedding and the head.
+        new_rows: What new rows are.
+        dry: Plan only: means are not computed.
+    """
+
+    rows: int
+    new_rows: NewRows = "mean"
+    dry: bool = False
+
+    @classmethod
+    def of(cls, rows: int | None, new_rows: NewRows | None, *, dry: bool) -> VocabSize | None:
+        """Return the user's options; None if the vocabulary stays as it is."""
+        if rows is None:
+            if new_rows is not None:
+                raise UsageError("--new-rows says what the rows are that --vocab-size adds: give both.")
+            return None
+        check_int("vocab_size", rows, least=1)
+        if new_rows not in (None, *get_args(NewRows)):
+            raise UsageError(f"new_rows={new_rows!r} is unknown. Known: {', '.join(get_args(NewRows))}.")
+        return cls(rows, new_rows or "mean", dry)
+
+
+@dataclass(frozen=True, slots=True)
+class Resized:
+    """The tensors and the config with the new vocabulary, and notes."""
+
+    tensors: dict[str, OutputTensor]
+    config: Mapping[str, Any] | None
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Vocabulary:
+    """The tensors that have one row for each token, and how many rows these are."""
+
+    names: tuple[str, ...]
+    rows: int
+
+
+def resize(
+    tensors: Mapping[str, OutputTensor],
+    config: Mapping[str, Any] | None,
+    size: VocabSize,
+    *,
+    store: Store,
+    catalog: Catalog,
+    files: Mapping[str, bytes],
+) -> Resized:
+    """Return the tensors of a model with `size.rows` rows in the embedding and the head. Reads both for a mean.
+
+    Args:
+        files: The model's small files by name; the tokenizer's tokens must have rows.
+
+    Raises:
+        CheckpointMismatchError: It is not certain which tensors have rows of the vocabulary.
+        UnsupportedFormatError: One of them is computed or quantized.
+        UsageError: A token would lose its row.
+    """
+    found = _vocabulary({name: tensor.shape for name, tensor in tensors.items()}, config)
+    check_tokens(config, files, size.rows, found.rows)
+    made = dict(tensors)
+    for name in found.names:
+        target = _target(tensors[name], name)
+        row = _new_row(target, size, store, catalog) if size.rows > found.rows else _NOTHING
+        made[name] = _resized(target, size.rows, row, size.new_rows)
+    changed, notes = _resized_config(config, found.rows, size.rows)
+    kinds = [f"{name} ({tensors[name].dtype})" for name in found.names]
+    return Resized(made, changed, (_said(kinds, found.rows, size), *notes))
+
+
+def resize_state(
+    own: OwnState,
+    config: Mapping[str, Any] | None,
+    size: VocabSize,
+    *,
+    store: Store,
+    catalog: Catalog,
+    files: Mapping[str, bytes],
+) -> Mapping[str, Any] | None:
+    """Give the model, masters and optimizer states of `own` `size.rows` rows; return the changed config.
+
+    New rows of a weight with a master are those of the master, cast; those of optimizer states are zeros.
+
+    Raises:
+        CheckpointMismatchError, UsageError: As `resize`; or a state has another shape than its parameter.
+        UnsupportedFormatError: A tensor is quantized.
+    """
+    weights = {item.fqn: item for item in own.tensors if item.role is Role.MODEL and item.fqn}
+    if len(weights) < sum(item.role is Role.MODEL and bool(item.fqn) for item in own.tensors):
+        raise CheckpointMismatchError(
+            "--vocab-size: the checkpoint contains several models with the same names. Convert one of them at a time."
+        )
+    found = _vocabulary({name: item.tensor.shape for name, item in weights.items()}, config)
+    check_tokens(config, files, size.rows, found.rows)
+    owners = {item.tensor.name: _owner(item, weights) for item in own.tensors}
+    _check_rest(own, owners, found)
+    masters = {
+        owners[i.tensor.name]: i for i in own.tensors if i.role is Role.MASTER and owners[i.tensor.name] in found.names
+    }
+    rows: dict[str, Doubles] = {}
+    if size.rows > found.rows and size.new_rows == "mean" and not size.dry:
+        rows = _state_rows(found, weights, masters, store, catalog)
+    counts: dict[str, int] = {}
+    for index, item in enumerate(own.tensors):
+        fqn = owners[item.tensor.name]
+        if fqn not in found.names or not _has_rows(item, weights[fqn].source.shape):
+            continue
+        target = _target(item.tensor, item.tensor.name)
+        kind: NewRows = "zeros" if item.role is Role.OPTIMIZER else size.new_rows
+        row = _row_bytes(rows.get(fqn) if kind == "mean" else None, target)
+        own.tensors[index] = replace(item, tensor=_resized(target, size.rows, row, kind))
+        if item.role is not Role.MODEL:
+            what = "masters" if item.role is Role.MASTER else "optimizer states"
+            counts[what] = counts.get(what, 0) + 1
+    changed, notes = _resized_config(config, found.rows, size.rows)
+    own.notes += [_said(found.names, found.rows, size), *notes]
+    if counts:
+        listed = " and ".join(f"{n} {what}" for what, n in counts.items())
+        zeros = "; new rows of optimizer states are zeros" if size.rows > found.rows else ""
+        own.notes.append(f"vocabulary: {listed} were changed alike{zeros}")
+    return changed
+
+
+# --- which tensors
+
+
+def _vocabulary(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any] | None) -> _Vocabulary:
+    """Return the embedding, its tied halves, the head and the head's bias, known by name and by size.
+
+    Raises:
+        CheckpointMismatchError: There is no embedding, or tensors could be one that are none, or the other way round.
+    """
+    stated = {value for _, value in _stated(config)}
+    matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2}
+    embeddings = [name for name in matrices if is_embedding(name)]
+    fitting = [name for name in embeddings if matrices[name][0] in stated] or embeddings
+    tied = tied_pairs(shapes)
+    alone = [name for name in fitting if not any(name == half and shared in fitting for half, shared in tied)]
+    if len(alone) != 1:
+        said = f" with the vocab_size of config.json ({_listed(map(str, sorted(stated)))})" if stated else ""
+        what = f"{len(alone)} could be it: {_listed(alone)}" if alone else f"no name{said} is one that ckptkit knows"
+        raise CheckpointMismatchError(
+            f"--vocab-size: it is not certain which tensor is the embedding of the tokens: {what}. Rename it to "
+            "model.embed_tokens.weight with --key-map, or --exclude the others."
+        )
+    rows = matrices[alone[0]][0]
+    halves = [half for half, shared in tied if shared == alone[0] and is_embedding(half)]
+    heads = [name for name in matrices if is_head(name) and matrices[name][0] == rows]
+    short = [n for n, shape in matrices.items() if _ends(n, _SURELY_HEADS) and shape[0] != rows]
+    if len(heads) > 1 or short:
+        shown = _listed(f"{name} {list(shapes[name])}" for name in (*heads, *short))
+        raise CheckpointMismatchError(
+            f"--vocab-size: expected one output head with the {rows} rows of {alone[0]!r}, found {shown}."
+        )
+    biases = [name.removesuffix("weight") + "bias" for name in heads]
+    biases = [name for name in biases if shapes.get(name) == (rows,)]
+    names = (alone[0], *halves, *heads, *biases)
+    if others := [name for name, shape in shapes.items() if rows in shape and name not in names]:
+        shown = _listed(f"{name} {list(shapes[name])}" for name in others)
+        raise CheckpointMismatchError(
+            f"--vocab-size: {alone[0]!r} has {rows} rows, and so large are other tensors of which ckptkit does not "
+            f"know whether they belong to the vocabulary: {shown}. --exclude them, or rename the head to "
+            "lm_head.weight with --key-map."
+        )
+    return _Vocabulary(names, rows)
+
+
+def _owner(item: OwnTensor, weights: Mapping[str, OwnTensor]) -> str:
+    """Return the weight that a tensor is or belongs to, "" if there is none. Names of states may lack a container's."""
+    if item.role not in (Role.MODEL, Role.MASTER, Role.OPTIMIZER) or not item.fqn:
+        return ""
+    if item.fqn in weights:
+        return item.fqn
+    longer = [name for name in weights if name.endswith(f".{item.fqn}")]
+    return longer[0] if len(longer) == 1 else ""
+
+
+def _check_rest(own: OwnState, owners: Mapping[str, str], found: _Vocabulary) -> None:
+    """Raise if something that is no weight or state of a known parameter has as many elements as the vocabulary."""
+    rest = [
+        f"{item.tensor.name} {list(item.tensor.shape)}"
+        for item in own.tensors
+        if not owners[item.tensor.name] and found.rows in item.tensor.shape
+    ]
+    if rest:
+        raise CheckpointMismatchError(
+            f"--vocab-size: {_listed(rest)}: ckptkit does not know to which parameter this belongs, and so not whether "
+            f"its {found.rows} elements are those of the vocabulary. Convert the model alone."
+        )
+
+
+def _target(tensor: OutputTensor, name: str) -> Target:
+    if isinstance(tensor, ComputedTensor):
+        raise UnsupportedFormatError(
+            f"--vocab-size: {name!r} is computed ({tensor.label}). Convert without --vocab-size first, then the result."
+        )
+    if dtype_of(tensor.source_dtype).kind != "float" or dtype_of(tensor.dtype).kind != "float":
+        raise UnsupportedFormatError(
+            f"--vocab-size: {name!r} is {tensor.source_dtype}, whose rows can only be changed together with their "
+            "scales. Convert it to bf16 first (--dtype bf16)."
+        )
+    return tensor
+
+
+def _has_rows(item: OwnTensor, shape: tuple[int, ...]) -> bool:
+    """Return whether a master or a state has the rows of its parameter; False for a number, such as a step."""
+    if item.tensor.shape == shape:
+        return True
+    if item.tensor.numel == 1:
+        return False
+    raise CheckpointMismatchError(
+        f"--vocab-size: {item.tensor.name!r} has shape {list(item.tensor.shape)}, and its parameter {list(shape)}: "
+        "ckptkit does not know which of its elements belong to a token. Convert the model alone."
+    )
+
+
+# --- rows
+
+
+_NOTHING: Bytes = np.empty(0, np.uint8)
+
+
+def _resized(target: Target, rows: int, row: Bytes, kind: NewRows) -> OutputTensor:
+    resized = target.resized(0, rows)
+    return _filled(resized, row, kind) if resized.is_padded else resized
+
+
+def _filled(target: Target, row: Bytes, kind: NewRows) -> ComputedTensor:
+    """Return a target whose last rows have no source with `row`, bytes of its dtype, in each of them."""
+    known = max((part.target_box.stops[0] for part in target.parts if part.source != NO_SOURCE), default=0)
+
+    def cut(start: int, stop: int) -> ComputedTensor:
+        return _filled(target.rows(start, stop), row, kind)
+
+    nbytes = target.numel * dtype_of(target.dtype).itemsize
+    return ComputedTensor(
+        target.name, target.dtype, target.shape, (target.rows(0, known),) if known else (),
+        partial(_with_rows, row=row, nbytes=nbytes), f"W and rows of {'zeros' if kind == 'zeros' else 'its mean'}",
+        0, cut, True,
+    )  # fmt: skip
+
+
+def _with_rows(data: Sequence[Bytes], *, row: Bytes, nbytes: int) -> Bytes:
+    out = np.empty(nbytes, np.uint8)
+    known = len(data[0]) if data else 0
+    if data:
+        out[:known] = data[0]
+    if nbytes > known:
+        out[known:].reshape(-1, len(row))[...] = row
+    return out
+
+
+def _new_row(target: Target, size: VocabSize, store: Store, catalog: Catalog) -> Bytes:
+    return _row_bytes(None if size.dry or size.new_rows == "zeros" else _mean(target, store, catalog), target)
+
+
+def _row_bytes(mean: Doubles | None, target: Target) -> Bytes:
+    """Return one row of a target: a mean rounded to the dtype that it is stored in, then cast like its other rows."""
+    if mean is None:
+        width = Box.whole(target.shape[1:]).numel
+        return np.zeros(width * dtype_of(target.dtype).itemsize, np.uint8)
+    return _cast(_cast(mean.view(np.uint8), "float64", target.source_dtype), target.source_dtype, target.dtype)
+
+
+def _cast(data: Bytes, source: str, target: str) -> Bytes:
+    out = np.empty(len(data) // dtype_of(source).itemsize * dtype_of(target).itemsize, np.uint8)
+    cast_into(data, out, source, target)
+    return out
+
+
+def _mean(target: Target, store: Store, catalog: Catalog) -> Doubles:
+    """Return the mean of a tensor's rows. Reads the tensor, a few MB at a time."""
+    total: Doubles = np.zeros(Box.whole(target.shape[1:]).numel, np.float64)
+    for values in _rows(replace(target, dtype=target.source_dtype), store, catalog):
+        for row in values:  # one after the other: numpy's order of a sum over rows depends on their number
+            total += row
+    return total / target.shape[0]
+
+
+def _rows(target: Target, store: Store, catalog: Catalog) -> Iterator[npt.NDArray[Any]]:
+    """Yield the rows of a tensor in order, several at a time, in fp32 or fp64: [rows, elements of a row]."""
+    plan = Plan(catalog, (), (Placement.whole(target, 0, 0),))
+    work = prepare(plan, check=False, by_boxes=True)
+    reader = SourceReader(store, work.origins)
+    try:
+        gatherer = Gatherer(reader, work.maps, None, max_bytes=4 * _TILE)
+        width = Box.whole(target.shape[1:]).numel
+        itemsize = dtype_of(target.dtype).itemsize
+        step = max(1, _TILE // max(1, width * itemsize))
+        for start in range(0, target.shape[0], step):
+            n = min(step, target.shape[0] - start)
+            data = np.empty(n * width * itemsize, np.uint8)
+            box = Box((start, *(0,) * (len(target.shape) - 1)), (n, *target.shape[1:]))
+            gatherer.make_box(target, box, data)
+            yield float_values(data, target.dtype).reshape(n, width)
+    finally:
+        reader.close()
+
+
+def _state_rows(
+    found: _Vocabulary,
+    weights: Mapping[str, OwnTensor],
+    masters: Mapping[str, OwnTensor],
+    store: Store,
+    catalog: Catalog,
+) -> dict[str, Doubles]:
+    """Return the new row of each parameter: the mean of its master, if there is one, otherwise of the weight.
+
+    An optimizer has one master for tied weights. A weight without one whose mean is that of a weight with one is tied
+    to it, and gets the same row.
+    """
+    of_weights = {name: _mean(_target(weights[name].tensor, name), store, catalog) for name in found.names}
+    rows = {name: _mean(_target(item.tensor, name), store, catalog) for name, item in masters.items()}
+    # The weight is its master, rounded: so must its new rows be.
+    rows = {name: _rounded(mean, masters[name]) for name, mean in rows.items()}
+    for name, mean in of_weights.items():
+        if name not in rows:
+            tied = [other for other in masters if np.array_equal(of_weights[other], mean)]
+            rows[name] = rows[tied[0]] if tied else mean
+    return rows
+
+
+def _rounded(mean: Doubles, item: OwnTensor) -> Doubles:
+    dtype = item.tensor.dtype
+    return float_values(_cast(mean.view(np.uint8), "float64", dtype), dtype).astype(np.float64)
+
+
+# --- config and tokenizer
+
+
+def _stated(config: Any, depth: int = 0) -> Iterator[tuple[Mapping[str, Any], int]]:
+    """Yield each vocab_size of a config and of the configs in it, with the config that has it."""
+    if not isinstance(config, Mapping) or depth > 2:
+        return
+    value = config.get("vocab_size")
+    if isinstance(value, int) and not isinstance(value, bool):
+        yield config, value
+    for inner in config.values():
+        yield from _stated(inner, depth + 1)
+
+
+def _resized_config(
+    config: Mapping[str, Any] | None, old: int, new: int
+) -> tuple[Mapping[str, Any] | None, tuple[str, ...]]:
+    """Return the config with the new vocab_size wherever it had the old one, and a note."""
+    stated = sorted({value for _, value in _stated(config)})
+    if config is None or not stated:
+        return config, ("there is no config.json with a vocab_size to change",)
+    if old not in stated and len(stated) > 1:
+        raise CheckpointMismatchError(
+            f"--vocab-size: the embedding has {old} rows, but config.json has vocab_size {_listed(map(str, stated))}."
+        )
+    said = old if old in stated else stated[0]
+    return _replaced(config, said, new), (f"config.json: vocab_size {said} is now {new}",) if said != new else ()
+
+
+def _replaced(config: Mapping[str, Any], old: int, new: int, depth: int = 0) -> dict[str, Any]:
+    return {
+        key: new
+        if key == "vocab_size" and type(value) is int and value == old
+        else _replaced(value, old, new, depth + 1)
+        if isinstance(value, Mapping) and depth < 2
+        else value
+        for key, value in config.items()
+    }
+
+
+def check_tokens(config: Mapping[str, Any] | None, files: Mapping[str, bytes], rows: int, old: int) -> None:
+    """Raise UsageError if a token of the config or the tokenizer would lose its row."""
+    if rows >= old:
+        return
+    for where, token, number in (
+        *_tokens_of(config, "config.json"),
+        *_tokens_of(_json(files.get("generation_config.json")), "generation_config.json"),
+        *_tokenizer(files),
+    ):
+        if rows <= number < old:
+            raise UsageError(
+                f"--vocab-size {rows} would cut off the row of {token}, which is token {number} in {where}. Expected "
+                "at least one row for each token in use."
+            )
+
+
+def _tokens_of(config: Any, where: str, depth: int = 0) -> Iterator[tuple[str, str, int]]:
+    if not isinstance(config, Mapping) or depth > 2:
+        return
+    for key, value in config.items():
+        if isinstance(key, str) and _TOKEN.fullmatch(key):
+            numbers = value if isinstance(value, list) else [value]
+            yield from ((where, key, number) for number in numbers if type(number) is int)
+        yield from _tokens_of(value, where, depth + 1)
+
+
+def _tokenizer(files: Mapping[str, bytes]) -> Iterator[tuple[str, str, int]]:
+    """Yield the file, the token and the number of the last token that each file of a tokenizer has."""
+    for name in ("tokenizer.json", "added_tokens.json", "vocab.json", "tokenizer_config.json"):
+        content = _json(files.get(name))
+        if not isinstance(content, Mapping):
+            continue
+        pairs: list[tuple[int, str]] = []
+        if name == "tokenizer.json":
+            model = content.get("model")
+            vocab = model.get("vocab") if isinstance(model, Mapping) else None
+            pairs += _numbered(vocab) if isinstance(vocab, Mapping) else []
+            if isinstance(vocab, list) and vocab:
+                pairs.append((len(vocab) - 1, str(vocab[-1])))
+            added = content.get("added_tokens")
+            items = [item for item in added if isinstance(item, Mapping)] if isinstance(added, list) else []
+            pairs += [(item["id"], str(item.get("content"))) for item in items if type(item.get("id")) is int]
+        elif name == "tokenizer_config.json":
+            known = content.get("added_tokens_decoder")
+            known = known if isinstance(known, Mapping) else {}
+            pairs += [(int(key), str(key)) for key in known if str(key).isdecimal()]
+        else:
+            pairs += _numbered(content)
+        # All, not the last one: one may be beyond the old vocabulary already.
+        yield from ((name, repr(token), number) for number, token in sorted(pairs, reverse=True))
+
+
+def _numbered(vocab: Mapping[str, Any]) -> list[tuple[int, str]]:
+    return [(number, token) for token, number in vocab.items() if type(number) is int]
+
+
+def _json(data: bytes | None) -> Any:
+    try:
+        return json.loads(data) if data is not None else None
+    except (ValueError, RecursionError):
+        return None  # it is copied as it is
+
+
+# --- messages
+
+
+def _said(names: Sequence[str], old: int, size: VocabSize) -> str:
+    head = f"vocabulary: {old} rows are now {size.rows} in {', '.join(names)}"
+    if size.rows == old:
+        return f"vocabulary: {', '.join(names)} already have {old} rows"
+    if size.rows < old:
+        return f"{head}; the last {old - size.rows} rows were cut off"
+    made = "zeros" if size.new_rows == "zeros" else "the mean of the old ones, summed in fp64"
+    return f"{head}; the {size.rows - old} new rows are {made}"
+
+
+def _listed(names: Iterable[str]) -> str:
+    shown = list(names)
+    return ", ".join(shown[:_NAMED]) + (f", ... ({len(shown)})" if len(shown) > _NAMED else "")
+
+
+def _ends(name: str, endings: Sequence[str]) -> bool:
+    return any(name == ending or name.endswith("." + ending) for ending in endings)

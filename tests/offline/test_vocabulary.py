@@ -1,0 +1,275 @@
+"""--vocab-size: other numbers of rows in embedding and head, in exports and with an optimizer's rows in a reshard."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+
+import ckptkit
+from ckptkit.checkpoint.load.mapping import open_checkpoint
+from ckptkit.errors import CheckpointMismatchError, CkptkitError, UnsupportedFormatError, UsageError
+from ckptkit.offline.verify import verify
+from tests.offline import vocabulary_jobs as jobs
+
+ROWS, WIDTH = 301, 24
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def weights(*, tied: bool = False, dtype: torch.dtype = torch.bfloat16) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    state = {
+        EMBEDDING: torch.randn(ROWS, WIDTH, generator=generator),
+        "model.layers.0.mlp.up_proj.weight": torch.randn(40, WIDTH, generator=generator),
+    }
+    if not tied:
+        state |= {HEAD: torch.randn(ROWS, WIDTH, generator=generator), "lm_head.bias": torch.randn(ROWS)}
+    return {name: tensor.to(dtype) for name, tensor in state.items()}
+
+
+def model(path: Path, state: dict[str, torch.Tensor] | None = None, **config: Any) -> str:
+    """A Hugging Face directory with these weights."""
+    path.mkdir()
+    save_file(weights() if state is None else state, path / "model.safetensors")
+    stated = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": ROWS, **config}
+    (path / "config.json").write_text(json.dumps(stated))
+    return str(path)
+
+
+def mean(tensor: torch.Tensor) -> torch.Tensor:
+    """The mean of the rows, added up in fp64 one after the other."""
+    total = torch.zeros(tensor.shape[1:], dtype=torch.float64)
+    for row in tensor:
+        total += row.double()
+    return (total / len(tensor)).to(tensor.dtype)
+
+
+def padded(tensor: torch.Tensor, rows: int, row: torch.Tensor) -> torch.Tensor:
+    return torch.cat([tensor, row.expand(rows - len(tensor), *tensor.shape[1:])])
+
+
+def by_fqn(url: str) -> dict[str, torch.Tensor]:
+    found = open_checkpoint(url)
+    return {entry.fqn or name: found[name].to_torch() for name, entry in found.catalog.tensors.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("rows", [1, 300, 301, 302, 384])
+def test_an_export_gets_the_rows_asked_for(tmp_path: Path, rows: int, dtype: torch.dtype) -> None:
+    state = weights(dtype=dtype)
+    report = ckptkit.convert(model(tmp_path / "in", state), str(tmp_path / "out"), vocab_size=rows, verify=True)
+    made = load_file(tmp_path / "out" / "model.safetensors")
+    for name, tensor in state.items():
+        wanted = tensor
+        if name.split(".")[-2] in ("embed_tokens", "lm_head"):
+            wanted = padded(tensor, rows, mean(tensor)) if rows > ROWS else tensor[:rows]
+        assert torch.equal(made[name], wanted), name
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == rows
+    assert any(note.startswith("vocabulary: ") and EMBEDDING in note for note in report.notes)
+
+
+def test_new_rows_are_the_same_for_any_workers_memory_and_sharding(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(1)
+    state = {EMBEDDING: torch.randn(9001, 257, generator=generator), "model.norm.weight": torch.ones(257)}
+    source = model(tmp_path / "in", state, vocab_size=9001)
+    ckptkit.convert(source, str(tmp_path / "dcp"), to="dcp", world_size=3)
+    found = []
+    for i, (place, workers, memory) in enumerate([("in", 1, "512MB"), ("dcp", 4, "16MB")]):
+        out = tmp_path / f"out{i}"
+        ckptkit.convert(str(tmp_path / place), str(out), vocab_size=9099, workers=workers, max_memory=memory)
+        found.append((out / "model.safetensors").read_bytes())
+    assert found[0] == found[1]
+    assert torch.equal(load_file(tmp_path / "out0" / "model.safetensors")[EMBEDDING][-1], mean(state[EMBEDDING]))
+
+
+@pytest.mark.parametrize("to", ["hf", "dcp", "torch", "local"])
+def test_every_format_gets_them_and_zeros_if_asked_for(tmp_path: Path, to: Any) -> None:
+    state, out = weights(), str(tmp_path / "out")
+    ckptkit.convert(model(tmp_path / "in", state), out, to=to, vocab_size=320, new_rows="zeros", verify=True)
+    made = by_fqn(out)
+    for name in (EMBEDDING, HEAD, "lm_head.bias"):
+        zero = torch.zeros_like(state[name][0])
+        assert torch.equal(made[name], padded(state[name], 320, zero))
+    if to == "dcp":
+        assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 320
+
+
+def test_a_tied_head_stays_tied(tmp_path: Path) -> None:
+    state = weights(tied=True)
+    source = model(tmp_path / "in", {**state, HEAD: state[EMBEDDING].clone()}, tie_word_embeddings=True)
+    ckptkit.convert(source, str(tmp_path / "hf"), vocab_size=310)
+    assert HEAD not in load_file(tmp_path / "hf" / "model.safetensors")
+    ckptkit.convert(source, str(tmp_path / "dcp"), to="dcp", vocab_size=310)
+    both = by_fqn(str(tmp_path / "dcp"))
+    assert both[EMBEDDING].shape == (310, WIDTH) and torch.equal(both[EMBEDDING], both[HEAD])
+
+
+def test_rows_are_cast_with_the_others_and_quantized_layers_stay(tmp_path: Path) -> None:
+    state = weights(dtype=torch.float32)
+    ckptkit.convert(model(tmp_path / "in", state), str(tmp_path / "out"), vocab_size=310, dtype="bf16")
+    made = load_file(tmp_path / "out" / "model.safetensors")[EMBEDDING]
+    assert torch.equal(made, padded(state[EMBEDDING], 310, mean(state[EMBEDDING])).bfloat16())
+
+
+def test_a_dry_run_shows_the_rows_and_reads_no_tensor(tmp_path: Path) -> None:
+    source = model(tmp_path / "in")
+    report = ckptkit.convert(source, str(tmp_path / "out"), vocab_size=320, dry_run=True)
+    assert any(f"[320, {WIDTH}]" in line and "rows of its mean" in line for line in report.plan_lines())
+    assert not (tmp_path / "out").exists()
+    data = (tmp_path / "in" / "model.safetensors").read_bytes()
+    (tmp_path / "in" / "model.safetensors").write_bytes(data[: len(data) // 2])
+    with pytest.raises(CkptkitError):
+        ckptkit.convert(source, str(tmp_path / "out"), vocab_size=320)
+
+
+@pytest.mark.parametrize(
+    ("more", "config", "said"),
+    [
+        ({"model.layers.0.odd.weight": (ROWS, 3)}, {}, "model.layers.0.odd.weight"),
+        ({"final_logits_bias": (1, ROWS)}, {}, "final_logits_bias"),
+        ({"mtp.embed_tokens.weight": (ROWS, WIDTH)}, {}, "mtp.embed_tokens.weight"),
+        ({"mtp.lm_head.weight": (ROWS, WIDTH)}, {}, "one output head"),
+        ({"mtp.lm_head.weight": (ROWS + 1, WIDTH)}, {}, "one output head"),
+        ({}, {"vocab_size": 7, "text_config": {"vocab_size": 8}}, "vocab_size 7, 8"),
+    ],
+)
+def test_an_uncertain_vocabulary_is_refused_by_name(
+    tmp_path: Path, more: dict[str, tuple[int, ...]], config: dict[str, Any], said: str
+) -> None:
+    state = {**weights(), **{name: torch.zeros(shape).bfloat16() for name, shape in more.items()}}
+    with pytest.raises(CheckpointMismatchError, match=said):
+        ckptkit.convert(model(tmp_path / "in", state, **config), str(tmp_path / "out"), vocab_size=320)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_without_embedding_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointMismatchError, match="not certain which tensor is the embedding"):
+        source = model(tmp_path / "in", {"a.weight": torch.zeros(4, 4)})
+        ckptkit.convert(source, str(tmp_path / "out"), vocab_size=320)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", {"model": {"vocab": {"a": 0, "b": 250}}, "added_tokens": []}),
+        ("tokenizer.json", {"model": {"vocab": [["a", 0.0]] * 251}}),
+        ("tokenizer.json", {"model": {}, "added_tokens": [{"id": 400, "content": "y"}, {"id": 299, "content": "x"}]}),
+        ("added_tokens.json", {"x": 250}),
+        ("vocab.json", {"x": 250}),
+        ("generation_config.json", {"eos_token_id": [3, 250]}),
+        ("config.json", {"vocab_size": ROWS, "text_config": {"pad_token_id": 250}}),
+    ],
+)
+def test_rows_of_tokens_in_use_are_not_cut_off(tmp_path: Path, name: str, content: dict[str, Any]) -> None:
+    source = model(tmp_path / "in")
+    (tmp_path / "in" / name).write_text(json.dumps(content))
+    with pytest.raises(UsageError, match=rf"--vocab-size 250 would cut off .* in {name}"):
+        ckptkit.convert(source, str(tmp_path / "out"), vocab_size=250)
+    if "299" not in json.dumps(content):
+        ckptkit.convert(source, str(tmp_path / "out"), vocab_size=251)
+
+
+def test_rows_beyond_the_vocab_size_of_the_config_are_trimmed(tmp_path: Path) -> None:
+    """As Megatron pads them: the config has the tokenizer's number."""
+    source = model(tmp_path / "in", vocab_size=290)
+    report = ckptkit.convert(source, str(tmp_path / "out"), vocab_size=290)
+    assert load_file(tmp_path / "out" / "model.safetensors")[EMBEDDING].shape == (290, WIDTH)
+    assert any("the last 11 rows were cut off" in note for note in report.notes)
+
+
+def test_options_that_mean_nothing_are_refused(tmp_path: Path) -> None:
+    source = model(tmp_path / "in")
+    with pytest.raises(UsageError, match="--vocab-size adds"):
+        ckptkit.convert(source, str(tmp_path / "out"), new_rows="zeros")
+    with pytest.raises(UsageError, match="vocab_size"):
+        ckptkit.convert(source, str(tmp_path / "out"), vocab_size=0)
+    with pytest.raises(UsageError, match="new_rows"):
+        ckptkit.convert(source, str(tmp_path / "out"), vocab_size=320, new_rows="ones")  # type: ignore[arg-type]
+
+
+def test_an_embedding_in_integers_is_refused(tmp_path: Path) -> None:
+    state = {**weights(), EMBEDDING: torch.zeros(ROWS, WIDTH, dtype=torch.int8)}
+    with pytest.raises(UnsupportedFormatError, match=r"embed_tokens\.weight' is int8"):
+        ckptkit.convert(model(tmp_path / "in", state), str(tmp_path / "out"), vocab_size=320)
+
+
+# --- reshard
+
+
+@pytest.mark.parametrize("rows", [30, 48])
+@pytest.mark.parametrize(  # parallelize_module unties a head
+    ("layout", "ranks_saved", "tied", "masters"),
+    [("1d", 3, False, True), ("1d", 3, True, True), ("1d", 3, True, False), ("tp", 4, False, True)],
+)
+def test_a_reshard_changes_weights_masters_and_moments(
+    ranks: Any, tmp_path: Path, layout: str, ranks_saved: int, tied: bool, masters: bool, rows: int
+) -> None:
+    types = ("sharded", "local")
+    ranks.run(jobs.save, ranks_saved, str(tmp_path), layout, types, tied, masters)
+    mesh = None if layout == "1d" else "shard=1,tp=2"
+    for kind in types:
+        source, out = str(tmp_path / kind / "step_00000002"), str(tmp_path / f"{kind}-new" / "step_00000002")
+        ckptkit.reshard(source, out, world_size=2, mesh=mesh, type=kind, vocab_size=rows, verify=True)
+        assert verify(out).ok
+        _check_state(open_checkpoint(source), open_checkpoint(out), rows)
+        assert all(ranks.run(jobs.load, 2, str(tmp_path / f"{kind}-new"), layout, rows, tied, masters))
+
+
+def _check_state(before: Any, after: Any, rows: int) -> None:
+    assert set(before.catalog.tensors) == set(after.catalog.tensors)
+    for name, entry in before.catalog.tensors.items():
+        old, new = before[name].to_torch(), after[name].to_torch()
+        if jobs.ROWS not in entry.shape:
+            assert torch.equal(old, new)
+        elif rows < jobs.ROWS:
+            assert torch.equal(old[:rows], new)
+        elif entry.state and entry.state != "master":
+            assert torch.equal(padded(old, rows, torch.zeros_like(old[0])), new)
+        else:
+            fqn = "embed_tokens.weight" if entry.fqn.startswith("lm_head.weight") and _tied(before) else entry.fqn
+            master = before.catalog.tensors.get(f"optimizer.master.{fqn}")
+            row = mean(old if master is None else before[master.name].to_torch()).to(old.dtype)
+            assert torch.equal(padded(old, rows, row), new), name
+
+
+def _tied(checkpoint: Any) -> bool:
+    return "optimizer.master.lm_head.weight" not in checkpoint.catalog.tensors
+
+
+def other_programs(path: Path, key: str, state: torch.Tensor) -> str:
+    """A DCP whose weights are below a module named "model" that the names of the optimizer lack."""
+    flat = {f"model.{name}": tensor for name, tensor in weights().items()}
+    dcp.save({**flat, key: state}, checkpoint_id=path, no_dist=True)
+    return str(path)
+
+
+@pytest.mark.parametrize("key", [f"optimizer.state.{EMBEDDING}.row_var", "extra.counts"])
+def test_a_state_whose_rows_are_not_known_is_refused(tmp_path: Path, key: str) -> None:
+    source = other_programs(tmp_path / "in", key, torch.ones(ROWS, 1))
+    with pytest.raises(CheckpointMismatchError, match=key.rpartition(".")[2]):
+        ckptkit.reshard(source, str(tmp_path / "out"), world_size=2, vocab_size=320)
+
+
+def test_states_of_other_programs_follow_their_parameter(tmp_path: Path) -> None:
+    key, state = f"optimizer.state.{EMBEDDING}.exp_avg", torch.ones(ROWS, WIDTH)
+    source = other_programs(tmp_path / "in", key, state)
+    ckptkit.reshard(source, str(tmp_path / "out"), world_size=2, vocab_size=320)
+    made = open_checkpoint(str(tmp_path / "out"))
+    assert torch.equal(made[key].to_torch(), padded(state, 320, torch.zeros(WIDTH)))
+    assert made[f"model.{EMBEDDING}"].shape == (320, WIDTH)
+
+
+def test_the_command_line_has_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from ckptkit.cli.main import main
+
+    source, out = model(tmp_path / "in"), str(tmp_path / "out")
+    with pytest.raises(SystemExit, match="0"):
+        main(["convert", source, out, "--vocab-size", "310", "--new-rows", "zeros", "--verify"])
+    assert "the 9 new rows are zeros" in capsys.readouterr().out
+    assert np.all(load_file(tmp_path / "out" / "model.safetensors")[EMBEDDING][ROWS:].float().numpy() == 0)
