@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,7 @@ from ckptkit.catalog.columns import row_major
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import TensorEntry
 
-__all__ = ["Pieces", "pieces", "source_layout", "RowCuts", "are_rows", "check_coverage", "row_cuts"]
+__all__ = ["Boxes", "Pieces", "RowCuts", "are_rows", "check_coverage", "pieces", "row_cuts", "source_layout"]
 
 Int64 = npt.NDArray[np.int64]
 
@@ -133,18 +134,33 @@ def source_layout(entry: TensorEntry, parts: Pieces) -> tuple[Int64, Int64]:
     return slices.starts[parts.rows] + index * dtype_of(entry.dtype).itemsize, strides
 
 
-# Most tensors are sliced along dimension 0, in order. Thousands of them are checked at once.
+# Most tensors are cut along dimension 0, in order. Thousands of them are checked at once.
 
 
 Bool = npt.NDArray[np.bool_]
 
 
+class Boxes(Protocol):
+    """Boxes of one tensor: its slices in a checkpoint, or where a plan writes it.
+
+    `offsets`, `sizes`: [n, ndim] elements. `is_all_of`: whether it is one box, all of a tensor of this shape; False if
+    that is not known without a look at the columns, which are slow to make.
+    """
+
+    @property
+    def offsets(self) -> Int64: ...
+    @property
+    def sizes(self) -> Int64: ...
+    def __len__(self) -> int: ...
+    def is_all_of(self, shape: tuple[int, ...]) -> bool: ...
+
+
 @dataclass(frozen=True, slots=True)
 class RowCuts:
-    """The slices of several tensors along dimension 0.
+    """The boxes of several tensors along dimension 0.
 
     Attributes:
-        cut: [t] whether the tensor's slices are consecutive rows that cover it exactly. A scalar has one row.
+        cut: [t] whether the tensor's boxes are consecutive rows that cover it exactly. A scalar has one row.
         bounds: [t + 1] tensor i has the rows [bounds[i], bounds[i + 1]) of the other columns.
         offsets, sizes: [n] along dimension 0; undefined for tensors that are not `cut`.
     """
@@ -157,34 +173,35 @@ class RowCuts:
 
 def check_coverage(entries: Sequence[TensorEntry]) -> None:
     """Check each entry like `TensorEntry.check_coverage`, with the same errors, but faster for thousands."""
-    for index in np.flatnonzero(~row_cuts(entries).cut).tolist():
+    cuts = row_cuts([entry.shape for entry in entries], [entry.slices for entry in entries])
+    for index in np.flatnonzero(~cuts.cut).tolist():
         entries[index].check_coverage()
 
 
-def row_cuts(entries: Sequence[TensorEntry]) -> RowCuts:
-    """Return the slices along dimension 0 of these tensors, and whether they cover each tensor."""
-    counts = np.fromiter((len(entry.slices) for entry in entries), np.int64, len(entries))
-    ndims = np.fromiter((len(entry.shape) for entry in entries), np.int64, len(entries))
+def row_cuts(shapes: Sequence[tuple[int, ...]], boxes: Sequence[Boxes]) -> RowCuts:
+    """Return the boxes along dimension 0 of tensors of these shapes, and whether they cover each tensor."""
+    counts = np.fromiter(map(len, boxes), np.int64, len(boxes))
+    ndims = np.fromiter(map(len, shapes), np.int64, len(shapes))
     bounds = np.concatenate([[0], np.cumsum(counts)])
     offsets, sizes = np.zeros(int(bounds[-1]), np.int64), np.ones(int(bounds[-1]), np.int64)
     cut = (ndims == 0) & (counts == 1)
-    whole = np.fromiter((entry.slices.is_all_of(entry.shape) for entry in entries), bool, len(entries))
+    whole = np.fromiter((item.is_all_of(shape) for item, shape in zip(boxes, shapes, strict=True)), bool, len(boxes))
     for index in np.flatnonzero(whole & ~cut).tolist():
-        sizes[bounds[index]], cut[index] = entries[index].shape[0], True
+        sizes[bounds[index]], cut[index] = shapes[index][0], True
     for ndim in sorted(set(ndims[~cut].tolist()) - {0}):
         chosen = np.flatnonzero((ndims == ndim) & ~cut)
-        members = [entries[index] for index in chosen.tolist()]
+        members = [boxes[index] for index in chosen.tolist()]
         try:
-            shapes = np.array([entry.shape for entry in members], np.int64)
+            wanted = np.array([shapes[index] for index in chosen.tolist()], np.int64)
         except OverflowError:
             continue  # a hostile shape: checked by itself
         owners = np.repeat(np.arange(len(chosen)), counts[chosen])
         if len(owners):
-            low = np.concatenate([entry.slices.offsets for entry in members])
-            size = np.concatenate([entry.slices.sizes for entry in members])
+            low = np.concatenate([item.offsets for item in members])
+            size = np.concatenate([item.sizes for item in members])
         else:
             low = size = np.zeros((0, ndim), np.int64)
-        cut[chosen] = are_rows(owners, low, size, shapes)
+        cut[chosen] = are_rows(owners, low, size, wanted)
         rows = np.repeat(bounds[chosen] - _before(counts[chosen]), counts[chosen]) + np.arange(len(owners))
         offsets[rows], sizes[rows] = low[:, 0], size[:, 0]
     return RowCuts(cut, bounds, offsets, sizes)

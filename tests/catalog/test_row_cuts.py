@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.catalog.entry import SliceArray, TensorEntry
-from ckptkit.catalog.tiles import check_coverage, row_cuts
+from ckptkit.catalog.tiles import RowCuts, check_coverage
+from ckptkit.catalog.tiles import row_cuts as cuts_of
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError
 
 
@@ -17,6 +18,10 @@ def entry(shape: tuple[int, ...], *boxes: tuple[tuple[int, ...], tuple[int, ...]
     zeros = np.zeros(n, np.int64)
     offsets, sizes = (np.array([box[i] for box in boxes], np.int64).reshape(n, ndim) for i in (0, 1))
     return TensorEntry(name, "float32", shape, SliceArray(["f"], zeros.astype(np.int32), zeros, zeros, offsets, sizes))
+
+
+def row_cuts(entries: list[TensorEntry]) -> RowCuts:
+    return cuts_of([entry.shape for entry in entries], [entry.slices for entry in entries])
 
 
 ROWS = entry((5, 3), ((0, 0), (2, 3)), ((2, 0), (3, 3)))

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from ckptkit.catalog.entry import Catalog, SliceArray, TensorEntry
 from ckptkit.catalog.targets import Target
-from ckptkit.catalog.tiles import check_coverage
+from ckptkit.catalog.tiles import check_coverage, row_cuts
 from ckptkit.errors import CheckpointMismatchError, CkptkitError
 from ckptkit.gc_pause import collector_paused
 from ckptkit.offline.copying.plan import ComputedTensor, OutputFile, OutputTensor, Placement, Plan
@@ -56,8 +56,10 @@ def check_plan(plan: Plan) -> Covered:
         tensor = placement.tensor
         elements += tensor.numel
         _check_parts(plan.catalog, tensor)
-        if not placement.is_whole():
-            _check_boxes(tensor, placement.offsets, placement.sizes, "the boxes that are written")
+    cuts = row_cuts([placement.tensor.shape for placement in plan.placements], plan.placements)
+    for index in np.flatnonzero(~cuts.cut).tolist():
+        placement = plan.placements[index]
+        _check_boxes(placement.tensor, placement.offsets, placement.sizes, "the boxes that are written")
     return Covered(len(plan.placements), elements, _check_files(plan))
 
 
@@ -100,7 +102,7 @@ def _check_boxes(tensor: OutputTensor, offsets: Int64, sizes: Int64, what: str) 
 
 def _check_files(plan: Plan) -> int:
     """Check that literals and boxes fill each file exactly; return the bytes of all."""
-    files, starts, lengths = _placed(plan.placements)
+    files, starts, lengths = Placement.joined(plan.placements)
     order = np.lexsort((starts, files))
     files, starts, lengths = files[order], starts[order], lengths[order]
     bounds = np.searchsorted(files, np.arange(len(plan.files) + 1))
@@ -108,13 +110,6 @@ def _check_files(plan: Plan) -> int:
         a, b = int(bounds[index]), int(bounds[index + 1])
         _check_file(file, starts[a:b], lengths[a:b])
     return plan.nbytes
-
-
-def _placed(placements: tuple[Placement, ...]) -> tuple[Int64, Int64, Int64]:
-    if not placements:
-        empty = np.zeros(0, np.int64)
-        return empty, empty, empty
-    return Placement.joined(placements)
 
 
 def _check_file(file: OutputFile, starts: Int64, lengths: Int64) -> None:

@@ -144,15 +144,26 @@ class Placement:
         if all(isinstance(item, _WholePlacement) for item in placements):
             columns = np.array([item.only() for item in placements], np.int64).reshape(-1, 3).T
             return columns[0], columns[1], columns[2]
+        if not placements:
+            return np.zeros(0, np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64)
+        counts = [len(item) for item in placements]
+        nbytes = np.zeros(sum(counts), np.int64)
+        ndims = np.repeat([len(item.tensor.shape) for item in placements], counts)
+        for ndim in sorted({len(item.tensor.shape) for item in placements}):  # together: one by one takes seconds
+            alike = [item for item in placements if len(item.tensor.shape) == ndim]
+            itemsizes = [dtype_of(item.tensor.dtype).itemsize for item in alike]
+            sizes = np.concatenate([item.sizes for item in alike])
+            nbytes[ndims == ndim] = np.prod(sizes, axis=1) * np.repeat(itemsizes, [len(item) for item in alike])
         return (
-            np.concatenate([item.files.astype(np.int64) for item in placements]),
+            np.concatenate([item.files for item in placements]).astype(np.int64),
             np.concatenate([item.starts for item in placements]),
-            np.concatenate([item.nbytes() for item in placements]),
+            nbytes,
         )
 
-    def is_whole(self) -> bool:
-        """Return whether it is one box, the whole tensor."""
-        return self.sizes.tolist() == [list(self.tensor.shape)] and not self.offsets.any()
+    def is_all_of(self, shape: tuple[int, ...]) -> bool:
+        """Return whether this is one box, all of a tensor of this shape; False if that is not known without a look at
+        the columns."""
+        return False
 
     def only(self) -> tuple[int, int, int]:
         """Return file, start and bytes of the first box."""
@@ -203,8 +214,8 @@ class _WholePlacement(Placement):
     def __len__(self) -> int:
         return 1
 
-    def is_whole(self) -> bool:
-        return True
+    def is_all_of(self, shape: tuple[int, ...]) -> bool:
+        return self.tensor.shape == shape
 
     def only(self) -> tuple[int, int, int]:
         return self._file, self._start, math.prod(self.tensor.shape) * dtype_of(self.tensor.dtype).itemsize

@@ -21,7 +21,7 @@ from ckptkit.catalog.columns import distinct, is_dense, row_major
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Catalog, SliceArray, TensorEntry
 from ckptkit.catalog.targets import Part, Target
-from ckptkit.catalog.tiles import pieces, row_cuts, source_layout
+from ckptkit.catalog.tiles import RowCuts, pieces, row_cuts, source_layout
 from ckptkit.digests import CRC, NAMES
 from ckptkit.gc_pause import collector_paused
 from ckptkit.offline.copying.casts import is_cast
@@ -239,7 +239,7 @@ def prepare(plan: Plan, *, check: bool, by_boxes: bool = False, digests: bool = 
         digests: Digest boxes while they are written.
     """
     builder = _WorkBuilder(plan.catalog, check=check, digests=digests)
-    for placement in plan.placements if by_boxes else builder.add_whole(plan.placements):
+    for placement in plan.placements if by_boxes else builder.add_rows(plan.placements):
         if by_boxes:
             builder.look_up(placement.tensor)
         else:
@@ -265,53 +265,60 @@ class _WorkBuilder:
 
     # --- placements
 
-    def add_whole(self, placements: Sequence[Placement]) -> list[Placement]:
-        """Add the runs of all tensors that are written whole from slices of whole rows; return the other placements.
-        Adds thousands at once, because most tensors are of this kind, and one at a time would be much slower.
+    def add_rows(self, placements: Sequence[Placement]) -> list[Placement]:
+        """Add the runs of all tensors that are cut along dimension 0, or not at all, both in the source and in the
+        result; return the other placements. Adds thousands at once, because most tensors are of this kind, and one at
+        a time would be much slower.
         """
         copied = [_copied(self.catalog, placement) for placement in placements]
+        some = [placement for placement, entry in zip(placements, copied, strict=True) if entry is not None]
         entries = [entry for entry in copied if entry is not None]
-        cuts = row_cuts(entries)
-        verdicts = iter(cuts.cut.tolist())
-        taken = [entry is not None and next(verdicts) for entry in copied]
-        chosen = [placement for placement, take in zip(placements, taken, strict=True) if take]
-        rest = [placement for placement, take in zip(placements, taken, strict=True) if not take]
-        if not chosen:
+        shapes = [entry.shape for entry in entries]
+        if sum(shape[0] if shape else 1 for shape in shapes) >= 1 << 62:
+            return list(placements)  # a hostile shape: its rows could not be numbered
+        read_from, write_to = row_cuts(shapes, [entry.slices for entry in entries]), row_cuts(shapes, some)
+        both = read_from.cut & write_to.cut
+        taken = iter(both.tolist())
+        rest = [item for item, entry in zip(placements, copied, strict=True) if entry is None or not next(taken)]
+        if not both.any():
             return rest
-        entries = [entry for entry, cut in zip(entries, cuts.cut.tolist(), strict=True) if cut]
-        counts = np.diff(cuts.bounds)
-        inside = np.repeat(cuts.cut, counts)
-        owners = np.repeat(np.arange(len(entries)), counts[cuts.cut])  # the tensor of each slice
+        chosen = np.flatnonzero(both).tolist()
+        entries, some = [entries[index] for index in chosen], [some[index] for index in chosen]
+        slices = [entry.slices for entry in entries]
+        heights = np.array([entry.shape[0] if entry.shape else 1 for entry in entries], np.int64)
+        source, target = _Rows.of(read_from, both, heights), _Rows.of(write_to, both, heights)
+        # Number the rows of all tensors through. A run ends where a slice or a box does.
+        first = distinct(np.concatenate([source.first, target.first]))
+        rows = np.diff(first, append=heights.sum())
+        at_source, at_target = (np.searchsorted(side.first, first, side="right") - 1 for side in (source, target))
+        owners = source.owners[at_source]  # the tensor of each run
         read, written = (
-            np.array([math.prod(item.shape[1:]) * dtype_of(item.dtype).itemsize for item in items], np.int64)
-            for items in (entries, [placement.tensor for placement in chosen])
+            np.array([math.prod(item.shape[1:]) * dtype_of(item.dtype).itemsize for item in items], np.int64)[owners]
+            for items in (entries, [placement.tensor for placement in some])
         )
-        sizes = cuts.sizes[inside] * read[owners]
-        rows = np.flatnonzero(sizes)  # of all slices of these tensors, end to end
-        sizes, owners, offsets = sizes[rows], owners[rows], cuts.offsets[inside][rows]
-        all_slices = [entry.slices for entry in entries]
-        reads = SliceArray.joined(all_slices)[0][rows]
-        files, places, written_bytes = Placement.joined(chosen)
         casts = np.array(
-            [self._cast(entry.dtype, placement.tensor.dtype) for entry, placement in zip(entries, chosen, strict=True)],
+            [self._cast(entry.dtype, placement.tensor.dtype) for entry, placement in zip(entries, some, strict=True)],
             np.int64,
         )
-        ends = self._ends(places, written_bytes)
-        origins = np.concatenate([self._path_origins(slices.paths)[slices.files] for slices in all_slices])[rows]
-        starts, nbytes, values = _joined_digests(all_slices)
-        starts, nbytes, values = starts[rows], nbytes[rows], values[rows]
-        algorithms = np.array([_algorithm(slices) for slices in all_slices], np.int64)[owners]
+        files, places, nbytes = (column[target.kept] for column in Placement.joined(some))
+        starts = SliceArray.joined(slices)[0][source.kept]
+        origins = np.concatenate([self._path_origins(item.paths)[item.files] for item in slices])[source.kept]
+        first_bytes, record_bytes, values = (column[source.kept] for column in _joined_digests(slices))
+        algorithms = np.array([_algorithm(item) for item in slices], np.int64)[source.owners]
         checked = (algorithms >= 0) & self.check
         self._columns.append(
-            [origins, reads, sizes, files[owners], places[owners] + offsets * written[owners], casts[owners],
-             np.where(checked, starts, -1), nbytes, ends[owners]]
+            [origins[at_source], starts[at_source] + (first - source.first[at_source]) * read, rows * read,
+             files[at_target], places[at_target] + (first - target.first[at_target]) * written, casts[owners],
+             np.where(checked, first_bytes, -1)[at_source], record_bytes[at_source],
+             self._ends(places, nbytes)[at_target]]
         )  # fmt: skip
         keep = np.flatnonzero(checked)
         if len(keep):
             names = np.array([self._names.setdefault(entry.name, len(self._names)) for entry in entries], np.int64)
             self._records.append(
-                [origins[keep], starts[keep], nbytes[keep], algorithms[keep], names[owners[keep]], values[keep]]
-            )
+                [origins[keep], first_bytes[keep], record_bytes[keep], algorithms[keep], names[source.owners[keep]],
+                 values[keep]]
+            )  # fmt: skip
         return rest
 
     def add(self, placement: Placement) -> None:
@@ -465,19 +472,42 @@ class _WorkBuilder:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """The boxes of several tensors that have rows, in order; the rows of all tensors are numbered through.
+
+    Attributes:
+        kept: [n] the index of the box among all boxes of the tensors.
+        owners: [n] its tensor.
+        first: [n] its first row.
+    """
+
+    kept: Int64
+    owners: Int64
+    first: Int64
+
+    @classmethod
+    def of(cls, cuts: RowCuts, chosen: Bool, heights: Int64) -> _Rows:
+        counts = np.diff(cuts.bounds)
+        inside = np.repeat(chosen, counts)
+        offsets, sizes = cuts.offsets[inside], cuts.sizes[inside]
+        owners = np.repeat(np.arange(len(heights)), counts[chosen])
+        kept = np.flatnonzero(sizes)
+        return cls(kept, owners[kept], ((np.cumsum(heights) - heights)[owners] + offsets)[kept])
+
+
 def _copied(catalog: Catalog, placement: Placement) -> TensorEntry | None:
-    """Return what a placement copies if it copies a whole tensor to one place; otherwise None."""
+    """Return what a placement copies if it copies elements of one tensor to the same places of another; otherwise
+    None."""
     tensor = placement.tensor
-    if not isinstance(tensor, Target) or len(tensor.parts) != 1 or len(placement.starts) != 1:
+    if not isinstance(tensor, Target) or len(tensor.parts) != 1:
         return None
     part = tensor.parts[0]
     entry = catalog.tensors[part.source]
     shape = entry.shape
-    if not part.is_plain or not tensor.shape == part.source_box.sizes == shape:
+    if not part.is_plain or not tensor.shape == part.source_box.sizes == shape or 0 in shape:
         return None
-    if not placement.is_whole() or entry.slices.strides or entry.slices.codecs:
-        return None
-    return entry
+    return None if entry.slices.strides or entry.slices.codecs else entry
 
 
 def _ratios(casts: Sequence[tuple[str, str]]) -> Int64:

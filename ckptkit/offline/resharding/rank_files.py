@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ckptkit.catalog.columns import distinct
 from ckptkit.catalog.entry import Catalog
 from ckptkit.formats.dcp.metadata import RecordColumns, encode_metadata
 from ckptkit.formats.dcp.records import RecordFrame, frame_tensor
@@ -81,7 +80,7 @@ def lay_out_dcp(
     place = {id(tensor): i for i, tensor in enumerate(tensors)}
     order = [place[id(tensor)] for tensor in in_disk_order(catalog, tensors)]
     count = 1 + max((int(item.ranks.max()) for item in boxes if len(item.ranks)), default=0)
-    cursors = np.zeros(count, np.int64)
+    cursors = [0] * count
     head = b"".join(record for _, record in objects)
     cursors[0] = len(head)
     starts: list[_Records] = [_Records.laid(tensors[i], i, boxes[i], cursors) for i in order]
@@ -91,9 +90,7 @@ def lay_out_dcp(
     paths = [f"__{rank}_0.distcp" for rank in ranks.tolist()]
     frames = _Frames.of(starts, tensors, count)
     files = [
-        OutputFile(
-            path, int(cursors[rank]), _FrameLiterals(frames, rank, b"" if rank else head), _FrameCrcs(frames, rank)
-        )
+        OutputFile(path, cursors[rank], _FrameLiterals(frames, rank, b"" if rank else head), _FrameCrcs(frames, rank))
         for path, rank in zip(paths, ranks.tolist(), strict=True)
     ]
     placements, columns = [], []
@@ -124,19 +121,15 @@ class _Records:
     lengths: Int64
 
     @classmethod
-    def laid(cls, tensor: OutputTensor, index: int, boxes: RankBoxes, cursors: Int64) -> _Records:
+    def laid(cls, tensor: OutputTensor, index: int, boxes: RankBoxes, cursors: list[int]) -> _Records:
         """Append the records to the files of their ranks; `cursors`, the ends of the files, are updated."""
-        frames = [frame_tensor(tensor.dtype, tuple(sizes)) for sizes in boxes.sizes.tolist()]
-        table = [(len(frame.prefix), frame.length, frame.alignment) for frame in frames]
-        heads, lengths, alignments = np.array(table, np.int64).reshape(-1, 3).T
-        starts = np.zeros(len(frames), np.int64)
-        if len(distinct(boxes.ranks)) == len(boxes.ranks):
-            starts = -(-cursors[boxes.ranks] // alignments) * alignments
-            cursors[boxes.ranks] = starts + lengths
-        else:
-            for row, rank in enumerate(boxes.ranks.tolist()):
-                starts[row] = -(-cursors[rank] // alignments[row]) * alignments[row]
-                cursors[rank] = starts[row] + lengths[row]
+        table: list[tuple[int, int, int]] = []
+        for rank, sizes in zip(boxes.ranks.tolist(), boxes.sizes.tolist(), strict=True):
+            frame = frame_tensor(tensor.dtype, tuple(sizes))
+            start = -(-cursors[rank] // frame.alignment) * frame.alignment
+            cursors[rank] = start + frame.length
+            table.append((start, len(frame.prefix), frame.length))
+        starts, heads, lengths = np.array(table, np.int64).reshape(-1, 3).T
         return cls(index, boxes.ranks, boxes.sizes, starts, heads, lengths)
 
 

@@ -18,7 +18,7 @@ from ckptkit.formats.own.outline import LEAST
 from ckptkit.formats.own.record import MANIFEST_NAME, RECORD_NAME, CommitRecord, FileRecord
 from ckptkit.offline.copying.checks import RecordTable
 from ckptkit.offline.copying.copier import Digested
-from ckptkit.offline.copying.plan import Plan
+from ckptkit.offline.copying.plan import Placement, Plan
 from ckptkit.offline.copying.sources import Origin, SourceReader
 from ckptkit.storage.pool import WorkerPool
 from ckptkit.storage.staging import new_nonce
@@ -72,11 +72,13 @@ def planned_catalog(plan: Plan, what: Seal, digests: Digests | None = None) -> C
     """Return the catalog of the checkpoint that the plan writes, with `digests` if given."""
     tensors: dict[str, TensorEntry] = {}
     paths = [file.path for file in plan.files]
+    nbytes, stop = Placement.joined(plan.placements)[2], 0
     for index, placement in enumerate(plan.placements):
         tensor = placement.tensor
         about = what.tensors[tensor.name]
+        start, stop = stop, stop + len(placement)
         slices = SliceArray(
-            paths, placement.files, placement.starts, placement.nbytes(), placement.offsets, placement.sizes,
+            paths, placement.files, placement.starts, nbytes[start:stop], placement.offsets, placement.sizes,
             ranks=what.ranks[placement.files],
             algorithm=None if digests is None else DIGEST,
             digests=None if digests is None else digests[index],
@@ -149,13 +151,10 @@ class _Boxes:
 
     @classmethod
     def of(cls, plan: Plan, digested: Digested) -> _Boxes:
-        empty, placements = np.zeros(0, np.int64), plan.placements
-        lengths = [len(placement) for placement in placements]
-        files = np.concatenate([empty, *(p.files.astype(np.int64) for p in placements)])
-        starts = np.concatenate([empty, *(p.starts for p in placements)])
-        nbytes = np.concatenate([empty, *(p.nbytes() for p in placements)])
-        rows = np.concatenate([empty, *(np.arange(n) for n in lengths)])
-        owners = np.repeat(np.arange(len(placements)), lengths)
+        lengths = [len(placement) for placement in plan.placements]
+        files, starts, nbytes = Placement.joined(plan.placements)
+        rows = np.concatenate([np.zeros(0, np.int64), *map(np.arange, lengths)])
+        owners = np.repeat(np.arange(len(lengths)), lengths)
         order = np.lexsort((nbytes, starts, files))
         files, starts, nbytes = files[order], starts[order], nbytes[order]
         bounds = np.searchsorted(files, np.arange(len(plan.files) + 1))
