@@ -286,7 +286,7 @@ class _WorkBuilder:
         entries, some = [entries[index] for index in chosen], [some[index] for index in chosen]
         slices = [entry.slices for entry in entries]
         heights = np.array([entry.shape[0] if entry.shape else 1 for entry in entries], np.int64)
-        source, target = _Rows.of(read_from, both, heights), _Rows.of(write_to, both, heights)
+        source, target = _Numbered.of(read_from, both, heights), _Numbered.of(write_to, both, heights)
         # Number the rows of all tensors through. A run ends where a slice or a box does.
         first = distinct(np.concatenate([source.first, target.first]))
         rows = np.diff(first, append=heights.sum())
@@ -303,7 +303,8 @@ class _WorkBuilder:
         files, places, nbytes = (column[target.kept] for column in Placement.joined(some))
         starts = SliceArray.joined(slices)[0][source.kept]
         origins = np.concatenate([self._path_origins(item.paths)[item.files] for item in slices])[source.kept]
-        first_bytes, record_bytes, values = (column[source.kept] for column in _joined_digests(slices))
+        first_bytes, record_bytes, values = _joined_digests(slices)
+        first_bytes, record_bytes, values = first_bytes[source.kept], record_bytes[source.kept], values[source.kept]
         algorithms = np.array([_algorithm(item) for item in slices], np.int64)[source.owners]
         checked = (algorithms >= 0) & self.check
         self._columns.append(
@@ -473,7 +474,7 @@ class _WorkBuilder:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _Numbered:
     """The boxes of several tensors that have rows, in order; the rows of all tensors are numbered through.
 
     Attributes:
@@ -487,7 +488,7 @@ class _Rows:
     first: Int64
 
     @classmethod
-    def of(cls, cuts: RowCuts, chosen: Bool, heights: Int64) -> _Rows:
+    def of(cls, cuts: RowCuts, chosen: Bool, heights: Int64) -> _Numbered:
         counts = np.diff(cuts.bounds)
         inside = np.repeat(chosen, counts)
         offsets, sizes = cuts.offsets[inside], cuts.sizes[inside]
