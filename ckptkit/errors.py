@@ -32,6 +32,7 @@ __all__ = [
     "LeaseHeldError",
     "StorageError",
     "MissingExtraError",
+    "NonFiniteGradientError",
 ]
 
 
@@ -201,6 +202,10 @@ class LeaseHeldError(SaveError):
 
 class StorageError(CkptkitError, OSError):
     """The storage failed, and retries did not help or would not."""
+
+
+class NonFiniteGradientError(CkptkitError, RuntimeError):
+    """A gradient is inf or NaN, and the caller asked for an error; nothing was stepped."""
 
 
 class MissingExtraError(CkptkitError, ImportError):

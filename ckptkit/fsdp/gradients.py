@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
 
-from ckptkit.errors import UsageError
+from ckptkit.arguments import check_flags
+from ckptkit.errors import NonFiniteGradientError, UsageError
 from ckptkit.fsdp.grad_scaler import DynamicGradScaler
 
 __all__ = [
@@ -24,6 +26,8 @@ __all__ = [
     "GradientReport",
     "checked_max_norm",
     "checked_norm_type",
+    "named_parameters_of",
+    "refuse_nonfinite",
     "widened",
 ]
 
@@ -83,15 +87,26 @@ def grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], p: float = 2.0)
 
 @torch.no_grad()
 def clip_grad_norm(
-    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float | None, p: float = 2.0
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float | None,
+    p: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
     """Scale all gradients so that their joint p-norm is at most `max_norm`; return the norm before.
 
     `max_norm` 0 or None clips nothing and still returns the norm. All ranks must call it.
+
+    Raises:
+        NonFiniteGradientError: With `error_if_nonfinite`, on every rank: the norm is inf or NaN on one of them. The
+            gradients are unchanged. This waits for the device.
     """
     max_norm = checked_max_norm(max_norm)
+    check_flags(error_if_nonfinite=error_if_nonfinite)
     parameters = _listed(parameters)
     norm = grad_norm(parameters, p)
+    if error_if_nonfinite and not is_finite_everywhere(norm, parameters):
+        refuse_nonfinite(((f"parameter {index}", parameter) for index, parameter in enumerate(parameters)), norm)
     if max_norm:
         # No branch on the value, which would synchronize with the device. torch adds the same 1e-6.
         scale_gradients(parameters, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
@@ -125,6 +140,30 @@ def is_finite_everywhere(norm: torch.Tensor, parameters: Iterable[torch.Tensor])
         dist.all_reduce(flag, op=dist.ReduceOp.MIN)
         return bool(flag.item())
     return bool(finite.item())
+
+
+def refuse_nonfinite(parameters: Iterable[tuple[str, torch.Tensor]], norm: torch.Tensor) -> NoReturn:
+    """Raise NonFiniteGradientError, with the names of this rank's gradients that are inf or NaN."""
+    names = [name for name, parameter in parameters if parameter.grad is not None and not _is_finite(parameter.grad)]
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    held = f"those of {shown} are not finite here" if names else "they are finite here, but not on another rank"
+    raise NonFiniteGradientError(
+        f"rank {rank}: the norm of the gradients is {norm.item()}; {held}. Nothing was stepped, and the gradients are "
+        "as they were: look at them, and clear them with optimizer.zero_grad() before you go on."
+    )
+
+
+def named_parameters_of(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the parameters of `optimizer` with their names, as far as its groups have them."""
+    for index, group in enumerate(optimizer.param_groups):
+        names = group.get("param_names") or [f"group {index}, parameter {i}" for i in range(len(group["params"]))]
+        yield from zip(names, group["params"], strict=True)
+
+
+def _is_finite(gradient: torch.Tensor) -> bool:
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return bool(torch.isfinite(local).all().item())
 
 
 def inspect_gradients(

@@ -20,6 +20,8 @@ from ckptkit.fsdp.gradients import (
     checked_norm_type,
     clip_grad_norm,
     inspect_gradients,
+    named_parameters_of,
+    refuse_nonfinite,
     scale_gradients,
     widened,
 )
@@ -110,15 +112,33 @@ class MasterWeightOptimizer(Optimizer):
         return self.step_scaled(max_norm=self.max_norm)
 
     @torch.no_grad()
-    def step_scaled(self, *, max_norm: float | None, divisor: float | None = None) -> bool:
-        """Like `step`, with another norm limit. Gradients are too large by the factor `divisor` (default: the loss
-        scale)."""
+    def step_scaled(
+        self,
+        *,
+        max_norm: float | None,
+        norm_type: float | None = None,
+        divisor: float | None = None,
+        error_if_nonfinite: bool = False,
+    ) -> bool:
+        """Like `step`, with another norm and limit. Gradients are too large by the factor `divisor` (default: the loss
+        scale).
+
+        Raises:
+            NonFiniteGradientError: With `error_if_nonfinite`, on every rank: a gradient on some rank is not finite. The
+                gradients are kept.
+        """
         parameters = [parameter for parameter in self._parameters() if parameter.requires_grad]
         report = inspect_gradients(
-            parameters, scaler=self.grad_scaler, max_norm=max_norm, norm_type=self.norm_type, divisor=divisor
+            parameters,
+            scaler=self.grad_scaler,
+            max_norm=max_norm,
+            norm_type=self.norm_type if norm_type is None else norm_type,
+            divisor=divisor,
         )
         self.last_grad_norm = report.norm
         if not report.finite:
+            if error_if_nonfinite:
+                refuse_nonfinite(named_parameters_of(self), report.norm)
             self.zero_grad()
             return False
         factor = report.factor
@@ -208,12 +228,7 @@ class MasterWeightOptimizer(Optimizer):
         return len(followed)
 
     def _names(self) -> list[str]:
-        return [
-            name
-            for index, group in enumerate(self.param_groups)
-            for name in group.get("param_names")
-            or [f"group {index}, parameter {position}" for position in range(len(group["params"]))]
-        ]
+        return [name for name, _ in named_parameters_of(self)]
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         for group in self.param_groups:

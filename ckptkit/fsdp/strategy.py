@@ -27,7 +27,15 @@ from ckptkit.fsdp.accumulation import StepCounter, Windows
 from ckptkit.fsdp.arguments import check_arguments
 from ckptkit.fsdp.config import FSDPConfig
 from ckptkit.fsdp.grad_scaler import DynamicGradScaler
-from ckptkit.fsdp.gradients import checked_max_norm, inspect_gradients, scale_gradients, widened
+from ckptkit.fsdp.gradients import (
+    checked_max_norm,
+    checked_norm_type,
+    inspect_gradients,
+    named_parameters_of,
+    refuse_nonfinite,
+    scale_gradients,
+    widened,
+)
 from ckptkit.fsdp.groups import NO_DECAY, NoDecay, param_groups
 from ckptkit.fsdp.hf_load import HFLoadReport, plan_load
 from ckptkit.fsdp.master_weights import MasterWeightOptimizer
@@ -74,6 +82,9 @@ class FSDPStrategy:
         seed: Seed of all random generators, set by `setup_distributed`: data-parallel rank r gets `seed` + r, so
             dropout differs between samples and is equal on the tp and cp ranks that share one.
         max_norm: Clips the joint gradient norm; 0 or None does not clip.
+        norm_type: The p of that norm, 1 to inf.
+        error_if_nonfinite: True raises on every rank if a gradient on some rank is inf or NaN, before anything is
+            stepped; False skips the step. Not with fp16, whose loss scale is found by overflows.
         micro_train_batch_size: Samples per backward pass on one rank.
         train_batch_size: Samples per optimizer step over all ranks; None: one backward pass per step.
         sync_every_micro_batch: True reduces gradients in every backward pass: more communication, but no rank holds
@@ -82,7 +93,7 @@ class FSDPStrategy:
     Attributes:
         last_outcome: What the last `optimizer_step` did: "stepped", "skipped" (a gradient was not finite) or
             "accumulating" (more backward passes to come); None before the first.
-        last_grad_norm: The joint norm of the gradients of the last step, before clipping.
+        last_grad_norm: The joint `norm_type`-norm of the gradients of the last step, before clipping.
 
     Raises:
         UsageError: An argument is invalid, or the batch sizes do not divide (checked once the number of ranks is
@@ -95,6 +106,8 @@ class FSDPStrategy:
         *,
         seed: int = 42,
         max_norm: float | None = 0.0,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
         micro_train_batch_size: int = 1,
         train_batch_size: int | None = None,
         sync_every_micro_batch: bool = False,
@@ -106,10 +119,17 @@ class FSDPStrategy:
             )
         check_batch_sizes(train_batch_size, micro=micro_train_batch_size)
         check_int("seed", seed, least=0)
-        check_flags(sync_every_micro_batch=sync_every_micro_batch)
+        check_flags(sync_every_micro_batch=sync_every_micro_batch, error_if_nonfinite=error_if_nonfinite)
         self.config = config or FSDPConfig()
+        if error_if_nonfinite and self.config.needs_grad_scaler:
+            raise UsageError(
+                "error_if_nonfinite=True does not go with mixed_precision='fp16': its loss scale grows until a "
+                "gradient overflows, and that step is skipped. Try mixed_precision='bf16', or error_if_nonfinite=False."
+            )
         self.seed = seed
         self.max_norm = checked_max_norm(max_norm)
+        self.norm_type = checked_norm_type(norm_type)
+        self.error_if_nonfinite = error_if_nonfinite
         self.micro_train_batch_size = micro_train_batch_size
         self.train_batch_size = train_batch_size
         self.sync_every_micro_batch = sync_every_micro_batch
@@ -345,7 +365,9 @@ class FSDPStrategy:
             )
         optimizer = base
         if self.config.precision == "master":
-            optimizer = MasterWeightOptimizer(base, grad_scaler=scaler, max_norm=self.max_norm)
+            optimizer = MasterWeightOptimizer(
+                base, grad_scaler=scaler, max_norm=self.max_norm, norm_type=self.norm_type
+            )
         if scaler is not None:
             self._scalers[optimizer] = scaler
         self._steps.start(optimizer)
@@ -397,6 +419,8 @@ class FSDPStrategy:
         Raises:
             UsageError: An argument has the wrong type; the optimizer holds no parameter of the model (it was created
                 before `prepare_model`); the loss was not scaled.
+            NonFiniteGradientError: With `error_if_nonfinite`, in place of "skipped". Names this rank's parameters; the
+                gradients are kept.
         """
         check_arguments(
             "optimizer_step(optimizer, model, scheduler, name)",
@@ -592,8 +616,13 @@ class FSDPStrategy:
 
     def _step(self, optimizer: Optimizer, divisor: float | None) -> bool:
         if isinstance(optimizer, MasterWeightOptimizer):
-            # made elsewhere it may have a limit of its own
-            stepped = optimizer.step_scaled(max_norm=self.max_norm or optimizer.max_norm, divisor=divisor)
+            # made elsewhere it may have a limit and a norm of its own
+            stepped = optimizer.step_scaled(
+                max_norm=self.max_norm or optimizer.max_norm,
+                norm_type=self.norm_type if self.max_norm else None,
+                divisor=divisor,
+                error_if_nonfinite=self.error_if_nonfinite,
+            )
             self.last_grad_norm = optimizer.last_grad_norm
             return stepped
         scaler = self.grad_scaler(optimizer)
@@ -605,9 +634,13 @@ class FSDPStrategy:
         parameters = [
             parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad
         ]
-        report = inspect_gradients(parameters, scaler=scaler, max_norm=self.max_norm, divisor=divisor)
+        report = inspect_gradients(
+            parameters, scaler=scaler, max_norm=self.max_norm, norm_type=self.norm_type, divisor=divisor
+        )
         self.last_grad_norm = report.norm
         if not report.finite:
+            if self.error_if_nonfinite:
+                refuse_nonfinite(named_parameters_of(optimizer), report.norm)
             return False
         if report.factor != 1.0:
             scale_gradients(parameters, report.factor)

@@ -143,7 +143,13 @@ def mean_over_ranks(value: torch.Tensor) -> float:
 
 
 def train_plain(
-    model: nn.Module, steps: int = 3, *, max_norm: float = 0.0, lr: float = 1e-2, device: str = "cpu"
+    model: nn.Module,
+    steps: int = 3,
+    *,
+    max_norm: float = 0.0,
+    norm_type: float = 2.0,
+    lr: float = 1e-2,
+    device: str = "cpu",
 ) -> tuple[list[float], list[float]]:
     """Losses and gradient norms of a single process on whole batches, with the same optimizer settings."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -152,7 +158,7 @@ def train_plain(
     for step in range(steps):
         loss = loss_of(model, batch(step).to(device))
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(trainable, max_norm or float("inf"))
+        norm = torch.nn.utils.clip_grad_norm_(trainable, max_norm or float("inf"), norm_type)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -194,9 +200,10 @@ def run(
 ) -> dict[str, Any]:
     """Train `build()` plainly and sharded on this rank; return both results."""
     max_norm = options.pop("max_norm", 0.0)
+    norm_type = options.get("norm_type", 2.0)
     lr = options.pop("lr", 1e-2)
     plain = made(build).to(device)
-    plain_losses, plain_norms = train_plain(plain, max_norm=max_norm, lr=lr, device=device)
+    plain_losses, plain_norms = train_plain(plain, max_norm=max_norm, norm_type=norm_type, lr=lr, device=device)
     strategy = FSDPStrategy(FSDPConfig.from_dict(config), max_norm=max_norm, **options)
     model = strategy.prepare_model(made(build, seed=dist.get_rank()))  # rank 0's values go to all
     optimizer = strategy.create_optimizer(model, lr=lr)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from ckptkit.errors import UsageError
+from ckptkit.errors import NonFiniteGradientError, UsageError
 from ckptkit.fsdp import FSDPConfig, FSDPStrategy, MasterWeightOptimizer, clip_grad_norm, grad_norm, param_groups
 from ckptkit.fsdp.gradients import inspect_gradients, is_finite_everywhere
 from tests.fsdp import models
@@ -142,6 +142,17 @@ def test_what_is_no_limit_is_refused(max_norm):
         FSDPStrategy(max_norm=max_norm)
     with pytest.raises(UsageError, match="max_norm"):
         MasterWeightOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))]), max_norm=max_norm)
+
+
+def test_clipping_raises_on_request_and_leaves_the_gradients():
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.tensor([math.inf, 2.0])
+    assert clip_grad_norm(parameter, 0.0).item() == math.inf
+    with pytest.raises(NonFiniteGradientError, match="gradients is inf; those of parameter 0 are not finite here"):
+        clip_grad_norm(parameter, 1.0, error_if_nonfinite=True)
+    assert parameter.grad[1] == 2.0
+    with pytest.raises(UsageError, match="error_if_nonfinite is 1, expected True or False"):
+        clip_grad_norm(parameter, 1.0, error_if_nonfinite=1)
 
 
 @pytest.mark.parametrize("norm_type", [0, -math.inf, 0.5, math.nan, "max"])

@@ -50,13 +50,14 @@ def test_tied_weights_in_units_of_their_own_equal_a_single_process(ranks):
     check(ranks.run(models.run, 2, {"wrap_lm_head": True, "auto_wrap_policy": "BLOCKS"}, models.tied))
 
 
-def _clipped(max_norm):
-    return models.run({}, models.untied, max_norm=max_norm)
+def _clipped(max_norm, norm_type):
+    return models.run({}, models.untied, max_norm=max_norm, norm_type=norm_type)
 
 
-def test_clipping_equals_a_single_process(ranks):
-    results = ranks.run(_clipped, 2, 0.05)
-    assert results[0]["plain"][1][0] > 0.05  # it does clip
+@pytest.mark.parametrize(("norm_type", "limit"), [(2.0, 0.05), (1.0, 0.05), (float("inf"), 0.005)])
+def test_clipping_equals_a_single_process(ranks, norm_type, limit):
+    results = ranks.run(_clipped, 2, limit, norm_type)
+    assert results[0]["plain"][1][0] > limit  # it does clip
     check(results)
 
 

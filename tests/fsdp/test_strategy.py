@@ -21,6 +21,7 @@ from ckptkit.errors import (
     CheckpointMismatchError,
     CkptkitError,
     IncompleteCheckpointError,
+    NonFiniteGradientError,
     SaveError,
     UsageError,
 )
@@ -231,6 +232,10 @@ def test_swapped_arguments_are_refused_by_name(ranks, tmp_path):
         ({"micro_train_batch_size": 0}, "micro_train_batch_size is 0"),
         ({"train_batch_size": True}, "train_batch_size is True"),
         ({"train_batch_size": "8"}, "train_batch_size is '8'"),
+        ({"norm_type": 0.5}, "norm type p is 0.5"),
+        ({"norm_type": "two"}, "norm type p is 'two'"),
+        ({"error_if_nonfinite": "no"}, "error_if_nonfinite is 'no'"),
+        ({"error_if_nonfinite": True, "config": FSDPConfig(mixed_precision="fp16")}, "does not go with"),
     ],
 )
 def test_options_that_can_not_work_are_refused_when_they_are_given(options, message):
@@ -949,6 +954,33 @@ def _nan_norm():
 
 def test_a_gradient_that_is_no_number_skips_the_step(ranks):
     assert ranks.run(_nan_norm, 2) == [(0, True), (1, True)]
+
+
+def _refuses_nonfinite(precision):
+    """One element of rank 1's shard of one gradient is NaN."""
+    config = FSDPConfig(mixed_precision="bf16", precision=precision)
+    strategy = FSDPStrategy(config, error_if_nonfinite=True)
+    model = strategy.prepare_model(models.made(models.untied))
+    optimizer = strategy.create_optimizer(model)
+    before = models.weights(model)
+    strategy.backward(models.loss_of(model, models.batch(0)), model, optimizer)
+    gradient = model.layers[1].up.weight.grad.to_local()
+    value = gradient[0, 0].item()
+    if dist.get_rank() == 1:
+        gradient[0, 0] = math.nan
+    here = "of layers.1.up.weight are not finite here" if dist.get_rank() == 1 else "but not on another rank"
+    with pytest.raises(
+        NonFiniteGradientError, match=f"rank {dist.get_rank()}: the norm of the gradients is nan.*{here}"
+    ):
+        strategy.optimizer_step(optimizer, model)
+    same = [torch.equal(value, before[name]) for name, value in models.weights(model).items()]
+    gradient[0, 0] = value  # they were kept: the step can still be made
+    return all(same), strategy.optimizer_step(optimizer, model), strategy.global_step
+
+
+@pytest.mark.parametrize("precision", ["mixed", "master"])
+def test_a_gradient_that_is_no_number_is_an_error_on_request(ranks, precision):
+    assert ranks.run(_refuses_nonfinite, 2, precision) == [(True, True, 1)] * 2
 
 
 def test_only_an_optimizer_with_masters_is_an_mp_optimizer():
