@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 import os
 import warnings
 from collections.abc import Mapping
@@ -73,9 +74,9 @@ class WrapPolicy(str, enum.Enum):
 class BackwardPrefetch(str, enum.Enum):
     """When the next unit is gathered in backward."""
 
-    BACKWARD_PRE = "BACKWARD_PRE"  # FSDP2's default
+    BACKWARD_PRE = "BACKWARD_PRE"  # FSDP2's default: before the current unit computes
     BACKWARD_POST = "BACKWARD_POST"  # FSDP2 has no equal: accepted with a warning, runs as BACKWARD_PRE
-    NO_PREFETCH = "NO_PREFETCH"  # likewise
+    NO_PREFETCH = "NO_PREFETCH"  # when it is needed: least memory, no overlap
 
 
 _STATE_DICT_TYPES = {
@@ -98,7 +99,8 @@ _DTYPES = {
 _FLAGS = (
     "enable_fsdp",
     "keep_last_block",
-    "forward_prefetch",
+    "cast_forward_inputs",
+    "force_sum_reduction_for_comms",
     "mixed_modal",
     "wrap_lm_head",
     "activation_checkpointing",
@@ -159,14 +161,24 @@ class FSDPConfig:
     output_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """The dtype of the model's floating outputs; None: as computed."""
 
+    cast_forward_inputs: bool = True
+    """True casts the floating inputs of every unit to the compute dtype; False passes them on as they are."""
+
+    gradient_divide_factor: float | None = None
+    """What the sum of the gradients over the data-parallel and cp ranks is divided by; None: their number. 1.0 sums,
+    for a loss that is already divided by the number of tokens of all ranks."""
+
+    force_sum_reduction_for_comms: bool = False
+    """True reduces gradients by sums alone and divides apart, for NCCL's zero-copy transfers."""
+
     offload: Offload = "none"
     """"params": parameters and gradients live on the host. "optimizer": `maybe_offload_optimizer` moves its state."""
 
-    backward_prefetch: BackwardPrefetch = BackwardPrefetch.BACKWARD_PRE
-    """When the next unit is gathered in backward."""
+    backward_prefetch: BackwardPrefetch | int = BackwardPrefetch.BACKWARD_PRE
+    """When the next unit is gathered in backward. A number prefetches that many units explicitly."""
 
-    forward_prefetch: bool = False
-    """True prefetches the next block during forward."""
+    forward_prefetch: bool | int = False
+    """True prefetches the next unit during forward, a number that many."""
 
     state_dict_type: Literal["FULL", "SHARDED", "LOCAL"] = "SHARDED"
     """The state-dict type that `save_ckpt` writes."""
@@ -297,7 +309,8 @@ def _coerce(config: FSDPConfig) -> None:
     put = object.__setattr__  # frozen: this is the one place where fields are set
     put(config, "sharding_strategy", _enum(ShardingStrategy, config.sharding_strategy, "sharding_strategy"))
     put(config, "auto_wrap_policy", _enum(WrapPolicy, config.auto_wrap_policy, "auto_wrap_policy"))
-    put(config, "backward_prefetch", _enum(BackwardPrefetch, config.backward_prefetch, "backward_prefetch"))
+    if not isinstance(config.backward_prefetch, int):
+        put(config, "backward_prefetch", _enum(BackwardPrefetch, config.backward_prefetch, "backward_prefetch"))
     put(config, "transformer_layer_cls", _names(config.transformer_layer_cls, "transformer_layer_cls"))
     put(config, "exclude", _names(config.exclude, "exclude"))
     put(config, "forward_methods", _names(config.forward_methods, "forward_methods"))
@@ -342,6 +355,19 @@ def _check_sizes(config: FSDPConfig) -> None:
     smallest = config.min_num_params
     if not isinstance(smallest, int) or isinstance(smallest, bool) or smallest < 1:
         raise UsageError(f"min_num_params is {config.min_num_params!r}; it must be a number of parameters, 1 or more.")
+    backward, forward = config.backward_prefetch, config.forward_prefetch
+    if isinstance(backward, int) and (isinstance(backward, bool) or backward < 1):
+        raise UsageError(
+            f"backward_prefetch is {backward!r}; it must be a number of units, 1 or more, or one of "
+            f"{', '.join(BackwardPrefetch.__members__)}."
+        )
+    if not isinstance(forward, int) or (forward < 1 and forward is not False):
+        raise UsageError(f"forward_prefetch is {forward!r}; it must be True, False or a number of units, 1 or more.")
+    factor = config.gradient_divide_factor
+    if factor is not None and (
+        isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < math.inf
+    ):
+        raise UsageError(f"gradient_divide_factor is {factor!r}; it must be a finite number above 0, or None.")
     reshard = config.reshard_after_forward
     if reshard is not None and (not isinstance(reshard, int) or (reshard < 1 and reshard is not False)):
         raise UsageError(
@@ -402,9 +428,9 @@ def _check_combinations(config: FSDPConfig) -> None:
 def _warn(config: FSDPConfig) -> None:
     if config.use_orig_params is False:
         warnings.warn("use_orig_params=False has no effect: FSDP2 always keeps the original parameters.", stacklevel=4)
-    if config.backward_prefetch is not BackwardPrefetch.BACKWARD_PRE:
+    if config.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
         warnings.warn(
-            f"backward_prefetch {config.backward_prefetch.value} has no equal in FSDP2: it runs as BACKWARD_PRE.",
+            "backward_prefetch BACKWARD_POST has no equal in FSDP2: it runs as BACKWARD_PRE.",
             stacklevel=4,
         )
 
@@ -458,8 +484,9 @@ def to_env(config: FSDPConfig, fsdp_version: int) -> dict[str, str]:
         "ACCELERATE_USE_FSDP": _bool(config.enable_fsdp),
         "FSDP_SHARDING_STRATEGY": config.sharding_strategy.value,
         "FSDP_OFFLOAD_PARAMS": _bool(config.offload == "params"),
-        "FSDP_BACKWARD_PREFETCH": config.backward_prefetch.value,
-        "FSDP_FORWARD_PREFETCH": _bool(config.forward_prefetch),
+        # accelerate prefetches one unit or none
+        "FSDP_BACKWARD_PREFETCH": getattr(config.backward_prefetch, "value", "BACKWARD_PRE"),
+        "FSDP_FORWARD_PREFETCH": _bool(bool(config.forward_prefetch)),
         "FSDP_STATE_DICT_TYPE": config.state_dict_type + "_STATE_DICT",
         "FSDP_AUTO_WRAP_POLICY": _WRAPS.get(policy, policy),
         "FSDP_MIN_NUM_PARAMS": str(config.min_num_params),

@@ -28,14 +28,17 @@ def mixed_precision_policy(
     """
     # output_dtype on the root only: a block that returned fp32 would pass it to the next block's bf16 weights.
     output = _TORCH[config.output_dtype] if is_root and config.output_dtype else None
+    casts = config.cast_forward_inputs
     if not is_training:
-        return MixedPrecisionPolicy(output_dtype=output)
+        return MixedPrecisionPolicy(output_dtype=output, cast_forward_inputs=casts)
     reduce = _TORCH[config.reduce_dtype] if config.reduce_dtype else None
     # With "master" too: trainable parameters are stored in this dtype, frozen ones are cast as they are gathered.
     compute = _TORCH[config.mixed_precision] if config.mixed_precision else None
     if stored == torch.float64 and compute is None and reduce == torch.float32:
         reduce = torch.float64
-    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce, output_dtype=output)
+    return MixedPrecisionPolicy(
+        param_dtype=compute, reduce_dtype=reduce, output_dtype=output, cast_forward_inputs=casts
+    )
 
 
 def offload_policy(config: FSDPConfig, device_type: str) -> OffloadPolicy:

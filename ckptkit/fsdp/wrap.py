@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Set
 from typing import TypeVar
 
 import torch
@@ -23,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.errors import UsageError
 from ckptkit.fsdp.blocks import checkpoint_blocks, compile_blocks, fill_unused_gradients
-from ckptkit.fsdp.config import FSDPConfig
+from ckptkit.fsdp.config import BackwardPrefetch, FSDPConfig
 from ckptkit.fsdp.groups import clean_fqn
 from ckptkit.fsdp.mesh import ParallelPlan, TrainingMesh, device_type_of, ensure_process_group, make_mesh, plan_for
 from ckptkit.fsdp.precision import (
@@ -98,7 +97,7 @@ def shard(
     dtype = storage_dtype(config)
     if dtype is not None and is_training:
         set_storage_dtype(model, dtype)
-    _check_dtypes(model, units, config, is_training)
+    _check_dtypes(model, units, mesh.data, config, is_training)
     if mesh.tp is not None:
         apply_tensor_parallel(model, mesh.tp, tp_plan)
     targets = _block_modules(model, units)
@@ -107,7 +106,7 @@ def shard(
     if config.compile:
         compile_blocks(targets, backend=config.compile if isinstance(config.compile, str) else "inductor")
     _fully_shard(model, units, mesh.data, config, is_training)
-    _after(model, units, config)
+    _after(model, units, mesh.data, config)
     return model
 
 
@@ -241,10 +240,24 @@ def _vision_globs(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_modules() if name.rpartition(".")[2] in VISION_NAMES]
 
 
-def _check_dtypes(model: nn.Module, units: Units, config: FSDPConfig, is_training: bool) -> None:
+def _check_dtypes(model: nn.Module, units: Units, mesh: DeviceMesh, config: FSDPConfig, is_training: bool) -> None:
     policy = mixed_precision_policy(config, is_training=is_training)
     for group, parameters in _own_parameters(model, units):
         check_unit_dtypes(" + ".join(group), parameters, policy)
+        if config.gradient_divide_factor is not None and mesh.size(-1) == 1:
+            _check_divided_once(parameters, config, is_training)
+
+
+def _check_divided_once(parameters: list[tuple[str, nn.Parameter]], config: FSDPConfig, is_training: bool) -> None:
+    for name, parameter in parameters:
+        policy = mixed_precision_policy(config, is_training=is_training, stored=parameter.dtype)
+        reduced = policy.reduce_dtype or policy.param_dtype or parameter.dtype
+        if parameter.requires_grad and reduced not in (torch.float32, torch.bfloat16):
+            raise UsageError(
+                f"gradient_divide_factor={config.gradient_divide_factor}: the gradient of {name!r} is reduced in "
+                f"{str(reduced).removeprefix('torch.')}, which torch divides twice where one rank holds a whole copy. "
+                "Try reduce_dtype='fp32', or shard over several ranks."
+            )
 
 
 def _own_parameters(model: nn.Module, units: Units) -> Iterator[tuple[tuple[str, ...], list[tuple[str, nn.Parameter]]]]:
@@ -303,11 +316,12 @@ def _last_block(model: nn.Module, units: Units) -> nn.Module | None:
     return model.get_submodule(found[-1]) if found else None
 
 
-def _after(model: nn.Module, units: Units, config: FSDPConfig) -> None:
-    if config.forward_prefetch:
-        _prefetch_forward([model.get_submodule(group[0]) for group in _in_forward_order(model, units)])
-    for module in model.modules():
-        for name in config.forward_methods if isinstance(module, FSDPModule) else ():
+def _after(model: nn.Module, units: Units, mesh: DeviceMesh, config: FSDPConfig) -> None:
+    wrapped = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    _prefetch(model, units, config)
+    for module in wrapped:
+        _set_reduction(module, mesh, config)
+        for name in config.forward_methods:
             if callable(getattr(module, name, None)):
                 register_fsdp_forward_method(module, name)
     if config.mixed_modal and isinstance(model, FSDPModule):
@@ -315,15 +329,41 @@ def _after(model: nn.Module, units: Units, config: FSDPConfig) -> None:
     logger.debug("FSDP units of %s:\n%s", _class_name(model), units)
 
 
-def _in_forward_order(model: nn.Module, units: Units) -> list[tuple[str, ...]]:
-    order = {name: index for index, (name, _) in enumerate(model.named_modules())}
-    return sorted((group for group in units.groups[:-1] if len(group) == 1), key=lambda group: order[group[0]])
+def _set_reduction(unit: FSDPModule, mesh: DeviceMesh, config: FSDPConfig) -> None:
+    factor = config.gradient_divide_factor
+    if factor is not None:
+        unit.set_gradient_divide_factor(float(factor))
+    # gloo has no operation that multiplies and sums. Where one rank holds a whole copy, a factor means sums already,
+    # and torch would divide by it twice.
+    sums = config.force_sum_reduction_for_comms or (factor is not None and mesh.device_type == "cpu")
+    if sums and not (factor is not None and mesh.size(-1) == 1):
+        unit.set_force_sum_reduction_for_comms(True)
 
 
-def _prefetch_forward(modules: Sequence[nn.Module]) -> None:
-    for this, following in itertools.pairwise(modules):
-        if isinstance(this, FSDPModule) and isinstance(following, FSDPModule):
-            this.set_modules_to_forward_prefetch([following])
+def _prefetch(model: nn.Module, units: Units, config: FSDPConfig) -> None:
+    """Set which units each unit gathers ahead, where that is not FSDP2's default."""
+    single = {model.get_submodule(group[0]) for group in units.groups if len(group) == 1}
+    forward = list(dict.fromkeys(_in_order(model, single, backward=False)))
+    backward = list(dict.fromkeys(_in_order(model, single, backward=True)))
+    for index, unit in enumerate(forward if config.forward_prefetch else ()):
+        if following := forward[index + 1 :][: int(config.forward_prefetch)]:
+            unit.set_modules_to_forward_prefetch(following)
+    if config.backward_prefetch is BackwardPrefetch.NO_PREFETCH:
+        for unit in backward:
+            unit.set_modules_to_backward_prefetch([unit])  # in place of the one before; it is gathered already
+    elif isinstance(config.backward_prefetch, int):
+        for index, unit in enumerate(backward):
+            # An empty list would mean the default, and there is nothing before the last.
+            unit.set_modules_to_backward_prefetch(backward[index + 1 :][: config.backward_prefetch] or [unit])
+
+
+def _in_order(module: nn.Module, units: Set[nn.Module], *, backward: bool) -> Iterator[FSDPModule]:
+    """Yield those of `units` in `module` in the order in which forward (or backward) reaches them."""
+    if module in units and isinstance(module, FSDPModule):
+        yield module
+    children = list(module.children())
+    for child in reversed(children) if backward else children:
+        yield from _in_order(child, units, backward=backward)
 
 
 def _class_name(model: nn.Module) -> str:

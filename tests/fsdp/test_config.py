@@ -92,6 +92,15 @@ def test_torchs_own_enums_are_taken():
         ({"state_dict_type": "PARTIAL"}, "SHARDED_STATE_DICT"),
         ({"auto_wrap_policy": "MAGIC"}, "SIZE_BASED_WRAP"),
         ({"backward_prefetch": "LATER"}, "NO_PREFETCH"),
+        ({"backward_prefetch": 0}, "backward_prefetch is 0"),
+        ({"backward_prefetch": True}, "backward_prefetch is True"),
+        ({"forward_prefetch": 0}, "forward_prefetch is 0"),
+        ({"forward_prefetch": "yes"}, "forward_prefetch is 'yes'"),
+        ({"cast_forward_inputs": "no"}, "cast_forward_inputs is 'no'"),
+        ({"gradient_divide_factor": 0}, "gradient_divide_factor is 0"),
+        ({"gradient_divide_factor": "4"}, "gradient_divide_factor is '4'"),
+        ({"gradient_divide_factor": float("inf")}, "gradient_divide_factor is inf"),
+        ({"force_sum_reduction_for_comms": 1}, "force_sum_reduction_for_comms is 1"),
         ({"precision": "double"}, "mixed, master"),
         ({"offload": "disk"}, "none, params, optimizer"),
         ({"cpu_offload": True, "offload": "optimizer"}, "Ask for one of them"),
@@ -134,10 +143,9 @@ def test_what_can_not_work_is_refused_at_construction(values, message):
         FSDPConfig.from_dict(values)
 
 
-@pytest.mark.parametrize("name", ["BACKWARD_POST", "NO_PREFETCH"])
-def test_prefetch_without_an_equal_is_accepted_with_a_warning(name):
-    with pytest.warns(UserWarning, match=f"{name} has no equal in FSDP2"):
-        assert FSDPConfig(backward_prefetch=name).backward_prefetch is BackwardPrefetch[name]
+def test_prefetch_without_an_equal_is_accepted_with_a_warning():
+    with pytest.warns(UserWarning, match="BACKWARD_POST has no equal in FSDP2"):
+        assert FSDPConfig(backward_prefetch="BACKWARD_POST").backward_prefetch is BackwardPrefetch.BACKWARD_POST
 
 
 def test_use_orig_params_false_is_accepted_with_a_warning():

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from ckptkit.errors import UsageError
+from ckptkit.fsdp import FSDPConfig, FSDPStrategy
 from tests.fsdp import models
 
 # Sums over ranks are taken in another order than in one process: a few ulps of fp32 in the losses. AdamW divides by
@@ -77,7 +80,11 @@ def test_accumulation_equals_one_large_batch(ranks, every):
     [
         {"activation_checkpointing": True},
         {"forward_prefetch": True},
+        {"forward_prefetch": 2},
         {"backward_prefetch": "BACKWARD_POST"},
+        {"backward_prefetch": "NO_PREFETCH"},
+        {"backward_prefetch": 2},
+        {"force_sum_reduction_for_comms": True},
         {"keep_last_block": True},
         {"reshard_after_forward": False},
         {"reshard_after_forward": 2},
@@ -114,3 +121,36 @@ def test_tied_llama_with_wrapped_heads_equals_a_single_process(ranks):
 
 def test_llama_with_its_own_checkpointing_equals_a_single_process(ranks):
     check(ranks.run(models.run, 2, {"activation_checkpointing": True}, models.llama))
+
+
+def _gradients(config):
+    strategy = FSDPStrategy(FSDPConfig.from_dict(config))
+    model = strategy.prepare_model(models.made(models.untied))
+    models.loss_of(model, models.part(models.batch(0), dist.get_world_size(), dist.get_rank())).backward()
+    return {name: models.whole(parameter.grad) for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "config"),
+    [(1, {}), (2, {}), (2, {"sharding_strategy": "NO_SHARD"}), (4, {"sharding_strategy": "HYBRID_SHARD", "shard": 2})],
+)
+@pytest.mark.parametrize("force", [False, True])
+def test_gradients_are_divided_by_the_factor_in_place_of_the_ranks(ranks, world_size, config, force):
+    mean, summed, half = (
+        ranks.run(_gradients, world_size, {**config, **factor, "force_sum_reduction_for_comms": force})[0]
+        for factor in ({}, {"gradient_divide_factor": 1.0}, {"gradient_divide_factor": 2.0 * world_size})
+    )
+    for name, gradient in mean.items():  # by powers of two: exactly
+        assert gradient.any()
+        assert torch.equal(summed[name], gradient * world_size), name
+        assert torch.equal(half[name], gradient / 2), name
+
+
+def _divided_twice():
+    model = models.made(models.untied).double()
+    with pytest.raises(UsageError, match=r"'.*' is reduced in float64, which torch divides twice.*reduce_dtype"):
+        FSDPStrategy(FSDPConfig(gradient_divide_factor=2.0)).prepare_model(model)
+
+
+def test_a_factor_by_which_torch_would_divide_twice_is_refused(ranks):
+    ranks.run(_divided_twice, 1)

@@ -174,3 +174,28 @@ def _policies():
 
 def test_each_unit_reduces_in_its_own_dtype(ranks):
     assert ranks.run(_policies, 2)[0] == [torch.float64, torch.float64, torch.float32]
+
+
+class Told(nn.Module):
+    """Remembers the dtype of its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4, bias=False)])
+        self.out = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        self.seen = x.dtype
+        return self.layers[0](x.to(self.out.weight.dtype))
+
+
+def _inputs(casts):
+    strategy = FSDPStrategy(FSDPConfig(mixed_precision="bf16", cast_forward_inputs=casts))
+    model = strategy.prepare_model(Told())
+    model(torch.ones(2, 4))
+    return model.seen
+
+
+@pytest.mark.parametrize(("casts", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+def test_inputs_are_cast_unless_it_is_turned_off(ranks, casts, dtype):
+    assert ranks.run(_inputs, 2, casts) == [dtype] * 2

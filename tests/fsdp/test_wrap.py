@@ -349,3 +349,38 @@ def test_a_part_of_a_model_that_is_called_module_is_no_inside():
     model = nn.Module()
     model.module, model.head = nn.Linear(2, 2), nn.Linear(2, 1)
     assert unwrap_model(model) is model
+
+
+def _gathered_ahead(config):
+    """What else is gathered while the first block computes, and while the last one runs backward."""
+    model = shard(models.untied(), FSDPConfig(auto_wrap_policy="BLOCKS", **config))
+    groups = [layer._get_fsdp_state()._fsdp_param_group for layer in model.layers]
+    found = {}
+
+    def look(key):
+        ahead = [group.is_unsharded or group._all_gather_result is not None for group in groups]
+        found[key] = [index for index, is_ahead in enumerate(ahead) if is_ahead]
+
+    def watch(module, args, out):
+        look("forward") if module is model.layers[0].up else out.register_hook(lambda gradient: look("backward"))
+
+    for module in (model.layers[0].up, model.layers[2].down):
+        module.register_forward_hook(watch)
+    models.loss_of(model, models.batch(0)).backward()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("config", "forward", "backward"),
+    [
+        ({}, [0], [1, 2]),
+        ({"forward_prefetch": True}, [0, 1], [1, 2]),
+        ({"forward_prefetch": 2}, [0, 1, 2], [1, 2]),
+        ({"backward_prefetch": 1}, [0], [1, 2]),
+        ({"backward_prefetch": 2}, [0], [0, 1, 2]),
+        ({"backward_prefetch": "NO_PREFETCH"}, [0], [2]),
+    ],
+    ids=str,
+)
+def test_as_many_units_are_gathered_ahead_as_asked_for(ranks, config, forward, backward):
+    assert ranks.run(_gathered_ahead, 2, config)[0] == {"forward": forward, "backward": backward}
