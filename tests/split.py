@@ -77,7 +77,7 @@ NIGHT: dict[str, int] = {
     "tests/checkpoint/test_earlier.py": 2,
     "tests/checkpoint/test_load_memory.py": 3,
     "tests/checkpoint/test_hidden_values.py": 4,
-    "tests/checkpoint/test_optimizers.py": 8,
+    "tests/checkpoint/test_optimizers.py": 16,
     "tests/checkpoint/test_quantizing_libraries.py": 0,
     "tests/checkpoint/test_subclass_ranks.py": 0,
     "tests/checkpoint/test_object_store.py"
@@ -125,6 +125,7 @@ NIGHT: dict[str, int] = {
     "tests/offline/test_convert.py": 3,
     "tests/offline/test_overwrite.py": 10,
     "tests/offline/test_reshard.py": 8,
+    "tests/offline/test_reshard.py::test_every_world_size_loads_what_any_other_saved": 7,
     "tests/offline/test_reshard_dcp.py": 40,
     "tests/offline/test_reshard_foreign.py": 40,
     "tests/offline/test_zoo_convert.py": 4,
