@@ -58,7 +58,7 @@ def command(
     if html:
         from ckptkit.offline.pictures.pages import write_diff_page
 
-        facts = [("B", report.b), ("equal tensors", str(report.same)), ("different", str(len(report.different)))]
+        facts = [("in", report.b), ("equal tensors", str(report.same)), ("different", str(len(report.different)))]
         write_diff_page(report.a, report.changes, facts, html)
         note(f"wrote {html}")
     if as_json:

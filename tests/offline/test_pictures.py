@@ -171,7 +171,7 @@ def test_step_counters_are_not_drawn_and_other_moments_open_with_a_click() -> No
     panels = heat_maps(dict.fromkeys(names, 0.0) | states | {"rng.0.torch": 1.0})
     headings = {panel.heading.removeprefix("Change by layer: "): panel.behind for panel in panels}
     assert headings == {
-        "model": "", "optimizer: exp_avg": "2 of 2 tensors differ", "not the network": "1 of 1 tensors differ"
+        "model": "", "optimizer: exp_avg": "2 of 2 tensors differ", "other state": "1 of 1 tensors differ"
     }  # fmt: skip
     assert "2 step counters are hidden" in panels[0].explanation
 

@@ -12,7 +12,7 @@ __all__ = ["heat_maps", "layer_of", "split_layer"]
 
 WIDTH, LEFT, RIGHT, CELL = 1100.0, 150.0, 150.0, 18.0  # to the right, the last column's slanted name
 _LEGEND = {0.0: "equal", 1e-6: "1e-6", 1e-4: "1e-4", 1e-2: "0.01", 1.0: "1 and more", math.inf: "NaN or infinite"}
-_OTHER, _ASIDE = "not the network", ("rng.", "extra.")
+_OTHER, _ASIDE = "other state", ("rng.", "extra.")
 _PREFIXED = re.compile(r"(?P<part>optimizer|master): (?P<fqn>\S+)(?: (?P<state>\S+))?$")
 _COUNTER = "step"  # it counts updates: that it differs says nothing about the weights
 _LAYER = re.compile(r"^(.*?)(\d+)\.(.*)$")

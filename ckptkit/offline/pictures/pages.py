@@ -1,4 +1,4 @@
-"""The pages of the commands: a checkpoint, a run, a reshard, a difference."""
+"""Writes the HTML pages of the commands: for a checkpoint, a run, a reshard or a difference."""
 
 from __future__ import annotations
 

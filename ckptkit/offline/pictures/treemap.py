@@ -34,20 +34,21 @@ def _draw(node: TreeNode, area: Rect, prefix: str, depth: int, total: int, body:
     if depth:
         share = f"{format_size(node.nbytes)} · {format_count(node.numel)} elements · {100 * node.nbytes / total:.1f}%"
         body.append(rect(x, y, w, h, fill=_shade(name, depth), title=f"{name}\n{share}"))
-        if w > 40 and h > 15:
+        if w > 24 and h > 15:
             words = f"{node.name} · {format_size(node.nbytes)}"  # on paper no pointer rests on it
             body.append(text(x + 4, y + 12, label(words if len(words) * 6.1 < w - 8 else node.name, w - 8), kind="on"))
     inner = (x, y, w, h) if not depth else (x + 2, y + 16, w - 4, h - 18)
     children = [child for child in node.children if child.nbytes > 0]
-    if children and inner[2] > 12 and inner[3] > 12:
+    if children and inner[2] > 36 and inner[3] > 18:  # smaller ones would have no room for a name
         children.sort(key=lambda child: -child.nbytes)
         for child, place in zip(children, squarify([c.nbytes for c in children], inner), strict=True):
             _draw(child, place, name, depth + 1, total, body)
 
 
 def _shade(name: str, depth: int) -> str:
-    top = name.split(".")
-    hue = sum(ord(c) * (i + 1) for i, c in enumerate(".".join(top[:2]))) * 47 % 360
+    """Return the colour of a module: the same in every layer, so that it shows the kind of module."""
+    kind = [part for part in name.split(".") if not part.isdecimal()]
+    hue = sum(ord(c) * (i + 1) for i, c in enumerate(".".join(kind[:3]))) * 47 % 360
     return f"hsl({hue} 45% {min(60 + 8 * depth, 88)}%)"
 
 
