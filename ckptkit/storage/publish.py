@@ -73,7 +73,7 @@ def open_staging(parent: LocalStore, name: str, nonce: str, *, leased: bool = Fa
 def close_staging(parent: LocalStore, name: str, nonce: str, *, replaceable: Replaceable | None = None) -> None:
     """Delete what is left of a staging directory, published or not, and its owner files.
 
-    If it holds what was replaced, and `replaceable` raises for that, it is renamed and kept.
+    If it contains replaced content that `replaceable` refuses to delete, it is renamed and kept.
     """
     path = staging_name(name, nonce)
     _keep_foreign(parent, path, replaceable)

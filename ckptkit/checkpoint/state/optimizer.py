@@ -116,8 +116,8 @@ def capture_optimizer(optimizer: Any, names: Mapping[int, str], what: str) -> Ca
     that were changed by others.
 
     Raises:
-        UsageError: A parameter is not one of the model's. SaveError: A state is neither a supported tensor nor a value
-            that loads safely.
+        UsageError: A parameter is not one of the model's.
+        SaveError: A state is neither a supported tensor nor a value that loads safely.
     """
     parameters = named_parameters(optimizer, names, what)
     master_name = getattr(optimizer, "master_state_name", None)
@@ -270,7 +270,7 @@ def _check_whole(optimizer: Any, parameters: Mapping[str, torch.Tensor], what: s
 
 def united(trees: Sequence[JSON]) -> JSON:
     """Return the tree of an optimizer whose parameters are spread over ranks (pipeline stages), from one tree of each
-    stage. Groups are joined if their settings are equal, first by position."""
+    stage. Groups with equal settings are joined; those at the same position take precedence."""
     first = {
         **trees[0],
         "param_groups": [{**group, "params": list(group["params"])} for group in trees[0]["param_groups"]],

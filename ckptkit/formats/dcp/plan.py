@@ -443,7 +443,8 @@ def _cut_by_mesh(name: str, value: DTensor, meshes: dict[DeviceMesh, int]) -> _C
 def _mine(
     name: str, cut: _Cut, offsets: tuple[int, ...], sizes: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, int, int] | None] | None:
-    """Return (offsets, sizes, narrow) of the part of a local box that this rank writes, None if nothing."""
+    """Return the part of a local box that this rank writes, as (offsets, sizes, arguments of `narrow`); None if
+    nothing."""
     number, count = cut.place
     if 0 in sizes:
         return (offsets, sizes, None) if 0 in cut.shape and number == 0 else None

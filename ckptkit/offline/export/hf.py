@@ -427,7 +427,7 @@ def _note_tied(draft: _Draft, target: Target, other: Target) -> None:
 
 
 def _kind(target: Target) -> tuple[str, tuple[int, ...], str]:
-    """What a second name has in common with the first."""
+    """Return what two names of a tied tensor have in common: dtype, shape, and the last part of the name."""
     return target.dtype, target.shape, target.name.rpartition(".")[2]
 
 

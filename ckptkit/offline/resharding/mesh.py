@@ -122,7 +122,7 @@ class TargetMesh:
         checkpoint contains it.
 
         Args:
-            turn: The replica that stores the tensor, modulo their number. With 0 for all tensors, the ranks of the
+            turn: Which replica stores the tensor, modulo their number. If it is 0 for all tensors, the ranks of the
                 first replica read only their own files.
         """
         return _boxes(self, tuple(shape), cut.fsdp, cut.tp, turn % self.replicas(cut))
