@@ -255,7 +255,10 @@ class SliceArray(Sequence[TensorSlice]):
         rows = np.flatnonzero((self.sizes != 0).all(axis=1))
         if self.sizes.shape[1] == 0 or len(rows) < 2:
             return rows[:1]
-        boxes = np.concatenate([self.offsets[rows], self.sizes[rows]], axis=1)
+        offsets = self.offsets[rows]
+        if (offsets[1:, 0] > offsets[:-1, 0]).all():  # the usual rows, in order
+            return rows
+        boxes = np.concatenate([offsets, self.sizes[rows]], axis=1)
         first = first_of_equal(boxes)
         return rows if first is None else rows[first]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from ckptkit.arguments import Location, check_flags, check_int, location
@@ -46,6 +47,7 @@ __all__ = [
 
 SCHEMA = "ckptkit.verify/1"
 _CHUNK = 4 << 20
+_BATCH, _MOST = 4 << 20, 256  # bytes, or checks, that one task compares
 
 Progress = Callable[[int, int, str], None]
 
@@ -436,13 +438,33 @@ def compare_digests(
     reader = BlockReader(store, workers) if store.asking_costs else store
     problems: list[Problem] = []
     with WorkerPool(workers, thread_name_prefix="ckptkit-verify") as pool:
-        for check, problem in zip(checks, pool.map(lambda c: _check(store, reader, c), checks), strict=True):
-            if problem is not None:
-                problems.append(problem)
-            done += check.nbytes
+        batches = list(_batches(checks))
+        for batch, found in zip(batches, pool.map(partial(_check_all, store, reader), batches), strict=True):
+            problems += found
+            done += sum(check.nbytes for check in batch)
             if progress is not None:
-                progress(done, total, check.path)
+                progress(done, total, batch[-1].path)
     return problems
+
+
+def _batches(checks: Sequence[Check]) -> Iterator[Sequence[Check]]:
+    """Yield checks for one thread each: a single large one, or small ones, of which a task each would take longer than
+    the checks."""
+    batch: list[Check] = []
+    nbytes = 0
+    for check in checks:
+        batch.append(check)
+        nbytes += check.nbytes
+        if nbytes >= _BATCH or len(batch) == _MOST:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
+
+
+def _check_all(store: Store, reader: Store | BlockReader, checks: Sequence[Check]) -> list[Problem]:
+    found = (_check(store, reader, check) for check in checks)
+    return [problem for problem in found if problem is not None]
 
 
 def _folded(problems: Iterable[Problem], catalog: Catalog) -> Iterator[Problem]:
