@@ -38,17 +38,27 @@ class Window:
 
 
 class Windows:
-    """The current window of each model. Several optimizers may step in one window."""
+    """The current window of each model. Several optimizers may step in one window.
+
+    Attributes:
+        held: Models whose window stays open whatever the number of passes.
+    """
 
     def __init__(self) -> None:
         self._of: WeakKeyDictionary[nn.Module, Window] = WeakKeyDictionary()
+        self.held: WeakSet[nn.Module] = WeakSet()
 
     def backward(self, root: nn.Module, size: int, *, last: bool, scale: float) -> Window:
         """Count one backward pass of `root` with loss scale `scale`; `last` closes the window early.
 
         Raises:
-            UsageError: The window has a pass with another scale, so the gradients cannot be added.
+            UsageError: The window has a pass with another scale, so the gradients cannot be added; or `last` is given
+                while the window is held open.
         """
+        if last and root in self.held:
+            raise UsageError(
+                "backward(last=True) in no_sync(): the last pass before a step reduces gradients. Run it outside."
+            )
         window = self._advanced(root, size)
         if window.scale not in (None, scale):
             raise UsageError(
@@ -85,7 +95,7 @@ class Windows:
         if window is None or window.closed:
             window = self._of[root] = Window(size)
         window.count += 1
-        window.closed = window.count >= size
+        window.closed = window.count >= size and root not in self.held
         window.seen.clear()
         return window
 

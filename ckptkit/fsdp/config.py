@@ -195,6 +195,10 @@ class FSDPConfig:
     exclude: tuple[str, ...] = ()
     """Class names or FQN globs. Matching modules and their children never become units."""
 
+    ignored_params: tuple[str, ...] = ()
+    """FQN globs of parameters that are left as they are: each rank keeps its own values whole, in their dtype, and
+    reduces no gradients of them. `prepare_model(ignored_params=)` takes the parameters themselves."""
+
     mixed_modal: bool = False
     """True keeps vision towers in the root unit, so that ranks may run different branches of them."""
 
@@ -313,6 +317,7 @@ def _coerce(config: FSDPConfig) -> None:
         put(config, "backward_prefetch", _enum(BackwardPrefetch, config.backward_prefetch, "backward_prefetch"))
     put(config, "transformer_layer_cls", _names(config.transformer_layer_cls, "transformer_layer_cls"))
     put(config, "exclude", _names(config.exclude, "exclude"))
+    put(config, "ignored_params", _names(config.ignored_params, "ignored_params"))
     put(config, "forward_methods", _names(config.forward_methods, "forward_methods"))
     kind = getattr(config.state_dict_type, "name", config.state_dict_type)
     found = _STATE_DICT_TYPES.get(str(kind).upper())

@@ -55,13 +55,13 @@ def storage_dtype(config: FSDPConfig) -> torch.dtype | None:
     return _TORCH[config.mixed_precision] if config.precision == "master" else torch.float32
 
 
-def set_storage_dtype(model: nn.Module, dtype: torch.dtype) -> None:
-    """Cast trainable floating parameters of `model` to `dtype`, in place.
+def set_storage_dtype(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
+    """Cast those of `parameters` that are trainable and floating to `dtype`, in place.
 
     Frozen parameters keep their dtype: they are never updated, so a wider copy has no benefit. Buffers keep theirs too:
         rotary frequencies and running statistics lose too much in bf16.
     """
-    for parameter in model.parameters():
+    for parameter in parameters:
         if parameter.requires_grad and parameter.is_floating_point() and parameter.dtype != dtype:
             parameter.data = parameter.data.to(dtype)
 

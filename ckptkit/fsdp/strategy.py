@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from weakref import WeakKeyDictionary
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import Shard
 from torch.optim import Optimizer
 
 from ckptkit.arguments import check_flags, check_int
@@ -203,6 +204,15 @@ class FSDPStrategy:
         return self._join()
 
     @property
+    def context_parallel_mesh(self) -> DeviceMesh | None:
+        """The 1-D mesh of the ranks that share this rank's samples and split their sequences; None if `cp` is 1.
+
+        All ranks must read it first at the same point, as `prepare_model`: it makes process groups.
+        """
+        self._join()
+        return self._mesh_for(None, self.config).cp
+
+    @property
     def global_step(self) -> int:
         """Number of steps taken; with several optimizers, the largest. Assign to it to continue from a given step."""
         return self._steps.total
@@ -256,6 +266,8 @@ class FSDPStrategy:
         *,
         policy: Policy | None = None,
         tp_plan: TPPlan | None = None,
+        ignored_params: Collection[nn.Parameter] | None = None,
+        shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
     ) -> T:
         """Shard `model` over the ranks and return it. Objects that are not modules, and sharded models, are returned
         unchanged.
@@ -267,6 +279,8 @@ class FSDPStrategy:
             reshard_after_forward: Overrides the configuration.
             policy: Chooses the units; overrides the configuration.
             tp_plan: Tensor-parallel styles by module glob.
+            ignored_params: Parameters to leave as they are, in addition to those that the configuration names.
+            shard_placement_fn: Returns the dimension to shard a parameter on, as `Shard(1)`, or None for `Shard(0)`.
         """
         check_arguments("prepare_model(model, is_training)", is_training=is_training)
         if not isinstance(model, nn.Module) or self._is_prepared(model):
@@ -287,7 +301,16 @@ class FSDPStrategy:
                 self.data_parallel_size,
             )
         mesh = self._mesh_for(model, config)
-        shard(model, config, mesh=mesh, policy=policy, tp_plan=tp_plan, is_training=is_training)
+        shard(
+            model,
+            config,
+            mesh=mesh,
+            policy=policy,
+            tp_plan=tp_plan,
+            ignored_params=ignored_params,
+            shard_placement_fn=shard_placement_fn,
+            is_training=is_training,
+        )
         if config.enable_fsdp:
             device = mesh.data.device_type if config.offload != "params" else "cpu"
             with contextlib.closing(Coordinator()) as coordinator:
@@ -400,12 +423,34 @@ class FSDPStrategy:
         scale = scaler.scale if scaler is not None else 1.0
         root = _fsdp_root(model)
         window = self._windows.backward(root, steps, last=last, scale=scale)
-        if steps > 1:
-            self._set_sync(root, window.closed or self.sync_every_micro_batch)
+        self._set_sync(root, window.closed or (self.sync_every_micro_batch and root not in self._windows.held))
         factor = scale / steps
         if factor != 1.0:
             loss = widened(loss) * factor
         loss.backward()  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Context in which backward passes add up gradients without communication, and no optimizer steps.
+
+        The next `backward` outside reduces the sum, and the step after it takes the mean over all these passes, as with
+        `train_batch_size`. Passes run by `loss.backward()` are not counted: the step takes their sum. All ranks must
+        enter it at the same pass.
+        """
+        check_arguments("no_sync(model)", model=model)
+        root = _fsdp_root(model)
+        if root in self._windows.held:
+            raise UsageError("no_sync(model) is entered already for this model.")
+        # DistributedDataParallel has its own, for its forward too
+        own = getattr(root, "no_sync", None)
+        with own() if callable(own) else contextlib.nullcontext():
+            self._windows.held.add(root)
+            self._set_sync(root, False)
+            try:
+                yield
+            finally:
+                self._windows.held.discard(root)
+                self._set_sync(root, True)
 
     def optimizer_step(
         self, optimizer: Optimizer, model: nn.Module, scheduler: Any = None, name: str = "model"
@@ -682,7 +727,7 @@ class FSDPStrategy:
         inner = getattr(model, "base_model", None)  # LightRFT's actors, and every transformers model
         return isinstance(model, FSDPModule) or (isinstance(inner, FSDPModule) and id(inner) != id(model))
 
-    def _mesh_for(self, model: nn.Module, config: FSDPConfig) -> TrainingMesh:
+    def _mesh_for(self, model: nn.Module | None, config: FSDPConfig) -> TrainingMesh:
         device_type = device_type_of(model, preferred=config.device)
         plan = plan_for(config, dist.get_world_size())
         key = (plan, device_type)

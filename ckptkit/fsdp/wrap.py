@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
+import functools
 import logging
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import TypeVar
 
 import torch
@@ -17,8 +19,9 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
+from ckptkit.arguments import wrong
 from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.errors import UsageError
 from ckptkit.fsdp.blocks import checkpoint_blocks, compile_blocks, fill_unused_gradients
@@ -53,6 +56,8 @@ def shard(
     mesh: TrainingMesh | DeviceMesh | None = None,
     policy: Policy | None = None,
     tp_plan: TPPlan | None = None,
+    ignored_params: Collection[nn.Parameter] | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
     is_training: bool = True,
 ) -> M:
     """Shard `model` in place and return it. All ranks must call it. A model that is already sharded is returned
@@ -67,6 +72,9 @@ def shard(
             data-parallel mesh.
         policy: Chooses the units (see `units`); overrides `config`.
         tp_plan: Tensor-parallel styles by module glob; default: the model's own plan.
+        ignored_params: Parameters to leave as they are, in addition to those that `config.ignored_params` names.
+        shard_placement_fn: Returns the dimension to shard a parameter on, as `Shard(1)`; None: `Shard(0)`. Dimensions
+            other than 0 must divide by the number of ranks.
         is_training: False computes in the stored dtype and does not reduce gradients.
 
     Raises:
@@ -82,22 +90,32 @@ def shard(
         return model
     mesh = _mesh(model, mesh, config)
 
-    def planned() -> Units:
-        _check_model(model)
+    def planned() -> tuple[Units, frozenset[str]]:
+        ignored = _ignored(model, config.ignored_params, ignored_params)
+        _check_model(model, ignored)
+        _check_placements(model, ignored, shard_placement_fn, mesh)
         exclude = (*config.exclude, *(_vision_globs(model) if config.mixed_modal else ()))
-        return plan_units(model, policy or policy_of(config, model), exclude=exclude, heads=config.wrap_lm_head)
+        units = plan_units(model, policy or policy_of(config, model), exclude=exclude, heads=config.wrap_lm_head)
+        return units, ignored
 
     with contextlib.closing(Coordinator()) as coordinator:
-        units = coordinator.run_on_all(planned, "sharding the model")
+        units, ignored = coordinator.run_on_all(planned, "sharding the model")
     device_type = mesh.data.device_type
+    managed = {name: parameter for name, parameter in model.named_parameters() if name not in ignored}
     if config.sync_module_states:
-        sync_module_states(model, device_type)
+        sync_module_states(model, device_type, ignored=ignored)
     elif mesh.plan.replicate > 1:
-        _warn_of_different_replicas(model)
+        _warn_of_different_values(
+            managed,
+            "sync_module_states=False keeps them: replicas would train apart. Load the same values on all ranks, or "
+            "set sync_module_states=True.",
+        )
+    if ignored:
+        _warn_of_ignored(model, ignored, mesh, is_training)
     dtype = storage_dtype(config)
     if dtype is not None and is_training:
-        set_storage_dtype(model, dtype)
-    _check_dtypes(model, units, mesh.data, config, is_training)
+        set_storage_dtype(managed.values(), dtype)
+    _check_dtypes(model, units, mesh.data, config, is_training, ignored)
     if mesh.tp is not None:
         apply_tensor_parallel(model, mesh.tp, tp_plan)
     targets = _block_modules(model, units)
@@ -105,7 +123,7 @@ def shard(
         checkpoint_blocks(model, targets)
     if config.compile:
         compile_blocks(targets, backend=config.compile if isinstance(config.compile, str) else "inductor")
-    _fully_shard(model, units, mesh.data, config, is_training)
+    _fully_shard(model, units, mesh, config, is_training, ignored, shard_placement_fn)
     _after(model, units, mesh.data, config)
     return model
 
@@ -126,8 +144,9 @@ def fsdp_units(model: nn.Module) -> list[str]:
     return [clean_fqn(name) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
 
 
-def sync_module_states(model: nn.Module, device_type: str, *, src: int = 0) -> None:
-    """Broadcast parameters and buffers from rank `src`. All ranks must call it. Meta tensors are skipped.
+def sync_module_states(model: nn.Module, device_type: str, *, src: int = 0, ignored: Set[str] = frozenset()) -> None:
+    """Broadcast parameters and buffers from rank `src`. All ranks must call it. Meta tensors and the parameters in
+    `ignored` are skipped.
 
     Raises:
         UsageError: The ranks hold different models; nothing was sent.
@@ -137,7 +156,7 @@ def sync_module_states(model: nn.Module, device_type: str, *, src: int = 0) -> N
     tensors = {
         name: tensor.detach()
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]
-        if not isinstance(tensor, DTensor)
+        if not isinstance(tensor, DTensor) and name not in ignored
     }
     _check_same(tensors)
     for tensor in tensors.values():
@@ -151,12 +170,53 @@ def sync_module_states(model: nn.Module, device_type: str, *, src: int = 0) -> N
             tensor.copy_(moved)
 
 
-def _warn_of_different_replicas(model: nn.Module) -> None:
+def _ignored(model: nn.Module, globs: Sequence[str], given: Collection[nn.Parameter] | None) -> frozenset[str]:
+    """Return the names (all of a tied one) of the parameters to leave as they are."""
+    every = dict(model.named_parameters(remove_duplicate=False))
+    if given is not None and (isinstance(given, (torch.Tensor, str, Mapping)) or not isinstance(given, Iterable)):
+        raise wrong("ignored_params", given, "a set of the model's parameters; names go into FSDPConfig.ignored_params")
+    chosen = list(given or ())
+    held = {id(parameter) for parameter in every.values()}
+    for parameter in chosen:
+        if not isinstance(parameter, nn.Parameter):
+            raise wrong("ignored_params holds an item that", parameter, "a parameter of the model")
+        if id(parameter) not in held:
+            raise UsageError(
+                f"ignored_params holds a parameter of shape {list(parameter.shape)} that {_class_name(model)} does not "
+                "have. Was the model changed or copied since?"
+            )
+    for glob in globs:
+        found = [parameter for name, parameter in every.items() if fnmatch.fnmatchcase(clean_fqn(name), glob)]
+        if not found:
+            raise UsageError(f"ignored_params names {glob!r}, which is no parameter of {_class_name(model)}.")
+        chosen += found
+    ignored = set(map(id, chosen))
+    return frozenset(name for name, parameter in every.items() if id(parameter) in ignored)
+
+
+def _warn_of_ignored(model: nn.Module, ignored: Set[str], mesh: TrainingMesh, is_training: bool) -> None:
+    parameters = {name: model.get_parameter(name) for name in sorted(ignored)}
+    if dist.get_world_size() > 1:
+        _warn_of_different_values(
+            parameters, "ignored_params keeps them. Load the same values, unless each rank is to have its own."
+        )
+    trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
+    if trained and is_training and mesh.data.size() > 1 and dist.get_rank() == 0:
+        logger.warning(
+            "%r and %d more of ignored_params are trainable: FSDP2 does not reduce their gradients over the %d ranks. "
+            "Reduce them yourself, as docs/training.md shows, or freeze them.",
+            clean_fqn(trained[0]),
+            len(trained) - 1,
+            mesh.data.size(),
+        )
+
+
+def _warn_of_different_values(parameters: Mapping[str, torch.Tensor], consequence: str) -> None:
     """Warn if ranks hold different values: replicas would stay different forever. All ranks must call it."""
     # Sums, as text: NaN equals NaN, and no rank sends a whole parameter.
     mine = [
         (name, repr(parameter.detach().sum(dtype=torch.float64).item()))
-        for name, parameter in model.named_parameters()
+        for name, parameter in parameters.items()
         if not parameter.is_meta and not isinstance(parameter, DTensor) and parameter.is_floating_point()
     ]
     everyone: list[list[tuple[str, str]]] = [[] for _ in range(dist.get_world_size())]
@@ -165,11 +225,11 @@ def _warn_of_different_replicas(model: nn.Module) -> None:
         different = [name for (name, value), other in zip(everyone[0], theirs, strict=False) if (name, value) != other]
         if different and dist.get_rank() == 0:
             logger.warning(
-                "Ranks 0 and %d hold different values of %r and %d more parameters, and sync_module_states=False keeps "
-                "them: replicas would train apart. Load the same values on all ranks, or set sync_module_states=True.",
+                "Ranks 0 and %d hold different values of %r and %d more parameters, and %s",
                 rank,
                 different[0],
                 len(different) - 1,
+                consequence,
             )
             return
 
@@ -203,7 +263,7 @@ def _is_sharded(model: object) -> bool:
     return isinstance(model, FSDPModule)
 
 
-def _check_model(model: nn.Module) -> None:
+def _check_model(model: nn.Module, ignored: Set[str]) -> None:
     for name, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel):
             raise NotShardableError(
@@ -211,10 +271,39 @@ def _check_model(model: nn.Module) -> None:
                 "Pass the plain module. To read its checkpoints, see `ckptkit convert --help`."
             )
     for name, parameter in model.named_parameters():
-        if parameter.ndim == 0:
+        if parameter.ndim == 0 and name not in ignored:
             raise UsageError(
                 f"Parameter {name!r} is a scalar; FSDP2 shards dimension 0, so it needs one. "
                 "Make it a tensor of shape [1], or a buffer if it isn't trained."
+            )
+
+
+def _check_placements(
+    model: nn.Module,
+    ignored: Set[str],
+    place: Callable[[nn.Parameter], Shard | None] | None,
+    mesh: TrainingMesh,
+) -> None:
+    if place is None:
+        return
+    if not callable(place):
+        raise wrong("shard_placement_fn", place, "a function of a parameter that returns Shard(dim) or None")
+    for name, parameter in model.named_parameters():
+        found = None if name in ignored else place(parameter)
+        if found is None:
+            continue
+        if not isinstance(found, Shard):
+            raise UsageError(
+                f"shard_placement_fn returned {found!r} for {name!r}, expected torch.distributed.tensor.Shard or None."
+            )
+        shape, ranks = list(parameter.shape), mesh.data.size(-1)
+        if not -len(shape) <= found.dim < len(shape):
+            raise UsageError(f"shard_placement_fn returned {found} for {name!r}, which has shape {shape}.")
+        # After tensor parallelism the dimension may be smaller: torch refuses what does not divide then.
+        if found.dim % len(shape) > 0 and shape[found.dim] % ranks:
+            raise UsageError(
+                f"shard_placement_fn returned {found} for {name!r} of shape {shape}: FSDP2 shards dimensions other "
+                f"than 0 evenly only, and {shape[found.dim]} does not divide by {ranks} ranks. Return None for it."
             )
 
 
@@ -240,9 +329,11 @@ def _vision_globs(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_modules() if name.rpartition(".")[2] in VISION_NAMES]
 
 
-def _check_dtypes(model: nn.Module, units: Units, mesh: DeviceMesh, config: FSDPConfig, is_training: bool) -> None:
+def _check_dtypes(
+    model: nn.Module, units: Units, mesh: DeviceMesh, config: FSDPConfig, is_training: bool, ignored: Set[str]
+) -> None:
     policy = mixed_precision_policy(config, is_training=is_training)
-    for group, parameters in _own_parameters(model, units):
+    for group, parameters in _own_parameters(model, units, ignored):
         check_unit_dtypes(" + ".join(group), parameters, policy)
         if config.gradient_divide_factor is not None and mesh.size(-1) == 1:
             _check_divided_once(parameters, config, is_training)
@@ -260,9 +351,11 @@ def _check_divided_once(parameters: list[tuple[str, nn.Parameter]], config: FSDP
             )
 
 
-def _own_parameters(model: nn.Module, units: Units) -> Iterator[tuple[tuple[str, ...], list[tuple[str, nn.Parameter]]]]:
-    """Yield each unit, innermost first, with the parameters that belong to no unit inside it."""
-    taken: set[int] = set()
+def _own_parameters(
+    model: nn.Module, units: Units, ignored: Set[str]
+) -> Iterator[tuple[tuple[str, ...], list[tuple[str, nn.Parameter]]]]:
+    """Yield each unit, innermost first, with the parameters to shard that belong to no unit inside it."""
+    taken = {id(model.get_parameter(name)) for name in ignored}
     for group in units.groups:
         mine: list[tuple[str, nn.Parameter]] = []
         for name in group:
@@ -281,25 +374,38 @@ def _block_modules(model: nn.Module, units: Units) -> list[nn.Module]:
     return [module for module in found if next(module.children(), None) is not None] or [model]
 
 
-def _fully_shard(model: nn.Module, units: Units, mesh: DeviceMesh, config: FSDPConfig, is_training: bool) -> None:
+def _fully_shard(
+    model: nn.Module,
+    units: Units,
+    mesh: TrainingMesh,
+    config: FSDPConfig,
+    is_training: bool,
+    ignored: Set[str],
+    place: Callable[[nn.Parameter], Shard | None] | None,
+) -> None:
     # One dtype a unit: check_unit_dtypes has seen to it. Asked before the first unit, which replaces its parameters.
     stored = [
         next((parameter.dtype for _, parameter in parameters if parameter.requires_grad), None)
-        for _, parameters in _own_parameters(model, units)
+        for _, parameters in _own_parameters(model, units, ignored)
     ]
-    offload = offload_policy(config, mesh.device_type)
+    wrap = functools.partial(
+        fully_shard,
+        mesh=mesh.data,
+        offload_policy=offload_policy(config, mesh.data.device_type),
+        shard_placement_fn=place,
+        # asked for here: tensor parallelism has replaced some
+        ignored_params={model.get_parameter(name) for name in ignored} or None,
+    )
     reshard = config.reshard
     kept = _last_block(model, units) if config.keep_last_block else None
     for group, dtype in zip(units.groups[:-1], stored[:-1], strict=True):
         members = [model.get_submodule(name) for name in group]
         if any(isinstance(member, FSDPModule) for member in members):
             continue
-        fully_shard(
+        wrap(
             members[0] if len(members) == 1 else members,
-            mesh=mesh,
             reshard_after_forward=False if kept in members else reshard,
             mp_policy=mixed_precision_policy(config, is_training=is_training, stored=dtype),
-            offload_policy=offload,
         )
     root = mixed_precision_policy(config, is_root=True, is_training=is_training, stored=stored[-1])
     # Always wrap the root: parameters outside of all units would never be synchronised. It stays gathered after
@@ -307,7 +413,7 @@ def _fully_shard(model: nn.Module, units: Units, mesh: DeviceMesh, config: FSDPC
     stays = config.reshard_after_forward if config.reshard_after_forward is not None else None
     if stays is None and not reshard:
         stays = False
-    fully_shard(model, mesh=mesh, reshard_after_forward=stays, mp_policy=root, offload_policy=offload)
+    wrap(model, reshard_after_forward=stays, mp_policy=root)
 
 
 def _last_block(model: nn.Module, units: Units) -> nn.Module | None:

@@ -109,7 +109,7 @@ def _check_elsewhere(line: str) -> None:
 
 @pytest.mark.parametrize("block", blocks("python"))
 def test_python_runs(block: str, place: Path) -> None:
-    run_ranks(run_python, 1, block, str(place))
+    run_ranks(run_python, 2 if "cp=2" in block else 1, block, str(place))
 
 
 @pytest.mark.parametrize("block", blocks("toml"))

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
+from ckptkit import reshard
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.fsdp import FSDPConfig, FSDPStrategy
@@ -120,6 +122,70 @@ def test_plain_torch_restores_a_model_and_an_optimizer_with_named_parameters(
 def test_what_one_state_dict_type_saved_a_run_of_any_loads(ranks: Any, tmp_path: Path, source: str) -> None:
     targets = [("FULL_SHARD", target) for target in ("FULL", "SHARDED", "LOCAL")]
     check(ranks, tmp_path, ("FULL_SHARD", source), *targets)
+
+
+def options_prepared(kind: str, seed: int, columns: bool, precision: str) -> Any:
+    """Weights sharded by columns; a trained norm and a frozen layer whole on every rank."""
+    config = FSDPConfig(
+        state_dict_type=kind,
+        mixed_precision="bf16" if precision == "master" else None,
+        precision=precision,
+        ignored_params=("layers.0.norm.weight", "layers.1.down.*"),
+    )
+    facade = FSDPStrategy(config)
+    model = models.made(models.untied, seed)
+    model.layers[1].down.requires_grad_(False)
+    if precision == "master":
+        model.layers[0].norm.to(torch.bfloat16)  # nothing casts what is ignored
+        model.layers[1].down.to(torch.bfloat16)
+    shared = model.layers[0].norm.weight
+    shared.register_post_accumulate_grad_hook(lambda parameter: dist.all_reduce(parameter.grad, dist.ReduceOp.AVG))
+    facade.prepare_model(model, shard_placement_fn=lambda p: Shard(1) if columns and p.ndim == 2 else None)
+    assert model.layers[0].norm.weight is shared
+    assert {p.placements[0] for p in model.parameters() if p.ndim == 2 and isinstance(p, DTensor)} == {
+        Shard(1 if columns else 0)
+    }
+    return facade, model, facade.create_optimizer(model, lr=1e-2)
+
+
+def save_options(folder: str, *how: Any) -> Any:
+    facade, model, optimizer = options_prepared(how[0], 1, *how[1:])
+    models.train_sharded(model, facade, optimizer, range(2))
+    facade.save_ckpt(model, folder, optimizer=optimizer)
+    saved = numbers(model, optimizer)
+    return saved, models.train_sharded(model, facade, optimizer, range(2, 4)), numbers(model, optimizer)
+
+
+def load_options(folder: str, which: str, *how: Any) -> Any:
+    facade, model, optimizer = options_prepared("SHARDED", 2, *how)
+    facade.load_ckpt(model, folder, optimizer, which=which)
+    loaded = numbers(model, optimizer)
+    return loaded, models.train_sharded(model, facade, optimizer, range(2, 4)), numbers(model, optimizer)
+
+
+@pytest.mark.parametrize("precision", ["mixed", "master"])
+@pytest.mark.parametrize("kind", ["SHARDED", "FULL", "LOCAL"])
+def test_ignored_parameters_and_columns_resume_on_any_ranks(
+    ranks: Any, tmp_path: Path, kind: str, precision: str
+) -> None:
+    folder = tmp_path / "run"
+    first = ranks.run(save_options, 2, str(folder), kind, True, precision)
+    saved = first[0][0]
+    assert "layers.0.norm.weight.exp_avg" in saved
+    for found, (loaded, losses, after) in zip(
+        first, ranks.run(load_options, 2, str(folder), "latest", True, precision), strict=True
+    ):  # the same ranks and shards go on bit for bit
+        assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+        assert losses == found[1]
+        assert all(torch.equal(after[name], value) for name, value in found[2].items())
+    which = "latest"
+    if kind == "LOCAL":
+        which = str(tmp_path / "resharded")
+        reshard(str(folder / "step_00000002"), which, world_size=3)
+    for size, columns in ((2, False), (3, True)):
+        for loaded, _, _ in ranks.run(load_options, size, str(folder), which, columns, precision):
+            assert loaded.keys() == saved.keys()
+            assert all(torch.equal(loaded[name], saved[name]) for name in saved), (size, columns)
 
 
 def save_large(folder: str) -> None:

@@ -50,7 +50,7 @@ def test_host_memory_is_pinned_only_for_a_device():
 def test_frozen_parameters_and_buffers_keep_their_dtype():
     model = models.frozen()
     model.register_buffer("frequencies", torch.ones(3))
-    set_storage_dtype(model, torch.bfloat16)
+    set_storage_dtype(model.parameters(), torch.bfloat16)
     for parameter in model.parameters():
         assert parameter.dtype == (torch.bfloat16 if parameter.requires_grad else torch.float32)
     assert model.frequencies.dtype == torch.float32
@@ -199,3 +199,29 @@ def _inputs(casts):
 @pytest.mark.parametrize(("casts", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
 def test_inputs_are_cast_unless_it_is_turned_off(ranks, casts, dtype):
     assert ranks.run(_inputs, 2, casts) == [dtype] * 2
+
+
+def _reduced_gradients(precision):
+    """The gradients that the optimizer gets, and the mean in fp32 of what two processes compute in bf16."""
+    strategy = FSDPStrategy(FSDPConfig(mixed_precision="bf16", precision=precision))
+    plain = models.made(models.untied).to(torch.bfloat16)
+    model = models.made(models.untied)
+    model.load_state_dict(plain.state_dict())  # the same weights in both precisions
+    strategy.prepare_model(model)
+    mine = models.part(models.batch(0), 2, dist.get_rank())
+    for one in (model, plain):
+        models.loss_of(one, mine).backward()
+    expected = {name: parameter.grad.float() for name, parameter in plain.named_parameters()}
+    for gradient in expected.values():
+        dist.all_reduce(gradient, dist.ReduceOp.AVG)
+    return {name: models.whole(parameter.grad) for name, parameter in model.named_parameters()}, expected
+
+
+def test_masters_in_the_optimizer_get_a_rounded_gradient_and_sharded_fp32_does_not(ranks):
+    exact, expected = ranks.run(_reduced_gradients, 2, "mixed")[0]
+    rounded, _ = ranks.run(_reduced_gradients, 2, "master")[0]
+    for name, gradient in expected.items():
+        assert torch.equal(exact[name], gradient), name
+        assert rounded[name].dtype == torch.bfloat16
+        assert torch.equal(rounded[name], gradient.to(torch.bfloat16)), name
+    assert any(not torch.equal(rounded[name].float(), gradient) for name, gradient in expected.items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import os
@@ -400,6 +401,80 @@ def _open_window(folder):
 
 def test_gradients_of_an_open_window_do_not_outlive_a_load(ranks, tmp_path):
     ranks.run(_open_window, 2, str(tmp_path))
+
+
+def _without_sync(config, held):
+    """Two passes, then a step: the first in no_sync(), or both as a window."""
+    size = {} if held else {"train_batch_size": 4, "micro_train_batch_size": 1}
+    strategy = FSDPStrategy(FSDPConfig.from_dict(config), max_norm=0.05, **size)
+    model = strategy.prepare_model(models.made(models.untied))
+    optimizer = strategy.create_optimizer(model)
+    found = []
+    for index in range(4):
+        inside = held and index % 2 == 0
+        with strategy.no_sync(model) if inside else contextlib.nullcontext():
+            loss = models.loss_of(model, models.batch(index)[dist.get_rank() :])
+            if inside:
+                with pytest.raises(UsageError, match="entered already"), strategy.no_sync(model):
+                    pass
+                with pytest.raises(UsageError, match=r"last=True\) in no_sync"):
+                    strategy.backward(loss, model, optimizer, last=True)
+            strategy.backward(loss, model, optimizer)
+            if index % 2 == 0:
+                assert all(parameter.grad is None for parameter in model.layers.parameters())  # nothing was reduced
+            found.append((strategy.optimizer_step(optimizer, model), strategy.last_outcome))
+    return found, models.weights(model), strategy.last_grad_norm
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"sharding_strategy": "NO_SHARD"}, {"mixed_precision": "bf16", "precision": "master"}],
+    ids=["sharded", "replicated", "master"],
+)
+def test_no_sync_adds_up_what_a_window_does(ranks, config):
+    held, window = (ranks.run(_without_sync, 2, config, held) for held in (True, False))
+    for (told, weights, norm), (expected, others, other_norm) in zip(held, window, strict=True):
+        assert told == expected == [(False, "accumulating"), (True, "stepped")] * 2
+        assert torch.equal(norm, other_norm)
+        assert all(torch.equal(weights[name], others[name]) for name in others)  # halves before or after a sum
+
+
+def _split_sequences():
+    """Two ranks share samples and split them along the sequence: half of the tokens, from both ends, each."""
+    from torch.distributed.tensor.experimental import context_parallel
+
+    strategy = FSDPStrategy(FSDPConfig(cp=2))
+    strategy.setup_distributed()
+    mesh = strategy.context_parallel_mesh
+    model = strategy.prepare_model(models.made(models.untied))
+    optimizer = strategy.create_optimizer(model, factory=lambda groups: torch.optim.SGD(groups, lr=0.5))
+    tokens = models.batch(strategy.data_parallel_rank)[:, :5]
+    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()  # shifted before they are split
+    with context_parallel(mesh, buffers=[inputs, labels], buffer_seq_dims=[1, 1], no_restore_buffers={inputs, labels}):
+        logits = model(inputs)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        strategy.backward(loss, model, optimizer)
+    assert strategy.optimizer_step(optimizer, model)
+    plain = models.made(models.untied)
+    other = torch.optim.SGD(plain.parameters(), lr=0.5)
+    batches = [models.batch(index) for index in range(strategy.data_parallel_size)]
+    (sum(models.loss_of(plain, batch[:, :5]) for batch in batches) / len(batches)).backward()
+    other.step()
+    weights, expected = models.weights(model), models.weights(plain)
+    difference = max((weights[name] - value).abs().max().item() for name, value in expected.items())
+    return mesh.size(), strategy.data_parallel_rank, inputs.shape[1], difference
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_that_split_sequences_train_as_one_that_has_them_whole(ranks, world_size):
+    results = ranks.run(_split_sequences, world_size)
+    assert [result[:3] for result in results] == [(2, rank // 2, 2) for rank in range(world_size)]
+    assert max(result[3] for result in results) < 1e-6
+    assert ranks.run(_no_split, 1) == [None]
+
+
+def _no_split():
+    return FSDPStrategy().context_parallel_mesh
 
 
 def _not_scaled():

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from ckptkit.errors import UsageError
 from ckptkit.fsdp import blocks
@@ -349,6 +349,73 @@ def test_a_part_of_a_model_that_is_called_module_is_no_inside():
     model = nn.Module()
     model.module, model.head = nn.Linear(2, 2), nn.Linear(2, 1)
     assert unwrap_model(model) is model
+
+
+def _left_alone(config, by_name):
+    torch.manual_seed(dist.get_rank())
+    model = models.untied()
+    model.scale = nn.Parameter(torch.tensor(1.0))  # a scalar, which FSDP2 can't shard
+    ids = [id(model.scale), id(model.layers[1].up.weight)]
+    mine = model.layers[1].up.weight.detach().clone()
+    chosen = {} if by_name else {"ignored_params": {model.scale, model.layers[1].up.weight}}
+    names = {"ignored_params": ["scale", "*.1.up.weight"]} if by_name else {}
+    shard(model, FSDPConfig.from_dict({**config, **names}), **chosen)
+    plain = {name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)}
+    kept, down = model.layers[1].up.weight, models.whole(model.layers[1].down.weight)
+    models.loss_of(model, models.batch(0)).backward()
+    return {
+        "plain": plain,
+        "same": ids == [id(model.scale), id(kept)] and torch.equal(kept, mine),
+        "gradient": kept.grad,
+        "down": down,
+    }
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("config", [{}, {"sharding_strategy": "HYBRID_SHARD", "shard": 1}], ids=str)
+def test_ignored_parameters_are_left_as_they_are(ranks, config, by_name):
+    results = ranks.run(_left_alone, 2, config, by_name)
+    for result in results:
+        assert result["plain"] == {"scale", "layers.1.up.weight"}
+        assert result["same"]
+        assert torch.equal(result["down"], results[0]["down"])  # the others are synchronised
+    assert not torch.equal(results[0]["gradient"], results[1]["gradient"])  # the ranks differ, and nothing reduces
+
+
+def _refused_options():
+    model = models.untied()
+    calls = [
+        ("ignored_params names 'nothing.*', which is no parameter", {"config": FSDPConfig(ignored_params="nothing.*")}),
+        ("ignored_params is .*expected a set of the model's parameters", {"ignored_params": model.lm_head.weight}),
+        ("ignored_params is 'embed', expected", {"ignored_params": "embed"}),
+        ("item that is 'embed', expected a parameter", {"ignored_params": ["embed"]}),
+        ("a parameter of shape .* that TinyLM does not have", {"ignored_params": {nn.Parameter(torch.ones(2))}}),
+        ("shard_placement_fn is 1, expected a function", {"shard_placement_fn": 1}),
+        ("returned 1 for 'embed.weight', expected", {"shard_placement_fn": lambda parameter: 1}),
+        (r"returned S.*2.* for 'embed.weight', which has shape \[19, 12\]", {"shard_placement_fn": lambda p: Shard(2)}),
+        (r"'lm_head.weight' of shape \[19, 11\]: .*11 does not divide by 2 ranks", {"shard_placement_fn": _odd}),
+    ]
+    model.lm_head = nn.Linear(11, models.VOCAB, bias=False)
+    for message, options in calls:
+        with pytest.raises(UsageError, match=message):
+            shard(model, **options)
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def _odd(parameter):
+    return Shard(1) if parameter.shape[-1] == 11 else None
+
+
+def test_parameters_and_placements_that_can_not_be_are_refused_by_name(ranks):
+    ranks.run(_refused_options, 2)
+
+
+def test_ignored_parameters_that_differ_or_train_are_told(ranks):
+    first, second = ranks.run(_warnings_of, 2, 1, {"ignored_params": "embed.*,lm_head.*"})
+    assert len(first) == 2
+    assert "different values of 'embed.weight' and 1 more parameters, and ignored_params keeps them" in first[0]
+    assert "'embed.weight' and 1 more of ignored_params are trainable" in first[1]
+    assert second == []
 
 
 def _gathered_ahead(config):
