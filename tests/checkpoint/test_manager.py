@@ -23,6 +23,7 @@ from tests.ranks import run_ranks
 
 
 def state(value: float = 0.0) -> TrainState:
+    torch.manual_seed(0)  # ranks have equal parameters
     model = nn.Linear(3, 2)
     nn.init.constant_(model.weight, value)
     return TrainState(model=model)

@@ -176,8 +176,8 @@ def _bound(captured: Captured) -> set[str]:
 
 
 def refuse_unlike(keys: Collection[str], captured: Captured) -> None:
-    """Raise SaveError for plain parameters of sharded models that differ between ranks: on another mesh, all ranks
-    would get the values of one."""
+    """Raise SaveError for plain parameters that differ between ranks: on another mesh, all ranks would get the values
+    of one, and an export would have no others."""
     unlike = sorted(captured.alike.intersection(keys))
     if unlike:
         raise SaveError(

@@ -183,7 +183,7 @@ class Captured:
         objects: JSON by key, the same on every rank.
         rank_objects: JSON by key, with the rank in the key.
         own: The loose tensors that belong to `rank_objects`.
-        alike: The keys of plain parameters of sharded models, which must be equal on all ranks.
+        alike: The keys of plain parameters that are not declared `per_rank`: they must be equal on all ranks.
     """
 
     models: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
@@ -312,15 +312,11 @@ def part_aliases(aliases: Mapping[str, str], names: Iterable[str], recipes: Mapp
 
 
 def _alike(key: str, name: str, captured: Captured, layout: Layout) -> set[str]:
-    """Return the plain parameters of a model that also has sharded ones: if they differ between ranks, they are parts
-    of a larger tensor, or nobody synchronizes them."""
-    from torch.distributed.tensor import DTensor
+    """Return the plain parameters of a model: if they differ between ranks, they are parts of a larger tensor, or
+    nobody synchronizes them."""
     from torch.nn import Parameter
 
-    kinds = {fqn: type(tensor) for fqn, tensor in captured.models[key].items()}
-    if DTensor not in kinds.values():
-        return set()
-    plain = (fqn for fqn, kind in kinds.items() if kind is Parameter)
+    plain = (fqn for fqn, tensor in captured.models[key].items() if type(tensor) is Parameter)
     return {f"{key}.{fqn}" for fqn in plain if not is_per_rank(layout, f"{name}.{fqn}" if name else fqn)}
 
 

@@ -90,6 +90,7 @@ def open_catalog(
         opaque = _opaque(objects, trees)
         objects.update(trees)
         info = replace(info, extra={**info.extra, "opaque": opaque}) if opaque else info
+    notes += _differing(catalog.tensors)
     return Catalog(catalog.tensors, objects, replace(info, notes=(*info.notes, *notes)))
 
 
@@ -231,6 +232,17 @@ def _checked(store: Store, path: str, expected: FileRecord | None, *, most: int 
 
 def _moved(entry: ObjectEntry, prefix: str) -> ObjectEntry:
     return replace(entry, path=prefix + entry.path) if prefix and entry.path else entry
+
+
+def _differing(names: Iterable[str]) -> tuple[str, ...]:
+    """Return a note about tensors of models of which ranks saved their own values (`per_rank.<rank>.<key>`)."""
+    own = {name.split(".", 2)[2] for name in names if name.startswith("per_rank.") and name.count(".") > 2}
+    found = sorted(key for key in own if role_of(key)[0] is Role.MODEL)
+    if not found:
+        return ()
+    more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    shown = ", ".join(found[:3]) + more
+    return (f"{shown} differ between ranks: exports, and loads on another number of ranks, get one rank's values",)
 
 
 def _json_objects(data: bytes, path: str) -> dict[str, ObjectEntry]:

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from ckptkit import CheckpointManager, TrainState, open_checkpoint
+from ckptkit import CheckpointManager, TrainState, convert, open_checkpoint, reshard
 from ckptkit.checkpoint.save.replicas import _summary
 from ckptkit.errors import CkptkitError
 
@@ -130,6 +130,17 @@ def test_another_number_of_ranks_gets_one_copy_and_is_told(ranks: Any, tmp_path:
         assert len(lines) == (rank == 0)
 
 
+@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
+def test_an_export_says_that_it_has_one_copy(ranks: Any, tmp_path: Path, kind: str) -> None:
+    ranks.run(save, 2, str(tmp_path / "run"), kind)
+    for notes in (
+        convert(str(tmp_path / "run"), str(tmp_path / "export")).notes,
+        reshard(str(tmp_path / "run"), str(tmp_path / "other"), world_size=3).notes,
+    ):
+        (note,) = [note for note in notes if "differ between ranks" in note]
+        assert note.startswith("model.loose, model.norm.running_mean differ") and "get one rank's values" in note
+
+
 def save_equal(url: str) -> list[str]:
     model, optimizer = made()
     fill(model, optimizer, 3.0)
@@ -215,16 +226,20 @@ def test_ranks_with_other_models_keep_theirs_apart(ranks: Any, tmp_path: Path, k
     assert found == [[[10.0 + rank] * 3, [20.0 + rank] * 3] for rank in range(3)]
 
 
-def save_undeclared(url: str) -> str:
+def save_undeclared(url: str, kind: str, sharded: bool) -> str:
     model, optimizer = made(1.0)
-    with CheckpointManager(url) as manager, pytest.raises(CkptkitError) as caught:
+    if not sharded:
+        model.linear = nn.Identity()
+    with CheckpointManager(url, state_dict_type=kind) as manager, pytest.raises(CkptkitError) as caught:
         manager.save(1, TrainState(model=model, optimizer=optimizer))
     assert not any(path.name.startswith("step") for path in Path(url).iterdir())
     return str(caught.value)
 
 
-def test_parameters_of_a_sharded_model_that_differ_are_refused_by_name(ranks: Any, tmp_path: Path) -> None:
-    first, second = ranks.run(save_undeclared, 2, str(tmp_path))
+@pytest.mark.parametrize("sharded", [True, False])
+@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
+def test_parameters_that_differ_are_refused_by_name(ranks: Any, tmp_path: Path, kind: str, sharded: bool) -> None:
+    first, second = ranks.run(save_undeclared, 2, str(tmp_path), kind, sharded)
     assert first == second
     assert "model.loose are plain parameters with other values on other ranks" in first
     assert "norm" not in first
