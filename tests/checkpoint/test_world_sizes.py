@@ -178,7 +178,18 @@ def test_other_ranks_are_refused_the_state_of_differing_dataloaders(ranks: Any, 
 
 def test_states_that_are_equal_on_all_ranks_load_on_any_number_of_ranks(ranks: Any, tmp_path: Path) -> None:
     ranks.run(save_own, 3, str(tmp_path), False)
-    assert [item[:2] for item in ranks.run(load_own, 2, str(tmp_path), {})] == [(10, 0), (10, 0)]
+    found = ranks.run(load_own, 2, str(tmp_path), {})
+    assert [item[:2] for item in found] == [(10, 0), (10, 0)]
+    for item in found:
+        assert any("dataloader: all 3 ranks saved the same state" in note and "repeated" in note for note in item[4])
+    (same, *_) = ranks.run(load_own, 3, str(tmp_path), {})
+    assert not any("dataloader" in note for note in same[4])
+
+
+def test_a_function_also_merges_states_that_are_equal(ranks: Any, tmp_path: Path) -> None:
+    ranks.run(save_own, 3, str(tmp_path), False)
+    found = ranks.run(load_own, 2, str(tmp_path), {"per_rank_on_resize": spread})
+    assert [item[:2] for item in found] == [(3000, [0, 0, 0]), (3001, [0, 0, 0])]
 
 
 def spread(states: Any, rank: int, world_size: int) -> Any:

@@ -90,8 +90,8 @@ class LoadOptions:
             use the network; "read" from file systems, which are faster than sending.
         rng_on_resize: If the number of ranks changed: "reseed" seeds each rank from the saved state and its rank;
             "keep" leaves the generators unchanged; "error" raises.
-        per_rank_on_resize: The same for dataloaders and `PerRank` state that differs between ranks: "error",
-            "keep", or a function (states of all saved ranks, rank, world size) -> this rank's state.
+        per_rank_on_resize: The same for dataloaders and `PerRank` state: "error" or "keep", which apply if it differs
+            between ranks, or a function (states of all saved ranks, rank, world size) -> this rank's state.
     """
 
     strict: bool = True
@@ -720,10 +720,19 @@ class _Planner:
         policy = self.options.per_rank_on_resize
         if len(ranks) == self.world_size and ranks[-1] == self.world_size - 1:
             self.plan.objects.append(ObjectTarget(kind, key, item, (trees[self.rank],)))
-        elif equal:
-            self.plan.objects.append(ObjectTarget(kind, key, item, (trees[0],)))
         elif callable(policy):
             self.plan.objects.append(ObjectTarget(kind, key, item, tuple(trees), policy))
+        elif equal:
+            self.plan.objects.append(ObjectTarget(kind, key, item, (trees[0],)))
+            if kind == "dataloader":
+                note = (
+                    f"{key}: all {len(ranks)} ranks saved the same state, and each of the {self.world_size} ranks "
+                    "goes on from it; if it counts the samples of one rank, samples are repeated or left out: pass "
+                    "per_rank_on_resize, a function that makes a state from the saved ones"
+                )
+                self.plan.notes.append(note)
+                if self.rank == 0:
+                    _log.warning("%s.", note)
         elif policy == "keep":
             self.plan.skipped[key] = f"saved at world size {len(ranks)}, now it is {self.world_size}"
         else:
