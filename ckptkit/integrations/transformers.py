@@ -1,8 +1,7 @@
 """A Trainer callback for transformers that saves through a CheckpointManager, resumes, and exports.
 
-callback = CheckpointCallback("s3://bucket/run", retention=RetentionPolicy(max_num=2))
-trainer = Trainer(..., args=..., callbacks=[callback])
-callback.attach(trainer)
+trainer = Trainer(..., args=...)
+CheckpointCallback("s3://bucket/run", retention=RetentionPolicy(max_num=2)).attach(trainer)
 trainer.train()
 """
 
@@ -83,7 +82,8 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         self._limits: RetentionPolicy | None = None
 
     def attach(self, trainer: Any) -> CheckpointCallback:
-        """Make `trainer` save and resume through this callback instead of its own files.
+        """Make `trainer` save and resume through this callback instead of its own files, and add it to the trainer's
+        callbacks.
 
         Raises:
             UsageError: The callback belongs to another Trainer, or `load_best_model_at_end` is set and `retention` does
@@ -95,6 +95,8 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
             raise UsageError("this CheckpointCallback belongs to another Trainer; make one for each.")
         self._limits = self._retention(trainer.args)
         self._trainer = trainer
+        if self not in trainer.callback_handler.callbacks:
+            trainer.add_callback(self)
         train = trainer.train
 
         def resumed(resume_from_checkpoint: Any = None, *arguments: Any, **named: Any) -> Any:

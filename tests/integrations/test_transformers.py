@@ -92,6 +92,15 @@ def evaluated(work: Path, callback: Any, **options: Any) -> transformers.Trainer
     return trainer_of(work, callback, eval_strategy="steps", eval_steps=2, learning_rate=0.3, **options)
 
 
+def test_attaching_is_enough_for_every_option(tmp_path):
+    trainer = trainer_of(tmp_path, None)
+    CheckpointCallback(tmp_path / "run", save_steps=3, export=tmp_path / "export", background=True).attach(trainer)
+    trainer.train()
+    assert sorted(path.name for path in (tmp_path / "run").glob("step_*")) == ["step_00000003", "step_00000006"]
+    loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "export")
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), trainer.model.parameters(), strict=True))
+
+
 def test_the_best_model_is_kept_and_loaded_at_the_end(tmp_path):
     callback = CheckpointCallback(tmp_path / "run")
     options = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True, "save_total_limit": 1}
