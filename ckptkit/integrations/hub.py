@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from ckptkit.errors import CheckpointNotFoundError, StorageError, UsageError, command_line
+from ckptkit.errors import (
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    StorageError,
+    UsageError,
+    command_line,
+)
 from ckptkit.formats.detect import not_there
 from ckptkit.redact import keep_secret, without_secrets
 from ckptkit.storage.retry import call_with_retries
@@ -39,6 +45,7 @@ def push_folder(
     Raises:
         UsageError: `folder` is a remote URL, or `repo` is not a repo name.
         CheckpointNotFoundError: `folder` does not exist, or contains no export.
+        CorruptCheckpointError: A file of the export is missing or truncated. Nothing was sent.
         StorageError: The Hub refused, or could not be reached.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
@@ -56,6 +63,7 @@ def push_folder(
             f"{folder} holds no .safetensors file to push. Make an export of it first: "
             f"{command_line('convert', str(folder), 'EXPORT')} && {command_line('push', 'EXPORT', repo)}"
         )
+    _check_complete(place, weights)
     keep_secret({"token": token})
     api = HfApi(token=token)
     additions = [CommitOperationAdd(name, place / name) for name in sorted(_visible(place))]
@@ -77,6 +85,16 @@ def push_folder(
             raise
         raise StorageError(None, f"pushing {folder} to {repo} failed: {without_secrets(str(error))}") from error
     return str(done.commit_url)
+
+
+def _check_complete(place: Path, weights: list[Path]) -> None:
+    """Raise CorruptCheckpointError if a file with weights is truncated, or one that an index names is missing."""
+    from ckptkit.offline.verify import verify
+
+    separate = len(weights) > 1 and not any(place.glob("*.safetensors.index.json"))  # each is a model of its own
+    for path in weights if separate else [place]:
+        if problems := verify(path, quick=True).problems:
+            raise CorruptCheckpointError(f"{place} is not pushed: {problems[0].message}")
 
 
 def _visible(place: Path) -> Iterator[str]:

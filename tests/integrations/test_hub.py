@@ -183,6 +183,17 @@ def test_a_push_that_is_denied_says_so_and_exits_with_1(hub: Hub, export: Path) 
     assert "hf_test" not in done.stderr
 
 
+@pytest.mark.parametrize("damage", ["missing", "truncated"])
+def test_a_damaged_export_is_not_pushed(hub: Hub, zoo: Path, tmp_path: Path, damage: str) -> None:
+    convert(str(zoo / "hf_ref_llama_untied"), str(tmp_path / "out"), to="hf", max_shard_size="20kB")
+    first = min((tmp_path / "out").glob("*.safetensors"))
+    data = first.read_bytes()
+    first.unlink() if damage == "missing" else first.write_bytes(data[:-100])
+    done = push(hub, str(tmp_path / "out"), "me/model")
+    assert done.returncode == 1 and not hub.files
+    assert first.name in done.stderr
+
+
 def test_a_folder_without_weights_is_not_pushed(hub: Hub, tmp_path: Path) -> None:
     done = push(hub, str(tmp_path), "me/model")
     assert done.returncode == 1
