@@ -88,6 +88,21 @@ def test_weights_alone_are_no_run_to_go_on_with(
     assert "optimizer='skip'" in caplog.text
 
 
+def test_an_optimizer_without_moments_is_one(tmp_path: Path) -> None:
+    def state(lr: float) -> TrainState:
+        model = torch.nn.Linear(2, 2)
+        return TrainState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=lr))
+
+    with CheckpointManager(tmp_path / "run") as manager:
+        manager.save(3, state(0.1))
+    shutil.copytree(tmp_path / "run" / "step_00000003", tmp_path / "copied")
+    live = state(0.5)
+    with CheckpointManager(tmp_path / "copied") as manager:
+        report = manager.load(live)
+    assert report is not None and report.step == 3
+    assert live.optimizer.param_groups[0]["lr"] == 0.1  # type: ignore[union-attr]
+
+
 def test_a_damaged_checkpoint_is_an_error_and_no_new_start(zoo: Path, tmp_path: Path) -> None:
     shutil.copytree(zoo / "broken_missing_shard" / "ckpt", tmp_path / "step-3")
     with CheckpointManager(tmp_path) as manager, pytest.raises(CorruptCheckpointError):
