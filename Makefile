@@ -5,8 +5,9 @@ PIP = .venv/bin/pip install --quiet --disable-pip-version-check -c tests/constra
 # Python keeps what it compiles, also where the shell says otherwise: each of hundreds of processes would compile all again.
 export PYTHONDONTWRITEBYTECODE =
 
-# Two workers, each with its own ranks and servers; what one has not begun the other takes, in the order of tests/split.py.
-PYTEST = .venv/bin/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 10
+# Workers, each with its own ranks and servers; what one has not begun another takes, in the order of tests/split.py.
+WORKERS ?= 2
+PYTEST = .venv/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 10
 
 # A machine with a GPU may have no network: `make gpu-wheels` fetches what `make gpu WHEELS=...` installs there.
 WHEELS ?= build/wheels

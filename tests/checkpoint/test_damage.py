@@ -89,8 +89,8 @@ def outcome(url: str) -> tuple[bool, str]:
     return True, repr(sorted((k, str(v)) for k, v in jobs.everything(job).items()))
 
 
-def loads(url: str, seed: int = 3) -> list[tuple[str, str, bool, tuple[str, ...], bool, str]]:
-    """Damage the checkpoint in every way in turn: (what, file, verified, paths and texts, loaded, said)."""
+def loads(url: str, part: int, seed: int = 3) -> list[tuple[str, str, bool, tuple[str, ...], bool, str]]:
+    """Damage the checkpoint in a third of all ways in turn: (what, file, verified, paths and texts, loaded, said)."""
     folder, found = Path(url), []
     good = folder.parent / "good"
     rank, everybody = dist.get_rank(), dist.barrier
@@ -98,7 +98,7 @@ def loads(url: str, seed: int = 3) -> list[tuple[str, str, bool, tuple[str, ...]
         shutil.copytree(folder, good)
     everybody()
     older = folder.parent / "step_00000001"
-    planned = list(damages(folder, older, seed))
+    planned = list(damages(folder, older, seed))[part::3]
     everybody()  # every rank has read the sound files before rank 0 damages the first
     for what, name, do in planned:
         if rank == 0:
@@ -126,14 +126,17 @@ def verified(url: str) -> tuple[bool, tuple[str, ...]]:
     return report.ok, tuple(f"{p.path} {p.tensor} {p.message}" for p in report.problems)
 
 
+@pytest.mark.parametrize("part", range(3))
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_damage_is_missed_by_verify_or_loaded_as_good(ranks: Any, saved: Path, tmp_path: Path, kind: str) -> None:
+def test_no_damage_is_missed_by_verify_or_loaded_as_good(
+    ranks: Any, saved: Path, tmp_path: Path, kind: str, part: int
+) -> None:
     shutil.copytree(saved / kind, tmp_path / "run", ignore=shutil.ignore_patterns(".ckptkit"))
     folder_name = "step_00000002"
     url = str(tmp_path / "run" / folder_name)
-    *cases, (_, _, fine, _, loads_well, content) = ranks.run(loads, 2, url, timeout=120)[0]
+    *cases, (_, _, fine, _, loads_well, content) = ranks.run(loads, 2, url, part, timeout=120)[0]
     assert fine and loads_well
-    assert len(cases) >= 20
+    assert len(cases) >= 7
     assert [text for case in cases for text in faults(case, content, folder_name)] == []
 
 
