@@ -1,4 +1,4 @@
-"""Activation checkpointing and compilation of single blocks, without renaming parameters."""
+"""Applies activation checkpointing and compilation to single blocks, without renaming parameters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def checkpoint_blocks(model: Any, modules: Sequence[nn.Module]) -> None:
 
 
 def compile_blocks(modules: Sequence[nn.Module], *, backend: str = "inductor") -> None:
-    """Compile the forward of `modules`. FSDP's hooks stay outside of the graph, the FQNs as they are."""
+    """Compile the forward of `modules`. FSDP's hooks stay outside of the graph, and FQNs do not change."""
     for module in modules:
         module.forward = torch.compile(module.forward, backend=backend)
 

@@ -31,7 +31,7 @@ class PartWriter:
     """Splits a stream of writes into parts and sends them, several at once unless the store wants them in order.
 
     `write` copies its data: a writer buffers at most two parts, and `Connection.own.budget` bounds the memory in flight
-    of all writers of the process. While these buffer much, a new upload uses smaller parts and buffers only one. `lend`
+    of all writers of the process. While they buffer a lot, a new upload uses smaller parts and buffers only one. `lend`
     does not copy: an object that was only lent can be sent again if the store loses the upload. A failed part is raised
     by the next write, or by `finish`. Used by one thread.
 

@@ -347,8 +347,8 @@ def _blocks(block: int, shape: Sequence[int]) -> list[int]:
 
 
 def _context(value: Any, shape: tuple[int, ...], kind: str) -> Any:
-    """Return the context of a class as JSON. The tensor's own shape is stored as a name, because a shard has
-    another."""
+    """Return the context of a class as JSON. A tuple that equals the tensor's shape is stored as `$shape`, because a
+    shard has another shape."""
     import torch
 
     if isinstance(value, enum.Enum):

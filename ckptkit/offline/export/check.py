@@ -41,7 +41,8 @@ _COMPUTED_BY = {"marian": re.compile(r"model\.(?:encoder|decoder)\.embed_positio
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Differences between an export and a model. Other dtypes are only notes: an export keeps the checkpoint's."""
+    """Differences between an export and a model. Different dtypes are only noted, because an export keeps its source's
+    dtypes."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
