@@ -42,7 +42,7 @@ NIGHT: dict[str, int] = {
     "tests/checkpoint/test_faults.py::test_a_rank_that_dies_fails_all_others_soon": 0,
     "tests/checkpoint/test_faults.py::test_an_error_of_any_operation_is_a_failed_save_or_none": 0,
     "tests/checkpoint/test_flaky_store.py": 2,
-    "tests/checkpoint/test_flaky_store.py::test_one_failing_call_of_a_rotation_is_no_half_deleted_checkpoint": 0,
+    "tests/checkpoint/test_flaky_store.py::test_one_failing_call_of_a_rotation_leaves_no_half_deleted_checkpoint": 0,
     "tests/checkpoint/test_fresh_start.py": 2,
     "tests/checkpoint/test_fresh_start.py::test_a_copy_without_its_records_is_an_error_on_an_object_store": 0,
     "tests/checkpoint/test_fresh_start.py"
@@ -99,7 +99,7 @@ NIGHT: dict[str, int] = {
     "::test_a_rank_that_fails_while_others_send_fails_all_and_ends_no_process": 0,
     "tests/checkpoint/test_signals.py::test_a_signal_that_comes_before_a_child_has_run_its_fork_hooks_ends_it": 0,
     "tests/fsdp/test_cross_loads.py": 8,
-    "tests/fsdp/test_cross_loads.py::test_what_one_strategy_saved_another_loads": 0,
+    "tests/fsdp/test_cross_loads.py::test_one_strategy_loads_what_another_saved": 0,
     "tests/fsdp/test_gradients.py": 4,
     "tests/fsdp/test_hf_save.py": 3,
     "tests/fsdp/test_master_weights.py": 20,

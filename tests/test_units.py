@@ -30,7 +30,7 @@ def test_a_size_counts_bytes(text: str | int, nbytes: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1", "1XB", "1 GB x", "1iB", -1, float("inf"), float("nan"), True, "1e9"])
-def test_what_is_no_size_is_wrong_usage(text: str | float) -> None:
+def test_an_invalid_size_is_wrong_usage(text: str | float) -> None:
     with pytest.raises(UsageError):
         parse_size(text)
 
@@ -50,7 +50,7 @@ def test_a_duration_counts_seconds(text: str | int, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "h", "-1s", "1y", -1, True])
-def test_what_is_no_duration_is_wrong_usage(text: str | float) -> None:
+def test_an_invalid_duration_is_wrong_usage(text: str | float) -> None:
     with pytest.raises(UsageError):
         parse_duration(text)
 

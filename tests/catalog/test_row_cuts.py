@@ -69,7 +69,7 @@ def test_the_columns_are_those_of_the_first_dimension() -> None:
     assert found.sizes.tolist() == [2, 3, 1, 4]
 
 
-def test_what_is_not_cut_is_checked_in_full() -> None:
+def test_tensors_that_are_not_cut_in_rows_are_checked_in_full() -> None:
     check_coverage([ROWS, NOT_CUT["columns"], NOT_CUT["replicas"], NOT_CUT["another order"]])
     with pytest.raises(IncompleteCheckpointError, match="'gap'"):
         check_coverage([ROWS, entry((5,), ((0,), (2,)), ((3,), (2,)), name="gap")])

@@ -99,7 +99,7 @@ def test_a_store_that_fails_all_the_time_never_shows_a_half_made_checkpoint(ever
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_one_failing_call_of_a_rotation_is_no_half_deleted_checkpoint(when: str) -> None:
+def test_one_failing_call_of_a_rotation_leaves_no_half_deleted_checkpoint(when: str) -> None:
     for nth in range(1, 100):
         store = fresh()
         for step in (1, 2, 3):

@@ -197,7 +197,7 @@ def lacking(url: str) -> str:
     return str(caught.value)
 
 
-def test_what_no_rank_has_is_named(ranks: Any, tmp_path: Path) -> None:
+def test_tensors_that_no_rank_has_are_named(ranks: Any, tmp_path: Path) -> None:
     first, second = ranks.run(lacking, 2, str(tmp_path))
     assert first == second
     assert "6 unexpected" in first

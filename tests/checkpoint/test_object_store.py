@@ -375,9 +375,7 @@ def test_an_attempt_is_nobodys_once_its_lease_is_given_back(root: Store) -> None
     assert clean_leftovers(root) == [path] and keys(root) == []
 
 
-def test_of_two_that_take_the_lease_of_a_store_without_conditions_at_once_the_first_does_not_commit(
-    root: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_writers_without_conditional_puts_only_one_commits(root: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     from ckptkit.storage.objects import RemoteStore
 
     monkeypatch.setattr(RemoteStore, "has_conditional_writes", False)

@@ -147,7 +147,7 @@ def test_an_empty_directory_holds_no_checkpoint(tmp_path: Path, command: str) ->
     assert str(tmp_path) in result.stderr
 
 
-def test_a_directory_that_is_no_checkpoint_says_what_it_holds(tmp_path: Path) -> None:
+def test_the_error_for_a_directory_that_is_not_a_checkpoint_says_what_it_contains(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("hello")
     result = run("inspect", tmp_path)
     assert result.exit_code == 1

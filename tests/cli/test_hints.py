@@ -206,7 +206,7 @@ def test_what_a_load_says_to_try_can_be_pasted(made: Path) -> None:
 
 @pytest.mark.parametrize("url", ["webdav://localhost:9/x", "dav://localhost:9/x", "sftp://localhost/x", "hdfs:x"])
 @pytest.mark.parametrize("verb", ["inspect", "ls", "verify"])
-def test_a_protocol_that_does_not_work_here_is_named_and_is_no_bug(url: str, verb: str) -> None:
+def test_a_protocol_that_does_not_work_here_is_named_and_not_called_a_bug(url: str, verb: str) -> None:
     result = CliRunner().invoke(cli, [verb, url])
     assert result.exit_code in (1, 2)
     assert url.partition(":")[0] in result.output and "bug in ckptkit" not in result.output, result.output

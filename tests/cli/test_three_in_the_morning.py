@@ -125,7 +125,7 @@ def test_a_run_whose_records_are_damaged_is_not_called_empty(root: Path) -> None
         ("step_00000100/.metadata", "is a file"),
     ],
 )
-def test_ls_of_what_is_no_run_says_what_it_is(root: Path, place: str, words: str) -> None:
+def test_ls_of_something_other_than_a_run_says_what_it_is(root: Path, place: str, words: str) -> None:
     result = run("ls", root / place)
     assert result.exit_code == 1
     assert words.format(root=root) in result.stderr
@@ -251,7 +251,7 @@ def test_the_root_of_a_run_is_its_newest_for_pins_too(root: Path, verb: str) -> 
 
 
 @pytest.mark.parametrize("verb", ["pin", "unpin"])
-def test_what_is_no_checkpoint_can_not_be_pinned(tmp_path: Path, verb: str) -> None:
+def test_only_a_checkpoint_can_be_pinned(tmp_path: Path, verb: str) -> None:
     result = run(verb, tmp_path / "nosuch", *(["--why", "x"] if verb == "pin" else []))
     assert result.exit_code == 1
     assert "nosuch" in result.stderr
@@ -301,7 +301,7 @@ def test_a_url_without_a_bucket_is_wrong_usage(url: str) -> None:
         assert f"Error: {url} names no bucket. It is written {url[:2]}://BUCKET/" in result.output
 
 
-def test_a_prune_of_what_is_no_run_says_that_nothing_was_deleted(tmp_path: Path) -> None:
+def test_a_prune_of_something_other_than_a_run_says_that_nothing_was_deleted(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("")
     result = run("prune", tmp_path, "--max-num", "1")
     assert f"Error: Nothing was deleted: {tmp_path} contains no ckptkit checkpoint." in result.output
@@ -340,7 +340,7 @@ def test_a_misspelt_metric_deletes_nothing(root: Path) -> None:
     assert len(run("ls", "-q", root).output.split()) == 3
 
 
-def test_push_of_what_is_no_export_does_not_suggest_to_write_into_it(root: Path) -> None:
+def test_push_of_a_directory_without_an_export_does_not_suggest_writing_into_it(root: Path) -> None:
     result = run("push", root, "user/repo")
     assert f"ckptkit convert {root} EXPORT" in result.stderr
 

@@ -22,7 +22,7 @@ REFUSED_BY_TORCH = ("nested", "jagged", "lazy", "masked", "bits")
 
 @pytest.mark.parametrize("planner", PLANNERS)
 @pytest.mark.parametrize("name", sorted(HIDDEN.keys() - {"sparse", "csr", "quantized"}))
-def test_what_no_load_gives_back_is_refused_by_name(tmp_path: Path, name: str, planner: Any) -> None:
+def test_state_that_no_load_can_restore_is_refused_by_name(tmp_path: Path, name: str, planner: Any) -> None:
     state = {"w": torch.ones(3), "odd": HIDDEN[name][0]()}
     with pytest.raises(CheckpointException) as caught:
         dcp.save(state, storage_writer=DCPWriter(tmp_path), planner=planner(), no_dist=True)

@@ -155,12 +155,12 @@ def test_a_tensor_without_values_is_refused_by_name(tmp_path: Path, kind: Any) -
     assert not (tmp_path / ".metadata").exists()
 
 
-def test_what_is_no_checkpoint_is_said_with_its_place(tmp_path: Path) -> None:
+def test_the_error_for_something_other_than_a_checkpoint_names_its_place(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match=str(tmp_path)):
         DCPReader(tmp_path).catalog  # noqa: B018
 
 
-def test_a_run_is_no_checkpoint_and_its_newest_is_named(tmp_path: Path) -> None:
+def test_a_run_is_not_a_checkpoint_and_its_newest_is_named(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         for step in (1, 2):
             manager.save(step, TrainState(model=torch.nn.Linear(2, 2)))

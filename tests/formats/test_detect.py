@@ -135,7 +135,7 @@ def test_the_actor_is_taken_before_the_critic(tmp_path, zoo):
     assert "critic/" in source.note
 
 
-def test_an_optimizer_beside_the_weights_is_no_second_checkpoint(tmp_path, zoo):
+def test_an_optimizer_beside_the_weights_is_not_a_second_checkpoint(tmp_path, zoo):
     """NeMo-RL's step: policy/weights/model and policy/optimizer/optim."""
     policy = tmp_path / "step_10" / "policy"
     shutil.copytree(zoo / "dcp_threads2_w2" / "ckpt", policy / "weights" / "model")
@@ -185,7 +185,7 @@ def test_weights_with_a_name_of_a_tool_come_before_other_files(tmp_path, zoo):
 
 
 @pytest.mark.parametrize("setup", ["missing", "empty", "foreign", "unfinished"])
-def test_what_is_no_checkpoint_is_an_error_that_says_what_was_found(tmp_path, setup):
+def test_the_error_for_something_other_than_a_checkpoint_says_what_was_found(tmp_path, setup):
     target = tmp_path / "x"
     if setup != "missing":
         target.mkdir()

@@ -86,7 +86,7 @@ def test_two_models_keep_their_whole_names(tmp_path: Path) -> None:
     assert {"generator.a.weight", "critic.a.weight"} <= catalog.by_role(Role.MODEL).keys()
 
 
-def test_a_second_copy_beside_the_model_is_no_model(tmp_path: Path) -> None:
+def test_a_second_copy_beside_the_model_is_not_a_model(tmp_path: Path) -> None:
     catalog = open_catalog(save(tmp_path, {"model": weights(), "ema": weights()}))
     assert catalog.by_role(Role.MODEL).keys() == {"a.weight", "a.bias", "empty"}
     assert "ema.a.weight" in catalog.by_role(Role.OTHER)
@@ -134,7 +134,7 @@ def test_a_diverged_head_is_not_called_tied(tmp_path: Path) -> None:
     assert "tied" not in catalog.info.extra
 
 
-def test_values_that_are_no_tensors_are_kept(tmp_path: Path) -> None:
+def test_values_other_than_tensors_are_kept(tmp_path: Path) -> None:
     value = {"state_dict": {**weights(), "a._extra_state": {"v": 1}}, "hyper_parameters": {"lr": 0.1, "n": [1, 2]}}
     catalog = open_catalog(save(tmp_path, value))
     assert catalog.objects["hyper_parameters"].value == {"lr": 0.1, "n": [1, 2]}
@@ -171,7 +171,7 @@ def test_a_class_of_plain_numbers_under_its_old_name_is_read(tmp_path: Path) -> 
     assert open_file(store, "x.pt").by_role(Role.MODEL).keys() == weights().keys()
 
 
-def test_settings_of_frameworks_beside_the_weights_are_no_obstacle(tmp_path: Path, monkeypatch: Any) -> None:
+def test_framework_settings_beside_the_weights_are_accepted(tmp_path: Path, monkeypatch: Any) -> None:
     """Hyper-parameters of Lightning and Hydra: classes that hold plain values, nodes that know their parent."""
     for name in ("omegaconf", "omegaconf.dictconfig", "omegaconf.nodes"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
@@ -235,7 +235,7 @@ def test_a_tensor_that_the_index_does_not_list_is_refused(shards: Path) -> None:
         open_catalog(LocalStore(shards))
 
 
-def test_all_numbered_files_are_taken_where_there_is_no_index(shards: Path) -> None:
+def test_without_an_index_all_numbered_files_are_read(shards: Path) -> None:
     (shards / "pytorch_model.bin.index.json").unlink()
     assert open_source(str(shards)).catalog.by_role(Role.MODEL).keys() == {"a.weight", "a.bias", "empty"}
 
@@ -263,7 +263,7 @@ def test_several_files_without_an_index_must_be_chosen_from(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("data", [b"", b"x", b"PK", b"\x80", bytes(600), b"\x80\x02}q\x00"])
-def test_what_is_no_torch_file_is_refused(tmp_path: Path, data: bytes) -> None:
+def test_anything_but_a_torch_file_is_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "x.bin").write_bytes(data)
     with pytest.raises(CorruptCheckpointError, match=r"x\.bin: "):
         open_catalog(LocalStore(tmp_path))

@@ -276,6 +276,6 @@ def test_accelerates_numbers_and_case_are_taken():
     assert config.enable_fsdp is False
 
 
-def test_a_variable_that_is_no_flag_is_refused():
+def test_a_variable_that_is_not_a_flag_is_refused():
     with pytest.raises(UsageError, match="ACCELERATE_USE_FSDP is 'maybe'"):
         FSDPConfig.from_accelerate_env({"ACCELERATE_USE_FSDP": "maybe"})

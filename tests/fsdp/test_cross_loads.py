@@ -76,7 +76,7 @@ def check(ranks: Any, folder: Path, source: tuple[str, str], *targets: tuple[str
         ("NO_SHARD", "SHARD_GRAD_OP"),
     ],
 )
-def test_what_one_strategy_saved_another_loads(ranks: Any, tmp_path: Path, source: str, target: str) -> None:
+def test_one_strategy_loads_what_another_saved(ranks: Any, tmp_path: Path, source: str, target: str) -> None:
     check(ranks, tmp_path, (source, "SHARDED"), (target, "SHARDED"))
 
 
@@ -119,7 +119,7 @@ def test_plain_torch_restores_a_model_and_an_optimizer_with_named_parameters(
 
 
 @pytest.mark.parametrize("source", ["FULL", "SHARDED", "LOCAL"])
-def test_what_one_state_dict_type_saved_a_run_of_any_loads(ranks: Any, tmp_path: Path, source: str) -> None:
+def test_runs_of_every_state_dict_type_load_each_other(ranks: Any, tmp_path: Path, source: str) -> None:
     targets = [("FULL_SHARD", target) for target in ("FULL", "SHARDED", "LOCAL")]
     check(ranks, tmp_path, ("FULL_SHARD", source), *targets)
 

@@ -127,13 +127,13 @@ def test_works_without_a_process_group_and_without_gradients():
 
 
 @pytest.mark.parametrize("p", [0.5, 0, -1, math.nan])
-def test_what_is_no_norm_is_refused(p):
+def test_an_invalid_norm_is_refused(p):
     with pytest.raises(UsageError, match="1 <= p <= inf"):
         grad_norm([], p)
 
 
 @pytest.mark.parametrize("max_norm", [-1, math.nan, "1.0", True])
-def test_what_is_no_limit_is_refused(max_norm):
+def test_an_invalid_limit_is_refused(max_norm):
     with pytest.raises(UsageError, match="max_norm"):
         clip_grad_norm([], max_norm)
     with pytest.raises(UsageError, match="max_norm"):

@@ -99,7 +99,7 @@ def _returned_unchanged():
     assert not isinstance(actor, FSDPModule)
 
 
-def test_what_is_no_module_or_is_prepared_is_returned_as_it_is(ranks):
+def test_prepared_models_and_other_objects_are_returned_unchanged(ranks):
     ranks.run(_returned_unchanged, 2)
 
 
@@ -711,7 +711,7 @@ def _flags(folder):
         strategy.load_ckpt(model, folder)
 
 
-def test_what_is_asked_for_must_be_there_unless_its_flag_says_otherwise(ranks, tmp_path):
+def test_requested_state_must_exist_unless_its_flag_is_off(ranks, tmp_path):
     ranks.run(_flags, 2, str(tmp_path))
 
 
@@ -911,7 +911,7 @@ def test_dropout_differs_between_data_parallel_ranks_alone(ranks, config, groups
 
 
 @pytest.mark.parametrize("seed", [-1, 1.5, "7", None])
-def test_what_is_no_seed_is_refused(seed):
+def test_an_invalid_seed_is_refused(seed):
     from ckptkit.fsdp.setup import set_seed
 
     with pytest.raises(UsageError, match="seed is"):
@@ -955,7 +955,7 @@ def _odd_ranks():
         FSDPStrategy(FSDPConfig(tp=2)).setup_distributed()
 
 
-def test_ranks_that_are_no_multiple_of_tp_are_refused_at_setup(ranks):
+def test_ranks_that_are_not_a_multiple_of_tp_are_refused_at_setup(ranks):
     ranks.run(_odd_ranks, 3)
 
 
@@ -1027,7 +1027,7 @@ def _nan_norm():
     return dist.get_rank(), all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_a_gradient_that_is_no_number_skips_the_step(ranks):
+def test_a_nan_gradient_skips_the_step(ranks):
     assert ranks.run(_nan_norm, 2) == [(0, True), (1, True)]
 
 
@@ -1054,7 +1054,7 @@ def _refuses_nonfinite(precision):
 
 
 @pytest.mark.parametrize("precision", ["mixed", "master"])
-def test_a_gradient_that_is_no_number_is_an_error_on_request(ranks, precision):
+def test_a_nan_gradient_is_an_error_on_request(ranks, precision):
     assert ranks.run(_refuses_nonfinite, 2, precision) == [(True, True, 1)] * 2
 
 

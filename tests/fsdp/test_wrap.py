@@ -345,7 +345,7 @@ def test_unwrap_returns_the_innermost_module():
     assert unwrap_model(inner) is inner
 
 
-def test_a_part_of_a_model_that_is_called_module_is_no_inside():
+def test_a_submodule_called_module_is_not_a_wrapper():
     model = nn.Module()
     model.module, model.head = nn.Linear(2, 2), nn.Linear(2, 1)
     assert unwrap_model(model) is model

@@ -207,7 +207,7 @@ def test_a_folder_that_is_not_there_is_said_not_to_be(hub: Hub, tmp_path: Path) 
     assert done.stderr == f"Error: {tmp_path}/exprot does not exist. Did you mean {tmp_path}/export?\n"
 
 
-def test_a_name_that_is_no_repo_is_wrong_usage(hub: Hub, export: Path) -> None:
+def test_a_name_that_is_not_a_repo_is_wrong_usage(hub: Hub, export: Path) -> None:
     done = push(hub, str(export), "not a repo!")
     assert done.returncode == 2
 

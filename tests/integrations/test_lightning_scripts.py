@@ -127,7 +127,7 @@ def test_a_modules_own_hooks_get_what_they_saved_and_see_the_weights(found):
     assert found["hook_saw"] == 6
 
 
-def test_hyperparameters_that_are_no_plain_values_are_saved_as_text(found):
+def test_hyperparameters_that_are_not_plain_values_are_saved_as_text(found):
     assert found["hparams_error"] == found["hparams_resume"] == ""
     assert "'where': '/data'" in found["hparams"]
     assert "torch.bfloat16" in found["hparams"]
@@ -144,13 +144,13 @@ def test_weights_alone_are_saved_validated_and_not_trained_on(found):
     assert "contains only the model" in found["wo_fit"]
 
 
-def test_paths_that_are_no_checkpoints_are_refused_by_name(found):
+def test_paths_that_are_not_checkpoints_are_refused_by_name(found):
     assert found["no_path"].startswith("CheckpointNotFoundError")
     assert "notes.txt" in found["no_checkpoint"]
     assert found["junk"].startswith("CorruptCheckpointError")
 
 
-def test_a_folder_that_is_no_checkpoint_is_not_saved_over(found):  # P6
+def test_a_folder_that_is_not_a_checkpoint_is_not_overwritten(found):  # P6
     assert found["over_folder"].startswith("CheckpointExistsError")
     assert found["folder_kept"]
 

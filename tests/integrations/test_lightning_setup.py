@@ -72,7 +72,7 @@ def test_wrap_policies_are_classes_or_the_callable_of_fsdp1():
     assert wrap_policy(big)(model) == ["1"]
 
 
-def test_containers_are_no_roots_and_bare_parameters_are_found():
+def test_containers_are_not_roots_and_bare_parameters_are_found():
     module = nn.Module()
     module.parts = nn.ModuleList([nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)])
     module.net = nn.Linear(2, 2)

@@ -121,7 +121,7 @@ def test_a_retention_that_would_delete_the_best_model_is_refused(tmp_path):
         evaluated(tmp_path, callback, save_strategy="steps", save_steps=2, load_best_model_at_end=True)
 
 
-def test_save_total_limit_limits_what_is_kept_here(tmp_path):
+def test_save_total_limit_limits_the_checkpoints_kept(tmp_path):
     trainer_of(tmp_path, CheckpointCallback(tmp_path / "run", save_steps=1), save_total_limit=3).train()
     assert sorted(p.name[-1] for p in (tmp_path / "run").glob("step_*")) == ["6", "7", "8"]
 
@@ -189,7 +189,7 @@ def test_a_manager_goes_on_from_the_directory_of_a_trainer(tmp_path):
             manager.load(state)
 
 
-def test_another_systems_checkpoint_at_the_url_is_no_new_start_of_a_trainer(zoo, tmp_path):
+def test_a_trainer_does_not_start_anew_over_another_systems_checkpoint(zoo, tmp_path):
     shutil.copytree(zoo / "verl_fsdp2_w2", tmp_path / "run")
     with pytest.raises(UsageError, match=r"no trainer_state\.json"):
         trainer_of(tmp_path, CheckpointCallback(tmp_path / "run")).train()

@@ -111,7 +111,7 @@ def test_each_fault_is_named_by_rule_and_key(rule: object, said: str) -> None:
 @pytest.mark.parametrize(
     "text", ["[]", "{}", '{"rules": []}', '{"rules": {}}', '{"rules": [], "extra": 1}', "{", "[" * 9999]
 )
-def test_what_is_no_key_map_is_refused(text: str) -> None:
+def test_anything_but_a_key_map_is_refused(text: str) -> None:
     with pytest.raises(CkptkitError, match=r"m\.json"):
         parse_key_map(text, file="m.json")
 
@@ -150,7 +150,7 @@ def test_a_tensor_without_elements_is_not_cut_into_its_billions_of_rows() -> Non
 
 
 @pytest.mark.parametrize("index", ["²", "٣", "9" * 5000, "-1"])
-def test_an_index_that_is_no_plain_number_is_none(index: str) -> None:
+def test_an_index_that_is_not_a_plain_number_does_not_match(index: str) -> None:
     key_map = parse_key_map(
         '{"rules": [{"op": "stack", "match": "a\\\\.(?P<i>.*)", "to": "a", "index": "i"}]}', file="m.json"
     )
@@ -158,7 +158,7 @@ def test_an_index_that_is_no_plain_number_is_none(index: str) -> None:
 
 
 @pytest.mark.parametrize("sizes", [[-1, 5], ["²", 4], [0, "9" * 4999]])
-def test_sizes_that_are_no_sizes_are_refused(sizes: list[object]) -> None:
+def test_invalid_sizes_are_refused(sizes: list[object]) -> None:
     rule = {"op": "split", "from": "a", "to": ["b", "c"], "sizes": sizes}
     with pytest.raises(CkptkitError):
         parse_key_map(json.dumps({"rules": [rule]}), file="m.json").apply(targets_of({"a": np.zeros(4)}))

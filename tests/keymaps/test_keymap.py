@@ -169,7 +169,7 @@ def test_cast_changes_the_dtype_and_keeps_the_sources() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["int64", "bool", "float8_e4m3fn"])
-def test_cast_refuses_what_is_no_plain_float(dtype: str) -> None:
+def test_cast_refuses_anything_but_plain_floats(dtype: str) -> None:
     with pytest.raises(CheckpointMismatchError, match=f"'w' is {dtype}: it is never cast"):
         NameMap("test", (Cast(pattern("w"), "bf16"),)).apply({"w": target("w", (2,), dtype)})
 

@@ -37,7 +37,7 @@ def filled(store: RemoteStore, count: int) -> list[str]:
     return names
 
 
-def test_deletions_are_batched_and_missing_objects_are_no_error(store: RemoteStore, via: Proxy) -> None:
+def test_deletions_are_batched_and_missing_objects_are_ignored(store: RemoteStore, via: Proxy) -> None:
     names = filled(store, 120)
     store.write("stays", b"1")
     via.clear()

@@ -169,7 +169,7 @@ def test_all_mismatches_are_listed_and_nothing_is_changed(tmp_path):
     assert not target["w"].any()
 
 
-def test_a_partial_load_leaves_what_is_not_there(tmp_path):
+def test_a_partial_load_leaves_missing_keys_unchanged(tmp_path):
     made = one(tmp_path)
     target = {"w": torch.zeros(50_000), "more": torch.ones(1), "o": {"lr": 0.0, "new": 7}}
     planner = DCPLoadPlanner(allow_partial_load=True)

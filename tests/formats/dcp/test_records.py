@@ -134,7 +134,7 @@ def test_torch_loads_a_framed_plain_value(value):
 
 
 @pytest.mark.parametrize("value", [{1}, torch.float32, np.float64(1), [torch.zeros(1)], 1 << 3000])
-def test_what_is_not_plain_is_told(value):
+def test_other_values_are_not_plain(value):
     assert not is_plain(value)
 
 

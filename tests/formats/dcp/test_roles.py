@@ -43,7 +43,7 @@ def test_models_that_share_names_keep_their_keys() -> None:
     assert roles(("actor", "w"), ("model", "w")) == [model("actor.w"), model("model.w")]
 
 
-def test_beside_a_model_other_tensors_are_no_weights() -> None:
+def test_other_tensors_beside_a_model_are_not_weights() -> None:
     assert roles(("model", HF), ("ema", HF), ("step",), ("lr_scheduler", "x")) == [
         model(HF),
         *[EntryRole(Role.OTHER)] * 3,

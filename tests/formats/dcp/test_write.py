@@ -422,7 +422,7 @@ def test_a_flipped_byte_is_found_and_named(tmp_path, nbytes, verify):
         )
 
 
-def test_full_verification_finds_damage_outside_of_what_is_needed(tmp_path):
+def test_full_verification_finds_damage_outside_of_the_needed_bytes(tmp_path):
     from ckptkit.formats.dcp.fill import Filler
 
     write_alone({"w": torch.ones(1000, 1000)}, tmp_path)

@@ -256,12 +256,12 @@ def test_experts_that_the_ranks_cannot_share_out_are_refused(partitions):
         parts_of({f"{LAYER}0.w": (2,)}, partitions=partitions, world_size=4, data_first=False, counts={LAYER: 3})
 
 
-def test_groups_of_parameters_that_are_cut_otherwise_and_are_no_experts_are_refused():
+def test_groups_that_are_partitioned_differently_and_are_not_experts_are_refused():
     with pytest.raises(UnsupportedFormatError, match="ds_to_universal"):
         parts_of({"w": (2,)}, partitions=2, world_size=4, data_first=False, counts={})
 
 
-def test_experts_without_zero_are_read_and_what_is_left_is_said(tmp_path):
+def test_experts_without_zero_are_read_and_the_rest_is_reported(tmp_path):
     """Without ZeRO the model file has no shapes, and each expert parallel rank an optimizer file."""
     folder = _copy(tmp_path, MOE)
     for path in folder.glob("*zero_pp*"):

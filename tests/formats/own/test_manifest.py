@@ -183,7 +183,7 @@ def test_what_a_manifest_cannot_hold_is_refused(entry):
         Manifest.of(Catalog({entry.name: entry})).to_bytes()
 
 
-def test_info_that_is_no_json_is_refused():
+def test_info_that_is_not_json_is_refused():
     with pytest.raises(UsageError, match=r"extra\.when"):
         Manifest.of(catalog(info=CatalogInfo("x", extra={"when": object()}))).to_bytes()
 

@@ -97,7 +97,7 @@ def test_paths_are_relative_to_the_store_wherever_the_data_lie(tmp_path):
     assert "0123456789abcdef/objects.json" in found.info.files
 
 
-def test_a_directory_without_a_record_is_no_checkpoint(tmp_path):
+def test_a_directory_without_a_record_is_not_a_checkpoint(tmp_path):
     with pytest.raises(CheckpointNotFoundError):
         open_catalog(LocalStore(tmp_path))
 

@@ -70,7 +70,7 @@ def test_a_record_is_read_back_as_it_was() -> None:
     assert FULL.total_bytes == 12 and FULL.name == "final"
 
 
-def test_a_metric_that_is_no_number_survives() -> None:
+def test_a_metric_that_is_not_a_number_survives() -> None:
     again = read(dataclasses.replace(FULL, metrics={"loss": math.nan, "low": -math.inf}).to_json())
     assert math.isnan(again.metrics["loss"]) and again.metrics["low"] == -math.inf
 
@@ -161,7 +161,7 @@ def test_every_truncation_is_found() -> None:
     "data",
     [b"", b"\0" * 4096, b"\xff\xfe", b"[]", b"null", b"1" * 5000, b"[" * 100_000, b'{"a":1,"a":2}', b'{"step": NaN}'],
 )
-def test_what_is_no_record_is_refused(data: bytes) -> None:
+def test_anything_but_a_record_is_refused(data: bytes) -> None:
     with pytest.raises(CorruptCheckpointError):
         read(data)
 

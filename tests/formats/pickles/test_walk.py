@@ -102,7 +102,7 @@ def test_a_global_that_is_not_allowed_is_refused_by_name(name: str) -> None:
         assert repr(name) in str(caught.value)
 
 
-def test_a_dotted_name_is_no_way_around() -> None:
+def test_a_dotted_name_does_not_bypass_the_check() -> None:
     with pytest.raises(UnsafePickleError, match=r"collections\.OrderedDict\.__init__\.__globals__"):
         loads(P + stack_global("collections", "OrderedDict.__init__.__globals__") + b".", file="f")
 
@@ -161,7 +161,7 @@ NO_STATE = {
 
 
 @pytest.mark.parametrize("what", NO_STATE)
-def test_what_is_shared_takes_no_state(what: str) -> None:
+def test_shared_values_take_no_state(what: str) -> None:
     for state in (b"}" + text("_call") + b"Ns", b"N}" + text("_call") + b"Ns\x86", b"N"):
         with pytest.raises(CorruptCheckpointError):
             loads(P + NO_STATE[what] + state + b"b.", file="f")
@@ -263,7 +263,7 @@ PAIRS: dict[str, tuple[bytes, bytes]] = {
 
 @pytest.mark.parametrize("what", PAIRS)
 @pytest.mark.timeout(10)
-def test_what_no_pickler_writes_is_refused(what: str) -> None:
+def test_pickles_that_no_pickler_writes_are_refused(what: str) -> None:
     hostile, benign = PAIRS[what]
     with pytest.raises((CorruptCheckpointError, UnsafePickleError), match="f: "):
         loads(hostile, file="f")

@@ -65,7 +65,7 @@ def test_two_members_of_one_name_are_refused() -> None:
         parse_object(out.getvalue(), file="f")
 
 
-def test_a_view_larger_than_what_is_stored_is_refused() -> None:
+def test_a_view_larger_than_its_storage_is_refused() -> None:
     with pytest.raises(CorruptCheckpointError, match="stored"):
         parse_object(saved({"a": [{"w": torch.zeros(1).expand(2**40)}]}), file="f")
 

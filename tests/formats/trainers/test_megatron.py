@@ -36,7 +36,7 @@ def saved(tmp_path: Path) -> Path:
     return folder
 
 
-def test_plans_that_megatron_keeps_in_the_metadata_are_no_hindrance(saved):
+def test_plans_in_megatrons_metadata_are_accepted(saved):
     assert b"SavePlan" in (saved / ".metadata").read_bytes()
     catalog = open_source(str(saved)).catalog
     assert catalog.info.format == "megatron" and catalog.info.step == 10
