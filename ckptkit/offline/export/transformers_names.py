@@ -55,7 +55,7 @@ class LiveModel:
     def choose(self, targets: Mapping[str, Target], wanted: _Wanted, best: Choice) -> Choice:
         """Return the Hub's names for the live tensors, if fewer wanted names are missing than in `best`."""
         fewest = len(set(wanted) - set(best.mapped.targets))
-        for transforms in self._variants():
+        for transforms in self._variants(wanted):
             try:
                 made = _reverted(targets, transforms, self.config, wanted)
                 check_one_to_one(targets, made)
@@ -71,7 +71,7 @@ class LiveModel:
     def _is_prefix(self, transform: Any) -> bool:
         return self.prefix_change is not None and isinstance(transform, self.prefix_change)
 
-    def _variants(self) -> Iterable[tuple[Any, ...]]:
+    def _variants(self, wanted: Collection[str]) -> Iterable[tuple[Any, ...]]:
         """Yield the entries without those that change a prefix, then all entries, since not every file has the
         prefix."""
         if not self.transforms:
@@ -81,6 +81,10 @@ class LiveModel:
             yield plain
         if len(plain) < len(self.transforms):
             yield self.transforms
+        # Some tensors have several layouts on the Hub: only the way back to that of the base is wanted.
+        needed = _needed(self.transforms, wanted)
+        if len(needed) < len(self.transforms):
+            yield needed
 
 
 def live_model(config: Mapping[str, Any] | None, wanted: Collection[str]) -> LiveModel | None:
@@ -152,10 +156,27 @@ def _built(config: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
     kind = getattr(transformers, str(names[0]), None) if isinstance(names, list) and names else None
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         raise _Unknown(str(names))
-    settings = {key: value for key, value in config.items() if key != "quantization_config"}
+    settings = _with_floats({key: value for key, value in config.items() if key != "quantization_config"})
     with torch.device("meta"):
         model = kind(transformers.AutoConfig.for_model(**settings))
     return model, tuple(get_model_conversion_mapping(model, add_legacy=False))
+
+
+def _needed(transforms: tuple[Any, ...], wanted: Collection[str]) -> tuple[Any, ...]:
+    """Return the entries without the converters that none of the wanted tensors needs when it is loaded."""
+    renamings = [item for item in transforms if not hasattr(item, "operations")]
+    converters = [item for item in transforms if hasattr(item, "operations")]
+    used = {id(_converted_name(_renamed(name, renamings), converters)[2]) for name in wanted}
+    return tuple(item for item in transforms if not hasattr(item, "operations") or id(item) in used)
+
+
+def _with_floats(value: Any) -> Any:
+    """Return values of config.json with the floats that JSON lacks: transformers writes {"__float__": "Infinity"}."""
+    if isinstance(value, Mapping):
+        if set(value) == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _with_floats(item) for key, item in value.items()}
+    return [_with_floats(item) for item in value] if isinstance(value, list) else value
 
 
 def _bounded(config: Mapping[str, Any], most: int) -> bool:

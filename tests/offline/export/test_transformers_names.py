@@ -119,6 +119,66 @@ def test_parts_of_different_sizes_are_split_as_the_base_has_them(tmp_path):
     assert all(torch.equal(got[name], tensor) for name, tensor in released.items())
 
 
+TEXT: dict[str, Any] = {
+    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+VISION = {**SMALL, "num_hidden_layers": 1, "patch_size": 4, "out_hidden_size": 16, "depth": 1, "num_heads": 2}
+AUDIO = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+OF_SEVERAL_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "cosmos3_edge": (
+        "Cosmos3EdgeForConditionalGeneration",
+        {
+            "text_config": {**TEXT, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}},
+            "vision_config": VISION,
+            "projector_hidden_size": 24,
+        },
+    ),
+    "glm5_next": (
+        "Glm5NextForConditionalGeneration",
+        {
+            "text_config": {
+                **TEXT, "num_hidden_layers": 4, "head_dim": 0, "n_routed_experts": 4, "num_experts_per_tok": 2,
+                "moe_intermediate_size": 8, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4,
+                "qk_rope_head_dim": 0, "v_head_dim": 4, "linear_head_dim": 4, "linear_num_heads": 2,
+                "index_head_dim": 4, "index_n_heads": 2, "index_topk": 16, "hc_mult": 2,
+                "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+            },
+            "vision_config": {**VISION, "projection_intermediate_size": 8},
+        },
+    ),
+    "nemo_speechlm": (
+        "Nemotron3_5TranscribeForConditionalGeneration",
+        {
+            "audio_config": {"asr_config": AUDIO, "diarization_config": {}},
+            "text_config": {
+                **TEXT, "model_type": "nemotron_h", "num_hidden_layers": 4, "hybrid_override_pattern": "M*-E",
+                "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 1, "ssm_state_size": 4, "n_routed_experts": 4,
+                "moe_intermediate_size": 8, "moe_shared_expert_intermediate_size": 8,
+            },
+            "word_timestamp_config": {**AUDIO, "vocab_size": 12, "blank_token_id": 11},
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", OF_SEVERAL_PARTS)
+def test_models_of_several_parts_get_the_names_of_their_release(family, tmp_path):
+    kind, settings = OF_SEVERAL_PARTS[family]
+    if not hasattr(transformers, kind):
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
+    expected = trained(kind, settings, tmp_path)
+    if family == "nemo_speechlm":  # transformers saves one tensor an expert, NVIDIA's releases all in one
+        front = "llm.model.layers.3.mixer.experts."
+        for ours, theirs in (("up_proj", "gate_and_up_projs"), ("down_proj", "down_projs")):
+            experts = [expected.pop(f"{front}{i}.{ours}.weight") for i in range(4)]
+            expected[f"{front}{theirs}"] = torch.stack(experts).transpose(1, 2).contiguous()
+        save_file(expected, tmp_path / "base" / "model.safetensors", {"format": "pt"})
+    got = exported(tmp_path)
+    assert sorted(got) == sorted(expected)
+    assert all(torch.equal(got[name], tensor) and got[name].shape == tensor.shape for name, tensor in expected.items())
+
+
 def test_an_entry_of_the_table_that_is_not_known_leaves_the_names_and_the_refusal(tmp_path, monkeypatch):
     trained(*KINDS["gte, queries keys and values in one"], tmp_path)
     monkeypatch.delitem(transformers_names._STEPS, "Concatenate")
