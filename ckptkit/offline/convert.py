@@ -130,7 +130,8 @@ def convert(  # noqa: PLR0913 - one argument per option
     reading = ReadOptions(layout=layout, base=base, strip_prefix=strip_prefix, allow_pickle=allow_pickle)
     source = open_pinned(src, storage_options=there, options=reading, together=not dry_run)
     options = ExportOptions(
-        dtype, weights, key_map_of(key_map), strip_prefix, globs("include", include), globs("exclude", exclude), untie,
+        dtype, "bf16" if quantize else "keep", weights, key_map_of(key_map), strip_prefix,
+        globs("include", include), globs("exclude", exclude), untie,
         adapter_config, merge_adapter, quantize=quantize, strict=not dry_run,
         vocabulary=vocab_size_of(vocab_size, new_rows, dry_run=dry_run),
     )  # fmt: skip

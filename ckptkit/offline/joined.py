@@ -10,12 +10,13 @@ from typing import TypeVar, cast
 from ckptkit.catalog.entry import Catalog, TensorEntry
 from ckptkit.catalog.targets import Target
 from ckptkit.formats.detect import Source
+from ckptkit.offline.copying.plan import ComputedTensor
 from ckptkit.storage.local import LocalStore, is_directory
 from ckptkit.storage.store import FileInfo, ReadInto, Store
 
 T = TypeVar("T")
 
-__all__ = ["join", "key_in", "taken_from"]
+__all__ = ["computed_from", "join", "key_in", "taken_from"]
 
 
 def key_in(index: int, key: str) -> str:
@@ -26,6 +27,16 @@ def key_in(index: int, key: str) -> str:
 def taken_from(target: Target, index: int) -> Target:
     """Return a target of source `index` with the keys of the joined catalog."""
     return replace(target, parts=tuple(replace(part, source=key_in(index, part.source)) for part in target.parts))
+
+
+def computed_from(tensor: ComputedTensor, index: int) -> ComputedTensor:
+    """Return a computed tensor whose inputs are of source `index`, with the keys of the joined catalog."""
+
+    def cut(start: int, stop: int) -> ComputedTensor:
+        return computed_from(tensor.rows(start, stop), index)
+
+    inputs = tuple(taken_from(target, index) for target in tensor.inputs)
+    return replace(tensor, inputs=inputs, cut=None if tensor.cut is None else cut)
 
 
 def join(sources: Sequence[Source], used: Sequence[Iterable[TensorEntry]]) -> Source:

@@ -27,7 +27,7 @@ from ckptkit.offline.copying.casts import cast_into, float_values
 from ckptkit.offline.copying.copier import Progress
 from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor
 from ckptkit.offline.export.hf import ExportOptions, HFExport
-from ckptkit.offline.joined import join, taken_from
+from ckptkit.offline.joined import computed_from, join, taken_from
 from ckptkit.offline.publish import options_of_both
 from ckptkit.offline.reading import open_pinned, reads_checkpoints
 from ckptkit.storage.retry import patient
@@ -81,10 +81,10 @@ def merge(  # noqa: PLR0913 - one argument an option
 
     Each float tensor becomes ((w1 * x1 + w2 * x2) + w3 * x3) + ..., with every operation rounded to `sum_dtype` (fp64
     tensors: to fp64) and the result cast once. The result has the same bits for any number of workers and any memory.
-    Other
-    tensors (integers, booleans) are copied from the last source. The sources may have different formats, layouts and
-    world sizes; names, shapes and dtypes must agree. Optimizer states are not merged. Config and tokenizer come from
-    the last source.
+    Other tensors (integers, booleans) are copied from the last source. Quantized weights (FP8, MXFP4,
+    compressed-tensors) are dequantized to fp32 first; the result is in bf16, or in `dtype`. The sources may have
+    different formats, layouts and world sizes; names, shapes, and dtypes of what is not quantized must agree. Optimizer
+    states are not merged. Config and tokenizer come from the last source.
 
     Args:
         sources: Checkpoints in order, oldest first; or one run, with `last` or `steps`.
@@ -100,7 +100,7 @@ def merge(  # noqa: PLR0913 - one argument an option
     Raises:
         UsageError: Options conflict; the run has too few checkpoints; weights do not add up to 1.
         CheckpointMismatchError: Names, shapes or dtypes of the sources differ.
-        UnsupportedFormatError: A tensor is quantized, so that its values cannot be summed.
+        UnsupportedFormatError: A tensor is quantized in a way that ckptkit does not undo.
     """
     started = time.perf_counter()
     sources, dst = _locations(sources), location("dst", dst)
@@ -118,7 +118,7 @@ def merge(  # noqa: PLR0913 - one argument an option
     reading = ReadOptions(base=base, strip_prefix=strip_prefix)
     opened = [open_pinned(url, storage_options=there, options=reading, together=not dry_run) for url in urls]
     options = ExportOptions(
-        dtype, take, key_map_of(key_map), strip_prefix, globs("include", include), globs("exclude", exclude),
+        dtype, "bf16", take, key_map_of(key_map), strip_prefix, globs("include", include), globs("exclude", exclude),
         strict=not dry_run,
     )  # fmt: skip
     said = "merged from " + ", ".join(
@@ -126,9 +126,19 @@ def merge(  # noqa: PLR0913 - one argument an option
     )
     each = [options] * (len(opened) - 1) + [replace(options, notes=(said,))]
     parts = [choose(source, to, own, base, storage_options) for source, own in zip(opened, each, strict=True)]
-    export = _combined(opened, parts, factors, dtype, sum_dtype, said)
+    # To be summed, quantized weights are dequantized to fp32: the result is rounded once.
+    wide = replace(options, dtype="keep", dequantize="fp32")
+    named = [
+        _terms(index, source, part, choose(source, to, wide, base, storage_options) if _is_quantized(part) else part)
+        for index, (source, part) in enumerate(zip(opened, parts, strict=True))
+    ]
+    export = _combined(opened, parts, named, factors, sum_dtype, said)
     joined = join(opened, [_used(source, part) for source, part in zip(opened, parts, strict=True)])
     return write(", ".join(sources), joined, export, options, output)
+
+
+def _is_quantized(part: HFExport) -> bool:
+    return any(isinstance(tensor, ComputedTensor) for tensor in part.tensors)
 
 
 def _used(source: Source, part: HFExport) -> list[TensorEntry]:
@@ -238,29 +248,29 @@ def _of_run(
 def _combined(
     opened: Sequence[Source],
     parts: Sequence[HFExport],
+    named: Sequence[Mapping[str, OutputTensor]],
     factors: Sequence[float],
-    dtype: str,
     sum_dtype: Sums,
     said: str,
 ) -> HFExport:
     """Return the tensors of the result; its other properties are those of the last source."""
-    named = [{tensor.name: tensor for tensor in part.tensors} for part in parts]
     _check_names(opened, named)
     result: list[OutputTensor] = []
     copied: list[str] = []
+    dtypes = {tensor.name: tensor.dtype for tensor in parts[-1].tensors}
     for name in named[-1]:
-        targets = [
-            _target(source, of[name], index) for index, (source, of) in enumerate(zip(opened, named, strict=True))
-        ]
-        _check_alike(opened, targets)
-        if dtype_of(targets[-1].dtype).kind == "float":
+        terms = [of[name] for of in named]
+        _check_alike(opened, terms)
+        if dtype_of(terms[-1].dtype).kind == "float":
             # Not in fp32 what is stored in fp64: the sum of two equal tensors must be that tensor.
-            sums = "float64" if targets[-1].dtype == "float64" else dtype_of(sum_dtype).name
-            result.append(_sum(targets, factors, export_dtype(targets[-1].dtype, dtype), sums))
+            sums = "float64" if terms[-1].dtype == "float64" else dtype_of(sum_dtype).name
+            result.append(_sum(terms, factors, dtypes[name], sums))
         else:
             copied.append(name)
-            result.append(targets[-1])
+            result.append(terms[-1])
     notes = [said, *(note for part in parts for note in part.notes)]
+    if any(map(_is_quantized, parts)):
+        notes.append("quantized weights were dequantized to fp32, summed, and rounded once")
     if copied:
         shown = ", ".join(copied[:_NAMED]) + (", ..." if len(copied) > _NAMED else "")
         many = "tensors are" if len(copied) > 1 else "tensor is"
@@ -289,64 +299,87 @@ def _check_names(opened: Sequence[Source], named: Sequence[Mapping[str, OutputTe
                 )
 
 
-def _target(source: Source, tensor: OutputTensor, index: int) -> Target:
-    """Return a tensor of source `index` in its own dtype."""
-    if isinstance(tensor, ComputedTensor):
-        raise UsageError(f"{source.url}: {tensor.name!r} is computed ({tensor.label}). Convert that checkpoint first.")
-    if dtype_of(tensor.source_dtype).kind not in ("float", "int", "bool"):
-        raise UnsupportedFormatError(
-            f"{source.url}: {tensor.name!r} is {tensor.source_dtype}, which cannot be averaged. Skip it with "
-            "--exclude, or convert the checkpoint to bf16 or fp32 first."
-        )
-    return taken_from(replace(tensor, dtype=tensor.source_dtype), index)
+def _terms(index: int, source: Source, part: HFExport, wide: HFExport) -> dict[str, OutputTensor]:
+    """Return the terms of one source by name: quantized weights as `wide` has them, others in their own dtype."""
+    found: dict[str, OutputTensor] = {}
+    dequantized = {tensor.name: tensor for tensor in wide.tensors}
+    for plain in part.tensors:
+        tensor = dequantized[plain.name]
+        if isinstance(tensor, ComputedTensor):
+            found[tensor.name] = computed_from(tensor, index)
+            continue
+        if dtype_of(tensor.source_dtype).kind not in ("float", "int", "bool"):
+            raise UnsupportedFormatError(
+                f"{source.url}: {tensor.name!r} is {tensor.source_dtype}, which cannot be averaged. Skip it with "
+                "--exclude, or convert the checkpoint to bf16 or fp32 first."
+            )
+        found[tensor.name] = taken_from(replace(tensor, dtype=tensor.source_dtype), index)
+    return found
 
 
-def _check_alike(opened: Sequence[Source], targets: Sequence[Target]) -> None:
-    for source, target in zip(opened, targets, strict=True):
-        newest = targets[-1]
-        if (target.shape, target.dtype) != (newest.shape, newest.dtype):
+def _check_alike(opened: Sequence[Source], terms: Sequence[OutputTensor]) -> None:
+    newest = terms[-1]
+    for source, term in zip(opened, terms, strict=True):
+        computed = isinstance(term, ComputedTensor) or isinstance(newest, ComputedTensor)
+        same = term.dtype == newest.dtype
+        if computed:  # a quantized weight is in fp32 by now, whatever the others are in
+            same = dtype_of(term.dtype).kind == dtype_of(newest.dtype).kind == "float"
+        if term.shape != newest.shape or not same:
             raise CheckpointMismatchError(
-                f"{target.name!r} is {target.dtype} {list(target.shape)} in {source.url}, but {newest.dtype} "
+                f"{term.name!r} is {term.dtype} {list(term.shape)} in {source.url}, but {newest.dtype} "
                 f"{list(newest.shape)} in {opened[-1].url}. Convert them to one dtype first, or --exclude it."
             )
 
 
-def _sum(targets: Sequence[Target], factors: Sequence[float], dtype: str, sum_dtype: str) -> ComputedTensor:
-    """Return the weighted sum of tensors of one shape and dtype, computed by blocks of rows."""
-    first = targets[0]
+def _sum(terms: Sequence[OutputTensor], factors: Sequence[float], dtype: str, sum_dtype: str) -> ComputedTensor:
+    """Return the weighted sum of tensors of one shape, computed by blocks of rows."""
+    first = terms[0]
+    computed = [term for term in terms if isinstance(term, ComputedTensor)]
     # Exact: an interrupted run is continued only if the labels of its plan are the same.
-    label = " + ".join(f"{factor!r} * W{i + 1}" for i, factor in enumerate(factors))
-    if len(targets) > _NAMED:
-        label = f"weighted sum of {len(targets)} [{crc32(repr(factors).encode()):08x}]"
+    labels = [term.label if isinstance(term, ComputedTensor) else f"W{i + 1}" for i, term in enumerate(terms)]
+    label = " + ".join(f"{factor!r} * {said}" for factor, said in zip(factors, labels, strict=True))
+    if len(terms) > _NAMED:
+        seed = repr(factors) if not computed else repr((factors, labels))
+        label = f"weighted sum of {len(terms)} [{crc32(seed.encode()):08x}]"
     cut: Callable[[int, int], ComputedTensor] | None = None
-    if first.shape:
+    if first.shape and all(term.cut is not None for term in computed):
 
         def cut(start: int, stop: int) -> ComputedTensor:
-            return _sum([target.rows(start, stop) for target in targets], factors, dtype, sum_dtype)
+            return _sum([term.rows(start, stop) for term in terms], factors, dtype, sum_dtype)
 
-    compute = partial(_weighted_sum, factors=tuple(factors), dtypes=(first.dtype, sum_dtype, dtype))
+    inputs = [item for term in terms for item in ((term,) if isinstance(term, Target) else term.inputs)]
+    scratch = sum(term.scratch + term.numel * dtype_of(term.dtype).itemsize for term in computed)
+    compute = partial(_summed, terms=tuple(terms), factors=tuple(factors), sums=sum_dtype, target=dtype)
+    by_element = all(term.by_element for term in computed)
     return ComputedTensor(
-        targets[-1].name, dtype, first.shape, tuple(targets), compute, f"{label} in {sum_dtype}", 0, cut, True
+        terms[-1].name, dtype, first.shape, tuple(inputs), compute, f"{label} in {sum_dtype}", scratch, cut, by_element
     )
 
 
-def _weighted_sum(data: Sequence[Bytes], *, factors: tuple[float, ...], dtypes: tuple[str, str, str]) -> Bytes:
+def _summed(
+    data: Sequence[Bytes], *, terms: tuple[OutputTensor, ...], factors: tuple[float, ...], sums: str, target: str
+) -> Bytes:
     """Return ((w1 * x1 + w2 * x2) + ...) element by element, each operation rounded to the dtype of sums."""
-    source, sums, target = dtypes
     kind = np.dtype(sums).type
-    sizes = [dtype_of(name).itemsize for name in dtypes]
-    numel = len(data[0]) // sizes[0]
-    out = np.empty(numel * sizes[2], np.uint8)
+    values: list[Bytes] = []
+    at = 0
+    for term in terms:
+        count = 1 if isinstance(term, Target) else len(term.inputs)
+        values.append(data[at] if isinstance(term, Target) else term.compute(data[at : at + count]))
+        at += count
+    sizes = [dtype_of(term.dtype).itemsize for term in terms]
+    size, numel = dtype_of(target).itemsize, terms[0].numel
+    out = np.empty(numel * size, np.uint8)
     total, wide = (np.empty(min(numel, _BLOCK), kind) for _ in range(2))
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         for start in range(0, numel, _BLOCK):
             n = min(_BLOCK, numel - start)
-            for i, (factor, raw) in enumerate(zip(factors, data, strict=True)):
-                values = float_values(raw[start * sizes[0] : (start + n) * sizes[0]], source)
+            for i, (term, factor, raw) in enumerate(zip(terms, factors, values, strict=True)):
+                block = float_values(raw[start * sizes[i] : (start + n) * sizes[i]], term.dtype)
                 if i == 0:
-                    np.multiply(values, kind(factor), out=total[:n], dtype=kind)
+                    np.multiply(block, kind(factor), out=total[:n], dtype=kind)
                 else:
-                    np.multiply(values, kind(factor), out=wide[:n], dtype=kind)
+                    np.multiply(block, kind(factor), out=wide[:n], dtype=kind)
                     total[:n] += wide[:n]
-            cast_into(total[:n].view(np.uint8), out[start * sizes[2] : (start + n) * sizes[2]], sums, target)
+            cast_into(total[:n].view(np.uint8), out[start * size : (start + n) * size], sums, target)
     return out

@@ -308,3 +308,76 @@ def test_mismatches_with_the_base_are_refused(sources: list[str], tmp_path: Path
     base = export(tmp_path / "base", {**tensors(0), "absent": torch.ones(1)})
     with pytest.raises(CheckpointMismatchError, match="missing: absent"):
         merge(sources, str(tmp_path / "out"), base=base)
+
+
+def quantized_sources(tmp_path: Path, kind: str) -> tuple[list[str], list[dict[str, torch.Tensor]]]:
+    """Three quantized checkpoints, each with what it is in fp32 by plain torch."""
+    made, exact = [], []
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        codes = torch.randn(130, 200, generator=generator).to(torch.float8_e4m3fn)
+        norm = torch.randn(70, generator=generator)
+        if kind == "block":
+            scale = torch.rand(2, 2, generator=generator) + 0.01
+            wide = scale.repeat_interleave(128, 0)[:130].repeat_interleave(128, 1)[:, :200]
+            state, name = {"w.weight": codes, "w.weight_scale_inv": scale}, "w.weight"
+            config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+        elif kind in ("tensor", "row"):
+            wide = scale = torch.rand((1,) if kind == "tensor" else (130, 1), generator=generator) + 0.01
+            state, name = {"w.weight": codes, "w.weight_scale": scale}, "w.weight"
+            config = {"quantization_config": {"quant_method": "compressed-tensors"}}
+        else:
+            blocks = torch.randint(0, 256, (2, 5, 3, 16), dtype=torch.uint8, generator=generator)
+            scales = torch.randint(120, 135, (2, 5, 3), dtype=torch.uint8, generator=generator)
+            name = "x.mlp.experts.down_proj"
+            state = {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            config = {"quantization_config": {"quant_method": "mxfp4"}}
+        if kind == "mxfp4":
+            table = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6])
+            table = torch.cat([table, -table])
+            both = torch.stack([table[(blocks & 15).int()], table[(blocks >> 4).int()]], -1)
+            value = (both * 2.0 ** (scales.float() - 127)[..., None, None]).reshape(2, 5, 96).transpose(1, 2)
+        else:
+            value = codes.float() * wide
+        made.append(export(tmp_path / f"q{seed}", {**state, "norm.weight": norm}))
+        Path(made[-1], "config.json").write_text(json.dumps({"model_type": "llama", **config}))
+        exact.append({name: value, "norm.weight": norm})
+    return made, exact
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wanted"), [("keep", torch.bfloat16), ("fp32", torch.float32), ("fp16", torch.float16)]
+)
+@pytest.mark.parametrize("kind", ["block", "tensor", "row", "mxfp4"])
+def test_quantized_weights_are_dequantized_summed_and_rounded_once(
+    tmp_path: Path, kind: str, dtype: str, wanted: torch.dtype
+) -> None:
+    made, exact = quantized_sources(tmp_path, kind)
+    report = merge(made, str(tmp_path / "out"), weights=WEIGHTS, dtype=dtype, verify=True, max_memory="16MB")
+    expected = summed(exact, WEIGHTS, torch.float32)
+    expected = {n: t.to(wanted) if dtype != "keep" or n != "norm.weight" else t for n, t in expected.items()}
+    assert_holds(str(tmp_path / "out"), expected)
+    assert "quantized weights were dequantized to fp32, summed, and rounded once" in report.notes
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in config
+
+
+def test_a_quantized_checkpoint_merges_with_one_that_is_not(tmp_path: Path) -> None:
+    made, exact = quantized_sources(tmp_path, "block")
+    plain = {name: tensor.bfloat16() if name == "w.weight" else tensor for name, tensor in exact[2].items()}
+    for at in (0, 2):
+        order = [*made[:2][:at], export(tmp_path / f"plain{at}", plain), *made[:2][at:]]
+        states = [*exact[:2][:at], {n: t.float() for n, t in plain.items()}, *exact[:2][at:]]
+        merge(order, str(tmp_path / f"out{at}"), weights=WEIGHTS)
+        expected = summed(states, WEIGHTS, torch.float32)
+        assert_holds(str(tmp_path / f"out{at}"), {**expected, "w.weight": expected["w.weight"].bfloat16()})
+
+
+def test_a_quantized_source_without_its_scale_is_refused(tmp_path: Path) -> None:
+    made, _ = quantized_sources(tmp_path, "row")
+    state = load_file(Path(made[1], "model.safetensors"))
+    del state["w.weight_scale"]
+    save_file(state, Path(made[1], "model.safetensors"))
+    with pytest.raises(CheckpointMismatchError, match=r"w\.weight"):
+        merge(made, str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()

@@ -72,6 +72,13 @@ class ComputedTensor:
         """The catalog keys of its inputs, each once."""
         return tuple(dict.fromkeys(key for target in self.inputs for key in target.sources))
 
+    def rows(self, start: int, stop: int) -> ComputedTensor:
+        """Return the tensor for only the rows [start, stop); `cut` must not be None, unless these are all."""
+        if (start, stop) == (0, self.shape[0]):
+            return self
+        assert self.cut is not None
+        return self.cut(start, stop)
+
 
 OutputTensor: TypeAlias = Target | ComputedTensor
 

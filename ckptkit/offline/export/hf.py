@@ -268,9 +268,7 @@ def _model_tensors(
 
 def _dequantized(draft: _Draft) -> Dequantized | None:
     """Replace the draft's quantized weights by dequantized ones, unless the dtype is "keep"."""
-    dtype = draft.options.dtype
-    if dtype == "keep" and draft.options.quantize:
-        dtype = "bf16"  # for weights that are quantized in another way
+    dtype = draft.options.dtype if draft.options.dtype != "keep" else draft.options.dequantize
     if dtype == "keep" or not _quantized(draft):
         return None
     from ckptkit.offline.export.dequantize import dequantize

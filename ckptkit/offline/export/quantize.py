@@ -131,7 +131,7 @@ def _codes(tensor: OutputTensor) -> ComputedTensor:
     def cut(start: int, stop: int) -> ComputedTensor:
         first = start // BLOCK * BLOCK
         last = min(-(-stop // BLOCK) * BLOCK, tensor.shape[0])
-        whole = _codes(_rows(tensor, first, last))
+        whole = _codes(tensor.rows(first, last))
         wide = tensor.shape[1]
 
         def compute(data: Any) -> Bytes:
@@ -147,7 +147,7 @@ def _scales(tensor: OutputTensor) -> ComputedTensor:
     """Return the scales of a weight, [blocks down, blocks across]."""
 
     def cut(start: int, stop: int) -> ComputedTensor:
-        return _scales(_rows(tensor, start * BLOCK, min(stop * BLOCK, tensor.shape[0])))
+        return _scales(tensor.rows(start * BLOCK, min(stop * BLOCK, tensor.shape[0])))
 
     shape = (tensor.shape[0] // BLOCK, tensor.shape[1] // BLOCK)
     return _made(tensor, f"{tensor.name}_scale_inv", _SCALES, shape, "scales", _inverse_scales, cut)
@@ -175,15 +175,6 @@ def _made(
     by_rows = before is None or before.cut is not None
     few = by_rows and (before is None or before.by_element)
     return ComputedTensor(name, dtype, shape, inputs, compute, label, scratch, cut if by_rows else None, few)
-
-
-def _rows(tensor: OutputTensor, start: int, stop: int) -> OutputTensor:
-    if (start, stop) == (0, tensor.shape[0]):
-        return tensor
-    if isinstance(tensor, Target):
-        return tensor.rows(start, stop)
-    assert tensor.cut is not None
-    return tensor.cut(start, stop)
 
 
 def _computed(

@@ -31,6 +31,7 @@ class ExportOptions:
 
     Attributes:
         dtype: "keep" or a float dtype; floats only are cast.
+        dequantize: What `dtype` is for quantized weights if it is "keep".
         weights: "model", "master" (fp32 copies), "ema" (the average that the checkpoint carries), or "auto": masters if
             `dtype` casts, otherwise the model's.
         key_map: None chooses one if it is unambiguous.
@@ -47,6 +48,7 @@ class ExportOptions:
     """
 
     dtype: str = "keep"
+    dequantize: str = "keep"
     weights: Literal["auto", "model", "master", "ema"] = "auto"
     key_map: NameMap | None = None
     strip_prefix: str | None = None
