@@ -338,7 +338,7 @@ REFUSED: list[tuple[str, Callable[[], Any]]] = [
     ("numpy array of dtype 'V12'", lambda: np.array([(1, 2.5)], [("a", "<i4"), ("b", "<f8")])),
     ("numpy array of dtype 'M8'", lambda: np.array(["2026-01-02"], "M8[D]")),
     ("numpy array of dtype 'O8'", lambda: np.array([1, "x", None], object)),
-    ("numpy.rec.recarray", lambda: np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")])),
+    (f"{np.recarray.__module__}.recarray", lambda: np.rec.array([(1, 2.0)], dtype=[("a", "i4"), ("b", "f8")])),
     ("numpy.ma.core._mareconstruct", lambda: np.ma.array([1, 2], mask=[0, 1])),
     ("numpy.random._pickle.__randomstate_ctor", lambda: np.random.RandomState(3)),
     ("numpy.random._pickle.__generator_ctor", lambda: np.random.default_rng(5)),

@@ -397,6 +397,7 @@ def test_numbers_of_less_than_a_byte_count_as_bytes(tmp_path):
 
 
 def test_numbers_of_less_than_a_byte_are_copied_with_their_kinds_and_shapes(tmp_path):
+    pytest.importorskip("safetensors", minversion="0.7")  # which knows them itself
     data = _small(tmp_path / "src")
     convert(str(tmp_path / "src"), str(tmp_path / "out"), verify=True)
     with safe_open(tmp_path / "out" / "model.safetensors", "np") as file:
@@ -425,6 +426,7 @@ def test_numbers_of_less_than_a_byte_are_not_cast_or_given_to_torch(tmp_path):
 
 
 def test_pairs_of_four_bits_are_those_of_torch(tmp_path):
+    pytest.importorskip("safetensors", minversion="0.7")  # which knows them itself
     pairs = torch.arange(32, dtype=torch.uint8).reshape(4, 8).view(torch.float4_e2m1fn_x2)
     save_torch({"a": pairs}, tmp_path / "model.safetensors")
     convert(str(tmp_path), str(tmp_path / "dcp"), to="dcp", world_size=2)
