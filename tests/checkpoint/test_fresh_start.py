@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptkit import CheckpointManager, TrainState
+from ckptkit import CheckpointManager, TrainState, open_checkpoint
 from ckptkit.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -120,6 +120,7 @@ def test_after_a_fresh_start_a_half_copied_step_is_set_aside_by_the_save_of_it(
     (aside,) = root.glob("step_00000001.aside-*")
     assert {path.name: path.read_bytes() for path in aside.iterdir()} == before
     assert str(aside.name) in caplog.text
+    assert open_checkpoint(str(root)).url == str(root / "step_00000001")  # commands do not take the other for newer
 
 
 def test_a_half_copied_newest_is_named_when_an_older_one_is_loaded(

@@ -34,5 +34,6 @@ def parse_step(name: str) -> StepName | None:
 
 
 def ordered(names: Iterable[str]) -> list[StepName]:
-    """Return the names that contain a step, newest first."""
-    return sorted((found for name in names if (found := parse_step(name))), reverse=True)
+    """Return the names that contain a step, newest first; `step_5` before copies of it such as `step_5.aside-1f`."""
+    found = [step for name in names if (step := parse_step(name))]
+    return sorted(found, key=lambda step: (step.step, step.epoch, "." not in step.name, step.name), reverse=True)
