@@ -1,17 +1,24 @@
 """A checkpointer for torchtitan's trainer, based on a CheckpointManager; supports object stores.
 
+torchtitan 0.3 and its main line build it from the trainer's config:
+
+    config.checkpoint = TorchtitanCheckpointer.Config(enable=True, url="s3://bucket/run")
+
+Earlier ones take it in place of their own:
+
     trainer.checkpointer = TorchtitanCheckpointer(dataloader, model_parts, optimizers, lr_schedulers, states,
                                                   checkpoint_config, url="s3://bucket/run")
 
-Does not import torchtitan. To resume from torchtitan's own checkpoints, set `initial_load_path`.
+To resume from torchtitan's own checkpoints, set `initial_load_path`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, Literal
 
 from torch import nn
 
@@ -19,10 +26,81 @@ from ckptkit.arguments import check_flags, check_int, wrong
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.report import LoadReport
 from ckptkit.checkpoint.retention import RetentionPolicy
-from ckptkit.checkpoint.state.train_state import TrainState, is_stateful
+from ckptkit.checkpoint.state.train_state import StateDictType, TrainState, is_stateful
 from ckptkit.errors import UsageError
 
 __all__ = ["TorchtitanCheckpointer"]
+
+
+class _Manager:
+    """Stands in for the base class of torchtitan's managers where torchtitan has none, and does what it does."""
+
+    enable: bool
+    save_future: Any
+
+    def load(self, step: int = -1) -> bool:
+        return self.enable and self._load(step)
+
+    def save(self, curr_step: int, last_step: bool = False) -> bool:
+        return self.enable and self._save(curr_step, last_step)
+
+    def maybe_wait_for_staging(self) -> None:
+        """Return at once."""
+
+    def maybe_wait_for_saving(self) -> None:
+        if self.enable and self.save_future is not None:
+            self._wait_for_saving()
+
+    def close(self) -> None:
+        if getattr(self, "enable", False):
+            self._close()
+
+    def _load(self, step: int = -1) -> bool:
+        raise NotImplementedError
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        raise NotImplementedError
+
+    def _wait_for_saving(self) -> None:
+        raise NotImplementedError
+
+    def _close(self) -> None:
+        raise NotImplementedError
+
+
+def _base() -> Any:
+    try:
+        found = importlib.import_module("torchtitan.components.checkpointer")
+    except ImportError:  # before 0.3, or none
+        return _Manager
+    return getattr(found, "BaseCheckpointManager", _Manager)
+
+
+_Base = _base()
+
+
+def _config_of(base: Any) -> Any:
+    """Return torchtitan's config with ours, which its `build` makes the checkpointer of; None before 0.3."""
+    if not hasattr(base, "Config"):
+        return None
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(base.Config):  # type: ignore[misc]  # known once torchtitan is there
+        """torchtitan's [checkpoint] section, and what ours has besides."""
+
+        async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+        """Whether saves go on in the background."""
+
+        url: str | None = None
+        """The root of the run's checkpoints; None: `folder` in the trainer's dump folder."""
+
+        state_dict_type: Literal["sharded", "full", "local"] = "sharded"
+        """How a checkpoint is stored."""
+
+        storage_options: dict[str, str] = dataclasses.field(default_factory=dict)
+        """For fsspec, such as an endpoint."""
+
+    return Config
 
 
 _POSITIONAL = (
@@ -33,7 +111,8 @@ _POSITIONAL = (
 _HONOURED = frozenset(
     ["async_mode", "create_seed_checkpoint", "enable", "enable_checkpoint", "enable_first_step_checkpoint",
      "enable_ft_dataloader_checkpoints", "exclude_from_loading", "export_dtype", "folder", "initial_load_model_only",
-     "initial_load_path", "interval", "keep_latest_k", "last_save_model_only", "load_only", "load_step"]
+     "initial_load_path", "interval", "keep_latest_k", "last_save_model_only", "load_only", "load_step",
+     "state_dict_type", "storage_options", "url"]
 )  # fmt: skip
 _ASYNC_MODES = ("disabled", "async", "async_with_pinned_mem")
 _REFUSED = {
@@ -43,22 +122,28 @@ _REFUSED = {
 }
 
 
-class TorchtitanCheckpointer:
-    """Replaces torchtitan's CheckpointManager: `save`, `load`, `maybe_wait_for_staging`, `close`.
+class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # theirs, where it is
+    """torchtitan's CheckpointManager, by ckptkit: `save`, `load`, `maybe_wait_for_staging`, `close`.
+
+    Where torchtitan has a `BaseCheckpointManager` (0.3 and later), it is one, with a nested `Config`.
 
     Same constructor arguments as torchtitan's: `(config, *, dataloader, model_parts, ...)` since 0.3, before that
     `(dataloader, model_parts, optimizers, lr_schedulers, states, checkpoint_config, sd_adapter, ...)`.
 
     Args:
-        given: dataloader, model_parts, optimizers, lr_schedulers, states, base_folder (its dump_folder) and the
-            config, a `[checkpoint]` section. sd_adapter is not used: an export is `ckptkit convert`.
-        url: The root of the run; default: base_folder/folder.
+        given: dataloader, model_parts (several: the pipeline stages of this rank), optimizers, lr_schedulers, states,
+            base_folder (its dump_folder) and the config, a `[checkpoint]` section. sd_adapter is not used: an export is
+            `ckptkit convert`.
+        url: The root of the run; default: that of the config, else base_folder/folder.
         options: Of `CheckpointManager`: `retention` (in place of `keep_latest_k`), `storage_options`, ...
 
     Raises:
         UsageError: The config uses an unsupported feature (Hugging Face formats, a cast by `export_dtype`) or an
-            unknown field; torchft is enabled; or the model has pipeline stages, whose optimizers have no common names.
+            unknown field; or torchft is enabled.
     """
+
+    if hasattr(_Base, "Config"):
+        Config = _config_of(_Base)
 
     def __init__(self, *given: Any, url: str | None = None, **options: Any) -> None:
         named = {name: options.pop(name) for name in (*_POSITIONAL, "config") if name in options}
@@ -79,10 +164,8 @@ class TorchtitanCheckpointer:
             raise UsageError(f"TorchtitanCheckpointer: {', '.join(missing)} must be given; see its arguments.")
         model_parts, optimizers = named["model_parts"], named["optimizers"]
         _check(config, named.get("ft_manager"))
-        if not isinstance(model_parts, (list, tuple)):
-            raise wrong("model_parts", model_parts, "a list with the model")
-        if len(model_parts) != 1:
-            raise UsageError(f"{len(model_parts)} model parts: pipeline stages are not supported by this checkpointer.")
+        if not isinstance(model_parts, (list, tuple)) or not model_parts:
+            raise wrong("model_parts", model_parts, "a list with the model, or the stages of it")
         if not isinstance(named["states"], Mapping):
             raise wrong("states", named["states"], "a dict of objects by name")
         self.interval = _int(config, "interval", 500, least=1)
@@ -99,13 +182,13 @@ class TorchtitanCheckpointer:
         self._initial_model_only = _flag(config, "initial_load_model_only", True)
         self._load_step = _int(config, "load_step", -1, least=-1)
         self._last_model_only = _flag(config, "last_save_model_only", False)
-        self._model = model_parts[0]
-        self._optimizers = list(getattr(optimizers, "optimizers", optimizers))
+        self._model = model_parts[0] if len(model_parts) == 1 else list(model_parts)
+        self._optimizer = _one_of(list(getattr(optimizers, "optimizers", optimizers)), stages=len(model_parts))
         self._schedulers = named.get("lr_schedulers")
         self._dataloader = named.get("dataloader")
         self._states = dict(named["states"])
         if self._last_model_only and not self._load_only:
-            _check_dtype(self._model, str(_of(config, "export_dtype", "")))
+            _check_dtype(model_parts, str(_of(config, "export_dtype", "")))
         strange = sorted(self._excluded - {"optimizer", "lr_scheduler", "dataloader", *self._states})
         if strange:
             raise UsageError(
@@ -113,11 +196,19 @@ class TorchtitanCheckpointer:
             )
         self.last_load: LoadReport | None = None
         keep = _int(config, "keep_latest_k", 0, least=0)
-        self.folder = url or os.path.join(str(named.get("base_folder") or ""), str(_of(config, "folder", "checkpoint")))
+        given_url = url or _of(config, "url", None)
+        folder = os.path.join(str(named.get("base_folder") or ""), str(_of(config, "folder", "checkpoint")))
+        self.folder = str(given_url or folder)
+        self.keep_latest_k = keep
+        self.save_future: Any = None
         options.setdefault("retention", RetentionPolicy(max_num=keep) if keep > 0 else None)
+        options.setdefault("storage_options", _of(config, "storage_options", None) or None)
+        options.setdefault("state_dict_type", _of(config, "state_dict_type", StateDictType.SHARDED))
         self.manager = CheckpointManager(self.folder, **options)
 
-    def save(self, curr_step: int, last_step: bool = False) -> bool:
+    # Documented by torchtitan's base class, which calls these if `enable` is set.
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
         """Save if the interval or the last step requires it; in the background if `async_mode` is on. Collective.
 
         Returns whether this step was saved.
@@ -127,12 +218,12 @@ class TorchtitanCheckpointer:
         if last_step and self._last_model_only:
             self.manager.save(curr_step, TrainState(model=self._model, rng=False))
         elif self._async and not last_step:
-            self.manager.save_async(curr_step, self._state())
+            self.save_future = self.manager.save_async(curr_step, self._state())
         else:
             self.manager.save(curr_step, self._state())
         return True
 
-    def load(self, step: int = -1) -> bool:
+    def _load(self, step: int = -1) -> bool:
         """Restore `step`, the newest, or `initial_load_path`; return whether there was one. Collective.
 
         From step 0 (a seed checkpoint) only the model is loaded.
@@ -140,8 +231,6 @@ class TorchtitanCheckpointer:
         Raises:
             CheckpointNotFoundError: `step` or `load_step` does not exist.
         """
-        if not self.enable:
-            return False
         step = step if step != -1 else self._load_step
         state, options = self._state(self._excluded), self._options()
         found = step if step != -1 else self.manager.latest()
@@ -156,21 +245,20 @@ class TorchtitanCheckpointer:
             self.last_load = self.manager.load(state, url, per_rank_on_resize="keep", **options)
         return self.last_load is not None
 
-    def maybe_wait_for_saving(self) -> None:
+    def _wait_for_saving(self) -> None:
         """Wait for the running save. Collective."""
-        if self.enable:
-            self.manager.wait()
+        self.manager.wait()
+        self.save_future = None
 
-    def maybe_wait_for_staging(self) -> None:
+    def _maybe_wait_for_staging(self) -> None:
         """Return at once: `save` has copied everything by the time it returns."""
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """Wait for the running save and release all resources. Collective."""
-        if self.enable:
-            self.manager.close()
+        self.manager.close()
 
     def _due(self, step: int, last: bool) -> bool:
-        if not self.enable or self._load_only:
+        if self._load_only:
             return False
         return bool(last or step % self.interval == 0 or (self._first and step == 1))
 
@@ -178,16 +266,70 @@ class TorchtitanCheckpointer:
         return {"optimizer": "skip"} if "optimizer" in self._excluded else {}
 
     def _state(self, excluded: frozenset[str] = frozenset()) -> TrainState:
-        found = self._optimizers
-        optimizers: Any = found[0] if len(found) == 1 else {str(i): item for i, item in enumerate(found)}
         loader = self._dataloader if is_stateful(self._dataloader) else None
         return TrainState(
             model=self._model,
-            optimizer=optimizers,
+            optimizer=self._optimizer,
             scheduler=None if "lr_scheduler" in excluded else self._schedulers,
             dataloader=None if "dataloader" in excluded else loader,
             extra={name: item for name, item in self._states.items() if name not in excluded},
         )
+
+
+def _one_of(optimizers: list[Any], *, stages: int) -> Any:
+    """Return the optimizers as TrainState takes them: those of several stages are one, since how many stages a rank has
+    depends on the mesh."""
+    if stages > 1:  # a checkpoint records the name of the class
+        return type(type(optimizers[0]).__name__, (_OneOptimizer,), {})(optimizers)
+    return optimizers[0] if len(optimizers) == 1 else {str(i): item for i, item in enumerate(optimizers)}
+
+
+class _OneOptimizer:
+    """Several optimizers as one with their groups and states, which a load sets in place."""
+
+    def __init__(self, optimizers: Sequence[Any]) -> None:
+        self.state = _States(optimizers)
+        self._optimizers = optimizers
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": dict(self.state), "param_groups": self.param_groups}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        raise NotImplementedError("a load sets `state` and `param_groups` in place")
+
+
+class _States(MutableMapping[Any, Any]):
+    """The states of several optimizers in one mapping; each parameter's is kept where the parameter is."""
+
+    def __init__(self, optimizers: Sequence[Any]) -> None:
+        self._states = [optimizer.state for optimizer in optimizers]
+        self._of = {id(p): o.state for o in optimizers for group in o.param_groups for p in group["params"]}
+
+    def _at(self, key: Any) -> Any:
+        return self._of.get(id(key), self._states[0])
+
+    def __getitem__(self, key: Any) -> Any:
+        held = self._at(key)
+        if key not in held:  # a defaultdict would make it
+            raise KeyError(key)
+        return held[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._at(key)[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._at(key)[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        for held in self._states:
+            yield from held
+
+    def __len__(self) -> int:
+        return sum(map(len, self._states))
 
 
 def _check(config: Any, ft_manager: Any) -> None:
@@ -208,9 +350,10 @@ def _fields(config: Any) -> list[str]:
     return [name for name in vars(config) if not name.startswith("_")] if hasattr(config, "__dict__") else []
 
 
-def _check_dtype(model: nn.Module, export_dtype: str) -> None:
+def _check_dtype(model_parts: Sequence[nn.Module], export_dtype: str) -> None:
     """Raise if torchtitan would cast the last save: ours keeps the training dtype."""
-    stored = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.is_floating_point()}
+    every = [parameter for part in model_parts for parameter in part.parameters()]
+    stored = {str(p.dtype).removeprefix("torch.") for p in every if p.is_floating_point()}
     if export_dtype and stored - {export_dtype}:
         raise UsageError(
             f"checkpoint config: export_dtype={export_dtype!r} with last_save_model_only=True is a cast from "

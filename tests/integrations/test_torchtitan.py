@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from ckptkit import RetentionPolicy
 from ckptkit.errors import CheckpointNotFoundError, UsageError
@@ -197,7 +200,67 @@ def test_torchtitans_own_checkpoint_is_adopted_with_its_optimizer(tmp_path):
     check_optimizer(state.optimizer, state.model, name)
 
 
-def test_pipeline_stages_are_refused(tmp_path):
-    parts = [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)]
-    with pytest.raises(UsageError, match="pipeline stages"):
-        TorchtitanCheckpointer(None, parts, [], None, {}, {}, url=str(tmp_path))
+class Stage(torch.nn.Module):
+    """Some layers of a model of four, under the names that they have in it."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = torch.nn.ModuleDict({str(layer): torch.nn.Linear(2, 2) for layer in layers})
+
+
+def _stages(folder, split, trains):
+    """This rank's stages and an optimizer for each, trained and saved, or loaded; return weights and moments."""
+    parts = [Stage(*layers) for layers in split[dist.get_rank()]]
+    optimizers = [torch.optim.AdamW(part.parameters(), lr=0.1 if trains else 0.2) for part in parts]
+    checkpointer = TorchtitanCheckpointer(
+        Config(interval=1), dataloader=None, model_parts=parts, optimizers=SimpleNamespace(optimizers=optimizers),
+        lr_schedulers=TrainState(), states={"train_state": TrainState()}, base_folder=folder,
+    )  # fmt: skip
+    if trains:
+        for part, optimizer in zip(parts, optimizers, strict=True):
+            for name, parameter in part.named_parameters():
+                parameter.grad = torch.full_like(parameter, float(name.split(".")[1]) - 1.5)
+            optimizer.step()
+        assert checkpointer.save(1)
+    else:
+        assert checkpointer.load()
+    checkpointer.close()
+    found = {}
+    for part, optimizer in zip(parts, optimizers, strict=True):
+        assert {group["lr"] for group in optimizer.param_groups} == {0.1}
+        for name, parameter in part.named_parameters():
+            state = optimizer.state[parameter]
+            found[name] = [parameter.detach(), state["exp_avg"], state["exp_avg_sq"], state["step"]]
+    return found
+
+
+def test_pipeline_stages_load_however_they_are_spread(ranks, tmp_path):
+    saved = ranks.run(_stages, 2, str(tmp_path), [[(0,), (2,)], [(1,), (3,)]], True)
+    whole = {**saved[0], **saved[1]}
+    for split in ([[(0, 1)], [(2, 3)]], [[(0,), (1,), (2, 3)]], [[(0, 1, 2, 3)]], [[(0,)], [(1,), (2,), (3,)]]):
+        loaded = ranks.run(_stages, len(split), str(tmp_path), split, False)
+        assert sum(map(len, loaded)) == len(whole) == 8
+        for name, values in {name: values for rank in loaded for name, values in rank.items()}.items():
+            assert all(torch.equal(value, other) for value, other in zip(values, whole[name], strict=True)), name
+
+
+def test_it_is_built_from_a_config_of_torchtitans(tmp_path):
+    base = pytest.importorskip("torchtitan.components.checkpointer").BaseCheckpointManager
+    config = TorchtitanCheckpointer.Config(enable=True, interval=2, url=str(tmp_path / "run"), state_dict_type="full")
+    assert isinstance(config, base.Config)
+    theirs = {field.name for field in dataclasses.fields(base.Config)}
+    assert {field.name for field in dataclasses.fields(Config)} == theirs | {"async_mode"}
+    state = small()
+    parts = dict(model_parts=[state.model], optimizers=[state.optimizer], lr_schedulers=Schedulers(state.optimizer))
+    checkpointer = config.build(
+        dataloader=None, states={"train_state": TrainState()}, sd_adapter=None, base_folder="elsewhere", **parts
+    )
+    assert isinstance(checkpointer, base)
+    assert [checkpointer.save(step) for step in (1, 2)] == [False, True]
+    checkpointer.maybe_wait_for_saving()
+    assert checkpointer.load()
+    checkpointer.close()
+    assert json.loads((tmp_path / "run/step_00000002/checkpoint.json").read_text())["state_dict_type"] == "full"
+    off = TorchtitanCheckpointer.Config().build(dataloader=None, states={}, sd_adapter=None, base_folder="", **parts)
+    assert off.load() is off.save(1) is False
+    off.close()
