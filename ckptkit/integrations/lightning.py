@@ -1,7 +1,8 @@
-"""Lightning integration: a strategy for FSDP2, a CheckpointIO for other strategies, and a ModelCheckpoint.
+"""Lightning integration: strategies for FSDP2, a CheckpointIO for other strategies, and a ModelCheckpoint.
 
 from ckptkit.integrations.lightning import FSDP2Strategy, ManagedCheckpoint
 trainer = Trainer(strategy=FSDP2Strategy(), callbacks=[ManagedCheckpoint(dirpath=..., monitor="val_loss")])
+fabric = Fabric(strategy="fsdp2")
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ except ImportError as error:
     raise missing("lightning", "lightning") from error
 
 from ckptkit.integrations.lightning_callback import ManagedCheckpoint
+from ckptkit.integrations.lightning_fabric import FSDP2FabricStrategy, register_fabric_strategies
 from ckptkit.integrations.lightning_io import CkptkitCheckpointIO
 from ckptkit.integrations.lightning_strategy import FSDP2Strategy, fsdp2_strategy_parallelize, register_strategies
 
 __all__ = [
+    "FSDP2FabricStrategy",
     "FSDP2Strategy",
     "fsdp2_strategy_parallelize",
     "CkptkitCheckpointIO",
@@ -26,3 +29,4 @@ __all__ = [
 ]
 
 register_strategies()
+register_fabric_strategies()

@@ -164,7 +164,7 @@ class LightningCheckpoints:
 
     def load(self, filepath: str | Path, state: TrainState, **options: Any) -> tuple[dict[str, Any], LoadReport]:
         """Load `state` from any format; return Lightning's dictionary without the tensors that were loaded."""
-        root, name, url = self._coordinator.decide(lambda: self._found(filepath), "looking for the checkpoint")
+        root, name, url = self._coordinator.decide(lambda: self.find(filepath), "looking for the checkpoint")
         # By name if it is a ckptkit checkpoint: then it is protected from rotation while this run lasts.
         report = self._manager(root, self.retention).load(state, url or name, **options)
         assert report is not None  # a URL is loaded, or raises
@@ -178,7 +178,7 @@ class LightningCheckpoints:
             _log.warning("The state of the dataloaders was not restored: another number of ranks saved it.")
         return checkpoint, report
 
-    def _found(self, filepath: str | Path) -> tuple[str, str, str]:
+    def find(self, filepath: str | Path) -> tuple[str, str, str]:
         """Return directory and name of a checkpoint, following links, and its URL if ckptkit did not save it."""
         root, name = _split(str(filepath).removesuffix(f"/{RECORD_NAME}"))
         if split_url(root)[0] == "file" and "://" not in root:

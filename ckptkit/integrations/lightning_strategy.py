@@ -32,7 +32,7 @@ from ckptkit.integrations.lightning_setup import fsdp2_strategy_parallelize
 from ckptkit.integrations.lightning_sharded import ShardedCheckpoints
 from ckptkit.integrations.lightning_state import set_epoch
 
-__all__ = ["FSDP2Strategy", "fsdp2_strategy_parallelize", "register_strategies"]
+__all__ = ["FSDP2Strategy", "fill_meta", "fsdp2_strategy_parallelize", "register_strategies"]
 
 _TIMEOUT = timedelta(minutes=30)
 
@@ -228,12 +228,8 @@ class FSDP2Strategy(ShardedCheckpoints):
             shard(root, self._config, mesh=self._mesh, policy=policy, tp_plan=plan)
 
     def _fill_meta(self) -> None:
-        """Initialize meta-device parameters with the values that a single process would draw."""
         for root in arguments.roots(self.model):
-            if any(tensor.is_meta for tensor in [*root.parameters(), *root.buffers()]):
-                materialize(root, "cpu" if self._offload else self.root_device)
-                reset_parameters(root, seed=int(os.environ.get("PL_GLOBAL_SEED", "42")))
-                _warn_of_garbage(root)
+            fill_meta(root, "cpu" if self._offload else self.root_device)
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -259,6 +255,14 @@ class FSDP2Strategy(ShardedCheckpoints):
         finally:
             for unit in units:
                 unit.set_requires_gradient_sync(True, recurse=False)
+
+
+def fill_meta(root: nn.Module, device: Any) -> None:
+    """Initialize meta-device parameters with the values that a single process would draw."""
+    if any(tensor.is_meta for tensor in [*root.parameters(), *root.buffers()]):
+        materialize(root, device)
+        reset_parameters(root, seed=int(os.environ.get("PL_GLOBAL_SEED", "42")))
+        _warn_of_garbage(root)
 
 
 def _taken(fn: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:

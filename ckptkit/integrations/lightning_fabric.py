@@ -1,0 +1,207 @@
+"""FSDP2FabricStrategy: runs Lightning Fabric's loops with FSDP2, and its save and load with ckptkit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from lightning.fabric.strategies import STRATEGY_REGISTRY, ModelParallelStrategy
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from ckptkit.checkpoint.state.train_state import TrainState, is_stateful, model_tensors
+from ckptkit.errors import UsageError
+from ckptkit.fsdp.config import FSDPConfig, MixedPrecision
+from ckptkit.fsdp.gradients import clip_grad_norm
+from ckptkit.fsdp.mesh import make_mesh, plan_for
+from ckptkit.fsdp.wrap import shard
+from ckptkit.integrations.lightning_state import LightningCheckpoints, StateView, lightning_extras
+from ckptkit.integrations.lightning_strategy import fill_meta
+
+__all__ = ["FSDP2FabricStrategy", "register_fabric_strategies"]
+
+_TIMEOUT = timedelta(minutes=30)
+_STEPS = ("global_step", "step", "iteration", "iter_num")
+
+
+class FSDP2FabricStrategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's types are not followed
+    """Shards each module that `fabric.setup` gets with FSDP2, on any device; `fabric.save` and `fabric.load` are
+    committed checkpoints that resume on any number of ranks.
+
+    Set up the module first, then make its optimizer and set that up with `fabric.setup_optimizers`.
+
+    Args:
+        config: How modules are sharded, also as a dict of its fields; its `state_dict_type` is that of the checkpoints.
+            Without `mixed_precision`, Fabric's `precision` says the compute dtype.
+        process_group_backend, timeout: For the default process group.
+        storage_options: Passed to fsspec.
+
+    Raises:
+        UsageError: The configuration is invalid.
+    """
+
+    def __init__(
+        self,
+        config: FSDPConfig | Mapping[str, Any] | None = None,
+        *,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = _TIMEOUT,
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(parallelize_fn=self._parallelize, process_group_backend=process_group_backend, timeout=timeout)
+        self._config = config if isinstance(config, FSDPConfig) else FSDPConfig.from_dict(config or {})
+        self._storage_options = storage_options
+        self._checkpoints: LightningCheckpoints | None = None
+
+    def setup_environment(self) -> None:
+        """Join the ranks and make the device mesh: (data_parallel, tensor_parallel)."""
+        self._tensor_parallel_size = self._config.tp * self._config.cp
+        self._data_parallel_size = self.num_nodes * self.num_processes // self._tensor_parallel_size
+        super().setup_environment()
+        precision = str(self.precision.precision)
+        if self._config.mixed_precision is None and precision.endswith("-mixed"):
+            low: MixedPrecision = "bf16" if precision.startswith("bf16") else "fp16"
+            self._config = dataclasses.replace(self._config, mixed_precision=low)
+        device = self.root_device.type
+        self._config = dataclasses.replace(self._config, device=device)
+        self._mesh = make_mesh(plan_for(self._config, self.world_size), device)
+
+    def setup_module_and_optimizers(self, module: nn.Module, optimizers: Any, scheduler: Any = None) -> NoReturn:
+        """Raise: an optimizer that was made before its module is sharded would train nothing."""
+        raise UsageError(
+            f"fabric.setup({type(module).__name__}, optimizer): FSDP2 replaces the parameters that the optimizer "
+            "holds. Call model = fabric.setup(model) first, make the optimizer of model.parameters(), then call "
+            "optimizer = fabric.setup_optimizers(optimizer)."
+        )
+
+    def _parallelize(self, module: nn.Module, device_mesh: Any) -> nn.Module:
+        shard(module, self._config, mesh=self._mesh)
+        fill_meta(module, "cpu" if self._config.offload == "params" else self.root_device)
+        return module
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> torch.Tensor:
+        """Clip the joint norm over all ranks; return the norm before."""
+        self.precision.unscale_gradients(optimizer)
+        parameters = list(self.precision.main_params(optimizer))
+        return clip_grad_norm(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    def save_checkpoint(
+        self,
+        path: str | Path,
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Save the modules, optimizers and values of `state`; return once they are durable. All ranks must call it.
+
+        Values are saved once, those of dataloaders per rank. Its number is the value "global_step" or "step", if there
+        is one.
+
+        Args:
+            storage_options: Not here: pass them to the strategy.
+            filter: By the key of a module, which of its tensors to save.
+
+        Raises:
+            SaveError: Some rank failed; the same error on every rank. Nothing was published.
+        """
+        if storage_options is not None:
+            raise UsageError(
+                "storage_options of a save: give them to FSDP2FabricStrategy(storage_options=...) instead."
+            )
+        url = self.broadcast(str(path))
+
+        filters = filter or {}
+        if not all(isinstance(state.get(key), nn.Module) for key in filters):
+            raise UsageError(f"filter={sorted(filters)}: only the tensors of modules can be filtered.")
+
+        def collect() -> TrainState:
+            return _train_state({**state, **{key: _filtered(state[key], wanted) for key, wanted in filters.items()}})
+
+        own = self._own()
+        collected = own.run_on_all(collect, "collecting the checkpoint")
+        step = next((state[key] for key in _STEPS if isinstance(state.get(key), int)), 0)
+        own.save(url, {"global_step": step}, collected)
+
+    def load_checkpoint(
+        self, path: str | Path, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Fill the modules, optimizers and values of `state` in place; return what it has no key for. All ranks must
+        call it.
+
+        Reads every format that ckptkit reads. Of a checkpoint that another program wrote, values of other keys are
+        returned too, and none is required.
+
+        Raises:
+            CheckpointMismatchError: The checkpoint does not match; nothing was changed.
+        """
+        given = {"model": state} if isinstance(state, nn.Module) else state
+        if not isinstance(given, dict) or not any(isinstance(item, nn.Module) for item in given.values()):
+            raise UsageError(
+                "load: a module, or a dict that has one, must be given to be filled: {'model': model, ...}."
+            )
+        url, own = self.broadcast(str(path)), self._own()
+        foreign = own.decide(lambda: bool(own.find(url)[2]), "looking for the checkpoint")
+        plain = [key for key, item in given.items() if not isinstance(item, (nn.Module, Optimizer))]
+        target = _train_state({key: item for key, item in given.items() if not (foreign and key in plain)})
+        _, report = own.load(url, target, strict=strict, **({} if target.optimizer else {"optimizer": "skip"}))
+        found = {**lightning_extras(report.extra)} if foreign else {**report.extra, **target.extra}
+        found.pop("lightning", None)
+        given.update({key: found[key] for key in plain if key in found and not is_stateful(given[key])})
+        return {key: value for key, value in found.items() if key not in given}
+
+    def teardown(self) -> None:
+        """Release all resources."""
+        if self._checkpoints is not None:
+            self._checkpoints.close()
+            self._checkpoints = None
+        super().teardown()
+
+    def _own(self) -> LightningCheckpoints:
+        if self._checkpoints is None:
+            kind = self._config.state_dict_type
+            self._checkpoints = LightningCheckpoints(kind, storage_options=self._storage_options)
+        return self._checkpoints
+
+
+def _train_state(state: Mapping[str, Any]) -> TrainState:
+    models = {key: item for key, item in state.items() if isinstance(item, nn.Module)}
+    optimizers = {key: item for key, item in state.items() if isinstance(item, Optimizer)}
+    loaders = {key: item for key, item in state.items() if isinstance(item, DataLoader) and is_stateful(item)}
+    others = {key: item for key, item in state.items() if key not in {**models, **optimizers, **loaders}}
+    return TrainState(
+        model=next(iter(models.values())) if len(models) == 1 else models or None,
+        optimizer=next(iter(optimizers.values())) if len(optimizers) == 1 else optimizers or None,
+        dataloader=loaders or None,
+        extra=others,
+        rng=bool(optimizers),
+    )
+
+
+def _filtered(module: nn.Module, wanted: Callable[[str, Any], bool]) -> nn.Module:
+    tensors, extra = model_tensors(module)
+    return StateView.of(module, {name: value for name, value in {**tensors, **extra}.items() if wanted(name, value)})
+
+
+def register_fabric_strategies() -> None:
+    """Register `Fabric(strategy="fsdp2")` and similar names. Names already registered are kept."""
+    spellings: dict[str, dict[str, Any]] = {
+        "fsdp2": {},
+        "fsdp2_cpu_offload": {"offload": "params"},
+        "fsdp2_full": {"state_dict_type": "FULL"},
+    }
+    for name, config in spellings.items():
+        if name not in STRATEGY_REGISTRY:
+            text = f"ckptkit's FSDP2FabricStrategy, {config}"
+            STRATEGY_REGISTRY.register(name, FSDP2FabricStrategy, description=text, config=config)

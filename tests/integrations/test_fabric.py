@@ -1,0 +1,149 @@
+"""A real Lightning Fabric on one and two ranks of the CPU, with the strategy by its registered name."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import pytest
+import torch
+
+from ckptkit.errors import CheckpointMismatchError, UsageError
+from tests.fsdp import models
+
+pytest.importorskip("lightning")
+pytestmark = pytest.mark.timeout(600)
+
+
+def _fabric(strategy="fsdp2", **options):
+    """Fabric in a process that torchrun has started."""
+    warnings.filterwarnings("ignore")
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins.environments import TorchElasticEnvironment
+
+    import ckptkit.integrations.lightning  # noqa: F401  registers the names
+
+    ranks = int(os.environ["WORLD_SIZE"])
+    fabric = Fabric(accelerator="cpu", devices=ranks, strategy=strategy, plugins=[TorchElasticEnvironment()], **options)
+    fabric.launch()
+    return fabric
+
+
+def _made(fabric, seed):
+    with fabric.init_module(empty_init=seed is None):
+        model = models.made(models.untied, seed or 0)
+    model = fabric.setup(model)
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "schedule": torch.optim.lr_scheduler.StepLR(optimizer, 1),
+        "step": 0,
+    }
+
+
+def _trained(fabric, state, steps):
+    """Accumulate over two passes without communication, clip, step."""
+    for step in range(state["step"], steps):
+        for index in range(2):
+            with fabric.no_backward_sync(state["model"], enabled=index == 0):
+                fabric.backward(models.loss_of(state["model"], models.batch(2 * step + index)))
+        fabric.clip_gradients(state["model"], state["optimizer"], max_norm=0.1)
+        state["optimizer"].step()
+        state["schedule"].step()
+        state["optimizer"].zero_grad()
+        state["step"] = step + 1
+    weights = {name: models.whole(value) for name, value in state["model"].state_dict().items()}
+    return weights, [group["lr"] for group in state["optimizer"].param_groups]
+
+
+def _saved(folder, strategy):
+    from torch.distributed.tensor import DTensor
+
+    fabric = _fabric(strategy)
+    state = _made(fabric, 1)
+    assert all(isinstance(parameter, DTensor) for parameter in state["model"].parameters())
+    _trained(fabric, state, 2)
+    fabric.save(f"{folder}/step-2", {**state, "note": "mine"})
+    fabric.save(f"{folder}/head", {"model": state["model"]}, filter={"model": lambda name, value: "head" in name})
+    with pytest.raises(UsageError, match="only the tensors of modules"):
+        fabric.save(f"{folder}/none", state, filter={"optimizer": lambda name, value: True})
+    return _trained(fabric, state, 4)
+
+
+def _resumed(folder, seed):
+    fabric = _fabric()
+    state = _made(fabric, seed)
+    left = fabric.load(f"{folder}/step-2", state)
+    assert (left, state["step"]) == ({"note": "mine"}, 2)
+    with pytest.raises(CheckpointMismatchError, match="missing"):
+        fabric.load(f"{folder}/head", {"model": state["model"]})
+    fabric.load(f"{folder}/head", {"model": state["model"]}, strict=False)
+    return _trained(fabric, state, 4)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp2_full"])
+def test_a_run_of_fabric_resumes_bit_equal_by_the_registered_name(framework_ranks, tmp_path, strategy):
+    saved = framework_ranks.run(_saved, 2, str(tmp_path), strategy, timeout=240)
+    for seed in (2, None):  # None: on the meta device
+        for (weights, rates), (expected, other_rates) in zip(
+            framework_ranks.run(_resumed, 2, str(tmp_path), seed, timeout=240), saved, strict=True
+        ):
+            assert rates == other_rates
+            assert all(torch.equal(weights[name], value) for name, value in expected.items())
+    # another number of ranks: sums are taken in another order
+    weights, rates = framework_ranks.run(_resumed, 1, str(tmp_path), 2, timeout=240)[0]
+    assert rates == saved[0][1]
+    assert all(torch.allclose(weights[name], value, rtol=0, atol=5e-5) for name, value in saved[0][0].items())
+
+
+def _refused(folder):
+    fabric = _fabric(precision="bf16-mixed")
+    model = models.untied()
+    with pytest.raises(UsageError, match=r"make the optimizer of model\.parameters"):
+        fabric.setup(model, torch.optim.SGD(model.parameters()))
+    model = fabric.setup(model)
+    out = model(models.batch(0))
+    for state in (None, {}, {"step": 1}):
+        with pytest.raises(UsageError, match="must be given"):
+            fabric.load(folder, state)
+    return model.layers[0].up.weight.dtype, model.layers[0]._get_fsdp_state()._mp_policy.param_dtype, out.dtype
+
+
+def test_precision_is_fabrics_and_what_would_train_nothing_is_refused(framework_ranks, tmp_path):
+    assert framework_ranks.run(_refused, 1, str(tmp_path), timeout=240)[0][:2] == (torch.float32, torch.bfloat16)
+
+
+def _theirs(folder):
+    """A checkpoint that Fabric's own strategy writes."""
+    from lightning.fabric.strategies import ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
+
+    def parallelize(model, mesh):
+        return fully_shard(model, mesh=mesh["data_parallel"])
+
+    fabric = _fabric(ModelParallelStrategy(parallelize, data_parallel_size=2, tensor_parallel_size=1))
+    state = _made(fabric, 1)
+    state.pop("schedule")
+    optimizer = state["optimizer"]
+    fabric.backward(models.loss_of(state["model"], models.batch(0)))
+    optimizer.step()
+    fabric.save(f"{folder}/theirs", {**state, "step": 7})
+    return {name: models.whole(value) for name, value in state["model"].state_dict().items()}
+
+
+def _adopted(folder):
+    fabric = _fabric()
+    state = _made(fabric, 2)
+    state.pop("schedule")
+    assert fabric.load(f"{folder}/theirs", state) is not None
+    moments = [values["step"].item() for values in state["optimizer"].state.values()]
+    weights = {name: models.whole(value) for name, value in state["model"].state_dict().items()}
+    return weights, state["step"], set(moments)
+
+
+def test_a_checkpoint_of_fabrics_own_strategy_is_loaded(framework_ranks, tmp_path):
+    expected = framework_ranks.run(_theirs, 2, str(tmp_path), timeout=240)[0]
+    for weights, step, moments in framework_ranks.run(_adopted, 2, str(tmp_path), timeout=240):
+        assert (step, moments) == (7, {1.0})
+        assert all(torch.equal(weights[name], value) for name, value in expected.items())
