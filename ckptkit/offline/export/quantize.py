@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.targets import Target
-from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError, UsageError
+from ckptkit.errors import CheckpointMismatchError, UsageError
 from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3")
 # Without transformers: matrices inside numbered layers, but for those that choose experts, and convolutions.
 _IN_LAYER = re.compile(r".*\.(?:layers|h|blocks)\.\d+\..*\.weight")
 _KEPT = re.compile(r".*(?:\.gate|router|_gate|norm|embed\w*|conv\w*)\.weight", re.I)
+_STACKED = re.compile(r".*\.(?:layers|h|blocks)\.\d+\..*experts\..*")
 _NAMED = 3
 
 
@@ -51,12 +52,11 @@ class Quantized:
 def quantize(tensors: Mapping[str, OutputTensor], config: Mapping[str, Any] | None) -> Quantized:
     """Return the tensors; the weights that transformers' FP8 quantizer would quantize are replaced by codes and scales.
     As with transformers, weights whose sizes are not multiples of 128 keep their dtype, and so do weights that servers
-    fuse with one of those. If the installed transformers does not know the config, names decide which weights are
-    quantized, and a note says so.
+    fuse with one of those, and experts that are stacked into one tensor. If the installed transformers does not know
+    the config, names decide which weights are quantized, and a note says so.
 
     Raises:
         UsageError: There is nothing to quantize.
-        UnsupportedFormatError: Experts are stacked into one tensor.
     """
     from ckptkit.offline.export.transformers_names import quantized_by_transformers
 
@@ -67,13 +67,11 @@ def quantize(tensors: Mapping[str, OutputTensor], config: Mapping[str, Any] | No
         notes.append(
             "which weights to quantize was decided by their names: the installed transformers does not know the model"
         )
-    stacked = [name for name in wanted if len(tensors[name].shape) != 2 and name in tensors]
-    if stacked:
-        raise UnsupportedFormatError(
-            f"--quantize fp8-block: {', '.join(stacked[:_NAMED])} hold several matrices each; only models with one "
-            "tensor an expert are quantized."
-        )
-    floats = {name for name in wanted if dtype_of(tensors[name].dtype).kind == "float"}
+    stacked = [
+        name for name, t in tensors.items() if len(t.shape) == 3 and (name in wanted or _STACKED.fullmatch(name))
+    ]
+    stacked = [name for name in stacked if dtype_of(tensors[name].dtype).kind == "float"]
+    floats = {n for n in wanted if len(tensors[n].shape) == 2 and dtype_of(tensors[n].dtype).kind == "float"}
     chosen = {name for name in floats if not any(size % BLOCK or not size for size in tensors[name].shape)}
     odd = len(floats - chosen)
     chosen -= _joined_with_others(chosen, tensors)
@@ -85,6 +83,9 @@ def quantize(tensors: Mapping[str, OutputTensor], config: Mapping[str, Any] | No
     notes.append(f"{len(chosen)} weights quantized to FP8 in blocks of {BLOCK} x {BLOCK}")
     if odd:
         notes.append(f"{odd} weights are not quantized, because their sizes are not multiples of {BLOCK}")
+    if stacked:
+        shown = ", ".join(stacked[:_NAMED]) + (", ..." if len(stacked) > _NAMED else "")
+        notes.append(f"{len(stacked)} tensors that stack the matrices of several experts are not quantized: {shown}")
     made: dict[str, OutputTensor] = {}
     for name, tensor in tensors.items():
         if name not in chosen:
@@ -93,6 +94,8 @@ def quantize(tensors: Mapping[str, OutputTensor], config: Mapping[str, Any] | No
         made[name] = _codes(tensor)
         made[f"{name}_scale_inv"] = _scales(tensor)
     kept = {name.removesuffix(".weight") for name, tensor in tensors.items() if _is_kept_matrix(name, tensor, chosen)}
+    # Loaders decide by the module whether they expect codes and scales.
+    kept |= {name.removesuffix(".weight") if name.endswith(".weight") else name.rpartition(".")[0] for name in stacked}
     return Quantized(made, _config({*kept, "lm_head"}), tuple(notes))
 
 

@@ -178,6 +178,20 @@ def adapter(path: Path, module: str) -> str:
     return str(path)
 
 
+def test_stacked_experts_are_kept_and_named(tmp_path: Path) -> None:
+    stacked = torch.randn(2, 128, 256).bfloat16()
+    names = [f"model.layers.0.mlp.experts.{part}" for part in ("gate_up_proj", "down_proj")]
+    state = {LAYER: torch.randn(128, 128).bfloat16(), **dict.fromkeys(names, stacked)}
+    state = {name: tensor.clone() for name, tensor in state.items()}
+    report = convert(export(tmp_path / "src", state), str(tmp_path / "out"), quantize="fp8-block")
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found[LAYER].dtype == torch.float8_e4m3fn
+    assert all(torch.equal(found[name], stacked) for name in names)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["quantization_config"]["modules_to_not_convert"] == ["lm_head", "model.layers.0.mlp.experts"]
+    assert any("2 tensors that stack" in note and all(name in note for name in names) for note in report.notes)
+
+
 def test_an_adapter_is_merged_into_a_base_in_fp8_after_its_dequantization(tmp_path: Path) -> None:
     module = "model.layers.0.mlp.up_proj"
     torch.manual_seed(0)
