@@ -139,7 +139,7 @@ def run_commands(place: Place, names: Sequence[str] = tuple(COMMANDS)) -> dict[s
 
 
 def tree(top: Path, *, without: Path) -> dict[str, Any]:
-    """Every name below `top` with its kind, size, time of change and target; but for an empty directory of pins:
+    """Every name below `top` with its kind, target, size and time of change; but for an empty directory of pins:
     whoever reads a checkpoint of a run pins it meanwhile."""
     found = {}
     for folder, folders, files in os.walk(top):
@@ -150,7 +150,10 @@ def tree(top: Path, *, without: Path) -> dict[str, Any]:
                 continue
             status = path.lstat()
             target = os.readlink(path) if path.is_symlink() else ""
-            found[str(path)] = (status.st_mode, status.st_size, status.st_mtime_ns if name in files else 0, target)
+            content = (
+                (status.st_size, status.st_mtime_ns) if name in files else ()
+            )  # a directory's size is its system's
+            found[str(path)] = (status.st_mode, *content, target)
     return found
 
 
