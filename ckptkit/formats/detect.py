@@ -425,7 +425,7 @@ def _newest_step(place: Candidate, url: str, depth: int) -> _Found | None:
     # Where ckptkit committed checkpoints, a directory without a record is an unfinished save.
     name, (inner, inner_url, form, note) = resolved[-1]
     skipped += [other for other, _ in resolved[:-1]]
-    text = f"the newest of {len(steps)} steps" if len(steps) > 1 else "the only step"
+    text = f"the newest of {len(steps)} step directories" if len(steps) > 1 else "the only step"
     notes = [f"{name} is {text} in {url}.", *([note] if note else []), *_skipped(skipped), *_disagreeing(place, name)]
     return inner, inner_url, form, " ".join(notes)
 

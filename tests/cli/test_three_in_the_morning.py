@@ -71,7 +71,7 @@ def test_verify_of_a_damaged_checkpoint_names_the_one_before(root: Path) -> None
 
 @pytest.mark.parametrize("command", ["verify", "inspect"])
 def test_quiet_leaves_out_which_checkpoint_was_taken_and_what_to_try(root: Path, command: str) -> None:
-    note = f"step_00000300 is the newest of 3 steps in {root}."
+    note = f"step_00000300 is the newest of 3 step directories in {root}."
     assert note in run(command, root).output and note not in run(command, root, "-q").output
     (root / "step_00000300" / "__0_0.distcp").unlink()
     assert "check the previous one" not in run("verify", root, "-q").output
