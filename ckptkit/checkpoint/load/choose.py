@@ -373,7 +373,8 @@ def _holds_optimizer(file: str, storage_options: Mapping[str, Any] | None) -> bo
 
 def _has(catalog: Catalog, role: Role) -> bool:
     # An optimizer without momentum has settings only, which are objects.
-    return any(entry.role is role for entry in (*catalog.tensors.values(), *catalog.objects.values()))
+    roles = {entry.role for entry in catalog.tensors.values()} | {entry.role for entry in catalog.objects.values()}
+    return role in roles
 
 
 def _may_be_published(source: Source, url: str) -> bool:
