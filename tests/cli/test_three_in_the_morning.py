@@ -345,7 +345,7 @@ def test_push_of_a_directory_without_an_export_does_not_suggest_writing_into_it(
     assert f"ckptkit convert {root} EXPORT" in result.stderr
 
 
-def test_a_warning_of_the_library_reads_like_one(root: Path) -> None:
+def test_a_library_warning_reads_like_a_warning(root: Path) -> None:
     import subprocess
     import sys
 

@@ -240,7 +240,7 @@ def test_without_an_index_all_numbered_files_are_read(shards: Path) -> None:
     assert open_source(str(shards)).catalog.by_role(Role.MODEL).keys() == {"a.weight", "a.bias", "empty"}
 
 
-def test_a_missing_numbered_file_is_named_without_an_index_too(shards: Path) -> None:
+def test_a_missing_numbered_file_is_named_even_without_an_index(shards: Path) -> None:
     (shards / "pytorch_model.bin.index.json").unlink()
     (shards / "pytorch_model-00001-of-00002.bin").unlink()
     with pytest.raises(IncompleteCheckpointError, match=r"missing: pytorch_model-00001-of-00002\.bin"):

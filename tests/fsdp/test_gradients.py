@@ -180,7 +180,7 @@ def _bad_elements(p):
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, math.inf])
-def test_a_bad_element_of_any_rank_stops_all_ranks(ranks, p):
+def test_a_bad_element_on_any_rank_stops_all_ranks(ranks, p):
     results = ranks.run(_bad_elements, 4, p)
     for index, rank, value in results[0]:
         found = [result[index, rank, value] for result in results]

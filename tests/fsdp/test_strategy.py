@@ -842,7 +842,7 @@ def _export_cast(folder):
     return models.weights(model)
 
 
-def test_an_export_is_cast_on_request_and_takes_the_tokenizer_along(ranks, tmp_path):
+def test_an_export_is_cast_on_request_and_includes_the_tokenizer(ranks, tmp_path):
     from transformers import AutoModelForCausalLM
 
     weights = ranks.run(_export_cast, 2, str(tmp_path / "hf"))[0]

@@ -38,7 +38,7 @@ def _run(place: Place, names: tuple[str, ...]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("name", sources.CONTROLS)
-def test_the_good_checkpoint_that_hostile_ones_are_made_of_is_accepted(name: str, place: Place) -> None:
+def test_the_good_checkpoint_that_hostile_ones_are_made_from_is_accepted(name: str, place: Place) -> None:
     sources.CONTROLS[name](place.src)
     assert _run(place, QUICK) == dict.fromkeys(QUICK, 0)
 

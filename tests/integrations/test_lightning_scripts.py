@@ -110,7 +110,7 @@ def test_what_the_callback_saves_under_a_strategy_of_lightnings_that_strategy_re
     assert {"last.ckpt", "step=5.ckpt"} <= set(found[f"under_{name}"])
 
 
-def test_of_the_type_full_nothing_is_gathered_before_the_save(found):  # NB4
+def test_type_full_gathers_nothing_before_the_save(found):  # NB4
     assert found["full_saw"] == ["DTensor"]
 
 

@@ -119,7 +119,7 @@ def placed(entry: TensorEntry, offsets: list[list[int]], sizes: list[list[int]])
     return Placement(Target.of(entry), np.arange(count, dtype=np.int32), starts, np.array(offsets), np.array(sizes))
 
 
-def test_runs_of_a_slice_that_several_files_share_come_in_its_order():
+def test_runs_of_a_slice_spread_over_files_are_in_slice_order():
     entry = entry_of([[0, 0], [3, 0]], [[3, 5], [3, 5]], (6, 5))
     runs = slice_runs(entry, placed(entry, [[4, 0], [0, 0], [2, 0]], [[2, 5], [2, 5], [2, 5]]))
     assert runs is not None

@@ -26,7 +26,7 @@ from tests.storage.proxy import proxy_of
 Options = dict[str, Any]
 
 
-def test_exactly_one_of_two_writers_commits_fifty_times(url: str, s3: Options) -> None:
+def test_in_fifty_races_exactly_one_of_two_writers_commits(url: str, s3: Options) -> None:
     roots = [open_store(url, storage_options=s3) for _ in range(2)]
     rng = random.Random(0)
     for step in range(50):

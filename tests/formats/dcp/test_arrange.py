@@ -67,7 +67,7 @@ def test_slices_are_ordered_by_tensor_and_then_by_rank() -> None:
     assert told(arrange(ranks, widths)) == one_by_one(ranks, widths)
 
 
-def test_more_tensors_than_16_bits_count_are_ordered_too() -> None:
+def test_more_tensors_than_16_bits_can_number_are_ordered_too() -> None:
     tensors = (1 << 16) + 5
     rows = np.zeros(3, ROW)
     rows["start"] = [1, 2, 3]

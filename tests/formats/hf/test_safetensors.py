@@ -203,7 +203,7 @@ def test_a_missing_shard_is_named(tmp_path):
         _open(tmp_path)
 
 
-def test_a_missing_numbered_shard_is_named_without_an_index_too(tmp_path):
+def test_a_missing_numbered_shard_is_named_even_without_an_index(tmp_path):
     _shards(tmp_path)
     (tmp_path / "model-00001-of-00002.safetensors").unlink()
     with pytest.raises(IncompleteCheckpointError, match="model-00001-of-00002"):

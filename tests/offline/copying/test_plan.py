@@ -81,7 +81,7 @@ def test_shards_hold_everything_in_order_and_no_more_than_allowed(sizes, limit):
     assert all(len(shard) == 1 or sum(sizes[i] for i in shard) <= limit for shard in shards)
 
 
-def test_shards_are_numbered_as_the_hub_does():
+def test_shards_are_numbered_as_on_the_hub():
     assert shard_names(1) == ["model.safetensors"]
     assert shard_names(2) == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 

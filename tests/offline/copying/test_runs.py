@@ -107,7 +107,7 @@ def placed(made: Made, boxes: list[Box], files: list[int], count: int) -> Plan:
 
 @given(data=st.data())
 @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
-def test_a_digest_that_is_taken_is_that_of_the_bytes_however_tensors_are_cut(
+def test_digests_match_the_bytes_however_tensors_are_cut(
     tmp_path_factory: pytest.TempPathFactory, all_runs: None, data: st.DataObject
 ) -> None:
     folder = tmp_path_factory.mktemp("chains")
