@@ -154,7 +154,7 @@ class IntegrityError(CorruptCheckpointError):
 
 
 class UnsafePickleError(CorruptCheckpointError):
-    """A pickle asks for a global that is not on the allow-list; nothing of it was run."""
+    """A pickle asks for a global that is not on the allow-list; none of it was run."""
 
 
 class UnsafePathError(CorruptCheckpointError):

@@ -409,8 +409,8 @@ class CheckpointManager:
         (LOCAL: only on its own). Nothing is changed unless all keys, shapes and dtypes match. Then tensors are read
         straight into the state, without a second copy. If damage is found while reading, the load raises, and the
         half-loaded state cannot be saved until a load succeeds. With `atomic=True` nothing is changed until everything
-        is read and checked. If the root has no ckptkit checkpoint but another system's run (Lightning, verl, ...), the
-        newest checkpoint of that run is loaded.
+        is read and checked. If the root has no checkpoint of ckptkit, but holds another system's run (Lightning, verl,
+        ...), the newest checkpoint of that run is loaded.
 
         Args:
             which: "latest", "latest~1", "best", a step, a tag, or the URL of a checkpoint, of any format that

@@ -63,7 +63,7 @@ def _check_directory(store: Store, known: Collection[str]) -> None:
     if foreign:
         names = ", ".join(foreign[:_SHOWN]) + (", ..." if len(foreign) > _SHOWN else "")
         card = " README.md was edited, or ckptkit did not write it." * ("README.md" in foreign[:_SHOWN])
-        why = f"it holds what is part of no checkpoint and no export: {names}.{card}"
+        why = f"it holds files that belong to no checkpoint and no export: {names}.{card}"
         raise _refusal(store.url, why, "Move it away, or choose another place.")
     if not known and not any(item.path == RECORD_NAME or _WEIGHTS.fullmatch(item.path) for item in store.list()):
         raise _refusal(store.url, "it holds neither a checkpoint nor an export.", "Empty it, or choose another place.")

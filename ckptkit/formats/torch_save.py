@@ -151,7 +151,8 @@ def read_torch_file(store: Store, path: str, *, allow_pickle: bool = False) -> T
         if allow_pickle or "is not on the allow-list" not in str(error):
             raise
         raise UnsafePickleError(
-            f"{error} --allow-pickle reads the tensors beside it, and runs nothing of it either."
+            f"{error} --allow-pickle reads the tensors and leaves out the values of unknown classes; it runs no code "
+            "either."
         ) from None
 
 

@@ -74,7 +74,7 @@ def shard(
         tp_plan: Tensor-parallel styles by module glob; default: the model's own plan.
         ignored_params: Parameters to leave as they are, in addition to those that `config.ignored_params` names.
         shard_placement_fn: Returns the dimension to shard a parameter on, as `Shard(1)`; None: `Shard(0)`. Dimensions
-            other than 0 must divide by the number of ranks.
+            other than 0 must be divisible by the number of ranks.
         is_training: False computes in the stored dtype and does not reduce gradients.
 
     Raises:
@@ -299,11 +299,11 @@ def _check_placements(
         shape, ranks = list(parameter.shape), mesh.data.size(-1)
         if not -len(shape) <= found.dim < len(shape):
             raise UsageError(f"shard_placement_fn returned {found} for {name!r}, which has shape {shape}.")
-        # After tensor parallelism the dimension may be smaller: torch refuses what does not divide then.
+        # After tensor parallelism the dimension may be smaller: torch refuses what is not divisible then.
         if found.dim % len(shape) > 0 and shape[found.dim] % ranks:
             raise UsageError(
                 f"shard_placement_fn returned {found} for {name!r} of shape {shape}: FSDP2 shards dimensions other "
-                f"than 0 evenly only, and {shape[found.dim]} does not divide by {ranks} ranks. Return None for it."
+                f"than 0 evenly only, and {shape[found.dim]} is not divisible by {ranks}. Return None for it."
             )
 
 
@@ -370,7 +370,7 @@ def _block_modules(model: nn.Module, units: Units) -> list[nn.Module]:
     names = [name for group in units.groups for name in group if name]
     names = names or blocks(model)
     found = [model.get_submodule(name) for name in names]
-    # An embedding or a head has no activations worth recomputing, and compiles to nothing.
+    # An embedding or a head has no activations worth recomputing, and gains nothing from compilation.
     return [module for module in found if next(module.children(), None) is not None] or [model]
 
 

@@ -140,17 +140,15 @@ class FSDP2FabricStrategy(ModelParallelStrategy):  # type: ignore[misc]  # Light
         """Fill the modules, optimizers and values of `state` in place; return what it has no key for. All ranks must
         call it.
 
-        Reads every format that ckptkit reads. Of a checkpoint that another program wrote, values of other keys are
-        returned too, and none is required.
+        Reads every format that ckptkit reads. From a checkpoint that another program wrote, values under other keys are
+        also returned, and no key is required.
 
         Raises:
             CheckpointMismatchError: The checkpoint does not match; nothing was changed.
         """
         given = {"model": state} if isinstance(state, nn.Module) else state
         if not isinstance(given, dict) or not any(isinstance(item, nn.Module) for item in given.values()):
-            raise UsageError(
-                "load: a module, or a dict that has one, must be given to be filled: {'model': model, ...}."
-            )
+            raise UsageError("load: pass the module to fill, or a dict that contains one: {'model': model, ...}.")
         url, own = self.broadcast(str(path)), self._own()
         foreign = own.decide(lambda: bool(own.find(url)[2]), "looking for the checkpoint")
         plain = [key for key, item in given.items() if not isinstance(item, (nn.Module, Optimizer))]

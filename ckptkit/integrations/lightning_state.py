@@ -142,8 +142,8 @@ class LightningCheckpoints:
                 foreign = _foreign(place)
                 if foreign:
                     raise CheckpointExistsError(
-                        f"{place} is not replaced: it holds what is part of no checkpoint: {', '.join(foreign[:3])}. "
-                        "Move it away, or save under another name."
+                        f"{place} is not replaced: it holds files that belong to no checkpoint: "
+                        f"{', '.join(foreign[:3])}. Move it away, or save under another name."
                     )
             return str(_set_aside(place))
 
@@ -239,7 +239,9 @@ def _remove(filepath: str | Path, storage_options: Mapping[str, Any] | None) -> 
     elif local and place.is_dir():
         foreign = _foreign(place)
         if foreign:
-            _log.warning("%s is not removed: it holds what is part of no checkpoint: %s", place, ", ".join(foreign[:3]))
+            _log.warning(
+                "%s is not removed: it holds files that belong to no checkpoint: %s", place, ", ".join(foreign[:3])
+            )
         elif any((place / mark).exists() for mark in _ALIEN):
             _remove_aside(_set_aside(place), place)
         else:

@@ -114,10 +114,11 @@ class FSDP2Strategy(ShardedCheckpoints):
         )
         if activation_checkpointing is not None and activation_checkpointing_policy is not None:
             raise UsageError(
-                "activation_checkpointing and activation_checkpointing_policy are two names of one: give one."
+                "activation_checkpointing and activation_checkpointing_policy are two names for the same option: "
+                "pass only one."
             )
         if mp_policy is not None and mixed_precision is not None:
-            raise UsageError("mp_policy and mixed_precision are two names of one: give one.")
+            raise UsageError("mp_policy and mixed_precision are two names for the same option: pass only one.")
         if sequence_parallel:
             raise UsageError("sequence_parallel=True: put the sequence-parallel styles into custom_tp_plan instead.")
         self._context_parallel_size = context_parallel_size

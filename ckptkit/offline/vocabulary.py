@@ -237,8 +237,8 @@ def _check_rest(own: OwnState, owners: Mapping[str, str], found: _Vocabulary) ->
     ]
     if rest:
         raise CheckpointMismatchError(
-            f"--vocab-size: {_listed(rest)}: ckptkit does not know to which parameter this belongs, and so not whether "
-            f"its {found.rows} elements are those of the vocabulary. Convert the model alone."
+            f"--vocab-size: {_listed(rest)}: ckptkit cannot tell which parameter this belongs to, nor, therefore, "
+            f"whether its {found.rows} elements are those of the vocabulary. Convert the model alone."
         )
 
 

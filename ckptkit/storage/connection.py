@@ -27,7 +27,7 @@ R = TypeVar("R")
 
 PART_BYTES = 16 << 20  # one ranged read, if there are few
 UPLOAD_BYTES = 36 << 20  # one part of an upload; up to two of them are sent in one request
-LARGE_BODY = 1 << 20  # bytes of an upload from which the server may wait for its disk before it answers
+LARGE_BODY = 1 << 20  # an upload of at least this many bytes may make the server wait for its disk before it answers
 _THREADS = 16
 _READS = _THREADS + 4  # concurrent ranges
 _UPLOADS = 8  # concurrent uploads of all writers of a process

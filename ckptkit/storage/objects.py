@@ -324,7 +324,7 @@ class RemoteStore(Store):
             self._note(full, self._put(path, full, data), data)
 
     def try_conditional(self, path: str, data: bytes) -> None:
-        # A put with the same content, which changes nothing if it is not refused.
+        # Put the same content again: if the store does not refuse it, nothing changes.
         if self.has_conditional_writes is None:
             self._learn(lambda: self._refuses(path, data))
 

@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 # Timeouts of one try: a slow server is tolerated; a silent one fails after a bounded time.
 SOON_S = 15.0  # for the answer to a small request: a lease must be renewed within 45 s, if necessary by a second try
-BODY_S = 60.0  # without progress of an upload, and for the answer after its last byte: it may wait for a disk
+BODY_S = 60.0  # without progress in an upload, and for the answer after its last byte: the server may wait for its disk
 WHOLE_S = 300.0  # for the completion of an upload: some stores assemble the object before they answer
 BACKSTOP_S = 300.0  # of the HTTP client, which does not know what it waits for
 

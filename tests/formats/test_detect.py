@@ -334,5 +334,5 @@ def test_what_has_the_marks_of_a_format_is_taken_before_files_of_ranks(tmp_path,
 def test_safetensors_of_ranks_are_refused_with_advice(tmp_path):
     for rank in range(2):
         save_file({"w": np.ones(2, np.float32)}, tmp_path / f"model_rank{rank}.safetensors")
-    with pytest.raises(UnsupportedFormatError, match=r"model_rank0\.safetensors and 1 more are files of ranks"):
+    with pytest.raises(UnsupportedFormatError, match=r"model_rank0\.safetensors and 1 more are per-rank files"):
         open_source(str(tmp_path))

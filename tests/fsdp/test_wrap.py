@@ -393,7 +393,7 @@ def _refused_options():
         ("shard_placement_fn is 1, expected a function", {"shard_placement_fn": 1}),
         ("returned 1 for 'embed.weight', expected", {"shard_placement_fn": lambda parameter: 1}),
         (r"returned S.*2.* for 'embed.weight', which has shape \[19, 12\]", {"shard_placement_fn": lambda p: Shard(2)}),
-        (r"'lm_head.weight' of shape \[19, 11\]: .*11 does not divide by 2 ranks", {"shard_placement_fn": _odd}),
+        (r"'lm_head.weight' of shape \[19, 11\]: .*11 is not divisible by 2", {"shard_placement_fn": _odd}),
     ]
     model.lm_head = nn.Linear(11, models.VOCAB, bias=False)
     for message, options in calls:

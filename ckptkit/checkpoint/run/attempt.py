@@ -73,7 +73,7 @@ class Place:
     store: Store
 
     def open(self) -> None:
-        """Create the place and state who writes to it. Rank 0."""
+        """Create the place, and record who writes to it. Rank 0."""
 
     def look(self) -> None:
         """Raise SaveError unless this rank sees the place that rank 0 created. Every rank, at any time."""

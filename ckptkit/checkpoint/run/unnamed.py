@@ -98,7 +98,7 @@ def give_up(root: LocalStore, path: str, name: str) -> list[str]:
     if lost and not os.path.lexists(f"{target}/{RECORD_NAME}"):
         with contextlib.suppress(FileExistsError):  # the mark explains why these files have no checkpoint
             root.link(f"{path}/{marks[-1]}", f"{name}/{_DELETED}")
-    # Invariant: while files are left, the record tells which belong to the checkpoint, also after a kill.
+    # Invariant: while files are left, the record tells which belong to the checkpoint, even after a kill.
     root.delete_tree(path, last=marks[-1])
     return []
 
@@ -137,8 +137,8 @@ def delete_marked(root: Store, view: Store, name: str, record: CommitRecord) -> 
     """Delete the files of a checkpoint on an object store after its record was deleted or replaced; return the foreign
     files.
 
-    Its mark (`mark_of`) was written before, and lists what is still to be deleted after a kill. It stays if foreign
-    files do.
+    The mark (`mark_of`) was written beforehand: after a kill, it lists what is left to delete. It stays as long as
+    foreign files do.
     """
     found = (f"{name}/{path}" for path in named_paths(record))
     root.delete(path for path in found if view.info(path) is not None)
@@ -156,12 +156,14 @@ def delete_in_place(root: LocalStore, name: str, record: CommitRecord) -> None:
     so a new checkpoint that replaces it meanwhile keeps its files.
 
     Raises:
-        CheckpointNotFoundError: The checkpoint was deleted or replaced meanwhile.
+        CheckpointNotFoundError: The checkpoint was deleted or replaced in the meantime.
     """
     with root.opened(name) as folder:
         found = folder.read(RECORD_NAME)
         if found is None or CommitRecord.from_json(found, file=f"{folder.url}/{RECORD_NAME}").save_id != record.save_id:
-            raise CheckpointNotFoundError(f"{folder.url} was deleted or replaced meanwhile; nothing of it was deleted.")
+            raise CheckpointNotFoundError(
+                f"{folder.url} was deleted or replaced in the meantime; this deletion removed nothing."
+            )
         folder.rename(RECORD_NAME, DELETING)
         _delete_named(folder, record)
 

@@ -27,7 +27,7 @@ __all__ = ["LocalTensors"]
 
 @dataclass(frozen=True, slots=True)
 class LocalTensors:
-    """The tensors that this rank writes: those of which it is the chosen holder."""
+    """The tensors that this rank writes. Where several ranks hold the same part, one of them is chosen to write it."""
 
     rank: int
     world_size: int

@@ -219,7 +219,7 @@ def warn_of(keys: Collection[str], captured: Captured) -> None:
 
 @dataclass(frozen=True, slots=True)
 class OwnCopies:
-    """A checkpoint from this rank's view, with its own copies.
+    """A checkpoint as this rank sees it, with the rank's own copies.
 
     Attributes:
         note: On another number of ranks: for which tensors all ranks get the values of one.
@@ -237,7 +237,7 @@ class OwnCopies:
 
 
 def own_copies(catalog: Catalog, objects: Mapping[str, Any], *, rank: int, world_size: int) -> OwnCopies:
-    """Return the checkpoint from this rank's view."""
+    """Return the checkpoint as this rank sees it."""
     saved = {name.partition(".")[2]: tree for name, tree in objects.items() if name.startswith(f"{PER_RANK}.")}
     for name, tree in saved.items():
         if not isinstance(tree, dict) or any(key not in catalog.tensors for key in references(tree)):

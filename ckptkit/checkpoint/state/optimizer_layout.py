@@ -1,16 +1,18 @@
 """The rules for optimizer states that are not sharded like their parameter: how they are stored, and where they load.
 
 - A *shard* is part of a tensor that is cut over the ranks: a DTensor, also in a list or dict, or a plain tensor with
-  the shape of the parameter's local shard. It is stored like a weight, and loads on any ranks.
+  the shape of the parameter's local shard. It is stored like a weight, and loads on any number of
+  ranks.
 - A *whole* state is equal on all ranks: numbers, settings, a plain tensor that each rank computed from the whole
-  gradient. It is stored once, and loads on any ranks.
+  gradient. It is stored once, and loads on any number of ranks.
 - A state that differs between ranks was computed from the local shard (a factor of it, a projector). It is each rank's
 *own*: it is stored once for each rank, and loads only where the parameters are sharded in the same way. Elsewhere, a
 load refuses it.
 
-A plain tensor counts as a shard only if all plain tensors of the optimizer with more than one element have the shape of
-their local shard. Otherwise a factor that has this shape by chance would be sharded. A single rank cannot distinguish
-whole from own: such a state, saved by one rank, does not load where parameters are sharded.
+A plain tensor counts as a shard only if every plain tensor in the optimizer that has more than one element has the
+shape of its parameter's local shard. Otherwise a factor that has this shape by chance would be sharded. A run on a
+single rank cannot tell a whole state from a rank's own: it saves every state that is not a shard as that rank's own,
+and such states do not load where parameters are sharded.
 """
 
 from __future__ import annotations

@@ -219,7 +219,7 @@ class SaveIndex:
         elif (known.dtype, known.shape) != (dtype, tuple(shape)):
             raise SaveError(
                 f"{name}: rank {rank} has {dtype} of shape {list(shape)}, a lower rank has {known.dtype} of shape "
-                f"{list(known.shape)}. A name must mean one tensor on all ranks."
+                f"{list(known.shape)}. A name must refer to the same tensor on all ranks."
             )
         return self._numbers[name]
 
@@ -254,7 +254,10 @@ class SaveIndex:
         self.stops = np.cumsum(np.bincount(self._tensor, minlength=len(self._keys)), dtype=np.int64)
 
     def _cut_in_rows(self) -> list[bool]:
-        """Return for each tensor whether its slices are its rows in order. Checks all tensors at once."""
+        """Return, for each tensor, whether its slices are consecutive blocks of rows that make up the whole tensor.
+
+        Checks all tensors at once.
+        """
         shapes, widths = [key.shape for key in self._keys.values()], self._widths()
         ndims = widths[self._tensor]
         begins = np.cumsum(ndims) - ndims

@@ -62,7 +62,7 @@ class RoleTable:
         if len(known) > 1 and _collide(paths, wrappers, known):
             known = set()
         bare = any(wrapper == () for wrapper in wrappers.values())
-        # Weights are at the top level or below a known key; below a key of the user's own only if it is the only one.
+        # Weights are at the top level or below a known key; under a key of the user's, only if it is the only one.
         self._wrappers = known or (set() if bare else named if len(named) == 1 else set())
         self._bare_model = not known
         self._many = not known and not bare and len(named) > 1
@@ -82,8 +82,8 @@ class RoleTable:
             return EntryRole(Role.MODEL, _joined(path)) if self._bare_model else EntryRole(Role.OTHER)
         if wrapper in self._wrappers:
             return EntryRole(Role.MODEL, _joined(path[len(wrapper) :]))
-        # Several models below keys of the user's own (a GAN, a teacher and a student), or nested dicts of weights next
-        # to weights at the top level: the whole path is the name.
+        # Several models under the user's own keys (a GAN, a teacher and a student), or nested dicts of weights next to
+        # weights at the top level: the whole path is the name.
         return EntryRole(Role.MODEL, _joined(path)) if self._many or self._bare_model else EntryRole(Role.OTHER)
 
     def _optimizer(self, path: Path) -> EntryRole | None:

@@ -177,7 +177,7 @@ def _without_index(store: Store, tensors: list[str]) -> list[str]:
         raise CheckpointNotFoundError(f"{store.url} has no *.safetensors file.")
     if len(tensors) > 1 and all(re.search(r"rank[_-]?\d", name) for name in tensors):
         raise UnsupportedFormatError(
-            f"{tensors[0]} and {len(tensors) - 1} more are files of ranks, but do not say which part of a tensor each "
+            f"{tensors[0]} and {len(tensors) - 1} more are per-rank files, but do not say which part of a tensor each "
             "rank has. Save them with torch's own HuggingFaceStorageWriter, or as a DCP."
         )
     if len(tensors) > 1:

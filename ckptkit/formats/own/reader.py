@@ -252,7 +252,9 @@ def _json_objects(data: bytes, path: str) -> dict[str, ObjectEntry]:
         or found.get("format") != _OBJECTS_FORMAT
         or not isinstance(found.get("objects"), dict)
     ):
-        raise CorruptCheckpointError(f"{path}: expected an object with format {_OBJECTS_FORMAT} and objects.")
+        raise CorruptCheckpointError(
+            f"{path}: expected a JSON object whose format is {_OBJECTS_FORMAT} and which has a dict 'objects'."
+        )
     objects: Mapping[str, Any] = found["objects"]
     return {
         name: ObjectEntry(name, path, encoding="value", value=tree, role=_role(name)) for name, tree in objects.items()

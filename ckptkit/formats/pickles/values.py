@@ -24,7 +24,7 @@ def numpy_dtype(name: Any, order: Any = "=") -> np.dtype[Any]:
         UnsupportedFormatError: It is a dtype of objects, records or dates.
     """
     if not isinstance(name, str) or not _NUMPY_DTYPE.fullmatch(name):
-        raise UnsupportedFormatError(f"holds a numpy array of dtype {name!r:.60}, which is not read.")
+        raise UnsupportedFormatError(f"holds a numpy array of dtype {name!r:.60}, which is not supported.")
     found: np.dtype[Any] = np.dtype(name)
     return np.dtype(found.newbyteorder(">")) if order == ">" else found
 

@@ -96,7 +96,7 @@ def load_prefix(
         if unknown == "record":
             return unknown_type(shown)
         raise UnsafePickleError(
-            f"{file}: its pickle asks for {shown!r}, which is not on the allow-list; nothing of it was run. "
+            f"{file}: its pickle asks for {shown!r}, which is not on the allow-list; none of it was run. "
             "Do not open this file with torch.load or pickle unless you trust where it came from."
         )
 

@@ -84,7 +84,7 @@ def parse_object(data: bytes | bytearray | memoryview, *, file: str, name: str =
 
     Raises:
         UnsafePickleError: It names a class that torch's weights_only loader refuses, and that is not plain data;
-            nothing of it was run.
+            none of it was run.
         CorruptCheckpointError: Its archive is damaged, compressed, or has tensors larger than what is stored.
         LoadError: torch cannot load it.
     """
@@ -112,7 +112,7 @@ def parse_object(data: bytes | bytearray | memoryview, *, file: str, name: str =
 
 def _refusal(label: str, kind: str) -> UnsafePickleError:
     what = f"asks for {kind[:200]!r}" if kind else "is refused by torch's weights_only loader"
-    return UnsafePickleError(f"{label} is not loaded: its pickle {what}; nothing of it was run. {_ADVICE}")
+    return UnsafePickleError(f"{label} is not loaded: its pickle {what}; none of it was run. {_ADVICE}")
 
 
 def _check_views(value: Any, label: str) -> None:

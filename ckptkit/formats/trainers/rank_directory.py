@@ -49,10 +49,10 @@ def are_rank_files(store: Store, files: Sequence[str]) -> bool:
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Read the rank files: each a state dict, or a dict with those of the model and perhaps the optimizer.
+    """Read the rank files. Each is a state dict, or a dict that contains the model's and perhaps the optimizer's.
 
     Raises:
-        IncompleteCheckpointError: The file of a rank is missing; it names the file.
+        IncompleteCheckpointError: A rank's file is missing; the error names it.
     """
     listing = store.list()
     sizes = {item.path: item.size for item in listing}

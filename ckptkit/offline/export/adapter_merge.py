@@ -77,7 +77,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One source of a tensor: rows `first` and after are read as `rows`, changed, and reshaped to `shape`."""
+    """One source of a tensor: its rows from `first` on are read as `rows`, changed, and reshaped to `shape`."""
 
     source: str
     first: int

@@ -231,7 +231,7 @@ def named_base(given: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]
         return [f"the adapter config names {now} as the base model instead of {before}"]
     if repo_of(config):
         return []
-    what = f"{now}, a path of the machine that trained it," if now else "nothing"
+    what = f"{now}, a path on the machine that trained it," if now else "nothing"
     return [f"the adapter config names {what} as the base model; --base ORG/NAME puts a repo there"]
 
 

@@ -464,7 +464,7 @@ def _compare(draft: _Draft) -> None:
     if draft.faults or result.shapes:
         draft.faults += [f"unexpected: {name} {list(draft.targets[name].shape)}" for name in result.unexpected]
     elif result.unexpected:
-        # All that the base has is there: this is state that somebody added, and to leave it out would lose it.
+        # Nothing of the base is missing, so somebody added these tensors; leaving them out would lose them.
         draft.extra = list(result.unexpected)
         draft.notes.append(
             f"kept, although the base has no such tensors: {', '.join(draft.extra)}. Some loaders refuse "

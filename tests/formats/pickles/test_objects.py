@@ -113,7 +113,7 @@ class Evil:
 def test_loading_into_a_job_runs_nothing_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, entry = entry_of(tmp_path, Evil())
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UnsafePickleError, match="nothing of it was run"):
+    with pytest.raises(UnsafePickleError, match="none of it was run"):
         load_object_torch(store, entry)
     with pytest.raises(UnsafePickleError):
         read_object(store, entry)

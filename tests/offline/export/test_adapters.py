@@ -139,7 +139,7 @@ def test_what_verl_records_of_an_adapter_is_enough(zoo: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("named", "repo", "made", "note"),
     [
-        ("/home/me/llama", None, "/home/me/llama", "names /home/me/llama, a path of the machine that trained it, as"),
+        ("/home/me/llama", None, "/home/me/llama", "names /home/me/llama, a path on the machine that trained it, as"),
         (None, None, None, "the adapter config names nothing as the base model; --base ORG/NAME"),
         ("/home/me/llama", "org/llama", "org/llama", "names org/llama as the base model instead of /home/me/llama"),
         ("org/llama", "org/other", "org/llama", ""),
