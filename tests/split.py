@@ -36,8 +36,7 @@ NIGHT: dict[str, int] = {
     # Faults, damage and full disks: one of each kind by day.
     "tests/checkpoint/test_damage.py": 3,
     "tests/checkpoint/test_damage.py::test_no_damage_is_missed_by_verify_or_loaded_as_good": 9,
-    "tests/checkpoint/test_damage.py"
-    "::test_from_any_damage_of_the_newest_the_one_before_it_is_loaded_where_asked_for_and_only_then": 0,
+    "tests/checkpoint/test_damage.py::test_if_the_newest_is_damaged_the_one_before_it_is_loaded_on_request_only": 0,
     "tests/checkpoint/test_faults.py": 3,
     "tests/checkpoint/test_faults.py::test_a_rank_that_dies_fails_all_others_soon": 0,
     "tests/checkpoint/test_faults.py::test_an_error_of_any_operation_is_a_failed_save_or_none": 0,

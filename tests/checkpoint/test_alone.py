@@ -154,7 +154,7 @@ def leaving(url: str) -> str:
     return ""
 
 
-def test_training_that_fails_on_one_rank_ends_the_saves_of_the_others_at_once(ranks: Any, tmp_path: Path) -> None:
+def test_training_that_fails_on_one_rank_ends_the_saves_on_the_other_ranks_at_once(ranks: Any, tmp_path: Path) -> None:
     first, second = ranks.run(leaving, 2, str(tmp_path))
     assert second == "ValueError: the loss is NaN"
     assert "rank 1" in first and "it died, or its connection broke" in first

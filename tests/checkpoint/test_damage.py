@@ -243,7 +243,7 @@ def falls_back(url: str) -> tuple[list[str], list[tuple[str, tuple[int, str], tu
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_from_any_damage_of_the_newest_the_one_before_it_is_loaded_where_asked_for_and_only_then(
+def test_if_the_newest_is_damaged_the_one_before_it_is_loaded_on_request_only(
     ranks: Any, saved: Path, tmp_path: Path, kind: str
 ) -> None:
     shutil.copytree(saved / kind, tmp_path / kind, ignore=shutil.ignore_patterns(".ckptkit"))

@@ -209,7 +209,7 @@ def test_a_load_into_a_tensor_that_hides_its_values_is_refused_by_name(tmp_path:
             manager.load(in_model(scaled(Opaque)), strict=False)
 
 
-def test_state_that_is_of_no_parameter_of_the_optimizer_is_refused(tmp_path: Path) -> None:
+def test_state_that_belongs_to_no_parameter_of_the_optimizer_is_refused(tmp_path: Path) -> None:
     state = in_optimizer(torch.ones(4, 4))
     state.optimizer.state[7] = {"a": 1}
     with CheckpointManager(tmp_path) as manager, pytest.raises(SaveError, match="it has state for 7, which is in none"):

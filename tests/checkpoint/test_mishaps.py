@@ -133,7 +133,7 @@ def rotating_away(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, root:
 
 
 @pytest.mark.parametrize("times", [1, 3])
-def test_a_load_of_the_latest_takes_the_next_one_where_that_was_rotated_away(
+def test_a_load_of_the_latest_takes_the_next_one_if_the_latest_was_rotated_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
     with CheckpointManager(tmp_path) as manager:

@@ -723,7 +723,7 @@ def test_the_same_class_loads_with_masters_and_without(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("was", [False, True])
-def test_a_switch_of_the_optimizer_that_was_changed_does_not_fit(tmp_path: Path, was: bool) -> None:
+def test_a_changed_optimizer_option_does_not_fit(tmp_path: Path, was: bool) -> None:
     root = saved_as(tmp_path, made_by(torch.optim.AdamW, amsgrad=was))
     state = made_by(torch.optim.AdamW, amsgrad=not was)
     before = bits(state)

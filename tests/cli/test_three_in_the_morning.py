@@ -244,7 +244,7 @@ def test_a_protocol_with_one_slash_gets_a_guess() -> None:
 
 
 @pytest.mark.parametrize("verb", ["pin", "unpin"])
-def test_the_root_of_a_run_is_its_newest_for_pins_too(root: Path, verb: str) -> None:
+def test_pins_take_the_root_of_a_run_as_its_newest_checkpoint(root: Path, verb: str) -> None:
     run("pin", root / "300", "--why", "first")
     more = ["--why", "x"] if verb == "pin" else []
     assert "step_00000300" in run(verb, root, *more).output

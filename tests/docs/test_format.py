@@ -61,7 +61,7 @@ def test_a_reader_written_from_the_text_alone_gives_every_tensor_bit_for_bit(
         assert found[name].tobytes() == value.tobytes(), name
 
 
-def test_it_gives_what_is_no_tensor_too(ranks: Any, tmp_path: Path) -> None:
+def test_it_also_gives_values_that_are_no_tensors(ranks: Any, tmp_path: Path) -> None:
     ranks.run(save, 3, str(tmp_path), "sharded")
     objects = read_objects(tmp_path / "step_00000003")
     assert objects["step"] == 3

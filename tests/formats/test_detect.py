@@ -260,7 +260,7 @@ def test_an_archive_of_nemo_is_to_be_unpacked_first(tmp_path):
 
 
 @pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
-def test_what_a_trainer_saved_beside_whole_weights_is_named_also_by_a_dry_run(tmp_path, weights):
+def test_what_a_trainer_saved_next_to_whole_weights_is_named_even_by_a_dry_run(tmp_path, weights):
     torch = pytest.importorskip("torch")
     source, beside = tmp_path / "in", ["custom_checkpoint_0.pkl", "random_states_0.pkl", "scheduler.bin"]
     source.mkdir()

@@ -1004,7 +1004,7 @@ def test_dropout_goes_on_bit_for_bit_after_a_resume(ranks, tmp_path, config):
     ],
     ids=["fewer-ranks", "tp-now", "tp-before"],
 )
-def test_tensor_parallel_ranks_draw_alike_on_another_layout_too(ranks, tmp_path, saved, size, config, groups):
+def test_tensor_parallel_ranks_draw_alike_even_on_another_layout(ranks, tmp_path, saved, size, config, groups):
     ranks.run(_with_dropout, 4, str(tmp_path), saved, range(2), False)
     found = ranks.run(_with_dropout, size, str(tmp_path), config, [], True)
     drawn = [tuple(values) for *_, values in found]

@@ -196,7 +196,7 @@ manager.save_async(1, state)
 
 
 @pytest.mark.parametrize("heard", [True, False])
-def test_a_failed_save_is_said_where_the_training_fails_too(
+def test_a_failed_save_is_reported_even_if_the_training_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], heard: bool
 ) -> None:
     Gate(monkeypatch, OSError(28, "No space left on device")).opened.set()

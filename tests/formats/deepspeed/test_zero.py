@@ -212,7 +212,7 @@ def test_an_experts_file_under_another_experts_name_is_refused(tmp_path):
         open_source(str(folder))
 
 
-def test_experts_that_are_not_those_of_the_ranks_are_refused(tmp_path):
+def test_experts_that_do_not_match_the_ranks_are_refused(tmp_path):
     folder = _copy(tmp_path, "moe_data_first_w4")
     other = {"layer_0_expert_0": (b"experts.0.", b"experts.1."), "layer_0_expert_1": (b"experts.1.", b"experts.0.")}
     renamed = {}

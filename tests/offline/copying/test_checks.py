@@ -97,7 +97,7 @@ def test_a_piece_that_another_thread_reads_again_is_no_damage(monkeypatch: pytes
 
 
 @given(st.data())
-def test_a_crc_is_that_of_the_whole_in_whatever_order_its_parts_come(data: st.DataObject) -> None:
+def test_a_crc_is_the_same_in_whatever_order_the_parts_come(data: st.DataObject) -> None:
     content = data.draw(st.binary(min_size=1, max_size=40))
     cuts = sorted({0, len(content), *data.draw(st.lists(st.integers(0, len(content))))})
     parts = data.draw(st.permutations(list(itertools.pairwise(cuts))))

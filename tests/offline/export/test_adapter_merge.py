@@ -233,7 +233,7 @@ def _made(store: Any, catalog: Any, tensor: ComputedTensor) -> Any:
 
 @pytest.mark.parametrize("case", ["linear and embedding", "rslora and patterns", "fan in", "attention", "experts",
                                   "blocks of A", "experts transposed", "tokens", "linear bias", "kasa"])  # fmt: skip
-def test_rows_that_are_merged_apart_are_those_of_the_whole(tmp_path: Path, case: str) -> None:
+def test_rows_merged_separately_equal_those_of_the_whole(tmp_path: Path, case: str) -> None:
     config = {"r": 4, "lora_alpha": 6, **CASES[case]}
     trained(config, tmp_path, dtype="bfloat16")
     store = open_store(str(tmp_path))

@@ -85,7 +85,7 @@ def test_blocks_at_the_edge_are_of_the_size_that_the_config_states(tmp_path: Pat
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), (40,), (40, 1)])
-def test_a_scale_may_be_of_the_tensor_or_of_a_row(tmp_path: Path, shape: tuple[int, ...]) -> None:
+def test_a_scale_may_belong_to_the_tensor_or_to_a_row(tmp_path: Path, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     weight, scale = codes(40, 64), torch.rand(shape).bfloat16()
     tensors = {"a.weight": weight, "a.weight_scale": scale, "a.input_scale": torch.ones(1)}
