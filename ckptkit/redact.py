@@ -29,7 +29,7 @@ _NAMES = (
     r"(?:session|security|access|auth|refresh|sas|hf|api)[_-]?token|"
     r"(?:access|account|api|private|secret|storage|shared)[_-]?key"
 )
-# Of an option of a file system. A bare "key" is the access key of s3fs.
+# Names of file system options. A bare "key" is the access key of s3fs.
 _SECRET_OPTION = re.compile(rf"(?i){_NAMES}|token|^(?:key|auth|pwd|pass|sas|sig)$|[_-](?:key|auth|sas|sig|pwd)$")
 _SECRET_VARIABLE = re.compile(
     r"(?i)(?:SECRET|PASSWORD|PASSWD|PASSPHRASE|TOKEN|_KEY|SAS|CREDENTIAL|CONNECTION_STRING)(?:_ID)?$"

@@ -147,7 +147,7 @@ def _in_child() -> None:
         while isinstance(watch := getattr(found, "__self__", None), SignalWatch):
             found = watch._before.get(number)
             signal.signal(number, found if found is not None else signal.SIG_DFL)
-    _in_parent()  # what came meanwhile is delivered now
+    _in_parent()  # signals that came in the meantime are delivered now
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)

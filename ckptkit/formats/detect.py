@@ -393,7 +393,7 @@ def _resolve(place: Candidate, url: str, depth: int) -> _Found | None:
     if form is not None:
         return place, url, form, ""
     if place.any_file(_DATA.pattern):
-        return None  # a save of DCP that did not finish: what lies below, or beside, is a part of it
+        return None  # a DCP save that did not finish: what lies below it, or next to it, is a part of it
     if depth < _MAX_DEPTH:
         for look in (_newest_step, _member, _pointed_at, _only_child):
             found = look(place, url, depth)
@@ -488,7 +488,7 @@ def _only_child(place: Candidate, url: str, depth: int) -> _Found | None:
         return None
     likely = [name for name in place.directories if not name.startswith(_ASIDE)]
     found = [(name, child) for name in likely if (child := _enter(place, url, name, depth))]
-    # What has the marks of a format is a checkpoint; files of ranks beside it may be states of its data loader.
+    # A directory that has the marks of a format is a checkpoint; per-rank files next to it may be data loader states.
     marked = [(name, child) for name, child in found if child[2] in FORMATS]
     if len(found) > 1 and len(marked) == 1:
         others = ", ".join(f"{name}/" for name, _ in found if name != marked[0][0])

@@ -705,9 +705,9 @@ class FSDPStrategy:
             names = known[model] = {name: tensor for name, tensor in own.items() if tensor in held}
             if not names:
                 raise UsageError(
-                    f"The optimizer holds no parameter of {type(unwrap_model(model)).__name__}: stepping it would "
-                    "train nothing of it. Is it another model's, or was it made before prepare_model? Make it after, "
-                    "with create_optimizer."
+                    f"The optimizer holds no parameter of {type(unwrap_model(model)).__name__}: a step would "
+                    "not train that model. Is it another model's optimizer, or was it made before prepare_model? Make "
+                    "it afterwards, with create_optimizer."
                 )
         replaced = [name for name, tensor in names.items() if own.get(name, tensor) != tensor]
         if replaced:

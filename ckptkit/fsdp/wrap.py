@@ -134,7 +134,7 @@ def unwrap_model(model: nn.Module) -> nn.Module:
     while True:
         held = {**model._modules, **model._parameters, **model._buffers}
         inner = next((m for name, m in held.items() if name in _INNER and isinstance(m, nn.Module)), None)
-        if inner is None or len(held) > 1:  # one beside others is a part of the model
+        if inner is None or len(held) > 1:  # a `module` that is not the only child is a part of the model
             return model
         model = inner
 

@@ -213,7 +213,7 @@ def copy(
         allow_pickle: As for `convert`.
         check: Compare the source's recorded digests while reading.
         verify: Read the copy again and compare it with the source.
-        overwrite: Replace a checkpoint at `dst`, as `convert` does; in a run, also those from other saves.
+        overwrite: Replace a checkpoint at `dst`, as `convert` does; in a run, even those from other saves.
         dry_run: Only report what would be copied and what would be refused.
         src_storage_options, dst_storage_options: Override `storage_options` for the source or the destination.
 

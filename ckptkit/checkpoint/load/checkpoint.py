@@ -172,7 +172,7 @@ class _RankPart:
 @contextmanager
 def _pinned(ready: Callable[[bool], None] | None, *, sure: bool) -> Iterator[None]:
     """At the end of the block, wait until the checkpoint is pinned and, with `sure`, known to have been pinned in time.
-    If it was deleted meanwhile, that explanation replaces an error in the block."""
+    If it was deleted in the meantime, an error that says so replaces an error in the block."""
     if ready is None:
         yield
         return

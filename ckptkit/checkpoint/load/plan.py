@@ -381,7 +381,7 @@ class _Planner:
     def parts(
         self, key: str, live: dict[str, torch.Tensor], saved: dict[str, TensorEntry], recipes: Mapping[str, Recipe]
     ) -> tuple[dict[str, torch.Tensor], dict[str, TensorEntry]]:
-        """Compare the recipes of tensor subclasses. Return the live and the saved tensors without those that differ."""
+        """Compare tensor subclasses' recipes. Return the live and the saved tensors whose recipes do not differ."""
         head = f"{key}."
         stored = {name[len(head) :]: recipe for name, recipe in self.recipes.items() if name.startswith(head)}
         here = {fqn: outer_name(fqn, recipes) for fqn in live}

@@ -219,7 +219,7 @@ def _list_once(root: Store, view: Store) -> tuple[Inventory, list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """What is beside the record in a checkpoint's folder on an object store."""
+    """What a checkpoint's folder on an object store holds in addition to the record."""
 
     running: list[Attempt]
     abandoned: list[Attempt]
@@ -300,7 +300,7 @@ def _look_inside(root: Store, view: Store, name: str, folders: Sequence[str], at
         else:
             found.unknown.append(Skipped(path, _NO_ATTEMPT, unknown=True))
     if found.running or found.abandoned or found.unknown:
-        # Read the record last: an attempt that was committed meanwhile has one now.
+        # Read the record last: an attempt that was committed in the meantime has one now.
         try:
             record = find_record(root, record_path(name))
         except (CkptkitError, OSError):

@@ -63,7 +63,7 @@ def unnamed_files(root: Store, path: str, record: CommitRecord) -> list[str]:
 
 def clear(root: Store, path: str) -> list[str]:
     """Delete the files of a dead attempt, recognized by their names, and return the other files, which stay. So do
-    files that appear meanwhile."""
+    files that appear in the meantime."""
     place = root.child(path)
     listed = place.list(recursive=True)
     ours = {item.path for item in listed if item.kind == "file" and may_be_saved(item.path)}
@@ -153,7 +153,7 @@ def delete_in_place(root: LocalStore, name: str, record: CommitRecord) -> None:
 
     First the record is renamed, which is durable and needs no space. From then on the directory is not a checkpoint,
     and after a kill `finish_deletion` knows what is still to be deleted. The directory is accessed by its descriptor,
-    so a new checkpoint that replaces it meanwhile keeps its files.
+    so a new checkpoint that replaces it in the meantime keeps its files.
 
     Raises:
         CheckpointNotFoundError: The checkpoint was deleted or replaced in the meantime.

@@ -1,6 +1,6 @@
 """The rules for optimizer states that are not sharded like their parameter: how they are stored, and where they load.
 
-- A *shard* is part of a tensor that is cut over the ranks: a DTensor, also in a list or dict, or a plain tensor with
+- A *shard* is part of a tensor that is cut over the ranks: a DTensor, even in a list or dict, or a plain tensor with
   the shape of the parameter's local shard. It is stored like a weight, and loads on any number of
   ranks.
 - A *whole* state is equal on all ranks: numbers, settings, a plain tensor that each rank computed from the whole

@@ -1,8 +1,8 @@
 """Locates the bytes of tensors inside items of `.distcp` files: on demand, many items at once.
 
-An item is a torch.save zip, about 1.5 KB longer than its tensor; a file may instead be one safetensors blob. Of a zip,
-the first kilobyte (pickle, header of the storage) and the last (directory with the CRC-32 of the storage) are read.
-Items of one dtype, shape and length differ in checksums only: one is parsed, and numpy compares the others with it.
+An item is a torch.save zip, about 1.5 KB longer than its tensor; a file may instead be one safetensors blob. Only a
+zip's first kilobyte (pickle, the storage's header) and its last (directory with the storage's CRC-32) are read. Items
+with the same dtype, shape and length differ only in checksums: one is parsed, and numpy compares the others with it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Reads DeepSpeed's universal checkpoints: `zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt`, full tensors.
 
-The model states of the converted job are beside `zero/` (deepspeed/checkpoint/ds_to_universal.py).
+The converted job's model states are next to `zero/` (deepspeed/checkpoint/ds_to_universal.py).
 """
 
 from __future__ import annotations

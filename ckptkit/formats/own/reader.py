@@ -59,7 +59,7 @@ def open_catalog(
 
     Raises:
         CheckpointNotFoundError: There is no commit record, so no checkpoint.
-        IncompleteCheckpointError: The manifest is missing, or the record is, beside the manifest of a save.
+        IncompleteCheckpointError: The manifest is missing; or the record is, although a save left its manifest.
         IntegrityError: A file is not the committed one.
         CorruptCheckpointError: A file is malformed.
         UnsafePathError: The directory's name and its record belong to different checkpoints.

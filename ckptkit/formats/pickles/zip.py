@@ -89,7 +89,7 @@ def read_archive(
 
 
 def file_size(store: Store, path: str) -> int:
-    """Return the size of a file, also through a symlink of a Hub cache; the store checks its target."""
+    """Return the size of a file, even through a Hub cache's symlink; the store checks the target."""
     info = store.info(path)
     if info is None:
         raise FileNotFoundError(f"{path} does not exist")

@@ -118,7 +118,8 @@ def take_over(
     tried: set[tuple[int, int]] = set()
     for section in earlier:
         key = (section.world_size, section.rank)
-        if section.plan not in shares and key not in tried:  # an earlier run with other ranks: find its share
+        # An earlier run on a different number of ranks: find its share.
+        if section.plan not in shares and key not in tried:
             tried.add(key)
             files = [index for index, rank in enumerate(share_out(whole, section.world_size)) if rank == section.rank]
             work = prepare(restricted(whole, files), check=check, digests=digests)

@@ -58,7 +58,7 @@ def _named(
     if all(name.rpartition(".")[2].isdecimal() for name in found):
         raise UnsupportedFormatError(
             f"--weights ema: the tensors of {front!r} are numbered, so that they have no names. NeMo and "
-            "diffusers write the same weights with names beside it: a file ending in -EMA, or a folder ending in _ema."
+            "diffusers also write the same weights with names: in a file ending in -EMA, or a folder ending in _ema."
         )
     names, most = {name: name for name in found}, 0
     for known in _variants(model):

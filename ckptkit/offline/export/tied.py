@@ -102,7 +102,7 @@ def tied_pairs(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, str]]:
     pairs: list[tuple[str, str]] = []
     for head in filter(is_head, shapes):
         fitting = [name for name in embeddings if shapes[name] == shapes[head] and name != head]
-        # Of several (towers of text and audio) the one nearest in the tree of modules; of two halves the decoder's.
+        # Of several (text and audio towers), take the one nearest in the module tree; of two halves, the decoder's.
         fitting.sort(key=lambda name: (-_common(head, name), "decoder" not in name, len(name)))
         pairs += [(head, fitting[0])] if fitting else []
     for shared in (name for name in shapes if _is(name, ("shared.weight",))):

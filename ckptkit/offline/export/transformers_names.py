@@ -72,8 +72,7 @@ class LiveModel:
         return self.prefix_change is not None and isinstance(transform, self.prefix_change)
 
     def _variants(self, wanted: Collection[str]) -> Iterable[tuple[Any, ...]]:
-        """Yield the entries without those that change a prefix, then all entries, since not every file has the
-        prefix."""
+        """Yield the entries that change no prefix, then all entries, since not every file has the prefix."""
         if not self.transforms:
             return
         plain = tuple(t for t in self.transforms if not self._is_prefix(t))

@@ -423,8 +423,8 @@ class Cuts:
 def _also(cut: Cut, dim: int | None, fqn: str, modules: set[str]) -> tuple[str, ...]:
     """Return the dimensions over which the parameter is a replicated DTensor.
 
-    torch's parallel styles distribute all parameters of a module, so the bias beside a row-wise split weight is
-    replicated over tp, not a plain tensor.
+    torch's parallel styles distribute all parameters of a module, so the bias of a module whose weight is split
+    by rows is replicated over tp, not a plain tensor.
     """
     kept = tuple(kind for kind in cut.also if kind != "tp")
     return (*kept, "tp") if dim is None and fqn.rpartition(".")[0] in modules else kept

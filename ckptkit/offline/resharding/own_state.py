@@ -366,8 +366,8 @@ def own_state(store: Store, catalog: Catalog, *, step: int, sharded: bool) -> Ow
     if opaque:
         listed = "\n  ".join(opaque)
         raise UnsupportedFormatError(
-            f"{len(opaque)} tensors cannot be split for other ranks without their classes:\n  {listed}\n"
-            "Load the checkpoint in a job that imports these classes, and save it there."
+            f"{len(opaque)} tensors cannot be split for a different number of ranks without their classes:\n"
+            f"  {listed}\nLoad the checkpoint in a job that imports these classes, and save it there."
         )
     if as_it_is:
         return _as_it_is(store, catalog)
