@@ -493,7 +493,7 @@ def _only_child(place: Candidate, url: str, depth: int) -> _Found | None:
     if len(found) > 1 and len(marked) == 1:
         others = ", ".join(f"{name}/" for name, _ in found if name != marked[0][0])
         name, (inner, inner_url, form, note) = marked[0]
-        return inner, inner_url, form, f"{name}/ was taken; beside it: {others}. {note}".strip()
+        return inner, inner_url, form, f"{name}/ was taken; next to it: {others}. {note}".strip()
     if len(found) > 1 and depth == 0:
         names = ", ".join(name for name, _ in found[:8])
         raise CheckpointNotFoundError(f"{url} has {len(found)} checkpoints: {names}. Give the one you mean.")

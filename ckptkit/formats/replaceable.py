@@ -17,7 +17,7 @@ __all__ = ["check_replaceable", "foreign_paths", "marked", "may_be_saved"]
 _SHOWN = 3
 _OURS = re.compile(r"\.ckptkit-(?:owner(?:-\d+)?\.json|done/.*|new/.*)|\.probe-[0-9a-f]{16}\.part", re.DOTALL)
 _HALF_WRITTEN = re.compile(r"\..+\.[0-9a-f]{12}\.part", re.DOTALL)  # as LocalStore names what it is writing
-_STATE = re.compile(r"state-\d{5,}-of-\d{5,}\.safetensors")  # what FULL has beside the models
+_STATE = re.compile(r"state-\d{5,}-of-\d{5,}\.safetensors")  # the files that FULL has in addition to the models'
 _VARIANT = (
     r"(?:\.(?:fp16|bf16|fp32|fp8|int8|int4|ema|non_ema|\d+))?"  # any other suffix may be a copy that somebody keeps
 )

@@ -185,7 +185,7 @@ def prove(source: Exported, targets: Sequence[Target]) -> None:
                 None, config=config, state_dict=state, device_map="meta", ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )  # fmt: skip
-    except Exception as error:  # noqa: BLE001  a constructor of its own, a quantizer: it says nothing of the names
+    except Exception as error:  # noqa: BLE001  from a custom constructor or a quantizer: not about the names
         _log.warning("the export of %s was not tried with from_pretrained, which fails: %s", kind.__name__, error)
         return
     problems = [f"{what}: {_some(sorted(map(str, info[key])))}" for key, what in _PROBLEMS.items() if info.get(key)]

@@ -44,7 +44,7 @@ def parse_key_map(text: str, *, file: str) -> NameMap:
         raise UsageError(f"{file}: 'rules' must be a list of at least one rule.")
     rest = data.get("rest", "keep")
     if rest not in ("keep", "drop", "refuse"):
-        raise UsageError(f"{file}: rest = {rest!r:.80} is none of 'keep', 'drop', 'refuse'.")
+        raise UsageError(f"{file}: rest = {rest!r:.80} is not one of 'keep', 'drop', 'refuse'.")
     lines = _rule_lines(text, file)
     parsed: list[Rule] = []
     for number, rule in enumerate(rules, start=1):
@@ -77,7 +77,7 @@ def _rule(data: Any, where: str) -> Rule:
         raise UsageError(f"{where}: a rule is a table, not {_kind(data)}.")
     op = data.get("op")
     if not isinstance(op, str) or op not in _OPS:
-        raise UsageError(f"{where}: op = {op!r:.80} is none of {', '.join(_OPS)}.")
+        raise UsageError(f"{where}: op = {op!r:.80} is not one of {', '.join(_OPS)}.")
     build, keys = _OPS[op]
     sources = {"from"} if op == "concat" else {"from", "match"}
     _only(data, {"op"} | sources | keys, where)
@@ -140,7 +140,9 @@ def _rope_permute(data: Mapping[str, Any], where: str) -> Rule:
     heads = _size(data, "heads", "num_attention_heads", where)
     to = data.get("to", "halves")
     if to not in ("halves", "interleaved"):
-        raise UsageError(f"{where}: to = {to!r:.80} is none of 'halves' (transformers), 'interleaved' (Meta's code).")
+        raise UsageError(
+            f"{where}: to = {to!r:.80} is not one of 'halves' (transformers), 'interleaved' (Meta's code)."
+        )
     return RopePermute(_pattern(data, where), heads, to)
 
 

@@ -144,7 +144,9 @@ def compiled(pattern: NamePattern) -> regex.Pattern[str]:
     for match in _PLACEHOLDER.finditer(template):
         name, kind = match[1], match[2] or ""
         if kind not in _KINDS:
-            raise UsageError(f"{template!r}: {{{name}:{kind}}} is none of {{x}}, {{x:d}} (digits), {{x:*}} (anything).")
+            raise UsageError(
+                f"{template!r}: {{{name}:{kind}}} is not one of {{x}}, {{x:d}} (digits), {{x:*}} (anything)."
+            )
         if name.isdigit():
             raise UsageError(f"{template!r}: {{{name}}} stands for a regex group; name a placeholder of a template.")
         text += re.escape(template[end : match.start()])

@@ -448,8 +448,8 @@ def compare_digests(
 
 
 def _batches(checks: Sequence[Check]) -> Iterator[Sequence[Check]]:
-    """Yield checks for one thread each: a single large one, or small ones, of which a task each would take longer than
-    the checks."""
+    """Yield batches of checks, each for one thread: a single large check, or small ones that take less time than a task
+    for each would."""
     batch: list[Check] = []
     nbytes = 0
     for check in checks:

@@ -211,8 +211,8 @@ def _vocabulary(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]
     if others := [name for name, shape in shapes.items() if rows in shape and name not in names]:
         shown = _listed(f"{name} {list(shapes[name])}" for name in others)
         raise CheckpointMismatchError(
-            f"--vocab-size: {alone[0]!r} has {rows} rows, and so large are other tensors of which ckptkit does not "
-            f"know whether they belong to the vocabulary: {shown}. --exclude them, or rename the head to "
+            f"--vocab-size: {alone[0]!r} has {rows} rows, and other tensors are as large. ckptkit cannot tell "
+            f"whether they belong to the vocabulary: {shown}. --exclude them, or rename the head to "
             "lm_head.weight with --key-map."
         )
     return _Vocabulary(names, rows)

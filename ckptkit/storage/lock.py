@@ -48,7 +48,7 @@ BEAT_S = 10.0
 TTL_S = 45.0  # a lease of another machine expires after this long without a heartbeat
 _POLL_S = 1.0
 _FRESH_S = 5.0
-_MOST_ATTEMPTS = 64  # failed attempts that are remembered: a slow server may still store a file of theirs
+_MOST_ATTEMPTS = 64  # failed attempts that are remembered: a slow server may still store one of their files
 _GENERATION = re.compile(r"[0-9]{1,18}")
 _held_leases: weakref.WeakValueDictionary[str, Lease] = weakref.WeakValueDictionary()  # of this process, by nonce
 

@@ -229,11 +229,11 @@ def stage(
 ) -> Iterator[Store]:
     """Yield a store to write a directory into. If the block succeeds, the directory is at `url`, durable.
 
-    After an exception nothing of it remains, and what was at `url` before is untouched. Object stores have no rename:
+    After an exception none of it remains, and what was at `url` before is untouched. Object stores have no rename:
     see `publish_remote`.
 
     Args:
-        file: The result is this single file below `url`; other files may be beside it.
+        file: The result is this single file below `url`; other files may lie next to it.
         replaceable: Raises if what is at the target may not be replaced or, afterwards, deleted.
         overwrite: Replace what is at the target.
         last: Names by which readers find the directory. An object store gets them after all others.

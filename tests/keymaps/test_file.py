@@ -67,7 +67,7 @@ def test_every_operation_can_be_written_in_json() -> None:
 @toml
 def test_faults_name_the_line_of_the_rule() -> None:
     text = EXPERTS.replace('op = "split"', 'op = "slice"')
-    with pytest.raises(UsageError, match=r"mine\.toml, rule 2, line 10: op = 'slice' is none of rename, drop"):
+    with pytest.raises(UsageError, match=r"mine\.toml, rule 2, line 10: op = 'slice' is not one of rename, drop"):
         parse_key_map(text, file="mine.toml")
 
 
@@ -92,11 +92,11 @@ def test_broken_toml_is_refused_with_its_line() -> None:
         ({"op": "concat", "match": "a", "to": "b"}, "unknown key 'match'"),
         ({"op": "transpose", "from": "a", "dims": [1.5]}, "'dims' must be a list of integers"),
         ({"op": "rope_permute", "from": "a"}, "'heads' must be a number or a key"),
-        ({"op": "rope_permute", "from": "a", "heads": 2, "to": "half"}, "to = 'half' is none of"),
+        ({"op": "rope_permute", "from": "a", "heads": 2, "to": "half"}, "to = 'half' is not one of"),
         ({"op": "unstack", "from": "a", "to": "b"}, "lacks {i}"),
         ({"op": "cast", "from": "a", "dtype": "int8"}, "dtype = 'int8' is not a float dtype"),
         ({"op": "cast", "from": "a", "dtype": "b16"}, "dtype = 'b16' is not a float dtype"),
-        ({"op": "run"}, "op = 'run' is none of"),
+        ({"op": "run"}, "op = 'run' is not one of"),
         ("rename", "a rule is a table, not str"),
     ],
 )

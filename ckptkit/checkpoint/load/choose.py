@@ -200,7 +200,7 @@ class Loader:
             pinned, ready = self._pin(place, record, stack, resume=resume)
             report = load_checkpoint(state, opened, options, coordinator=self._coordinator, ready=ready, origin=origin)
             if resume and self._coordinator.is_main:
-                self._hold.keep(stack.pop_all())  # `ckptkit prune` beside this job must not delete it either
+                self._hold.keep(stack.pop_all())  # nor must a `ckptkit prune` that runs next to this job delete it
         self._announce_load(report)
         if options.optimizer == "deferred":
             report.deferred = DeferredOptimizer(state, options, partial(self._restore, place, record))

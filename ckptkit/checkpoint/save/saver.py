@@ -406,7 +406,7 @@ class Saver:
         """Give this rank the recipes of all ranks, which may hold different tensors. Collective.
 
         Raises:
-            SaveError: A tensor consists of parts on one rank, and of others or none on another.
+            SaveError: A tensor consists of parts on one rank, and of other parts, or none, on another.
         """
         own = captured.objects.get(SUBCLASSES, {})
         found: dict[str, tuple[int, Any]] = {}

@@ -90,7 +90,7 @@ def named_parameters(optimizer: Any, names: Mapping[int, str], what: str) -> dic
         what: The optimizer's key, for errors.
 
     Raises:
-        UsageError: A parameter is none of the model's.
+        UsageError: A parameter does not belong to the model.
     """
     found: dict[str, torch.nn.Parameter] = {}
     strangers = []

@@ -37,7 +37,7 @@ _CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
 def cuts(parameters: Mapping[str, torch.Tensor]) -> dict[str, ShardLayout]:
-    """Return the layouts of those parameters of which ranks hold different parts, by name."""
+    """Return, by name, the layouts of the parameters whose parts differ between ranks."""
     return {name: layout_of(p) for name, p in parameters.items() if _is_cut(p)}  # type: ignore[arg-type]
 
 

@@ -52,7 +52,7 @@ class StateDictType(str, enum.Enum):
         """Return the type from any common spelling: "full", "FULL_STATE_DICT", torch's enum, ...
 
         Raises:
-            UsageError: It is none of the three.
+            UsageError: It is not one of the three.
         """
         if isinstance(value, cls):
             return value

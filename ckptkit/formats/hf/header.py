@@ -67,7 +67,7 @@ class HeaderTensor(NamedTuple):
 
 
 class HeaderTensors(Mapping[str, HeaderTensor]):
-    """The tensors of a header by name, as columns: there may be 300,000, of which a command needs few.
+    """The tensors of a header by name, as columns: there may be 300,000, and a command needs few of them.
 
     Attributes:
         dtypes, shapes: By row; torch's dtype names.

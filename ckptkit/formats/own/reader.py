@@ -235,7 +235,7 @@ def _moved(entry: ObjectEntry, prefix: str) -> ObjectEntry:
 
 
 def _differing(names: Iterable[str]) -> tuple[str, ...]:
-    """Return a note about tensors of models of which ranks saved their own values (`per_rank.<rank>.<key>`)."""
+    """Return a note about model tensors that some ranks saved with their own values (`per_rank.<rank>.<key>`)."""
     own = {name.split(".", 2)[2] for name in names if name.startswith("per_rank.") and name.count(".") > 2}
     found = sorted(key for key in own if role_of(key)[0] is Role.MODEL)
     if not found:

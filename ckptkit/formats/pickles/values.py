@@ -60,9 +60,9 @@ def moment(kind: Any, nbytes: int) -> Callable[..., Any]:
 
     def make(raw: Any, *zone: Any) -> Any:
         if not isinstance(raw, bytes) or len(raw) != nbytes or len(zone) > 1:
-            raise ValueError("a date or a time is none")
+            raise ValueError("a date or a time is malformed")
         if not all(isinstance(item, datetime.timezone) for item in zone):
-            raise ValueError("a time's zone is none")
+            raise ValueError("a time's zone is not a time zone")
         return kind(raw, *zone)
 
     return make
@@ -71,5 +71,5 @@ def moment(kind: Any, nbytes: int) -> Callable[..., Any]:
 def timedelta(*args: Any) -> datetime.timedelta:
     """Return the timedelta for (days, seconds, microseconds)."""
     if len(args) > 3 or not all(type(arg) is int for arg in args):
-        raise ValueError("a span of time is none")
+        raise ValueError("a span of time is malformed")
     return datetime.timedelta(*args)

@@ -265,7 +265,7 @@ def _device(kind: Any, *index: Any) -> Any:
     import torch
 
     if type(kind) is not str or not all(type(number) is int for number in index):
-        raise ValueError("a device is none")
+        raise ValueError("a device is malformed")
     return torch.device(kind, *index)
 
 
@@ -299,7 +299,7 @@ def _deque(items: Any = (), limit: Any = None) -> Any:
 
 def _zone(offset: Any, *name: Any) -> datetime.timezone:
     if type(offset) is not datetime.timedelta or not all(type(text) is str for text in name):
-        raise ValueError("a zone is none")
+        raise ValueError("a time zone is malformed")
     return datetime.timezone(offset, *name) if name or offset else datetime.timezone.utc
 
 
@@ -342,7 +342,7 @@ def _order_bytes(made: Any, state: Any) -> None:
 
 def _set_attributes(made: Any, state: Any) -> None:
     if type(state) is not dict or not all(type(key) is str for key in state):
-        raise ValueError("attributes are none")
+        raise ValueError("attributes are malformed")
     made.__dict__.update(state)
 
 

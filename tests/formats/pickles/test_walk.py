@@ -243,7 +243,7 @@ PAIRS: dict[str, tuple[bytes, bytes]] = {
     "a line without end": (b"Vabc", b"Vabc\n."),
     "a string with escapes": (b"S'\\x41'\n.", b"S'A'\n."),
     "a string without quotes": (b"Sabc\n.", b"S'abc'\n."),
-    "a float that is none": (b"Fabc\n.", b"F1.5\n."),
+    "a text that is no float": (b"Fabc\n.", b"F1.5\n."),
     "text that is not UTF-8": (P + b"X\x01\x00\x00\x00\xff.", P + b"X\x01\x00\x00\x00a."),
     "keywords that are not text": (P + RECORD + b")}K\x01Ns\x92.", P + RECORD + b")}" + text("k") + b"Ns\x92."),
     "a codec that runs": (
