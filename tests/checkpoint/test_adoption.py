@@ -64,7 +64,7 @@ def test_once_a_checkpoint_of_ours_is_there_it_is_the_latest(zoo: Path, tmp_path
     assert set(before) < {path.name for path in root.iterdir()}
 
 
-def test_a_step_of_ours_without_a_record_is_an_error_beside_anothers_run_and_can_be_passed_over(
+def test_our_step_without_a_record_is_an_error_next_to_another_run_and_can_be_passed_over(
     zoo: Path, tmp_path: Path
 ) -> None:
     root = old_run(zoo, "verl_fsdp2_w2", tmp_path)

@@ -78,7 +78,7 @@ def test_the_newest_of_each_of_the_last_days_stays() -> None:
     assert decide(run, RetentionPolicy(max_num=1, keep_daily=9))[1].reason == "the newest of 2024-10-04 (keep_daily)"
 
 
-def test_a_checkpoint_without_a_time_is_of_no_day() -> None:
+def test_a_checkpoint_without_a_time_belongs_to_no_day() -> None:
     assert kept([record(1), record(2), record(3, created=1e9)], max_num=1, keep_daily=5) == [3]
 
 

@@ -136,7 +136,7 @@ def test_a_dry_run_that_would_fail_lists_why_and_exits_with_1(zoo: Path, tmp_pat
 
 
 @pytest.mark.parametrize(("text", "words"), [(None, "No such file"), ("[1]", "JSON object"), ("{", "not valid JSON")])
-def test_an_adapter_config_that_is_none_is_wrong_usage(tmp_path: Path, text: str | None, words: str) -> None:
+def test_an_invalid_adapter_config_is_wrong_usage(tmp_path: Path, text: str | None, words: str) -> None:
     file = tmp_path / "adapter.json"
     if text is not None:
         file.write_text(text)
@@ -168,7 +168,7 @@ def test_inspect_shows_how_tensors_are_cut(zoo: Path) -> None:
     assert "21 dim 0 in 2" in run("inspect", zoo / "verl_fsdp2_w2").output
 
 
-def test_inspect_of_no_such_tensor_says_how_to_see_the_names(zoo: Path) -> None:
+def test_inspect_of_an_unknown_tensor_says_how_to_see_the_names(zoo: Path) -> None:
     result = run("inspect", zoo / DCP, "--tensors", "nothing*")
     assert result.exit_code == 2
     assert "--tensors '*'" in result.stderr

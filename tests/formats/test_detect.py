@@ -135,7 +135,7 @@ def test_the_actor_is_taken_before_the_critic(tmp_path, zoo):
     assert "critic/" in source.note
 
 
-def test_an_optimizer_beside_the_weights_is_not_a_second_checkpoint(tmp_path, zoo):
+def test_an_optimizer_next_to_the_weights_is_not_a_second_checkpoint(tmp_path, zoo):
     """NeMo-RL's step: policy/weights/model and policy/optimizer/optim."""
     policy = tmp_path / "step_10" / "policy"
     shutil.copytree(zoo / "dcp_threads2_w2" / "ckpt", policy / "weights" / "model")
@@ -279,7 +279,7 @@ def test_what_a_trainer_saved_next_to_whole_weights_is_named_even_by_a_dry_run(t
     assert {*notes} < {*report.to_json()["notes"]} and {f"note: {note}" for note in notes} < {*report.plan_lines()}
 
 
-def test_an_optimizer_beside_whole_weights_is_said_not_to_be_read(tmp_path):
+def test_a_note_says_that_an_optimizer_next_to_whole_weights_is_not_read(tmp_path):
     torch = pytest.importorskip("torch")
     save_file({"w": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
     state = {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": [0]}]}

@@ -235,7 +235,7 @@ def test_a_foreign_metadata_json_does_not_make_a_dcp_megatrons(tmp_path, zoo):
     assert identify(open_store(str(tmp_path / "x"))) == "dcp"
 
 
-def test_rank_files_of_no_known_system_are_joined(tmp_path, zoo):
+def test_rank_files_of_an_unknown_system_are_joined(tmp_path, zoo):
     actor = zoo / "verl_fsdp2_w2" / "global_step_4" / "actor"
     for rank in range(2):
         shutil.copy(actor / f"model_world_size_2_rank_{rank}.pt", tmp_path / f"weights_rank{rank}.pt")
@@ -244,7 +244,7 @@ def test_rank_files_of_no_known_system_are_joined(tmp_path, zoo):
     assert source.catalog.by_role(Role.MODEL)["model.embed_tokens.weight"].shape == (128, 32)
 
 
-def test_rank_files_beside_a_metadata_pkl_are_joined(tmp_path, zoo):
+def test_rank_files_next_to_a_metadata_pkl_are_joined(tmp_path, zoo):
     actor = zoo / "verl_fsdp2_w2" / "global_step_4" / "actor"
     for rank in range(2):
         shutil.copy(actor / f"model_world_size_2_rank_{rank}.pt", tmp_path / f"model_{rank}.pt")
@@ -264,7 +264,7 @@ def test_plain_shards_without_a_position_are_refused(tmp_path, name):
         open_source(str(tmp_path))
 
 
-def test_a_model_beside_steps_wins_over_none_of_them(tmp_path):
+def test_a_model_next_to_steps_wins_over_none_of_them(tmp_path):
     save_file({"w": np.zeros(2, np.float32)}, tmp_path / "model.safetensors")
     (tmp_path / "checkpoint-1").mkdir()
     assert open_source(str(tmp_path)).url == str(tmp_path)

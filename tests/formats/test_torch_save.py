@@ -86,7 +86,7 @@ def test_two_models_keep_their_whole_names(tmp_path: Path) -> None:
     assert {"generator.a.weight", "critic.a.weight"} <= catalog.by_role(Role.MODEL).keys()
 
 
-def test_a_second_copy_beside_the_model_is_not_a_model(tmp_path: Path) -> None:
+def test_a_second_copy_next_to_the_model_is_not_a_model(tmp_path: Path) -> None:
     catalog = open_catalog(save(tmp_path, {"model": weights(), "ema": weights()}))
     assert catalog.by_role(Role.MODEL).keys() == {"a.weight", "a.bias", "empty"}
     assert "ema.a.weight" in catalog.by_role(Role.OTHER)
@@ -171,7 +171,7 @@ def test_a_class_of_plain_numbers_under_its_old_name_is_read(tmp_path: Path) -> 
     assert open_file(store, "x.pt").by_role(Role.MODEL).keys() == weights().keys()
 
 
-def test_framework_settings_beside_the_weights_are_accepted(tmp_path: Path, monkeypatch: Any) -> None:
+def test_framework_settings_next_to_the_weights_are_accepted(tmp_path: Path, monkeypatch: Any) -> None:
     """Hyper-parameters of Lightning and Hydra: classes that hold plain values, nodes that know their parent."""
     for name in ("omegaconf", "omegaconf.dictconfig", "omegaconf.nodes"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
@@ -248,7 +248,7 @@ def test_a_missing_numbered_file_is_named_even_without_an_index(shards: Path) ->
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', "[" * 100_000])
-def test_an_index_that_is_none_is_refused(shards: Path, text: str) -> None:
+def test_an_invalid_index_is_refused(shards: Path, text: str) -> None:
     (shards / "pytorch_model.bin.index.json").write_text(text)
     with pytest.raises(CorruptCheckpointError, match="not JSON"):
         open_catalog(LocalStore(shards))
@@ -269,7 +269,7 @@ def test_anything_but_a_torch_file_is_refused(tmp_path: Path, data: bytes) -> No
         open_catalog(LocalStore(tmp_path))
 
 
-def test_a_refused_class_beside_the_weights_names_the_way_to_read_them(tmp_path: Path) -> None:
+def test_the_error_for_a_class_next_to_the_weights_says_how_to_read_them(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     module = types.ModuleType("trainers_own")
     module.Setting = type("Setting", (), {"__module__": "trainers_own"})  # type: ignore[attr-defined]

@@ -156,7 +156,7 @@ def test_clipping_raises_on_request_and_leaves_the_gradients():
 
 
 @pytest.mark.parametrize("norm_type", [0, -math.inf, 0.5, math.nan, "max"])
-def test_an_optimizer_refuses_a_norm_that_is_none_when_it_is_made(norm_type):
+def test_an_optimizer_refuses_an_invalid_norm_when_it_is_made(norm_type):
     with pytest.raises(UsageError, match="1 <= p <= inf"):
         MasterWeightOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))]), norm_type=norm_type)
 

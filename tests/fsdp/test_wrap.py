@@ -193,7 +193,7 @@ def _second_way_in():
     return model.score(tokens).item() == pytest.approx(plain.score(tokens).item(), abs=1e-6)
 
 
-def test_methods_besides_forward_see_gathered_weights(ranks):
+def test_methods_other_than_forward_see_gathered_weights(ranks):
     assert ranks.run(_second_way_in, 2) == [True, True]
 
 
@@ -225,7 +225,7 @@ def _way_into_blocks():
     return torch.allclose(found, expected, atol=1e-6)
 
 
-def test_methods_of_blocks_besides_forward_see_gathered_weights(ranks):
+def test_methods_of_blocks_other_than_forward_see_gathered_weights(ranks):
     assert ranks.run(_way_into_blocks, 2) == [True, True]
 
 

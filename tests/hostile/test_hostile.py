@@ -52,7 +52,7 @@ def test_code_in_a_file_of_a_checkpoint_is_not_run(name: str, place: Place) -> N
 
 
 @pytest.mark.parametrize("name", payloads.IGNORED)
-def test_code_beside_a_checkpoint_is_left_alone(name: str, place: Place) -> None:
+def test_code_next_to_a_checkpoint_is_left_alone(name: str, place: Place) -> None:
     payloads.IGNORED[name](place)
     assert _run(place, QUICK)["convert hf"] == 0
 

@@ -499,7 +499,7 @@ def test_to_dcp_and_back_is_the_same_model_with_its_config(tmp_path: Path, zoo: 
     assert (tmp_path / "hf" / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
 
 
-def test_a_config_beside_a_plain_dcp_chooses_the_map(tmp_path: Path, zoo: Path) -> None:
+def test_a_config_next_to_a_plain_dcp_chooses_the_map(tmp_path: Path, zoo: Path) -> None:
     moe = zoo / "hf_ref_qwen3moe"
     convert(str(moe), str(tmp_path / "live"), to="dcp", key_map="inverse:hf5-experts")
     assert any(name.endswith(".experts.gate_up_proj") for name in names_of(tmp_path / "live"))

@@ -82,7 +82,7 @@ def test_a_file_that_is_missing_is_named(zoo: Path, tmp_path: Path, name: str) -
 
 
 @pytest.mark.parametrize("name", EMPTY)
-def test_an_empty_file_beside_the_tensors_is_named(zoo: Path, tmp_path: Path, name: str) -> None:
+def test_an_empty_file_next_to_the_tensors_is_named(zoo: Path, tmp_path: Path, name: str) -> None:
     copy = _copy(zoo / name, tmp_path / Path(name).name)
     (file,) = copy.glob(EMPTY[name])
     file.write_bytes(b"")
@@ -95,7 +95,7 @@ def test_a_megatron_save_without_its_last_file_is_not_ok(zoo: Path, tmp_path: Pa
     assert "Megatron writes it last" in _found(copy)
 
 
-def test_a_file_beside_the_tensors_that_lost_its_tail_is_named(zoo: Path, tmp_path: Path) -> None:
+def test_a_truncated_file_next_to_the_tensors_is_named(zoo: Path, tmp_path: Path) -> None:
     copy = _copy(zoo / "accelerate_fsdp2_sharded_llama_tied_w2" / "checkpoint", tmp_path / "checkpoint")
     file = copy / "random_states_1.pkl"
     file.write_bytes(file.read_bytes()[:-100])

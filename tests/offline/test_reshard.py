@@ -142,7 +142,7 @@ def test_a_manager_of_the_parent_resumes_from_the_copy(ranks: Any, runs: Any, tm
     assert ranks.run(reshard_jobs.resume, 1, str(tmp_path / "run")) == [(2, numbers)]
 
 
-def test_a_copy_beside_its_source_is_the_same_moment_of_the_run(ranks: Any, tmp_path: Path) -> None:
+def test_a_copy_next_to_its_source_is_the_same_moment_of_the_run(ranks: Any, tmp_path: Path) -> None:
     from ckptkit.checkpoint.run.inventory import list_checkpoints
     from ckptkit.storage.open import open_store
 

@@ -54,7 +54,7 @@ def test_nothing_is_published_from_a_source_replaced_while_it_is_read(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
 
 
-def test_new_files_beside_the_source_do_not_matter(
+def test_new_files_next_to_the_source_do_not_matter(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     while_copying(monkeypatch, lambda: (source / "train.log").write_text("step 5"))

@@ -343,7 +343,7 @@ def test_only_one_rank_lists_the_run(ranks: Any, counted: tuple[Proxy, Options],
     assert len(files) == len(set(files)) == 6
 
 
-def test_small_tensors_beside_a_huge_one_make_no_extra_requests(counted: tuple[Proxy, Options], url: str) -> None:
+def test_small_tensors_next_to_a_huge_one_make_no_extra_requests(counted: tuple[Proxy, Options], url: str) -> None:
     proxy, options = counted
     state = TrainState(extra={"huge": torch.zeros(9 << 20)})  # 36 MiB; the states of random numbers are a few KB
     with CheckpointManager(url, storage_options=options) as manager:

@@ -165,7 +165,7 @@ class Seen(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full", "local"])
-def test_a_buffer_beside_its_conjugate_comes_back_and_another_value_is_refused(tmp_path: Path, kind: str) -> None:
+def test_a_buffer_and_its_conjugate_come_back_and_another_value_is_refused(tmp_path: Path, kind: str) -> None:
     model, live = Seen(), Seen()
     load(tmp_path, saved(tmp_path, model, kind), live)
     for name, buffer in model.named_buffers():

@@ -122,7 +122,7 @@ def test_what_differs_is_named_once(ranks: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "size"), [("sharded", 3), ("full", 1)])
-def test_another_number_of_ranks_gets_one_copy_and_is_told(ranks: Any, tmp_path: Path, kind: str, size: int) -> None:
+def test_another_number_of_ranks_gets_one_copy_and_a_note(ranks: Any, tmp_path: Path, kind: str, size: int) -> None:
     ranks.run(save, 2, str(tmp_path), kind)
     for rank, (found, notes, lines) in enumerate(ranks.run(load, size, str(tmp_path), "1")):
         assert found == values(1.0)

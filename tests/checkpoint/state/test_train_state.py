@@ -154,7 +154,7 @@ def test_a_learning_rate_that_is_a_tensor_is_captured() -> None:
     assert group["lr"]["$tensor"]["dtype"] == "float32"
 
 
-def test_state_that_is_no_tensor_and_state_of_no_parameter_are_captured() -> None:
+def test_state_that_is_no_tensor_or_belongs_to_no_parameter_is_captured() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[model[0].weight] = {"count": 3, "big": torch.zeros(8, 4)}

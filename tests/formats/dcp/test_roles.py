@@ -43,7 +43,7 @@ def test_models_that_share_names_keep_their_keys() -> None:
     assert roles(("actor", "w"), ("model", "w")) == [model("actor.w"), model("model.w")]
 
 
-def test_other_tensors_beside_a_model_are_not_weights() -> None:
+def test_other_tensors_next_to_a_model_are_not_weights() -> None:
     assert roles(("model", HF), ("ema", HF), ("step",), ("lr_scheduler", "x")) == [
         model(HF),
         *[EntryRole(Role.OTHER)] * 3,
@@ -85,7 +85,7 @@ def test_a_run_below_the_key_state_is_a_run() -> None:
     assert roles(*paths) == [model(HF), state(HF, "exp_avg")]
 
 
-def test_a_weight_called_state_beside_others_is_a_weight() -> None:
+def test_a_weight_called_state_among_others_is_a_weight() -> None:
     assert roles(("state.weight",), ("head.weight",)) == [model("state.weight"), model("head.weight")]
 
 
@@ -104,7 +104,7 @@ def test_keys_that_say_model_are_wrappers_one_in_another(wrapper: Path) -> None:
     assert [table.of(key) for key in paths] == [model("model.embed.weight"), model("head.weight")]
 
 
-def test_a_module_called_model_beside_others_is_a_part_of_the_name() -> None:
+def test_a_module_called_model_among_others_is_a_part_of_the_name() -> None:
     paths = {"a": ("model", "model", "embed"), "b": ("model", "head")}
     table = RoleTable(paths, paths)
     assert [table.of(key) for key in paths] == [model("model.embed"), model("head")]

@@ -169,7 +169,7 @@ def test_tensor_parallel_checkpoints_are_refused_with_advice(tmp_path):
         open_source(str(folder))
 
 
-def test_a_trainers_checkpoint_carries_the_config_beside_the_tag(tmp_path):
+def test_a_trainers_checkpoint_has_the_config_next_to_the_tag(tmp_path):
     folder = tmp_path / "checkpoint-2"
     shutil.copytree(FIXTURES / "zero1_frozen_w2" / "ckpt", folder)
     (folder / "config.json").write_text('{"tie_word_embeddings": false}')

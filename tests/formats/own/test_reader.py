@@ -82,7 +82,7 @@ def test_a_slice_past_the_end_of_its_file_is_refused_before_its_tensor_is_made(t
         open_catalog(commit(tmp_path, nbytes=8))
 
 
-def test_the_objects_beside_the_manifest_are_entries(tmp_path):
+def test_the_objects_next_to_the_manifest_are_entries(tmp_path):
     found = open_catalog(commit(tmp_path)).objects
     assert found["step"].value == 12
     assert found["rng.0"].value == {"$tuple": [1, 2]}
@@ -151,7 +151,7 @@ def test_objects_of_another_form_are_refused(tmp_path, objects):
         open_catalog(commit(tmp_path, objects=objects))
 
 
-def test_a_manifest_without_metadata_beside_it_is_not_used(tmp_path):
+def test_a_manifest_without_metadata_next_to_it_is_not_used(tmp_path):
     (tmp_path / "manifest.safetensors").write_bytes(Manifest.of(catalog()).to_bytes())
     assert open_manifest(LocalStore(tmp_path)) is None
 

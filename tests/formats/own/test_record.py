@@ -212,7 +212,7 @@ def test_a_record_that_is_a_link_or_too_large_is_not_read(tmp_path: Path, monkey
         find_record(store, "real")
 
 
-def test_the_data_lie_beside_the_record_or_in_the_folder_of_the_save(tmp_path: Path) -> None:
+def test_the_data_lie_next_to_the_record_or_in_the_folder_of_the_save(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     assert data_store(store, FULL).url == f"{store.url}/0123456789abcdef"
     assert data_store(store, dataclasses.replace(FULL, data="")) is store

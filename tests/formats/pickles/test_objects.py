@@ -78,7 +78,7 @@ def test_a_foreign_class_is_refused_by_name(tmp_path: Path) -> None:
         read_object(*entry_of(tmp_path, Foreign()))
 
 
-def test_a_foreign_class_is_an_inert_record_where_asked_for(tmp_path: Path) -> None:
+def test_a_foreign_class_is_an_inert_record_on_request(tmp_path: Path) -> None:
     found = read_object(*entry_of(tmp_path, Foreign()), allow_pickle=True)
     assert found == Inert("tests.formats.pickles.test_objects.Foreign", (), {"x": [1]}, [], known=False)
 

@@ -175,7 +175,7 @@ def test_only_allowed_globals_are_called(callee: bytes) -> None:
             loads(P + callee + call, file="f")
 
 
-def test_unknown_globals_become_records_only_where_asked_for() -> None:
+def test_unknown_globals_become_records_only_on_request() -> None:
     data = P + stack_global("posix", "mkdir") + ARGS + b"R."
     found = loads(data, file="f", unknown="record")
     assert isinstance(found, UnknownGlobal)

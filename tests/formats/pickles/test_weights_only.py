@@ -88,7 +88,7 @@ def test_plain_data_is_read_as_it_was(make: Callable[[], Any]) -> None:
 
 
 @pytest.mark.parametrize("make", [make for _, make in CODE], ids=[name for name, _ in CODE])
-def test_what_needs_code_of_its_own_is_refused_by_the_name_of_that_code(make: Callable[[], Any]) -> None:
+def test_an_object_that_needs_its_own_code_is_refused_by_the_name_of_that_code(make: Callable[[], Any]) -> None:
     with pytest.raises(UnsafePickleError, match=r"asks for '.*interop_cases\..*none of it was run.*add_safe_globals"):
         parse_object(saved({"of": [deque([make()])]}), file="f")
 

@@ -348,7 +348,7 @@ def test_a_trained_model_is_merged_into_what_peft_saves(tmp_path: Path, kind: st
     same_bits(bits_of(tmp_path / "out" / "model.safetensors"), wanted)
 
 
-def test_a_tied_head_with_an_adapter_of_its_own_is_said_and_may_be_kept_apart(tmp_path: Path) -> None:
+def test_a_tied_head_with_its_own_adapter_is_named_and_may_be_untied(tmp_path: Path) -> None:
     config = {"r": 4, "lora_alpha": 6, "target_modules": ["lm_head"]}
     together = run_of("llama", tmp_path, config)["model.embed_tokens.weight"]
     of = {"base": str(tmp_path / "base"), "merge_adapter": True, "adapter_config": config}

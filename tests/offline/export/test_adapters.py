@@ -207,7 +207,7 @@ def test_trained_tokens_keep_their_name_in_an_adapter() -> None:
     assert "e.weight" in split.base
 
 
-def test_modules_trained_whole_are_saved_beside_the_factors() -> None:
+def test_modules_trained_whole_are_saved_with_the_factors() -> None:
     more = {"head__original_module__weight": (3, 4), "head__modules_to_save__default__weight": (3, 4)}
     split = split_adapter(lora(**more))
     assert split is not None
@@ -278,7 +278,7 @@ def test_an_adapter_of_another_kind_is_refused_and_not_taken_for_a_model(state: 
         plan_export(store, safetensors.open_catalog(store))
 
 
-def test_the_base_under_an_adapter_of_another_kind_is_exported_where_asked_for(tmp_path: Path) -> None:
+def test_the_base_under_an_adapter_of_another_kind_is_exported_on_request(tmp_path: Path) -> None:
     module = "base_model.model.layers.0.q_proj"
     names = (f"{module}.base_layer.weight", f"{module}.ia3_l.default")
     save_file({name: np.zeros((6, 4), np.float32) for name in names}, tmp_path / "model.safetensors")

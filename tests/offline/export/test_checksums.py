@@ -32,7 +32,7 @@ def _found(export: Path, name: str) -> list[str]:
         return [str(error)]
 
 
-def test_every_file_of_an_export_has_its_sha256_where_asked(export: Path) -> None:
+def test_every_file_of_an_export_has_its_sha256_on_request(export: Path) -> None:
     lines = (export / SUMS_NAME).read_text().splitlines()
     files = sorted(str(path.relative_to(export)) for path in export.rglob("*") if path.is_file())
     assert lines == [
@@ -111,7 +111,7 @@ def test_a_list_that_lost_its_last_lines_is_found(export: Path) -> None:
     "line",
     ["no sum at all", f"{'0' * 64}  ../outside", f"{'0' * 64}  /etc/hostname", f"{'0' * 63}  config.json", "\x1b[2J"],
 )
-def test_a_list_that_is_none_is_a_problem_of_its_own(export: Path, line: str) -> None:
+def test_an_invalid_list_is_a_problem_of_its_own(export: Path, line: str) -> None:
     with (export / SUMS_NAME).open("a") as file:
         file.write(line + "\n")
     problems = verify(str(export)).problems

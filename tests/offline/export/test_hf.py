@@ -101,7 +101,7 @@ def test_stacked_experts_become_what_the_base_has_bit_for_bit(zoo: Path) -> None
     assert len(found) == 45
 
 
-def test_experts_without_a_base_stay_stacked_and_that_is_said(zoo: Path) -> None:
+def test_experts_without_a_base_stay_stacked_and_a_note_says_so(zoo: Path) -> None:
     store = open_store(str(zoo / "accelerate_fsdp2_sharded_qwen3moe_w2" / "checkpoint" / "pytorch_model_fsdp_0"))
     export = plan_export(store, dcp.open_catalog(store))
     assert any("stacked experts were kept" in note for note in export.notes)
@@ -347,7 +347,7 @@ def test_masters_that_are_not_there_are_not_made_up(tmp_path: Path) -> None:
         plan(tmp_path, weights="master")
 
 
-def test_why_masters_could_not_be_read_is_said(tmp_path: Path) -> None:
+def test_a_note_says_why_masters_could_not_be_read(tmp_path: Path) -> None:
     write(tmp_path, ones("a"))
     store = open_store(str(tmp_path))
     info = CatalogInfo("lightrft", notes=("the optimizer was skipped: whose the masters are is not recorded",))
@@ -520,7 +520,7 @@ def test_the_card_escapes_what_markdown_would_obey() -> None:
     assert "\\[a\\]\\(b\\)" in text
 
 
-def test_a_repo_that_is_none_does_not_reach_the_front_matter() -> None:
+def test_an_invalid_repo_does_not_reach_the_front_matter() -> None:
     assert "base_model" not in card(base_repo="a/b\nlicense: mit")
     assert 'base_model:\n- "org/name"' in card(base_repo="org/name")
 

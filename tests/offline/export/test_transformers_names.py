@@ -88,7 +88,7 @@ def test_these_families_need_no_transformers(kind, settings, tmp_path, monkeypat
     assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
 
 
-def test_fuyus_config_beside_the_run_tells_its_names(tmp_path, monkeypatch):
+def test_fuyus_config_next_to_the_run_tells_its_names(tmp_path, monkeypatch):
     expected = trained("FuyuForCausalLM", {**SMALL, "text_config": {**SMALL, "model_type": "persimmon"}}, tmp_path)
     monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)
     shutil.copy(tmp_path / "base" / "config.json", tmp_path / "run")
