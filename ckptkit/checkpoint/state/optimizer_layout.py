@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["PLAIN", "SHARD", "Held", "cuts", "has_plain", "held_nested", "layouts", "new_held", "placed", "shard_names"]
 
 Held = str | list[str]
-"""How a state is held: SHARD, PLAIN, or the placements of a DTensor as in the manifest, one text a mesh dimension."""
+"""How a state is held: SHARD, PLAIN, or the placements of a DTensor as in the manifest, one text per mesh dimension."""
 
 SHARD = "shard"  # a plain tensor, stored as the part that the parameter's placement gives it
 PLAIN = "plain"  # a plain tensor, which each rank has all of

@@ -259,7 +259,7 @@ MESHES = "meshes"
 """Key of `info.extra`: [{"shape": [...], "names": [...], "ranks": [...]}, ...]; "ranks" row-major, absent where they
 count from 0."""
 PLACEMENTS = "placements"
-"""Key of `info.extra`: {tensor name: [mesh index, ["S(0)", "R", "SS(0,2)", ...]]}, one text a mesh dimension: Shard,
+"""Key of `info.extra`: {tensor name: [mesh index, ["S(0)", "R", "SS(0,2)", ...]]}, one text per mesh dimension: Shard,
 Replicate, _StridedShard with its split factor."""
 _ROLES = tuple(Role)
 _SLICE_DIGEST = f"slice.{DIGEST}"
