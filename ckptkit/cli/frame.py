@@ -19,7 +19,7 @@ import click
 from ckptkit.cli.options import grouped
 from ckptkit.errors import CkptkitError, CorruptCheckpointError, UsageError
 from ckptkit.redact import keep_secret, printable, without_known_secrets, without_secrets
-from ckptkit.storage.retry import patient
+from ckptkit.storage.retry import patient, words_of
 
 __all__ = [
     "command_frame",
@@ -93,7 +93,7 @@ def _message(error: Exception) -> str:
         return f"Error: {text}"
     if isinstance(error, OSError):
         place = f"{error.filename}: " if error.filename else ""
-        return f"Error: {place}{error.strerror or error}."
+        return f"Error: {place}{error.strerror or words_of(error)}."
     return f"Error: {type(error).__name__}: {error}. This is a bug in ckptkit; --debug shows where it happened."
 
 

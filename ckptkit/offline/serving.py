@@ -50,7 +50,9 @@ def serving(files: Mapping[str, bytes], names: Collection[str], where: str, *, c
     if "adapter_config.json" in files:
         return _adapter(_json(files["adapter_config.json"]), names, where)
     config = _json(files.get("config.json", b""))
-    if not _generates(config) or not (compared or any(name in names for name in _EMBEDDINGS)):
+    encoder = any(name.endswith("embeddings.word_embeddings.weight") for name in names)  # BERT and models like it
+    known = compared or any(name in names for name in _EMBEDDINGS)
+    if encoder or not known or not _generates(config):
         return ""
     if not any(fnmatch.fnmatchcase(name, pattern) for name in files for pattern in _TOKENIZERS):
         return f"vLLM also needs the tokenizer's files in {where}: the source has none"

@@ -16,6 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from ckptkit import CheckpointManager, convert, open_checkpoint, verify
+from ckptkit.cli.frame import _message
 from ckptkit.cli.main import cli, main
 from ckptkit.errors import UsageError
 from ckptkit.formats.detect import open_source
@@ -312,3 +313,8 @@ def test_an_interrupted_conversion_exits_with_130_and_leaves_nothing(
     result = run("convert", zoo / DCP, tmp_path / "out")
     assert result.exit_code == 130
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("error", [OSError(None), OSError(5, None), OSError(5, "")])
+def test_an_error_of_the_system_without_a_message_gets_one(error: OSError) -> None:
+    assert _message(error) == "Error: OSError without a message."

@@ -41,3 +41,9 @@ def test_what_people_write_matches(text: str, name: str) -> None:
 def test_a_malformed_regex_is_an_error_that_says_so(text: str) -> None:
     with pytest.raises(UsageError, match=r"malformed|refused"):
         compile_regex(text)
+
+
+def test_a_name_is_one_component_and_a_star_any_text() -> None:
+    assert NamePattern("a.{n}.c").match("a.b.c") == {"n": "b"}
+    assert NamePattern("a.{n}.c").match("a.b.b.c") is None
+    assert NamePattern("a.{n:*}.c").match("a.b.b.c") == {"n": "b.b"}

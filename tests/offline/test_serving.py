@@ -30,6 +30,10 @@ LINES = {
         (LLAMA, {"odd"}, "tokenizer.json", True, "model"),
         ({"architectures": ["GPT2LMHeadModel"]}, {"transformer.wte.weight"}, "vocab.json", False, "model"),
         ({"architectures": ["BertForMaskedLM"]}, NAMES, "tokenizer.json", True, ""),
+        *(
+            ({"architectures": [kind]}, {f"{name}.embeddings.word_embeddings.weight"}, "tokenizer.json", True, "")
+            for kind, name in (("BertLMHeadModel", "bert"), ("RobertaForCausalLM", "roberta"))
+        ),
         ({"architectures": ["LlamaForSequenceClassification"]}, NAMES, "tokenizer.json", True, ""),
         (
             {"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
