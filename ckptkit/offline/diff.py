@@ -19,7 +19,7 @@ from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import ObjectEntry, Role, TensorEntry
 from ckptkit.catalog.targets import Target
 from ckptkit.digests import proves_equality
-from ckptkit.errors import UsageError, command_line
+from ckptkit.errors import IncompleteCheckpointError, UsageError, command_line
 from ckptkit.formats.detect import Source
 from ckptkit.formats.pickles.objects import Inert, TensorValue, read_object
 from ckptkit.gc_pause import collector_paused
@@ -30,6 +30,7 @@ from ckptkit.offline.copying.runs import prepare
 from ckptkit.offline.copying.sources import SourceReader
 from ckptkit.offline.reading import open_pinned, reads_checkpoints, records_of
 from ckptkit.offline.report import plain
+from ckptkit.offline.verify import file_problems
 from ckptkit.storage.store import ReadInto
 from ckptkit.units import parse_size
 
@@ -189,6 +190,9 @@ def diff(
     Args:
         include: Globs of names; empty for all.
         exclude: Globs of names to skip.
+
+    Raises:
+        IncompleteCheckpointError: A file is missing or has another size than recorded.
     """
     names = NameFilter(globs("include", include), globs("exclude", exclude))
     urls = (location("a", a), location("b", b))
@@ -234,6 +238,9 @@ class _Side:
     @collector_paused()
     def open(cls, url: str, max_memory: str | int, storage_options: Mapping[str, Any] | None) -> _Side:
         source = open_pinned(url, storage_options=storage_options)
+        committed = "digests" in source.catalog.info.extra  # a missing file of others is noticed when it is read
+        for problem in file_problems(source.store, source.catalog) if committed else ():
+            raise IncompleteCheckpointError(f"{problem.message} To list all problems: {command_line('verify', url)}")
         opaque = source.catalog.opaque()
         readable = [entry for name, entry in source.catalog.tensors.items() if name not in opaque]
         targets = [Target.of(entry) for entry in readable if (n := entry.nbytes) > _SMALL or _piece(entry, n) is None]

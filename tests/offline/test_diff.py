@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from ckptkit import CheckpointManager, TrainState
-from ckptkit.errors import UsageError
+from ckptkit.errors import IncompleteCheckpointError, UsageError
 from ckptkit.offline import diff as module
 from ckptkit.offline.diff import DiffReport, diff
 
@@ -224,6 +224,20 @@ def test_one_state_is_equal_in_each_type_of_checkpoint(tmp_path: Path, kind: str
     urls = [f"{tmp_path}/{name}/step_00000001" for name in ("sharded", kind)]
     assert diff(*urls).equal
     assert diff(*reversed(urls)).equal
+
+
+@pytest.mark.parametrize("truncated", [False, True])
+def test_a_checkpoint_that_lacks_a_file_is_not_equal_by_its_digests(tmp_path: Path, truncated: bool) -> None:
+    for name in ("a", "b"):
+        with CheckpointManager(tmp_path / name) as manager:
+            manager.save(1, tied())
+    data = tmp_path / "b/step_00000001/__0_0.distcp"
+    if truncated:
+        os.truncate(data, data.stat().st_size - 1)
+    else:
+        data.unlink()
+    with pytest.raises(IncompleteCheckpointError, match=r"__0_0\.distcp"):
+        diff(f"{tmp_path}/a/step_00000001", f"{tmp_path}/b/step_00000001")
 
 
 def test_a_head_of_its_own_differs_from_a_tied_one(tmp_path: Path) -> None:
