@@ -105,7 +105,7 @@ def _refused(folder):
     model = fabric.setup(model)
     out = model(models.batch(0))
     for state in (None, {}, {"step": 1}):
-        with pytest.raises(UsageError, match="must be given"):
+        with pytest.raises(UsageError, match="pass the module to fill"):
             fabric.load(folder, state)
     return model.layers[0].up.weight.dtype, model.layers[0]._get_fsdp_state()._mp_policy.param_dtype, out.dtype
 
