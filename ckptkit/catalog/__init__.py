@@ -1,1 +1,1 @@
-"""Describes which tensors exist and where their parts are. No I/O, no torch, no fsspec."""
+"""Describes the tensors of a checkpoint and where their parts are stored. No I/O, no torch, no fsspec."""

@@ -1,4 +1,4 @@
-"""Boxes (rectangular parts of a tensor), and flat element ranges as boxes. Counts elements, never bytes."""
+"""Computes with boxes (rectangular parts of a tensor) and flat element ranges. Counts elements, never bytes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Box:
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """The first index after the box in each dimension."""
+        """The first index after the box, per dimension."""
         return tuple(o + s for o, s in zip(self.offsets, self.sizes, strict=True))
 
     def within(self, shape: tuple[int, ...]) -> bool:
@@ -51,7 +51,7 @@ class Box:
         )
 
     def intersect(self, other: Box) -> Box | None:
-        """Return the part that both boxes share; None if it is empty."""
+        """Return the part that both boxes share, or None if they share no element."""
         offsets = tuple(map(max, self.offsets, other.offsets))
         spans = zip(self.offsets, self.sizes, other.offsets, other.sizes, offsets, strict=True)
         sizes = tuple([min(a + m, b + n) - o for a, m, b, n, o in spans])
@@ -62,10 +62,10 @@ class Box:
         return Box(tuple(map(operator.sub, self.offsets, outer.offsets)), self.sizes)
 
     def is_contiguous_in(self, shape: tuple[int, ...]) -> bool:
-        """Return whether the box is one run of elements in a row-major tensor of this shape."""
+        """Return whether the box is one contiguous run of elements in a row-major tensor of this shape."""
         if self.numel <= 1:
             return True
-        partial = False  # going outwards: outside of a partial dimension, all sizes must be 1
+        partial = False  # once an inner dimension is covered only partly, all outer sizes must be 1
         for size, extent in zip(reversed(self.sizes), reversed(shape), strict=True):
             if partial and size != 1:
                 return False
@@ -79,15 +79,14 @@ class Box:
     def tiles(self, max_numel: int) -> Iterator[Box]:
         """Split the box into tiles of at most `max_numel` elements, in row-major order.
 
-        Each tile is contiguous in a row-major tensor of the box's shape, so the tiles of a target are written
-        sequentially.
+        Each tile is contiguous in a row-major tensor of the box's shape, so a writer can write the tiles sequentially.
         """
         if self.numel == 0:
             return
         if self.numel <= max_numel or self.ndim == 0:
             yield self
             return
-        inner = 1  # elements below the dimension that is cut
+        inner = 1  # number of elements per index of the dimension that is split
         dim = self.ndim - 1
         while inner * self.sizes[dim] <= max_numel:
             inner *= self.sizes[dim]
@@ -114,9 +113,9 @@ def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def chunk_box(shape: tuple[int, ...], dim: int, parts: int, index: int) -> Box:
-    """Return part `index` of `parts` along `dim`, split like `torch.chunk`, as FSDP2 does.
+    """Return chunk `index` of `parts` chunks along `dim`, split like `torch.chunk`, as FSDP2 does.
 
-    Each part has ceil(n / parts) rows; the last ones are shorter or empty. An empty part starts at n.
+    Each chunk has ceil(n / parts) rows; the last chunks are shorter or empty. An empty chunk starts at n.
     """
     n = shape[dim]
     length = -(-n // parts)
@@ -127,10 +126,10 @@ def chunk_box(shape: tuple[int, ...], dim: int, parts: int, index: int) -> Box:
 
 
 def flat_range_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    """Return the row-major elements [start, stop) of a tensor as at most 2 * ndim - 1 boxes, in order.
+    """Return the flat elements [start, stop) of a row-major tensor as at most 2 * ndim - 1 boxes, in order.
 
-    Each box is contiguous in the tensor, so it is also contiguous in the flat range it came from.
-    Flat parameters (FSDP1) and ZeRO partitions are such ranges.
+    Each box is contiguous in the tensor and in the flat range. FSDP1's flat parameters and ZeRO's partitions are
+    flat ranges.
     """
     if start >= stop:
         return []

@@ -1,4 +1,4 @@
-"""Names, sizes and kinds of tensor dtypes, and the casts that an export may do. Needs no torch."""
+"""Defines tensor dtypes (name, size, kind) and the casts that an export may do. Needs no torch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ __all__ = ["DType", "DTYPES", "dtype", "from_safetensors", "export_dtype"]
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """A dtype by torch's name without the prefix.
+    """A tensor dtype.
 
     Attributes:
-        name: "bfloat16", "float8_e4m3fn", ...
-        itemsize: Bytes per element.
-        kind: "float", "float8" (or smaller; never cast), "int", "bool" or "complex".
-        safetensors: Its name in a safetensors header; None if the format does not have it.
-        bits: Bits per number, if less than a byte. The last dimension of a shape then counts bytes, as in torch; in a
-            safetensors header it counts numbers.
+        name: torch's name without the prefix: "bfloat16", "float8_e4m3fn", ...
+        itemsize: Bytes per element of a torch tensor.
+        kind: "float", "float8" (8 bits or fewer; never cast), "int", "bool" or "complex".
+        safetensors: The name in a safetensors header; None if the format lacks this dtype.
+        bits: Bits per number. If less than 8, the last dimension counts bytes in torch's shape and numbers in the
+            shape of a safetensors header.
     """
 
     name: str
@@ -30,34 +30,36 @@ class DType:
     bits: int = 8
 
     def in_bytes(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return torch's shape for the shape in a safetensors header.
+        """Convert the shape in a safetensors header to torch's shape.
 
         Raises:
-            UnsupportedFormatError: A row of numbers smaller than a byte does not end at a byte.
+            UnsupportedFormatError: The last dimension does not fill whole bytes.
         """
         if self.bits == 8:
             return tuple(shape)
         if not shape or shape[-1] * self.bits % 8:
             raise UnsupportedFormatError(
-                f"safetensors dtype {self.safetensors} of shape {list(shape)}: the last dimension does not end with a "
-                "whole byte, which safetensors does not load for torch either."
+                f"safetensors dtype {self.safetensors} of shape {list(shape)}: the last dimension does not fill whole "
+                "bytes. safetensors cannot load that into torch either."
             )
         return (*shape[:-1], shape[-1] * self.bits // 8)
 
     def in_numbers(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape in a safetensors header for torch's shape.
+        """Convert torch's shape to the shape in a safetensors header.
 
         Raises:
-            UnsupportedFormatError: A row does not end with a whole number.
+            UnsupportedFormatError: The bytes of the last dimension do not hold a whole number of values.
         """
         if self.bits == 8:
             return tuple(shape)
         if not shape or shape[-1] * 8 % self.bits:
-            raise UnsupportedFormatError(f"{self.name} of shape {list(shape)} does not end with a whole number.")
+            raise UnsupportedFormatError(
+                f"{self.name} of shape {list(shape)}: the last dimension does not hold whole {self.bits}-bit numbers."
+            )
         return (*shape[:-1], shape[-1] * 8 // self.bits)
 
 
-# The safetensors names are from its Dtype enum, version 0.8 (safetensors/src/tensor.rs).
+# The safetensors names come from its Dtype enum, version 0.8 (safetensors/src/tensor.rs).
 DTYPES: dict[str, DType] = {
     d.name: d
     for d in (
@@ -71,7 +73,7 @@ DTYPES: dict[str, DType] = {
         DType("float8_e4m3fnuz", 1, "float8", "F8_E4M3FNUZ"),
         DType("float8_e5m2fnuz", 1, "float8", "F8_E5M2FNUZ"),
         DType("float4_e2m1fn_x2", 1, "float8", "F4", 4),
-        DType("float6_e2m3fn_bytes", 1, "float8", "F6_E2M3", 6),  # torch has none: four numbers are three elements
+        DType("float6_e2m3fn_bytes", 1, "float8", "F6_E2M3", 6),  # our name, torch has none; 4 numbers fill 3 bytes
         DType("float6_e3m2fn_bytes", 1, "float8", "F6_E3M2", 6),
         DType("int64", 8, "int", "I64"),
         DType("int32", 4, "int", "I32"),
@@ -93,7 +95,7 @@ _ALIASES = {"half": "float16", "float": "float32", "double": "float64", "bf16": 
 
 
 def dtype(name: str) -> DType:
-    """Return the dtype that torch calls `name`, with or without "torch.", aliases included.
+    """Return the dtype with torch's name `name`. The prefix "torch." is optional, and aliases such as "bf16" work.
 
     Raises:
         UnsupportedFormatError: The dtype is unknown.
@@ -120,9 +122,9 @@ def from_safetensors(name: str) -> DType:
 
 
 def export_dtype(source: str, wanted: str) -> str:
-    """Return the dtype of a tensor in an export with the dtype `wanted`. Only plain floats are cast.
+    """Return the dtype that a tensor gets in an export to `wanted`. Only plain floats are cast.
 
-    Integers, bools, complex and 8-bit floats keep their dtype: a cast would change their meaning.
+    Integers, bools, complex numbers and 8-bit floats keep their dtype, because a cast would change their meaning.
 
     Args:
         source: The tensor's own dtype.

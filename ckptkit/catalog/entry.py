@@ -1,7 +1,7 @@
-"""Describes the contents of a checkpoint: tensors as slices at byte ranges, objects, and their origin.
+"""Describes the contents of a checkpoint: tensors as slices at byte ranges, other objects, and the origin.
 
-Readers of all formats return a `Catalog`; everything offline starts from one. Slices are stored as columns of numbers,
-because there may be a million; `TensorSlice` is a view of one row.
+The readers of all formats return a `Catalog`, and all offline commands work on one. Slices are stored as columns of
+numbers, because there may be a million; a `TensorSlice` is a view of one row.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
     "same_by_record",
 ]
 
-_FEW_SLICES = 2048  # up to this many slices that form no grid are compared in pairs
+_FEW_SLICES = 2048  # up to this many slices are compared in pairs if they form no grid
 _ROWS_BY_HAND = 128
 _MOST_CORNERS = 1 << 28
 Int64 = npt.NDArray[np.int64]
@@ -54,10 +54,10 @@ class Role(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """A digest of the bytes [start, start + nbytes) of a slice's file (or of its decoded record).
+    """A digest of the bytes [start, start + nbytes) of a slice's file, or of its decoded record.
 
-    The range may be larger than the slice: a zip record's CRC-32 covers a whole storage, and the slice may be a part
-    of it.
+    The range may be larger than the slice. For example, the CRC-32 of a zip record covers a whole storage, and the
+    slice may be a part of that storage.
     """
 
     algorithm: str  # one of `digests.NAMES`
@@ -68,9 +68,9 @@ class Digest:
 
 @dataclass(frozen=True, slots=True)
 class Codec:
-    """The encoding of the record that contains a slice: bytes [start, start + nbytes) of the file.
+    """The encoding of the record that contains a slice. The record is the bytes [start, start + nbytes) of the file.
 
-    `TensorSlice.start` then counts from the first byte of the decoded record.
+    With a codec, `TensorSlice.start` counts from the first byte of the decoded record.
     """
 
     name: str  # "zstd"
@@ -80,13 +80,13 @@ class Codec:
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """A box of a tensor, and the bytes that contain it.
+    """A box of a tensor and its bytes in a file.
 
     Attributes:
         box: The part of the tensor.
         path: The file, relative to the store of the checkpoint.
-        start: Byte offset of the element at `box.offsets`.
-        nbytes: Bytes from the first to the end of the last element: numel * itemsize if contiguous.
+        start: Byte offset of the first element of the box.
+        nbytes: Bytes from the start of the first element to the end of the last: numel * itemsize if contiguous.
         strides: In elements; None if the box is stored row-major.
         digest: The recorded digest; None if there is none.
         codec: Set if the bytes are compressed, or signs must be flipped.
@@ -107,20 +107,20 @@ class SliceArray(Sequence[TensorSlice]):
     """The slices of one tensor as columns; `self[i]` is a view of row i.
 
     Attributes:
-        paths: A table of file names, shared by all tensors of a catalog.
+        paths: A table of file names, which the tensors of a catalog may share.
         files: [n] index into `paths`.
         starts, nbytes: [n] bytes.
         offsets, sizes: [n, ndim] elements.
-        ranks: [n] rank that wrote the slice, -1 if unknown.
+        ranks: [n] rank that wrote the slice, -1 if unknown. None if all are unknown.
         algorithm: The digest algorithm of all rows; None if there are no digests.
         digests: [n] digest values; None if there are none.
-        digest_starts, digest_nbytes: [n] the bytes each digest covers, 0 for a row without one; None if
-            they are the slice's own.
-        strides, codecs: By row, only for rows that have one.
+        digest_starts, digest_nbytes: [n] the byte range that each digest covers; `digest_nbytes` is 0 for a row
+            without a digest. None if each digest covers exactly its slice.
+        strides, codecs: By row; only rows that have one.
     """
 
     opaque: str = ""
-    """Why the tensor's bytes cannot be located, as the rest of a sentence about it; "" if they can."""
+    """Why the tensor's bytes cannot be located, as a predicate ("is a quantized tensor"). "" if they can."""
 
     __slots__ = (
         "algorithm",
@@ -171,7 +171,7 @@ class SliceArray(Sequence[TensorSlice]):
 
     @classmethod
     def of(cls, slices: Sequence[TensorSlice], ndim: int) -> SliceArray:
-        """Return the columns of these slices. Either all have digests of one algorithm, or none has a digest."""
+        """Return these slices as columns. Digests (of one algorithm) are kept only if every slice has one."""
         n = len(slices)
         paths = list(dict.fromkeys(s.path for s in slices))
         index = {path: i for i, path in enumerate(paths)}
@@ -195,7 +195,7 @@ class SliceArray(Sequence[TensorSlice]):
         )
 
     def under(self, paths: Sequence[str]) -> SliceArray:
-        """Return the same slices with renamed files: `paths` are the new names, in the order of `self.paths`."""
+        """Return the same slices in renamed files. `paths` are the new names, in the order of `self.paths`."""
         return SliceArray(
             paths,
             self.files,
@@ -220,7 +220,7 @@ class SliceArray(Sequence[TensorSlice]):
         return self.paths[int(self.files[row])], int(self.starts[row]), int(self.nbytes[row])
 
     def records(self) -> list[tuple[str, int, int]]:
-        """Return (path, start, nbytes) of each stored slice, readable or not."""
+        """Return (path, start, nbytes) of each stored slice, even if the tensor is opaque."""
         files = [self.paths[file] for file in self.files.tolist()]
         return list(zip(files, self.starts.tolist(), self.nbytes.tolist(), strict=True))
 
@@ -251,12 +251,12 @@ class SliceArray(Sequence[TensorSlice]):
         return (self[i] for i in range(len(self)))
 
     def distinct(self) -> Int64:
-        """Return the rows of distinct non-empty boxes, ascending; the first of each set of replicas."""
+        """Return the rows of the distinct non-empty boxes, ascending. Of replicas, only the first counts."""
         rows = np.flatnonzero((self.sizes != 0).all(axis=1))
         if self.sizes.shape[1] == 0 or len(rows) < 2:
             return rows[:1]
         offsets = self.offsets[rows]
-        if (offsets[1:, 0] > offsets[:-1, 0]).all():  # the usual rows, in order
+        if (offsets[1:, 0] > offsets[:-1, 0]).all():  # the common case: split along dimension 0, in order
             return rows
         boxes = np.concatenate([offsets, self.sizes[rows]], axis=1)
         first = first_of_equal(boxes)
@@ -264,21 +264,23 @@ class SliceArray(Sequence[TensorSlice]):
 
     @staticmethod
     def whole(paths: tuple[str], start: int, nbytes: int, shape: tuple[int, ...]) -> SliceArray:
-        """Return the slice of a contiguous tensor, without columns: most files contain only such tensors.
+        """Return the single slice of a contiguous tensor. Creates no columns, because most files contain only these.
 
-        `paths` contains its file; tensors of one file share it.
+        `paths` contains the tensor's file. The tensors of a file share this tuple.
         """
         return _WholeSlice(paths, start, nbytes, shape)
 
     def is_all_of(self, shape: tuple[int, ...]) -> bool:
-        """Return whether this is one row-major slice with a whole tensor of this shape; False if only the columns could
-        tell."""
+        """Return whether this is one row-major slice that covers a tensor of this shape.
+
+        May return False if only the columns could tell, because creating them is slow.
+        """
         return False
 
     @staticmethod
     def joined(columns: Sequence[SliceArray]) -> tuple[Int64, Int64]:
-        """Return the starts and bytes of the slices of several tensors, end to end."""
-        if all(isinstance(item, _WholeSlice) for item in columns):  # 300,000 arrays of one number take seconds
+        """Return the `starts` and the `nbytes` of several tensors, each concatenated."""
+        if all(isinstance(item, _WholeSlice) for item in columns):  # 300,000 one-element arrays would take seconds
             rows = [item.record(0) for item in columns]
             return np.array([row[1] for row in rows], np.int64), np.array([row[2] for row in rows], np.int64)
         return np.concatenate([item.starts for item in columns]), np.concatenate([item.nbytes for item in columns])
@@ -294,7 +296,7 @@ class SliceArray(Sequence[TensorSlice]):
 
 
 class _WholeSlice(SliceArray):
-    """A contiguous tensor: columns are created on demand, because they cost more than reading a header entry."""
+    """The slice of a contiguous tensor. Creates columns on demand: they cost more than reading a header entry."""
 
     __slots__ = ("_nbytes", "_paths", "_shape", "_start")
 
@@ -364,14 +366,14 @@ class TensorEntry:
     """One tensor of a checkpoint.
 
     Attributes:
-        name: Its unique key in the catalog, as the format stores it.
+        name: The unique key in the catalog, as the format stores it.
         dtype: torch's name without the prefix.
         shape: Shape of the whole tensor.
-        slices: Its parts, which must cover the shape; there may be replicas.
-        role: Its role in the run.
-        fqn: For MODEL and MASTER, the parameter's name in the model, without wrappers. For OPTIMIZER, the name of its
-            parameter, or "". For OTHER, "".
-        state: For OPTIMIZER, the state's name, such as "exp_avg"; otherwise "".
+        slices: The stored parts. They must cover the shape, and may include replicas.
+        role: Role in the run.
+        fqn: For MODEL and MASTER: the parameter's name in the model, without wrappers. For OPTIMIZER: the name of the
+            parameter that the state belongs to, or "". For OTHER: "".
+        state: For OPTIMIZER: the name of the state, such as "exp_avg". Otherwise "".
         key: The path in the nested state dict, if the format records it.
     """
 
@@ -390,11 +392,11 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the full tensor, without replicas."""
+        """Bytes of the whole tensor, without replicas."""
         return math.prod(self.shape) * dtype_of(self.dtype).itemsize
 
     def check_coverage(self) -> None:
-        """Check that every element is covered, and that slices overlap only as whole replicas.
+        """Check that the slices cover every element, and overlap only as whole replicas.
 
         Raises:
             CorruptCheckpointError: A slice is outside the shape, or two slices overlap partly.
@@ -407,7 +409,7 @@ class TensorEntry:
         shape = np.asarray(self.shape, np.int64)
         if ((offsets < 0) | (sizes < 0) | (sizes > shape) | (offsets > shape - sizes)).any():
             raise CorruptCheckpointError(f"tensor {self.name!r}: a slice is outside its shape {list(self.shape)}.")
-        # Python's integers: a hostile shape could overflow 64 bits.
+        # Use Python's integers if 64 bits could overflow: the shape may be malicious.
         exact = np.int64 if self.numel * max(1, len(rows)) < 2**63 else object
         covered = int(np.prod(sizes.astype(exact), axis=1).sum()) if len(rows) else 0
         if covered > self.numel or (covered == self.numel and not self._tiled(offsets, sizes)):
@@ -418,8 +420,7 @@ class TensorEntry:
             )
 
     def _cut_in_rows(self) -> bool:
-        """Whether these few slices are the tensor's rows, in order. Does not use numpy, which would take ten times as
-        long."""
+        """Return whether a few slices split the tensor along dimension 0, in order. Faster without numpy."""
         if self.slices.is_all_of(self.shape):
             return True
         if not self.shape or len(self.slices) > _ROWS_BY_HAND:
@@ -432,20 +433,20 @@ class TensorEntry:
         return bool(row == self.shape[0])
 
     def _tiled(self, offsets: Int64, sizes: Int64) -> bool:
-        """Whether slices with as many elements as the tensor cover each element."""
+        """Return whether these slices, which have as many elements as the tensor, do not overlap."""
         if len(sizes) <= _FEW_SLICES or self.numel == 0:
             return not overlapping(offsets, sizes)
         if len(sizes) << len(self.shape) > _MOST_CORNERS:
             raise CorruptCheckpointError(
-                f"tensor {self.name!r}: {len(sizes)} slices in {len(self.shape)} dimensions, more than any job makes."
+                f"tensor {self.name!r}: {len(sizes)} slices in {len(self.shape)} dimensions; no job writes so many."
             )
         return tiles_exactly(offsets, sizes, np.asarray(self.shape, np.int64))
 
 
 def same_by_record(first: TensorEntry, second: TensorEntry) -> bool | None:
-    """Return whether two tensors have equal bytes, without reading them; None if that cannot be known.
+    """Return whether two tensors have equal bytes, without reading them. None if that is unknown.
 
-    They are equal if they are the same bytes of the same files, or if they have equal digests over the same boxes.
+    Tensors are equal if they share the same byte ranges of the same files, or if their boxes and digests are equal.
     """
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return None
@@ -469,7 +470,7 @@ def same_by_record(first: TensorEntry, second: TensorEntry) -> bool | None:
 
 @dataclass(frozen=True, slots=True)
 class ObjectEntry:
-    """Something in a checkpoint that is not a tensor.
+    """A value in a checkpoint that is not a tensor.
 
     Attributes:
         encoding: "torch_save" (decoded with weights_only rules), "json", or "value" (already in `value`).
@@ -490,7 +491,7 @@ class ObjectEntry:
 
 @dataclass(frozen=True, slots=True)
 class MeshInfo:
-    """The device mesh that wrote a checkpoint: sizes and names of its dimensions, outermost first."""
+    """The device mesh that wrote a checkpoint: sizes and names of the dimensions, outermost first."""
 
     shape: tuple[int, ...]
     names: tuple[str, ...]
@@ -502,10 +503,10 @@ class CatalogInfo:
 
     Attributes:
         format: The reader's name: "dcp", "safetensors", "ckptkit-sharded", "verl", ...
-        producer: The program that wrote it, if known: "ckptkit 0.1.0", "accelerate", ...
+        producer: The program that wrote the checkpoint, if known: "ckptkit 0.1.0", "accelerate", ...
         step: Training step, if recorded.
-        world_size: Number of ranks that wrote it, if recorded.
-        mesh: The mesh, if recorded.
+        world_size: Number of ranks that wrote the checkpoint, if recorded.
+        mesh: Device mesh, if recorded.
         files: Every file of the checkpoint, with its size in bytes (-1 if unknown).
         side_files: Files to include in an export (config.json, tokenizer...), relative to the store.
         notes: Notes for the user, for example "2 optimizer files were skipped: ...".
@@ -524,34 +525,34 @@ class CatalogInfo:
 
 
 class WholeTensors(Mapping[str, TensorEntry]):
-    """Tensors that are all stored in one piece, which is known without creating up to 300,000 entries."""
+    """Tensors of one slice each. The type says so without creating up to 300,000 entries."""
 
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """The contents of a checkpoint: tensors and objects by name, and their origin."""
+    """The contents of a checkpoint: tensors and objects by name, and the origin."""
 
     tensors: Mapping[str, TensorEntry]
     objects: Mapping[str, ObjectEntry] = field(default_factory=dict)
     info: CatalogInfo = field(default_factory=lambda: CatalogInfo("unknown"))
 
     def opaque(self) -> dict[str, str]:
-        """Return the tensors that cannot be read without their classes, by name, with the reason. Reads all records."""
+        """Return the tensors that cannot be read without their Python classes: name to reason. Reads all records."""
         found = dict(self.info.extra.get("opaque", {}))
         found.update((e.name, why) for e in self.in_parts() if (why := e.slices.opaque))
         return found
 
     def in_parts(self) -> Iterable[TensorEntry]:
-        """Return the tensors that can have gaps: those that may have several slices, or need a class to be read."""
+        """Return the tensors that may have gaps or be opaque: all, unless every tensor is one slice."""
         return () if isinstance(self.tensors, WholeTensors) else self.tensors.values()
 
     def paths(self) -> set[str]:
         """Return the files that contain slices."""
-        tables = {id(entry.slices.paths): entry.slices.paths for entry in self.tensors.values()}  # most share one
+        tables = {id(entry.slices.paths): entry.slices.paths for entry in self.tensors.values()}  # usually shared
         return {path for table in tables.values() for path in table}
 
     def by_role(self, role: Role) -> dict[str, TensorEntry]:
-        """Return the tensors of one role, keyed by FQN (MODEL, MASTER) or by name (the others)."""
+        """Return the tensors of one role: by FQN for MODEL and MASTER, by name for the other roles."""
         keyed = role in (Role.MODEL, Role.MASTER)
         found: dict[str, TensorEntry] = {}
         for entry in self.tensors.values():
@@ -566,7 +567,7 @@ class Catalog:
 
 
 def contiguous_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Return whether a tensor with these strides is row-major (strides of dimensions of size 1 do not matter)."""
+    """Return whether a tensor with these strides is row-major. Strides of dimensions of size 1 do not matter."""
     if 0 in shape:
         return True
     return all(n == 1 or a == b for n, a, b in zip(shape, strides, row_major_strides(shape), strict=True))

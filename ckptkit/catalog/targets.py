@@ -1,10 +1,10 @@
-"""Describes target tensors as boxes of source tensors, with splits, transposes and concatenations. Pure geometry.
+"""Describes target tensors as boxes of source tensors: splits, transposes and concatenations. Moves no data.
 
-In numpy notation, a `Part` is (without the steps whose `unfold` or `axes` is empty):
+A `Part` means, in numpy notation (an empty `unfold` or `axes` drops its step):
 
     target[part.target_box] = source[part.source_box].reshape(unfold).transpose(axes).reshape(target_box.sizes)
 
-A plain part (no unfold, no axes) keeps the row-major order, so a contiguous box is a run of bytes.
+A plain part (no unfold, no axes) keeps the row-major order, so a contiguous box is one run of bytes.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from ckptkit.catalog.entry import TensorEntry
 __all__ = ["NO_SOURCE", "Part", "Target", "concatenated"]
 
 NO_SOURCE = ""
-"""The source of a part that nothing fills: padding."""
+"""The source of a part that is padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A box of a target, filled from an equally large box of one source.
+    """A box of a target that is filled from an equally large box of one source.
 
     Attributes:
         target_box: The box of the target that is filled.
         source: The key of the source in `Catalog.tensors`.
-        source_box: The box of the source. Except for dimensions of size 1, and unless `unfold` is set, it has the sizes
-            of `target_box`, permuted by `axes`.
-        unfold: The shape to view the source box as, before `axes` apply; () keeps its shape. Such a part is small: one
-            attention head.
+        source_box: The box of the source. Without `unfold`, its sizes are those of `target_box`, permuted by `axes`;
+            dimensions of size 1 may differ.
+        unfold: The shape to which the source box is reshaped before `axes` is applied; () keeps the shape. A part with
+            `unfold` is small: one attention head.
         axes: A permutation as for numpy.transpose; () keeps the order.
     """
 
@@ -45,15 +45,15 @@ class Part:
 
     @property
     def is_plain(self) -> bool:
-        """Whether elements keep their row-major order."""
+        """Whether the elements keep their row-major order."""
         return not self.unfold and not self.axes
 
     def moved(self, target_box: Box) -> Part:
-        """Return the part with another target box, of as many elements in the same order."""
+        """Return the part with another target box, which must have as many elements in the same order."""
         return Part(target_box, self.source, self.source_box, self.unfold, self.axes)
 
     def cut(self, box: Box) -> list[Part]:
-        """Return the parts that fill the intersection of this part and `box`, both in the target."""
+        """Return the parts that fill the intersection of `target_box` and `box`, a box of the target."""
         shared = self.target_box.intersect(box)
         if shared is None:
             return []
@@ -70,7 +70,7 @@ class Part:
         return [Part(shared, self.source, Box(tuple(offsets), tuple(sizes)), (), self.axes)]
 
     def permuted(self, dims: tuple[int, ...]) -> list[Part]:
-        """Return the parts of the transposed target: its dimension d is the old dimension dims[d]."""
+        """Return the parts of the transposed target, whose dimension d is the old dimension dims[d]."""
         if self.unfold:
             return [piece for row in self.rows() for piece in row.permuted(dims)]
         matched = self.source_dims()
@@ -83,7 +83,7 @@ class Part:
         return [Part(box, self.source, self.source_box, (), () if wide == sorted(wide) else tuple(axes))]
 
     def source_dims(self) -> list[int | None]:
-        """Return, for each dimension of the target, the source dimension it runs along; None for size 1.
+        """Return the source dimension for each dimension of the target; None for a dimension of size 1.
 
         Only for parts without `unfold`.
         """
@@ -92,10 +92,10 @@ class Part:
         return [None if size == 1 else next(wide) for size in self.target_box.sizes]
 
     def rows(self) -> Iterator[Part]:
-        """Yield the same elements as plain parts of one row each.
+        """Split the part into plain parts of one row each.
 
-        Only for parts of `rope_permuted`: unfold (a, b, *rest), axes (1, 0, *rest), with a * b > 1 rows. The rows are
-        the first dimension larger than 1 in both boxes.
+        Only for the parts that `rope_permuted` makes: unfold (a, b, *rest), axes (1, 0, *rest), with a * b > 1 rows.
+        The row dimension is the first dimension larger than 1, in either box.
         """
         a, b = self.unfold[:2]
         row_dim = next(d for d, size in enumerate(self.source_box.sizes) if size != 1)
@@ -112,11 +112,11 @@ _source_of = attrgetter("source")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A tensor to write. Its parts cover it exactly once.
+    """A tensor to write. The parts cover the tensor exactly once.
 
     Attributes:
-        name: Its name in the result.
-        dtype: Its dtype in the result; sources with another dtype are cast.
+        name: Name in the result.
+        dtype: Dtype in the result; sources with another dtype are cast.
         shape: Shape of the whole tensor.
         parts: In any order.
         source_dtype: The dtype that all sources share.
@@ -142,14 +142,14 @@ class Target:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The keys of the sources, each once."""
+        """The keys of the sources, without duplicates."""
         if len(self.parts) == 1:
             return (self.parts[0].source,)
         return tuple(key for key in dict.fromkeys(map(_source_of, self.parts)) if key != NO_SOURCE)
 
     @property
     def is_padded(self) -> bool:
-        """Whether a part of it has no source."""
+        """Whether some part is padding."""
         return any(part.source == NO_SOURCE for part in self.parts)
 
     def renamed(self, name: str) -> Target:
@@ -157,13 +157,13 @@ class Target:
         return self if name == self.name else Target(name, self.dtype, self.shape, self.parts, self.source_dtype)
 
     def rows(self, start: int, stop: int) -> Target:
-        """Return the target for only the rows [start, stop)."""
+        """Return the rows [start, stop) of the target."""
         box = Box((start, *(0,) * (len(self.shape) - 1)), (stop - start, *self.shape[1:]))
         parts = tuple(p.moved(p.target_box.relative_to(box)) for part in self.parts for p in part.cut(box))
         return replace(self, shape=box.sizes, parts=parts)
 
     def resized(self, dim: int, size: int) -> Target:
-        """Return the target with `size` elements along `dim`: cut off at the end, or with a part without source."""
+        """Return the target with `size` elements along `dim`: truncated or padded at the end."""
         if size <= self.shape[dim]:
             return self.split(dim, [size, self.shape[dim] - size])[0]
         box = Box.whole(tuple(size - n if d == dim else n for d, n in enumerate(self.shape)))
@@ -171,7 +171,7 @@ class Target:
         return concatenated(self.name, [self, replace(self, shape=box.sizes, parts=parts)], dim)
 
     def split(self, dim: int, sizes: Sequence[int]) -> list[Target]:
-        """Split the target along `dim`; the parts keep its name. Sizes must add up."""
+        """Split the target along `dim` into targets of the same name. `sizes` must add up to the old size."""
         pieces: list[Target] = []
         start = 0
         for size in sizes:
@@ -184,7 +184,7 @@ class Target:
         return pieces
 
     def squeezed(self, dim: int) -> Target:
-        """Return the target without dimension `dim`, which has size 1."""
+        """Return the target without dimension `dim`, which must have size 1."""
         parts = tuple(
             p.moved(Box(_without(p.target_box.offsets, dim), _without(p.target_box.sizes, dim))) for p in self.parts
         )
@@ -198,15 +198,16 @@ class Target:
         return Target(self.name, self.dtype, _with(self.shape, dim, 1), parts, self.source_dtype)
 
     def transposed(self, dims: tuple[int, ...]) -> Target:
-        """Return the target whose dimension d is this one's dimension dims[d]."""
+        """Return the transposed target, whose dimension d is the old dimension dims[d]."""
         parts = tuple(piece for part in self.parts for piece in part.permuted(dims))
         return replace(self, shape=tuple(self.shape[d] for d in dims), parts=parts)
 
     def rope_permuted(self, heads: int, *, to_halves: bool) -> Target:
-        """Return the target with the rows of each of `heads` heads reordered between the two layouts of RoPE.
+        """Return the target with the rows of each head reordered from one RoPE layout to the other.
 
-        With `to_halves`, adjacent pairs (Meta's code, torchtitan) move to the two halves of the head (transformers), as
-        `permute` in transformers' llama conversion script does; otherwise back.
+        Meta's code and torchtitan store the two rows of a rotated pair next to each other; transformers stores them in
+        the two halves of the head. `to_halves` converts to the layout of transformers, like `permute` in its llama
+        conversion script; False converts back.
         """
         rows = self.shape[0] // heads
         a, b = (rows // 2, 2) if to_halves else (2, rows // 2)
@@ -218,7 +219,7 @@ class Target:
 
 
 def concatenated(name: str, targets: Sequence[Target], dim: int) -> Target:
-    """Concatenate the targets along `dim`. Their other sizes and dtypes must agree."""
+    """Concatenate targets along `dim`. The other dimensions and the dtypes must agree."""
     parts: list[Part] = []
     start = 0
     for target in targets:
@@ -229,7 +230,7 @@ def concatenated(name: str, targets: Sequence[Target], dim: int) -> Target:
 
 
 def _rope_head(head: Target, a: int, b: int) -> list[Part]:
-    """Return the parts of one head with its rows, viewed as (a, b), transposed. `head.parts` start at row 0."""
+    """Return the parts of one head after its rows, viewed as (a, b), are transposed. `head.parts` start at row 0."""
     only = head.parts[0] if len(head.parts) == 1 else None
     if only is not None and only.is_plain and a * b > 1:
         order = (1, 0, *range(2, 1 + len(head.shape)))

@@ -1,6 +1,6 @@
-"""Finds the slices that contain boxes of a tensor, and the positions of the parts in the files, as columns.
+"""Finds the slices that contain given boxes of a tensor, and the positions of the parts in the files, with numpy.
 
-In two steps: `pieces` finds the parts (in elements), `source_layout` their positions (in bytes).
+There are two steps: `pieces` finds the parts, in elements; `source_layout` finds their positions, in bytes.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ __all__ = ["Boxes", "Pieces", "RowCuts", "are_rows", "check_coverage", "pieces",
 
 Int64 = npt.NDArray[np.int64]
 
-_MAX_PAIRS = 1 << 20  # (box, slice) pairs that are compared at once
+_MAX_PAIRS = 1 << 20  # number of (box, slice) pairs that are compared at once
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """The intersections of boxes and slices of a tensor. One row per part, in the order of the boxes.
+    """The intersections of requested boxes with the slices of a tensor. One row per part, in the order of the boxes.
 
     Attributes:
-        boxes: [n] row of the requested box.
+        boxes: [n] index of the requested box.
         rows: [n] row of the slice.
         offsets, sizes: [n, ndim] the part, in elements of the whole tensor.
     """
@@ -42,15 +42,15 @@ class Pieces:
         return len(self.rows)
 
     def numel(self) -> Int64:
-        """Return the elements of each part, [n]."""
+        """Return the number of elements of each part, [n]."""
         result: Int64 = np.prod(self.sizes, axis=1, dtype=np.int64)
         return result
 
 
 def pieces(entry: TensorEntry, offsets: Int64, sizes: Int64) -> Pieces:
-    """Return the parts of slices that fill these boxes ([m, ndim] each), every element of a box once.
+    """Return the parts of slices that fill these boxes ([m, ndim] each). Each element of a box is filled once.
 
-    Uses the first of several replicas. The slices must cover the tensor without partial overlap
+    Of several replicas, the first is used. The slices must cover the tensor without partial overlap
     (`TensorEntry.check_coverage`); boxes may overlap or be empty.
     """
     slices = entry.slices
@@ -77,7 +77,7 @@ def pieces(entry: TensorEntry, offsets: Int64, sizes: Int64) -> Pieces:
 
 
 def _candidates(starts: Int64, stops: Int64, lo: Int64, hi: Int64) -> Iterator[tuple[Int64, Int64]]:
-    """Yield (box, slice) index pairs, ordered by box, that include all overlapping ones."""
+    """Yield index pairs (box, slice) that may overlap, ordered by box. No overlapping pair is left out."""
     n, m = len(starts), len(lo)
     if n * m > 4096:
         split = _splitting_dim(starts, stops)
@@ -91,10 +91,11 @@ def _candidates(starts: Int64, stops: Int64, lo: Int64, hi: Int64) -> Iterator[t
 
 
 def _splitting_dim(starts: Int64, stops: Int64) -> tuple[int, Int64, Int64, Int64, Int64] | None:
-    """Return the dimension that splits the slices into most groups; in it, intervals must be disjoint or equal.
+    """Return the dimension that splits the slices into the most groups. Its intervals must be disjoint or equal.
 
-    Returns (dim, order, first, begins, ends): the slices' order along the dimension, the start of each group in that
-    order (and the total), and the interval of each group. None if there is no such dimension.
+    Returns (dim, order, first, begins, ends). `order` sorts the slices along the dimension; `first` is where each group
+    starts in that order, plus the total number; `begins` and `ends` are the groups' intervals. None if no dimension
+    qualifies.
     """
     best = None
     for dim in range(starts.shape[1]):
@@ -120,9 +121,9 @@ def _by_intervals(
 
 
 def source_layout(entry: TensorEntry, parts: Pieces) -> tuple[Int64, Int64]:
-    """Return the positions of parts: the byte offset of the first element, [n], and strides in elements, [n, ndim].
+    """Return where parts are stored: the byte offset of the first element, [n], and the strides in elements, [n, ndim].
 
-    The offset is in the slice's file, or in the decoded record if the slice has a codec.
+    The offset counts from the start of the slice's file, or of the decoded record if the slice has a codec.
     """
     slices = entry.slices
     strides = row_major(slices.sizes[parts.rows])
@@ -134,17 +135,17 @@ def source_layout(entry: TensorEntry, parts: Pieces) -> tuple[Int64, Int64]:
     return slices.starts[parts.rows] + index * dtype_of(entry.dtype).itemsize, strides
 
 
-# Most tensors are cut along dimension 0, in order. Thousands of them are checked at once.
+# Most tensors are split along dimension 0, in order. The code below checks thousands of them at once.
 
 
 Bool = npt.NDArray[np.bool_]
 
 
 class Boxes(Protocol):
-    """Boxes of one tensor: its slices in a checkpoint, or where a plan writes it.
+    """Boxes of one tensor: its slices in a checkpoint, or the boxes that a plan writes.
 
-    `offsets`, `sizes`: [n, ndim] elements. `is_all_of`: whether it is one box, all of a tensor of this shape; False if
-    that is not known without a look at the columns, which are slow to make.
+    `offsets` and `sizes` are [n, ndim], in elements. `is_all_of` returns whether there is one box, and it covers a
+    tensor of this shape. It may return False if only the columns could tell, because creating them is slow.
     """
 
     @property
@@ -160,8 +161,8 @@ class RowCuts:
     """The boxes of several tensors along dimension 0.
 
     Attributes:
-        cut: [t] whether the tensor's boxes are consecutive rows that cover it exactly. A scalar has one row.
-        bounds: [t + 1] tensor i has the rows [bounds[i], bounds[i + 1]) of the other columns.
+        cut: [t] whether the tensor's boxes are consecutive rows that cover it exactly. A scalar counts as one row.
+        bounds: [t + 1] tensor i has the entries [bounds[i], bounds[i + 1]) of the other columns.
         offsets, sizes: [n] along dimension 0; undefined for tensors that are not `cut`.
     """
 
@@ -172,14 +173,14 @@ class RowCuts:
 
 
 def check_coverage(entries: Sequence[TensorEntry]) -> None:
-    """Check each entry like `TensorEntry.check_coverage`, with the same errors, but faster for thousands."""
+    """Run `TensorEntry.check_coverage` on each entry, with the same errors. Faster for thousands of entries."""
     cuts = row_cuts([entry.shape for entry in entries], [entry.slices for entry in entries])
     for index in np.flatnonzero(~cuts.cut).tolist():
         entries[index].check_coverage()
 
 
 def row_cuts(shapes: Sequence[tuple[int, ...]], boxes: Sequence[Boxes]) -> RowCuts:
-    """Return the boxes along dimension 0 of tensors of these shapes, and whether they cover each tensor."""
+    """Return the boxes of several tensors along dimension 0, and whether they cover each tensor in consecutive rows."""
     counts = np.fromiter(map(len, boxes), np.int64, len(boxes))
     ndims = np.fromiter(map(len, shapes), np.int64, len(shapes))
     bounds = np.concatenate([[0], np.cumsum(counts)])
@@ -194,7 +195,7 @@ def row_cuts(shapes: Sequence[tuple[int, ...]], boxes: Sequence[Boxes]) -> RowCu
         try:
             wanted = np.array([shapes[index] for index in chosen.tolist()], np.int64)
         except OverflowError:
-            continue  # a hostile shape: checked by itself
+            continue  # a shape beyond 64 bits: its tensor counts as not cut
         owners = np.repeat(np.arange(len(chosen)), counts[chosen])
         if len(owners):
             low = np.concatenate([item.offsets for item in members])
@@ -208,14 +209,14 @@ def row_cuts(shapes: Sequence[tuple[int, ...]], boxes: Sequence[Boxes]) -> RowCu
 
 
 def are_rows(owners: Int64, low: Int64, size: Int64, shapes: Int64) -> Bool:
-    """Return which tensors, all with the same number of dimensions, are cut in rows.
+    """Return, for each tensor, whether its boxes are consecutive rows that cover it. All have the same `ndim`.
 
-    `owners`: [n] the tensor of each slice.
+    `owners`: [n] the tensor of each box. `low`, `size`: [n, ndim] the boxes.
     """
     shape = shapes[owners]
     fits = ((low[:, 1:] == 0) & (size[:, 1:] == shape[:, 1:])).all(axis=1)
     begin, height = low[:, 0], shape[:, 0]
-    # In this order nothing overflows: only rows within the shape are added.
+    # This order of the comparisons avoids overflow: only rows within the shape are added.
     fits &= (begin >= 0) & (size[:, 0] >= 0) & (begin <= height) & (size[:, 0] <= height - begin)
     ends = begin + size[:, 0]
     first = np.ones(len(owners), bool)
