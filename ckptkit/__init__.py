@@ -1,6 +1,6 @@
 """Checkpoint management and conversion for PyTorch.
 
-The packages, from the lowest layer up (imports go to lower layers only):
+The packages, from the lowest layer up. Each imports only from lower layers.
 
 - `errors`, `units`: the exceptions; parsing of sizes and durations.
 - `catalog`: which tensors exist and where their parts are. `storage`: bytes at a URL.

@@ -1,4 +1,4 @@
-"""Checks the arguments of public calls: a mistake is a UsageError that says what was expected and what was found."""
+"""Checks the arguments of public calls. The UsageError for a mistake states the expected and the found value."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def location(name: str, value: object) -> str:
     """Return a path or URL as a str.
 
     Raises:
-        UsageError: It is something else, or a URL that `Path` has damaged.
+        UsageError: `value` is neither a str nor a path, or it is a URL that `Path` has damaged.
     """
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(text, str):
@@ -42,10 +42,10 @@ def location(name: str, value: object) -> str:
 
 
 def globs(name: str, value: object) -> tuple[str, ...]:
-    """Return globs as a tuple; a single str is one glob, not its characters.
+    """Return globs as a tuple. A single str is one glob.
 
     Raises:
-        UsageError: It is not made of strings.
+        UsageError: `value` is neither a str nor an iterable of str.
     """
     found = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else None
     if found is None or not all(isinstance(item, str) for item in found):
@@ -54,7 +54,7 @@ def globs(name: str, value: object) -> tuple[str, ...]:
 
 
 def check_flags(**values: object) -> None:
-    """Raise UsageError for a value other than True and False. Truthiness would accept the string "no" as true."""
+    """Raise UsageError for a value that is not a bool. Testing for truth would accept the string "no"."""
     for name, value in values.items():
         if not isinstance(value, bool):
             raise wrong(name, value, "True or False")

@@ -1,7 +1,7 @@
-"""Computes digests. Only this module names algorithms; ckptkit writes all its digests with `DIGEST`.
+"""Computes digests. No other module names an algorithm; ckptkit writes all its digests with `DIGEST`.
 
-Another algorithm is a row in `_HASHERS` and a change of `DIGEST`, `digest_of` and `hex_digest_of`; the names of columns
-and fields on disk follow from `DIGEST` (a new version of the format: docs/format.md).
+To change the algorithm, add a row to `_HASHERS` and change `DIGEST`, `digest_of` and `hex_digest_of`. Columns and
+fields on disk are named after `DIGEST`, so the change needs a new version of the format (docs/format.md).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import xxhash
 
 from ckptkit.errors import UnsupportedFormatError
 
-if TYPE_CHECKING:  # else imported where it is needed: `ckptkit ls` needs none
+if TYPE_CHECKING:  # imported lazily: `ckptkit ls` needs no numpy
     import numpy as np
     import numpy.typing as npt
 
@@ -42,23 +42,23 @@ __all__ = [
 ]
 
 DIGEST = "xxh3_64"
-"""The digest of slices and files that ckptkit writes: 64 bits, no cryptographic one."""
+"""The digest of slices and files that ckptkit writes: 64 bits, not cryptographic."""
 CRC = "crc32"
-"""The digest inside zip archives, and so of everything that torch writes."""
+"""The digest inside zip archives, and so in everything that torch writes."""
 SHA256 = "sha256"
 """The digest of whole files in SHA256SUMS."""
 
-try:  # three to four times as fast as zlib's; a wheel for every platform is not promised
+try:  # three to four times as fast as zlib's, but without wheels for some platforms
     from isal.isal_zlib import crc32 as _crc32
 except ImportError:
     from zlib import crc32 as _crc32
 
 crc32: Callable[..., int] = _crc32
-"""crc32(data, value=0): the CRC-32 of zip and zlib, continued from `value`."""
+"""crc32(data, value=0): the CRC-32 of zip and zlib. `value` is the CRC-32 of the preceding bytes."""
 
 
 class Hasher(Protocol):
-    """A digest that is being computed."""
+    """An incremental digest, with the interface of hashlib."""
 
     def update(self, data: Any, /) -> None: ...
 
@@ -68,7 +68,7 @@ class Hasher(Protocol):
 
 
 class Signer(Hasher, Protocol):
-    """A signature that is being computed."""
+    """An incremental 16-byte signature."""
 
     def digest(self) -> bytes: ...
 
@@ -107,7 +107,7 @@ class _Sha256:
 
 _HASHERS: dict[str, Callable[[], Hasher]] = {CRC: _Crc32, DIGEST: xxhash.xxh3_64, SHA256: _Sha256}
 NAMES = tuple(_HASHERS)
-"""Algorithms, for tables that state them by their place here."""
+"""The known algorithms. Tables store an algorithm as its index here."""
 
 digest_of: Callable[[Any], int] = xxhash.xxh3_64_intdigest
 """The `DIGEST` of some bytes, as a number below 2^64."""
@@ -115,11 +115,11 @@ hex_digest_of: Callable[[Any], str] = xxhash.xxh3_64_hexdigest
 """The `DIGEST` of some bytes, as 16 hex digits."""
 new_signer: Callable[[], Signer] = xxhash.xxh3_128
 signature_of: Callable[[Any], bytes] = xxhash.xxh3_128_digest
-"""16 bytes that tell plans and contents apart within one version of ckptkit."""
+"""Return a 16-byte hash of a plan or of data, for comparisons within one version of ckptkit."""
 
 
 def new_hasher(algorithm: str = DIGEST) -> Hasher:
-    """Return a fresh digest.
+    """Return a new hasher.
 
     Raises:
         UnsupportedFormatError: The algorithm is unknown.
@@ -130,7 +130,7 @@ def new_hasher(algorithm: str = DIGEST) -> Hasher:
 
 
 def hash_of(chunks: Iterable[Any], algorithm: str = DIGEST) -> int:
-    """Return the digest of bytes that come in chunks."""
+    """Return the digest of the concatenated chunks."""
     hasher = new_hasher(algorithm)
     for chunk in chunks:
         hasher.update(chunk)
@@ -138,22 +138,21 @@ def hash_of(chunks: Iterable[Any], algorithm: str = DIGEST) -> int:
 
 
 def sha256_of(data: bytes) -> bytes:
-    """Return the 32 bytes of a SHA-256."""
+    """Return the SHA-256 of `data` as 32 bytes."""
     return hashlib.sha256(data).digest()
 
 
 def hex_width(algorithm: str) -> int:
-    """Return how many hex digits a message shows at least."""
+    """Return the minimum number of hex digits with which messages show a digest."""
     return 64 if algorithm == SHA256 else 1
 
 
 def proves_equality(algorithm: str | None) -> bool:
-    """Return whether equal digests mean equal bytes, unless somebody chose the bytes to collide. 32 bits are too
-    few."""
+    """Return whether equal digests prove equal bytes, unless the bytes were chosen to collide. 32 bits are too few."""
     return algorithm == DIGEST
 
 
-# --- CRC-32 of two pieces laid end to end, from theirs: Adler and Plank's x^(8 n) mod p, as in zlib's crc32.c
+# --- The CRC-32 of two concatenated pieces from the CRC-32 of each: Adler and Plank's x^(8 n) mod p (zlib's crc32.c)
 
 _POLYNOMIAL = 0xEDB88320
 
@@ -193,14 +192,14 @@ def crc32_combine(first: int, second: int, second_nbytes: int) -> int:
     return _multiply(_shift(second_nbytes), first) ^ second if second_nbytes else first
 
 
-# --- A fingerprint of a tensor's bits that is additive over its parts, so that any sharding gives the same one.
+# --- A fingerprint of a tensor's bits that is additive over its parts, so every sharding gives the same one.
 #
 # F1 = sum of bits, F2 = sum of bits times the row-major index in the whole tensor, both modulo 2^64
-# (bits: an element as an unsigned number). It finds every flipped bit, swapped rows and shards at the wrong
-# place; it is not a cryptographic digest.
+# (bits: an element as an unsigned number). It detects every flipped bit, swapped rows and misplaced shards.
+# It is not a cryptographic digest.
 
 _MODULUS = 1 << 64
-_BLOCK = 1 << 14  # elements at a time: what is widened to 64 bits stays in the cache
+_BLOCK = 1 << 14  # elements: widened to 64 bits, a block still fits in the cache
 
 
 @functools.cache
@@ -212,7 +211,7 @@ def _ramp(count: int) -> npt.NDArray[np.uint64]:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """The sums (f1, f2) over a part of a tensor or all of it. `a + b` is that of two disjoint parts together."""
+    """The sums (f1, f2) over all or part of a tensor. `a + b` is the fingerprint of two disjoint parts together."""
 
     f1: int = 0
     f2: int = 0
@@ -222,11 +221,11 @@ class Fingerprint:
 
 
 def fingerprint_of_runs(bits: npt.NDArray[Any], starts: npt.NDArray[np.uint64], run: int) -> Fingerprint:
-    """Return the contribution of runs of elements to their tensor's fingerprint.
+    """Return the contribution of some runs of elements to their tensor's fingerprint.
 
     Args:
         bits: Elements as unsigned numbers, one run after the other.
-        starts: [n] the index in the tensor of the first element of each run.
+        starts: [n] the index in the tensor of each run's first element.
         run: Number of elements in each run.
     """
     import numpy as np

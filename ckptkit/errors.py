@@ -1,4 +1,4 @@
-"""The exceptions of ckptkit: one tree, in which each class is also the matching built-in exception.
+"""The exceptions of ckptkit, in one tree. Each class also derives from the matching built-in exception.
 
 A message says what went wrong, in which file, tensor or rank, what was expected and found, and what to
 try next. The command line prints it as one paragraph and exits with `exit_code`.
@@ -37,17 +37,17 @@ __all__ = [
 
 
 def command_line(*words: str) -> str:
-    """Return a ckptkit command line for a message, quoted for the shell, with the storage options of its URLs.
+    """Return a ckptkit command line to show in a message, quoted for the shell, with the storage options of its URLs.
 
-    Within a sentence, put it in backticks, so that nobody copies the punctuation after it.
+    Within a sentence, put it in backticks, so that users do not copy the punctuation after it.
     """
-    import shlex  # imported here because only errors need it
+    import shlex  # imported lazily: only errors need it
 
     given = [found for found in map(_options_of, words) if found is not None]
     if not given or all(options == given[0] for options in given):
         prefixes = ["--"] * len(given[:1])
     else:
-        prefixes = ["--src-", "--dst-"]  # only commands that take both name two URLs
+        prefixes = ["--src-", "--dst-"]  # commands that take two URLs have both of these options
     options = [
         word
         for prefix, found in zip(prefixes, given, strict=False)
@@ -57,12 +57,12 @@ def command_line(*words: str) -> str:
     return shlex.join(["ckptkit", *words, *options])
 
 
-_opened: dict[str, list[str]] = {}  # URL: its storage options, the last one opened at the end
+_opened: dict[str, list[str]] = {}  # URL -> its storage options; the most recently opened URL is last
 _MAX_OPENED = 64
 
 
 def remember_options(url: str, options: Mapping[str, Any]) -> None:
-    """Remember the storage options of `url`, because command lines in messages repeat them, without secrets."""
+    """Remember the storage options of `url`, without secrets, for the command lines in messages."""
     _opened.pop(url, None)
     _opened[url] = [f"{name}={_text(value)}" for name, value in masked(options).items()]
     for oldest in list(_opened)[:-_MAX_OPENED]:
@@ -80,7 +80,7 @@ def _text(value: object) -> str:
 
 
 def _options_of(word: str) -> list[str] | None:
-    """Return the options with which the nearest URL of the same bucket was opened; None if `word` is not such a URL."""
+    """Return the storage options of the nearest opened URL in the same bucket; None if there is no such URL."""
     if "://" not in word:
         return None
     bucket = "/".join(word.split("/")[:3]) + "/"
@@ -92,8 +92,11 @@ _MAX_LINE = 1000
 
 
 class CkptkitError(Exception):
-    """Base of all errors that ckptkit raises on purpose. Lines of messages are cut at a thousand characters, because
-    names in damaged files may be megabytes long. Credentials are removed."""
+    """Base of all errors that ckptkit raises on purpose.
+
+    Credentials are removed from the message. Lines of more than a thousand characters are shortened, because names in
+    damaged files may be megabytes long.
+    """
 
     exit_code = 1
 
@@ -112,7 +115,7 @@ def _cut(text: str) -> str:
 
 
 class UsageError(CkptkitError, ValueError):
-    """An argument or option is wrong, independently of the checkpoint."""
+    """An argument or option is wrong for any checkpoint."""
 
     exit_code = 2
 
@@ -139,7 +142,7 @@ class CorruptCheckpointError(CkptkitError, ValueError):
     """A file of the checkpoint violates its format.
 
     Attributes:
-        checkpoint: The URL of the checkpoint that the file is a part of; "" if it is not known.
+        checkpoint: The URL of the checkpoint that contains the file; "" if it is not known.
     """
 
     checkpoint = ""
@@ -154,11 +157,11 @@ class IntegrityError(CorruptCheckpointError):
 
 
 class UnsafePickleError(CorruptCheckpointError):
-    """A pickle asks for a global that is not on the allow-list; none of it was run."""
+    """A pickle asks for a global that is not on the allow-list. No part of the pickle was run."""
 
 
 class UnsafePathError(CorruptCheckpointError):
-    """A name read from a checkpoint points outside of it."""
+    """A file name read from a checkpoint points outside of the checkpoint."""
 
 
 class CheckpointMismatchError(CkptkitError, ValueError):
@@ -174,11 +177,11 @@ class LoadError(CkptkitError, RuntimeError):
 
 
 class RankFailedError(SaveError):
-    """One or more ranks failed; every rank raises this same error, which names them.
+    """One or more ranks failed. Every rank raises this same error, which names the failed ranks.
 
     Attributes:
         causes: What each failed rank reported, by rank.
-        interrupted: No rank found a defect: the failed ranks died, hung, or were stopped by Ctrl-C.
+        interrupted: True if no rank found a defect: the failed ranks died, hung, or were stopped by Ctrl-C.
     """
 
     def __init__(self, message: str, causes: Mapping[int, str] | None = None, *, interrupted: bool = False) -> None:
@@ -188,11 +191,11 @@ class RankFailedError(SaveError):
 
 
 class NoSpaceError(SaveError, OSError):
-    """The storage has no room for what is to be written."""
+    """The storage has too little free space for the data to write."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
-        if len(args) > 1 and isinstance(args[0], int):  # OSError parses (errno, text) only where it comes first
+        if len(args) > 1 and isinstance(args[0], int):  # OSError.__init__ would do this, but RuntimeError precedes it
             self.errno, self.strerror = args[0], str(args[1])
 
 
@@ -201,12 +204,12 @@ class LeaseHeldError(SaveError):
 
 
 class StorageError(CkptkitError, OSError):
-    """The storage failed, and retries did not help or would not."""
+    """The storage failed, and retries did not help or were pointless."""
 
 
 class NonFiniteGradientError(CkptkitError, RuntimeError):
-    """A gradient is inf or NaN, and the caller asked for an error; nothing was stepped."""
+    """A gradient is inf or NaN, and the caller asked for an error. The optimizer did not step."""
 
 
 class MissingExtraError(CkptkitError, ImportError):
-    """A feature needs a package that is not installed; the message names the install line."""
+    """A feature needs a package that is not installed. The message gives the command that installs it."""

@@ -1,4 +1,4 @@
-"""The library's logger: no handlers; adds the rank to each record and removes credentials."""
+"""Sets up ckptkit's logger: it prints nothing itself, adds the rank to each record and removes credentials."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ _warned: set[tuple[str, str]] = set()
 
 
 def warn_once(logger: logging.Logger, what: str, text: str, *args: object) -> None:
-    """Log a warning once per process and `text`, for conditions that last (a file that cannot be deleted, for
-    example)."""
+    """Log a warning once per process for each pair of `what` and `text`. For conditions that last, such as a file that
+    cannot be deleted."""
     if (what, text) not in _warned:
         _warned.add((what, text))
         logger.warning(f"%s {text}", what, *args)
 
 
 class RankHandler(logging.NullHandler):
-    """Prints nothing. Adds `rank` to each record of ckptkit, for the formats of later handlers, and removes credentials
-    from its text. A handler and not a filter, because a logger's filters do not see the records of child loggers.
+    """Adds `rank` to each record of ckptkit, for the formats of later handlers, and removes credentials.
+
+    Prints nothing. Not a filter, because a logger's filters do not see the records of child loggers.
     """
 
     def handle(self, record: logging.LogRecord) -> bool:
@@ -32,13 +33,13 @@ class RankHandler(logging.NullHandler):
         clean = without_secrets(said)
         if clean != said:
             record.msg, record.args = clean, None
-        if record.exc_info:  # formatters print this text where it is there
+        if record.exc_info:  # formatters print exc_text if it is set
             record.exc_text = without_secrets(record.exc_text or logging.Formatter().formatException(record.exc_info))
         return True
 
 
 def _rank() -> int:
-    distributed = sys.modules.get("torch.distributed")  # never imported for this
+    distributed = sys.modules.get("torch.distributed")  # only if it is already imported
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank())
     rank = os.environ.get("RANK", "0")

@@ -1,4 +1,4 @@
-"""Removes credentials, and characters that would control a terminal or reverse text, from all output."""
+"""Removes credentials from all output, and escapes characters that control a terminal or reverse text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
 MASK = "***"
 _MAX_KNOWN = 4096
 
-# C0 but tab and line end, DEL, C1, what breaks lines or turns the direction of text round, and half characters.
+# Control characters except tab and newline (C0, DEL, C1), line separators, bidirectional controls, lone surrogates.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 _NAMES = (
@@ -29,12 +29,12 @@ _NAMES = (
     r"(?:session|security|access|auth|refresh|sas|hf|api)[_-]?token|"
     r"(?:access|account|api|private|secret|storage|shared)[_-]?key"
 )
-# Names of file system options. A bare "key" is the access key of s3fs.
+# Names of file system options that hold secrets. A bare "key" is the access key of s3fs.
 _SECRET_OPTION = re.compile(rf"(?i){_NAMES}|token|^(?:key|auth|pwd|pass|sas|sig)$|[_-](?:key|auth|sas|sig|pwd)$")
 _SECRET_VARIABLE = re.compile(
     r"(?i)(?:SECRET|PASSWORD|PASSWD|PASSPHRASE|TOKEN|_KEY|SAS|CREDENTIAL|CONNECTION_STRING)(?:_ID)?$"
 )
-_NO_SECRETS = frozenset(  # ways to log in, and words that say nothing
+_NO_SECRETS = frozenset(  # login methods and placeholders
     [
         "anon",
         "cloud",
@@ -50,30 +50,30 @@ _NO_SECRETS = frozenset(  # ways to log in, and words that say nothing
         "true",
     ]
 )
-_SHORTEST_OPTION, _SHORTEST_VARIABLE = 4, 8  # shorter values are found in ordinary words
+_SHORTEST_OPTION, _SHORTEST_VARIABLE = 4, 8  # shorter values would match ordinary words
 _START = r"(?:(?<!\w)|(?<=%[0-9A-Fa-f]{2}))"
-_LONG = 12  # from here on a value is looked for within words, too
+_LONG = 12  # values of at least this length are also masked inside longer words
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*:/{1,3})([^\s'\"<>`\\]+)")
 _QUERY = re.compile(r"([?&;]|^)([^=&;?]+)=([^&;]*)")
 _PLAIN_QUERY = frozenset(["versionid", "version", "revision", "region", "endpoint_url", "download"])
-# Not every "token": a model has a cls_token, and its tokens have a shape.
+# "token" must be the whole name: a model's cls_token is no secret.
 _ASSIGNED = re.compile(rf"(?i)((?<![\w-])(?:[\w-]*(?:{_NAMES})[\w-]*|token|sig|sas)=)(?!\*\*\*)[^\s\"'&,;)}}\]]+")
 _QUOTED = re.compile(rf"(?i)([\"'][\w-]*(?:{_NAMES})[\w-]*[\"']\s*[:=]\s*[\"'])(?!\*\*\*)[^\"']+")
 _BEARER = re.compile(r"(?i)\b(authorization:?\s+\w+\s+|bearer\s+|basic\s+(?=[a-z0-9+/=_-]{16}))[^\s\"',;)]+")
-# "container@account" says where the data are, "repo@revision" which; neither is a login.
+# For these schemes the text before "@" is a container or a repo (container@account, repo@revision), not a login.
 _PLACE_BEFORE_AT = frozenset(
     ["file", "local", "abfs", "abfss", "wasb", "wasbs", "az", "adl", "hf", "git", "git+https", "git+ssh"]
 )
 
 _LOCAL = frozenset(["file", "local"])
 
-_known: dict[str, None] = {}  # in the order of arrival
+_known: dict[str, None] = {}  # an ordered set
 
 
 def keep_secret(options: Any) -> None:
-    """Remember option values whose names look secret, at any depth, so that `without_secrets` removes them from any
-    text, such as the messages of libraries."""
+    """Remember option values whose names look secret, at any depth. `without_secrets` then removes them from any text,
+    such as a library's message."""
     for value in _values(options, secret=False):
         if len(value) >= _SHORTEST_OPTION and value.lower() not in _NO_SECRETS and len(_known) < _MAX_KNOWN:
             _known[value] = None
@@ -114,7 +114,7 @@ def _values(options: Any, *, secret: bool, depth: int = 0) -> Iterable[str]:
 
 
 def carries_credentials(url: str) -> bool:
-    """Whether a URL contains a login or a signed query. If so, they are treated as secrets from now on."""
+    """Return whether a URL contains a login or a signed query. A login counts as a secret from now on."""
     if "://" not in url or url.partition("://")[0].lower() in _LOCAL:
         return False
     keep_secret({"url": url})
@@ -124,8 +124,8 @@ def carries_credentials(url: str) -> bool:
 
 
 def without_known_secrets(text: str) -> str:
-    """Return `text` without logins and query values of URLs, and without the secret values of options and environment
-    variables. JSON stays valid JSON."""
+    """Return `text` without the logins and query values of URLs and without the secret values of options and
+    environment variables. JSON stays valid JSON."""
     for value in sorted((*_known, *_of_environment()), key=len, reverse=True):
         for form in _forms(value):
             if form in text:
@@ -135,7 +135,7 @@ def without_known_secrets(text: str) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """Return `text` without known secrets, and without values that follow the name of a secret."""
+    """Return `text` without known secrets and without values that are assigned to names of secrets."""
     text = without_known_secrets(text)
     if "=" in text or ":" in text:
         text = _QUOTED.sub(rf"\1{MASK}", _ASSIGNED.sub(rf"\1{MASK}", text))
@@ -150,7 +150,7 @@ def printable(text: str) -> str:
 
 
 def _forms(value: str) -> set[str]:
-    """Return the spellings of a value to look for: plain, as `repr` shows it, and both as encoded in a URL."""
+    """Return the spellings of a value to search for: plain, escaped as by `repr`, and both of them URL-encoded."""
     plain = {value, value.encode("unicode_escape").decode("ascii")}
     return plain | {quote(form, safe=safe) for form in plain for safe in ("", "/")}
 
@@ -164,14 +164,14 @@ def _of_environment() -> list[str]:
 
 
 def _login(url: str) -> str:
-    """Return the login of a URL: everything up to the last "@", because a password may contain "/" and "@". "" if there
-    is none."""
+    """Return the login in a URL; "" if there is none. It ends at the last "@", because a password may contain "/" and
+    "@"."""
     scheme, separator, rest = url.partition("://")
     at = rest.rfind("@")
     if not separator or at < 0:
         return ""
     head = rest[:at]
-    if ":" in head.partition("/")[0]:  # further on it is part of a name: runs/2026-01-31T12:00/step@1
+    if ":" in head.partition("/")[0]:  # after a "/", a ":" is part of a name: runs/2026-01-31T12:00/step@1
         return "" if scheme.lower() in _LOCAL or head.startswith("arn:") else head
     return "" if "/" in head or scheme.lower() in _PLACE_BEFORE_AT else head
 

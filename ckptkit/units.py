@@ -1,4 +1,4 @@
-"""Parses and formats sizes and durations. The only place that parses them."""
+"""Parses and formats sizes and durations. No other module parses them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 864
 def parse_size(text: str | int | float) -> int:
     """Return a size in bytes: "40GiB", "512MB", "1.5T", 1024.
 
-    A bare number counts bytes. "K", "M", "G" without a B are powers of ten, as for `parse_size("5GB")`.
+    A bare number counts bytes. Prefixes without an "i" are powers of ten: "5G" equals "5GB".
 
     Raises:
-        UsageError: `text` is negative or not a size.
+        UsageError: `text` is negative, infinite or not a size.
     """
     if isinstance(text, (int, float)) and not isinstance(text, bool):
         if not 0 <= text < float("inf"):
@@ -52,7 +52,7 @@ def parse_duration(text: str | int | float) -> float:
     """Return a duration in seconds: "90s", "5m", "1.5h", "2d", 30.
 
     Raises:
-        UsageError: `text` is negative or not a duration.
+        UsageError: `text` is negative, infinite or not a duration.
     """
     if isinstance(text, (int, float)) and not isinstance(text, bool):
         if not 0 <= text < float("inf"):

@@ -1,1 +1,1 @@
-"""The command line: parses and prints, nothing else."""
+"""The command line. It only parses arguments and prints results."""

@@ -34,7 +34,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def export_options(function: F, *, weights: str = "--weights") -> F:
-    """Add the options for which tensors are exported, and to which files. `weights`: the flag that chooses masters."""
+    """Add the options that select the exported tensors and files. `weights` names the flag that selects the masters."""
     options = [
         _what(
             "--to",
@@ -55,8 +55,8 @@ def export_options(function: F, *, weights: str = "--weights") -> F:
             show_default=True,
             metavar="DTYPE",
             help=(
-                "keep, bf16, fp16, fp32 or fp64; only floats are cast, FP8 weights with their scales. Values beyond "
-                "the range of the new dtype become infinite, as in torch."
+                "keep, bf16, fp16, fp32 or fp64. Only floats are cast; FP8 weights are cast with their scales. Values "
+                "beyond the range of the new dtype become infinite, as in torch."
             ),
         ),
         _what(
@@ -66,7 +66,7 @@ def export_options(function: F, *, weights: str = "--weights") -> F:
             show_default=True,
             metavar="WHICH",
             help=(
-                "model, master (the fp32 copies that some optimizers keep), or ema (their moving average). "
+                "model, master (the fp32 copies that some optimizers keep), or ema (the moving average). "
                 "auto: model, or master if --dtype casts."
             ),
         ),
@@ -75,7 +75,7 @@ def export_options(function: F, *, weights: str = "--weights") -> F:
         _model(
             "--base",
             metavar="DIR_OR_REPO",
-            help="Provides config, tokenizer and the expected names, shapes and dtypes.",
+            help="Model that provides config, tokenizer and the expected names, shapes and dtypes.",
         ),
         _names("--key-map", metavar="NAME_OR_FILE", help="A built-in key map, or a file of rules (docs/key-maps.md)."),
         _names("--strip-prefix", metavar="P", help="Remove this prefix from every name."),
@@ -96,14 +96,14 @@ def export_options(function: F, *, weights: str = "--weights") -> F:
     "--quantize",
     type=OneOf(["fp8-block"]),
     metavar="HOW",
-    help="fp8-block: linear layers in FP8 with a scale for each 128 x 128 weights (--to hf).",
+    help="fp8-block: store linear layers in FP8, with one scale per block of 128 x 128 weights (--to hf).",
 )
 @vocabulary_options
 @_model("--untie", is_flag=True, help="Keep a head that differs from the embedding, and correct the config.")
 @_model("--merge-adapter", is_flag=True, help="Merge LoRA adapters into the weights of SRC or --base.")
 @_model("--adapter-config", metavar="FILE", help="PEFT's adapter_config.json, if the checkpoint has none.")
 @allow_pickle("What")
-@_names("--layout", metavar="FILE", help="Names and shapes of flat parameters (FSDP1 LOCAL).")
+@_names("--layout", metavar="FILE", help="File with the names and shapes of flat parameters (FSDP1 LOCAL).")
 @_files("--push", metavar="REPO", help="Upload the result to this Hugging Face repo.")
 @outcome_options
 @storage_options_of_both
@@ -128,7 +128,7 @@ def command(
     if push and options["to"] != "hf":
         raise UsageError(f"--push uploads a Hugging Face export; it cannot be combined with --to {options['to']}.")
     if push and split_url(dst)[0] not in ("file", "local"):
-        raise UsageError(f"--push uploads a local directory, which {without_secrets(dst)} is not. Give a local DST.")
+        raise UsageError(f"--push uploads a local directory, but {without_secrets(dst)} is remote. Give a local DST.")
     explain_interrupts(dst, overwrite=options["overwrite"])
     with progress_bar("convert") as progress:
         report = convert(

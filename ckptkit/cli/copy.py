@@ -29,10 +29,11 @@ from ckptkit.cli.outcome import interrupted_words, outcome_options
 @storage_options_of_both
 @command_frame
 def command(src: str, dst: str, *, as_json: bool, storage_options: tuple[str, ...], **options: Any) -> None:
-    """Copy the checkpoint at SRC to DST, or all committed checkpoints of a run, with their optimizer and records.
+    """Copy the checkpoint or the run at SRC to DST, with optimizer and records. Of a run, copies all committed
+    checkpoints.
 
-    The digests of SRC are checked while it is read. A checkpoint appears completely or not at all. Those of a run
-    appear oldest first; run the same command again to copy what is still missing.
+    The digests of SRC are checked while it is read. A checkpoint appears completely or not at all. The checkpoints of a
+    run are copied oldest first; after an interruption, run the same command again to copy the rest.
     """
     from ckptkit.offline.copy import copy, run_at
     from ckptkit.offline.publish import is_one_of_many
@@ -42,7 +43,7 @@ def command(src: str, dst: str, *, as_json: bool, storage_options: tuple[str, ..
     def words() -> str:
         if run_at(src, storage_options={**(given or {}), **(options["src_storage_options"] or {})}) is None:
             return interrupted_words(dst, overwrite=options["overwrite"])
-        return f"The checkpoints that {dst} shows are complete. Run the same command again to continue."
+        return f"The checkpoints in {dst} are complete. Run the same command again to copy the rest."
 
     if_interrupted(words)
     with progress_bar("copy") as progress:

@@ -1,4 +1,4 @@
-"""The frame of every command: common options, errors as one paragraph, exit codes, JSON, progress."""
+"""Wraps every command: common options, error messages, exit codes, JSON, progress bar."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
 
 F = TypeVar("F", bound=Callable[..., Any])
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
-PROGRESS_DELAY_S = 1.0  # what is quicker than this needs no bar
+PROGRESS_DELAY_S = 1.0  # shorter work needs no bar
 
 
 def command_frame(function: F) -> F:
@@ -57,7 +57,7 @@ def command_frame(function: F) -> F:
         except (click.ClickException, click.exceptions.Exit, click.Abort):
             raise
         except BrokenPipeError:
-            # The reader of our output is gone (`| head`): nothing to tell anybody.
+            # The program that reads our output has exited (`| head`).
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(0) from None
         except KeyboardInterrupt:
@@ -74,7 +74,7 @@ def command_frame(function: F) -> F:
 
 
 def _refuse_empty(context: click.Context) -> None:
-    """Raise UsageError if an option is "", as an unset shell variable makes it. It would be ignored silently."""
+    """Raise UsageError if an option is "", as from an unset shell variable. It would be ignored silently."""
     for option in context.command.params:
         value = context.params.get(option.name or "")
         if isinstance(option, click.Option) and (value == "" or (isinstance(value, tuple) and "" in value)):
@@ -82,13 +82,13 @@ def _refuse_empty(context: click.Context) -> None:
 
 
 def if_interrupted(words: str | Callable[[], str]) -> None:
-    """Set the message for Ctrl-C from now on: what is left, and how to continue. A function is called at Ctrl-C."""
+    """Set the message to print on Ctrl-C: what is left, and how to continue. A function is called at Ctrl-C."""
     click.get_current_context().meta["ckptkit.interrupted"] = words
 
 
 def _message(error: Exception) -> str:
     if isinstance(error, CkptkitError):
-        # OSError.__str__ puts "[Errno n]" in front: the text alone is meant for people.
+        # Not str(error): OSError.__str__ puts "[Errno n]" in front.
         text = error.args[1] if isinstance(error, OSError) and len(error.args) > 1 else str(error)
         return f"Error: {text}"
     if isinstance(error, OSError):
@@ -98,7 +98,7 @@ def _message(error: Exception) -> str:
 
 
 def _older(error: Exception) -> str:
-    """Return the previous checkpoint of a run, if the error is about a damaged one."""
+    """Return a line that names the run's previous checkpoint if the error is about a damaged one, else ""."""
     if not isinstance(error, CorruptCheckpointError) or not error.checkpoint:
         return ""
     from ckptkit.offline.reading import earlier_checkpoint
@@ -116,7 +116,7 @@ def _older(error: Exception) -> str:
 
 
 class _Printable:
-    """Standard output without credentials and control characters."""
+    """A wrapper of stdout that removes credentials and escapes control characters."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -151,7 +151,7 @@ def _colour(stream: Any) -> bool:
 def _set_up_logging(*, quiet: bool, verbose: bool) -> None:
     level = logging.ERROR if quiet else logging.DEBUG if verbose else logging.WARNING
     ranks = "rank %(rank)s " if int(os.environ.get("WORLD_SIZE") or 1) > 1 else ""
-    # A person reads "Warning: ..."; which module it comes from is for those who ask for more.
+    # Only --verbose shows the name of the module.
     words = f"%(levelname)s {ranks}%(name)s: %(message)s" if verbose else f"Warning: {ranks}%(message)s"
     logging.basicConfig(level=logging.WARNING, format=words, stream=sys.stderr)
     logging.getLogger("ckptkit").setLevel(level)
@@ -175,7 +175,10 @@ def print_json(document: Any) -> None:
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int, str], None] | None]:
-    """Give a callback (bytes done, bytes in all, "FILE" or "PHASE: FILE") that draws a bar; None without a terminal."""
+    """Yield a callback that draws a progress bar, or None with --quiet or without a terminal.
+
+    The callback takes the bytes done, the total bytes, and "FILE" or "PHASE: FILE".
+    """
     if is_quiet() or not sys.stderr.isatty():
         yield None
         return
@@ -186,7 +189,7 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int, str], None] | None]
     ) as bar:
 
         def update(done: int, total: int, what: str) -> None:
-            if done < bar.n:  # the result is read back
+            if done < bar.n:  # the next phase: the result is read back
                 bar.reset()
             bar.total = total
             phase, _, file = what.rpartition(": ")
@@ -223,10 +226,10 @@ def storage_options_of_both(function: F) -> F:
 
 
 def with_storage_options(pairs: tuple[str, ...]) -> Mapping[str, Any] | None:
-    """Return the options as a mapping; values that are JSON are parsed, anything else is text.
+    """Return KEY=VALUE pairs as a mapping, or None if there are none. Values that are valid JSON are parsed.
 
     Raises:
-        UsageError: An option has no "=".
+        UsageError: A pair has no "=" or no key.
     """
     options: dict[str, Any] = {}
     for pair in pairs:

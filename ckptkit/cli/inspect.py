@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @click.option("--html", "html", metavar="OUT.html", help="Write one self-contained page with the shard map.")
 @click.option("--after", metavar="URL", help="With --html: also draw which bytes a reshard to this checkpoint moves.")
 @shared.allow_pickle()
-@click.option("--layout", metavar="FILE", help="Names and shapes of flat parameters (FSDP1 LOCAL).")
+@click.option("--layout", metavar="FILE", help="File with the names and shapes of flat parameters (FSDP1 LOCAL).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @storage_option
 @command_frame
@@ -39,7 +39,7 @@ def command(
     as_json: bool,
     storage_options: tuple[str, ...],
 ) -> None:
-    """Show what is in the checkpoint at URL: format, mesh, parameters and bytes by section, the largest
+    """Show the contents of the checkpoint at URL: format, mesh, parameters and bytes by section, the largest
     tensors and a tree of modules. Reads metadata only."""
     from ckptkit.formats.options import ReadOptions
     from ckptkit.offline.inspect import inspect
@@ -102,7 +102,7 @@ def _section_lines(section: RoleSummary) -> list[str]:
     ]
     if list(section.placements) != ["whole"]:
         cuts = [f"{count} {cut}" for cut, count in sorted(section.placements.items(), key=lambda item: -item[1])]
-        more = f", and {len(cuts) - 4} ways more" if len(cuts) > 4 else ""
+        more = f", and {len(cuts) - 4} more" if len(cuts) > 4 else ""
         lines.append(f"  {'':<10} cut: {', '.join(cuts[:4])}{more}")
     return lines
 

@@ -83,12 +83,12 @@ def _lines(listing: Listing, *, every: bool) -> list[str]:
 
 
 def _columns() -> int:
-    """Maximum line width; 0 if the output is not a terminal."""
+    """Return the maximum line width; 0 if stdout is not a terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
 
 
 def _aligned(table: list[list[str]], columns: int) -> list[str]:
-    """Return the rows of the table as lines. If a terminal would wrap them, the last cell goes on its own line."""
+    """Return the table as aligned lines. If one is too wide for the terminal, the last cells go on separate lines."""
     widths = [max(len(cells[i]) for cells in table) for i in range(len(table[0]) - 1)]
     heads = ["  ".join(c.ljust(w) for c, w in zip(cells, widths, strict=False)) for cells in table]
     lines = [f"{head}  {cells[-1]}".rstrip() for head, cells in zip(heads, table, strict=True)]

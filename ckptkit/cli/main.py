@@ -1,4 +1,4 @@
-"""The `ckptkit` command: imports a sub-command's module only when it is called, so that --help is fast."""
+"""The `ckptkit` command. It imports a subcommand's module only when it is called, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from click.shell_completion import CompletionItem
 
 __all__ = ["cli", "main"]
 
-# name -> one-line description. The module is ckptkit.cli.<name>, its command is called `command`.
+# name -> one-line description. The module ckptkit.cli.<name> defines the subcommand as `command`.
 _COMMANDS = {
     "convert": "Convert any checkpoint to Hugging Face, DCP, torch or LOCAL files.",
     "merge": "Average several checkpoints, or the last ones of a run.",
@@ -30,7 +30,7 @@ _COMMANDS = {
     "unpin": "Let rotation delete a pinned checkpoint again.",
     "push": "Upload an export to a Hugging Face repo.",
 }
-# name -> example commands and the page of docs/ with details, shown at the end of its help.
+# name -> two example commands and a page of docs/, shown at the end of the subcommand's help.
 _EXAMPLES = {
     "convert": (
         "convert RUN OUT --verify  # the newest checkpoint, for transformers and vLLM",
@@ -58,12 +58,12 @@ _EXAMPLES = {
     "push": ("push OUT me/model", "push OUT me/model --private", "how-to-vllm.md"),
 }
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
-_SAME_PRESS_S = 5.0  # seconds
-_PLACE = re.compile("FILE|URL|DIR|html")  # in the metavar of an option
+_SAME_PRESS_S = 5.0  # interrupts within this many seconds count as one
+_PLACE = re.compile("FILE|URL|DIR|html")  # in the metavars of options that take a path or URL
 
 
 class _Commands(click.Group):
-    """Sub-commands that are imported when they are called."""
+    """A group that imports a subcommand when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -89,7 +89,7 @@ class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:  # before a command began, or after its end
+        except KeyboardInterrupt:  # raised before or after the subcommand itself
             click.echo("Interrupted.", err=True)
             raise SystemExit(_INTERRUPTED) from None
 
@@ -99,7 +99,7 @@ class _Commands(click.Group):
 
 
 class _PathArgument(click.types.StringParamType):
-    """A path or URL argument; the shell completes it as a path."""
+    """A path or URL. The shell completes it as a path."""
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         return [CompletionItem(incomplete, type="file")]
@@ -137,8 +137,8 @@ def cli() -> None:
 
 
 class _InterruptOnce:
-    """Handles SIGINT: a second one soon after the first must not stop the cleanup. Launchers forward the terminal's
-    signal once more, and people press Ctrl-C twice. A later one interrupts again.
+    """Raises KeyboardInterrupt on SIGINT, but ignores further signals for 5 seconds, so that they do not stop the
+    cleanup: launchers forward the terminal's signal once more, and people press Ctrl-C twice.
     """
 
     def __init__(self) -> None:
@@ -160,7 +160,7 @@ def main(args: list[str] | None = None) -> Any:
         return cli.main(args=args, prog_name="ckptkit")
     except SystemExit as end:
         if ours and end.code == _INTERRUPTED:
-            # Everything is printed and cleaned up. Another Ctrl-C while Python exits would change the exit code.
+            # The cleanup is done. Another Ctrl-C while Python exits would change the exit code.
             before = signal.SIG_IGN
         raise
     finally:

@@ -26,14 +26,14 @@ _what = grouped("What")
     help="uniform, minus-sqrt, ema:DECAY, or one number for each SRC, such as 0.2,0.3,0.5.",
 )
 @_what("--last", type=Count(2), metavar="N", help="SRC is a run: merge its last N checkpoints.")
-@_what("--steps", metavar="FIRST:LAST", help="SRC is a run: merge its checkpoints from FIRST to LAST, both included.")
+@_what("--steps", metavar="FIRST:LAST", help="SRC is a run: merge its checkpoints from step FIRST to LAST, inclusive.")
 @_what(
     "--sum-dtype",
     type=OneOf(["fp32", "fp64"]),
     default="fp32",
     show_default=True,
     metavar="DTYPE",
-    help="fp32 or fp64: the precision of the sums.",
+    help="Precision of the sums: fp32 or fp64.",
 )
 @partial(export_options, weights="--take")
 @outcome_options
@@ -45,7 +45,7 @@ def command(
     """Write the weighted average of the checkpoints SRC... (oldest first) to DST.
 
     The sources may have different formats and world sizes, but must have the same tensors. Only model weights are
-    averaged; optimizer states are left out. Sums have the same bits for any number of workers and any memory.
+    averaged; optimizer states are left out. The result has the same bits for any --workers and --max-memory.
     """
     from ckptkit.offline.merge import merge
 

@@ -1,4 +1,4 @@
-"""Click options in groups on the help page, with suggestions for misspelt choices."""
+"""Defines click options that help lists in groups, and choices that suggest a spelling."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LAST = "Output"
 
 
 class _GroupedOption(click.Option):
-    """An option with its heading on the help page."""
+    """An option with the heading under which help lists it."""
 
     def __init__(self, *args: Any, group: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -23,7 +23,7 @@ class _GroupedOption(click.Option):
 
 
 def grouped(group: str) -> Callable[..., Callable[[F], F]]:
-    """Return `click.option` for the options below the heading `group`."""
+    """Return a `click.option` whose options are listed under the heading `group`."""
 
     def option(*names: str, **settings: Any) -> Callable[[F], F]:
         return click.option(*names, cls=_GroupedOption, group=group, **settings)
@@ -51,12 +51,12 @@ def allow_pickle(group: str = "") -> Callable[[F], F]:
         "--allow-pickle",
         is_flag=True,
         callback=warn,
-        help="Read torch.save files that name unknown classes, without their values; no code is run.",
+        help="Read torch.save files that name unknown classes. Omits the objects of these classes; runs no code.",
     )
 
 
 class GroupedCommand(click.Command):
-    """A command whose help page has a heading for each group of options, in the order of their declaration."""
+    """A command whose help lists options under group headings, in order of declaration, with "Output" last."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
@@ -72,17 +72,17 @@ class GroupedCommand(click.Command):
 
 
 class Count(click.IntRange):
-    """An integer of at least `min`, with a clear error for anything else."""
+    """An integer of at least `min`. Errors call it a whole number."""
 
     name = "whole number"
 
 
 class OneOf(click.Choice):  # type: ignore[type-arg, unused-ignore]
-    """A choice that suggests the closest spelling.
+    """A choice whose error suggests the closest spelling.
 
     Args:
-        hidden: Accepted spellings that are not listed.
-        meant: Other names for a choice, and the choice to suggest.
+        hidden: Values that are accepted but not listed.
+        meant: Maps a wrong value to the choice to suggest.
     """
 
     def __init__(

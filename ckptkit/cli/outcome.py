@@ -1,4 +1,4 @@
-"""The options and the output that `convert` and `reshard` share."""
+"""The options and the output that `convert`, `merge`, `reshard` and `copy` share."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ _OPTIONS = [
 
 
 def outcome_options(function: F) -> F:
-    """Add the options about how a result is made, checked and shown."""
+    """Add the options for safety, resources and output."""
     for option in reversed(_OPTIONS):
         function = option(function)
     return function
 
 
 def vocabulary_options(function: F) -> F:
-    """Add the options about the rows of embedding and head."""
+    """Add the options that resize the embedding and the output head."""
     function = _model(
         "--new-rows",
         type=OneOf(["mean", "zeros"]),
         metavar="WHICH",
-        help="Rows that --vocab-size adds: mean (of the old rows, summed in fp64; the default) or zeros.",
+        help="Values of the rows that --vocab-size adds: mean (of the old rows, summed in fp64; default) or zeros.",
     )(function)
     return _model(
         "--vocab-size", type=Count(1), metavar="N", help="Trim or pad the rows of embedding and output head to N."
@@ -59,22 +59,22 @@ def vocabulary_options(function: F) -> F:
 
 
 def explain_interrupts(dst: str, *, overwrite: bool) -> None:
-    """On Ctrl-C, print the state of DST, what is staged next to it, and how to continue."""
+    """On Ctrl-C, print the state of DST, what is staged, and how to continue."""
     if_interrupted(lambda: interrupted_words(dst, overwrite=overwrite))
 
 
 def interrupted_words(dst: str, *, overwrite: bool) -> str:
-    """Return the state of DST, what is staged next to it, and how to continue."""
+    """Return the state of DST, what is staged, and how to continue, as text."""
     from ckptkit.offline.copying.resume import left_beside
     from ckptkit.storage.store import split_url
 
     if split_url(dst)[0] != "file":
-        old = f"{dst} is unchanged, or the complete new one is in {dst}/.ckptkit-new"
+        old = f"{dst} is unchanged, or its complete replacement is in {dst}/.ckptkit-new"
         made = old if overwrite else f"{dst} was not created"
-        return f"{made}. Run the same command again: it continues with the finished objects."
+        return f"{made}. Run the same command again: it keeps the finished objects."
     if not overwrite and (os.path.isfile(dst) or (os.path.isdir(dst) and os.listdir(dst))):
         return f"{dst} is either complete or unchanged."
-    untouched = f"{dst} is unchanged" if overwrite and os.path.exists(dst) else f"{dst} was not made"
+    untouched = f"{dst} is unchanged" if overwrite and os.path.exists(dst) else f"{dst} was not created"
     try:
         left = left_beside(dst)
     except OSError:
@@ -89,7 +89,7 @@ def interrupted_words(dst: str, *, overwrite: bool) -> str:
 
 
 def show_outcome(report: ConvertReport, *, as_json: bool) -> None:
-    """Print a report: the plan of a dry run, otherwise what was done and proved, and how to use the result.
+    """Print a report: the plan of a dry run, otherwise what was done and verified, and how to use the result.
 
     Raises:
         SystemExit: With 1 if a dry run found that the real run would fail.

@@ -14,8 +14,10 @@ from ckptkit.cli.frame import command_frame, print_json, storage_option, with_st
 @storage_option
 @command_frame
 def command(url: str, why: str, as_json: bool, storage_options: tuple[str, ...]) -> None:
-    """Protect the checkpoint at URL (RUN/step_..., RUN/latest, RUN/best, RUN/1200) from rotation. RUN alone means its
-    newest."""
+    """Protect the checkpoint at URL from rotation.
+
+    URL is RUN/step_..., RUN/latest, RUN/best or RUN/1200. RUN alone means its newest checkpoint.
+    """
     from ckptkit.checkpoint.run.address import resolve_checkpoint
     from ckptkit.checkpoint.run.pins import pin_forever
     from ckptkit.errors import UsageError

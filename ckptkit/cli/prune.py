@@ -27,8 +27,8 @@ def command(
 ) -> None:
     """Delete the checkpoints of the run at ROOT that the policy does not keep, and leftovers of killed saves.
 
-    Never deletes the newest checkpoint, the best, a pinned one, or files that ckptkit did not write. Uses the policy
-    that the run recorded; limits given here replace its limits.
+    Never deletes the newest, the best or a pinned checkpoint, or files that ckptkit did not write. Uses the policy that
+    the run recorded; limits given here replace its limits.
     """
     from ckptkit.offline.prune import prune
 
@@ -52,7 +52,7 @@ def command(
                 click.echo(f"{'':<12}  {report.failed[decision.name]}")
         for path in report.cleaned:
             if path.endswith(".owner"):
-                continue  # it belongs to the line before
+                continue  # the owner file of the staging directory in the line before
             click.echo(f"{'would clean' if dry_run else 'cleaned':<12}  {path}  left by a save whose process is gone")
         for path in report.kept_files:
             click.echo(f"{'would stay' if dry_run else 'stayed':<12}  {path}  no commit record names it")

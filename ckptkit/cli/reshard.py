@@ -27,18 +27,20 @@ _what = grouped("What")
     metavar="TYPE",
     help="sharded (torch DCP) or local (one file per rank).",
 )
-@_what("--tp-plan", metavar="FILE", help="JSON that maps globs of parameter names to the dimension that tp splits.")
+@_what(
+    "--tp-plan", metavar="FILE", help="JSON file that maps globs of parameter names to the dimension that tp splits."
+)
 @vocabulary_options
 @allow_pickle("What")
-@_what("--layout", metavar="FILE", help="Layout of flat parameters, for FSDP1 LOCAL.")
+@_what("--layout", metavar="FILE", help="File with the names and shapes of flat parameters (FSDP1 LOCAL).")
 @outcome_options
 @storage_options_of_both
 @command_frame
 def command(
     src: str, dst: str, *, world_size: int, type_: str, as_json: bool, storage_options: tuple[str, ...], **options: Any
 ) -> None:
-    """Rewrite the checkpoint at SRC for another number of ranks or another mesh: model, optimizer, masters,
-    schedulers. File r of DST contains exactly what rank r of the new job loads."""
+    """Rewrite the checkpoint at SRC for another number of ranks or another mesh, with model, optimizer, master weights
+    and schedulers. File r of DST contains exactly what rank r of the new job loads."""
     from ckptkit.offline.reshard import reshard
 
     explain_interrupts(dst, overwrite=options["overwrite"])

@@ -25,7 +25,7 @@ def _note(context: click.Context, option: click.Parameter, value: Any) -> None:
 
 
 _rule = partial(click.option, expose_value=False, callback=_note)
-# Each is named as its field of RetentionPolicy.
+# Each option is named after its field of RetentionPolicy.
 _OPTIONS = [
     _rule("--max-num", type=Count(1), metavar="N", help="Keep the N newest."),
     _rule("--max-mem", metavar="SIZE", help="Keep the total below SIZE, for example 1TB (10^12) or 1TiB (2^40)."),
@@ -43,20 +43,24 @@ _OPTIONS = [
         is_flag=True,
         flag_value=False,
         default=True,
-        help="With limits given: ignore the --keep-... rules that the run recorded.",
+        help="If limits are given, ignore the --keep-... rules that the run recorded.",
     ),
 ]
 
 
 def policy_options(function: F) -> F:
-    """Add the options to a command. It receives `recorded`; `stated_policy` reads the others."""
+    """Add the retention options to a command. It receives `recorded` only; `stated_policy` reads the others."""
     for option in reversed(_OPTIONS):
         function = option(function)
     return function
 
 
 def stated_policy() -> RetentionPolicy | None:
-    """Return the policy of this command's options, None if none was given. Raises UsageError."""
+    """Return the policy that this command's options state; None if none was given.
+
+    Raises:
+        UsageError: A value is wrong.
+    """
     stated = {name: value for name, value in click.get_current_context().meta[_STATED].items() if value is not None}
     if not stated:
         return None
@@ -68,7 +72,8 @@ def stated_policy() -> RetentionPolicy | None:
         parts = best.split(":")
         if len(parts) not in (2, 3) or (len(parts) == 3 and not parts[2].isdigit()):
             raise UsageError(
-                f"--keep-best {best}: expected METRIC:min or METRIC:max, optionally with :N: val_loss:min:2."
+                f"--keep-best {best}: expected METRIC:min or METRIC:max, optionally followed by :N, "
+                "such as val_loss:min:2."
             )
         stated["keep_best"] = (parts[0], parts[1], int(parts[2]) if len(parts) == 3 else 1)
     return RetentionPolicy(**stated)

@@ -13,7 +13,10 @@ from ckptkit.cli.frame import command_frame, print_json, storage_option, with_st
 @storage_option
 @command_frame
 def command(url: str, as_json: bool, storage_options: tuple[str, ...]) -> None:
-    """Remove the pin of the checkpoint at URL, so that rotation may delete it. RUN alone means its newest."""
+    """Remove the pin of the checkpoint at URL, so that rotation may delete it.
+
+    RUN alone means its newest checkpoint.
+    """
     from ckptkit.checkpoint.run.address import resolve_checkpoint
     from ckptkit.checkpoint.run.pins import split_checkpoint_url, unpin
     from ckptkit.errors import CheckpointNotFoundError

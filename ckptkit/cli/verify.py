@@ -15,7 +15,7 @@ from ckptkit.errors import CorruptCheckpointError, command_line
 if TYPE_CHECKING:
     from ckptkit.offline.verify import Problem, VerifyReport
 
-SHOWN_OF_A_FILE = 10  # problems; a disk that fails makes one of each of ten thousand tensors
+SHOWN_OF_A_FILE = 10  # problems; a failing disk may damage ten thousand tensors of one file
 
 
 @click.command("verify")
@@ -25,7 +25,7 @@ SHOWN_OF_A_FILE = 10  # problems; a disk that fails makes one of each of ten tho
     "--workers", type=Count(0), default=0, metavar="N", help="Parallel reads. Default: chosen for this machine."
 )
 @shared.allow_pickle()
-@click.option("--layout", metavar="FILE", help="Names and shapes of flat parameters (FSDP1 LOCAL).")
+@click.option("--layout", metavar="FILE", help="File with the names and shapes of flat parameters (FSDP1 LOCAL).")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @storage_option
 @command_frame
@@ -41,7 +41,7 @@ def command(
 ) -> None:
     """Check that the checkpoint at URL is complete and undamaged. Exit code 1 if it is damaged.
 
-    Tensors of unknown classes are listed. Only their checksums are compared, and they do not count as damage.
+    Tensors of unknown classes are listed and do not count as damage. Only their checksums are compared.
     """
     from ckptkit.formats.options import ReadOptions
     from ckptkit.offline.verify import verify
@@ -57,7 +57,7 @@ def command(
                 progress=progress,
                 options=ReadOptions(layout=layout, allow_pickle=allow_pickle),
             )
-        except CorruptCheckpointError as error:  # so bad that it cannot be opened: that is an answer, not a failure
+        except CorruptCheckpointError as error:  # too damaged to open: a result of verify, not a failure
             report = _unreadable(error.checkpoint or url, str(error), quick=quick)
     if as_json:
         print_json(report.to_json())
@@ -93,7 +93,7 @@ def _lines(report: VerifyReport) -> list[str]:
 
 
 def _what_to_try(report: VerifyReport, options: Mapping[str, Any] | None) -> list[str]:
-    """Return the hint to check the previous checkpoint, if there is one."""
+    """Return a hint to verify the previous checkpoint, or nothing if there is none."""
     from ckptkit.offline.reading import earlier_checkpoint
 
     older = earlier_checkpoint(report.url, storage_options=options)

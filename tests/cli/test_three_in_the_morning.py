@@ -369,7 +369,9 @@ def test_what_an_interrupted_conversion_left_is_named(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "config.json").write_text("{}")
     assert "is unchanged" in outcome.interrupted_words(dst, overwrite=True)
-    assert "is unchanged, or the complete new one is in" in outcome.interrupted_words("s3://bucket/out", overwrite=True)
+    assert "is unchanged, or its complete replacement is in" in outcome.interrupted_words(
+        "s3://bucket/out", overwrite=True
+    )
 
 
 def test_ctrl_c_before_a_command_began_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
