@@ -58,7 +58,7 @@ def check_tests(cells: list[list[str]], column: int) -> None:
 
 
 def test_each_promise_names_tests_that_exist() -> None:
-    check_tests(rows("docs/promises.md")[1:], 1)
+    check_tests(rows("docs/internals/promises-tests.md")[1:], 1)
 
 
 def test_each_fault_names_tests_that_exist() -> None:
