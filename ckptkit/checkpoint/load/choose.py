@@ -160,7 +160,7 @@ class Loader:
         if other:
             _log.info("%s has no checkpoint of ckptkit yet; continuing from %s", self._url, other)
         elif self._start_fresh == "never":
-            raise CheckpointNotFoundError(f"{text}, and start_fresh='never' requires one.")
+            raise CheckpointNotFoundError(f"start_fresh='never' requires a checkpoint, but {text}")
         else:
             _log.log(logging.WARNING if "did you mean" in text.lower() else logging.INFO, "%s", text)
         return other

@@ -1,1 +1,1 @@
-"""The directory of one run, shared by its ranks: commit, lease, pins, deletion."""
+"""Manages the directory of one run, which its ranks share: commits, lease, pins, deletion."""

@@ -1,4 +1,4 @@
-"""Resolves names of checkpoints: RUN/latest, RUN/latest~1, RUN/best, RUN/1200."""
+"""Resolves names of checkpoints to URLs: RUN/latest, RUN/latest~1, RUN/best, RUN/1200."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ NAMED_CHECKPOINT = re.compile(r"(latest(~[0-9]{1,6})?|best(:[^/]{1,128})?|[0-9]{
 
 
 def resolve_url(url: str, *, storage_options: Mapping[str, Any] | None = None) -> str:
-    """Return the URL of the checkpoint that `url` names; `url` itself if it names none, or its parent is not a run.
+    """Return the URL of the checkpoint that `url` names (RUN/latest, RUN/1200). Return any other URL unchanged.
 
     Raises:
         CheckpointNotFoundError: The run has no such checkpoint; lists the existing ones.
-        CorruptCheckpointError: The record of the latest checkpoint cannot be read: it is not skipped silently.
+        CorruptCheckpointError: `url` is "latest", but the record of the latest checkpoint cannot be read.
     """
     half = _HALF_PROTOCOL.fullmatch(url)
     if half and not os.path.exists(url):
         raise UsageError(f"{url} has only one slash after the protocol. Did you mean {half[1]}://{half[2]}?")
-    require_bucket(url)  # before trailing slashes are removed
+    require_bucket(url)  # before trailing slashes are removed below
     head, separator, name = url.rstrip("/").rpartition("/")
     if not NAMED_CHECKPOINT.fullmatch(name) or head.endswith(":/"):
         if split_url(url)[0] == "file" and head and not os.path.lexists(url):
@@ -41,8 +41,8 @@ def resolve_url(url: str, *, storage_options: Mapping[str, Any] | None = None) -
     if name.isdigit() or name.startswith("best:"):
         found = root.info(name) if name.isdigit() else None
         if found is not None and found.kind == "directory":
-            return url  # a directory of that name
-    from ckptkit.checkpoint.run.inventory import (  # imported here, because most URLs do not need it
+            return url  # a directory has this name
+    from ckptkit.checkpoint.run.inventory import (  # a lazy import: most URLs do not need it
         list_checkpoints,
         resolve,
     )
@@ -64,7 +64,7 @@ def resolve_url(url: str, *, storage_options: Mapping[str, Any] | None = None) -
 
 
 def resolve_checkpoint(url: str, *, storage_options: Mapping[str, Any] | None = None) -> str:
-    """Like `resolve_url`, but the root of a run means its newest checkpoint."""
+    """Return the URL of the checkpoint that `url` names, like `resolve_url`. The root of a run names its newest one."""
     from ckptkit.checkpoint.run.inventory import list_checkpoints
 
     address = resolve_url(url, storage_options=storage_options)
@@ -79,7 +79,7 @@ def resolve_checkpoint(url: str, *, storage_options: Mapping[str, Any] | None = 
 
 
 def _refuse_nothing(root: Store, inventory: Inventory, name: str) -> None:
-    """Raise if "latest" or "best" names nothing, unless there is a directory (or a link to one) of that name."""
+    """Raise because "latest" or "best" names nothing, unless a directory (or a link to one) has that name."""
     found = root.info(name)
     if found is not None and found.kind == "directory":
         return
@@ -95,7 +95,7 @@ def _refuse_nothing(root: Store, inventory: Inventory, name: str) -> None:
 
 
 def _refuse_unknown(head: str, name: str) -> None:
-    """Raise if `head` is a run, and name its checkpoints, which helps more than "does not exist"."""
+    """If `head` is a run, raise an error that lists its checkpoints. That helps more than "does not exist"."""
     if not os.path.isdir(head):
         return
     import difflib

@@ -1,7 +1,7 @@
-"""An attempt to save: where its files are until it is published, and the single step that publishes it.
+"""Stores the files of an attempt to save until one atomic step publishes them.
 
-Local and remote places guarantee the same: a checkpoint exists exactly if its record does, and the record is written
-last, once everything that it names is durable.
+Local and remote stores give the same guarantee: a checkpoint exists if and only if its commit record exists, and the
+record is written last, once all files that it names are durable.
 """
 
 from __future__ import annotations
@@ -55,13 +55,14 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 5.0  # a check of the lease, or of the name, is valid for this long before the record is uploaded
+LOOK_S = 5.0  # how long a check of the lease or of the name stays valid before the record is uploaded
 
 _witnessed: weakref.WeakKeyDictionary[Store, Witness] = weakref.WeakKeyDictionary()
 
 
 class Place:
-    """Where the files of one attempt are until it is published. Methods that a store does not need do nothing.
+    """The location of one attempt's files until they are published. A method does nothing where the store needs
+    nothing.
 
     Attributes:
         store: Where the files are written.
@@ -73,43 +74,47 @@ class Place:
     store: Store
 
     def open(self) -> None:
-        """Create the place, and record who writes to it. Rank 0."""
+        """Create the place, and record its owner. Call on rank 0."""
 
     def look(self) -> None:
-        """Raise SaveError unless this rank sees the place that rank 0 created. Every rank, at any time."""
+        """Raise SaveError unless this rank sees the place that rank 0 created. Any rank may call it at any time."""
 
     def sync(self, paths: Iterable[str]) -> None:
         """Make files that this rank wrote durable."""
 
     def check_own(self, files: Mapping[str, FileRecord]) -> None:
-        """Raise SaveError unless the files of this rank are exactly `files`, each with its size. Every rank. Does
-        nothing if `check_all` on rank 0 checks as well."""
+        """Raise SaveError unless the files of this rank are exactly `files`, each with its size. Call on every rank.
+
+        Does nothing on a file system, where `check_all` checks the files of all ranks.
+        """
 
     def check_all(self, files: Mapping[str, FileRecord], own: Mapping[str, FileRecord]) -> None:
-        """Like `check_own`, for `files` of all ranks. Rank 0, which wrote `own`."""
+        """Check `files`, which are those of all ranks, like `check_own`. Call on rank 0, which wrote `own`."""
 
     def was_free(self, when: float) -> None:
-        """Record that there was no checkpoint of this name at `when` (`time.monotonic`). Rank 0."""
+        """Record that no checkpoint had this name at `when` (`time.monotonic`). Call on rank 0."""
 
     def look_free(self) -> None:
-        """Raise CheckpointExistsError if there is a checkpoint of this name, unless `publish` finds out anyway, or it
-        was checked a moment ago. Rank 0, just before `publish`."""
+        """Raise CheckpointExistsError if a checkpoint has this name. Call on rank 0, just before `publish`.
+
+        Skips the check if `publish` detects it anyway, or if it was done a moment ago.
+        """
 
     def publish(self, record: bytes, *, overwrite: bool, again: Callable[[], None] | None = None) -> None:
-        """Write the record, and make the checkpoint visible. Durable on return. Rank 0.
+        """Write the record and make the checkpoint visible. The checkpoint is durable on return. Call on rank 0.
 
         Args:
-            again: Raises if this writer may no longer write. Called before the record's upload is repeated, which may
-                be a minute later.
+            again: Called before a retry of the record's upload, which may be a minute after the first try. Raises if
+                this writer may no longer write.
         """
 
     def close(self) -> None:
-        """Delete everything that is not published. Rank 0; may be called again."""
+        """Delete everything that was not published. Call on rank 0; may be called again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Witness:
-    """The lease file of an attempt, and its nonce: a rank that reads the same sees the same store as rank 0."""
+    """The path and the nonce of an attempt's lease file. A rank that reads this nonce there shares rank 0's store."""
 
     path: str
     nonce: str
@@ -119,7 +124,7 @@ def place_of(root: Store, name: str, save_id: str, *, witness: Witness | None = 
     """Return the place of an attempt to save `name`, without creating it.
 
     Args:
-        witness: Proves to a rank that its files are in the store that rank 0 writes to; None on rank 0.
+        witness: Lets a rank check that it writes to the same store as rank 0; None on rank 0.
     """
     if is_directory(root):
         return LocalPlace(root, name, save_id)
@@ -137,16 +142,16 @@ def _check_owner(root: Store, path: str, save_id: str) -> None:
 
 
 class LocalPlace(Place):
-    """A staging directory next to the checkpoint, on a file system: one rename publishes it."""
+    """A staging directory next to the checkpoint, on a file system. One rename publishes it."""
 
     data = ""
 
     def __init__(self, root: LocalStore, name: str, save_id: str) -> None:
-        # Invariant: a root or staging directory that is gone is never recreated: that would be on another disk.
+        # Invariant: a missing root or staging directory is never recreated, because that could be on another disk.
         self.root, self.name, self.save_id = root.existing(), name, save_id
         self.path = staging.staging_name(name, save_id)
         self.store: LocalStore = root.child(self.path).existing()
-        self._replacement = f"{name}@{save_id}"  # listed as a checkpoint, and cannot be a tag
+        self._replacement = f"{name}@{save_id}"  # is listed as a checkpoint; "@" cannot occur in a tag
 
     def open(self) -> None:
         publish.open_staging(self.root, self.name, self.save_id, leased=True)
@@ -157,7 +162,7 @@ class LocalPlace(Place):
             raise SaveError(f"{self.store.url} was removed while it was being written.")
 
     def sync(self, paths: Iterable[str]) -> None:
-        # Also files that were synced before: repeating it costs nothing, omitting it may cost the checkpoint.
+        # Includes files that were already synced: a second sync costs nothing, a missing one may lose the checkpoint.
         for path in paths:
             self.store.sync_file(path)
 
@@ -169,10 +174,10 @@ class LocalPlace(Place):
         replaces = self.root.info(self.name) is not None and (overwrite or self._is_deleted())
         if replaces:
             self._carry_over()
-        # Invariant: from here on the staging directory is complete, and is not listed as a checkpoint.
+        # Invariant: from here on the staging directory is complete, but it is not listed as a checkpoint.
         publish.sync_directories(self.store)
         self.root.sync_directory()
-        # Invariant: all its bytes and names survive a power cut.
+        # Invariant: all bytes and file names in the staging directory survive a power failure.
         if replaces:
             self._replace()
             return
@@ -188,7 +193,7 @@ class LocalPlace(Place):
         return find_record(self.root, record_path(self.name)) is None and bool(deleted_records(self.root, self.name))
 
     def _carry_over(self) -> None:
-        """Link foreign files from the directory that is replaced."""
+        """Hard-link the foreign files of the directory that is replaced into the new one."""
         others = others_in(self.root, self.name)
         try:
             carry_over(self.root, self.name, self.path, others)
@@ -199,26 +204,26 @@ class LocalPlace(Place):
             logger.info(text, self.root.url, self.name, others[:5])
 
     def _replace(self) -> None:
-        """Replace a checkpoint of the same name. At any instant, one of the two exists."""
-        if publish.exchange(self.root, self.path, self.name):  # the commit point; synced
+        """Replace the checkpoint of the same name. The old or the new one exists at any time."""
+        if publish.exchange(self.root, self.path, self.name):  # the commit point, synced to disk
             return
-        # No atomic swap (NFS). The new one is listed under a second name until the old one is gone.
+        # NFS has no atomic swap. The new checkpoint is listed under a second name until the old one is removed.
         publish.publish(self.root, self.path, self._replacement)  # the commit point
         _settle(self.root, self._replacement, self.name)
 
     def close(self) -> None:
-        # Published or not: after a swap the old checkpoint is here.
+        # Even after publishing: a swap moved the old checkpoint into the staging directory.
         give_up(self.root, self.path, self.name)
         self.root.delete(reversed(staging.owner_files(self.root, self.path)))
 
 
 def check_names(root: Store, name: str, file_names: str) -> None:
-    """Raise CheckpointExistsError if a foreign file in the directory `name` has a name that the save would write.
+    """Raise CheckpointExistsError if a foreign file in the directory `name` has a path that the save would write.
 
     Args:
-        file_names: A pattern of these paths.
+        file_names: A regular expression that matches the paths the save writes.
     """
-    if not is_directory(root):  # the attempt has its own folder
+    if not is_directory(root):  # on an object store, the attempt has its own folder
         return
     taken = [path for path in others_in(root, name) if re.fullmatch(file_names, path)]
     if taken:
@@ -227,13 +232,13 @@ def check_names(root: Store, name: str, file_names: str) -> None:
 
 def _would_replace(root: LocalStore, name: str, what: str) -> CheckpointExistsError:
     return CheckpointExistsError(
-        f"{root.path_of(name)} contains a file that its commit record does not name, and this save writes one of the "
-        f"same name: {what}. Nothing was published. Move it away."
+        f"{root.path_of(name)}: this save would overwrite a file that its commit record does not name: {what}. "
+        "Nothing was published. Move that file away."
     )
 
 
 def settle_replacements(root: Store, paths: Mapping[str, str]) -> None:
-    """Finish replacements that were killed between their two renames. `paths`: directory -> name."""
+    """Finish replacements that were killed between their two renames. `paths` maps directories to checkpoint names."""
     if is_directory(root):
         for path, name in paths.items():
             if path != name:
@@ -249,11 +254,12 @@ def _settle(root: LocalStore, path: str, name: str) -> None:
 
 
 class RemotePlace(Place):
-    """Keys of one attempt below those of the checkpoint, on an object store: uploading the record publishes them.
+    """A key prefix for one attempt, below the checkpoint's prefix in an object store. Uploading the record publishes
+    it.
 
-    `step_N/checkpoint.json` names the save id; the files are `step_N/<save id>/...`. Late uploads of a dead attempt
-    cannot mix with another's, and one put replaces a checkpoint. The lease states the owner of an attempt: it exists
-    before the attempt's first file, and is held until the last one is committed or deleted.
+    `step_N/checkpoint.json` names the save id; the files are `step_N/<save id>/...`. So late uploads of a dead attempt
+    cannot overwrite files of another attempt, and one put replaces a checkpoint. The lease records the owner of the
+    attempt. It exists before the attempt's first file, and is held until all files are committed or deleted.
     """
 
     def __init__(self, root: Store, name: str, save_id: str, *, witness: Witness | None = None) -> None:
@@ -264,24 +270,24 @@ class RemotePlace(Place):
         self.store = attempt_store(root, self.path)
         self._replaced: CommitRecord | None = None
         self._published = False
-        self._may_appear = False  # the record may still appear after a failed upload
+        self._may_appear = False  # whether the record may still appear after a failed upload
         self._tried = False
-        self._free_at = -LOOK_S  # when it was last seen that there is no record
+        self._free_at = -LOOK_S  # the last time at which no record existed
 
     def look(self) -> None:
-        # Once per lease: keys do not move like directories.
+        # Once per lease is enough: unlike a directory, a key prefix cannot be moved or unmounted.
         witness = self._witness
         if witness is not None and _witnessed.get(self.root) != witness:
             _check_owner(self.root, witness.path, witness.nonce)
             _witnessed[self.root] = witness
 
     def sync(self, paths: Iterable[str]) -> None:
-        # Small objects may still be uploading; objects that exist are durable.
+        # Waits for small objects that are still uploading. Objects that exist are durable.
         self.store.settle()
 
     def check_own(self, files: Mapping[str, FileRecord]) -> None:
-        # A put that was answered with the tag of the whole object proves that it exists. For the others (the answer was
-        # lost, went to another process, or fsspec has none) one listing tells; on S3 and GCS it is consistent.
+        # If a put was answered with the ETag of the whole object, the object exists. If some answer is missing (lost,
+        # sent to another process, or not provided by fsspec), one listing tells; listings of S3 and GCS are consistent.
         found = self.store.arrived()
         if not found.keys() >= files.keys():
             start = len(self.path) + 1
@@ -309,7 +315,7 @@ class RemotePlace(Place):
         return time.monotonic() - self._free_at < LOOK_S
 
     def publish(self, record: bytes, *, overwrite: bool, again: Callable[[], None] | None = None) -> None:
-        # Invariant: all objects that the record names are complete, under keys that nobody else writes.
+        # Invariant: all objects that the record names are complete, and nobody else writes to their keys.
         old = self._old() if overwrite else None
         if old is not None and old.data:
             self.root.write(f"{self.name}/{mark_of(old)}", old.to_json(), overwrite=True)
@@ -321,7 +327,7 @@ class RemotePlace(Place):
         try:
             root.write(record_path(self.name), record, overwrite=overwrite)  # the commit point
         except OSError as error:
-            # The answer may have been lost, and the request repeated: then the existing record is ours.
+            # The answer to a successful put may have been lost, and the put retried: then the existing record is ours.
             self._may_appear |= may_yet_happen(error)
             found = find_record(self.root, record_path(self.name))
             if found is None or found.save_id != self.save_id:
@@ -335,18 +341,18 @@ class RemotePlace(Place):
     def _old(self) -> CommitRecord | None:
         try:
             return find_record(self.root, record_path(self.name))
-        except CorruptCheckpointError:  # the files that it named are unknown
+        except CorruptCheckpointError:  # the record's files are unknown
             return None
 
     def _read_back(self) -> None:
-        """Raise if another writer replaced our record, which a store without conditional writes does not report."""
+        """Raise if another writer replaced our record. A store without conditional writes does not report that."""
         if self.root.has_conditional_writes is not True:
             found = find_record(self.root, record_path(self.name))
             if found is None or found.save_id != self.save_id:
                 raise self._was_taken()
 
     def _try(self, again: Callable[[], None] | None, put: Callable[[], str]) -> str:
-        """Try to upload the record. An earlier try may still take effect, whatever the response of this one is."""
+        """Try to upload the record. An earlier try may still take effect, even if this one fails."""
         if self._tried and again is not None:
             again()
         self._tried = True
@@ -363,11 +369,11 @@ class RemotePlace(Place):
 
     def close(self) -> None:
         with contextlib.suppress(OSError, CkptkitError):
-            self.sync(())  # an upload that ends after the deletion would stay
+            self.sync(())  # an upload that ends after the deletion would leave its object behind
         old = self._replaced
         if not self._published and not self._is_record_ours():
-            # Invariant: no record ever names deleted files. If a slow server stores the record late, its files exist;
-            # if it never does, the next save removes them.
+            # Invariant: no record ever names deleted files. If the record may still appear, its files are kept; if it
+            # does not appear, the next save removes them.
             if not self._may_appear:
                 clear(self.root, self.path)
                 self.root.delete([f"{self.name}/{mark_of(old)}"] if old is not None else [])
@@ -380,13 +386,13 @@ class RemotePlace(Place):
 
 
 def write_hint(root: Store, name: str, *, view: Store | None = None, ours: bool = False) -> bool:
-    """Write the newest checkpoint's name into the file `latest`, for people: ckptkit does not read it. Never raises.
+    """Write the newest checkpoint's name to the file `latest` as a hint for people. Never raises.
 
-    Returns whether it was written: a foreign file of that name is left unchanged.
+    ckptkit does not read the file. Returns whether it was written: a foreign file of that name is left unchanged.
 
     Args:
         view: A snapshot of `root`.
-        ours: The existing file is known to be a hint.
+        ours: Whether the existing file is known to be a hint.
     """
     with contextlib.suppress(OSError, ValueError):
         root = root.existing()
@@ -404,7 +410,7 @@ def write_hint(root: Store, name: str, *, view: Store | None = None, ours: bool 
 
 
 def _check_files(url: str, files: Mapping[str, FileRecord], found: Mapping[str, int]) -> None:
-    """Raise SaveError unless the found files, with their sizes, are exactly `files`."""
+    """Raise SaveError unless `found` (path to size) has exactly the paths and sizes of `files`."""
     for path, item in sorted(files.items()):
         if path not in found:
             raise SaveError(f"{url}/{path} is missing, although a rank wrote it. Nothing was published.")

@@ -1,6 +1,7 @@
-"""The commit protocol: all ranks write, then one record makes it a checkpoint; otherwise nothing is left.
+"""The commit protocol: all ranks write their files, then one record turns them into a checkpoint.
 
-The numbered comments are its steps, with the invariant after each. Also removes what dead writers left below a root.
+The numbered comments are the steps of the protocol, each with the invariant that holds after it. If a save fails, its
+files are removed. This module also removes what dead writers left in a run.
 """
 
 from __future__ import annotations
@@ -71,10 +72,10 @@ __all__ = ["SaveAttempt", "begin_save", "clean_leftovers"]
 
 logger = logging.getLogger(__name__)
 
-UPLOAD_AGE_S = 86400.0  # an unfinished upload of this age is removed; those of a dead save go with its files
-_HALF_HINT = re.compile(rf"\.{LATEST_HINT}\.[0-9a-f]{{12}}\.part")  # written by LocalStore
+UPLOAD_AGE_S = 86400.0  # an unfinished upload is aborted at this age; those of a dead save, with its files
+_HALF_HINT = re.compile(rf"\.{LATEST_HINT}\.[0-9a-f]{{12}}\.part")  # a temporary file of LocalStore
 _OF_A_SAVE = re.compile(r"[^/]+/[0-9a-f]{16}/")  # the keys of RemotePlace
-_PROBE = re.compile(r"\.probe-[0-9a-f]{16}\.part")  # written by a store to try conditional writes
+_PROBE = re.compile(r"\.probe-[0-9a-f]{16}\.part")  # a store writes it to test conditional writes
 
 
 def clean_leftovers(
@@ -88,14 +89,14 @@ def clean_leftovers(
 ) -> list[str]:
     """Remove staging directories, trash and uploads of dead writers, and return their paths.
 
-    Also finishes killed replacements. A failure to delete is logged, and the next call tries again.
+    Also finishes replacements that were killed. A failed deletion is logged; the next call retries it.
 
     Args:
-        leased: The caller holds the lease of the run, so no other save is running on any machine.
+        leased: Whether the caller holds the lease of the run, so that no other save is running on any machine.
         inventory: The current inventory, if known.
-        view: The snapshot of `root` from which it was listed. Old uploads, which need a request, are not searched then;
-            those of dead saves are removed anyway.
-        but: The caller's own attempt.
+        view: The snapshot of `root` that `inventory` was listed from. If given, old uploads are not searched, because
+            that needs a request; uploads of dead saves are removed anyway.
+        but: The path of the caller's own attempt, which is kept.
     """
     given, view = view, view or snapshot(root)
     inventory = inventory or list_checkpoints(root, view=view)
@@ -127,23 +128,25 @@ def clean_leftovers(
 
 
 def _void_marks(inventory: Inventory, view: Store) -> list[str]:
-    """Return the marks of deletions that were killed before they deleted anything, or after everything but the mark."""
+    """Return deletion marks that are of no use: nothing was deleted yet, or everything except the mark was."""
     if is_directory(view):
         return []
     ended = [item.path for item in inventory.skipped if item.deleted and not item.kept_files]
     found = [item.path for path in ended for item in view.list(path) if item.kind == "file"]
-    if view.sizes_are_free:  # otherwise each needs a request; they are deleted with their checkpoint
+    if view.sizes_are_free:  # otherwise each mark needs a request; it is deleted with its checkpoint anyway
         marks = [f"{item.path}/{mark_of(item.record)}" for item in inventory.committed]
         found += [path for path in marks if view.info(path) is not None]
     return found
 
 
 def _old_uploads(root: Store, *, dry_run: bool) -> list[str]:
-    """Abort multipart uploads that saves began a day ago: no listing shows them, and they cost money. Uploads of other
-    programs may take longer."""
+    """Abort multipart uploads that saves began at least a day ago. They appear in no listing, but cost money.
+
+    Uploads of other programs are left alone, because they may take longer.
+    """
     found = [upload for upload in root.unfinished_uploads(older_than_s=UPLOAD_AGE_S) if _OF_A_SAVE.match(upload.path)]
     if found and not dry_run:
-        now = store_clock(root)  # this machine's clock may be ahead
+        now = store_clock(root)  # this machine's clock may be wrong
         found = [upload for upload in found if now - upload.started >= UPLOAD_AGE_S]
         root.end_uploads(found)
     return [f"unfinished upload of {upload.name}" for upload in found]
@@ -157,18 +160,18 @@ def _is_dead(root: Store, attempt: Attempt, *, leased: bool) -> bool:
 
 
 def _lone_owners(root: Store, items: list[FileInfo]) -> list[str]:
-    """Return owner files of dead writers whose directory is gone or was never created."""
+    """Return the owner files of dead writers whose directory was removed or never created."""
     found = [leftover_of(item.path) for item in items]
     return [item.path for item in found if item is not None and item.kind == "owner" and is_abandoned(root, item)]
 
 
 def _half_written(items: list[FileInfo], *, leased: bool) -> list[str]:
-    """Return half-written `latest` files and probes that a kill left at the root."""
+    """Return half-written `latest` files and probes that a killed process left in the root."""
 
     def is_left(item: FileInfo) -> bool:
         if _HALF_HINT.fullmatch(item.path) and leased:
             return True
-        # A probe needs no lease, so only its age tells that its writer is dead.
+        # A probe is written without a lease, so only its age shows that its writer is dead.
         old = time.time() - item.mtime > staging.STARTING_S
         return old and bool(_HALF_HINT.fullmatch(item.path) or _PROBE.fullmatch(item.path))
 
@@ -176,7 +179,7 @@ def _half_written(items: list[FileInfo], *, leased: bool) -> list[str]:
 
 
 def _remove(root: Store, path: str) -> list[str]:
-    """Remove what a dead writer left at `path`, and return the foreign files that stay."""
+    """Remove what a dead writer left at `path`, and return the foreign files, which stay."""
     name, _, folder = path.rpartition("/")
     if folder == DELETING and is_directory(root):
         finish_deletion(root, name)
@@ -190,7 +193,7 @@ def _remove(root: Store, path: str) -> list[str]:
         return []
     logger.info("removing %s/%s, left by a dead process", root.url, path)
     gone = [record for record in deleted_records(root, name) if record.data == folder] if is_attempt else []
-    if gone:  # a deletion that was killed
+    if gone:  # this deletion was killed
         delete_marked(root, snapshot(root, name), name, gone[0])
         return []
     left = give_up(root, path, kept.name) if is_directory(root) and kept is not None else clear(root, path)
@@ -199,12 +202,12 @@ def _remove(root: Store, path: str) -> list[str]:
     return left
 
 
-_SLACK = 1 << 20  # bytes for records and directories
+_SLACK = 1 << 20  # bytes for the record and directories
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """A rank's request; all ranks must request the same, except for their own bytes."""
+    """What one rank asks to save. Step, tag and overwrite must be equal on all ranks."""
 
     step: int
     tag: str | None
@@ -215,7 +218,7 @@ class _Request:
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """Rank 0's decision."""
+    """What rank 0 tells all ranks about the attempt."""
 
     save_id: str
     witness: Witness | None = None
@@ -233,25 +236,26 @@ def begin_save(
     file_names: str = "",
     lease: Lease | Callable[..., Lease] | None = None,
 ) -> SaveAttempt:
-    """Return an attempt to save `step`, with a private place to write to. All ranks must call it.
+    """Start an attempt to save `step`, with a private place for its files. All ranks must call it.
 
-    Afterwards every rank calls `commit` or `abort` of the attempt, once.
+    Afterwards every rank must call `commit` or `abort` of the attempt, once.
 
     Args:
-        planned_bytes: The bytes that this rank will write; None if unknown (then free space is not checked).
-        overwrite: Replace a committed checkpoint of that name, once the new one is complete.
-        set_aside: Rename a step's directory that is in the way and is not a checkpoint. Rank 0's value counts.
-        file_names: A pattern of the paths that all ranks will write. Foreign files that have one of these names are
-            found before anything is written. Rank 0's value counts.
-        lease: The lease of the run, or a function that returns it, called on rank 0 with the argument `look` of
-            `acquire_lease`; None: the attempt acquires its own. Attempts with the same lease take turns.
+        planned_bytes: The bytes that this rank will write. None: unknown, so free space is not checked.
+        overwrite: Replace a committed checkpoint of that name once the new one is complete.
+        set_aside: If a directory that is not a checkpoint has the name of the step, rename it. Rank 0's value counts.
+        file_names: A regular expression for the paths that all ranks will write. Foreign files with such a path are
+            detected before anything is written. Rank 0's value counts.
+        lease: The lease of the run, or a function that returns it. Rank 0 calls the function, on an object store with
+            the argument `look` of `acquire_lease`. None: the attempt acquires its own lease. Attempts with the same
+            lease take turns.
 
     Raises:
-        CheckpointExistsError: There is such a checkpoint, or something else of that name. On an object store `commit`
-            may raise it instead.
+        CheckpointExistsError: A checkpoint or something else has that name. On an object store, `commit` may raise it
+            instead.
         NoSpaceError: There is not enough space for the bytes of all ranks. Nothing was written.
         LeaseHeldError: Another job saves to this root.
-        UsageError: The tag or the step is refused, or ranks disagree on them.
+        UsageError: The tag or the step is invalid, or differs between ranks.
         RankFailedError: A rank died, hung, or does not see the same storage.
     """
 
@@ -265,11 +269,11 @@ def begin_save(
     opening = _Opening(root, lease, coordinator.timeout_s, file_names)
     what = f"starting to save step {step!r:.40}"
     try:
-        # 1. Invariant: all ranks use the same attempt, or none continues.
+        # 1. Invariant: all ranks continue with the same attempt, or none continues.
         start: _Start = coordinator.settle(Outcome.of(request), what, then=opening.open)
-        # 2. Invariant: every rank sees the place that rank 0 created, and does not write to another disk.
+        # 2. Invariant: every rank sees the place that rank 0 created, so no rank writes to another disk.
         place = opening.place or place_of(root, checkpoint_name(step, tag), start.save_id, witness=start.witness)
-        if not root.asking_costs:  # on an object store, this is checked before the rank reports its files
+        if not root.asking_costs:  # on an object store, a rank checks this before it reports its files
             coordinator.all_ok(place.look, what)
     except BaseException:
         opening.close()
@@ -278,11 +282,11 @@ def begin_save(
 
 
 class _Opening:
-    """Rank 0's part of a save's beginning and end: acquires the lease, the turn and the place, and releases them.
+    """Rank 0's part at the start and end of a save: acquires lease, turn and place, and releases them.
 
-    On an object store, the first save under a lease lists the run while the files are uploaded to private keys: the
-    result is needed only before the commit (`wait`). The likeliest reasons for a refusal, another job's lease and an
-    existing name, are checked before. Later saves under the lease know the inventory.
+    On an object store, the first save under a lease lists the run in the background, while the ranks upload to private
+    keys. Only the commit needs the result (`wait`). The two most likely reasons to refuse the save, another job's lease
+    and an existing name, are checked before the uploads. Later saves under the same lease reuse the inventory.
     """
 
     def __init__(
@@ -295,7 +299,7 @@ class _Opening:
         self.place: Place | None = None
         self.view = root
         self.inventory = Inventory(root.url)
-        self.after: Inventory | None = None  # after the commit, if listing again would cost requests
+        self.after: Inventory | None = None  # the inventory after the commit, where a new listing needs requests
         self._settling: Future[None] | None = None
         self.committed = False
         self._ended = False
@@ -329,7 +333,7 @@ class _Opening:
             self._settling = pool.submit(settle)
             pool.shutdown(wait=False)
         _check_space(self.root, [request.planned_bytes for request in requests])
-        # Invariant: if space is short, the save fails before anything is written.
+        # Invariant: if there is not enough space, the save fails before anything is written.
         self.place = place
         self.place.open()
         witness = Witness(self.lease.path, self.lease.nonce)
@@ -347,7 +351,7 @@ class _Opening:
         """List the run and clean it up, before anything is published.
 
         Args:
-            view: The snapshot with which the lease was acquired; None if it was held before.
+            view: The snapshot that was used to acquire the lease; None if the lease was held already.
         """
         assert self.lease is not None
         if view is None:
@@ -356,7 +360,7 @@ class _Opening:
             self.lease.check(view=view)
         self.lease.try_conditional()
         self.lease.tidy()
-        # Invariant: no other attempt is running here. Leftovers of dead ones are removed first, to free space.
+        # Invariant: no other attempt is running here. Remove leftovers of dead attempts first, to free space.
         own = f"{place.name}/{place.data}" if place.data else ""
         inventory = list_checkpoints(self.root, view=view)
         half_replaced = any(item.path != item.name for item in inventory.committed)
@@ -368,7 +372,7 @@ class _Opening:
         check_names(self.root, place.name, self._file_names)
 
     def wait(self) -> None:
-        """Wait for the checks that must precede a commit. Raises what they find."""
+        """Wait for the checks that must precede a commit, and raise their error."""
         if self._settling is not None:
             self._settling.result()
 
@@ -381,27 +385,29 @@ class _Opening:
             )
 
     def end_attempt(self) -> None:
-        """State in the lease that this attempt was committed or failed, before the next one begins."""
+        """Record in the lease whether this attempt was committed or failed, before the next attempt begins."""
         if self.lease is not None and self.place is not None and self.root.asking_costs and not self._ended:
             self._ended = True
             self.lease.end_attempt(self.place.data, committed=self.committed)
 
     def close(self) -> None:
-        """Clean up and release the lease. A failure is only logged: the outcome is decided, and the next save cleans
-        up."""
+        """Clean up and release the lease.
+
+        A failure is only logged: the save has already succeeded or failed, and the next save cleans up.
+        """
         if self._settling is not None:
-            self._settling.exception()  # wait: it may be cleaning up
+            self._settling.exception()  # wait, because the background thread may still be cleaning up
         try:
             if self.place is not None:
                 self.place.close()
-        except (OSError, CkptkitError) as error:  # CkptkitError: the owner of the files is in an unreadable record
+        except (OSError, CkptkitError) as error:  # CkptkitError: the record that names the files' owner is unreadable
             logger.warning("%s could not be cleaned up: %s. The next save tries again.", self.root.url, error)
             self.after = None
         finally:
             self.end_attempt()
             if self.lease is not None and self._has_turn:
                 self._has_turn = False
-                self.lease.inventory = self.after  # None after a failure: the next save lists, and cleans up
+                self.lease.inventory = self.after  # None after a failure: then the next save lists and cleans up
                 self.lease.turn.release()
             if self._own_lease is not None:
                 self._own_lease.release()
@@ -421,7 +427,7 @@ def _check_free_name(root: Store, view: Store, inventory: Inventory, name: str, 
         return
     skipped = next((item for item in inventory.skipped if item.path == name), None)
     if skipped is not None and skipped.deleted:
-        return  # foreign files in it stay
+        return  # the directory holds only foreign files, which stay
     taken = root.info(name) if is_directory(root) else view.info(f"{name}/{RECORD_NAME}")
     if skipped is not None and taken is not None:
         if request.set_aside and not skipped.unanswered and (request.overwrite or not skipped.damaged):
@@ -433,9 +439,9 @@ def _check_free_name(root: Store, view: Store, inventory: Inventory, name: str, 
 
 
 def _set_aside(root: Store, skipped: Skipped) -> None:
-    """Rename a directory that is in the way and is not a checkpoint. Deletes nothing in it.
+    """Rename a directory that has the checkpoint's name but is not a checkpoint. Deletes nothing in it.
 
-    On an object store only its record is replaced.
+    On an object store nothing is renamed; the commit replaces the record there.
     """
     if is_directory(root):
         aside = f"{skipped.path}.aside-{new_nonce()}"
@@ -444,7 +450,7 @@ def _set_aside(root: Store, skipped: Skipped) -> None:
 
 
 def _names(inventory: Inventory) -> set[str]:
-    """Return the names that are or were taken."""
+    """Return the names of committed and skipped checkpoints."""
     return {item.name for item in inventory.committed} | {item.path for item in inventory.skipped}
 
 
@@ -464,15 +470,15 @@ def _check_space(root: Store, planned: Sequence[int | None]) -> None:
 
 
 class SaveAttempt:
-    """One attempt to save, from `begin_save` to its `commit` or `abort`.
+    """One attempt to save, from `begin_save` to `commit` or `abort`.
 
     Attributes:
         store: Where every rank writes its files.
         name: The directory of the future checkpoint.
         save_id: 16 hex digits, unique to this attempt.
-        data: The folder of the files next to the record: "", or the save id on an object store.
-        after: On rank 0, after a commit to an object store: the inventory, known without listing because nobody else
-            may write.
+        data: The folder of the files, next to the record: "", or the save id on an object store.
+        after: The inventory after the commit, on rank 0 and an object store. Needs no listing, because nobody else may
+            write.
     """
 
     def __init__(
@@ -501,15 +507,15 @@ class SaveAttempt:
         self._started = time.monotonic()
 
     def abort(self, error: BaseException) -> NoReturn:
-        """Tell all ranks that this one failed; their `commit` raises the same error. Nothing is published.
+        """Tell all ranks that this rank failed. Their `commit` raises the same error, and nothing is published.
 
         Raises:
-            RankFailedError: Always (if there is one rank, its ckptkit error is raised unchanged).
+            RankFailedError: Always. With a single rank, its ckptkit error is raised unchanged.
         """
-        with contextlib.suppress(Exception):  # uploads of this rank must not end after rank 0 deleted everything
+        with contextlib.suppress(Exception):  # finish this rank's uploads before rank 0 deletes everything
             self._place.sync(())
         self._settle(Outcome.of_error(error), lambda reports: None)
-        raise SaveError(f"saving {self.name} failed: {error}") from error  # settle has raised
+        raise SaveError(f"saving {self.name} failed: {error}") from error  # not reached: _settle raises
 
     def commit(
         self,
@@ -519,16 +525,16 @@ class SaveAttempt:
         payload: Any = None,
         complete: Callable[[list[Any]], Mapping[str, FileRecord]] | None = None,
     ) -> CommitRecord:
-        """Publish the checkpoint once every rank has written, and return its record. All ranks must call it.
+        """Publish the checkpoint once every rank has written its files, and return the record. All ranks must call it.
 
-        On ranks other than 0 the record has no files.
+        On ranks other than 0 the record lists no files.
 
         Args:
-            files: The files that this rank wrote below `store`, by path.
-            record_fields: Fields of `CommitRecord`, at least `state_dict_type`. Rank 0's count.
-            payload: Any value, for `complete`.
-            complete: Called on rank 0 with the payloads of all ranks if none failed: writes index and manifest to
-                `store` and returns these files.
+            files: The files that this rank wrote in `store`, by path.
+            record_fields: Fields of `CommitRecord`, at least `state_dict_type`. Rank 0's values count.
+            payload: Any value; `complete` gets it.
+            complete: Called on rank 0 with the payloads of all ranks, unless a rank failed. Writes index and manifest
+                to `store`, and returns these files.
 
         Raises:
             RankFailedError: A rank failed, died or hung; the same error on every rank. Nothing was published, and the
@@ -558,18 +564,18 @@ class SaveAttempt:
 
     def _settle(self, outcome: Outcome, publish: Callable[[list[Any]], Any]) -> Any:
         try:
-            # 4. Invariant: nothing is published unless the files of all ranks are durable; if one raises, all do.
+            # 4. Invariant: nothing is published unless the files of all ranks are durable. If one rank raises, all do.
             return self.coordinator.settle(outcome, f"saving {self.name}", then=publish)
         finally:
-            self._opening.close()  # has an effect on rank 0 only
+            self._opening.close()  # does nothing on ranks other than 0
 
     def _durable(self, files: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
-        # 3. Invariant: when a rank reports success, its files are durable, where rank 0 will check them.
+        # 3. Invariant: a rank that reports success has durable files, in the store that rank 0 will check.
         self._place.look()
         if self.coordinator.world_size > 1 or not self.root.asking_costs:
             self._place.sync(files)
             self._place.check_own(files)
-        return dict(files)  # a single rank does so while it uploads its index, before it publishes
+        return dict(files)  # a single rank on an object store checks later, in `_publish`
 
     def _publish(
         self,
@@ -577,7 +583,7 @@ class SaveAttempt:
         complete: Callable[[list[Any]], Mapping[str, FileRecord]] | None,
         reports: list[tuple[dict[str, FileRecord], Any]],
     ) -> CommitRecord:
-        """Commit on rank 0, and return the record without its files."""
+        """Commit on rank 0, and return the record without its file list."""
         self._opening.wait()
         files: dict[str, FileRecord] = {}
         for rank, (mine, _) in enumerate(reports):
@@ -588,15 +594,15 @@ class SaveAttempt:
         own, of_ranks = dict(reports[0][0]), files.keys() - reports[0][0].keys()
         with self._looked():
             if complete is not None:
-                # It may also name files of other ranks, which have checked them.
+                # `complete` may also return files of other ranks, which those ranks have checked.
                 found = complete([payload for _, payload in reports])
                 own |= {path: item for path, item in found.items() if path not in of_ranks}
             self._place.sync(path for path in own if path not in files)
             files |= own
-            # 5. Invariant: exactly the files that the record will name exist, and they are complete.
+            # 5. Invariant: the files that the record will name exist and are complete, and there are no others.
             self._place.check_all(files, own)
         lease = self._opening.lease
-        last = lease.sequence if lease is not None else 0  # a listing may lack this writer's last save
+        last = lease.sequence if lease is not None else 0  # the inventory may lack this writer's last save
         record = CommitRecord(
             **{
                 "created": time.time(),
@@ -612,27 +618,29 @@ class SaveAttempt:
             }
         )
         self._place.look()
-        # 6. and 7.: the commit. Invariant: a save that has returned survives a power cut.
+        # 6. and 7.: the commit. Invariant: once `save` has returned, the checkpoint survives a power failure.
         data = record.to_json()
         self._place.publish(data, overwrite=self._overwrite, again=lease.make_sure if lease else None)
         self._opening.committed = True
         if lease is not None:
             lease.sequence = record.sequence
-        self._record = CommitRecord.from_json(data, file=f"{self.name}/{RECORD_NAME}")  # as a reader will see it
+        self._record = CommitRecord.from_json(data, file=f"{self.name}/{RECORD_NAME}")  # the record that a reader gets
         if self.root.asking_costs:
             before = self._opening.inventory
             others = [item for item in before.committed if item.name != self.name]
             committed = in_order([*others, Committed(self.name, self._record)])
             self._opening.after = replace(before, committed=committed)
-            # In parallel with closing the place, because each needs a request.
+            # In parallel with closing the place, because each of these needs a request.
             self._hinted = self._hints.submit(self._write_hint)
             self._hints.submit(self._opening.end_attempt)
         return self._record.without_files()
 
     @contextlib.contextmanager
     def _looked(self) -> Iterator[None]:
-        """Check, during the block, that the lease is ours and, unless a put can tell, that the name is free. Runs in
-        parallel with the block if that needs requests; done when the block ends."""
+        """Check that the lease is ours, and that the name is free unless the put itself detects that.
+
+        On an object store, the checks run in parallel with the block. They are complete when the block ends.
+        """
         lease, started = self._opening.lease, time.monotonic()
         looks: list[Callable[[], None]] = []
         if lease is not None and self.root.asking_costs and not lease.is_surely_ours():
@@ -642,7 +650,7 @@ class SaveAttempt:
             yield
             for future in futures:
                 future.result()
-        # Invariant: a writer that has lost the lease, and perhaps its files, does not commit.
+        # Invariant: a writer that has lost the lease does not commit: its files may have been deleted.
         fresh = bool(looks) and time.monotonic() - started < LOOK_S
         if lease is not None and not fresh:
             lease.make_sure()

@@ -1,4 +1,4 @@
-"""Lets ranks agree: all of them get the same outcome in bounded time, whichever of them fails."""
+"""Gives all ranks the same outcome of a call in bounded time, whichever ranks fail."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ __all__ = ["Coordinator", "Outcome", "check_equal"]
 
 T = TypeVar("T")
 _GRACE_S = 10.0
-_BOARD_S = 5.0  # rank 0 posts the outcome milliseconds after the connections broke
+_BOARD_S = 5.0  # how long to wait for the outcome that rank 0 posts when connections break; it takes milliseconds
 _STOPS = (KeyboardInterrupt, SystemExit)
-_HEAD = 2  # words before a message: the number of the call, and the length of the message in bytes
-_WORDS = 256  # words of the first part; most messages fit into it
+_HEAD = 2  # words at the start of a message: the number of the call, and the length of the message in bytes
+_WORDS = 256  # words in the first part of a message; most messages fit in it
 _INLINE = 8 * (_WORDS - _HEAD)
-_TAGS = (0, 1)  # gloo tags of the first part of a message and of the rest, so that they cannot be confused
-_MAX_NAMED = 4  # ranks named in a message; `RankFailedError.causes` has all of them
+_TAGS = (0, 1)  # gloo tags of the first part of a message and of the rest, to tell them apart
+_MAX_NAMED = 4  # how many ranks a message names; `RankFailedError.causes` has all of them
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of a rank's part: a value, or the error that stopped it. Also the common result of all ranks.
+    """The result of one rank's part of a call: a value, or the error that stopped it. Also the result for all ranks.
 
     Attributes:
-        kind: The class of a ckptkit error, which every rank raises.
-        causes: In a common result: the error of each failed rank.
-        cause: The exception itself, on the rank where it was raised.
-        interrupted: The rank was lost or stopped by Ctrl-C; in a common result: all failed ranks were.
+        kind: The class name of a ckptkit error, so that every rank can raise that class.
+        causes: In the result for all ranks: the error of each failed rank.
+        cause: The exception itself, on the rank that raised it.
+        interrupted: Whether the rank was lost or stopped by Ctrl-C. In the result for all ranks: whether this applies
+            to every failed rank.
     """
 
     value: Any = None
@@ -48,7 +49,8 @@ class Outcome:
 
     @classmethod
     def of(cls, fn: Callable[[], Any]) -> Outcome:
-        """Run `fn` and return its outcome. Never raises, because torch's CheckpointException is a BaseException."""
+        """Run `fn` and return its outcome. Never raises. Catches BaseException, because torch's CheckpointException is
+        one."""
         try:
             return cls(fn())
         except BaseException as error:  # noqa: BLE001  the boundary of a rank: `settle` raises it again
@@ -56,7 +58,7 @@ class Outcome:
 
     @classmethod
     def of_error(cls, error: BaseException) -> Outcome:
-        """Return the outcome of a rank that `error` stopped."""
+        """Return the outcome of a rank that failed with `error`."""
         known = isinstance(error, CkptkitError)
         text = str(error) if known else f"{type(error).__name__}: {error}"
         stopped = isinstance(error, KeyboardInterrupt)
@@ -64,21 +66,21 @@ class Outcome:
         return cls(error=text[:20_000], kind=kind, cause=error, interrupted=stopped)
 
     def message(self) -> Outcome:
-        """Return the part that is sent to other ranks."""
+        """Return the outcome without the exception object, to send to other ranks."""
         return dataclasses.replace(self, cause=None)
 
 
 class Coordinator:
-    """The ranks of a job, or this process alone. Methods are collective: all ranks call them in the same order.
+    """Coordinates the ranks of a job, or this process alone. All ranks must call its methods in the same order.
 
     If `torch.distributed` is not initialized, this process is the only rank, and torch is not imported. Otherwise the
     coordinator creates its own gloo group (collective), so its messages never mix with those of the training. Do not
-    use it in two threads at once: create another one for a background thread.
+    use one coordinator in two threads at once: create another for a background thread.
 
     Args:
         group: The ranks that take part; None for all.
-        timeout_s: How long rank 0 waits for any rank. Must exceed the longest time that a rank needs for its share of
-            a save. The others wait for rank 0 a little more than twice as long.
+        timeout_s: How long rank 0 waits for any rank. It must exceed the longest time that a rank needs for its part of
+            a save. The other ranks wait for rank 0 a little more than twice as long.
     """
 
     def __init__(self, group: Any = None, *, timeout_s: float = 1800.0) -> None:
@@ -86,14 +88,14 @@ class Coordinator:
             raise UsageError(f"timeout_s is {timeout_s!r}, expected more than 0 seconds.")
         self.timeout_s = timeout_s
         self.rank, self.world_size = 0, 1
-        self.group: Any = None  # the gloo group; None if there is one rank
+        self.group: Any = None  # the gloo group; None with a single rank
         self._parent = group
-        self._ranks: list[int] = [0]  # the ranks' numbers in the default group
+        self._ranks: list[int] = [0]  # the number of each rank in the default group
         self._step = 0
         self._broken = False
         self._closed = False
         self._lost = False
-        self._kept: list[Any] = []  # messages whose memory gloo may still access
+        self._kept: list[Any] = []  # buffers that gloo may still read or write
         if _is_distributed():
             self._join()
 
@@ -129,25 +131,25 @@ class Coordinator:
         return self._step
 
     def global_rank(self, rank: int) -> int:
-        """Return the rank in the default group of a rank of this coordinator. Not collective."""
+        """Convert a rank of this coordinator to its rank in the default group. Not collective."""
         return self._ranks[rank]
 
     def close(self) -> None:
-        """Destroy the group. No other method can be called afterwards."""
+        """Destroy the group. Other methods raise afterwards."""
         self._closed = True
-        self._kept.clear()  # it keeps the connections open
+        self._kept.clear()  # buffers keep the connections open
         self._leave()
 
     def _leave(self) -> None:
         if self.group is not None:
             import torch.distributed as dist
 
-            with contextlib.suppress(RuntimeError, ValueError):  # after a failure it may be partly closed
+            with contextlib.suppress(RuntimeError, ValueError):  # after a failure the group may be partly closed
                 dist.destroy_process_group(self.group)
             self.group = None
 
     def _give_up(self) -> None:
-        """Close this rank's connections, so that ranks that wait for it fail at once."""
+        """Close this rank's connections, so that ranks that wait for this one fail at once."""
         self._kept.clear()
         self._leave()
         self._lost = self.world_size > 1
@@ -155,26 +157,29 @@ class Coordinator:
     # --- agreeing
 
     def all_gather(self, value: T) -> list[T]:
-        """Return the values of all ranks, on every rank. Raises RankFailedError on every rank."""
+        """Return the values of all ranks on every rank. If a rank fails, every rank raises RankFailedError."""
         values: list[T] = self.settle(Outcome(value), "exchanging values", then=list)
         return values
 
     def all_ok(self, fn: Callable[[], T], what: str) -> list[T] | None:
-        """Run `fn` on every rank and return the results on rank 0, None on the others.
+        """Run `fn` on every rank. Return the results of all ranks on rank 0, and None on the other ranks.
 
         Args:
             what: Names the work in errors.
 
         Raises:
-            RankFailedError: `fn` raised on some rank, or a rank died or hung; the same error on every rank. If there is
-                one rank, its ckptkit error is raised unchanged.
+            RankFailedError: `fn` raised on some rank, or a rank died or hung; the same error on every rank. With a
+                single rank, its ckptkit error is raised unchanged.
         """
         results: list[T] | None = self.settle(Outcome.of(fn), what)
         return results
 
     def run_on_all(self, fn: Callable[[], T], what: str) -> T:
-        """Return what `fn` returns on this rank, once it has succeeded on every rank. Raises as `all_ok`
-        does, but if there is one rank, any error is raised unchanged."""
+        """Run `fn` on every rank. Return this rank's result once `fn` has succeeded on every rank.
+
+        Raises like `all_ok`, but with a single rank any error is raised unchanged. So is a ckptkit error that is the
+        same on all ranks.
+        """
         if self.world_size == 1:
             self._check_open()
             return fn()
@@ -182,18 +187,19 @@ class Coordinator:
         try:
             self.settle(dataclasses.replace(own, value=None), what)
         except RankFailedError as error:
-            if own.kind and list(error.causes.values()) == [own.error] * self.world_size:  # all ranks failed alike
+            if own.kind and list(error.causes.values()) == [own.error] * self.world_size:  # one error on all ranks
                 raise own.cause from None  # type: ignore[misc]
             raise
         return own.value  # type: ignore[no-any-return]
 
     def settle(self, outcome: Outcome, what: str, *, then: Callable[[list[Any]], Any] | None = None) -> Any:
-        """Exchange outcomes. Returns the result of `then` on every rank; without `then`, the values of all ranks on
-        rank 0 and None on the others.
+        """Exchange outcomes, and return the same result on every rank: that of `then`.
+
+        Without `then`, return the values of all ranks on rank 0, and None on the other ranks.
 
         Args:
-            then: Called with all values on rank 0 if no rank failed. If it fails, all ranks fail; its ckptkit error is
-                raised unchanged by every rank, unless it has an errno. The result is sent to all ranks: keep it small.
+            then: Called on rank 0 with all values, unless a rank failed. Its result is sent to all ranks: keep it
+                small. If it raises, all ranks fail; a ckptkit error without an errno is raised unchanged on every rank.
 
         Raises:
             RankFailedError: As for `all_ok`.
@@ -215,7 +221,7 @@ class Coordinator:
         raise _exception(verdict) from outcome.cause
 
     def decide(self, fn: Callable[[], T], what: str) -> T:
-        """Run `fn` on rank 0 only and return its result on every rank; its ckptkit error is raised on every rank."""
+        """Run `fn` on rank 0 only, and return its result on every rank. Its ckptkit errors are raised on every rank."""
         self._begin()
         if self.is_main:
             own = Outcome.of(fn)
@@ -230,7 +236,7 @@ class Coordinator:
         return verdict.value  # type: ignore[no-any-return]
 
     def any(self, flag: bool) -> bool:
-        """Return whether `flag` is set on any rank: one small all-reduce, cheap enough for every training step."""
+        """Return whether `flag` is set on any rank. One small all-reduce, cheap enough for every training step."""
         self._check_open()
         if self.world_size == 1:
             return flag
@@ -244,7 +250,7 @@ class Coordinator:
             raise RankFailedError(f"the connection to a rank was lost: {_reason(error)}") from error
         return bool(seen.item())
 
-    # --- rank 0 judges
+    # --- how rank 0 decides
 
     def _judge(self, own: Outcome, what: str, then: Callable[[list[Any]], Any] | None) -> tuple[Outcome, Any, Outcome]:
         outcomes, lost = self._collect(own)
@@ -260,13 +266,14 @@ class Coordinator:
         except BaseException as error:  # noqa: BLE001  the boundary of a rank: `settle` raises it again
             done = Outcome.of_error(error)
         if done.error is not None:
-            # A decision of rank 0 is raised unchanged; a failure of rank 0 is reported like that of any rank.
+            # A ckptkit error of `then` is raised unchanged; any other failure is reported as rank 0's, like that of any
+            # rank.
             failed = not done.kind or (isinstance(done.cause, OSError) and done.cause.errno is not None)
             return _verdict(what, {0: done}) if failed else done, None, done
         return done, done.value, own
 
     def _collect(self, own: Outcome) -> tuple[dict[int, Outcome], dict[int, str]]:
-        """Return the outcomes by rank, and what is known about each rank that sent none."""
+        """Return the outcomes by rank, and for each rank that sent none, what is known about it."""
         found, lost = {0: own}, {}
         deadline = time.monotonic() + self.timeout_s
         headers = {rank: self._expect(rank) for rank in range(1, self.world_size)}
@@ -278,24 +285,24 @@ class Coordinator:
                 if time.monotonic() < deadline:
                     lost[rank] = f"it died, or its connection broke ({_reason(error)})"
                     continue
-                # After one timeout gloo closes all connections of the group: nothing more arrives.
+                # After one timeout gloo closes all connections of the group, so nothing more can arrive.
                 self._broken = True
                 silent = [other for other, (head, _) in headers.items() if other not in found and int(head[0]) < 0]
                 text = f"no answer within {self.timeout_s:g} s: it hangs, or needs a longer timeout_s"
                 return found, lost | dict.fromkeys(silent or [rank], text)
         return found, lost
 
-    # --- messages: between rank 0 and one other rank, so that a lost rank affects no other
+    # --- messages, always between rank 0 and one other rank, so that a lost rank does not affect the others
 
     def _check_open(self) -> None:
-        if self._closed:  # without its own group, torch would use that of the training
+        if self._closed:  # the group is gone, and torch would use that of the training instead
             raise UsageError("the CheckpointManager is closed. Create a new one.")
         if self._lost:
             raise RankFailedError("an earlier call lost the connection to rank 0. Restart the job.")
 
     def _begin(self) -> None:
         self._check_open()
-        if self._broken:  # all ranks know it from the last outcome, so all of them create a new group here
+        if self._broken:  # the last outcome told all ranks, so all of them create a new group here
             self._leave()
             self._join()
             self._broken = False
@@ -303,7 +310,8 @@ class Coordinator:
         self._kept.clear()
 
     def _expect(self, rank: int) -> tuple[Any, Any]:
-        """Return the buffer for the first part of a message from `rank` (-1 until it arrives), and what to wait for."""
+        """Start to receive a message from `rank`. Return the buffer for its first part (-1 until then), and what to
+        wait on."""
         import torch
         import torch.distributed as dist
 
@@ -329,7 +337,7 @@ class Coordinator:
             raise RuntimeError(f"rank {rank} is at call {step}, rank {self.rank} at call {self._step}")
         start = header.numpy()[_HEAD:].tobytes()[:nbytes]
         if nbytes == len(start):
-            return pickle.loads(start)  # sent by a rank of this job over its own connection
+            return pickle.loads(start)  # safe: a rank of this job sent it over this group's connection
         body = torch.empty(nbytes - len(start), dtype=torch.uint8)
         work = dist.irecv(body, self._ranks[rank], group=self.group, tag=_TAGS[1])
         self._kept.append((body, work))
@@ -337,7 +345,7 @@ class Coordinator:
         return pickle.loads(start + body.numpy().tobytes())
 
     def _send(self, value: Any, ranks: list[int], seconds: float) -> bool:
-        """Send `value` to `ranks`; return False if one of them could not be reached."""
+        """Send `value` to `ranks`. Return False if one of them could not be reached."""
         deadline = time.monotonic() + seconds
         works, reached = self._post(value, ranks)
         for work in works:
@@ -348,7 +356,7 @@ class Coordinator:
         return reached
 
     def _post(self, value: Any, ranks: list[int]) -> tuple[list[Any], bool]:
-        """Start to send `value` to `ranks`; return what to wait for, and whether all of them are connected."""
+        """Start to send `value` to `ranks`. Return what to wait on, and whether all of them are connected."""
         import numpy as np
         import torch
         import torch.distributed as dist
@@ -371,7 +379,7 @@ class Coordinator:
         return works, reached
 
     def _tell_main(self, value: Any) -> None:
-        # Does not wait: rank 0 may be busy, and answers once it has the message. `_hear` notices if it is lost.
+        # Does not wait, because rank 0 may be busy. `_hear` notices a lost message: rank 0 does not answer.
         self._post(value, [0])
 
     def _tell_all(self, value: Any) -> None:
@@ -381,7 +389,7 @@ class Coordinator:
                 self._board().set(self._key(), pickle.dumps((value, self._broken)))
 
     def _hear(self) -> Any:
-        """Return rank 0's message; if the connection broke, the one that it posted in the store."""
+        """Return rank 0's message. If the connection broke, return the message that rank 0 posted in the store."""
         header, work = self._expect(0)
         try:
             self._wait(work, 2 * self.timeout_s + _GRACE_S)
@@ -391,11 +399,11 @@ class Coordinator:
                 self._board().wait([self._key()], timedelta(seconds=_BOARD_S))
                 value, self._broken = pickle.loads(self._board().get(self._key()))
             except RuntimeError:
-                # The traceback's frames hold these, which keep the connections open.
+                # The traceback refers to these buffers, which keep the connections open.
                 del header, work
                 self._give_up()
                 raise RankFailedError(
-                    f"rank 0 died or hung ({_reason(error)}). It may have published the checkpoint or not: resume from "
+                    f"rank 0 died or hung ({_reason(error)}). The checkpoint may or may not be published: resume from "
                     "the latest one.",
                     {0: _reason(error)},
                     interrupted=True,
@@ -403,7 +411,7 @@ class Coordinator:
             return value
 
     def _board(self) -> Any:
-        """Return the key-value store that the group was created with. It works even if the connections broke."""
+        """Return the key-value store that the group was created with. It works even after the connections broke."""
         return self.group.get_group_store()
 
     def _key(self) -> str:
@@ -411,7 +419,7 @@ class Coordinator:
 
 
 def check_equal(values: Sequence[Any], what: str) -> None:
-    """Raise UsageError unless the values of all ranks are equal; `what` names them."""
+    """Raise UsageError unless the values of all ranks are equal. `what` names the values."""
     for rank, other in enumerate(values):
         if other != values[0]:
             raise UsageError(
@@ -429,7 +437,7 @@ def _is_distributed() -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """Return gloo's message without source lines and port numbers, which differ between ranks."""
+    """Return gloo's message without source lines and port numbers, because these differ between ranks."""
     text = str(error)
     if any(phrase in text for phrase in ("closed by peer", "reset by peer", "refused", "roken pipe")):
         return "connection lost"

@@ -1,4 +1,4 @@
-"""Deletes checkpoints by a retention policy: first the commit record, then the data; never other programs' files."""
+"""Deletes checkpoints according to a retention policy: the commit record first, then the data; never foreign files."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ class Rotation:
     """The result of a rotation.
 
     Attributes:
-        decisions: For each committed checkpoint, in the order of the run.
+        decisions: One per committed checkpoint, in the order of the run.
         deleted: Names of deleted checkpoints.
-        failed: Names of checkpoints that could not be deleted, with the error; the next rotation tries again.
-        cleaned: Removed leftovers of dead saves.
-        kept_files: Files in deleted checkpoints' directories that no commit record names; they still exist.
+        failed: Names of checkpoints that could not be deleted, with the error. The next rotation retries.
+        cleaned: Leftovers of dead saves that were removed.
+        kept_files: Files in the directories of deleted checkpoints that still exist, because no commit record names
+            them.
     """
 
     decisions: tuple[Decision, ...] = ()
@@ -52,7 +53,7 @@ class Rotation:
 def plan_rotation(
     inventory: Inventory, root: Store, policy: RetentionPolicy, *, protected: Mapping[str, str] | None = None
 ) -> list[Decision]:
-    """Return what a rotation would do now. `protected`: names that must stay, with the reasons."""
+    """Return what a rotation would do now. `protected`: names that must stay, with reasons."""
     keep = dict(protected or {})
     for pin in list_pins(root):
         keep[pin.name] = f"{keep[pin.name]}; {pin.reason}" if pin.name in keep else pin.reason
@@ -69,15 +70,15 @@ def rotate(
     clean: bool = False,
     seen: Inventory | None = None,
 ) -> Rotation:
-    """Delete the checkpoints that `policy` does not keep. On one rank, after the new checkpoint is committed.
+    """Delete the checkpoints that `policy` does not keep. Call on one rank, after the new checkpoint is committed.
 
-    A failure to delete is logged and reported, not raised, because the save is already committed.
+    A failed deletion is logged and reported instead of raised, because the save is already committed.
 
     Args:
-        protected: Names that must stay in addition to pinned ones, with the reasons.
-        among: Returns whether the policy applies to a checkpoint; None: it applies to all.
+        protected: Names that must stay in addition to pinned checkpoints, with reasons.
+        among: Returns whether the policy applies to a checkpoint. None: it applies to all.
         clean: Also remove leftovers of dead saves.
-        seen: An earlier inventory of the current lease holder. If nothing in it has to be deleted, the root is not
+        seen: An earlier inventory, listed under the current lease. If the policy deletes nothing in it, the root is not
             listed again.
     """
     if seen is not None and not clean:
@@ -99,7 +100,7 @@ def rotate(
                 deleted.append(decision.name)
         except (OSError, CkptkitError) as error:
             failed[decision.name] = str(error)
-    if failed:  # one line for all: without permission to delete, all of them fail after every save
+    if failed:  # one line for all: without permission to delete, every deletion fails after every save
         more = f", nor {len(failed) - 1} others" * (len(failed) > 1)
         name, why = next(iter(failed.items()))
         logger.warning("%s/%s could not be deleted%s: %s. The next save tries again", root.url, name, more, why)
@@ -109,20 +110,20 @@ def rotate(
 
 @patient()
 def delete_checkpoint(root: Store, name: str, *, reason: str, kept: list[str] | None = None) -> bool:
-    """Delete one committed checkpoint; return False if it is pinned.
+    """Delete one committed checkpoint. Return False if it is pinned.
 
-    After a kill halfway, the rest is not a checkpoint, and the next save or prune removes it. Files that the record
-    does not name stay in the directory.
+    If the deletion is killed halfway, the rest is not a checkpoint, and the next save or prune removes it. Files that
+    the commit record does not name stay in the directory.
 
     Args:
-        kept: Receives the paths of such files.
+        kept: The paths of the files that stay are appended to this list.
 
     Raises:
-        CheckpointNotFoundError: There is no committed checkpoint of that name.
+        CheckpointNotFoundError: No committed checkpoint has that name.
         StorageError: The storage failed.
     """
     with deleting(root, name) as pins:
-        # Invariant: a reader that starts now sees the announcement, waits, and finds all of the checkpoint or none.
+        # Invariant: a reader that starts now sees the announced deletion and waits. Then it finds all files or none.
         if pins:
             logger.info("kept %s/%s: %s", root.url, name, pins[0].reason)
             return False
@@ -132,7 +133,7 @@ def delete_checkpoint(root: Store, name: str, *, reason: str, kept: list[str] | 
     logger.info("deleted %s/%s (%s): %s", root.url, name, format_size(record.total_bytes), reason)
     if unnamed:
         shown = ", ".join(unnamed[:5]) + (f", ... ({len(unnamed)} in all)" if len(unnamed) > 5 else "")
-        logger.warning("kept in %s/%s what its commit record does not name: %s", root.url, name, shown)
+        logger.warning("kept files in %s/%s that its commit record does not name: %s", root.url, name, shown)
         if kept is not None:
             kept += [f"{name}/{path}" for path in unnamed]
     return True
@@ -151,7 +152,7 @@ def _own_record(root: Store, name: str) -> CommitRecord:
 def _delete_local(root: LocalStore, name: str, record: CommitRecord) -> list[str]:
     unnamed = unnamed_files(root, name, record)
     if not unnamed:
-        trash = drop(root, name)  # Invariant: durably unlisted; nobody sees it half-deleted.
+        trash = drop(root, name)  # Invariant: the checkpoint is durably unlisted; nobody sees it half-deleted.
         return [] if trash is None else give_up(root, trash, name)
     delete_in_place(root, name, record)
     return unnamed
@@ -160,6 +161,6 @@ def _delete_local(root: LocalStore, name: str, record: CommitRecord) -> list[str
 def _delete_remote(root: Store, view: Store, record: CommitRecord) -> list[str]:
     name = record.name
     root.write(f"{name}/{mark_of(record)}", record.to_json(), overwrite=True)
-    # Invariant: where the record is gone, the mark lists what is to be deleted.
+    # Invariant: once the record is gone, the mark names the files to delete.
     root.delete([record_path(name)])
     return delete_marked(root, view, name, record)

@@ -1,4 +1,4 @@
-"""Holds the write lease of a run, and the pin of the checkpoint that it was resumed from."""
+"""Holds the write lease of a run, and a pin on the checkpoint that the run was resumed from."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ckptkit.storage.store import Store
 
 __all__ = ["RunHold"]
 
-_LEAVING_S = 10.0  # how long `release` waits for a pin that is being removed; otherwise it expires
+_LEAVING_S = 10.0  # how long `release` waits for the removal of a pin; a pin that stays expires
 _lock = threading.Lock()
-_shared: dict[tuple[int, str], _Shared] = {}  # by process, because a fork has no leases, and root
+_shared: dict[tuple[int, str], _Shared] = {}  # by process (a fork holds no leases) and root
 
 
 class _Shared:
@@ -30,10 +30,10 @@ class _Shared:
 
 
 class RunHold:
-    """The lease and the pin of one manager, on rank 0. `release` gives them back; a lease is also released at exit.
+    """The lease and the pin of one manager, on rank 0. `release` gives up both; the lease is also released at exit.
 
-    Managers of one process share the lease, and their saves take turns. A manager that is never closed keeps its share,
-    which the next manager of the process uses, too.
+    The managers of one process share the lease of a root, and their saves take turns. A manager that is never closed
+    keeps the lease held; later managers of the process share it.
     """
 
     def __init__(self, root: Store) -> None:
@@ -44,20 +44,21 @@ class RunHold:
         self._taken: _Shared | None = None
 
     def lease(self, look: Callable[[], Store] | None = None) -> Lease:
-        """Return the lease; the first call acquires it.
+        """Return the lease. The first call acquires it.
 
         Args:
             look: As for `acquire_lease`.
 
         Raises:
-            LeaseHeldError: Another job writes to this root; the message names it.
+            LeaseHeldError: Another job writes to this root; the message names the job.
         """
         if self._taken is None:
             self._taken = _take(self._root, look)
         return self._taken.lease
 
     def remember(self, left: Collection[str], *, among: Callable[[CommitRecord], bool] | None = None) -> None:
-        """Remember that of the checkpoints that `among` selects (None: all), only those in `left` exist."""
+        """Drop deleted checkpoints from the lease's inventory: those that `among` selects (None: all) and `left`
+        lacks."""
         lease = self._taken.lease if self._taken is not None else None
         if lease is not None and lease.inventory is not None:
             known = lease.inventory.committed
@@ -65,7 +66,7 @@ class RunHold:
             lease.inventory = replace(lease.inventory, committed=tuple(kept))
 
     def keep(self, pin: ExitStack) -> None:
-        """Hold an entered pin, and release the previous one."""
+        """Keep a pin that was already entered, and release the previous one."""
         before, self._pin = self._pin, pin
         if before is None:
             return
@@ -77,7 +78,7 @@ class RunHold:
         leaving.start()
 
     def release(self) -> None:
-        """Release everything. Can be repeated. Does nothing in a fork, because everything belongs to the parent."""
+        """Release lease and pin. May be called again. Does nothing in a fork, because the parent owns both."""
         if os.getpid() != self._pid:
             return
         pin, self._pin = self._pin, None
@@ -103,7 +104,7 @@ def _take(root: Store, look: Callable[[], Store] | None) -> _Shared:
         if shared is not None:
             try:
                 shared.lease.check(view=None if look is None else look())
-            except SaveError:  # the root was removed and created again, or another job took over
+            except SaveError:  # the root was removed and recreated, or another job took over
                 shared = None
         if shared is None:
             shared = _shared[key] = _Shared(acquire_lease(root, look=look))

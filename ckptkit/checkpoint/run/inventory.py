@@ -1,4 +1,4 @@
-"""Lists the root of a run: committed checkpoints, and all other entries with the reason why they are skipped."""
+"""Lists the root of a run: committed checkpoints, and the other entries with the reason why each was skipped."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 _NONCE = re.compile(r"[0-9a-f]{16}")
-_REPLACEMENT = re.compile(r"(.+)@([0-9a-f]{16})")  # no tag contains "@"
+_REPLACEMENT = re.compile(r"(.+)@([0-9a-f]{16})")  # "@" cannot occur in a tag
 _LATEST = re.compile(r"latest(?:~([0-9]{1,6}))?")
 _MAX_LISTINGS = 10
 _MAX_NAMED = 3
@@ -65,8 +65,8 @@ class Committed:
     """A committed checkpoint.
 
     Attributes:
-        path: Its directory below the root: its name, except after a replacement that was killed half-way.
-        superseded: A later save has a lower step: the run was rolled back, and this is on the abandoned branch.
+        path: The directory, relative to the root. Equals the name, unless a replacement was killed halfway.
+        superseded: The run was rolled back: a later save has a lower step, so this is on the abandoned branch.
     """
 
     path: str
@@ -84,7 +84,7 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A running or abandoned save. `owner` is None if unknown."""
+    """A save that is running or was abandoned. `owner` is None if unknown."""
 
     path: str
     name: str
@@ -97,10 +97,10 @@ class Skipped:
 
     Attributes:
         damaged: It may be a checkpoint: its commit record cannot be read, or is that of another checkpoint.
-        unanswered: The store failed or refused to read the record, which may be undamaged.
-        kept_files: If a checkpoint was deleted there, the remaining files, which its record did not name.
-        deleted: A checkpoint was deleted there; the name is free.
-        unknown: It is not known whether a save wrote it and completed.
+        unanswered: The record may be undamaged: the store failed or refused to read it.
+        kept_files: If a checkpoint was deleted there: the remaining files, which its record did not name.
+        deleted: A checkpoint was deleted there, so the name is free.
+        unknown: No known save wrote it, and it has no record.
     """
 
     path: str
@@ -114,7 +114,7 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """Everything below a root. `committed` is in the order of the run, the latest last."""
+    """All entries of a root. `committed` is in the order of the run, the latest last."""
 
     url: str
     committed: tuple[Committed, ...] = ()
@@ -125,13 +125,15 @@ class Inventory:
 
     @property
     def latest(self) -> Committed | None:
-        """The checkpoint to resume from, None if there is none."""
+        """The checkpoint to resume from; None if there is none."""
         return self.committed[-1] if self.committed else None
 
     @property
     def newest_damaged(self) -> Skipped | None:
-        """A damaged directory with a later step than the latest checkpoint, according to its name: it may have been the
-        latest one."""
+        """The damaged directory whose name has the highest step, if that is above the step of `latest`.
+
+        It may have been the latest checkpoint.
+        """
         last = -1 if self.latest is None else self.latest.step
         found = [(step_of_name(item.path), item) for item in self.skipped if item.damaged]
         return max(((s, item) for s, item in found if s is not None and s > last), default=(0, None), key=_first)[1]
@@ -142,7 +144,7 @@ class Inventory:
         return 1 + max((item.record.sequence for item in self.committed), default=0)
 
     def find(self, name: str) -> Committed | None:
-        """Return the checkpoint called `name`."""
+        """Return the committed checkpoint called `name`, or None."""
         return next((item for item in self.committed if item.name == name), None)
 
 
@@ -152,13 +154,13 @@ def _first(pair: tuple[int, Skipped | None]) -> int:
 
 @patient()
 def list_checkpoints(root: Store, *, view: Store | None = None) -> Inventory:
-    """Return the inventory of `root`. Only commit records count, not names or dates. Does not import torch.
+    """Return the inventory of `root`. Trusts only commit records, not names or dates. Does not import torch.
 
     Args:
         view: A fresh snapshot of `root`.
     """
     found, names = _list_once(root, view or snapshot(root))
-    # If the only checkpoint is rotated away between listing and reading the records, nothing would be found.
+    # List again if nothing was found: rotation may delete the only checkpoint before its record is read.
     for _ in range(_MAX_LISTINGS):
         if found.committed or not names:
             break
@@ -170,9 +172,9 @@ def list_checkpoints(root: Store, *, view: Store | None = None) -> Inventory:
 
 
 def _list_once(root: Store, view: Store) -> tuple[Inventory, list[str]]:
-    """Return the inventory of `root`, and the directories that were searched.
+    """Return the inventory of `root`, and the names of the directories that were searched.
 
-    Reads from `view`; asks the root itself only about what may have appeared since.
+    Reads from `view`. Reads from the root itself only what may have appeared since the snapshot.
     """
     candidates: list[str] = []
     running: list[Attempt] = []
@@ -189,7 +191,7 @@ def _list_once(root: Store, view: Store) -> tuple[Inventory, list[str]]:
             stated = read_owner(view, owner_path(item.path))
             inside = [] if stated or kept.kind != "tmp" else view.list(item.path, recursive=True)
             if inside and not any(may_be_saved(file.path) for file in inside):
-                foreign.append(item.path)  # only foreign files are left of an attempt
+                foreign.append(item.path)  # an attempt was here, but only foreign files are left
                 continue
             attempt = Attempt(item.path, kept.name, stated.owner if stated else None)
             (abandoned if is_abandoned(root, kept) else running).append(attempt)
@@ -208,7 +210,7 @@ def _list_once(root: Store, view: Store) -> tuple[Inventory, list[str]]:
             unknown += look.unknown
     explained = {attempt.name for attempt in running + abandoned if "/" in attempt.path}
     skipped = [look for look in looks if isinstance(look, Skipped) and look.path not in explained] + replaced + odd
-    alone = {item.path for item in skipped}  # they explain the folders in them, too
+    alone = {item.path for item in skipped}  # the reason for a directory also covers the folders in it
     skipped += [item for item in unknown if item.path.rpartition("/")[0] not in alone]
     foreign += [look for look in looks if isinstance(look, str) and look not in explained]
     found = Inventory(
@@ -219,7 +221,7 @@ def _list_once(root: Store, view: Store) -> tuple[Inventory, list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """What a checkpoint's folder on an object store holds in addition to the record."""
+    """The attempts in a checkpoint's folder on an object store, other than the committed one."""
 
     running: list[Attempt]
     abandoned: list[Attempt]
@@ -249,11 +251,11 @@ def _look_all(root: Store, view: Store, names: Sequence[str]) -> list[Committed 
 
 
 def _look(root: Store, path: str) -> Committed | Skipped | str:
-    """Return the checkpoint in a directory, or why it is not one, or the path of a foreign directory."""
+    """Return the checkpoint in a directory, or why it is none. For a foreign directory, return its path."""
     try:
         record = find_record(root, record_path(path))
     except CkptkitError as error:
-        # Including a record of a later version.
+        # Also reached if a later version of ckptkit wrote the record.
         return Skipped(path, str(error), damaged=True, unanswered=is_outage(error))
     except OSError as error:
         reason = f"its checkpoint.json cannot be read: {error}"
@@ -268,8 +270,8 @@ def _look(root: Store, path: str) -> Committed | Skipped | str:
     replacement = _REPLACEMENT.fullmatch(path)
     if record.name == path or (replacement and replacement.groups() == (record.name, record.save_id)):
         return Committed(path, record)
-    # With the name of a step it is a copy, or a checkpoint whose record was replaced.
-    reason = f"according to its record it is {record.name}: copied or renamed; left unchanged"
+    # If the directory is named after a step, it is a copy, or its record was overwritten.
+    reason = f"its record is that of {record.name}, so it was copied or renamed; left unchanged"
     return Skipped(path, reason, damaged=step_of_name(path) is not None)
 
 
@@ -285,13 +287,14 @@ def _look_inside(root: Store, view: Store, name: str, folders: Sequence[str], at
 
     Args:
         folders: The folders under `name`, without that of the committed checkpoint.
-        attempts: Read after `view` was taken: the lease states an attempt before its first file exists.
+        attempts: The attempts that the lease records. Must be read after `view` was taken: the lease records an attempt
+            before its first file exists.
     """
     gone = {record.data: record for record in deleted_records(view, name)} if folders else {}
     found = _Look([], [], [])
     for path in folders:
         folder = path.rpartition("/")[2]
-        if folder in gone:  # its own files are left, or only foreign ones
+        if folder in gone:  # a deleted checkpoint: abandoned if some of its own files are left
             if any(view.info(f"{name}/{inner}") for inner in named_paths(gone[folder])):
                 found.abandoned.append(Attempt(path, name, None))
         elif folder in attempts.ids and any(map(may_be_saved, (i.path for i in view.list(path, recursive=True)))):
@@ -300,11 +303,11 @@ def _look_inside(root: Store, view: Store, name: str, folders: Sequence[str], at
         else:
             found.unknown.append(Skipped(path, _NO_ATTEMPT, unknown=True))
     if found.running or found.abandoned or found.unknown:
-        # Read the record last: an attempt that was committed in the meantime has one now.
+        # Read the record last: an attempt may have been committed since the snapshot.
         try:
             record = find_record(root, record_path(name))
         except (CkptkitError, OSError):
-            return _Look([], [], [])  # the owner of these files is in a record that cannot be read
+            return _Look([], [], [])  # the unreadable record may name these files
         committed = "" if record is None else f"{name}/{record.data}"
         found = _Look(
             [item for item in found.running if item.path != committed],
@@ -319,12 +322,13 @@ def _attempt_folders(view: Store, name: str) -> list[str]:
 
 
 def check_new(root: Store, inventory: Inventory) -> None:
-    """Raise unless a new run may start below `root`: nothing is committed there, and nothing looks like a checkpoint.
+    """Raise if a new run must not start in `root`: nothing is committed there, but something looks like a checkpoint.
 
     Leftovers of a save that was killed before the first commit do not count.
 
     Raises:
-        IncompleteCheckpointError: Names the directories that look like checkpoints, and why they are not.
+        IncompleteCheckpointError: Names the directories that look like checkpoints, and why each is none.
+        StorageError: The store could not read a commit record.
         UsageError: The root is not a directory.
     """
     if is_directory(root):
@@ -355,7 +359,8 @@ def _check_directory(path: Path) -> None:
 
 
 def about_new(root: Store, inventory: Inventory) -> str:
-    """Return the message for a new run: leftovers of killed saves, and runs that may have been meant."""
+    """Return the log message for a new run. Mentions leftovers of killed saves, and runs that the user may have
+    meant."""
     text = f"{root.url} has no checkpoint yet"
     left = [item.path for item in inventory.abandoned + inventory.in_progress]
     if left:
@@ -368,27 +373,27 @@ def about_new(root: Store, inventory: Inventory) -> str:
         with contextlib.suppress(OSError):
             near = difflib.get_close_matches(name, os.listdir(parent), n=1, cutoff=0.8)
             if near and _is_run(open_store(f"{parent}/{near[0]}")):
-                text += f". Did you mean {parent}/{near[0]}, which has some?"
+                text += f". Did you mean {parent}/{near[0]}? It has checkpoints."
     return text
 
 
 def _is_run(store: Store) -> bool:
-    """Return whether a directory contains checkpoints, by names only."""
+    """Return whether a directory seems to contain checkpoints. Looks at names only."""
     with contextlib.suppress(OSError):
         return any(step_of_name(i.path) is not None and store.info(record_path(i.path)) for i in store.list())
     return False
 
 
 def in_order(found: Sequence[Committed]) -> tuple[Committed, ...]:
-    """Return checkpoints with different names in the order of the run."""
+    """Sort checkpoints with distinct names in the order of the run."""
     return tuple(_order(list(found))[0])
 
 
 def _order(found: list[Committed]) -> tuple[list[Committed], list[Skipped]]:
-    """Return the checkpoints in the order of the run, and those that were replaced by another of the same name.
+    """Return the checkpoints in the order of the run, and those replaced by another one of the same name.
 
-    The order is that of the saves, by their sequence numbers, not by time. After a rollback (a later save has a lower
-    step), the abandoned branch comes first, so "latest~1" is the previous checkpoint on the current branch.
+    The order is that of the saves' sequence numbers, not of their times. After a rollback (a later save has a lower
+    step) the abandoned branch comes first, so "latest~1" is the previous checkpoint on the current branch.
     """
     key = sorted(found, key=lambda item: (item.record.sequence, item.step, item.record.created, item.record.save_id))
     newest_of = {item.name: item for item in key}
@@ -407,7 +412,7 @@ def _order(found: list[Committed]) -> tuple[list[Committed], list[Skipped]]:
     return [i for i in ordered if i.superseded] + [i for i in ordered if not i.superseded], replaced
 
 
-# --- names given by users
+# --- names that users give
 
 
 def choose(
@@ -418,13 +423,13 @@ def choose(
     best: tuple[str, str] | None = None,
     view: Store | None = None,
 ) -> tuple[str, CommitRecord] | Skipped | None:
-    """Return path and record of the checkpoint `which`, None if the run has no checkpoint yet.
+    """Return path and record of the checkpoint `which`. None if the run has no checkpoint yet.
 
-    If the record of the newest checkpoint cannot be read, "latest" returns why it was skipped, because it must not be
-    ignored silently.
+    If a damaged checkpoint may be the newest one, "latest" returns it as `Skipped`, because it must not be ignored
+    silently.
 
     Args:
-        damaged: Names of checkpoints that cannot be loaded; the newest one before them is chosen instead.
+        damaged: Names of checkpoints that cannot be loaded. The newest checkpoint before them is chosen instead.
         view: A fresh snapshot of `root`.
     """
     inventory = list_checkpoints(root, view=view)
@@ -444,22 +449,22 @@ def choose(
 
 
 def _warn_of_newer(root: Store, inventory: Inventory, latest: Committed | None) -> None:
-    """Log which directories are ignored although, by their names, they were saved after `latest`."""
+    """Log each skipped directory that was saved after `latest`, judging by its name."""
     for item in inventory.skipped if latest is not None else ():
         step = step_of_name(item.path)
         if latest is not None and (item.damaged if step is None else step > latest.step):
-            _log.warning("%s/%s is ignored, %s is the latest: %s", root.url, item.path, latest.name, item.reason)
+            _log.warning("%s/%s is ignored (%s); latest is %s", root.url, item.path, item.reason, latest.name)
 
 
 def resolve(root: Store | Inventory, name: str = "latest", *, best: tuple[str, str] | None = None) -> Committed:
-    """Return the checkpoint that `name` means: "latest", "latest~1" (the previous one), "best", "best:loss:min", a
-    directory's name, or a step.
+    """Return the checkpoint that `name` means.
 
     Args:
-        best: (metric, "min" | "max") for "best"; default: as in the newest checkpoint's record.
+        name: "latest", "latest~1" (the one before), "best", "best:loss:min", a directory's name, or a step.
+        best: (metric, "min" | "max") for "best". Default: as in the newest record that has one.
 
     Raises:
-        CheckpointNotFoundError: There is none; lists existing checkpoints, and what was skipped and why.
+        CheckpointNotFoundError: There is none. Lists existing checkpoints, and what was skipped and why.
         UsageError: The metric of "best" is unknown.
     """
     inventory = root if isinstance(root, Inventory) else list_checkpoints(root)
@@ -507,7 +512,7 @@ def _objective(
 
 
 def check_metric(inventory: Inventory, metric: str) -> None:
-    """Raise if no checkpoint has the metric, and name the existing ones."""
+    """Raise UsageError if there are checkpoints but none has the metric. Names the existing metrics."""
     known = sorted({name for item in inventory.committed for name in item.record.metrics})
     if inventory.committed and metric not in known:
         near = difflib.get_close_matches(metric, known, n=1)
@@ -517,14 +522,17 @@ def check_metric(inventory: Inventory, metric: str) -> None:
 
 
 def rank_by(records: Sequence[CommitRecord], metric: str, mode: str) -> list[CommitRecord]:
-    """Return the records that have `metric`, the best first, among equals the newest first; without NaN."""
+    """Return the records that have `metric`, best first. Of equal values, the newest comes first. Omits NaN."""
     sign = 1 if mode == "min" else -1
     known = [record for record in reversed(records) if not math.isnan(record.metrics.get(metric, math.nan))]
     return sorted(known, key=lambda record: sign * record.metrics[metric])
 
 
 def said_of(committed: Sequence[Committed]) -> str:
-    """Return the number of checkpoints, at least one, and the names of the last five, without a full stop."""
+    """Return a sentence with the number of checkpoints and the names of the last five, without a full stop.
+
+    `committed` must not be empty.
+    """
     there = ", ".join(item.name for item in committed[-5:])
     return f"There are {len(committed)}, the last: {there}" if len(committed) > 1 else f"There is only {there}"
 
@@ -539,4 +547,4 @@ def _not_found(inventory: Inventory, name: str) -> str:
         text += f". Skipped: {skipped}"
     if inventory.in_progress:
         text += f". Being saved: {inventory.in_progress[0].name} by {inventory.in_progress[0].owner}"
-    return text.rstrip(".") + "."  # a reason may end with a full stop
+    return text.rstrip(".") + "."  # a reason may already end with a full stop

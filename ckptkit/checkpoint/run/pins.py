@@ -1,4 +1,4 @@
-"""Protects checkpoints from deletion: pins of readers, which expire, and pins of users, which do not."""
+"""Protects checkpoints from deletion with pins. Readers' pins expire; users' pins do not."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-TTL_S = 600.0  # a pin expires unless its reader renews it
+TTL_S = 600.0  # a reader's pin expires unless the reader renews it
 _PINS = f"{STATE_DIRECTORY}/pins"
 _DELETING = f"{STATE_DIRECTORY}/deleting"
-_LEFT_S = 86400.0  # an expired pin of this age is deleted
-_STALE_S = 60.0  # an announced deletion by a process on another machine expires
+_LEFT_S = 86400.0  # an expired pin is deleted at this age
+_STALE_S = 60.0  # a deletion that another machine announced counts for this long
 _FOREVER = re.compile(r"keep-(.+)\.json")
 
 
@@ -61,10 +61,10 @@ class Pin:
 
 
 def list_pins(root: Store, *, clean: bool = False) -> list[Pin]:
-    """Return the pins in force: those of users, and those of running readers that have not expired.
+    """Return the pins in force: those of users, and unexpired ones of readers.
 
     Args:
-        clean: Delete pins that killed readers left a day ago.
+        clean: Delete pins that killed readers left more than a day ago.
     """
     view = snapshot(root, _PINS)
     items = [item for item in view.list(_PINS) if item.kind == "file" and item.path.endswith(".json")]
@@ -77,7 +77,7 @@ def list_pins(root: Store, *, clean: bool = False) -> list[Pin]:
         with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):
             body = json.loads(view.read(item.path, 0, 65536))
         if not isinstance(body, dict) or not isinstance(body.get("name"), str):
-            # A damaged pin of a user still names the checkpoint in its file name: better to keep one too many.
+            # A damaged pin of a user still names the checkpoint in its file name. Keeping too much is the safe choice.
             match = _FOREVER.fullmatch(item.path.rpartition("/")[2])
             if match:
                 pins.append(Pin(match[1], "(the pin's file is damaged)"))
@@ -91,28 +91,27 @@ def list_pins(root: Store, *, clean: bool = False) -> list[Pin]:
         pins.append(Pin(body["name"], str(body.get("why", ""))[:1000], owner))
     if clean and left:
         now = store_clock(root) if now is None else now
-        with contextlib.suppress(OSError):  # expired pins have no effect
+        with contextlib.suppress(OSError):  # an expired pin has no effect, so it may stay
             root.delete([item.path for item in left if item.mtime and now - item.mtime > _LEFT_S])
     return pins
 
 
 def _holds(owner: Owner, renewed: float, now: float | None) -> bool:
     alive = owner.alive()
-    if alive is None:  # on another machine: compare times of the store's clock only
+    if alive is None:  # on another machine: compare only times of the store's clock
         return now is None or not renewed or now - renewed < TTL_S
     return alive
 
 
 @contextlib.contextmanager
 def pin_while_reading(root: Store, name: str, *, why: str = "load") -> Iterator[CommitRecord]:
-    """Protect checkpoint `name` from deletion inside the block. A thread renews the pin; it expires if this process
-    dies.
+    """Protect checkpoint `name` from deletion inside the block.
 
-    Yields the commit record, read after the pin was written. If the root is not writable, there is no pin, only a
-    warning. Directories created for the pin are removed again.
+    A thread renews the pin; it expires if this process dies. Yields the commit record, read after the pin was written.
+    If the root is not writable, there is only a warning and no pin. Directories created for the pin are removed again.
 
     Raises:
-        CheckpointNotFoundError: It was deleted, or is being deleted: list again and choose another.
+        CheckpointNotFoundError: The checkpoint was deleted, or is being deleted. List again and choose another one.
     """
     with pin_unseen(root, name, why=why) as look:
         yield look()
@@ -120,27 +119,28 @@ def pin_while_reading(root: Store, name: str, *, why: str = "load") -> Iterator[
 
 @contextlib.contextmanager
 def pin_unseen(root: Store, name: str, *, why: str = "load") -> Iterator[Callable[[], CommitRecord]]:
-    """Pin checkpoint `name` like `pin_while_reading`, but check later, or never, that the pin was in time.
+    """Pin checkpoint `name` like `pin_while_reading`, but let the caller check whether the pin was in time.
 
-    A deletion that was announced before the pin continues, so files may disappear until the check; a reader that has
-    read everything does not need it. Yields the check, a function that returns the commit record or raises
+    A deletion that was announced before the pin continues, so files may disappear until the check. A reader that has
+    read everything does not need the check. Yields the check: a function that returns the commit record, or raises
     CheckpointNotFoundError.
     """
     path = f"{_PINS}/read-{new_nonce()}.json"
     body = json.dumps({"name": name, "why": why, "owner": owner_json(root)}).encode()
     fresh = is_directory(root) and root.info(STATE_DIRECTORY) is None
     try:
-        # The name is unique, so an object store need not be asked whether it is free.
+        # The name is unique, so there is no need to ask an object store whether it is free.
         root.write(path, body, overwrite=root.asking_costs, sync=False)
-    except (OSError, UnsafePathError) as error:  # UnsafePathError: the directory of pins is a link out of the root
+    except (OSError, UnsafePathError) as error:  # UnsafePathError: the pins' directory is a link to outside the root
         reason = getattr(error, "strerror", None) or error
-        text = "%s: %s is read without a pin (%s): another job's rotation may delete it meanwhile"
+        text = "%s: %s is read without a pin (%s): another job's rotation may delete it before the read ends"
         logger.warning(text, root.url, name, reason)
         yield lambda: _record_of(root, name)
         return
 
     def look() -> CommitRecord:
-        # Pin first, then look for deletions. A deletion is announced first and then reads the pins: one sees the other.
+        # A reader pins first, then looks for deletions. A deletion is announced first, then it reads the pins.
+        # So at least one of the two sees the other.
         _wait_while_deleting(root, name)
         return _record_of(root, name)
 
@@ -163,12 +163,12 @@ def pin_unseen(root: Store, name: str, *, why: str = "load") -> Iterator[Callabl
 def _record_of(root: Store, name: str) -> CommitRecord:
     record = find_record(root, record_path(name))
     if record is None:
-        raise CheckpointNotFoundError(f"{root.url}/{name} was deleted. List again.")
+        raise CheckpointNotFoundError(f"{root.url}/{name} was deleted. List again and choose another checkpoint.")
     return record
 
 
 def _tidy(root: LocalStore) -> None:
-    """Remove the directories that a pin created, if they are empty."""
+    """Remove the directories that were created for a pin, if they are empty."""
     for folder in (_PINS, STATE_DIRECTORY):
         with contextlib.suppress(OSError):
             os.rmdir(root.path_of(folder))
@@ -180,15 +180,15 @@ def pin_url(
 ) -> Iterator[CommitRecord | None]:
     """Protect the checkpoint at `url` from deletion inside the block, if ckptkit saved it.
 
-    Yields its commit record; None for anything else, which ckptkit does not delete.
+    Yields the commit record. Yields None for anything else, because ckptkit does not delete it.
 
     Raises:
-        CheckpointNotFoundError: It was deleted while it was being pinned.
+        CheckpointNotFoundError: The checkpoint was deleted while it was being pinned.
     """
     try:
         root, name = split_checkpoint_url(url, storage_options=storage_options)
         record = find_record(root, record_path(name))
-    except (CkptkitError, OSError, ValueError):  # a file, or another format
+    except (CkptkitError, OSError, ValueError):  # the URL is a file, or has another format
         record = None
     if record is None or record.name != name:
         yield None
@@ -199,7 +199,7 @@ def pin_url(
 
 def _renew(root: Store, path: str, body: bytes, stop: threading.Event, patience: Patience) -> None:
     folder, _, name = path.rpartition("/")
-    store = root.child(folder).existing()  # never recreates a root that is gone
+    store = root.child(folder).existing()  # does not recreate a root that was removed
     while not stop.wait(TTL_S / 5):
         try:
             with patience.entered():
@@ -230,12 +230,12 @@ def _announced(root: Store, name: str) -> bool:
 
 @contextlib.contextmanager
 def deleting(root: Store, name: str) -> Iterator[list[Pin]]:
-    """Announce the deletion of `name`, and yield the pins that forbid it; [] if it may be deleted."""
+    """Announce the deletion of `name`, and yield the pins that forbid it. An empty list allows the deletion."""
     path = f"{_DELETING}/{name}.json"
     try:
         root.write(path, json.dumps(owner_json(root)).encode(), overwrite=True, sync=False)
     except NoSpaceError as error:
-        # The deletion frees space. Readers cannot write pins now either.
+        # Go on, because the deletion frees space. On a full disk, readers cannot write pins either.
         logger.warning("%s: could not announce the deletion of %s: %s", root.url, name, error)
     try:
         yield [pin for pin in list_pins(root, clean=True) if pin.name == name]
@@ -243,17 +243,17 @@ def deleting(root: Store, name: str) -> Iterator[list[Pin]]:
         try:
             root.delete([path])
         except OSError:
-            # Without permission to delete, overwrite it: otherwise readers would wait until this process ends.
+            # Without permission to delete, overwrite the file: otherwise readers would wait until this process ends.
             with contextlib.suppress(OSError):
                 root.write(path, b"{}", overwrite=True, sync=False)
             raise
 
 
-# --- pins of users
+# --- users' pins
 
 
 def split_checkpoint_url(url: str, *, storage_options: Mapping[str, Any] | None = None) -> tuple[Store, str]:
-    """Return the run's store and the checkpoint's name from a checkpoint's URL. Raises UsageError."""
+    """Split a checkpoint's URL into the store of the run and the checkpoint's name. Raises UsageError."""
     head, separator, name = url.rstrip("/").rpartition("/")
     if name in ("", ".", "..") or head.endswith(":/"):
         raise UsageError(f"{url} does not name a checkpoint: give its directory, for example RUN/step_00001000.")
@@ -262,22 +262,23 @@ def split_checkpoint_url(url: str, *, storage_options: Mapping[str, Any] | None 
 
 
 def pin_forever(url: str, why: str, *, storage_options: Mapping[str, Any] | None = None) -> str:
-    """Protect the checkpoint at `url` from rotation until it is unpinned; return its name. Pinning again changes
-    `why`.
+    """Protect the checkpoint at `url` from rotation until it is unpinned. Return its name.
+
+    Pinning again changes `why`.
 
     Raises:
-        CheckpointNotFoundError: There is no committed checkpoint.
+        CheckpointNotFoundError: `url` is not a committed checkpoint.
     """
     root, name = split_checkpoint_url(url, storage_options=storage_options)
     record = read_record(root, record_path(name))
     if record.name != name:
         raise UsageError(
-            f"{url} cannot be pinned: according to its record it is {record.name}, so it was copied or renamed, and "
-            "rotation does not delete it."
+            f"{url} cannot be pinned: its record is that of {record.name}, so it was copied or renamed. Rotation does "
+            "not delete it."
         )
     body = {"name": record.name, "why": why, "save_id": record.save_id, "owner": None, "created": time.time()}
     root.write(f"{_PINS}/keep-{name}.json", json.dumps(body).encode(), overwrite=True)
-    # A deletion may have started: it is announced before it reads the pins.
+    # A deletion may have read the pins before this one was written; it was announced before that.
     _wait_while_deleting(root, name)
     if find_record(root, record_path(name)) is None:
         root.delete([f"{_PINS}/keep-{name}.json"])
@@ -286,7 +287,7 @@ def pin_forever(url: str, why: str, *, storage_options: Mapping[str, Any] | None
 
 
 def unpin(url: str, *, storage_options: Mapping[str, Any] | None = None) -> bool:
-    """Remove the pin of the checkpoint at `url`; return False if there is none."""
+    """Remove the pin of the checkpoint at `url`. Return False if there is none."""
     root, name = split_checkpoint_url(url, storage_options=storage_options)
     path = f"{_PINS}/keep-{name}.json"
     if root.info(path) is None:

@@ -1,4 +1,4 @@
-"""Deletes the files of a checkpoint, but keeps files in its directory that the commit record does not name."""
+"""Deletes the files of a checkpoint, but keeps foreign files in its directory: those that no commit record names."""
 
 from __future__ import annotations
 
@@ -33,19 +33,20 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-DELETING = ".ckptkit-deleting.json"  # the record of a checkpoint while its files are being deleted
+DELETING = ".ckptkit-deleting.json"  # the commit record while the checkpoint's files are being deleted
 _DELETED = ".ckptkit-deleted.json"
 _MARK = re.compile(r"\.ckptkit-(?:deleting|deleted(?:-[0-9a-f]{16})?)\.json")
 _ATTEMPT = re.compile(r"[0-9a-f]{16}/")
 
 
 def mark_of(record: CommitRecord) -> str:
-    """Return the name of the mark that a deletion on an object store leaves: a copy of the commit record."""
+    """Return the name of the mark that a deletion on an object store writes. The mark is a copy of the commit
+    record."""
     return f".ckptkit-deleted-{record.save_id}.json"
 
 
 def named_paths(record: CommitRecord) -> list[str]:
-    """Return the paths of a checkpoint's files relative to its directory, without the record itself."""
+    """Return the paths of a checkpoint's files relative to its directory. The commit record is not included."""
     below = f"{record.data}/" if record.data else ""
     return [f"{below}{path}" for path in record.files]
 
@@ -53,8 +54,10 @@ def named_paths(record: CommitRecord) -> list[str]:
 def unnamed_files(root: Store, path: str, record: CommitRecord) -> list[str]:
     """Return the files in the directory at `path` that do not belong to the checkpoint, relative to the directory.
 
+    On an object store these include the files of other attempts to save the same checkpoint.
+
     Args:
-        record: The checkpoint's. On an object store, other attempts to save it have folders beside its own.
+        record: The commit record of the checkpoint.
     """
     named = {RECORD_NAME, *named_paths(record)}
     found = [item.path[len(path) + 1 if path else 0 :] for item in root.list(path, recursive=True)]
@@ -62,8 +65,10 @@ def unnamed_files(root: Store, path: str, record: CommitRecord) -> list[str]:
 
 
 def clear(root: Store, path: str) -> list[str]:
-    """Delete the files of a dead attempt, recognized by their names, and return the other files, which stay. So do
-    files that appear in the meantime."""
+    """Delete the files of a dead attempt, which are recognized by their names. Return the other files, which stay.
+
+    Files that appear during the deletion stay, too.
+    """
     place = root.child(path)
     listed = place.list(recursive=True)
     ours = {item.path for item in listed if item.kind == "file" and may_be_saved(item.path)}
@@ -74,7 +79,9 @@ def clear(root: Store, path: str) -> list[str]:
     left = [item.path for item in listed if item.path not in ours]
     if left:
         shown = ", ".join(left[:5]) + (f", ... ({len(left)} in all)" if len(left) > 5 else "")
-        warn_once(logger, f"{root.url}/{path}", "is left by a dead save; other files in it stay: %s", shown)
+        warn_once(
+            logger, f"{root.url}/{path}", "is left by a dead save; these files are not its own and stay: %s", shown
+        )
     return left
 
 
@@ -83,38 +90,38 @@ def give_up(root: LocalStore, path: str, name: str) -> list[str]:
 
     Args:
         path: A directory that is not listed as a checkpoint.
-        name: The checkpoint's name. Foreign files are moved back into its directory.
+        name: The checkpoint's name. Foreign files are moved back to the directory of this name.
     """
     marks = [mark for mark in (DELETING, _DELETED, RECORD_NAME) if root.info(f"{path}/{mark}") is not None]
     if not marks:
         return clear(root, path)
     source, target = root.path_of(path), root.path_of(name)
-    others = others_in(root, path)  # of any names: other programs wrote them
+    others = others_in(root, path)  # other programs wrote them, so they can have any name
     lost = [inner for inner in others if not _is_there(f"{source}/{inner}", f"{target}/{inner}")]
-    for inner in lost:  # another file of that name may be there by now
+    for inner in lost:  # a different file may have this name by now
         aside = f".replaced-{path[-16:]}" if os.path.lexists(f"{target}/{inner}") else ""
-        with contextlib.suppress(FileExistsError):  # this was killed before
+        with contextlib.suppress(FileExistsError):  # linked before an earlier call was killed
             root.link(f"{path}/{inner}", f"{name}/{inner}{aside}")
     if lost and not os.path.lexists(f"{target}/{RECORD_NAME}"):
-        with contextlib.suppress(FileExistsError):  # the mark explains why these files have no checkpoint
+        with contextlib.suppress(FileExistsError):  # the mark explains why there are files but no checkpoint
             root.link(f"{path}/{marks[-1]}", f"{name}/{_DELETED}")
-    # Invariant: while files are left, the record tells which belong to the checkpoint, even after a kill.
+    # Invariant: as long as files are left, the record tells which belong to the checkpoint, even after a kill.
     root.delete_tree(path, last=marks[-1])
     return []
 
 
 def _is_there(path: str, other: str) -> bool:
-    """Return whether what lies at `path` also lies at `other`: linked, or copied where the file system has no links."""
+    """Return whether `other` exists and is a link or copy of `path`. For anything but files, only existence counts."""
     if not os.path.isfile(path) or not os.path.lexists(other):
         return os.path.lexists(other)
     return filecmp.cmp(path, other, shallow=False)
 
 
 def others_in(root: LocalStore, path: str) -> list[str]:
-    """Return the relative paths of foreign files in the directory of a checkpoint or a deleted checkpoint."""
+    """Return the relative paths of foreign files in the directory of a checkpoint that exists or was deleted."""
     try:
         record = find_record(root, record_path(path))
-    except (CkptkitError, OSError):  # damaged: recognize a checkpoint's files by their names
+    except (CkptkitError, OSError):  # unreadable record: recognize the checkpoint's files by their names
         found = [item.path[len(path) + 1 :] for item in root.list(path, recursive=True)]
         return [inner for inner in found if not (may_be_saved(inner) or _MARK.fullmatch(inner))]
     records = deleted_records(root, path) if record is None else [record]
@@ -122,9 +129,10 @@ def others_in(root: LocalStore, path: str) -> list[str]:
 
 
 def deleted_records(root: Store, name: str) -> list[CommitRecord]:
-    """Return the records of deleted checkpoints in a directory in which foreign files were left."""
+    """Return the records of checkpoints that were deleted from the directory `name`, as long as files are left in
+    it."""
     paths = [f"{name}/{DELETING}", f"{name}/{_DELETED}"]
-    if not is_directory(root):  # each attempt has its own folder, and may have been deleted separately
+    if not is_directory(root):  # each attempt has its own folder, and its own mark
         paths = [item.path for item in root.list(name) if _MARK.fullmatch(item.path[len(name) + 1 :])]
     found = []
     for path in paths:
@@ -134,11 +142,10 @@ def deleted_records(root: Store, name: str) -> list[CommitRecord]:
 
 
 def delete_marked(root: Store, view: Store, name: str, record: CommitRecord) -> list[str]:
-    """Delete the files of a checkpoint on an object store after its record was deleted or replaced; return the foreign
-    files.
+    """Delete the files of a checkpoint on an object store, and return the foreign files.
 
-    The mark (`mark_of`) was written beforehand: after a kill, it lists what is left to delete. It stays as long as
-    foreign files do.
+    The record must have been deleted or replaced, and the mark (`mark_of`) written before that: after a kill, the mark
+    lists what is left to delete. The mark stays as long as foreign files do.
     """
     found = (f"{name}/{path}" for path in named_paths(record))
     root.delete(path for path in found if view.info(path) is not None)
@@ -152,11 +159,11 @@ def delete_in_place(root: LocalStore, name: str, record: CommitRecord) -> None:
     """Delete a checkpoint's files from its directory, and leave foreign files untouched.
 
     First the record is renamed, which is durable and needs no space. From then on the directory is not a checkpoint,
-    and after a kill `finish_deletion` knows what is still to be deleted. The directory is accessed by its descriptor,
-    so a new checkpoint that replaces it in the meantime keeps its files.
+    and after a kill `finish_deletion` knows which files to delete. The deletion uses the directory's descriptor, so a
+    new checkpoint that replaces the directory keeps its files.
 
     Raises:
-        CheckpointNotFoundError: The checkpoint was deleted or replaced in the meantime.
+        CheckpointNotFoundError: The checkpoint was deleted or replaced by another process.
     """
     with root.opened(name) as folder:
         found = folder.read(RECORD_NAME)
@@ -169,7 +176,7 @@ def delete_in_place(root: LocalStore, name: str, record: CommitRecord) -> None:
 
 
 def finish_deletion(root: LocalStore, name: str) -> None:
-    """Finish a deletion that was killed. Can be repeated."""
+    """Finish a deletion that was killed. May be called again."""
     with contextlib.suppress(FileNotFoundError), root.opened(name) as folder:
         found = folder.read(DELETING)
         if found is not None:
@@ -178,17 +185,17 @@ def finish_deletion(root: LocalStore, name: str) -> None:
 
 def _delete_named(folder: OpenDirectory, record: CommitRecord) -> None:
     folder.delete(named_paths(record))
-    with contextlib.suppress(FileNotFoundError):  # another process has finished it
+    with contextlib.suppress(FileNotFoundError):  # another process has finished the deletion
         folder.rename(DELETING, _DELETED)
 
 
 def carry_over(root: LocalStore, source: str, target: str, paths: Iterable[str]) -> None:
-    """Link files of one directory into another one, at the same paths.
+    """Hard-link files of one directory into another one, at the same paths.
 
-    Not renames: whichever of the two directories a kill leaves, the files are in it.
+    Links instead of renames: whichever of the two directories survives a kill, it contains the files.
 
     Raises:
-        FileExistsError: There is a file of that name.
+        FileExistsError: The other directory already has a file of that name.
     """
     for path in paths:
         root.link(f"{source}/{path}", f"{target}/{path}")

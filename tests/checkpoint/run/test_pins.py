@@ -126,7 +126,8 @@ def test_a_read_only_root_is_read_without_a_pin(
     monkeypatch.setattr(type(root), "write", refuse)
     with pin_while_reading(root, "step_00000001"):
         pass
-    what = "step_00000001 is read without a pin (Permission denied): another job's rotation may delete it meanwhile"
+    why = "(Permission denied): another job's rotation may delete it before the read ends"
+    what = f"step_00000001 is read without a pin {why}"
     assert caplog.messages == [f"{tmp_path}: {what}"]
 
 
