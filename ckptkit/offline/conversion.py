@@ -1,4 +1,4 @@
-"""Executes the plan of convert and reshard: copy, check, prove, seal and publish atomically."""
+"""Executes the plan of `convert`, `merge` and `reshard`: copies, checks, verifies, and publishes atomically."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class ConvertReport:
-    """The result of `convert` and `reshard`.
+    """The result of `convert`, `merge` and `reshard`.
 
     Attributes:
         src, dst: As given.
         opened: The checkpoint that `src` resolved to.
         format, to: Format of the source and of the result.
-        plan: The plan that was executed; in a dry run, the plan that would be.
+        plan: The plan that was executed, or that a dry run would execute.
         tensors: Number of tensors.
         nbytes, nbytes_read: Bytes written and bytes read.
-        checked: Source digests that were checked.
+        checked: Number of source digests that were checked.
         verified: Number of tensors that were read back and equal the source; None without `verify`.
         proved: What was checked, as phrases with counts.
         notes: Decisions that the user should know.
         seconds: Wall time; 0.0 for a dry run.
         faults: In a dry run: errors that the real run would raise.
-        serving: How to serve the export with vLLM, in one line; "" if vLLM cannot serve it, or if that is unknown.
+        serving: One line on how to serve the export with vLLM; "" if vLLM cannot serve it, or if that is unknown.
         peak_memory: Peak resident memory of this process in bytes; 0 for a dry run.
     """
 
@@ -80,7 +80,7 @@ class ConvertReport:
     serving: str = ""
 
     def lines(self) -> list[str]:
-        """Return the text for a terminal: notes, what was done, and what was proved as the last line."""
+        """Return the text for a terminal: notes, what was done, and as the last line what was checked."""
         rate = format_size(int(self.nbytes / self.seconds)) if self.seconds else "0 B"
         done = (
             f"{self.opened} ({self.format}) -> {self.dst} ({self.to}) · {self.tensors} tensors · "
@@ -90,11 +90,11 @@ class ConvertReport:
         return [*(f"note: {note}" for note in self.notes), done, self.proof()]
 
     def proof(self) -> str:
-        """Return the line with what was proved."""
+        """Return one line with all checks that passed."""
         return "proved: " + "; ".join(self.proved)
 
     def plan_lines(self) -> list[str]:
-        """Return the text of --dry-run: every source and target, and tensors that are left over or missing."""
+        """Return the text of --dry-run: every source and target, and the tensors that are unused or missing."""
         return list(self._plan_lines())
 
     def _plan_lines(self) -> Iterator[str]:
@@ -137,7 +137,7 @@ def peak_memory() -> int:
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """The options that convert, reshard and copy share: see `convert`.
+    """The options that `convert`, `merge`, `reshard` and `copy` share: see `convert`.
 
     Attributes:
         there, here: Storage options of the source and of the destination.
@@ -189,7 +189,7 @@ def conclude(
     look: Callable[[Store], str] | None = None,
     sealing: Seal | None = None,
 ) -> ConvertReport:
-    """Execute the plan of a report and return the complete report; in a dry run, add the errors of the real run.
+    """Execute the plan of a report and return the complete report. A dry run only adds the errors of the real run.
 
     Args:
         compared: The model whose names and shapes the plan was compared with; "" for none.
@@ -239,8 +239,8 @@ def carry_out(
     """Execute a plan and publish the result atomically. If there are several ranks, all must call it.
 
     Args:
-        masters_of: Source tensors whose masters are proved; None for all.
-        look: Called once with the result; raises if it is wrong, and returns what it proved as a phrase.
+        masters_of: Source tensors whose masters are compared with the weights; None for all.
+        look: Called once with the result. It raises if the result is wrong, and returns what it checked as a phrase.
         sealing: Makes the result a committed ckptkit checkpoint.
     """
 
@@ -274,14 +274,14 @@ def carry_out(
     return Converted(CopyReport.joined(copies), masters, looked, verified, record)
 
 
-# Find the errors that a real run would raise, without writing anything.
+# --- The dry run: finds the errors that a real run would raise. Writes nothing.
 
 
 def refusals(plan: Plan, source: Source, place: OutputPlace, *, check: bool) -> Iterator[str]:
     """Yield the reasons why a real run would fail.
 
-    DST exists, is not writable or has too little space; or source files are missing, truncated or, with `check`, not
-    the committed ones. Does not test whether an object store accepts writes.
+    Finds a DST that exists, is not writable or has too little space. Finds source files that are missing, truncated or,
+    with `check`, not the committed ones. Does not test whether an object store accepts writes.
     """
     used = [plan.catalog.tensors[key] for key in used_sources(plan)]
     checks: list[Callable[[], None]] = [partial(check_source_files, source.store, used), partial(place.check, plan)]
@@ -295,7 +295,7 @@ def refusals(plan: Plan, source: Source, place: OutputPlace, *, check: bool) -> 
 
 
 def check_source_files(store: Store, entries: Iterable[TensorEntry]) -> None:
-    """Raise if a file with slices is missing or truncated, before anything is written.
+    """Raise if a file with slices is missing or truncated. Called before anything is written.
 
     Raises:
         IncompleteCheckpointError: Names the file, and the ranks that wrote it.
@@ -304,7 +304,7 @@ def check_source_files(store: Store, entries: Iterable[TensorEntry]) -> None:
     ends: dict[str, int] = {}
     for entry in entries:
         slices = entry.slices
-        if slices.opaque:  # already compared when the metadata were read
+        if slices.opaque:  # already checked when the metadata was read
             continue
         records = slices.records()
         for path, start, nbytes in records:
@@ -318,11 +318,11 @@ def check_source_files(store: Store, entries: Iterable[TensorEntry]) -> None:
     there = {item.path: item.size for folder in folders for item in store.list(folder)}
     for path, end in ends.items():
         size = there.get(path, -1)
-        if size < 0:  # a link, or not in the listing
+        if size < 0:  # the listing has no size for links
             info = store.info(path)
             size = -1 if info is None else info.size
         if size < end:
             whose = sorted(rank for rank in ranks.get(path, ()) if rank >= 0)
-            owner = f", which rank {', '.join(map(str, whose))} wrote," if whose else ""
+            owner = f" (written by rank {', '.join(map(str, whose))})" if whose else ""
             what = "is missing" if size < 0 else f"has {size} bytes, expected at least {end}"
             raise IncompleteCheckpointError(f"{store.url}/{path}{owner} {what}. Nothing was written.")

@@ -90,20 +90,20 @@ def convert(  # noqa: PLR0913 - one argument per option
 
     Args:
         to: "hf" (a directory of model*.safetensors), "dcp" (for `world_size` ranks), "torch" (one file of
-            `torch.save`; `dst` names the file, or a directory to put pytorch_model.bin in), "local" (a committed
+            `torch.save`; `dst` names the file, or a directory for pytorch_model.bin), "local" (a committed
             ckptkit checkpoint of the model only: one file for each of `world_size` ranks).
         dtype: "keep", or the float dtype that floats are cast to.
-        vocab_size: Trim or pad the embedding and the output head to this many rows; config.json follows.
-        new_rows: What added rows are: the "mean" of the old ones (None), summed in fp64 and rounded to the dtype that
-            the tensor is stored in, or "zeros".
+        vocab_size: Trim or pad the embedding and the output head to this many rows, and change config.json to match.
+        new_rows: Values of added rows: "mean" (the default) averages the old rows in fp64 and rounds to the dtype that
+            the tensor is stored in; or "zeros".
         quantize: "fp8-block" writes the weights of linear layers in FP8, in blocks of 128 x 128, for transformers, vLLM
             and SGLang. Weights that are quantized already are dequantized first, to `dtype` or bf16.
-        weights: "master" exports the fp32 copies that some optimizers keep; "auto" does so if `dtype` casts. "ema"
-            exports the moving average of the weights that the checkpoint carries.
+        weights: "model"; "master" exports the fp32 copies that some optimizers keep; "auto" does so if `dtype` casts;
+            "ema" exports the moving average of the weights that the checkpoint contains.
         base: Hugging Face directory or repo that provides config, tokenizer, and the expected names and shapes.
         key_map: A built-in name, a TOML or JSON file, or a NameMap.
         layout: URL of a layout of flat parameters, for formats that need one.
-        allow_pickle: Read torch.save files that name unknown classes, without their values; no code is run.
+        allow_pickle: Read torch.save files that name unknown classes. Omits the objects of these classes; runs no code.
         check: Check the source's recorded digests while reading.
         verify: Read the result back and compare every element with the source.
         dry_run: Only plan; see `ConvertReport.plan_lines()` and `ConvertReport.faults`.
@@ -114,8 +114,8 @@ def convert(  # noqa: PLR0913 - one argument per option
 
     Raises:
         UsageError: Options conflict, or a token would lose its row.
-        CheckpointMismatchError: Names or shapes differ from the base, or it is not certain which tensors have rows of
-            the vocabulary.
+        CheckpointMismatchError: Names or shapes differ from the base, or it is not certain which tensors have one row
+            per token.
         CorruptCheckpointError: The source is damaged or incomplete; nothing was published.
     """
     started = time.perf_counter()
@@ -123,8 +123,8 @@ def convert(  # noqa: PLR0913 - one argument per option
     there, here = options_of_both(storage_options, src_storage_options, dst_storage_options)
     memory = parse_size(max_memory)
     how = How(workers, memory, check, verify, dry_run, overwrite, there, here, progress, started)
-    dtype = str(dtype)  # torch.bfloat16 too
-    export_dtype("float32", dtype)  # refuses a wrong one before the source is opened
+    dtype = str(dtype)  # accepts torch.bfloat16
+    export_dtype("float32", dtype)  # raises for an unknown dtype before the source is opened
     output = Output(dst, to, parse_size(max_shard_size), world_size, sha256, how)
     output.check(max_memory, max_shard_size)
     reading = ReadOptions(layout=layout, base=base, strip_prefix=strip_prefix, allow_pickle=allow_pickle)
@@ -153,7 +153,7 @@ def _with_base(
     together: bool,
     storage_options: Mapping[str, Any] | None,
 ) -> tuple[Source, ExportOptions, str]:
-    """Return an adapter joined with the weights of --base, if it lacks the weights that it changes."""
+    """Return the source. If it is an adapter without the weights that it changes, join it with those of --base."""
     from ckptkit.catalog.entry import Role
     from ckptkit.offline.export.adapters import base_name, changes_base, without_base
     from ckptkit.offline.export.base import beside_source
@@ -166,7 +166,7 @@ def _with_base(
     try:
         base = open_pinned(base_url, storage_options=storage_options, together=together)
     except CheckpointNotFoundError:
-        return source, options, base_url  # a repo of the Hub, or a directory without weights
+        return source, options, base_url  # --base is a Hub repo, or a directory without weights
     config = options.adapter_config or beside_source(source.store, source.catalog).adapter_config or {}
     if changed := changes_base(config):
         raise UnsupportedFormatError(
@@ -175,7 +175,7 @@ def _with_base(
             "adapter_config.json and pass it with --adapter-config; otherwise merge with PEFT."
         )
     weights = choose_weights(base.catalog, options.weights, dtype=options.dtype)
-    # What PEFT trained in full (modules_to_save, biases) is in the adapter under the base model's names.
+    # The adapter has the modules that PEFT trained in full (modules_to_save, biases), under the base model's names.
     trained = {base_name(name) for name in adapter}
     kept = [replace(entry, fqn=name, role=Role.MODEL) for name, entry in weights.entries.items() if name not in trained]
     joined = join([base, source], [kept, adapter.values()])
@@ -195,7 +195,7 @@ class Output:
     how: How
 
     def check(self, max_memory: str | int, max_shard_size: str | int) -> None:
-        """Raise UsageError if options conflict. The sizes are as the user gave them."""
+        """Raise UsageError if options conflict. The sizes are as the user gave them, for the messages."""
         if self.to not in _FORMATS:
             raise UsageError(f"to={self.to!r} is unknown. Known: {', '.join(_FORMATS)}.")
         if self.how.max_memory < _MIN_MEMORY:
@@ -244,8 +244,8 @@ def _look(plan: Plan, sha256: bool, store: Store) -> str:
 
 
 def _serving(export: HFExport, options: ExportOptions, dst: str) -> str:
-    """Return the line on vLLM. Names that a key map or a filter changed are only trusted if a base confirmed them."""
-    if "://" in dst:  # vLLM reads directories
+    """Return the line on vLLM. If a key map or a filter changed names, it is "" unless a base confirmed the names."""
+    if "://" in dst:  # vLLM reads local directories only
         return ""
     touched = options.key_map or options.strip_prefix is not None or options.include or options.exclude
     if touched and not export.checked and export.kind == "model":
@@ -256,7 +256,7 @@ def _serving(export: HFExport, options: ExportOptions, dst: str) -> str:
 
 
 def vocab_size_of(rows: int | None, new_rows: NewRows | None, *, dry_run: bool) -> VocabSize | None:
-    """Return the options about the vocabulary as one value; None if it stays as it is."""
+    """Return the options for the vocabulary as one value; None if its size stays."""
     if rows is None and new_rows is None:
         return None
     from ckptkit.offline.vocabulary import VocabSize
@@ -277,12 +277,12 @@ def key_map_of(named: NameMap | str | None) -> NameMap | None:
 def choose(
     source: Source, to: Format, options: ExportOptions, base: str | None, storage_options: Mapping[str, Any] | None
 ) -> HFExport:
-    """Choose the content of the result: tensors under their new names, and small files."""
+    """Return the contents of the result: tensors under their new names, and small files."""
     known = own = None
     if base is not None:
         from ckptkit.offline.export.base import beside_source, open_base
 
-        if source.joined:  # the base model's weights are in the source
+        if source.joined:  # the source includes the base model's weights
             weights, adapter = source.joined
             known = beside_source(weights.store, weights.catalog)
             own = beside_source(adapter.store, adapter.catalog)
@@ -322,14 +322,14 @@ def choose(
 
 @collector_paused()
 def _lay_out(source: Source, export: HFExport, place: OutputPlace, output: Output) -> tuple[Laid, Seal | None]:
-    """Lay the tensors out in the files of the target format. For a LOCAL checkpoint, also return its seal."""
+    """Lay out the tensors in files of the target format. For a LOCAL checkpoint, also return its seal."""
     catalog, tensors, to, world_size = source.catalog, export.tensors, output.to, output.world_size
     if world_size is not None and to in ("hf", "torch"):
         raise UsageError(f"--world-size cannot be combined with --to {to}, which is not sharded by rank.")
     odd = [tensor.name for tensor in tensors if dtype_of(tensor.dtype).bits == 6]
     if odd and to in ("torch", "dcp"):
         raise UnsupportedFormatError(
-            f"{', '.join(odd[:3])}: torch has no FP6, so --to {to} cannot hold it. Use --to hf, or --exclude."
+            f"{', '.join(odd[:3])}: torch has no FP6, so --to {to} cannot store it. Use --to hf, or --exclude."
         )
     if to == "local":
         from ckptkit.offline.reshard import identity_of

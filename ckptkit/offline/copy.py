@@ -58,10 +58,10 @@ from ckptkit.units import format_duration, format_size, parse_size
 __all__ = ["Copied", "CopiedCheckpoint", "copy", "run_at"]
 
 SCHEMA = "ckptkit.copy/1"
-_PINNED = 64  # checkpoints of a run that are pinned at once; each pin needs a thread that renews it
-_MOST_HELD = 64 << 20  # larger files are not held in memory to be written last
+_PINNED = 64  # maximum number of a run's checkpoints pinned at once; each pin needs a thread that renews it
+_MOST_HELD = 64 << 20  # bytes; larger files are not kept in memory to be written last
 _MARKS = (".metadata", "config.json", "adapter_config.json", "metadata.json", "meta.pt", "latest", ".index.json")
-"""Endings of the files by which a reader recognizes a checkpoint. On an object store they are written last."""
+"""Endings of the files by which a reader recognizes a checkpoint. An object store gets these files last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +70,11 @@ class CopiedCheckpoint:
 
     Attributes:
         src, dst: URLs of the opened checkpoint and of the copy.
-        files, nbytes: Of the copy.
-        nbytes_read: Of the source.
+        files, nbytes: Number of files and bytes of the copy.
+        nbytes_read: Bytes read from the source.
         digests: Number of source digests that were compared.
         unproved: Bytes that no digest covers, or that were not compared.
-        verified: Whether the copy was read again and is equal; None if not asked.
+        verified: Whether the copy was read again and equals the source; None without `verify`.
         there: Whether an earlier run of the command had already copied it.
         left_out: Path -> why it was not copied.
         notes: Notes for the user.
@@ -103,7 +103,7 @@ class Copied:
     Attributes:
         src, dst: The given URLs.
         run: Whether a whole run was copied.
-        checkpoints: The newest last.
+        checkpoints: The results in order of the run, the newest last.
         left_out: Entry of a run -> why it was not copied.
         pins: Names of the checkpoints whose pins were copied.
         seconds: Wall time; 0.0 for a dry run.
@@ -125,11 +125,11 @@ class Copied:
 
     @property
     def nbytes(self) -> int:
-        """Bytes written; in a dry run, bytes that would be written."""
+        """The bytes written; in a dry run, the bytes that would be written."""
         return sum(item.nbytes for item in self.checkpoints if not item.there)
 
     def lines(self) -> list[str]:
-        """Return the lines for a terminal: notes, omitted entries, what was copied, and last what was checked."""
+        """Return the lines for a terminal: notes, omitted entries, what was copied, and last the checks that passed."""
         lines = [f"note: {note}" for note in self.notes]
         lines += [f"left out: {name}: {why}" for name, why in self.left_out.items()]
         for item in self.checkpoints:
@@ -202,9 +202,9 @@ def copy(
     """Copy the checkpoint at `src` to `dst`; if `src` is the root of a run, copy all its committed checkpoints.
 
     All files are copied byte for byte, optimizer and commit record included. Each checkpoint appears completely or not
-    at all. A run is copied oldest first, so an interrupted copy is a run that ends earlier, and the same call
-    continues it. Checkpoints that `dst` already has from the same save are kept. The source is pinned while it is read,
-    and the lease of the destination is held. Pins made by people are copied.
+    at all. A run is copied oldest first: after an interruption `dst` is a valid run that ends earlier, and the same
+    call continues. Checkpoints that `dst` already has from the same save are kept. The source is pinned while it is
+    read, and the lease of the destination is held. Pins made by people are copied.
 
     Args:
         dst: The copy's own directory; for a single file, the file or its directory; for a run, its root. A directory
@@ -213,7 +213,8 @@ def copy(
         allow_pickle: As for `convert`.
         check: Compare the source's recorded digests while reading.
         verify: Read the copy again and compare it with the source.
-        overwrite: Replace a checkpoint at `dst`, as `convert` does; in a run, even those from other saves.
+        overwrite: Replace the checkpoint at `dst`, as `convert` does. For a run: also replace checkpoints from other
+            saves.
         dry_run: Only report what would be copied and what would be refused.
         src_storage_options, dst_storage_options: Override `storage_options` for the source or the destination.
 
@@ -267,7 +268,7 @@ def run_at(url: str, *, storage_options: Mapping[str, Any] | None = None) -> Inv
 
 @reads_checkpoints
 def copy_checkpoint(src: str, dst: str, how: How, reading: ReadOptions, *, all_files: bool) -> CopiedCheckpoint:
-    """Copy one checkpoint, pinned until the end. Raises the errors of `copy`."""
+    """Copy one checkpoint and keep it pinned until the end. Raises the errors of `copy`."""
     source = open_pinned(src, storage_options=how.there, options=reading, together=not how.dry_run)
     what = _contents(source, src, dst, how, all_files=all_files)
     _check_complete(source, check=how.check)
@@ -282,7 +283,7 @@ def copy_checkpoint(src: str, dst: str, how: How, reading: ReadOptions, *, all_f
         notes=tuple(filter(None, [source.note])),
     )  # fmt: skip
     raw = Source(what.store, plan.catalog, source.url)
-    if not what.record:  # ckptkit's checkpoints have digests and are never changed
+    if not what.record:  # ckptkit's checkpoints have digests and never change
         watch(raw)
     if how.dry_run:
         return replace(copied, faults=tuple(refusals(plan, raw, place, check=how.check)))
@@ -291,7 +292,7 @@ def copy_checkpoint(src: str, dst: str, how: How, reading: ReadOptions, *, all_f
     try:
         outcome = carry_out(plan, raw, place, how)
     except IntegrityError as error:
-        # The error names only the file; the check names the tensor too.
+        # The copy's error names only the file; `compare_digests` names the tensor too.
         of_file = [item for item in inline if str(error).startswith(f"{what.prefix}{item.path}:")]
         for problem in compare_digests(source.store, of_file, how.workers, how.max_memory, None):
             raise IntegrityError(problem.message) from error
@@ -310,14 +311,14 @@ def copy_checkpoint(src: str, dst: str, how: How, reading: ReadOptions, *, all_f
 
 @dataclass(frozen=True, slots=True)
 class _Contents:
-    """The files that are copied.
+    """The files to copy.
 
     Attributes:
-        store: Paths are relative to its root.
+        store: Its root is the copied directory.
         prefix: The directory in `store` from which the catalog was read; "" for the root.
-        sizes: Path -> bytes.
+        sizes: Path relative to the root of `store` -> bytes.
         record: The bytes of the commit record; b"" if there is none.
-        single: Whether it is one file, not a directory.
+        single: Whether the checkpoint is one file, not a directory.
     """
 
     store: Store
@@ -331,7 +332,7 @@ class _Contents:
 
 def _contents(source: Source, src: str, dst: str, how: How, *, all_files: bool) -> _Contents:
     store, catalog = source.store, source.catalog
-    if store.info(RECORD_NAME) is not None:  # ckptkit's: the commit record lists its files
+    if store.info(RECORD_NAME) is not None:  # a ckptkit checkpoint: the commit record lists its files
         record = store.read(RECORD_NAME)
         stated = CommitRecord.from_json(record, file=f"{source.url}/{RECORD_NAME}")
         others = unnamed_files(store, "", stated)
@@ -352,7 +353,7 @@ def _contents(source: Source, src: str, dst: str, how: How, *, all_files: bool) 
 
 
 def _readable(store: Store, paths: Iterable[str]) -> tuple[dict[str, int], dict[str, str]]:
-    """Return the sizes of the files that can be copied, and why the others cannot: broken or outside links, pipes."""
+    """Return the sizes of the files to copy, and the reason for each other: broken links, links to outside, pipes."""
     sizes: dict[str, int] = {}
     left: dict[str, str] = {}
     for path in paths:
@@ -411,7 +412,7 @@ def _place(what: _Contents, url: str, dst: str, how: How) -> OutputPlace:
 
 
 def _split(checks: Iterable[Check]) -> tuple[list[Check], list[Check]]:
-    """Split checks into those of disjoint byte ranges, compared during the copy, and those compared separately."""
+    """Split checks into two groups: disjoint ranges are compared during the copy, the others separately."""
     inline: list[Check] = []
     apart: list[Check] = []
     by_path: dict[str, list[Check]] = {}
@@ -424,7 +425,7 @@ def _split(checks: Iterable[Check]) -> tuple[list[Check], list[Check]]:
         at = 0
         for item in sorted(plain, key=lambda c: (c.digest.start, -c.digest.nbytes)):
             if item.digest.start < at or item.digest.algorithm != most:
-                if item.digest.start + item.digest.nbytes > at:  # it covers bytes that no other check covers
+                if item.digest.start + item.digest.nbytes > at:  # covers bytes that no other check covers
                     apart.append(item)
             elif item.digest.nbytes:
                 inline.append(item)
@@ -433,7 +434,7 @@ def _split(checks: Iterable[Check]) -> tuple[list[Check], list[Check]]:
 
 
 def _plan(what: _Contents, inline: Sequence[Check], file_name: str) -> Plan:
-    """Return a plan that copies each file as a tensor of bytes, cut where its digests begin and end."""
+    """Return a plan that copies each file as a tensor of bytes, split where digests begin and end."""
     digests: dict[str, list[Digest]] = {}
     for item in inline:
         digests.setdefault(what.prefix + item.path, []).append(item.digest)
@@ -455,7 +456,7 @@ def _plan(what: _Contents, inline: Sequence[Check], file_name: str) -> Plan:
 
 
 def _slices(path: str, size: int, digests: Sequence[Digest]) -> SliceArray:
-    """Return a file as slices: the ranges with digests, and the gaps between them without."""
+    """Return a file as slices: the ranges with digests, and the gaps between them."""
     rows: list[tuple[int, int, int, int]] = []  # start, bytes, digest, bytes that the digest covers
     at = 0
     for digest in digests:
@@ -479,7 +480,7 @@ def _slices(path: str, size: int, digests: Sequence[Digest]) -> SliceArray:
 
 
 def _copy_run(src: str, dst: str, inventory: Inventory, how: How, reading: ReadOptions, *, all_files: bool) -> Copied:
-    """Copy the checkpoints of a run, the newest last. Damaged ones are reported after all others are copied."""
+    """Copy the checkpoints of a run, the newest last. Raises for damaged ones after all others are copied."""
     if is_one_of_many():
         raise UsageError(f"{src} is a run, which only one process can copy. Start the command without torchrun.")
     place = open_target(dst, source=src, single_file=False, overwrite=how.overwrite, storage_options=how.here)
@@ -496,7 +497,7 @@ def _copy_run(src: str, dst: str, inventory: Inventory, how: How, reading: ReadO
     faults += _taken(here, dst, [item for item in todo if item.name in known], half, overwrite=how.overwrite)
     faults += _too_small(here, dst, todo)
     report = Copied(src, dst, True, (), notes=_others(inventory, known), dry_run=how.dry_run)
-    if not how.dry_run:  # a dry run checks each checkpoint's place itself
+    if not how.dry_run:  # a dry run checks the destination of each checkpoint separately
         if faults:
             raise faults[0]
         _check_free(place, view, [item for item in todo if item.name not in known])
@@ -510,7 +511,7 @@ def _copy_run(src: str, dst: str, inventory: Inventory, how: How, reading: ReadO
             held.callback(acquire_lease(here).release)
             for item in todo[:_PINNED]:
                 pin = pin_url(f"{src.rstrip('/')}/{item.path}", why="copy", storage_options=how.there)
-                with suppress(CheckpointNotFoundError):  # deleted since it was listed: reported below
+                with suppress(CheckpointNotFoundError):  # deleted since the listing: reported below
                     pinned[item.name].enter_context(pin)
         total, done = sum(item.record.total_bytes for item in inventory.committed), 0
         for item in inventory.committed:
@@ -538,7 +539,9 @@ def _copy_run(src: str, dst: str, inventory: Inventory, how: How, reading: ReadO
     if damaged and not how.dry_run:
         name, first = next(iter(damaged.items()))
         more = f" Also not copied: {', '.join(list(damaged)[1:4])}." if len(damaged) > 1 else ""
-        raise type(first)(f"{name} was not copied; {dst} has {len(copies)} others, complete.{more} {first}") from first
+        raise type(first)(
+            f"{name} was not copied; {dst} has {len(copies)} other complete checkpoints.{more} {first}"
+        ) from first
     return replace(
         report,
         checkpoints=tuple(copies),
@@ -556,10 +559,10 @@ def _part(progress: Progress | None, before: int, total: int) -> Progress | None
 
 
 def _found(item: Committed, at: str, to: str, how: How) -> CopiedCheckpoint:
-    """Return the result for a checkpoint that `dst` already has; with `verify`, read it first.
+    """Return the result for a checkpoint that `dst` already has. With `verify`, compare its bytes first.
 
     Raises:
-        IntegrityError: It is damaged.
+        IntegrityError: The checkpoint in `dst` is damaged.
     """
     asked = how.verify and not how.dry_run
     for problem in verify(to, storage_options=how.here).problems if asked else ():
@@ -569,7 +572,7 @@ def _found(item: Committed, at: str, to: str, how: How) -> CopiedCheckpoint:
 
 
 def _check_free(place: OutputPlace, view: Store, todo: Sequence[Committed]) -> None:
-    """Raise if the name of a checkpoint to copy is taken by something else, before anything is written."""
+    """Raise if something else has the name of a checkpoint to copy. Called before anything is written."""
     names = {item.path for item in view.list()}
     for item in todo:
         if item.name in names:

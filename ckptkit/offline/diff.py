@@ -42,7 +42,7 @@ _SMALL = 256 << 10  # smaller tensors are read together
 _SHOWN = 10  # maximum number of differing paths listed per value
 _FLOATS = frozenset({"bfloat16", "float16", "float32", "float64"})
 _COMPLEX = {"complex32": np.float16, "complex64": np.float32, "complex128": np.float64}
-_FLOAT8 = {  # mantissa bits, bias of the exponent
+_FLOAT8 = {  # bits of the mantissa, bias of the exponent
     "float8_e4m3fn": (3, 7),
     "float8_e4m3fnuz": (3, 8),
     "float8_e5m2": (2, 15),
@@ -60,11 +60,11 @@ class TensorDiff:
     """The difference between two tensors with the same name.
 
     Attributes:
-        name: A weight's FQN ("lm_head.weight"), "master: <fqn>", "optimizer: <fqn> exp_avg", or the key.
+        name: "lm_head.weight" (the FQN of a weight), "master: <fqn>", "optimizer: <fqn> exp_avg", or the key.
         elements: Number of elements that differ in bits or, if the dtypes differ, in value.
-        max_abs: max |a - b| (per component of complex numbers); None if arithmetic is not supported for the dtype.
+        max_abs: max |a - b| (per component of complex numbers); None if the dtype has no arithmetic here.
         max_rel: max |a - b| / max |a|.
-        cosine: Cosine similarity of the two as vectors; None if one is all zeros.
+        cosine: Cosine similarity of the two tensors as vectors; None if either is all zeros.
     """
 
     name: str
@@ -74,7 +74,7 @@ class TensorDiff:
     max_abs: float | None
     max_rel: float | None
     cosine: float | None
-    sums: tuple[float, float, float] = (0.0, 0.0, 0.0)  # a.b, a.a, b.b, to combine the cosines of several tensors
+    sums: tuple[float, float, float] = (0.0, 0.0, 0.0)  # a.b, a.a, b.b: for the cosine of several tensors together
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,18 +100,18 @@ class DiffReport:
     a: str
     b: str
     same: int  # tensors that are bit-equal
-    by_digest: int  # of those, compared by recorded digest only
+    by_digest: int  # how many of `same` were compared by recorded digest only
     different: tuple[TensorDiff, ...]
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
     shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     dtypes: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    changes: Mapping[str, float] = field(default_factory=dict)  # relative change of every compared tensor; 0.0: equal
+    changes: Mapping[str, float] = field(default_factory=dict)  # relative change of every compared tensor; 0.0 if equal
     values: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     same_values: int = 0  # equal objects, such as a step or an optimizer's settings
     left_out: tuple[str, ...] = ()
-    records: Mapping[str, str] = field(default_factory=dict)  # tensors that need a class: how they differ
-    by_record: int = 0  # of the equal tensors, those that need a class and were compared byte for byte
+    records: Mapping[str, str] = field(default_factory=dict)  # tensors of unknown classes -> how they differ
+    by_record: int = 0  # how many of `same` are of unknown classes and were compared byte for byte
 
     @property
     def differs(self) -> bool:
@@ -129,9 +129,11 @@ class DiffReport:
         values = f" and {self.same_values} values" if self.same_values else ""
         if not self.differs:
             told = (
-                f" ({self.by_digest} of them by recorded digest only: verify reads the bytes)" if self.by_digest else ""
+                f" ({self.by_digest} of them by recorded digest only; `ckptkit verify` reads the bytes)"
+                if self.by_digest
+                else ""
             )
-            told += f" ({self.by_record} of them not interpreted, compared byte for byte)" if self.by_record else ""
+            told += f" ({self.by_record} of them of unknown classes, compared byte for byte)" if self.by_record else ""
             what = f"{self.same} tensors{values}, names, shapes, dtypes and bits{told}"
             if self.left_out:
                 return f"equal weights: {what}; not compared: {len(self.left_out)} that are not weights"
@@ -142,15 +144,15 @@ class DiffReport:
             "only in B": len(self.only_b),
             "in shape": len(self.shapes),
             "in dtype": len(self.dtypes),
-            "in the bytes of records that cannot be interpreted": len(self.records),
+            "in the bytes of tensors of unknown classes": len(self.records),
         }
         different = ", ".join(f"{n} {what}" for what, n in found.items() if n)
         return f"different: {different}; equal: {self.same} tensors{values}"
 
     def layers(self) -> dict[str, LayerDiff]:
-        """Return the differences of the model by layer, then those of each optimizer state, by largest change.
+        """Return the differences by layer of the model and by optimizer state: the model first, then by largest change.
 
-        Tensors of the model outside of layers have an entry each.
+        A model tensor outside of layers has its own entry.
         """
         from ckptkit.offline.pictures.heat_map import layer_of
 
@@ -181,18 +183,18 @@ def diff(
     storage_options: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> DiffReport:
-    """Compare the checkpoints at `a` and `b`, of any formats and shardings, tensor by tensor and value by value.
+    """Compare the checkpoints at `a` and `b`, tensor by tensor and value by value. Formats and shardings may differ.
 
-    Weights are matched by FQN, moments by parameter and state, the rest by key. If one side has only weights, only
-    weights are compared, and the rest is listed as omitted. Tensors with digests on both sides are compared by digest;
-    others are read in tiles.
+    Weights are matched by FQN, optimizer states by parameter and name, everything else by key. If one side has only
+    weights, only weights are compared, and the rest is listed as omitted. Tensors with digests on both sides are
+    compared by digest; others are read in tiles.
 
     Args:
         include: Globs of names; empty for all.
         exclude: Globs of names to skip.
 
     Raises:
-        IncompleteCheckpointError: A file is missing or has another size than recorded.
+        IncompleteCheckpointError: A file is missing or does not have its recorded size.
     """
     names = NameFilter(globs("include", include), globs("exclude", exclude))
     urls = (location("a", a), location("b", b))
@@ -206,13 +208,13 @@ def diff(
 
 @dataclass(frozen=True, slots=True)
 class NameFilter:
-    """Selects names that match a glob of `include` (all if empty) and none of `exclude`."""
+    """A filter for names that match a glob of `include` (all if empty) and none of `exclude`."""
 
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
 
     def __call__(self, *names: str) -> bool:
-        """Return whether a tensor with any of these names is compared."""
+        """Return whether to compare a tensor with these names. One match is enough."""
         wanted = not self.include or _any_matches(names, self.include)
         return wanted and not _any_matches(names, self.exclude)
 
@@ -226,11 +228,11 @@ def _any_matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One checkpoint: its readable tensors by comparable name, and their reader."""
+    """One checkpoint: its reader, and its readable tensors by the name under which they are compared."""
 
     source: Source
     tensors: Mapping[str, TensorEntry]
-    opaque: Mapping[str, str]  # tensors that cannot be read without their class, by key, with the reason
+    opaque: Mapping[str, str]  # key of each tensor that needs its class to be read -> the reason
     reader: SourceReader
     gatherer: Gatherer
 
@@ -238,7 +240,7 @@ class _Side:
     @collector_paused()
     def open(cls, url: str, max_memory: str | int, storage_options: Mapping[str, Any] | None) -> _Side:
         source = open_pinned(url, storage_options=storage_options)
-        committed = "digests" in source.catalog.info.extra  # a missing file of others is noticed when it is read
+        committed = "digests" in source.catalog.info.extra  # in other formats, the read finds a missing file
         for problem in file_problems(source.store, source.catalog) if committed else ():
             raise IncompleteCheckpointError(f"{problem.message} To list all problems: {command_line('verify', url)}")
         opaque = source.catalog.opaque()
@@ -251,12 +253,14 @@ class _Side:
         return cls(source, _named(readable), opaque, reader, gatherer)
 
     def read(self, entries: Sequence[TensorEntry]) -> tuple[Bytes, list[int]]:
-        """Return the concatenated bytes of small tensors, and the end of each. Adjacent tensors of a file are one read,
-        because there may be 300,000 tensors of a few bytes."""
+        """Return the concatenated bytes of small tensors, and the end of each.
+
+        Adjacent tensors of a file are read together, because there may be 300,000 tensors of a few bytes.
+        """
         sizes = [entry.nbytes for entry in entries]
         ends = list(itertools.accumulate(sizes))
         data = np.empty(ends[-1] if ends else 0, np.uint8)
-        runs: list[tuple[str, int, int, int]] = []  # file, position in it, first and last byte of `data`
+        runs: list[tuple[str, int, int, int]] = []  # file, offset in the file, start and end in `data`
         path, at, first, last = "", 0, 0, 0
         for entry, size, end in zip(entries, sizes, ends, strict=True):
             piece = _piece(entry, size)
@@ -318,7 +322,7 @@ def _compare(a: _Side, b: _Side, wanted: NameFilter, progress: Progress | None) 
     shapes = {n: (left[n].shape, right[n].shape) for n in both if left[n].shape != right[n].shape}
     dtypes = {n: (left[n].dtype, right[n].dtype) for n in both if left[n].dtype != right[n].dtype}
     both = [name for name in both if name not in shapes]
-    sizes = {n: max(left[n].nbytes, right[n].nbytes) for n in both}  # once: there may be 300,000
+    sizes = {n: max(left[n].nbytes, right[n].nbytes) for n in both}  # computed once: there may be 300,000
     total = sum(sizes.values())
     done = same = by_digest = 0
     different: list[TensorDiff] = []
@@ -360,7 +364,7 @@ def _compare(a: _Side, b: _Side, wanted: NameFilter, progress: Progress | None) 
 
 
 def _with_tied(side: _Side, other: _Side) -> dict[str, TensorEntry]:
-    """Return the tensors of a side under all names that the other side has for them.
+    """Return the tensors of a side under every name that the other side has for them.
 
     FULL and LOCAL checkpoints store tied tensors once, under one name.
     """
@@ -383,8 +387,8 @@ def _only_in(
 ) -> tuple[str, ...]:
     """Return the names of one side that the other lacks.
 
-    If both have the optimizer as one object, its separate settings do not count: SHARDED checkpoints store them a
-    second time, for torch.
+    SHARDED checkpoints store the optimizer's settings twice: as one object, and as separate values for torch. The
+    separate values are ignored if both sides have the object.
     """
     trees = {n for n, item in objects.items() if item.role is Role.OPTIMIZER and n in other_objects and "." not in n}
     alone = [n for n, e in tensors.items() if n not in others and not (e.name.partition(".")[0] in trees and not e.fqn)]
@@ -392,7 +396,7 @@ def _only_in(
 
 
 def _compare_records(a: _Side, b: _Side, wanted: NameFilter) -> tuple[dict[str, str], int]:
-    """Compare tensors that cannot be interpreted byte for byte; return the differences and the number of equal ones."""
+    """Compare the records of unreadable tensors byte for byte; return the differences and the number of equal ones."""
     differ, same = {}, 0
     for name in dict.fromkeys([*a.opaque, *b.opaque]):
         names = (name, name.partition(".")[2])
@@ -453,10 +457,10 @@ def _batches(sizes: Mapping[str, int]) -> Iterator[list[str]]:
 def _compared(
     sizes: Mapping[str, int], a: tuple[_Side, Mapping[str, TensorEntry]], b: tuple[_Side, Mapping[str, TensorEntry]]
 ) -> Iterator[tuple[str, TensorDiff | None]]:
-    """Yield the differences of one batch of tensors; None for equal ones."""
+    """Yield the difference of each tensor of a batch; None if the tensor is equal."""
     (first, left), (second, right) = a, b
     small = [name for name, nbytes in sizes.items() if nbytes <= _SMALL]
-    for name in sizes.keys() - set(small):  # at most one, the first: see _batches
+    for name in sizes.keys() - set(small):  # at most one, and the first: see _batches
         found = _Comparison(name, left[name], right[name])
         found.read(first.gatherer, second.gatherer)
         yield name, found.result()
@@ -479,7 +483,7 @@ def _compared(
 def _value_differences(
     name: str, a: tuple[_Side, ObjectEntry], b: tuple[_Side, ObjectEntry]
 ) -> dict[str, tuple[str, str]]:
-    """Return the paths at which two objects with one name differ, and both values as text. Runs no code from them."""
+    """Return the paths at which two objects with one name differ, with both values as text. Runs no code from them."""
     told = [
         (e.encoding, e.codec, e.digest.value, e.digest.nbytes)
         for _, e in (a, b)
@@ -518,7 +522,7 @@ def _differing(place: str, x: Any, y: Any) -> Iterator[tuple[str, tuple[str, str
     elif isinstance(x, np.ndarray):
         if (x.dtype, x.shape) != (y.dtype, y.shape) or x.tobytes() != y.tobytes():
             yield place, (_text(x), _text(y))
-    elif repr(x) != repr(y) if isinstance(x, (float, complex)) else x != y:  # NaN is NaN, and -0.0 is not 0.0
+    elif repr(x) != repr(y) if isinstance(x, (float, complex)) else x != y:  # repr: NaN equals NaN, -0.0 is not 0.0
         yield place, (_text(x), _text(y))
 
 
@@ -536,7 +540,7 @@ def _chosen(entries: Mapping[str, T], wanted: NameFilter) -> dict[str, T]:
 
 
 def _same_digests(x: TensorEntry, y: TensorEntry) -> bool:
-    """Whether both have the same slices with equal digests."""
+    """Return whether both tensors have the same slices with equal digests."""
     p, q = x.slices, y.slices
     if x.dtype != y.dtype or p.algorithm != q.algorithm or not proves_equality(p.algorithm) or len(p) != len(q):
         return False
@@ -558,7 +562,7 @@ class _Comparison:
         self.counted = False
 
     def read(self, first: Gatherer, second: Gatherer) -> None:
-        """Add all of both tensors, tile by tile."""
+        """Compare both tensors completely, tile by tile."""
         sizes = [dtype_of(entry.dtype).itemsize for entry in (self.a, self.b)]
         whole = Box.whole(self.a.shape)
         for box in whole.tiles(_TILE // max(sizes)) if whole.numel else ():
@@ -568,7 +572,7 @@ class _Comparison:
             self.add(x, y)
 
     def result(self) -> TensorDiff | None:
-        """Return the difference, None if all bits are equal."""
+        """Return the difference; None if all bits are equal."""
         if not self.elements:
             return None
         sums = (self.dot, self.norm_a, self.norm_b)
@@ -584,7 +588,7 @@ class _Comparison:
         )
 
     def add(self, x: Bytes, y: Bytes) -> None:
-        """Add the same, non-empty tile of both."""
+        """Compare one non-empty tile, at the same place in both tensors."""
         u, v = _numbers(x, self.a.dtype), _numbers(y, self.b.dtype)
         if u is None or v is None or len(u) != len(v):
             size = dtype_of(self.a.dtype).itemsize
@@ -642,12 +646,12 @@ def _together(items: Sequence[TensorDiff]) -> LayerDiff:
 
 
 def _order(value: float | None) -> float:
-    """Return the sort key of a change: None and NaN come first."""
+    """Return the sort key of a change. None and NaN sort first."""
     return math.inf if value is None or math.isnan(value) else value
 
 
 def _numbers(data: Bytes, name: str) -> npt.NDArray[np.float64] | None:
-    """Return the elements as float64, complex ones as pairs; None for unsupported dtypes (4-bit floats)."""
+    """Return the elements as float64, complex numbers as pairs; None for unsupported dtypes (4-bit floats)."""
     kind = dtype_of(name).kind
     if name in _COMPLEX:
         return data.view(_COMPLEX[name]).astype(np.float64)

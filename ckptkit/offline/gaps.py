@@ -1,4 +1,4 @@
-"""Finds missing or unreadable files, other than tensors, in another system's checkpoint."""
+"""Finds missing or unreadable files in another system's checkpoint, other than its tensor files."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 __all__ = ["find_gaps", "refuse_partial"]
 
-# Files that every rank writes: accelerate, transformers, verl and its relatives.
+# Files of which every rank writes one: accelerate, transformers, verl and its derivatives.
 _RANK_FILE = re.compile(
     r"(random_states_|rng_state_|(?:extra_state|optim|model)_world_size_(\d+)_rank_)(\d{1,7})(\.(?:pkl|pth|pt))"
 )
 _DATA_FILE = re.compile(r"__(\d{1,7})_\d+\.distcp")
-_MARKERS = ("metadata.json", "fsdp_config.json")  # files that identify a format, and thus the other files it needs
-_MAX_OBJECT_BYTES = 64 << 20  # larger ones (a dataloader's state) are not parsed
+_MARKERS = ("metadata.json", "fsdp_config.json")  # files that identify a format and so the files that it needs
+_MAX_OBJECT_BYTES = 64 << 20  # larger objects (a dataloader's state) are not parsed
 
 
 def find_gaps(store: Store, catalog: Catalog, *, quick: bool = False) -> Iterator[tuple[str, str]]:
-    """Yield (path, message) for each missing, empty or unreadable file other than tensors.
+    """Yield (path, message) for each missing, empty or unreadable file that holds no tensors.
 
-    Not needed for ckptkit checkpoints, whose record lists all files.
+    ckptkit checkpoints do not need this, because their commit record lists all files.
 
     Args:
         quick: Do not parse the files of schedulers, random states and the like.
@@ -50,7 +50,10 @@ def find_gaps(store: Store, catalog: Catalog, *, quick: bool = False) -> Iterato
     for path in _missing_ranks(files, catalog.info.world_size or 0):
         yield path, f"{path} is missing: every rank of this save wrote one."
     if ".metadata" in files and "common.pt" in files and "metadata.json" not in files:
-        yield "metadata.json", "metadata.json is missing, although common.pt is there: Megatron writes it last."
+        yield (
+            "metadata.json",
+            "metadata.json is missing, although common.pt exists: Megatron writes metadata.json last.",
+        )
     objects = {entry.path: entry for entry in catalog.objects.values() if _is_file(entry, files)}
     for path, size in files.items():
         name = path.rpartition("/")[2]
@@ -65,7 +68,7 @@ def refuse_partial(store: Store, catalog: Catalog) -> None:
     """Raise if the complete training state is needed and a part of it was never written.
 
     Raises:
-        IncompleteCheckpointError: There are no tensors, or the optimizer's file of a rank is missing.
+        IncompleteCheckpointError: There are no tensors, or a rank's optimizer file is missing.
     """
     if catalog.info.format.startswith("ckptkit-"):
         return
@@ -83,7 +86,7 @@ def refuse_partial(store: Store, catalog: Catalog) -> None:
 
 
 def _stated(catalog: Catalog) -> tuple[str, ...]:
-    """Return the problems that the format's reader reported but could ignore."""
+    """Return the problems that the format's reader reported without raising."""
     stated = catalog.info.extra.get("missing", ())
     return tuple(map(str, stated)) if isinstance(stated, (list, tuple)) else ()
 
@@ -114,7 +117,7 @@ def _missing_ranks(files: Mapping[str, int], world_size: int) -> list[str]:
 
 
 def _is_file(entry: ObjectEntry, files: Mapping[str, int]) -> bool:
-    """Whether an object is a file of its own, not a record in a data file."""
+    """Return whether an object is a file of its own, not a record in a data file."""
     return entry.encoding != "value" and entry.start == 0 and files.get(entry.path) == entry.nbytes
 
 
@@ -122,7 +125,7 @@ def _fault(store: Store, entry: ObjectEntry) -> str:
     try:
         read_object(store, entry, allow_pickle=True)
     except UnsafePickleError:
-        return ""  # a load reports it; the file itself may be complete
+        return ""  # the file itself may be complete; a load reports the problem
     except CorruptCheckpointError as error:
         return f"{entry.path} can't be read: {error}"
     except CkptkitError:

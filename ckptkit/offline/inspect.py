@@ -29,14 +29,14 @@ _Sized: TypeAlias = tuple[TensorEntry, int, int]  # tensor, elements, bytes
 
 @dataclass(frozen=True, slots=True)
 class RoleSummary:
-    """The tensors of one role: count, elements and bytes (each element once)."""
+    """The tensors of one role: count, elements and bytes. Replicas count once."""
 
     role: str
     tensors: int
     numel: int
     nbytes: int
     dtypes: Mapping[str, int]  # bytes by dtype
-    placements: Mapping[str, int]  # tensors by sharding: "whole", "dim 0 in 4", "dim 0 in 2 x dim 1 in 2"
+    placements: Mapping[str, int]  # number of tensors by sharding: "whole", "dim 0 in 4", "dim 0 in 2 x dim 1 in 2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class SliceInfo:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor; its `slices` are only listed if requested."""
+    """One tensor. `slices` is filled only if requested."""
 
     name: str
     fqn: str
@@ -67,7 +67,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class TreeNode:
-    """A module of the model, with totals of everything below it."""
+    """A module of the model. Its totals include everything below it."""
 
     name: str
     tensors: int
@@ -93,7 +93,7 @@ class InspectReport:
     tree: TreeNode | None
     tied: Mapping[str, str]  # name -> the tensor whose bytes it shares
     objects: tuple[str, ...]
-    uninterpreted: Mapping[str, str]  # tensors whose records need a class, and why
+    uninterpreted: Mapping[str, str]  # tensors of unknown classes -> why they cannot be read
     files: Mapping[str, int]
     notes: tuple[str, ...]
 
@@ -113,7 +113,7 @@ def inspect(
     """Describe the checkpoint at `url`. Reads only metadata, no tensors.
 
     Args:
-        tensors: A glob; the tensors whose name or FQN matches are listed with their slices.
+        tensors: A glob. Tensors with a matching name or FQN are listed with their slices.
         depth: Levels of modules in the tree.
     """
     check_int("depth", depth, least=0)
@@ -134,7 +134,7 @@ def summarise(
     entries = list(catalog.tensors.values())
     shown = [e for e in entries if tensors and _matches(e, tensors)]
     itemsizes = {dtype: dtype_of(dtype).itemsize for dtype in {e.dtype for e in entries}}
-    sized = [(e, n := e.numel, n * itemsizes[e.dtype]) for e in entries]  # once: there may be 300,000
+    sized = [(e, n := e.numel, n * itemsizes[e.dtype]) for e in entries]  # computed once: there may be 300,000
     model = [item for item in sized if item[0].role is Role.MODEL]
     opaque = dict(info.extra.get("opaque", {}))
     opaque.update((e.name, why) for e in catalog.in_parts() if e.role is Role.MODEL and (why := e.slices.opaque))
@@ -188,7 +188,7 @@ def _sections(sized: Iterable[_Sized]) -> Iterable[RoleSummary]:
 
 
 def _cut(entry: TensorEntry) -> str:
-    """Describe how a tensor is sharded, derived from its slices, since few formats record placements."""
+    """Return how a tensor is sharded, as text. Derived from its slices, because few formats record placements."""
     slices = entry.slices
     if len(slices) < 2 or not entry.numel:
         return "whole"
@@ -198,7 +198,7 @@ def _cut(entry: TensorEntry) -> str:
 
 
 def _tied(catalog: Catalog, model: Iterable[_Sized]) -> dict[str, str]:
-    """Return the names that share their bytes, as the format records or because their slices are the same."""
+    """Return the tensors that share their bytes, because the format records it or their slices are the same."""
     found: dict[str, str] = {}
     for names in catalog.info.extra.get("aliases", {}).values():
         found.update(names)
@@ -233,7 +233,7 @@ def _tensor(entry: TensorEntry, *, slices: bool) -> TensorInfo:
 
 
 def _tree(name: str, entries: list[tuple[list[str], int, int]], depth: int, at: int = 0) -> TreeNode | None:
-    """Build the tree node of (name components, elements, bytes) rows whose names are equal up to component `at`."""
+    """Return the tree node of (name components, elements, bytes) rows. Their names are equal up to component `at`."""
     if not entries:
         return None
     groups: dict[str, list[tuple[list[str], int, int]]] = {}

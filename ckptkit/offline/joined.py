@@ -25,12 +25,12 @@ def key_in(index: int, key: str) -> str:
 
 
 def taken_from(target: Target, index: int) -> Target:
-    """Return a target of source `index` with the keys of the joined catalog."""
+    """Return a target of source `index` with its keys replaced by those of the joined catalog."""
     return replace(target, parts=tuple(replace(part, source=key_in(index, part.source)) for part in target.parts))
 
 
 def computed_from(tensor: ComputedTensor, index: int) -> ComputedTensor:
-    """Return a computed tensor whose inputs are of source `index`, with the keys of the joined catalog."""
+    """Return a computed tensor of source `index` with its keys replaced by those of the joined catalog."""
 
     def cut(start: int, stop: int) -> ComputedTensor:
         return computed_from(tensor.rows(start, stop), index)
@@ -40,14 +40,14 @@ def computed_from(tensor: ComputedTensor, index: int) -> ComputedTensor:
 
 
 def join(sources: Sequence[Source], used: Sequence[Iterable[TensorEntry]]) -> Source:
-    """Return one source with the `used` tensors of each of `sources`, under the keys of `key_in`.
+    """Return one read-only source with the `used` tensors of each of `sources`, under the keys of `key_in`.
 
-    Its catalog has the info of the last source. It is read-only.
+    Its catalog has the info of the last source.
     """
     store, prefixes = _place(sources)
     tensors: dict[str, TensorEntry] = {}
     for index, entries in enumerate(used):
-        moved: dict[int, tuple[Sequence[str], Sequence[str]]] = {}  # path tables by id: most tensors share one
+        moved: dict[int, tuple[Sequence[str], Sequence[str]]] = {}  # by id of the path table: most tensors share one
         for entry in entries:
             paths = entry.slices.paths
             if id(paths) not in moved:
@@ -68,7 +68,7 @@ def _place(sources: Sequence[Source]) -> tuple[Store, list[str]]:
 
 
 class _SeveralStores:
-    """Reads from several stores: the first part of a path is the index of its store."""
+    """A store that reads from several stores. The first component of a path is the index of its store."""
 
     sizes_are_free = False
 

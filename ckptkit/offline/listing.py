@@ -32,14 +32,14 @@ class Listed:
 
     Attributes:
         state: "committed", "in progress", "abandoned" or "skipped".
-        keep: Whether rotation keeps it; None if rotation does not apply.
+        keep: Whether rotation keeps the checkpoint; None if rotation does not apply.
         why: The reasons for `keep`; for entries that are not committed, a description.
         kept_files: Files that stay when rotation deletes this checkpoint, because its record does not name them.
         age_s: Seconds since the save, by the machines' clocks; None if unknown.
-        absent_before: Number of checkpoints that were saved between the previous entry and this one and no longer
-            exist, for example because rotation deleted them.
-        damaged: For a skipped entry: it was probably saved, but its commit record is unreadable or another
-            checkpoint's.
+        absent_before: Number of checkpoints that were saved between the previous entry and this one but do not exist,
+            for example because rotation deleted them.
+        damaged: For a skipped entry: it was probably saved, but its commit record is unreadable or belongs to another
+            checkpoint.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Listing:
 
     Attributes:
         total_bytes: Bytes of all committed checkpoints.
-        absent: Number of checkpoints that no longer exist, derived from the save counters.
+        absent: Number of checkpoints that were saved but do not exist, derived from the save counters.
     """
 
     url: str
@@ -104,7 +104,7 @@ def list_run(
 
     Raises:
         UsageError: `policy` keeps the best by a metric that no checkpoint has.
-        CheckpointNotFoundError: The directory does not exist, or contains nothing of ckptkit.
+        CheckpointNotFoundError: The directory does not exist, or contains no run of ckptkit.
     """
     url = location("url", url)
     if policy is not None and not isinstance(policy, RetentionPolicy):
@@ -137,7 +137,7 @@ class Outlook:
     """What a rotation would do now, as shown by `ls` and `prune --dry-run`.
 
     Attributes:
-        policy: The policy applied; None if none was given or recorded (all are kept).
+        policy: The applied policy. If none was given or recorded, it is None and all checkpoints are kept.
         decisions: One for each committed checkpoint, in the order of the run.
         kept_files: Checkpoint to delete -> files in its directory that its record does not name.
     """
@@ -150,7 +150,7 @@ class Outlook:
 def look_ahead(
     root: Store, view: Store, inventory: Inventory, given: RetentionPolicy | None, *, recorded: bool
 ) -> Outlook:
-    """Return what a rotation by the given or the recorded policy would do.
+    """Return what a rotation with the given or the recorded policy would do.
 
     Args:
         view: The snapshot of `root` that the inventory was made from.
@@ -212,7 +212,7 @@ def _attempt(item: Attempt, state: str) -> Listed:
 def effective_policy(
     given: RetentionPolicy | None, inventory: Inventory, *, recorded: bool = True
 ) -> RetentionPolicy | None:
-    """Return the given limits with the run's recorded exemptions; without given limits, the recorded policy.
+    """Return the policy to apply: the given limits with the run's recorded exemptions, or the recorded policy.
 
     None if no policy was given and none that can be applied is recorded.
 
@@ -220,7 +220,7 @@ def effective_policy(
         UsageError: The given policy keeps the best by a metric that no checkpoint has, or the recorded one has a rule
             unknown to this version.
     """
-    if given is not None and given.keep_best is not None:  # a misspelt metric must not delete the best
+    if given is not None and given.keep_best is not None:  # a misspelt metric must not delete the best checkpoint
         check_metric(inventory, given.keep_best[0])
     stated = inventory.latest.record.extra.get("retention") if inventory.latest is not None else None
     if not isinstance(stated, Mapping) or (given is not None and not recorded):
@@ -235,13 +235,13 @@ def effective_policy(
 
 
 def nothing_of_ours(url: str, inventory: Inventory, root: Store) -> str:
-    """Describe what is at `url` instead of a run, and which command to use."""
+    """Return a message that says what is at `url` instead of a run, and which command to use."""
     found = root.info("")
     above, _, name = url.rstrip("/").rpartition("/")
     if found is None and above and NAMED_CHECKPOINT.fullmatch(name):
         return f"{url} is one checkpoint; to list its run: {command_line('ls', above)}"
     if found is None:
-        from ckptkit.formats.detect import not_there  # lazy: it imports numpy, which is slow
+        from ckptkit.formats.detect import not_there  # imported lazily, because it imports numpy
 
         missing = not_there(url, root.url) if is_directory(root) else f"{url} does not exist."
         return f"{missing} The root of a run is the directory that contains step_... directories."

@@ -1,4 +1,4 @@
-"""Averages several checkpoints into one: weighted sums of their model weights, on the engine of `convert`."""
+"""Averages the model weights of several checkpoints. Writes the result as `convert` does."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = ["merge", "weights_of"]
 
 Bytes = npt.NDArray[np.uint8]
 Sums: TypeAlias = Literal["fp32", "fp64"]
-_BLOCK = 1 << 16  # elements summed at a time, so that they stay in the cache
+_BLOCK = 1 << 16  # elements summed at a time, to stay in the cache
 _NAMED = 5
 
 
@@ -79,12 +79,12 @@ def merge(  # noqa: PLR0913 - one argument an option
 ) -> ConvertReport:
     """Write the weighted sum of the model weights of several checkpoints to `dst`, published atomically.
 
-    Each float tensor becomes ((w1 * x1 + w2 * x2) + w3 * x3) + ..., with every operation rounded to `sum_dtype` (fp64
-    tensors: to fp64) and the result cast once. The result has the same bits for any number of workers and any memory.
+    Each float tensor becomes ((w1 * x1 + w2 * x2) + w3 * x3) + .... Every operation is rounded to `sum_dtype` (for fp64
+    tensors: to fp64), and the result is cast once. It has the same bits for any number of workers and any memory.
     Other tensors (integers, booleans) are copied from the last source. Quantized weights (FP8, MXFP4,
     compressed-tensors) are dequantized to fp32 first; the result is in bf16, or in `dtype`. The sources may have
-    different formats, layouts and world sizes; names, shapes, and dtypes of what is not quantized must agree. Optimizer
-    states are not merged. Config and tokenizer come from the last source.
+    different formats, layouts and world sizes. They must agree in names, shapes, and the dtypes of unquantized tensors.
+    Optimizer states are not merged. Config and tokenizer come from the last source.
 
     Args:
         sources: Checkpoints in order, oldest first; or one run, with `last` or `steps`.
@@ -92,7 +92,7 @@ def merge(  # noqa: PLR0913 - one argument an option
             Megatron-LM); "ema:DECAY" (the exponential moving average that starts at the first source); or numbers,
             as a sequence or "0.2,0.3,0.5". They must add up to 1.
         last: Merge the last N committed checkpoints of the run.
-        steps: Merge the committed checkpoints of the run with these steps: "FIRST:LAST", both included.
+        steps: Merge the committed checkpoints of the run from step FIRST to LAST, inclusive: "FIRST:LAST".
         sum_dtype: "fp32" or "fp64".
         take: As `weights` of `convert`: the "model" weights, or the fp32 "master" copies.
         to, dtype, base, key_map, ...: As for `convert`.
@@ -100,7 +100,7 @@ def merge(  # noqa: PLR0913 - one argument an option
     Raises:
         UsageError: Options conflict; the run has too few checkpoints; weights do not add up to 1.
         CheckpointMismatchError: Names, shapes or dtypes of the sources differ.
-        UnsupportedFormatError: A tensor is quantized in a way that ckptkit does not undo.
+        UnsupportedFormatError: ckptkit cannot dequantize a tensor.
     """
     started = time.perf_counter()
     sources, dst = _locations(sources), location("dst", dst)
@@ -109,8 +109,8 @@ def merge(  # noqa: PLR0913 - one argument an option
     there, here = options_of_both(storage_options, src_storage_options, dst_storage_options)
     memory = parse_size(max_memory)
     how = How(workers, memory, check, verify, dry_run, overwrite, there, here, progress, started)
-    dtype = str(dtype)  # torch.bfloat16 too
-    export_dtype("float32", dtype)  # refuses a wrong one before a source is opened
+    dtype = str(dtype)  # accepts torch.bfloat16
+    export_dtype("float32", dtype)  # raises for an unknown dtype before a source is opened
     output = Output(dst, to, parse_size(max_shard_size), world_size, sha256, how)
     output.check(max_memory, max_shard_size)
     urls = _of_run(sources, last, steps, there)
@@ -126,7 +126,7 @@ def merge(  # noqa: PLR0913 - one argument an option
     )
     each = [options] * (len(opened) - 1) + [replace(options, notes=(said,))]
     parts = [choose(source, to, own, base, storage_options) for source, own in zip(opened, each, strict=True)]
-    # To be summed, quantized weights are dequantized to fp32: the result is rounded once.
+    # Quantized weights are summed in fp32, so that only the result is rounded.
     wide = replace(options, dtype="keep", dequantize="fp32")
     named = [
         _terms(index, source, part, choose(source, to, wide, base, storage_options) if _is_quantized(part) else part)
@@ -142,7 +142,7 @@ def _is_quantized(part: HFExport) -> bool:
 
 
 def _used(source: Source, part: HFExport) -> list[TensorEntry]:
-    """Return the entries that the chosen tensors of one source need."""
+    """Return the entries of one source that its chosen tensors need."""
     keys = dict.fromkeys(key for tensor in part.tensors for key in tensor.sources)
     return [source.catalog.tensors[key] for key in keys]
 
@@ -232,7 +232,9 @@ def _of_run(
         chosen = [item for item in committed if begin <= item.step <= end and not item.superseded]
         if len(chosen) < 2:
             shown = ", ".join(str(item.step) for item in committed[-10:]) or "none"
-            raise UsageError(f"--steps {steps}: {run} has {len(chosen)} committed checkpoints there. Steps: {shown}.")
+            raise UsageError(
+                f"--steps {steps}: {run} has {len(chosen)} committed checkpoints in this range. Steps: {shown}."
+            )
     for skipped in inventory.skipped:
         step = step_of_name(skipped.path)
         if skipped.damaged and step is not None and begin <= step <= end:
@@ -253,7 +255,7 @@ def _combined(
     sum_dtype: Sums,
     said: str,
 ) -> HFExport:
-    """Return the tensors of the result; its other properties are those of the last source."""
+    """Return the export with the summed tensors. Its other fields are those of the last source."""
     _check_names(opened, named)
     result: list[OutputTensor] = []
     copied: list[str] = []
@@ -262,7 +264,7 @@ def _combined(
         terms = [of[name] for of in named]
         _check_alike(opened, terms)
         if dtype_of(terms[-1].dtype).kind == "float":
-            # Not in fp32 what is stored in fp64: the sum of two equal tensors must be that tensor.
+            # fp64 tensors are summed in fp64: the average of two equal tensors must be that tensor.
             sums = "float64" if terms[-1].dtype == "float64" else dtype_of(sum_dtype).name
             result.append(_sum(terms, factors, dtypes[name], sums))
         else:
@@ -274,7 +276,7 @@ def _combined(
     if copied:
         shown = ", ".join(copied[:_NAMED]) + (", ..." if len(copied) > _NAMED else "")
         many = "tensors are" if len(copied) > 1 else "tensor is"
-        notes.append(f"{len(copied)} {many} not of floats, and copied from the last source: {shown}")
+        notes.append(f"{len(copied)} {many} not floating point and copied from the last source: {shown}")
     newest = parts[-1]
     leftovers = tuple(dict.fromkeys(item for part in parts for item in part.leftovers))
     faults = tuple(dict.fromkeys(fault for part in parts for fault in part.faults))
@@ -300,7 +302,7 @@ def _check_names(opened: Sequence[Source], named: Sequence[Mapping[str, OutputTe
 
 
 def _terms(index: int, source: Source, part: HFExport, wide: HFExport) -> dict[str, OutputTensor]:
-    """Return the terms of one source by name: quantized weights as `wide` has them, others in their own dtype."""
+    """Return the terms of one source by name: quantized weights from `wide`, others from `part` in their own dtype."""
     found: dict[str, OutputTensor] = {}
     dequantized = {tensor.name: tensor for tensor in wide.tensors}
     for plain in part.tensors:
@@ -322,7 +324,7 @@ def _check_alike(opened: Sequence[Source], terms: Sequence[OutputTensor]) -> Non
     for source, term in zip(opened, terms, strict=True):
         computed = isinstance(term, ComputedTensor) or isinstance(newest, ComputedTensor)
         same = term.dtype == newest.dtype
-        if computed:  # a quantized weight is in fp32 by now, whatever the others are in
+        if computed:  # a quantized weight is in fp32 here, so its dtype may differ from the others
             same = dtype_of(term.dtype).kind == dtype_of(newest.dtype).kind == "float"
         if term.shape != newest.shape or not same:
             raise CheckpointMismatchError(
@@ -332,10 +334,10 @@ def _check_alike(opened: Sequence[Source], terms: Sequence[OutputTensor]) -> Non
 
 
 def _sum(terms: Sequence[OutputTensor], factors: Sequence[float], dtype: str, sum_dtype: str) -> ComputedTensor:
-    """Return the weighted sum of tensors of one shape, computed by blocks of rows."""
+    """Return the weighted sum of tensors of one shape. It can be computed by rows if all terms can."""
     first = terms[0]
     computed = [term for term in terms if isinstance(term, ComputedTensor)]
-    # Exact: an interrupted run is continued only if the labels of its plan are the same.
+    # All digits of the factors: an interrupted run resumes only if the labels of its plan are equal.
     labels = [term.label if isinstance(term, ComputedTensor) else f"W{i + 1}" for i, term in enumerate(terms)]
     label = " + ".join(f"{factor!r} * {said}" for factor, said in zip(factors, labels, strict=True))
     if len(terms) > _NAMED:
@@ -359,7 +361,7 @@ def _sum(terms: Sequence[OutputTensor], factors: Sequence[float], dtype: str, su
 def _summed(
     data: Sequence[Bytes], *, terms: tuple[OutputTensor, ...], factors: tuple[float, ...], sums: str, target: str
 ) -> Bytes:
-    """Return ((w1 * x1 + w2 * x2) + ...) element by element, each operation rounded to the dtype of sums."""
+    """Return ((w1 * x1 + w2 * x2) + ...) for each element. Each operation is rounded to the dtype `sums`."""
     kind = np.dtype(sums).type
     values: list[Bytes] = []
     at = 0

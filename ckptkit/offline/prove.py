@@ -1,8 +1,8 @@
-"""Reads a result back and proves it equal to its source, tensor by tensor.
+"""Reads a result back and verifies that each tensor equals its source.
 
-If slices of the source are contiguous runs in the result, only the result is read, and compared with their recorded
-digests; without digests, the bytes of both are compared. Tensors that were cast, split or rearranged are compared by
-additive fingerprints.
+Slices of the source that are contiguous runs in the result are compared by their recorded digests, so that only the
+result is read. Without digests the bytes of both are compared. Tensors that were cast, split or rearranged are
+compared by additive fingerprints.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def fingerprint_of(data: Bytes, box: Box, shape: tuple[int, ...], itemsize: int)
 
     Args:
         data: The bytes of the box, row-major.
-        itemsize: Bytes per element. Elements of 16 bytes count as two of 8.
+        itemsize: Bytes per element. An element of 16 bytes counts as two of 8.
     """
     if itemsize == 16:
         box, shape, itemsize = Box((*box.offsets, 0), (*box.sizes, 2)), (*shape, 2), 8
@@ -58,12 +58,12 @@ def fingerprint_of(data: Bytes, box: Box, shape: tuple[int, ...], itemsize: int)
     strides = row_major_strides(shape)
     base = box.flat_start(shape)
     dim = _outer_dims(box, shape)
-    run = Box((0,) * (box.ndim - dim), box.sizes[dim:]).numel  # consecutive elements of the tensor
+    run = Box((0,) * (box.ndim - dim), box.sizes[dim:]).numel  # elements that are consecutive in the tensor
     return fingerprint_of_runs(bits, _starts(base, box.sizes[:dim], strides[:dim]), run)
 
 
 def _outer_dims(box: Box, shape: tuple[int, ...]) -> int:
-    """Return the number of leading dimensions to iterate over; the rest of the box is contiguous in the tensor."""
+    """Return the number of leading dimensions to iterate over. Within them, the box is contiguous in the tensor."""
     dim = box.ndim
     while dim > 0 and Box(box.offsets[dim - 1 :], box.sizes[dim - 1 :]).is_contiguous_in(shape[dim - 1 :]):
         dim -= 1
@@ -86,16 +86,16 @@ _TILE = 4 << 20
 def prove_equal(
     plan: Plan, source: Store, result: Store, *, max_memory: int, workers: int = 0, progress: Progress | None = None
 ) -> int:
-    """Read `result` and the source and compare them; return the number of (equal) tensors.
+    """Compare `result` with the source and return the number of tensors, all of which are equal.
 
-    The boxes give the position of each slice in the result. If a tensor cannot be compared by slices, the source is
-    fingerprinted slice by slice and the result box by box, which finds misplaced boxes as well as wrong bytes.
+    Tensors that cannot be compared by slices are fingerprinted: the source slice by slice, the result box by box. This
+    detects misplaced boxes as well as wrong bytes.
 
     Args:
         progress: Called with (bytes of the result read, total bytes, "verify: FILE") by one worker at a time.
 
     Raises:
-        IntegrityError: Some tensors differ; names them.
+        IntegrityError: Some tensors differ. The message names them.
     """
     workers = workers or 4
     prover = _Prover(plan, source, result, max_memory=max_memory, workers=workers, progress=progress)
@@ -143,14 +143,14 @@ class _Prover:
 
     def compare(self, index: int, worker: Worker) -> None:
         placement = self._plan.placements[index]
-        # If digests differ, the source may be damaged and the result still equal to it: compare the bytes.
+        # Fingerprints decide if slices differ: the digests may be wrong because the source is damaged.
         if self._is_same_by_slices(placement, worker):
             return
         if self._found(placement, worker) != self._expected(placement.tensor, worker):
             with self._lock:
                 self.different.append(placement.tensor.name)
 
-    # --- slices that are runs of the result: compared as bytes
+    # --- slices that are contiguous runs in the result: compared by digests or bytes
 
     def _is_same_by_slices(self, placement: Placement, worker: Worker) -> bool:
         tensor, key = placement.tensor, _copied(placement.tensor)
@@ -166,7 +166,7 @@ class _Prover:
         return all(same(self._maps[key], runs, rows, worker) for rows in runs.bounds())
 
     def _has_digest(self, where: EntryMap, runs: SliceRuns, rows: tuple[int, int], worker: Worker) -> bool:
-        """Whether a slice in the result has the digest recorded by the source."""
+        """Return whether a slice in the result has the digest that the source recorded."""
         slices, row = where.entry.slices, int(runs.slices[rows[0]])
         assert slices.digests is not None and slices.algorithm is not None
         hasher = new_hasher(slices.algorithm)
@@ -175,7 +175,7 @@ class _Prover:
         return hasher.intdigest() == int(slices.digests[row])
 
     def _has_bytes(self, where: EntryMap, runs: SliceRuns, rows: tuple[int, int], worker: Worker) -> bool:
-        """Whether a slice in the result has the same bytes as in the source."""
+        """Return whether a slice has the same bytes in the result as in the source."""
         row = int(runs.slices[rows[0]])
         origin, start = int(where.origins[row]), int(where.entry.slices.starts[row])
         for inner, data in self._blocks(runs, rows, worker):
@@ -186,7 +186,7 @@ class _Prover:
         return True
 
     def _blocks(self, runs: SliceRuns, rows: tuple[int, int], worker: Worker) -> Iterator[tuple[int, Bytes]]:
-        """Read the parts of a slice from the result: (offset in the slice, bytes), in order."""
+        """Yield the parts of a slice, read from the result: (offset in the slice, bytes), in order."""
         for row in range(*rows):
             inner, file, start = int(runs.inner[row]), int(runs.files[row]), int(runs.starts[row])
             nbytes = int(runs.nbytes[row])
@@ -196,7 +196,7 @@ class _Prover:
                 self._report(len(data), file)
                 yield inner + at, data
 
-    # --- the result's fingerprint: its boxes, file by file; replicas must be equal
+    # --- the fingerprint of the result: box by box in the order of files; replicas must be equal
 
     def _found(self, placement: Placement, worker: Worker) -> Fingerprint | None:
         tensor = placement.tensor
@@ -222,7 +222,7 @@ class _Prover:
                 self._done += nbytes
                 self._progress(self._done, self._total, f"verify: {self._plan.files[file].path}")
 
-    # --- the source's fingerprint: slice by slice if the target copies one entry, otherwise by the plan's parts
+    # --- the fingerprint of the source: slice by slice if the target copies one entry, otherwise by the plan's parts
 
     def _expected(self, tensor: OutputTensor, worker: Worker) -> Fingerprint:
         key = _copied(tensor)
@@ -258,7 +258,7 @@ class _Prover:
 
 
 def _has_digests(slices: SliceArray) -> bool:
-    """Whether each slice has a digest of exactly its bytes."""
+    """Return whether each slice has a digest of exactly its own bytes."""
     if slices.algorithm is None or slices.digests is None:
         return False
     if slices.digest_starts is None or slices.digest_nbytes is None:
@@ -268,7 +268,7 @@ def _has_digests(slices: SliceArray) -> bool:
 
 
 def _copied(tensor: OutputTensor) -> str | None:
-    """Return the source that the tensor copies, with or without a cast; None if it is not a copy."""
+    """Return the key of the source entry that the tensor copies, with or without a cast; None if it is not a copy."""
     if not isinstance(tensor, Target) or len(tensor.parts) != 1:
         return None
     part = tensor.parts[0]
@@ -276,22 +276,22 @@ def _copied(tensor: OutputTensor) -> str | None:
     return part.source if whole else None
 
 
-# Locate each source slice in the result if it consists of contiguous runs. This uses only the boxes, not the copy's
-# steps, so that it proves those too.
+# Locate each source slice in the result. This uses only the boxes, not the steps of the copy, so that it verifies
+# the steps too.
 
 
-_MAX_PAIRS = 1 << 22  # pairs of a slice and a box
+_MAX_PAIRS = 1 << 22  # maximum number of slices times boxes
 
 
 @dataclass(frozen=True, slots=True)
 class SliceRuns:
-    """Runs of bytes, sorted by slice and offset; the runs of a slice cover it. One row per run.
+    """Runs of bytes, one row per run, sorted by slice and offset. The runs of a slice cover it.
 
     Attributes:
-        slices: [n] row of the entry's slices.
+        slices: [n] index of the slice in its entry.
         inner: [n] offset of the run in the slice.
         files, starts: [n] file and offset in the result.
-        nbytes: [n].
+        nbytes: [n] bytes of the run.
     """
 
     slices: Int64
@@ -301,16 +301,16 @@ class SliceRuns:
     nbytes: Int64
 
     def bounds(self) -> list[tuple[int, int]]:
-        """Return the rows [a, b) of each slice."""
+        """Return the rows [a, b) of each slice's runs."""
         first = np.flatnonzero(np.concatenate([[True], self.slices[1:] != self.slices[:-1]]))
         return list(zip(first.tolist(), [*first[1:].tolist(), len(self.slices)], strict=True))
 
 
 def slice_runs(entry: TensorEntry, placement: Placement) -> SliceRuns | None:
-    """Return the positions of a tensor's slices in the boxes it was copied to unchanged.
+    """Return where the slices of an unchanged tensor are in the result.
 
-    None if a slice or its part in a box is not contiguous (column shards, strides), if boxes repeat (replicas), if
-    there are no slices, or too many pairs of slices and boxes.
+    None if a slice or its part in a box is not contiguous (column shards, strides), if boxes repeat (replicas), or if
+    there are no slices or too many.
     """
     slices, itemsize = entry.slices, dtype_of(entry.dtype).itemsize
     rows = slices.distinct()
@@ -340,7 +340,7 @@ def slice_runs(entry: TensorEntry, placement: Placement) -> SliceRuns | None:
 
 
 def _is_whole(runs: SliceRuns, entry: TensorEntry, placement: Placement) -> bool:
-    """Whether the runs cover each slice and each box completely."""
+    """Return whether the runs cover each slice and each box completely."""
     ends = runs.inner + runs.nbytes
     new = np.concatenate([[True], runs.slices[1:] != runs.slices[:-1]])
     before = np.concatenate([[0], ends[:-1]])
@@ -351,17 +351,17 @@ def _is_whole(runs: SliceRuns, entry: TensorEntry, placement: Placement) -> bool
     return whole and bool((runs.inner == np.where(new, 0, before)).all() and (ends[last] == sizes).all())
 
 
-# Check that the unnamed fp32 masters of a source belong to the weights they were assigned to.
+# --- unnamed fp32 masters: check that each belongs to the weight that it was assigned to
 
 
 def prove_masters(source: Source, used: Collection[str] | None = None) -> int:
-    """Prove the names assigned to unnamed masters: each one, cast, equals its weight bit for bit.
+    """Check the names assigned to unnamed masters: a master, cast, must equal its weight bit for bit.
 
     Args:
-        used: The tensors needed; reads nothing if no master is among them. None means all.
+        used: The tensors that are needed. If no master is among them, nothing is read. None means all.
 
     Returns:
-        The number of proved masters.
+        The number of checked masters.
 
     Raises:
         IntegrityError: Some masters do not equal their weights.

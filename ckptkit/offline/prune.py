@@ -25,7 +25,7 @@ SCHEMA = "ckptkit.prune/1"
 
 @dataclass(frozen=True, slots=True)
 class PruneReport:
-    """What was kept and deleted, or would be in a dry run."""
+    """What was kept and deleted; for a dry run, what would be."""
 
     url: str
     dry_run: bool
@@ -37,7 +37,7 @@ class PruneReport:
 
     @property
     def freed_bytes(self) -> int:
-        """The deleted bytes, or those that a dry run would delete."""
+        """The number of bytes deleted, or that a dry run would delete."""
         gone = {d.name for d in self.decisions if not d.keep} if self.dry_run else set(self.deleted)
         return sum(d.nbytes for d in self.decisions if d.name in gone)
 
@@ -71,8 +71,8 @@ def prune(
 ) -> PruneReport:
     """Delete the checkpoints below `url` that `policy` does not keep, and leftovers of killed saves.
 
-    Deletes each commit record first. Never deletes the newest, the best or a pinned checkpoint, or other programs'
-    files.
+    Of each checkpoint, the commit record is deleted first. Never deletes the newest, the best or a pinned checkpoint,
+    or files that ckptkit did not write.
 
     Args:
         policy: None uses the policy recorded by the newest checkpoint.
@@ -103,5 +103,5 @@ def prune(
                 except OSError as error:
                     failed[name] = str(error)
         return PruneReport(url, True, ahead.decisions, (), failed, left, kept)
-    done = rotate(root, ahead.policy or RetentionPolicy(), clean=True)  # no limits: only leftovers of killed saves
+    done = rotate(root, ahead.policy or RetentionPolicy(), clean=True)  # without limits: deletes only leftovers
     return PruneReport(url, False, done.decisions, done.deleted, dict(done.failed or {}), done.cleaned, done.kept_files)

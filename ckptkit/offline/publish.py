@@ -1,4 +1,4 @@
-"""Stages a result, a directory or a single file, and publishes it atomically; for one process or several ranks."""
+"""Stages a result (a directory or a single file) and publishes it atomically, from one process or several ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-_BESIDE = (MANIFEST_NAME, RECORD_NAME, SUMS_NAME)  # files that may be written besides those of the plan
+_BESIDE = (MANIFEST_NAME, RECORD_NAME, SUMS_NAME)  # files that may be written in addition to those of the plan
 _FILE_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -59,9 +59,9 @@ class Session:
 
     Attributes:
         store: Where this process writes.
-        files: The files of the plan that this process writes, by index.
-        journal: Records finished steps, so that the next run can continue; None if it cannot.
-        ledger: The same for objects of an object store.
+        files: Indices of the plan's files that this process writes.
+        journal: Records finished steps, so that the next run can resume; None if it cannot.
+        ledger: Records finished objects of an object store, for the same purpose.
     """
 
     def __init__(self, store: Store, plan: Plan, coordinator: Coordinator, ledger: Ledger | None) -> None:
@@ -76,9 +76,9 @@ class Session:
             self.journal = Journal(store.url, world_size=world_size, rank=rank)
 
     def everyone(self, fn: Callable[[], T]) -> list[T]:
-        """Run `fn` on every rank; if it fails on one, all raise.
+        """Run `fn` on every rank. If it fails on one, all ranks raise.
 
-        Returns the results of all ranks on rank 0, only its own result on the others.
+        Returns the results of all ranks on rank 0, and the rank's own result on other ranks.
         """
         if self._coordinator.world_size == 1:
             return [fn()]
@@ -87,28 +87,29 @@ class Session:
             results: list[T] | None = self._coordinator.settle(outcome, "writing the files")
         except BaseException as error:
             if not self._coordinator.is_main and not is_directory(self.store) and not is_interruption(error):
-                # Rank 0 deletes the staging directory; on an object store it does not know this rank's files.
+                # Rank 0 deletes the staging directory. On an object store, it does not know the files of this rank.
                 with contextlib.suppress(OSError):
                     self.store.delete(self._paths)
             raise
         return [outcome.value] if results is None else results
 
     def _durable(self, fn: Callable[[], T]) -> T:
-        """Run `fn` and sync the files that it wrote. Rank 0 cannot do this, because it may be on another machine."""
+        """Run `fn` and sync the files that it wrote. Rank 0 cannot sync them, because it may be on another machine."""
         value = fn()
         if is_directory(self.store):
             sync_files(self.store, [path for path in self._paths if self.store.info(path) is not None])
         return value
 
     def one(self, fn: Callable[[], T]) -> T:
-        """Run `fn` on rank 0; all ranks get its result, or raise its error."""
+        """Run `fn` on rank 0. All ranks return its result or raise its error."""
         return _decide(self._coordinator, fn, "checking the result")
 
     @contextlib.contextmanager
     def until_published(self) -> Iterator[None]:
         """Close the journal after the block.
 
-        If a rank other than 0 is interrupted, its finished steps are kept for the next run; `stage` keeps rank 0's.
+        If a rank other than 0 is interrupted, its finished steps are kept for the next run. `OutputPlace.stage` does
+        this for rank 0.
         """
         if self.journal is None:
             yield
@@ -124,16 +125,16 @@ class Session:
 
 
 def _decide(coordinator: Coordinator, fn: Callable[[], T], what: str) -> T:
-    """Run `fn` on rank 0; all ranks get its result. A single process raises every error unchanged."""
+    """Run `fn` on rank 0. All ranks return its result. A single process raises errors unchanged."""
     return fn() if coordinator.world_size == 1 else coordinator.decide(fn, what)
 
 
 @dataclass(frozen=True, slots=True)
 class OutputPlace:
-    """The place of a result.
+    """The destination of a result.
 
     Attributes:
-        url: A directory; for a single file, its directory.
+        url: A directory; for a single file, the directory that contains it.
         file_name: Name of the single file; "" for a directory.
     """
 
@@ -145,16 +146,16 @@ class OutputPlace:
 
     @property
     def replaceable(self) -> Replaceable | None:
-        """The check that raises if an existing target must not be replaced; None if nothing may be replaced."""
+        """A function that raises if an existing target must not be replaced; None if nothing may be replaced."""
         return check_replaceable if self.overwrite else None
 
     @contextlib.contextmanager
     def stage(self, plan: Plan) -> Iterator[Session]:
         """Yield the session that writes the plan, and publish the result if the block succeeds.
 
-        Otherwise nothing remains, or only a staging directory that the next run continues from. If there are several
-        ranks, all must enter and leave together; without a process group, a gloo group is created from torchrun's
-        environment.
+        If the block fails, nothing remains, or only a staging directory from which the next run resumes. If there are
+        several ranks, all must enter and leave together. Without a process group, a gloo group is created from
+        torchrun's environment.
 
         Raises:
             RankFailedError: Some rank failed; nothing was published.
@@ -172,9 +173,9 @@ class OutputPlace:
                 made = getattr(staged[0], "ledger", None)
                 return staged[0].url, None if made is None else dict(made.earlier)
 
-            url, earlier = _decide(coordinator, open_staging, "making room for the result")
+            url, earlier = _decide(coordinator, open_staging, "creating the staging directory")
             store = staged[0] if staged else open_store(url, storage_options=self.storage_options)
-            coordinator.all_ok(lambda: _join(store, coordinator), "joining the others")
+            coordinator.all_ok(lambda: _join(store, coordinator), "opening the staging directory")
             ledger = None if earlier is None else Ledger(store, earlier)
             session = Session(store, plan, coordinator, getattr(store, "ledger", ledger))
             with session.until_published():
@@ -190,14 +191,14 @@ class OutputPlace:
         return (whole, self.file_name) if self.is_file else os.path.split(whole)
 
     def open(self, plan: Plan, *, dead: Collection[str] = ()) -> contextlib.AbstractContextManager[Store]:
-        """Return the staging store of this place, as a context that publishes; for one process.
+        """Return a context that yields the staging store and publishes it on exit. For one process.
 
-        It may contain the files of an interrupted process.
+        The staging store may contain the files of an interrupted process.
 
         Args:
             dead: Owner files of earlier writers on other machines that are known to be dead.
         """
-        # Not shards: stores keep the files that are published last in memory.
+        # Shards are not published last, because stores keep such files in memory.
         small = [name for name in plan.last if not name.endswith(".safetensors")]
         names = {**dict.fromkeys((*plan.last, *_BESIDE), -1), **{file.path: file.nbytes for file in plan.files}}
         return stage(
@@ -213,7 +214,7 @@ class OutputPlace:
         )
 
     def check(self, plan: Plan) -> None:
-        """Raise the errors about the place that `open` would raise. Writes nothing.
+        """Raise the errors about the destination that `open` would raise. Writes nothing.
 
         Raises:
             CheckpointExistsError: The target exists.
@@ -229,7 +230,7 @@ class OutputPlace:
         check_room(plan, LocalStore(folder), held=left[1] if left is not None else 0)
 
     def check_free(self) -> None:
-        """Raise CheckpointExistsError if the target exists."""
+        """Raise CheckpointExistsError if the target exists and must not be replaced."""
         store = open_store(self.url, storage_options=self.storage_options)
         if is_directory(store):
             folder, name = self.local_name()
@@ -246,8 +247,8 @@ class OutputPlace:
 def is_one_of_many() -> bool:
     """Return whether this process is one of several ranks that torchrun started or that joined a process group.
 
-    RANK and WORLD_SIZE are not enough: a batch job may set them for a shell that runs the command only once, which
-        would then wait for the other ranks forever.
+    RANK and WORLD_SIZE are not enough. A batch job may set them for a shell that runs the command only once; the
+    command would then wait for the other ranks forever.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
@@ -259,19 +260,19 @@ def is_one_of_many() -> bool:
 def _identity(url: str) -> str:
     kind, path = split_url(url)
     if "\0" in path:
-        return url  # not a path: opening it raises
+        return url  # not a valid path: opening it raises
     return os.path.realpath(path) if kind in ("file", "local") else f"{kind}://{path.strip('/')}"
 
 
 def options_of_both(both: Options | None, src: Options | None, dst: Options | None) -> list[Options | None]:
-    """Return the storage options of the source and of the destination: `both`, overridden by `src` and `dst`."""
+    """Return [options of the source, options of the destination]: `both`, overridden by `src` and `dst`."""
     return [{**(both or {}), **own} if own else both for own in (src, dst)]
 
 
 def open_target(
     dst: str, *, source: str, single_file: bool, overwrite: bool, storage_options: Mapping[str, Any] | None
 ) -> OutputPlace:
-    """Return the place that `dst` names. With `single_file`, `dst` may name the file itself.
+    """Return the destination that `dst` names. With `single_file`, `dst` may name the file itself.
 
     Raises:
         UsageError: `dst` is `source`, or a directory above it.
@@ -286,14 +287,14 @@ def open_target(
     return OutputPlace(dst, "pytorch_model.bin" if single_file else "", False, overwrite, storage_options)
 
 
-# Several ranks write one result: they share the files, publish once, and fail together.
+# --- Several ranks write one result: they divide the files, publish once, and fail together.
 
 
 _MEET_S = 120  # torchrun starts its ranks within seconds
 
 
 def _join(store: Store, coordinator: Coordinator) -> None:
-    """Check that this rank sees the staging directory, and write the rank's owner file beside it."""
+    """Check that this rank sees the staging directory, and write the rank's owner file next to it."""
     if coordinator.is_main or not is_directory(store):
         return
     head, name = os.path.split(store.url)
@@ -301,15 +302,15 @@ def _join(store: Store, coordinator: Coordinator) -> None:
     if LocalStore(head).info(name) is None:
         raise UsageError(
             f"rank {coordinator.rank}, on {os.uname().nodename}, does not see {store.url}, which rank 0 has just "
-            "created. With several machines, DST must be on storage that all of them share."
+            "created. With several machines, DST must be on storage that all machines share."
         )
     if kept is not None:
         write_owner(LocalStore(head), owner_path(name, coordinator.rank), kept.nonce)
 
 
 def _known_dead(place: OutputPlace, coordinator: Coordinator) -> list[str]:
-    """Return, on rank 0, the owner files of earlier writers that are dead, as known by any rank's machine."""
-    found = coordinator.all_ok(lambda: _dead_here(place, coordinator), "looking for what an earlier run left")
+    """Return, on rank 0, the owner files of dead earlier writers. Each rank reports the dead writers of its machine."""
+    found = coordinator.all_ok(lambda: _dead_here(place, coordinator), "looking for leftovers of an earlier run")
     return [path for paths in found or () for path in paths]
 
 
@@ -319,7 +320,7 @@ def _dead_here(place: OutputPlace, coordinator: Coordinator) -> list[str]:
         return []
     dead = dead_owner_files(LocalStore(folder), name)
     if dead and not coordinator.is_main and os.environ.get("LOCAL_RANK", "0") == "0":
-        # Their data may still be in the page cache of this machine only.
+        # The dead writers' data may be only in this machine's page cache.
         for staging in set(dead.values()):
             with contextlib.suppress(OSError):
                 sync_tree(LocalStore(f"{folder}/{staging}"))
@@ -342,8 +343,8 @@ def process_group() -> Iterator[None]:
         dist.init_process_group("gloo", timeout=timedelta(seconds=_MEET_S))
     except (RuntimeError, ValueError) as error:
         raise RankFailedError(
-            f"the {os.environ.get('WORLD_SIZE')} ranks that torchrun started did not meet within {_MEET_S} s: {error}. "
-            "Every rank must run the same command; nothing was written."
+            f"the {os.environ.get('WORLD_SIZE')} ranks that torchrun started did not connect within {_MEET_S} s: "
+            f"{error}. Every rank must run the same command; nothing was written."
         ) from error
     try:
         yield

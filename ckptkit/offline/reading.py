@@ -41,11 +41,11 @@ __all__ = [
     "watch",
 ]
 
-# Detect changes to source files during a command: checkpoints of other formats cannot be pinned.
+# --- Changes to source files during a command: they are detected, because other formats cannot be pinned.
 
 
 Seen = Mapping[str, tuple[Any, ...] | None]
-"""The result of `identities`."""
+"""Path -> identity of the file, as `identities` returns it."""
 
 
 def look_at(source: Source) -> Seen:
@@ -61,7 +61,7 @@ def check_unchanged(source: Source, seen: Seen) -> None:
     """
     changed = _differing(look_at(source), seen)
     if changed and source.store.asking_costs:
-        # Some gateways return a new ETag each time; ignore those.
+        # Some gateways return a new ETag for each request; ignore the ETags of such files.
         looks = [look_at(source) for _ in range(2)]
         restless = _differing(*looks)
         changed = [path for path in changed if path not in restless or _differs(looks[0], seen, path, tags=False)]
@@ -89,7 +89,7 @@ def _differs(now: Seen, seen: Seen, path: str, *, tags: bool = True) -> bool:
 P = ParamSpec("P")
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
-_MAX_TRIES = 100  # a retry is only needed if a save rotated the checkpoint away after it was opened
+_MAX_TRIES = 100  # each retry means that a save rotated the checkpoint away after it was opened
 _VANISHED = (FileNotFoundError, CorruptCheckpointError)
 
 
@@ -116,8 +116,8 @@ _current: ContextVar[_Reading] = ContextVar("ckptkit-reading")
 def reads_checkpoints(command: Callable[P, T]) -> Callable[P, T]:
     """Return `command` with its sources (`open_pinned`) pinned until it ends.
 
-    A read-only run cannot be pinned, so such a source can vanish. If it was requested as the newest of its run, the
-    command is then run once more with the current newest.
+    A source in a read-only run cannot be pinned, so it may be deleted. If it was requested as the newest of its run,
+    the command then starts over once, with the current newest checkpoint.
     """
 
     @functools.wraps(command)
@@ -137,7 +137,7 @@ def reads_checkpoints(command: Callable[P, T]) -> Callable[P, T]:
 
 
 class _GoneError(Exception):
-    """A source was deleted while it was read. `replaced`: it was the newest of its run, so a newer one may exist."""
+    """A source was deleted while it was read. `replaced`: it was requested as the newest, so a newer one may exist."""
 
     def __init__(self, told: CheckpointNotFoundError, replaced: bool) -> None:
         super().__init__(told)
@@ -165,12 +165,12 @@ def _run(command: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 
 def _placed(error: Exception, sources: Sequence[Source]) -> Exception:
-    """Return the error with the damaged checkpoint and the command that shows all damage."""
+    """Return the error with a message that adds the damaged checkpoint and the command that lists all damage."""
     words = f"{getattr(error, 'filename', None) or ''}: {error}"
     where = [source for source in sources if f"{source.store.url}/" in words]
     if isinstance(error, CorruptCheckpointError):
         if error.checkpoint or isinstance(error, (UnsafePathError, UnsafePickleError)):
-            return error  # it could not be opened, or it was written like this
+            return error  # the checkpoint could not be opened, or the message says this already
         told: CorruptCheckpointError = type(error)(str(error))
         where = where or [s for s in sources if str(error).partition(":")[0] in s.catalog.info.files]
     elif isinstance(error, FileNotFoundError) and not isinstance(error, CkptkitError):
@@ -196,11 +196,11 @@ def open_pinned(
 ) -> Source:
     """Open the checkpoint at `url`, pinned until the enclosing `reads_checkpoints` command ends.
 
-    If it is deleted before the pin is written, another one is chosen.
+    If the checkpoint is deleted before its pin is written, the URL is resolved again.
 
     Args:
-        together: Several ranks write one result. All must call this and read the checkpoint that rank 0 chose, because
-            "latest" may change.
+        together: Several ranks write one result. All must call this. They read the checkpoint that rank 0 chose,
+            because "latest" may change.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
@@ -250,13 +250,13 @@ def _opened(
             )
             if not source.catalog.info.format.startswith("ckptkit-"):
                 reading.sources.append(source)
-                return source  # another system's checkpoint, which ckptkit never deletes
+                return source  # ckptkit never deletes checkpoints of other systems
             from ckptkit.checkpoint.run.pins import pin_url
 
             pin = pin_url(source.url, why=reading.why, storage_options=storage_options)
             with ExitStack() as stack:
                 record = stack.enter_context(pin)
-                if record is None and _is_there(source):  # a checkpoint that is in no run
+                if record is None and _is_there(source):  # the checkpoint is not in a run
                     reading.sources.append(source)
                     return source
                 if record is not None and _is_of(source, record):
@@ -266,7 +266,7 @@ def _opened(
                     return source
             error: Exception = CheckpointNotFoundError(f"{source.url} was replaced while it was opened.")
         except _VANISHED as found:
-            # The same error twice: the checkpoint is damaged, not being deleted.
+            # The same error twice means that the checkpoint is damaged, not being deleted.
             if str(found) == before:
                 raise
             error = found
@@ -305,14 +305,14 @@ def _is_there(source: Source) -> bool:
 
 
 def _is_of(source: Source, record: CommitRecord) -> bool:
-    """Whether the catalog was read from the committed files."""
+    """Return whether the catalog was read from the committed files."""
     prefix = f"{record.data}/" if record.data else ""
     committed = {prefix + path: item.digest for path, item in record.files.items()}
     return source.catalog.info.extra.get("digests") == committed
 
 
 def records_of(catalog: Catalog, name: str) -> list[tuple[str, int, int]]:
-    """Return (path, start, nbytes) of the stored record of a tensor that cannot be read without its class."""
+    """Yield (path, start, nbytes) of each stored record of a tensor that cannot be read without its class."""
     if name in catalog.tensors:
         return catalog.tensors[name].slices.records()
     item = catalog.objects[name]
@@ -321,7 +321,7 @@ def records_of(catalog: Catalog, name: str) -> list[tuple[str, int, int]]:
     return [(item.path, item.start, item.nbytes)]
 
 
-# Find the previous checkpoint of a run, to suggest it after damage.
+# --- the previous checkpoint of a run, which messages about damage suggest
 
 
 def earlier_checkpoint(url: str, *, storage_options: Mapping[str, Any] | None = None) -> str:
@@ -335,7 +335,7 @@ def earlier_checkpoint(url: str, *, storage_options: Mapping[str, Any] | None = 
         return ""
     if name in committed:
         older = committed[: committed.index(name)]
-    else:  # damaged, or not in the run that its directory contains
+    else:  # the checkpoint is damaged, or its directory is not that of its run
         step = step_of_name(name)
         older = [other for other in committed if step is not None and (step_of_name(other) or 0) < step]
     return f"{url.rstrip('/').rpartition('/')[0]}/{older[-1]}" if older else ""

@@ -1,4 +1,4 @@
-"""Turns reports into plain JSON values."""
+"""Converts reports to plain JSON values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["plain"]
 
 
 def plain(value: Any) -> Any:
-    """Return JSON values: a dataclass becomes an object of its fields; NaN and infinity become strings."""
+    """Return `value` as JSON values. A dataclass becomes an object of its fields; NaN and infinity become strings."""
     if hasattr(value, "__dataclass_fields__"):
         return {name: plain(getattr(value, name)) for name in value.__dataclass_fields__}
     if isinstance(value, Mapping):

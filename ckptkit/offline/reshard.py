@@ -61,11 +61,11 @@ def reshard(  # noqa: PLR0913 - one argument per option
     File r of the result contains the slices that rank r will read. Replicated tensors stay replicated. The result has
     the source's step and its training state:
 
-    - from a ckptkit checkpoint, everything. Per-rank state (RNG, dataloader) keeps the keys of the old ranks; if the
+    - from a ckptkit checkpoint: everything. Per-rank state (RNG, dataloader) keeps the keys of the old ranks. If the
       number of ranks changes, the load's `rng_on_resize` and `per_rank_on_resize` apply.
     - from another program's DCP, if `type` is "sharded": all keys and values, unchanged.
     - from other systems: weights, masters, moments, parameter-group settings, torch schedulers, and plain user values
-      as `LoadReport.extra`; not RNG states.
+      as `LoadReport.extra`; no RNG states.
 
     The report lists what is skipped. Under `torchrun` every rank must call it: the ranks share the work and publish
     once.
@@ -75,18 +75,18 @@ def reshard(  # noqa: PLR0913 - one argument per option
         mesh: "replicate=2,shard=4,tp=2", or a mapping; None shards over all ranks.
         type: "sharded" (loads on any job) or "local" (one file per rank, for jobs with this world size and mesh).
         tp_plan: Globs of parameter names with the dimension to split, or a JSON file of them; for sources without
-            tensor parallelism. None: derived from the config.json of the source, for llama-like models.
+            tensor parallelism. None derives the plan from the source's config.json, for llama-like models.
         layout: URL of a layout of flat parameters, for formats that need one (FSDP1 LOCAL).
         vocab_size: Trim or pad the embedding and the output head to this many rows, with their masters and optimizer
-            states; config.json follows.
-        new_rows: What added rows of weights and masters are: the "mean" of the old ones (None), or "zeros"; see
-            `convert`. Those of optimizer states are zeros.
-        allow_pickle: Read torch.save files that name unknown classes, without their values; no code is run.
+            states; config.json is changed to match.
+        new_rows: Values of the added rows of weights and masters: the "mean" of the old rows (the default), or "zeros";
+            see `convert`. Added rows of optimizer states are zeros.
+        allow_pickle: Read torch.save files that name unknown classes. Omits the objects of these classes; runs no code.
         src_storage_options, dst_storage_options: Override `storage_options` for the source or the destination.
 
     Raises:
         UsageError: The mesh does not match the world size, the name of `dst` has another step, or a tp plan is missing.
-        IncompleteCheckpointError: A rank's file is missing; names the rank.
+        IncompleteCheckpointError: A rank's file is missing. The message names the rank.
         CorruptCheckpointError: The source is damaged; nothing was published.
     """
     started = time.perf_counter()
@@ -117,18 +117,18 @@ def reshard(  # noqa: PLR0913 - one argument per option
 def _notes(source: Source, plan: Plan, identity: Identity) -> tuple[str, ...]:
     notes = [*([source.note] if source.note else []), *source.catalog.info.notes, *plan.notes]
     if not identity.known:
-        notes.append("the source does not record its step, so this is step 0; to set it, name DST step_<N>")
+        notes.append("the source does not record its step, so the result is step 0; to set it, name DST step_<N>")
     for reason, names in plan.left_over().items():
         shown = ", ".join(names[:3]) + (f", ... ({len(names)})" if len(names) > 3 else "")
         notes.append(f"skipped: {shown}: {reason}")
     return tuple(dict.fromkeys(notes))
 
 
-# --- the identity of the result
+# --- step, name and position of the result
 
 
 def identity_of(source: Source, dst: str, storage_options: Mapping[str, Any] | None) -> Identity:
-    """Return step, tag and position in the run of the new checkpoint.
+    """Return the identity of the new checkpoint: its step, tag and position in the run.
 
     Raises:
         UsageError: The name of `dst` has another step, or is not a valid checkpoint name.
@@ -160,7 +160,7 @@ _STEPS = ("step", "global_step", "train_state.step", "train_state.global_step", 
 
 
 def step_of(source: Source) -> int | None:
-    """Return the step recorded by a checkpoint, its directory's name, or a value in it; None if unknown."""
+    """Return the step that a checkpoint, its directory's name, or one of its values records; None if unknown."""
     if source.catalog.info.step is not None:
         return source.catalog.info.step
     values = Checkpoint(source.url, source.store, source.catalog)
@@ -179,9 +179,9 @@ def step_of(source: Source) -> int | None:
 def _sequence(
     parent: str, name: str, step: int, origin: CommitRecord | None, storage_options: Mapping[str, Any] | None
 ) -> int:
-    """Return the result's position in its run: after the source if that is in the run, otherwise ordered by step.
+    """Return the result's position in its run: after the source if the source is in the run, otherwise ordered by step.
 
-    Among equal positions, the order is by step, then by date.
+    Checkpoints with equal positions are ordered by step, then by date.
     """
     from ckptkit.checkpoint.run.inventory import list_checkpoints
     from ckptkit.storage.open import open_store

@@ -1,4 +1,4 @@
-"""Tells from the files of an export how vLLM serves it."""
+"""Determines from the files of an export how to serve it with vLLM."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 __all__ = ["serving"]
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
-_MULTIMODAL = "ForConditionalGeneration"  # encoder-decoders, which vLLM does not run, have this ending too
+_MULTIMODAL = "ForConditionalGeneration"  # encoder-decoders have this ending too, but vLLM does not run them
 _TOKENIZERS = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "sentencepiece*.model", "*.tiktoken",
     "tekken.json",
 )  # fmt: skip
-# Names of the embedding in transformers' text models; missing if a key map renamed the tensors.
+# Names of the embedding in transformers' text models. An export has none of them if a key map renamed the tensors.
 _EMBEDDINGS = (
     "model.embed_tokens.weight",
     "model.language_model.embed_tokens.weight",
@@ -30,7 +30,7 @@ _EMBEDDINGS = (
     "transformer.word_embeddings.weight",
 )
 _RANKS = (16, 32, 64, 128, 256, 320, 512)  # allowed values of --max-lora-rank; 16 is its default
-# Settings of an adapter that vLLM refuses, or ignores and then computes other outputs.
+# Settings of an adapter that vLLM refuses, or ignores, which gives wrong outputs.
 _NOT_PLAIN = (
     "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias", "trainable_token_indices",
     "target_parameters", "layer_replication", "alora_invocation_tokens", "arrow_config", "use_qalora", "use_bdlora",
@@ -39,7 +39,7 @@ _NOT_PLAIN = (
 
 
 def serving(files: Mapping[str, bytes], names: Collection[str], where: str, *, compared: bool) -> str:
-    """Return how to serve an export with vLLM, in one line; "" if vLLM cannot serve it, or if that is unknown.
+    """Return one line on how to serve an export with vLLM; "" if vLLM cannot serve it, or if that is unknown.
 
     Args:
         files: The small files of the export, by name.
@@ -50,25 +50,25 @@ def serving(files: Mapping[str, bytes], names: Collection[str], where: str, *, c
     if "adapter_config.json" in files:
         return _adapter(_json(files["adapter_config.json"]), names, where)
     config = _json(files.get("config.json", b""))
-    encoder = any(name.endswith("embeddings.word_embeddings.weight") for name in names)  # BERT and models like it
+    encoder = any(name.endswith("embeddings.word_embeddings.weight") for name in names)  # BERT and similar models
     known = compared or any(name in names for name in _EMBEDDINGS)
     if encoder or not known or not _generates(config):
         return ""
     if not any(fnmatch.fnmatchcase(name, pattern) for name in files for pattern in _TOKENIZERS):
-        return f"vLLM also needs the tokenizer's files in {where}: the source has none"
+        return f"vLLM also needs the tokenizer's files in {where}; the source has none"
     return f"serve it with: vllm serve {where}"
 
 
 def _generates(config: Mapping[str, Any]) -> bool:
     architectures = config.get("architectures")
     name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
-    if config.get("is_encoder_decoder") or config.get("auto_map"):  # auto_map needs --trust-remote-code
+    if config.get("is_encoder_decoder") or config.get("auto_map"):  # auto_map would need --trust-remote-code
         return False
     return name.endswith(_CAUSAL) or (name.endswith(_MULTIMODAL) and isinstance(config.get("text_config"), dict))
 
 
 def _adapter(config: Mapping[str, Any], names: Collection[str], where: str) -> str:
-    from ckptkit.offline.export.adapters import repo_of  # lazy: a model's export does not need it
+    from ckptkit.offline.export.adapters import repo_of  # imported lazily: only adapters need it
 
     plain = not any(config.get(key) for key in _NOT_PLAIN) and config.get("bias") in (None, "none")
     plain = plain and all(name.endswith((".lora_A.weight", ".lora_B.weight")) for name in names)

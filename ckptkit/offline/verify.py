@@ -47,14 +47,14 @@ __all__ = [
 
 SCHEMA = "ckptkit.verify/1"
 _CHUNK = 4 << 20
-_BATCH, _MOST = 4 << 20, 256  # bytes, or checks, that one task compares
+_BATCH, _MOST = 4 << 20, 256  # bytes and number of checks per task
 
 Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A problem, with its file and tensor ("" if it concerns the whole file)."""
+    """A problem, with its file and its tensor. The tensor is "" if the problem concerns the whole file."""
 
     path: str
     tensor: str
@@ -62,7 +62,7 @@ class Problem:
 
 
 class UnreadableFile(Problem):
-    """A file that this user may not read, or that the storage does not deliver: it may be undamaged."""
+    """A file that could not be read: permission denied, or a storage error. It may be undamaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +78,19 @@ class VerifyReport:
     tensors: int
     digests: int  # digests compared
     checked_bytes: int  # bytes read and hashed
-    unproved_bytes: int  # bytes of tensors for which no digest was ever recorded
-    unproved_files: tuple[str, ...]  # their files
+    unproved_bytes: int  # bytes of tensors without a recorded digest
+    unproved_files: tuple[str, ...]  # the files with these bytes
     algorithms: tuple[str, ...]
     problems: tuple[Problem, ...]
-    doubt: str = ""  # what the files do not prove
-    uninterpreted: Mapping[str, str] = field(default_factory=dict)  # tensors whose records need a class, and why
+    doubt: str = ""  # what these files cannot prove
+    uninterpreted: Mapping[str, str] = field(default_factory=dict)  # tensors of unknown classes -> why not read
 
     @property
     def ok(self) -> bool:
         return not self.problems
 
     def summary(self) -> str:
-        """Return one line: what is proved, and what is not."""
+        """Return one line that says what was verified and what was not."""
         if self.problems:
             count = len(self.problems)
             if all(isinstance(problem, UnreadableFile) for problem in self.problems):
@@ -127,11 +127,11 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A digest to compare, over a byte range of a file (of the decoded record, if there is a codec).
+    """A digest to compare, over a byte range of a file or, if there is a codec, of the decoded record.
 
     Attributes:
-        parts: Only for the digest of a file's outline: the ranges that the outline replaces by their digests. These
-            are checked separately.
+        parts: Only for the digest of a file's outline: the ranges that the outline replaces by their digests. Other
+            checks cover these ranges.
     """
 
     path: str
@@ -142,7 +142,7 @@ class Check:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that are read."""
+        """The number of bytes to read."""
         return self.digest.nbytes - sum(length for _, length, _ in self.parts)
 
 
@@ -158,17 +158,17 @@ def verify(
     options: ReadOptions | None = None,
     progress: Progress | None = None,
 ) -> VerifyReport:
-    """Check the checkpoint at `url` and return a report. Reads it once, never changes it.
+    """Check the checkpoint at `url` and return a report. Reads it once and never changes it.
 
-    Complete means: every file exists with its full size, and every element of every tensor is in exactly one slice (or
-    in complete replicas of it). Undamaged means: the bytes match every recorded digest, which is one per slice and file
-    for ckptkit checkpoints, and the CRC-32 of zip records for others.
+    A checkpoint is complete if every file exists with its full size, and every element of every tensor is in exactly
+    one slice (or in complete replicas of it). It is undamaged if the bytes match every recorded digest: one per slice
+    and file for ckptkit checkpoints, the CRC-32 of zip records for others.
 
     Args:
         quick: Read only metadata; skip the digests of files with tensors.
 
     Raises:
-        CkptkitError: The checkpoint cannot be opened; names the file and the fault.
+        CkptkitError: The checkpoint cannot be opened. The message names the file and the problem.
     """
     check_flags(quick=quick)
     check_int("workers", workers, least=0)
@@ -215,12 +215,12 @@ def verify(
 
 
 def check_committed(source: Source) -> None:
-    """Check the existence and size of every committed file, and the digests of files without tensors.
+    """Check that every committed file exists with its size, and check the digests of files without tensors.
 
     The bytes of tensors are checked when they are read.
 
     Raises:
-        IncompleteCheckpointError: A file is missing, or has another size.
+        IncompleteCheckpointError: A file is missing or does not have its recorded size.
         IntegrityError: A file is not the committed one.
     """
     store, catalog = source.store, source.catalog
@@ -238,7 +238,7 @@ _ANYWAY = "To use the readable part anyway: --no-check."
 
 
 def _beside_tensors(catalog: Catalog) -> list[Check]:
-    """Return the committed digests of files without tensors: `.metadata`, a tokenizer."""
+    """Return the committed digests of files without tensors, such as `.metadata` or a tokenizer."""
     digests = catalog.info.extra.get("digests", {})
     if not digests:
         return []
@@ -263,7 +263,7 @@ def file_problems(store: Store, catalog: Catalog) -> Iterator[Problem]:
         elif found.kind == "file" and size >= 0 and found.size != size:
             lost = _lost(catalog, path, found.size)
             yield Problem(
-                path, "", f"{path}: {found.size} bytes, expected {size}. It is truncated or was replaced{lost}."
+                path, "", f"{path}: {found.size} bytes, expected {size}. The file is truncated or was replaced{lost}."
             )
 
 
@@ -273,7 +273,7 @@ def _lost(catalog: Catalog, path: str, size: int) -> str:
 
 
 def _tensors_of(catalog: Catalog, path: str, size: int = 0) -> str:
-    """Name the tensors with bytes beyond `size` in the file."""
+    """Return the names of the tensors with bytes beyond `size` in the file, as a phrase."""
     names = []
     for entry in catalog.tensors.values():
         slices = entry.slices
@@ -297,7 +297,7 @@ def _coverage_problems(catalog: Catalog) -> Iterator[Problem]:
 
 
 def _sums(store: Store, catalog: Catalog) -> tuple[dict[str, Digest], list[Problem]]:
-    """Return the file digests in SHA256SUMS, and problems with that file. Not used for ckptkit checkpoints."""
+    """Return the file digests in SHA256SUMS, and the problems of that file. Not for ckptkit checkpoints."""
     if "digests" in catalog.info.extra:
         return {}, []
     try:
@@ -313,7 +313,9 @@ def _sums(store: Store, catalog: Catalog) -> tuple[dict[str, Digest], list[Probl
     for path in catalog.info.files if named else ():
         if path not in named and path != SUMS_NAME:
             problems.append(
-                Problem(path, "", f"{path}: {SUMS_NAME} does not list it: one of the two belongs to another export.")
+                Problem(
+                    path, "", f"{path}: {SUMS_NAME} does not list this file. One of them belongs to another export."
+                )
             )
     return sums, problems
 
@@ -323,10 +325,10 @@ class Recorded:
     """The recorded digests of a checkpoint.
 
     Attributes:
-        checks: The digests to compare, each once, in disk order.
+        checks: The digests to compare, without duplicates, in disk order.
         unproved: The bytes of tensors without a digest, by file.
         sums: The digests in SHA256SUMS, by file.
-        problems: Faults of the records themselves.
+        problems: Problems of the records themselves.
     """
 
     checks: Sequence[Check]
@@ -336,10 +338,11 @@ class Recorded:
 
 
 def recorded(store: Store, catalog: Catalog, uninterpreted: Iterable[str]) -> Recorded:
-    """Return the digests of a checkpoint; no tensor bytes are read.
+    """Return the recorded digests of a checkpoint. Reads no tensor bytes.
 
     Args:
-        uninterpreted: Tensors whose records need a class (`Catalog.opaque`); for these, the records' CRC-32 are used.
+        uninterpreted: Tensors of unknown classes (`Catalog.opaque`). Of these, only the CRC-32 of the records is
+            checked.
     """
     sums, wrong = _sums(store, catalog)
     checks, unproved = _plan(catalog, sums)
@@ -348,11 +351,11 @@ def recorded(store: Store, catalog: Catalog, uninterpreted: Iterable[str]) -> Re
 
 
 def _plan(catalog: Catalog, sums: Mapping[str, Digest]) -> tuple[list[Check], dict[str, int]]:
-    """Return the digests to compare, each once, in disk order; and the bytes without a digest, by file."""
+    """Return the digests to compare, without duplicates and in disk order, and the bytes without a digest by file."""
     found: dict[tuple[str, int, int, int, int], list[str]] = {}
     codecs: dict[tuple[str, int, int, int, int], tuple[Digest, Codec | None]] = {}
     unproved: dict[str, int] = {}
-    whole_files = catalog.info.extra.get("digests", {})  # for ckptkit checkpoints: path -> hex
+    whole_files = catalog.info.extra.get("digests", {})  # path -> hex; only ckptkit checkpoints have these
 
     def add(name: str, path: str, digest: Digest, codec: Codec | None) -> None:
         key = (path, codec.start if codec else digest.start, digest.start, digest.nbytes, digest.value)
@@ -377,7 +380,7 @@ def _plan(catalog: Catalog, sums: Mapping[str, Digest]) -> tuple[list[Check], di
 
 
 def _members(store: Store, catalog: Catalog, names: Iterable[str]) -> tuple[list[Check], list[Problem]]:
-    """Return the CRC-32 of the records of tensors that cannot be interpreted."""
+    """Return the checks for records of tensors of unknown classes, by CRC-32, and the problems found."""
     checks, problems = [], []
     for name in names:
         for path, start, nbytes in records_of(catalog, name):
@@ -393,7 +396,7 @@ def _members(store: Store, catalog: Catalog, names: Iterable[str]) -> tuple[list
 def _parts(catalog: Catalog, outlined: Set[str]) -> dict[str, list[Part]]:
     """Return the recorded digests that each file's outline contains.
 
-    A separate check compares each of them with its bytes, so every byte is read once.
+    A separate check compares the bytes of each, so every byte is read only once.
     """
     parts: dict[str, list[Part]] = {path: [] for path in outlined}
     for path, *spare in spares_of(catalog.info.extra):
@@ -407,7 +410,7 @@ def _parts(catalog: Catalog, outlined: Set[str]) -> dict[str, list[Part]]:
 
 
 def _is_whole(check: Check) -> bool:
-    """Whether the check covers the whole file. It does if it starts at 0, because tensors come after a header."""
+    """Return whether the check covers the whole file. Starting at 0 is enough, because tensors come after a header."""
     return check.digest.start == 0 and check.codec is None and check.names == ("",)
 
 
@@ -430,11 +433,11 @@ def _recorded(catalog: Catalog) -> Iterator[tuple[str, str, int, Digest | None, 
 def compare_digests(
     store: Store, checks: Sequence[Check], workers: int, max_memory: int, progress: Progress | None
 ) -> Iterable[Problem]:
-    """Read the bytes of the checks, compare their digests, and return the problems."""
+    """Read the bytes of the checks, compare their digests, and return the mismatches as problems."""
     total = sum(check.nbytes for check in checks)
     done = 0
     workers = max(1, min(workers or 4, max_memory // _CHUNK))
-    # On object stores, read many small slices at once.
+    # On object stores, many small slices are read at once.
     reader = BlockReader(store, workers) if store.asking_costs else store
     problems: list[Problem] = []
     with WorkerPool(workers, thread_name_prefix="ckptkit-verify") as pool:
@@ -448,8 +451,7 @@ def compare_digests(
 
 
 def _batches(checks: Sequence[Check]) -> Iterator[Sequence[Check]]:
-    """Yield batches of checks, each for one thread: a single large check, or small ones that take less time than a task
-    for each would."""
+    """Yield batches of checks, one per task. Small checks share a task, which is faster."""
     batch: list[Check] = []
     nbytes = 0
     for check in checks:
@@ -468,7 +470,7 @@ def _check_all(store: Store, reader: Store | BlockReader, checks: Sequence[Check
 
 
 def _folded(problems: Iterable[Problem], catalog: Catalog) -> Iterator[Problem]:
-    """Yield the problems; those of an unreadable file as one."""
+    """Yield the problems, but only one for each unreadable file."""
     told: set[str] = set()
     for problem in problems:
         if isinstance(problem, UnreadableFile):

@@ -1,9 +1,9 @@
-"""Gives a model's vocabulary another number of rows: trims or pads the embedding and the output head.
+"""Resizes a model's vocabulary: trims or pads the rows of the embedding and the output head.
 
     resized = resize(tensors, config, VocabSize(32064), store=store, catalog=catalog)
 
-New rows are the mean of the old rows, or zeros. The mean is summed in fp64, row after row in their order, divided, and
-rounded to the dtype that the tensor is stored in: the same bits for any number of workers, any memory and any sharding.
+New rows are the mean of the old rows, or zeros. The mean is summed in fp64 row by row, divided, and rounded to the
+dtype that the tensor is stored in. It has the same bits for any number of workers, any memory and any sharding.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ NewRows = Literal["mean", "zeros"]
 _TILE = 4 << 20  # bytes of a tensor read at a time
 _NAMED = 5
 _TOKEN = re.compile(r".*token_(?:id|ids|index)")
-# Other names of heads may be those of other modules.
+# Other names of heads are ambiguous: modules that are no heads may have them too.
 _SURELY_HEADS = ("lm_head.weight", "embed_out.weight")
 
 
 @dataclass(frozen=True, slots=True)
 class VocabSize:
-    """The wanted vocabulary.
+    """The requested vocabulary size.
 
     Attributes:
-        rows: Of the embedding and the head.
-        new_rows: What new rows are.
-        dry: Plan only: means are not computed.
+        rows: Number of rows of the embedding and the head.
+        new_rows: Values of added rows.
+        dry: Only plan; compute no means.
     """
 
     rows: int
@@ -62,10 +62,10 @@ class VocabSize:
 
     @classmethod
     def of(cls, rows: int | None, new_rows: NewRows | None, *, dry: bool) -> VocabSize | None:
-        """Return the user's options; None if the vocabulary stays as it is."""
+        """Return the user's options as one value; None if the vocabulary keeps its size."""
         if rows is None:
             if new_rows is not None:
-                raise UsageError("--new-rows says what the rows are that --vocab-size adds: give both.")
+                raise UsageError("--new-rows sets the values of the rows that --vocab-size adds. Give both options.")
             return None
         check_int("vocab_size", rows, least=1)
         if new_rows not in (None, *get_args(NewRows)):
@@ -75,7 +75,7 @@ class VocabSize:
 
 @dataclass(frozen=True, slots=True)
 class Resized:
-    """The tensors and the config with the new vocabulary, and notes."""
+    """The resized tensors, the changed config, and notes."""
 
     tensors: dict[str, OutputTensor]
     config: Mapping[str, Any] | None
@@ -84,7 +84,7 @@ class Resized:
 
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
-    """The tensors that have one row for each token, and how many rows these are."""
+    """The names of the tensors that have one row per token, and their number of rows."""
 
     names: tuple[str, ...]
     rows: int
@@ -99,14 +99,14 @@ def resize(
     catalog: Catalog,
     files: Mapping[str, bytes],
 ) -> Resized:
-    """Return the tensors of a model with `size.rows` rows in the embedding and the head. Reads both for a mean.
+    """Return a model's tensors with the embedding and the head resized to `size.rows` rows. Reads both for a mean.
 
     Args:
-        files: The model's small files by name; the tokenizer's tokens must have rows.
+        files: The model's small files by name. Each token of the tokenizer must keep its row.
 
     Raises:
-        CheckpointMismatchError: It is not certain which tensors have rows of the vocabulary.
-        UnsupportedFormatError: One of them is computed or quantized.
+        CheckpointMismatchError: It is not certain which tensors have one row per token.
+        UnsupportedFormatError: One of these tensors is computed or quantized.
         UsageError: A token would lose its row.
     """
     found = _vocabulary({name: tensor.shape for name, tensor in tensors.items()}, config)
@@ -130,12 +130,12 @@ def resize_state(
     catalog: Catalog,
     files: Mapping[str, bytes],
 ) -> Mapping[str, Any] | None:
-    """Give the model, masters and optimizer states of `own` `size.rows` rows; return the changed config.
+    """Resize the vocabulary of `own`: model, masters and optimizer states. Return the changed config.
 
-    New rows of a weight with a master are those of the master, cast; those of optimizer states are zeros.
+    If a weight has a master, the weight's new rows are the master's, cast. New rows of optimizer states are zeros.
 
     Raises:
-        CheckpointMismatchError, UsageError: As `resize`; or a state has another shape than its parameter.
+        CheckpointMismatchError, UsageError: As for `resize`, or a state has another shape than its parameter.
         UnsupportedFormatError: A tensor is quantized.
     """
     weights = {item.fqn: item for item in own.tensors if item.role is Role.MODEL and item.fqn}
@@ -170,7 +170,7 @@ def resize_state(
     if counts:
         listed = " and ".join(f"{n} {what}" for what, n in counts.items())
         zeros = "; new rows of optimizer states are zeros" if size.rows > found.rows else ""
-        own.notes.append(f"vocabulary: {listed} were changed alike{zeros}")
+        own.notes.append(f"vocabulary: {listed} were resized to match{zeros}")
     return changed
 
 
@@ -178,10 +178,11 @@ def resize_state(
 
 
 def _vocabulary(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any] | None) -> _Vocabulary:
-    """Return the embedding, its tied halves, the head and the head's bias, known by name and by size.
+    """Return the embedding, the embeddings tied to it, the head and the head's bias. Found by name and size.
 
     Raises:
-        CheckpointMismatchError: There is no embedding, or tensors could be one that are none, or the other way round.
+        CheckpointMismatchError: There is no embedding or more than one, the head is ambiguous, or other tensors have as
+            many rows.
     """
     stated = {value for _, value in _stated(config)}
     matrices = {name: shape for name, shape in shapes.items() if len(shape) == 2}
@@ -190,10 +191,10 @@ def _vocabulary(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]
     tied = tied_pairs(shapes)
     alone = [name for name in fitting if not any(name == half and shared in fitting for half, shared in tied)]
     if len(alone) != 1:
-        said = f" with the vocab_size of config.json ({_listed(map(str, sorted(stated)))})" if stated else ""
-        what = f"{len(alone)} could be it: {_listed(alone)}" if alone else f"no name{said} is one that ckptkit knows"
+        said = f" and has the rows of config.json's vocab_size ({_listed(map(str, sorted(stated)))})" if stated else ""
+        what = f"{len(alone)} candidates: {_listed(alone)}" if alone else f"none has a known name{said}"
         raise CheckpointMismatchError(
-            f"--vocab-size: it is not certain which tensor is the embedding of the tokens: {what}. Rename it to "
+            f"--vocab-size: cannot tell which tensor is the token embedding: {what}. Rename it to "
             "model.embed_tokens.weight with --key-map, or --exclude the others."
         )
     rows = matrices[alone[0]][0]
@@ -211,15 +212,18 @@ def _vocabulary(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]
     if others := [name for name, shape in shapes.items() if rows in shape and name not in names]:
         shown = _listed(f"{name} {list(shapes[name])}" for name in others)
         raise CheckpointMismatchError(
-            f"--vocab-size: {alone[0]!r} has {rows} rows, and other tensors are as large. ckptkit cannot tell "
-            f"whether they belong to the vocabulary: {shown}. --exclude them, or rename the head to "
-            "lm_head.weight with --key-map."
+            f"--vocab-size: {alone[0]!r} has {rows} rows, and so do other tensors: {shown}. ckptkit cannot tell "
+            "whether they belong to the vocabulary. --exclude them, or rename the head to lm_head.weight with "
+            "--key-map."
         )
     return _Vocabulary(names, rows)
 
 
 def _owner(item: OwnTensor, weights: Mapping[str, OwnTensor]) -> str:
-    """Return the weight that a tensor is or belongs to, "" if there is none. Names of states may lack a container's."""
+    """Return the name of the weight that a tensor is or belongs to; "" if there is none.
+
+    The name of a state may lack the prefix of a container module.
+    """
     if item.role not in (Role.MODEL, Role.MASTER, Role.OPTIMIZER) or not item.fqn:
         return ""
     if item.fqn in weights:
@@ -229,7 +233,7 @@ def _owner(item: OwnTensor, weights: Mapping[str, OwnTensor]) -> str:
 
 
 def _check_rest(own: OwnState, owners: Mapping[str, str], found: _Vocabulary) -> None:
-    """Raise if something that is no weight or state of a known parameter has as many elements as the vocabulary."""
+    """Raise if a tensor of no known parameter has a dimension as large as the vocabulary."""
     rest = [
         f"{item.tensor.name} {list(item.tensor.shape)}"
         for item in own.tensors
@@ -237,8 +241,8 @@ def _check_rest(own: OwnState, owners: Mapping[str, str], found: _Vocabulary) ->
     ]
     if rest:
         raise CheckpointMismatchError(
-            f"--vocab-size: {_listed(rest)}: ckptkit cannot tell which parameter this belongs to, nor, therefore, "
-            f"whether its {found.rows} elements are those of the vocabulary. Convert the model alone."
+            f"--vocab-size: {_listed(rest)}: ckptkit cannot tell which parameter this belongs to, and so whether its "
+            f"dimension of {found.rows} is the vocabulary. Convert the model alone."
         )
 
 
@@ -249,21 +253,21 @@ def _target(tensor: OutputTensor, name: str) -> Target:
         )
     if dtype_of(tensor.source_dtype).kind != "float" or dtype_of(tensor.dtype).kind != "float":
         raise UnsupportedFormatError(
-            f"--vocab-size: {name!r} is {tensor.source_dtype}, whose rows can only be changed together with their "
+            f"--vocab-size: {name!r} is {tensor.source_dtype}. Quantized rows cannot be resized without their "
             "scales. Convert it to bf16 first (--dtype bf16)."
         )
     return tensor
 
 
 def _has_rows(item: OwnTensor, shape: tuple[int, ...]) -> bool:
-    """Return whether a master or a state has the rows of its parameter; False for a number, such as a step."""
+    """Return whether a master or a state has the rows of its parameter. False for a scalar, such as a step count."""
     if item.tensor.shape == shape:
         return True
     if item.tensor.numel == 1:
         return False
     raise CheckpointMismatchError(
-        f"--vocab-size: {item.tensor.name!r} has shape {list(item.tensor.shape)}, and its parameter {list(shape)}: "
-        "ckptkit does not know which of its elements belong to a token. Convert the model alone."
+        f"--vocab-size: {item.tensor.name!r} has shape {list(item.tensor.shape)}, but its parameter has {list(shape)}: "
+        "ckptkit cannot tell which elements belong to a token. Convert the model alone."
     )
 
 
@@ -279,7 +283,7 @@ def _resized(target: Target, rows: int, row: Bytes, kind: NewRows) -> OutputTens
 
 
 def _filled(target: Target, row: Bytes, kind: NewRows) -> ComputedTensor:
-    """Return a target whose last rows have no source with `row`, bytes of its dtype, in each of them."""
+    """Return a target that repeats `row` (bytes in its dtype) in its last rows, which have no source."""
     known = max((part.target_box.stops[0] for part in target.parts if part.source != NO_SOURCE), default=0)
 
     def cut(start: int, stop: int) -> ComputedTensor:
@@ -308,7 +312,7 @@ def _new_row(target: Target, size: VocabSize, store: Store, catalog: Catalog) ->
 
 
 def _row_bytes(mean: Doubles | None, target: Target) -> Bytes:
-    """Return one row of a target: a mean rounded to the dtype that it is stored in, then cast like its other rows."""
+    """Return one new row of a target. The mean is rounded to the stored dtype, then cast as the other rows are."""
     if mean is None:
         width = Box.whole(target.shape[1:]).numel
         return np.zeros(width * dtype_of(target.dtype).itemsize, np.uint8)
@@ -322,16 +326,16 @@ def _cast(data: Bytes, source: str, target: str) -> Bytes:
 
 
 def _mean(target: Target, store: Store, catalog: Catalog) -> Doubles:
-    """Return the mean of a tensor's rows. Reads the tensor, a few MB at a time."""
+    """Return the mean of a tensor's rows. Reads a few MB of the tensor at a time."""
     total: Doubles = np.zeros(Box.whole(target.shape[1:]).numel, np.float64)
     for values in _rows(replace(target, dtype=target.source_dtype), store, catalog):
-        for row in values:  # one after the other: numpy's order of a sum over rows depends on their number
+        for row in values:  # one at a time: numpy's summation order depends on the number of rows
             total += row
     return total / target.shape[0]
 
 
 def _rows(target: Target, store: Store, catalog: Catalog) -> Iterator[npt.NDArray[Any]]:
-    """Yield the rows of a tensor in order, several at a time, in fp32 or fp64: [rows, elements of a row]."""
+    """Yield the rows of a tensor in order, several at a time, in fp32 or fp64: [rows, elements per row]."""
     plan = Plan(catalog, (), (Placement.whole(target, 0, 0),))
     work = prepare(plan, check=False, by_boxes=True)
     reader = SourceReader(store, work.origins)
@@ -357,14 +361,14 @@ def _state_rows(
     store: Store,
     catalog: Catalog,
 ) -> dict[str, Doubles]:
-    """Return the new row of each parameter: the mean of its master, if there is one, otherwise of the weight.
+    """Return the new row of each parameter: the mean of its master, or of the weight if it has no master.
 
-    An optimizer has one master for tied weights. A weight without one whose mean is that of a weight with one is tied
-    to it, and gets the same row.
+    An optimizer has only one master for tied weights. If a weight has no master, but its mean equals the mean of a
+    weight that has one, the two are tied and get the same row.
     """
     of_weights = {name: _mean(_target(weights[name].tensor, name), store, catalog) for name in found.names}
     rows = {name: _mean(_target(item.tensor, name), store, catalog) for name, item in masters.items()}
-    # The weight is its master, rounded: so must its new rows be.
+    # Rounded to the master's dtype, because the weight's new rows must equal the master's, cast.
     rows = {name: _rounded(mean, masters[name]) for name, mean in rows.items()}
     for name, mean in of_weights.items():
         if name not in rows:
@@ -382,7 +386,7 @@ def _rounded(mean: Doubles, item: OwnTensor) -> Doubles:
 
 
 def _stated(config: Any, depth: int = 0) -> Iterator[tuple[Mapping[str, Any], int]]:
-    """Yield each vocab_size of a config and of the configs in it, with the config that has it."""
+    """Yield each vocab_size in a config and its nested configs, with the config that contains it."""
     if not isinstance(config, Mapping) or depth > 2:
         return
     value = config.get("vocab_size")
@@ -395,10 +399,10 @@ def _stated(config: Any, depth: int = 0) -> Iterator[tuple[Mapping[str, Any], in
 def _resized_config(
     config: Mapping[str, Any] | None, old: int, new: int
 ) -> tuple[Mapping[str, Any] | None, tuple[str, ...]]:
-    """Return the config with the new vocab_size wherever it had the old one, and a note."""
+    """Return the config with the old vocab_size replaced everywhere by the new one, and a note."""
     stated = sorted({value for _, value in _stated(config)})
     if config is None or not stated:
-        return config, ("there is no config.json with a vocab_size to change",)
+        return config, ("no config.json with a vocab_size was found, so none was changed",)
     if old not in stated and len(stated) > 1:
         raise CheckpointMismatchError(
             f"--vocab-size: the embedding has {old} rows, but config.json has vocab_size {_listed(map(str, stated))}."
@@ -429,7 +433,7 @@ def check_tokens(config: Mapping[str, Any] | None, files: Mapping[str, bytes], r
     ):
         if rows <= number < old:
             raise UsageError(
-                f"--vocab-size {rows} would cut off the row of {token}, which is token {number} in {where}. Expected "
+                f"--vocab-size {rows} would remove the row of {token}, which is token {number} in {where}. Keep "
                 "at least one row for each token in use."
             )
 
@@ -445,7 +449,7 @@ def _tokens_of(config: Any, where: str, depth: int = 0) -> Iterator[tuple[str, s
 
 
 def _tokenizer(files: Mapping[str, bytes]) -> Iterator[tuple[str, str, int]]:
-    """Yield the file, the token and the number of the last token that each file of a tokenizer has."""
+    """Yield (file, token, number) for all tokens in a tokenizer's files, in each file the highest number first."""
     for name in ("tokenizer.json", "added_tokens.json", "vocab.json", "tokenizer_config.json"):
         content = _json(files.get(name))
         if not isinstance(content, Mapping):
@@ -466,7 +470,7 @@ def _tokenizer(files: Mapping[str, bytes]) -> Iterator[tuple[str, str, int]]:
             pairs += [(int(key), str(key)) for key in known if str(key).isdecimal()]
         else:
             pairs += _numbered(content)
-        # All, not the last one: one may be beyond the old vocabulary already.
+        # All tokens, because the last may already be beyond the old vocabulary.
         yield from ((name, repr(token), number) for number, token in sorted(pairs, reverse=True))
 
 
@@ -478,19 +482,19 @@ def _json(data: bytes | None) -> Any:
     try:
         return json.loads(data) if data is not None else None
     except (ValueError, RecursionError):
-        return None  # it is copied as it is
+        return None  # not JSON; the file is copied as it is
 
 
 # --- messages
 
 
 def _said(names: Sequence[str], old: int, size: VocabSize) -> str:
-    head = f"vocabulary: {old} rows are now {size.rows} in {', '.join(names)}"
+    head = f"vocabulary: from {old} to {size.rows} rows in {', '.join(names)}"
     if size.rows == old:
         return f"vocabulary: {', '.join(names)} already have {old} rows"
     if size.rows < old:
-        return f"{head}; the last {old - size.rows} rows were cut off"
-    made = "zeros" if size.new_rows == "zeros" else "the mean of the old ones, summed in fp64"
+        return f"{head}; the last {old - size.rows} rows were removed"
+    made = "zeros" if size.new_rows == "zeros" else "the mean of the old rows, summed in fp64"
     return f"{head}; the {size.rows - old} new rows are {made}"
 
 

@@ -194,7 +194,7 @@ def test_a_file_that_can_not_be_read_is_one_problem(root: Path, monkeypatch: pyt
 def test_equal_by_recorded_digests_does_not_claim_to_have_read(root: Path) -> None:
     result = run("diff", root / "300", root / "300")
     assert result.exit_code == 0
-    assert "by recorded digest only: verify reads the bytes" in result.output
+    assert "by recorded digest only; `ckptkit verify` reads the bytes" in result.output
 
 
 # --- names that are nearly right

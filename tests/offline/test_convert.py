@@ -485,7 +485,7 @@ def test_a_rank_whose_fellows_never_come_gives_up_in_bounded_time(monkeypatch, t
     started = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     for name, value in {**started, "MASTER_PORT": str(port)}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(RankFailedError, match="the 2 ranks that torchrun started did not meet within 1 s"):
+    with pytest.raises(RankFailedError, match="the 2 ranks that torchrun started did not connect within 1 s"):
         convert(str(UNEVEN / "ckpt"), str(tmp_path / "out"))
     assert list(tmp_path.iterdir()) == []
 

@@ -299,7 +299,7 @@ def test_a_linked_run_is_copied_through_its_link(run: Path, tmp_path: Path) -> N
 
 def test_damage_in_one_checkpoint_leaves_the_others_copied_and_is_an_error(run: Path, tmp_path: Path) -> None:
     flip(max((run / "step_00000002").glob("*.distcp"), key=lambda path: path.stat().st_size))
-    with pytest.raises(IntegrityError, match=r"step_00000002 was not copied; .* has 2 others, complete"):
+    with pytest.raises(IntegrityError, match=r"step_00000002 was not copied; .* has 2 other complete checkpoints"):
         copy(str(run), str(tmp_path / "new"))
     assert steps(tmp_path / "new") == [1, 3] and leftovers(tmp_path / "new") == []
 

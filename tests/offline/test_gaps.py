@@ -92,7 +92,7 @@ def test_an_empty_file_next_to_the_tensors_is_named(zoo: Path, tmp_path: Path, n
 def test_a_megatron_save_without_its_last_file_is_not_ok(zoo: Path, tmp_path: Path) -> None:
     copy = _copy(zoo / "megatron_torch_dist_emulated" / "iter_0000010", tmp_path / "iter_0000010")
     (copy / "metadata.json").unlink()
-    assert "Megatron writes it last" in _found(copy)
+    assert "Megatron writes metadata.json last" in _found(copy)
 
 
 def test_a_truncated_file_next_to_the_tensors_is_named(zoo: Path, tmp_path: Path) -> None:

@@ -230,7 +230,7 @@ def test_checkpoints_that_differ_are_refused(
     [
         ({}, "one checkpoint cannot be merged"),
         ({"last": 9}, "has 4 committed checkpoints"),
-        ({"steps": "90:99"}, "has 0 committed checkpoints there. Steps: 10, 20, 30, 40"),
+        ({"steps": "90:99"}, "has 0 committed checkpoints in this range. Steps: 10, 20, 30, 40"),
         ({"steps": "90"}, "expected FIRST:LAST"),
         ({"last": 2, "steps": "1:2"}, "use one of them"),
     ],
@@ -290,7 +290,7 @@ def test_the_command_merges_and_says_from_what(sources: list[str], tmp_path: Pat
     done = CliRunner().invoke(command, [*sources, str(tmp_path / "out"), "--weights", "0.2,0.3,0.5"])
     assert done.exit_code == 0, done.output
     assert "merged from 0.2 * m0, 0.3 * m1, 0.5 * m2" in done.output
-    assert "1 tensor is not of floats, and copied from the last source: count" in done.output
+    assert "1 tensor is not floating point and copied from the last source: count" in done.output
     assert "merged from" in (tmp_path / "out" / "README.md").read_text()
 
 

@@ -90,7 +90,7 @@ def test_a_rank_reads_hardly_more_than_it_needs(ranks: Any, tmp_path: Path, layo
 def test_a_missing_rank_file_is_named_with_its_rank(runs: Any, tmp_path: Path) -> None:
     copy = _copied(runs("1d", 3)[0], "local", tmp_path)
     (copy / "local_00001.safetensors").unlink()
-    with pytest.raises(IncompleteCheckpointError, match=r"local_00001.safetensors, which rank 1 wrote, is missing"):
+    with pytest.raises(IncompleteCheckpointError, match=r"local_00001.safetensors \(written by rank 1\) is missing"):
         reshard(str(copy), str(tmp_path / "new"), world_size=2)
     assert not (tmp_path / "new").exists()
 

@@ -158,7 +158,7 @@ def _on_another_disk(src: str, dst: str) -> None:
 
 
 def test_a_rank_that_does_not_see_the_target_is_named(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(RankError, match="DST must be on storage that all of them share"):
+    with pytest.raises(RankError, match="DST must be on storage that all machines share"):
         run_ranks(_on_another_disk, 2, str(source), str(tmp_path / "out"))
     assert names(tmp_path) == ["in"]
 

@@ -15,7 +15,7 @@ LORA = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "bias": "none", "
 LINES = {
     "": "",
     "model": "serve it with: vllm serve OUT",
-    "no tokenizer": "vLLM also needs the tokenizer's files in OUT: the source has none",
+    "no tokenizer": "vLLM also needs the tokenizer's files in OUT; the source has none",
 }
 
 

@@ -149,7 +149,7 @@ def test_an_uncertain_vocabulary_is_refused_by_name(
 
 
 def test_a_model_without_embedding_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointMismatchError, match="not certain which tensor is the embedding"):
+    with pytest.raises(CheckpointMismatchError, match="cannot tell which tensor is the token embedding"):
         source = model(tmp_path / "in", {"a.weight": torch.zeros(4, 4)})
         ckptkit.convert(source, str(tmp_path / "out"), vocab_size=320)
 
@@ -169,7 +169,7 @@ def test_a_model_without_embedding_is_refused(tmp_path: Path) -> None:
 def test_rows_of_tokens_in_use_are_not_cut_off(tmp_path: Path, name: str, content: dict[str, Any]) -> None:
     source = model(tmp_path / "in")
     (tmp_path / "in" / name).write_text(json.dumps(content))
-    with pytest.raises(UsageError, match=rf"--vocab-size 250 would cut off .* in {name}"):
+    with pytest.raises(UsageError, match=rf"--vocab-size 250 would remove .* in {name}"):
         ckptkit.convert(source, str(tmp_path / "out"), vocab_size=250)
     if "299" not in json.dumps(content):
         ckptkit.convert(source, str(tmp_path / "out"), vocab_size=251)
@@ -180,7 +180,7 @@ def test_rows_beyond_the_vocab_size_of_the_config_are_trimmed(tmp_path: Path) ->
     source = model(tmp_path / "in", vocab_size=290)
     report = ckptkit.convert(source, str(tmp_path / "out"), vocab_size=290)
     assert load_file(tmp_path / "out" / "model.safetensors")[EMBEDDING].shape == (290, WIDTH)
-    assert any("the last 11 rows were cut off" in note for note in report.notes)
+    assert any("the last 11 rows were removed" in note for note in report.notes)
 
 
 def test_options_that_mean_nothing_are_refused(tmp_path: Path) -> None:
