@@ -551,7 +551,7 @@ class CheckpointManager:
         started = prepared.clock.seconds()
         try:
             prepared.staged = (self._writer or self._buffers).copy(prepared.plan.tensors)
-        except Exception as error:  # noqa: BLE001  memory, most likely: `publish` raises it on every rank
+        except Exception as error:  # noqa: BLE001  probably out of memory: `publish` raises it on every rank
             prepared.failure = error
             prepared.staged = stand_ins(prepared.plan.tensors)
         buffers = self._writer.buffers if self._writer else self._buffers
@@ -613,7 +613,7 @@ class CheckpointManager:
         if self._on_commit is not None:
             try:
                 self._on_commit(report)
-            except Exception:  # noqa: BLE001  a logger's fault must not undo a checkpoint that is there
+            except Exception:  # noqa: BLE001  an error in the callback must not fail a committed save
                 _log.exception("on_commit failed; the checkpoint of step %d is committed", report.step)
         return report
 
@@ -631,7 +631,7 @@ class CheckpointManager:
             gone = tuple((item.step, item.nbytes) for item in done.decisions if item.name in done.deleted)
             older = done.decisions[: -self.retention.max_num] if self.retention.max_num is not None else ()
             return gone, len(done.decisions) - len(done.deleted), sum(item.keep for item in older)
-        except Exception as error:  # noqa: BLE001  the other ranks go on: if rank 0 raised here, they would wait
+        except Exception as error:  # noqa: BLE001  the other ranks continue, and would wait for rank 0
             _log.warning("step %d is saved, but rotation failed; the next save retries: %s", record.step, error)
             return (), None, 0
 

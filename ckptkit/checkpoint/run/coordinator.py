@@ -49,8 +49,7 @@ class Outcome:
 
     @classmethod
     def of(cls, fn: Callable[[], Any]) -> Outcome:
-        """Run `fn` and return its outcome. Never raises. Catches BaseException, because torch's CheckpointException is
-        one."""
+        """Run `fn` and return its outcome. Never raises: even catches torch's CheckpointException, a BaseException."""
         try:
             return cls(fn())
         except BaseException as error:  # noqa: BLE001  the boundary of a rank: `settle` raises it again
@@ -310,8 +309,7 @@ class Coordinator:
         self._kept.clear()
 
     def _expect(self, rank: int) -> tuple[Any, Any]:
-        """Start to receive a message from `rank`. Return the buffer for its first part (-1 until then), and what to
-        wait on."""
+        """Start to receive from `rank`. Return the buffer of the first part (-1 until then), and what to wait on."""
         import torch
         import torch.distributed as dist
 

@@ -57,8 +57,10 @@ class RunHold:
         return self._taken.lease
 
     def remember(self, left: Collection[str], *, among: Callable[[CommitRecord], bool] | None = None) -> None:
-        """Drop deleted checkpoints from the lease's inventory: those that `among` selects (None: all) and `left`
-        lacks."""
+        """Remove deleted checkpoints from the lease's inventory.
+
+        They are the checkpoints that `among` selects (None: all) and `left` lacks.
+        """
         lease = self._taken.lease if self._taken is not None else None
         if lease is not None and lease.inventory is not None:
             known = lease.inventory.committed

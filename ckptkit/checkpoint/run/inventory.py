@@ -359,8 +359,10 @@ def _check_directory(path: Path) -> None:
 
 
 def about_new(root: Store, inventory: Inventory) -> str:
-    """Return the log message for a new run. Mentions leftovers of killed saves, and runs that the user may have
-    meant."""
+    """Return the log message for a new run.
+
+    Mentions leftovers of killed saves, and runs that the user may have meant.
+    """
     text = f"{root.url} has no checkpoint yet"
     left = [item.path for item in inventory.abandoned + inventory.in_progress]
     if left:
@@ -425,8 +427,8 @@ def choose(
 ) -> tuple[str, CommitRecord] | Skipped | None:
     """Return path and record of the checkpoint `which`. None if the run has no checkpoint yet.
 
-    If a damaged checkpoint may be the newest one, "latest" returns it as `Skipped`, because it must not be ignored
-    silently.
+    If a damaged checkpoint may be the newest one, "latest" returns it as `Skipped`, which must not go
+    unnoticed.
 
     Args:
         damaged: Names of checkpoints that cannot be loaded. The newest checkpoint before them is chosen instead.

@@ -40,8 +40,7 @@ _ATTEMPT = re.compile(r"[0-9a-f]{16}/")
 
 
 def mark_of(record: CommitRecord) -> str:
-    """Return the name of the mark that a deletion on an object store writes. The mark is a copy of the commit
-    record."""
+    """Return the name of the mark that a deletion writes on an object store: a copy of the commit record."""
     return f".ckptkit-deleted-{record.save_id}.json"
 
 
@@ -129,8 +128,7 @@ def others_in(root: LocalStore, path: str) -> list[str]:
 
 
 def deleted_records(root: Store, name: str) -> list[CommitRecord]:
-    """Return the records of checkpoints that were deleted from the directory `name`, as long as files are left in
-    it."""
+    """Return the records of checkpoints that were deleted from a directory, as long as files are left in it."""
     paths = [f"{name}/{DELETING}", f"{name}/{_DELETED}"]
     if not is_directory(root):  # each attempt has its own folder, and its own mark
         paths = [item.path for item in root.list(name) if _MARK.fullmatch(item.path[len(name) + 1 :])]

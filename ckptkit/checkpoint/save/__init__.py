@@ -1,1 +1,1 @@
-"""Saves a training state: sharded, full or local, at once or in the background."""
+"""Saves a training state: sharded, full or local, in the foreground or in the background."""

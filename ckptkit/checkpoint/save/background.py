@@ -1,4 +1,4 @@
-"""Background saves: one at a time; their errors are never lost."""
+"""Runs saves in the background. Makes sure that somebody sees their errors."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ _unasked: weakref.WeakSet[SaveHandle] = weakref.WeakSet()
 
 @contextlib.contextmanager
 def collecting_later() -> Iterator[None]:
-    """Disable garbage collection in the block: capturing thousands of tensors creates enough objects to trigger a
-    collection, which takes longer than the capture."""
+    """Disable garbage collection inside the block.
+
+    Capturing thousands of tensors creates enough objects to trigger a collection, which takes longer than the capture.
+    """
     if not gc.isenabled():
         yield
         return
@@ -40,11 +42,13 @@ def collecting_later() -> Iterator[None]:
 
 
 class SaveHandle:
-    """A save in progress. `result` waits for its commit and raises its error. On ranks that do not call it, the
-    manager's next call raises the error. Call it on all ranks or on none, so that they continue or stop together.
+    """A save in progress.
+
+    `result` waits for the commit and raises the save's error. Call it on all ranks or on none, so that they continue or
+    stop together. On a rank that does not call it, the next call of the manager raises the error.
 
     Args:
-        patience: Retry time of the save's storage calls. Ctrl-C while waiting for the save ends the retries.
+        patience: How long the save retries storage calls. Ctrl-C while waiting for the save ends the retries.
     """
 
     def __init__(self, step: int, work: Callable[[], SaveReport], patience: Patience | None = None) -> None:
@@ -57,23 +61,23 @@ class SaveHandle:
         self._pid = os.getpid()
         self._done = threading.Event()
         self._training_goes_on = threading.Event()
-        # Not a daemon: the process waits for its checkpoint at exit.
+        # Not a daemon thread: at exit, the process waits for its checkpoint.
         self._thread = threading.Thread(target=self._run, name=f"ckptkit-save-{step}", daemon=False)
 
     def start(self) -> SaveHandle:
-        """Begin the background work."""
+        """Start the background work."""
         _unasked.add(self)
         try:
             self._thread.start()
-        except RuntimeError as error:  # the other ranks have started theirs, and wait for this one
-            _log.warning("step %d is saved without a thread, while training waits: %s", self.step, error)
+        except RuntimeError as error:  # save anyway: the other ranks have started their threads, and wait for this rank
+            _log.warning("no thread could be started; training waits for the save of step %d: %s", self.step, error)
             self._training_goes_on.set()
             self._run()
         self._training_goes_on.set()
         return self
 
     def _run(self) -> None:
-        # Otherwise this thread would hold the interpreter lock just when training resumes.
+        # Without this wait, the thread would hold the interpreter lock just when training resumes.
         self._training_goes_on.wait(_HEAD_START_S)
         work, self._work = self._work, None
         try:
@@ -87,7 +91,7 @@ class SaveHandle:
 
     def wait_at_end(self) -> None:
         """Wait for the save's thread, if it belongs to this process."""
-        while self._thread.is_alive() and not self._waited(_LOOK_S):  # not alive after a fork
+        while self._thread.is_alive() and not self._waited(_LOOK_S):  # in a fork, the thread is not alive
             pass
 
     def _waited(self, timeout_s: float | None) -> bool:
@@ -98,20 +102,20 @@ class SaveHandle:
             raise
 
     def hurry(self) -> None:
-        """Stop retrying: the save continues only while the storage responds."""
+        """Stop retries. The save continues as long as the storage responds."""
         self._patience.hurry()
 
     def done(self) -> bool:
-        """Return whether the save has ended, successfully or not."""
+        """Return whether the save has succeeded or failed."""
         return self._done.is_set()
 
     def result(self, timeout_s: float | None = None) -> SaveReport:
-        """Return the report once the checkpoint is committed.
+        """Wait for the commit, and return the report.
 
         Raises:
             SaveError: The save failed; nothing was published.
-            TimeoutError: It is not done after `timeout_s`; it continues.
-            UsageError: This is a fork of the process that saves.
+            TimeoutError: The save is not done after `timeout_s`; it continues.
+            UsageError: This process is a fork of the one that saves.
         """
         if os.getpid() != self._pid and not self._done.is_set():
             raise UsageError(f"the save of step {self.step} runs in process {self._pid}; wait for it there.")
@@ -128,7 +132,7 @@ class SaveHandle:
         return self._report
 
     def exception(self) -> BaseException | None:
-        """Return the error, None while the save is running or if it succeeded. Does not mark the outcome as seen."""
+        """Return the error; None while the save is running or if it succeeded. Does not count as seeing the outcome."""
         return self._error
 
     @property
@@ -138,7 +142,7 @@ class SaveHandle:
 
 
 def _report_unasked() -> None:
-    """At exit, log errors that nobody has seen."""
+    """Log, at exit, the errors that nobody has seen."""
     for handle in list(_unasked):
         error = handle.exception()
         if error is not None:
@@ -146,7 +150,7 @@ def _report_unasked() -> None:
 
 
 def report_failure(step: int, error: BaseException) -> None:
-    """Log that a save failed whose error nobody gets; without logging, print it."""
+    """Log the error of a save if nobody will call `result`. Print it if logging is not configured."""
     text = f"the save of step {step} failed, and nothing was published: {error}"
     _log.error("%s", text)
     if not _is_heard() and sys.stderr is not None:
@@ -154,7 +158,7 @@ def report_failure(step: int, error: BaseException) -> None:
 
 
 def _is_heard() -> bool:
-    """Whether logging is configured; without it, a lost save must be printed."""
+    """Return whether logging is configured. If it is not, a failed save must be printed."""
     logger: logging.Logger | None = _log
     while logger is not None:
         if any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers):
@@ -164,7 +168,7 @@ def _is_heard() -> bool:
 
 
 def _wait_for_saves() -> None:
-    """At the end of the main thread: wait for running saves before Python shuts down the modules they use."""
+    """Wait for running saves at the end of the main thread, before Python shuts down modules that the saves use."""
     for handle in list(_unasked):
         handle.wait_at_end()
 

@@ -1,7 +1,7 @@
-"""FULL: gathers full tensors one at a time on the rank that writes them; other ranks hold only their part.
+"""FULL saves: gathers one full tensor at a time on the rank that writes it. The other ranks hold only their parts.
 
-Every rank knows the whole plan: files, tensors, writers, and senders of boxes. Files are distributed over the ranks and
-written in parallel; a rank gathers one tensor while it writes the previous one.
+Every rank knows the whole plan: files, tensors, writers, and which rank sends which box. The files are distributed over
+the ranks and written in parallel. A rank gathers one tensor while it writes the previous one.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ if TYPE_CHECKING:
 
 __all__ = ["FullTensors"]
 
-_CHUNK_BYTES = 16 << 20  # of one message
+_CHUNK_BYTES = 16 << 20  # maximum size of one message
 
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A box of a tensor and the rank that sends it; `number` counts that rank's parts of the tensor."""
+    """A box of a tensor and the rank that sends it. `number` is its index among that rank's parts of the tensor."""
 
     rank: int
     box: Box
@@ -59,7 +59,7 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """One tensor of the checkpoint: its destination and its senders."""
+    """One tensor of the checkpoint, and the pieces it is gathered from."""
 
     key: str
     name: str
@@ -84,11 +84,11 @@ class _File:
 
 @dataclass(slots=True)
 class FullTensors:
-    """This rank's contributions to full tensors, and the files it writes.
+    """This rank's contributions to full tensors, and the files that it writes.
 
     Attributes:
-        group: A gloo group for the pieces; None if there is one rank.
-        configs: Side files of the models: path -> bytes.
+        group: A gloo group for sending the pieces; None with a single rank.
+        configs: Side files of the models: path to bytes.
     """
 
     rank: int
@@ -115,7 +115,7 @@ class FullTensors:
         configs: Mapping[str, bytes] | None = None,
         max_shard_bytes: int,
     ) -> FullTensors:
-        """Return the plan for a captured state. No communication."""
+        """Return the plan for a captured state. Does not communicate."""
         views = {key: part_view(key, tensor, rank) for key, tensor in captured.tensors(aliases=False)}
         check_safetensors(views.values())
         aliases = {name: table for name, table in captured.aliases.items() if table}
@@ -161,7 +161,7 @@ class FullTensors:
                         head = [FileTensor(item.name, item.dtype, item.shape) for item in file.items]
                         opening = open_stream(store, file.path, head, {"format": "pt"}, sync=sync)
                         streams[file.path] = stack.enter_context(opening)
-            except Exception as error:  # noqa: BLE001  raised by `_Transfer.run`, after the others got their pieces
+            except Exception as error:  # noqa: BLE001  `_Transfer.run` raises it after the communication
                 failure = error
             _Transfer(self, memory, streams, pool, failure).run()
         for path, stream in streams.items():
@@ -193,7 +193,7 @@ class FullTensors:
 
 
 def _describe(views: Any, captured: Captured) -> bytes:
-    """Return a JSON description of this rank's tensors for the other ranks, with layouts by index."""
+    """Return a JSON description of this rank's tensors for the other ranks. Tensors refer to layouts by index."""
     layouts: list[Any] = []
     rows = []
     index: dict[ShardLayout, int] = {}
@@ -210,7 +210,7 @@ def _describe(views: Any, captured: Captured) -> bytes:
 
 
 def _is_strided(view: PartView) -> bool:
-    """Whether only the rank itself knows its local shape."""
+    """Return whether other ranks cannot compute the local shape of this rank."""
     return view.layout is not None and any(p.kind == "strided_shard" for p in view.layout.placements)
 
 
@@ -230,7 +230,7 @@ def _plan(described: Sequence[Mapping[str, Any]], world_size: int, max_shard_byt
         groups[group].append(_Item(key, name, first[1], tuple(first[2]), _pieces(key, held)))
     files = [file for group, items in groups.items() for file in _files(group, items, max_shard_bytes)]
     load = [0] * world_size
-    for file in sorted(files, key=lambda f: (-f.nbytes, f.path)):  # the largest file to the least loaded rank
+    for file in sorted(files, key=lambda f: (-f.nbytes, f.path)):  # the largest first, to the rank with the least bytes
         file.writer = load.index(min(load))
         load[file.writer] += file.nbytes + 1
     return files
@@ -242,7 +242,7 @@ def _layout(fields: Sequence[Any]) -> ShardLayout:
 
 
 def _pieces(key: str, held: Sequence[tuple[int, list[Any], ShardLayout | None]]) -> tuple[_Piece, ...]:
-    """Return each box once, from the first rank that holds it."""
+    """Return the distinct boxes of a tensor, each with the first rank that holds it."""
     found: dict[Box, _Piece] = {}
     for rank, (_, dtype, shape, _, local_shape), layout in held:
         first = held[0][1]
@@ -258,7 +258,7 @@ def _pieces(key: str, held: Sequence[tuple[int, list[Any], ShardLayout | None]])
 
 
 def _files(group: str, items: Sequence[_Item], max_shard_bytes: int) -> list[_File]:
-    """Split a group into files of at most `max_shard_bytes`, in tensor order, like transformers."""
+    """Split a group of tensors into files of at most `max_shard_bytes`, in tensor order, like transformers."""
     files: list[_File] = []
     for item in items:
         if not files or (files[-1].nbytes and files[-1].nbytes + item.nbytes > max_shard_bytes):
@@ -272,13 +272,13 @@ def _files(group: str, items: Sequence[_Item], max_shard_bytes: int) -> list[_Fi
 
 
 def _model_folder(group: str) -> str:
-    """Return the folder of a model's files: the root for a single model, its name for one of several."""
+    """Return the folder of a model's files: the root for a single model, otherwise the model's name."""
     name = group.partition("_")[2]
     return f"{name}/" if name else ""
 
 
 def _hf_indexes(files: Sequence[_File]) -> dict[str, bytes]:
-    """Return `model.safetensors.index.json` of each model."""
+    """Return the contents of each model's `model.safetensors.index.json`, by path."""
     maps: dict[str, dict[str, str]] = {}
     sizes: dict[str, list[int]] = {}
     for file in files:
@@ -304,9 +304,9 @@ def _hf_indexes(files: Sequence[_File]) -> dict[str, bytes]:
 class _Transfer:
     """Gathers and writes every tensor. All ranks iterate over the same list, so messages need no names.
 
-    A writer holds the tensor being gathered and the one being written: at most twice the largest. A rank
-    that fails (a full disk, no memory) continues sending and receiving to the end, then raises, so that the others do
-    not wait for a timeout.
+    A writer holds the tensor that is being gathered and the one that is being written: at most twice the largest. A
+    rank that fails (disk full, out of memory) continues to send and receive until the end, and then raises. So the
+    other ranks do not wait for a timeout.
     """
 
     def __init__(
@@ -325,7 +325,7 @@ class _Transfer:
         self._writing: Future[None] | None = None
 
     def run(self) -> None:
-        """Gather and write everything. Raises this rank's first error."""
+        """Gather and write all tensors. Raises this rank's first error."""
         for file, item in _order(self._plan.files):
             if file.writer == self._plan.rank:
                 whole = self._try(lambda item=item: _target(self._plan, item, self._memory.get(item.key)))  # type: ignore[misc]
@@ -342,7 +342,7 @@ class _Transfer:
             raise self._failure
 
     def _try(self, step: Callable[[], Any]) -> Any:
-        """Run a step without communication; does nothing after a failure."""
+        """Run a step that does not communicate. Does nothing if an earlier step failed."""
         if self._failure is None:
             try:
                 return step()
@@ -381,7 +381,7 @@ class _Transfer:
 
 
 def _order(files: Sequence[_File]) -> Iterator[tuple[_File, _Item]]:
-    """Interleave the writers' tensors: while one writes, the next one gathers."""
+    """Interleave the tensors of the writers, so that one rank gathers while another writes."""
     writers: dict[int, list[tuple[_File, _Item]]] = {}
     for file in files:
         writers.setdefault(file.writer, []).extend((file, item) for item in file.items)
@@ -390,7 +390,7 @@ def _order(files: Sequence[_File]) -> Iterator[tuple[_File, _Item]]:
 
 
 def _target(plan: FullTensors, item: _Item, own: torch.Tensor | None) -> torch.Tensor:
-    """Return memory for a full tensor; the live tensor if it is complete on this rank."""
+    """Return memory for a full tensor. If this rank holds the complete tensor, return that."""
     import torch
 
     if own is not None and len(item.pieces) == 1 and item.pieces[0].rank == plan.rank:
@@ -412,7 +412,7 @@ def _tiles(box: Box, item: _Item) -> Iterator[Box]:
 
 
 def _receive(plan: FullTensors, item: _Item, piece: _Piece, whole: torch.Tensor | None) -> None:
-    """Receive another rank's box into its destination, or discard it if there is none."""
+    """Receive another rank's box into `whole`. Discard it if `whole` is None."""
     import torch
     import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""The files that transformers needs in addition to a model's weights."""
+"""Collects the files that transformers needs in addition to a model's weights."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ __all__ = ["adapter_configs", "adapter_folder", "adapters_of", "pretrained_class
 
 
 def read_side_files(url: str) -> dict[str, bytes]:
-    """Return the config, tokenizer, chat template and licence files at `url`, by name.
+    """Return the config, tokenizer, chat template and licence files at `url`: name to bytes.
 
     Raises:
-        UsageError: There is none.
+        UsageError: There are no such files.
     """
     store = open_store(url)
     found = find_side_files(store).carried
     if not found:
         raise UsageError(
-            f"side_files={url!r} contains no config.json, tokenizer or other file that belongs into an export."
+            f"side_files={url!r} contains no config.json, tokenizer or other file that belongs in an export."
         )
     return {path: store.read(path) for path in found}
 
 
 def side_files(state: TrainState) -> dict[str, bytes]:
-    """Return `config.json`, `generation_config.json` and `adapter_config.json` of each model that has them, by path.
-    Does not import transformers or peft; models that use them have already done so."""
+    """Return each model's `config.json`, `generation_config.json` and `adapter_config.json`: path to bytes.
+
+    Does not import transformers or peft: whoever made the model has already imported them.
+    """
     files: dict[str, bytes] = {}
     for name, module in state.parts("model").items():
         folder = f"{name}/" if name else ""
@@ -51,17 +53,17 @@ def side_files(state: TrainState) -> dict[str, bytes]:
 
 
 def pretrained_class(module: Any) -> Any:
-    """Return the transformers class for `from_pretrained`; None if the module is not from transformers."""
+    """Return the transformers class of a module, for `from_pretrained`. None if the module is not from transformers."""
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(module, transformers.PreTrainedModel):
         return None
-    # fully_shard replaces the class by a subclass called FSDP<class>.
+    # fully_shard replaces the class with a subclass called FSDP<class>.
     kinds = type(module).__mro__
     return kinds[1] if kinds[0].__name__ == f"FSDP{kinds[1].__name__}" else kinds[0]
 
 
 def adapters_of(module: Any) -> dict[str, Any]:
-    """Return adapter configs by name, of a PEFT model or of a transformers model with adapters."""
+    """Return the adapter configs of a PEFT model, or of a transformers model with adapters, by adapter name."""
     peft = sys.modules.get("peft")
     if peft is None:
         return {}
@@ -73,7 +75,7 @@ def adapters_of(module: Any) -> dict[str, Any]:
 
 
 def adapter_configs(module: Any) -> dict[str, bytes]:
-    """Return adapter_config.json of each adapter by its folder, as PEFT's `save_pretrained` writes it."""
+    """Return each adapter's adapter_config.json as PEFT's `save_pretrained` writes it: folder to bytes."""
     files: dict[str, bytes] = {}
     adapters = adapters_of(module)
     for name, live in adapters.items():
@@ -91,7 +93,10 @@ def adapter_configs(module: Any) -> dict[str, bytes]:
 
 
 def adapter_folder(name: str, adapters: Collection[str]) -> str:
-    """Return the folder of an adapter, with a slash at its end: "" for "default", or the only one."""
+    """Return the folder of an adapter, with a trailing slash.
+
+    The folder is "" for the adapter "default", and for the only adapter.
+    """
     return "" if name == "default" or len(adapters) == 1 else f"{name}/"
 
 

@@ -1,4 +1,4 @@
-"""LOCAL: each rank writes its local tensors to one file, without communication; one holder writes each replica."""
+"""LOCAL saves: each rank writes its local tensors to one file, without communication. A replica is written once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["LocalTensors"]
 
 @dataclass(frozen=True, slots=True)
 class LocalTensors:
-    """The tensors that this rank writes. Where several ranks hold the same part, one of them is chosen to write it."""
+    """The tensors that this rank writes. If several ranks hold the same part, exactly one of them writes it."""
 
     rank: int
     world_size: int
@@ -38,7 +38,7 @@ class LocalTensors:
 
     @classmethod
     def of(cls, captured: Captured, rank: int, world_size: int) -> LocalTensors:
-        """Return the plan for a captured state. No communication."""
+        """Return the plan for a captured state. Does not communicate."""
         views = tuple(part_view(key, tensor, rank) for key, tensor in captured.tensors(aliases=False))
         check_safetensors(views)
         common = sorted(f"{v.key} {v.dtype} {v.shape}" for v in views if v.layout is None and v.key not in captured.own)
@@ -61,8 +61,10 @@ class LocalTensors:
         return "|".join(re.escape(file_name(rank)) for rank in range(self.world_size))
 
     def settle(self, signatures: Sequence[bytes], all_gather: Callable[[bytes], list[bytes]]) -> LocalTensors:
-        """If ranks have different plain tensors, each writes all of its own, since it may be the only one to have
-        them."""
+        """Return the plan. If ranks have different plain tensors, this rank writes all of its own.
+
+        It may be the only rank that has them.
+        """
         if len(set(signatures)) <= 1:
             return self
         mine = {view.key for view in self.mine}
@@ -99,7 +101,7 @@ class LocalTensors:
 
 
 def _is_writer(view: PartView, rank: int, world_size: int) -> bool:
-    """Whether this rank writes the part: a checksum of the name distributes replicas over their holders."""
+    """Return whether this rank writes the part. A checksum of the key chooses one of the ranks that hold a replica."""
     turn = crc32(view.key.encode("utf-8", "surrogatepass"))
     if view.layout is None:
         return turn % world_size == rank

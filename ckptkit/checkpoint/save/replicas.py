@@ -1,8 +1,9 @@
-"""Finds plain (not sharded) tensors and optimizer values that differ between ranks, and saves each rank's own.
+"""Finds plain (not sharded) tensors and optimizer values that differ between ranks, and saves each rank's copy.
 
-A checkpoint stores one copy of them, because ranks normally have equal copies. If they differ (running statistics of
-each rank's data, unsynchronised parameters, optimizer states computed from a shard), a single copy would silently lose
-the others. `checkpoint/state/optimizer_layout` says where the states of optimizers load again.
+A checkpoint normally stores a single copy of them, because ranks normally have equal values. If the values differ
+(running statistics of each rank's data, unsynchronised parameters, optimizer states computed from a shard), a single
+copy would silently lose the values of the other ranks. `checkpoint/state/optimizer_layout` decides where a rank's
+optimizer states may be loaded.
 """
 
 from __future__ import annotations
@@ -32,22 +33,22 @@ __all__ = ["PER_RANK", "Fingerprints", "OwnCopies", "holding", "own_copies", "pa
 _log = logging.getLogger(__name__)
 
 PER_RANK = "per_rank"
-"""`per_rank.<rank>.<key>` is a rank's copy of `<key>`; `<key>` itself is the lowest rank's."""
+"""`per_rank.<rank>.<key>` is the copy of a rank. `<key>` itself is the copy of the lowest rank that has the key."""
 
 _BOUND = "bound"
-"""Around the value of a rank in `per_rank.<rank>` that loads only where parameters are cut in the same way."""
+"""Wraps a value in `per_rank.<rank>` that may be loaded only where parameters are sharded in the same way."""
 
-_PARTS = ("param_groups", "values", "shared")  # of an optimizer's JSON: each is compared as a whole
-_NAMES = "names"  # which plain states a rank has: not all, if each rank steps some parameters only
-_SAMPLE = 4096  # bytes from the start, the middle and the end of a tensor that is not on the host
+_PARTS = ("param_groups", "values", "shared")  # parts of an optimizer's JSON; each is compared as a whole
+_NAMES = "names"  # the plain states that a rank has; ranks that step different parameters have different ones
+_SAMPLE = 4096  # bytes sampled at the start, the middle and the end of a tensor that is not on the host
 _SHOWN = 5
 
 
 class Fingerprints:
-    """Fingerprints of this rank's plain tensors and of its optimizers' values, 16 bytes each.
+    """Fingerprints of this rank's plain tensors and optimizer values, 16 bytes each.
 
-    On the host all bytes are hashed (tens of GB/s). On a device, a reduction over all words and three byte samples are
-    used, which need one copy of a few KB per tensor.
+    Tensors on the host are hashed completely (tens of GB/s). For tensors on a device, the fingerprint covers a
+    reduction over all words and three byte samples, which needs one copy of a few KB per tensor.
     """
 
     def __init__(self, captured: Captured) -> None:
@@ -68,23 +69,28 @@ class Fingerprints:
         trees = _trees(captured)
         self.keys = [*found, *trees]
         self._table = np.empty((len(self.keys), 2), "<u8")
-        # Ranks with other parameters (stages of a pipeline) have other values.
+        # The names include the parameters: ranks with other parameters (pipeline stages) have other values.
         salts = {section: _parameters(taken) for section, taken in captured.optimizers.items()}
         self._table[:, 0] = [*names, *(_name_digest(key + salts[key.rpartition(".")[0]]) for key in trees)]
         self._table[:, 1] = [*contents, *trees.values()]
 
     @property
     def digests(self) -> tuple[bytes, bytes]:
-        """Digests of this rank's keys and contents."""
+        """A digest of this rank's keys, and one of the keys with their contents."""
         return holding(self.to_bytes()), signature_of(self._table.tobytes())
 
     def to_bytes(self) -> bytes:
-        """Return the table that `differing` compares."""
+        """Return the table of fingerprints, for `differing`."""
         return self._table.tobytes()
 
     def differing(self, tables: Sequence[bytes]) -> tuple[dict[str, int], bool]:
-        """Return this rank's keys with different contents on other ranks, each with the lowest rank that has it, and
-        whether any rank has such a key. `tables`: of all ranks."""
+        """Return this rank's keys whose contents differ between ranks, each with the lowest rank that has the key.
+
+        Also returns whether any rank has such a key.
+
+        Args:
+            tables: `to_bytes` of all ranks.
+        """
         keepers: dict[int, int] = {}
         contents: dict[int, set[int]] = {}
         for rank, table in enumerate(tables):
@@ -102,7 +108,7 @@ def _name_digest(key: str, dtype: torch.dtype | None = None, shape: Sequence[int
 
 
 def _parameters(taken: CapturedOptimizer) -> str:
-    """Return the FQNs of an optimizer's parameters."""
+    """Return the FQNs of an optimizer's parameters as one string."""
     return "".join(f" {fqn}" for group in taken.tree["param_groups"] for fqn in group["params"])
 
 
@@ -118,7 +124,7 @@ def _trees(captured: Captured) -> dict[str, int]:
 
 
 def _parts(taken: CapturedOptimizer) -> dict[str, Any]:
-    """Return the parts of an optimizer's JSON that are compared between ranks, and the plain states it has."""
+    """Return what is compared between ranks: the parts of an optimizer's JSON, and the names of its plain states."""
     from torch.distributed.tensor import DTensor
 
     names = [f"{fqn}.{state}" for (fqn, state), tensor in taken.tensors.items() if not isinstance(tensor, DTensor)]
@@ -126,23 +132,22 @@ def _parts(taken: CapturedOptimizer) -> dict[str, Any]:
 
 
 def holding(table: bytes) -> bytes:
-    """Return a digest of the names of a rank's plain tensors, from its table."""
+    """Return a digest of the names in a rank's table of fingerprints."""
     return signature_of(np.frombuffer(table, "<u8").reshape(-1, 2)[:, 0].tobytes())[:8]
 
 
 def part_ways(captured: Captured, keepers: Mapping[str, int] | None, rank: int) -> None:
-    """Keep the shared copy of each tensor only on its keeper, and add this rank's own copy under a per-rank key.
-    Values of optimizers are added on every rank.
+    """Keep the shared copy of each differing tensor on one rank only, and give the other copies per-rank keys.
 
-    Tensors of `extra` get no per-rank copy: use `PerRank` for those.
+    Differing optimizer values are saved for every rank. Tensors of `extra` get no per-rank copy; use `PerRank`.
 
     Args:
-        keepers: This rank's keys that differ between ranks -> the rank with the shared copy; None if no rank has such a
-            key.
+        keepers: This rank's keys that differ between ranks, each with the rank that keeps the shared copy. None if no
+            rank has such a key.
     """
     if keepers is None:
         return
-    # Every rank has one, possibly empty, so their number is the number of ranks that saved.
+    # Every rank saves this dict, even if it is empty: a load counts them to get the number of ranks that saved.
     own = captured.rank_objects.setdefault(f"{PER_RANK}.{rank}", {})
     for section, taken in captured.optimizers.items():
         taken.tree.setdefault("own", {"layouts": layouts(taken.cut), "states": []})
@@ -150,7 +155,7 @@ def part_ways(captured: Captured, keepers: Mapping[str, int] | None, rank: int) 
             if (key := f"{section}.{part}") in keepers:
                 own[key] = tree if part == _NAMES else {_BOUND: tree}
                 if part == "values" and keepers[key] != rank:
-                    taken.tree[part] = {}  # a SHARDED checkpoint repeats numbers for torch: the keeper's
+                    taken.tree[part] = {}  # SHARDED also stores these numbers for torch: only those of the keeper
     bound = _bound(captured)
     for key, same, holder, name in list(_places(captured)):
         if same not in keepers:
@@ -167,7 +172,7 @@ def part_ways(captured: Captured, keepers: Mapping[str, int] | None, rank: int) 
 
 
 def _bound(captured: Captured) -> set[str]:
-    """Return the keys of plain optimizer states that belong to the rank's part of the parameters, if they differ."""
+    """Return the keys of plain optimizer states that are computed from this rank's shards of the parameters."""
     found: set[str] = set()
     for section, taken in captured.optimizers.items():
         found.update(taken.loose)
@@ -176,20 +181,22 @@ def _bound(captured: Captured) -> set[str]:
 
 
 def refuse_unlike(keys: Collection[str], captured: Captured) -> None:
-    """Raise SaveError for plain parameters that differ between ranks: on another mesh, all ranks would get the values
-    of one, and an export would have no others."""
+    """Raise SaveError if plain parameters differ between ranks.
+
+    On another mesh, all ranks would load the values of one rank. An export would contain only these, too.
+    """
     unlike = sorted(captured.alike.intersection(keys))
     if unlike:
         raise SaveError(
-            f"{_listed(unlike)} are plain parameters with other values on other ranks. If each rank has a part of a "
-            "larger tensor (experts), declare it: TrainState(layout={'*.experts.*': ckptkit.Shard(0, mesh=ep)}). If "
+            f"{_listed(unlike)} differ between ranks, but are plain (unsharded) parameters. If each rank has a part of "
+            "a larger tensor (experts), declare it: TrainState(layout={'*.experts.*': ckptkit.Shard(0, mesh=ep)}). If "
             "the ranks should agree, broadcast the values after initialization. If each rank is to keep its own: "
             "layout={'NAME': 'per_rank'}."
         )
 
 
 def warn_of(keys: Collection[str], captured: Captured) -> None:
-    """Log which tensors differ between ranks, and how they are saved."""
+    """Log which keys differ between ranks, and how they are saved."""
     names = {f"{section}.{_NAMES}" for section in captured.optimizers}
     bound = _bound(captured) | {f"{section}.{part}" for section in captured.optimizers for part in _PARTS}
     keys = set(keys) - names
@@ -219,13 +226,13 @@ def warn_of(keys: Collection[str], captured: Captured) -> None:
 
 @dataclass(frozen=True, slots=True)
 class OwnCopies:
-    """A checkpoint as this rank sees it, with the rank's own copies.
+    """A checkpoint with one rank's own copies in place of the shared ones.
 
     Attributes:
-        note: On another number of ranks: for which tensors all ranks get the values of one.
-        bound: Keys of optimizer states that each saving rank had its own values of.
+        note: If the number of ranks changed: for which tensors all ranks get one rank's values.
+        bound: Keys of optimizer states that differ between the ranks that saved.
         ranks: How many ranks saved their own values.
-        fits: Whether the same number of ranks loads.
+        fits: Whether as many ranks load as saved.
     """
 
     catalog: Catalog
@@ -237,11 +244,13 @@ class OwnCopies:
 
 
 def own_copies(catalog: Catalog, objects: Mapping[str, Any], *, rank: int, world_size: int) -> OwnCopies:
-    """Return the checkpoint as this rank sees it."""
+    """Return the checkpoint with the copies of `rank` in place of the shared ones."""
     saved = {name.partition(".")[2]: tree for name, tree in objects.items() if name.startswith(f"{PER_RANK}.")}
     for name, tree in saved.items():
         if not isinstance(tree, dict) or any(key not in catalog.tensors for key in references(tree)):
-            raise CorruptCheckpointError(f"objects.json: the value of '{PER_RANK}.{name}' names no tensors.")
+            raise CorruptCheckpointError(
+                f"objects.json: the value of '{PER_RANK}.{name}' is not a table of existing tensors."
+            )
     if not saved:
         return OwnCopies(catalog, dict(objects))
     bound = {key: [tree.get(key) for tree in saved.values()] for key in _bound_keys(saved)}
@@ -261,7 +270,7 @@ def own_copies(catalog: Catalog, objects: Mapping[str, Any], *, rank: int, world
         tree = value[_BOUND] if _is_bound(value) else value
         here = catalog.tensors.get(key)
         section, _, part = key.rpartition(".")
-        if here is not None:  # some formats store only one of several tied names
+        if here is not None:  # a format may store only one of several tied names
             for own in references(tree):
                 tensors[key] = replace(catalog.tensors[own], name=key, role=here.role, fqn=here.fqn, state=here.state)
         elif part in _PARTS and isinstance(objects.get(section), dict):
@@ -270,7 +279,7 @@ def own_copies(catalog: Catalog, objects: Mapping[str, Any], *, rank: int, world
 
 
 def _states_of_others(saved: Mapping[str, Mapping[str, Any]], rank: str) -> list[tuple[str, str]]:
-    """Return the plain states, as (optimizer, name), that other ranks had and this one had not."""
+    """Return the plain states, as (optimizer, name), that other ranks saved but `rank` did not."""
     tables = {
         key: value for key, value in saved[rank].items() if key.endswith(f".{_NAMES}") and isinstance(value, list)
     }
@@ -286,7 +295,7 @@ def _bound_keys(saved: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _unlike(name: str, trees: Sequence[Any]) -> list[str]:
-    """Return the paths at which the values of the ranks differ."""
+    """Return the paths below `name` at which the ranks' values differ."""
     trees = [tree[_BOUND] if _is_bound(tree) else tree for tree in trees]
     first = trees[0]
     if all(tree == first for tree in trees):
@@ -303,11 +312,11 @@ def _is_bound(value: Any) -> bool:
     return isinstance(value, dict) and value.keys() == {_BOUND}
 
 
-# --- which tensors, and where they are
+# --- which tensors are plain, and where they are
 
 
 def _has_plain(captured: Captured) -> bool:
-    """Whether there are plain tensors that are shared between ranks; checks all at once."""
+    """Return whether there are plain tensors that ranks share. Faster than a check of each tensor."""
     from torch.distributed.tensor import DTensor
 
     own, cut = captured.own, {DTensor}
@@ -333,7 +342,7 @@ def _is_replica(key: str, tensor: torch.Tensor, captured: Captured) -> bool:
 
 
 def _places(captured: Captured) -> Iterator[tuple[str, str, dict[Any, Any], Any]]:
-    """Yield each tensor's key, the key of the name it is tied to (or its own), its dict, and its name in that dict."""
+    """Yield (key, key of the tensor that it is tied to or its own key, dict, name in the dict) of each tensor."""
     for section, tensors in captured.models.items():
         aliases = captured.aliases.get(section, {})
         for fqn in tensors:
@@ -353,7 +362,7 @@ def _listed(keys: Sequence[str]) -> str:
     return ", ".join(keys[:_SHOWN]) + more
 
 
-# --- what is in them
+# --- fingerprints of contents
 
 
 def _contents(tensors: Sequence[torch.Tensor]) -> Iterator[int]:
@@ -367,7 +376,7 @@ def _contents(tensors: Sequence[torch.Tensor]) -> Iterator[int]:
             if tensor.device.type != "cpu":
                 away[index] = _summary(_bytes_of(tensor))
         sizes = [summary.numel() for summary in away.values()]
-        # A single copy per device, so that there is one synchronization.
+        # One copy for all tensors of a device, so there is only one synchronization.
         fetched = dict(zip(away, _fetched(list(away.values()), sizes), strict=True))
         for index, tensor in enumerate(tensors):
             if index in known:
@@ -379,8 +388,10 @@ def _contents(tensors: Sequence[torch.Tensor]) -> Iterator[int]:
 
 
 def _small_contents(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
-    """Like `_contents`, for small contiguous host tensors: those with equal shape and dtype, such as step counts, are
-    processed together."""
+    """Return the fingerprints of small contiguous host tensors, by index.
+
+    Tensors of equal shape and dtype, such as step counts, are processed together.
+    """
     import torch
 
     joined_dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.bool)
@@ -399,13 +410,13 @@ def _small_contents(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor as one row, in memory order; without a copy if it is dense."""
+    """Return the bytes of a tensor as a flat tensor, in memory order. Does not copy a dense tensor."""
     import torch
 
     tensor = tensor.detach().resolve_conj().resolve_neg()
     strides = tensor.stride()
     dims = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
-    return tensor.permute(dims).reshape(-1).contiguous().view(torch.uint8)  # a column is a row with gaps
+    return tensor.permute(dims).reshape(-1).contiguous().view(torch.uint8)  # a column slice has gaps: copied
 
 
 def _summary(row: torch.Tensor) -> torch.Tensor:

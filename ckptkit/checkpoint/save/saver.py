@@ -1,4 +1,4 @@
-"""The steps of a save: capture, plan, agree, write, index, commit. The same for FULL, SHARDED and LOCAL."""
+"""Runs the steps of a save: capture, plan, agree, write, index, commit. FULL, SHARDED and LOCAL share them."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ _log = logging.getLogger(__name__)
 
 
 class TensorPlan(Protocol):
-    """This rank's plan of a save; one class per state-dict type, with the same methods.
+    """This rank's plan of a save. There is one implementation per state-dict type.
 
     Attributes:
         tensors: The tensors to save; staging copies exactly these.
-        nbytes: Approximate bytes to write.
-        file_names: A pattern of the paths of all files written by the ranks, after `settle`.
+        nbytes: Approximate number of bytes to write.
+        file_names: A regular expression for the paths of all files that the ranks write; known after `settle`.
         signature: Equal on ranks that agree about their shared tensors.
     """
 
@@ -72,28 +72,29 @@ class TensorPlan(Protocol):
     def signature(self) -> bytes: ...
 
     def settle(self, signatures: Sequence[bytes], all_gather: Callable[[bytes], list[bytes]]) -> TensorPlan:
-        """Return the plan adjusted to the other ranks' tensors. Collective if signatures are new."""
+        """Return the plan, adjusted to the tensors of the other ranks. Collective if signatures changed."""
 
     def write(self, store: Store, tensors: Sequence[torch.Tensor] | None, *, sync: bool) -> WrittenTensors:
-        """Write this rank's files. `tensors`: staged copies in the plan's order; None uses the live ones."""
+        """Write this rank's files. `tensors`: staged copies in the plan's order; None means the live tensors."""
 
     def index(
         self, parts: Sequence[bytes], store: Store, *, save_id: str, extra: Mapping[str, Any], sync: bool
     ) -> Mapping[str, FileRecord]:
-        """Write the index of all parts, on rank 0; return its files."""
+        """Write the index of all ranks' parts, and return its files. Call on rank 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRequest:
-    """The caller's request.
+    """What the caller asks to save.
 
     Attributes:
-        metrics: Measured values; they determine `best`. None: the caller passed none.
-        client_state: JSON of the caller, stored in the commit record.
-        overwrite: Replace a committed checkpoint of the same name, once the new one is complete.
-        given_up: Names of damaged checkpoints that a load fell back from; they are replaced, too.
-        set_aside: Rename an existing entry that is not a checkpoint: a load has skipped and reported it.
-        resumed_from: The checkpoint that the run was resumed from, for the record.
+        metrics: Measured values, which determine `best`. None: the caller passed none.
+        client_state: JSON value of the caller, stored in the commit record.
+        overwrite: Replace a committed checkpoint of the same name once the new one is complete.
+        given_up: Names of damaged checkpoints that a load fell back from. A save may replace these, too.
+        set_aside: Rename a directory of that name that is not a checkpoint. Set if a load has reported such
+            directories.
+        resumed_from: The checkpoint that the run was resumed from, for the commit record.
     """
 
     step: int
@@ -109,14 +110,14 @@ class SaveRequest:
 
 @dataclass(slots=True)
 class Prepared:
-    """This rank's captured save, with objects encoded at capture time.
+    """A save that this rank has captured. Objects are already encoded.
 
     Attributes:
-        side_files: On rank 0, additional files that `index` writes.
-        prints: Fingerprints of the plain tensors, if there are other ranks.
-        failure: An error on this rank since the capture; `publish` reports it to all ranks.
-        staged: Copies of `plan.tensors`; None if not staged.
-        tellers: The ranks that send information about optimizers and modules that rank 0 lacks (pipeline stages).
+        side_files: On rank 0: additional files that `index` writes.
+        prints: Fingerprints of the plain tensors, if there are several ranks.
+        failure: An error on this rank after the capture; `publish` reports it to all ranks.
+        staged: Copies of `plan.tensors`; None if they were not staged.
+        tellers: The ranks that send optimizers and modules that rank 0 lacks (pipeline stages).
     """
 
     request: SaveRequest
@@ -137,10 +138,10 @@ class _Agreed:
     """What the ranks know about each other before a save.
 
     Attributes:
-        alike: Whether their plain tensors are known to be equal: ranks with the same keys have the same contents, and
-            the set of holders has not changed.
-        one_recipe: Whether they have the same recipes of subclasses.
-        tellers: The lowest rank of each kind that has other parameters than rank 0.
+        alike: Whether plain tensors are known to be equal: ranks with the same keys have the same contents, and each
+            rank still has the keys it had at the last comparison.
+        one_recipe: Whether all ranks store tensor subclasses in the same parts.
+        tellers: For each set of parameter names other than rank 0's, the lowest rank that has it.
     """
 
     alike: bool
@@ -149,10 +150,10 @@ class _Agreed:
 
 
 class Saver:
-    """Saves the states of one run below `root`. Plans are kept from save to save.
+    """Saves the states of one run. Reuses the plan of the previous save where possible.
 
     Args:
-        side_files: Files to store in every checkpoint, such as a tokenizer, by path; rank 0's are written.
+        side_files: Files to store in every checkpoint, such as a tokenizer: path to bytes. Rank 0's are written.
         extra: JSON for the commit records' `extra`.
     """
 
@@ -174,26 +175,26 @@ class Saver:
         self._coordinator = coordinator
         self._lease = lease
         self._objective = objective
-        self._ranked = False  # whether a save had metrics
+        self._ranked = False  # whether some save had metrics
         self._sync = sync
         self._max_shard_bytes = max_shard_bytes
         self.seen: Inventory | None = None
         """The known inventory after the last save, on rank 0, if listing again would cost requests."""
         self._plans: dict[StateDictType, TensorPlan] = {}
         self._seen = Seen()
-        import ckptkit.formats.dcp.plan  # noqa: F401  now: the training does not stand still for it at the first save
+        import ckptkit.formats.dcp.plan  # noqa: F401  now, so that the first save does not block for it
 
         self._transfers: Any = None
-        # Plain tensors that differ between ranks -> the rank with the shared copy; None: no rank has any.
+        # Plain tensors that differ between ranks, each with the rank that keeps the shared copy; None: there are none.
         self._keepers: dict[str, int] | None = None
-        self._holdings: list[bytes] = []  # which plain tensors each rank had when they were compared one by one
+        self._holdings: list[bytes] = []  # digest of each rank's plain keys at the last comparison one by one
 
     def prepare(self, state: TrainState, request: SaveRequest) -> Prepared:
         """Capture, plan and agree, without writing. All ranks must call it, in the training thread.
 
         Raises:
-            RankFailedError: Some rank could not capture its state; the same on every rank.
-            UsageError: Ranks want to save different steps.
+            RankFailedError: Some rank could not capture its state; the same error on every rank.
+            UsageError: The ranks want to save different steps.
         """
         clock = PhaseClock()
         self._open_transfers(request)
@@ -202,11 +203,11 @@ class Saver:
             try:
                 check_state(state, "save(step, state)")
                 check_flags(overwrite=request.overwrite)
-                if self._coordinator.is_main:  # only rank 0's are written
+                if self._coordinator.is_main:  # only rank 0's metrics and client state are written
                     check_given(request.metrics or {}, request.client_state)
                     self._check_ranked(request)
                 overwrite = request.overwrite or checkpoint_name(request.step, request.tag) in request.given_up
-                # Copies, because the record is written when training continues.
+                # Copy them, because the record is written after training continues.
                 metrics, client_state = dict(request.metrics or {}), copy.deepcopy(request.client_state)
                 request = replace(request, overwrite=overwrite, metrics=metrics, client_state=client_state)
                 captured = capture(state, rank=self._coordinator.rank, step=request.step, seen=self._seen)
@@ -216,7 +217,7 @@ class Saver:
                 made, outcome = self._plan(captured, state, request, clock)
         with clock.phase("agree"):
             signatures, agreed = self._coordinator.settle(outcome, "planning the save", then=self._agreed)
-            assert made is not None  # otherwise `settle` has raised
+            assert made is not None  # otherwise `settle` would have raised
             if not agreed.one_recipe:
                 self._join_recipes(captured)
             if not agreed.alike and self._found_differences(captured, made.prints):
@@ -230,11 +231,12 @@ class Saver:
 
     @patient()
     def publish(self, prepared: Prepared) -> CommitRecord:
-        """Write the staged or live tensors, and commit once every rank has written. All ranks must call it, from any
-        thread.
+        """Write the staged or live tensors, and commit once every rank has written. All ranks must call it.
+
+        The thread does not matter.
 
         Raises:
-            RankFailedError: Some rank failed; nothing was published. The same on every rank.
+            RankFailedError: Some rank failed, and nothing was published; the same error on every rank.
         """
         request, clock, plan = prepared.request, prepared.clock, prepared.plan
         small = (MANIFEST_NAME, OBJECTS_NAME, *prepared.side_files)
@@ -260,7 +262,7 @@ class Saver:
                 digests = {key: hex_digest_of(_json(tree)) for key, tree in shared.items()}
                 own = _spread(prepared.objects) if self._coordinator.rank in prepared.tellers else {}
                 payload = (written.part, _json(prepared.rank_objects), digests, _json(own))
-            except BaseException as error:  # noqa: BLE001  a rank's failure is every rank's: abort raises it
+            except BaseException as error:  # noqa: BLE001  `abort` raises it on every rank
                 attempt.abort(prepared.failure or error)
             fields = {
                 "state_dict_type": request.state_dict_type.value,
@@ -276,7 +278,7 @@ class Saver:
                 complete = partial(self._index, prepared, attempt)
                 record = attempt.commit(written.files, fields, payload=payload, complete=complete)
         except BaseException:
-            # All ranks raise together. The group may contain stale messages: the next FULL save creates a new one.
+            # All ranks raise here. The group may contain stale messages, so the next FULL save creates a new one.
             self._drop_transfers()
             self._plans.clear()
             raise
@@ -284,7 +286,7 @@ class Saver:
         return record
 
     def close(self) -> None:
-        """Release the group for gathering full tensors. Collective."""
+        """Destroy the group for gathering full tensors. Collective."""
         if self._transfers is not None:
             import torch.distributed as dist
 
@@ -294,9 +296,9 @@ class Saver:
     # --- steps
 
     def _check_ranked(self, request: SaveRequest) -> None:
-        """Raise, or warn once, if `keep_best` has nothing to rank this save by.
+        """Check that the save has the metric of `keep_best`. Raise if there are no metrics, warn if it is missing.
 
-        Once a save had metrics, later ones are not checked: a job that saves before it ends may have none.
+        Does nothing once a save had metrics: the last save before a job ends may have none.
         """
         if self._objective is None or self._ranked:
             return
@@ -304,7 +306,7 @@ class Saver:
         if request.metrics is None:
             raise UsageError(
                 f"keep_best ranks checkpoints by {metric!r}, but this save has no metrics. Pass metrics={{{metric!r}: "
-                "...}; where nothing was evaluated, metrics={}."
+                "...}, or metrics={} if nothing was evaluated."
             )
         self._ranked = bool(request.metrics)
         if request.metrics and metric not in request.metrics:
@@ -318,7 +320,7 @@ class Saver:
     def _plan(
         self, captured: Captured, state: TrainState, request: SaveRequest, clock: PhaseClock
     ) -> tuple[Prepared | None, Outcome]:
-        """Return this rank's plan and what the other ranks must know about it, or the error."""
+        """Return this rank's plan, and the outcome that the other ranks must know. On an error, the plan is None."""
         from ckptkit.formats.dcp.plan import ShardedPlan, plan_sharded
 
         rank, world_size = self._coordinator.rank, self._coordinator.world_size
@@ -329,7 +331,7 @@ class Saver:
             if kind is StateDictType.FULL and any(
                 key.startswith("model") for key in captured.objects.get(SUBCLASSES, ())
             ):
-                # With a config, from_pretrained would make random weights in place of those that are stored in parts.
+                # With a config, from_pretrained would fill weights that are stored in parts with random values.
                 small = {path: data for path, data in small.items() if path.rpartition("/")[2] != "config.json"}
             plan: TensorPlan
             if kind is StateDictType.SHARDED:
@@ -348,7 +350,7 @@ class Saver:
                     configs=small,
                     max_shard_bytes=self._max_shard_bytes,
                 )
-                small = {}  # they belong to the model's files, which its plan writes
+                small = {}  # the plan writes them with the model's files
             prints = Fingerprints(captured) if world_size > 1 else None
             mesh = _mesh(captured)
             made = Prepared(request, plan, captured.objects, captured.rank_objects, mesh, clock, small, prints)
@@ -362,7 +364,7 @@ class Saver:
     def _index(
         self, prepared: Prepared, attempt: SaveAttempt, answers: Sequence[tuple[bytes, bytes, dict[str, str], bytes]]
     ) -> dict[str, FileRecord]:
-        """Write the manifest and objects.json, and return these files. Rank 0, once all ranks have written."""
+        """Write the manifest and objects.json, and return these files. Runs on rank 0, after all ranks have written."""
         started = time.perf_counter()
         objects = dict(prepared.objects)
         for _, own, _, _ in answers:
@@ -387,12 +389,12 @@ class Saver:
         prepared.clock.add("index", time.perf_counter() - started, sum(item.nbytes for item in found.values()))
         return found
 
-    # --- talking
+    # --- communication
 
     def _agreed(
         self, answers: list[tuple[bytes, Any, tuple[bytes, bytes] | None, int, int]]
     ) -> tuple[list[bytes], _Agreed]:
-        """Return all ranks' signatures, and what the ranks agree on. On rank 0."""
+        """Return the signatures of all ranks, and what the ranks agree on. Runs on rank 0."""
         signatures, wanted, prints, recipes, spread = zip(*answers, strict=True)
         check_equal(wanted, "what to save: (step, tag, type)")
         digests = [digest for digest in prints if digest is not None]
@@ -403,10 +405,12 @@ class Saver:
         return list(signatures), _Agreed(equal, len(set(recipes)) == 1, tellers)
 
     def _join_recipes(self, captured: Captured) -> None:
-        """Give this rank the recipes of all ranks, which may hold different tensors. Collective.
+        """Give this rank the subclass recipes of all ranks, which may hold different tensors. Collective.
+
+        A recipe describes the parts in which a tensor subclass is stored.
 
         Raises:
-            SaveError: A tensor consists of parts on one rank, and of other parts, or none, on another.
+            SaveError: Two ranks have different recipes for a tensor, or only one of them has one.
         """
         own = captured.objects.get(SUBCLASSES, {})
         found: dict[str, tuple[int, Any]] = {}
@@ -427,9 +431,11 @@ class Saver:
         captured.objects[SUBCLASSES] = joined
 
     def _found_differences(self, captured: Captured, prints: Fingerprints | None) -> bool:
-        """Compare plain tensors one by one, and remember those that differ. All ranks must call it and get the same
-        answer."""
-        assert prints is not None  # there are several ranks
+        """Compare plain tensors one by one, and remember those that differ. Return whether any do, on all ranks.
+
+        All ranks must call it.
+        """
+        assert prints is not None  # because there are several ranks
         tables = self._coordinator.all_gather(prints.to_bytes())
         self._holdings = [holding(table) for table in tables]
         found, anywhere = prints.differing(tables)
@@ -444,29 +450,29 @@ class Saver:
         return anywhere
 
     def _open_transfers(self, request: SaveRequest) -> None:
-        """Create the group for gathering full tensors at the first FULL save. Collective."""
+        """Create the group for gathering full tensors if this is the first FULL save. Collective."""
         if request.state_dict_type is not StateDictType.FULL or self._coordinator.group is None:
             return
         if self._transfers is None:
             import torch.distributed as dist
 
             ranks = dist.get_process_group_ranks(self._coordinator.group)
-            # A group created by its members only is named by its ranks: a second one would find the first one's
-            # leftovers.
+            # With local synchronization torch names the group after its ranks, and a second group of that name would
+            # find leftovers of the first. So use it only for a subset of the ranks.
             alone = len(ranks) != dist.get_world_size()
             timeout = timedelta(seconds=self._coordinator.timeout_s)
             self._transfers = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=alone)
 
     def _drop_transfers(self) -> None:
-        """Drop the group without destroying it, which could wait for messages and would free its name."""
+        """Forget the group. Destroying it could wait for messages, and would free its name for reuse."""
         self._transfers = None
 
 
 def dcp_state_dict(captured: Captured) -> tuple[dict[str, Any], set[str]]:
     """Return a captured state as a state dict for DCP, and the keys that only this rank has.
 
-    Nested as torch's own `get_state_dict` nests it, so that plain DCP restores a model and an optimizer from it.
-    Tied weights appear under each of their names, as in `Module.state_dict`.
+    The nesting is that of torch's `get_state_dict`, so plain DCP can restore a model and an optimizer from it. Tied
+    weights appear under each of their names, as in `Module.state_dict`.
     """
     nested: dict[str, Any] = {name: dict(tensors) for name, tensors in captured.models.items()}
     for name, taken in captured.optimizers.items():
@@ -489,8 +495,10 @@ def dcp_state_dict(captured: Captured) -> tuple[dict[str, Any], set[str]]:
 
 
 def _spread(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the objects that contain names of parameters and modules. In a pipeline, each rank has those of its
-    stages."""
+    """Return the objects that contain names of parameters or modules.
+
+    In a pipeline, each rank has only those of its stages.
+    """
     return {
         key: tree
         for key, tree in objects.items()
@@ -514,7 +522,7 @@ def _warn_of_differences(digests: Sequence[Mapping[str, str]]) -> None:
     for key in sorted({key for table in digests for key in table}):
         if len({table.get(key) for table in digests}) > 1:
             _log.warning(
-                "%s differs between ranks; rank 0's was saved. Wrap it in ckptkit.PerRank.",
+                "%s differs between ranks; only rank 0's value was saved. To save all, wrap it in ckptkit.PerRank.",
                 key,
             )
 

@@ -1,4 +1,4 @@
-"""Host memory for snapshots: allocated once, reused, and owned by one save at a time."""
+"""Allocates host memory for snapshots. The memory is reused, and belongs to one save at a time."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _log = logging.getLogger(__name__)
 
 
 class StagingBuffers:
-    """Copies of tensors in one block of host memory, pinned where the tensors are on a GPU.
+    """Copies tensors to one block of host memory, which is pinned if tensors are on a GPU.
 
     The block grows on demand and never shrinks, so only the first save of a state allocates. A snapshot is valid until
-    the next `copy`; the caller must ensure that the last one is no longer read.
+    the next `copy`; the caller must make sure that nobody reads the old snapshot by then.
 
     Attributes:
-        fd: With `shared`: a file descriptor of the memory for another process; -1 while there is none.
+        fd: With `shared`: a file descriptor of the memory, for another process. -1 if there is no memory.
         generation: Number of blocks allocated so far.
         starts: Offset of each copy in the block.
-        staged: The bytes of the last snapshot.
+        staged: Size of the last snapshot in bytes.
     """
 
     def __init__(self, *, shared: bool = False) -> None:
@@ -45,17 +45,17 @@ class StagingBuffers:
 
     @property
     def nbytes(self) -> int:
-        """The allocated bytes."""
+        """Size of the allocated memory in bytes."""
         return 0 if self._block is None else self._block.numel()
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Return copies of the tensors, all on the CPU and contiguous."""
+        """Copy the tensors to the block, and return the copies: contiguous CPU tensors."""
         import torch
 
         looks = [(tensor.shape, tensor.dtype) for tensor in tensors]
         on_gpu = any(tensor.is_cuda for tensor in tensors)
         if (looks, on_gpu) != (self._looks, self._on_gpu):
-            self._looks = []  # until the new memory is allocated
+            self._looks = []  # stays empty if the allocation fails
             self._lay_out(looks, on_gpu)
             self._looks, self._on_gpu = looks, on_gpu
         with torch.no_grad():
@@ -84,7 +84,7 @@ class StagingBuffers:
         self._block = None
 
     def __del__(self) -> None:
-        if self.fd >= 0 and self._owner == os.getpid():  # not in a forked process
+        if self.fd >= 0 and self._owner == os.getpid():  # a forked process must not release it
             self._drop()
 
     def _lay_out(self, looks: Sequence[tuple[torch.Size, torch.dtype]], on_gpu: bool) -> None:
@@ -110,23 +110,25 @@ class StagingBuffers:
 
 
 def stand_ins(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors of the same shapes without memory: a rank that could not stage sends these to waiting ranks before
-    it reports the failure."""
+    """Return tensors of the same shapes that use no memory.
+
+    A rank that could not stage sends these to the ranks that wait for it, and then reports its failure.
+    """
     import torch
 
     return [torch.zeros((), dtype=tensor.dtype).expand(tensor.shape) for tensor in tensors]
 
 
 def _allocate(nbytes: int, *, pinned: bool) -> torch.Tensor:
-    """Return memory with its pages already mapped: faulting them during the copy would double its time."""
+    """Return memory whose pages are already mapped. Page faults during the copy would double its time."""
     import torch
 
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     if pinned:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    # Not huge pages: with fragmented memory, or memory new to a virtual machine, the first touch took five times
-    # longer.
+    # Without huge pages: if memory is fragmented or new to a virtual machine, they made the first touch five times
+    # slower.
     populate = getattr(mmap, "MAP_POPULATE", 0)
     return torch.frombuffer(
         mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | populate), dtype=torch.uint8
@@ -134,7 +136,7 @@ def _allocate(nbytes: int, *, pinned: bool) -> torch.Tensor:
 
 
 def _allocate_shared(nbytes: int) -> tuple[int, torch.Tensor]:
-    """Return anonymous memory, which a kill does not leave behind."""
+    """Return the file descriptor of anonymous memory, and the memory. A killed process does not leave it behind."""
     import torch
 
     fd = os.memfd_create("ckptkit-snapshot")
@@ -148,7 +150,7 @@ def _allocate_shared(nbytes: int) -> tuple[int, torch.Tensor]:
 
 
 def _register(block: torch.Tensor) -> int:
-    """Pin existing memory; return its address, 0 if the driver refuses."""
+    """Pin existing memory. Return its address, or 0 if the driver refuses."""
     import torch
 
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]

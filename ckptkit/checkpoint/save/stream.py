@@ -36,10 +36,10 @@ class FileTensor:
 
 @dataclass(slots=True)
 class WrittenFile:
-    """A finished file: size, outline digest, and (start, nbytes, digest) of each tensor.
+    """A file that was written: size, outline digest, and (start, nbytes, digest) of each tensor.
 
     Attributes:
-        seconds: Time spent in the phases "digest" and "sync" (until durable and renamed).
+        seconds: Time spent in the phases "digest" and "sync". Sync includes the rename.
     """
 
     path: str
@@ -60,7 +60,7 @@ def encode_header(tensors: Sequence[FileTensor], metadata: Mapping[str, str]) ->
     The header is padded with spaces so that the data starts at a multiple of 8, as in the reference writer.
 
     Raises:
-        UnsupportedFormatError: The format has no name for a dtype.
+        UnsupportedFormatError: safetensors has no name for a dtype.
     """
     table: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     position = 0
@@ -85,7 +85,7 @@ def encode_header(tensors: Sequence[FileTensor], metadata: Mapping[str, str]) ->
 
 
 class SafetensorsStream:
-    """Writes the bytes of the file's tensors in header order."""
+    """Writes the tensors of a file in the order of the header."""
 
     def __init__(
         self, writer: BlobWriter, path: str, tensors: Sequence[FileTensor], metadata: Mapping[str, str]
@@ -99,7 +99,7 @@ class SafetensorsStream:
         self._writer.write(head)
 
     def write(self, name: str, pieces: Iterable[memoryview]) -> None:
-        """Append one tensor; `pieces` are its row-major bytes."""
+        """Append one tensor. `pieces` are its bytes in row-major order."""
         tensor = self._left.pop()
         start, digest, nbytes, clock = self._starts[name], new_hasher(), 0, time.perf_counter
         large = tensor.nbytes >= LEAST
@@ -126,7 +126,7 @@ class SafetensorsStream:
 
 
 def _cut(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
-    """Split pieces, so that each is still in the CPU cache when it is written after hashing."""
+    """Split large pieces, so that the bytes are still in the CPU cache when they are written after hashing."""
     for piece in pieces:
         for start in range(0, len(piece), PIECE):
             yield piece[start : start + PIECE]
@@ -136,7 +136,7 @@ def _cut(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
 def open_stream(
     store: Store, path: str, tensors: Sequence[FileTensor], metadata: Mapping[str, str], *, sync: bool = True
 ) -> Iterator[SafetensorsStream]:
-    """Open a new safetensors file that appears once every tensor is written, or not at all."""
+    """Open a new safetensors file. The file appears only once every tensor is written."""
     with store.writer(path, sync=sync) as writer:
         stream = SafetensorsStream(writer, path, tensors, metadata)
         yield stream
@@ -146,7 +146,7 @@ def open_stream(
 
 
 def phases_of(files: Sequence[WrittenFile], seconds: float) -> list[tuple[str, float, int]]:
-    """Split the total time `seconds` of writing these files into digests, syncing, and the rest."""
+    """Split `seconds`, the total time of writing these files, into the phases digest, sync and write."""
     nbytes = sum(item.nbytes for item in files)
     spent = {phase: sum(item.seconds[phase] for item in files) for phase in ("digest", "sync")}
     spent["write"] = max(0.0, seconds - sum(spent.values()))

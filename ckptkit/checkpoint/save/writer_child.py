@@ -1,7 +1,7 @@
-"""The writer process: maps the snapshot memory, and imports neither torch nor the training script.
+"""Runs in the writer process: maps the snapshot memory and writes it. Imports neither torch nor the training script.
 
-Started by `writer_process`, with which it shares one socket. Each request is answered once, after every worker of it
-has stopped. It exits on request, when the socket closes, or when its parent is gone.
+`writer_process` starts this process and shares one socket with it. Each request gets one answer, after all workers of
+the request have stopped. The process exits on request, when the socket closes, or when its parent is gone.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ __all__ = ["READY", "Answer", "Block", "Request", "main", "receive", "send"]
 _LENGTH = struct.Struct("<Q")
 _WATCH_MS = 1000
 READY = "ready"
-"""Sent once, after all imports."""
+"""The message that the process sends once all imports are done."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """New memory, sent as a file descriptor, that replaces the previous block."""
+    """A message with new memory that replaces the previous block. The file descriptor is sent with it."""
 
     nbytes: int
 
@@ -64,7 +64,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The result of a request: `written`, or the error."""
+    """The answer to a request: what was written, or the error."""
 
     written: Written | None
     error: BaseException | None
@@ -82,7 +82,7 @@ def send(connection: socket.socket, message: Any, fd: int | None = None) -> None
 
 
 def receive(connection: socket.socket) -> tuple[Any, int | None]:
-    """Return the next message and its file descriptor, if any. Raises EOFError if there is none."""
+    """Return the next message and its file descriptor, if any. Raises EOFError if the connection is closed."""
     head, fds, _, _ = socket.recv_fds(connection, _LENGTH.size, 1)
     head += _exactly(connection, _LENGTH.size - len(head))
     (length,) = _LENGTH.unpack(head)
@@ -101,7 +101,7 @@ def _exactly(connection: socket.socket, nbytes: int) -> bytes:
 
 
 def main(fd: int, parent: int) -> None:
-    """Answer requests until the other side closes."""
+    """Answer requests until the training process closes the connection."""
     connection = socket.socket(fileno=fd)
     threading.Thread(target=_watch, args=(fd, parent), daemon=True, name="ckptkit-watch").start()
     block = memoryview(b"")
@@ -117,7 +117,7 @@ def main(fd: int, parent: int) -> None:
             else:
                 send(connection, _answer(message, block))
     except (EOFError, OSError):
-        return  # the training process is gone, and its attempt with it
+        return  # the training process is gone, so nobody waits for the save
 
 
 def _mapped(fd: int, nbytes: int) -> memoryview:
@@ -131,7 +131,7 @@ def _mapped(fd: int, nbytes: int) -> memoryview:
 def _answer(request: Request, block: memoryview) -> Answer:
     try:
         pieces = [block[s : s + f.nbytes] for s, f in zip(request.starts, request.frames, strict=True)]
-        # Invariant: a staging directory that is gone, with its mount or by hand, is never recreated.
+        # Invariant: a staging directory that was removed or unmounted is never recreated.
         store = open_store(request.url, storage_options=request.storage_options).existing()
         with Patience(request.patience_s).entered():
             written = write_records(
@@ -149,11 +149,11 @@ def _answer(request: Request, block: memoryview) -> Answer:
 
 
 def _portable(error: Exception) -> BaseException:
-    """Return the error unchanged if it is a ckptkit error that can be pickled, otherwise its text."""
+    """Return the error unchanged if it is a ckptkit error or OSError that can be pickled, otherwise a SaveError."""
     if isinstance(error, (CkptkitError, OSError)):
         try:
             copy = pickle.loads(pickle.dumps(error))
-        except Exception:  # noqa: BLE001  an exception's own code
+        except Exception:  # noqa: BLE001  the exception's class may define its own pickling
             copy = None
         if type(copy) is type(error) and str(copy) == str(error):
             return error
@@ -161,9 +161,9 @@ def _portable(error: Exception) -> BaseException:
 
 
 def _watch(fd: int, parent: int) -> None:
-    """Exit at once if nobody waits for the result: the data would belong to no save."""
+    """Exit at once when nobody waits for the result, because the data would belong to no save."""
     poller = select.poll()
-    poller.register(fd, 0)  # hang-ups only
+    poller.register(fd, 0)  # reports only a closed connection
     while os.getppid() == parent and not poller.poll(_WATCH_MS):
         pass
     os._exit(0)

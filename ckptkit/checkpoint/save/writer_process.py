@@ -31,17 +31,16 @@ __all__ = ["SharedSnapshot", "WriterProcess"]
 _LOOK_S = 0.5  # polling interval for a process that does not answer
 _GRACE_S = 5.0
 _READY_S = 10.0
-# The child uses this process's import path, independent of the working directory.
+# The child uses this process's import path; its working directory does not matter.
 _CODE = (
     "import sys; sys.path[:] = {path!r}; from ckptkit.checkpoint.save.writer_child import main; main({fd}, {parent})"
 )
 
 
 class WriterProcess:
-    """The writer process. It is started before the first save, to be ready in time. If it dies, the current save fails,
-    and the next write starts a new one.
+    """A process that writes snapshots, one at a time. It starts before the first save, so that it is ready in time.
 
-    One write at a time, like one snapshot at a time.
+    If it dies, the current save fails, and the next write starts a new process.
 
     Attributes:
         buffers: The memory of the last snapshot.
@@ -56,12 +55,14 @@ class WriterProcess:
         self._child = _Child()
 
     def copy(self, tensors: Sequence[torch.Tensor]) -> SharedSnapshot:
-        """Copy the tensors; the copies are valid until the next call."""
+        """Copy the tensors to shared memory. The copies are valid until the next call."""
         return SharedSnapshot(self, self.buffers.copy(tensors))
 
     def wait_ready(self) -> None:
-        """Wait until the process is ready, so that its startup does not compete with the first save. If it does not
-        start, the first write reports it."""
+        """Wait until the process is ready, so that its startup does not slow down the first save.
+
+        If the process does not start, the first write raises the error.
+        """
         with contextlib.suppress(EOFError, OSError):
             self._child.hear_ready(_READY_S)
 
@@ -128,7 +129,7 @@ class _Child:
             stdout=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-            start_new_session=True,  # a signal to the training's process group must not kill the save that it requests
+            start_new_session=True,  # a signal to the training's process group may request a save; it must not kill it
         )
         theirs.close()
         self._block = -1
@@ -136,7 +137,7 @@ class _Child:
         self._end = weakref.finalize(self, _end, self.process, self.connection, os.getpid())
 
     def hear_ready(self, seconds: float) -> None:
-        """Wait until the process is ready, with a time limit."""
+        """Wait until the process is ready, but at most this long."""
         if not self._ready and select.select([self.connection], [], [], seconds)[0]:
             self._ready = receive(self.connection)[0] == READY
 
@@ -157,7 +158,7 @@ class _Child:
         return answer
 
     def _look(self) -> None:
-        # Processes forked by the training may keep the socket open.
+        # A closed socket may go unnoticed, because processes forked by the training keep it open.
         if self.process.poll() is not None:
             raise EOFError
 
@@ -180,7 +181,7 @@ class _Child:
 
 def _end(process: subprocess.Popen[bytes], connection: socket.socket, owner: int) -> None:
     if os.getpid() != owner:
-        return  # in a fork of the training: the process belongs to the parent
+        return  # this is a fork of the training; the process belongs to the parent
     with contextlib.suppress(OSError):
         send(connection, None)
     connection.close()
