@@ -1,1 +1,1 @@
-"""Copies tensors from one checkpoint to another: plans what goes where, executes it, checks digests."""
+"""Copies tensors from one checkpoint to another: plans the copy, executes the plan, checks digests."""

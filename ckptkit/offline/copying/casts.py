@@ -16,12 +16,12 @@ Bytes = npt.NDArray[np.uint8]
 Array = npt.NDArray[Any]
 
 _NUMPY = {"float64": np.float64, "float32": np.float32, "float16": np.float16}
-_BLOCK = 1 << 16  # elements per block, so that temporaries stay in the cache
+_BLOCK = 1 << 16  # elements per block: temporaries stay in the cache
 _QUIET_NAN = 0x7FC0
 
 
 def is_cast(source: str, target: str) -> bool:
-    """Return whether bytes must be changed to convert one dtype to the other.
+    """Return whether bytes must change to convert one dtype to the other.
 
     Raises:
         UnsupportedFormatError: The cast is not supported: only plain floats are cast.
@@ -35,9 +35,9 @@ def is_cast(source: str, target: str) -> bool:
 
 
 def cast_into(source: Bytes, target: Bytes, source_dtype: str, target_dtype: str) -> None:
-    """Cast the elements of `source` into `target`. Both contain complete elements, contiguously.
+    """Cast the elements of `source` into `target`. Both hold whole elements, contiguously.
 
-    float64 is cast to 16 bits through float32, like torch.
+    float64 is cast to 16 bits through float32, as torch does.
     """
     if source_dtype == target_dtype:
         target[:] = source
@@ -78,9 +78,9 @@ def _to_float32(source: Array, source_dtype: str) -> Array:
 
 @functools.cache
 def _float16_values() -> Array:
-    """Return all float16 values as float32: a lookup is four times as fast as numpy's conversion."""
+    """Return all float16 values as float32. A table lookup is four times as fast as numpy's conversion."""
     values = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
-    values.view(np.uint32)[np.isnan(values)] |= 0x00400000  # quiet, as hardware makes them
+    values.view(np.uint32)[np.isnan(values)] |= 0x00400000  # hardware casts make NaNs quiet
     return values
 
 
@@ -93,14 +93,14 @@ def _round_to_bfloat16(source: Array, out: Array) -> None:
     rounded >>= 16
     out[...] = rounded
     nan = np.isnan(source)
-    if nan.any():  # rounding could carry a NaN's payload into infinity
-        out[nan] = 0x7FC0  # what c10::BFloat16 makes of every NaN
+    if nan.any():  # rounding could turn a NaN into infinity
+        out[nan] = 0x7FC0  # c10::BFloat16 maps every NaN to this one
 
 
 def _round_to_float16(source: Array, out: Array) -> None:
     bits: npt.NDArray[np.uint32] = source.view(np.uint32)
     magnitude = bits & 0x7FFFFFFF
-    rounded = magnitude - np.uint32(0x38000000)  # the exponent's bias goes from 127 to 15; small values wrap, see below
+    rounded = magnitude - np.uint32(0x38000000)  # exponent bias 127 -> 15; small values wrap around and are fixed below
     odd = rounded >> 13
     odd &= 1
     rounded += odd
@@ -108,9 +108,9 @@ def _round_to_float16(source: Array, out: Array) -> None:
     rounded >>= 13
     small = magnitude < 0x38800000  # below 2**-14: subnormal
     if small.any():
-        # Added to 0.5 the FPU rounds at float16's last subnormal bit, to even.
+        # Adding 0.5 makes the FPU round at float16's last subnormal bit, ties to even.
         rounded[small] = (magnitude[small].view(np.float32) + np.float32(0.5)).view(np.uint32) - np.uint32(0x3F000000)
-    large = magnitude >= 0x47800000  # 65536 and beyond
+    large = magnitude >= 0x47800000  # 65536 and above
     if large.any():
         nan = magnitude > 0x7F800000
         rounded[large] = 0x7C00

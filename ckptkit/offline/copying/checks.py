@@ -18,14 +18,14 @@ UInt64 = npt.NDArray[np.uint64]
 
 
 class RecordTable:
-    """The byte ranges covered by digests, as columns; equal ranges of one source form one record.
+    """The byte ranges that digests cover, as columns. Equal ranges of one source are one record.
 
     Attributes:
-        sources: [n] index of the source (file or decoded record).
+        sources: [n] index of the source (a file or a decoded record).
         starts, nbytes: [n] bytes.
         values: [n] digests.
         algorithms: [n] index into `NAMES`.
-        owners: [n] index of a tensor with bytes in the record, for messages; defined by the caller.
+        owners: [n] index of a tensor with bytes in the record, for messages. The caller defines the indices.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class RecordTable:
         return len(self.starts)
 
     def find(self, sources: Int64, starts: Int64, nbytes: Int64) -> Int64:
-        """Return the record of each range, -1 if no record matches exactly. Records are sorted by source and start."""
+        """Return the record of each range; -1 if none matches exactly. Needs records sorted by source and start."""
         if not len(self) or not len(starts):
             return np.full(len(starts), -1, np.int64)
         span = int(max(self.starts.max(), starts.max())) + 1
@@ -55,7 +55,7 @@ class RecordTable:
 
 
 class Crcs:
-    """Computes CRC-32 of parts of a file, in any order and from any thread. Adjacent parts are joined."""
+    """Computes CRC-32 of the parts of a file. Parts may come in any order from any thread; adjacent ones are joined."""
 
     def __init__(self) -> None:
         self._by_stop: dict[int, tuple[int, int]] = {}  # stop -> start, CRC
@@ -67,9 +67,9 @@ class Crcs:
         with self._lock:
             first, value = self._by_stop.pop(start, (start, 0))
             self._by_start.pop(first, None)
-        value, stop = crc32(data, value), start + len(data)  # without the lock: threads hash side by side
+        value, stop = crc32(data, value), start + len(data)  # without the lock: threads hash in parallel
         with self._lock:
-            if first in self._by_stop:  # another thread has added the adjacent part
+            if first in self._by_stop:  # another thread has added the preceding part
                 before, crc = self._by_stop.pop(first)
                 self._by_start.pop(before, None)
                 value, first = crc32_combine(crc, value, stop - first), before
@@ -86,22 +86,22 @@ class Crcs:
 
 
 class Verifier:
-    """Checks records against their digests from the bytes that are copied. Thread-safe.
+    """Checks records against their digests while their bytes are copied. Thread-safe.
 
-    A CRC-32 record is proved once all its bytes were added, in any order; others only if the bytes came in order.
-    The remaining records are `unproved` and must be read again.
+    A CRC-32 record is checked once all its bytes were added, in any order. Other records are checked only if their
+    bytes come in order. Records in `unproved` must be read again.
     """
 
     def __init__(self, table: RecordTable, describe: Callable[[int], str]) -> None:
         self._table = table
         self._describe = describe
         self._crcs: dict[int, Crcs] = {}
-        self._begun: dict[tuple[int, int], Hasher] = {}  # (record, position of its next bytes)
+        self._begun: dict[tuple[int, int], Hasher] = {}  # (record, start of its next bytes)
         self._lock = threading.Lock()
         self.proved = table.nbytes == 0
 
     def feed(self, record: int, start: int, data: memoryview) -> None:
-        """Add bytes at `start` of a record's source; they must be inside the record.
+        """Add bytes at `start` of a record's source. They must be inside the record.
 
         Raises:
             IntegrityError: The record is complete and its digest does not match.
@@ -115,7 +115,7 @@ class Verifier:
         if algorithm == CRC and (start, stop) != (first, end):
             with self._lock:
                 crcs = self._crcs.setdefault(record, Crcs())
-            # Not `crcs.parts()`: a thread that reads a part twice may have replaced the joined part there by that part.
+            # Not `crcs.parts()`: if a thread reads a part twice, that part may have replaced the joined one there.
             *joined, value = crcs.feed(start, data)
             if joined == [first, end]:
                 self._finish(record, value)
@@ -141,7 +141,7 @@ class Verifier:
         self.proved[record] = True
 
     def fail(self, record: int, value: int) -> None:
-        """Raise the error about a record whose bytes have the digest `value`."""
+        """Raise the checksum error of a record whose bytes have the digest `value`."""
         table = self._table
         name = NAMES[int(table.algorithms[record])]
         raise IntegrityError(
@@ -151,7 +151,7 @@ class Verifier:
         )
 
     def unproved(self) -> Int64:
-        """Return the records that are not proved, and drop their partial state."""
+        """Return the records that were not checked, and drop their partial digests."""
         with self._lock:
             self._crcs.clear()
             self._begun.clear()

@@ -1,4 +1,4 @@
-"""Executes the steps of a plan in the calling worker's buffers: runs of bytes, and boxes that are not contiguous."""
+"""Executes the steps of a plan in the worker's buffers: contiguous runs of bytes, and boxes that are not contiguous."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ Progress = Callable[[int, int, str], None]
 Int64 = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 
-_SHORT = 32 << 10  # for local runs below this, system calls cost more than the bytes
-_ROWS = 256  # maximum bytes of short runs read together
-_GAP = 2 << 10  # gaps between tensors of a torch.save archive, and DCP items, are read too
+_SHORT = 32 << 10  # shorter local runs are read together: system calls cost more than the extra bytes
+_ROWS = 256  # maximum number of short runs read together
+_GAP = 2 << 10  # bytes; gaps up to this size (between records of torch.save or DCP) are read too
 _ROW = struct.Struct("<qqqQ")
 _COLUMNS = np.dtype([("file", "<i8"), ("start", "<i8"), ("nbytes", "<i8"), ("digest", "<u8")])
 
 
 class Tally:
-    """Counts bytes, reports progress, and stops workers after another one has failed.
+    """Counts bytes, reports progress, and stops a worker after another worker has failed.
 
     Attributes:
         nbytes: Bytes read so far.
@@ -52,7 +52,7 @@ class Tally:
         self._lock = threading.Lock()
 
     def add(self, nbytes: int, path: str) -> None:
-        """Count bytes of the file at `path`."""
+        """Add to the count bytes that were read of the file at `path`."""
         if self._stopped.is_set():
             raise Stopped
         with self._lock:
@@ -77,7 +77,7 @@ class Digested:
         return table
 
     def renumbered(self, files: Sequence[int]) -> Digested:
-        """Return the digests with renumbered files: `files[i]` for i."""
+        """Return the digests with files renumbered: i becomes `files[i]`."""
         table = self.table()
         table["file"] = np.array(files, np.int64)[table["file"]]
         return Digested(bytearray(table.tobytes()))
@@ -89,7 +89,7 @@ class Digested:
 
 
 class BoxDigest:
-    """The digest of a box, bytes [start, end) of a file, computed from consecutive bytes."""
+    """Computes the digest of a box, the bytes [start, end) of a file, from consecutive pieces."""
 
     def __init__(self, digested: Digested, file: int, start: int, end: int) -> None:
         self._digested = digested
@@ -98,7 +98,7 @@ class BoxDigest:
         self._state = new_hasher()
 
     def take(self, data: Bytes) -> bool:
-        """Add the next bytes; return whether they were the last."""
+        """Add the next bytes; return whether the box is complete."""
         self._state.update(data.data)
         self._at += len(data)
         if self._at < self._end:
@@ -127,7 +127,7 @@ class Copier:
         digests: bool = False,
         journal: Journal | None = None,
     ) -> None:
-        """`chunk`: bytes per read. `sink`: None if only digests are needed. `journal`: records finished steps."""
+        """`chunk`: bytes per read. `sink`: None only computes digests. `journal`: records finished steps."""
         self._work = work
         self._reader = reader
         self._verifier = verifier
@@ -150,15 +150,15 @@ class Copier:
             self._copy_runs(cut_runs(runs, self._chunk, self._ratios), worker)
             for origin in distinct(runs.origins).tolist():
                 self._reader.forget(origin)
-        # A record whose pieces came out of order is not proved yet, and a resumed run must not take it as proved.
+        # Records whose bytes came out of order are not checked yet, so the journal must not list them.
         if self._journal is not None and (self._verifier is None or self._verifier.proved[step.records].all()):
             self._journal.done(index)
 
     # --- runs
 
     def _copy_runs(self, runs: Runs, worker: Worker) -> None:
-        """Read, check, cast, digest and write runs of at most a chunk each; short ones together."""
-        # Lists, because reading one number from a numpy array takes longer than the rest of the loop body.
+        """Read, check, cast, digest and write runs of at most a chunk each. Short runs are read together."""
+        # Lists are faster here: taking one number from a numpy array costs more than the rest of the loop body.
         origins, starts, nbytes, files, targets, casts, records, ends = (
             getattr(runs, name).tolist() for name in Runs.__slots__
         )
@@ -204,7 +204,7 @@ class Copier:
         return [*np.flatnonzero(new).tolist(), len(nbytes)]
 
     def _read(self, runs: Runs, first: int, stop: int, worker: Worker) -> list[Bytes]:
-        """Return the bytes of the runs [first, stop) in the worker's buffer; nearby runs are read together."""
+        """Return the bytes of the runs [first, stop), read into the worker's buffer. Nearby runs are read together."""
         if stop - first == 1:
             buffer = worker.buffer(int(runs.nbytes[first]))
             self._reader.read_many([Range(int(runs.origins[first]), int(runs.starts[first]), buffer.data)])
@@ -230,7 +230,7 @@ class Copier:
     # --- boxes
 
     def _copy_boxes(self, step: BoxStep, worker: Worker) -> None:
-        """Assemble a tensor tile by tile, and write each tile's parts to all boxes that need them.
+        """Assemble a tensor tile by tile, and write the parts of each tile to all boxes that need them.
 
         Tiles are row-major, so the bytes of each box are written in order.
         """
@@ -262,7 +262,7 @@ class Copier:
 
 
 def _cut(data: Bytes, tile: Box, shared: Box, itemsize: int) -> Bytes:
-    """Return the row-major bytes of the box `shared`, which lies inside a tile."""
+    """Return the row-major bytes of `shared`, a box inside a tile."""
     inside = shared.relative_to(tile)
     first = inside.flat_start(tile.sizes) * itemsize
     if inside.is_contiguous_in(tile.sizes):

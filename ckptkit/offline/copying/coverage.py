@@ -1,4 +1,4 @@
-"""Proves, before anything is written, that every byte of the result is written exactly once."""
+"""Checks, before anything is written, that a plan writes every byte of the result exactly once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def used_sources(plan: Plan) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Covered:
-    """The counts of a proof: tensors, elements and file bytes, each written exactly once."""
+    """The counts of a coverage check: tensors, elements and file bytes, each written exactly once."""
 
     tensors: int
     elements: int
@@ -44,7 +44,7 @@ def check_plan(plan: Plan) -> Covered:
 
     Raises:
         CorruptCheckpointError, IncompleteCheckpointError: A source tensor has gaps or overlaps.
-        CheckpointMismatchError: The plan itself is inconsistent; nothing was written.
+        CheckpointMismatchError: The plan is inconsistent; nothing was written.
     """
     sources = used_sources(plan)
     for key in sources:
@@ -80,7 +80,7 @@ def _check_parts(catalog: Catalog, tensor: OutputTensor) -> None:
 def _check_sources(catalog: Catalog, tensor: Target) -> None:
     for part in tensor.parts:
         shape = catalog.tensors[part.source].shape
-        if part.source_box is part.target_box and part.source_box.is_whole(shape):  # most are plain copies
+        if part.source_box is part.target_box and part.source_box.is_whole(shape):  # fast: most are plain copies
             continue
         if not part.source_box.within(shape) or part.source_box.numel != part.target_box.numel:
             raise CheckpointMismatchError(
@@ -101,7 +101,7 @@ def _check_boxes(tensor: OutputTensor, offsets: Int64, sizes: Int64, what: str) 
 
 
 def _check_files(plan: Plan) -> int:
-    """Check that literals and boxes fill each file exactly; return the bytes of all."""
+    """Check that literals and boxes fill each file exactly; return the total bytes."""
     files, starts, lengths = Placement.joined(plan.placements)
     order = np.lexsort((starts, files))
     files, starts, lengths = files[order], starts[order], lengths[order]
@@ -114,7 +114,7 @@ def _check_files(plan: Plan) -> int:
 
 def _check_file(file: OutputFile, starts: Int64, lengths: Int64) -> None:
     extents = getattr(file.literals, "extents", None)
-    if extents is not None:  # one record per box, sorted by start: this avoids creating a million literals
+    if extents is not None:  # ranges sorted by start, one per box: avoids creating a million literals
         own, sizes = extents(lengths)
     else:
         table = np.array([(item.start, len(item.data)) for item in file.literals], np.int64).reshape(-1, 2)

@@ -1,4 +1,4 @@
-"""Executes a plan: copies bytes from one store to another, checked, in bounded memory. Independent of formats."""
+"""Executes a plan: copies bytes between stores, checked and in bounded memory. Independent of formats."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 __all__ = ["CopyReport", "execute"]
 
 DEFAULT_MAX_MEMORY = 512_000_000
-# Large enough for few calls, small enough to stay in the cache between read, digest and write. Not 1 MiB: ext4 then
-# allocates memory in pieces of 1 MiB, and where memory is fragmented that takes three times as long as the copy.
+# Large enough for few calls, small enough to stay in the cache between read, digest and write. Not 1 MiB: ext4 would
+# then allocate memory in pieces of 1 MiB. If memory is fragmented, that takes three times as long as the copy.
 _CHUNK = 512 << 10
 _REMOTE_CHUNK = 8 << 20
 _TILE = 4 << 20
@@ -47,11 +47,11 @@ class CopyReport:
         nbytes: Bytes written.
         nbytes_read: Source bytes read, including those read only for checks.
         records: Number of source digests checked.
-        covered: The coverage proof of the whole plan.
+        covered: The counts of the whole plan's coverage check.
         seconds: Wall time.
         steps: Number of steps.
-        taken_over: How many of them an interrupted run had already done.
-        digested: Digests of boxes computed during the copy; `file` is an index into the plan's files.
+        taken_over: Number of steps that an interrupted run had already done.
+        digested: Digests of boxes computed during the copy. `file` is an index into the plan's files.
     """
 
     nbytes: int
@@ -99,7 +99,7 @@ def execute(
 ) -> CopyReport:
     """Write the files of a plan to `destination`, which must not contain any of them.
 
-    Coverage is proved before anything is written. The publisher of the destination makes it durable.
+    Coverage is checked before anything is written. The destination's publisher makes the files durable.
 
     Args:
         workers: Parallel copies; 0 chooses for this machine.
@@ -107,13 +107,13 @@ def execute(
         check: Check the source's recorded digests of all bytes read.
         progress: Called with (bytes done, total bytes, file), from any thread, one call at a time.
         files: Indices of the files that this process writes; None for all.
-        journal: The journal of a local destination: finished steps are skipped, and other files in the destination are
+        journal: The journal of a local destination. Finished steps are skipped, and files that are not in the plan are
             deleted.
-        ledger: The ledger of a remote destination: matching objects of an interrupted run are not written again.
-        digests: Compute digests of written boxes, where their bytes are written in order.
+        ledger: The ledger of a remote destination. Matching objects of an interrupted run are not written again.
+        digests: Compute the digests of written boxes if their bytes are written in order.
 
     Raises:
-        IntegrityError: A digest differs; names file and tensor.
+        IntegrityError: A digest differs. The message names file and tensor.
         IncompleteCheckpointError: The source has gaps, or a file is truncated.
         NoSpaceError: There is not enough space at the destination.
     """
@@ -122,7 +122,7 @@ def execute(
     kept = list(range(len(plan.files)) if files is None else files)
     own = restricted(plan, kept)
     local = is_directory(destination)
-    # A local copy keeps one processor busy: more copies than processors would only wait for the lock of an output file.
+    # A local copy uses one processor fully. More copies than processors would wait for an output file's lock.
     least = 2 if local and is_directory(source) else 4
     workers = workers or min(16, max(least, os.cpu_count() or 1))
     if max_memory < workers * (64 << 10):
@@ -153,7 +153,7 @@ def execute(
                 pool.run(copier.do, [index for index in range(steps) if index not in taken.steps])
                 pool.run(lambda index, _: sink.finish(index), own_files)
                 digested = copier.digested.renumbered(kept)
-            if verifier is not None:  # the interrupted run checked them
+            if verifier is not None:  # the interrupted run has checked these records
                 verifier.proved[list(taken.records)] = True
             taken_over = len(taken.steps)
         else:
@@ -161,12 +161,12 @@ def execute(
             spoken = None if ledger is None else Spoken(own, work, source, verifier, ledger)
             there = frozenset() if spoken is None else spoken.take_over()
             streams, late = StreamWriter(own, gatherer, tally, destination, spoken), set(own.last)
-            for wanted in (False, True):  # the files of `Plan.last` after the others
+            for wanted in (False, True):  # the files of `Plan.last` come after the others
                 pool.run(
                     streams.write, [i for i in own_files if i not in there and (own.files[i].path in late) is wanted]
                 )
             steps, taken_over = len(own_files), len(there)
-        if verifier is not None:  # records not proved during the copy are read only for their digests
+        if verifier is not None:  # read the records that the copy could not check again, only for their digests
             rest = checking(work, verifier.unproved())
             pool.run(Copier(rest, reader, verifier, gatherer, tally, chunk=chunk).do, range(len(rest.steps)))
     finally:

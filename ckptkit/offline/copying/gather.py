@@ -1,4 +1,4 @@
-"""Assembles any box of a source or computed tensor in memory from the slices that contain it."""
+"""Assembles any box of a source or computed tensor in memory, from the slices that overlap it."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ Array = npt.NDArray[Any]
 _UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
 _BLOCK = 128  # rows
 _TILE = 4 << 20
-_READ = 64 << 10  # minimum bytes to read from each slice, if a tile takes a part of every slice
-_ALIGNED = 64  # bytes; enough for any dtype and for vector instructions
-_SMALL_SPAN = 1 << 20  # spans of up to this many bytes are read in one call, even if few of the bytes are needed
+_READ = 64 << 10  # minimum bytes to read from each slice if a tile needs a part of every slice
+_ALIGNED = 64  # bytes: enough for any dtype and for vector instructions
+_SMALL_SPAN = 1 << 20  # bytes; spans up to this size are read in one call, even if most of the bytes are not needed
 
 
 def strided(buffer: Bytes, first: int, sizes: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Array:
-    """Return a view of `buffer` that starts at byte `first`; strides count elements."""
+    """Return a strided view of `buffer` from byte `first` on. Strides count elements."""
     view: Array = np.ndarray(
         sizes, _UNITS[itemsize], buffer=buffer, offset=first, strides=tuple(stride * itemsize for stride in strides)
     )
@@ -50,7 +50,7 @@ class Gatherer:
 
     Attributes:
         max_bytes: Maximum memory for one computed tensor and its inputs.
-        small, big: Bytes per tile: `small` by default, up to `big` where small tiles would read the source many times.
+        small, big: Bytes per tile: `small` by default, up to `big` if small tiles would read the source many times.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Gatherer:
         self._max_bytes = max_bytes
         self._computing = threading.Lock()
         self._local = threading.local()
-        self._kept: OrderedDict[Target, Bytes] = OrderedDict()  # small inputs, which every tile needs
+        self._kept: OrderedDict[Target, Bytes] = OrderedDict()  # cache of small inputs, which every tile needs
 
     def read_box(self, key: str, box: Box, out: Bytes) -> None:
         """Fill `out` with a box of a source tensor, row-major, in the source's dtype."""
@@ -122,7 +122,7 @@ class Gatherer:
             self._read_strided(origin, start + i * strides[outer] * itemsize, moved[i], rest, itemsize)
 
     def tile_numel(self, tensor: OutputTensor) -> int:
-        """Return the elements per tile of a target: more if each tile reads from many places of the source."""
+        """Return the elements per tile of a target. Tiles are larger if each reads from many places of the source."""
         if isinstance(tensor, ComputedTensor):
             rows = self.rows_at_once(tensor, self._small if tensor.by_element else 2 * self._big)
             return max(1, tensor.numel // max(1, tensor.shape[0] if tensor.shape else 1) * rows)
@@ -162,8 +162,8 @@ class Gatherer:
             target[...] = view.reshape(inside.sizes)
 
     def rows_at_once(self, tensor: ComputedTensor, most: int) -> int:
-        """Return how many rows to compute at once: in at most half of the memory, at most `most` bytes of result and of
-        the first input."""
+        """Return how many rows to compute at once. They use at most half of the memory, and at most `most` bytes of the
+        result and of the first input."""
         rows = tensor.shape[0] if tensor.shape else 1
         if tensor.cut is None:
             return rows
@@ -177,7 +177,7 @@ class Gatherer:
         return step if step == rows or step < _BLOCK else step // _BLOCK * _BLOCK
 
     def _computed(self, tensor: ComputedTensor, box: Box) -> Bytes:
-        """Return a box, row-major. Computes its rows, or the whole tensor if rows cannot be computed separately."""
+        """Return a box, row-major. Computes its rows; if rows cannot be computed separately, the whole tensor."""
         first = 0
         if tensor.cut is not None and box.sizes and box.sizes[0] < tensor.shape[0]:
             first = box.offsets[0]
@@ -187,7 +187,7 @@ class Gatherer:
                 f"tensor {tensor.name!r} ({tensor.label}) needs {format_size(_taken(tensor))} at once, but "
                 f"the memory limit is {format_size(self._max_bytes)}. Pass a larger --max-memory."
             )
-        alone = not tensor.by_element or _taken(tensor) > self._big  # several at once could exceed the limit
+        alone = not tensor.by_element or _taken(tensor) > self._big  # several tensors at once could exceed the limit
         with self._computing if alone else contextlib.nullcontext():
             made = tensor.compute(self._inputs(tensor))
         itemsize = dtype_of(tensor.dtype).itemsize
@@ -201,7 +201,7 @@ class Gatherer:
         """Return the bytes of all inputs of a computed tensor."""
         if not tensor.by_element:
             return [self._input(target) for target in tensor.inputs]
-        # One buffer per thread: allocating new memory for each tile would cost more than the read.
+        # Each thread reuses one buffer: allocating memory for each tile would cost more than the read.
         ends = list(itertools.accumulate(-(-_nbytes(target) // _ALIGNED) * _ALIGNED for target in tensor.inputs))
         buffer: Bytes | None = getattr(self._local, "buffer", None)
         most = ends[-1] if ends else 0
@@ -215,7 +215,7 @@ class Gatherer:
         return found
 
     def _input(self, target: Target) -> Bytes:
-        """Return a whole input tensor. Small inputs are cached; the caller gets a copy, because it may change it."""
+        """Return a whole input tensor. Small inputs are cached. The caller gets a copy, which it may change."""
         kept = self._kept.get(target)
         if kept is not None:
             self._kept.move_to_end(target)
@@ -235,7 +235,7 @@ def _nbytes(tensor: OutputTensor) -> int:
 
 
 def _taken(tensor: ComputedTensor) -> int:
-    """Memory needed to compute a tensor, including inputs and result."""
+    """Return the memory needed to compute a tensor, including inputs and result."""
     return _nbytes(tensor) + sum(_nbytes(item) for item in tensor.inputs) + tensor.scratch
 
 

@@ -1,6 +1,7 @@
-"""The plan of a conversion: files made of literal bytes and of boxes of tensors. A value, printed by --dry-run.
+"""The plan of a conversion: files made of literal bytes and of boxes of tensors. --dry-run prints it.
 
-No I/O. Boxes are columns of numbers: a checkpoint for 1,024 ranks has a million.
+A plan is a value; nothing here does I/O. Boxes are stored as columns of numbers, because a checkpoint for 1,024 ranks
+has a million of them.
 """
 
 from __future__ import annotations
@@ -36,20 +37,20 @@ __all__ = [
 
 Bytes = npt.NDArray[np.uint8]
 _Int64 = npt.NDArray[np.int64]
-_NAMED = 8  # leftovers listed by name per reason; if there are more, only the first is named
+_NAMED = 8  # maximum number of leftovers listed by name per reason; beyond this only the first is named
 
 
 @dataclass(frozen=True, slots=True)
 class ComputedTensor:
-    """A tensor computed from others, in full or by rows: a merged adapter, for example.
+    """A tensor computed from others, such as a weight with a merged adapter. It may be computed by rows.
 
     Attributes:
         inputs: The arguments of `compute`, in this order: full tensors as row-major bytes of their dtype.
-        compute: Returns the tensor's bytes, row-major, of `dtype`. May be called from any thread.
+        compute: Returns the tensor's bytes, row-major, in `dtype`. May be called from any thread.
         label: The formula, shown in the plan: "W + 2.0 * B @ A".
         scratch: Additional bytes that `compute` needs, beyond inputs and result.
-        cut: Returns the tensor for only the rows [start, stop); None if rows cannot be computed separately.
-        by_element: Whether each element depends only on the inputs' elements at the same position, so that computing
+        cut: Returns the tensor of only the rows [start, stop); None if rows cannot be computed separately.
+        by_element: Whether each element depends only on the inputs' elements at the same position. If so, computing a
             few rows at a time is as fast as many.
     """
 
@@ -69,11 +70,11 @@ class ComputedTensor:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The catalog keys of its inputs, each once."""
+        """The catalog keys of the inputs, each once."""
         return tuple(dict.fromkeys(key for target in self.inputs for key in target.sources))
 
     def rows(self, start: int, stop: int) -> ComputedTensor:
-        """Return the tensor for only the rows [start, stop); `cut` must not be None, unless these are all."""
+        """Return the tensor of only the rows [start, stop). Unless these are all rows, `cut` must not be None."""
         if (start, stop) == (0, self.shape[0]):
             return self
         assert self.cut is not None
@@ -85,7 +86,7 @@ OutputTensor: TypeAlias = Target | ComputedTensor
 
 @dataclass(frozen=True, slots=True)
 class Literal:
-    """Bytes that are known before the data: headers, framing, a whole small file."""
+    """Bytes of a file that are known without reading tensors: a header, framing, or a whole small file."""
 
     start: int
     data: bytes
@@ -93,7 +94,7 @@ class Literal:
 
 @dataclass(frozen=True, slots=True)
 class CrcField:
-    """A CRC-32, four bytes little endian, of the file's bytes [start, start + nbytes). It is written last.
+    """A CRC-32 field: four bytes, little endian, over the file's bytes [start, start + nbytes). It is written last.
 
     Attributes:
         at: Positions of the field (local header, data descriptor, central directory). It overwrites literals. No
@@ -107,10 +108,10 @@ class CrcField:
 
 @dataclass(frozen=True, slots=True)
 class OutputFile:
-    """A file of the result. Its literals and the boxes placed in it must cover it exactly, once.
+    """A file of the result. Its literals and the boxes placed in it must cover each byte exactly once.
 
     Attributes:
-        literals, crcs: May be lazy; they may be iterated several times.
+        literals, crcs: May be lazy. They can be iterated several times.
     """
 
     path: str
@@ -120,13 +121,13 @@ class OutputFile:
 
     @classmethod
     def of_bytes(cls, path: str, data: bytes) -> OutputFile:
-        """Return a file with the content `data`: a config or an index."""
+        """Return a file with the content `data`, such as a config or an index."""
         return cls(path, len(data), (Literal(0, data),))
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where boxes of one tensor are written, each row-major and without gaps. One row per box.
+    """Where the boxes of one tensor are written, each row-major and without gaps. One row per box.
 
     Attributes:
         files: [n] index into `Plan.files`.
@@ -142,12 +143,12 @@ class Placement:
 
     @staticmethod
     def whole(tensor: OutputTensor, file: int, start: int) -> Placement:
-        """Return the placement of the whole tensor at one place, without columns."""
+        """Return the placement of a whole tensor as one box, without columns."""
         return _WholePlacement(tensor, file, start)
 
     @staticmethod
     def joined(placements: Sequence[Placement]) -> tuple[_Int64, _Int64, _Int64]:
-        """Return file, start and bytes of the boxes of several placements, end to end."""
+        """Return file, start and bytes of the boxes of several placements, concatenated."""
         if all(isinstance(item, _WholePlacement) for item in placements):
             columns = np.array([item.only() for item in placements], np.int64).reshape(-1, 3).T
             return columns[0], columns[1], columns[2]
@@ -156,7 +157,7 @@ class Placement:
         counts = [len(item) for item in placements]
         nbytes = np.zeros(sum(counts), np.int64)
         ndims = np.repeat([len(item.tensor.shape) for item in placements], counts)
-        for ndim in sorted({len(item.tensor.shape) for item in placements}):  # together: one by one takes seconds
+        for ndim in sorted({len(item.tensor.shape) for item in placements}):  # in groups: one by one takes seconds
             alike = [item for item in placements if len(item.tensor.shape) == ndim]
             itemsizes = [dtype_of(item.tensor.dtype).itemsize for item in alike]
             sizes = np.concatenate([item.sizes for item in alike])
@@ -168,8 +169,7 @@ class Placement:
         )
 
     def is_all_of(self, shape: tuple[int, ...]) -> bool:
-        """Return whether this is one box, all of a tensor of this shape; False if that is not known without a look at
-        the columns."""
+        """Return whether this is known to be one box with the whole tensor of this shape. Does not create columns."""
         return False
 
     def only(self) -> tuple[int, int, int]:
@@ -190,7 +190,7 @@ class Placement:
 
 
 class _WholePlacement(Placement):
-    """The placement of a whole tensor at one place, as of most small tensors. Creates columns only on demand."""
+    """The placement of a whole tensor as one box. Creates columns only on demand, because there may be many."""
 
     __slots__ = ("_file", "_start")
 
@@ -239,10 +239,10 @@ class Plan:
     """Everything that will be written, and its sources.
 
     Attributes:
-        catalog: The source; the parts of the tensors name its entries.
+        catalog: The source. The parts of the tensors refer to its entries.
         last: Paths that are published last, because they make the directory readable.
         leftovers: Unused source tensors, with the reason: [("optimizer.state...", "not the model's"), ...].
-        missing: Names that the target needs and no source provides.
+        missing: Names that the target needs but no source provides.
         notes: Notes for the user about the choices made.
     """
 
@@ -256,7 +256,7 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
+        """The bytes of all files."""
         return sum(file.nbytes for file in self.files)
 
     def lines(self) -> Iterator[str]:
@@ -287,7 +287,7 @@ class Plan:
         return names
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as JSON values, row by row; for small plans."""
+        """Return the plan as JSON values, box by box. For small plans only."""
         return {
             "files": [{"path": file.path, "nbytes": file.nbytes} for file in self.files],
             "tensors": [_placement_json(self, placement) for placement in self.placements],
@@ -313,7 +313,7 @@ def _dtypes(entries: Sequence[TensorEntry], tensor: OutputTensor) -> str:
 
 
 def _places(plan: Plan, placement: Placement) -> tuple[str, str]:
-    """Return the bytes and the places of a tensor as text."""
+    """Return the size and the files of a tensor as text."""
     if len(placement) == 1:
         file, start, nbytes = placement.only()
         return format_size(nbytes), f"{plan.files[file].path} @ {start}"
@@ -365,7 +365,7 @@ def _source_json(catalog: Catalog, key: str) -> dict[str, Any]:
 
 
 def check_room(plan: Plan, destination: Store, *, held: int = 0) -> None:
-    """Raise if there is not enough space for the files of a plan, of which `held` bytes already exist."""
+    """Raise if there is not enough space for the files of a plan. `held` bytes of them already exist."""
     free, wanted = destination.free_bytes(), max(0, plan.nbytes - held)
     if free is not None and free < wanted:
         raise NoSpaceError(
@@ -374,13 +374,13 @@ def check_room(plan: Plan, destination: Store, *, held: int = 0) -> None:
         )
 
 
-# Distribute the files of a plan over ranks.
+# --- distribution of the files over ranks
 
 
 def share_out(plan: Plan, world_size: int) -> list[int]:
-    """Return the rank of each file: the largest files first, each to the least loaded rank.
+    """Return the rank that writes each file. The largest files are assigned first, each to the least loaded rank.
 
-    Files that are published last go to rank 0, which publishes them.
+    Rank 0 gets the files that are published last, because it publishes them.
     """
     late = set(plan.last)
     owners = [0] * len(plan.files)

@@ -1,4 +1,4 @@
-"""Worker threads that process items in order; the first failure stops them all."""
+"""Worker threads that process items in order. The first failure stops them all."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ T = TypeVar("T")
 
 
 class Stopped(Exception):
-    """Another worker failed or the user interrupted: the current work is abandoned."""
+    """Stops a worker after another worker failed or the user interrupted."""
 
 
 class Worker:
-    """The two buffers of one thread, reused between jobs."""
+    """The two buffers of one thread, reused for each item."""
 
     def __init__(self) -> None:
         self._buffer = self._room = np.empty(0, np.uint8)
@@ -42,7 +42,7 @@ class Worker:
 
 
 class Pool:
-    """Threads that process items in order; the first failure stops all and is raised."""
+    """Threads that process items in order. The first failure stops all threads and is raised."""
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
@@ -52,25 +52,25 @@ class Pool:
 
     @patient()
     def run(self, do: Callable[[T, Worker], None], items: Sequence[T]) -> None:
-        """Call `do` with each item. Raises the first failed call's error after all threads have stopped."""
+        """Call `do` with each item. Raises the first error, after all threads have stopped."""
         waiting: queue.SimpleQueue[T] = queue.SimpleQueue()
         for item in items:
             waiting.put(item)
         failures: list[BaseException] = []
-        # Not Thread.join: up to Python 3.12, a join interrupted by a signal marks the thread as ended, and cleanup
-        # would then delete files, or exit, while threads still write. Nor WorkerPool: it forgets a thread if the
-        # interrupt comes while it starts it.
+        # Not Thread.join: up to Python 3.12, a join interrupted by a signal marks the thread as ended. Cleanup would
+        # then delete files, or exit, while threads still write. Not WorkerPool either: it loses a thread if the
+        # interrupt comes while the thread starts.
         try:
             for i in range(min(self._workers, len(items))):
                 name = f"ckptkit-copy-{i}"
-                work = (copy_context().run, self._work, do, waiting, failures)  # context variables of the caller
+                work = (copy_context().run, self._work, do, waiting, failures)  # with the caller's context
                 threading.Thread(target=work[0], args=work[1:], name=name, daemon=True).start()
             with self._change:
                 self._change.wait_for(lambda: not self._running and (waiting.empty() or self.stopped.is_set()))
         except BaseException:
-            hurry()  # a worker must not wait for unreachable storage
+            hurry()  # workers must not keep waiting for unreachable storage
             with self._change:
-                self.stopped.set()  # workers that have not begun an item do not begin one
+                self.stopped.set()  # workers begin no more items
                 self._change.wait_for(lambda: not self._running)
             raise
         if failures:

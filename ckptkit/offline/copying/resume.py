@@ -1,7 +1,7 @@
-"""Resumes an interrupted run: which steps are done, and whether their files still exist.
+"""Resumes an interrupted run: finds the steps that are done and whose files still exist.
 
-The interrupted run may have had one process or any number of ranks. Its progress is recorded as written byte ranges and
-checked digests, so that another number of ranks, with other steps, can continue.
+The interrupted run may have had any number of ranks. Its journal records written byte ranges and checked digests, not
+steps. So a run with another number of ranks, and other steps, can continue.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Share:
     """The steps of one rank.
 
     Attributes:
-        plan: Fingerprint of the source and of all bytes that the share writes.
-        files: Indices in the whole plan of the files that the rank writes.
+        plan: Fingerprint of the source and of all bytes that this rank writes.
+        files: Indices in the whole plan of the files that this rank writes.
     """
 
     plan: str
@@ -62,7 +62,7 @@ class Taken:
 
     Attributes:
         steps, records: Indices of the share's finished steps and checked digests.
-        files: Indices of the share's files that exist at full size; the others are begun again.
+        files: Indices of the share's files that exist with their full size. All other files start over.
         held: Disk space that these files use, in bytes.
     """
 
@@ -72,17 +72,17 @@ class Taken:
     held: int = 0
 
 
-# --- identity of the work
+# --- the identity of a plan
 
 
 def _fingerprint(plan: Plan, work: Work, source: Store, *, check: bool) -> str:
     """Return a fingerprint (32 hex digits) of the source and of all bytes to write.
 
-    It includes ckptkit's version, because steps are numbered in that version's order. A source file is identified by
-    size and modification time (locally also by inode).
+    It includes ckptkit's version, because each version numbers steps in its own order. A source file is identified by
+    size and modification time, and a local one by its inode too.
     """
     found = identities(source, sorted({origin.path for origin in work.origins}))
-    if not is_directory(source):  # without the ETag: some gateways return a new one each time
+    if not is_directory(source):  # without the ETag: some gateways return a new one for each request
         found = {path: item and item[:2] for path, item in found.items()}
     steps = [
         (step.first, step.stop) if isinstance(step, RunStep) else (step.boxes, *_made(step.tensor))
@@ -101,7 +101,7 @@ def _fingerprint(plan: Plan, work: Work, source: Store, *, check: bool) -> str:
 _RECORDS = ("sources", "starts", "nbytes", "values", "algorithms")
 
 
-# --- local directories: finished steps are recorded in a journal
+# --- local directories: a journal records finished steps
 
 
 def take_over(
@@ -118,14 +118,14 @@ def take_over(
     tried: set[tuple[int, int]] = set()
     for section in earlier:
         key = (section.world_size, section.rank)
-        # An earlier run on a different number of ranks: find its share.
+        # The earlier run may have had another number of ranks: find the plans of its shares.
         if section.plan not in shares and key not in tried:
             tried.add(key)
             files = [index for index, rank in enumerate(share_out(whole, section.world_size)) if rank == section.rank]
             work = prepare(restricted(whole, files), check=check, digests=digests)
             made = Share.of(whole, files, work, source, check=check)
             shares[made.plan] = made
-        if section.plan in shares:  # otherwise it belongs to another plan or source
+        if section.plan in shares:  # other sections belong to another plan or source
             past.add(shares[section.plan], section)
     taken = past.of(share, store)
     anew = [whole.files[index].path for at, index in enumerate(share.files) if at not in taken.files]
@@ -141,9 +141,9 @@ class _Past:
         self._paths = [file.path for file in whole.files]
         sizes = np.array([file.nbytes for file in whole.files], np.int64)
         self._sizes = sizes
-        # Each byte of each file gets a number; one unused number between two files keeps their ranges apart.
+        # Number the bytes of all files consecutively. One unused number between files keeps their ranges apart.
         self._bases = np.concatenate([[0], np.cumsum(sizes + 1)[:-1]]) if len(sizes) else sizes
-        self._ranges: list[tuple[Int64, Int64, Int64]] = []  # file, from, to
+        self._ranges: list[tuple[Int64, Int64, Int64]] = []  # file, start, stop
         self._records: set[_Record] = set()
 
     def add(self, share: Share, section: Section) -> None:
@@ -163,7 +163,7 @@ class _Past:
         return files[nbytes > 0], lo[nbytes > 0], (lo + nbytes)[nbytes > 0]
 
     def of(self, share: Share, store: LocalStore) -> Taken:
-        """Return the finished part of a share whose files exist."""
+        """Return the part of a share that is finished and whose files exist."""
         if not self._ranges:
             return Taken()
         files, lo, hi = (np.concatenate(column) for column in zip(*self._ranges, strict=True))
@@ -186,7 +186,7 @@ class _Past:
 
 
 def _records(work: Work, rows: Int64 | None = None) -> Iterator[_Record]:
-    """Yield the identity of each digest, which is the same in all processes: the location of its bytes."""
+    """Yield the identity of each digest: the location of its bytes, which is the same in all processes."""
     table = work.records
     columns = (table.sources, table.starts, table.nbytes)
     taken = columns if rows is None else tuple(column[rows] for column in columns)
@@ -195,7 +195,7 @@ def _records(work: Work, rows: Int64 | None = None) -> Iterator[_Record]:
 
 
 def _merged(lo: Int64, hi: Int64) -> tuple[Int64, Int64]:
-    """Join ranges that touch or overlap."""
+    """Return the ranges with those joined that touch or overlap."""
     if not len(lo):
         return lo, hi
     order = np.argsort(lo, kind="stable")
@@ -205,7 +205,7 @@ def _merged(lo: Int64, hi: Int64) -> tuple[Int64, Int64]:
 
 
 def _covered(lo: Int64, hi: Int64, starts: Int64, stops: Int64) -> bool:
-    """Return whether each range is contained in one of the merged ranges."""
+    """Return whether each range is inside one of the merged ranges."""
     if not len(lo):
         return True
     if not len(starts):
@@ -218,13 +218,13 @@ def _covered(lo: Int64, hi: Int64, starts: Int64, stops: Int64) -> bool:
 
 
 def clear_strays(store: Store, plan: Plan) -> None:
-    """Delete files in a staging directory that are not in the plan: leftovers of an interrupted run."""
+    """Delete the files in a staging directory that are not in the plan. An interrupted run left them."""
     if not is_directory(store) or leftover_of(os.path.basename(store.url)) is None:
         return
     wanted = {file.path for file in plan.files}
     folders = {path[: i + 1] for path in wanted for i, char in enumerate(path) if char == "/"}
     pending = [""]
-    for folder in pending:  # grows during the loop
+    for folder in pending:  # the loop appends to it
         for item in store.list(folder):
             if item.kind == "directory" and f"{item.path}/" in folders:
                 pending.append(item.path)
@@ -233,9 +233,9 @@ def clear_strays(store: Store, plan: Plan) -> None:
 
 
 def left_beside(url: str) -> tuple[str, int] | None:
-    """Return the staging directory that an interrupted run left beside its local target, and the bytes that it uses.
+    """Return the staging directory that an interrupted run left next to its local target, and the bytes in it.
 
-    None if there is none, or if the target is remote. The next run continues from it.
+    None if there is none, or if the target is remote. The next run continues from this directory.
     """
     protocol, rest = split_url(url)
     if protocol != "file":
@@ -250,11 +250,11 @@ def left_beside(url: str) -> tuple[str, int] | None:
     return None
 
 
-# --- object stores: a file exists in full or not at all
+# --- object stores: an object is complete or does not exist
 
 
 class Spoken:
-    """Records the objects of a run in its ledger, and finds those that an interrupted run finished."""
+    """Records the finished objects of a run in its ledger, and finds those that an interrupted run finished."""
 
     def __init__(self, plan: Plan, work: Work, source: Store, verifier: Verifier | None, ledger: Ledger) -> None:
         self._plan = plan
@@ -266,7 +266,7 @@ class Spoken:
         self._contents = {index: contents.of(index) for index in worth}
 
     def take_over(self) -> frozenset[int]:
-        """Return the existing matching files; delete other files of an interrupted run."""
+        """Return the files that exist and match; delete all other files of an interrupted run."""
         earlier = self._ledger.earlier
         paths = {file.path: index for index, file in enumerate(self._plan.files) if file.path in earlier}
         taken = {index for path, index in paths.items() if earlier[path].content == self._contents.get(index)}
@@ -279,7 +279,7 @@ class Spoken:
         return frozenset(taken)
 
     def finished(self, index: int) -> None:
-        """Record that a file is complete."""
+        """Record a file as complete."""
         content, file, checked = self._contents.get(index), self._plan.files[index], False
         if content is None:
             return
@@ -290,7 +290,7 @@ class Spoken:
 
 
 class _Contents:
-    """Fingerprints of the contents of a plan's files, independent of the writing rank."""
+    """Computes fingerprints of the contents of a plan's files. They do not depend on the rank that writes a file."""
 
     def __init__(self, plan: Plan, source: Store, *, check: bool) -> None:
         self._plan = plan
@@ -339,7 +339,7 @@ def _made(tensor: OutputTensor) -> tuple[Any, ...]:
 
 
 def _records_of(plan: Plan, index: int, maps: Mapping[str, EntryMap]) -> Int64:
-    """Return the source's digests (record indices) of all bytes in a file. -1 among them: some bytes have none."""
+    """Return the source's digests of all bytes in a file, as record indices. It contains -1 if some bytes have none."""
     found: list[Int64] = [np.zeros(0, np.int64)]
     for placement in plan.placements:
         rows = np.flatnonzero(placement.files == index)

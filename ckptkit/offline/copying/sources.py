@@ -1,4 +1,4 @@
-"""Reads byte ranges of a checkpoint: local files, remote ones in batches, compressed records decoded."""
+"""Reads byte ranges of a checkpoint: from local files, from remote files in batches, from compressed records."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PIECE = 1 << 20  # compressed bytes read at a time
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The origin of a source's offsets: a file, or the decoded bytes of a compressed record in it."""
+    """What the offsets of a source count from: a file, or the decoded bytes of a compressed record in it."""
 
     path: str
     codec: Codec | None = None
@@ -36,7 +36,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A read of len(view) bytes from `start` of an origin into `view`. `record`: the record they belong to, or -1."""
+    """A read of len(view) bytes from `start` of an origin into `view`. `record`: the digest record, or -1."""
 
     origin: int
     start: int
@@ -45,9 +45,9 @@ class Range:
 
 
 def identities(store: Store, paths: Collection[str]) -> dict[str, tuple[Any, ...] | None]:
-    """Return what tells each file from a replacement, by path: size, modification time, and the inode or ETag.
+    """Return the identity of each file, by path: size, modification time, and inode or ETag.
 
-    None if the store cannot tell.
+    It changes when the file is replaced. None if the store cannot tell.
     """
     if is_directory(store):
         known: dict[str, tuple[Any, ...] | None] = dict.fromkeys(paths)
@@ -59,7 +59,7 @@ def identities(store: Store, paths: Collection[str]) -> dict[str, tuple[Any, ...
     found: dict[str, FileInfo | None] = {}
     with suppress(FileNotFoundError, PermissionError, StorageError):
         if store.url.startswith("http"):
-            found = {path: store.info(path) for path in paths}  # the listing of a web server has no sizes
+            found = {path: store.info(path) for path in paths}  # a web server's listing has no sizes
         else:
             for folder in {path.rpartition("/")[0] for path in paths}:
                 found |= {item.path: item for item in store.list(folder)}
@@ -68,12 +68,12 @@ def identities(store: Store, paths: Collection[str]) -> dict[str, tuple[Any, ...
 
 
 class Descriptors:
-    """Open file descriptors by path; only a few unused ones stay open."""
+    """Open file descriptors by path. Only a few unused ones stay open."""
 
     def __init__(self, opener: Callable[[str], int], limit: int = 256) -> None:
         self._opener = opener
         self._limit = limit
-        self._open: dict[str, list[int]] = {}  # [descriptor, users], least recently used first
+        self._open: dict[str, list[int]] = {}  # path -> [descriptor, users], least recently used first
         self._lock = threading.Lock()
 
     @contextmanager
@@ -107,7 +107,7 @@ class Descriptors:
 
 
 class SourceReader:
-    """Reads ranges of the origins of one checkpoint. Safe for several threads."""
+    """Reads ranges of the origins of one checkpoint. Thread-safe."""
 
     def __init__(self, store: Store, origins: Sequence[Origin]) -> None:
         self._store = store
@@ -130,7 +130,7 @@ class SourceReader:
         self.read_many([Range(origin, start, view)])
 
     def read_many(self, ranges: Sequence[Range]) -> None:
-        """Fill many views: of a remote store in one batch."""
+        """Fill many views. A remote store reads them in one batch."""
         batch: list[ReadInto] = []
         for item in ranges:
             where = self._origins[item.origin]
@@ -149,7 +149,7 @@ class SourceReader:
             self._blocks.read_many(batch)
 
     def _decode(self, origin: int, codec: Codec, start: int, view: memoryview) -> None:
-        # Most reads of a record go forwards: each record has one decoder, which starts again only to go back.
+        # Reads of a record mostly go forwards. Each record has one decoder, which starts over only to go back.
         with self._lock:
             decoder = self._decoders.pop(origin, None)
         if decoder is None or decoder.at > start:
@@ -181,7 +181,7 @@ def _read_on(descriptor: int, path: str, start: int, view: memoryview, done: int
         done += got
 
 
-_MAX_WINDOW = 128 << 20  # zstd's own default limit; a damaged or hostile frame may ask for gigabytes
+_MAX_WINDOW = 128 << 20  # bytes, zstd's default limit; a damaged or hostile frame may ask for gigabytes
 
 
 class _Compressed:
@@ -221,7 +221,7 @@ class _Decoder:
         self.at = 0  # position in the decoded bytes
 
     def read(self, start: int, view: memoryview) -> None:
-        while self.at < start:  # skip
+        while self.at < start:  # decode and discard
             self._fill(memoryview(bytearray(min(_PIECE, start - self.at))))
         self._fill(view)
 

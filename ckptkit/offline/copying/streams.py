@@ -23,7 +23,7 @@ _Event = tuple[int, Literal | tuple[Placement, int]]
 
 
 class StreamWriter:
-    """Writes files to a store, several at once, each in order. `spoken`: records the finished files."""
+    """Writes files to a store, several at a time, each in order. `spoken` records the finished files."""
 
     def __init__(
         self, plan: Plan, gatherer: Gatherer, tally: Tally, destination: Store, spoken: Spoken | None = None
@@ -41,7 +41,7 @@ class StreamWriter:
         literals = sorted(file.literals, key=lambda item: item.start)
         if any(True for _ in file.crcs):
             literals = self._with_crcs(file, literals, placed, worker)
-        last = 0  # bytes of a block count as written one block late: its upload may take long
+        last = 0  # progress counts each block when the next one is sent, because its upload may take long
         with self._destination.writer(file.path) as writer:
             for block in self._blocks(_events(literals, placed), worker):
                 self._tally.add(last, file.path)
@@ -66,7 +66,7 @@ class StreamWriter:
     def _with_crcs(
         self, file: OutputFile, literals: list[Literal], placed: list[_Event], worker: Worker
     ) -> list[Literal]:
-        """Return the literals with their CRC fields filled in. This computes the covered bytes twice."""
+        """Return the literals with their CRC fields filled in. The covered bytes are produced twice for this."""
         changed = [(item.start, bytearray(item.data)) for item in literals]
         events = _events(literals, placed)
         for item in file.crcs:
