@@ -1,4 +1,4 @@
-"""Azure Blob Storage through adlfs's client: create-only puts and parallel blocks."""
+"""Writes to Azure Blob Storage through adlfs's client: create-only puts and parallel block uploads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["AzureApi"]
 
 
 class AzureApi(FsspecApi):
-    """Azure's conditional puts and uploads in parts; all other requests are fsspec's."""
+    """Makes conditional puts and uploads in parts. fsspec makes all other requests."""
 
     streams = True
 
@@ -25,7 +25,7 @@ class AzureApi(FsspecApi):
         return ""
 
     def is_mine(self, name: str, data: bytes | Content, *, mark: str, tries: int) -> bool:
-        # Also at the first try: the client itself repeats a request whose answer was lost.
+        # tries + 1: Azure's client repeats requests itself, so our own blob may exist even at the first try.
         return super().is_mine(name, data, mark=mark, tries=tries + 1)
 
     def upload(self, name: str) -> Upload:
@@ -35,7 +35,7 @@ class AzureApi(FsspecApi):
         return True
 
     def call(self, name: str, request: Callable[[Any], Coroutine[Any, Any, Any]]) -> Any:
-        """Return the answer to a request to one blob. Raises FileExistsError, LostUploadError."""
+        """Send a request about one blob and return the answer. Raises FileExistsError, LostUploadError."""
         from fsspec.asyn import sync
 
         container, path, _ = self.fs.split_path(name)
@@ -56,7 +56,7 @@ class AzureUpload:
     def __init__(self, api: AzureApi, name: str) -> None:
         self._api = api
         self._name = name
-        self._own = secrets.token_hex(8)  # all uploads to one name share the block names
+        self._own = secrets.token_hex(8)  # unique, because all uploads to one name share their block names
         self._nbytes: dict[int, int] = {}
         self._completing = False
 

@@ -1,4 +1,4 @@
-"""The body of one upload request: a sequence of memory blocks that is never joined or copied."""
+"""Request bodies for uploads: lists of buffers that are sent without joining or copying them."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["Body", "Collected", "Content"]
 
 _LITTLE = 256 << 10
 _BLOCK = 4 << 20
-_PIECE = 512 << 10  # bytes that `read` returns at least: smaller pieces cost too much each
+_PIECE = 512 << 10  # pieces that `read` returns should be about this large: each has a fixed cost
 
 
 class Content:
-    """The bytes of an object or of a part of one.
+    """The bytes of an object or of one part of it.
 
     Attributes:
         nbytes: Size of the whole content.
-        copied: How many bytes were copied for this request: its cost in memory.
-        crc32: Of the whole content, computed while it was written; None if not wanted.
+        copied: Bytes that were copied for this request: its cost in memory.
+        crc32: CRC-32 of the whole content, if it was computed during the writes; else None.
     """
 
     __slots__ = ("_owners", "copied", "crc32", "nbytes", "pieces")
@@ -64,7 +64,7 @@ class Content:
 
 
 class Collected:
-    """Collects copied and lent pieces for one request."""
+    """Collects the pieces of one request. Each piece is either copied or lent (used without a copy)."""
 
     def __init__(self, *, checked: bool) -> None:
         self.nbytes = 0
@@ -74,9 +74,9 @@ class Collected:
         self._pieces: list[bytes | memoryview] = []
         self._owners: list[object] = []
         self._buffer = io.BytesIO()  # for small writes
-        self._block: memoryview | None = None  # for large ones
+        self._block: memoryview | None = None  # for large writes
         self._filled = 0
-        self._lent: tuple[memoryview, int, int] | None = None  # the last piece, while it may grow
+        self._lent: tuple[memoryview, int, int] | None = None  # the last lent piece; the next one may extend it
 
     def copy(self, data: memoryview) -> None:
         """Append a copy of `data`."""
@@ -96,7 +96,7 @@ class Collected:
             data = data[len(room) :]
 
     def lend(self, source: memoryview, start: int, stop: int, owner: object) -> None:
-        """Append a part of `source` without a copy: it must not change before it is sent."""
+        """Append source[start:stop] without a copy. These bytes must not change until they are sent."""
         self._flush_buffer()
         if self._lent is not None and self._lent[0] is source and self._lent[2] == start:
             self._lent = (source, self._lent[1], stop)
@@ -126,7 +126,11 @@ class Collected:
             self._block, self._filled = None, 0
 
     def content(self, *, after: Sequence[Collected] = (), crc32: int | None = None) -> Content:
-        """Return the pieces of `after`, then its own. `crc32`: of all of them together."""
+        """Return the pieces of `after` followed by the pieces of this object.
+
+        Args:
+            crc32: CRC-32 of all these pieces together. Ignored if `after` is empty.
+        """
         collected = (*after, self)
         for one in collected:
             one._flush_lent()
@@ -141,16 +145,16 @@ class Collected:
 
 
 def _block() -> memoryview:
-    """Return memory that is returned to the system when freed.
+    """Return a buffer whose memory goes back to the system when it is freed.
 
-    malloc would fragment its arenas with many threads: eight files would take twice their size.
+    With many threads malloc would fragment its arenas: eight files would take twice their size.
     """
     private = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
     return memoryview(mmap.mmap(-1, _BLOCK, **private))
 
 
 class Body(io.BytesIO):
-    """A content as a file object. A BytesIO, because HTTP clients copy anything else."""
+    """A file object that reads a Content. It is a BytesIO because HTTP clients copy any other kind."""
 
     def __init__(self, content: Content) -> None:
         super().__init__()
@@ -164,7 +168,7 @@ class Body(io.BytesIO):
         return self._content.nbytes
 
     def getbuffer(self) -> memoryview:
-        # Clients only ask for its length.
+        # HTTP clients only ask the buffer for its length.
         return _Length(self._content.nbytes)  # type: ignore[return-value]
 
     def seekable(self) -> bool:
@@ -184,7 +188,7 @@ class Body(io.BytesIO):
         return self._at
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Return the next bytes: at least _PIECE of them, if there are that many, even if fewer were requested."""
+        """Return the next bytes: at least half of _PIECE, if that many remain, even if fewer were requested."""
         if size is None or size < 0:
             size = self._content.nbytes
         wanted, found = max(size, _PIECE), list[memoryview]()
@@ -202,7 +206,7 @@ class Body(io.BytesIO):
 
 
 class _Length:
-    """An object that has only the length of a buffer."""
+    """Stands in for a buffer: it has a length but no content."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes

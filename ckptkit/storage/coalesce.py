@@ -1,4 +1,4 @@
-"""Combines many small ranges of a file into few reads, and splits the results again."""
+"""Combines many small ranges of a file into a few reads and splits the results again."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ckptkit.storage.store import ReadInto, Store
 
 __all__ = ["Job", "Scatter", "Span", "coalesce", "cut_reads", "BlockReader"]
 
-_MAX_GAP = 512 << 10  # a request takes about as long as reading this much
-_LITTLE = 24 << 20  # up to this total, opening one connection per request is slow
-_LEAST = 4 << 20  # the smallest request in that case
+_MAX_GAP = 512 << 10  # reading this many bytes takes about as long as one more request
+_LITTLE = 24 << 20  # a total of up to this many bytes is split into smaller requests
+_LEAST = 4 << 20  # of at least this many bytes each
 
 Job = tuple[str, int, int, list[ReadInto]]
 """One request: (path, start, stop, the reads that overlap it)."""
@@ -26,7 +26,7 @@ Job = tuple[str, int, int, list[ReadInto]]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One read of the bytes [start, stop) of a file, for the ranges `members` (indices)."""
+    """One read of the bytes [start, stop) of a file. `members` are the indices of the ranges that it covers."""
 
     start: int
     stop: int
@@ -34,12 +34,12 @@ class Span:
 
 
 def coalesce(ranges: Sequence[tuple[int, int]], *, max_gap: int, max_span: int) -> list[Span]:
-    """Join half-open ranges of one file that are near each other into spans, sorted by start.
+    """Join nearby ranges of one file into spans, sorted by start.
 
     Args:
-        ranges: (start, stop) in bytes, in any order; they may overlap.
+        ranges: Half-open (start, stop) in bytes, in any order; they may overlap.
         max_gap: Gaps up to this size are read and discarded.
-        max_span: Joining makes no span longer than this; a longer range stays one span.
+        max_span: Ranges are not joined into a span longer than this. A single longer range stays one span.
     """
     order = sorted(range(len(ranges)), key=lambda i: ranges[i])
     spans: list[Span] = []
@@ -60,18 +60,18 @@ def coalesce(ranges: Sequence[tuple[int, int]], *, max_gap: int, max_span: int) 
 
 
 class Scatter:
-    """Copies the bytes of a file, from `start` on, into the views of `reads` as they arrive.
+    """Copies the bytes of a file, from offset `start` on, into the views of `reads` as the bytes arrive.
 
-    Parts of the reads may lie outside the bytes that arrive.
+    A read may extend beyond the bytes that arrive, at either end.
     """
 
     def __init__(self, reads: Sequence[ReadInto], start: int) -> None:
         self._start = start
-        self._waiting = sorted(reads, key=lambda read: -read.start)  # the next one last
+        self._waiting = sorted(reads, key=lambda read: -read.start)  # reversed: `pop` returns the next read
         self._open: list[tuple[int, memoryview]] = []
 
     def __call__(self, at: int, piece: bytes | memoryview) -> None:
-        """Receive the next bytes; `at` counts from `start`."""
+        """Copy the next bytes. `at` is their offset from `start`."""
         low = self._start + at
         high = low + len(piece)
         while self._waiting and self._waiting[-1].start < high:
@@ -88,10 +88,10 @@ class Scatter:
 
 
 def cut_reads(reads: Sequence[ReadInto], *, large: int) -> list[Job]:
-    """Return the requests for all reads: enough to keep the connections busy, and no more.
+    """Split reads into requests: enough to keep the connections busy, but no more.
 
     Args:
-        large: Size of one request if there are few.
+        large: Size of one request in bytes if there are few requests; otherwise requests may be twice as large.
     """
     by_file: dict[str, list[ReadInto]] = {}
     for read in reads:
@@ -104,7 +104,7 @@ def cut_reads(reads: Sequence[ReadInto], *, large: int) -> list[Job]:
         ranges = [(item.start, item.start + item.view.nbytes) for item in items]
         for span in coalesce(ranges, max_gap=_MAX_GAP, max_span=sys.maxsize):
             members = sorted((items[i] for i in span.members), key=_start)
-            # The bytes of one view may come from two requests.
+            # Two requests may fill one view.
             for start, stop in _cut(span.start, span.stop, most):
                 later = bisect_left(members, stop, key=_start)
                 jobs.append((path, start, stop, members[:later]))
@@ -130,17 +130,17 @@ def _stop(item: ReadInto) -> int:
 _LEAST_BLOCK = 64 << 10
 _MOST = 2 << 20
 _HELD = 64 << 20  # bytes of cached blocks
-_WASTE = 8  # if blocks read more than this many times what was asked for, they are not used
+_WASTE = 8  # once blocks have read this many times the bytes that were asked for, they are not used
 _AT_ONCE = 8
 
 _Key = tuple[str, int]
 
 
 class BlockReader:
-    """Serves small reads from cached blocks, so that one request serves many. Safe for several threads.
+    """Serves small reads from cached blocks, so that one request answers many reads. Safe for several threads.
 
-    The files must not change. A range shorter than a quarter of a block is served from a block; a longer one is read
-    directly. The cache takes at most 64 MiB: the more files, the smaller the blocks.
+    The files must not change. Ranges shorter than a quarter of a block come from blocks; longer ranges are read
+    directly. The cache takes at most 64 MiB, so blocks are smaller if there are many files.
     """
 
     def __init__(self, store: Store, files: int = 1) -> None:
@@ -151,11 +151,11 @@ class BlockReader:
         self._asked = self._fetched = 0
 
     def read_into(self, path: str, start: int, view: memoryview) -> None:
-        """Fill `view` from `start`. Raises as the store does."""
+        """Fill `view` with the bytes from `start` on. Raises the errors of the store."""
         self.read_many([ReadInto(path, start, view)])
 
     def read_many(self, reads: Sequence[ReadInto]) -> None:
-        """Fill many views. Raises as the store does."""
+        """Fill many views. Raises the errors of the store."""
         small = [read for read in reads if self._is_small(read)]
         with self._lock:
             self._asked += sum(read.view.nbytes for read in small)
@@ -177,7 +177,7 @@ class BlockReader:
         return [(read.path, index) for index in range(read.start // self._block, last + 1)]
 
     def _take(self, keys: Iterable[_Key]) -> dict[_Key, bytes]:
-        """Return blocks, from the cache or read now; waits for those that another thread is reading."""
+        """Return blocks from the cache. Reads missing blocks, and waits for blocks that other threads are reading."""
         found: dict[_Key, Future[bytes]] = {}
         missing: list[_Key] = []
         with self._lock:
@@ -197,7 +197,7 @@ class BlockReader:
                 with WorkerPool(min(_AT_ONCE, len(missing)), thread_name_prefix="ckptkit-block") as pool:
                     for key in missing:
                         pool.submit(self._fetch, key, found[key])
-        except BaseException as error:  # a signal: other threads must not wait for these blocks for ever
+        except BaseException as error:  # such as Ctrl-C: other threads must not wait for these blocks for ever
             for key in missing:
                 self._give_up(key, found[key], error)
             raise

@@ -1,4 +1,4 @@
-"""One fsspec file system per process, with its threads and memory budget; a forked child opens its own."""
+"""Opens one fsspec file system per process, with its threads and memory budget. A forked child opens its own."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ __all__ = ["LARGE_BODY", "PART_BYTES", "UPLOAD_BYTES", "Connection"]
 T = TypeVar("T")
 R = TypeVar("R")
 
-PART_BYTES = 16 << 20  # one ranged read, if there are few
-UPLOAD_BYTES = 36 << 20  # one part of an upload; up to two of them are sent in one request
-LARGE_BODY = 1 << 20  # an upload of at least this many bytes may make the server wait for its disk before it answers
+PART_BYTES = 16 << 20  # size of one ranged read if there are few reads
+UPLOAD_BYTES = 36 << 20  # one part of an upload; a small object is sent as one request of up to two parts
+LARGE_BODY = 1 << 20  # after a body of at least this many bytes, a server may wait for its disk before it answers
 _THREADS = 16
-_READS = _THREADS + 4  # concurrent ranges
-_UPLOADS = 8  # concurrent uploads of all writers of a process
-_HELD_BYTES = 144 << 20  # memory that these uploads hold: four parts, or two files of one request each
-_WORKS = "What works: paths, s3://, gs://, abfs://; hf://, http:// and https:// to read from."
+_READS = _THREADS + 4  # concurrent ranged reads
+_UPLOADS = 8  # concurrent upload requests per process
+_HELD_BYTES = 144 << 20  # memory of these requests: four parts, or two objects sent in one request each
+_WORKS = "Use a path, s3://, gs:// or abfs://; for reading also hf://, http:// or https://."
 
-# Environment variables that file systems read when they connect.
+# Prefixes of the environment variables that file systems read when they connect.
 _ENVIRONMENT = ("HF_", "FSSPEC_", "HOME", *(name for service in SERVICES.values() for name in service.environment))
-_inherited: list[Any] = []  # a child keeps its parent's file systems: closing them would use the parent's sockets
+_inherited: list[Any] = []  # a child never closes its parent's file systems: that would use the parent's sockets
 _connections: weakref.WeakValueDictionary[bytes, Connection] = weakref.WeakValueDictionary()
-_latest: collections.deque[Connection] = collections.deque(maxlen=2)  # kept open for the next user
+_latest: collections.deque[Connection] = collections.deque(maxlen=2)  # kept open for the next store
 
 
 def _keep_inherited() -> None:
@@ -50,7 +50,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Known:
-    """A bounded cache of small files by tag, so that unchanged files are not downloaded again."""
+    """A bounded cache of small files. A file is downloaded again only if its tag has changed."""
 
     def __init__(self, most_bytes: int = 32 << 20) -> None:
         self._most = most_bytes
@@ -64,7 +64,7 @@ class Known:
         return found[1] if found is not None and tag and found[0] == tag else None
 
     def put(self, name: str, tag: str, data: bytes) -> None:
-        """Cache the content of `name` with this tag; without a tag, forget it."""
+        """Cache the content of `name` with this tag. An empty tag removes `name` from the cache."""
         with self._lock:
             before = self._held.pop(name, None)
             self._nbytes -= len(before[1]) if before else 0
@@ -77,16 +77,16 @@ class Known:
 
 
 class Budget:
-    """Limits concurrent uploads by number and by memory, and counts the bytes that writers have buffered."""
+    """Limits the number and the memory of concurrent uploads, and counts the bytes that writers have buffered."""
 
     def __init__(self, most: int, most_bytes: int) -> None:
         self._free, self._free_bytes = most, most_bytes
         self._most, self._most_bytes = most, most_bytes
-        self.collected = 0  # buffered by writers, not yet being sent
+        self.collected = 0  # bytes that writers have buffered and not yet sent
         self._changed = threading.Condition()
 
     def acquire(self, nbytes: int) -> None:
-        """Wait until one more request may hold `nbytes`. A request above the limit runs alone."""
+        """Wait until there is room for one more request of `nbytes`. A request above the limit runs alone."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._free == self._most or (self._free > 0 and (not nbytes or nbytes <= self._free_bytes))
@@ -95,20 +95,20 @@ class Budget:
             self._free_bytes -= nbytes
 
     def release(self, nbytes: int) -> None:
-        """Release what was acquired."""
+        """Release one request of `nbytes`."""
         with self._changed:
             self._free += 1
             self._free_bytes += nbytes
             self._changed.notify_all()
 
     def collect(self, nbytes: int) -> None:
-        """Count bytes that a writer has buffered, or (negative) released."""
+        """Add to the count of buffered bytes. `nbytes` is negative when a writer releases them."""
         with self._changed:
             self.collected += nbytes
 
     @property
     def crowded(self) -> bool:
-        """Whether writers have buffered more than may be in flight."""
+        """Whether writers have buffered more bytes than all requests together may hold."""
         return self.collected > self._most_bytes
 
 
@@ -117,10 +117,10 @@ class _OfProcess:
     """The part of a connection that belongs to one process.
 
     Attributes:
-        budget: Bounds the memory of uploads.
-        known: Small files that were read or written lately, by tag.
-        turns: A semaphore, held for each range that is being read. Without it ranges would wait for a free HTTP
-            connection, and time out as if the server were silent.
+        budget: Limits the memory of uploads.
+        known: Small files that were recently read or written, by tag.
+        turns: Limits the number of concurrent ranged reads. Without it, reads would wait for a free HTTP connection and
+            time out as if the server were silent.
     """
 
     pid: int
@@ -132,10 +132,10 @@ class _OfProcess:
 
 
 class Connection:
-    """Shared by all stores with one protocol and the same options. A forked process opens its own at first use.
+    """A connection that all stores with the same protocol and options share. A forked child opens its own at first use.
 
-    fsspec runs one event loop in its own thread, which a child does not have, and a lock that another thread held at
-    the fork stays locked in the child. So everything, including locks, is kept per process id.
+    A child does not have the thread that runs fsspec's event loop. A lock that another thread held at the fork stays
+    locked in the child. So everything, including the locks, is kept per process id.
     """
 
     def __init__(self, protocol: str, options: Mapping[str, Any]) -> None:
@@ -143,17 +143,17 @@ class Connection:
         self.options = dict(options)
         self._locks: dict[int, threading.Lock] = {}
         self._held: _OfProcess | None = None
-        # Whether put-if-absent works, by bucket, once tried: a server may support it in one bucket only.
+        # By bucket: whether put-if-absent works, once tried. A server may support it in some buckets only.
         self.conditional: dict[str, bool] = {}
 
     @classmethod
     def shared(cls, protocol: str, options: Mapping[str, Any]) -> Connection:
-        """Return the connection that is open with these options and the same environment, or a new one."""
+        """Return the open connection with these options and this environment, or a new one."""
         given = [(name, value) for name, value in os.environ.items() if name.startswith(_ENVIRONMENT)]
         text = repr((protocol, sorted(options.items(), key=lambda item: item[0]), sorted(given)))
         key = sha256_of(text.encode(errors="surrogateescape"))  # a hash, so that no secret is stored
         found = _connections.get(key)
-        if found is None:  # without a lock, which a fork could keep locked: two at once are harmless
+        if found is None:  # no lock, because a fork could keep it locked; two connections at once are harmless
             found = _connections[key] = cls(protocol, options)
         if found not in _latest:
             _latest.append(found)
@@ -184,9 +184,9 @@ class Connection:
         return self.own.fs
 
     def upload(self, function: Callable[[], T], nbytes: int) -> Future[T]:
-        """Run `function`, which holds `nbytes` until it ends, in a thread, as soon as the budget allows it.
+        """Run `function` in a thread as soon as the budget allows it. `function` holds `nbytes` until it returns.
 
-        It must not wait for another function of the pool.
+        `function` must not wait for another function of the pool.
         """
         own = self.own
         own.budget.acquire(nbytes)
@@ -199,7 +199,7 @@ class Connection:
         return future
 
     def each(self, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
-        """Return `function` of each item, several at once. The first failure is raised once all have ended."""
+        """Return `function` of each item, several at once. Raises the first failure after all calls have ended."""
         todo = list(items)
         if len(todo) <= 1:
             return [function(item) for item in todo]
@@ -214,7 +214,7 @@ class Connection:
             finally:
                 for future in futures:
                     future.cancel()
-                for future in futures:  # none may still write into a view when the caller gets it back
+                for future in futures:  # after this method no thread may still write into the caller's views
                     if not future.cancelled():
                         future.exception()
 
@@ -225,11 +225,11 @@ def _open_file_system(protocol: str, options: Mapping[str, Any]) -> Any:
     settings: dict[str, Any] = {"use_listings_cache": False, **options}
     if protocol in ("s3", "s3a"):
         settings["config_kwargs"] = {
-            # A checksum of the whole object does not fit a range, but some servers send it anyway.
+            # Some servers send the checksum of the whole object with a range, where it never matches.
             "response_checksum_validation": "when_required",
             "max_pool_connections": _READS + 4,  # a few more for the callers' threads
             "read_timeout": BACKSTOP_S,
-            # retry.py retries for all stores. Three layers of retries would multiply into minutes.
+            # retry.py retries for all stores. Retries inside retries would add up to minutes.
             "retries": {"max_attempts": 0, "mode": "standard"},
             **settings.get("config_kwargs", {}),
         }
@@ -258,7 +258,7 @@ def _open_file_system(protocol: str, options: Mapping[str, Any]) -> Any:
 
 
 def _close_only_here(fs: Any) -> None:
-    """Keep a forked child from closing its parent's sessions at exit: both share the selector and the sockets."""
+    """Keep a forked child from closing its parent's sessions at exit: the two share the selector and the sockets."""
     close, mine = getattr(type(fs), "close_session", None), os.getpid()
     if close is None:
         return
@@ -271,9 +271,10 @@ def _close_only_here(fs: Any) -> None:
 
 
 def _leave_unsigned(settings: Mapping[str, Any]) -> None:
-    """Send bodies to a server on this machine with a CRC-32 only. Over plain HTTP botocore also signs their SHA-256,
-    against changes on the way, which cannot happen here; over TLS it does not. `config_kwargs={"s3":
-    {"payload_signing_enabled": True}}` turns it on.
+    """Protect bodies that are sent to a server on this machine by a CRC-32 only.
+
+    Over plain HTTP botocore also signs the SHA-256 of each body, to detect changes on the network. Over TLS it does
+    not. `config_kwargs={"s3": {"payload_signing_enabled": True}}` turns the signature on.
     """
     given = settings["config_kwargs"]
     checksums = given.get("request_checksum_calculation", os.environ.get("AWS_REQUEST_CHECKSUM_CALCULATION", ""))
@@ -292,7 +293,7 @@ def _is_here(host: str) -> bool:
 
 def _prepare_gcs(settings: dict[str, Any]) -> None:
     if os.environ.get("STORAGE_EMULATOR_HOST") or str(settings.get("endpoint_url", "")).startswith("http://"):
-        # gcsfs asks for the kind of bucket over gRPC. Emulators do not answer, and it waits a minute.
+        # gcsfs asks for the bucket's type over gRPC. Emulators do not answer, and gcsfs waits for a minute.
         os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     try:
         import aiohttp
@@ -303,10 +304,10 @@ def _prepare_gcs(settings: dict[str, Any]) -> None:
 
 
 def _without_inner_retries(fs: Any, *, given: bool) -> None:
-    """Remove gcsfs's own retries, so that one call is one request. Does nothing for versions without them.
+    """Remove gcsfs's own retries, so that one call is one request. Does nothing if this version has none.
 
     Args:
-        given: The user has set a timeout.
+        given: Whether the user has set a timeout.
     """
     once = getattr(type(fs)._request, "__wrapped__", None)
     if once is None:
@@ -315,7 +316,7 @@ def _without_inner_retries(fs: Any, *, given: bool) -> None:
     async def request(method: str, path: str, *args: Any, **kwargs: Any) -> Any:
         data, asked = kwargs.get("data"), once(fs, method, path, *args, **kwargs)
         if given or "alt=media" in path:
-            return await asked  # as long as bytes arrive
+            return await asked  # the session's own timeout applies
         least_s = BODY_S if getattr(data, "nbytes", 0) >= LARGE_BODY else SOON_S
         return await patiently(asked, least_s=least_s, body=data if hasattr(data, "tell") else None)
 

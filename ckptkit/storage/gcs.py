@@ -1,4 +1,4 @@
-"""Google Cloud Storage through gcsfs's session: create-only puts and resumable uploads."""
+"""Accesses Google Cloud Storage through gcsfs's session: create-only puts and resumable uploads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NUMBER = re.compile(r"\+([0-9]{1,3})>?$")
 
 
 def batch_of_deletions(objects: Sequence[tuple[str, str]]) -> tuple[str, bytes]:
-    """Return content type and body of a batch request that deletes objects (bucket, key)."""
+    """Return the content type and the body of one request that deletes many objects, given as (bucket, key)."""
     body = b""
     for i, (bucket, key) in enumerate(objects):
         lines = (
@@ -45,7 +45,7 @@ def batch_of_deletions(objects: Sequence[tuple[str, str]]) -> tuple[str, bytes]:
 
 
 def batch_answers(content_type: str, body: bytes) -> dict[int, tuple[int, str]]:
-    """Return status and message of each answer of a batch, by request number; some may be missing."""
+    """Parse the answer to a batch request. Returns {request number: (status, message)}; some numbers may be missing."""
     message = BytesParser().parsebytes(f"Content-Type: {content_type}\r\n\r\n".encode() + body)
     found = {}
     for i, part in enumerate(message.get_payload() if message.is_multipart() else ()):
@@ -58,7 +58,7 @@ def batch_answers(content_type: str, body: bytes) -> dict[int, tuple[int, str]]:
     return found
 
 
-_MARK = "ckptkit-put"  # metadata of an object: which call has put it
+_MARK = "ckptkit-put"  # metadata key: identifies the call that put an object
 _BOUNDARY = "ckptkit-7f3a9c51e8d24b06"
 _FORM_START = f"--{_BOUNDARY}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n".encode()
 _FORM_NEXT = f"\r\n--{_BOUNDARY}\r\nContent-Type: application/octet-stream\r\n\r\n".encode()
@@ -66,13 +66,13 @@ _FORM_END = f"\r\n--{_BOUNDARY}--\r\n".encode()
 
 
 class GcsApi(FsspecApi):
-    """gcsfs, with distinct errors for denied access, and uploads whose parts can be sent again."""
+    """Makes requests through gcsfs. Raises PermissionError if access is denied; upload parts can be sent again."""
 
     paged = True
     streams = True
 
     def info(self, name: str) -> Entry:
-        """Make one request for an object, and a second if there is none. gcsfs makes three, and each may fail."""
+        """Return the entry at `name`. Makes one request, or two if there is no object; gcsfs makes three."""
         bucket, key, _ = self.fs.split_path(name)
         with _denied():
             if key:
@@ -101,14 +101,14 @@ class GcsApi(FsspecApi):
         try:
             with _denied():
                 page = self.fs.call("GET", "b/{}/o", bucket, json_out=True, **asked)
-        except FileNotFoundError as error:  # gcsfs names its request path instead
+        except FileNotFoundError as error:  # gcsfs's message shows its request path, not the bucket
             raise FileNotFoundError(errno.ENOENT, f"the bucket does not exist: {bucket}") from error
         if not isinstance(page, dict) or page.get("kind") != "storage#objects":
             raise StorageError(
                 errno.EBADMSG,
-                f"gs://{bucket}: what {self.fs._location} answers is not a listing of Google Cloud Storage",
+                f"gs://{bucket}: {self.fs._location} did not answer with a listing of Google Cloud Storage",
             )
-        items = [item for item in page.get("items", ()) if not item["name"].endswith("/")]  # markers of folders
+        items = [item for item in page.get("items", ()) if not item["name"].endswith("/")]  # no folder markers
         folders = [{"name": f"{bucket}/{prefix}", "type": "directory"} for prefix in page.get("prefixes", ())]
         return [self.fs._process_object(bucket, item) for item in items] + folders, page.get("nextPageToken", "")
 
@@ -120,7 +120,7 @@ class GcsApi(FsspecApi):
         place = f"{self.fs._location}/upload/storage/v1/b/{quote(bucket, safe='')}/o"
         condition = {"ifGenerationMatch": "0"} if if_absent else {}
         about = json.dumps({"name": key, "metadata": {_MARK: mark} if mark else {}}).encode()
-        # A form of two parts, as a file object: gcsfs's own put passes bytes, which blocks the event loop.
+        # Send the two-part form as a file object. gcsfs's own put passes bytes, which blocks the event loop.
         content = Content.of(data)
         form = Content([_FORM_START, about, _FORM_NEXT, *content.pieces, _FORM_END], copied=0, owners=[content])
         headers = {"Content-Type": f"multipart/related; boundary={_BOUNDARY}"}
@@ -134,7 +134,7 @@ class GcsApi(FsspecApi):
         return self.has_mark(name, mark)
 
     def has_mark(self, name: str, mark: str, *, nbytes: int = -1) -> bool:
-        """Tell whether the object was put with this mark, and has the size `nbytes` if given."""
+        """Return whether the object was put with this mark and, if `nbytes` is given, has this size."""
         with contextlib.suppress(FileNotFoundError):
             found = self.info(name)
             marked = bool(mark) and dict(found.get("metadata") or {}).get(_MARK) == mark
@@ -161,12 +161,12 @@ class GcsApi(FsspecApi):
                         self.fs.call("DELETE", "b/{}/o/{}", bucket, key)
 
     def _delete_batch(self, objects: Sequence[tuple[str, str]]) -> bool:
-        """Delete objects in one request; False if the server does not support batches, as some emulators.
+        """Delete objects in one request. Returns False if the server does not support batches, like some emulators.
 
-        gcsfs's own batch is not used: it treats a missing object as a failure, and retries by itself.
+        gcsfs's own batch deletion is not used: it treats a missing object as a failure and has its own retries.
         """
         kind, body = batch_of_deletions(objects)
-        url = self.fs.base.removesuffix("/storage/v1/") + "/batch/storage/v1"  # older versions have no attribute for it
+        url = self.fs.base.removesuffix("/storage/v1/") + "/batch/storage/v1"  # old gcsfs has no attribute for this URL
         try:
             with _denied():
                 headers, answer = self.fs.call("POST", url, headers={"Content-Type": kind}, data=io.BytesIO(body))
@@ -188,7 +188,7 @@ class GcsApi(FsspecApi):
 
 
 class GcsUpload:
-    """A resumable upload, with parts in order. After a failure it asks how much of the part has arrived."""
+    """A resumable upload with ordered parts. To retry a part, it first asks the server how much of it has arrived."""
 
     in_order = True
 
@@ -227,7 +227,7 @@ class GcsUpload:
 
     @contextlib.contextmanager
     def _lost(self) -> Iterator[None]:
-        """Raise LostUploadError if the session has ended and a new one is needed."""
+        """Raise LostUploadError if the upload session has ended."""
         try:
             yield
         except Exception as error:  # the HttpError of gcsfs is not an OSError
@@ -236,12 +236,12 @@ class GcsUpload:
             raise
 
     def _received(self, start: int, stop: int, *, last: bool) -> int:
-        """Return up to which byte the server has received a part that failed."""
+        """Return the offset up to which the server has received a failed part."""
         try:
             with _denied():
                 answer, body = self._api.fs.call("PUT", self._place, headers={"Content-Range": "bytes */*"})
         except FileNotFoundError:
-            # Some servers forget a session that is complete; others do not support the question.
+            # Some servers forget a completed session; others do not support this request.
             if last and self._api.has_mark(self._name, self._mark, nbytes=stop):
                 self._published = stop
             return start if self._published is None else stop
@@ -258,28 +258,28 @@ class GcsUpload:
         return received
 
     def complete(self) -> str:
-        """Check the size of the object, which the last part has published."""
+        """Check the size of the object, which the last part has published. Returns the size in place of a tag."""
         size = self._published
         if size is None:
             size = int(self._api.info(self._name).get("size") or 0)
         if size != self._nbytes:
             self._take_back()
             raise OSError(errno.EINVAL, f"{self._name} has {size} bytes, not the {self._nbytes} sent")
-        return f"{size} bytes"  # in place of a tag: the size is confirmed
+        return f"{size} bytes"  # not empty, because the object is confirmed
 
     def anew(self) -> GcsUpload:
         return self._api.upload(self._name)
 
     def _take_back(self) -> None:
-        """Delete the object if this upload published it: it is not what was sent."""
+        """Delete the object if this upload published it, because its content is not what was sent."""
         if self._api.has_mark(self._name, self._mark):
             self._api.delete([self._name])
 
     def abort(self) -> None:
-        # Google answers 499 to a cancelled upload, which gcsfs accepts.
+        # Google answers 499 to a cancelled upload, and gcsfs accepts this status.
         with contextlib.suppress(FileNotFoundError):  # the session has ended
             self._api.fs.call("DELETE", self._place)
-        self._take_back()  # emulators publish an incomplete upload when they are asked about it
+        self._take_back()  # an emulator publishes an incomplete upload when its state is queried
 
 
 def _after(content: Content, skipped: int) -> Content:
@@ -296,7 +296,7 @@ def _size(body: bytes) -> int:
 
 
 def _stop_of(answer: Any) -> int | None:
-    """Return how many bytes the server has, from its header; None if there is none."""
+    """Return how many bytes the server has, from the Range header; None without that header."""
     kept = answer.get("Range")
     return int(kept.rpartition("-")[2]) + 1 if kept else None
 

@@ -1,8 +1,8 @@
-"""Journals next to a staging directory: finished steps, so that the same command can continue after an interruption.
+"""Records the finished steps of a staging directory, so that the same command can continue after an interruption.
 
-The first line of an owner file is JSON. The journal follows it: a head line (plan, world size, rank) and one line per
-finished step. Every rank has its own file. Nothing is synced: the file survives a killed process, and work from
-before a reboot is never continued.
+Each rank has an owner file next to the staging directory. Its first line is JSON. The journal follows: a head line
+(plan, world size, rank) and one line per finished step. The file is never synced: it survives a killed process, and
+work from before a reboot is never continued.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _VOID = "x "
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """The progress of one rank of one run.
+    """The progress of one rank in one run.
 
     Attributes:
         plan: Fingerprint of the source and of all bytes to write.
-        world_size, rank: Which share of the plan.
+        world_size, rank: The share of the plan.
         steps: The finished steps of that share.
-        void: Paths of files that a later run began again, so that none of their steps count.
+        void: Paths of files that a later run started over. Their steps do not count.
     """
 
     plan: str
@@ -53,10 +53,10 @@ class Section:
 
 
 class Journal:
-    """The journal of one rank of an attempt. Safe for several threads."""
+    """The journal of one rank in one run. Safe for several threads."""
 
     def __init__(self, staging: str, *, world_size: int = 1, rank: int = 0) -> None:
-        """`staging`: the absolute path of the staging directory; the owner file of `rank` must exist beside it."""
+        """Open nothing yet. The owner file of `rank` must exist next to `staging`, an absolute path."""
         self._staging = staging
         self._path = owner_path(staging, rank)
         self.world_size, self.rank = world_size, rank
@@ -72,7 +72,7 @@ class Journal:
 
         Args:
             steps: The steps that are finished already.
-            anew: Files that are begun again: their records from earlier runs are void.
+            anew: Files that this run starts over. Earlier records about them become void.
         """
         section = Section(plan, self.world_size, self.rank, frozenset(steps), frozenset(anew))
         text = _text(section.lines())
@@ -87,11 +87,11 @@ class Journal:
         line = b"%d\n" % step
         with self._lock:
             written = os.write(self._fd, line)
-            if written < len(line):  # a torn number would merge with the next one; losing a step is harmless
+            if written < len(line):  # a torn number would merge with the next one; a lost step is harmless
                 os.ftruncate(self._fd, os.lseek(self._fd, -written, os.SEEK_CUR))
 
     def end(self) -> None:
-        """Delete the journals of all ranks: the result is about to be published. For rank 0, once all are done."""
+        """Delete the journals of all ranks. Rank 0 calls this when all are done, before the result is published."""
         self.close()
         folder, staging = os.path.split(self._staging)
         parent = LocalStore(folder)
@@ -100,7 +100,8 @@ class Journal:
             os.truncate(self._path, len(_read(self._path).partition(b"\n")[0]))
 
     def leave(self) -> None:
-        """Leave the finished steps to the next writer: mark this process as dead, although it may continue to run.
+        """Mark this process as dead, although it may continue to run: the next writer can take over the finished steps.
+
         Overwrites one byte in place, so that a deleted owner file stays deleted.
         """
         self.close()
@@ -132,11 +133,11 @@ def _text(lines: Iterable[str]) -> bytes:
 
 
 def _parse(content: bytes) -> tuple[list[Section], list[Section]]:
-    """Return the sections of earlier runs and of this one; none if the text after the first line is not a journal."""
+    """Return the sections of earlier runs and of this run. Both are empty if the text is not a journal."""
     earlier: list[tuple[re.Match[str], set[int], set[str]]] = []  # head, steps, void
     found = earlier[:]
     try:
-        for raw in content.split(b"\n")[1:-1]:  # after the last newline there is nothing, or a torn line
+        for raw in content.split(b"\n")[1:-1]:  # what follows the last newline is empty or a torn line
             line = raw.decode("utf-8", "surrogateescape")
             head = _HEAD.fullmatch(line)
             if head is not None:
@@ -159,7 +160,7 @@ def _parse(content: bytes) -> tuple[list[Section], list[Section]]:
 
 
 def _merged(parent: LocalStore, paths: Sequence[str]) -> list[Section]:
-    """Return the progress of all runs so far that still holds, from the owner files of all ranks."""
+    """Return the progress of all runs that is still valid, combined from the owner files of all ranks."""
     parsed = [_parse(parent.read(path)) for path in paths]
     current = [section for _, found in parsed for section in found]
     void = frozenset(path for section in current for path in section.void)
@@ -171,11 +172,11 @@ def _merged(parent: LocalStore, paths: Sequence[str]) -> list[Section]:
     return [replace(key, steps=steps) for key, steps in merged.items() if steps]
 
 
-# --- from one attempt to the next
+# --- taking over an earlier run
 
 
 def resumable(parent: LocalStore, name: str, *, dead: Collection[str] = ()) -> Leftover | None:
-    """Return the newest staging directory of `name` with finished steps whose writers are all dead.
+    """Return the newest staging directory of `name` that has finished steps and whose writers are all dead.
 
     Args:
         dead: Owner files of writers on other machines that are known to be dead (`dead_owner_files`).
@@ -191,10 +192,7 @@ def resumable(parent: LocalStore, name: str, *, dead: Collection[str] = ()) -> L
 
 
 def dead_owner_files(parent: LocalStore, name: str) -> dict[str, str]:
-    """Return the owner files of dead writers of `name` that ran on this machine since it booted.
-
-    Each is mapped to its staging directory.
-    """
+    """Return {owner file: staging directory} of dead writers of `name` that ran on this machine since it booted."""
     found = [
         (path, left.path) for left in _staging_directories(parent, name) for path in owner_files(parent, left.path)
     ]
@@ -216,7 +214,7 @@ def _is_dead(parent: LocalStore, path: str) -> bool:
 
 
 def adopt(parent: LocalStore, left: Leftover, name: str, nonce: str) -> LocalStore | None:
-    """Take over a dead writer's staging directory; None if another process was faster."""
+    """Take over a dead writer's staging directory. Returns None if another process was faster."""
     path = staging_name(name, nonce)
     old = owner_files(parent, left.path)
     try:
@@ -232,7 +230,7 @@ def adopt(parent: LocalStore, left: Leftover, name: str, nonce: str) -> LocalSto
 
 
 def give_up(parent: LocalStore, name: str, nonce: str) -> bool:
-    """Leave a staging directory with finished steps to the next writer; False if no step is finished."""
+    """Leave a staging directory with finished steps to the next writer. Returns False if no step is finished."""
     staging = staging_name(name, nonce)
     if not _merged(parent, owner_files(parent, staging)):
         return False

@@ -1,7 +1,7 @@
-"""Records finished objects of a directory on an object store, so that an interrupted command can continue.
+"""Records the finished objects of a remote directory, so that an interrupted command can continue.
 
-An object appears completely or not at all. Its record holds a fingerprint of the content, the size, and the store's
-tag: an unchanged tag proves that it is the same object. Without tags nothing is recorded.
+A record holds the size of an object, a fingerprint of its content, and the store's tag. An unchanged tag proves that
+the object is unchanged. A store without tags gets no records.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["FOLDER", "Finished", "Ledger", "read_ledger"]
 logger = logging.getLogger(__name__)
 
 FOLDER = ".ckptkit-done"
-WORTH = 8 << 20  # bytes from which an object is recorded: a record costs two requests
+WORTH = 8 << 20  # smaller objects are not recorded, because a record costs two requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Finished:
 
     Attributes:
         content: Fingerprint of the content.
-        checked: All of its bytes were compared with the source's digests.
+        checked: Whether all of its bytes were compared with the source's digests.
     """
 
     path: str
@@ -41,7 +41,7 @@ class Finished:
 
     @classmethod
     def from_json(cls, body: Any) -> Finished | None:
-        """Return the record, None if it is damaged. Never raises."""
+        """Return the record in `body`, or None if it is damaged. Never raises."""
         if not isinstance(body, Mapping):
             return None
         path, nbytes, tag, content, checked = (body.get(name) for name in cls.__slots__)
@@ -50,7 +50,7 @@ class Finished:
         return cls(path, nbytes, tag, content, checked is True)
 
     def is_there(self, found: FileInfo | None) -> bool:
-        """Tell whether a listing shows this very object."""
+        """Return whether `found`, an entry of a listing, is the recorded object."""
         return found is not None and found.size == self.nbytes and bool(self.tag) and found.tag == self.tag
 
 
@@ -58,8 +58,8 @@ class Ledger:
     """The finished objects of one directory. Safe for several threads.
 
     Attributes:
-        earlier: Objects that an interrupted run finished, by path; all of them exist.
-        done: Objects that count as finished in this run.
+        earlier: Objects that an interrupted run finished and that still exist, by path.
+        done: Objects that are finished in this run, by path.
     """
 
     def __init__(self, store: Store, earlier: Mapping[str, Finished] | None = None) -> None:
@@ -85,11 +85,11 @@ class Ledger:
             logger.warning("%s/%s is complete, but a later run will write it again: %s", self._store.url, path, error)
 
     def keep(self, path: str) -> None:
-        """Take over an object that an interrupted run finished."""
+        """Count an object of an interrupted run as finished in this run."""
         self.done[path] = self.earlier[path]
 
     def drop(self, paths: Iterable[str]) -> None:
-        """Delete objects that an interrupted run finished, and before them their records."""
+        """Delete the records of objects that an interrupted run finished, then the objects."""
         dropped = [path for path in paths if path in self.earlier]
         self._store.delete([_record_path(path) for path in dropped])
         self._store.delete(dropped)
@@ -102,7 +102,7 @@ def _record_path(path: str) -> str:
 
 
 def read_ledger(store: Store, items: Mapping[str, FileInfo]) -> dict[str, Finished]:
-    """Return the records of objects that still exist, by path. `items`: a listing of `store`, by path."""
+    """Return the records of unchanged objects, by path. `items` is a listing of `store`, by path."""
 
     def read(path: str) -> Finished | None:
         try:

@@ -1,4 +1,4 @@
-"""A snapshot of one listing of an object store, for many lookups without further requests."""
+"""Answers many lookups on an object store from one listing, without further requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Snapshot", "snapshot", "View"]
 
 
 class View:
-    """A Store that forwards everything to another one; subclasses override some methods."""
+    """A Store that forwards every call to another store. Subclasses override some methods."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -99,8 +99,8 @@ class View:
 def snapshot(store: Store, below: str = "") -> Store:
     """Return a view of `store` that shows everything below `below` as it is now.
 
-    Costs one request per thousand objects. Returns the store itself on a file system, where lookups are free, and if
-    a listing would take too many requests.
+    Costs one request per thousand objects. Returns `store` itself if lookups are free, as on a file system, or if the
+    listing would take too many requests.
     """
     from ckptkit.storage.objects import RemoteStore
 
@@ -111,12 +111,12 @@ def snapshot(store: Store, below: str = "") -> Store:
 
 
 class Snapshot(View):
-    """A Store whose `info` and `list` answer from a listing. A small file is downloaded once per content.
+    """A Store whose `info` and `list` answer from a listing. A small file is downloaded once per version.
 
-    Paths that the listing does not cover, and all writes, go to the store; the snapshot does not change.
+    Paths outside the listing, and all writes, go to the store. Writes do not change the snapshot.
 
     Args:
-        found: All files below `below`, sorted by path, paths relative to the store.
+        found: All files below `below`, sorted by path. Paths are relative to the store.
     """
 
     def __init__(self, store: RemoteStore, below: str, found: Sequence[FileInfo]) -> None:
@@ -135,7 +135,7 @@ class Snapshot(View):
         if not path:
             return self._found
         names = self._names
-        return self._found[bisect_left(names, f"{path}/") : bisect_left(names, f"{path}0")]  # "0" is "/" + 1
+        return self._found[bisect_left(names, f"{path}/") : bisect_left(names, f"{path}0")]  # "0" follows "/"
 
     def exists(self, path: str) -> bool:
         found = self.info(path)
@@ -173,6 +173,6 @@ class Snapshot(View):
         return self._remote.read_listed(found, start, stop)
 
     def fetch(self, paths: Iterable[str]) -> None:
-        """Download small files that are about to be read, concurrently, unless they are cached."""
+        """Download small files concurrently before they are read. Skips files that are cached."""
         found = [self._file(path) for path in paths]
         self._remote.fetch_listed([item for item in found if item is not None])

@@ -1,4 +1,4 @@
-"""Local files: positional reads, exclusive creation, fsync, rename that never replaces."""
+"""Stores files on a local or mounted file system: atomic writes, renames that never replace, parallel reads."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _RENAME_NOREPLACE = 1  # linux/fs.h
 _AT_FDCWD = -100
 _MAX_GAP = 64 << 10  # reading a smaller gap is cheaper than another system call
 _MAX_SPAN = 8 << 20
-_SHORT = 256 << 10  # bytes: from the page cache, a shorter read is faster than starting a thread
-_WAIT_S = 100e-6  # a read that takes longer comes from a disk
-_MAX_WAITS = 8  # slow reads before threads are used: other load makes some reads slow
+_SHORT = 256 << 10  # bytes; reading fewer from the page cache takes less time than starting a thread
+_WAIT_S = 100e-6  # a read that takes longer counts as a read from disk
+_MAX_WAITS = 8  # slow reads before threads are used; other load on the machine also makes reads slow
 _DIRTY = 16 << 20  # bytes in the page cache at which writeback begins
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _Names = list[str]
@@ -78,11 +78,11 @@ def _errors(path: str) -> Iterator[None]:
 
 
 class LocalStore(Store):
-    """Files below a local directory, or below a mounted shared file system.
+    """Files below a local directory or below a mounted shared file system.
 
-    Symbolic links are followed only to targets below the root, or from a snapshot of a Hugging Face cache to its blobs;
-    other links raise UnsafePathError. Nothing is written or deleted through a link that leads out of the store that was
-    opened first; this also holds for its children.
+    Symbolic links are followed only to targets below the root, or from a snapshot of a Hugging Face cache to its blobs.
+    Other links raise UnsafePathError. Nothing is written or deleted through a link that leads out of the root. For a
+    child, this root is the one of the store that was opened first.
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
@@ -98,28 +98,28 @@ class LocalStore(Store):
     has_conditional_writes = True  # `rename` never replaces
 
     def path_of(self, path: str) -> str:
-        """Return the absolute path, checked; symlinks are not resolved."""
+        """Check `path` and return it as an absolute path. Does not resolve symlinks."""
         return f"{self.url}/{checked_path(path)}" if path else self.url
 
     def child(self, path: str) -> LocalStore:
         return self._below(self.path_of(path))
 
-    def _below(self, url: str) -> LocalStore:  # the root that was opened first is still the limit
+    def _below(self, url: str) -> LocalStore:  # symlinks may not leave the root that was opened first
         store = LocalStore(url)
         store._top = self._top
         return store
 
     def existing(self) -> LocalStore:
-        """Return the same directory, for writing only while it exists.
+        """Return the same store, for writing only while its directory exists.
 
-        A write creates missing directories below it, but never the directory itself: after a lost mount, that would be
-        a directory on another disk. It raises FileNotFoundError instead.
+        A write creates missing directories below the root but not the root itself: after a lost mount, a new root would
+        be on another disk. The write raises FileNotFoundError instead.
         """
         store = self._below(self.url)
         store._must_exist = True
         return store
 
-    # --- looking
+    # --- lookups
 
     def exists(self, path: str) -> bool:
         return os.path.lexists(self.path_of(path))
@@ -147,16 +147,16 @@ class LocalStore(Store):
                 try:
                     item = _file_info(name, entry.stat(follow_symlinks=False))
                 except FileNotFoundError:
-                    continue  # deleted meanwhile
+                    continue  # deleted during the scan
                 if not recursive or item.kind != "directory":
                     found.append(item)
                 elif is_path(name):
                     self._scan(name, found, recursive=True)
-                else:  # control characters or a backslash: listed, but never entered
+                else:  # its name has a control character or a backslash: listed, but never entered
                     found.append(FileInfo(name, "other", 0, 0.0))
 
     def stat_file(self, path: str) -> os.stat_result:
-        """Return the stat result of a file; of its target if it is a link that `read` would follow."""
+        """Return the stat result of a file, or of its target if it is a link that `read` would follow."""
         full = self.path_of(path)
         with _errors(full):
             return os.stat(self._resolved(full))
@@ -179,9 +179,7 @@ class LocalStore(Store):
             fd = os.open(self._resolved(full), flags)
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 os.close(fd)
-                raise UnsafePathError(
-                    f"{full} is not a regular file (but a FIFO, a device or a directory); it is not read."
-                )
+                raise UnsafePathError(f"{full} is a FIFO, a device or a directory, not a regular file; it is not read.")
         return fd
 
     def _resolved(self, full: str) -> str:
@@ -194,7 +192,7 @@ class LocalStore(Store):
         cache, separator, _ = root.rpartition("/snapshots/")  # hub cache: snapshots/<revision>/x -> blobs/<hash>
         if separator and real.startswith(f"{cache}/blobs/"):
             return real
-        raise UnsafePathError(f"{full} is a symbolic link to {real}, outside of {root}; it is not followed.")
+        raise UnsafePathError(f"{full} is a symbolic link to {real}, outside of {root}. It is not followed.")
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
         fd = self.open_file(path)
@@ -253,10 +251,10 @@ class LocalStore(Store):
                     future.result()
 
     def _read_quick(self, jobs: _Jobs) -> int:
-        """Do short reads in this thread while they come from the page cache; return how many were done.
+        """Do short reads in this thread while they come from the page cache. Returns how many were done.
 
-        In several threads they take five times as long, because the threads wait for Python's lock. Reads from a disk
-        are faster in threads.
+        Several threads would take five times as long, because they wait for Python's global lock. Reads from a disk are
+        faster in threads.
         """
         waits = 0
         for done, (fd, path, span, items) in enumerate(jobs):
@@ -280,13 +278,15 @@ class LocalStore(Store):
             target[:] = buffer[item.start - span.start : item.start - span.start + len(target)]
 
     def _check_inside(self, folder: str) -> None:
-        """Raise UnsafePathError if `folder` leads, by a symbolic link, out of the store that was opened first."""
+        """Raise UnsafePathError if a symbolic link leads from `folder` out of the store that was opened first."""
         real, top = os.path.realpath(folder), os.path.realpath(self._top)
         if real != top and not real.startswith(top.rstrip("/") + "/"):
-            raise UnsafePathError(f"{folder} leads to {real} by a symbolic link, outside of {top}; it is not followed.")
+            raise UnsafePathError(
+                f"{folder} leads through a symbolic link to {real}, outside of {top}. It is not followed."
+            )
 
     def _to_change(self, path: str) -> str:
-        """Return the absolute path of what is written, renamed or deleted; its folder must be inside the store."""
+        """Return the absolute path of a file to write, rename or delete. Raises if its folder is outside the store."""
         full = self.path_of(path)
         if full != self._top:
             self._check_inside(os.path.dirname(full))
@@ -297,7 +297,7 @@ class LocalStore(Store):
     def create(self, path: str, nbytes: int = 0) -> int:
         """Create a file exclusively and return a read-write descriptor. Creates missing directories.
 
-        Reserves `nbytes` if the file system can. The umask decides the mode.
+        Reserves `nbytes` if the file system can. The mode follows the umask.
         """
         full = self._to_change(path)
         with _errors(full):
@@ -329,7 +329,7 @@ class LocalStore(Store):
 
     @contextlib.contextmanager
     def _new_file(self, path: str, *, overwrite: bool, sync: bool) -> Iterator[int]:
-        """Yield the descriptor of a temporary file, which gets its name when the block succeeds."""
+        """Yield the descriptor of a temporary file, which is renamed to `path` when the block succeeds."""
         full = self.path_of(path)
         if not overwrite and os.path.lexists(full):
             raise FileExistsError(errno.EEXIST, f"{full} exists already")
@@ -359,13 +359,13 @@ class LocalStore(Store):
         self.write(path, data, sync=False)
 
     def rename(self, source: str, target: str) -> None:
-        """Rename a file or a directory; never replaces. Raises FileExistsError."""
+        """Rename a file or a directory without replacing anything. Raises FileExistsError."""
         old, new = self._to_change(source), self._to_change(target)
         with _errors(new):
             _rename_noreplace(old, new)
 
     def link(self, source: str, target: str) -> None:
-        """Hard-link a file, or a directory with its content; copy it durably if the file system has no links.
+        """Hard-link a file, or all files of a directory. Copies them durably if the file system has no hard links.
 
         The last part of both paths may be any name that the file system allows. Raises FileExistsError.
         """
@@ -384,7 +384,7 @@ class LocalStore(Store):
 
     @contextlib.contextmanager
     def opened(self, path: str) -> Iterator[OpenDirectory]:
-        """Open a directory by its descriptor: another directory that takes its name meanwhile is not touched."""
+        """Open a directory for work through its descriptor. A directory that later gets its name is not touched."""
         full = self._to_change(path)
         with _errors(full):
             fd = os.open(full, _DIRECTORY)
@@ -441,7 +441,7 @@ class LocalStore(Store):
                 os.unlink(full)
 
     def delete_tree(self, path: str, *, last: str = "") -> None:
-        """Delete a directory and its content; the entry called `last` after all others."""
+        """Delete a directory and its content. The entry named `last` is deleted after all others."""
         full = self._to_change(path)
         found = self.info(path)
         if found is None:
@@ -458,7 +458,7 @@ class LocalStore(Store):
             shutil.rmtree(full)  # uses directory descriptors: never follows a symlink
 
     def remove_empty_directories(self) -> None:
-        """Remove the directories below this one, and itself, if they are empty."""
+        """Remove the empty directories below this one, and this one if it is then empty."""
         with _errors(self.url):
             for folder, _, _ in os.walk(self.url, topdown=False):  # symlinks are not followed
                 with contextlib.suppress(OSError):
@@ -466,21 +466,21 @@ class LocalStore(Store):
 
 
 def is_directory(store: Store) -> TypeIs[LocalStore]:
-    """Tell whether a store is a directory, which can be renamed, locked, linked and opened; its `url` is its path.
+    """Return whether `store` is a directory, whose `url` is its path. It can be renamed, locked, linked and opened.
 
-    In any other store names are keys, and a file appears under its key once it is complete.
+    Any other store has keys instead of names. A file appears under its key once it is complete.
     """
     return isinstance(store, LocalStore)
 
 
 class OpenDirectory:
-    """An open directory, for work below it that follows no symbolic link."""
+    """An open directory. Work below it follows no symbolic link."""
 
     def __init__(self, url: str, fd: int) -> None:
         self.url, self._fd = url, fd
 
     def read(self, name: str) -> bytes | None:
-        """Return the content of a file directly in it, None if there is none."""
+        """Return the content of a file in this directory, or None if it does not exist."""
         try:
             fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._fd)
         except FileNotFoundError:
@@ -489,12 +489,12 @@ class OpenDirectory:
             return file.read()
 
     def rename(self, name: str, new: str) -> None:
-        """Rename a file directly in it, durably; it may replace another."""
+        """Rename a file in this directory durably. May replace another file."""
         os.rename(name, new, src_dir_fd=self._fd, dst_dir_fd=self._fd)
         _sync(self._fd)
 
     def delete(self, paths: Iterable[str]) -> None:
-        """Delete files below it that exist, then the directories that became empty."""
+        """Delete files below this directory, then the directories that became empty. Ignores missing files."""
         names: dict[str, _Names] = {}
         for path in paths:
             folder, _, name = path.rpartition("/")
@@ -515,7 +515,7 @@ class OpenDirectory:
 
     @contextlib.contextmanager
     def _below(self, folder: str) -> Iterator[int | None]:
-        """Yield the descriptor of a directory below; None if it does not exist or is a link."""
+        """Yield the descriptor of a directory below this one, or None if it does not exist or is a link."""
         with contextlib.ExitStack() as stack:
             fd: int | None = self._fd
             for name in folder.split("/") if folder else ():
@@ -534,7 +534,7 @@ def _sync(fd: int) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # not supported by some network mounts
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network mounts do not support it
             raise
 
 
@@ -568,7 +568,7 @@ def _link(old: str, new: str) -> None:
 
 
 class _LocalWriter:
-    """Appends to a descriptor. `writeback`: start writeback early, before the sync at the end."""
+    """Appends to a descriptor. With `writeback`, writing to the disk starts before the final sync."""
 
     def __init__(self, fd: int, *, writeback: bool = False) -> None:
         self.fd = fd
@@ -609,7 +609,7 @@ def _libc_renameat2() -> Any:
 
 
 def renameat2(source: str, target: str, flags: int) -> bool:
-    """Call renameat2(2); False if the system or the file system does not support the flags."""
+    """Call renameat2(2). Returns False if the system or the file system does not support the flags."""
     function = _libc_renameat2()
     if function is None:
         return False
@@ -625,7 +625,7 @@ def _rename_noreplace(source: str, target: str) -> None:
     if renameat2(source, target, _RENAME_NOREPLACE):
         return
     if os.path.isdir(source):
-        # Without renameat2 (NFS): rename(2) fails on a target that is a file or a directory with content.
+        # Without renameat2 (NFS): rename(2) itself refuses to replace a file or a directory that is not empty.
         if os.path.lexists(target):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
         try:

@@ -1,4 +1,4 @@
-"""One writer at a time: a lease on a run, renewed by a heartbeat, or a system lock on a directory."""
+"""Admits one writer at a time: by a lease on a run, which a heartbeat renews, or by a system lock on a directory."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ BEAT_S = 10.0
 TTL_S = 45.0  # a lease of another machine expires after this long without a heartbeat
 _POLL_S = 1.0
 _FRESH_S = 5.0
-_MOST_ATTEMPTS = 64  # failed attempts that are remembered: a slow server may still store one of their files
+_MOST_ATTEMPTS = 64  # failed attempts to remember, because a slow server may still store their files
 _GENERATION = re.compile(r"[0-9]{1,18}")
-_held_leases: weakref.WeakValueDictionary[str, Lease] = weakref.WeakValueDictionary()  # of this process, by nonce
+_held_leases: weakref.WeakValueDictionary[str, Lease] = weakref.WeakValueDictionary()  # this process's, by nonce
 
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """The content of one lease file. A new owner adds a file with the next generation and never edits another's."""
+    """The content of one lease file. A new owner adds a file with the next generation and edits no other file."""
 
     generation: int
     nonce: str
@@ -74,73 +74,79 @@ class _State:
 
 
 class Lease:
-    """The exclusive right to write below a root. A thread renews it; it ends with `release` or with the process."""
+    """The exclusive right to write below a root. A thread renews it until `release` or the end of the process."""
 
     def __init__(self, root: Store, state: _State, *, since: float, old: Sequence[str] = ()) -> None:
-        """`since`: when its file was about to be written, by `_now`. `old`: earlier generations, for `tidy`."""
+        """Start to renew a lease whose file exists.
+
+        Args:
+            since: Time just before its file was written, by the clock `_now`.
+            old: Files of earlier generations, for `tidy`.
+        """
         self.root = root
         self.nonce = state.nonce
-        self.inventory: Any = None  # an Inventory; that module imports this one
-        """What existed on an object store after the last save under this lease, since only its holder saves. Others
-        may have deleted some of it. None: list the root."""
+        self.inventory: Any = None  # an Inventory; importing the class would be circular
+        """What existed on an object store after the last save under this lease; None if unknown. Only the owner of
+        the lease saves, but other processes may have deleted files since."""
         self.wrote_hint = False
-        """Whether the last save under this lease wrote `latest`, on an object store: then it need not be read."""
+        """Whether the last save under this lease wrote `latest` on an object store. Then `latest` need not be read."""
         self.sequence = 0
         """The sequence number of the last save under this lease."""
         self._state = state
         self._renewed = since
-        self._seen = since - TTL_S  # when its file was last read and was ours
+        self._seen = since - TTL_S  # when the store was last seen to hold our lease
         self._old = list(old)
-        self._spare = True  # whether the last attempt in the file has not begun
+        self._spare = True  # whether the file lists the id of an attempt that has not begun
         self._identity = _identity(root)
         self.turn = threading.Lock()  # the saves of this process take turns
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._patience = Patience(min(TTL_S, timeout_s()))  # for each renewal: another one follows
+        self._patience = Patience(min(TTL_S, timeout_s()))  # for each renewal, because the next one follows soon
         _held_leases[state.nonce] = self
         thread = threading.Thread(
             target=_beat, args=(weakref.ref(self), self._stop, BEAT_S), name="ckptkit-lease", daemon=True
         )
         start_or_do_without(thread)
-        weakref.finalize(self, self._stop.set).atexit = False  # at exit `release` comes first
+        weakref.finalize(self, self._stop.set).atexit = False  # at exit, `release` must come first
 
     @property
     def path(self) -> str:
-        """Its file, below the root."""
+        """Path of the lease's file, relative to the root."""
         return self._state.path
 
     def is_surely_ours(self) -> bool:
-        """Tell without a request whether nobody can have taken it over: it was renewed less than TTL_S / 3 ago.
+        """Return whether nobody can have taken the lease: it was renewed less than TTL_S / 3 ago. Makes no request.
 
-        Always False on a store without conditional writes, where two jobs can take it at once.
+        Always False on a directory, and on a store without conditional writes, where two jobs can take the lease at
+        once.
         """
         root = self.root
         one_owner = root.asking_costs and root.has_conditional_writes is True
         return one_owner and not self._stop.is_set() and _now() - self._renewed < TTL_S / 3
 
     def make_sure(self) -> None:
-        """Raise as `check` does, unless it is surely ours."""
+        """Call `check`, unless the lease is surely ours."""
         if not self.is_surely_ours():
             self.check()
 
     def try_conditional(self) -> None:
-        """Find out, with its file, whether the store has conditional writes."""
+        """Use the lease's file to find out whether the store has conditional writes."""
         with self._lock:
             if not self._stop.is_set():
                 self.root.try_conditional(self._state.path, self._state.to_json(self.root))
 
     def new_attempt(self) -> str:
-        """Return the id of a save attempt. The lease's file lists it before anything of the attempt is written."""
+        """Return the id of a new save attempt. The lease's file lists the id before the attempt writes anything."""
         if not self._spare:
             self._add_spare("")
         self._spare = False
         return self._state.attempts[-1]
 
     def end_attempt(self, save_id: str, *, committed: bool) -> None:
-        """List the id of the next attempt, so that the next save need not wait for a request. Never raises.
+        """Write the id of the next attempt to the lease's file, so that the next save need not wait. Never raises.
 
         Args:
-            committed: The attempt has left nothing behind; its id is removed from the list.
+            committed: Whether the attempt was committed and left nothing behind. Then its id is removed from the file.
         """
         try:
             with self._patience.entered():
@@ -166,7 +172,7 @@ class Lease:
         """Raise SaveError if the lease is lost: the root is gone, or another job took over.
 
         Args:
-            view: A snapshot of the root, taken just now.
+            view: A snapshot of the root that was taken just now.
         """
         started = _now()
         newest = _newest(view or snapshot(self.root, STATE_DIRECTORY)) or self._put_back()
@@ -176,7 +182,7 @@ class Lease:
                 "write. Was the directory removed, or its mount lost? Nothing was written elsewhere."
             )
         if newest.nonce != self.nonce:
-            raise LeaseHeldError(f"{self.root.url} is written by {newest.owner} now: {self._why_lost(newest)}")
+            raise LeaseHeldError(f"{self.root.url} is now being written by {newest.owner}: {self._why_lost(newest)}")
         self._seen = started if view is None else self._seen
 
     def _why_lost(self, newest: _State) -> str:
@@ -184,17 +190,17 @@ class Lease:
         silent = _now() - self._renewed
         if newest.generation == self._state.generation:
             return (
-                "both jobs took the lease at once, and this store does not refuse the second of two such writes "
-                "(docs/remote.md: stores without conditional writes). This job may not write any more; end one of them."
+                "both jobs took the lease at the same time, and this store has no conditional writes to prevent that "
+                "(docs/remote.md). This job may no longer write; end one of the two."
             )
         if silent > TTL_S:
-            return f"this job did not renew its lease for {silent:.0f} s (was it stopped?) and may not write any more."
-        return "that job took the lease over, although this one renewed it. This job may not write any more."
+            return f"this job did not renew its lease for {silent:.0f} s (was it suspended?) and may no longer write."
+        return "that job took the lease over, although this one renewed it. This job may no longer write."
 
     def _put_back(self) -> _State | None:
         """Write the lease again if only its file was deleted and the root is still the same directory.
 
-        Returns another job's lease, if that job was faster.
+        Returns the newest lease, which may be another job's; None if nothing was written.
         """
         with self._lock:
             if self._stop.is_set() or self._identity is None or _identity(self.root) != self._identity:
@@ -226,7 +232,7 @@ class Lease:
             _held_leases.pop(self.nonce, None)
             state = replace(self._state, released=True)
             try:
-                if state.owner == this_process() and (sure or self._is_newest()):  # not in a fork
+                if state.owner == this_process() and (sure or self._is_newest()):  # not in a forked child
                     self._write(state)
             except OSError as error:
                 logger.warning("the lease of %s could not be released: %s", self.root.url, error)
@@ -236,14 +242,14 @@ class Lease:
         return newest is not None and newest.nonce == self.nonce
 
     def _write(self, state: _State) -> None:
-        # Invariant: a root that is gone is not recreated, or the next `check` would accept another disk.
+        # Invariant: a lost root is never recreated. Otherwise the next `check` would accept another disk.
         folder, _, name = state.path.rpartition("/")
         store = self.root.child(folder).existing()
         store.write(name, state.to_json(self.root), overwrite=True, sync=False)
 
 
 def _identity(root: Store) -> tuple[int, int] | None:
-    """Return device and inode of a directory; None on an object store, or if it is gone."""
+    """Return the device and inode of a directory; None if it is gone or if `root` is an object store."""
     if is_directory(root):
         with contextlib.suppress(OSError):
             found = os.stat(root.url)
@@ -259,20 +265,20 @@ def _beat(reference: weakref.ref[Lease], stop: threading.Event, seconds: float) 
         try:
             with lease._patience.entered():
                 lease.renew()
-        except OSError as error:  # the store may be back at the next beat
+        except OSError as error:  # the store may answer at the next heartbeat
             logger.warning("the lease of %s could not be renewed: %s", lease.root.url, error)
         del lease
 
 
 @patient()
 def acquire_lease(root: Store, *, patience_s: float | None = None, look: Callable[[], Store] | None = None) -> Lease:
-    """Return the lease of `root`, at once if nobody has it or its owner is known to be dead.
+    """Take the lease of `root` and return it: at once if nobody has it or its owner is known to be dead.
 
     An owner on another machine is watched for up to `patience_s` (default 45 s). If it renews the lease, it keeps it.
 
     Args:
-        look: Returns a snapshot of `root`, taken when it is called. The caller then calls `try_conditional` and `tidy`
-            itself, while it does something else.
+        look: Returns a new snapshot of `root`. If given, the caller must call `try_conditional` and `tidy` itself, at a
+            time that suits it.
 
     Raises:
         LeaseHeldError: The owner is alive; the message names it.
@@ -283,7 +289,7 @@ def acquire_lease(root: Store, *, patience_s: float | None = None, look: Callabl
         newest = _newest(view)
         if newest is not None and not newest.released:
             _refuse_if_alive(root, newest, TTL_S if patience_s is None else patience_s)
-        # A damaged file (leases are not synced before a power cut) is not a lease, but its generation is taken.
+        # A damaged file is not a lease, but its generation is taken. A power cut damages leases: they are not synced.
         generation = max((generation for generation, _ in _generations(view)), default=0)
         if generation > (newest.generation if newest else 0) and _newest(root) != newest:
             continue  # another contender was faster
@@ -310,7 +316,7 @@ def acquire_lease(root: Store, *, patience_s: float | None = None, look: Callabl
 
 
 def check_state_directory(root: Store) -> None:
-    """Raise if a file has the name of the directory that holds the lease."""
+    """Raise NotADirectoryError if a file has the name of the directory that holds the lease."""
     found = root.info(STATE_DIRECTORY) if is_directory(root) else None
     if found is not None and found.kind == "file":
         raise NotADirectoryError(
@@ -328,10 +334,10 @@ def lease_holder(root: Store) -> Owner | None:
 
 @dataclass(frozen=True, slots=True)
 class Attempts:
-    """Save attempts that began and are not known to be committed, from the lease's file.
+    """Save attempts in the lease's file that began and are not known to be committed.
 
     Attributes:
-        owner: Who is running them; None if the lease was released.
+        owner: The process that runs them; None if the lease was released.
     """
 
     ids: frozenset[str] = frozenset()
@@ -349,7 +355,7 @@ def open_attempts(root: Store) -> Attempts:
 def _refuse_if_alive(root: Store, state: _State, patience_s: float) -> None:
     owner, alive = state.owner, state.owner.alive()
     if owner == this_process():
-        alive = state.nonce in _held_leases  # else it is left from a manager of this process that is gone
+        alive = state.nonce in _held_leases  # otherwise an earlier manager of this process left it
     if alive is None:
         alive = _has_heartbeat(root, state, patience_s)
     if alive:
@@ -363,8 +369,10 @@ def _refuse_if_alive(root: Store, state: _State, patience_s: float) -> None:
 
 
 def _has_heartbeat(root: Store, state: _State, patience_s: float) -> bool:
-    """Watch an owner on another machine. Compares times of the store's clock, and measures the wait with a monotonic
-    clock."""
+    """Return whether an owner on another machine renews its lease within `patience_s`.
+
+    Compares times of the store's clock, and measures the wait with a monotonic clock.
+    """
     found = root.info(state.path)
     if found is not None and found.mtime:
         age = store_clock(root) - found.mtime
@@ -376,26 +384,26 @@ def _has_heartbeat(root: Store, state: _State, patience_s: float) -> bool:
         time.sleep(_POLL_S)
         newest = _newest(root)
         if newest is None or newest.released or newest.nonce != state.nonce:
-            return False  # released, or another contender has it: the caller looks again
+            return False  # released, or taken by another contender: the caller looks again
         if newest.beat != state.beat:
             return True
     return False
 
 
 def store_clock(root: Store) -> float:
-    """Return the time at which the store stamps files, in seconds since the epoch; our own time if it stamps none."""
+    """Return the time on the store's clock in seconds since the epoch, or our own time if its files have none."""
     for _ in range(3):
         path = f"{STATE_DIRECTORY}/clock-{new_nonce()}"
         root.write(path, b"?", sync=False)
         found = root.info(path)
         root.delete([path])
-        if found is not None:  # else a new owner of the lease has tidied up
+        if found is not None:  # otherwise a new owner of the lease has deleted the file
             break
     return found.mtime if found is not None and found.mtime else time.time()
 
 
 def _newest(root: Store) -> _State | None:
-    """Return the newest generation that can be read."""
+    """Return the newest lease that can be read."""
     for generation, path in sorted(_generations(root), reverse=True):
         with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):
             body: Any = json.loads(root.read(path, 0, 4096))
@@ -424,23 +432,22 @@ def _old_files(view: Store, state: _State) -> list[str]:
 
 
 def _now() -> float:
-    """Return the seconds of a clock that is never adjusted, and that runs on while the machine sleeps."""
+    """Return the seconds of a clock that is never adjusted and keeps running while the machine sleeps."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
-# --- a system lock, which ends with its process: for writers without a run
+# --- system locks, for writers without a run; a lock ends with its process
 
 
-_held: dict[tuple[int, int], Callable[[], object]] = {}  # by device and inode: what releases each lock
+_held: dict[tuple[int, int], Callable[[], object]] = {}  # by (device, inode): the function that unlocks it
 _held_lock = threading.Lock()
 
 
 class HeldDirectory:
-    """A locked directory, until `release` or until this object is garbage-collected.
+    """A locked directory. The lock ends with `release` or when this object is garbage-collected.
 
-    The same process may lock it again, because its previous save may have failed on another rank. Does nothing on file
-    systems
-    without locks.
+    The same process may lock the directory again, because its previous save may have failed on another rank. Does
+    nothing on file systems without locks.
     """
 
     def __init__(self, path: str) -> None:
@@ -463,7 +470,7 @@ class HeldDirectory:
                     f"{path}: another process is saving to it; nothing was touched. Save to another directory."
                 ) from None
             self._release = _held[key] = weakref.finalize(self, _unlock, fd, os.getpid())
-            self._release.atexit = False  # the system does it
+            self._release.atexit = False  # the system unlocks it at exit
 
     def release(self) -> None:
         """Unlock the directory; does nothing the second time."""

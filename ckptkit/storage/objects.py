@@ -1,4 +1,4 @@
-"""The remote store: objects in a bucket, or on anything else that fsspec opens."""
+"""Stores files remotely: as objects in a bucket, or on anything else that fsspec opens."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_PAGES = 16  # pages (1000 names each) of one listing: beyond that, one request per folder is faster
-_ERRNO: dict[type[OSError], int] = {  # fsspec sets none
+_PAGES = 16  # most pages (1000 names each) of one listing; beyond that, one request per folder is faster
+_ERRNO: dict[type[OSError], int] = {  # fsspec's errors have no errno
     FileNotFoundError: errno.ENOENT,
     FileExistsError: errno.EEXIST,
     PermissionError: errno.EACCES,
@@ -58,7 +58,7 @@ class RemoteStore(Store):
     Listings are never cached: a reader sees a checkpoint as soon as it is committed.
 
     Attributes:
-        url: Without secrets; errors, logs and records show it.
+        url: The URL without secrets, for errors, logs and records.
     """
 
     def __init__(self, url: str, *, storage_options: Mapping[str, Any] | None = None) -> None:
@@ -118,7 +118,7 @@ class RemoteStore(Store):
         return f"{self.url} (at {endpoint})" if endpoint else self.url
 
     def _call(self, path: str, function: Callable[[], T]) -> T:
-        """Return the result of `function`, retried after transient errors; raises the errors of a Store."""
+        """Call `function` and return its result. Retries transient errors; raises the errors of a Store."""
         with self._errors(path):
             return call_with_retries(function, place=self._server())
 
@@ -142,7 +142,7 @@ class RemoteStore(Store):
                 text += f" (tried for {time.monotonic() - started:.0f} s; CKPTKIT_STORAGE_TIMEOUT=10m tries longer)"
             raise StorageError(getattr(error, "errno", None) or errno.EIO, text) from _without_secrets(error)
 
-    # --- looking
+    # --- lookups
 
     def info(self, path: str) -> FileInfo | None:
         full = self._full(path, root_allowed=True)
@@ -158,11 +158,11 @@ class RemoteStore(Store):
     def list(self, path: str = "", *, recursive: bool = False) -> _Infos:
         full = self._full(path, root_allowed=True)
         found = [item for page in self._pages(path, full, recursive=recursive) for item in page]
-        # A store may list the folder itself: a marker object.
+        # Some stores list a marker object for the folder itself.
         return [item for item in self._listed(found) if item.path != path]
 
     def list_at_once(self, path: str = "") -> _Infos | None:
-        """Return every file below `path`, sorted by path; None if that takes many requests."""
+        """Return every file below `path`, sorted by path; None if that takes too many requests."""
         full = self._full(path, root_allowed=True)
         if not self._api.paged:
             return None
@@ -193,14 +193,14 @@ class RemoteStore(Store):
                 return
 
     def read_listed(self, item: FileInfo, start: int = 0, stop: int | None = None) -> bytes:
-        """Return bytes of a listed file; a small one is downloaded only if its tag is not cached."""
+        """Return bytes of a listed file. A small file is downloaded only if its tag is not cached."""
         if item.size > _KNOWN_BYTES:
             return self.read(item.path, start, stop)
         full, known = self._full(item.path), self._connection.own.known
         data = known.get(full, item.tag)
         if data is None:
             data = self.read(item.path, 0, item.size + 1) if item.size else self.read(item.path)
-            # Another length: it was replaced since the listing, and the tag is not its own.
+            # If the length differs, the file was replaced after the listing, and the tag does not belong to `data`.
             if len(data) == item.size:
                 known.put(full, item.tag, data)
             else:
@@ -240,7 +240,7 @@ class RemoteStore(Store):
         self._connection.each(lambda tried: self._read_job(*tried), again)
 
     def _at_once(self, jobs: Sequence[Job]) -> Sequence[tuple[int, int] | BaseException] | None:
-        """Try several reads concurrently, once; None if each of them needs a thread."""
+        """Try each read once, all at the same time, without threads. Returns None if the store can't do that."""
         if len(jobs) <= 1:
             return None
         ranges = [(self._full(path), start, stop, Scatter(items, start)) for path, start, stop, items in jobs]
@@ -248,7 +248,7 @@ class RemoteStore(Store):
         return None if begun is None else begun.answers()
 
     def fetch_listed(self, items: Sequence[FileInfo]) -> None:
-        """Download small listed files that are not cached, concurrently, for `read_listed`."""
+        """Download small listed files concurrently, unless they are cached. `read_listed` then serves them."""
         known = self._connection.own.known
         new = [(item, self._full(item.path)) for item in items if item.tag and 0 < item.size <= _KNOWN_BYTES]
         new = [(item, full) for item, full in new if known.get(full, item.tag) is None]
@@ -260,7 +260,7 @@ class RemoteStore(Store):
                 known.put(full, item.tag, bytes(view))
 
     def _read_job(self, job: Job, first: int | BaseException | None = None) -> None:
-        """Read a range, with retries. `first`: the result of a first try."""
+        """Read a range, with retries. `first` is the result of a try that was made before."""
         path, start, stop, items = job
         full, tried = self._full(path), [] if first is None else [first]
 
@@ -298,7 +298,7 @@ class RemoteStore(Store):
                 raise
 
     def _confirmed(self, full: str, nbytes: int, tag: str) -> None:
-        """Called when the store has confirmed that an object is complete; subclasses may record it."""
+        """Do nothing. Called when the store has confirmed that an object is complete; subclasses may record it."""
 
     def write(self, path: str, data: bytes | memoryview, *, overwrite: bool = False, sync: bool = True) -> None:
         full, body = self._full(path), bytes(data)
@@ -311,12 +311,12 @@ class RemoteStore(Store):
         self._note(full, self._put(path, full, body), body)
 
     def copy_to(self, path: str, target: RemoteStore, name: str) -> None:
-        """Copy an object inside the store to `name` of another directory, replacing what is there."""
+        """Copy an object inside the store to `name` below `target`. Replaces an existing object."""
         source, full = self._full(path), target._full(name)
         self._call(path, lambda: self._api.copy(source, full))
 
     def claim(self, path: str, data: bytes, *, looked: bool) -> None:
-        # Does not test for conditional writes: `try_conditional` follows.
+        # No test for conditional writes here: `try_conditional` follows.
         if self.has_conditional_writes is False and not looked:
             self.write(path, data)
         else:
@@ -324,7 +324,7 @@ class RemoteStore(Store):
             self._note(full, self._put(path, full, data), data)
 
     def try_conditional(self, path: str, data: bytes) -> None:
-        # Put the same content again: if the store does not refuse it, nothing changes.
+        # Put the same content again: even if the store accepts the put, nothing changes.
         if self.has_conditional_writes is None:
             self._learn(lambda: self._refuses(path, data))
 
@@ -337,7 +337,7 @@ class RemoteStore(Store):
             self._connection.own.known.put(full, _plain(tag), data)
 
     def _put(self, path: str, full: str, data: bytes | Content) -> str:
-        """Put if absent if the store can, else put. Returns the tag, "" if unknown."""
+        """Create an object. A store without create-only puts replaces an existing one. Returns the tag or ""."""
         tries, mark, around = 0, secrets.token_hex(8), self._around
 
         def put() -> str:
@@ -353,11 +353,11 @@ class RemoteStore(Store):
                     raise
                 return ""
 
-        with self._errors(path):  # not `_call`: a put passes at most eight of our functions
+        with self._errors(path):  # not `_call`: at most eight of our functions may be on the stack of a put
             return call_with_retries(put if around is None else partial(around, put), place=self._server())
 
     def _conditional(self) -> bool:
-        """Tell whether this store has conditional writes. Tested once per connection and bucket."""
+        """Return whether this store has conditional writes. Tested once per connection and bucket."""
         known = self.has_conditional_writes
         return self._learn(self._probe) if known is None else known
 
@@ -385,9 +385,9 @@ class RemoteStore(Store):
             self.delete([path])
 
     def _refuses(self, path: str, data: bytes) -> bool | None:
-        """Tell whether the store refuses to replace the object at `path`; None if it can't be reached.
+        """Return whether the store refuses to replace the object at `path`; None if the store can't be reached.
 
-        Tested with an existing object, whatever the server claims to support.
+        Tries it with an existing object, whatever the server claims to support.
         """
         full = self._full(path)
         try:
@@ -411,7 +411,7 @@ class RemoteStore(Store):
             self._call(names[0], lambda: self._api.delete(full, folder=folder))
 
     def delete_tree(self, path: str) -> None:
-        """Delete everything below `path`, and abort unfinished uploads to there."""
+        """Delete everything below `path`, and abort unfinished uploads below it."""
         folder = self._full(path)
         self._delete([*(item.path for item in self.list(path, recursive=True)), path], folder=folder)
         self.end_uploads(self.unfinished_uploads(path))
@@ -423,7 +423,7 @@ class RemoteStore(Store):
         except (FileNotFoundError, PermissionError, StorageError) as error:
             # Listing uploads needs a permission of its own (s3:ListBucketMultipartUploads).
             log = logger.warning if isinstance(error, PermissionError) else logger.debug
-            log("%s does not list unfinished uploads; some may be left, which cost money: %s", self.url, error)
+            log("%s does not list unfinished uploads. If some are left, they cost money: %s", self.url, error)
             return []
         start, now = len(self._full("", root_allowed=True)) + 1, time.time()
         return [replace(item, path=item.name[start:]) for item in found if now - item.started >= older_than_s]
@@ -456,6 +456,6 @@ def _plain(tag: str) -> str:
 
 
 def _without_secrets(error: BaseException) -> BaseException | None:
-    """Return the error if it can be the cause of ours; None if its text, or that of its causes, contains a secret."""
+    """Return `error`, or None if it or one of its causes contains a secret, so that it can't be shown as our cause."""
     text = "".join(traceback.format_exception(error))
     return error if without_secrets(text) == text else None

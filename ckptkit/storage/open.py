@@ -47,6 +47,6 @@ def refuse_credentials(url: str) -> None:
     """Raise UsageError if a URL contains a login, a token or a signature. Call it before parsing a URL."""
     if carries_credentials(url):
         raise UsageError(
-            f"{without_secrets(url)} has a login or a signature in it, which process lists and shell histories show to "
-            "others. Give the plain URL, and the login in the environment or in storage options."
+            f"{without_secrets(url)} contains a login or a signature, which others can see in process lists and shell "
+            "histories. Give the URL without it, and put the login into the environment or storage options."
         )

@@ -19,13 +19,14 @@ __all__ = ["Owner", "owner_in", "owner_json", "this_process"]
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A process of some machine.
+    """A process on some machine.
 
     Attributes:
-        started: When the kernel started it, in clock ticks, because pids are reused.
+        started: Start time of the process in clock ticks. It distinguishes processes with the same pid.
         machine: Boot id, pid namespace and machine id. They distinguish containers with the same name, and a machine
             before and after a reboot.
-        copied: Whether its file is a copy, made along with the directory that it writes to; None if unknown.
+        copied: Whether the owner's file was copied with its directory, so that the owner writes elsewhere; None if
+            unknown.
     """
 
     host: str
@@ -43,7 +44,7 @@ class Owner:
 
     @classmethod
     def from_json(cls, body: Any) -> Owner | None:
-        """Return the owner that `body` describes, None if it is damaged. Never raises."""
+        """Return the owner that `body` describes, or None if `body` is damaged. Never raises."""
         if not isinstance(body, Mapping):
             return None
         host, pid, started, machine = (body.get(name) for name in ("host", "pid", "started", "machine"))
@@ -52,11 +53,11 @@ class Owner:
         return cls(host[:256], pid, started, machine)
 
     def alive(self) -> bool | None:
-        """Tell whether the process is alive and writes here; None if this process can't know.
+        """Return whether the process is alive and writes here; None if unknown.
 
-        It cannot know for another machine, or if the directory may be a copy. After a reboot of this machine the
-        process is dead, although its boot id differs from ours. A machine without an id, such as most containers, may
-        be another machine with the same name.
+        Unknown are processes on another machine, and all processes if the directory may be a copy. A process from
+        before the last reboot of this machine is dead. A machine without an id, like most containers, may be another
+        machine with the same name.
         """
         if self.machine != _machine():
             same = self.machine.split("/")[1:] == _machine().split("/")[1:] and self.host == _host()
@@ -72,12 +73,12 @@ def this_process() -> Owner:
 
 
 def owner_json(store: Store) -> dict[str, Any]:
-    """Return this process and the directory of `store`, as JSON for a file below it."""
+    """Return this process and the directory of `store` as JSON."""
     return {**this_process().to_json(), "place": _place(store)}
 
 
 def owner_in(store: Store, body: Any) -> Owner | None:
-    """Return the owner that `body`, read below `store`, describes; None if it is damaged. Never raises."""
+    """Return the owner in `body`, which was read below `store`; None if `body` is damaged. Never raises."""
     owner = Owner.from_json(body)
     if owner is None:
         return None
@@ -86,14 +87,14 @@ def owner_in(store: Store, body: Any) -> Owner | None:
         return owner
     path_differs, inode_differs = written[0] != here[0], written[1:] != here[1:]
     if not is_directory(store):
-        # One bucket can have several names. Only the heartbeat tells whether it is the same.
+        # One bucket can have several names. Only the heartbeat shows whether two names mean the same bucket.
         return replace(owner, copied=None) if path_differs else owner
-    # A directory that was moved or mounted twice changes its path; some FUSE file systems change inode numbers.
+    # A move or a second mount changes only the path. Some FUSE file systems change only inode numbers.
     return replace(owner, copied=True if path_differs else None) if inode_differs else owner
 
 
 def _place(store: Store) -> list[Any] | None:
-    """Return what distinguishes a directory from its copy: path, device and inode, or bucket and key."""
+    """Return what distinguishes a directory from its copy: its path, device and inode, or its bucket and key."""
     if not is_directory(store):
         return [store.url.partition("://")[2].strip("/")]
     try:

@@ -1,4 +1,4 @@
-"""Thread pools that work until the process ends. When no thread can be started any more, they run work inline."""
+"""Thread pools that work until the process ends. Once no thread can be started, they run work in the caller."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _ending = False
 class WorkerPool(ThreadPoolExecutor):
     """A pool that accepts work until the last thread of the process has ended.
 
-    Python closes all pools when the main thread ends, although other threads, such as a save in the background, may
-    have more to do. Work runs in the context of its caller: it is part of the same operation.
+    Python closes its own pools when the main thread ends, even if another thread, such as a background save, still
+    needs them. Work runs in the context (`contextvars`) of its caller, as part of the same operation.
     """
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -49,8 +49,10 @@ class WorkerPool(ThreadPoolExecutor):
 
 
 def result_of(future: Future[T]) -> T:
-    """Wait for a future and return its result. Wakes up every second, because Ctrl-C may be delivered to another
-    thread, which does not end the main thread's wait."""
+    """Wait for a future and return its result.
+
+    Wakes up every second: Ctrl-C may reach another thread, and then it does not end the main thread's wait.
+    """
     while not future.done():
         wait((future,), timeout=1)
     return future.result()
@@ -66,9 +68,9 @@ def start_or_do_without(thread: threading.Thread) -> None:
 
 
 def before_end(call: Callable[[], object]) -> None:
-    """Call `call` after the main thread has ended, while pools still work. Not if the process is killed."""
+    """Register `call` to run after the main thread has ended, while pools still work. Does not run after a kill."""
     if not _calls:
-        # `atexit` is too late: pools are closed and threads joined before.
+        # `atexit` is too late: it runs after pools are closed and threads are joined.
         register: Any = getattr(threading, "_register_atexit", None)
         if register is not None:
             register(_end)

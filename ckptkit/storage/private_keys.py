@@ -1,4 +1,4 @@
-"""Writes under keys that only one writer knows: small files are sent in parallel, without checks before."""
+"""Writes under keys that only one writer uses: small files are sent in parallel and without prior checks."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def attempt_store(root: Store, path: str) -> Store:
 
 
 class AttemptStore(RemoteStore):
-    """The folder of an attempt on an object store.
+    """The folder of a save attempt on an object store.
 
-    `write` and `writer` return while a small file is still being sent. `settle` waits for all of them and raises what
-    failed; until then memory that was lent to a writer must stay unchanged. Every read settles first.
+    `write` and `writer` return while a small file is still being sent. `settle` waits for all files and raises the
+    first failure. Until then, memory that was lent to a writer must not change. Every read calls `settle` first.
     """
 
     _pending: _Pending
@@ -62,7 +62,7 @@ class AttemptStore(RemoteStore):
             self._pending.arrived.pop(full, None)
 
     def write(self, path: str, data: bytes | memoryview, *, overwrite: bool = False, sync: bool = True) -> None:
-        if overwrite:  # only after the write that it replaces
+        if overwrite:  # the write that it replaces must end first
             self.settle()
             super().write(path, data, overwrite=True)
             self._confirmed(self._full(path), len(data), "")
@@ -76,7 +76,7 @@ class AttemptStore(RemoteStore):
             self._confirmed(full, content.nbytes, put_now(path, full, content))
 
         self._pending.add(self._connection.upload(put, self._api.held(content)))
-        return ""  # not known yet
+        return ""  # the tag is not known yet
 
     def _delete(self, names: Sequence[str], *, folder: str = "") -> None:
         self.settle()  # an object that arrives after the deletion would stay

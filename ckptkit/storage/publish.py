@@ -1,4 +1,4 @@
-"""Publishes a directory atomically: staged beside its target, made durable, renamed; cleans up after dead writers."""
+"""Publishes directories atomically: writes next to the target, syncs, renames. Cleans up after dead writers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _RENAME_EXCHANGE = 2  # linux/fs.h
 
 
 def open_staging(parent: LocalStore, name: str, nonce: str, *, leased: bool = False) -> LocalStore:
-    """Create the staging directory of `name` below `parent`, and its owner file beside it."""
+    """Create the staging directory of `name` below `parent`, and its owner file next to it."""
     path = staging_name(name, nonce)
     try:
         write_owner(parent, owner_path(path), nonce, leased=leased)
@@ -71,9 +71,9 @@ def open_staging(parent: LocalStore, name: str, nonce: str, *, leased: bool = Fa
 
 
 def close_staging(parent: LocalStore, name: str, nonce: str, *, replaceable: Replaceable | None = None) -> None:
-    """Delete what is left of a staging directory, published or not, and its owner files.
+    """Delete a staging directory, or what is left of it after publication, and its owner files.
 
-    If it contains replaced content that `replaceable` refuses to delete, it is renamed and kept.
+    If it contains replaced content that `replaceable` refuses to delete, that content is renamed and kept.
     """
     path = staging_name(name, nonce)
     _keep_foreign(parent, path, replaceable)
@@ -84,8 +84,8 @@ def close_staging(parent: LocalStore, name: str, nonce: str, *, replaceable: Rep
 
 
 def _keep_foreign(parent: LocalStore, path: str, replaceable: Replaceable | None) -> None:
-    """Rename what a staging directory replaced, if it may not be deleted: others may have added files until the
-    swap."""
+    """Rename the content that a staging directory replaced, if it may not be deleted: others may have added files
+    before the swap."""
     leftover, writer = leftover_of(path), read_owner(parent, owner_path(path))
     if leftover is None or writer is None or not writer.old.startswith(path) or parent.info(writer.old) is None:
         return
@@ -125,12 +125,12 @@ def sync_files(store: LocalStore, paths: Iterable[str]) -> None:
 
 
 def publish(parent: LocalStore, staging: str, name: str) -> None:
-    """Rename a durable staging directory, or a file, to `name`, durably. Raises FileExistsError."""
+    """Rename a synced staging directory or file to `name`, and sync the parent. Raises FileExistsError."""
     staged = os.lstat(parent.path_of(staging))
     try:
         parent.rename(staging, name)
     except (FileExistsError, FileNotFoundError):
-        # NFS repeats a request whose answer was lost: then the first try was ours and succeeded.
+        # NFS repeats a request whose answer was lost. If `name` is what was staged, the first try succeeded.
         if not (os.path.lexists(parent.path_of(name)) and os.path.samestat(staged, os.lstat(parent.path_of(name)))):
             raise
     try:
@@ -142,7 +142,7 @@ def publish(parent: LocalStore, staging: str, name: str) -> None:
 
 
 def exchange(parent: LocalStore, first: str, second: str) -> bool:
-    """Swap two names below `parent` atomically and durably; False if the file system can't (NFS)."""
+    """Swap two names below `parent` atomically and durably. Returns False if the file system can't (NFS)."""
     done = _exchange(parent.path_of(first), parent.path_of(second))
     if done:
         try:
@@ -175,19 +175,19 @@ def drop(parent: LocalStore, name: str) -> str | None:
 def clean_siblings(
     parent: LocalStore, name: str, *, keep: Leftover | None = None, replaceable: Replaceable | None = None
 ) -> None:
-    """Delete what dead writers of `name` left below `parent`, except `keep`, and what they replaced if `replaceable`
+    """Delete what dead writers of `name` left below `parent`, except `keep`. Replaced content is kept if `replaceable`
     raises for it."""
     for leftover in leftovers(parent, name):
         if (keep is not None and leftover.nonce == keep.nonce) or not is_abandoned(parent, leftover):
             continue
         try:
             _clean(parent, leftover, replaceable)
-        except PermissionError as error:  # of another user: `name` may be written all the same
+        except PermissionError as error:  # it belongs to another user; `name` can still be written
             logger.warning("%s/%s, left by a dead process, could not be removed: %s", parent.url, leftover.path, error)
 
 
 def _clean(parent: LocalStore, leftover: Leftover, replaceable: Replaceable | None) -> None:
-    """Publish what a dead writer left, if it was complete and its target is gone; otherwise delete it."""
+    """Publish the staging directory of a dead writer if it is complete and its target is gone. Otherwise delete it."""
     if finish_replacement(parent, leftover):
         return
     _keep_foreign(parent, leftover.path, replaceable)
@@ -200,7 +200,7 @@ def _clean(parent: LocalStore, leftover: Leftover, replaceable: Replaceable | No
 
 
 def finish_replacement(parent: LocalStore, leftover: Leftover) -> bool:
-    """Publish a complete staging directory whose writer died after it had moved the target away; False otherwise."""
+    """Publish a complete staging directory if its writer died after moving the target away. Returns whether it did."""
     writer = read_owner(parent, owner_path(leftover.path)) if leftover.kind == "tmp" else None
     name = writer.replaces if writer is not None else ""
     if not name or "/" in name or staging_name(name, leftover.nonce) != leftover.path or parent.info(name) is not None:
@@ -211,7 +211,7 @@ def finish_replacement(parent: LocalStore, leftover: Leftover) -> bool:
     return True
 
 
-# --- a whole directory or a single file, as convert and reshard write it
+# --- staging a whole directory or a single file, for convert and reshard
 
 
 @contextlib.contextmanager
@@ -227,24 +227,24 @@ def stage(
     dead: Collection[str] = (),
     names: Mapping[str, int] | None = None,
 ) -> Iterator[Store]:
-    """Yield a store to write a directory into. If the block succeeds, the directory is at `url`, durable.
+    """Yield a store in which to write a directory. If the block succeeds, the directory is durable at `url`.
 
-    After an exception none of it remains, and what was at `url` before is untouched. Object stores have no rename:
-    see `publish_remote`.
+    After an exception nothing of the new directory remains, and the old content of `url` is untouched. For object
+    stores, which have no rename, see `publish_remote`.
 
     Args:
-        file: The result is this single file below `url`; other files may lie next to it.
-        replaceable: Raises if what is at the target may not be replaced or, afterwards, deleted.
-        overwrite: Replace what is at the target.
-        last: Names by which readers find the directory. An object store gets them after all others.
-        resume: Continue from what a dead writer's journal or ledger says is finished: the store may hold files. If this
-            writer is interrupted (Ctrl-C, a dead rank), its work is kept for the next one. Not for a single object.
+        file: Publish only this file below `url`. Other files may exist next to it.
+        replaceable: Raises if the existing target may not be replaced or, afterwards, deleted.
+        overwrite: Replace an existing target.
+        last: Names by which readers find the directory. On an object store they are written last.
+        resume: Continue the finished work of a dead writer: the store may contain its files. If this writer is
+            interrupted (Ctrl-C, a dead rank), its work is kept for the next writer. Not for a single object.
         dead: Owner files of writers on other machines that are known to be dead.
-        names: Every path that may be written, with its size, or -1 if unknown. On an object store it tells a dead
-            writer's objects from those of others.
+        names: Every path that may be written, with its size, or -1 if unknown. On an object store these names
+            distinguish a dead writer's objects from other objects.
 
     Raises:
-        CheckpointExistsError: The target is taken; nothing was written.
+        CheckpointExistsError: The target exists; nothing was written.
     """
     store = open_store(url, storage_options=storage_options)
     if isinstance(store, LocalStore):
@@ -289,9 +289,9 @@ def _stage_local(
         yield staging
         sync_tree(staging)
         parent.sync_directory()
-        # Invariant: all of it survives a power cut before it gets the name that readers look for.
+        # Invariant: everything is durable before it gets the name that readers look for.
         if resume:
-            Journal(staging.url).end()  # from here on the staging directory may hold what was replaced
+            Journal(staging.url).end()  # from here on the staging directory may contain the replaced content
         if rule is not None:  # again: hours may have passed
             check_target(parent, name, replaceable=rule)
         _put_in_place(parent, nonce, name, file=file, overwrite=overwrite)
@@ -344,8 +344,8 @@ def check_writable(store: LocalStore) -> None:
 def _replace_in_two_steps(parent: LocalStore, nonce: str, name: str) -> None:
     """Replace `name` without an atomic swap (NFS). For a moment the name does not exist; the content always does.
 
-    After a kill in that moment, the owner file tells the next writer that the staging directory is complete, and it
-    publishes it (`finish_replacement`). An error puts the old content back.
+    After a kill in that moment, the next writer learns from the owner file that the staging directory is complete, and
+    publishes it (`finish_replacement`). After an error the old content is moved back.
     """
     staging, old_nonce = staging_name(name, nonce), new_nonce()
     old = staging_name(name, old_nonce)
@@ -375,7 +375,7 @@ def _state(parent: LocalStore, name: str, nonce: str, *, replaces: str = "", old
 
 
 def _put_in_place(parent: LocalStore, nonce: str, name: str, *, file: str = "", overwrite: bool) -> None:
-    """Publish a durable staging directory, or the `file` in it. What it replaces gets the staging name."""
+    """Publish a synced staging directory, or the `file` in it. The replaced content gets the staging name."""
     staging, found = staging_name(name, nonce), parent.info(name)
     if found is not None and found.kind == "directory":
         with contextlib.suppress(OSError):  # an empty directory is removed; any other stays
@@ -383,7 +383,7 @@ def _put_in_place(parent: LocalStore, nonce: str, name: str, *, file: str = "", 
             found = None
     source = f"{staging}/{file}" if file else staging
     if found is not None and overwrite:
-        # Invariant: after a kill, what was replaced is checked before it is deleted.
+        # Invariant: even after a kill, replaced content is checked before it is deleted.
         _state(parent, name, nonce, old=source)
         if exchange(parent, source, name):
             return
@@ -397,5 +397,5 @@ def _put_in_place(parent: LocalStore, nonce: str, name: str, *, file: str = "", 
         publish(parent, source, name)
     except FileExistsError as error:
         raise CheckpointExistsError(
-            f"{parent.path_of(name)} appeared while its replacement was written; it was left as it is."
+            f"{parent.path_of(name)} was created by another process during the write; it was not changed."
         ) from error

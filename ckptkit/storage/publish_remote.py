@@ -1,11 +1,11 @@
-"""Publishes a directory on an object store, where nothing can be renamed: names that readers look for are written last.
+"""Publishes a directory on an object store, which can't rename: the names that readers look for are written last.
 
-A writer owns the whole directory until it is done. Its owner file is created by a put that must not replace. The next
-writer, if the owner is dead, takes over: it writes an owner file with the next number, aborts the dead writer's
-uploads, and continues with the finished objects. No put replaces anything, so a late put of a dead writer can only fill
-a free name; everything is compared before the names that readers look for are written.
+A writer owns the whole directory until it is done. It creates its owner file with a create-only put. If the owner is
+dead, the next writer takes over: it writes an owner file with the next number, aborts the dead writer's uploads, and
+keeps the finished objects. All puts are create-only, so a late put of a dead writer can only fill a free name. All
+objects are checked before the names that readers look for are written.
 
-To replace a finished directory, the new one is staged in a folder below it, and then copied over it.
+To replace a finished directory, the new one is staged in a folder below it and then copied over it.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ __all__ = ["OWNER_NAME", "check_object", "check_remote", "stage_object", "stage_
 
 logger = logging.getLogger(__name__)
 
-NEW = ".ckptkit-new"  # staging folder below a directory that is replaced
-OWNER_NAME = ".ckptkit-owner.json"  # written first, deleted last: the directory is being written
+NEW = ".ckptkit-new"  # staging folder below a directory that is being replaced
+OWNER_NAME = ".ckptkit-owner.json"  # written first and deleted last: it marks an unfinished directory
 _OWNER = re.compile(r"\.ckptkit-owner(?:-(\d{1,9}))?\.json")  # the n-th takeover has the number n
 _PROBE = re.compile(r"\.probe-[0-9a-f]{16}\.part")
 _LOOKED_FOR = frozenset(["checkpoint.json", ".metadata", "manifest.safetensors", "config.json", "adapter_config.json"])
-_TURNS = 3  # tries to take a directory; each further one needs another writer that came and went meanwhile
+_TURNS = 3  # tries to take a directory; a try fails if another writer came and went during it
 
 
 @contextlib.contextmanager
@@ -53,10 +53,10 @@ def stage_remote(
     names: Mapping[str, int] | None = None,
     resume: bool = False,
 ) -> Iterator[Store]:
-    """Yield a store that writes to the final keys of `target` and holds back the names in `last`.
+    """Yield a store that writes to `target`, or to a folder below it if `target` is replaced. Writes `last` at the end.
 
     Args:
-        names: Every path that may be written, with its size, or -1 if unknown. None: any path.
+        names: Every path that may be written, with its size, or -1 if unknown. None allows any path.
         resume: See `stage`. The yielded store has a `ledger`.
     """
     replaces = replaceable if replaceable is not None and _is_finished(target) else None
@@ -77,7 +77,7 @@ def stage_remote(
             place.check_copies()
     except BaseException as error:
         with contextlib.suppress(OSError):
-            # If a put may still be carried out, the objects that it makes visible must exist.
+            # If a failed put may still be carried out, the objects that it makes visible must exist.
             left = staged.may_appear and place.leave(always=True)
             if not left and not (resume and is_interruption(error) and place.leave()):
                 place.clear([*staged.written, *staged.ledger.earlier])
@@ -86,11 +86,11 @@ def stage_remote(
     place.clear(made)
     came = [item.path for item in target.list(recursive=True) if item.path not in made] if replaces is not None else []
     if came:
-        logger.warning("%s holds what came while it was replaced: %s", target.url, ", ".join(came[:3]))
+        logger.warning("%s contains objects that were added while it was replaced: %s", target.url, ", ".join(came[:3]))
 
 
 def check_remote(target: RemoteStore, replaceable: Replaceable | None) -> None:
-    """Raise CheckpointExistsError if `stage_remote` would; writes nothing."""
+    """Raise CheckpointExistsError if `stage_remote` would raise it. Writes nothing."""
     if replaceable is not None and _is_finished(target):
         replaceable(target, "", ())
     else:
@@ -98,16 +98,16 @@ def check_remote(target: RemoteStore, replaceable: Replaceable | None) -> None:
 
 
 def _is_finished(target: RemoteStore) -> bool:
-    """Tell whether the directory has content but no owner file."""
+    """Return whether the directory has content but no owner file."""
     paths = [item.path for item in target.list(recursive=True) if not _PROBE.fullmatch(item.path)]
     return bool(paths) and not any(_OWNER.fullmatch(path) for path in paths)
 
 
 def _copy_over(target: RemoteStore, place: _Place, last: frozenset[str], old: Sequence[str]) -> list[str]:
-    """Replace the objects `old` of `target` by those staged below it; returns the names of the latter.
+    """Replace the objects `old` of `target` with the staged objects, and return the names of the staged objects.
 
-    The names that readers look for are deleted first and copied last: in between there is no checkpoint rather than a
-    mixed one. After a kill the new one is still complete in the staging folder, and the same command continues.
+    The names that readers look for are deleted first and copied last, so that readers never find a mixed checkpoint.
+    After a kill the new content is still complete in the staging folder, and the same command continues.
     """
     try:
         paths = [path for path in place.look() if not _OWNER.fullmatch(path) and not path.startswith(f"{FOLDER}/")]
@@ -130,7 +130,7 @@ def _copy_over(target: RemoteStore, place: _Place, last: frozenset[str], old: Se
 
 
 def check_object(target: RemoteStore, name: str, replaceable: Replaceable | None) -> None:
-    """Raise CheckpointExistsError if a single object may not be written; writes nothing."""
+    """Raise CheckpointExistsError if the single object `name` may not be written. Writes nothing."""
     if target.info(name) is None:
         return
     if replaceable is None:
@@ -147,12 +147,12 @@ def _taken(url: str) -> str:
 
 @contextlib.contextmanager
 def stage_object(target: RemoteStore, name: str, *, replaceable: Replaceable | None) -> Iterator[Store]:
-    """Yield the store in which to write the single object `name`; aborts the uploads of a dead writer.
+    """Yield a store in which to write the single object `name`. First aborts the uploads of a dead writer.
 
-    An object that may be replaced stays until the block succeeds; then a copy replaces it at once.
+    An existing object stays until the block succeeds. Then one copy request replaces it.
 
     Raises:
-        CheckpointExistsError: The object exists, or another process writes it, or may be writing it.
+        CheckpointExistsError: The object may not be replaced, or another process is or may be writing it.
     """
     check_object(target, name, replaceable)
     overwrite = replaceable is not None
@@ -162,7 +162,9 @@ def stage_object(target: RemoteStore, name: str, *, replaceable: Replaceable | N
     if writer is not None:
         alive = writer.owner.alive()
         if alive or (alive is None and not overwrite):
-            raise CheckpointExistsError(f"{target.url}/{name} is being written, or was, by {writer.owner}.")
+            raise CheckpointExistsError(
+                f"{target.url}/{name} is being written, or was left unfinished, by {writer.owner}."
+            )
         _end_uploads(target, frozenset({name, f".{name}{NEW}/{name}"}))
         target.delete([owner_file])
     try:
@@ -171,7 +173,7 @@ def stage_object(target: RemoteStore, name: str, *, replaceable: Replaceable | N
         raise CheckpointExistsError(f"{target.url}/{name} is being written by another process.") from error
     try:
         if overwrite:
-            where.delete_tree(name)  # of a dead writer
+            where.delete_tree(name)  # left by a dead writer
         yield where
         if overwrite:
             check_object(target, name, replaceable)  # again: hours may have passed
@@ -183,8 +185,8 @@ def stage_object(target: RemoteStore, name: str, *, replaceable: Replaceable | N
 
 
 def _end_uploads(target: RemoteStore, names: frozenset[str] | None) -> None:
-    """Abort a dead writer's uploads, which cost money and could still be completed: those of the objects `names`, or
-    all."""
+    """Abort a dead writer's uploads of the objects `names`, or of all objects if None. Unfinished uploads cost money
+    and could still be completed."""
     target.end_uploads([upload for upload in target.unfinished_uploads() if names is None or upload.path in names])
 
 
@@ -207,7 +209,7 @@ class _Previous:
 
 
 class _Place:
-    """A directory on an object store, and who owns it."""
+    """A directory on an object store, and its owner."""
 
     def __init__(self, target: RemoteStore, last: frozenset[str], names: Mapping[str, int] | None) -> None:
         self.store = target
@@ -218,13 +220,13 @@ class _Place:
         self._probes: list[str] = []
 
     def take(self, *, replaceable: Replaceable | None, resume: bool, private: bool) -> dict[str, Finished]:
-        """Make this process the owner of the directory; return the objects that a dead writer finished.
+        """Make this process the owner of the directory. Returns the objects that a dead writer finished, by path.
 
         Args:
-            private: Only ckptkit commands write there.
+            private: Whether only ckptkit commands write there.
 
         Raises:
-            CheckpointExistsError: The directory has another owner, or content.
+            CheckpointExistsError: The directory has another owner or is not empty.
         """
         for _ in range(_TURNS):
             items = self.look()
@@ -233,7 +235,7 @@ class _Place:
                 self._check(items, previous, overwrite=replaceable is not None)
             elif previous.alive:
                 raise self._written_by(previous)
-            # If a dead writer's names are known, only those are deleted.
+            # If the names of a dead writer are known, only its objects are deleted, and nothing else needs this check.
             if items and previous.names is None and replaceable is not None and not private:
                 replaceable(self.store, "", (OWNER_NAME,))
             self._write_owner(previous.number + 1, list(items) if previous.names is None else previous.names)
@@ -243,7 +245,7 @@ class _Place:
                 if now == {path: item.size for path, item in items.items()}:
                     return self._take_over(items, previous, resume=resume)
             except BaseException:
-                # This process may try again: its own owner file would then stop it.
+                # Otherwise the owner file would stop this process when it tries again.
                 with contextlib.suppress(OSError):
                     self.store.delete([self._own])
                 raise
@@ -251,19 +253,19 @@ class _Place:
         raise CheckpointExistsError(f"{self.store.url} is being written by another process.")
 
     def check_free(self, replaceable: Replaceable | None) -> None:
-        """Raise CheckpointExistsError if `take` would."""
+        """Raise CheckpointExistsError if `take` would raise it."""
         items = self.look()
         self._check(items, self._previous(items), overwrite=replaceable is not None)
 
     def look(self) -> dict[str, FileInfo]:
-        """Return what exists in the directory."""
+        """Return the objects in the directory, by path, without probes."""
         found = {item.path: item for item in self.store.list(recursive=True)}
-        # A process that tests the store for conditional writes, if it is killed, leaves this: it does not count.
+        # A process that is killed while it tests the store for conditional writes leaves a probe object.
         self._probes = [path for path in found if _PROBE.fullmatch(path)]
         return {path: item for path, item in found.items() if path not in self._probes}
 
     def _take_over(self, items: Mapping[str, FileInfo], previous: _Previous, *, resume: bool) -> dict[str, Finished]:
-        """Keep the finished objects of a dead writer and delete its others. Without its names, delete everything."""
+        """Keep the finished objects of a dead writer and delete its others; all others if its names are unknown."""
         if previous.writer is not None:
             _end_uploads(self.store, previous.names)
         earlier = read_ledger(self.store, items) if resume and previous.writer is not None else {}
@@ -274,7 +276,7 @@ class _Place:
         if kept:
             logger.info("continuing with %d objects that %s left at %s", len(kept), previous.writer, self.store.url)
             others = [path for path in others if not path.startswith(f"{FOLDER}/")]
-        # First the names that readers look for: without them the rest is not a checkpoint.
+        # Delete first the names that readers look for: without them the rest is not a checkpoint.
         self.store.delete([path for path in others if path in self._last])
         self.store.delete([path for path in others if path not in self._last])
         self.store.delete([path for path in items if _OWNER.fullmatch(path)])
@@ -300,13 +302,15 @@ class _Place:
         if alive:
             raise self._written_by(previous)
         if overwrite and previous.number < 0:
-            raise CheckpointExistsError(f"{url} has just appeared; it was left as it is. Run the same command again.")
+            raise CheckpointExistsError(
+                f"{url} was created a moment ago by another process; it was not changed. Run the same command again."
+            )
         if overwrite:
             return
         if previous.writer is not None:
             raise CheckpointExistsError(
-                f"{url} exists already; {previous.writer.owner} is writing it, or was. If that process is dead, the "
-                "same command with overwrite=True (--overwrite) continues from what it finished."
+                f"{url} exists already: {previous.writer.owner} is writing it or left it unfinished. If that process "
+                "is dead, the same command with overwrite=True (--overwrite) continues its work."
             )
         raise CheckpointExistsError(_taken(url))
 
@@ -315,10 +319,10 @@ class _Place:
         return CheckpointExistsError(f"{self.store.url} is being written by {owner}.")
 
     def _write_owner(self, number: int, found: Iterable[str]) -> None:
-        """Write this process's owner file. One of several contenders wins: the put must not replace.
+        """Write this process's owner file with a create-only put: only one of several contenders wins.
 
         Args:
-            found: Paths that exist and are to be deleted. The next writer learns them from the file.
+            found: Existing paths that will be deleted. The file lists them for the next writer.
         """
         self._own = f".ckptkit-owner-{number}.json" if number else OWNER_NAME
         text = json.dumps({"nonce": new_nonce(), "leased": False, **owner_json(self.store)})
@@ -331,7 +335,7 @@ class _Place:
             raise CheckpointExistsError(f"{self.store.url} is being written by another process.") from error
 
     def check_copies(self) -> None:
-        """Raise StorageError if the store can't copy an object, before anything old is touched."""
+        """Raise StorageError if the store can't copy objects. Call it before any old object is touched."""
         probe = f".probe-{new_nonce()}.part"
         try:
             self.store.copy_to(self._own, self.store, probe)
@@ -339,7 +343,7 @@ class _Place:
             self.store.delete([probe])
 
     def check(self, finished: Ledger) -> None:
-        """Compare what exists with what was written.
+        """Compare the existing objects with what was written.
 
         Raises:
             StorageError: Another process writes here, or an object was replaced.
@@ -350,15 +354,15 @@ class _Place:
         records = [record for record in finished.done.values() if record.path not in wrong]
         wrong += [r.path for r in records if not (r.is_there(items.get(r.path)) or self._is_unchanged(r))]
         others = [path for path in items if _OWNER.fullmatch(path) and path != self._own]
-        # A store that ignores conditions lets two writers write the same owner file: the last one counts.
+        # On a store that ignores conditions, two writers may write the same owner file: the last one is the owner.
         if wrong or others or not self._is_ours():
             what = f"{wrong[0]} is not what was written" if wrong else "another process has taken it over"
             raise StorageError(f"{self.store.url} was changed while it was written: {what}. Nothing was published.")
 
     def _is_unchanged(self, record: Finished) -> bool:
-        """Tell whether an object is unchanged, though a listing shows another tag than a HEAD request did.
+        """Return whether an object is unchanged, although the listing shows another tag than the recorded one.
 
-        Some gateways change tags in headers but not in listings, or return a new one every time.
+        Some gateways return different tags in headers and in listings, or a new tag for every request.
         """
         looks = [self.store.info(record.path) for _ in range(2)]
         if looks[0] is None or looks[1] is None:
@@ -366,9 +370,9 @@ class _Place:
         return record.is_there(looks[1]) or (looks[0].tag != looks[1].tag and looks[1].size == record.nbytes)
 
     def leave(self, *, always: bool = False) -> bool:
-        """Leave the finished objects to the next writer: mark this process as dead, although it may continue to run.
+        """Mark this process as dead, although it may continue to run: the next writer can take over its objects.
 
-        Returns False if there are no records of finished objects, unless `always`.
+        Does nothing and returns False if no object is recorded as finished, unless `always`.
         """
         if not (always or self.store.list(FOLDER)) or not self._is_ours():
             return False
@@ -394,7 +398,7 @@ class _Place:
 
 
 class _Staged(View):
-    """A store that remembers what it wrote, and keeps the names in `last` in memory until `put_last`."""
+    """A store that remembers what it wrote. It keeps the names in `last` in memory until `put_last`."""
 
     def __init__(
         self, inner: Store, last: frozenset[str], prefix: str = "", root: _Staged | None = None, *, ledger: Ledger
@@ -431,7 +435,7 @@ class _Staged(View):
             self.may_appear |= may_yet_happen(error)
             raise
 
-    # --- reading: the writer itself sees the names that are held back
+    # --- reading: the writer can read the names that are held back
 
     def info(self, path: str) -> FileInfo | None:
         held = self.root.held.get(self.prefix + path)

@@ -1,4 +1,4 @@
-"""The basic requests of a store: get, put, create-only put, list, delete, multipart upload."""
+"""Makes the basic requests of a store: get, put, create-only put, list, delete, multipart upload."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Entry = Mapping[str, Any]
 Entries = list[Entry]  # classes here have a method called list
 
 Sink = Callable[[int, "bytes | memoryview"], None]
-"""Receives (offset from the first byte of the range, piece)."""
+"""Receives (offset in the range, piece)."""
 
 Range = tuple[str, int, int, Sink]
 """(name, start, stop, sink)."""
@@ -50,11 +50,11 @@ class LostUploadError(StorageError, FileNotFoundError):
 
 
 class ConcurrentRequests(Generic[T]):
-    """Requests that run concurrently on the event loop of another thread, without a thread each.
+    """Requests that run concurrently on the event loop of one other thread.
 
     Args:
         requests: Each returns the coroutine of one request.
-        most: How many run at a time.
+        most: How many requests run at a time.
     """
 
     def __init__(
@@ -90,7 +90,8 @@ class ConcurrentRequests(Generic[T]):
             self._task.cancel()
 
     def answers(self) -> list[T | BaseException]:
-        """Wait, and return each request's result or error, in order. Afterwards, even after Ctrl-C, none is running."""
+        """Wait for all requests and return their results or errors, in order. Leaves none running, even after
+        Ctrl-C."""
         try:
             while not self._ended.wait(1):  # with a timeout, so that signals are handled
                 pass
@@ -103,7 +104,7 @@ class ConcurrentRequests(Generic[T]):
 
 
 class Upload(Protocol):
-    """An upload in parts. The object appears with `complete`."""
+    """An upload in parts. The object appears when `complete` is called."""
 
     in_order: bool  # whether a part may start only after the previous one has ended
 
@@ -124,13 +125,13 @@ class Upload(Protocol):
 
 
 class FsspecApi:
-    """Requests through fsspec's plain interface, by full name ("bucket/key"); subclasses override what they do better.
+    """Makes requests through fsspec's general interface. Subclasses override what they can do better.
 
-    Nothing is retried here: the caller repeats each method as a whole.
+    Names are complete ("bucket/key"). Nothing is retried here: the caller repeats a whole method.
     """
 
     read_bytes = PART_BYTES
-    """Size of one ranged read if there are few."""
+    """Size of one ranged read in bytes if there are few reads."""
 
     checked = False
     """Whether a CRC-32 is sent with each put."""
@@ -139,7 +140,7 @@ class FsspecApi:
     """Whether `page` returns a listing in pages of one request each."""
 
     streams = False
-    """Whether a put sends memory that was lent to it without a copy."""
+    """Whether a put sends lent memory without copying it."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -153,23 +154,25 @@ class FsspecApi:
         return ""
 
     def held(self, content: Content) -> int:
-        """Return the memory in bytes that a request needs to send this."""
+        """Return the memory in bytes that a request needs to send `content`."""
         return content.copied if self.streams else content.nbytes
 
     def info(self, name: str) -> Entry:
-        """Return what is at `name`. Raises FileNotFoundError."""
+        """Return the entry of the object or folder `name`. Raises FileNotFoundError."""
         found: Entry = self.fs.info(name)
         return found
 
     def exists(self, name: str) -> bool:
-        """Tell whether an object, not a folder, is at `name`."""
+        """Return whether `name` is an object, not a folder."""
         with contextlib.suppress(FileNotFoundError):
             return self.info(name).get("type") != "directory"
         return False
 
     def page(self, name: str, *, recursive: bool, after: str) -> tuple[Entries, str]:
-        """Return a page of what is below `name`, and `after` for the next page. It is "" for the first page, and after
-        the last."""
+        """Return one page of the entries below `name`, and the `after` of the next page.
+
+        `after` is "" for the first page. "" is returned with the last page.
+        """
         self.fs.invalidate_cache()
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             if recursive:
@@ -178,7 +181,7 @@ class FsspecApi:
         return [], ""
 
     def get(self, name: str, start: int, stop: int) -> bytes:
-        """Return the bytes [start, stop), fewer at the end of the object."""
+        """Return the bytes [start, stop); fewer only at the end of the object."""
         try:
             data = bytes(self.fs.cat_file(name, start=start, end=stop))
             whole = len(data) > stop - start
@@ -196,37 +199,39 @@ class FsspecApi:
 
     @staticmethod
     def _cut(name: str, data: bytes, start: int, stop: int) -> bytes:
-        """Return a range of a whole file, because some HTTP servers always send all of it. Refuses large files."""
+        """Cut a range out of a whole file, for HTTP servers that always send the whole file. Refuses large files."""
         if len(data) > PART_BYTES:
             raise StorageError(
                 errno.ENOTSUP,
-                f"{name}: the server does not serve ranges of a file: {len(data)} bytes came where {stop - start} were "
-                "requested. Download the file, and use the local copy.",
+                f"{name}: the server ignores ranges: {stop - start} bytes were requested, {len(data)} bytes came. "
+                "Download the file and use the local copy.",
             )
         return data[start:stop]
 
     def get_into(self, name: str, start: int, stop: int, sink: Sink) -> int:
-        """Pass the bytes [start, stop) to `sink` in order, as they arrive; return how many there were."""
+        """Pass the bytes [start, stop) to `sink` in order, as they arrive, and return their number."""
         data = self.get(name, start, stop)
         sink(0, data)
         return len(data)
 
     def begin(self, ranges: Sequence[Range]) -> ConcurrentRequests[tuple[int, int]] | None:
-        """Start `get_into` for all ranges; each answer is (bytes read, size of the object). None if threads must be
-        used."""
+        """Start to read all ranges without threads. Returns None if each range needs a thread.
+
+        Each answer is (bytes read, size of the object).
+        """
         return None
 
     def get_whole(self, name: str) -> tuple[bytes, int]:
-        """Return the first bytes of an object, and its size."""
+        """Return the first bytes of an object, usually all of them, and its size."""
         data = bytes(self.fs.cat_file(name))
         return data, len(data)
 
     def put(self, name: str, data: bytes | Content, *, if_absent: bool, mark: str = "") -> str:
-        """Write an object in one request; return its tag, "" if unknown.
+        """Write an object in one request and return its tag, "" if unknown.
 
         Args:
             if_absent: Raise FileExistsError if the object exists, or NotConditionalError if the store can't tell.
-            mark: Metadata that identifies this put, if the store has a place for it.
+            mark: Identifies this put in the object's metadata, if the store has such metadata.
         """
         data = Content.of(data).joined()
         if not if_absent:
@@ -234,25 +239,25 @@ class FsspecApi:
             return ""
         try:
             self.fs.pipe_file(name, data, mode="create")
-        except TypeError as error:  # a file system without modes
-            raise NotConditionalError(errno.ENOTSUP, f"{name}: no put-if-absent here: {error}") from error
+        except TypeError as error:  # this file system's `pipe_file` has no `mode`
+            raise NotConditionalError(errno.ENOTSUP, f"{name}: the store has no put-if-absent: {error}") from error
         return ""
 
     def is_mine(self, name: str, data: bytes | Content, *, mark: str, tries: int) -> bool:
-        """After a refused put, return whether the object was written by this try (number `tries`) or an earlier one."""
+        """Return whether a refused put found an object that an earlier try of it wrote. `tries` counts the tries."""
         data = Content.of(data).joined()
         return tries > 1 and self.get(name, 0, len(data) + 1) == data
 
     def copy(self, name: str, target: str) -> None:
-        """Copy an object inside the store; replaces `target` at once."""
+        """Copy an object inside the store in one step. Replaces `target`."""
         self.fs.cp_file(name, target)
 
     def upload(self, name: str) -> Upload:
-        """Begin an upload in parts, create-only if the store can."""
+        """Begin an upload in parts. It is create-only if the store supports that."""
         return _FileUpload(self.fs.open(name, "wb", autocommit=False, block_size=PART_BYTES))
 
     def delete(self, names: Sequence[str], *, folder: str = "") -> None:
-        """Delete objects, ignoring missing ones. `folder`, one of the names, may stay: it need not be an object."""
+        """Delete objects, ignoring missing ones. `folder` is one of the names and may stay."""
         for name in names:
             with contextlib.suppress(OSError if name == folder else FileNotFoundError):
                 self.fs.rm_file(name)
@@ -266,12 +271,12 @@ class FsspecApi:
         raise StorageError(errno.ENOTSUP, f"{upload.name}: fsspec can't abort uploads here")
 
     def is_conditional(self) -> bool | None:
-        """Tell whether put-if-absent is known to work, or not to work; None: try it."""
+        """Return whether put-if-absent is known to work or to fail; None if the caller must try."""
         return None
 
 
 class _FileUpload:
-    """An upload through a file of fsspec, which is committed at the end."""
+    """An upload through an fsspec file that is committed at the end."""
 
     in_order = True
 
@@ -282,7 +287,7 @@ class _FileUpload:
 
     @contextlib.contextmanager
     def _once(self) -> Iterator[None]:
-        """Refuse a second try, because it is unknown how much a failed write has consumed."""
+        """Refuse a second try, because it is unknown how much data a failed write has sent."""
         if self._failure is not None:
             raise OSError(errno.EINVAL, self._failure)
         try:

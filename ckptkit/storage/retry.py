@@ -1,4 +1,4 @@
-"""Retries failed requests to a remote store: decides which and for how long, and words the final error."""
+"""Retries failed requests to a remote store. Decides which and for how long, and words the final error."""
 
 from __future__ import annotations
 
@@ -50,19 +50,19 @@ T = TypeVar("T")
 
 # Timeouts of one try: a slow server is tolerated; a silent one fails after a bounded time.
 SOON_S = 15.0  # for the answer to a small request: a lease must be renewed within 45 s, if necessary by a second try
-BODY_S = 60.0  # without progress in an upload, and for the answer after its last byte: the server may wait for its disk
+BODY_S = 60.0  # for progress of an upload, and for the answer after its end: the server may wait for its disk
 WHOLE_S = 300.0  # for the completion of an upload: some stores assemble the object before they answer
-BACKSTOP_S = 300.0  # of the HTTP client, which does not know what it waits for
+BACKSTOP_S = 300.0  # of the HTTP client, which does not know the kind of request
 
 silences: ContextVar[int] = ContextVar("ckptkit_silences", default=0)
-"""How many tries of the current call have timed out. Each try waits longer than the one before.
+"""How many tries of the current call have timed out. Each try has a longer timeout than the one before.
 
-A context variable, because fsspec runs requests in its own thread and copies the context there.
+This is a context variable because fsspec runs requests in its own thread and copies the context there.
 """
 
 
 class SilenceError(OSError):
-    """A try timed out. Not a TimeoutError, because fsspec replaces those by one without a message."""
+    """A try timed out. Not a TimeoutError: fsspec replaces such errors with one that has no message."""
 
 
 class Progress(Protocol):
@@ -81,8 +81,8 @@ async def patiently(
     """Await `request` for as long as it makes progress.
 
     Args:
-        least_s: Timeout of the first try; later tries wait up to four times as long.
-        body: The body that is transferred: as long as its position advances, the request does not time out. HTTP
+        least_s: Timeout of the first try. Later tries wait up to four times as long.
+        body: The body that is transferred. The request does not time out while the position of the body advances. HTTP
             clients limit only the wait for an answer, not an upload to a server that stops reading.
         given_s: The user's own timeout, which replaces all others.
 
@@ -107,7 +107,7 @@ async def patiently(
     raise SilenceError(errno.ETIMEDOUT, f"the server made no progress for {limit:g} s")
 
 
-# --- what to do about a refusal
+# --- advice for the user
 
 _ADVICE = (
     (
@@ -116,7 +116,7 @@ _ADVICE = (
     ),
     (
         ("RequestTimeTooSkewed", "RequestInTheFuture"),
-        ". The clock of this machine differs from the store's: set it right",
+        ". The clock of this machine differs from the store's clock: correct it",
     ),
     (
         ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "InvalidClientTokenId", "401"),
@@ -125,7 +125,7 @@ _ADVICE = (
     (("MethodNotAllowed", "405"), ". The server does not accept this request: is the endpoint the right one?"),
     (
         ("QuotaExceeded", "InsufficientStorage", "XMinioStorageFull", "507"),
-        ". The store is full, or a quota is used up: free some space there (prune runs), or ask for more",
+        ". The store is full or a quota is used up: free some space there (prune runs) or ask for more",
     ),
 )
 _ELSEWHERE = (
@@ -135,7 +135,7 @@ _ELSEWHERE = (
 
 
 def advice_on(error: BaseException, protocol: str) -> str:
-    """Return a sentence to append to the store's own words; "" if there is nothing to add."""
+    """Return advice to append to the message of the store; "" if there is none."""
     answer = _answer(error)
     code = error_code(error) or str(getattr(error.__cause__, "code", ""))
     credentials = SERVICES[protocol].credentials if protocol in SERVICES else "storage_options={...}"
@@ -174,7 +174,7 @@ def _is_redirect_loop(error: BaseException) -> bool:
 
 
 def words_of(error: BaseException) -> str:
-    """Return the text of a store's error, or of a connection error: never empty, and without secrets."""
+    """Return the message of a store's error or a connection error. It is never empty and contains no secrets."""
     if _is_redirect_loop(error):
         return "a redirect loop"
     text = str(error.args[1] if isinstance(error, OSError) and len(error.args) > 1 else error).strip()
@@ -214,14 +214,14 @@ def _answer(error: BaseException) -> Any:
 
 # --- retries
 
-TIMEOUT_S = 120.0  # no try starts later, except the first _LEAST
+TIMEOUT_S = 120.0  # no try starts later than this, except the first _LEAST tries
 BACKGROUND_S = 600.0  # for a save in the background
 BRIEF_S = 5.0  # for releasing leases and pins at the end: they expire anyway
-_LEAST = 3  # tries, however long they take: one large upload can take all of TIMEOUT_S
-WAIT_S = 0.1  # before the second try; then twice as long each time
+_LEAST = 3  # tries in any case, because one large upload can take all of TIMEOUT_S
+WAIT_S = 0.1  # wait before the second try; doubles with each try
 WAIT_MAX_S = 8.0
 _HURRIED_WAIT_S = 0.1  # before the last try of an operation that should end
-_QUIET_S = 2.0  # shorter failures are not logged as warnings
+_QUIET_S = 2.0  # retries during this time are not logged as warnings
 _WARN_EVERY_S = 30.0
 TIMEOUT_VARIABLE = "CKPTKIT_STORAGE_TIMEOUT"
 
@@ -243,7 +243,7 @@ _TRANSIENT_ERRNO = frozenset(
 )
 _TRANSIENT_STATUS = frozenset([408, 425, 429, 500, 502, 503, 504])
 _FINAL_STATUS = range(400, 500)
-# By name: aiohttp, botocore, urllib3 and gcsfs may not be installed.
+# Names of classes, because aiohttp, botocore, urllib3 and gcsfs may not be installed.
 _TRANSIENT_NAMES = frozenset(
     [
         "ClientConnectionError",
@@ -295,9 +295,10 @@ def is_outage(error: BaseException) -> bool:
 
 
 def may_yet_happen(error: BaseException) -> bool:
-    """Return whether a failed request may have been, or may still be, carried out. It may unless the store refused it:
-    a gateway that answers 5xx may have forwarded it, an HTTP client may have repeated it, and after an interrupt the
-    answer is unknown.
+    """Return whether the store may have carried out a failed request, or may still do so.
+
+    Only a refusal by the store rules this out. A gateway that answers 5xx may have forwarded the request, an HTTP
+    client may have repeated it, and after an interrupt the answer is unknown.
     """
     if not isinstance(error, Exception):
         return True
@@ -313,7 +314,7 @@ def _is_silence(error: BaseException) -> bool:
 
 
 def http_status(error: BaseException) -> int | None:
-    """Return the HTTP status of an error of gcsfs or aiohttp, or of botocore as its cause."""
+    """Return the HTTP status of an error of gcsfs, aiohttp, botocore or huggingface_hub; None if it has none."""
     for candidate in (getattr(error, "code", None), getattr(error, "status", None)):
         if isinstance(candidate, (int, str)) and str(candidate).isdigit():
             return int(candidate)
@@ -342,13 +343,13 @@ def timeout_s(default: float | None = None) -> float:
 
 
 class Patience:
-    """How long the storage calls of one operation (a save, a load, a command) are retried.
+    """Decides how long the storage calls of one operation (a save, a load, a command) are retried.
 
-    All calls of an operation share it, in all threads: once one of them has given up, the others, cleanup included,
-    give up soon. The next operation starts anew.
+    All calls of an operation share one Patience, in all threads. Once one call has given up, all other calls, including
+    cleanup, give up soon. The next operation has a new Patience.
 
     Args:
-        limit_s: No try of a call starts later than this; default `timeout_s()`.
+        limit_s: No try starts later than this many seconds after the first try of its call. Default `timeout_s()`.
     """
 
     def __init__(self, limit_s: float | None = None) -> None:
@@ -359,7 +360,7 @@ class Patience:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[Patience]:
-        """Apply to the calls inside the block, and in pools that get work from there."""
+        """Apply this Patience to the calls inside the block, also in pools that get work from the block."""
         token = _current.set(self)
         try:
             yield self
@@ -372,11 +373,11 @@ class Patience:
         self._hurried.set()
 
     def wait_before(self, failures: int, waited_s: float, error: Exception) -> float | None:
-        """Return how long to wait before the next try, None to give up.
+        """Return how many seconds to wait before the next try, or None to give up.
 
         Args:
-            failures: How many tries of the call have failed, the last one with `error`.
-            waited_s: Since its first try.
+            failures: How many tries of the call have failed. The last one failed with `error`.
+            waited_s: Seconds since the first try of the call.
         """
         silent = _is_silence(error)
         if silent:
@@ -397,7 +398,7 @@ class Patience:
             self._hurried.wait(seconds)
 
     def log(self, place: str, error: Exception, waited_s: float, wait: float) -> None:
-        """Log a retry; as a warning if it takes long, every 30 s."""
+        """Log a retry: as a warning every 30 s if the retries take long, otherwise at level DEBUG."""
         now, left = time.monotonic(), max(wait, self.limit_s - waited_s)
         late = waited_s + wait > _QUIET_S and (self._warned_at is None or now - self._warned_at > _WARN_EVERY_S)
         if late:
@@ -418,27 +419,27 @@ _current: ContextVar[Patience | None] = ContextVar("ckptkit_patience", default=N
 
 @contextlib.contextmanager
 def patient() -> Iterator[Patience]:
-    """Make the calls inside the block one operation, or join the enclosing one. Also a decorator."""
+    """Make the calls inside the block one operation, or join the enclosing one. Works as a decorator too."""
     now = _current.get()
     with contextlib.nullcontext(now) if now is not None else Patience().entered() as patience:
         yield patience
 
 
 def current_limit_s() -> float:
-    """Return how long a call is retried in the current operation."""
+    """Return how many seconds a call is retried in the current operation."""
     patience = _current.get()
     return timeout_s() if patience is None else patience.limit_s
 
 
 def hurry() -> None:
-    """Let the current operation stop waiting, because it should end."""
+    """Make the current operation stop waiting, because it should end."""
     patience = _current.get()
     if patience is not None:
         patience.hurry()
 
 
 def call_with_retries(function: Callable[[], T], *, place: str = "") -> T:
-    """Call `function`, again after transient errors with growing, jittered waits, and return its result.
+    """Call `function` and return its result. Retries transient errors after growing, random waits.
 
     Args:
         place: The server, for the log.

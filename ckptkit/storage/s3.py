@@ -1,4 +1,4 @@
-"""S3 through s3fs's client, with as few requests as possible."""
+"""Accesses S3 through s3fs's client with as few requests as possible."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from ckptkit.storage.store import UnfinishedUpload
 __all__ = ["S3Api"]
 
 _GONE = ("NoSuchKey", "NoSuchUpload")
-_HEAD_BYTES = 16 << 20  # the first range of a whole object: nearly all are smaller
-_MARK = "ckptkit-put"  # metadata of an object: which call has put it
+_HEAD_BYTES = 16 << 20  # first range when a whole object is read; nearly all objects are smaller
+_MARK = "ckptkit-put"  # metadata key: identifies the call that put an object
 _PER_REQUEST = 1000  # keys that one request deletes
-_CHUNK = 1 << 20  # bytes of an answer read at once
+_CHUNK = 1 << 20  # bytes of an answer that are read at once
 _AT_ONCE = 16  # concurrent ranges of one caller
 
 
 class S3Api(FsspecApi):
-    """S3's requests, made by s3fs's client directly where s3fs itself makes more of them.
+    """Makes S3 requests with s3fs's client, directly where s3fs itself would make more requests.
 
-    The session, the credentials and the translation of errors are s3fs's.
+    The session, the credentials and the translation of errors are those of s3fs.
     """
 
-    read_bytes = UPLOAD_BYTES  # it is written to its destination as it arrives, so it needs no memory
+    read_bytes = UPLOAD_BYTES  # large, because bytes go to their destination as they arrive and need no memory
     checked = True
     paged = True
     streams = True
@@ -72,7 +72,7 @@ class S3Api(FsspecApi):
         return answer
 
     def _prepare(self, client: Any) -> None:
-        """Send bodies without a prior round trip ("Expect: 100-continue"), signed by our CRC-32 alone over TLS."""
+        """Make `client` send bodies without "Expect: 100-continue" and, over TLS, with only our CRC-32 as checksum."""
         if client is not self._prepared and hasattr(client, "meta"):
             from botocore.handlers import add_expect_header  # type: ignore[import-untyped]
 
@@ -81,7 +81,7 @@ class S3Api(FsspecApi):
             self._prepared = client
 
     def _given_s(self) -> float | None:
-        """Return the user's read timeout."""
+        """Return the read timeout that the user has set, or None."""
         found = self.connection.options.get("config_kwargs", {}).get("read_timeout")
         return float(found) if found else None
 
@@ -110,10 +110,10 @@ class S3Api(FsspecApi):
         more = {"ContinuationToken": after} if after else {}
         more |= {} if recursive else {"Delimiter": "/"}
         page = self._call("list_objects_v2", Bucket=bucket, Prefix=f"{key}/" if key else "", **more)
-        if "IsTruncated" not in page and "Name" not in page:  # a portal's page would look like an empty run
+        if "IsTruncated" not in page and "Name" not in page:  # a login page would look like an empty run
             raise StorageError(
                 errno.EBADMSG,
-                f"s3://{bucket}: what {self.fs.s3.meta.endpoint_url} answers is not an S3 listing. Is there a proxy or "
+                f"s3://{bucket}: {self.fs.s3.meta.endpoint_url} did not answer with an S3 listing. Is there a proxy or "
                 "a login page in between? Try another endpoint: AWS_ENDPOINT_URL, --storage-option endpoint_url=...",
             )
         folders = [{"name": f"{bucket}/{p['Prefix']}", "type": "directory"} for p in page.get("CommonPrefixes", ())]
@@ -161,7 +161,7 @@ class S3Api(FsspecApi):
             raise
 
     async def _fetch(self, name: str, start: int, stop: int, sink: Sink) -> tuple[int, int]:
-        """Pass an answer to `sink` piece by piece, so that it is never in memory as a whole."""
+        """Pass an answer to `sink` piece by piece, so that it is never completely in memory."""
         bucket, key = self._split(name)
         where = {"Bucket": bucket, "Key": key, "Range": f"bytes={start}-{stop - 1}"}
         answer, given_s = await self._ask("get_object", where), self._given_s()
@@ -175,15 +175,15 @@ class S3Api(FsspecApi):
         return max(0, min(got, low + stop - start) - low), int(total) if total.isdigit() else got
 
     def is_mine(self, name: str, data: bytes | Content, *, mark: str, tries: int) -> bool:
-        # Also at the first try: the HTTP client itself repeats a PUT when a reused connection breaks.
+        # True even at the first try if the HTTP client itself repeated the PUT after a reused connection broke.
         bucket, key = self._split(name)
         with contextlib.suppress(FileNotFoundError):
             return bool(mark) and self._call("head_object", Bucket=bucket, Key=key)["Metadata"].get(_MARK) == mark
         return False
 
     def condition(self, name: str) -> dict[str, Any]:
-        """Return the field of a create-only put; {} if the server does not support it, because some refuse the
-        header."""
+        """Return the argument that makes a put create-only. It is {} for a server without such puts, because some of
+        these servers reject the header."""
         return {} if self.connection.conditional.get(name.partition("/")[0]) is False else {"IfNoneMatch": "*"}
 
     def put(self, name: str, data: bytes | Content, *, if_absent: bool, mark: str = "") -> str:
@@ -196,13 +196,15 @@ class S3Api(FsspecApi):
             answer = self._call("put_object", Bucket=bucket, Key=key, **more)
         stored = answer.get("ChecksumCRC32", "")
         if stored and stored != more.get("ChecksumCRC32", stored):
-            raise StorageError(errno.EBADMSG, f"{name}: the store received other bytes than were sent")
+            raise StorageError(
+                errno.EBADMSG, f"{name}: checksum mismatch: the store received different bytes than were sent"
+            )
         return str(answer.get("ETag", ""))
 
     def _body(self, content: Content) -> dict[str, Any]:
-        """Return the fields of a body. With our CRC-32 the store refuses damaged bodies.
+        """Return the arguments for a body. Our CRC-32 makes the store refuse a damaged body.
 
-        Without it, the client would compute a digest itself, in the thread that all connections share.
+        Without our CRC-32, the client would compute a digest in the thread that all connections share.
         """
         checked = getattr(self.fs.s3.meta.config, "request_checksum_calculation", None) != "when_required"
         return {"Body": Body(content), **({"ChecksumCRC32": content.crc32_base64()} if checked else {})}
@@ -218,7 +220,7 @@ class S3Api(FsspecApi):
             bucket = split[i][0]
             keys = [{"Key": key} for _, key in split[i : i + _PER_REQUEST]]
             answer = self._call("delete_objects", Bucket=bucket, Delete={"Objects": keys, "Quiet": True})
-            # s3fs's own rm ignores these errors: an object that may not be deleted would count as deleted.
+            # s3fs's own rm ignores these errors, so an object that could not be deleted would count as deleted.
             failed = [
                 item
                 for item in answer.get("Errors", ())
@@ -252,7 +254,7 @@ class S3Api(FsspecApi):
 
 
 def _sign_by_crc(params: Any, context: Any, **_: Any) -> None:
-    """Tell botocore that there is a CRC-32: otherwise it signs the body's SHA-256 even over TLS."""
+    """Tell botocore that the request has a CRC-32. Otherwise it signs the body's SHA-256 even over TLS."""
     name = "x-amz-checksum-crc32"
     if name in params["headers"] and not context.get("checksum", {}).get("request_algorithm"):
         algorithm = {"algorithm": "crc32", "in": "header", "name": name}
@@ -260,13 +262,13 @@ def _sign_by_crc(params: Any, context: Any, **_: Any) -> None:
 
 
 def _refuse_page(answer: Any, name: str, endpoint: str) -> None:
-    """Raise if a portal or a proxy answered with its own page, which looks like success."""
+    """Raise if the answer is the web page of a portal or a proxy, which looks like success."""
     headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}) if isinstance(answer, dict) else {}
     is_page = str(headers.get("content-type", "")).startswith("text/html")
     if is_page and "etag" not in headers and not any(header.startswith("x-amz") for header in headers):
         raise StorageError(
             errno.EBADMSG,
-            f"s3://{name}: what {endpoint} answers is a page (text/html), not S3. Is there a proxy or a login page in "
+            f"s3://{name}: {endpoint} answered with a web page (text/html). Is there a proxy or a login page in "
             "between? Try another endpoint: AWS_ENDPOINT_URL, --storage-option endpoint_url=...",
         )
 
@@ -294,7 +296,7 @@ class _Download:
 
 
 class S3Upload:
-    """A multipart upload, with parts in any order."""
+    """A multipart upload. Its parts may be sent in any order."""
 
     in_order = False
 
@@ -333,13 +335,13 @@ class S3Upload:
             # An earlier try may have succeeded, but its answer was lost.
             if again and self._is_ours(name):
                 return ""
-            if lost:  # rclone rejects an interrupted part, and with it all others
+            if lost:  # rclone rejects an interrupted part and all other parts with it
                 raise _lost_by(error) from error
             raise
 
     def anew(self) -> S3Upload:
         made = self._api.upload(f"{self._where['Bucket']}/{self._where['Key']}")
-        made._completing = self._completing  # it may still succeed, and then this one will be refused
+        made._completing = self._completing  # the lost upload may still succeed; then the new one is refused
         return made
 
     def _is_ours(self, name: str) -> bool:
@@ -365,12 +367,12 @@ def _files(bucket: str, page: Any) -> list[Entry]:
             "size": item["Size"],
         }
         for item in page.get("Contents", ())
-        if not item["Key"].endswith("/")  # a marker, as consoles create for an empty folder
+        if not item["Key"].endswith("/")  # a marker object that consoles create for an empty folder
     ]
 
 
 def _combined_tag(tags: Sequence[str]) -> str:
-    """Return the tag of an S3 object with these parts: the MD5 of their MD5s, and their number."""
+    """Return the tag of an S3 object with these parts: the MD5 of their MD5s, "-", and their number."""
     import hashlib
 
     try:

@@ -40,8 +40,8 @@ _LEFTOVER = re.compile(r"\.(tmp|trash)-(.+)-([0-9a-f]{16})((?:\.[0-9]{1,6})?\.ow
 Replaceable: TypeAlias = Callable[[Store, str, Collection[str]], None]
 """Raises CheckpointExistsError unless the path is exactly one checkpoint or one export, which may be replaced.
 
-Called with a store, the path in it, and names to ignore there: an interrupted command wrote them. A callback because
-storage knows no formats."""
+Called with a store, the path in it, and names to ignore there because an interrupted command wrote them. It is a
+callback because the storage layer knows no formats."""
 
 
 def new_nonce() -> str:
@@ -50,22 +50,22 @@ def new_nonce() -> str:
 
 
 def staging_name(name: str, nonce: str) -> str:
-    """Return the sibling in which `name` is prepared. Its name never looks like a checkpoint's."""
+    """Return the name of the staging directory of `name`. It never looks like a checkpoint's name."""
     return f".tmp-{_truncated(name)}-{nonce}"
 
 
 def trash_name(name: str, nonce: str) -> str:
-    """Return the sibling to which `name` is moved before it is deleted."""
+    """Return the name that `name` gets before it is deleted."""
     return f".trash-{_truncated(name)}-{nonce}"
 
 
 def _truncated(name: str) -> str:
-    return os.fsencode(name)[:200].decode("utf-8", "ignore")  # file systems allow 255 bytes, with prefix and nonce
+    return os.fsencode(name)[:200].decode("utf-8", "ignore")  # with prefix and nonce: file systems allow 255 bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A staging directory (kind "tmp") or trash directory ("trash") of `name`, or the "owner" file of the former."""
+    """A staging directory of `name` (kind "tmp"), its owner file ("owner"), or a trash directory ("trash")."""
 
     path: str
     kind: str
@@ -74,7 +74,7 @@ class Leftover:
 
 
 def leftover_of(path: str) -> Leftover | None:
-    """Parse the name of a directory entry; None if it is none of ours."""
+    """Parse the name of a directory entry. Returns None if it is not a leftover of ckptkit."""
     match = _LEFTOVER.fullmatch(path)
     return Leftover(path, "owner" if match[4] else match[1], match[2], match[3]) if match else None
 
@@ -86,10 +86,10 @@ def leftovers(parent: LocalStore, name: str) -> list[Leftover]:
 
 
 def owner_path(staging: str, rank: int = 0) -> str:
-    """Return the owner file of a staging directory: it names the writer, one file per rank.
+    """Return the path of a rank's owner file. It names the writer of a staging directory.
 
-    Rank 0 creates its file before the directory and deletes it after, so a staging directory without an owner file
-    belongs to nobody. The file is beside the directory because everything inside will be published.
+    Rank 0 creates its file before the directory and deletes it after the directory. So a staging directory without an
+    owner file has no writer. The file is next to the directory because everything inside will be published.
     """
     return f"{staging}.{rank}.owner" if rank else f"{staging}.owner"
 
@@ -106,9 +106,9 @@ class Writer:
     """The content of an owner file.
 
     Attributes:
-        leased: The writer holds the run's lease, so the next holder of the lease knows that it is dead.
-        replaces: The staging directory is complete, and its target of this name has been moved away.
-        old: The path of what may be the replaced content: the staging directory, or the file in it.
+        leased: Whether the writer held the run's lease. If so, the next owner of the lease knows that it is dead.
+        replaces: Name of the target that was moved away after the staging directory was complete; "" if none.
+        old: Path that may contain the replaced content: the staging directory or the file in it.
     """
 
     nonce: str
@@ -146,10 +146,10 @@ def read_owner(store: Store, path: str) -> Writer | None:
 
 
 def is_abandoned(parent: Store, leftover: Leftover, *, leased: bool = False) -> bool | None:
-    """Tell whether the writer of a leftover is dead; None if it is on another machine.
+    """Return whether the writer of a leftover is dead; None if unknown, as on another machine.
 
     Args:
-        leased: The caller holds the run's lease, so no other leased writer is alive.
+        leased: Whether the caller holds the run's lease. If so, no other leased writer is alive.
     """
     if leftover.kind == "trash":
         return True  # any process may continue a deletion
@@ -157,16 +157,16 @@ def is_abandoned(parent: Store, leftover: Leftover, *, leased: bool = False) -> 
 
 
 def is_dead(store: Store, path: str, *, leased: bool = False) -> bool | None:
-    """Tell whether the writer that an owner file names is dead; None if that can't be known."""
+    """Return whether the writer that an owner file names is dead; None if unknown."""
     writer = read_owner(store, path)
     if writer is not None:
         if leased and writer.leased and writer.owner == this_process():
-            return True  # our own earlier save failed and could not clean up: saves take turns
+            return True  # an earlier save of this process, which failed and could not clean up: saves take turns
         alive = writer.owner.alive()
         if alive is None:
             return True if leased and writer.leased else None
         return not alive
-    found = store.info(path)  # empty: its writer has just created it, or died then
+    found = store.info(path)  # an empty file: its writer has just created it, or died right after that
     return found is None or time.time() - found.mtime > STARTING_S
 
 

@@ -34,7 +34,7 @@ class FileInfo:
     Attributes:
         path: Relative to the store, with "/" between parts.
         kind: "file", "directory", "symlink" or "other" (FIFO, device, socket). Symlinks are not followed.
-        size: Bytes of a file, else 0.
+        size: Size of a file in bytes, otherwise 0.
         mtime: Seconds since the epoch; 0.0 if the store has none.
         tag: Changes whenever the content does (an ETag, a generation); "" if the store has none.
     """
@@ -48,7 +48,7 @@ class FileInfo:
 
 @dataclass(frozen=True, slots=True)
 class ReadInto:
-    """One range to read: len(view) bytes from `start` of `path` into `view`."""
+    """One range to read: fills `view` with the bytes of `path` from `start` on."""
 
     path: str
     start: int
@@ -73,7 +73,7 @@ Uploads = list[UnfinishedUpload]  # a Store has a method called list
 
 
 class BlobWriter(Protocol):
-    """A new file, which appears complete when the `with` block succeeds, or not at all."""
+    """A new file. It appears complete when the `with` block succeeds, or not at all."""
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Append all of `data`."""
@@ -82,8 +82,8 @@ class BlobWriter(Protocol):
 class Store(Protocol):
     """Files below one URL. Paths are relative, with "/" between parts; "" is the root itself.
 
-    Every method may be called from several threads, and retries transient failures. Methods with a body here are
-    defaults, for stores that have nothing to do.
+    Every method may be called from several threads, and retries transient failures. Methods with a body are defaults
+    for stores that have nothing to do.
 
     Raises (all methods):
         FileNotFoundError: The path does not exist.
@@ -94,70 +94,70 @@ class Store(Protocol):
 
     url: str
     asking_costs: bool
-    """Each lookup and each read is a request to a server: batch them."""
+    """Whether each lookup and each read is a request to a server. If so, callers batch them."""
     sizes_are_free: bool
-    """Lookups of names and sizes cost nothing."""
+    """Whether lookups of names and sizes cost nothing."""
 
     def child(self, path: str) -> Store:
         """Return the store of the directory at `path`."""
 
     def info(self, path: str) -> FileInfo | None:
-        """Return what is at `path`, None if nothing. Never follows a symlink, never cached."""
+        """Return the entry at `path`, or None if there is none. Never cached; symlinks are not followed."""
 
     def exists(self, path: str) -> bool:
-        """Tell whether there is a file at `path`, in one request."""
+        """Return whether there is a file at `path`. Makes one request."""
 
     def list(self, path: str = "", *, recursive: bool = False) -> list[FileInfo]:
-        """Return what is below `path`, sorted by path, paths relative to the store; [] if it is not a directory.
+        """Return the entries below `path`, sorted by path; [] if it is not a directory.
 
-        Never cached; symlinks are not followed. With `recursive`, files only.
+        Paths are relative to the store. Never cached; symlinks are not followed. With `recursive`, returns files only.
         """
 
     def free_bytes(self) -> int | None:
-        """Return the free space; None if the store has no limit."""
+        """Return the free space in bytes; None if the store has no limit."""
         return None
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
         """Return the bytes [start, stop) of a regular file; fewer only at the end of the file."""
 
     def read_into(self, path: str, start: int, view: memoryview) -> None:
-        """Fill `view` from `start`. Raises IncompleteCheckpointError, naming the file, if it is too short."""
+        """Fill `view` with the bytes from `start` on. Raises IncompleteCheckpointError if the file is too short."""
         self.read_many([ReadInto(path, start, view)])
 
     def read_many(self, reads: Sequence[ReadInto], *, workers: int = 0) -> None:
-        """Fill many views: near ranges of a file become one read, several reads run at once."""
+        """Fill many views. Nearby ranges of a file become one read, and several reads run at once."""
 
     def fetch(self, paths: Iterable[str]) -> None:
-        """Download small files that are about to be read, concurrently, if that saves time."""
+        """Download small files concurrently before they are read, if that saves time."""
         return
 
     def writer(self, path: str, *, sync: bool = True) -> AbstractContextManager[BlobWriter]:
-        """Open a new file that appears complete or not at all. `sync`: it is durable when the block ends.
+        """Open a new file that appears complete or not at all. With `sync` it is durable when the block ends.
 
         Raises:
-            FileExistsError: The path is taken (if the store can tell).
+            FileExistsError: The path exists (if the store can tell).
         """
 
     def write(self, path: str, data: bytes | memoryview, *, overwrite: bool = False, sync: bool = True) -> None:
-        """Write a whole file at once. Without `overwrite` it must not exist.
+        """Write a whole file at once. Raises FileExistsError if it exists and `overwrite` is False.
 
-        This is the put-if-absent of the commit protocol, atomic if the store can do it. Raises FileExistsError.
+        The commit protocol uses this as put-if-absent. It is atomic if the store supports that.
         """
 
     @property
     def has_conditional_writes(self) -> bool | None:
-        """Whether a write without `overwrite` to a taken path is known to be refused; None: not tried yet."""
+        """Whether the store refuses to replace a file without `overwrite`; None if not tried yet."""
 
     def try_conditional(self, path: str, data: bytes) -> None:
-        """Find out whether there are conditional writes, unless that is known. Uses an existing file that contains
-        `data`."""
+        """Find out whether the store has conditional writes, if that is unknown. The file at `path` must exist and
+        contain `data`."""
         return
 
     def claim(self, path: str, data: bytes, *, looked: bool) -> None:
         """Create a file for which several writers compete. Not synced, because a power cut also ends its owner.
 
         Args:
-            looked: The caller has just seen that the path is free.
+            looked: Whether the caller has just seen that the path is free.
 
         Raises:
             FileExistsError: Another writer was first, if the store can tell.
@@ -168,15 +168,15 @@ class Store(Protocol):
         return
 
     def arrived(self) -> dict[str, int]:
-        """Return the sizes of the files that the store has confirmed to be complete, by path."""
+        """Return the sizes, by path, of the files that the store has confirmed to be complete."""
         return {}
 
     def with_each_put(self, around: Callable[[Callable[[], str]], str]) -> Store:
-        """Return the same store, with `around` called for each try of each put. On a file system there are none."""
+        """Return the same store with `around` called for each try of each put. A file system has no puts."""
         return self
 
     def unfinished_uploads(self, path: str = "", *, older_than_s: float = 0.0) -> Uploads:
-        """Return unfinished multipart uploads below `path`: they cost money, and no listing shows them."""
+        """Return the unfinished multipart uploads below `path`. They cost money, and listings do not show them."""
         return []
 
     def end_uploads(self, found: Sequence[UnfinishedUpload]) -> None:
@@ -190,18 +190,18 @@ class Store(Protocol):
         """Delete a directory and everything below it, without following symlinks."""
 
     def existing(self) -> Store:
-        """Return the same store for writing only while its directory exists: a lost one is never recreated."""
+        """Return the same store, for writing only while its directory exists: a lost directory is never recreated."""
         return self
 
     def with_free_names(self) -> Store:
-        """Return the same store for a writer whose names are known to be free, so that no request checks.
+        """Return the same store, for writing to names that are known to be free, so that no request checks them.
 
-        A taken name is still refused, if the store can tell.
+        A name that exists is still refused, if the store can tell.
         """
         return self
 
     def sync_directory(self, path: str = "") -> None:
-        """Make the names in a directory durable, if the store does not do so by itself."""
+        """Make the names in a directory durable, unless the store always does so."""
         return
 
 
@@ -212,9 +212,9 @@ class Service:
     Attributes:
         api: Module and class of its `FsspecApi`, below ckptkit.storage.
         extra: The extra of this package that installs its client.
-        credentials: Where its client finds them, for error messages.
+        credentials: Where its client finds credentials, for error messages.
         environment: Prefixes of the environment variables that its client reads.
-        transient: Class names of client errors that are worth a retry. Names, because the client may not be installed.
+        transient: Names of client errors that are worth a retry. Not classes, because the client may not be installed.
     """
 
     api: str
@@ -257,22 +257,22 @@ def split_url(url: str) -> tuple[str, str]:
     if not separator or "/" in protocol:
         protocol, rest = "file", url
     if not rest and protocol in ("file", "local"):
-        raise UsageError("The path is empty. Is a shell variable not set? The current directory is '.'.")
+        raise UsageError("The path is empty. Is a shell variable not set? For the current directory write '.'.")
     return protocol.lower(), rest
 
 
 def require_bucket(url: str) -> None:
-    """Raise UsageError if `url` needs a bucket and names none: "s3://", "gs:///run"."""
+    """Raise UsageError if `url` needs a bucket and has none: "s3://", "gs:///run"."""
     protocol, rest = split_url(url)
     if protocol in SERVICES and not rest.partition("/")[0]:
-        raise UsageError(f"{url} names no bucket. It is written {protocol}://BUCKET/{rest.strip('/') or 'PATH'}")
+        raise UsageError(f"{url} has no bucket. Write {protocol}://BUCKET/{rest.strip('/') or 'PATH'}")
 
 
-# Parts that are empty, "." or "..", and characters that no path may have. Lone surrogates are refused too, except those
+# Matches empty parts, "." and "..", and characters that no path may have. Among these are lone surrogates, except those
 # that stand for the bytes of a name that is not UTF-8.
 _REFUSED = re.compile("(?:^|/)[.]{0,2}(?:/|\\Z)|[\\\\\\x00-\\x1f\\x7f\ud800-\udc7f\udd00-\udfff]")
 
-# Reserved on Windows, with any extension: a checkpoint must be portable.
+# Windows reserves these names, with any extension. Checkpoints must be portable.
 _DEVICES = frozenset(
     [
         "con",
@@ -287,11 +287,11 @@ _DEVICES = frozenset(
 
 
 def checked_path(path: str, *, root_allowed: bool = False) -> str:
-    """Return `path` if it names something below a store.
+    """Return `path` if it is a valid path below a store.
 
     Raises:
-        UnsafePathError: It is absolute, empty, or has "." or "..", an empty part, NUL, a control
-            character or a backslash.
+        UnsafePathError: The path is absolute or empty, or has "." or "..", an empty part, NUL, a control character or a
+            backslash.
     """
     if not (is_path(path) or (path == "" and root_allowed)):
         raise UnsafePathError(
@@ -302,12 +302,12 @@ def checked_path(path: str, *, root_allowed: bool = False) -> str:
 
 
 def is_path(path: str) -> bool:
-    """Tell whether `path` names something below a store. Keys of other programs need not."""
+    """Return whether `path` is a valid path below a store. Other programs may have written keys that are not."""
     return len(path) <= 4096 and not _REFUSED.search(path)
 
 
 def is_safe_name(name: str) -> bool:
-    """Tell whether `name` is one plain file name on any system: no separator, drive, device or trailing dot."""
+    """Return whether `name` is one plain file name on any system: no separator, drive, device or trailing dot."""
     return (
         0 < len(name.encode("utf-8", "surrogatepass")) <= 255
         and name not in (".", "..")

@@ -1,4 +1,4 @@
-"""Uploads one object from a stream of writes: small ones in one request, large ones in parallel parts."""
+"""Uploads one object from a stream of writes: in one request if it is small, else in parallel parts."""
 
 from __future__ import annotations
 
@@ -21,19 +21,22 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_MANY = 8000  # then parts grow: S3 accepts 10 000
+_MANY = 8000  # after this many parts, parts get larger, because S3 accepts at most 10 000
 _LARGE = 512 << 20
 _LEAST = 5 << 20  # the smallest part that S3 accepts, except for the last
 _TIMES = 3  # how often an object is sent if the store loses the upload
 
 
 class PartWriter:
-    """Splits a stream of writes into parts and sends them, several at once unless the store wants them in order.
+    """Splits a stream of writes into parts and sends them, several at once unless the store needs them in order.
 
-    `write` copies its data: a writer buffers at most two parts, and `Connection.own.budget` bounds the memory in flight
-    of all writers of the process. While they buffer a lot, a new upload uses smaller parts and buffers only one. `lend`
-    does not copy: an object that was only lent can be sent again if the store loses the upload. A failed part is raised
-    by the next write, or by `finish`. Used by one thread.
+    `write` copies its data, and a writer buffers at most two parts. `Connection.own.budget` limits the memory in flight
+    of all writers of the process. While all writers together buffer a lot, a new upload uses smaller parts and buffers
+    one.
+
+    `lend` does not copy. An object that was only lent can be sent again if the store loses the upload.
+
+    The next write, or `finish`, raises the error of a failed part. Only one thread may use a writer.
 
     Attributes:
         nbytes: All bytes written.
@@ -50,15 +53,15 @@ class PartWriter:
         self._name = name
         self._attempt = attempt
         self.nbytes = 0
-        self._parts = [self._collected()]  # not sent; while few, they may become one request
+        self._parts = [self._collected()]  # not sent yet; a few of them may become one request
         self._crc32 = 0  # of these parts together
-        self._part_bytes = UPLOAD_BYTES  # of all parts but the last: some stores want equal sizes
-        self._most = 2  # parts that are sent as one request
+        self._part_bytes = UPLOAD_BYTES  # size of all parts but the last: some stores require equal sizes
+        self._most = 2  # most parts that may become one request
         self._copied = 0  # bytes buffered and not sent
         self._upload: Upload | None = None
         self._sent: list[Future[object]] = []
         self._count = 0
-        self._lent: list[Content] | None = []  # everything sent; None if some of it was copied, and is gone
+        self._lent: list[Content] | None = []  # everything sent; None once copied data was sent, which is gone
         self._lost: LostUploadError | None = None
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
@@ -92,7 +95,7 @@ class PartWriter:
 
     def _note(self, piece: memoryview) -> None:
         self.nbytes += len(piece)
-        if len(self._parts) > 1 and self._api.checked:  # the first part has its own
+        if len(self._parts) > 1 and self._api.checked:  # the first part has its own CRC-32
             self._crc32 = crc32(piece, self._crc32)
 
     def _collect(self, nbytes: int) -> None:
@@ -100,7 +103,7 @@ class PartWriter:
         self._connection.own.budget.collect(nbytes)
 
     def _room(self, *, copying: bool = False) -> int:
-        """Return how much fits into the current part. A full one is sent when more follows."""
+        """Return how many bytes fit into the current part. A full part is sent once more data follows."""
         if copying and self._is_crowded():
             self._part_bytes = self._parts[0].nbytes
         most = self._part_bytes if self._count < _MANY else _LARGE
@@ -116,14 +119,14 @@ class PartWriter:
         return most
 
     def _is_crowded(self) -> bool:
-        """Tell whether the first part should be sent early, because all writers together buffer much."""
+        """Return whether to send the first part early, because all writers together have buffered too much."""
         if self._upload is not None or len(self._parts) > 1 or not self._copied:
             return False
         nbytes = self._parts[0].nbytes
         return nbytes > 0 and nbytes % _step() == 0 and self._connection.own.budget.crowded
 
     def finish(self) -> str | Content:
-        """Complete the object and return its tag. If one request is enough, return the content, to be put instead."""
+        """Complete the object and return its tag. If one request is enough, return the content: the caller puts it."""
         if self._upload is None:
             *before, last = self._parts
             self._collect(-self._copied)
@@ -235,7 +238,7 @@ class PartWriter:
 
 
 def _step() -> int:
-    """Return the unit of part sizes, at which a part may end early. GCS wants multiples of 256 KiB."""
+    """Return the unit of part sizes in bytes. A part may end early after any unit. GCS wants multiples of 256 KiB."""
     return max(_LEAST, UPLOAD_BYTES // 3)
 
 

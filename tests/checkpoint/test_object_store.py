@@ -315,7 +315,7 @@ def test_a_save_that_took_long_looks_at_its_lease_before_the_commit(
         state = leases._State(2, "f" * 16, leases.this_process())
         root.write(state.path, state.to_json(root))
 
-    with pytest.raises(LeaseHeldError, match="may not write any more"):
+    with pytest.raises(LeaseHeldError, match="may no longer write"):
         save(root, 3, before=take_over)
     assert keys(root) == []
 
@@ -386,7 +386,7 @@ def test_two_writers_without_conditional_puts_only_one_commits(root: Store, monk
         state = _State(1, "f" * 16, this_process())
         root.write(state.path, state.to_json(root), overwrite=True)
 
-    with pytest.raises(LeaseHeldError, match="is written by"):
+    with pytest.raises(LeaseHeldError, match="is now being written by"):
         save(root, 3, before=take_too)
     assert keys(root) == []
 
@@ -461,7 +461,7 @@ def test_a_file_that_comes_while_what_is_there_is_replaced_stays_and_is_named(
     root.write("a", b"1")
     with stage(root.url, replaceable=late, overwrite=True, storage_options=options) as store:
         store.write("b", b"2")
-    assert keys(root) == ["b", "notes.txt"] and "came while it was replaced: notes.txt" in caplog.text
+    assert keys(root) == ["b", "notes.txt"] and "were added while it was replaced: notes.txt" in caplog.text
 
 
 def test_what_takes_the_place_of_a_single_object_meanwhile_is_not_replaced(

@@ -298,7 +298,7 @@ def test_a_url_without_a_bucket_is_wrong_usage(url: str) -> None:
     for command in (["ls", url], ["verify", url], ["inspect", url], ["prune", url, "--max-num", "1"]):
         result = run(*command)
         assert result.exit_code == 2
-        assert f"Error: {url} names no bucket. It is written {url[:2]}://BUCKET/" in result.output
+        assert f"Error: {url} has no bucket. Write {url[:2]}://BUCKET/" in result.output
 
 
 def test_a_prune_of_something_other_than_a_run_says_that_nothing_was_deleted(tmp_path: Path) -> None:

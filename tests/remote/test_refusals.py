@@ -88,7 +88,7 @@ def test_an_html_page_instead_of_an_answer_is_an_error(through: tuple[Proxy, Opt
         lambda: store.delete(["x"]),
     )
     for call in calls:
-        with pytest.raises(StorageError, match=r"is a page \(text/html\), not S3"):
+        with pytest.raises(StorageError, match=r"answered with a web page \(text/html\)"):
             call()
     proxy.rule = lambda number, method, path: "pass"
     assert store.read("x") == b"1"
@@ -127,7 +127,7 @@ def test_a_truncated_answer_is_not_blamed_on_tokens(through: tuple[Proxy, Option
 
 @pytest.mark.parametrize("url", ["dbfs://host/run", "nosuch://host/run"])
 def test_an_unsupported_protocol_is_named_with_the_supported_ones(url: str) -> None:
-    with pytest.raises(UsageError, match="What works: paths, s3://, gs://") as caught:
+    with pytest.raises(UsageError, match="Use a path, s3://, gs://") as caught:
         open_store(url).list()
     assert url.partition("/")[0] in str(caught.value)
 
@@ -139,9 +139,9 @@ def test_an_html_page_instead_of_a_listing_is_not_an_empty_run(
     save(url, s3, 1)
     proxy.rule = lambda number, method, path: Page(200, "")
     for step in (1, 2):
-        with pytest.raises(StorageError, match="is not an S3 listing"):
+        with pytest.raises(StorageError, match="did not answer with an S3 listing"):
             loads(url, options, step)
-    with pytest.raises(StorageError, match="is not an S3 listing"):
+    with pytest.raises(StorageError, match="did not answer with an S3 listing"):
         save(url, options, 2)
 
 
@@ -153,7 +153,7 @@ def test_an_html_page_instead_of_a_listing_is_not_an_empty_google_bucket() -> No
         assert store.list() == []
         for page in (b"{}", b"[]", b"null"):
             proxy.rule = lambda number, method, path, page=page: Said(200, "", (), page)  # type: ignore[misc]
-            with pytest.raises(StorageError, match="is not a listing of Google"):
+            with pytest.raises(StorageError, match="did not answer with a listing of Google"):
                 store.list()
         proxy.rule = lambda number, method, path: Page(200, "")
         with pytest.raises(StorageError):
