@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'ckptkit.fsdp' has no attribute {name!r}")
-    # No module bears the name of a public function: importing it would put the module in the function's place.
+    # No module may have the name of a public function: importing the module would replace the function.
     return getattr(importlib.import_module(_WHERE[name]), name)
 
 

@@ -20,9 +20,9 @@ class Window:
     Attributes:
         size: Number of passes in a full window.
         count: Number of passes so far.
-        closed: The last pass is done; optimizers may step.
-        scale: The loss scale of the passes; None: they were run outside of FSDPStrategy.
-        seen: The optimizers that have asked for a step since the last backward.
+        closed: Whether the last pass is done, so that optimizers may step.
+        scale: The loss scale of the passes; None if they ran outside of FSDPStrategy.
+        seen: The optimizers that have asked for a step since the last backward pass.
     """
 
     size: int
@@ -33,7 +33,8 @@ class Window:
 
     @property
     def divisor(self) -> float | None:
-        """The factor by which gradients are too large, because the mean is over the passes so far; None if unknown."""
+        """The number that gradients must be divided by, to unscale them and to average over the passes so far; None if
+        unknown."""
         return None if self.scale is None else self.scale * (self.count / self.size)
 
 
@@ -41,7 +42,7 @@ class Windows:
     """The current window of each model. Several optimizers may step in one window.
 
     Attributes:
-        held: Models whose window stays open whatever the number of passes.
+        held: Models whose window stays open after any number of passes.
     """
 
     def __init__(self) -> None:
@@ -49,7 +50,7 @@ class Windows:
         self.held: WeakSet[nn.Module] = WeakSet()
 
     def backward(self, root: nn.Module, size: int, *, last: bool, scale: float) -> Window:
-        """Count one backward pass of `root` with loss scale `scale`; `last` closes the window early.
+        """Count one backward pass of `root` with loss scale `scale`. `last` closes the window early.
 
         Raises:
             UsageError: The window has a pass with another scale, so the gradients cannot be added; or `last` is given
@@ -70,10 +71,10 @@ class Windows:
         return window
 
     def step(self, root: nn.Module, size: int, optimizer: Optimizer) -> Window:
-        """Return the window that `optimizer` asks to step in.
+        """Return the window in which `optimizer` asks to step.
 
-        If no pass was counted since the last call, one ran outside of `backward` (a loss of two models); it is counted
-        now.
+        If no pass was counted since the last call, a pass ran outside of `backward` (for example, a loss of two
+        models). That pass is counted now.
         """
         window = self._of.get(root)
         if window is None or optimizer in window.seen:
@@ -114,12 +115,12 @@ class StepCounter:
 
     def count(self, optimizer: Optimizer) -> None:
         """Count one step of `optimizer`."""
-        # An optimizer created elsewhere counts from 0 if others have stepped; otherwise it continues the total.
+        # An optimizer created elsewhere counts from the last restart if others have stepped, otherwise from the total.
         before = self._of.get(optimizer, self._base if self._of else self.total)
         self._of[optimizer] = before + 1
         self.total = max(self.total, before + 1)
 
     def restart(self, total: int) -> None:
-        """Set the count of all optimizers to `total`, as after a load."""
+        """Set the count of all optimizers to `total`, for example after a load."""
         self.total = self._base = total
         self._of.clear()

@@ -31,7 +31,7 @@ _OPTIONAL = frozenset({"scheduler", "tokenizer", "tag", "step"})
 
 
 def check_arguments(call: str, *, optional: frozenset[str] | set[str] = frozenset(), **values: object) -> None:
-    """Raise unless each argument has the type that its name implies; those in `optional` may be None.
+    """Check that each argument has the type that its name implies. Arguments in `optional` may be None.
 
     Raises:
         UsageError: Names the call, each wrong argument, and whether two of them look swapped.
@@ -66,13 +66,13 @@ def _fits(name: str, value: object) -> bool:
     if name == "loss":
         return isinstance(value, torch.Tensor)
     if name == "model":
-        # several by name, as TrainState takes them
+        # a mapping of several models by name, which TrainState also accepts
         several = list(value.values()) if isinstance(value, Mapping) else [value]
         return bool(several) and all(isinstance(model, nn.Module) for model in several)
     if name == "optimizer":
         return hasattr(value, "param_groups") and callable(getattr(value, "zero_grad", None))
     if name == "scheduler":
-        # an optimizer has `step` too, and stepping it twice trains twice
+        # An optimizer has `step` too. In place of a scheduler it would step twice.
         return callable(getattr(value, "step", None)) and not hasattr(value, "param_groups")
     if name == "tokenizer":
         return callable(getattr(value, "save_pretrained", None)) and not isinstance(value, nn.Module)

@@ -21,7 +21,7 @@ def checkpoint_blocks(model: Any, modules: Sequence[nn.Module]) -> None:
     Replaces the forward method, not the module: a wrapper module would add its name to every FQN.
     """
     if getattr(model, "supports_gradient_checkpointing", False):
-        # It knows what must not run twice, for example filling a key-value cache.
+        # transformers knows what must not run twice, for example filling a key-value cache.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return
     for module in modules:
@@ -37,8 +37,8 @@ def compile_blocks(modules: Sequence[nn.Module], *, backend: str = "inductor") -
 def fill_unused_gradients(model: FSDPModule) -> None:
     """Allow ranks to skip different modules of the root unit in one step.
 
-    FSDP2 reduces only existing gradients: if one rank lacks some, buffer sizes differ and the reduction hangs. Missing
-    gradients are replaced by zeros.
+    FSDP2 reduces only existing gradients: if one rank lacks some, buffer sizes differ and the reduction hangs. Zeros
+    replace the missing gradients.
     """
     if hasattr(model, "set_reduce_scatter_unused_params"):
         model.set_reduce_scatter_unused_params(True)
@@ -47,14 +47,14 @@ def fill_unused_gradients(model: FSDPModule) -> None:
 
 
 def fill_unused_gradients_by_hook(model: FSDPModule) -> None:
-    """Implement `fill_unused_gradients` for the root unit with a hook that runs when backward begins."""
+    """Do the work of `fill_unused_gradients` with a hook that runs when the backward pass of the root unit begins."""
     root: Any = model
     inner = [module for module in root.modules() if isinstance(module, FSDPModule) and module is not root]
     inside = {id(child) for module in inner for child in module.modules()}  # type: ignore[attr-defined]
     owners = [module for module in root.modules() if id(module) not in inside]
 
     def fill(gradient: torch.Tensor) -> torch.Tensor:
-        # FSDP's own hook on the output ran before this one, so the parameters registered now are the gathered ones.
+        # FSDP's own hook on the output ran first, so the parameters registered now are the gathered ones.
         for owner in owners:
             for parameter in owner.parameters(recurse=False):
                 if parameter.requires_grad and parameter.grad is None:

@@ -1,4 +1,4 @@
-"""FSDPConfig: all settings of an FSDP2 run, validated together.
+"""Defines FSDPConfig: all settings of an FSDP2 run, validated together.
 
 Also accepts the field names and strings of Oumi's `FSDPParams` and the environment variables of accelerate. Does not
 import torch.
@@ -75,7 +75,7 @@ class BackwardPrefetch(str, enum.Enum):
     """When the next unit is gathered in backward."""
 
     BACKWARD_PRE = "BACKWARD_PRE"  # FSDP2's default: before the current unit computes
-    BACKWARD_POST = "BACKWARD_POST"  # FSDP2 has no equal: accepted with a warning, runs as BACKWARD_PRE
+    BACKWARD_POST = "BACKWARD_POST"  # not in FSDP2: accepted with a warning, runs as BACKWARD_PRE
     NO_PREFETCH = "NO_PREFETCH"  # when it is needed: least memory, no overlap
 
 
@@ -118,16 +118,16 @@ class FSDPConfig:
     """
 
     enable_fsdp: bool = True
-    """False does not wrap models."""
+    """False leaves models unwrapped."""
 
     sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
-    """What is sharded, and whether it is freed after forward."""
+    """What to shard, and whether to free parameters after forward."""
 
     replicate: Size = "auto"
-    """Copies of each sharded group. "auto": 1, or for HYBRID_* the number of nodes; NO_SHARD: all ranks."""
+    """Copies of each sharded group. "auto": the number of nodes for HYBRID_*, all ranks for NO_SHARD, otherwise 1."""
 
     shard: Size = "auto"
-    """Ranks that share one copy. "auto": the world size divided by the other sizes."""
+    """Ranks that share one copy of the parameters. "auto": the world size divided by the other sizes."""
 
     tp: int = 1
     """Tensor-parallel ranks, innermost in the mesh."""
@@ -153,32 +153,32 @@ class FSDPConfig:
     fp64."""
 
     initial_loss_scale: float = 2.0**16
-    """fp16: the initial loss scale, 1 to 2**24."""
+    """The initial loss scale for fp16, from 1 to 2**24."""
 
     loss_scale_hysteresis: int = 2
-    """fp16: number of overflows before the loss scale backs off; 1: every overflow."""
+    """Number of fp16 overflows before the loss scale backs off; 1 backs off at every overflow."""
 
     output_dtype: Literal["fp32", "bf16", "fp16"] | None = None
-    """The dtype of the model's floating outputs; None: as computed."""
+    """The dtype of the model's floating-point outputs; None: as computed."""
 
     cast_forward_inputs: bool = True
-    """True casts the floating inputs of every unit to the compute dtype; False passes them on as they are."""
+    """True casts the floating-point inputs of every unit to the compute dtype; False passes them unchanged."""
 
     gradient_divide_factor: float | None = None
-    """What the sum of the gradients over the data-parallel and cp ranks is divided by; None: their number. 1.0 sums,
-    for a loss that is already divided by the number of tokens of all ranks."""
+    """Divisor of the gradients' sum over the data-parallel and context-parallel ranks; None: the number of these ranks.
+    Use 1.0 if the loss is already divided by the number of tokens on all ranks."""
 
     force_sum_reduction_for_comms: bool = False
-    """True reduces gradients by sums alone and divides apart, for NCCL's zero-copy transfers."""
+    """True reduces gradients by sums only and divides separately. NCCL's zero-copy transfers need this."""
 
     offload: Offload = "none"
-    """"params": parameters and gradients live on the host. "optimizer": `maybe_offload_optimizer` moves its state."""
+    """"params": parameters and gradients stay on the host. "optimizer": `maybe_offload_optimizer` moves its state."""
 
     backward_prefetch: BackwardPrefetch | int = BackwardPrefetch.BACKWARD_PRE
     """When the next unit is gathered in backward. A number prefetches that many units explicitly."""
 
     forward_prefetch: bool | int = False
-    """True prefetches the next unit during forward, a number that many."""
+    """True prefetches the next unit during forward; a number prefetches that many units."""
 
     state_dict_type: Literal["FULL", "SHARDED", "LOCAL"] = "SHARDED"
     """The state-dict type that `save_ckpt` writes."""
@@ -196,8 +196,8 @@ class FSDPConfig:
     """Class names or FQN globs. Matching modules and their children never become units."""
 
     ignored_params: tuple[str, ...] = ()
-    """FQN globs of parameters that are left as they are: each rank keeps its own values whole, in their dtype, and
-    reduces no gradients of them. `prepare_model(ignored_params=)` takes the parameters themselves."""
+    """FQN globs of parameters that FSDP ignores. Each rank keeps its own full values in their own dtype, and their
+    gradients are not reduced. `prepare_model(ignored_params=)` takes the parameters themselves."""
 
     mixed_modal: bool = False
     """True keeps vision towers in the root unit, so that ranks may run different branches of them."""
@@ -206,7 +206,7 @@ class FSDPConfig:
     """True wraps the embedding and the output head as units (a single one if they are tied)."""
 
     forward_methods: tuple[str, ...] = ("generate",)
-    """Methods other than `forward`, of the model or of a unit, that need gathered parameters. Missing ones are
+    """Methods of the model or of a unit, other than `forward`, that need gathered parameters. Missing methods are
     ignored."""
 
     activation_checkpointing: bool = False
@@ -217,7 +217,7 @@ class FSDPConfig:
 
     sync_module_states: bool = True
     """True broadcasts rank 0's parameters and buffers before sharding. With False, initialize all ranks equally (from
-    one seed or file): data-parallel ranks are seeded differently by default."""
+    one seed or file), because data-parallel ranks are seeded differently by default."""
 
     use_orig_params: bool | None = None
     """FSDP2 always keeps the original parameters; False is accepted with a warning."""
@@ -298,7 +298,7 @@ class FSDPConfig:
     @property
     def reshard(self) -> bool | int:
         """What non-root units do with parameters after forward: free them (True), keep them (False), or reshard them to
-        that many ranks."""
+        this number of ranks."""
         if self.reshard_after_forward is not None:
             return self.reshard_after_forward
         return self.sharding_strategy.reshards_after_forward
@@ -310,7 +310,7 @@ class FSDPConfig:
 
 
 def _coerce(config: FSDPConfig) -> None:
-    put = object.__setattr__  # frozen: this is the one place where fields are set
+    put = object.__setattr__  # the class is frozen; fields are set only here
     put(config, "sharding_strategy", _enum(ShardingStrategy, config.sharding_strategy, "sharding_strategy"))
     put(config, "auto_wrap_policy", _enum(WrapPolicy, config.auto_wrap_policy, "auto_wrap_policy"))
     if not isinstance(config.backward_prefetch, int):
@@ -336,7 +336,7 @@ def _coerce(config: FSDPConfig) -> None:
 
 
 def _check_flags(config: FSDPConfig) -> None:
-    # Not by truthiness: the string "false" (from the environment or quoted YAML) is truthy.
+    # Check the type, because the string "false" (from the environment or quoted YAML) is truthy.
     for name in _FLAGS:
         if not isinstance(getattr(config, name), bool):
             raise UsageError(f"{name} is {getattr(config, name)!r}; it must be True or False.")
@@ -468,7 +468,7 @@ def _names(value: object, name: str) -> tuple[str, ...]:
     raise UsageError(f"{name} is {value!r}; it must be a string or a list of strings.")
 
 
-# FSDPConfig as the environment variables of `accelerate launch`, and back. Imports no torch, no accelerate.
+# --- conversion to and from the environment variables of `accelerate launch`; imports neither torch nor accelerate
 
 
 # accelerate numbers these from 1, in this order (accelerate.utils.constants).
@@ -479,7 +479,7 @@ _TRUE, _FALSE = {"1", "true", "t", "yes", "y", "on"}, {"0", "false", "f", "no", 
 
 
 def to_env(config: FSDPConfig, fsdp_version: int) -> dict[str, str]:
-    """Return the variables for `config`. Booleans are lower case, as accelerate's launcher writes them."""
+    """Return accelerate's variables for `config`. Booleans are lower case, as accelerate's launcher writes them."""
     policy = config.auto_wrap_policy.value
     env = {
         "ACCELERATE_DYNAMO_BACKEND": "NO",

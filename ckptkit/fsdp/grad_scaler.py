@@ -1,4 +1,4 @@
-"""The loss scale of fp16 training: grows while gradients are finite and backs off on overflow."""
+"""Scales the loss of fp16 training. The scale grows while gradients are finite and backs off on overflow."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class DynamicGradScaler:
         hysteresis: int = 2,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        """Raises UsageError if a factor is invalid: fp16 needs growth > 1 and 0 < backoff < 1."""
+        """Raises UsageError if an argument is invalid. fp16 needs growth_factor > 1 and 0 < backoff_factor < 1."""
         if dtype == torch.float16 and not (growth_factor > 1 and 0 < backoff_factor < 1):
             raise UsageError(
                 f"fp16 needs growth_factor > 1 and 0 < backoff_factor < 1, found {growth_factor} and {backoff_factor}."
@@ -63,7 +63,7 @@ class DynamicGradScaler:
 
     @property
     def scale(self) -> float:
-        """The factor for the loss."""
+        """The factor by which to multiply the loss."""
         return self._scale
 
     @property
@@ -72,7 +72,7 @@ class DynamicGradScaler:
         return 1.0 / self._scale
 
     def update(self, overflow: bool) -> None:
-        """Count one step and whether it overflowed. All ranks must pass the same value."""
+        """Count one step. All ranks must pass the same `overflow`."""
         if overflow:
             self._growth_step = 0
             self._hysteresis_step += 1

@@ -1,4 +1,4 @@
-"""Computes the joint norm of all gradients: plain, sharded, replicated, on several meshes, or missing."""
+"""Computes the joint norm of all gradients and clips them. Gradients may be plain, sharded, replicated or missing."""
 
 from __future__ import annotations
 
@@ -36,8 +36,13 @@ _Key = tuple[DeviceMesh, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class GradientReport:
-    """The gradients of one step: unscaled norm, whether finite on all ranks, and the factor to apply before
-    stepping."""
+    """The gradients of one step.
+
+    Attributes:
+        norm: The unscaled norm.
+        finite: Whether the norm is finite on all ranks.
+        factor: The factor for the gradients before the step.
+    """
 
     norm: torch.Tensor
     finite: bool
@@ -46,11 +51,12 @@ class GradientReport:
 
 @torch.no_grad()
 def grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], p: float = 2.0) -> torch.Tensor:
-    """Return the p-norm (1 <= p <= inf) of all gradients as one scalar, the same on all ranks and as in one process.
+    """Return the p-norm (1 <= p <= inf) of all gradients as one scalar: equal on all ranks, and as in one process.
 
-    The result is fp64 if any gradient is, otherwise fp32. If any rank has a NaN, it is NaN on every rank. Replicated
-    shards and plain gradients (equal on all ranks) count once; parameters without a gradient count as zero. All ranks
-    must call it with the same parameters in the same order; there is one small all-reduce per kind of sharding.
+    The result is fp64 if any parameter or gradient is, otherwise fp32. It is NaN on every rank if any rank has a NaN.
+    Replicated shards and plain gradients (equal on all ranks) count once. Parameters without a gradient count as zero.
+    All ranks must call this with the same parameters in the same order. It makes one small all-reduce per kind of
+    sharding.
     """
     p = checked_norm_type(p)
     parameters = _listed(parameters)
@@ -60,7 +66,7 @@ def grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], p: float = 2.0)
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(parameter, DTensor):
-            # Keyed by the parameter, so that a rank without a gradient still joins the all-reduce.
+            # The parameter decides the group, so that a rank without a gradient still joins the all-reduce.
             key, local = _place(parameter, gradient)
             bucket = sharded.setdefault(key, [])
             if local is not None:
@@ -93,13 +99,13 @@ def clip_grad_norm(
     *,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """Scale all gradients so that their joint p-norm is at most `max_norm`; return the norm before.
+    """Scale all gradients so that their joint p-norm is at most `max_norm`. Returns the norm before the scaling.
 
-    `max_norm` 0 or None clips nothing and still returns the norm. All ranks must call it.
+    If `max_norm` is 0 or None, only returns the norm. All ranks must call this.
 
     Raises:
-        NonFiniteGradientError: With `error_if_nonfinite`, on every rank: the norm is inf or NaN on one of them. The
-            gradients are unchanged. This waits for the device.
+        NonFiniteGradientError: `error_if_nonfinite` is set, and the norm is inf or NaN on some rank. Raised on every
+            rank; the gradients are unchanged. This check waits for the device.
     """
     max_norm = checked_max_norm(max_norm)
     check_flags(error_if_nonfinite=error_if_nonfinite)
@@ -108,7 +114,7 @@ def clip_grad_norm(
     if error_if_nonfinite and not is_finite_everywhere(norm, parameters):
         refuse_nonfinite(((f"parameter {index}", parameter) for index, parameter in enumerate(parameters)), norm)
     if max_norm:
-        # No branch on the value, which would synchronize with the device. torch adds the same 1e-6.
+        # No branch on the value, because that would wait for the device. torch adds the same 1e-6.
         scale_gradients(parameters, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
 
@@ -128,9 +134,9 @@ def scale_gradients(parameters: Iterable[torch.Tensor], factor: torch.Tensor | f
 
 
 def is_finite_everywhere(norm: torch.Tensor, parameters: Iterable[torch.Tensor]) -> bool:
-    """Return whether `norm` is finite on all ranks. All ranks must call it and get the same answer.
+    """Return whether `norm` is finite on all ranks. All ranks must call this and get the same answer.
 
-    If every gradient is a shard of one mesh over all ranks, the norm is already equal everywhere.
+    If every gradient is a shard of one mesh over all ranks, no communication is needed: the norm is equal everywhere.
     """
     finite = torch.isfinite(norm)
     if dist.is_initialized() and dist.get_world_size() > 1 and not _norm_is_global(parameters):
@@ -143,7 +149,7 @@ def is_finite_everywhere(norm: torch.Tensor, parameters: Iterable[torch.Tensor])
 
 
 def refuse_nonfinite(parameters: Iterable[tuple[str, torch.Tensor]], norm: torch.Tensor) -> NoReturn:
-    """Raise NonFiniteGradientError, with the names of this rank's gradients that are inf or NaN."""
+    """Raise NonFiniteGradientError. The message names this rank's gradients that are inf or NaN."""
     names = [name for name, parameter in parameters if parameter.grad is not None and not _is_finite(parameter.grad)]
     rank = dist.get_rank() if dist.is_initialized() else 0
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
@@ -155,7 +161,7 @@ def refuse_nonfinite(parameters: Iterable[tuple[str, torch.Tensor]], norm: torch
 
 
 def named_parameters_of(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters of `optimizer` with their names, as far as its groups have them."""
+    """Yield (name, parameter) for each parameter of `optimizer`. Uses positions if its groups have no names."""
     for index, group in enumerate(optimizer.param_groups):
         names = group.get("param_names") or [f"group {index}, parameter {i}" for i in range(len(group["params"]))]
         yield from zip(names, group["params"], strict=True)
@@ -174,10 +180,10 @@ def inspect_gradients(
     norm_type: float = 2.0,
     divisor: float | None = None,
 ) -> GradientReport:
-    """Return the joint norm of unscaled gradients, whether all ranks may step, and what to multiply gradients by.
+    """Return the joint norm of the unscaled gradients, whether all ranks may step, and the factor for the gradients.
 
-    Gradients are too large by a factor of `divisor` (default: the scaler's scale). Updates the scaler; does not change
-    the gradients. All ranks must call it.
+    `divisor` is the factor by which the gradients are too large (default: the scaler's scale). Updates the scaler; does
+    not change the gradients. All ranks must call this.
     """
     max_norm = checked_max_norm(max_norm)
     scale = scaler.scale if scaler is not None else 1.0
@@ -233,7 +239,7 @@ def checked_norm_type(p: float) -> float:
 
 
 def checked_max_norm(max_norm: float | None) -> float | None:
-    """Return `max_norm`. Raises UsageError unless it is None or a number >= 0: a negative one would reverse the
+    """Return `max_norm`. Raises UsageError unless it is None or a number >= 0: a negative number would reverse the
     gradients."""
     if max_norm is None:
         return None
@@ -262,7 +268,7 @@ def _power(tensors: Sequence[torch.Tensor], p: float, device: torch.device) -> t
     for tensor in full:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     for (_, dtype), group in groups.items():
-        # fp32 for the norm of each: a bf16 norm has three digits
+        # each norm in fp32, because a bf16 norm has three digits
         wide = dtype if dtype == torch.float64 else torch.float32
         norms = torch.stack(torch._foreach_norm(group, p, dtype=wide)).to(device, _wide(device))
         total = torch.maximum(total, norms.max()) if p == math.inf else total + norms.pow(p).sum()

@@ -14,8 +14,8 @@ from ckptkit.errors import UsageError
 __all__ = ["NO_DECAY", "NoDecay", "is_norm", "param_groups", "clean_fqn"]
 
 NoDecay = str | type[nn.Module] | Callable[[str, nn.Module, nn.Parameter], bool]
-"""Excluded from weight decay: a component of a name, a module class, or a function of FQN, owning module and
-parameter."""
+"""Excludes parameters from weight decay: a component of a name, a module class, or a function of FQN, owning module
+and parameter."""
 
 _NORM_CLASS = re.compile(r"norm(?:act|\d+d)*$", re.IGNORECASE)  # LlamaRMSNorm, LayerNorm2d
 _NORM_NAME = re.compile(r"(?:^|_)(?:(?:layer|rms|batch|group)?norm|ln|bn|gn)\d*(?:_|$)", re.IGNORECASE)
@@ -30,7 +30,7 @@ def is_norm(name: str, module: nn.Module, parameter: nn.Parameter) -> bool:
     """
     if isinstance(module, _NORMS):
         return True
-    if parameter.ndim > 1:  # a projection that is called `norm`, or is inside one
+    if parameter.ndim > 1:  # a projection whose name is `norm`, or that is inside a normalization
         return False
     return bool(
         _NORM_CLASS.search(type(module).__name__) or any(_NORM_NAME.search(part) for part in name.split(".")[-2:])
@@ -46,10 +46,10 @@ _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped
 def param_groups(
     model: nn.Module, *, weight_decay: float = 0.0, no_decay: Sequence[NoDecay] = NO_DECAY
 ) -> list[dict[str, Any]]:
-    """Return groups `{"params", "param_names", "weight_decay"}` that together hold each trainable parameter once.
+    """Return groups `{"params", "param_names", "weight_decay"}` that together contain each trainable parameter once.
 
-    A group never mixes dtypes, or plain tensors with DTensors, or meshes, because fused and foreach kernels cannot.
-    Names are checkpoint FQNs, without the prefixes of torch.compile and checkpoint wrappers.
+    A group never mixes dtypes, meshes, placements, or plain tensors with DTensors, because fused and foreach kernels
+    can't. Names are checkpoint FQNs, without the prefixes of torch.compile and checkpoint wrappers.
 
     Args:
         no_decay: Parameters that match any of these are not decayed. A string matches whole components of the name,
@@ -57,7 +57,7 @@ def param_groups(
             not `unbiased.weight`.
 
     Raises:
-        UsageError: `no_decay` contains something else.
+        UsageError: An item of `no_decay` is not a string, a module class or a function.
     """
     rules = [_rule(item) for item in _several(no_decay)]
     groups: dict[Any, dict[str, Any]] = {}
@@ -88,7 +88,8 @@ def _several(no_decay: object) -> Sequence[Any]:
 
 def _rule(item: Any) -> Callable[[str, nn.Module, nn.Parameter], bool]:
     if isinstance(item, str) and item.strip("._"):
-        # "norm.weight" is two parts in a row: of `attention_norm.weight` and `norm1.weight`, not of `norm.proj.weight`
+        # "norm.weight" must match two adjacent parts: as in `attention_norm.weight` and `norm1.weight`, not
+        # `norm.proj.weight`
         parts = [rf"(?:[^.]*_)?{re.escape(part)}\d*(?:_[^.]*)?" for part in item.strip("._").split(".")]
         pattern = re.compile(r"(?:^|\.)" + r"\.".join(parts) + r"(?:\.|$)", re.IGNORECASE)
         return lambda name, module, parameter: pattern.search(name) is not None

@@ -30,7 +30,7 @@ __all__ = ["HFLoad", "HFLoadReport", "load_hf", "plan_load"]
 
 @dataclass(frozen=True, slots=True)
 class HFLoadReport:
-    """What `load_hf` did: names loaded, names missing in the files, and names unknown to the model."""
+    """What `load_hf` did: names loaded, names missing in the files, and names in the files that the model lacks."""
 
     loaded: tuple[str, ...]
     missing: tuple[str, ...] = ()
@@ -48,16 +48,16 @@ def load_hf(
 ) -> HFLoadReport:
     """Fill `model`, sharded or not, from the safetensors at `url`. Each rank reads the bytes of its own shards.
 
-    No communication (`FSDPStrategy.load_hf` raises the error of one rank on all of them); the host holds one shard of
-    one tensor at a time. File names are mapped to the live model's names where transformers uses different ones in
-    memory (stacked experts). Tied weights load under either name; if the files contain both, they must be equal.
+    Ranks do not communicate: only `FSDPStrategy.load_hf` raises the error of one rank on all ranks. The host holds one
+    shard of one tensor at a time. If transformers uses other names in memory than in files (stacked experts), the names
+    are mapped. Tied weights load under either name; if the files contain both, they must be equal.
 
     Args:
         model: A prepared model: parameters are allocated (by `prepare_model`), with or without values.
         url: A directory or a bucket prefix with config.json and *.safetensors.
         cast: Allow lossy casts (fp32 files into bf16 parameters). Widening is always allowed.
-        strict: Raise if names are missing or left over; otherwise they are only reported.
-        storage_options: For the file system, as for `open_store`.
+        strict: Raise if the files lack names or have names that the model lacks. Otherwise these are only reported.
+        storage_options: Passed to the file system, as in `open_store`.
 
     Raises:
         CheckpointMismatchError: Names, shapes or dtypes do not match; lists all of them. The model is unchanged.
@@ -104,7 +104,7 @@ class HFLoad:
 def plan_load(
     model: nn.Module, url: str, *, cast: bool, strict: bool, storage_options: Mapping[str, Any] | None = None
 ) -> HFLoad:
-    """Open the files and check that they fit, as `load_hf` does. Reads only tensors that have several names."""
+    """Open the files and check, for `load_hf`, that they fit the model. Reads only tensors with several names."""
     store = open_store(url, storage_options=storage_options)
     catalog = safetensors.open_catalog(store)
     live, _ = model_tensors(model)
@@ -122,7 +122,7 @@ def _targets(model: nn.Module, live: Mapping[str, torch.Tensor], catalog: Catalo
     entries = {name: Target.of(entry, name) for name, entry in catalog.tensors.items()}
     prefix = getattr(model, "base_model_prefix", "")
     if prefix and not set(entries) & set(live):
-        # Files of a base model loaded into a model with a head, or vice versa: transformers supports both.
+        # A base model's files for a model with a head, or the reverse: transformers supports both.
         dot = prefix + "."
         inside = any(name.startswith(dot) for name in live)
         entries = {dot + name if inside else name.removeprefix(dot): target for name, target in entries.items()}
@@ -139,7 +139,7 @@ def _names_by_tensor(live: Mapping[str, torch.Tensor]) -> dict[int, list[str]]:
 
 
 def _matched(live: Mapping[str, torch.Tensor], targets: Mapping[str, Target]) -> tuple[dict[str, str], list[str]]:
-    """Return the target of each tensor by the tensor's first name, and the names without a target."""
+    """Return {first name of a tensor: name of its target}, and the first names of tensors without a target."""
     chosen: dict[str, str] = {}
     missing: list[str] = []
     for names in _names_by_tensor(live).values():
@@ -154,7 +154,7 @@ def _matched(live: Mapping[str, torch.Tensor], targets: Mapping[str, Target]) ->
 def _several_names(
     live: Mapping[str, torch.Tensor], targets: Mapping[str, Target], catalog: Catalog
 ) -> list[list[Claim]]:
-    """Return the file contents for all names of one tied tensor, in full, so that every rank compares the same."""
+    """Return the whole file contents for all names of each tied tensor, so that every rank compares the same bytes."""
     groups = []
     for names in _names_by_tensor(live).values():
         found = [name for name in names if name in targets]

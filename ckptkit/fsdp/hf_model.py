@@ -1,4 +1,4 @@
-"""Collects the tensors of an export: of a transformers model, or of a PEFT model's adapters."""
+"""Collects the tensors to export: those of a transformers model or of a PEFT model's adapters."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _PEFT_ROOT = "base_model.model."
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The exportable part of a model, which may be wrapped.
+    """The exportable part of a model that may be wrapped.
 
     Attributes:
         model: The transformers or PEFT model inside the wrappers; the model itself if it is neither.
-        tensors: Its tensors by name, tied ones once.
+        tensors: Its tensors by name. Tied tensors appear once.
     """
 
     model: nn.Module
@@ -86,7 +86,7 @@ def _is_pretrained(module: nn.Module) -> bool:
 def _refuse_neighbours(model: nn.Module) -> None:
     found = next(((name, child) for name, child in model.named_modules() if _is_pretrained(child)), None)
     if found is None:
-        return  # no model of transformers at all
+        return  # there is no transformers model inside
     name, child = found
     inside = {id(p) for p in child.parameters()}
     beside = [n for n, p in model.named_parameters() if id(p) not in inside]
@@ -104,19 +104,19 @@ def _some(names: Sequence[str]) -> str:
 
 
 def adapter_tensors(source: Exported, extra: dict[str, torch.Tensor]) -> dict[str, dict[str, str]]:
-    """Return the names and tensors of each adapter's file, by folder. On rank 0 only.
+    """Return {folder: {key in the file: tensor name}} for each adapter. Only rank 0 calls this.
 
     Args:
-        extra: Receives tensors computed for the file, by name: the embeddings of a prompt.
+        extra: Receives tensors that are computed for the file (prompt embeddings), by name.
 
     Raises:
-        SaveError: A trained tensor belongs to no adapter, or cannot be derived from the live tensors.
+        SaveError: A trained tensor belongs to no adapter, or a tensor cannot be derived from the live tensors.
     """
     from peft import get_peft_model_state_dict
 
     model = source.model
     adapters = adapters_of(model)
-    # PEFT looks up module names including wrappers.
+    # PEFT looks up module names with the names of wrappers.
     raw = {
         clean_fqn(f"{module}.{leaf}"): f"{module}.{leaf}"
         for module, owner in model.named_modules()
@@ -127,7 +127,7 @@ def adapter_tensors(source: Exported, extra: dict[str, torch.Tensor]) -> dict[st
         for name, tensor in source.tensors.items()
     }
     names = {id(stand_in): name for name, stand_in in zip(source.tensors, stand_ins.values(), strict=True)}
-    root = "" if hasattr(model, "get_base_model") else _PEFT_ROOT  # an adapter added to a transformers model directly
+    root = "" if hasattr(model, "get_base_model") else _PEFT_ROOT  # for adapters inside a transformers model
     found: dict[str, dict[str, str]] = {}
     prompts: set[str] = set()
     for adapter, config in adapters.items():
@@ -165,11 +165,11 @@ def _require_whole(source: Exported, names: set[str]) -> None:
         )
 
 
-# --- the proof
+# --- trial load
 
 
 def prove(source: Exported, targets: Sequence[Target]) -> None:
-    """Check on the meta device that transformers loads tensors of these names and shapes. On rank 0 only.
+    """Check on the meta device that transformers loads tensors with these names and shapes. Only rank 0 calls this.
 
     Raises:
         SaveError: `from_pretrained` would initialize some weights randomly, or ignore some.

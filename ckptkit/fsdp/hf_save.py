@@ -53,26 +53,28 @@ def save_hf(
     overwrite: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write `model` to `url` for `from_pretrained`. All ranks must call it; rank 0 writes.
+    """Write `model` to `url` for `from_pretrained`. All ranks must call this; rank 0 writes.
 
     Each rank holds one full tensor at a time. Tied weights are written once; stacked experts are written in the Hub's
-    layout. config.json, generation_config.json and the tokenizer's files are included. For a PEFT model only the
-    adapters are written, for PEFT's `from_pretrained`; to export the whole model, merge them first
-    (`merge_and_unload`). Before anything is written, the names are checked with `from_pretrained` on the meta device.
-    The directory appears complete or not at all.
+    layout. The export includes config.json, generation_config.json and the tokenizer's files. For a PEFT model only the
+    adapters are written, for PEFT's `from_pretrained`. To export the whole model, merge the adapters first
+    (`merge_and_unload`).
+
+    Before anything is written, `from_pretrained` checks the names on the meta device. The directory appears complete or
+    not at all.
 
     Args:
         model: Sharded or not, wrapped or not.
-        url: A path, or anything fsspec opens.
+        url: A path, or anything that fsspec opens.
         tokenizer: Anything with `save_pretrained`, or None.
-        dtype: "keep", or the dtype of floating tensors: "bf16", "fp16", "fp32".
+        dtype: "keep", or the dtype of floating-point tensors: "bf16", "fp16", "fp32".
         max_shard_size: Maximum size of one file.
-        overwrite: Replace the export or checkpoint at `url`; a directory with anything else is refused.
-        storage_options: For the file system.
+        overwrite: Replace the export or checkpoint at `url`. A directory with anything else is refused.
+        storage_options: Passed to the file system.
 
     Raises:
-        SaveError: Parts of the model have no values, `from_pretrained` would not read all of it, or a rank failed. The
-            same on every rank.
+        SaveError: Parts of the model have no values, `from_pretrained` would not read all of it, or a rank failed. All
+            ranks raise the same error.
         CheckpointExistsError: `url` exists.
     """
     if dtype not in _DTYPES:
@@ -117,7 +119,7 @@ def _nothing() -> None:
 
 
 def _targets(source: Exported, dtype: str) -> list[Target]:
-    """Return the tensors of the files of a model."""
+    """Return the tensors of a model's files."""
     to_dict = getattr(getattr(source.model, "config", None), "to_dict", None)
     sources = {name: _whole(name, tensor) for name, tensor in source.tensors.items()}
     mapped = choose_map(sources, config=to_dict() if callable(to_dict) else {}).mapped.targets
@@ -127,7 +129,7 @@ def _targets(source: Exported, dtype: str) -> list[Target]:
 def _adapters(
     source: Exported, dtype: str, coordinator: Coordinator
 ) -> tuple[dict[str, torch.Tensor], list[_WeightsFile]]:
-    """Return the files of the adapters of a PEFT model. Collective."""
+    """Return the tensors and the files of a PEFT model's adapters. Collective."""
     tensors = dict(source.tensors)
     computed: dict[str, torch.Tensor] = {}
 
@@ -181,8 +183,8 @@ def _files(targets: list[Target], max_bytes: int) -> list[_WeightsFile]:
 
 @torch.no_grad()
 def _write_file(store: Store | None, file: _WeightsFile, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Gather the file's tensors one by one on all ranks; rank 0 writes them. After a failure rank 0 keeps gathering,
-    because the other ranks do."""
+    """Gather the file's tensors one by one on all ranks and write them on rank 0. After a failure rank 0 keeps
+    gathering, because the other ranks do."""
     error: Exception | None = None
     name, whole = "", torch.empty(0)
     with contextlib.ExitStack() as stack:
@@ -197,7 +199,7 @@ def _write_file(store: Store | None, file: _WeightsFile, tensors: Mapping[str, t
             made: torch.Tensor | None = None
             for part in target.parts:
                 if part.source != name:  # several targets may be slices of one tensor (the experts of a layer)
-                    whole = torch.empty(0)  # freed before the next one is gathered
+                    whole = torch.empty(0)  # free the tensor before the next one is gathered
                     name, live = part.source, tensors[part.source].detach()
                     whole = live.full_tensor() if isinstance(live, DTensor) else live
                 if stream is None or error is not None:
@@ -209,11 +211,11 @@ def _write_file(store: Store | None, file: _WeightsFile, tensors: Mapping[str, t
                 except Exception as caught:  # noqa: BLE001  raised below
                     error = caught
         if error is not None:
-            raise error  # inside of the stack: the file must not be finished
+            raise error  # inside the stack, so that the file is not finished
 
 
 def _filled(made: torch.Tensor | None, target: Target, part: Part, value: torch.Tensor) -> torch.Tensor:
-    """Copy one part into the tensor of `target` in host memory, which is created for the first part."""
+    """Copy one part into the tensor of `target` in host memory. The first part creates this tensor."""
     dtype = getattr(torch, target.dtype)
     if len(target.parts) == 1 and part.is_plain:
         return value.reshape(target.shape).to("cpu", dtype)

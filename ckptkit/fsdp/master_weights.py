@@ -1,4 +1,4 @@
-"""MasterWeightOptimizer: any torch optimizer, run on fp32 masters of low-precision parameters."""
+"""Defines MasterWeightOptimizer, which runs any torch optimizer on fp32 masters of low-precision parameters."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ __all__ = ["MasterWeightOptimizer"]
 _log = logging.getLogger(__name__)
 
 MASTER = "master"
-# Elementwise optimizers: a shard can be stepped without the rest of the parameter. Exact types only: a subclass may do
-# more.
+# These optimizers work elementwise: they can step a shard without the rest of the parameter. Subclasses do not count,
+# because they may do more.
 _ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
     for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -42,9 +42,10 @@ _ELEMENTWISE = frozenset(
 class MasterWeightOptimizer(Optimizer):
     """Steps fp32 copies of the parameters with `base` and rounds them into the parameters.
 
-    `state[p]` contains the state of `base` in fp32, and under "master" the fp32 copy of `p`, with the same placement.
-    After each step `master.to(p.dtype)` equals `p` bit for bit. Parameters in fp32 or wider are stepped directly and
-    have no master. `param_groups` contain the model's parameters, so schedulers work as with any optimizer.
+    `state[p]` contains the state of `base` in fp32. Under "master" it contains the fp32 copy of `p`, with the same
+    placement. After each step `master.to(p.dtype)` equals `p` bit for bit. Parameters in fp32 or wider are stepped
+    directly and have no master. `param_groups` contain the model's parameters, so schedulers work as with any
+    optimizer.
 
     Args:
         base: An optimizer over the model's parameters. Do not use it directly afterwards.
@@ -78,7 +79,7 @@ class MasterWeightOptimizer(Optimizer):
         self.last_grad_norm: torch.Tensor | None = None
         had = base.state
         super().__init__([{**group, "params": list(group["params"])} for group in base.param_groups], base.defaults)
-        for parameter, state in had.items():  # it has stepped before: convert its moments to fp32
+        for parameter, state in had.items():  # `base` has stepped before: convert its moments to fp32
             self.state[parameter].update({key: _widened(key, value) for key, value in state.items()})
         base.state = defaultdict(dict)
 
@@ -88,7 +89,7 @@ class MasterWeightOptimizer(Optimizer):
         return self.grad_scaler.scale if self.grad_scaler is not None else 1.0
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
-        """Run backward from the loss times the loss scale, in fp32 or wider."""
+        """Multiply the loss by the loss scale, in fp32 or wider, and run backward."""
         torch.autograd.backward(widened(loss) * self.loss_scale, retain_graph=retain_graph)
 
     def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
@@ -96,15 +97,15 @@ class MasterWeightOptimizer(Optimizer):
         torch.autograd.backward(tensor, grad)
 
     def clip_grad_norm(self, max_norm: float | None, p: float = 2.0) -> torch.Tensor:
-        """Clip the (unscaled) gradients of all groups to one joint norm and return the norm before."""
+        """Clip the (unscaled) gradients of all groups to one joint norm. Returns the norm before the clipping."""
         return clip_grad_norm(list(self._parameters()), max_norm, p)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> bool:  # type: ignore[override]
-        """Unscale, clip, step the masters and round them into the parameters; return True.
+        """Unscale and clip the gradients, step the masters and round them into the parameters. Returns True.
 
-        If a gradient on any rank is not finite, returns False and changes no parameter, master or moment; gradients are
-        cleared and the loss scale may back off. All ranks must call it.
+        If a gradient on any rank is not finite, returns False and changes no parameter, master or moment. The gradients
+        are then cleared, and the loss scale may back off. All ranks must call this.
         """
         if closure is not None:
             with torch.enable_grad():
@@ -120,12 +121,14 @@ class MasterWeightOptimizer(Optimizer):
         divisor: float | None = None,
         error_if_nonfinite: bool = False,
     ) -> bool:
-        """Like `step`, with another norm and limit. Gradients are too large by the factor `divisor` (default: the loss
-        scale).
+        """Do the same as `step`, with another norm and limit.
+
+        Args:
+            divisor: The factor by which the gradients are too large (default: the loss scale).
 
         Raises:
-            NonFiniteGradientError: With `error_if_nonfinite`, on every rank: a gradient on some rank is not finite. The
-                gradients are kept.
+            NonFiniteGradientError: `error_if_nonfinite` is set, and a gradient on some rank is not finite. Raised on
+                every rank; the gradients are kept.
         """
         parameters = [parameter for parameter in self._parameters() if parameter.requires_grad]
         report = inspect_gradients(
@@ -150,8 +153,8 @@ class MasterWeightOptimizer(Optimizer):
 
     @torch.no_grad()
     def step_masters(self, factor: float = 1.0) -> None:
-        """Multiply gradients by `factor`, step the masters, and round them into the parameters. Not collective; no
-        checks."""
+        """Multiply gradients by `factor`, step the masters, and round them into the parameters. Checks nothing; not
+        collective."""
         self.follow_weights()
         with _Lent(self, factor) as lent:
             self.base.step()
@@ -170,8 +173,8 @@ class MasterWeightOptimizer(Optimizer):
                 self.state[parameter][MASTER] = parameter.detach().to(torch.float32)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a state dict in torch's layout; masters are stored like moments. The scaler has its own
-        `state_dict`."""
+        """Return a state dict in torch's layout, in which masters are stored like moments. It does not include the
+        scaler, which has its own `state_dict`."""
         self.follow_weights()
         return super().state_dict()
 
@@ -185,7 +188,7 @@ class MasterWeightOptimizer(Optimizer):
         pairs = self._paired(state_dict)
         masters = {parameter: state.get(MASTER) for parameter, state in self.state.items()}
         super().load_state_dict(state_dict)
-        # torch casts every floating state to the parameter's dtype; use the saved values instead.
+        # torch casts every floating-point state to the parameter's dtype; use the saved values instead.
         for parameter, saved in pairs:
             state = self.state[parameter]
             for key, value in saved.items():
@@ -197,7 +200,7 @@ class MasterWeightOptimizer(Optimizer):
             if master is not None:
                 state[MASTER] = master.copy_(_moved(saved[MASTER], parameter)) if MASTER in saved else master
         kept = {parameter for parameter, _ in pairs}
-        for parameter, master in masters.items():  # a parameter that the state does not include keeps its master
+        for parameter, master in masters.items():  # keep the masters of parameters that the state does not include
             if master is not None and parameter not in kept:
                 self.state[parameter][MASTER] = master
         held = [(parameter, self.state[parameter][MASTER]) for parameter in masters if masters[parameter] is not None]
@@ -205,11 +208,11 @@ class MasterWeightOptimizer(Optimizer):
 
     @torch.no_grad()
     def follow_weights(self) -> int:
-        """Update masters of weights that were changed outside of this optimizer (a load, an edit); return the number of
-        such parameters. No communication.
+        """Update the masters of weights that were changed outside of this optimizer (a load, an edit).
 
-        Each parameter element that differs from its rounded master overwrites the master, so code that writes weights
-        need not know about masters. `step`, `state_dict` and every save call this first.
+        Returns the number of such parameters. Does not communicate. Each element of a parameter that differs from its
+        rounded master overwrites the master, so code that writes weights need not know about masters. `step`,
+        `state_dict` and every save call this first.
         """
         held = [
             (index, _local(parameter).detach(), _local(self.state[parameter][MASTER]))
@@ -238,7 +241,7 @@ class MasterWeightOptimizer(Optimizer):
         return all(MASTER in self.state[parameter] for parameter in parameters if parameter.grad is not None)
 
     def _paired(self, state_dict: dict[str, Any]) -> list[tuple[torch.Tensor, dict[str, Any]]]:
-        """Return pairs of parameter and saved state, after checking that everything matches."""
+        """Check that groups, counts, shapes and masters match. Returns pairs of a parameter and its saved state."""
         groups = state_dict.get("param_groups")
         if groups is None or "state" not in state_dict:
             raise CheckpointMismatchError(
@@ -269,10 +272,13 @@ class MasterWeightOptimizer(Optimizer):
 
 
 def _follow(held: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> list[int]:
-    """Overwrite masters with parameter elements that differ from the rounded master, for one device and dtype; return
-    the indices of those parameters. Synchronizes with the device once if nothing has changed."""
+    """Overwrite masters with the parameter elements that differ from the rounded master. Returns the indices of the
+    changed parameters.
+
+    All items of `held` have one dtype and device. If nothing has changed, this waits for the device only once.
+    """
     dtype, device = held[0][1].dtype, held[0][2].device
-    weights = [weight.to(device) for _, weight, _ in held]  # the state may be offloaded
+    weights = [weight.to(device) for _, weight, _ in held]  # the masters may be on the host
     bits = {1: torch.int8, 2: torch.int16}[dtype.itemsize]
     flat = torch.empty(sum(weight.numel() for weight in weights), dtype=dtype, device=device)
     rounded = [
@@ -303,9 +309,9 @@ class _Loan:
 
 
 class _Lent:
-    """While open, `base` has the masters and their state; on exit they move back to the wrapper.
+    """Lends the masters and their state to `base` while open. On exit they move back to the wrapper.
 
-    An elementwise base gets local tensors instead of DTensors: same result, without DTensor dispatch.
+    An elementwise base gets local tensors instead of DTensors: the result is the same, without DTensor dispatch.
     """
 
     def __init__(self, optimizer: MasterWeightOptimizer, factor: float) -> None:
@@ -333,7 +339,7 @@ class _Lent:
                 loan.stepped.grad = None
             self._take_back(loan)
         for group, lent in zip(self.optimizer.param_groups, self.optimizer.base.param_groups, strict=False):
-            # values that the base writes into its group (a step count, for example) are copied to ours
+            # `base` may write values into its group, for example a step count. Copy them to our group.
             group.update({key: value for key, value in lent.items() if key != "params"})
 
     def round(self) -> None:
@@ -343,7 +349,7 @@ class _Lent:
 
     def _lend(self, parameter: torch.Tensor) -> torch.Tensor:
         state = self.optimizer.state[parameter]
-        # Remove the master from the dict meanwhile: the base initializes only an empty state.
+        # Remove the master during the step, because `base` initializes only an empty state.
         master = state.pop(MASTER, None)
         if master is None and _needs_master(parameter):  # the state was cleared: start again from the parameter
             master = parameter.detach().to(torch.float32)
@@ -360,7 +366,7 @@ class _Lent:
         state = self.optimizer.state[loan.parameter]
         if loan.seen is not state:
             for key, value in loan.seen.items():
-                if key not in state or _local(state[key]) is not value:  # the base made it, or put another in its place
+                if key not in state or _local(state[key]) is not value:  # `base` created or replaced it
                     state[key] = _placed(value, loan)
         if loan.master is not None:
             state[MASTER] = loan.master
@@ -419,7 +425,7 @@ def _widened(key: str, value: Any) -> Any:
 
 
 def _moved(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return `value` on the device of `parameter`, in its own dtype."""
+    """Return `value` on the device and with the placements of `parameter`, in its own dtype."""
     if isinstance(parameter, DTensor) and isinstance(value, DTensor):
         if value.device_mesh == parameter.device_mesh and value.placements != parameter.placements:
             return value.redistribute(placements=parameter.placements)

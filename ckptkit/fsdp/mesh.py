@@ -1,4 +1,4 @@
-"""Arranges ranks into replicate, shard, cp and tp dimensions: first the sizes (pure), then the device mesh."""
+"""Arranges ranks into the dimensions replicate, shard, cp and tp. Computes the sizes, then creates device meshes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ class ParallelPlan:
 
     @property
     def dims(self) -> dict[str, int]:
-        """The data-parallel mesh dimensions by name: 1-D without replication; cp is folded into shard."""
+        """The sizes of the mesh dimensions by name. "shard" includes cp; "replicate" and "tp" exist if they exceed
+        1."""
         dims = {"shard": self.shard * self.cp}
         if self.replicate > 1:
             dims = {"replicate": self.replicate, **dims}
@@ -95,8 +96,8 @@ class TrainingMesh:
 def plan_for(config: FSDPConfig, world_size: int, *, local_world_size: int | None = None) -> ParallelPlan:
     """Return the mesh plan of `config` for `world_size` ranks.
 
-    HYBRID_* with both sizes "auto" shards inside a node and replicates across nodes, as FSDP1 does;
-    `local_world_size` (default: LOCAL_WORLD_SIZE, else all) is the ranks of a node.
+    HYBRID_* with both sizes "auto" shards inside a node and replicates across nodes, as FSDP1 does. `local_world_size`
+    is the number of ranks per node (default: LOCAL_WORLD_SIZE, otherwise all ranks).
     """
     replicate, shard = config.replicate, config.shard
     if config.sharding_strategy is ShardingStrategy.NO_SHARD:
@@ -118,7 +119,7 @@ def plan_for(config: FSDPConfig, world_size: int, *, local_world_size: int | Non
 def auto_shard_size(numel: int, is_training: bool) -> int:
     """Return how many ranks should share a model of `numel` parameters; -1 means all of them.
 
-    Training shards over all ranks. Inference does not shard models under 10e9 parameters, and shards those under 80e9
+    Training shards over all ranks. Inference does not shard models under 10e9 parameters. It shards models under 80e9
     over eight ranks, so that no gather crosses nodes.
     """
     if is_training:
@@ -129,10 +130,10 @@ def auto_shard_size(numel: int, is_training: bool) -> int:
 
 
 def make_mesh(plan: ParallelPlan, device_type: str) -> TrainingMesh:
-    """Return the meshes for `plan` over the default process group. All ranks must call it.
+    """Return the meshes for `plan` over the default process group. All ranks must call this.
 
     Raises:
-        UsageError: The group has another number of ranks; nothing was communicated.
+        UsageError: The group has another number of ranks than the plan; nothing was communicated.
     """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -158,9 +159,9 @@ def make_mesh(plan: ParallelPlan, device_type: str) -> TrainingMesh:
 
 
 def make_sample_mesh(device_type: str, *, inside: int) -> DeviceMesh:
-    """Return this rank's 1-D mesh "dp" of ranks with different samples; `inside` consecutive ranks share samples.
+    """Return the 1-D mesh "dp" of this rank: the ranks that have different samples. All ranks must call this.
 
-    All ranks must call it.
+    `inside` consecutive ranks work on the same samples.
 
     Raises:
         UsageError: `inside` does not divide the number of ranks; nothing was communicated.
@@ -179,10 +180,11 @@ def make_sample_mesh(device_type: str, *, inside: int) -> DeviceMesh:
 
 
 def device_type_of(model: torch.nn.Module | None, *, preferred: str = "auto") -> str:
-    """Return the type of device that `model` will train on.
+    """Return the type of device on which `model` will train.
 
-    The accelerator it is already on. If it is on the CPU or meta device: the machine's accelerator if the process group
-    has a backend for it, otherwise "cpu". A `preferred` value other than "auto" takes precedence.
+    A `preferred` value other than "auto" is returned. Otherwise it is the accelerator that the model is on. For a model
+    on the CPU or meta device it is the machine's accelerator if the process group has a backend for it, otherwise
+    "cpu".
     """
     import torch
     import torch.distributed as dist
@@ -201,9 +203,9 @@ def device_type_of(model: torch.nn.Module | None, *, preferred: str = "auto") ->
 
 
 def ensure_process_group(device_type: str, *, timeout: datetime.timedelta | None = None) -> bool:
-    """Create the default process group if there is none; return whether it was created.
+    """Create the default process group if there is none. Returns whether it was created.
 
-    With torchrun's variables the group spans the job; without them it contains only this process.
+    With torchrun's variables the group spans the job. Without them it contains only this process.
     """
     import torch
     import torch.distributed as dist
@@ -212,7 +214,7 @@ def ensure_process_group(device_type: str, *, timeout: datetime.timedelta | None
         return False
     backend = "gloo"
     if device_type != "cpu":
-        # plus gloo for the CPU: checkpoints and objects must not go through the accelerator
+        # Also gloo for the CPU: checkpoints and objects must not go through the accelerator.
         backend = f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:

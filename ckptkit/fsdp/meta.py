@@ -1,4 +1,4 @@
-"""Handles models on the meta device: allocates their parameters and tracks which have no values yet."""
+"""Handles models on the meta device: allocates their tensors and tracks which of them have no values yet."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ __all__ = [
     "unsaved_buffers",
 ]
 
-# By identity of the tensors' names; a weak key, so that a model which is dropped is forgotten.
+# Names of the tensors without values, by model. Keys are weak, so that a deleted model is forgotten.
 _uninitialized: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
 
 
 @contextlib.contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Put parameters of modules built inside this on the meta device as they are registered.
+    """Put the parameters of modules that are built inside the block on the meta device.
 
-    Buffers stay real: no checkpoint stores non-persistent buffers, so the values that the module computed are the only
-    copy. At most one parameter is allocated at a time, and never written.
+    Buffers stay real: no checkpoint stores non-persistent buffers, so the module's own values are the only copy. At
+    most one parameter is allocated at a time, and its memory is never written.
     """
     register = nn.Module.register_parameter
 
@@ -50,8 +50,8 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def materialize(model: nn.Module, device: torch.device | str) -> None:
-    """Allocate the meta tensors of `model` on `device` without values, and record their names. Other tensors are
-    unchanged."""
+    """Allocate the meta tensors of `model` on `device`, without values, and record their names. Other tensors keep
+    their values."""
     empty = frozenset(clean_fqn(name) for name, tensor in _named(model) if tensor.is_meta)
     if not empty:
         return
@@ -66,15 +66,15 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
 
 
 def restore_buffers(model: nn.Module) -> None:
-    """Recompute non-persistent buffers that have no values, if the model can: no checkpoint stores them.
+    """Recompute non-persistent buffers without values, if the model can, because no checkpoint stores them.
 
-    A transformers model does (`_init_weights`), and a module with a method `reset_buffers`.
+    transformers models can (`_init_weights`), and so can a module with a method `reset_buffers`.
     """
     missing = _uninitialized.get(model, frozenset())
     init_weights = getattr(model, "_init_weights", None)
     restored = []
     for raw_name, module in model.named_modules():
-        # State dicts skip these names, and nothing public lists them.
+        # State dicts skip these names, and no public function lists them.
         names = [
             name
             for buffer in sorted(module._non_persistent_buffers_set)
@@ -111,7 +111,7 @@ def uninitialized(model: nn.Module) -> frozenset[str]:
 
 
 def mark_initialized(model: nn.Module, *names: str) -> None:
-    """Record that `names` (default: everything) of `model` have values now."""
+    """Record that the tensors `names` of `model` (default: all) now have values."""
     left = _uninitialized.get(model, frozenset()) - set(names) if names else frozenset()
     if left:
         _uninitialized[model] = left
@@ -120,10 +120,10 @@ def mark_initialized(model: nn.Module, *names: str) -> None:
 
 
 def require_initialized(model: nn.Module) -> None:
-    """Raise if parts of `model` have no values.
+    """Check that all tensors of `model` have values.
 
     Raises:
-        SaveError: Some tensors have no values; names them, and how to set them.
+        SaveError: Some tensors have no values. Names them and says how to set them.
     """
     left = sorted(uninitialized(model))
     if left:

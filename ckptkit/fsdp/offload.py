@@ -1,4 +1,4 @@
-"""Moves optimizer state and models to the host and back; synchronous."""
+"""Moves optimizer state and models to the host and back. Each call waits until the move is complete."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def offload_optimizer(optimizer: O) -> O:
     for state in optimizer.state.values():
         for name, value in state.items():
             if isinstance(value, torch.Tensor):
-                # non_blocking from a device lands in pinned memory; the wait below covers all copies at once
+                # A non-blocking copy from a device goes to pinned memory; `_finish` waits for all copies.
                 state[name] = value.to("cpu", non_blocking=True)
     _finish()
     return optimizer
@@ -46,7 +46,7 @@ def load_optimizer(optimizer: O) -> O:
 
 
 def offload_model(models: T, *, empty_cache: bool = True) -> T:
-    """Move one or several modules to the host and return the argument. Other objects are ignored."""
+    """Move one or several modules to the host and return the argument. Ignores other objects."""
     for module in _modules(models):
         module.to("cpu")
     _finish()
@@ -77,7 +77,7 @@ def _modules(models: object) -> Iterable[nn.Module]:
 
 
 def _step_on_device(optimizer: Optimizer) -> set[int]:
-    """Return the ids of parameters whose step count a device kernel reads; torch keeps the others on the host."""
+    """Return the ids of parameters whose step count must be on the device, because a device kernel reads it."""
     groups = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
     return {id(parameter) for group in groups for parameter in group["params"]}
 

@@ -22,17 +22,17 @@ _TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def mixed_precision_policy(
     config: FSDPConfig, *, is_root: bool = False, is_training: bool = True, stored: torch.dtype | None = None
 ) -> MixedPrecisionPolicy:
-    """Return fully_shard's policy for a unit whose trainable parameters are `stored` in that dtype.
+    """Return fully_shard's policy for a unit whose trainable parameters have the dtype `stored`.
 
     Inference computes in the stored dtype. fp64 gradients are not reduced in fp32.
     """
-    # output_dtype on the root only: a block that returned fp32 would pass it to the next block's bf16 weights.
+    # output_dtype only on the root: a block that returned fp32 would pass it to the bf16 weights of the next block.
     output = _TORCH[config.output_dtype] if is_root and config.output_dtype else None
     casts = config.cast_forward_inputs
     if not is_training:
         return MixedPrecisionPolicy(output_dtype=output, cast_forward_inputs=casts)
     reduce = _TORCH[config.reduce_dtype] if config.reduce_dtype else None
-    # With "master" too: trainable parameters are stored in this dtype, frozen ones are cast as they are gathered.
+    # Also for "master": trainable parameters are stored in this dtype, and frozen ones are cast when they are gathered.
     compute = _TORCH[config.mixed_precision] if config.mixed_precision else None
     if stored == torch.float64 and compute is None and reduce == torch.float32:
         reduce = torch.float64
@@ -42,24 +42,24 @@ def mixed_precision_policy(
 
 
 def offload_policy(config: FSDPConfig, device_type: str) -> OffloadPolicy:
-    """Return fully_shard's offload policy; memory is pinned only where a device copies from it."""
+    """Return fully_shard's offload policy. Pins memory only if a device copies from it."""
     if config.offload != "params":
         return OffloadPolicy()
     return CPUOffloadPolicy(pin_memory=device_type != "cpu")
 
 
 def storage_dtype(config: FSDPConfig) -> torch.dtype | None:
-    """Return the storage dtype of trainable parameters; None keeps their own."""
+    """Return the storage dtype of trainable parameters, or None if they keep their own dtype."""
     if config.mixed_precision is None:
         return None
     return _TORCH[config.mixed_precision] if config.precision == "master" else torch.float32
 
 
 def set_storage_dtype(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
-    """Cast those of `parameters` that are trainable and floating to `dtype`, in place.
+    """Cast the trainable floating-point parameters to `dtype`, in place.
 
-    Frozen parameters keep their dtype: they are never updated, so a wider copy has no benefit. Buffers keep theirs too:
-        rotary frequencies and running statistics lose too much in bf16.
+    Frozen parameters keep their dtype: they are never updated, so a wider copy has no benefit. Buffers also keep their
+    dtype, because rotary frequencies and running statistics lose too much in bf16.
     """
     for parameter in parameters:
         if parameter.requires_grad and parameter.is_floating_point() and parameter.dtype != dtype:
@@ -67,10 +67,10 @@ def set_storage_dtype(parameters: Iterable[nn.Parameter], dtype: torch.dtype) ->
 
 
 def check_unit_dtypes(name: str, parameters: Iterable[tuple[str, nn.Parameter]], policy: MixedPrecisionPolicy) -> None:
-    """Raise if FSDP2 could not gather or reduce the unit as one buffer.
+    """Check that FSDP2 can gather and reduce the unit as one buffer.
 
     Raises:
-        UsageError: Names the unit, the dtypes and one parameter of each.
+        UsageError: It can't. Names the unit, the dtypes and one parameter of each.
     """
     unit = f"The unit {name!r}" if name else "The root unit"
     first: dict[torch.dtype, str] = {}

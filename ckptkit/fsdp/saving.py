@@ -32,7 +32,7 @@ StartFresh: TypeAlias = Literal["if_empty", "if_none_committed", "never"]
 
 @dataclass(frozen=True, slots=True)
 class CheckpointOptions:
-    """The directory of a run and its retention limits. A plain number as `max_mem` counts GiB, as in LightRFT."""
+    """The directory of a run and its retention limits. `max_mem` as a plain number is in GiB, as in LightRFT."""
 
     url: str
     state_dict_type: str = "SHARDED"
@@ -48,7 +48,7 @@ class CheckpointOptions:
 
 
 def step_of(tag: str | None, step: int | None, fallback: int) -> int:
-    """Return the step to save under: `step`, else the number that `tag` ends in, else `fallback`."""
+    """Return the step to save under: `step`, else the number at the end of `tag`, else `fallback`."""
     if step is not None:
         return step
     found = _STEP.search(tag or "")
@@ -64,7 +64,7 @@ def save_checkpoint(
     client_state: Any = None,
     metrics: Mapping[str, float] | None = None,
 ) -> SaveReport:
-    """Save, commit, then rotate. A checkpoint of the same step is replaced once the new one is committed.
+    """Save and commit a checkpoint, then delete old ones. A checkpoint of the same step is replaced after the commit.
 
     Raises:
         SaveError: A part of the model has no values yet, or a rank failed. Nothing was published or deleted.
@@ -90,13 +90,13 @@ def load_checkpoint(
     start_fresh: StartFresh = "if_empty",
     waiting: int = 0,
 ) -> LoadReport | None:
-    """Load a committed checkpoint of the run, or another system's checkpoint at the URL; return None if there is
+    """Load a committed checkpoint of the run, or else another system's checkpoint at the URL. Returns None if there is
     neither.
 
     Models on the meta device have values afterwards.
 
     Args:
-        waiting: Backward passes of this rank that wait for their step; any is an error.
+        waiting: Backward passes of this rank that no optimizer step has used. Any number above 0 is an error.
     """
 
     def check() -> None:
@@ -135,7 +135,7 @@ def _manager(options: CheckpointOptions, start_fresh: StartFresh = "if_empty") -
 
 
 def _as_url(url: str) -> str:
-    return url if "/" in url else f"./{url}"  # only names of this run have no slash
+    return url if "/" in url else f"./{url}"  # a name without a slash would be a checkpoint of this run
 
 
 def _note_values(model: nn.Module, report: LoadReport) -> None:

@@ -34,14 +34,14 @@ def accumulation_steps(train_batch_size: int | None, *, micro: int, world_size: 
 
 
 def check_batch_sizes(train_batch_size: int | None, *, micro: int) -> None:
-    """Raise UsageError unless both are numbers of samples; `train_batch_size` may be None."""
+    """Raise UsageError unless both are positive numbers of samples. `train_batch_size` may be None."""
     for name, value in (("micro_train_batch_size", micro), ("train_batch_size", train_batch_size)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise UsageError(f"{name} is {value!r}; it must be a number of samples, 1 or more.")
 
 
 def set_seed(seed: int, *, offset: int = 0) -> None:
-    """Seed Python's, numpy's and torch's generators, on all devices, with `seed` + `offset`.
+    """Seed the generators of Python, numpy and torch, on all devices, with `seed` + `offset`.
 
     Raises:
         UsageError: `seed` is not an integer of at least 0.
@@ -65,10 +65,10 @@ def configured(
     shard_size: int | str | None,
     reshard_after_forward: bool | int | None,
 ) -> FSDPConfig:
-    """Return `config` with the arguments of `prepare_model` for one model.
+    """Return `config` changed by the arguments of `prepare_model` for one model.
 
     Raises:
-        UsageError: `shard_size` does not divide the data-parallel ranks.
+        UsageError: `shard_size` does not divide the number of data-parallel ranks.
     """
     changes: dict[str, Any] = {}
     if reshard_after_forward is not None:
