@@ -218,7 +218,7 @@ def test_a_file_in_the_place_of_a_result_that_is_one_file_is_kept_where_it_is_so
 
 
 def test_a_target_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointExistsError, match="was created by another process"), stage(str(tmp_path / "out")) as store:
+    with pytest.raises(CheckpointExistsError, match="by another process"), stage(str(tmp_path / "out")) as store:
         store.write("x", b"1")
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "theirs").write_bytes(b"2")
