@@ -1,4 +1,4 @@
-"""Merges a LoRA adapter into its base: the affected tensors, the formula for each, and the results."""
+"""Merges a LoRA adapter into its base: finds the affected tensors and the formula for each, and computes them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["merge_adapter", "Change", "changed"]
 
-# Tensors assembled (split, joined, permuted) from sources that a formula changes first, in full or by rows.
+# --- tensors assembled (split, joined, permuted) from sources that a formula changes first, in full or by rows
 
 
 Bytes = npt.NDArray[np.uint8]
@@ -42,10 +42,10 @@ class Change:
         inputs: The formula's inputs besides the weight.
         by_rows: Whether rows of the weight can be changed separately.
         scratch: Temporary memory of the formula, in bytes per element of the weight.
-        stored: The tensor that the weight is read from, if it has another dtype or shape, with as many rows; None: the
-            weight itself.
-        aligned: How many of the first inputs have one row per row of the weight, and are sliced like it.
-        by_element: Whether a few rows are changed as fast as many.
+        stored: The tensor that the weight is read from, if it has another dtype or shape. It has as many rows as the
+            weight. None reads the weight itself.
+        aligned: Number of leading inputs that have one row per row of the weight, and are sliced like it.
+        by_element: Whether changing a few rows at a time is as fast as many.
     """
 
     inputs: tuple[Target, ...]
@@ -58,7 +58,7 @@ class Change:
     by_element: bool = False
 
     def then(self, other: Change) -> Change:
-        """Return the change that applies this one, then `other`."""
+        """Return the change that applies this change first and then `other`."""
         own = len(self.inputs)
 
         def both(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
@@ -77,7 +77,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One source of a tensor: its rows from `first` on are read as `rows`, changed, and reshaped to `shape`."""
+    """One source of a tensor. Its rows from `first` on are read as `rows`, changed, and reshaped to `shape`."""
 
     source: str
     first: int
@@ -102,7 +102,7 @@ class _Step:
         return math.prod(self.shape)
 
     def carry_out(self, data: Sequence[Bytes], dtype: str) -> npt.NDArray[Any]:
-        """Return the changed rows in a dtype, as bits."""
+        """Return the changed rows in `dtype`, as unsigned integers with the same bits."""
         tensors = [_tensor(raw, target) for raw, target in zip(data, self.inputs, strict=True)]
         made = tensors[0]
         if self.change is not None:
@@ -111,7 +111,7 @@ class _Step:
 
 
 def changed(target: Target, changes: Mapping[str, Change], whole: Mapping[str, Target]) -> ComputedTensor:
-    """Return a tensor whose parts are taken from changed sources.
+    """Return a tensor made of parts of changed sources.
 
     Sources are changed in their own dtype and then cast to the target's. If the change allows it, only the rows that
     the parts need are read.
@@ -144,9 +144,9 @@ def changed(target: Target, changes: Mapping[str, Change], whole: Mapping[str, T
 
     by_rows = bool(target.shape) and all(step.change is None or step.change.by_rows for step in steps)
     label = "; ".join(dict.fromkeys(step.change.label for step in steps if step.change is not None))
-    if not plain:  # so that different tensors made from the same sources have different labels
+    if not plain:  # different tensors made from the same sources need different labels
         label += f", cut up [{crc32(repr(target.parts).encode()):08x}]"
-    # For a time, the result is in memory twice: also in the source's dtype, or in pieces.
+    # The result is in memory twice for a while: once in the source's dtype, or in pieces.
     scratch = sum(step.scratch + step.numel * dtype_of(target.dtype).itemsize for step in steps)
     few = by_rows and all(step.change is not None and step.change.by_element for step in steps)
     return ComputedTensor(
@@ -184,7 +184,7 @@ def _rows_of(source: Target, first: int, stop: int) -> Target:
 
 
 def _is_plain(target: Target, step: _Step) -> bool:
-    """Whether a target consists of the rows of a single source."""
+    """Return whether a target consists of the rows of a single source."""
     part = target.parts[0]
     same = len(target.parts) == 1 and part.is_plain and part.source_box.numel == step.numel
     return same and part.target_box == Box.whole(target.shape)
@@ -224,14 +224,14 @@ Put: TypeAlias = Callable[
 ]
 
 _ADVICE = "Export the adapter without --merge-adapter."
-# Adapters that PEFT cannot merge either: the result depends on the input, or on layers that the base does not have.
+# Adapters that PEFT cannot merge either, because the result depends on the input or on layers that the base lacks.
 _UNMERGEABLE = {
     "alora_invocation_tokens": "it is active only after its invocation tokens",
     "arrow_config": "its router decides for each token",
     "layer_replication": "its base layers are replicated",
     "megatron_config": "its factors belong to a single rank of Megatron's tensor parallelism",
 }
-# transformers' models with experts stored as [experts, in, out].
+# Models of transformers that store experts as [experts, in, out].
 _IN_FIRST = frozenset({"gpt_oss", "openai_privacy_filter", "aria", "aria_text"})
 _MOST_PARAMETERS = 6  # per module
 
@@ -245,12 +245,12 @@ def merge_adapter(
 ) -> Put:
     """Return the function that replaces base tensors by merged ones.
 
-    It takes (targets, omitted tied source -> kept source, notes to extend) and is applied after the key map, so that
+    It takes (targets, omitted tied source -> kept source, notes to extend). It is applied after the key map, so that
     the key map's changes apply to the merged tensors. The arithmetic is that of PEFT's `merge_and_unload` on a CPU.
 
     Args:
         model_type: The base config's model type, if known.
-        before: A change to apply first (dequantization, for example), by source of the base weight.
+        before: Changes to apply first (dequantization, for example), by source of the base weight.
 
     Raises:
         UnsupportedFormatError: PEFT cannot merge the adapter either, or its names are ambiguous.
@@ -276,7 +276,7 @@ def merge_adapter(
 def _of_tied(
     changes: Mapping[str, Change], tied: Mapping[str, str], notes: MutableSequence[str], names: Mapping[str, str]
 ) -> dict[str, Change]:
-    """Return the changes by kept source. PEFT changes a tied tensor in place, so a change to either name applies to
+    """Return the changes by kept source. PEFT changes tied tensors in place, so a change to one name applies to
     both."""
     made = dict(changes)
     for source, kept in tied.items():
@@ -297,13 +297,13 @@ def _of_tied(
 
 @dataclass(slots=True)
 class _Changes:
-    """Computes the changes (`made`, by source) of all parts of an adapter."""
+    """Computes the changes of all parts of an adapter. `made` has them by source."""
 
     split: AdapterSplit
     config: Mapping[str, Any]
     model_type: str | None
     made: dict[str, Change] = field(default_factory=dict)
-    left: dict[str, Target] = field(default_factory=dict)  # those of `split.others` that no formula has used yet
+    left: dict[str, Target] = field(default_factory=dict)  # tensors of `split.others` that no formula has used yet
 
     def __post_init__(self) -> None:
         for key, why in _UNMERGEABLE.items():
@@ -351,7 +351,7 @@ class _Changes:
     def _add_module(self, pair: LoraPair) -> None:
         assert pair.a is not None and pair.b is not None
         module = pair.module
-        inside_attention = pair.key.endswith(".base_layer.out_proj")  # of MultiheadAttention
+        inside_attention = pair.key.endswith(".base_layer.out_proj")  # out_proj of MultiheadAttention
         scale = scaling(self.config, pair.patterned)
         magnitude = self.left.pop(f"{pair.key}.lora_magnitude_vector", None)
         if (magnitude is not None) != bool(self.config.get("use_dora")):
@@ -400,7 +400,7 @@ class _Changes:
         return Change(inputs, made(scale, transposed=transposed), label, True, scratch)
 
     def _blocks(self, pair: LoraPair, weight: Target) -> tuple[int, int]:
-        """Return the numbers of diagonal blocks of A and of B."""
+        """Return the number of diagonal blocks of A and of B."""
         assert pair.a is not None and pair.b is not None
         if not self.config.get("use_bdlora") or any(
             len(t.shape) != 2 or 0 in t.shape for t in (weight, pair.a, pair.b)
@@ -410,10 +410,10 @@ class _Changes:
         return max(1, weight.shape[1] // pair.a.shape[1]), max(1, rank // pair.b.shape[1])
 
     def _is_transposed(self) -> bool:
-        """Whether square weights are stored as [in, out].
+        """Return whether square weights are stored as [in, out].
 
-        Decided by the checkpoint's non-square weights, or else by the config. PEFT decides by the module's class, and
-        corrects `fan_in_fan_out` to match.
+        The checkpoint's non-square weights decide, or else the config. PEFT decides by the module's class, and corrects
+        `fan_in_fan_out` to match.
         """
         proved = set()
         for pair in self.split.pairs.values():
@@ -491,8 +491,8 @@ class _Changes:
     def _assigned(self, module: str, pairs: Sequence[LoraPair]) -> tuple[bool, Sequence[str]]:
         """Return whether experts are stored as [experts, in, out], and the parameter of each pair.
 
-        PEFT's names do not say which pair belongs to which parameter, because it nests the wrappers of a module in the
-        order of its parameters. Only shapes can tell them apart.
+        PEFT nests the wrappers of a module in the order of its parameters. The names do not say which pair belongs to
+        which parameter; only the shapes do.
 
         Raises:
             UnsupportedFormatError: The shapes allow several assignments.
@@ -527,7 +527,7 @@ class _Changes:
             )
         return found[0]
 
-    # --- rows of an embedding
+    # --- embeddings of which some rows were trained
 
     def _add_tokens(self, name: str) -> None:
         rows = self.left.pop(name)
@@ -544,7 +544,7 @@ class _Changes:
 
 
 def _is_for_training(name: str) -> bool:
-    """Whether a tensor is only used in training, so that PEFT's merge ignores it."""
+    """Return whether a tensor is only used in training. PEFT's merge ignores such tensors."""
     return ".lora_monteclora_sampler." in name or name.endswith(".lora_velora_embed")
 
 
@@ -567,7 +567,7 @@ def _product(scale: float) -> str:
 
 
 def _scratch(pair: LoraPair, times: int) -> int:
-    """Return the temporary bytes per element. 16-bit factors are multiplied in float32."""
+    """Return the temporary bytes per element of a weight. 16-bit factors are multiplied in float32."""
     assert pair.b is not None
     return times * max(4, dtype_of(pair.b.dtype).itemsize)
 
@@ -591,7 +591,7 @@ def _check_dtypes(pair: LoraPair, weight: Target) -> None:
 def _check_shapes(
     pair: LoraPair, weight: Target, kinds: Sequence[bool], blocks: tuple[int, int] = (1, 1)
 ) -> list[bool]:
-    """Return whether the factors match the weight as (plain, transposed)."""
+    """Return (matches, matches transposed): whether the factors have the shape of the weight."""
     assert pair.a is not None and pair.b is not None
     a, b = pair.a.shape, pair.b.shape
     fits: list[bool] = []
@@ -607,7 +607,7 @@ def _check_shapes(
 
 
 def _fits(pair: LoraPair, shape: tuple[int, ...], in_first: bool) -> bool:
-    """Whether the factors match a parameter's shape."""
+    """Return whether the factors match a parameter's shape."""
     assert pair.a is not None and pair.b is not None
     a, b = pair.a.shape, pair.b.shape
     if len(a) != 2 or len(b) != 2 or b[1] != a[0] or len(shape) not in (2, 3):

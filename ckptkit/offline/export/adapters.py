@@ -31,8 +31,8 @@ __all__ = [
 ]
 
 _ROOT = "base_model.model."
-_WRAPPED = re.compile(r"(?:.+?\.)?base_model\.model\.")  # may be preceded by a trainer's attribute
-# base_model.model.<module>.lora_A.<adapter>.weight; in an adapter file without <adapter>.
+_WRAPPED = re.compile(r"(?:.+?\.)?base_model\.model\.")  # optionally after the name of a trainer's attribute
+# base_model.model.<module>.lora_A.<adapter>.weight. Adapter files omit <adapter>.
 _LORA = re.compile(
     r"(?P<module>.+)\.(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
     r"(?:\.(?P<adapter>(?!weight$|bias$)[^.]+))?(?:\.(?P<leaf>weight|bias))?"
@@ -54,7 +54,7 @@ class LoraPair:
     """The two factors of one module.
 
     Attributes:
-        key: Its stored name below PEFT's root; with `base_layer` if adapters are nested.
+        key: Its stored name below PEFT's root. It contains `base_layer` if adapters are nested.
         module: Its name in the base model.
     """
 
@@ -66,22 +66,22 @@ class LoraPair:
 
     @property
     def patterned(self) -> str:
-        """The name that rank and alpha patterns are matched with. For an attention's out_proj it is its parent's."""
+        """The name that rank and alpha patterns match. An attention's out_proj has that of its parent module."""
         return self.module.rpartition(".")[0] if self.key.endswith(".base_layer.out_proj") else self.module
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterSplit:
-    """The tensors of a checkpoint that PEFT trained.
+    """The tensors of a PEFT checkpoint, split into adapter and base.
 
     Attributes:
         base: Tensors of the base model, under its own names.
-        pairs: By module.
+        pairs: The LoRA factors, by module.
         others: Adapter tensors that are not pairs (DoRA magnitudes, LoRA biases, trained tokens), by name in an adapter
             file.
         saved: Fully trained modules (modules_to_save), by name in an adapter file.
         biases: Trained biases of the base model, by name in an adapter file.
-        names: Names of the adapters: "default".
+        names: Names of the adapters, usually "default".
         dropped: Unused sources, with the reason.
     """
 
@@ -95,20 +95,20 @@ class AdapterSplit:
 
 
 def without_base(names: Iterable[str]) -> bool:
-    """Return whether these are the names of a LoRA adapter alone, without base weights."""
+    """Return whether these are the names of only a LoRA adapter, without base weights."""
     adapted: set[str] = set()
     others: set[str] = set()
     for name in names:
         plain = _WRAPPED.sub("", name, count=1)
         if match := _LORA.fullmatch(plain):
             adapted.add(base_name(f"{match['module']}."))
-        elif not _OTHER.fullmatch(plain) and not plain.endswith(".bias"):  # an adapter may have trained biases
+        elif not _OTHER.fullmatch(plain) and not plain.endswith(".bias"):  # biases may be trained with the adapter
             others.add(base_name(name).rpartition(".")[0] + ".")
     return bool(adapted) and not adapted & others
 
 
 def base_name(name: str) -> str:
-    """Return the base model's name of a tensor of a PEFT model."""
+    """Return the name in the base model of a PEFT model's tensor."""
     return _BASE_LAYER.sub(".", _WRAPPED.sub("", name, count=1) if _WRAPPED.match(name) else name)
 
 
@@ -156,7 +156,7 @@ def split_adapter(targets: Mapping[str, Target]) -> AdapterSplit | None:
 
 
 def refuse_other_kinds(targets: Mapping[str, Target]) -> None:
-    """Raise for a PEFT model with another adapter than LoRA, because no loader accepts it as a model.
+    """Raise for a PEFT model with an adapter that is not LoRA. No loader accepts it as a model.
 
     Raises:
         UnsupportedFormatError: Names the module with the adapter.
@@ -175,10 +175,10 @@ def refuse_other_kinds(targets: Mapping[str, Target]) -> None:
 
 
 def adapter_config(given: Mapping[str, Any] | None, split: AdapterSplit, *, base: str | None) -> dict[str, Any]:
-    """Return the given adapter_config.json, checked against the tensors and never completed by guessing.
+    """Return the given adapter_config.json after checking it against the tensors. Values are never guessed.
 
     Raises:
-        UsageError: There is none, or it has no lora_alpha.
+        UsageError: There is no config, or it has no lora_alpha.
         CheckpointMismatchError: Its rank differs from the tensors'.
     """
     ranks = sorted({_rank(pair) for pair in split.pairs.values()})
@@ -225,7 +225,7 @@ def repo_of(config: Mapping[str, Any]) -> str | None:
 
 
 def named_base(given: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """Return a note if the base model in an exported adapter config cannot be loaded on other machines."""
+    """Return a note if the exported adapter config names a base model that other machines cannot load."""
     before, now = given.get("base_model_name_or_path"), config.get("base_model_name_or_path")
     if before and before != now:
         return [f"the adapter config names {now} as the base model instead of {before}"]
@@ -263,7 +263,7 @@ def changes_base(config: Mapping[str, Any]) -> str:
 
 
 def _is_tied_token_adapter(name: str, split: AdapterSplit, config: Mapping[str, Any]) -> bool:
-    """Whether PEFT stores a head's trained rows only once, with the embedding's. A list of indices implies it."""
+    """Return whether PEFT stores a tied head's trained rows only with the embedding. A list of indices implies it."""
     indices = config.get("trainable_token_indices")
     head = name.endswith("lm_head.token_adapter.trainable_tokens_delta")
     return (
@@ -274,7 +274,7 @@ def _is_tied_token_adapter(name: str, split: AdapterSplit, config: Mapping[str, 
 
 
 def _trained_biases(split: AdapterSplit, config: Mapping[str, Any]) -> dict[str, Target]:
-    """Return the base model's biases that belong to the adapter: all, or those of adapted modules.
+    """Return the biases of the base model that belong to the adapter: all of them, or those of adapted modules.
 
     Raises:
         UnsupportedFormatError: The config's `bias` is unknown to PEFT.
@@ -333,8 +333,11 @@ def _add_factor(split: AdapterSplit, match: re.Match[str], target: Target) -> No
 
 
 def _name_modules(split: AdapterSplit) -> None:
-    """Set the base-model module names of pairs. If several parameters of a module have adapters (target_parameters),
-    these are nested, and keep names that tell them apart."""
+    """Set the base-model module name of each pair.
+
+    If several parameters of a module have adapters (target_parameters), the adapters are nested and keep distinct
+    names.
+    """
     plain = [module.replace(".base_layer", "") for module in split.pairs]
     for module, name in zip(list(split.pairs), plain, strict=True):
         pair = split.pairs.pop(module)
@@ -354,7 +357,7 @@ def _rank(pair: LoraPair) -> int:
 
 
 def _is_stacked(config: Mapping[str, Any], pair: LoraPair) -> bool:
-    """Whether the factors may belong to a parameter: they have a rank per expert, or a pattern names it."""
+    """Return whether the factors may belong to a parameter: they have a rank per expert, or a pattern names them."""
     if not is_of_parameter(config, pair.key.replace(".base_layer", "")):
         return False
     patterns = config.get("rank_pattern")
@@ -363,10 +366,10 @@ def _is_stacked(config: Mapping[str, Any], pair: LoraPair) -> bool:
 
 
 def _by_pattern(patterns: Any, module: str, default: Any) -> Any:
-    """PEFT's rule: the first key that matches the module's name, or a suffix of it after a dot."""
+    """Return the first key that matches the module's name, or a suffix of it after a dot, as PEFT does."""
     if isinstance(patterns, Mapping):
         for key, value in patterns.items():
-            compile_regex(str(key))  # alone first: what is unbalanced must not close our own group
+            compile_regex(str(key))  # compiled alone first: an unbalanced ")" must not close our group
             if fullmatch(compile_regex(rf"(.*\.)?({key})"), module):
                 return value
     return default

@@ -1,4 +1,4 @@
-"""The base model of an export: config, tokenizer, other small files, and its names, shapes and dtypes."""
+"""Reads the base model of an export: config, tokenizer, other small files, and its names, shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ckptkit.storage.store import Store, split_url
 __all__ = ["BaseModel", "WantedTensor", "beside_source", "export_config", "open_base"]
 
 _MAX_FILE = 256 << 20
-# Files that are never copied: weights in any format, and files that run code when loaded.
+# Files that are never copied: weights in any format, and files that run code when they are loaded.
 _WEIGHTS = re.compile(
     r"\.(safetensors|bin|pt|pth|ckpt|gguf|ggml|onnx|h5|msgpack|pkl|pickle|npz|distcp|metadata)$|\.index\.json$", re.I
 )
@@ -32,7 +32,7 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 
 @dataclass(frozen=True, slots=True)
 class WantedTensor:
-    """A tensor of the base model; dtype and shape are None if only its index could be read."""
+    """A tensor of the base model. dtype and shape are None if only the index could be read."""
 
     dtype: str | None = None
     shape: tuple[int, ...] | None = None
@@ -48,7 +48,7 @@ class BaseModel:
         files: Contents of small files by name in the export, without config.json.
         wanted: The base model's tensors; {} if it has no weights.
         adapter_config: adapter_config.json or peft_config.json; None if there is none.
-        repo: The repo id, if --base is one.
+        repo: The repo id, if --base is a repo.
         notes: What was omitted.
     """
 
@@ -61,8 +61,7 @@ class BaseModel:
     notes: tuple[str, ...] = ()
 
     def over(self, other: BaseModel) -> BaseModel:
-        """Return this base, completed with what only `other` has. `other` is the checkpoint's own config and
-        tokenizer."""
+        """Return this base with its gaps filled from `other`, which has the checkpoint's own config and tokenizer."""
         return BaseModel(
             self.where if self.config is not None or not other.config else other.where,
             self.config if self.config is not None else other.config,
@@ -80,12 +79,12 @@ class BaseModel:
 
 
 def open_base(base: str, *, storage_options: Mapping[str, Any] | None = None) -> BaseModel:
-    """Read `--base`: a directory, a URL of one, or a repo of the Hugging Face hub, "org/name[@revision]".
+    """Read `--base`: a directory, the URL of a directory, or a repo of the Hugging Face hub, "org/name[@revision]".
 
     An existing directory takes precedence. Reads small files and safetensors headers, no tensor bytes.
 
     Raises:
-        CheckpointNotFoundError: It is none of these, or the Hub is unreachable and nothing is cached.
+        CheckpointNotFoundError: `base` is none of these, or the Hub is unreachable and nothing is cached.
         CorruptCheckpointError: config.json is not a JSON object.
     """
     protocol, path = split_url(base)
@@ -97,9 +96,9 @@ def open_base(base: str, *, storage_options: Mapping[str, Any] | None = None) ->
 
 
 def beside_source(store: Store, catalog: Catalog) -> BaseModel:
-    """Return a checkpoint's own side files, as listed by its reader: verl's `huggingface/`, and ours.
+    """Return the side files in the checkpoint itself, as its reader lists them, such as verl's `huggingface/`.
 
-    In a plain DCP directory these are files next to `.metadata`.
+    In a plain DCP directory, side files are next to `.metadata`.
     """
     notes: list[str] = []
     contents: dict[str, bytes] = {}
@@ -126,8 +125,8 @@ def export_config(
 
     Args:
         dtype: The dtype of most float weights; None if there are none.
-        untied: The head differs from the embedding.
-        quantized: The export contains quantized weights or their scales.
+        untied: Whether the head differs from the embedding.
+        quantized: Whether the export contains quantized weights or their scales.
     """
     made = dict(config)
     notes: list[str] = []
@@ -141,7 +140,7 @@ def export_config(
         notes.append("config.json: tie_word_embeddings is now false")
     names = made.get("architectures")
     if isinstance(names, list) and any(isinstance(name, str) and name.startswith("FSDP") for name in names):
-        # fully_shard renames the class of the module it wraps.
+        # fully_shard changes the class name of the module that it wraps.
         made["architectures"] = [n.removeprefix("FSDP") if isinstance(n, str) else n for n in names]
         notes.append("config.json: the FSDP prefix of the architecture was removed")
     if "quantization_config" in made and not quantized:
@@ -189,7 +188,7 @@ def _read_directory(store: Store, where: str, repo: str | None = None) -> BaseMo
 
 
 def _wanted(store: Store, notes: list[str]) -> dict[str, WantedTensor]:
-    """Return the base's tensors: names, shapes and dtypes from headers, or only names from the index."""
+    """Return the base's tensors: names, shapes and dtypes from headers; if these are missing, names from the index."""
     try:
         catalog = safetensors.open_catalog(store)
     except (CheckpointNotFoundError, UnsupportedFormatError):
@@ -215,8 +214,8 @@ def _from_hub(base: str) -> BaseModel:
     from huggingface_hub import get_safetensors_metadata, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError
 
-    # The base class of the hub's HTTP error is that of the HTTP library it came with (requests, httpx): its
-    # failures to connect are not OSErrors.
+    # huggingface_hub's HTTP error derives from that of its HTTP library (requests or httpx). The library's connection
+    # errors are not OSErrors.
     unreachable: tuple[type[Exception], ...] = (OSError, ValueError, KeyError, *HfHubHTTPError.__bases__)
     repo, _, revision = base.partition("@")
     try:
@@ -249,7 +248,7 @@ def _from_hub(base: str) -> BaseModel:
 
 
 def _read_small(store: Store, path: str, notes: list[str]) -> bytes | None:
-    """Return the file's bytes. For a file that is not copied, add a note and return None."""
+    """Return the file's bytes. If the file is not copied, add a note and return None."""
     if _WEIGHTS.search(path):
         notes.append(f"{path} was not copied: it looks like weights")
         return None
@@ -272,7 +271,7 @@ def _read_regular(store: Store, path: str, notes: list[str]) -> bytes | None:
 
 
 def _in_hub_cache(store: Store, path: str) -> bool:
-    """Whether a link belongs to the Hub's cache: .../models--x/snapshots/<revision>/file -> ../../blobs/<hash>."""
+    """Return whether a link is the Hub cache's: .../models--x/snapshots/<revision>/file -> ../../blobs/<hash>."""
     root = store.url
     if not is_directory(store):
         return False
@@ -289,8 +288,8 @@ def _read_link(store: Store, path: str) -> bytes | None:
 
 
 def _adapter_config(store: Store, notes: list[str]) -> dict[str, Any] | None:
-    """Return PEFT's config from the checkpoint, verl's lora_adapter/ or the folder above; otherwise verl's record
-    (rank, alpha, task)."""
+    """Return PEFT's config from the checkpoint, verl's lora_adapter/ or the parent directory. If there is none, return
+    the values that verl recorded (rank, alpha, task)."""
     places = [(store, ""), (store, "lora_adapter/")]
     if is_directory(store):
         places.append((open_store(os.path.dirname(store.url)), ""))
@@ -304,7 +303,7 @@ def _adapter_config(store: Store, notes: list[str]) -> dict[str, Any] | None:
 
 
 def _export_name(path: str) -> str:
-    """Return the name in the export: the last component; folders of extra chat templates are kept."""
+    """Return a file's name in the export: the last component, but with the folder for extra chat templates."""
     marker = "additional_chat_templates/"
     return marker + path.rpartition(marker)[2] if marker in path else path.rpartition("/")[2]
 

@@ -1,4 +1,4 @@
-"""Checks a written export: its index, and its names and shapes against a model."""
+"""Checks a written export: its index against the files, and its names and shapes against a model."""
 
 from __future__ import annotations
 
@@ -31,18 +31,17 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
-_SHOWN = 5  # maximum number of faults of each kind that are shown
-# Buffers that old versions of transformers stored and all versions compute.
+_SHOWN = 5  # maximum number of faults shown of each kind
+# Buffers that old versions of transformers stored, and that every version computes.
 _LAYER = re.compile(r"(?:.*\.)?(?:layers?|blocks?|h)\.(\d+)\..*")
 _COMPUTED = re.compile(r".*(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached|\.attn\.(bias|masked_bias)|position_ids)")
-# Of one family: positions that are sines, which its save_pretrained omits (_keys_to_ignore_on_save).
+# Sinusoidal positions of one model family, which its save_pretrained omits (_keys_to_ignore_on_save).
 _COMPUTED_BY = {"marian": re.compile(r"model\.(?:encoder|decoder)\.embed_positions\.weight")}
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Differences between an export and a model. Different dtypes are only noted, because an export keeps its source's
-    dtypes."""
+    """Differences between an export and a model. Other dtypes are only noted, because an export keeps its source's."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -53,7 +52,7 @@ class Comparison:
 def compare_with_base(targets: Mapping[str, Target], base: BaseModel, *, untied: bool) -> Comparison:
     """Return all names and shapes that differ from the base model.
 
-    A tied head may be in only one of them. `untied`: a separate head was found.
+    A tied head may be missing on one side. `untied`: the export has a separate head.
     """
     wanted = base.wanted
     shapes = {name: target.shape for name, target in targets.items()}
@@ -78,7 +77,7 @@ def compare_with_base(targets: Mapping[str, Target], base: BaseModel, *, untied:
 def unexpected_buffers(
     targets: Mapping[str, Target], wanted: Mapping[str, WantedTensor], model_type: str | None
 ) -> dict[str, str]:
-    """Return buffers that transformers computes and the base does not store."""
+    """Return the buffers that transformers computes and the base does not store."""
     if not wanted:
         return {}
     kinds = [_COMPUTED, *([_COMPUTED_BY[model_type]] if model_type in _COMPUTED_BY else [])]
@@ -90,7 +89,7 @@ def unexpected_buffers(
 
 
 def absent_layers(names: Iterable[str], config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the layers that are missing by the config's layer count, if there is nothing else to compare with.
+    """Return the layers that are missing according to the config's layer count, if there is no base to compare with.
 
     transformers would initialize them randomly. Only numbered layers can be checked.
     """
@@ -133,7 +132,7 @@ class ExportProof:
     Attributes:
         tensors: Number of tensors.
         matches: What names and shapes were compared with: "the config", a base model, or "" for nothing.
-        indexed: Whether there is an index that matches the files exactly.
+        indexed: Whether there is an index. It matches the files exactly.
     """
 
     tensors: int
@@ -141,7 +140,7 @@ class ExportProof:
     indexed: bool
 
     def phrases(self) -> tuple[str, ...]:
-        """Return the parts of the summary line."""
+        """Return the phrases of the summary line."""
         said = [f"names and shapes match {self.matches}"] if self.matches else ["names were compared with no model"]
         return (*said, "index exact" if self.indexed else "single file, no index needed")
 
@@ -152,11 +151,11 @@ def check_export(store: Store, *, base: BaseModel | None = None, use_config: boo
     Args:
         base: Compare names and shapes with this base.
         use_config: Compare with the model that transformers builds from config.json on the meta device (imports torch
-            and transformers). Without transformers, only `base` is used.
+            and transformers). Without transformers, compare with `base`.
 
     Raises:
         CorruptCheckpointError: Index and files differ, or a file is not in the index.
-        CheckpointMismatchError: Names or shapes differ; lists the first of each kind.
+        CheckpointMismatchError: Names or shapes differ. The message lists the first of each kind.
         MissingExtraError: `use_config` without transformers and without a base.
     """
     catalog = safetensors.open_catalog(store)
@@ -179,9 +178,9 @@ def check_export(store: Store, *, base: BaseModel | None = None, use_config: boo
 
 
 def names_of_config(store: Store) -> tuple[dict[str, WantedTensor], dict[str, Any]]:
-    """Return the Hub names and shapes of transformers' model for config.json, and the config.
+    """Return the Hub names and shapes of the model that transformers builds for config.json, and the config.
 
-    No code of the export is executed: classes come only from transformers. Returns ({}, config) for an unknown model.
+    No code of the export is executed: all classes are those of transformers. Returns ({}, config) for an unknown model.
     """
     import torch
     import transformers
@@ -189,7 +188,7 @@ def names_of_config(store: Store) -> tuple[dict[str, WantedTensor], dict[str, An
     config = json.loads(store.read("config.json"))
     names = config.get("architectures") or []
     kind = getattr(transformers, str(names[0]), None) if names else None
-    # Config values are untrusted: only model classes are called.
+    # Config values are untrusted, so only model classes are called.
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)) or "model_type" not in config:
         return {}, config
     settings = {key: value for key, value in config.items() if key != "quantization_config"}
@@ -216,7 +215,7 @@ def _check_names(catalog: Catalog, base: BaseModel) -> None:
 
 
 def shown(faults: Sequence[str]) -> list[str]:
-    """Return the first five faults of each kind, and the number of others. The debug log (-v) has all."""
+    """Return the first five faults of each kind, and the number of the others. The debug log (-v) lists all."""
     kinds: dict[str, list[str]] = {}
     for fault in faults:
         kinds.setdefault(fault.partition(":")[0], []).append(fault)
@@ -230,7 +229,7 @@ def shown(faults: Sequence[str]) -> list[str]:
 
 
 def _check_index(store: Store, catalog: Catalog) -> bool:
-    """Check that the index matches the headers, and that no other file would be loaded too."""
+    """Check that the index matches the headers, and that loaders would read no other file."""
     on_disk = {item.path for item in store.list() if item.path.endswith(".safetensors")}
     stray = sorted(on_disk - set(catalog.info.files))
     if stray:

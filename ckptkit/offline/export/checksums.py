@@ -1,4 +1,4 @@
-"""Writes and reads SHA256SUMS of an export, one line per file, for `sha256sum --check`."""
+"""Writes and reads the SHA256SUMS of an export: one line per file, for `sha256sum --check`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["SUMS_NAME", "read_checksums", "write_checksums"]
 
 SUMS_NAME = "SHA256SUMS"
 _CHUNK = 16 << 20
-_MAX_BYTES = 1 << 20  # some 10,000 files
+_MAX_BYTES = 1 << 20  # enough for about 10,000 files
 _LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 
 
 def write_checksums(store: Store, paths: Iterable[str], *, workers: int = 0) -> None:
-    """Read the files back and write SHA256SUMS. The values equal the Hub's LFS ids."""
+    """Read the files back and write SHA256SUMS. The digests equal the Hub's LFS ids."""
     names = sorted(paths)
     with WorkerPool(workers or 4, thread_name_prefix="ckptkit-sha256") as pool:
         lines = [
@@ -30,7 +30,7 @@ def write_checksums(store: Store, paths: Iterable[str], *, workers: int = 0) -> 
 
 
 def read_checksums(store: Store) -> dict[str, str]:
-    """Return the sha256 (hex) of each file in the directory's SHA256SUMS; {} if there is none.
+    """Return the sha256 (hex) of each file in the directory's SHA256SUMS; {} if there is no SHA256SUMS.
 
     Raises:
         CorruptCheckpointError: It is not a valid SHA256SUMS file.

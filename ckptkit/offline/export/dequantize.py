@@ -1,8 +1,8 @@
-"""Plans the dequantization of weights: which tensors are scales, and what each weight becomes.
+"""Plans the dequantization of weights: finds the scale of each weight and the formula that applies it.
 
-Formats: block FP8 (`weight_scale_inv`, DeepSeek-V3 and transformers' `fp8`), FP8 with one scale for a tensor or a row
-(`weight_scale`, compressed-tensors and fbgemm), and MXFP4 (`_blocks` and `_scales`, gpt-oss). The formulas are those of
-`dequantize_formulas`.
+Formats: block FP8 (`weight_scale_inv`, DeepSeek-V3 and transformers' `fp8`), FP8 with one scale per tensor or row
+(`weight_scale`, compressed-tensors and fbgemm), and MXFP4 (`_blocks` and `_scales`, gpt-oss). `dequantize_formulas` has
+the arithmetic.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from ckptkit.offline.export.packed_weights import is_packed_weight, unpacking
 __all__ = ["Dequantized", "dequantize"]
 
 _SCALES = ("_scale_inv", "_scale")
-# Scales of activations, which only a quantized model has a use for.
+# Scales of activations. Only a quantized model uses them.
 _OF_INPUTS = re.compile(r".+\.(?:input_scale|input_scale_ub|input_global_scale|activation_scale)")
-# Weights in integers: GPTQ, AWQ, compressed-tensors, MXFP4, bitsandbytes.
+# Weights stored as integers: GPTQ, AWQ, compressed-tensors, MXFP4, bitsandbytes.
 _PACKED = re.compile(
     r".+(?:\.qweight|\.weight_packed|\.weight_shape|\.weight_zero_point|\.weight_g_idx|\.weight_global_scale|_blocks|\.qzeros|\.absmax|\.quant_map|\.SCB)"
 )
@@ -36,13 +36,13 @@ _NAMED = 5
 
 @dataclass(frozen=True, slots=True)
 class Dequantized:
-    """Targets without scales, whose quantized weights are still to be computed by `computed`.
+    """The targets without scales. `computed` then replaces the quantized weights by dequantized ones.
 
     Attributes:
         changes: The dequantization of each weight, by source.
         whole: The whole weight, by source, for targets that need parts of it.
-        dropped: What became of each scale, by source.
-        names: The weight that each stored tensor became part of, by stored name; "" for activation scales.
+        dropped: The reason why each scale was dropped, by source.
+        names: Stored name -> the weight that the tensor belongs to; "" for activation scales.
     """
 
     targets: dict[str, Target]
@@ -57,7 +57,7 @@ class Dequantized:
         return f"{len(self.changes)} {kinds} weights dequantized to {self.dtype}"
 
     def computed(self, tensors: Mapping[str, OutputTensor]) -> dict[str, OutputTensor]:
-        """Return the tensors with those of quantized sources computed."""
+        """Return the tensors, with dequantized weights instead of those with quantized sources."""
         return {
             name: changed(tensor, self.changes, self.whole)
             if isinstance(tensor, Target) and any(key in self.changes for key in tensor.sources)
@@ -71,7 +71,7 @@ class _Weight:
     """A quantized weight.
 
     Attributes:
-        name: The weight's name without quantization.
+        name: The weight's name in an unquantized model.
         stored: The name of the tensor with its codes.
         parts: The names of its scales, zero points and so on.
         target: The dequantized weight.
@@ -88,11 +88,11 @@ def dequantize(targets: Mapping[str, Target], dtype: str, config: Mapping[str, A
     """Return the targets with quantized weights in `dtype`. Does nothing for "keep", or if nothing is quantized.
 
     Args:
-        config: config.json of the model, which states the size of blocks.
+        config: config.json of the model, which states the block size.
 
     Raises:
         CheckpointMismatchError: A weight lacks its scale, or the scale has another shape.
-        UnsupportedFormatError: Weights are packed in a way that is not dequantized here.
+        UnsupportedFormatError: ckptkit cannot dequantize the weights.
     """
     if dtype == "keep":
         return Dequantized(dict(targets))
@@ -151,7 +151,7 @@ def _dequantized(targets: Mapping[str, Target], weights: list[_Weight]) -> Dequa
 
 
 def _source(name: str, dtype: str, source: str, shape: tuple[int, ...]) -> Target:
-    """Return a whole source as a target, in the shape that the formula uses."""
+    """Return a whole source as a target, in the shape that the formula expects."""
     return Target(name, dtype, shape, (Part(Box.whole(shape), source, Box.whole(shape)),), dtype)
 
 
@@ -163,7 +163,7 @@ def _stored(target: Target) -> Target:
 
 
 def _is_packed(name: str, targets: Mapping[str, Target]) -> bool:
-    """Return whether a tensor holds packed weights, or belongs to them (their scales, zero points, shapes)."""
+    """Return whether a tensor holds packed weights or belongs to them (scales, zero points, shapes)."""
     coded = targets[name].source_dtype in ("int8", "uint8") and bool(_scale_of(name, targets))
     return coded or _is_small(targets[name]) or _PACKED.fullmatch(name) is not None
 
@@ -186,7 +186,7 @@ def _eight(name: str, targets: Mapping[str, Target], blocks: Any, dtype: str) ->
 
 
 def _formula(weight: Target, scale: Target, blocks: Any, dtype: str) -> tuple[Formula, str, int]:
-    """Return the formula of a weight, its label in a plan, and how many inputs are sliced along with the rows."""
+    """Return the formula of a weight, its label in a plan, and the number of inputs that are sliced with its rows."""
     if scale.numel == 1:
         return formulas.whole(dtype), f"FP8 weight * scale in {scale.dtype}", 0
     rows, columns = weight.shape[-2:] if len(weight.shape) > 1 else (weight.shape[0], 1)
@@ -203,7 +203,7 @@ def _formula(weight: Target, scale: Target, blocks: Any, dtype: str) -> tuple[Fo
 
 
 def _block_size(weight: Target, scale: Target, blocks: Any, rows: int, columns: int) -> tuple[int, int] | None:
-    """Return the block size: the config's if the scales match it, otherwise the one that divides the weight evenly."""
+    """Return the block size: the config's if the scales match it, otherwise one that divides the weight evenly."""
     if len(scale.shape) != len(weight.shape) or len(weight.shape) < 2 or not scale.numel:
         return None
     down, across = scale.shape[-2:]

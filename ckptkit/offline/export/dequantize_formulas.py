@@ -1,7 +1,8 @@
-"""The arithmetic of dequantization: that of transformers and compressed-tensors on a CPU, operation by operation.
+"""Computes dequantized weights as transformers and compressed-tensors do on a CPU, operation by operation.
 
-Each formula is a function (stored weight, inputs, first row) -> weight in the wanted dtype, as in `merge_formulas`: the
-stored weight may be only some rows, starting at `first`; inputs are complete, except for scales that have as many rows.
+Each formula is a function (stored weight, inputs, first row) -> weight in the wanted dtype, as in `merge_formulas`. The
+stored weight may be only some rows, starting at `first`. Inputs are complete, but scales with one row per row of the
+weight are sliced like it.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ if TYPE_CHECKING:
 
 __all__ = ["E2M1", "by_block", "by_row", "fp4", "integers", "mxfp4", "whole"]
 
-_BLOCK = 1 << 14  # elements, so that temporaries stay in the cache
+_BLOCK = 1 << 14  # elements at a time: temporaries stay in the cache
 
-# The values of the codes of FP4 (E2M1) without a sign, which is bit 3.
+# The values of FP4 codes (E2M1) without their sign, which is bit 3.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def whole(dtype: str) -> Formula:
-    """Return W * scale. Inputs: one scale."""
+    """Return W * scale. Inputs: one scale for the tensor."""
 
     def scaled(w: torch.Tensor, inputs: Any, first: int) -> torch.Tensor:
         return _rounded(w.float() * _factors(inputs[0]).reshape(()), dtype)
@@ -35,7 +36,7 @@ def whole(dtype: str) -> Formula:
 
 
 def by_row(dtype: str) -> Formula:
-    """Return each row times its scale. Inputs: the scales of all rows."""
+    """Return W with each row multiplied by its scale. Inputs: the scales of all rows."""
 
     def scaled(w: torch.Tensor, inputs: Any, first: int) -> torch.Tensor:
         return _rounded(w.float() * _factors(inputs[0]).reshape(-1, 1)[first : first + w.shape[0]], dtype)
@@ -44,16 +45,17 @@ def by_row(dtype: str) -> Formula:
 
 
 def by_block(high: int, wide: int, dtype: str) -> Formula:
-    """Return each block of `high` x `wide` elements times its scale. Inputs: [..., blocks down, blocks across].
+    """Return W with each block of `high` x `wide` elements multiplied by its scale.
 
-    With blocks of several rows, the inputs are all scales; otherwise those of the given rows.
+    Inputs: [..., blocks down, blocks across]. If blocks have several rows, the inputs are all scales, otherwise those
+    of the given rows.
     """
 
     def scaled(w: torch.Tensor, inputs: Any, first: int) -> torch.Tensor:
         import torch
 
         scale = _factors(inputs[0])
-        start = first if w.ndim == 2 and high > 1 else 0  # of more dimensions, the outermost is cut
+        start = first if w.ndim == 2 and high > 1 else 0  # with more dimensions, rows are those of the outermost
         rows = torch.arange(start, start + w.shape[-2]) // high
         columns = torch.arange(w.shape[-1]) // wide
         return _rounded(w.float() * scale[..., rows, :][..., columns], dtype)
@@ -62,17 +64,17 @@ def by_block(high: int, wide: int, dtype: str) -> Formula:
 
 
 def mxfp4(dtype: str) -> Formula:
-    """Return [experts, groups * 32, out] of blocks [experts, out, groups, 16]: Each byte has two FP4 codes, the lower
-    one first; each value is multiplied by two to the power of its group's exponent. Inputs: exponents plus 127, as
-    bytes [experts, out, groups].
+    """Return [experts, groups * 32, out] from blocks [experts, out, groups, 16]. Inputs: [experts, out, groups].
 
-    As `convert_moe_packed_tensors` of transformers (integrations/mxfp4.py).
+    Each byte of a block has two FP4 codes, the lower one first. An input byte is the exponent of a group plus 127; the
+    group's values are multiplied by two to the power of the exponent. As `convert_moe_packed_tensors` of transformers
+    (integrations/mxfp4.py).
     """
 
     def unpacked(w: torch.Tensor, inputs: Any, first: int) -> torch.Tensor:
         import torch
 
-        # Two weights depend on two bytes only: looking them up is many times as fast as computing them.
+        # Two weights depend on only two bytes. Looking them up is many times faster than computing them.
         kind = getattr(torch, dtype)
         codes = torch.tensor((*E2M1, *(-value for value in E2M1)), dtype=kind)
         code = torch.arange(256)
@@ -110,8 +112,8 @@ def integers(
         shape: Shape of the weight.
         group: Number of columns that share a scale; 0 for one scale per row, or one in all.
         by_rows: Whether scales have one row per row of the weight.
-        packed: Integers are packed along rows; otherwise each has a byte.
-        packed_zero: Zero points are packed along columns; otherwise each has a byte.
+        packed: Whether integers are packed along rows; otherwise each is a byte.
+        packed_zero: Whether zero points are packed along columns; otherwise each is a byte.
     """
 
     def unpacked(w: torch.Tensor, inputs: Any, first: int) -> torch.Tensor:
@@ -137,8 +139,8 @@ def integers(
 def fp4(group: int, dtype: str) -> Formula:
     """Return W * scale for FP4 (two codes per byte, the lower one first), rounded to bfloat16 like compressed-tensors.
 
-    Inputs: a scale for each `group` columns, in FP8 or as a byte (the exponent plus 127); then, for NVFP4, a number by
-        which all scales are divided. Follows `decompress` of its NVFP4 and MXFP4 compressors.
+    Inputs: a scale for each `group` columns, in FP8 or as a byte (the exponent plus 127). For NVFP4 also a number that
+    divides all scales. Follows `decompress` of compressed-tensors' NVFP4 and MXFP4 compressors.
     """
 
     def unpacked(w: torch.Tensor, inputs: Any, first: int) -> torch.Tensor:
@@ -157,10 +159,10 @@ def fp4(group: int, dtype: str) -> Formula:
 
 
 def _unpacked(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """Return the first `count` integers (2, 4 or 8 bits, lowest first) of each row of 32-bit words, as int8."""
+    """Return the first `count` integers of each row of 32-bit words (2, 4 or 8 bits each, lowest first), as int8."""
     import torch
 
-    stored = words.contiguous().view(torch.uint8)  # little endian, as every machine that torch runs on
+    stored = words.contiguous().view(torch.uint8)  # little endian, as on every machine that torch supports
     if bits == 8:
         return (stored ^ 128).view(torch.int8)[:, :count]
     codes = torch.stack([stored >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)], dim=-1)
@@ -168,14 +170,14 @@ def _unpacked(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
 
 
 def _of_rows(values: torch.Tensor, rows: slice, height: int, grouped: bool) -> torch.Tensor:
-    """Return the scales or zero points of some rows, in a shape that broadcasts over all columns or over each group."""
+    """Return the scales or zero points of some rows, shaped to broadcast over all columns or over each group."""
     if grouped:
         return values[rows].unsqueeze(-1)
     return values.reshape(-1, 1)[rows] if values.numel() == height and height > 1 else values.reshape(())
 
 
 def _looked_up(table: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """Return the rows of a table whose indices are high * 256 + low; both are bytes."""
+    """Return the rows of a table at the indices high * 256 + low, which are bytes."""
     import torch
 
     unit = {4: np.uint32, 8: np.uint64, 16: np.complex128}[table.shape[-1] * table.element_size()]
@@ -183,7 +185,7 @@ def _looked_up(table: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> to
     out: npt.NDArray[Any] = np.empty(low.numel(), unit)
     highs, lows = high.reshape(-1, high.shape[-1]).numpy(), low.reshape(-1, low.shape[-1]).numpy()
     step = max(1, _BLOCK // lows.shape[-1])
-    for start in range(0, len(lows), step):  # indices are eight times as wide as what they are made of
+    for start in range(0, len(lows), step):  # in steps: indices take eight times the memory of the bytes
         index = highs[start : start + step].astype(np.intp) << 8
         index = (index | lows[start : start + step]).reshape(-1)
         at = start * lows.shape[-1]
@@ -192,7 +194,7 @@ def _looked_up(table: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> to
 
 
 def _factors(scale: torch.Tensor) -> torch.Tensor:
-    """Return scales in float32; bytes are exponents of two (E8M0)."""
+    """Return scales as float32. Bytes are exponents of two (E8M0)."""
     import torch
 
     return (scale.to(torch.float32) - 127.0).exp2() if scale.dtype == torch.uint8 else scale.to(torch.float32)

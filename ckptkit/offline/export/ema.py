@@ -1,4 +1,4 @@
-"""Finds the exponential moving average (EMA) of the weights that a checkpoint carries, under the model's names."""
+"""Finds the exponential moving average (EMA) of the weights in a checkpoint, and maps it to the model's names."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from ckptkit.errors import CheckpointMismatchError, CheckpointNotFoundError, Uns
 
 __all__ = ["averaged"]
 
-# What stands in front of the averaged tensors: an `extra` of ours, timm's state_dict_ema, LitEma's buffers, and others.
+# Prefixes of averaged tensors: ckptkit's `extra`, timm's state_dict_ema, LitEma's buffers, and others.
 _FRONT = re.compile(r"(?:.*?[._])??(?:ema|model_ema|ema_model|ema_weights|(?:model_)?ema_state_dict|state_dict_ema)\.")
-_LIGHTNING = "current_model_state."  # Lightning's WeightAveraging keeps the trained weights there
-_WRAPPERS = 3  # components at most between the front and the model's names: "module.", "shadow."
+_LIGHTNING = "current_model_state."  # where Lightning's WeightAveraging stores the trained weights
+_WRAPPERS = 3  # maximum number of components between the prefix and the model's names: "module.", "shadow."
 _NAMED = 3
 
 
 def averaged(catalog: Catalog) -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
-    """Return the averaged weights by FQN, and notes. Tensors without an average (integers, buffers, frozen parameters)
-    come from the model.
+    """Return the averaged weights by FQN, and notes.
+
+    Tensors without an average (integers, buffers, frozen parameters) are those of the model.
 
     Raises:
         CheckpointNotFoundError: There is no EMA.
-        UsageError: There are several.
-        CheckpointMismatchError: It is not of this model.
+        UsageError: There are several EMAs.
+        CheckpointMismatchError: The EMA is not of this model.
         UnsupportedFormatError: Its tensors have no names, or are too small to be stored as tensors.
     """
     model = catalog.by_role(Role.MODEL)
@@ -54,7 +55,7 @@ def averaged(catalog: Catalog) -> tuple[dict[str, TensorEntry], tuple[str, ...]]
 def _named(
     catalog: Catalog, front: str, found: Mapping[str, TensorEntry], model: Mapping[str, TensorEntry]
 ) -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
-    """Return the tensors below `front` under their names in the model, completed with the model's tensors."""
+    """Return the averages below the prefix `front` under the model's names, completed with the model's tensors."""
     if all(name.rpartition(".")[2].isdecimal() for name in found):
         raise UnsupportedFormatError(
             f"--weights ema: the tensors of {front!r} are numbered, so that they have no names. NeMo and "
@@ -66,7 +67,7 @@ def _named(
             tried = {name: known[short] for name in found if (short := ".".join(name.split(".")[count:])) in known}
             if len(tried) > most:
                 names, most = tried, len(tried)
-        joined = {name.replace(".", ""): name for name in known}  # LitEma's names have no dots
+        joined = {name.replace(".", ""): name for name in known}  # LitEma removes the dots from names
         tried = {name: known[joined[name]] for name in found if name in joined}
         if len(tried) > most:
             names, most = tried, len(tried)
@@ -101,14 +102,14 @@ def _named(
 
 
 def _variants(model: Mapping[str, TensorEntry]) -> list[dict[str, str]]:
-    """Return the names that an EMA may use for the model's tensors (with or without a container), and their FQNs."""
+    """Return the names that an EMA may use for the model's tensors (with or without a container) -> their FQNs."""
     whole = {name: name for name in model}
     inner = {name.partition(".")[2]: name for name in model}
     return [whole, inner] if len(inner) == len(whole) else [whole]
 
 
 def _is_inline(catalog: Catalog, front: str, name: str) -> bool:
-    """Return whether the object that holds an EMA contains the value of this tensor."""
+    """Return whether the object that contains an EMA contains the value of this tensor."""
     holder = catalog.objects.get(front.removesuffix("."))
     if holder is None or holder.encoding != "value":
         return False

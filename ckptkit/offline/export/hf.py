@@ -2,8 +2,8 @@
 
     export = plan_export(store, catalog, base=open_base(...), options=ExportOptions(...))
 
-Order: the wanted role (model or masters) -> wrappers and prefix off the names -> include, exclude -> adapter ->
-key map -> tied weights -> check against the base -> dtype.
+Order: select the role (model or masters) -> remove wrappers and prefix -> include, exclude -> adapter -> key map ->
+tied weights -> compare with the base -> dtype.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["ExportOptions", "HFExport", "export_tensors", "plan_export"]
 
 
-# A name without any of these is that of no adapter, and of no layout that a built-in map is chosen for: the modules
-# that know more need not be imported, which is a tenth of the time of a short run.
+# If no name contains any of these, there is no adapter, and no layout that needs a built-in key map. The modules for
+# those are then not imported, which saves a tenth of the time of a short run.
 _ADAPTER = ".lora_"
 _PEFT = "base_model.model."
 _MAPPED = (".experts.", "tok_embeddings.weight", "model.language_model.", "gpt_neox.")
@@ -44,12 +44,12 @@ class HFExport:
 
     Attributes:
         tensors: By name, in the order of the source.
-        files: config.json, tokenizer and the like, README.md.
+        files: Small files: config.json, tokenizer, README.md.
         kind: "model" (model*.safetensors) or "adapter" (adapter_model.safetensors, one file).
         config: The config to write; None if there is none.
-        key_map: Name of the map that was applied.
+        key_map: Name of the applied key map.
         leftovers: Unused source tensors, with the reason.
-        missing: Names that the base has and no source provides.
+        missing: Names that the base has but no source provides.
         faults: Mismatches with the base; empty unless `strict` is off.
         notes: Notes for the user about decisions.
         checked: What names and shapes were compared with: a path or repo, or "" for nothing.
@@ -69,7 +69,7 @@ class HFExport:
 
 @dataclass(slots=True)
 class _Draft:
-    """An export in the making."""
+    """The state of an export while it is planned."""
 
     catalog: Catalog
     base: BaseModel
@@ -82,10 +82,10 @@ class _Draft:
     key_map: str = "hf"
     weights: str = "model"
     untied: bool = False
-    quantization: dict[str, Any] | None = None  # of the export, if that was asked for
+    quantization: dict[str, Any] | None = None  # quantization_config of the export, if requested
     extra: list[str] = field(default_factory=list)
-    live: dict[str, str] = field(default_factory=dict)  # by source: its name before the key map
-    tied: dict[str, str] = field(default_factory=dict)  # by source of a second name: that of the one that is kept
+    live: dict[str, str] = field(default_factory=dict)  # source -> its name before the key map
+    tied: dict[str, str] = field(default_factory=dict)  # source of an omitted tied name -> source of the kept name
 
 
 def plan_export(
@@ -100,7 +100,7 @@ def plan_export(
 
     Args:
         base: The model of --base, completed with the checkpoint's own side files.
-        own: These side files; None reads them from `store`.
+        own: The checkpoint's own side files; None reads them from `store`.
 
     Raises:
         CheckpointMismatchError: Names collide; names or shapes differ from the base; a tied head differs.
@@ -130,10 +130,10 @@ def plan_export(
 def export_tensors(
     catalog: Catalog, *, options: ExportOptions, config: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, OutputTensor], dict[str, str], tuple[str, ...]]:
-    """Return the tensors for targets other than `hf`: (by name, omitted with the reason, notes).
+    """Return the tensors for targets other than `hf`: (tensors by name, omitted ones with the reason, notes).
 
-    Applies roles, prefixes, globs, the given key map and casts; does not choose a key map, drop tied tensors, or
-    compare. Without `config`, rules use the checkpoint's own.
+    Applies roles, prefixes, globs, the given key map and casts. Does not choose a key map, drop tied tensors, or
+    compare with a base. Without `config`, rules use the checkpoint's own config.
     """
     own = catalog.info.extra.get("config")
     draft = _draft(catalog, BaseModel("", config or (own if isinstance(own, Mapping) else None)), options)
@@ -201,10 +201,10 @@ def _map_names(draft: _Draft) -> None:
 
 
 def _by_transformers(draft: _Draft, chosen: Choice) -> Choice:
-    """If names of the base are still missing, rename tensors with the conversions of the installed transformers."""
+    """If names of the base are missing, return the renaming by the installed transformers if more names match."""
     wanted = draft.base.wanted
     if wanted.keys() <= chosen.mapped.targets.keys() or chosen.mapped.targets.keys() <= wanted.keys():
-        return chosen  # nothing is missing, or only that
+        return chosen  # no name is missing, or none is left to rename
     from ckptkit.offline.export.transformers_names import live_model
 
     model = live_model(draft.base.config, wanted)
@@ -278,7 +278,7 @@ def _dequantized(draft: _Draft) -> Dequantized | None:
     draft.dropped.update(found.dropped)
     wanted = {name: want for name, want in draft.base.wanted.items() if name not in found.names}
     for stored, name in found.names.items():
-        if stored in draft.base.wanted and name in found.targets:  # the base is quantized alike
+        if stored in draft.base.wanted and name in found.targets:  # the base has the same quantization
             wanted[name] = WantedTensor(found.targets[name].dtype, found.targets[name].shape)
     draft.base = replace(draft.base, wanted=wanted)
     return found
@@ -290,7 +290,7 @@ def _quantized(draft: _Draft) -> bool:
 
 
 def _model_type(config: Mapping[str, Any] | None) -> str | None:
-    """Return the model type of the text model, which may be a part of the whole."""
+    """Return the model type in the config. Of a multimodal model, that of its text model."""
     config = config or {}
     text = config.get("text_config")
     found = (text if isinstance(text, Mapping) else config).get("model_type") or config.get("model_type")
@@ -389,7 +389,7 @@ def _settle_tied(draft: _Draft, store: Store) -> None:
 
 
 def _drop_aliases(draft: _Draft, same: Callable[[Target, Target], bool]) -> None:
-    """Drop duplicate names that the base does not store, if transformers lists them as tied and the bytes are equal.
+    """Drop tensors that the base does not store, if transformers ties them to a base tensor and the bytes are equal.
 
     Applies only if no name of the base is missing."""
     wanted, names = draft.base.wanted, draft.targets
@@ -425,12 +425,12 @@ def _note_tied(draft: _Draft, target: Target, other: Target) -> None:
 
 
 def _kind(target: Target) -> tuple[str, tuple[int, ...], str]:
-    """Return what two names of a tied tensor have in common: dtype, shape, and the last part of the name."""
+    """Return what the names of a tied tensor have in common: dtype, shape, and the last component of the name."""
     return target.dtype, target.shape, target.name.rpartition(".")[2]
 
 
 def _whole_source(target: Target) -> str | None:
-    """Return the source of which the target is a plain copy; None if there is none."""
+    """Return the source that the target plainly copies; None if it is not a plain copy."""
     part = target.parts[0] if len(target.parts) == 1 else None
     return part.source if part is not None and part.is_plain else None
 
@@ -464,7 +464,7 @@ def _compare(draft: _Draft) -> None:
     if draft.faults or result.shapes:
         draft.faults += [f"unexpected: {name} {list(draft.targets[name].shape)}" for name in result.unexpected]
     elif result.unexpected:
-        # Nothing of the base is missing, so somebody added these tensors; leaving them out would lose them.
+        # All tensors of the base are there, so these were added on purpose and must not be lost.
         draft.extra = list(result.unexpected)
         draft.notes.append(
             f"kept, although the base has no such tensors: {', '.join(draft.extra)}. Some loaders refuse "
@@ -474,9 +474,9 @@ def _compare(draft: _Draft) -> None:
 
 
 def _left_out(draft: _Draft, name: str) -> bool:
-    """Return whether --include or --exclude can be why a name is missing.
+    """Return whether --include or --exclude may be the reason why a name is missing.
 
-    The globs match names before the key map, so with a key map any glob explains it."""
+    The globs match names before the key map. With a key map, any glob may therefore be the reason."""
     options = draft.options
     if draft.key_map != "hf":
         return bool(options.include or options.exclude)
@@ -484,7 +484,7 @@ def _left_out(draft: _Draft, name: str) -> bool:
 
 
 def _check_dtypes(tensors: Mapping[str, OutputTensor]) -> None:
-    # C64 has a name since safetensors 0.8; older readers reject a whole file for it, so it is refused as well.
+    # Complex dtypes are refused too: safetensors names C64 since 0.8, but older readers reject the whole file.
     bad = [
         f"{name} ({tensor.dtype})"
         for name, tensor in tensors.items()
@@ -498,7 +498,7 @@ def _check_dtypes(tensors: Mapping[str, OutputTensor]) -> None:
 
 
 def _cast(target: Target, wanted: str) -> Target:
-    """Return the target in the wanted dtype; a cast by the key map is kept."""
+    """Return the target in the wanted dtype. A cast by the key map takes precedence."""
     if wanted == "keep":
         return target
     return replace(target, dtype=export_dtype(target.dtype, wanted))
@@ -553,7 +553,7 @@ def _json(value: Mapping[str, Any]) -> bytes:
     text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     try:
         return text.encode()
-    except UnicodeEncodeError:  # half characters, which JSON can only spell out
+    except UnicodeEncodeError:  # lone surrogates, which JSON can only write as escapes
         return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
 
 
@@ -565,7 +565,7 @@ def _elements_by_dtype(tensors: Mapping[str, OutputTensor]) -> dict[str, int]:
 
 
 def _is_scale(name: str) -> bool:
-    # Not "_scale": models have parameters of that name, such as logit_scale.
+    # Not every "_scale": some models have such parameters, for example logit_scale.
     return name.endswith(
         (
             ".qweight",

@@ -1,8 +1,8 @@
-"""The arithmetic of merging LoRA adapters: PEFT's `merge_and_unload` on a CPU, operation by operation.
+"""Computes merged LoRA weights as PEFT's `merge_and_unload` does on a CPU, operation by operation.
 
-Each formula is a function (weight, inputs, first row) -> new weight. If rows are independent in the formula, the weight
-may be only some rows, starting at `first`; inputs are always complete. The sources are `get_delta_weight`, `merge` and
-`merge_unsafe` of peft/tuners/lora/{layer,variants,dora}.py, version 0.21.
+Each formula is a function (weight, inputs, first row) -> new weight. If the formula handles rows independently, the
+weight may be only some rows, starting at `first`; inputs are always complete. The sources are `get_delta_weight`,
+`merge` and `merge_unsafe` of peft/tuners/lora/{layer,variants,dora}.py, version 0.21.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def linear(scale: float, *, transposed: bool = False) -> Formula:
 def rounded(scale: float, *, transposed: bool = False, times: int = 1) -> Formula:
     """Return W + scale * (B @ A), with the product first rounded to W's dtype. Inputs: A, B.
 
-    PEFT does so for embeddings, parameters and attention. `times`: how often the product is added; only the first time
-    it is rounded. PEFT adds it twice for out_proj of MultiheadAttention, in `merge` as in training.
+    PEFT does so for embeddings, parameters and attention. `times` is how often the product is added; it is rounded only
+    the first time. PEFT adds it twice for out_proj of MultiheadAttention, in `merge` as in training.
     """
 
     def merge(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
@@ -48,7 +48,7 @@ def rounded(scale: float, *, transposed: bool = False, times: int = 1) -> Formul
 
 
 def diagonal(scale: float) -> Formula:
-    """Return W + scale * ((B * diag) @ A), KaSA's. Inputs: A, B, diag."""
+    """Return W + scale * ((B * diag) @ A), as KaSA does. Inputs: A, B, diag."""
 
     def merge(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
         a, b, diag = inputs
@@ -72,7 +72,7 @@ def block_diagonal(scale: float, blocks: tuple[int, int]) -> Formula:
     def merge(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
         import torch
 
-        whole: Any = torch.block_diag  # it has no types
+        whole: Any = torch.block_diag  # Any, because torch does not annotate it
         a, b = (
             whole(*torch.chunk(factor, n, dim=0)) if n > 1 else factor for factor, n in zip(inputs, blocks, strict=True)
         )
@@ -96,7 +96,7 @@ def dora(scale: float, *, transposed: bool = False) -> Formula:
         a, b, magnitude = inputs
         rows = _rows(w, first)
         delta = _delta(a, b, scale, transposed, rows)
-        # The same views as in PEFT: the summation order of a norm depends on the strides.
+        # The same views as in PEFT, because the summation order of a norm depends on the strides.
         changed = (w.T if transposed else w) + 1 * (delta.T if transposed else delta)
         norm = torch.linalg.norm(changed, dim=1).to(changed.dtype)
         factor = (magnitude.reshape(-1) if transposed else magnitude.reshape(-1)[rows]) / norm
@@ -108,7 +108,7 @@ def dora(scale: float, *, transposed: bool = False) -> Formula:
 
 
 def conv(scale: float, *, is_dora: bool = False) -> Formula:
-    """Like `linear` and `dora`, for 1-D to 3-D convolutions. Inputs: A, B[, magnitude]."""
+    """Return the result of `linear` or `dora` for 1-D to 3-D convolutions. Inputs: A, B[, magnitude]."""
 
     def merge(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
         delta = _conv_delta(w, inputs[0], inputs[1], scale)
@@ -125,16 +125,16 @@ def conv(scale: float, *, is_dora: bool = False) -> Formula:
 
 
 def experts(scale: float, count: int, *, in_first: bool) -> Formula:
-    """Return a parameter with the weights of `count` experts, plus scale * (B @ A) of each. Inputs: A, B.
+    """Return a parameter that stacks `count` experts, plus scale * (B @ A) for each expert. Inputs: A, B.
 
-    Rows are experts. `in_first`: the parameter is [experts, in, out], else [experts, out, in].
+    Rows are experts. `in_first`: the parameter is [experts, in, out], otherwise [experts, out, in].
     """
 
     def merge(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
         import torch
 
         a, b = inputs
-        if count == 1:  # then PEFT treats it as a matrix
+        if count == 1:  # PEFT treats a single expert as a matrix
             w += _delta(a, b, scale, False, slice(None)).to(w.dtype)
             return w
         rows = _rows(w, first)
@@ -158,7 +158,7 @@ def bias(scale: float) -> Formula:
 
 
 def tokens(indices: Sequence[int]) -> Formula:
-    """Return an embedding with the trained rows inserted. Inputs: those rows, in the order of `indices`."""
+    """Return an embedding with its trained rows replaced. Inputs: the trained rows, in the order of `indices`."""
 
     def merge(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
         import torch
@@ -179,7 +179,7 @@ def _is_half(tensor: torch.Tensor) -> bool:
 
 
 def _delta(a: torch.Tensor, b: torch.Tensor, scale: float, transposed: bool, rows: slice) -> torch.Tensor:
-    """scale * (B @ A), computed like PEFT on a CPU: 16-bit factors are multiplied in float32."""
+    """Return scale * (B @ A), computed as PEFT does on a CPU: 16-bit factors are multiplied in float32."""
     dtype, half = b.dtype, _is_half(b)
     if transposed:
         a = a[:, rows]

@@ -1,4 +1,4 @@
-"""Writes README.md of an export: the origin of its weights, without secrets and with all markup escaped."""
+"""Writes the README.md of an export: the origin of its weights, without secrets and with all markup escaped."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class CardFacts:
     """The contents of a model card.
 
     Attributes:
-        source: URL of the checkpoint; only its last component is shown, because a URL may contain private bucket names.
+        source: URL of the checkpoint. Only its last component is shown, because a URL may contain private bucket names.
         kind: "model" or "adapter".
-        dtypes: Elements by dtype.
-        notes: Decisions: maps, casts, tied weights.
+        dtypes: Number of elements by dtype.
+        notes: Decisions: key maps, casts, tied weights.
     """
 
     source: str
@@ -79,9 +79,9 @@ def model_card(catalog: Catalog, facts: CardFacts) -> str:
 
 
 def source_fingerprint(catalog: Catalog) -> str | None:
-    """Return a sha256 over names, dtypes, shapes and recorded digests of the source; None if it records none.
+    """Return a sha256 over names, dtypes, shapes and recorded digests of the source; None if it records no digests.
 
-    Equal for copies of one checkpoint. Does not read the weights.
+    It is equal for copies of one checkpoint. Does not read the weights.
     """
     total = sum(len(entry.slices) for entry in catalog.tensors.values())
     digest = new_hasher(SHA256)
@@ -102,6 +102,6 @@ def _last_part(url: str) -> str:
 
 
 def _safe(text: str) -> str:
-    """Escape text so that it is shown literally: one line, no markdown, no HTML."""
+    """Return text escaped so that it is shown literally: one line, no markdown, no HTML."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return _SPECIAL.sub(r"\\\1", html.escape(line, quote=False))[:2000]

@@ -1,4 +1,4 @@
-"""Plans the dequantization of weights that compressed-tensors packed: integers, and FP4 with scales by group."""
+"""Plans the dequantization of weights packed by compressed-tensors: integers, and FP4 with a scale per group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckptkit.offline.export.merge_formulas import Formula
 
 __all__ = ["Unpacking", "is_packed_weight", "unpacking"]
 
-# What is packed into whole bytes by every version: others have packed 3, 5, 6 and 7 bits with and without padding.
+# Every version packs these into whole bytes. For 3, 5, 6 and 7 bits, versions differ in the padding.
 _BITS = (2, 4, 8)
 
 
@@ -25,7 +25,7 @@ class Unpacking:
 
     Attributes:
         parts: The names of the formula's other inputs, in order.
-        by_rows: Whether the first of them has one row per row of the weight.
+        by_rows: Whether the first of these has one row per row of the weight.
     """
 
     shape: tuple[int, ...]
@@ -36,18 +36,18 @@ class Unpacking:
 
 
 def is_packed_weight(name: str, targets: Mapping[str, Target], settings: Mapping[str, Any]) -> bool:
-    """Return whether a tensor holds the codes of a weight of compressed-tensors, in integers or FP4."""
+    """Return whether a tensor holds a weight's codes (integers or FP4) as written by compressed-tensors."""
     if settings.get("quant_method") != "compressed-tensors":
         return False
     return name.endswith(".weight_packed") or (name.endswith(".weight") and targets[name].source_dtype == "int8")
 
 
 def unpacking(name: str, targets: Mapping[str, Target], settings: Mapping[str, Any], dtype: str) -> Unpacking:
-    """Return how to compute the weight from the codes in tensor `name`, in `dtype`.
+    """Return how to compute the weight in `dtype` from the codes in tensor `name`.
 
     Raises:
-        CheckpointMismatchError: Its scale is missing, or has another shape than the config says.
-        UnsupportedFormatError: It is packed in another way.
+        CheckpointMismatchError: The scale is missing, or does not have the shape that the config implies.
+        UnsupportedFormatError: ckptkit cannot unpack the codes.
     """
     weight = name.removesuffix("_packed")
     codes = targets[name]
@@ -65,8 +65,8 @@ def unpacking(name: str, targets: Mapping[str, Target], settings: Mapping[str, A
 
 
 def _scheme(module: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the quantization settings of a module: those of the group that names it, otherwise those of the group for
-    classes."""
+    """Return the quantization settings of a module: of the group that names the module, otherwise of the group for its
+    class."""
     groups = settings.get("config_groups")
     found: dict[bool, dict[str, Mapping[str, Any]]] = {True: {}, False: {}}
     for group in groups.values() if isinstance(groups, Mapping) else ():
@@ -75,7 +75,7 @@ def _scheme(module: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
             continue
         for target in map(str, targets):
             named = re.match(target[3:], module) is not None if target.startswith("re:") else target == module
-            if named or re.fullmatch(r"[A-Z]\w*", target):  # of a class
+            if named or re.fullmatch(r"[A-Z]\w*", target):  # the name of a class
                 found[named][json.dumps(weights, sort_keys=True)] = weights
     chosen = list((found[True] or found[False]).values())
     if len(chosen) != 1:

@@ -31,9 +31,9 @@ Compute = Callable[["torch.Tensor", str], Bytes]
 
 BLOCK = 128
 _CODES, _SCALES = "float8_e4m3fn", "float32"
-# vLLM and SGLang join these into one matrix, which is quantized as a whole or not at all.
+# vLLM and SGLang fuse each group into one matrix, which is quantized as a whole or not at all.
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"))
-# Without transformers: matrices inside numbered layers, but for those that choose experts, and convolutions.
+# If transformers cannot tell: matrices in numbered layers, except expert routers and convolutions.
 _IN_LAYER = re.compile(r".*\.(?:layers|h|blocks)\.\d+\..*\.weight")
 _KEPT = re.compile(r".*(?:\.gate|router|_gate|norm|embed\w*|conv\w*)\.weight", re.I)
 _STACKED = re.compile(r".*\.(?:layers|h|blocks)\.\d+\..*experts\..*")
@@ -42,7 +42,7 @@ _NAMED = 3
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """The tensors with codes and scales, the quantization_config to write, and notes."""
+    """The quantized tensors (codes and scales) among the others, the quantization_config to write, and notes."""
 
     tensors: dict[str, OutputTensor]
     config: dict[str, Any]
@@ -50,10 +50,11 @@ class Quantized:
 
 
 def quantize(tensors: Mapping[str, OutputTensor], config: Mapping[str, Any] | None) -> Quantized:
-    """Return the tensors; the weights that transformers' FP8 quantizer would quantize are replaced by codes and scales.
-    As with transformers, weights whose sizes are not multiples of 128 keep their dtype, and so do weights that servers
-    fuse with one of those, and experts that are stacked into one tensor. If the installed transformers does not know
-    the config, names decide which weights are quantized, and a note says so.
+    """Return the tensors, with codes and scales for the weights that transformers' FP8 quantizer would quantize.
+
+    As with transformers, these weights keep their dtype: those with a size that is no multiple of 128, those that
+    servers fuse with such a weight, and experts that are stacked into one tensor. If the installed transformers does
+    not know the config, weights are chosen by name, and a note says so.
 
     Raises:
         UsageError: There is nothing to quantize.
@@ -94,7 +95,7 @@ def quantize(tensors: Mapping[str, OutputTensor], config: Mapping[str, Any] | No
         made[name] = _codes(tensor)
         made[f"{name}_scale_inv"] = _scales(tensor)
     kept = {name.removesuffix(".weight") for name, tensor in tensors.items() if _is_kept_matrix(name, tensor, chosen)}
-    # Loaders decide by the module whether they expect codes and scales.
+    # Loaders expect codes and scales by module, so the config lists the modules that have none.
     kept |= {name.removesuffix(".weight") if name.endswith(".weight") else name.rpartition(".")[0] for name in stacked}
     return Quantized(made, _config({*kept, "lm_head"}), tuple(notes))
 
@@ -114,7 +115,7 @@ def _is_kept_matrix(name: str, tensor: OutputTensor, chosen: Collection[str]) ->
 
 
 def _joined_with_others(chosen: Collection[str], names: Collection[str]) -> set[str]:
-    """Return the chosen weights that servers fuse with one that is not quantized."""
+    """Return the chosen weights that servers fuse with a weight that is not quantized."""
     found = set()
     for name in chosen:
         head, _, last = name.removesuffix(".weight").rpartition(".")
@@ -125,7 +126,7 @@ def _joined_with_others(chosen: Collection[str], names: Collection[str]) -> set[
     return found
 
 
-# --- tensors made of others
+# --- codes and scales as computed tensors
 
 
 def _codes(tensor: OutputTensor) -> ComputedTensor:
@@ -213,8 +214,8 @@ def _inverse_scales(weight: torch.Tensor, name: str) -> Bytes:
 def _blocks(weight: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a weight as [blocks down, 128, blocks across, 128] in float32, and the factor of each block.
 
-    The arithmetic of `Fp8Quantize` of transformers (integrations/finegrained_fp8.py), except that a block of numbers
-    too small for a scale becomes zeros; there it becomes NaN.
+    As `Fp8Quantize` of transformers (integrations/finegrained_fp8.py), except for a block of numbers too small for a
+    scale: it becomes zeros here, but NaN there.
     """
     import torch
 

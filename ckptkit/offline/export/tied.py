@@ -1,4 +1,4 @@
-"""Finds tied weights by their bytes, and decides how an export stores the second name."""
+"""Finds tied weights by comparing bytes, and decides how an export stores the second name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ckptkit.storage.store import Store
 
 __all__ = ["TiedOutcome", "config_ties", "is_embedding", "is_head", "same_values", "settle_tied", "tied_pairs"]
 
-# Heads and embeddings in `_tied_weights_keys` of transformers' models.
+# Heads and embeddings that transformers' models list in `_tied_weights_keys`.
 _HEADS = (
     "lm_head.weight",
     "embed_out.weight",
@@ -35,7 +35,7 @@ _HEADS = (
     "output.weight",
     "pred_layer.proj.weight",
 )
-_WHOLE_HEADS = ("decoder.weight",)  # of ModernBERT; below another module it may be anything
+_WHOLE_HEADS = ("decoder.weight",)  # ModernBERT's head; inside another module the name may mean anything
 _EMBEDDINGS = (
     "embed_tokens.weight",
     "wte.weight",
@@ -48,25 +48,25 @@ _EMBEDDINGS = (
     "shared.weight",
     "tokens_embed.weight",
 )
-# For encoder-decoders: the embeddings of encoder and decoder, in addition to the shared one.
+# Encoder-decoders have embeddings in the encoder and the decoder, in addition to the shared one.
 _HALVES = tuple(f"{half}.embed_tokens.weight" for half in ("encoder", "decoder", "text_encoder", "text_decoder"))
-# A head with a bias has it twice: that of its decoder is the head's.
+# A head with a bias stores it twice: the bias of its decoder is the head's bias.
 _BIASES = ("predictions.decoder.bias", "lm_head.decoder.bias")
-# Models whose head is never tied, whatever their config says.
+# Models whose head is never tied, even if the config says so.
 _OWN_HEADS = frozenset({"pop2piano"})
 _TILE = 4 << 20  # bytes of each tensor compared at a time
 
 
 @dataclass(frozen=True, slots=True)
 class TiedOutcome:
-    """The result of untangling tied tensors.
+    """The result of resolving tied tensors.
 
     Attributes:
         targets: Tensors to write.
-        dropped: Sources written under their other name, with the reason.
-        untied: The config must have `tie_word_embeddings: false`.
+        dropped: Sources that are written under their other name, with the reason.
+        untied: Whether the config must have `tie_word_embeddings: false`.
         notes: The decisions.
-        names: Omitted name -> the kept one.
+        names: Omitted name -> kept name.
     """
 
     targets: dict[str, Target]
@@ -77,7 +77,7 @@ class TiedOutcome:
 
 
 def config_ties(config: Mapping[str, Any] | None) -> bool | None:
-    """Return config.json's setting for tied word embeddings; None if absent."""
+    """Return config.json's setting for tied word embeddings; None if it has none."""
     found = (config or {}).get("tie_word_embeddings")
     if found is None:
         text = (config or {}).get("text_config")
@@ -86,23 +86,26 @@ def config_ties(config: Mapping[str, Any] | None) -> bool | None:
 
 
 def is_embedding(name: str) -> bool:
-    """Return whether a tensor has the name of an embedding of tokens."""
+    """Return whether a tensor has the name of a token embedding."""
     return _is(name, _EMBEDDINGS)
 
 
 def is_head(name: str) -> bool:
-    """Return whether a tensor has the name of an output head; other modules may have one of these names too."""
+    """Return whether a tensor has the name of an output head. Other modules may use some of these names too."""
     return _is(name, _HEADS) or name in _WHOLE_HEADS
 
 
 def tied_pairs(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, str]]:
-    """Return the pairs that a config may tie, by known names and equal shapes: a head and the embedding; the embeddings
-    of an encoder and a decoder and the shared one; the bias of a head and of its decoder."""
+    """Return the pairs (second name, kept name) that a config may tie. Both have known names and equal shapes.
+
+    A pair is a head and the embedding, the embedding of an encoder or decoder and the shared one, or the bias of a
+    head's decoder and of the head.
+    """
     embeddings = [name for name in shapes if is_embedding(name)]
     pairs: list[tuple[str, str]] = []
     for head in filter(is_head, shapes):
         fitting = [name for name in embeddings if shapes[name] == shapes[head] and name != head]
-        # Of several (text and audio towers), take the one nearest in the module tree; of two halves, the decoder's.
+        # Of several embeddings, take the nearest in the module tree (text and audio towers), then the decoder's.
         fitting.sort(key=lambda name: (-_common(head, name), "decoder" not in name, len(name)))
         pairs += [(head, fitting[0])] if fitting else []
     for shared in (name for name in shapes if _is(name, ("shared.weight",))):
@@ -124,11 +127,11 @@ def settle_tied(
 ) -> TiedOutcome:
     """Return the targets without the second names of tied tensors.
 
-    A head is omitted only if the config says tied and its bytes equal the embedding's. A head that the base model also
-    stores is kept.
+    A head is omitted only if it is tied and its bytes equal the embedding's. It is tied if the config says so, or if
+    the config says nothing and the base model stores the embedding but no head.
 
     Args:
-        same: Returns whether two targets have equal bytes; called only if needed.
+        same: Returns whether two targets have equal bytes. Called only if needed.
         wanted: The names that the base model stores, if known.
         untie: Keep a head that differs, and correct the config.
 
@@ -146,7 +149,7 @@ def settle_tied(
     for head, embedding in tied_pairs({name: target.shape for name, target in targets.items()}):
         if own and _is(head, _HEADS):
             continue
-        # If the config does not say, only a base model without a head proves that it is tied.
+        # If the config does not say, a base model that stores no head proves that the head is tied.
         tied = config_ties(config) or (wanted is not None and embedding in wanted and head not in wanted)
         equal = same(targets[head], targets[embedding])
         if equal and tied and not untie:
@@ -169,8 +172,10 @@ def settle_tied(
 
 
 def restore_embedding(targets: Mapping[str, Target], wanted: Mapping[str, Any]) -> dict[str, Target]:
-    """Return the targets, with the base's name for an embedding that was stored only under its head's name. Only for
-    tied configs."""
+    """Return the targets, with an embedding that was stored only under its head's name renamed as in the base.
+
+    Only for tied configs.
+    """
     names = dict(targets)
     for embedding in (name for name in wanted if _is(name, _EMBEDDINGS) and name not in targets):
         for head in (name for name in targets if _is(name, _HEADS) and name not in wanted):

@@ -1,8 +1,8 @@
-"""Finds the Hub's names through transformers' conversion_mapping, if installed and ours are not sufficient.
+"""Finds the Hub's names with the conversion table of transformers, if it is installed and our key maps do not suffice.
 
 In memory, transformers 5 uses other names than the files on the Hub, and splits or joins tensors; it converts back when
 it saves. To learn which entries of its conversion table apply, the model is built from config.json on the meta device.
-Names come from the table's own functions; the operations on tensors are implemented here, on targets.
+Names come from the table's own functions. The operations on tensors are implemented here, on targets.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _Wanted: TypeAlias = "Mapping[str, WantedTensor]"
 
 
 class _Unknown(Exception):
-    """The conversion table needs an operation that is not implemented here."""
+    """transformers does not know the model, or its conversion needs an operation that is not implemented here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class LiveModel:
 
     Attributes:
         tied: Second names of tied tensors -> the first name.
-        transforms: The entries of the table, in the order of loading.
+        transforms: The entries of the table, in the order in which a load applies them.
         config: The parsed config.
         prefix_change: The class of entries that add or remove a whole prefix.
     """
@@ -53,7 +53,7 @@ class LiveModel:
     prefix_change: type | None = None
 
     def choose(self, targets: Mapping[str, Target], wanted: _Wanted, best: Choice) -> Choice:
-        """Return the Hub's names for the live tensors, if fewer wanted names are missing than in `best`."""
+        """Return the Hub's names for the tensors in memory if they match more of the wanted ones than `best`."""
         fewest = len(set(wanted) - set(best.mapped.targets))
         for transforms in self._variants(wanted):
             try:
@@ -72,7 +72,7 @@ class LiveModel:
         return self.prefix_change is not None and isinstance(transform, self.prefix_change)
 
     def _variants(self, wanted: Collection[str]) -> Iterable[tuple[Any, ...]]:
-        """Yield the entries that change no prefix, then all entries, since not every file has the prefix."""
+        """Yield selections of the entries to try. Files may lack the prefix, or have another layout."""
         if not self.transforms:
             return
         plain = tuple(t for t in self.transforms if not self._is_prefix(t))
@@ -80,7 +80,7 @@ class LiveModel:
             yield plain
         if len(plain) < len(self.transforms):
             yield self.transforms
-        # Some tensors have several layouts on the Hub: only the way back to that of the base is wanted.
+        # Some tensors have several layouts on the Hub: use only the converters for the base's layout.
         needed = _needed(self.transforms, wanted)
         if len(needed) < len(self.transforms):
             yield needed
@@ -89,7 +89,7 @@ class LiveModel:
 def live_model(config: Mapping[str, Any] | None, wanted: Collection[str]) -> LiveModel | None:
     """Return what the installed transformers knows about the model of this config.json.
 
-    None if it is not installed, is older than 5, or does not know the model. Only classes of transformers are
+    None if transformers is not installed, is older than 5, or does not know the model. Only classes of transformers are
     called, never code of the model's author.
     """
     if not config or not _bounded(config, len(wanted)):
@@ -107,8 +107,9 @@ def live_model(config: Mapping[str, Any] | None, wanted: Collection[str]) -> Liv
 
 
 def quantized_by_transformers(config: Mapping[str, Any] | None, names: Collection[str]) -> set[str] | None:
-    """Return the tensors of a Hub model that transformers' block FP8 quantizer would quantize. None if transformers is
-    missing, older than 5, or does not know the model.
+    """Return the tensors of a Hub model that transformers' block FP8 quantizer would quantize.
+
+    None if transformers is missing, older than 5, or does not know the model.
     """
     if not config or not _bounded(config, len(names)):
         return None
@@ -130,7 +131,7 @@ def quantized_by_transformers(config: Mapping[str, Any] | None, names: Collectio
             for key, parameter in module.named_parameters(recurse=False)
             if parameter.element_size() == 1
         }
-        # As transformers loads: first names are changed, then tensors are joined.
+        # In the order of a load in transformers: names are changed first, then tensors are joined.
         renamings = [item for item in transforms if not hasattr(item, "operations")]
         converters = [item for item in transforms if hasattr(item, "operations")]
         return {name for name in names if _converted_name(_renamed(name, renamings), converters)[0] in live}
@@ -142,10 +143,10 @@ def quantized_by_transformers(config: Mapping[str, Any] | None, names: Collectio
 
 
 def _built(config: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
-    """Return the model of a config on the meta device, and how its tensors are converted when they are loaded.
+    """Return the model of a config, built on the meta device, and the conversions that a load applies to its tensors.
 
     Raises:
-        _Unknown: transformers has no class for it.
+        _Unknown: transformers has no class for the model.
     """
     import torch
     import transformers
@@ -162,7 +163,7 @@ def _built(config: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _needed(transforms: tuple[Any, ...], wanted: Collection[str]) -> tuple[Any, ...]:
-    """Return the entries without the converters that none of the wanted tensors needs when it is loaded."""
+    """Return the entries without the converters that no wanted tensor needs when it is loaded."""
     renamings = [item for item in transforms if not hasattr(item, "operations")]
     converters = [item for item in transforms if hasattr(item, "operations")]
     used = {id(_converted_name(_renamed(name, renamings), converters)[2]) for name in wanted}
@@ -170,7 +171,8 @@ def _needed(transforms: tuple[Any, ...], wanted: Collection[str]) -> tuple[Any, 
 
 
 def _with_floats(value: Any) -> Any:
-    """Return values of config.json with the floats that JSON lacks: transformers writes {"__float__": "Infinity"}."""
+    """Return values of config.json with {"__float__": "Infinity"} as floats. transformers writes floats that JSON lacks
+    like this."""
     if isinstance(value, Mapping):
         if set(value) == {"__float__"}:
             return float(value["__float__"])
@@ -179,8 +181,8 @@ def _with_floats(value: Any) -> Any:
 
 
 def _bounded(config: Mapping[str, Any], most: int) -> bool:
-    """Whether all layer counts are plausible for the wanted tensors: a hostile config would make building a model take
-    forever."""
+    """Return whether all layer counts are plausible for the wanted tensors. Building a hostile config's model could
+    take forever."""
     for key, value in config.items():
         if isinstance(value, Mapping) and not _bounded(value, most):
             return False
@@ -190,7 +192,7 @@ def _bounded(config: Mapping[str, Any], most: int) -> bool:
 
 
 def _tied(model: Any) -> dict[str, str]:
-    """Return, for each name of a tensor with several, the one that stands for all."""
+    """Return, for each second name of a tied tensor, its first name."""
     roots: dict[str, str] = {}
 
     def root(name: str) -> str:
@@ -206,7 +208,7 @@ def _tied(model: Any) -> dict[str, str]:
     return {name: root(name) for name in roots if root(name) != name}
 
 
-# --- the way back of transformers' saving, with targets for tensors
+# --- the conversion that transformers applies when it saves, with targets instead of tensors
 
 
 def _reverted(
@@ -260,7 +262,7 @@ _Tensors = dict[str, list[Target]]
 
 @dataclass(frozen=True, slots=True)
 class _Joined:
-    """What a converter needs to know: the model's config, and the base's shapes by name."""
+    """What a converter needs to know: the model's config, and the shapes of the base's tensors by name."""
 
     config: Any
     shapes: Mapping[str, tuple[int, ...]]
@@ -278,7 +280,7 @@ def _place(converter: Any, renamed: str, config: Any, renamings: Iterable[Any], 
 
 
 def _run(converter: Any, renamed: str, collected: _Tensors, place: _Joined) -> dict[str, Target]:
-    """Apply the converter's operations to the tensors of one place; return the results by full name."""
+    """Apply the converter's operations to the collected tensors of one place; return the results by full name."""
     sources, to = list(converter.source_patterns), list(converter.target_patterns)
     for operation in converter.operations:
         step = _STEPS.get(type(operation).__name__)
@@ -305,7 +307,7 @@ def _chunk(op: Any, collected: _Tensors, sources: list[str], to: list[str], plac
         count = getattr(place.config.get_text_config(), op.num_shards_attribute)
         names = [to[0].replace("*", str(i)) for i in range(count)]
     dim = _dim(target, op.dim)
-    # transformers itself splits in equal parts, whatever was joined: where the base tells their sizes, these count.
+    # transformers always splits into equal parts. If the base has the sizes of the parts, use those.
     known = [place.shapes[name] for name in names if name in place.shapes]
     sizes = [shape[dim] for shape in known if len(shape) == len(target.shape)]
     if len(sizes) < len(names):
@@ -362,7 +364,7 @@ def _interleave(op: Any, collected: _Tensors, sources: list[str], to: list[str],
 
 
 def _shuffled(target: Target, dim: int, *, to_halves: bool) -> Target:
-    """Move even and odd elements of `dim` to its first and second half, or back."""
+    """Return the target with even and odd elements of `dim` moved to its first and second half, or back."""
     if dim == 0:
         if target.shape[0] % 2:
             raise _Unknown("an odd size")
@@ -387,7 +389,7 @@ def _rope(op: Any, collected: _Tensors, sources: list[str], to: list[str], place
 
 
 def _ernie_experts(op: Any, collected: _Tensors, sources: list[str], to: list[str], place: _Joined) -> _Tensors:
-    """Stack experts of several kinds, with gate and up fused, into one numbering across all kinds."""
+    """Split the stacked, fused experts of several kinds into single tensors, numbered consecutively over all kinds."""
     if set(collected) != set(sources):
         raise _Unknown("parts are missing")
     made: _Tensors = {}
@@ -407,7 +409,7 @@ def _unbound(target: Target, dim: int) -> list[Target]:
 
 
 def _kept(sources: list[str], to: list[str]) -> str:
-    """Before a split, tensors keep the names they were found under."""
+    """Return the name for one tensor: the target's, but before a split into several targets the source's."""
     return to[0] if len(to) == 1 else sources[0]
 
 

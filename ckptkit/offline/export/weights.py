@@ -1,4 +1,4 @@
-"""Selects the tensors of an export, model weights or fp32 masters, and their names without wrappers."""
+"""Selects the tensors of an export (model weights or fp32 masters), and removes wrappers from their names."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Selection", "Weights", "choose_weights", "matches", "select_targets", "ExportOptions"]
 
-_EXTRA_STATE = "_extra_state"  # what modules return from get_extra_state; a tensor under TransformerEngine
+_EXTRA_STATE = "_extra_state"  # what a module's get_extra_state returns; TransformerEngine returns a tensor
 
-# The options of an export.
+# --- the options of an export
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +30,18 @@ class ExportOptions:
     """The user's options.
 
     Attributes:
-        dtype: "keep" or a float dtype; floats only are cast.
-        dequantize: What `dtype` is for quantized weights if it is "keep".
-        weights: "model", "master" (fp32 copies), "ema" (the average that the checkpoint carries), or "auto": masters if
-            `dtype` casts, otherwise the model's.
-        key_map: None chooses one if it is unambiguous.
-        strip_prefix: Removed from every name; names without it are omitted.
+        dtype: "keep" or a float dtype. Only floats are cast.
+        dequantize: The dtype of dequantized weights if `dtype` is "keep"; "keep" leaves them quantized.
+        weights: "model", "master" (fp32 copies), "ema" (the average in the checkpoint), or "auto": masters if `dtype`
+            casts, otherwise the model's.
+        key_map: None chooses one if the choice is unambiguous.
+        strip_prefix: Removed from every name. Tensors without this prefix are omitted.
         include, exclude: Globs of names before the key map, or of catalog keys.
-        untie: Keep a head that a tied config would lose.
+        untie: Keep a head that differs from the embedding although the config ties them.
         adapter_config: PEFT's adapter config, if neither checkpoint nor base has one.
         merge_adapter: Merge the adapter into the base weights.
         quantize: "fp8-block" quantizes the result.
-        vocabulary: The rows that embedding and head get.
+        vocabulary: The size to which embedding and head are resized.
         card: Write README.md.
         strict: Raise for mismatches with the base; otherwise list them in `HFExport.faults`.
         notes: Further notes for README.md.
@@ -66,7 +66,7 @@ class ExportOptions:
 
 @dataclass(slots=True)
 class Selection:
-    """The tensors to export by name, their kind of weights, and omitted sources with the reason."""
+    """The tensors to export by name, the kind of their weights, and omitted sources with the reason."""
 
     weights: str
     targets: dict[str, Target] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The entries to export by FQN, whether they are the "model" or "master" weights, and notes."""
+    """The entries to export by FQN, whether these are "model" or "master" weights, and notes."""
 
     entries: dict[str, TensorEntry]
     weights: Literal["model", "master", "ema"]
@@ -84,13 +84,13 @@ class Weights:
 
 
 def select_targets(catalog: Catalog, options: ExportOptions, *, wanted: Collection[str] = ()) -> Selection:
-    """Return the tensors of the requested role, selected by globs, with names without wrappers and prefix.
+    """Return the tensors of the requested role that the globs select, under names without wrappers and prefix.
 
     Args:
-        wanted: The base model's names, to distinguish a wrapper's prefix from the model's own.
+        wanted: The base model's names, which tell a wrapper's prefix from the model's own.
 
     Raises:
-        UsageError: Nothing is left.
+        UsageError: No tensor is left.
     """
     chosen = choose_weights(catalog, options.weights, dtype=options.dtype)
     found = Selection(chosen.weights, notes=list(chosen.notes))
@@ -130,7 +130,7 @@ def select_targets(catalog: Catalog, options: ExportOptions, *, wanted: Collecti
 
 
 def _refuse_opaque(catalog: Catalog, found: Selection, options: ExportOptions) -> None:
-    """Raise if a selected tensor is of a class that ckptkit cannot read."""
+    """Raise if ckptkit cannot read the class of a selected tensor."""
     opaque = {}
     stored = catalog.objects.get(SUBCLASSES)
     recipes = stored.value if stored is not None and isinstance(stored.value, dict) else {}
@@ -156,7 +156,7 @@ def _refuse_opaque(catalog: Catalog, found: Selection, options: ExportOptions) -
 
 
 def _without_wrapper(names: dict[str, str], wanted: frozenset[str], found: Selection) -> dict[str, str]:
-    """Strip a wrapper's prefix: one that the base model's names do not have."""
+    """Strip a wrapper's prefix: a prefix that the base model's names do not have."""
     probe = max(wanted, key=len)
     before = len(wanted - set(names.values()))
     for prefix in {short[: -len(probe)] for short in names.values() if short.endswith("." + probe)}:
@@ -169,17 +169,18 @@ def _without_wrapper(names: dict[str, str], wanted: frozenset[str], found: Selec
 
 
 def matches(patterns: tuple[str, ...], *names: str) -> bool:
-    """Return whether one of the names matches one of the globs."""
+    """Return whether any of the names matches any of the globs."""
     return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 def choose_weights(
     catalog: Catalog, weights: Literal["auto", "model", "master", "ema"], *, dtype: str = "keep"
 ) -> Weights:
-    """Return the requested weights. "auto" uses the model's, but masters if there is nothing else, or if `dtype` would
-    cast a weight that was already rounded from its master.
+    """Return the requested weights.
 
-    Masters are used for every parameter that has one; buffers and frozen parameters come from the model.
+    "auto" uses the model's weights. It uses masters if there is nothing else, or if `dtype` would cast a weight that
+    was already rounded from its master. Masters are used for every parameter that has one; buffers and frozen
+    parameters come from the model.
     """
     if weights == "ema":
         from ckptkit.offline.export.ema import averaged
@@ -217,7 +218,7 @@ def choose_weights(
 
 
 def _rounded(catalog: Catalog, dtype: str) -> bool:
-    """Return whether a cast to `dtype` can use fp32 masters instead of rounded weights."""
+    """Return whether a cast to `dtype` should start from fp32 masters instead of rounded weights."""
     if dtype == "keep":
         return False
     model, masters = catalog.by_role(Role.MODEL), catalog.by_role(Role.MASTER)
@@ -228,7 +229,7 @@ def _rounded(catalog: Catalog, dtype: str) -> bool:
 
 
 def _tied_masters(model: dict[str, TensorEntry], masters: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """Copy a tied parameter's master to its other names, because optimizers know only one.
+    """Add a tied parameter's master under its other names, because optimizers know only one name.
 
     Names are tied if their model weights are the same bytes of the same files.
     """
