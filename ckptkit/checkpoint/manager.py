@@ -1,4 +1,4 @@
-"""`CheckpointManager`: saves, rotates and loads the checkpoints of one run."""
+"""Defines `CheckpointManager`, which saves, rotates and loads the checkpoints of one run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ __all__ = ["CheckpointManager", "SAVE_SIGNALS", "SignalWatch"]
 
 T = TypeVar("T")
 
-# Turns a signal on any rank into a common decision of all ranks between two training steps.
+# A signal on any rank must become a decision that all ranks make between the same two training steps.
 
 
 logger = logging.getLogger(__name__)
@@ -54,19 +54,19 @@ _watches: weakref.WeakSet[SignalWatch] = weakref.WeakSet()
 
 
 class SignalWatch:
-    """Records signals, and makes the ranks agree on them at a step boundary.
+    """Records signals, and lets the ranks agree on them between two steps.
 
-    The handlers only set a flag: a save inside a handler would run in the middle of a collective. A previously
-    installed handler also runs, unless it is the default one, which would end the process.
+    The handlers only set a flag, because a save inside a handler would run in the middle of a collective. A previously
+    installed handler also runs, except the default one, which would end the process.
 
-    Forked processes (DataLoader workers, multiprocessing pools) get the original handlers back, so SIGTERM ends them.
-    SIGUSR1 and SIGUSR2 are ignored there: a scheduler may send one to all processes of a job, and training needs its
+    In forked processes (DataLoader workers, multiprocessing pools) the original handlers are restored, so SIGTERM ends
+    them. They ignore SIGUSR1 and SIGUSR2: a scheduler may send these to all processes of a job, and training needs its
     workers until it has saved.
 
     Args:
-        coordinator: The ranks that must agree. Must not be used by another thread.
+        coordinator: The ranks that must agree. No other thread may use it.
         signals: Default: SIGTERM (preemption) and SIGUSR1 (`sbatch --signal=USR1@300`).
-        every: Communicate only on every `every`-th call of `agreed`; the same on every rank.
+        every: Communicate only on every `every`-th call of `agreed`. Must be equal on all ranks.
     """
 
     def __init__(
@@ -96,8 +96,9 @@ class SignalWatch:
             before(number, frame)
 
     def agreed(self) -> bool:
-        """Return True on every rank at the same call, once any rank has received a signal. All ranks must call it.
-        Stays True until `clear`.
+        """Return True once any rank has received a signal, at the same call on every rank. All ranks must call it.
+
+        The result stays True until `clear`.
         """
         self._calls += 1
         if self._calls % self.every:
@@ -109,7 +110,7 @@ class SignalWatch:
         return seen
 
     def clear(self) -> None:
-        """Clear the signal after it was handled."""
+        """Forget the signal. Call it after handling the signal."""
         self.received = None
 
     def close(self) -> None:
@@ -130,8 +131,10 @@ _forking = threading.local()
 
 
 def _before_fork() -> None:
-    """Block the watched signals in this thread: Python loses signals that a child receives before its fork hooks
-    ran."""
+    """Block the watched signals in this thread.
+
+    Python loses signals that a child receives before its fork hooks have run.
+    """
     numbers = {number for watch in _watches for number in watch._before}
     _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
 
@@ -147,7 +150,7 @@ def _in_child() -> None:
         while isinstance(watch := getattr(found, "__self__", None), SignalWatch):
             found = watch._before.get(number)
             signal.signal(number, found if found is not None else signal.SIG_DFL)
-    _in_parent()  # signals that came in the meantime are delivered now
+    _in_parent()  # delivers the signals that arrived since the fork
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
@@ -157,29 +160,30 @@ _log = logging.getLogger(__name__)
 
 
 class CheckpointManager:
-    """Saves, rotates and loads the checkpoints of one run. All ranks create it and call its methods together.
+    """Saves, rotates and loads the checkpoints of one run. All ranks must create it and call its methods together.
 
-    It cannot be used in a forked process: there `close` does nothing and all other methods raise.
+    In a forked process `close` does nothing, and all other methods raise.
 
     Args:
-        url: The root of the run: a path, or anything fsspec opens ("s3://bucket/run").
+        url: The root of the run: a path, or a URL that fsspec can open ("s3://bucket/run").
         retention: The rotation policy; None keeps everything.
-        state_dict_type: For saves; a load detects the type.
+        state_dict_type: The type of saved checkpoints. A load detects the type.
         max_shard_size: Maximum size of one file of a FULL checkpoint.
         timeout_s: How long to wait for a rank before all ranks raise: seconds, or a text such as "30min".
         async_policy: What `save_async` does while another save is running: "wait" for it, or "refuse" (raise).
-        async_mode: How `save_async` writes staged data: in a "thread", or in a separate "process" that does not share
+        async_mode: How `save_async` writes staged data: in a "thread", or in a separate "process", which does not share
             the interpreter lock with training (SHARDED and Linux only).
-        on_signal: Signals for `interrupted` and `save_on_signal`; "save" means SIGTERM (preemption) and SIGUSR1
+        on_signal: Signals for `interrupted` and `save_on_signal`. "save" means SIGTERM (preemption) and SIGUSR1
             (`sbatch --signal=USR1@300`).
-        on_commit: Called with the report on every rank after each commit, for logging (W&B, TensorBoard, MLflow).
+        on_commit: A function that is called on every rank with the report of each committed save, for logging (W&B,
+            TensorBoard, MLflow).
         trace: A directory for Chrome traces, one file per rank and operation.
         process_group: The ranks that take part; None for all.
-        side_files: A directory whose config, tokenizer, chat template and licence are stored in every checkpoint, so
-            that it can be exported without other files. The config of a transformers model is included automatically.
-        start_fresh: When `load` returns None. "if_empty": if nothing was saved yet; step directories without any commit
-            (an interrupted copy, for example) are an error. "if_none_committed": in that case too. "never": it always
-            raises instead.
+        side_files: A directory with config, tokenizer, chat template and licence. Every checkpoint stores a copy of
+            them, so that it can be exported without other files. The config of a transformers model is always stored.
+        start_fresh: When `load` may return None to start a new run. "if_empty": if nothing was saved yet; it is an
+            error if there are step directories but none is committed (an interrupted copy, for example).
+            "if_none_committed": in that case too. "never": not at all; `load` raises instead.
         storage_options: Passed to fsspec.
     """
 
@@ -204,8 +208,8 @@ class CheckpointManager:
         start_fresh: Literal["if_empty", "if_none_committed", "never"] = "if_empty",
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        # Each rank checks what the ranks need to meet. All other arguments are checked once they have met, so that a
-        # mistake on one rank is raised on all.
+        # First check what the ranks need in order to connect. All other arguments are checked after that, so that all
+        # ranks raise if one rank has a wrong argument.
         limit_s, signals = parse_duration(timeout_s), _signals(on_signal)
         _check_group(process_group)
         self._pid = os.getpid()
@@ -214,7 +218,7 @@ class CheckpointManager:
         self._last_saved: int | None = None
         self._buffers = StagingBuffers()
         self._coordinator = Coordinator(process_group, timeout_s=limit_s)
-        # A second coordinator, because the first is in use while a save is running.
+        # A second coordinator is needed while a save is using the first one.
         alone = async_policy == "refuse" or bool(signals)
         self._control = Coordinator(process_group, timeout_s=60.0) if alone else None
 
@@ -235,7 +239,7 @@ class CheckpointManager:
                 start_fresh=start_fresh,
                 storage_options=storage_options,
             )
-            Patience()  # refuses a malformed CKPTKIT_STORAGE_TIMEOUT
+            Patience()  # raises if CKPTKIT_STORAGE_TIMEOUT is malformed
             if async_mode == "process":
                 self._writer = WriterProcess(storage_options=storage_options)
             if self._control is not None and signals:
@@ -266,7 +270,7 @@ class CheckpointManager:
             lease=self._hold.lease,
             objective=objective,
             side_files=carried,
-            # `ckptkit ls` and `prune` go by it.
+            # `ckptkit ls` and `ckptkit prune` read the policy from the record.
             extra={} if retention is None else {"retention": dataclasses.asdict(retention)},
         )
         self._loader = Loader(
@@ -283,10 +287,10 @@ class CheckpointManager:
             self._writer.wait_ready()
 
     def run_on_all(self, fn: Callable[[], T], what: str) -> T:
-        """Return what `fn` returns on this rank, once it has succeeded on every rank. All ranks must call it.
+        """Run `fn` on every rank. Return this rank's result once all have succeeded. All ranks must call it.
 
-        For work before a save or load that may fail on one rank alone: otherwise the other ranks would wait for it in
-        the next call until the timeout.
+        Use it for work before a save or load that may fail on one rank only. Otherwise the other ranks would wait for
+        that rank in their next call, until the timeout.
 
         Args:
             what: Names the work in errors.
@@ -309,7 +313,7 @@ class CheckpointManager:
         tag: str | None = None,
         overwrite: bool = False,
     ) -> SaveReport:
-        """Save the current `state`; return once the checkpoint is durable. All ranks must call it.
+        """Save `state`, and return once the checkpoint is durable. All ranks must call it.
 
         Raises:
             RankFailedError: A rank failed, died or hung; the same error on every rank. Nothing was published.
@@ -333,7 +337,7 @@ class CheckpointManager:
         """Copy `state` to host memory and return; the save continues in the background. All ranks must call it.
 
         Later changes of `state` do not affect the checkpoint. If the background work fails, the handle's `result`
-        raises the error; if it is not called, the next call of this manager does.
+        raises the error. If you do not call `result`, the next call of this manager raises it.
 
         Raises:
             SaveError: The previous save failed, or it is still running and `async_policy` is "refuse".
@@ -354,15 +358,16 @@ class CheckpointManager:
             return self._in_flight.start()
 
     def wait(self) -> SaveReport | None:
-        """Wait for the running save and return its report, None if there is none. Raises the save's error."""
+        """Wait for the running save and return its report; None if no save is running. Raises the save's error."""
         self._check_open()
         handle, self._in_flight = self._in_flight, None
         return None if handle is None else handle.result()
 
     def interrupted(self) -> bool:
-        """Return True on every rank at the same step once any rank has received a signal of `on_signal`: save and exit.
+        """Return True once any rank has received a signal of `on_signal`: then save and exit.
 
-        All ranks must call it between two steps; it costs one small all-reduce. Stays True.
+        Every rank returns True at the same step. All ranks must call it between two steps; it costs one small
+        all-reduce. The result stays True.
         """
         self._check_open()
         return self._watch is not None and self._watch.agreed()
@@ -372,8 +377,8 @@ class CheckpointManager:
     ) -> bool:
         """If any rank has received a signal of `on_signal`, save `state` and return True: then end the job.
 
-        All ranks must call it between two steps, after any save of that step. It waits for a running save. A step that
-        this manager has already saved is not saved again.
+        All ranks must call it between two steps, after a regular save of that step. It waits for a running save. It
+        does not save a step again that this manager has already saved.
 
         Raises:
             UsageError: The manager was created without `on_signal`.
@@ -383,7 +388,7 @@ class CheckpointManager:
             raise UsageError("save_on_signal: create the manager with on_signal='save'.")
         if not self._watch.agreed():
             return False
-        # First wait for the running save: it may be of this step, and done on one rank but not on another.
+        # Wait for the running save first: it may be a save of this step that is done on some ranks only.
         try:
             self._settle()
         except SaveError as error:
@@ -403,28 +408,28 @@ class CheckpointManager:
         options: LoadOptions | None = None,
         **overrides: Any,
     ) -> LoadReport | None:
-        """Restore `state` in place; return a report, or None if the run is new (see `start_fresh`).
+        """Restore `state` in place. Return a report, or None if the run is new (see `start_fresh`).
 
-        All ranks must call it; rank 0 chooses the checkpoint. Loads any state-dict type on any world size and mesh
-        (LOCAL: only on its own). Nothing is changed unless all keys, shapes and dtypes match. Then tensors are read
-        straight into the state, without a second copy. If damage is found while reading, the load raises, and the
+        All ranks must call it; rank 0 chooses the checkpoint. Any state-dict type loads on any world size and mesh,
+        except LOCAL, which needs its own. Nothing is changed unless all keys, shapes and dtypes match. Then tensors are
+        read straight into the state, without a second copy. If damage is found while reading, the load raises, and the
         half-loaded state cannot be saved until a load succeeds. With `atomic=True` nothing is changed until everything
-        is read and checked. If the root has no checkpoint of ckptkit, but holds another system's run (Lightning, verl,
-        ...), the newest checkpoint of that run is loaded.
+        is read and checked. If the root holds no checkpoint of ckptkit but another system's run (Lightning, verl, ...),
+        the newest checkpoint of that run is loaded.
 
         Args:
-            which: "latest", "latest~1", "best", a step, a tag, or the URL of a checkpoint, of any format that
-                ckptkit reads.
-            fallback: If the checkpoint is damaged: "error" raises; "previous" loads the newest undamaged one before it
-                and logs that. The damaged step may then be saved again.
-            options: How to treat mismatches; its fields may also be passed as keywords: `strict`, `include`, `exclude`,
+            which: "latest", "latest~1", "best", a step, a tag, or the URL of a checkpoint in any format that ckptkit
+                reads.
+            fallback: What to do if the checkpoint is damaged. "error" raises. "previous" logs the damage, and loads the
+                newest undamaged checkpoint before it; the damaged step may then be saved again.
+            options: How to treat mismatches. Its fields may also be passed as keywords: `strict`, `include`, `exclude`,
                 `model`, `optimizer`, `key_map`, `convert_dtype`, `atomic`, `max_memory`, `verify`, `replicas`,
                 `rng_on_resize`, `per_rank_on_resize`.
 
         Raises:
             CheckpointNotFoundError: The checkpoint `which` does not exist.
-            IncompleteCheckpointError: There are directories of steps, and none is committed.
-            CheckpointMismatchError: Lists all mismatches.
+            IncompleteCheckpointError: There are step directories, but none is committed.
+            CheckpointMismatchError: The state does not match; lists all mismatches.
             CorruptCheckpointError: The checkpoint is damaged; names file and tensor.
         """
         self._settle()
@@ -438,19 +443,19 @@ class CheckpointManager:
         name, chosen = self._coordinator.run_on_all(checked, "checking the arguments")
         return self._loader.load(state, name, chosen, fallback=fallback)
 
-    # --- what there is
+    # --- listing and deleting
 
     def latest(self) -> int | None:
-        """Return the step of the newest committed checkpoint, None if there is none. All ranks must call it.
+        """Return the step of the newest committed checkpoint, or None if there is none. All ranks must call it.
 
         Raises:
-            IncompleteCheckpointError: There are directories of steps, and none is committed (see `start_fresh`).
+            IncompleteCheckpointError: There are step directories, but none is committed (see `start_fresh`).
         """
         self._check_open()
         return self._coordinator.decide(self._loader.latest, "looking for the latest checkpoint")
 
     def list(self) -> list[CommitRecord]:
-        """Return the records of the committed checkpoints, oldest first, without their files. Collective."""
+        """Return the commit records, oldest first, without their file lists. All ranks must call it."""
 
         self._check_open()
 
@@ -464,7 +469,7 @@ class CheckpointManager:
 
         Raises:
             CheckpointNotFoundError: There is no such checkpoint.
-            UsageError: It is pinned or being read, or this run was resumed from it.
+            UsageError: The checkpoint is pinned or being read, or this run was resumed from it.
         """
         self._settle()
 
@@ -477,10 +482,10 @@ class CheckpointManager:
 
         self._coordinator.decide(delete, "deleting a checkpoint")
 
-    # --- the end
+    # --- closing
 
     def close(self) -> None:
-        """Wait for the running save, raise its error if it failed, and release all resources. Collective."""
+        """Wait for the running save, and release all resources. Raises the save's error. All ranks must call it."""
         if self._closed or os.getpid() != self._pid:
             return
         try:
@@ -496,7 +501,7 @@ class CheckpointManager:
         if self._writer is not None:
             self._writer.close()
         if self._watch is not None:
-            self._watch.close()  # from now on a signal must end the process again
+            self._watch.close()  # from now on a signal ends the process again
         self._coordinator.close()
         if self._control is not None:
             self._control.close()
@@ -511,8 +516,8 @@ class CheckpointManager:
             self.close()
             return
         if os.getpid() != self._pid:
-            return  # a fork: the resources belong to the parent
-        # Training failed on this rank: the others may not get here, so nothing collective is possible.
+            return  # this is a fork; the resources belong to the parent
+        # Training failed on this rank. Other ranks may never get here, so collective calls are impossible.
         handle, self._in_flight = self._in_flight, None
         if handle is not None:
             if not isinstance(error, Exception):  # Ctrl-C
@@ -521,9 +526,9 @@ class CheckpointManager:
             if failure is not None:
                 report_failure(handle.step, failure)
         self._hold.release()
-        self._release()  # also the connections: a rank that waits for this one fails now, not after the timeout
+        self._release()  # closes the connections too, so that a rank that waits for this one fails before the timeout
 
-    # --- inside
+    # --- internals
 
     def _request(
         self, step: int, metrics: Mapping[str, float] | None, client_state: Any, tag: str | None, overwrite: bool
@@ -541,13 +546,12 @@ class CheckpointManager:
         )
 
     def _patience(self) -> Patience:
-        """Return how long a background save retries storage calls: less than the other ranks wait for this one."""
+        """Return how long a background save retries storage calls: less than the other ranks wait."""
         limit_s = timeout_s(BACKGROUND_S)
         return Patience(limit_s if self._coordinator.world_size == 1 else min(limit_s, self._coordinator.timeout_s / 2))
 
     def _stage(self, prepared: Prepared) -> None:
-        """Copy the data to write. Errors are raised later by `publish`, because the other ranks have already
-        started."""
+        """Copy the data to write. `publish` raises errors of the copy, because other ranks have started."""
         started = prepared.clock.seconds()
         try:
             prepared.staged = (self._writer or self._buffers).copy(prepared.plan.tensors)
@@ -558,7 +562,7 @@ class CheckpointManager:
         prepared.clock.add("stage", prepared.clock.seconds() - started, buffers.staged)
 
     def _settle(self) -> None:
-        """Wait for the running save; raise its error if it was not raised before."""
+        """Wait for the running save. Raise its error unless the caller has already seen it."""
         self._check_open()
         handle, self._in_flight = self._in_flight, None
         if handle is None:
@@ -569,7 +573,7 @@ class CheckpointManager:
             handle.result()
 
     def _check_open(self) -> None:
-        if self._closed:  # its group is destroyed: a collective would use the group of all ranks
+        if self._closed:  # its group is gone, and torch would use the group of all ranks instead
             raise UsageError(f"the manager of {self.url} is closed. Create a new one.")
         if os.getpid() != self._pid:
             raise UsageError(
@@ -582,8 +586,11 @@ class CheckpointManager:
         return self._reported(prepared, self._saver.publish(prepared), stall)
 
     def _reported(self, prepared: Prepared, record: CommitRecord, stall: float | None) -> SaveReport:
-        """Rotate, and return the report of a committed save. `stall`: how long training was blocked, if not during the
-        whole save."""
+        """Rotate after a committed save, and return its report.
+
+        Args:
+            stall: How long training was blocked. None: during the whole save.
+        """
         self._last_saved = record.step
         self._loader.given_up.discard(record.name)
         deleted: tuple[tuple[int, int], ...] = ()
@@ -618,8 +625,11 @@ class CheckpointManager:
         return report
 
     def _rotate(self, record: CommitRecord) -> tuple[tuple[tuple[int, int], ...], int | None, int]:
-        """Return (step, bytes) of deleted checkpoints, the number kept, and how many of those are exempt from the
-        limit. Never raises: the save is already committed."""
+        """Delete old checkpoints. Never raises, because the save is already committed.
+
+        Returns (step, bytes) of the deleted checkpoints, the number kept, and how many of these are exempt from the
+        limit.
+        """
         try:
             seen = self._saver.seen
             if self.retention is None:
@@ -636,7 +646,7 @@ class CheckpointManager:
             return (), None, 0
 
     def _busy(self) -> bool:
-        """Whether the previous save is still running on any rank; the same answer on all."""
+        """Return whether the previous save is still running on any rank. The answer is the same on all ranks."""
         under_way = self._in_flight is not None and not self._in_flight.done()
         return under_way if self._control is None else self._control.any(under_way)
 
@@ -667,7 +677,7 @@ def check_options(
     start_fresh: object = "if_empty",
     storage_options: object = None,
 ) -> _Checked:
-    """Check the arguments of a CheckpointManager without creating it, for an integration that creates it later.
+    """Check the arguments of a CheckpointManager without creating one. For integrations that create it later.
 
     Raises:
         UsageError: An argument is wrong.
@@ -702,7 +712,7 @@ def check_options(
 
 
 def _check_group(process_group: object) -> None:
-    # A negative int is torch's GroupMember.NON_GROUP_MEMBER, which the Coordinator refuses on that rank.
+    # Allows negative ints: torch's GroupMember.NON_GROUP_MEMBER is one, and the Coordinator refuses it on that rank.
     if (
         isinstance(process_group, Sequence)
         or hasattr(process_group, "get_group")
@@ -723,8 +733,10 @@ def _signals(given: Any) -> tuple[int, ...]:
 
 
 def _which(value: Any) -> str | int:
-    """Return the text that names a checkpoint. A path without a slash gets one, because text without a slash is a
-    tag."""
+    """Return the step, or the text that names a checkpoint.
+
+    A path without a slash gets one, because text without a slash is a tag.
+    """
     if isinstance(value, os.PathLike):
         text = location("which", value)
         return text if "/" in text else f"./{text}"
@@ -734,7 +746,7 @@ def _which(value: Any) -> str | int:
 
 
 def _outcome(handle: SaveHandle) -> Exception | None:
-    """Wait for a save and return its error."""
+    """Wait for a save, and return its error; None if it succeeded."""
     try:
         handle.result()
     except (CkptkitError, OSError) as error:

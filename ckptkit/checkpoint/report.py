@@ -1,4 +1,4 @@
-"""Reports of saves and loads: bytes, seconds and phases; what was loaded, skipped or kept."""
+"""Reports what saves and loads did: bytes, seconds and phases; keys that were loaded, skipped or missing."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ __all__ = ["LoadReport", "Phase", "PhaseClock", "SaveReport", "write_trace_file"
 
 _log = logging.getLogger(__name__)
 _TURNS = ("write", "digest", "sync")
-_NAMED = 3  # items of each kind in the line of a load
-_TOLD = 0.0005  # seconds: shorter phases are printed without a rate
+_NAMED = 3  # how many items of each kind `LoadReport.line` names
+_TOLD = 0.0005  # seconds; no rate is printed for shorter phases
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One phase of one thread: [start, start + seconds) on the monotonic clock, and the bytes moved."""
+    """One phase in one thread: the interval [start, start + seconds) of the monotonic clock, and the bytes moved."""
 
     name: str
     start: float
@@ -41,7 +41,7 @@ class Phase:
 
 
 class PhaseClock:
-    """Collects the phases of one operation, from any thread."""
+    """Collects the phases of one operation. Any thread may add phases."""
 
     def __init__(self) -> None:
         self.started = time.perf_counter()
@@ -50,7 +50,7 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str, nbytes: int = 0) -> Iterator[None]:
-        """Time the block as a phase."""
+        """Record the block as a phase."""
         start = time.perf_counter()
         try:
             yield
@@ -64,10 +64,10 @@ class PhaseClock:
             self._phases.append(phase)
 
     def add_in_turn(self, found: Sequence[tuple[str, float, int]]) -> None:
-        """Record consecutive phases (name, seconds, bytes) of this thread, the last one ending now.
+        """Record consecutive phases (name, seconds, bytes) of this thread. The last one ends now.
 
-        If several threads worked in turns, the longest time of each phase is passed; their sum may exceed the elapsed
-        time, and is then scaled down.
+        If several threads did the work, pass the longest time of each phase. The sum may then exceed the elapsed time;
+        it is scaled down to that.
         """
         thread, now = threading.current_thread().name, time.perf_counter()
         with self._lock:
@@ -87,25 +87,25 @@ class PhaseClock:
             return tuple(self._phases)
 
     def seconds(self) -> float:
-        """Return the time since the operation began."""
+        """Return the seconds since the operation began."""
         return time.perf_counter() - self.started
 
 
 @dataclass(frozen=True, slots=True)
 class SaveReport:
-    """A committed save, from this rank's view.
+    """A committed save, as seen by this rank.
 
     Attributes:
-        url: Of the checkpoint.
-        total_bytes: Of all ranks, as committed.
-        rank_bytes: Written by this rank.
+        url: URL of the checkpoint.
+        total_bytes: Bytes of the whole checkpoint, from all ranks.
+        rank_bytes: Bytes that this rank wrote.
         stall_seconds: How long training was blocked on this rank.
-        seconds: From the call to the commit.
-        deleted: (step, bytes) of the checkpoints that rotation removed.
+        seconds: Time from the call to the commit.
+        deleted: (step, bytes) of the checkpoints that rotation deleted.
         kept: Number of checkpoints now; None on ranks other than 0, or if rotation failed.
-        limit: `max_num` of the policy, exempt checkpoints not counted; None without a limit.
-        exempt: How many of `kept` are older than the `limit` newest but kept by another rule (best, pinned, ...).
-        phases: What took the time: plan, stage, write, digest, sync, commit, ...
+        limit: `max_num` of the policy, which does not count exempt checkpoints; None without a limit.
+        exempt: How many of `kept` are older than the `limit` newest, but exempt (best, pinned, ...).
+        phases: Where the time went: plan, stage, write, digest, sync, commit, ...
     """
 
     url: str
@@ -121,7 +121,7 @@ class SaveReport:
     phases: tuple[Phase, ...] = ()
 
     def line(self) -> str:
-        """Return one line: step, size, stall, rate, and what rotation did."""
+        """Return a one-line summary: step, size, stall, rate, and what rotation did."""
         rate = self.total_bytes / max(self.seconds, 1e-9)
         parts = [
             f"saved step {self.step}",
@@ -143,12 +143,14 @@ class SaveReport:
         return f"keeping {kept} ({min(self.limit, kept - self.exempt)} newest, {self.exempt} exempt{also})"
 
     def totals(self) -> dict[str, dict[str, float]]:
-        """Return seconds, bytes and GB/s of each phase, for a logger: {"write": {"seconds": ..., ...}}. Nested phases
-        ("index" in "commit") are counted once, so that the seconds add up."""
+        """Return seconds, bytes and GB/s of each phase, for a logger: {"write": {"seconds": ..., ...}}.
+
+        The time of a nested phase ("index" in "commit") is counted only once, so the seconds add up.
+        """
         return _totals(self.phases)
 
     def phase_line(self) -> str:
-        """Return what took the time, in a line."""
+        """Return the phases and their times in one line."""
         return _phase_line(self.phases)
 
     def write_trace(self, path: str, *, rank: int = 0) -> None:
@@ -168,7 +170,7 @@ def _totals(phases: Sequence[Phase]) -> dict[str, dict[str, float]]:
 
 
 def _own_seconds(phases: Sequence[Phase]) -> list[float]:
-    """Return the seconds of each phase, excluding nested phases of the same thread."""
+    """Return the seconds of each phase without its nested phases in the same thread."""
     own = [phase.seconds for phase in phases]
     for row, phase in enumerate(phases):
         around = [
@@ -211,22 +213,22 @@ class LoadReport:
     """The result of a load. Keys are those of the checkpoint.
 
     Attributes:
-        url: Of the checkpoint.
-        step: Its step; None if it records none.
+        url: URL of the checkpoint.
+        step: Step of the checkpoint; None if it records none.
         loaded: Restored keys.
-        sources: With a key map, the checkpoint's tensors that each restored key was made of.
-        padded: Restored keys whose padding, which a key map declares, stays as it is.
-        missing: Keys that the training state needs and the checkpoint lacks (only with strict=False).
+        sources: With a key map: for each restored key, the checkpoint's tensors that it was made of.
+        padded: Restored keys with padding that a key map declares. The padding was left unchanged.
+        missing: Keys that the training state needs but the checkpoint lacks (only with strict=False).
         unexpected: Keys of loaded sections that the training state lacks.
-        skipped: Sections and tensors that were skipped intentionally, each with the reason.
-        notes: Hyper-parameters that only one side has, casts, reseeded random numbers.
-        extra: Values of `extra` that are not in the training state.
-        metrics, client_state: Of the checkpoint.
+        skipped: Sections and tensors that were skipped on purpose, each with the reason.
+        notes: Hyperparameters that only one side has, casts, reseeded random number generators.
+        extra: Values of the checkpoint's `extra` that the training state lacks.
+        metrics, client_state: From the checkpoint's commit record.
         nbytes: Tensor bytes that this rank read.
         received: Tensor bytes that other ranks read and sent to this one.
-        held: Tensor bytes of the second copy with `atomic`.
+        held: Tensor bytes of the second copy that `atomic` needs.
         phases: plan, read (includes checking), exchange, apply.
-        deferred: With optimizer="deferred": the handle that applies the optimizer's state.
+        deferred: With optimizer="deferred": the handle that restores the optimizer later.
     """
 
     url: str
@@ -249,7 +251,7 @@ class LoadReport:
     deferred: DeferredOptimizer | None = None
 
     def line(self) -> str:
-        """Return one line: what was loaded, and the first names that were missing, unexpected or skipped."""
+        """Return a one-line summary, with the first names that were missing, unexpected or skipped."""
         rate = self.nbytes / max(self.seconds, 1e-9)
         parts = [
             f"loaded step {self.step}",
@@ -269,7 +271,7 @@ class LoadReport:
         return _totals(self.phases)
 
     def phase_line(self) -> str:
-        """Return what took the time, in a line."""
+        """Return the phases and their times in one line."""
         return _phase_line(self.phases)
 
     def write_trace(self, path: str, *, rank: int = 0) -> None:
@@ -278,8 +280,10 @@ class LoadReport:
 
 
 def write_trace_file(folder: Path | None, what: str, report: SaveReport | LoadReport, *, rank: int) -> None:
-    """Write the trace of a save or load into `folder`, if set. A failure is only logged, because the save or load
-    itself is done."""
+    """Write the trace of a save or load into `folder`, unless it is None.
+
+    A failure is only logged, because the save or load itself has succeeded.
+    """
     if folder is None:
         return
     try:
@@ -289,15 +293,14 @@ def write_trace_file(folder: Path | None, what: str, report: SaveReport | LoadRe
         _log.warning("the trace of a %s could not be written: %s", what, error)
 
 
-# Optimizer state that is restored later, after the optimizer and added parameters exist.
+# A load may leave the optimizer for later, when it and added parameters exist.
 
 
 class DeferredOptimizer:
     """Restores the optimizers later, once, from the checkpoint that the model was loaded from.
 
-    Only the URL of the checkpoint is kept until then; rotation does not delete the checkpoint that a run was resumed
-    from. Call `apply` before the first step, after adding parameters (adapters) to the model and building the
-    optimizer.
+    Add parameters (adapters) to the model and build the optimizer, then call `apply` before the first step. Until then
+    the handle holds only the URL. Rotation does not delete the checkpoint that a run was resumed from.
     """
 
     def __init__(
@@ -309,19 +312,19 @@ class DeferredOptimizer:
 
     @property
     def pending(self) -> bool:
-        """Whether `apply` was not called yet."""
+        """Whether `apply` has not succeeded yet."""
         return self._restore is not None
 
     def apply(self, state: TrainState | None = None, *, strict: bool = True) -> LoadReport | None:
-        """Restore the optimizers. All ranks must call it. Only the first call has an effect; later ones return None.
+        """Restore the optimizers. All ranks must call it. Once it has succeeded, further calls return None.
 
         Args:
-            state: The current model and optimizer, if they are not the objects passed to the load.
-            strict: Raise if the checkpoint's optimizer has parameters that the live one lacks. Parameters added since
-                then always start without state, and are listed in the report's `missing`.
+            state: The current model and optimizer, if they are not the objects that were passed to the load.
+            strict: Raise if the checkpoint's optimizer has parameters that the current one lacks. Parameters added
+                since the load always start without state; the report's `missing` lists them.
 
         Raises:
-            CheckpointMismatchError: The state does not match; nothing was changed, and `apply` may be called again.
+            CheckpointMismatchError: The state does not match. Nothing was changed, and `apply` may be called again.
         """
         if self._restore is None or self._state is None:
             return None

@@ -1,4 +1,4 @@
-"""Decides which checkpoints to keep: a pure function of the committed ones, with a reason for each decision."""
+"""Decides which checkpoints to keep. A pure function of the committed checkpoints; gives a reason for each decision."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ logger = logging.getLogger(__name__)
 class RetentionPolicy:
     """The limits and exemptions of rotation.
 
-    `max_num` and `max_mem` are limits: without one, nothing is ever deleted. `keep_every`, `keep_daily` and
-    `keep_best` exempt checkpoints from both. The newest, the pinned and the one that the run was resumed from are
-    always exempt.
+    `max_num` and `max_mem` are limits; without them, nothing is ever deleted. `keep_every`, `keep_daily` and
+    `keep_best` exempt checkpoints from both limits. Always exempt are the newest checkpoint, pinned ones, and the one
+    that the run was resumed from.
 
     Attributes:
-        max_num: Keep this many of the newest, plus older exempt ones.
-        max_mem: Keep the total below this: "1TB" is 10^12 bytes, "1TiB" 2^40. Counts every committed checkpoint,
-            including exempt ones, with each rank's files once. The oldest are deleted first.
+        max_num: Keep this many of the newest checkpoints, plus older exempt ones.
+        max_mem: Keep the total size below this: "1TB" is 10^12 bytes, "1TiB" is 2^40. Counts every committed
+            checkpoint, including exempt ones. The oldest are deleted first.
         keep_every: Keep each checkpoint whose step is a multiple of this.
         keep_best: (metric, "min" | "max", count); the default count is 1.
-        keep_daily: Keep the newest checkpoint of each of the last this many days that have one. Days are UTC, by the
-            commit record's time.
+        keep_daily: Keep the newest checkpoint of each day, for the last so many days that have a checkpoint. Days are
+            in UTC, according to the time in the commit record.
     """
 
     max_num: int | None = None
@@ -44,8 +44,8 @@ class RetentionPolicy:
 
     def __post_init__(self) -> None:
         _positive("max_num", self.max_num, "To keep all checkpoints, omit it.")
-        _positive("keep_every", self.keep_every, "To keep none by its step, omit it.")
-        _positive("keep_daily", self.keep_daily, "To keep none by its day, omit it.")
+        _positive("keep_every", self.keep_every, "To exempt no steps, omit it.")
+        _positive("keep_daily", self.keep_daily, "To exempt no days, omit it.")
         if self.max_mem is not None:
             nbytes = parse_size(self.max_mem)
             if nbytes < 1:
@@ -56,10 +56,10 @@ class RetentionPolicy:
 
     @classmethod
     def recorded(cls, stated: Mapping[str, Any]) -> RetentionPolicy:
-        """Return the policy that a commit record states.
+        """Return the policy that a commit record contains.
 
         Raises:
-            UsageError: It has a rule that this version does not know, or a value that means nothing.
+            UsageError: It has a rule that this version does not know, or an invalid value.
         """
         fields = {name: value for name, value in stated.items() if value is not None}
         unknown = sorted(fields.keys() - set(cls.__slots__))
@@ -70,13 +70,13 @@ class RetentionPolicy:
         return cls(**fields)
 
     def with_exemptions_of(self, other: RetentionPolicy) -> RetentionPolicy:
-        """Return this policy with the exemptions (`keep_...`) of `other` that it does not state itself."""
+        """Return this policy. Exemptions (`keep_...`) that it does not set are taken from `other`."""
         silent = [name for name in self.__slots__ if name.startswith("keep_") and getattr(self, name) is None]
         return replace(self, **{name: getattr(other, name) for name in silent})
 
     @property
     def exemptions(self) -> tuple[str, ...]:
-        """What is kept regardless of the limits, in words."""
+        """Descriptions of what is kept regardless of the limits."""
         words = []
         if self.keep_every is not None:
             words.append(f"keeps every {self.keep_every} steps")
@@ -88,7 +88,7 @@ class RetentionPolicy:
 
     @property
     def objective(self) -> tuple[str, str] | None:
-        """(metric, mode) that `best` means, for the commit record."""
+        """The (metric, mode) that defines `best`, for the commit record."""
         return None if self.keep_best is None else (self.keep_best[0], self.keep_best[1])
 
 
@@ -117,7 +117,7 @@ def _checked_best(given: object) -> tuple[str, str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What is to happen to one checkpoint, and why."""
+    """Whether to keep one checkpoint, and why."""
 
     name: str
     step: int
@@ -134,10 +134,10 @@ class Decision:
 def decide(
     records: Sequence[CommitRecord], policy: RetentionPolicy, *, protected: Mapping[str, str] | None = None
 ) -> list[Decision]:
-    """Return what to keep and what to delete, in the order of `records`. Pure, but for a warning.
+    """Return what to keep and what to delete, in the order of `records`. Has no side effects except a logged warning.
 
     Args:
-        records: The committed checkpoints, the newest last, as `Inventory.committed` has them.
+        records: The committed checkpoints, newest last, as in `Inventory.committed`.
         protected: Names that must stay, each with the reason: pinned, resumed from, being read.
     """
     exempt = _exempt(records, policy, protected or {})
@@ -150,7 +150,7 @@ def decide(
     if policy.max_mem is not None:
         limit = int(policy.max_mem)
         total = sum(record.total_bytes for record in records if record.name not in doomed)
-        for record in records:  # the oldest first
+        for record in records:  # oldest first
             if total > limit and record.name not in exempt and record.name not in doomed:
                 doomed[record.name] = f"{format_size(total)} exceed {format_size(limit)} (max_mem)"
                 total -= record.total_bytes
@@ -171,7 +171,7 @@ def decide(
 def _exempt(
     records: Sequence[CommitRecord], policy: RetentionPolicy, protected: Mapping[str, str]
 ) -> dict[str, list[str]]:
-    """Return the checkpoints that are exempt from all limits, with the reasons."""
+    """Return the names of checkpoints that are exempt from all limits, with the reasons."""
     exempt: dict[str, list[str]] = {}
     if records:
         exempt[records[-1].name] = ["the newest"]

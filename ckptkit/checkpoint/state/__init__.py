@@ -1,1 +1,1 @@
-"""The training state that a checkpoint captures and restores."""
+"""Captures and restores the state of a training run."""

@@ -1,7 +1,7 @@
-"""Declares how a rank's own tensor is a part of a global one: the experts of an expert-parallel rank, for example.
+"""Declares tensors of a rank as parts of global tensors: the experts of an expert-parallel rank, for example.
 
-Such a tensor is viewed as a DTensor wherever the state is read, on the mesh of its declaration joined with its own. So
-saves, loads and exports see a global tensor in slices, as with any DTensor, and load it on any other mesh.
+Captures and loads view such a tensor as a DTensor. Its mesh joins the declared mesh with the tensor's own mesh, if it
+has one. So saves, loads and exports treat it like any DTensor, and it loads on any other mesh.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ __all__ = ["Layout", "Shard", "as_global", "check_layout", "global_state", "is_p
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The ranks of `mesh` hold consecutive parts of a global tensor along `dim`.
+    """Declares that the ranks of `mesh` hold consecutive parts of a global tensor along `dim`.
 
     Attributes:
-        mesh: A mesh of one dimension, such as `device_mesh["ep"]`.
-        size: Of the global tensor along `dim`. None: all ranks hold as much as this one.
-        replicas: A mesh whose ranks hold equal copies, such as `device_mesh["dp"]`: then each part is written once.
+        mesh: A one-dimensional mesh, such as `device_mesh["ep"]`.
+        size: Size of the global tensor along `dim`. None: all ranks hold parts of equal size.
+        replicas: A mesh whose ranks hold equal copies, such as `device_mesh["dp"]`. Then each part is written once.
     """
 
     dim: int
@@ -39,12 +39,14 @@ class Shard:
 
 
 Layout = Mapping[str, "Shard | Sequence[Shard] | Literal['per_rank']"]
-"""Glob of FQNs -> the shards that the tensor is of the global one, the outermost first; or "per_rank": each rank keeps
-its own."""
+"""Maps globs of FQNs to the shards that make a tensor a part of a global one, the outermost first.
+
+The value "per_rank" means that each rank keeps its own tensor.
+"""
 
 
 def check_layout(layout: object) -> None:
-    """Raise UsageError unless `layout` maps globs to shards over meshes of one dimension."""
+    """Raise UsageError unless `layout` maps globs to shards over one-dimensional meshes."""
     if not isinstance(layout, Mapping):
         raise wrong(
             "TrainState(layout=...)", layout, "a dict of globs, such as {'*.experts.*': ckptkit.Shard(0, mesh=ep)}"
@@ -66,7 +68,7 @@ def check_layout(layout: object) -> None:
 
 
 def shards_of(layout: Layout, fqn: str) -> tuple[Shard, ...]:
-    """Return the declared shards of a tensor; none if no glob matches. The first glob counts."""
+    """Return the shards declared by the first glob that matches; () if none matches."""
     for glob, declared in layout.items():
         if fnmatch.fnmatchcase(fqn, glob):
             return (declared,) if isinstance(declared, Shard) else () if isinstance(declared, str) else tuple(declared)
@@ -74,16 +76,18 @@ def shards_of(layout: Layout, fqn: str) -> tuple[Shard, ...]:
 
 
 def is_per_rank(layout: Layout, fqn: str) -> bool:
-    """Return whether each rank keeps its own values of a tensor."""
+    """Return whether the layout declares a tensor as "per_rank"."""
     return next((declared == "per_rank" for glob, declared in layout.items() if fnmatch.fnmatchcase(fqn, glob)), False)
 
 
 def as_global(what: str, tensor: torch.Tensor, shards: Sequence[Shard]) -> torch.Tensor:
-    """Return a rank's own tensor as a view of the global one: a DTensor that shares its memory. Without shards, return
-    the tensor.
+    """Return a DTensor that views `tensor` as a part of a global tensor and shares its memory.
+
+    Without shards, return `tensor`.
 
     Raises:
-        UsageError: This rank does not hold the part that its position in the mesh says.
+        SaveError: The tensor lacks the dimension that is declared as sharded.
+        UsageError: The local shape is not that of this rank's part.
     """
     if not shards:
         return tensor
@@ -115,8 +119,9 @@ def as_global(what: str, tensor: torch.Tensor, shards: Sequence[Shard]) -> torch
     sizes, _ = local_box(torch.Size(shape), mesh, tuple(placements))
     if sizes != tuple(local.shape):
         raise UsageError(
-            f"{what}: this rank holds {list(local.shape)}, but by its layout {list(sizes)} of {shape}. Parts have "
-            "equal sizes. If they are cut as by torch.chunk, the last ones smaller, pass Shard(..., size=)."
+            f"{what}: this rank holds a tensor of shape {list(local.shape)}, but its layout expects a part of shape "
+            f"{list(sizes)} of {shape}. Parts have equal sizes by default. If they are split like torch.chunk, with "
+            "smaller parts at the end, pass Shard(..., size=)."
         )
     strides = torch.empty(shape, device="meta").stride()
     view: DTensor = DTensor.from_local(
@@ -126,17 +131,17 @@ def as_global(what: str, tensor: torch.Tensor, shards: Sequence[Shard]) -> torch
 
 
 def global_state(what: str, value: Any, parameter: torch.Tensor, shards: Sequence[Shard]) -> Any:
-    """Return an optimizer's state of a declared parameter as a view of the global state.
+    """Return an optimizer state of a declared parameter as a part of the global state, like the parameter.
 
     Raises:
-        SaveError: The state has another shape than the parameter, so it is unknown how the ranks' states combine.
+        SaveError: The state's shape is not the parameter's, so it is unknown how the ranks' states combine.
     """
     if not shards or value.numel() == 1:
         return value
     if value.shape != parameter.shape:
         raise SaveError(
-            f"{what} has shape {list(value.shape)}, its parameter {list(parameter.shape)}, which is a part of a global "
-            "tensor by its layout: how the states of the ranks combine is unknown. Use an optimizer with states of the "
-            "parameter's shape for it."
+            f"{what} has shape {list(value.shape)}, but its parameter has shape {list(parameter.shape)} and is "
+            "declared as a part of a global tensor, so it is unknown how the ranks' states combine. Use an optimizer "
+            "whose states have the parameter's shape."
         )
     return as_global(what, value, shards)

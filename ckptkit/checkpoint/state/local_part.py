@@ -1,4 +1,4 @@
-"""Describes a live tensor as this rank's part of a full tensor: its boxes and their replicas."""
+"""Describes this rank's part of a tensor: its boxes of the full tensor, and who holds replicas."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class ShardLayout:
     """How a tensor is sharded over ranks.
 
     Attributes:
-        mesh_shape, mesh_names: Of the device mesh, outermost dimension first.
-        mesh_ranks: The mesh's ranks in row-major order.
-        placements: One for each mesh dimension.
+        mesh_shape, mesh_names: Shape and dimension names of the device mesh, outermost dimension first.
+        mesh_ranks: The ranks of the mesh in row-major order.
+        placements: One per mesh dimension.
     """
 
     mesh_shape: tuple[int, ...]
@@ -67,7 +67,7 @@ class ShardLayout:
         return count
 
     def replica(self, rank: int) -> int:
-        """Return the replica index of `rank`, 0 to `replicas` - 1; -1 if it is not in the mesh."""
+        """Return the replica index of `rank`, 0 to `replicas` - 1; -1 if the rank is not in the mesh."""
         coordinate = mesh_coordinate(rank, self.mesh_shape, self.mesh_ranks)
         if coordinate is None:
             return -1
@@ -78,7 +78,7 @@ class ShardLayout:
         return index
 
     def describe(self) -> str:
-        """Return a readable description of the layout."""
+        """Return a description of the layout for people."""
         dims = ", ".join(f"{n}={s}" for n, s in zip(self.mesh_names, self.mesh_shape, strict=True))
         words = {"shard": "Shard({0})", "strided": "_StridedShard({0}, {1})", "replicate": "Replicate()"}
         return (
@@ -91,10 +91,10 @@ class PartView:
     """This rank's part of one tensor.
 
     Attributes:
-        key: Its name in the checkpoint.
+        key: Name in the checkpoint.
         dtype: torch's name without the prefix.
-        shape: Of the whole tensor.
-        local: This rank's elements; aliases the live tensor.
+        shape: Shape of the full tensor.
+        local: This rank's elements; shares memory with the live tensor.
         layout: None for a plain tensor, which is complete on every rank that has the key.
         parts: This rank's boxes.
     """
@@ -107,11 +107,11 @@ class PartView:
     parts: tuple[LocalPart, ...]
 
     def claim(self, entry: TensorEntry) -> Claim:
-        """Return a target that loads a checkpoint's tensor into this part."""
+        """Return the request to load the checkpoint's tensor `entry` into this part."""
         return Claim(self.key, entry, self.shape, self.local, [(part.box, part.local_offsets) for part in self.parts])
 
     def within(self, boxes: Iterable[Box]) -> PartView:
-        """Return the view of only those elements that are in one of these boxes, which do not overlap."""
+        """Return the part restricted to elements inside these boxes, which must not overlap."""
         shared = [
             (part, found) for part in self.parts for box in boxes if (found := part.box.intersect(box)) is not None
         ]
@@ -127,7 +127,7 @@ class PartView:
 
 
 def part_view(key: str, tensor: torch.Tensor, rank: int) -> PartView:
-    """Return this rank's part of a live tensor. No communication.
+    """Return this rank's part of a live tensor. Does not communicate.
 
     Raises:
         SaveError: The tensor type is not supported (sparse, quantized, some subclasses).
@@ -147,7 +147,7 @@ def part_view(key: str, tensor: torch.Tensor, rank: int) -> PartView:
 
 
 def check_safetensors(views: Iterable[PartView]) -> None:
-    """Raise UnsupportedFormatError if safetensors cannot store the tensor."""
+    """Raise UnsupportedFormatError if safetensors has no name for the dtype of a tensor."""
     for view in views:
         if DTYPES[view.dtype].safetensors is None:
             raise UnsupportedFormatError(
@@ -198,7 +198,7 @@ def _parts(
 def boxes_of(
     shape: tuple[int, ...], layout: ShardLayout | None, rank: int, local_shape: tuple[int, ...] | None
 ) -> tuple[Box, ...]:
-    """Return the boxes that any rank holds of a tensor with this layout."""
+    """Return the boxes that `rank` holds of a tensor with this layout."""
     if layout is None:
         return (Box.whole(shape),)
     return tuple(part.box for part in _parts(shape, layout, rank, local_shape))
@@ -210,8 +210,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def host_bytes(tensor: torch.Tensor, max_bytes: int = 64 << 20) -> Iterator[memoryview]:
-    """Yield the row-major bytes of a tensor in pieces of at most `max_bytes`; without a copy if it is contiguous on the
-    CPU."""
+    """Yield the row-major bytes of a tensor in pieces of at most `max_bytes`.
+
+    Does not copy a tensor that is contiguous on the CPU.
+    """
     import torch
 
     if tensor.numel() == 0:

@@ -1,8 +1,9 @@
-"""Captures and restores an optimizer's state by parameter name, without torch's artificial first step.
+"""Captures and restores an optimizer's state by parameter name, without stepping the optimizer.
 
-`torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` steps an optimizer that has no state yet, which
-changes the training that follows, and `Optimizer.load_state_dict` casts fp32 state to a low-precision
-parameter's dtype. Neither is called here: `optimizer.state` and `optimizer.param_groups` are read and set.
+Two functions of torch are avoided. `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` steps an
+optimizer that has no state yet, which changes the training that follows. `Optimizer.load_state_dict` casts fp32 state
+to the dtype of a low-precision parameter. Instead, this module reads and sets `optimizer.state` and
+`optimizer.param_groups`.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ __all__ = [
 ]
 
 IMPLEMENTATION_SETTINGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Settings that affect how a step is computed, not its result: the live values are kept."""
+"""Settings that affect how a step is computed, but not its result. A load keeps the live values."""
 
 _LISTED = 5
 _GROUP_NAMES = frozenset({"params", "param_names"})
@@ -60,17 +61,17 @@ _WRAPPERS = {"MasterWeightOptimizer": "base", "AcceleratedOptimizer": "optimizer
 
 @dataclass(frozen=True, slots=True)
 class CapturedOptimizer:
-    """An optimizer's state.
+    """The captured state of an optimizer.
 
     Attributes:
-        tensors: (fqn, state name) -> live tensor; DTensors where the state is sharded.
-        masters: fqn -> live fp32 copy of a low-precision parameter.
-        tree: JSON: "param_groups", each with "params" as a list of FQNs; "values": non-tensor state by FQN; "shared":
-            state that belongs to no parameter; "held" and "own", if needed: see `OptimizerTree`.
+        tensors: (fqn, state name) to live tensor; a DTensor if the state is sharded.
+        masters: FQN to live fp32 copy of a low-precision parameter.
+        tree: JSON. "param_groups": each with "params", a list of FQNs. "values": states that are not tensors, by FQN.
+            "shared": state that belongs to no parameter. "held" and "own", if needed: see `OptimizerTree`.
         loose: Tensors that `tree` refers to.
-        recipes: (fqn, state name) -> the recipe of a tensor subclass, whose parts are in `tensors`.
-        cut: FQN -> layout, for parameters that are sharded.
-        unshaped: Keys of plain tensors that may have another shape on each rank.
+        recipes: (fqn, state name) to the recipe of a tensor subclass, whose parts are in `tensors`.
+        cut: FQN to layout of each sharded parameter.
+        unshaped: Keys of plain tensors whose shape may differ between ranks.
     """
 
     tensors: dict[tuple[str, str], torch.Tensor]
@@ -86,7 +87,7 @@ def named_parameters(optimizer: Any, names: Mapping[int, str], what: str) -> dic
     """Return the parameters of all groups by FQN, in the optimizer's order.
 
     Args:
-        names: id(parameter) -> FQN, of the model.
+        names: id(parameter) to FQN in the model.
         what: The optimizer's key, for errors.
 
     Raises:
@@ -105,18 +106,19 @@ def named_parameters(optimizer: Any, names: Mapping[int, str], what: str) -> dic
         more = f" and {len(strangers) - 5} more" if len(strangers) > 5 else ""
         raise UsageError(
             f"{what}: it holds parameters that are not in the model: {'; '.join(strangers[:5])}{more}. "
-            "Was the optimizer built before the model was wrapped? Build it after fully_shard, or put "
-            "the missing module into TrainState(model={...}) too."
+            "Was the optimizer built before the model was wrapped? Build it after fully_shard, or add "
+            "the missing module to TrainState(model={...})."
         )
     return found
 
 
 def capture_optimizer(optimizer: Any, names: Mapping[int, str], what: str) -> CapturedOptimizer:
-    """Return the optimizer's state, aliasing it; nothing is stepped, created or moved. Masters are updated from weights
-    that were changed by others.
+    """Return the optimizer's state. Its tensors share memory with the live ones; nothing is stepped, created or moved.
+
+    fp32 masters are first updated if other code has changed the weights.
 
     Raises:
-        UsageError: A parameter is not one of the model's.
+        UsageError: A parameter does not belong to the model.
         SaveError: A state is neither a supported tensor nor a value that loads safely.
     """
     parameters = named_parameters(optimizer, names, what)
@@ -166,9 +168,9 @@ class _Capturing:
     """Sorts the states of an optimizer's parameters into tensors, masters and values.
 
     Attributes:
-        shards: Names of plain states that are shards.
-        held: By key, how states are held where that does not follow from the parameter.
-        plain: "<fqn>.<name>" of states with plain tensors that may be a rank's own.
+        shards: Names of states that are plain tensors, but shards.
+        held: How a state is stored, by key, if this does not follow from its parameter.
+        plain: "<fqn>.<name>" of states with plain tensors whose values may differ between ranks.
     """
 
     def __init__(self, captured: CapturedOptimizer, master_name: str | None, what: str) -> None:
@@ -217,8 +219,10 @@ class _Capturing:
 
 
 def class_name(item: Any) -> str:
-    """Return the class name of an optimizer or scheduler without its module (which may change): of the wrapped object,
-    and including the schedulers that a scheduler combines."""
+    """Return the class name of an optimizer or scheduler, without the module, which may change.
+
+    Names the wrapped object instead of a wrapper, and includes the schedulers that a scheduler combines.
+    """
     while type(item).__name__ in _WRAPPERS:
         item = getattr(item, _WRAPPERS[type(item).__name__])
     joined = getattr(item, "_schedulers", None) or ()
@@ -229,11 +233,11 @@ def class_name(item: Any) -> str:
 def refuse_hidden(
     prefix: str, tensors: Mapping[str, torch.Tensor], *, filled: bool = False, reasons: Mapping[str, str] | None = None
 ) -> None:
-    """Raise SaveError for tensors whose values cannot be saved as plain bytes; names all of them.
+    """Raise SaveError if the values of some tensors cannot be saved as plain bytes. Names all of them.
 
     Args:
-        filled: A load fills the live tensors, so those that cannot be written to are refused too.
-        reasons: Why tensors of subclasses could not be taken apart.
+        filled: Whether a load fills the live tensors. Then tensors that cannot be written to are refused, too.
+        reasons: Why some tensor subclasses could not be split into plain parts, by name.
     """
     hidden = {**hidden_ones(tensors), **(reasons or {})} or (expanded_ones(tensors) if filled else {})
     if hidden:
@@ -243,7 +247,7 @@ def refuse_hidden(
 
 
 def _check_whole(optimizer: Any, parameters: Mapping[str, torch.Tensor], what: str) -> None:
-    """Raise SaveError if the optimizer has state outside of its parameters' `state` and its groups."""
+    """Raise SaveError if the optimizer has state in other places than `state` of its parameters and its groups."""
     import torch
 
     known = set(map(id, parameters.values()))
@@ -269,8 +273,10 @@ def _check_whole(optimizer: Any, parameters: Mapping[str, torch.Tensor], what: s
 
 
 def united(trees: Sequence[JSON]) -> JSON:
-    """Return the tree of an optimizer whose parameters are spread over ranks (pipeline stages), from one tree of each
-    stage. Groups with equal settings are joined; those at the same position take precedence."""
+    """Merge the trees of an optimizer whose parameters are spread over ranks (one tree per pipeline stage).
+
+    Groups with equal settings are joined. Among several such groups, the one at the same position is chosen.
+    """
     first = {
         **trees[0],
         "param_groups": [{**group, "params": list(group["params"])} for group in trees[0]["param_groups"]],
@@ -308,13 +314,15 @@ def new_state_tensor(
     on_device: bool,
     held: Held | None = None,
 ) -> torch.Tensor:
-    """Return an uninitialised tensor for one state of a parameter, with the parameter's placement (for a state of
-    another shape, in the dimensions that both have).
+    """Return an uninitialised tensor for a state of a parameter. It is placed like the parameter.
+
+    If its shape differs from the parameter's, it is sharded along the dimensions of equal size only.
 
     Args:
-        held: How the state was held, if that does not follow from the parameter.
-        name: The state's name. A single element stays on the CPU, where torch keeps step counts.
-        on_device: The group keeps step counts on the device (fused or capturable).
+        held: How the state is stored, if this does not follow from its parameter.
+        name: The state's name.
+        on_device: The group keeps step counts on the device (fused or capturable). Otherwise a single element stays on
+            the CPU, where torch keeps step counts.
     """
     import torch
     from torch.distributed.tensor import DTensor
@@ -337,31 +345,34 @@ def new_state_tensor(
 
 
 def _beside(parameter: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a sharded state whose shape differs from its parameter's. It is sharded, because a plain one is not saved
-    this way."""
+    """Return a DTensor for a state whose shape differs from its sharded parameter's.
+
+    A state of that shape that has no entry in `held` was saved as a DTensor.
+    """
     import torch
     from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 
     def follows(placement: Any) -> bool:
-        # Exactly Shard: if tensor parallelism splits first, the parts differ.
+        # Only Shard itself, not its subclasses: with tensor parallelism in front, the parts differ.
         dim = placement.dim if type(placement) is Shard else len(shape)
         return bool(dim < min(len(shape), parameter.dim()) and shape[dim] == parameter.shape[dim])
 
     mesh = parameter.device_mesh
     placements = [placement if follows(placement) else Replicate() for placement in parameter.placements]
     made = empty(*shape, dtype=dtype, device_mesh=mesh, placements=placements)
-    local = torch.empty_like(made.to_local(), device=parameter.to_local().device)  # offloaded: not where the mesh is
+    # An offloaded parameter is not on the mesh's device.
+    local = torch.empty_like(made.to_local(), device=parameter.to_local().device)
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=made.shape, stride=made.stride())
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerTree:
-    """The validated JSON of an optimizer, as described at `CapturedOptimizer.tree`.
+    """The validated JSON of an optimizer; see `CapturedOptimizer.tree`.
 
     Attributes:
-        held: By key, how states are held where that does not follow from the parameter.
-        layouts: How the parameters were cut, if `states` has any.
-        states: "<fqn>.<name>" of states with plain tensors that may be a rank's own.
+        held: How a state is stored, by key, if this does not follow from its parameter.
+        layouts: How the parameters were sharded, if `states` is not empty.
+        states: "<fqn>.<name>" of states with plain tensors whose values may differ between ranks.
     """
 
     param_groups: list[dict[str, JSON]]
@@ -373,10 +384,10 @@ class OptimizerTree:
 
     @classmethod
     def of(cls, tree: JSON, what: str) -> OptimizerTree:
-        """Return the parts of `tree`.
+        """Validate `tree`, and return its parts.
 
         Raises:
-            CorruptCheckpointError: It is not an optimizer's tree; names `what` and the part.
+            CorruptCheckpointError: `tree` is not that of an optimizer; names `what` and the invalid part.
         """
 
         def need(holds: bool, part: str, expected: str) -> None:
@@ -412,13 +423,14 @@ class GroupChanges:
 
     Attributes:
         settings: The new settings of each live group.
-        order: For each live group, the first saved group that it takes them from; None if there is none.
+        order: For each live group, the first saved group that its settings come from; None if there is none.
         saved: Number of saved groups.
-        missing: Parameters of the live optimizer that the checkpoint's lacks.
-        unexpected: Parameters of the checkpoint's optimizer that the live one lacks.
-        notes: Descriptions of settings that only one side has, or that are kept.
-        switches: Descriptions of settings that are on in one and off in the other, which means another algorithm.
-        conflicts: Live groups that combine parameters of different saved groups, and saved values that cannot be set.
+        missing: Parameters that the checkpoint's optimizer lacks.
+        unexpected: Parameters that the live optimizer lacks.
+        notes: Descriptions of settings that only one side has, or whose live value is kept.
+        switches: Descriptions of settings that are on for one side and off for the other, so that the algorithms
+            differ.
+        conflicts: Descriptions of live groups that combine different saved groups, and of saved values that do not fit.
     """
 
     settings: list[dict[str, Any]]
@@ -438,9 +450,9 @@ def group_changes(
     tensor: Callable[[str], Any],
     what: str,
 ) -> GroupChanges:
-    """Return the settings of each live group, taken from the saved groups by parameter name.
+    """Return the changes to the live groups. Their settings come from the saved groups, matched by parameter name.
 
-    Groups may be reordered, split or merged, as long as no live group would need two different learning rates.
+    Groups may be reordered, split or merged, unless a live group would need two different learning rates, for example.
     """
     live_names = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     saved_of = {fqn: i for i, group in enumerate(saved) for fqn in group["params"]}
@@ -510,8 +522,11 @@ def _check_joined(
 
 
 def _fits(live: Any, value: Any) -> bool:
-    """Return whether a saved setting can replace the live one: a number (possibly in a tensor) replaces a number, a
-    sequence one of the same length. Other values are up to the optimizer."""
+    """Return whether a saved setting can replace the live one.
+
+    A number (possibly in a tensor) can replace a number, and a sequence one of equal length. Other values are not
+    checked.
+    """
     import torch
 
     if isinstance(live, (tuple, list)):
@@ -528,7 +543,7 @@ def _fits(live: Any, value: Any) -> bool:
 
 
 def _is_real(value: Any) -> bool:
-    """Return whether the value is a real number that fits in a float, including infinity."""
+    """Return whether `value` is a real number that fits in a float. Infinity does."""
     try:
         return isinstance(value, numbers.Real) and isinstance(float(value), float)
     except OverflowError:
@@ -550,8 +565,10 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def apply_settings(optimizer: Any, settings: Iterable[Mapping[str, Any]]) -> None:
-    """Set each live group's settings. A tensor learning rate is updated in place (compiled steps and schedulers
-    reference it) and keeps its device."""
+    """Set the settings of each live group.
+
+    A tensor learning rate is updated in place and keeps its device, because compiled steps and schedulers refer to it.
+    """
     import torch
 
     for group, new in zip(optimizer.param_groups, settings, strict=True):
@@ -574,7 +591,7 @@ def apply_state(
     *,
     keep: Iterable[str] = (),
 ) -> None:
-    """Replace the optimizer's state by `states`, by FQN; parameters in `keep` keep theirs."""
+    """Replace the optimizer's state with `states` (by FQN) and `shared`. Parameters in `keep` keep their state."""
     kept = {fqn: optimizer.state[parameters[fqn]] for fqn in keep if parameters[fqn] in optimizer.state}
     optimizer.state.clear()
     for fqn, parameter in parameters.items():

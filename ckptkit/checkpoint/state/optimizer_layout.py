@@ -1,18 +1,19 @@
-"""The rules for optimizer states that are not sharded like their parameter: how they are stored, and where they load.
+"""Decides how optimizer states are stored, and where they load, if they are not sharded like their parameter.
 
-- A *shard* is part of a tensor that is cut over the ranks: a DTensor, even in a list or dict, or a plain tensor with
-  the shape of the parameter's local shard. It is stored like a weight, and loads on any number of
-  ranks.
+There are three kinds of states:
+
+- A *shard* is a part of a tensor that is split over the ranks: a DTensor, even in a list or dict, or a plain tensor
+  with the shape of the parameter's local shard. It is stored like a weight, and loads on any number of ranks.
 - A *whole* state is equal on all ranks: numbers, settings, a plain tensor that each rank computed from the whole
   gradient. It is stored once, and loads on any number of ranks.
-- A state that differs between ranks was computed from the local shard (a factor of it, a projector). It is each rank's
-*own*: it is stored once for each rank, and loads only where the parameters are sharded in the same way. Elsewhere, a
-load refuses it.
+- A state that differs between ranks was computed from the local shard (a factor of it, a projector). It is the rank's
+  *own* state: it is stored for each rank, and loads only where the parameters are sharded in the same way. Elsewhere,
+  the load is refused.
 
-A plain tensor counts as a shard only if every plain tensor in the optimizer that has more than one element has the
-shape of its parameter's local shard. Otherwise a factor that has this shape by chance would be sharded. A run on a
-single rank cannot tell a whole state from a rank's own: it saves every state that is not a shard as that rank's own,
-and such states do not load where parameters are sharded.
+A plain tensor counts as a shard only if all plain tensors of the optimizer with more than one element have the shape of
+their parameter's local shard. Otherwise a factor that has this shape by chance would count as a shard. With a single
+rank, a whole state looks like the rank's own. So each state that is not a shard is saved as the rank's own, and does
+not load where parameters are sharded.
 """
 
 from __future__ import annotations
@@ -29,25 +30,25 @@ if TYPE_CHECKING:
 __all__ = ["PLAIN", "SHARD", "Held", "cuts", "has_plain", "held_nested", "layouts", "new_held", "placed", "shard_names"]
 
 Held = str | list[str]
-"""How a state is held: SHARD, PLAIN, or the placements of a DTensor as in the manifest, one text per mesh dimension."""
+"""How a state is stored: SHARD, PLAIN, or the placements of a DTensor as in the manifest (one text per mesh dim)."""
 
-SHARD = "shard"  # a plain tensor, stored as the part that the parameter's placement gives it
-PLAIN = "plain"  # a plain tensor, which each rank has all of
+SHARD = "shard"  # a plain tensor that is this rank's shard, placed like the parameter
+PLAIN = "plain"  # a plain tensor that is complete on each rank
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
 def cuts(parameters: Mapping[str, torch.Tensor]) -> dict[str, ShardLayout]:
-    """Return, by name, the layouts of the parameters whose parts differ between ranks."""
+    """Return the layouts of the parameters whose parts differ between ranks, by name."""
     return {name: layout_of(p) for name, p in parameters.items() if _is_cut(p)}  # type: ignore[arg-type]
 
 
 def layouts(cut: Mapping[str, ShardLayout]) -> list[Any]:
-    """Return each layout once, as JSON: [mesh shape, placements]."""
+    """Return the distinct layouts as JSON: [mesh shape, placements] each."""
     return sorted([list(shape), list(texts)] for shape, texts in {(o.mesh_shape, o.texts()) for o in cut.values()})
 
 
 def shard_names(states: Iterable[tuple[torch.Tensor, Mapping[str, Any]]]) -> frozenset[str]:
-    """Return the names of the states that are shards though they are plain, from each parameter and its states."""
+    """Return the names of the states that are plain tensors, but shards. `states`: (parameter, its states) pairs."""
     names = set()
     for parameter, state in states:
         if not _is_sharded(parameter):
@@ -65,7 +66,7 @@ def shard_names(states: Iterable[tuple[torch.Tensor, Mapping[str, Any]]]) -> fro
 def placed(
     value: torch.Tensor, parameter: torch.Tensor, name: str, shards: frozenset[str]
 ) -> tuple[torch.Tensor, Held | None]:
-    """Return a state as it is stored, and how it is held; None if that follows from the parameter and the shapes."""
+    """Return the tensor to store for a state, and how it is stored; None if the parameter and the shapes imply that."""
     from torch.distributed.tensor import DTensor
 
     if not isinstance(parameter, DTensor):
@@ -79,7 +80,7 @@ def placed(
 
 
 def held_nested(tensors: Mapping[str, torch.Tensor]) -> dict[str, Held]:
-    """Return how the DTensors among the tensors of a list or dict are held. Others are plain."""
+    """Return how the DTensors among these tensors are stored. The other tensors are plain."""
     from torch.distributed.tensor import DTensor
 
     found = {key: _texts(tensor) for key, tensor in tensors.items() if isinstance(tensor, DTensor)}
@@ -87,14 +88,15 @@ def held_nested(tensors: Mapping[str, torch.Tensor]) -> dict[str, Held]:
 
 
 def has_plain(value: Any) -> bool:
-    """Return whether a value contains a plain tensor of several elements."""
+    """Return whether a value contains a plain tensor with several elements."""
     return any(tensor.numel() > 1 for tensor in _plain_in(value))
 
 
 def new_held(parameter: torch.Tensor, held: Held | None, dtype: torch.dtype, shape: tuple[int, ...]) -> Any:
-    """Return an uninitialised tensor for a state that is held as the checkpoint says; None if that does not apply here.
+    """Return an uninitialised tensor for a state that the checkpoint stores as `held`.
 
-    A SHARD is returned as a DTensor, whose local part is the state.
+    Return None if the caller must place the state like the parameter: if `held` is None or SHARD, the parameter is no
+    DTensor, or its mesh has another number of dimensions.
     """
     import torch
     from torch.distributed.tensor import DTensor, empty
@@ -107,7 +109,8 @@ def new_held(parameter: torch.Tensor, held: Held | None, dtype: torch.dtype, sha
     if len(placements) != mesh.ndim:
         return None
     made = empty(*shape, dtype=dtype, device_mesh=mesh, placements=placements)
-    local = torch.empty_like(made.to_local(), device=parameter.to_local().device)  # offloaded: not where the mesh is
+    # An offloaded parameter is not on the mesh's device.
+    local = torch.empty_like(made.to_local(), device=parameter.to_local().device)
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=made.shape, stride=made.stride())
 
 
@@ -135,7 +138,7 @@ def _plain_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, _CONTAINERS):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _plain_in(item)
-    elif hasattr(value, "__dict__") and not isinstance(value, type):  # a projector, say
+    elif hasattr(value, "__dict__") and not isinstance(value, type):  # for example a projector
         yield from _plain_in(vars(value))
 
 
@@ -149,8 +152,10 @@ def _like(local: torch.Tensor, parameter: Any) -> torch.Tensor:
 
 
 def _texts(tensor: Any) -> Held | None:
-    """Return a DTensor's placements as text; None for partial sums, which are refused elsewhere, and for strided
-    shards, which only torch makes."""
+    """Return a DTensor's placements as texts, or None if they have none.
+
+    These are partial sums, which other code refuses, and strided shards, which only torch creates.
+    """
     unnamed = any(p.is_partial() or getattr(p, "split_factor", None) is not None for p in tensor.placements)
     return None if unnamed else list(layout_of(tensor).texts())
 

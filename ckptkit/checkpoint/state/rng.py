@@ -1,4 +1,4 @@
-"""Captures and restores one rank's random number generators: Python, numpy, torch on the CPU and on this rank's GPU."""
+"""Captures and restores the random number generators of one rank: Python, numpy, torch on the CPU and on its GPU."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 __all__ = ["capture_rng", "check_rng", "restore_rng", "reseed", "share_stream", "shared_stream"]
 
-# This process's random stream, the number of streams, and the process group for which that holds.
+# The process group that was current, this process's random stream, and the number of streams.
 _shared: tuple[weakref.ref[Any], int, int] | None = None
 
 
 def share_stream(index: int, count: int) -> None:
-    """Record that this rank's generators have the same seed as all ranks with the same `index` of `count`.
+    """Record that this rank's generators have the same seed as those of all ranks with the same `index` of `count`.
 
-    Ranks that compute together (tensor-parallel ranks) must draw the same numbers. A save records the count, and a load
-    on another layout seeds such ranks equally. Valid for the current process group.
+    Ranks that compute together (tensor-parallel ranks) must draw the same numbers. A save records `count`, so that a
+    load on another layout can give such ranks equal seeds. The call applies to the current process group.
     """
     import torch.distributed as dist
 
@@ -34,7 +34,7 @@ def share_stream(index: int, count: int) -> None:
 
 
 def shared_stream(rank: int, world_size: int) -> tuple[int, int]:
-    """Return the values of `share_stream` for the current process group; by default each rank has its own stream."""
+    """Return (index, count) of `share_stream`. By default, each rank of the current group has its own stream."""
     if _shared is not None:
         import torch.distributed as dist
 
@@ -45,9 +45,10 @@ def shared_stream(rank: int, world_size: int) -> tuple[int, int]:
 
 
 def capture_rng() -> dict[str, Any]:
-    """Return the state of every generator of this process, as tensors and plain values.
+    """Return the states of this process's generators, as tensors and plain values.
 
-    Includes numpy only if it was imported, and the GPU only if CUDA was initialised (reading it would initialise CUDA).
+    numpy is included only if it was imported. The GPU is included only if CUDA is initialised, because reading its
+    state would initialise CUDA.
     """
     import torch
 
@@ -85,7 +86,7 @@ def check_rng(state: Any, what: str = "rng") -> None:
 
 
 def restore_rng(state: Mapping[str, Any]) -> list[str]:
-    """Set every generator in `state`; return the names of those that this process lacks.
+    """Set every generator in `state`. Return the names of generators that this process lacks.
 
     Raises:
         CorruptCheckpointError: As for `check_rng`; no generator was changed.
@@ -97,8 +98,10 @@ def restore_rng(state: Mapping[str, Any]) -> list[str]:
 
 
 def _settings(state: Any, what: str) -> tuple[list[Callable[[], None]], list[str]]:
-    """Return functions that set the generators (each state was tested on a temporary generator), and the names of
-    missing generators."""
+    """Return functions that set the generators, and the names of missing generators.
+
+    Each state is first tested on a temporary generator.
+    """
     makers = {"python": _python, "torch": _torch, "numpy": _numpy, "cuda": _cuda}
     settings, left = [], []
     for name, maker in makers.items():
@@ -143,7 +146,7 @@ def _numpy(saved: Any) -> Callable[[], None]:
     if words.shape != (624,) or words.dtype.kind not in "iu" or words.min() < 0 or words.max() >= 2**32:
         raise ValueError("its words are not 624 numbers of 32 bits")
     position = int(saved["position"])
-    if not 0 <= position <= 624:  # numpy does not look
+    if not 0 <= position <= 624:  # numpy does not check it
         raise ValueError(f"its position is {position}")
     words = words.astype(np.uint32)
     state = (str(saved["name"]), words, position, int(saved["has_gauss"]), float(saved["gauss"]))
@@ -171,13 +174,13 @@ def _bytes(saved: torch.Tensor) -> torch.Tensor:
 
 
 def reseed(*parts: object) -> int:
-    """Seed every generator from these values and return the seed. Equal values give equal numbers."""
+    """Seed every generator from `parts`, and return the seed. Equal parts give equal random numbers."""
     import torch
 
     digest = sha256_of(repr(parts).encode())
     seed = int.from_bytes(digest[:8], "little") >> 1
     random.seed(seed)
-    torch.manual_seed(seed)  # the GPUs' too, lazily
+    torch.manual_seed(seed)  # also seeds the GPUs, once they are initialised
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed & 0xFFFFFFFF)

@@ -1,4 +1,4 @@
-"""Presents several pipeline stages of one model on one rank as one module with the model's names."""
+"""Combines the pipeline stages that one rank has of a model into one module with the model's names."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ __all__ = ["Stages"]
 
 
 class Stages(nn.Module):
-    """The union of modules that each have a part of one model's names. It does not own them: the stages stay as they
-    are."""
+    """The union of modules that have different parts of one model's names. Does not change the modules."""
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -34,9 +33,7 @@ class Stages(nn.Module):
         for stage in self.stages:
             values = stage.state_dict(*args, **kwargs)
             if both := [name for name, value in values.items() if name in found and found[name] is not value]:
-                raise UsageError(
-                    f"TrainState(model=[...]): two stages have {', '.join(both[:5])}; each name has one owner."
-                )
+                raise UsageError(f"TrainState(model=[...]): more than one stage has {', '.join(both[:5])}.")
             found.update(values)
         return found
 

@@ -1,4 +1,4 @@
-"""`TrainState`: the state of a training run, and its capture as named tensors and JSON."""
+"""Defines `TrainState`, the state of a training run, and captures it as named tensors and JSON."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ __all__ = [
 
 
 class StateDictType(str, enum.Enum):
-    """How a checkpoint stores its tensors."""
+    """How a checkpoint stores tensors."""
 
-    FULL = "full"  # full tensors in safetensors files; from_pretrained loads the model
-    SHARDED = "sharded"  # standard DCP: loads at any world size
+    FULL = "full"  # full tensors in safetensors files; from_pretrained can load the model
+    SHARDED = "sharded"  # standard DCP; loads on any number of ranks
     LOCAL = "local"  # each rank's local tensors, one file per rank, saved without communication
 
     @classmethod
     def parse(cls, value: StateDictType | str | enum.Enum) -> StateDictType:
-        """Return the type from any common spelling: "full", "FULL_STATE_DICT", torch's enum, ...
+        """Return the type for any common spelling: "full", "FULL_STATE_DICT", torch's enum, ...
 
         Raises:
-            UsageError: It is not one of the three.
+            UsageError: The type is unknown.
         """
         if isinstance(value, cls):
             return value
@@ -66,7 +66,7 @@ class StateDictType(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class PerRank:
-    """Marks a value of `TrainState.extra` that differs between ranks: each rank saves and restores its own."""
+    """Marks a value in `TrainState.extra` that differs between ranks. Each rank saves and restores its own value."""
 
     value: Any
 
@@ -78,22 +78,22 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 @dataclass(slots=True, kw_only=True)
 class TrainState:
-    """Everything that a run needs to resume. A save reads the objects it refers to; a load fills them in place.
+    """Everything that a run needs to resume. A save reads the objects that it refers to; a load fills them in place.
 
     Attributes:
-        model: A module, or several by name: {"actor": a, "critic": c}. A list holds the pipeline stages that this rank
-            has of one model.
-        optimizer, scheduler, grad_scaler, dataloader: One, or several by name. Any object with `state_dict` and
+        model: A module, or several by name: {"actor": a, "critic": c}. A list contains the pipeline stages that this
+            rank has of one model.
+        optimizer, scheduler, grad_scaler, dataloader: One object, or several by name. Each needs `state_dict` and
             `load_state_dict`; an optimizer needs `state` and `param_groups`. A dataloader's state is saved per rank.
         extra: More state by name: objects with `state_dict` and `load_state_dict`, or plain values, which a load
             replaces in this dict. Only rank 0's values are saved; wrap values that differ between ranks in `PerRank`.
-        layout: How tensors that are local to a rank, such as the experts of an expert-parallel rank, are parts of
-            global ones: {"*.experts.*": ckptkit.Shard(0, mesh=device_mesh["ep"])}. Optimizer states and masters follow.
+        layout: Declares tensors of a rank as parts of global tensors. For the experts of an expert-parallel rank:
+            {"*.experts.*": ckptkit.Shard(0, mesh=device_mesh["ep"])}. Applies to optimizer states and masters, too.
         step: The training step; a load sets it.
         rng: Whether to include each rank's random number generators.
-        half_loaded: The URL of the checkpoint from which a failed load has partly filled this state or one of its
-            objects; "" if none. Such a state cannot be saved. A successful load clears it; clear it yourself only after
-            setting all values by other means.
+        half_loaded: If a failed load has filled this state or one of its objects partly: the URL of that checkpoint;
+            otherwise "". Such a state cannot be saved. A successful load clears this field. Clear it yourself only
+            after setting all values by other means.
     """
 
     model: torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, torch.nn.Module] | None = None
@@ -105,7 +105,7 @@ class TrainState:
     layout: Layout = field(default_factory=dict)
     step: int = 0
     rng: bool = True
-    _half: str = field(default="", init=False, repr=False, compare=False)  # from when a load begins to fill it
+    _half: str = field(default="", init=False, repr=False, compare=False)  # set while a load fills this state
 
     def __post_init__(self) -> None:
         _check_parts(self)
@@ -113,7 +113,7 @@ class TrainState:
 
     @property
     def half_loaded(self) -> str:
-        """The URL of the checkpoint from which a failed load has partly filled this state; "" if none."""
+        """The URL of the checkpoint from which a failed load has filled this state partly; otherwise ""."""
         return self._half or half_loaded_from(self.objects())
 
     @half_loaded.setter
@@ -125,21 +125,25 @@ class TrainState:
             clear(self.objects())
 
     def mark_objects_half_loaded(self) -> None:
-        """Mark each object as half loaded, because it may be saved in another `TrainState`."""
+        """Mark each object as half loaded, because another `TrainState` may save it."""
         mark(self.objects(), self.half_loaded)
 
     def objects(self, *kinds: str) -> Iterator[object]:
-        """Yield the objects that a load fills, of some or all kinds: modules, their tensors, optimizers, schedulers,
-        ..."""
+        """Yield the objects that a load fills: modules, their tensors, optimizers, schedulers, ...
+
+        Args:
+            kinds: Only objects of these kinds; none: all.
+        """
         for kind in kinds or ("model", "optimizer", "scheduler", "grad_scaler", "dataloader", "extra"):
-            for item in self._named(kind).values():  # any name: if one rank raised here, the others would wait
+            # Does not check names: if one rank raised here, the others would wait.
+            for item in self._named(kind).values():
                 if kind == "model" and hasattr(item, "modules"):
                     yield from (*item.modules(), *item.parameters(), *item.buffers())
                 else:
                     yield item.value if isinstance(item, PerRank) else item
 
     def parts(self, kind: str) -> dict[str, Any]:
-        """Return the objects of a kind ("model", "optimizer", ...) by name; a single one has the name "".
+        """Return the objects of a kind ("model", "optimizer", ...) by name. A single object has the name "".
 
         Raises:
             UsageError: A name contains characters other than letters, digits, "_" and "-".
@@ -167,23 +171,23 @@ def _check_name(name: Any, kind: str) -> None:
 
 
 def section(kind: str, name: str) -> str:
-    """Return the first part of the keys of one object: "model", or "model_actor"."""
+    """Return the first part of the keys of an object: "model", or "model_actor" if it has a name."""
     return f"{kind}_{name}" if name else kind
 
 
 @dataclass(slots=True)
 class Captured:
-    """A captured training state: named tensors, which alias the live ones, and JSON.
+    """A captured training state: JSON, and named tensors that share memory with the live ones.
 
     Attributes:
-        models: Section -> FQN -> tensor.
-        aliases: Section -> FQN -> the FQN of the same tensor that comes first (tied weights).
-        optimizers: Section -> the result of `capture_optimizer`.
-        loose: Tensors outside of models and optimizers, by their full key.
+        models: Section to FQN to tensor.
+        aliases: Section to FQN to the first FQN of the same tensor (tied weights).
+        optimizers: Section to the result of `capture_optimizer`.
+        loose: Tensors outside of models and optimizers, by full key.
         objects: JSON by key, the same on every rank.
-        rank_objects: JSON by key, with the rank in the key.
-        own: The loose tensors that belong to `rank_objects`.
-        alike: The keys of plain parameters that are not declared `per_rank`: they must be equal on all ranks.
+        rank_objects: JSON by key; the key contains the rank.
+        own: The keys in `loose` that belong to `rank_objects`.
+        alike: The keys of plain parameters that are not declared `per_rank`. They must be equal on all ranks.
     """
 
     models: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
@@ -196,10 +200,11 @@ class Captured:
     alike: set[str] = field(default_factory=set)
 
     def tensors(self, *, aliases: bool, unlike: type | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor with its key in the checkpoint; tied weights again under their other names on request.
+        """Yield every tensor with its key in the checkpoint.
 
         Args:
-            unlike: Tensors of exactly this type are skipped.
+            aliases: Yield tied weights under each of their names.
+            unlike: Skip tensors of exactly this type.
         """
         for name, tensors in self.models.items():
             tied = {} if aliases else self.aliases.get(name, {})
@@ -214,7 +219,7 @@ class Captured:
         yield from _unlike(unlike, self.loose)
 
     def add_own(self, key: str, value: Any) -> None:
-        """Add per-rank state."""
+        """Add state that belongs to this rank only."""
         before = len(self.loose)
         self.rank_objects[key] = encode(value, key, self.loose)
         self.own.update(islice(reversed(self.loose), len(self.loose) - before))
@@ -232,9 +237,9 @@ def _unlike(kind: type | None, table: Mapping[Any, torch.Tensor]) -> Iterable[tu
 
 
 def capture(state: TrainState, *, rank: int = 0, step: int | None = None, seen: Seen | None = None) -> Captured:
-    """Capture this rank's part of `state`. Tensors alias the live ones; nothing is changed.
+    """Capture this rank's part of `state`. Tensors share memory with the live ones; nothing is changed.
 
-    No communication (a model under FSDP2 reshards its unsharded parameters, which is local).
+    Does not communicate. (FSDP2 reshards unsharded parameters of a model, which is local.)
 
     Args:
         seen: Cache of earlier captures.
@@ -262,7 +267,7 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None, seen: 
         recipes.update({f"{key}.{fqn}": recipe for fqn, recipe in opened.items()})
         captured.aliases[key] = part_aliases(aliases, captured.models[key], opened)
         if extra_state:
-            # Its large tensors are no weights: their keys must not begin with the model's.
+            # Large tensors in it are not weights, so their keys must not begin with the model's section.
             captured.objects[f"{key}.extra_state"] = encode(extra_state, f"extra_state.{key}", captured.loose)
     optimizers = state.parts("optimizer")
     names = parameter_names(state, live_tensors, [p for one in optimizers.values() for p in _parameters_of(one)])
@@ -302,7 +307,7 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None, seen: 
 
 
 def part_aliases(aliases: Mapping[str, str], names: Iterable[str], recipes: Mapping[str, Recipe]) -> dict[str, str]:
-    """Return the aliases with tied tensors of subclasses replaced by their parts."""
+    """Return the aliases, with the parts of tied tensor subclasses in place of the subclasses."""
     found = {name: holder for name, holder in aliases.items() if name not in recipes}
     for name in names:
         outer = outer_name(name, recipes)
@@ -312,8 +317,10 @@ def part_aliases(aliases: Mapping[str, str], names: Iterable[str], recipes: Mapp
 
 
 def _alike(key: str, name: str, captured: Captured, layout: Layout) -> set[str]:
-    """Return the plain parameters of a model: if they differ between ranks, they are parts of a larger tensor, or
-    nobody synchronizes them."""
+    """Return the keys of a model's plain parameters, except those declared "per_rank".
+
+    If their values differ between ranks, they are parts of a larger tensor, or nobody synchronizes them.
+    """
     from torch.nn import Parameter
 
     plain = (fqn for fqn, tensor in captured.models[key].items() if type(tensor) is Parameter)
@@ -321,8 +328,10 @@ def _alike(key: str, name: str, captured: Captured, layout: Layout) -> set[str]:
 
 
 def _globalize(captured: Captured, state: TrainState) -> None:
-    """View the tensors that the layout declares as parts of global ones. The views are new objects, so this comes after
-    names were looked up by identity."""
+    """Replace the tensors that the layout declares with views as parts of global tensors.
+
+    Must come after names are looked up by identity, because the views are new objects.
+    """
     parameters: dict[str, torch.Tensor] = {}
     for name in state.parts("model"):
         tensors, prefix = captured.models[section("model", name)], f"{name}." if name else ""
@@ -339,8 +348,11 @@ def _globalize(captured: Captured, state: TrainState) -> None:
 
 
 def _refuse_strangers(key: str, module: torch.nn.Module, live: Mapping[str, Any]) -> None:
-    """Raise SaveError for entries that state_dict hooks add and no load would restore: non-tensor values, and tensors
-    if no module overrides loading. Nothing is called, because loading could change the live module."""
+    """Raise SaveError if a state_dict hook adds entries that no load would restore.
+
+    These are non-tensor values, and tensors for which no module overrides loading. The overrides are not called,
+    because loading could change the live module.
+    """
     import torch
 
     if type(module).state_dict is not torch.nn.Module.state_dict:
@@ -369,7 +381,7 @@ def _refuse_strangers(key: str, module: torch.nn.Module, live: Mapping[str, Any]
 
 
 def _may_take(modules: Mapping[str, torch.nn.Module], name: str) -> bool:
-    """Return whether a module that contains this key overrides loading."""
+    """Return whether a module that contains the key `name` overrides loading."""
     import torch
 
     plain = torch.nn.Module
@@ -386,7 +398,7 @@ def check_state(state: object, call: str) -> None:
     """Check that the `state` of a call, such as "load(state)", is a TrainState of modules and optimizers.
 
     Raises:
-        UsageError: It says what was passed, and what to pass.
+        UsageError: `state` is something else. Says what to pass.
     """
     if not isinstance(state, TrainState):
         given = "model=model, optimizer=optimizer"
@@ -398,7 +410,7 @@ def check_state(state: object, call: str) -> None:
 
 
 def _check_parts(state: TrainState) -> None:
-    """Raise UsageError for a class, a state dict or a plain value in place of an object."""
+    """Raise UsageError if a field holds a class, a state dict or a plain value where an object is needed."""
     for kind in ("model", "optimizer", "scheduler", "grad_scaler", "dataloader"):
         for name, item in state._named(kind).items():
             bare = kind == "optimizer" and not hasattr(item, "param_groups")
@@ -430,7 +442,7 @@ def check_whole(state: TrainState) -> None:
 
 
 def _drop_subclasses(models: Mapping[str, dict[str, torch.Tensor]]) -> None:
-    """View subclasses that are plain memory as torch.Tensor: a load fills the live tensor, which keeps its class."""
+    """View tensor subclasses that are plain memory as torch.Tensor. The live tensors keep their class."""
     from torch.distributed.tensor import DTensor
 
     for tensors in models.values():
@@ -462,11 +474,11 @@ def _state_of(item: Any, key: str) -> Any:
 
 
 def model_tensors(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return a model's live parameters and persistent buffers (sharded under FSDP2) by canonical FQN, and the
-    non-tensor extra state of its modules.
+    """Return a model's live parameters and persistent buffers by canonical FQN, and its non-tensor extra state.
 
-    Names exclude the prefixes of torch.compile, activation checkpointing, DDP, DataParallel and FSDP1. Entries that a
-    state_dict hook removes are excluded, and computed entries are included: see `computed_state`.
+    Under FSDP2 the tensors are sharded. Names have no prefixes of torch.compile, activation checkpointing, DDP,
+    DataParallel and FSDP1. Entries that a state_dict hook removes are left out; computed entries are included
+    (see `computed_state`).
     """
     return _by_canonical_name(module, _live_state(module))
 
@@ -474,8 +486,10 @@ def model_tensors(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dic
 def computed_state(
     module: torch.nn.Module,
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any], Mapping[str, Any] | None]:
-    """Return the result of `model_tensors`, and the state dict if a hook computed some of the tensors: after those are
-    filled, the module's own `load_state_dict` must apply them."""
+    """Return the result of `model_tensors`, and the raw state dict (None unless a hook computed some tensors).
+
+    Computed tensors are not the module's own. After they are filled, the module's `load_state_dict` must apply them.
+    """
     raw = _live_state(module)
     own = {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
     tensors, extra_state = _by_canonical_name(module, raw)
@@ -483,7 +497,7 @@ def computed_state(
 
 
 def _live_state(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the state dict with live tensors, even if the module's `state_dict` takes no arguments."""
+    """Return the module's state dict with live tensors, even if its `state_dict` takes no arguments."""
     import torch
 
     parameters = inspect.signature(module.state_dict).parameters.values()
@@ -498,7 +512,7 @@ def _live_state(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def same_memory(one: Any, other: Any) -> bool:
-    """Return whether two values are the same tensor, or alias all of it."""
+    """Return whether two values are the same tensor, or tensors that share all their memory."""
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -529,13 +543,13 @@ def _by_canonical_name(
 
 
 def canonical_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return modules by name without wrappers; for wrappers that share a name, the innermost module."""
+    """Return modules by canonical name. Of a module and its wrappers, which share a name, return the module."""
     prefixes = _canonical_prefixes(module)
     return {prefixes[raw]: child for raw, child in module.named_modules(remove_duplicate=False)}
 
 
 def _canonical_prefixes(module: torch.nn.Module) -> dict[str, str]:
-    """Return the canonical name of every module by its raw one."""
+    """Return the canonical name of every module, by raw name."""
     from torch.nn.parallel import DataParallel, DistributedDataParallel
 
     found = {"": ""}
@@ -553,7 +567,7 @@ def _canonical_prefixes(module: torch.nn.Module) -> dict[str, str]:
 
 def _canonical(key: str, prefixes: Mapping[str, str]) -> str:
     parent, _, leaf = key.rpartition(".")
-    while parent and parent not in prefixes:  # a state-dict hook added a level, or took a wrapper's away
+    while parent and parent not in prefixes:  # a state-dict hook added a level, or removed that of a wrapper
         parent, _, head = parent.rpartition(".")
         leaf = leaf if head in _WRAPPERS else f"{head}.{leaf}"
     return f"{prefixes[parent]}.{leaf}".lstrip(".")
@@ -569,7 +583,7 @@ def parameter_names(
     models: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
     wanted: Iterable[Any] | None = None,
 ) -> dict[int, str]:
-    """Return the FQN of every parameter by its id; with several models, prefixed with the model's name.
+    """Return the FQN of every parameter, by id. If there are several models, FQNs start with the model's name.
 
     Args:
         models: The results of `model_tensors` by section, if known.
@@ -587,15 +601,17 @@ def parameter_names(
         if wanted is not None and all(map(names.__contains__, map(id, wanted))):
             continue
         prefixes = _canonical_prefixes(module)
-        for raw, parameter in module.named_parameters():  # those that a state_dict hook removed or replaced
+        for raw, parameter in module.named_parameters():  # adds those that a state_dict hook removed or replaced
             fqn = _canonical(raw, prefixes)
             names.setdefault(id(parameter), f"{name}.{fqn}" if name else fqn)
     return names
 
 
 def _aliases(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return tied name -> the name under which the tensor is stored: the first of its names that the model does not
-    list as tied (transformers' `_tied_weights_keys`)."""
+    """Return, for each tied name, the name under which the tensor is stored.
+
+    That is the first of the tensor's names that the model does not list as tied (`_tied_weights_keys` of transformers).
+    """
     names: dict[int, list[str]] = {}
     for fqn, tensor in tensors.items():
         names.setdefault(id(tensor), []).append(fqn)

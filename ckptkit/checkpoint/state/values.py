@@ -1,6 +1,6 @@
 """Encodes any training state as strict JSON plus tensors, and decodes it without running code.
 
-JSON values stand for themselves. Everything else is an object with one key that starts with "$":
+JSON values represent themselves. Everything else is an object with one key that starts with "$":
 
     {"$float": "nan"}   {"$tuple": [...]}   {"$set": [...]}   {"$frozenset": [...]}   {"$bytes": base64}
     {"$dict": [[key, value], ...]}          any dict that is not a plain JSON object; {"$ordered": ...} likewise
@@ -8,7 +8,7 @@ JSON values stand for themselves. Everything else is an object with one key that
     {"$ref": "extra.ema.w"}                 a tensor of the checkpoint, stored like every other
     {"$ndarray": value}  {"$npscalar": value}  numpy, as the tensor of the same bytes
     {"$dtype": "float32"}  {"$device": "cuda"}  {"$size": [2, 3]}
-    {"$torch_save": base64}                 what loads with torch.load(weights_only=True)
+    {"$torch_save": base64}                 any value that torch.load(weights_only=True) reads
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ __all__ = ["JSON", "INLINE_BYTES", "Seen", "encode", "decode", "references"]
 JSON = Any  # None | bool | int | float | str | list[JSON] | dict[str, JSON]
 
 INLINE_BYTES = 1024
-"""Plain tensors up to this size are stored in the JSON; larger ones as tensors of the checkpoint."""
+"""Plain tensors of up to this many bytes are stored in the JSON; larger ones as tensors of the checkpoint."""
 
 _MAX_DEPTH = 200
-_MAX_BITS = 14_283  # the largest integers with 4,300 digits; Python reads and writes no longer ones in JSON
+_MAX_BITS = 14_283  # integers of at most 4,300 digits: Python's limit for reading and writing JSON
 
 
 class Seen:
-    """Caches the dicts of tensors of the last capture, so that unchanged ones are not encoded again."""
+    """Caches the dicts of tensors in the last capture, so that unchanged dicts are not encoded again."""
 
     def __init__(self) -> None:
         self._before: dict[str, _Known] = {}
         self._now: dict[str, _Known] = {}
 
     def turn(self) -> Seen:
-        """Begin another capture."""
+        """Start another capture."""
         self._before, self._now = self._now, {}
         return self
 
     def find(self, path: str, value: dict[Any, Any]) -> _Known | None:
-        """Return the cached result for a dict with exactly the same tensors under the same keys."""
+        """Return the cached result for a dict with the same keys and exactly the same tensor objects."""
         known = self._before.get(path)
         if known is None or len(known.keys) != len(value) or known.keys != list(value):
             return None
@@ -78,12 +78,12 @@ class _Known:
 
 
 def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], *, seen: Seen | None = None) -> JSON:
-    """Return `value` as strict JSON; tensors too large for it are added to `tensors` under a key from `path`.
+    """Return `value` as strict JSON. Large tensors are added to `tensors`, under keys that start with `path`.
 
     Tensors are not copied; copy them to keep the result beyond the next training step.
 
     Args:
-        path: The path of the value, for example "extra.ema"; used in errors.
+        path: The path of the value, for example "extra.ema". Used in errors, too.
         seen: Cache of earlier captures.
 
     Raises:
@@ -96,7 +96,7 @@ class _Encoder:
     def __init__(self, tensors: dict[str, torch.Tensor], seen: Seen) -> None:
         self._tensors = tensors
         self._seen = seen
-        # Only if it was imported: looking up the class takes longer than the rest.
+        # Only if the module was imported: importing it takes longer than the rest.
         self._dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
     def encode(self, value: Any, path: str, depth: int) -> JSON:
@@ -119,7 +119,7 @@ class _Encoder:
         kind = type(value)
         if kind in (dict, collections.OrderedDict):
             known = self._seen.find(path, value)
-            if known is not None and known.table.keys().isdisjoint(self._tensors):  # goes through the latter: few
+            if known is not None and known.table.keys().isdisjoint(self._tensors):  # iterates over the few in _tensors
                 self._tensors.update(known.table)
                 return known.tree
             plain = kind is dict and _STRINGS.issuperset(map(type, value))
@@ -147,7 +147,7 @@ class _Encoder:
 
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
-        if type(value) is np.ndarray and _is_torchs(value):  # a subclass has more than its elements, such as a mask
+        if type(value) is np.ndarray and _is_torchs(value):  # subclasses have more data than elements, such as a mask
             return {"$ndarray": self._tensor(torch.from_numpy(np.array(value, order="C")), path)}
         if isinstance(value, np.generic) and _is_torchs(value):
             return {"$npscalar": self._tensor(torch.from_numpy(np.array(value)), path)}
@@ -166,14 +166,14 @@ class _Encoder:
         from torch.distributed.tensor import DTensor
 
         if is_sparse_or_quantized(value):
-            return _torch_save(value.detach(), path)  # it has no row of bytes that could be read in part
+            return _torch_save(value.detach(), path)  # its data is not one run of bytes, so no part of it could be read
         why, plain = why_not_dense(value), type(value) in (torch.Tensor, torch.nn.Parameter)
         if why:
             raise SaveError(f"{path}: the tensor {why}.")
         if not plain and not isinstance(value, DTensor):
             raise SaveError(
                 f"{path}: the tensor is a {type(value).__module__}.{type(value).__qualname__}, which would be "
-                "loaded as a plain torch.Tensor. Save its as_subclass(torch.Tensor)."
+                "loaded as a plain torch.Tensor. Save value.as_subclass(torch.Tensor) instead."
             )
         value = value.detach() if value.requires_grad else value
         if plain and value.numel() * value.element_size() <= INLINE_BYTES:
@@ -183,7 +183,7 @@ class _Encoder:
         return self._apart(value, path)
 
     def _all_apart(self, values: dict[str, torch.Tensor], path: str) -> JSON:
-        """Encode a dict of DTensors with batched calls."""
+        """Encode a dict of DTensors with batched operations."""
         names, tensors = list(map(f"{path}.".__add__, values)), list(values.values())
         if not self._tensors.keys().isdisjoint(names) or any(map(_is_meta, tensors)):
             return {key: self.encode(item, f"{path}.{key}", 0) for key, item in values.items()}
@@ -194,9 +194,9 @@ class _Encoder:
         return tree
 
     def _apart(self, value: torch.Tensor, path: str) -> JSON:
-        """Store the tensor under a unique key in the checkpoint."""
+        """Store the tensor in the checkpoint under a unique key."""
         key, again = path, 0
-        while key in self._tensors:  # {"a.b": t} beside {"a": {"b": t}}
+        while key in self._tensors:  # for example, {"a.b": t, "a": {"b": t}}
             again += 1
             key = f"{path}~{again}"
         self._tensors[key] = value
@@ -204,33 +204,33 @@ class _Encoder:
 
 
 def _is_torchs(value: Any) -> bool:
-    """Return whether torch has the dtype of a numpy value: numbers in this machine's byte order, of at most 64 bits."""
+    """Return whether torch has the numpy value's dtype: numbers in native byte order, of at most 64 bits."""
     return value.dtype.kind in "biufc" and value.dtype.isnative and value.dtype.char not in "gG"
 
 
 _is_meta = operator.attrgetter("is_meta")
 _STRINGS = frozenset((str,))
-_WORDS = frozenset((str, int, bool, type(None)))  # stand for themselves
+_WORDS = frozenset((str, int, bool, type(None)))  # represent themselves in JSON
 _CONTAINERS = (dict, collections.OrderedDict, list, tuple, set, frozenset)
 
 
 def _number(value: int, path: str) -> int:
     if value.bit_length() > _MAX_BITS:
         raise SaveError(
-            f"{path}: the integer has {value.bit_length()} bits; JSON readers take {_MAX_BITS} (4,300 digits) at most. "
+            f"{path}: the integer has {value.bit_length()} bits; JSON readers accept at most {_MAX_BITS}. "
             "Save it as text (hex(value)) or bytes."
         )
     return value
 
 
 def _torch_save(value: Any, path: str) -> JSON:
-    """Return the torch.save bytes of the value, after checking that torch.load(weights_only=True) reads them."""
+    """Encode the bytes that torch.save writes for the value. Checks that torch.load(weights_only=True) reads them."""
     advice = "give its class state_dict and load_state_dict, or allow it with torch.serialization.add_safe_globals."
     return {"$torch_save": base64.b64encode(dump_object(value, name=path, advice=advice)).decode()}
 
 
 def decode(tree: JSON, tensor: Callable[[str], Any]) -> Any:
-    """Return the original value. `tensor(key)` returns tensors stored outside of the JSON.
+    """Return the value that was encoded as `tree`. `tensor(key)` must return tensors stored outside of the JSON.
 
     Raises:
         CorruptCheckpointError: The tree was not written by `encode`.
@@ -247,7 +247,7 @@ def decode(tree: JSON, tensor: Callable[[str], Any]) -> Any:
 
 
 def references(tree: JSON) -> list[str]:
-    """Return the keys of the tensors that `decode` will ask for, in order."""
+    """Return the keys of the tensors that `decode` will request, in order."""
     if isinstance(tree, list):
         return [key for item in tree for key in references(item)]
     if not isinstance(tree, dict):
