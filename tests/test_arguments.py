@@ -209,7 +209,7 @@ TRAINING: Mistakes = [
 
 
 @pytest.mark.parametrize(("call", "words"), [*MANAGER, *CALLS, *TRAINING])
-def test_a_mistake_is_answered_at_once_and_nothing_is_written(
+def test_a_wrong_argument_raises_at_once_and_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any], words: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -232,7 +232,7 @@ def test_a_misspelt_keyword_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
         call()
 
 
-def test_paths_are_accepted_as_strings_are(tmp_path: Path) -> None:
+def test_path_objects_are_accepted_like_strings(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as made:
         made.save(1, state())
         assert made.load(state(), tmp_path / "step_00000001") is not None

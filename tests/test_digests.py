@@ -68,10 +68,10 @@ def test_an_unknown_algorithm_is_refused() -> None:
         new_hasher("md4")
 
 
-def test_a_crc_proves_no_equality() -> None:
+def test_a_crc_does_not_prove_equality() -> None:
     assert [proves_equality(name) for name in (DIGEST, CRC, None)] == [True, False, False]
 
 
-def test_another_digest_is_a_change_of_one_module(tmp_path: Path) -> None:
+def test_another_digest_needs_changes_in_one_module_only(tmp_path: Path) -> None:
     code, said = run_script(ANOTHER, str(tmp_path))
     assert code == 0, said

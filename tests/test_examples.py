@@ -22,5 +22,5 @@ def test_the_example_runs(script: Path, tmp_path: Path) -> None:
     assert done.stdout.strip(), "an example says what it shows"
 
 
-def test_the_main_example_is_what_make_demo_runs() -> None:
+def test_make_demo_runs_the_main_example() -> None:
     assert "examples/train_and_export.py" in (EXAMPLES.parent / "Makefile").read_text(encoding="utf-8")

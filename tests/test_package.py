@@ -33,7 +33,7 @@ def test_help_imports_no_framework_and_no_numpy() -> None:
 
 
 @pytest.mark.parametrize("name", ckptkit.__all__)
-def test_every_public_name_is_there(name: str) -> None:
+def test_every_public_name_can_be_imported(name: str) -> None:
     assert getattr(ckptkit, name) is not None
 
 

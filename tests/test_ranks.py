@@ -18,6 +18,6 @@ def _sum_of_doubled(groups_before: int) -> float:
     return float(doubled.full_tensor().sum())
 
 
-def test_a_mesh_is_not_taken_for_an_equal_one_of_the_task_before(ranks: Pool) -> None:
+def test_a_mesh_is_not_confused_with_an_equal_one_of_the_previous_task(ranks: Pool) -> None:
     for groups_before in (5, 0):
         assert ranks.run(_sum_of_doubled, 4, groups_before) == [32.0] * 4

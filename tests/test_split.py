@@ -19,7 +19,7 @@ class Item:
 
 
 @pytest.mark.parametrize("place", NIGHT)
-def test_each_place_of_the_table_exists(place: str) -> None:
+def test_each_path_of_the_table_exists(place: str) -> None:
     file, *names = place.split("::")
     assert (ROOT / file).exists()
     for name in names:
@@ -31,19 +31,19 @@ def test_each_long_file_exists(file: str) -> None:
     assert (ROOT / file).exists()
 
 
-def test_long_files_begin_first_in_the_order_of_their_tests() -> None:
+def test_long_files_start_first_in_table_order() -> None:
     items = [Item(f"{file}::{test}") for file in ("a.py", LONG[1], LONG[0]) for test in "xy"]
     assert [item.nodeid for item in in_order(items)] == [
         f"{file}::{test}" for file in (LONG[0], LONG[1], "a.py") for test in "xy"
     ]
 
 
-def test_a_file_without_a_test_of_the_day_is_not_imported_by_day(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_with_only_nightly_tests_is_not_imported_by_day(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.split.NIGHT", {"a": 0, "a/x.py": 2, "a/y.py::f": 3, "b/z.py::f": 0})
     assert [only_at_night(file) for file in ("a/w.py", "a/x.py", "a/y.py", "b/z.py")] == [True, False, False, False]
 
 
-def test_the_rules_that_only_the_night_checks_are_listed() -> None:
+def test_rules_checked_only_at_night_are_listed() -> None:
     page = (ROOT / "tests" / "README.md").read_text(encoding="utf-8")
     listed = re.findall(r"^\| `(tests/[^`]+)` \|", page, re.MULTILINE)
     assert listed == [place for place, every in NIGHT.items() if every == 0]

@@ -60,11 +60,11 @@ def cycles(edges: Mapping[str, set[str]]) -> Iterator[list[str]]:
                     paths.append([*path, target])
 
 
-def test_no_module_imports_itself_through_others() -> None:
+def test_there_are_no_import_cycles() -> None:
     assert [" -> ".join(path) for path in cycles(imports(sources()))] == []
 
 
-def test_a_cycle_would_be_found() -> None:
+def test_the_check_finds_an_import_cycle() -> None:
     modules = {
         "a": ast.parse("from b import f"),
         "b": ast.parse("def f():\n    from c import g"),
@@ -110,7 +110,7 @@ def questions(tree: ast.Module) -> Iterator[str]:
             yield f"line {node.lineno}: RemoteStore"
 
 
-def test_only_storage_asks_which_kind_of_store_it_has() -> None:
+def test_only_storage_checks_the_kind_of_a_store() -> None:
     found = {name: list(questions(tree)) for name, tree in sources().items() if ".storage." not in name}
     assert {name: where for name, where in found.items() if where} == {}
     asked = questions(
@@ -170,7 +170,7 @@ def private_names(tree: ast.Module, attributes: set[str]) -> Iterator[str]:
             yield from (name for name in named if name in attributes)
 
 
-def test_private_names_of_torch_are_in_formats_dcp_alone() -> None:
+def test_private_names_of_torch_are_used_only_in_formats_dcp() -> None:
     attributes = private_attributes()
     modules = {name: tree for name, tree in sources().items() if not name.startswith("ckptkit.formats.dcp.")}
     found = {name: set(private_names(tree, attributes)) for name, tree in modules.items()}

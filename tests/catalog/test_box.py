@@ -60,13 +60,13 @@ def test_no_tile_is_larger_than_asked_for(case, max_numel):
 
 
 @given(with_box, st.integers(1, 40))
-def test_a_tile_is_one_run_of_its_box(case, max_numel):
+def test_a_tile_is_contiguous_in_its_box(case, max_numel):
     _, box = case
     assert all(tile.relative_to(box).is_contiguous_in(box.sizes) for tile in box.tiles(max_numel))
 
 
 @given(with_range)
-def test_a_flat_range_is_its_boxes_in_order(case):
+def test_the_boxes_of_a_flat_range_are_in_element_order(case):
     shape, (a, b) = case
     start, stop = min(a, b), max(a, b)
     elements = [numbered(shape)[index(box)].ravel() for box in flat_range_boxes(shape, start, stop)]
@@ -74,7 +74,7 @@ def test_a_flat_range_is_its_boxes_in_order(case):
 
 
 @given(with_range)
-def test_a_flat_range_falls_into_few_boxes_each_one_run(case):
+def test_a_flat_range_becomes_few_contiguous_boxes(case):
     shape, (a, b) = case
     boxes = flat_range_boxes(shape, min(a, b), max(a, b))
     assert len(boxes) <= max(1, 2 * len(shape) - 1)

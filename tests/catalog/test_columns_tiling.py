@@ -42,7 +42,7 @@ def tiled(boxes: list[list[list[int]]], shape: tuple[int, ...]) -> bool:
 
 
 @pytest.mark.parametrize("shape", [(12,), (7, 9), (4, 5, 6), (3, 3, 3, 3)])
-def test_it_agrees_with_counting_elements(shape: tuple[int, ...]) -> None:
+def test_tiled_agrees_with_counting_elements(shape: tuple[int, ...]) -> None:
     rng = random.Random(str(shape))
     for _ in range(150):
         boxes = cut(rng, shape, rng.randrange(12))
@@ -81,7 +81,7 @@ def test_many_slices_without_a_grid_are_checked_without_comparing_pairs() -> Non
         entry(boxes[:-1], (n, n)).check_coverage()
 
 
-def test_more_corners_than_any_job_has_are_refused() -> None:
+def test_an_absurd_number_of_corners_is_refused() -> None:
     shape = (4096,) + (1,) * 30
     boxes = [[[i] + [0] * 30, [1] * 31] for i in range(4096)]
     with pytest.raises(CorruptCheckpointError, match="dimensions"):

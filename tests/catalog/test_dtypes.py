@@ -35,7 +35,7 @@ def test_an_export_to_integers_is_wrong_usage() -> None:
         export_dtype("float32", "int8")
 
 
-def test_names_come_with_or_without_prefix_and_as_aliases() -> None:
+def test_dtype_names_are_accepted_with_prefix_and_as_aliases() -> None:
     assert dtype("torch.bfloat16") is dtype("bf16") is DTYPES["bfloat16"]
 
 

@@ -52,7 +52,7 @@ def test_a_partition_covers_its_tensor(case):
 
 
 @given(cut)
-def test_replicas_and_empty_slices_do_not_disturb_coverage(case):
+def test_replicas_and_empty_slices_count_as_covered(case):
     shape, boxes = case
     empty = [Box((n, *(0,) * (len(shape) - 1)), (0, *shape[1:])) for n in shape[:1]]
     entry_of(shape, [*boxes, *reversed(boxes), *empty]).check_coverage()
@@ -67,7 +67,7 @@ def test_a_missing_part_is_found(case, data):
 
 
 @given(cut, st.data())
-def test_parts_that_overlap_are_found_even_where_the_count_is_right(case, data):
+def test_overlapping_slices_are_found_even_if_the_element_count_is_right(case, data):
     shape, boxes = case
     moved = [
         (i, other)
@@ -118,7 +118,7 @@ def test_many_boxes_that_all_overlap_are_refused_at_once():
 
 
 @given(cut)
-def test_distinct_rows_are_the_first_of_each_box(case):
+def test_distinct_rows_keeps_the_first_slice_of_each_box(case):
     shape, boxes = case
     offsets, sizes = columns([*boxes, *boxes], len(shape))
     n = len(offsets)
@@ -127,14 +127,14 @@ def test_distinct_rows_are_the_first_of_each_box(case):
     assert array.distinct().tolist() == list(range(len(boxes)))
 
 
-def test_one_name_in_a_role_twice_is_corrupt():
+def test_a_duplicate_name_in_a_role_is_corrupt():
     entries = [TensorEntry(name, "float32", (), SliceArray.of([], 0), Role.MODEL, "w") for name in ("a", "b")]
     with pytest.raises(CorruptCheckpointError, match="as 'a' and as 'b'"):
         Catalog({e.name: e for e in entries}).by_role(Role.MODEL)
 
 
 @given(shapes)
-def test_strides_are_contiguous_whatever_those_of_single_rows_are(shape):
+def test_strides_of_dimensions_of_size_one_do_not_matter(shape):
     strides = np.empty(shape).strides
     steps = tuple(99 if n == 1 else s // 8 for n, s in zip(shape, strides, strict=True))
     assert contiguous_strides(shape, steps)

@@ -49,27 +49,27 @@ NOT_CUT = {
 
 
 @pytest.mark.parametrize("kind", CUT)
-def test_consecutive_rows_are_cut_in_rows(kind: str) -> None:
+def test_consecutive_rows_are_row_cuts(kind: str) -> None:
     for others in ([], [ROWS], [NOT_CUT["columns"], NOT_CUT["a gap"]]):
         assert row_cuts([*others, CUT[kind]]).cut[-1]
         assert row_cuts([CUT[kind], *others]).cut[0]
 
 
 @pytest.mark.parametrize("kind", NOT_CUT)
-def test_other_slices_are_not_cut_in_rows(kind: str) -> None:
+def test_slices_other_than_consecutive_rows_are_not_row_cuts(kind: str) -> None:
     for others in ([], [ROWS], [CUT["the whole"], CUT["no elements"]]):
         assert not row_cuts([*others, NOT_CUT[kind]]).cut[-1]
         assert not row_cuts([NOT_CUT[kind], *others]).cut[0]
 
 
-def test_the_columns_are_those_of_the_first_dimension() -> None:
+def test_row_cuts_hold_offsets_and_sizes_of_the_first_dimension() -> None:
     found = row_cuts([ROWS, CUT["a scalar"], CUT["the whole"]])
     assert found.bounds.tolist() == [0, 2, 3, 4]
     assert found.offsets.tolist() == [0, 2, 0, 0]
     assert found.sizes.tolist() == [2, 3, 1, 4]
 
 
-def test_tensors_that_are_not_cut_in_rows_are_checked_in_full() -> None:
+def test_tensors_without_row_cuts_are_checked_in_full() -> None:
     check_coverage([ROWS, NOT_CUT["columns"], NOT_CUT["replicas"], NOT_CUT["another order"]])
     with pytest.raises(IncompleteCheckpointError, match="'gap'"):
         check_coverage([ROWS, entry((5,), ((0,), (2,)), ((3,), (2,)), name="gap")])
@@ -78,7 +78,7 @@ def test_tensors_that_are_not_cut_in_rows_are_checked_in_full() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(-1, 4), st.integers(-1, 4)), max_size=4), st.integers(0, 5), st.integers(1, 2))
-def test_whatever_is_called_cut_is_covered(slices: list[tuple[int, int]], height: int, width: int) -> None:
+def test_every_row_cut_tensor_is_covered(slices: list[tuple[int, int]], height: int, width: int) -> None:
     tensor = entry((height, width), *(((a, 0), (n, width)) for a, n in slices))
     if row_cuts([tensor]).cut[0]:
         tensor.check_coverage()

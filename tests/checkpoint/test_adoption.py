@@ -38,7 +38,7 @@ def old_run(zoo: Path, name: str, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
-def test_model_and_optimizer_go_on_from_the_old_directory_without_a_word(
+def test_model_and_optimizer_resume_from_the_directory_of_another_system(
     zoo: Path, tmp_path: Path, system: str
 ) -> None:
     name = SYSTEMS[system]
@@ -51,7 +51,7 @@ def test_model_and_optimizer_go_on_from_the_old_directory_without_a_word(
         check_optimizer(state.optimizer, state.model, name)
 
 
-def test_once_a_checkpoint_of_ours_is_there_it_is_the_latest(zoo: Path, tmp_path: Path) -> None:
+def test_the_first_ckptkit_checkpoint_becomes_the_latest(zoo: Path, tmp_path: Path) -> None:
     root = old_run(zoo, "verl_fsdp2_w2", tmp_path)
     before = sorted(path.name for path in root.iterdir())
     state = run_of("verl_fsdp2_w2")
@@ -64,9 +64,7 @@ def test_once_a_checkpoint_of_ours_is_there_it_is_the_latest(zoo: Path, tmp_path
     assert set(before) < {path.name for path in root.iterdir()}
 
 
-def test_our_step_without_a_record_is_an_error_next_to_another_run_and_can_be_passed_over(
-    zoo: Path, tmp_path: Path
-) -> None:
+def test_a_ckptkit_step_without_a_record_is_an_error_next_to_another_systems_run(zoo: Path, tmp_path: Path) -> None:
     root = old_run(zoo, "verl_fsdp2_w2", tmp_path)
     shutil.copytree(zoo / "dcp_fsdp2_uneven_w4" / "ckpt", root / "step_00000009")  # whole, and without its record
     state = run_of("verl_fsdp2_w2")
@@ -78,7 +76,7 @@ def test_our_step_without_a_record_is_an_error_next_to_another_run_and_can_be_pa
     assert report.step == 4
 
 
-def test_weights_alone_are_no_run_to_go_on_with(
+def test_weights_alone_are_not_resumed_from(
     zoo: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(zoo / "hf_ref_llama_untied", tmp_path / "base")
@@ -88,7 +86,7 @@ def test_weights_alone_are_no_run_to_go_on_with(
     assert "optimizer='skip'" in caplog.text
 
 
-def test_an_optimizer_without_moments_is_one(tmp_path: Path) -> None:
+def test_an_optimizer_without_moments_is_restored(tmp_path: Path) -> None:
     def state(lr: float) -> TrainState:
         model = torch.nn.Linear(2, 2)
         return TrainState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=lr))
@@ -103,13 +101,13 @@ def test_an_optimizer_without_moments_is_one(tmp_path: Path) -> None:
     assert live.optimizer.param_groups[0]["lr"] == 0.1  # type: ignore[union-attr]
 
 
-def test_a_damaged_checkpoint_is_an_error_and_no_new_start(zoo: Path, tmp_path: Path) -> None:
+def test_a_damaged_foreign_checkpoint_is_an_error_and_not_a_new_start(zoo: Path, tmp_path: Path) -> None:
     shutil.copytree(zoo / "broken_missing_shard" / "ckpt", tmp_path / "step-3")
     with CheckpointManager(tmp_path) as manager, pytest.raises(CorruptCheckpointError):
         manager.load(run_of("dcp_fsdp2_uneven_w4"))
 
 
-def test_what_is_no_checkpoint_is_nobodys_run(tmp_path: Path) -> None:
+def test_a_directory_of_other_files_is_a_new_run(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "events.out").write_bytes(b"x" * 100)
     (tmp_path / "notes.txt").write_text("hello")
@@ -126,7 +124,7 @@ def adopted(root: str, name: str) -> Any:
         return report.step, manager.load(state, "latest") is not None
 
 
-def test_all_ranks_go_on_from_the_same(ranks: Any, zoo: Path, tmp_path: Path) -> None:
+def test_all_ranks_resume_from_the_same_checkpoint(ranks: Any, zoo: Path, tmp_path: Path) -> None:
     root = old_run(zoo, "steps_dir_lightrft", tmp_path)
     answers = ranks.run(adopted, 2, str(root), "steps_dir_lightrft")
     assert answers == [(10, True), (10, True)]
@@ -167,7 +165,7 @@ TORCH_SAVE = {
 
 @pytest.mark.parametrize("grouped", ["as saved", "otherwise"])
 @pytest.mark.parametrize("layout", TORCH_SAVE)
-def test_numbers_of_an_optimizer_become_names(tmp_path: Path, layout: str, grouped: str) -> None:
+def test_numbered_parameters_of_an_optimizer_are_matched_to_names(tmp_path: Path, layout: str, grouped: str) -> None:
     files, step = TORCH_SAVE[layout]
     model, optimizer = trained()
     saved(tmp_path, files, model, optimizer)
@@ -187,7 +185,7 @@ def test_numbers_of_an_optimizer_become_names(tmp_path: Path, layout: str, group
         assert torch.equal(optimizer.state[old]["exp_avg"], state.optimizer.state[new]["exp_avg"])
 
 
-def test_numbers_that_may_mean_several_parameters_are_refused(tmp_path: Path) -> None:
+def test_ambiguous_parameter_numbers_are_refused(tmp_path: Path) -> None:
     def alike() -> torch.nn.Module:
         return torch.nn.Sequential(*[torch.nn.Linear(3, 3, bias=False) for _ in range(3)])
 
@@ -214,7 +212,7 @@ NEVER_A_FRESH_START = {
 
 
 @pytest.mark.parametrize("case", NEVER_A_FRESH_START)
-def test_a_checkpoint_that_can_not_be_gone_on_from_is_refused(zoo: Path, tmp_path: Path, case: str) -> None:
+def test_a_checkpoint_that_cannot_be_resumed_from_is_refused(zoo: Path, tmp_path: Path, case: str) -> None:
     name, kind, words = NEVER_A_FRESH_START[case]
     model = net()
     state = TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters()))
@@ -223,7 +221,7 @@ def test_a_checkpoint_that_can_not_be_gone_on_from_is_refused(zoo: Path, tmp_pat
 
 
 @pytest.mark.parametrize("layout", ["two directories", "files that belong together"])
-def test_checkpoints_of_which_none_is_the_newest_are_refused(zoo: Path, tmp_path: Path, layout: str) -> None:
+def test_checkpoints_without_a_newest_one_are_refused(zoo: Path, tmp_path: Path, layout: str) -> None:
     model, optimizer = trained()
     if layout == "two directories":
         for name in ("good", "better"):
@@ -234,7 +232,7 @@ def test_checkpoints_of_which_none_is_the_newest_are_refused(zoo: Path, tmp_path
         manager.load(TrainState(model=model, optimizer=optimizer))
 
 
-def test_weights_of_a_run_load_where_no_optimizer_is_wanted(zoo: Path, tmp_path: Path) -> None:
+def test_weights_alone_load_with_optimizer_skip(zoo: Path, tmp_path: Path) -> None:
     expected = load_file(zoo / "dcp_threads2_w2" / "EXPECTED.safetensors")
     model = Net(expected, {name for name, tensor in expected.items() if tensor.dtype == torch.float32})
     state = TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters()))

@@ -169,7 +169,7 @@ def signalled(url: str) -> list[bool]:
         return [manager.interrupted(), manager.interrupted()]
 
 
-def test_a_signal_without_a_name_is_seen_by_all_ranks(tmp_path: Path) -> None:
+def test_an_unnamed_signal_is_seen_by_all_ranks(tmp_path: Path) -> None:
     assert run_ranks(signalled, 2, str(tmp_path)) == [[True, True]] * 2
 
 

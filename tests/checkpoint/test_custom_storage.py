@@ -31,7 +31,7 @@ def shelf() -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", list(StateDictType))
-def test_a_storage_of_ones_own_sees_all_writes(shelf: dict[str, Any], kind: StateDictType) -> None:
+def test_a_custom_storage_receives_all_writes(shelf: dict[str, Any], kind: StateDictType) -> None:
     model = torch.nn.Linear(3, 2)
     state = TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters()))
     with CheckpointManager("shelf://runs/a", state_dict_type=kind) as manager:

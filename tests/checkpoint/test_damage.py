@@ -243,7 +243,7 @@ def falls_back(url: str) -> tuple[list[str], list[tuple[str, tuple[int, str], tu
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_if_the_newest_is_damaged_the_one_before_it_is_loaded_on_request_only(
+def test_a_damaged_newest_checkpoint_falls_back_only_on_request(
     ranks: Any, saved: Path, tmp_path: Path, kind: str
 ) -> None:
     shutil.copytree(saved / kind, tmp_path / kind, ignore=shutil.ignore_patterns(".ckptkit"))
@@ -281,7 +281,7 @@ def part_of_each(url: str, flip: int) -> tuple[bool, str, int]:
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full"])
-def test_damage_in_a_slice_of_which_every_rank_reads_a_part_is_found(
+def test_damage_in_a_slice_read_in_parts_by_several_ranks_is_found(
     ranks: Any, saved: Path, tmp_path: Path, kind: str
 ) -> None:
     shutil.copytree(saved / kind, tmp_path / "run", ignore=shutil.ignore_patterns(".ckptkit"))

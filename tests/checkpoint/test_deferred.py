@@ -40,7 +40,7 @@ def run(tmp_path: Path) -> Any:
         yield manager, source
 
 
-def test_the_state_is_applied_once_after_adapters_were_added(run: Any) -> None:
+def test_a_deferred_optimizer_is_applied_once_after_adapters_were_added(run: Any) -> None:
     manager, source = run
     state = fresh(adapters=False)
     handle = manager.load(state, optimizer="deferred").deferred
@@ -61,7 +61,7 @@ def test_the_state_is_applied_once_after_adapters_were_added(run: Any) -> None:
     assert not handle.pending
 
 
-def test_memory_is_free_once_it_was_applied(run: Any) -> None:
+def test_applying_a_deferred_optimizer_frees_its_memory(run: Any) -> None:
     manager, _ = run
     state = fresh(adapters=False)
     handle = manager.load(state, optimizer="deferred").deferred
@@ -72,7 +72,7 @@ def test_memory_is_free_once_it_was_applied(run: Any) -> None:
     assert model() is None
 
 
-def test_a_state_that_does_not_fit_can_be_applied_again(run: Any) -> None:
+def test_a_deferred_optimizer_that_does_not_fit_can_be_applied_again(run: Any) -> None:
     manager, _ = run
     state = fresh(adapters=True)
     handle = manager.load(state, optimizer="deferred", strict=False).deferred
@@ -82,7 +82,7 @@ def test_a_state_that_does_not_fit_can_be_applied_again(run: Any) -> None:
     assert handle.apply(strict=False) is not None
 
 
-def test_without_an_optimizer_the_handle_says_what_it_needs(run: Any) -> None:
+def test_applying_without_an_optimizer_is_an_error_that_says_what_to_pass(run: Any) -> None:
     manager, _ = run
     state = fresh(adapters=False)
     state.optimizer = None
@@ -91,7 +91,7 @@ def test_without_an_optimizer_the_handle_says_what_it_needs(run: Any) -> None:
         handle.apply()
 
 
-def test_a_checkpoint_of_any_url_can_be_deferred_too(run: Any, tmp_path: Path) -> None:
+def test_the_optimizer_of_any_url_can_be_deferred(run: Any, tmp_path: Path) -> None:
     manager, source = run
     state = fresh(adapters=False)
     handle = manager.load(state, f"{tmp_path}/step_00000001", optimizer="deferred").deferred

@@ -57,7 +57,7 @@ def failure(fn: Callable[[], Any]) -> tuple[str, str, list[int], float]:
 
 
 @pytest.mark.parametrize("planned", [None, 150_000])
-def test_a_full_disk_is_said_with_the_rank_and_the_space_comes_back(tmp_path: Path, planned: int | None) -> None:
+def test_the_error_of_a_full_disk_names_the_rank_and_the_space_is_freed(tmp_path: Path, planned: int | None) -> None:
     with small_disk(tmp_path / "disk", 512) as disk:
         save(disk / "run", 1, nbytes=100_000)
         before = used(disk)
@@ -92,7 +92,7 @@ def _limited(say: Any, root: str) -> None:
     save(root, 3, nbytes=10_000)
 
 
-def test_a_size_limit_is_a_failed_save_and_smaller_ones_go_on(tmp_path: Path) -> None:
+def test_exceeding_a_file_size_limit_fails_the_save_and_smaller_saves_work(tmp_path: Path) -> None:
     save(tmp_path, 1)
     code, said = fork(_limited, str(tmp_path))
     assert code == 0 and b"File too large" in said
@@ -113,7 +113,7 @@ def _with_error(say: Any, root: str, nth: int, code: int) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
-def test_an_error_of_any_operation_is_a_failed_save_or_none(
+def test_an_error_of_any_operation_fails_the_save_or_has_no_effect(
     tmp_path: Path, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staging, "STARTING_S", -1.0)
@@ -150,7 +150,7 @@ def _one_full(root: str) -> Any:
     return first[:3], check(root)
 
 
-def test_a_full_disk_on_one_rank_fails_all_and_they_can_save_again(ranks: Any, tmp_path: Path) -> None:
+def test_a_full_disk_on_one_rank_fails_all_ranks_and_the_next_save_works(ranks: Any, tmp_path: Path) -> None:
     results = ranks.run(_one_full, 3, str(tmp_path))
     assert len({repr(r) for r in results}) == 1
     (kind, text, causes), steps = results[0]
@@ -173,7 +173,7 @@ def _base_exception(root: str) -> Any:
     return failure(lambda: save(root, 2, coordinator=c, before=fail))[:3]
 
 
-def test_an_exception_that_is_no_exception_fails_all(ranks: Any, tmp_path: Path) -> None:
+def test_a_base_exception_on_one_rank_fails_all_ranks(ranks: Any, tmp_path: Path) -> None:
     text = "CheckpointError: rank 0 has no plan"
     expected = ("RankFailedError", f"saving step_00000002 failed on rank 0: {text}", [0])
     assert ranks.run(_base_exception, 2, str(tmp_path)) == [expected] * 2
@@ -195,7 +195,7 @@ def _one_dies(root: str, victim: int, notes: str) -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_rank_that_dies_fails_all_others_soon(tmp_path: Path, victim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_rank_fails_all_others_soon(tmp_path: Path, victim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.ranks._GRACE_S", 15.0)
     with pytest.raises(RankError):
         run_ranks(_one_dies, 3, str(tmp_path / "run"), victim, str(tmp_path), timeout=40)
@@ -220,7 +220,7 @@ def _one_hangs(root: str) -> Any:
     return first[:3], first[3] < 12
 
 
-def test_a_rank_that_hangs_fails_all_in_bounded_time_and_they_can_save_again(tmp_path: Path) -> None:
+def test_a_hanging_rank_fails_all_ranks_in_bounded_time_and_the_next_save_works(tmp_path: Path) -> None:
     results = run_ranks(_one_hangs, 3, str(tmp_path), timeout=40)
     assert len({repr(r) for r in results}) == 1
     (kind, text, causes), quick = results[0]
@@ -237,7 +237,7 @@ def _fails_at(root: str, nth: int, victim: int) -> Any:
 
 
 @pytest.mark.parametrize(("victim", "nth"), [(0, 2), (0, 9), (0, 30), (1, 3), (1, 7), (1, 14)])
-def test_an_error_of_any_rank_at_any_operation_is_the_same_for_all(tmp_path: Path, victim: int, nth: int) -> None:
+def test_an_error_on_any_rank_at_any_operation_is_raised_on_all_ranks(tmp_path: Path, victim: int, nth: int) -> None:
     results = run_ranks(_fails_at, 2, str(tmp_path / "run"), nth, victim)
     assert len({repr(r) for r in results}) == 1
     saved = not results[0][0]

@@ -71,7 +71,7 @@ def outcome(store: Any, step: int) -> str:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_one_failing_call_of_a_save_is_a_whole_checkpoint_or_none(when: str) -> None:
+def test_one_failing_call_leaves_a_complete_checkpoint_or_none(when: str) -> None:
     seen = set()
     for nth in range(1, 200):
         store = fresh()
@@ -88,7 +88,7 @@ def test_one_failing_call_of_a_save_is_a_whole_checkpoint_or_none(when: str) -> 
 
 
 @pytest.mark.parametrize("every", [3, 7])
-def test_a_store_that_fails_all_the_time_never_shows_a_half_made_checkpoint(every: int) -> None:
+def test_a_store_that_always_fails_never_shows_an_incomplete_checkpoint(every: int) -> None:
     store = fresh()
     flaky = Flaky(store, lambda n: ("before", "after")[n % 2] if n % every == 0 else "")
     saved = [step for step in range(1, 25) if not outcome(flaky, step)]

@@ -66,9 +66,7 @@ def linked(root: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [without_record, empty_step, renamed, linked])
-def test_steps_of_which_none_is_committed_are_an_error_unless_a_fresh_start_is_asked_for(
-    tmp_path: Path, harm: Any
-) -> None:
+def test_a_run_without_a_committed_step_is_an_error_unless_start_fresh_allows_it(tmp_path: Path, harm: Any) -> None:
     root = run(tmp_path / "run", 1)
     harm(root)
     for ask in (lambda manager: manager.load(state()), lambda manager: manager.latest()):
@@ -79,7 +77,7 @@ def test_steps_of_which_none_is_committed_are_an_error_unless_a_fresh_start_is_a
     assert load(root, start_fresh="if_none_committed") is None
 
 
-def test_a_tag_of_which_the_record_is_missing_or_damaged_is_an_error(tmp_path: Path) -> None:
+def test_a_tag_whose_record_is_missing_or_damaged_is_an_error(tmp_path: Path) -> None:
     root = run(tmp_path / "run", 1, tag="last")
     record = root / "last" / "checkpoint.json"
     record.write_bytes(record.read_bytes()[:100])
@@ -101,13 +99,13 @@ def without_record_everywhere(root: str) -> list[str]:
         return said
 
 
-def test_all_ranks_raise_the_same(tmp_path: Path, ranks: Any) -> None:
+def test_all_ranks_raise_the_same_error_for_a_run_without_a_committed_step(tmp_path: Path, ranks: Any) -> None:
     without_record(run(tmp_path, 1))
     first, second = ranks.run(without_record_everywhere, 2, str(tmp_path))
     assert first == second and len(first) == 2
 
 
-def test_after_a_fresh_start_a_half_copied_step_is_set_aside_by_the_save_of_it(
+def test_after_a_fresh_start_a_save_moves_a_half_copied_step_aside(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = run(tmp_path, 1)
@@ -123,7 +121,7 @@ def test_after_a_fresh_start_a_half_copied_step_is_set_aside_by_the_save_of_it(
     assert open_checkpoint(str(root)).url == str(root / "step_00000001")  # commands do not take the other for newer
 
 
-def test_a_half_copied_newest_is_named_when_an_older_one_is_loaded(
+def test_loading_an_older_checkpoint_names_the_half_copied_newest(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = run(tmp_path, 1, 2)
@@ -139,7 +137,7 @@ def test_a_half_copied_newest_is_named_when_an_older_one_is_loaded(
     assert load(root) == 2
 
 
-def test_a_damaged_newest_that_was_fallen_back_from_can_be_saved_again(tmp_path: Path) -> None:
+def test_after_a_fallback_the_damaged_step_can_be_saved_again(tmp_path: Path) -> None:
     root = run(tmp_path, 1, 2)
     (root / "step_00000002" / "checkpoint.json").write_text("{")
     with pytest.raises(CorruptCheckpointError):
@@ -151,7 +149,7 @@ def test_a_damaged_newest_that_was_fallen_back_from_can_be_saved_again(tmp_path:
     assert load(root) == 2
 
 
-def test_a_newest_that_may_not_be_read_is_not_called_damaged_nor_passed_over(
+def test_an_unreadable_newest_checkpoint_is_not_called_damaged_or_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = run(tmp_path, 1, 2)
@@ -176,7 +174,7 @@ def killed(say: Any, root: Store) -> None:
     save(root, 1, before=die)
 
 
-def test_what_a_save_left_that_was_killed_before_the_first_commit_is_said_and_no_error(
+def test_leftovers_of_a_killed_first_save_are_logged_and_no_error(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -197,7 +195,9 @@ def test_a_root_that_is_a_file_or_a_link_to_nothing_is_refused(tmp_path: Path) -
             load(root)
 
 
-def test_runs_that_may_have_been_meant_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_new_run_next_to_runs_with_similar_names_logs_a_suggestion(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run(tmp_path / "all" / "first_run", 1)
     run(tmp_path / "all" / "second_run", 1)
     assert load(tmp_path / "all" / "first_rum") is None
@@ -207,7 +207,7 @@ def test_runs_that_may_have_been_meant_are_named(tmp_path: Path, caplog: pytest.
     assert "first_run" in caplog.text and "second_run" in caplog.text
 
 
-def test_a_run_that_must_go_on_never_starts_anew(tmp_path: Path) -> None:
+def test_start_fresh_never_raises_in_an_empty_run(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match="never"):
         load(tmp_path / "run", start_fresh="never")
     assert load(run(tmp_path / "run", 1), start_fresh="never") == 1
@@ -269,7 +269,7 @@ def test_a_fresh_start_among_half_copies_on_an_object_store_deletes_none_of_them
     assert len(said) == 2 and "/step_00000001/" in said[0] + said[1] and "/step_00000002 " in said[0] + said[1]
 
 
-def test_what_a_killed_first_save_left_on_an_object_store_is_no_error(options: dict[str, Any]) -> None:
+def test_leftovers_of_a_killed_first_save_on_an_object_store_are_no_error(options: dict[str, Any]) -> None:
     url = "s3://bucket/killed"
     fork(lambda say: killed(say, open_store(url, storage_options=options)))
     assert open_store(url, storage_options=options).list("step_00000001")

@@ -11,7 +11,7 @@ from tests.checkpoint.full_disk import FILESYSTEMS, NEED, agreed, disk, fail_wor
 
 
 @pytest.mark.parametrize(("filesystem", "workers"), list(zip(FILESYSTEMS, (2, 4), strict=True)))
-def test_a_file_system_that_is_full_at_any_point_fails_all_ranks_and_the_next_save_works(
+def test_a_disk_that_is_full_at_any_point_fails_all_ranks_and_the_next_save_works(
     ranks: Any, tmp_path: Path, filesystem: str, workers: int
 ) -> None:
     with disk(tmp_path / "disk", filesystem) as place:
@@ -21,7 +21,7 @@ def test_a_file_system_that_is_full_at_any_point_fails_all_ranks_and_the_next_sa
     assert failed[0] is not None and failed[1] is not None and failed[-1] is None
 
 
-def test_a_file_system_that_is_known_to_be_full_is_said_before_anything_is_written(ranks: Any, tmp_path: Path) -> None:
+def test_a_disk_with_too_little_free_space_is_an_error_before_anything_is_written(ranks: Any, tmp_path: Path) -> None:
     with disk(tmp_path / "disk", "tmpfs") as place:
         results = ranks.run(fill_up, 2, str(place), 1, [0, NEED // 2], True)
     assert agreed(results) == []

@@ -61,7 +61,7 @@ def test_a_model_with_a_tensor_that_hides_its_values_is_not_saved(tmp_path: Path
 
 
 @pytest.mark.parametrize("mode", ["thread", "process"])
-def test_nor_in_the_background(tmp_path: Path, mode: str) -> None:
+def test_a_model_with_a_tensor_that_hides_its_values_is_not_saved_in_the_background(tmp_path: Path, mode: str) -> None:
     with (
         CheckpointManager(tmp_path / "run", async_mode=mode) as manager,
         pytest.raises(SaveError, match=r"model\.odd .*Opaque"),
@@ -72,14 +72,16 @@ def test_nor_in_the_background(tmp_path: Path, mode: str) -> None:
 
 @pytest.mark.parametrize("place", [in_optimizer, in_extra])
 @pytest.mark.parametrize("name", sorted(HIDDEN.keys() - {"sparse", "csr", "quantized"}))
-def test_nor_a_state_of_an_optimizer_nor_a_value(tmp_path: Path, name: str, place: Any) -> None:
+def test_optimizer_states_and_values_that_hide_their_values_are_not_saved(
+    tmp_path: Path, name: str, place: Any
+) -> None:
     make, said = HIDDEN[name]
     where = "exp_avg" if place is in_optimizer else r"extra\.ema\.deep"
     with CheckpointManager(tmp_path) as manager, pytest.raises(SaveError, match=rf"(?s){where}.*{said}"):
         manager.save(1, place(make()))
 
 
-def test_each_of_several_is_named(tmp_path: Path) -> None:
+def test_an_error_names_every_tensor_that_hides_its_values(tmp_path: Path) -> None:
     state = TrainState(model={"a": Net(scaled(Opaque)), "b": Net(torch.eye(3).to_sparse())}, rng=False)
     state.model["a"].register_buffer("other", scaled(Opaque))  # type: ignore[index]
     with CheckpointManager(tmp_path) as manager, pytest.raises(SaveError, match=r"model_a\.odd(?s:.*)model_a\.other"):
@@ -89,7 +91,9 @@ def test_each_of_several_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("atomic", [False, True])
 @pytest.mark.parametrize("name", MADE_OF_PARTS)
 @pytest.mark.parametrize("kind", TYPES)
-def test_what_says_its_parts_comes_back_into_the_live_ones(tmp_path: Path, kind: str, name: str, atomic: bool) -> None:
+def test_subclasses_with_tensor_flatten_load_into_live_tensors(
+    tmp_path: Path, kind: str, name: str, atomic: bool
+) -> None:
     state, live = in_model(ALL[name][0]()), in_model(ALL[name][0]())
     saved, odd = state.model.odd, live.model.odd  # type: ignore[union-attr]
     saved.scale.fill_(0.25)
@@ -102,7 +106,7 @@ def test_what_says_its_parts_comes_back_into_the_live_ones(tmp_path: Path, kind:
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_class_or_settings_that_differ_are_refused_with_both(tmp_path: Path, strict: bool) -> None:
+def test_a_different_class_or_setting_is_refused_and_both_are_shown(tmp_path: Path, strict: bool) -> None:
     class Other(Scaled):
         pass
 
@@ -118,7 +122,7 @@ def test_a_class_or_settings_that_differ_are_refused_with_both(tmp_path: Path, s
                 manager.load(in_model(here), step, strict=strict)
 
 
-def test_a_selection_of_names_means_the_whole_tensor(tmp_path: Path) -> None:
+def test_include_selects_all_parts_of_a_subclass(tmp_path: Path) -> None:
     state, live = in_model(scaled()), in_model(scaled())
     before = live.model.w.weight.clone()  # type: ignore[union-attr]
     with CheckpointManager(tmp_path) as manager:
@@ -128,7 +132,7 @@ def test_a_selection_of_names_means_the_whole_tensor(tmp_path: Path) -> None:
     assert torch.equal(live.model.w.weight, before)  # type: ignore[union-attr]
 
 
-def test_a_name_that_a_part_would_have_too_is_refused(tmp_path: Path) -> None:
+def test_a_name_that_equals_the_key_of_a_part_is_refused(tmp_path: Path) -> None:
     state = in_model(scaled())
     state.model.register_buffer("odd::scale", torch.ones(2))  # type: ignore[union-attr]
     with CheckpointManager(tmp_path) as manager, pytest.raises(SaveError, match=r"model\.odd .*odd::scale"):
@@ -143,14 +147,14 @@ def one_rank_has_another_class(url: str, kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_ranks_with_other_classes_under_one_name_save_nothing(ranks: Any, tmp_path: Path, kind: str) -> None:
+def test_ranks_with_different_classes_under_one_name_are_refused(ranks: Any, tmp_path: Path, kind: str) -> None:
     for said in ranks.run(one_rank_has_another_class, 2, str(tmp_path), kind):
         assert "model.odd: it is a plain tensor here, but Scaled" in said and "on rank 1" in said
     assert not list(tmp_path.glob("step_*"))
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_an_export_of_what_is_stored_in_parts_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+def test_an_export_of_tensors_stored_in_parts_is_refused(tmp_path: Path, kind: str) -> None:
     with CheckpointManager(tmp_path / "run", state_dict_type=kind) as manager:
         manager.save(1, in_model(scaled()))
     for target in ("hf", "dcp", "torch"):
@@ -160,7 +164,7 @@ def test_an_export_of_what_is_stored_in_parts_is_refused_by_name(tmp_path: Path,
     convert(str(tmp_path / "run"), str(tmp_path / "out"), exclude=["odd*"])
 
 
-def test_a_full_checkpoint_of_weights_in_parts_has_no_config_to_make_others_from(tmp_path: Path) -> None:
+def test_a_full_checkpoint_of_weights_in_parts_has_no_config_json(tmp_path: Path) -> None:
     class Config:
         def to_json_string(self) -> str:
             return "{}"
@@ -175,7 +179,7 @@ def test_a_full_checkpoint_of_weights_in_parts_has_no_config_to_make_others_from
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_a_subclass_that_is_just_a_tensor_comes_back_into_the_live_one(tmp_path: Path, kind: str) -> None:
+def test_a_subclass_without_hidden_values_loads_into_the_live_tensor(tmp_path: Path, kind: str) -> None:
     value = torch.randn(4, 4).as_subclass(Tagged)
     value.note = "kept"
     with CheckpointManager(tmp_path, state_dict_type=kind) as manager:
@@ -188,7 +192,7 @@ def test_a_subclass_that_is_just_a_tensor_comes_back_into_the_live_one(tmp_path:
     assert torch.equal(live, value)
 
 
-def test_a_subclass_as_a_value_is_refused_for_its_class_would_be_lost(tmp_path: Path) -> None:
+def test_a_subclass_as_a_value_is_refused(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager, pytest.raises(SaveError, match=r"extra\.ema.*plain torch\.Tensor"):
         manager.save(1, in_extra(torch.ones(3).as_subclass(Tagged)))
 
@@ -223,7 +227,7 @@ class Offloaded(torch.optim.SGD):
         return {**super().state_dict(), "offloaded": [torch.ones(3)]}
 
 
-def test_an_optimizer_that_saves_more_than_states_and_groups_is_refused(tmp_path: Path) -> None:
+def test_an_optimizer_with_additional_state_dict_keys_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     state = TrainState(model=model, optimizer=Offloaded(model.parameters(), lr=0.1))
     with (
@@ -250,7 +254,7 @@ def one_rank_refuses(url: str, kind: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_what_one_rank_refuses_no_rank_saves(ranks: Any, tmp_path: Path, kind: str) -> None:
+def test_a_tensor_refused_on_one_rank_is_saved_by_no_rank(ranks: Any, tmp_path: Path, kind: str) -> None:
     for alone, sharded in ranks.run(one_rank_refuses, 2, str(tmp_path), kind):
         assert "rank 1" in alone and "model.odd is a tests.checkpoint.hidden.Opaque" in alone
         assert "model.odd is sharded, and its local part is a tests.checkpoint.hidden.Scaled" in sharded
@@ -258,7 +262,7 @@ def test_what_one_rank_refuses_no_rank_saves(ranks: Any, tmp_path: Path, kind: s
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_a_table_beside_a_parameter_of_as_many_dimensions_comes_back(tmp_path: Path, kind: str) -> None:
+def test_a_quantization_map_of_an_optimizer_is_restored(tmp_path: Path, kind: str) -> None:
     """8-bit optimizers keep a table of 256 values beside each parameter, a flat one too."""
 
     def made(table: torch.Tensor | None) -> TrainState:

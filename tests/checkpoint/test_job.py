@@ -78,7 +78,7 @@ def test_a_full_disk_fails_one_save_of_a_job_and_the_next_one_works(
         assert leftovers(disk / "run") == []
 
 
-def test_the_error_of_a_full_disk_reads_like_one_of_the_system() -> None:
+def test_the_error_of_a_full_disk_is_an_enospc_oserror() -> None:
     error = NoSpaceError(28, "/x: No space left on device")
     assert error.errno == 28 and str(error) == "[Errno 28] /x: No space left on device"
     assert str(NoSpaceError("just text")) == "just text"

@@ -88,7 +88,9 @@ def _size(path: Path) -> int:
 
 @pytest.mark.parametrize("atomic", [True, False])
 @pytest.mark.parametrize("trained", [True, False])
-def test_the_same_arrives_in_place_and_beside(run: CheckpointManager, atomic: bool, trained: bool) -> None:
+def test_loads_with_and_without_a_second_copy_give_the_same_state(
+    run: CheckpointManager, atomic: bool, trained: bool
+) -> None:
     state = state_of(2, trained=trained)
     report = run.load(state, atomic=atomic)
     assert same(bits(state), bits(state_of(1)))
@@ -97,7 +99,7 @@ def test_the_same_arrives_in_place_and_beside(run: CheckpointManager, atomic: bo
 
 
 @pytest.mark.parametrize("atomic", [True, False])
-def test_masters_and_casts_arrive_in_place_and_beside(tmp_path: Path, atomic: bool) -> None:
+def test_masters_and_casts_load_with_and_without_a_second_copy(tmp_path: Path, atomic: bool) -> None:
     def wide() -> Any:
         return state_of(1, dtype=torch.bfloat16, wrapped=True)
 
@@ -113,7 +115,7 @@ def test_masters_and_casts_arrive_in_place_and_beside(tmp_path: Path, atomic: bo
         assert report is not None and any("were restored from the fp32 masters" in note for note in report.notes)
 
 
-def test_live_tensors_stay_where_they_are_when_they_are_read_into(sharded: CheckpointManager) -> None:
+def test_a_load_reads_into_the_memory_of_live_tensors(sharded: CheckpointManager) -> None:
     state = state_of(2)
     moments = [state.optimizer.state[p]["exp_avg"] for p in state.model.parameters()]
     before = [tensor.data_ptr() for tensor in [*state.model.parameters(), *moments]]
@@ -126,7 +128,7 @@ def test_live_tensors_stay_where_they_are_when_they_are_read_into(sharded: Check
 # --- a load that fails
 
 
-def test_damage_is_found_before_anything_is_touched(run: CheckpointManager) -> None:
+def test_damage_is_found_before_anything_changes_with_atomic(run: CheckpointManager) -> None:
     damage(run)
     state = state_of(2)
     before = bits(state)
@@ -163,7 +165,7 @@ def _save_is_refused(manager: CheckpointManager, state: TrainState) -> None:
     assert manager.latest() == 1
 
 
-def test_damage_that_is_found_in_place_is_said_and_the_state_is_not_saved(sharded: CheckpointManager) -> None:
+def test_damage_found_while_reading_leaves_a_state_that_save_refuses(sharded: CheckpointManager) -> None:
     good = Path(sharded.url, "step_00000001").rename(Path(sharded.url).parent / "good")
     Path(sharded.url, "step_00000001").mkdir()
     for path in good.rglob("*"):
@@ -180,7 +182,7 @@ def test_damage_that_is_found_in_place_is_said_and_the_state_is_not_saved(sharde
     sharded.save(2, state)
 
 
-def test_falling_back_makes_a_half_loaded_state_whole(tmp_path: Path) -> None:
+def test_a_fallback_completes_a_half_loaded_state(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save(0, state_of(7))
         manager.save(1, state_of(1))
@@ -190,7 +192,7 @@ def test_falling_back_makes_a_half_loaded_state_whole(tmp_path: Path) -> None:
         assert same(bits(state), bits(state_of(7))) and not state.half_loaded
 
 
-def test_a_part_that_falls_back_is_whole_again(tmp_path: Path) -> None:
+def test_a_partial_load_that_falls_back_leaves_no_half_loaded_state(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save(0, state_of(7))
         manager.save(1, state_of(1))
@@ -201,7 +203,7 @@ def test_a_part_that_falls_back_is_whole_again(tmp_path: Path) -> None:
         manager.save(2, state)
 
 
-def test_what_is_missing_from_the_one_before_leaves_the_state_half_loaded(tmp_path: Path) -> None:
+def test_a_fallback_that_lacks_tensors_leaves_the_state_half_loaded(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         model = state_of(1).model
         manager.save(0, TrainState(model=nn.Sequential(model[0]), rng=False))
@@ -312,7 +314,7 @@ def damage_of_rank_1(url: str, kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["sharded", "local"])
-def test_damage_of_one_ranks_file_leaves_every_rank_half_loaded(tmp_path: Path, ranks: Any, kind: str) -> None:
+def test_damage_in_one_ranks_file_leaves_every_rank_half_loaded(tmp_path: Path, ranks: Any, kind: str) -> None:
     first, second = ranks.run(damage_of_rank_1, 2, str(tmp_path / "run"), kind)
     assert first == second
 
@@ -342,7 +344,7 @@ def test_a_rank_that_fails_while_tensors_are_set_leaves_every_rank_half_loaded(t
 
 
 @pytest.mark.parametrize(("limit", "free", "ranks"), [(9000, 1 << 30, 1), (None, 9000, 1), (None, 100_000, 16)])
-def test_a_second_copy_that_takes_too_much_is_refused_before_anything_is_read(
+def test_a_second_copy_above_the_memory_limit_is_refused_before_anything_is_read(
     limit: int | None, free: int, ranks: int, sharded: CheckpointManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(read, "free_memory", lambda: free)
@@ -356,7 +358,7 @@ def test_a_second_copy_that_takes_too_much_is_refused_before_anything_is_read(
 
 
 @pytest.mark.parametrize(("limit", "free"), [("51kB", 0), (None, 51_000), (None, None)])
-def test_a_second_copy_that_fits_is_held(
+def test_a_second_copy_within_the_memory_limit_is_made(
     limit: str | None, free: int | None, sharded: CheckpointManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(read, "free_memory", lambda: free)
@@ -366,7 +368,7 @@ def test_a_second_copy_that_fits_is_held(
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the most memory in use cannot be reset")
-def test_memory_does_not_grow_by_a_second_copy(tmp_path: Path) -> None:
+def test_a_default_load_needs_no_second_copy(tmp_path: Path) -> None:
     def status(name: str) -> int:
         (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
         return int(line.split()[1]) << 10
@@ -386,7 +388,9 @@ def test_memory_does_not_grow_by_a_second_copy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_the_limit_of_a_container_counts(version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_limit_of_a_container_is_respected(
+    version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     names = ("memory.max", "memory.current", "inactive_file")
     if version == 1:
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -406,6 +410,6 @@ def test_the_limit_of_a_container_counts(version: int, tmp_path: Path, monkeypat
     assert read.free_memory() is None
 
 
-def test_a_limit_that_is_no_size_is_wrong_usage(sharded: CheckpointManager) -> None:
+def test_an_invalid_max_memory_is_wrong_usage(sharded: CheckpointManager) -> None:
     with pytest.raises(UsageError):
         sharded.load(state_of(2), atomic=True, max_memory="much")

@@ -62,7 +62,7 @@ def load_rows(url: str, verify: Any) -> tuple[float, bool]:
 
 
 @pytest.mark.parametrize("verify", ["read", False])
-def test_a_row_reshard_reads_the_rows_needed_only_if_asked_to(ranks: Any, tmp_path: Path, verify: Any) -> None:
+def test_verify_read_reads_only_the_rows_needed_by_a_row_reshard(ranks: Any, tmp_path: Path, verify: Any) -> None:
     save_on_one(tmp_path)
     for ratio, right in ranks.run(load_rows, 3, str(tmp_path), verify):
         assert right
@@ -84,7 +84,7 @@ def damage(url: Path) -> None:
 
 
 @pytest.mark.parametrize("verify", [True, "read"])
-def test_damage_in_what_is_read_whole_is_found(tmp_path: Path, verify: Any) -> None:
+def test_damage_in_completely_read_slices_is_found(tmp_path: Path, verify: Any) -> None:
     save_on_one(tmp_path)
     damage(tmp_path)
     live = model(torch.zeros(ROWS, COLUMNS))
@@ -95,7 +95,7 @@ def test_damage_in_what_is_read_whole_is_found(tmp_path: Path, verify: Any) -> N
 
 @pytest.mark.parametrize("atomic", [True, False])
 @pytest.mark.parametrize("sizes", [(1 << 10, 3 << 19), (3 << 19, 1 << 10), (64, 32)])
-def test_of_a_truncated_file_a_tensor_is_named_that_lacks_bytes(
+def test_the_error_of_a_truncated_file_names_a_tensor_that_lacks_bytes(
     tmp_path: Path, sizes: tuple[int, int], atomic: bool
 ) -> None:
     def module(value: float) -> torch.nn.Module:
@@ -114,6 +114,6 @@ def test_of_a_truncated_file_a_tensor_is_named_that_lacks_bytes(
     assert not any(parameter.any() for parameter in live.parameters())
 
 
-def test_an_unknown_way_to_verify_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_value_of_verify_is_refused(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager, pytest.raises(UsageError, match="'full'"):
         manager.load(TrainState(model=model(torch.zeros(1))), verify="full")

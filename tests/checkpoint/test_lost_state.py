@@ -28,7 +28,7 @@ def fresh() -> TrainState:
     return TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters()), rng=False)
 
 
-def test_a_load_names_the_states_of_an_optimizer_that_it_can_not_restore(early: Path) -> None:
+def test_a_load_names_optimizer_states_that_it_cannot_restore(early: Path) -> None:
     with (
         CheckpointManager(early) as manager,
         pytest.raises(CheckpointMismatchError, match=r"unexpected: weight\.exp_avg \(was stored.*weight\.exp_avg_sq"),
@@ -36,7 +36,7 @@ def test_a_load_names_the_states_of_an_optimizer_that_it_can_not_restore(early: 
         manager.load(fresh())
 
 
-def test_without_strict_the_report_lists_them(early: Path) -> None:
+def test_without_strict_the_report_lists_lost_optimizer_states(early: Path) -> None:
     with CheckpointManager(early) as manager:
         report = manager.load(fresh(), strict=False)
     assert report is not None and [name.partition(" ")[0] for name in report.unexpected] == [
@@ -45,7 +45,7 @@ def test_without_strict_the_report_lists_them(early: Path) -> None:
     ]
 
 
-def test_verify_names_them_and_reshard_refuses_to_leave_them_out(early: Path, tmp_path: Path) -> None:
+def test_verify_names_lost_optimizer_states_and_reshard_refuses_them(early: Path, tmp_path: Path) -> None:
     url = str(early / "step_00000001")
     report = verify(url)
     assert report.ok
@@ -88,7 +88,7 @@ class Versioned(nn.Linear):
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full", "local"])
-def test_what_a_state_dict_hook_adds_and_no_load_takes_is_not_saved(tmp_path: Path, kind: str) -> None:
+def test_state_dict_hook_output_that_no_load_accepts_is_refused(tmp_path: Path, kind: str) -> None:
     with CheckpointManager(tmp_path, state_dict_type=kind) as manager:
         before = sorted(tmp_path.rglob("*"))
         for model, name in ((Packed(), "scale"), (nn.Sequential(Versioned()), "0.version")):
@@ -102,7 +102,7 @@ def test_what_a_state_dict_hook_adds_and_no_load_takes_is_not_saved(tmp_path: Pa
         assert torch.equal(live.w, source.w) and live.scale == 6
 
 
-def test_a_load_names_what_the_modules_own_load_does_not_take(tmp_path: Path) -> None:
+def test_a_load_names_keys_that_the_modules_own_load_rejects(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, TrainState(model=Taking(), rng=False))
         with pytest.raises(CheckpointMismatchError, match=r"scale .*does not accept it"):

@@ -137,7 +137,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_malformed_object_is_one_named_error_and_changes_nothing(sound: Path, tmp_path: Path, name: str) -> None:
+def test_a_malformed_object_is_a_named_error_and_changes_nothing(sound: Path, tmp_path: Path, name: str) -> None:
     change, named = CHANGES[name]
     root = Path(shutil.copytree(sound, tmp_path / "run", ignore=shutil.ignore_patterns(".ckptkit")))
     step = root / "step_00000001"
@@ -154,7 +154,7 @@ def test_a_malformed_object_is_one_named_error_and_changes_nothing(sound: Path, 
     assert same(all_of(state), before)
 
 
-def test_the_sound_one_loads(sound: Path) -> None:
+def test_the_unmodified_checkpoint_loads(sound: Path) -> None:
     """So the others fail for what was changed, and for nothing else."""
     with CheckpointManager(sound) as manager:
         state = made(5)

@@ -43,7 +43,7 @@ def test_an_empty_run_has_nothing_to_load(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("which", "value"), [("latest", 3.0), ("latest~1", 2.0), (1, 1.0), ("best", 2.0), ("final", 3.0)]
 )
-def test_a_checkpoint_is_named_in_many_ways(tmp_path: Path, which: Any, value: float) -> None:
+def test_a_checkpoint_can_be_named_by_step_tag_latest_and_best(tmp_path: Path, which: Any, value: float) -> None:
     retention = RetentionPolicy(keep_best=("loss", "min", 1))
     with CheckpointManager(tmp_path, retention=retention) as manager:
         for step, loss in ((1, 0.5), (2, 0.1), (3, 0.9)):
@@ -55,14 +55,14 @@ def test_a_checkpoint_is_named_in_many_ways(tmp_path: Path, which: Any, value: f
     assert loaded.step == report.step == int(value)
 
 
-def test_a_checkpoint_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+def test_loading_a_missing_checkpoint_is_an_error(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, state())
         with pytest.raises(CheckpointNotFoundError):
             manager.load(state(), 2)
 
 
-def test_a_step_is_saved_once_unless_it_is_to_be_replaced(tmp_path: Path) -> None:
+def test_saving_an_existing_step_needs_overwrite(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, state(1.0))
         with pytest.raises(CheckpointExistsError):
@@ -73,7 +73,7 @@ def test_a_step_is_saved_once_unless_it_is_to_be_replaced(tmp_path: Path) -> Non
     assert loaded.model.weight[0, 0].item() == 3.0
 
 
-def test_one_line_closes_a_save_and_a_debug_line_says_where_the_time_went(
+def test_a_save_logs_one_info_line_and_one_debug_line_with_phases(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with CheckpointManager(tmp_path, retention=RetentionPolicy(max_num=2)) as manager:
@@ -91,7 +91,7 @@ def test_one_line_closes_a_save_and_a_debug_line_says_where_the_time_went(
     assert steps(tmp_path) == ["step_00000200", "step_00000300"]
 
 
-def test_the_line_tells_the_newest_from_what_is_exempt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_line_counts_newest_and_exempt_checkpoints(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger=manager_module.__name__)
     with CheckpointManager(tmp_path, retention=RetentionPolicy(max_num=1, keep_every=2)) as manager:
         for step in (2, 4, 5):
@@ -99,7 +99,7 @@ def test_the_line_tells_the_newest_from_what_is_exempt(tmp_path: Path, caplog: p
     assert "keeping 3 (1 newest, 2 exempt)" in caplog.text
 
 
-def test_what_a_run_was_resumed_from_is_never_deleted(tmp_path: Path) -> None:
+def test_the_checkpoint_that_a_run_was_resumed_from_is_never_deleted(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, state())
     with CheckpointManager(tmp_path, retention=RetentionPolicy(max_num=1)) as manager:
@@ -114,7 +114,7 @@ def test_what_a_run_was_resumed_from_is_never_deleted(tmp_path: Path) -> None:
             manager.delete(3)
 
 
-def test_a_closed_manager_says_so(tmp_path: Path) -> None:
+def test_a_closed_manager_raises_a_usage_error(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     manager.close()
     manager.close()
@@ -302,14 +302,16 @@ def after_close(url: str) -> list[str]:
     return texts
 
 
-def test_no_rank_of_a_closed_manager_talks_over_the_group_of_the_training(tmp_path: Path, ranks: Any) -> None:
+def test_a_closed_manager_does_not_use_the_training_group(tmp_path: Path, ranks: Any) -> None:
     first, second = ranks.run(after_close, 2, str(tmp_path / "run"))
     assert first == second
 
 
 @pytest.mark.parametrize("value", [None, "low", True, [1.0], torch.ones(2), 1j])
 @pytest.mark.parametrize("kind", ["sharded", "full", "local"])
-def test_a_metric_that_is_no_number_is_named_before_anything_is_written(tmp_path: Path, value: Any, kind: str) -> None:
+def test_a_metric_that_is_not_a_number_is_refused_before_anything_is_written(
+    tmp_path: Path, value: Any, kind: str
+) -> None:
     with CheckpointManager(tmp_path / "run", state_dict_type=kind) as manager:
         for save in (manager.save, manager.save_async):
             with pytest.raises(UsageError, match=r"metric 'val_loss' is .*expected a number"):
@@ -333,7 +335,7 @@ def odd_client_state(url: str) -> str:
     return ""
 
 
-def test_client_state_of_rank_0_that_can_not_be_saved_fails_on_every_rank(tmp_path: Path, ranks: Any) -> None:
+def test_unserializable_client_state_on_rank_0_fails_on_every_rank(tmp_path: Path, ranks: Any) -> None:
     first, second = ranks.run(odd_client_state, 2, str(tmp_path / "run"))
     assert first == second and "client_state" in first
 
@@ -351,7 +353,7 @@ def over_a_file_of_others(root: str, kind: str) -> str:
     ("kind", "name"),
     [("sharded", "__1_3.distcp"), ("full", "model-00001-of-00001.safetensors"), ("local", "local_00001.safetensors")],
 )
-def test_a_file_of_others_that_a_save_would_replace_is_refused_on_every_rank_before_anything_is_written(
+def test_a_save_that_would_replace_a_foreign_file_is_refused_on_every_rank(
     tmp_path: Path, ranks: Any, kind: str, name: str
 ) -> None:
     with CheckpointManager(tmp_path, state_dict_type="local" if kind == "sharded" else "sharded") as manager:

@@ -81,7 +81,9 @@ def faulty_disk(root: str, mode: str) -> list[tuple[str, str, list[int], list[in
 
 
 @pytest.mark.parametrize("mode", ["sync", "thread"])
-def test_a_fault_of_one_ranks_disk_is_the_same_error_on_all_and_the_next_save_works(tmp_path: Path, mode: str) -> None:
+def test_a_disk_fault_on_one_rank_is_the_same_error_on_all_ranks_and_the_next_save_works(
+    tmp_path: Path, mode: str
+) -> None:
     first, second = run_ranks(faulty_disk, 2, str(tmp_path), mode)
     assert first == second
     for number, (fault, (kind, text, causes, steps)) in enumerate(zip(FAULTS, first, strict=True)):
@@ -144,9 +146,7 @@ def odd_ranks(root: str) -> list[tuple[str, list[int]]]:
     return said
 
 
-def test_a_rank_that_raises_fails_all_and_one_that_is_slow_or_writes_little_at_a_time_is_waited_for(
-    ranks: Any, tmp_path: Path
-) -> None:
+def test_a_raising_rank_fails_all_ranks_and_a_slow_rank_does_not(ranks: Any, tmp_path: Path) -> None:
     first, second = ranks.run(odd_ranks, 2, str(tmp_path))
     assert first == second
     (text, causes), *fine = first
@@ -182,9 +182,7 @@ def hanging_disk(root: str) -> tuple[str, list[int], list[int]]:
         return text, causes, [record.step for record in manager.list()]
 
 
-def test_a_disk_that_does_not_answer_fails_all_in_bounded_time_and_the_next_save_works(
-    ranks: Any, tmp_path: Path
-) -> None:
+def test_a_hanging_disk_fails_all_ranks_in_bounded_time_and_the_next_save_works(ranks: Any, tmp_path: Path) -> None:
     first, second = ranks.run(hanging_disk, 2, str(tmp_path))
     assert first == second
     text, causes, steps = first
@@ -196,7 +194,7 @@ def test_a_disk_that_does_not_answer_fails_all_in_bounded_time_and_the_next_save
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_disk_that_fills_up_under_a_manager_is_said_and_the_next_save_works(
+def test_a_disk_that_fills_up_is_an_error_and_the_managers_next_save_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     with small_disk(tmp_path / "disk", 4096) as disk:
@@ -217,7 +215,7 @@ def test_a_disk_that_fills_up_under_a_manager_is_said_and_the_next_save_works(
             assert [record.step for record in manager.list()] == [1, 3]
 
 
-def test_a_file_system_that_became_read_only_fails_the_save_by_its_name_and_can_still_be_loaded(
+def test_a_file_system_that_became_read_only_fails_saves_and_still_loads(
     tmp_path: Path,
 ) -> None:
     with small_disk(tmp_path / "disk", 4096) as disk, CheckpointManager(disk / "run") as manager:

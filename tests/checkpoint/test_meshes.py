@@ -62,7 +62,7 @@ def save_and_load_interleaved(url: str) -> tuple[list[str], list[str]]:
     return load(url, "pp2"), load(url, "pp2", interleaved=True, atomic=True)
 
 
-def test_several_stages_on_a_rank_are_one_model(ranks: Any, tmp_path: Path) -> None:
+def test_several_pipeline_stages_on_a_rank_form_one_model(ranks: Any, tmp_path: Path) -> None:
     assert ranks.run(save_and_load_interleaved, 2, str(tmp_path)) == [([], [])] * 2
 
 
@@ -123,7 +123,7 @@ def uneven(url: str) -> tuple[list[str], list[float]]:
     return messages, open_checkpoint(f"{url}/step_00000001")["model.experts"][:, 0].tolist()
 
 
-def test_parts_that_do_not_fit_their_declaration_are_refused_by_name(ranks: Any, tmp_path: Path) -> None:
+def test_shards_that_do_not_match_their_layout_are_refused_by_name(ranks: Any, tmp_path: Path) -> None:
     for messages, saved in ranks.run(uneven, 2, str(tmp_path)):
         assert "experts" in messages[0]
         assert (
@@ -134,7 +134,7 @@ def test_parts_that_do_not_fit_their_declaration_are_refused_by_name(ranks: Any,
         assert saved == [1.0, 1.0, 1.0, 2.0, 2.0]
 
 
-def test_a_layout_must_be_of_shards() -> None:
+def test_a_layout_with_values_other_than_shards_is_refused() -> None:
     with pytest.raises(UsageError, match="of type list, expected a dict of globs"):
         TrainState(layout=[1])  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"expected ckptkit.Shard\(dim, mesh=...\)"):
@@ -179,7 +179,7 @@ def strided(url: str, kind: str) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full", "local"])
-def test_interleaved_shards_are_exact(ranks: Any, tmp_path: Path, kind: str) -> None:
+def test_strided_shards_are_saved_exactly(ranks: Any, tmp_path: Path, kind: str) -> None:
     for loaded, rows in ranks.run(strided, 2, str(tmp_path), kind):
         assert loaded == rows
     assert open_checkpoint(str(tmp_path / "step_00000001"))["model.fused"][:].tolist() == list(range(8))
@@ -200,7 +200,7 @@ def lacking(url: str) -> str:
     return str(caught.value)
 
 
-def test_tensors_that_no_rank_has_are_named(ranks: Any, tmp_path: Path) -> None:
+def test_an_error_names_tensors_that_no_rank_has(ranks: Any, tmp_path: Path) -> None:
     first, second = ranks.run(lacking, 2, str(tmp_path))
     assert first == second
     assert "6 unexpected" in first

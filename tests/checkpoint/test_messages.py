@@ -67,7 +67,7 @@ def several_saves(url: str, background: bool) -> list[tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_from_the_second_save_on_plans_cost_no_message(ranks: Any, tmp_path: Path, background: bool) -> None:
+def test_later_saves_exchange_no_plans(ranks: Any, tmp_path: Path, background: bool) -> None:
     main, other = ranks.run(several_saves, 2, str(tmp_path), background)
     for found in (main, other):
         settled, messages, _ = zip(*found, strict=True)

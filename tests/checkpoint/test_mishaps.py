@@ -60,7 +60,7 @@ def before_publishing(monkeypatch: pytest.MonkeyPatch, act: Callable[[], Any]) -
 # --- signals
 
 
-def test_a_signal_while_the_save_of_the_same_step_is_under_way_saves_it_once(
+def test_a_signal_during_the_save_of_the_same_step_saves_it_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go = threading.Event()
@@ -73,9 +73,7 @@ def test_a_signal_while_the_save_of_the_same_step_is_under_way_saves_it_once(
     assert steps(tmp_path) == [3]
 
 
-def test_a_signal_after_a_save_that_failed_in_the_background_saves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_after_a_failed_background_save_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left = [OSError(5, "the disk had a moment")]
     before_publishing(monkeypatch, lambda: _raise(left))
     with CheckpointManager(tmp_path, on_signal="save") as manager:
@@ -91,7 +89,7 @@ def _raise(left: list[OSError]) -> None:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_signal_during_a_load_is_acted_upon_after_it(
+def test_a_signal_during_a_load_is_handled_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
     with CheckpointManager(tmp_path) as manager:
@@ -133,7 +131,7 @@ def rotating_away(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, root:
 
 
 @pytest.mark.parametrize("times", [1, 3])
-def test_a_load_of_the_latest_takes_the_next_one_if_the_latest_was_rotated_away(
+def test_a_load_of_latest_retries_if_the_checkpoint_was_rotated_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
     with CheckpointManager(tmp_path) as manager:
@@ -201,7 +199,7 @@ def test_a_trace_that_cannot_be_written_does_not_fail_the_save(
 
 
 @pytest.mark.parametrize("what", ["the lease", "the directory of the lease"])
-def test_a_lease_deleted_by_hand_is_taken_again(tmp_path: Path, what: str) -> None:
+def test_a_manually_deleted_lease_is_acquired_again(tmp_path: Path, what: str) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, state())
         if what == "the lease":
@@ -215,7 +213,7 @@ def test_a_lease_deleted_by_hand_is_taken_again(tmp_path: Path, what: str) -> No
     assert steps(tmp_path) == [1, 2]
 
 
-def test_a_root_that_another_took_after_the_lease_was_deleted_is_theirs(tmp_path: Path) -> None:
+def test_after_its_lease_was_deleted_a_job_loses_the_root_to_the_next_owner(tmp_path: Path) -> None:
     root = open_store(str(tmp_path))
     ours = acquire_lease(root)
     for path in (tmp_path / ".ckptkit").glob("lease-*"):
@@ -226,7 +224,7 @@ def test_a_root_that_another_took_after_the_lease_was_deleted_is_theirs(tmp_path
     theirs.release()
 
 
-def test_a_root_that_was_made_anew_is_not_the_one_the_run_wrote_to(tmp_path: Path) -> None:
+def test_a_recreated_root_is_not_written_to(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with CheckpointManager(run) as manager:
         manager.save(1, state())
@@ -267,7 +265,7 @@ def test_rotation_makes_room_on_a_disk_without_any(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["a file", "a broken link", "a link to a directory", "a directory"])
-def test_what_is_called_latest_decides_nothing(tmp_path: Path, kind: str) -> None:
+def test_the_file_called_latest_decides_nothing(tmp_path: Path, kind: str) -> None:
     latest = tmp_path / "run" / "latest"
     latest.parent.mkdir()
     (tmp_path / "elsewhere").mkdir()
@@ -290,7 +288,7 @@ def test_what_is_called_latest_decides_nothing(tmp_path: Path, kind: str) -> Non
 # --- rotation
 
 
-def test_a_metric_that_is_no_number_is_never_the_best(tmp_path: Path) -> None:
+def test_a_nan_metric_is_never_the_best(tmp_path: Path) -> None:
     policy = RetentionPolicy(max_num=1, keep_best=("loss", "min", 1))
     with CheckpointManager(tmp_path, retention=policy) as manager:
         for step, loss in enumerate((math.nan, 0.5, math.nan, math.inf, math.nan), 1):
@@ -301,7 +299,7 @@ def test_a_metric_that_is_no_number_is_never_the_best(tmp_path: Path) -> None:
     assert value_of(loaded) == 2.0
 
 
-def test_saves_that_fail_delete_nothing_with_max_num_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_saves_with_max_num_1_delete_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with CheckpointManager(tmp_path, retention=RetentionPolicy(max_num=1)) as manager:
         manager.save(1, state(1.0))
         real = LocalStore.write
@@ -322,7 +320,7 @@ def test_saves_that_fail_delete_nothing_with_max_num_1(tmp_path: Path, monkeypat
     assert steps(tmp_path) == [4]
 
 
-def test_clocks_that_go_backwards_change_neither_order_nor_rotation(
+def test_clocks_that_go_backwards_do_not_change_order_or_rotation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = time.time()
@@ -336,7 +334,7 @@ def test_clocks_that_go_backwards_change_neither_order_nor_rotation(
     assert steps(tmp_path) == [3, 4]
 
 
-def test_a_tag_saved_twice_is_refused_and_replaced_when_asked(tmp_path: Path) -> None:
+def test_saving_a_tag_twice_needs_overwrite(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, retention=RetentionPolicy(max_num=1)) as manager:
         manager.save(1, state(1.0), tag="final")
         with pytest.raises(CheckpointExistsError):
@@ -349,7 +347,7 @@ def test_a_tag_saved_twice_is_refused_and_replaced_when_asked(tmp_path: Path) ->
     assert leftovers(tmp_path) == []
 
 
-def test_two_managers_of_one_process_rotate_nothing_that_the_other_needs(tmp_path: Path) -> None:
+def test_two_managers_of_one_process_keep_what_the_other_needs(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as first:
         first.save(1, state(1.0))
     keep = RetentionPolicy(max_num=1)

@@ -43,7 +43,7 @@ def changed(name: str, value: Any) -> TrainState:
     (changed("model", linear().state_dict()), "Pass the model itself, not its class or its state dict"),
     (changed("optimizer", torch.optim.AdamW), "Pass the optimizer itself, not its class"),
 ], ids=["dict", "module", "state dict", "swapped", "dict of tensors", "class"])  # fmt: skip
-def test_what_is_not_a_train_state_is_refused(tmp_path: Path, call: Call, state: Any, words: str) -> None:
+def test_a_state_that_is_not_a_train_state_is_refused(tmp_path: Path, call: Call, state: Any, words: str) -> None:
     with CheckpointManager(tmp_path / "run") as manager, pytest.raises(UsageError, match=words):
         call(manager, state)
     assert not (tmp_path / "run").exists()
@@ -59,9 +59,7 @@ def test_keep_best_without_metrics_is_refused_at_the_first_save(tmp_path: Path) 
         manager.save(3, TrainState(model=linear()))  # the metrics are known: a job that ends may have none
 
 
-def test_metrics_without_the_one_of_keep_best_are_warned_about_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_missing_keep_best_metric_is_warned_about_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with CheckpointManager(tmp_path, retention=BEST) as manager, caplog.at_level(logging.WARNING, "ckptkit"):
         for step in (1, 2):
             manager.save(step, TrainState(model=linear()), metrics={"val_loss": 1.0})

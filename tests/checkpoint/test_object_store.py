@@ -96,7 +96,7 @@ def _killed(say: Any, url: str, options: dict[str, Any]) -> None:
     save(open_store(url, storage_options=options), 8, before=die)
 
 
-def test_what_a_dead_save_uploaded_is_listed_as_abandoned_and_cleaned_by_the_next(
+def test_uploads_of_a_dead_save_are_listed_as_abandoned_and_removed_by_the_next(
     root: Store, options: dict[str, Any]
 ) -> None:
     save(root, 7)
@@ -108,7 +108,7 @@ def test_what_a_dead_save_uploaded_is_listed_as_abandoned_and_cleaned_by_the_nex
     assert check(root) == [7, 9] and not any("step_00000008" in key for key in keys(root))
 
 
-def test_an_upload_of_a_living_writer_is_left_alone(root: Store) -> None:
+def test_an_upload_of_a_living_writer_is_kept(root: Store) -> None:
     seen: list[Any] = []
 
     def look(store: Store) -> None:
@@ -118,7 +118,7 @@ def test_an_upload_of_a_living_writer_is_left_alone(root: Store) -> None:
     assert seen == [([], ["step_00000007"])] and check(root) == [7]
 
 
-def test_of_two_writers_of_one_step_one_wins_and_the_other_leaves_nothing(root: Store) -> None:
+def test_one_of_two_writers_of_a_step_wins_and_the_other_leaves_nothing(root: Store) -> None:
     places = [RemotePlace(root, "step_00000007", nonce * 16) for nonce in "ab"]
     for place in places:
         place.open()
@@ -146,7 +146,7 @@ def _record(save_id: str) -> bytes:
     return CommitRecord(step=7, save_id=save_id, data=save_id, state_dict_type="sharded", files={}).to_json()
 
 
-def test_a_second_job_is_refused_and_told_who_writes(root: Store) -> None:
+def test_a_second_job_is_refused_with_the_name_of_the_first(root: Store) -> None:
     lease = acquire_lease(root)
     with pytest.raises(LeaseHeldError, match=str(os.getpid())):
         save(root, 7)
@@ -180,7 +180,7 @@ def _deleting(say: Any, url: str, options: dict[str, Any], nth: int) -> None:
 
 
 @pytest.mark.parametrize("left", [(), ("step_00000001/notes.txt", "step_00000001/{}/eval/x.json")])
-def test_a_deletion_that_was_killed_half_way_is_no_checkpoint_and_is_cleaned(
+def test_a_killed_deletion_leaves_no_checkpoint_and_is_finished_later(
     root: Store, options: dict[str, Any], left: tuple[str, ...]
 ) -> None:
     for nth in range(2, 40):
@@ -204,7 +204,7 @@ def test_a_deletion_that_was_killed_half_way_is_no_checkpoint_and_is_cleaned(
     assert nth > 6
 
 
-def test_a_step_that_lost_its_commit_record_is_never_taken_for_a_killed_save(
+def test_a_step_that_lost_its_commit_record_is_not_removed_as_a_killed_save(
     root: Store, options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     for step in (1, 2):
@@ -226,7 +226,7 @@ def test_a_step_that_lost_its_commit_record_is_never_taken_for_a_killed_save(
     assert len(said) == 1 and "checkpoint.json" in said[0]
 
 
-def test_what_no_save_writes_stays_where_a_dead_attempt_is_cleaned_up(
+def test_cleaning_up_a_dead_attempt_keeps_files_that_no_save_writes(
     root: Store, options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     fork(_killed, root.url, options)
@@ -252,7 +252,7 @@ def test_a_reader_pins_on_an_object_store_too(root: Store) -> None:
     assert delete_checkpoint(root, "step_00000001", reason="test") and keys(root) == ["latest"]
 
 
-def test_an_object_that_is_shorter_than_reported_is_not_published(root: Store) -> None:
+def test_a_save_with_a_truncated_object_is_not_published(root: Store) -> None:
     def spoil(store: Store) -> None:
         store.write("shards/__0_0.distcp", b"short", overwrite=True)
 
@@ -261,7 +261,7 @@ def test_an_object_that_is_shorter_than_reported_is_not_published(root: Store) -
     assert keys(root) == []
 
 
-def test_an_object_that_never_came_is_not_published(root: Store) -> None:
+def test_a_save_with_a_missing_object_is_not_published(root: Store) -> None:
     def forget(store: Store) -> None:
         store.delete(["shards/__0_0.distcp"])
 
@@ -271,7 +271,7 @@ def test_an_object_that_never_came_is_not_published(root: Store) -> None:
 
 
 @pytest.mark.parametrize("arrives", [True, False])
-def test_what_a_store_does_not_say_that_it_has_is_looked_at_before_the_commit(
+def test_objects_without_a_confirmed_put_are_listed_before_the_commit(
     root: Store, arrives: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ckptkit.storage.s3 import S3Api
@@ -295,7 +295,7 @@ def test_what_a_store_does_not_say_that_it_has_is_looked_at_before_the_commit(
     assert keys(root) == []
 
 
-def test_a_file_that_no_rank_says_it_wrote_is_not_published(root: Store) -> None:
+def test_a_file_that_no_rank_reported_is_not_published(root: Store) -> None:
     def stray(store: Store) -> None:
         store.write("__5_0.distcp", b"1")
 
@@ -304,9 +304,7 @@ def test_a_file_that_no_rank_says_it_wrote_is_not_published(root: Store) -> None
     assert keys(root) == []
 
 
-def test_a_save_that_took_long_looks_at_its_lease_before_the_commit(
-    root: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_save_checks_its_lease_before_the_commit(root: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     from ckptkit.storage import lock as leases
 
     def take_over(store: Store) -> None:
@@ -320,7 +318,7 @@ def test_a_save_that_took_long_looks_at_its_lease_before_the_commit(
     assert keys(root) == []
 
 
-def test_a_file_of_somebody_else_that_is_called_latest_stays_through_all_saves_of_a_run(root: Store) -> None:
+def test_a_foreign_object_called_latest_is_never_overwritten(root: Store) -> None:
     root.write("latest", b"my notes")
     lease = acquire_lease(root)
     for step in (1, 2):
@@ -364,7 +362,7 @@ def _denied(store: Store, paths: Any) -> None:
     raise PermissionError(13, "denied")
 
 
-def test_an_attempt_is_nobodys_once_its_lease_is_given_back(root: Store) -> None:
+def test_an_attempt_is_abandoned_once_its_lease_is_released(root: Store) -> None:
     lease = acquire_lease(root)
     path = f"step_00000003/{lease.new_attempt()}"
     root.write(f"{path}/__0_0.distcp", b"1")
@@ -392,7 +390,7 @@ def test_two_writers_without_conditional_puts_only_one_commits(root: Store, monk
 
 
 @pytest.mark.parametrize("which", ["first", "next"])
-def test_a_store_without_conditions_is_asked_for_the_name_once_more_where_the_last_look_is_old(
+def test_without_conditional_puts_an_old_listing_is_checked_again_before_the_commit(
     root: Store, monkeypatch: pytest.MonkeyPatch, which: str
 ) -> None:
     monkeypatch.setitem(root._connection.conditional, root._bucket, False)  # type: ignore[attr-defined]
@@ -413,7 +411,7 @@ def test_a_store_without_conditions_is_asked_for_the_name_once_more_where_the_la
     assert root.read("step_00000003/checkpoint.json") == other
 
 
-def test_the_data_are_found_through_the_record(root: Store) -> None:
+def test_files_are_found_through_the_record(root: Store) -> None:
     save(root, 5)
     item = resolve(root)
     assert data_store(root.child(item.path), item.record).read("shards/__0_0.distcp") == content(5, 0)
@@ -422,7 +420,7 @@ def test_the_data_are_found_through_the_record(root: Store) -> None:
 # --- stage
 
 
-def test_the_names_that_readers_look_for_come_last(root: Store) -> None:
+def test_names_that_readers_look_for_are_published_last(root: Store) -> None:
     with stage(root.url, last=["index.json"], storage_options=root.storage_options) as store:  # type: ignore[attr-defined]
         store.write("index.json", b"{}")
         store.child("sub").write("a", b"1")
@@ -449,7 +447,7 @@ def test_a_failed_stage_leaves_no_object_and_an_existing_one_is_refused(root: St
     assert keys(root) == ["b"]
 
 
-def test_a_file_that_comes_while_what_is_there_is_replaced_stays_and_is_named(
+def test_an_object_that_appears_during_an_overwrite_is_kept_and_named(
     root: Store, options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     def late(store: Store, path: str, known: Any) -> None:
@@ -464,9 +462,7 @@ def test_a_file_that_comes_while_what_is_there_is_replaced_stays_and_is_named(
     assert keys(root) == ["b", "notes.txt"] and "were added while it was replaced: notes.txt" in caplog.text
 
 
-def test_what_takes_the_place_of_a_single_object_meanwhile_is_not_replaced(
-    root: Store, options: dict[str, Any]
-) -> None:
+def test_a_single_object_that_changed_meanwhile_is_not_replaced(root: Store, options: dict[str, Any]) -> None:
     def rule(store: Store, path: str, known: Any) -> None:
         if store.read(path) == b"mine":
             raise CheckpointExistsError("theirs")
@@ -485,7 +481,7 @@ def _killed_stage(say: Any, url: str, options: dict[str, Any]) -> None:
         os.kill(os.getpid(), 9)
 
 
-def test_a_stage_that_was_killed_is_cleaned_by_the_next(root: Store, options: dict[str, Any]) -> None:
+def test_the_leftovers_of_a_killed_stage_are_removed_by_the_next(root: Store, options: dict[str, Any]) -> None:
     assert fork(_killed_stage, root.url, options)[0] == -9
     assert "half" in keys(root)
     with stage(root.url, storage_options=options) as store:

@@ -180,17 +180,19 @@ def check(ranks: Any, tmp_path: Path, name: str, size: int, sharded: bool, named
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("name", SHARDED)
-def test_under_fully_shard_it_resumes_bit_exactly(ranks: Any, tmp_path: Path, name: str, size: int) -> None:
+def test_an_optimizer_under_fully_shard_resumes_bit_exactly(ranks: Any, tmp_path: Path, name: str, size: int) -> None:
     check(ranks, tmp_path, name, size, True, SHARDED[name].get(size, ""))
 
 
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("name", REPLICATED)
-def test_on_replicas_it_resumes_bit_exactly(ranks: Any, tmp_path: Path, name: str, size: int) -> None:
+def test_an_optimizer_on_replicas_resumes_bit_exactly(ranks: Any, tmp_path: Path, name: str, size: int) -> None:
     check(ranks, tmp_path, name, size, False, REPLICATED[name].get(size, ""))
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_what_no_load_could_restore_is_refused_by_name_on_every_rank(ranks: Any, tmp_path: Path, size: int) -> None:
+def test_optimizer_state_that_no_load_could_restore_is_refused_on_every_rank(
+    ranks: Any, tmp_path: Path, size: int
+) -> None:
     for _, text in ranks.run(run, size, "queue", str(tmp_path), True):
         assert "optimizer.values.up.weight.queue: a value of type collections.deque cannot be saved" in text

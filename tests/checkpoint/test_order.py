@@ -134,7 +134,7 @@ def trace(root: Path, *, swap: bool = True, forget: str = "") -> list[Event]:
 
 
 @pytest.mark.parametrize("swap", [True, False])
-def test_all_is_durable_before_the_commit_and_the_commit_before_the_return(tmp_path: Path, swap: bool) -> None:
+def test_files_are_durable_before_the_commit_and_the_commit_before_the_return(tmp_path: Path, swap: bool) -> None:
     events = trace(tmp_path, swap=swap)
     assert sum(kind == "fsync" for kind, _, _ in events) > 20
     assert sum(kind in ("rename", "exchange") and _checkpoint_of(b, str(tmp_path)) == b for kind, _, b in events) >= 3
@@ -170,7 +170,7 @@ def _watched(say: Callable[[bytes], Any], root: str, job: Callable[[str, str], N
     [(_of_a_manager, kind) for kind in ("sharded", "full", "local")]
     + [(_of_a_command, kind) for kind in ("hf", "dcp", "reshard")],
 )
-def test_what_managers_and_commands_publish_is_durable_before_and_its_name_after(
+def test_published_files_are_durable_before_the_rename_and_the_directory_after(
     tmp_path: Path, job: Callable[[str, str], None], kind: str
 ) -> None:
     if job is _of_a_command:

@@ -179,7 +179,9 @@ def dcp_state(made: Made) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["sharded", "full", "local"])
 @pytest.mark.parametrize("name", CASES)
-def test_a_manager_gives_it_back_exactly_or_refuses_it_by_name(tmp_path: Path, name: str, kind: str) -> None:
+def test_a_manager_restores_quantized_tensors_exactly_or_refuses_them_by_name(
+    tmp_path: Path, name: str, kind: str
+) -> None:
     make, said = CASES[name]
     source, live = seeded(make, 0), seeded(make, 1)
     assert all_of(live) != all_of(source)
@@ -199,7 +201,7 @@ def test_a_manager_gives_it_back_exactly_or_refuses_it_by_name(tmp_path: Path, n
 
 @pytest.mark.parametrize("planner", [dcp.DefaultSavePlanner, DCPSavePlanner])
 @pytest.mark.parametrize("name", CASES)
-def test_dcp_writer_gives_it_back_exactly(tmp_path: Path, name: str, planner: Any) -> None:
+def test_dcp_writer_restores_quantized_tensors_exactly(tmp_path: Path, name: str, planner: Any) -> None:
     make, _ = CASES[name]
     source, live = seeded(make, 0), seeded(make, 0 if "4-bit layer" in name else 1)  # its state dict has other shapes
     if (name, planner) == ("int4 weights", dcp.DefaultSavePlanner):  # which asks them what they do not answer

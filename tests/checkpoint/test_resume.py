@@ -127,7 +127,7 @@ def epochs(loader: Any, count: int) -> list[Any]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("position", [0, 2, 6])
-def test_torchdatas_loader_draws_what_it_would_have_drawn(tmp_path: Path, workers: int, position: int) -> None:
+def test_a_torchdata_loader_resumes_with_the_same_batches(tmp_path: Path, workers: int, position: int) -> None:
     """At the start, in the middle and at the end of an epoch."""
     loaders = pytest.importorskip("torchdata.stateful_dataloader")
 

@@ -53,23 +53,23 @@ def test_max_mem_deletes_the_oldest_until_the_total_fits() -> None:
     assert kept(RUN, max_mem=30) == [30, 40, 50] and kept(RUN, max_mem=29) == [40, 50]
 
 
-def test_a_newest_that_alone_exceeds_max_mem_is_kept_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_newest_checkpoint_above_max_mem_is_kept_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="ckptkit"):
         assert kept(RUN, max_mem=5) == [50]
     assert "max_mem" in caplog.text and "step_00000050: the newest" in caplog.text
 
 
-def test_sizes_are_decimal_and_binary_by_their_units() -> None:
+def test_max_mem_accepts_decimal_and_binary_units() -> None:
     gib = [record(step, 2**30) for step in (1, 2)]
     assert kept(gib, max_mem="2GiB") == [1, 2] and kept(gib, max_mem="2GB") == [2]
     assert RetentionPolicy(max_mem="1TB").max_mem == 10**12
 
 
-def test_multiples_of_keep_every_stay() -> None:
+def test_multiples_of_keep_every_are_kept() -> None:
     assert kept(RUN, max_num=1, keep_every=20) == [20, 40, 50]
 
 
-def test_the_newest_of_each_of_the_last_days_stays() -> None:
+def test_keep_daily_keeps_the_newest_of_each_day() -> None:
     noon = 20_000 * 86_400 + 43_200  # a noon in UTC
     run = [record(step, created=noon + hours * 3600) for step, hours in enumerate((0, 11.9, 12.1, 60, 61, 62))]
     assert kept(run, max_num=1, keep_daily=1) == [5]
@@ -82,7 +82,7 @@ def test_a_checkpoint_without_a_time_belongs_to_no_day() -> None:
     assert kept([record(1), record(2), record(3, created=1e9)], max_num=1, keep_daily=5) == [3]
 
 
-def test_given_limits_keep_what_the_run_exempts() -> None:
+def test_given_limits_keep_the_recorded_exemptions() -> None:
     own = RetentionPolicy(max_num=9, keep_every=10, keep_daily=7)
     given = RetentionPolicy(max_num=1, keep_every=20)
     assert given.with_exemptions_of(own) == RetentionPolicy(max_num=1, keep_every=20, keep_daily=7)
@@ -93,23 +93,23 @@ def test_a_recorded_policy_is_read_back() -> None:
     assert RetentionPolicy.recorded(json.loads(json.dumps(dataclasses.asdict(policy)))) == policy
 
 
-def test_each_exemption_is_told_in_words() -> None:
+def test_each_exemption_is_described_in_words() -> None:
     policy = RetentionPolicy(keep_every=10, keep_best=("loss", "min"), keep_daily=7)
     assert len(policy.exemptions) == sum(name.startswith("keep_") for name in RetentionPolicy.__slots__)
 
 
-def test_the_best_stay_whatever_the_limits() -> None:
+def test_the_best_are_kept_whatever_the_limits() -> None:
     run = [record(1, loss=3.0), record(2, loss=1.0), record(3, loss=2.0), record(4), record(5, loss=math.nan)]
     assert kept(run, max_num=1, keep_best=("loss", "min")) == [2, 5]
     assert kept(run, max_num=1, keep_best=("loss", "max", 2)) == [1, 3, 5]
     assert kept(run, max_mem=1, keep_best=("loss", "min", 2)) == [2, 3, 5]
 
 
-def test_among_equals_the_newer_is_the_better() -> None:
+def test_of_equal_metrics_the_newer_is_the_best() -> None:
     assert kept([record(1, loss=1.0), record(2, loss=1.0), record(3)], max_num=1, keep_best=("loss", "min")) == [2, 3]
 
 
-def test_protected_ones_stay_with_their_reason() -> None:
+def test_protected_checkpoints_are_kept_with_their_reason() -> None:
     decisions = decide(RUN, RetentionPolicy(max_num=1), protected={"step_00000010": "resumed from", "gone": "x"})
     assert [(d.step, d.reason) for d in decisions if d.keep] == [(10, "resumed from"), (50, "the newest")]
 
@@ -122,7 +122,7 @@ def test_every_decision_has_a_reason() -> None:
     assert decisions[4].reasons == ("the newest", "a multiple of 50 (keep_every)")
 
 
-def test_nothing_to_decide_is_no_error() -> None:
+def test_deciding_about_an_empty_run_is_no_error() -> None:
     assert decide([], RetentionPolicy(max_num=1, max_mem=1)) == []
 
 
@@ -136,7 +136,7 @@ def test_nothing_to_decide_is_no_error() -> None:
         {"keep_best": "loss"},
     ],
 )  # fmt: skip
-def test_a_policy_that_means_nothing_is_refused(policy: dict[str, Any]) -> None:
+def test_an_invalid_policy_is_refused(policy: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         RetentionPolicy(**policy)
 
@@ -155,7 +155,7 @@ policies = st.fixed_dictionaries(
 
 
 @given(runs, policies, st.sets(st.integers(0, 60)))
-def test_the_newest_and_the_protected_always_stay_and_limits_hold_for_the_rest(
+def test_the_newest_and_the_protected_are_always_kept_and_the_rest_obeys_the_limits(
     run: list[tuple[int, int, float]], policy: dict[str, Any], pinned: set[int]
 ) -> None:
     records = [record(step, nbytes, created=9e8 + step * 3e4, loss=loss) for step, nbytes, loss in run]
@@ -176,7 +176,7 @@ def test_the_newest_and_the_protected_always_stay_and_limits_hold_for_the_rest(
 
 
 @given(runs, policies)
-def test_deciding_again_on_what_was_kept_deletes_nothing_more(
+def test_deciding_again_about_kept_checkpoints_deletes_nothing(
     run: list[tuple[int, int, float]], policy: dict[str, Any]
 ) -> None:
     records = [record(step, nbytes, created=9e8 + step * 3e4, loss=loss) for step, nbytes, loss in run]

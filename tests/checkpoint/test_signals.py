@@ -27,7 +27,7 @@ def test_a_signal_is_seen_at_the_next_step_until_it_is_cleared(number: int) -> N
         assert not watch.agreed()
 
 
-def test_closing_puts_the_old_handlers_back_and_they_are_called() -> None:
+def test_closing_restores_the_previous_signal_handlers() -> None:
     seen: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
     try:
@@ -40,7 +40,7 @@ def test_closing_puts_the_old_handlers_back_and_they_are_called() -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_another_thread_can_not_install_handlers() -> None:
+def test_only_the_main_thread_can_install_handlers() -> None:
     caught: list[BaseException] = []
 
     def make() -> None:
@@ -55,7 +55,7 @@ def test_another_thread_can_not_install_handlers() -> None:
     assert "main thread" in str(caught[0])
 
 
-def test_asking_every_third_step_answers_at_the_third() -> None:
+def test_a_signal_is_agreed_on_at_every_third_step_with_every_3() -> None:
     with SignalWatch(Coordinator(), every=3) as watch:
         os.kill(os.getpid(), signal.SIGTERM)
         assert [watch.agreed() for _ in range(6)] == [False, False, True, False, False, True]
@@ -104,7 +104,7 @@ def test_a_signal_that_comes_before_a_child_has_run_its_fork_hooks_ends_it() -> 
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
 
 
-def test_of_two_watches_none_keeps_a_child_alive() -> None:
+def test_two_watches_do_not_keep_a_child_alive() -> None:
     with SignalWatch(Coordinator()), SignalWatch(Coordinator()):
         worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
         worker.start()

@@ -73,7 +73,7 @@ def saved_as(tmp_path: Path, state: TrainState, **options: Any) -> str:
     return str(tmp_path / "other")
 
 
-def test_a_fitting_state_is_restored_and_nothing_is_left_out(run: str) -> None:
+def test_a_matching_state_is_restored_completely(run: str) -> None:
     state = trained(net())
     report = load(run, state)
     assert (report.step, state.step, state.extra["epoch"]) == (5, 5, 3)
@@ -82,7 +82,7 @@ def test_a_fitting_state_is_restored_and_nothing_is_left_out(run: str) -> None:
     assert not (report.missing or report.unexpected or report.skipped)
 
 
-def test_all_differences_are_listed_at_once_and_nothing_is_touched(run: str) -> None:
+def test_all_differences_are_listed_at_once_and_nothing_changes(run: str) -> None:
     model = net(width=6)
     model["new"] = nn.Linear(2, 2)
     model["lora"] = nn.Linear(4, 8, bias=False, dtype=torch.bfloat16)
@@ -106,7 +106,7 @@ def test_all_differences_are_listed_at_once_and_nothing_is_touched(run: str) -> 
     assert same(before, bits(state))
 
 
-def test_without_strict_what_fits_is_loaded_and_the_rest_reported(run: str) -> None:
+def test_without_strict_matching_tensors_load_and_the_rest_is_reported(run: str) -> None:
     model = net()
     model["new"] = nn.Linear(2, 2)
     del model["base"].bias
@@ -123,7 +123,7 @@ def test_a_wrong_shape_is_an_error_even_without_strict(run: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"atomic": True}], ids=["in_place", "atomic"])
-def test_an_expanded_view_is_refused_before_anything_is_touched(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_an_expanded_view_is_refused_before_anything_changes(tmp_path: Path, options: dict[str, Any]) -> None:
     def model(value: float) -> nn.Module:
         module = nn.Module()
         module.register_buffer("first", torch.full((3, 4), value))
@@ -145,7 +145,7 @@ def test_an_expanded_view_is_refused_before_anything_is_touched(tmp_path: Path, 
     assert float(state.model.first.sum()) == 12.0  # type: ignore[union-attr, operator]
 
 
-def test_a_model_alone_loads_and_the_rest_is_said_to_be_skipped(run: str) -> None:
+def test_a_model_alone_loads_and_the_rest_is_reported_as_skipped(run: str) -> None:
     report = load(run, TrainState(model=net()))
     assert report.skipped["optimizer"] == "not in the training state"
     assert report.extra == {"epoch": 3}
@@ -185,7 +185,7 @@ def test_dtypes_are_converted_only_when_asked(run: str) -> None:
     assert any("cast from float32 to bfloat16" in note for note in report.notes)
 
 
-def test_values_of_extra_that_nothing_takes_are_returned(run: str) -> None:
+def test_extra_values_without_a_receiver_are_returned(run: str) -> None:
     state = trained(net())
     state.extra.clear()
     assert load(run, state).extra == {"epoch": 3}
@@ -273,9 +273,7 @@ def test_groups_are_matched_by_the_names_of_their_parameters(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("names", [("lora", "base"), ("base",)], ids=["other order", "fewer"])
-def test_a_scheduler_that_goes_by_the_position_of_groups_is_refused_where_they_moved(
-    tmp_path: Path, names: tuple[str, ...]
-) -> None:
+def test_a_scheduler_with_values_per_group_is_refused_if_groups_moved(tmp_path: Path, names: tuple[str, ...]) -> None:
     rates = {"base": 0.1, "lora": 0.2}
 
     def made(*names: str) -> TrainState:
@@ -295,7 +293,7 @@ def test_a_scheduler_that_goes_by_the_position_of_groups_is_refused_where_they_m
     load(root, made("base", "lora"))
 
 
-def test_groups_in_another_order_take_a_scheduler_whose_values_are_equal(tmp_path: Path) -> None:
+def test_reordered_groups_accept_a_scheduler_with_equal_values(tmp_path: Path) -> None:
     def made(*names: str) -> TrainState:
         model = net()
         optimizer = torch.optim.SGD([{"params": list(model[name].parameters())} for name in names], lr=0.1)
@@ -305,7 +303,7 @@ def test_groups_in_another_order_take_a_scheduler_whose_values_are_equal(tmp_pat
     assert load(root, made("lora", "base")).skipped == {}
 
 
-def test_a_group_that_joins_different_learning_rates_is_refused(tmp_path: Path) -> None:
+def test_a_group_that_merges_different_learning_rates_is_refused(tmp_path: Path) -> None:
     model = net()
     optimizer = torch.optim.SGD([{"params": model["base"].parameters(), "lr": 1.0},
                                  {"params": model["lora"].parameters(), "lr": 2.0}], lr=0.1)  # fmt: skip
@@ -368,7 +366,7 @@ def test_masters_follow_weights_that_are_loaded_without_an_optimizer(run: str) -
     assert torch.equal(master, model["base"].weight.float())
 
 
-def test_masters_of_weights_that_are_not_loaded_keep_all_their_digits(run: str) -> None:
+def test_masters_of_weights_that_are_not_loaded_stay_unchanged(run: str) -> None:
     model = net().to(torch.bfloat16)
     state = trained(model, MasterWeightOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1)))
     before = state.optimizer.state[model["lora"].weight]["master"].clone()
@@ -377,7 +375,7 @@ def test_masters_of_weights_that_are_not_loaded_keep_all_their_digits(run: str) 
     assert torch.equal(state.optimizer.state[model["base"].weight]["master"], model["base"].weight.float())
 
 
-def test_masters_are_made_from_the_fp32_weights_of_a_checkpoint_without_masters(run: str) -> None:
+def test_masters_come_from_fp32_weights_of_a_checkpoint_without_masters(run: str) -> None:
     model = net().to(torch.bfloat16)
     optimizer = MasterWeightOptimizer(torch.optim.AdamW(model.parameters()))
     load(run, TrainState(model=model, optimizer=optimizer), convert_dtype=True)
@@ -389,7 +387,7 @@ def test_masters_are_made_from_the_fp32_weights_of_a_checkpoint_without_masters(
 @pytest.mark.parametrize("kind", ["sharded", "full", "local"])
 @pytest.mark.parametrize("options", [{}, {"atomic": True}], ids=["in_place", "atomic"])
 @pytest.mark.parametrize("with_optimizer", [True, False])
-def test_weights_of_another_dtype_come_from_the_masters(
+def test_weights_that_need_a_cast_come_from_the_masters(
     tmp_path: Path, kind: str, options: dict[str, Any], with_optimizer: bool
 ) -> None:
     low = net().to(torch.bfloat16)
@@ -417,7 +415,7 @@ def test_weights_of_another_dtype_come_from_the_masters(
             assert optimizer.follow_weights() == 0
 
 
-def test_a_run_with_masters_goes_on_in_fp32_without_a_cast(tmp_path: Path) -> None:
+def test_a_checkpoint_with_masters_resumes_in_fp32_from_the_masters(tmp_path: Path) -> None:
     low = net().to(torch.bfloat16)
     source = trained(low, MasterWeightOptimizer(torch.optim.AdamW(low.parameters(), lr=1e-3)))
     root = saved_as(tmp_path, source)
@@ -429,7 +427,7 @@ def test_a_run_with_masters_goes_on_in_fp32_without_a_cast(tmp_path: Path) -> No
         load(root, TrainState(model=plain, optimizer=torch.optim.AdamW(plain.parameters())))
 
 
-def test_masters_without_weights_to_take_them_are_left_out_where_weights_are(tmp_path: Path) -> None:
+def test_a_deferred_optimizer_of_an_fp32_model_leaves_out_the_masters(tmp_path: Path) -> None:
     low = net().to(torch.bfloat16)
     source = trained(low, MasterWeightOptimizer(torch.optim.AdamW(low.parameters(), lr=1e-3)))
     root = saved_as(tmp_path, source)
@@ -461,7 +459,7 @@ def test_a_tied_weight_that_is_stored_once_loads_into_a_tied_and_an_untied_model
             assert not report.missing
 
 
-def test_module_extra_state_is_given_back(tmp_path: Path) -> None:
+def test_extra_state_of_modules_is_restored(tmp_path: Path) -> None:
     class Scaled(nn.Linear):
         scale = 0
 
@@ -498,7 +496,7 @@ def counted(kept: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full", "local"])
-def test_large_tensors_of_extra_state_come_back_and_are_no_weights(tmp_path: Path, kind: str) -> None:
+def test_large_tensors_of_module_extra_state_are_restored_and_are_no_weights(tmp_path: Path, kind: str) -> None:
     kept = {"history": torch.randn(600), "table": torch.arange(3)}
     root = saved_as(tmp_path, TrainState(model=counted(kept)), state_dict_type=kind)
     model = counted({"history": torch.zeros(600), "table": torch.zeros(3)})
@@ -508,7 +506,7 @@ def test_large_tensors_of_extra_state_come_back_and_are_no_weights(tmp_path: Pat
     assert set(weights) == {"0.weight", "0.bias"}
 
 
-def test_extra_state_that_one_side_lacks_is_listed_before_anything_is_touched(tmp_path: Path) -> None:
+def test_extra_state_that_one_side_lacks_is_listed_before_anything_changes(tmp_path: Path) -> None:
     root = saved_as(tmp_path, TrainState(model=counted(7)))
     plain = nn.Sequential(nn.Linear(2, 2))
     with pytest.raises(CheckpointMismatchError, match=r"model\.extra_state: 1 unexpected: 0\._extra_state"):
@@ -522,7 +520,7 @@ def test_extra_state_that_one_side_lacks_is_listed_before_anything_is_touched(tm
     assert model[0].kept == 8
 
 
-def test_extra_state_that_torch_saved_is_said_to_stay_as_it_is(tmp_path: Path) -> None:
+def test_extra_state_that_torch_saved_is_reported_as_unchanged(tmp_path: Path) -> None:
     dcp.save({"model": counted({"n": 7}).state_dict()}, checkpoint_id=tmp_path / "torch", no_dist=True)
     model = counted({"n": 8})
     report = load(str(tmp_path / "run"), TrainState(model=model), which=str(tmp_path / "torch"))
@@ -538,7 +536,7 @@ def test_torch_loads_a_model_with_extra_state_without_ckptkit(tmp_path: Path) ->
     assert torch.equal(target[0].weight, source[0].weight)
 
 
-def test_values_that_a_models_own_state_dict_adds_go_through_its_load_state_dict(tmp_path: Path) -> None:
+def test_values_added_by_a_models_state_dict_are_restored_by_its_load_state_dict(tmp_path: Path) -> None:
     class Own(nn.Linear):
         calls = 0
 
@@ -559,7 +557,7 @@ def test_values_that_a_models_own_state_dict_adds_go_through_its_load_state_dict
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full", "local"])
-def test_a_parameter_whose_name_ends_like_extra_state_is_a_parameter(tmp_path: Path, kind: str) -> None:
+def test_a_parameter_whose_name_ends_with_extra_state_is_a_parameter(tmp_path: Path, kind: str) -> None:
     def model() -> nn.Module:
         module = nn.Module()
         module.my_extra_state = nn.Parameter(torch.randn(3))
@@ -584,7 +582,7 @@ def test_a_state_of_an_optimizer_may_have_dots_in_its_name(tmp_path: Path, kind:
     assert same(bits(target), bits(source))
 
 
-def test_a_state_of_a_parameter_that_no_saved_group_names_is_listed(tmp_path: Path) -> None:
+def test_optimizer_state_of_a_parameter_in_no_saved_group_is_listed(tmp_path: Path) -> None:
     step = Path(saved_as(tmp_path, trained(net()))) / "step_00000001"
     body = json.loads((step / "objects.json").read_text())
     body["objects"]["optimizer"]["param_groups"][0]["params"].remove("lora.weight")
@@ -610,7 +608,7 @@ def test_damaged_objects_are_found_by_their_digest(run: str) -> None:
         load(run, trained(net()))
 
 
-def test_an_optimizer_alone_is_loaded_beside_a_model_that_stays(run: str) -> None:
+def test_an_optimizer_can_be_loaded_without_the_model(run: str) -> None:
     state = trained(net())
     state.extra.clear()
     weights = copy.deepcopy(dict(state.model.state_dict()))
@@ -623,7 +621,7 @@ def test_an_optimizer_alone_is_loaded_beside_a_model_that_stays(run: str) -> Non
 
 
 @pytest.mark.parametrize("convert", [False, True])
-def test_weights_are_read_in_place_if_asked_to(run: str, convert: bool) -> None:
+def test_weights_can_be_read_in_place(run: str, convert: bool) -> None:
     model, exact = net(), net()
     if convert:
         model = model.to(torch.float64)
@@ -635,7 +633,7 @@ def test_weights_are_read_in_place_if_asked_to(run: str, convert: bool) -> None:
     assert "model.base.weight" in report.loaded
 
 
-def test_what_does_not_fit_is_found_before_anything_is_read_in_place(run: str) -> None:
+def test_mismatches_are_found_before_anything_is_read_in_place(run: str) -> None:
     model = net()
     model["new"] = nn.Linear(2, 2)
     before = copy.deepcopy(dict(model.state_dict()))
@@ -664,7 +662,7 @@ def test_a_filter_that_matches_nothing_is_refused_by_name_or_noted(tmp_path: Pat
     assert any("matches no tensor" in note for note in report.notes)
 
 
-def test_a_model_that_nothing_takes_is_named(tmp_path: Path) -> None:
+def test_an_error_names_a_saved_model_without_a_live_one(tmp_path: Path) -> None:
     root = saved_as(tmp_path, TrainState(model={"actor": nn.Linear(2, 2), "critic": nn.Linear(2, 1)}))
     report = load(root, TrainState(model={"actor": nn.Linear(2, 2)}))
     assert report.skipped == {"model_critic": "not in the training state"}
@@ -714,7 +712,7 @@ def test_an_optimizer_of_another_class_does_not_fit(tmp_path: Path, was: Any, no
     trained(state.model, state.optimizer)
 
 
-def test_the_same_class_loads_with_masters_and_without(tmp_path: Path) -> None:
+def test_an_optimizer_of_the_same_class_loads_with_and_without_masters(tmp_path: Path) -> None:
     state = made_by(torch.optim.AdamW)
     report = load(saved_as(tmp_path, made_by(torch.optim.AdamW)), state)
     assert not report.missing
@@ -768,7 +766,7 @@ def test_classes_that_a_checkpoint_does_not_record_are_not_compared() -> None:
         assert of_another_class("optimizer", optimizer, objects) == ""
 
 
-def test_a_model_in_extra_is_compared_before_anything_is_touched(tmp_path: Path) -> None:
+def test_a_model_in_extra_is_compared_before_anything_changes(tmp_path: Path) -> None:
     def state(ema: Any) -> TrainState:
         return TrainState(model=net(), extra={"ema": ema})
 

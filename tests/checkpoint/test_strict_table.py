@@ -109,7 +109,7 @@ def alike(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("strict", [True, False], ids=["strict", "lenient"])
 @pytest.mark.parametrize(("section", "fault", "with_strict", "without"), TABLE, ids=lambda value: str(value)[:12])
-def test_the_table_of_differences(
+def test_every_difference_is_refused_or_reported_as_documented(
     saved: Path, section: str, fault: str, with_strict: str, without: str, strict: bool
 ) -> None:
     expected = with_strict if strict else without

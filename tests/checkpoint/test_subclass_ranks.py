@@ -95,7 +95,7 @@ def load(url: str, name: str, steps: int, options: dict[str, int]) -> Any:
 @pytest.mark.parametrize("steps", [0, 1])
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
-def test_states_come_back_exactly_on_as_many_ranks(
+def test_quantized_optimizer_states_are_restored_exactly_on_the_same_number_of_ranks(
     ranks: Any, tmp_path: Path, name: str, kind: str, steps: int
 ) -> None:
     for number in (1, 2):
@@ -107,7 +107,9 @@ def test_states_come_back_exactly_on_as_many_ranks(
 
 @pytest.mark.parametrize("kind", ["sharded", "full"])
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
-def test_states_are_resharded_where_no_block_is_split(ranks: Any, tmp_path: Path, name: str, kind: str) -> None:
+def test_quantized_optimizer_states_reshard_if_no_block_is_split(
+    ranks: Any, tmp_path: Path, name: str, kind: str
+) -> None:
     saved = ranks.run(save, 2, str(tmp_path), name, kind, {})
     for number in (1, 3):
         found = ranks.run(load, number, str(tmp_path), name, 0, {})
@@ -115,7 +117,7 @@ def test_states_are_resharded_where_no_block_is_split(ranks: Any, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
-def test_ranks_that_would_split_a_block_are_refused_with_numbers(ranks: Any, tmp_path: Path, name: str) -> None:
+def test_a_number_of_ranks_that_would_split_a_block_is_refused(ranks: Any, tmp_path: Path, name: str) -> None:
     saved = ranks.run(save, 2, str(tmp_path), name, "sharded", {"rows": 392})
     assert "OptimState" in str(saved[0][2])
     for said in ranks.run(load, 3, str(tmp_path), name, 0, {"rows": 392}):
@@ -205,7 +207,7 @@ def command(*args: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_commands_treat_the_parts_as_tensors(ranks: Any, tmp_path: Path, kind: str) -> None:
+def test_commands_treat_the_parts_of_a_subclass_as_tensors(ranks: Any, tmp_path: Path, kind: str) -> None:
     source = str(tmp_path / "run" / "step_00000001")
     saved = ranks.run(save, 2, str(tmp_path / "run"), "AdamW8bit", kind, {})[0]
     assert command("verify", source) == command("inspect", source, "--tensors", "*exp_avg::scale") == 0
@@ -233,9 +235,7 @@ def save_a_sharded_4bit_layer(path: str) -> str:
     return str(found.value)
 
 
-def test_a_4bit_weight_that_fsdp2_has_parted_from_its_scales_is_refused_on_every_rank(
-    ranks: Any, tmp_path: Path
-) -> None:
+def test_a_4bit_weight_sharded_by_fsdp2_is_refused_on_every_rank(ranks: Any, tmp_path: Path) -> None:
     for message in ranks.run(save_a_sharded_4bit_layer, 2, str(tmp_path / "run")):
         assert "model.0.weight holds packed 4-bit values of bitsandbytes, whose scales (quant_state)" in message
     assert not list(tmp_path.glob("run/step_*"))

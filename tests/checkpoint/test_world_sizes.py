@@ -56,7 +56,9 @@ def check(ranks: Any, url: Path, kind: str, source: Any, target: Any, precision:
 
 
 @pytest.mark.parametrize(("source", "target"), PAIRS)
-def test_a_sharded_checkpoint_loads_everywhere(ranks: Any, tmp_path: Path, source: Any, target: Any) -> None:
+def test_a_sharded_checkpoint_loads_on_any_number_of_ranks(
+    ranks: Any, tmp_path: Path, source: Any, target: Any
+) -> None:
     check(ranks, tmp_path, "sharded", source, target)
 
 
@@ -64,12 +66,12 @@ def test_a_sharded_checkpoint_loads_everywhere(ranks: Any, tmp_path: Path, sourc
     ("source", "target"),
     [((4, "tp"), (3, "1d")), ((3, "1d"), (4, "hsdp")), ((1, "plain"), (4, "tp")), ((4, "hsdp"), (1, "plain"))],
 )
-def test_a_full_checkpoint_loads_everywhere(ranks: Any, tmp_path: Path, source: Any, target: Any) -> None:
+def test_a_full_checkpoint_loads_on_any_number_of_ranks(ranks: Any, tmp_path: Path, source: Any, target: Any) -> None:
     check(ranks, tmp_path, "full", source, target)
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full"])
-def test_masters_load_everywhere(ranks: Any, tmp_path: Path, kind: str) -> None:
+def test_masters_load_on_any_number_of_ranks(ranks: Any, tmp_path: Path, kind: str) -> None:
     check(ranks, tmp_path, kind, (3, "1d"), (4, "hsdp"), "master")
 
 
@@ -169,14 +171,14 @@ def test_each_rank_gets_its_own_state_back(ranks: Any, tmp_path: Path) -> None:
     assert [item[:3] for item in found] == [(10 + rank, rank, drawn[rank]) for rank in range(3)]
 
 
-def test_other_ranks_are_refused_the_state_of_differing_dataloaders(ranks: Any, tmp_path: Path) -> None:
+def test_another_number_of_ranks_refuses_differing_dataloader_state(ranks: Any, tmp_path: Path) -> None:
     ranks.run(save_own, 3, str(tmp_path), True)
     for kind, text in ranks.run(load_own, 2, str(tmp_path), {}):
         assert kind == "CheckpointMismatchError"
         assert "dataloader has one state per rank, saved at world size 3; the world size is now 2" in text
 
 
-def test_states_that_are_equal_on_all_ranks_load_on_any_number_of_ranks(ranks: Any, tmp_path: Path) -> None:
+def test_per_rank_state_equal_on_all_ranks_loads_on_any_number_of_ranks(ranks: Any, tmp_path: Path) -> None:
     ranks.run(save_own, 3, str(tmp_path), False)
     found = ranks.run(load_own, 2, str(tmp_path), {})
     assert [item[:2] for item in found] == [(10, 0), (10, 0)]
@@ -186,7 +188,7 @@ def test_states_that_are_equal_on_all_ranks_load_on_any_number_of_ranks(ranks: A
     assert not any("dataloader" in note for note in same[4])
 
 
-def test_a_function_also_merges_states_that_are_equal(ranks: Any, tmp_path: Path) -> None:
+def test_a_per_rank_function_is_also_called_for_equal_states(ranks: Any, tmp_path: Path) -> None:
     ranks.run(save_own, 3, str(tmp_path), False)
     found = ranks.run(load_own, 2, str(tmp_path), {"per_rank_on_resize": spread})
     assert [item[:2] for item in found] == [(3000, [0, 0, 0]), (3001, [0, 0, 0])]
@@ -196,13 +198,13 @@ def spread(states: Any, rank: int, world_size: int) -> Any:
     return {"position": sum(s["position"] for s in states) * 100 + rank} if isinstance(states[0], dict) else states
 
 
-def test_a_function_may_merge_the_states_of_other_ranks(ranks: Any, tmp_path: Path) -> None:
+def test_a_per_rank_function_may_merge_the_states_of_several_ranks(ranks: Any, tmp_path: Path) -> None:
     ranks.run(save_own, 3, str(tmp_path), True)
     found = ranks.run(load_own, 2, str(tmp_path), {"per_rank_on_resize": spread})
     assert [item[:2] for item in found] == [(3300, [0, 1, 2]), (3301, [0, 1, 2])]
 
 
-def test_other_ranks_draw_new_numbers_that_the_saved_state_decides(ranks: Any, tmp_path: Path) -> None:
+def test_another_number_of_ranks_is_reseeded_from_the_saved_state(ranks: Any, tmp_path: Path) -> None:
     drawn = ranks.run(save_own, 3, str(tmp_path), True)
     options = {"per_rank_on_resize": "keep"}
     first, again = (ranks.run(load_own, 2, str(tmp_path), options) for _ in range(2))
@@ -214,7 +216,7 @@ def test_other_ranks_draw_new_numbers_that_the_saved_state_decides(ranks: Any, t
 
 
 @pytest.mark.parametrize(("policy", "refused"), [("keep", False), ("error", True)])
-def test_random_numbers_are_kept_or_refused_as_asked(ranks: Any, tmp_path: Path, policy: str, refused: bool) -> None:
+def test_rng_on_resize_keeps_or_refuses_random_state(ranks: Any, tmp_path: Path, policy: str, refused: bool) -> None:
     ranks.run(save_own, 3, str(tmp_path), True)
     for item in ranks.run(load_own, 2, str(tmp_path), {"per_rank_on_resize": "keep", "rng_on_resize": policy}):
         if refused:
@@ -264,7 +266,7 @@ def load_average(url: str) -> tuple[dict[str, Any], list[str]]:
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full"])
-def test_an_average_of_sharded_weights_comes_back_sharded(ranks: Any, tmp_path: Path, kind: str) -> None:
+def test_an_averaged_copy_of_sharded_weights_is_restored_sharded(ranks: Any, tmp_path: Path, kind: str) -> None:
     saved = ranks.run(save_average, 2, str(tmp_path), kind)[0]
     assert ranks.run(load_average, 3, str(tmp_path)) == [(saved, [])] * 3
 
@@ -302,7 +304,7 @@ def narrow_round_trip(url: str, kind: str) -> tuple[int, bool]:
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full", "local"])
-def test_a_weight_narrower_than_tensor_parallelism_comes_back(ranks: Any, tmp_path: Path, kind: str) -> None:
+def test_a_weight_with_fewer_rows_than_tp_ranks_is_restored(ranks: Any, tmp_path: Path, kind: str) -> None:
     found = ranks.run(narrow_round_trip, 4, str(tmp_path), kind)
     assert all(same for _, same in found)
     assert any(empty for empty, _ in found)
@@ -341,7 +343,7 @@ def load_odd(url: str, layout: str, optimizers: str) -> tuple[dict[str, Any], li
         ("local", (4, "hsdp-tp"), (4, "hsdp-tp"), "master"),
     ],
 )
-def test_an_odd_model_loads_everywhere(
+def test_an_odd_sized_model_loads_on_any_number_of_ranks(
     ranks: Any, tmp_path: Path, kind: str, source: Any, target: Any, optimizers: str
 ) -> None:
     saved, losses = ranks.run(save_odd, source[0], str(tmp_path), kind, source[1], optimizers, timeout=300)[0]
@@ -405,7 +407,7 @@ def resume_factored(url: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("kind", "size"), [("sharded", 2), ("full", 2), ("local", 2), ("sharded", 3)])
-def test_states_of_another_shape_than_their_parameter_come_back_sharded(
+def test_optimizer_states_of_another_shape_are_restored_sharded(
     ranks: Any, tmp_path: Path, kind: str, size: int
 ) -> None:
     saved = ranks.run(run_factored, 2, str(tmp_path), kind)[0]

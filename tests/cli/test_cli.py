@@ -36,7 +36,7 @@ def run(*args: str | Path) -> Result:
     "command",
     ["convert", "merge", "reshard", "copy", "inspect", "ls", "verify", "diff", "prune", "pin", "unpin", "push"],
 )
-def test_every_command_explains_itself(command: str) -> None:
+def test_every_command_has_help(command: str) -> None:
     result = run(command, "--help")
     assert result.exit_code == 0
     assert "Usage: " in result.output
@@ -50,7 +50,7 @@ def test_every_command_explains_itself(command: str) -> None:
     assert page and (Path(__file__).parents[2] / "docs" / page[1]).is_file()
 
 
-def test_a_program_that_calls_main_keeps_its_handler_of_ctrl_c() -> None:
+def test_a_program_that_calls_main_keeps_its_sigint_handler() -> None:
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(SystemExit):
         main(["--version"])
@@ -85,12 +85,12 @@ def test_an_empty_path_is_refused_in_python(call: Callable[[str], object]) -> No
         call("")
 
 
-def test_another_name_of_a_format_is_answered_with_ours(tmp_path: Path) -> None:
+def test_an_alias_of_a_format_gets_a_suggestion(tmp_path: Path) -> None:
     result = run("convert", tmp_path, tmp_path / "out", "--to", "safetensors")
     assert result.exit_code == 2 and "Did you mean 'hf'?" in result.stderr
 
 
-def test_diff_is_a_summary_by_layer_and_verbose_lists_every_tensor(zoo: Path, tmp_path: Path) -> None:
+def test_diff_prints_a_summary_by_layer_and_verbose_every_tensor(zoo: Path, tmp_path: Path) -> None:
     run("convert", zoo / DCP, tmp_path / "out", "--dtype", "bf16")
     brief, every = run("diff", zoo / DCP, tmp_path / "out"), run("diff", zoo / DCP, tmp_path / "out", "--verbose")
     assert brief.exit_code == every.exit_code == 1
@@ -101,7 +101,7 @@ def test_diff_is_a_summary_by_layer_and_verbose_lists_every_tensor(zoo: Path, tm
     assert names and not any("norm" in name for name in names)
 
 
-def test_quiet_prints_the_result_alone(zoo: Path, tmp_path: Path) -> None:
+def test_quiet_prints_only_the_result(zoo: Path, tmp_path: Path) -> None:
     result = run("convert", zoo / DCP, tmp_path / "out", "--quiet")
     assert result.stderr == "" and [line.split(":")[0] for line in result.stdout.splitlines()] == ["proved"]
     result = run("diff", zoo / DCP, tmp_path / "out", "--quiet")
@@ -128,7 +128,7 @@ def test_no_command_without_a_cast_imports_torch(zoo: Path, tmp_path: Path, argu
     assert "torch" not in modules_after(run_cli(*arguments, *places))
 
 
-def test_convert_and_reshard_run_to_their_end_without_torch(zoo: Path, tmp_path: Path) -> None:
+def test_convert_and_reshard_do_not_import_torch(zoo: Path, tmp_path: Path) -> None:
     assert "torch" not in modules_after(run_cli("convert", str(zoo / DCP), str(tmp_path / "a")))
     assert "torch" not in modules_after(run_cli("reshard", str(zoo / DCP), str(tmp_path / "b"), "--world-size", "3"))
 
@@ -172,7 +172,7 @@ def test_overwrite_replaces_the_destination(zoo: Path, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "config.json").exists()
 
 
-def test_a_parent_of_steps_stands_for_its_newest_step_and_says_so(zoo: Path) -> None:
+def test_a_directory_of_steps_means_its_newest_step_and_the_output_names_it(zoo: Path) -> None:
     result = run("inspect", zoo / "steps_dir_lightrft")
     assert result.exit_code == 0
     assert "global_step10" in result.output
@@ -185,7 +185,7 @@ def test_a_dry_run_writes_nothing(zoo: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_conversion_ends_with_what_was_proved(zoo: Path, tmp_path: Path) -> None:
+def test_a_conversion_prints_what_was_proved(zoo: Path, tmp_path: Path) -> None:
     model = next(s for s in inspect(str(zoo / DCP)).sections if s.role == "model")
     result = run("convert", zoo / DCP, tmp_path / "out", "--verify")
     assert result.exit_code == 0, result.stderr
@@ -197,7 +197,7 @@ def test_a_conversion_ends_with_what_was_proved(zoo: Path, tmp_path: Path) -> No
     )
 
 
-def test_the_figures_of_a_proof_are_those_of_the_result(zoo: Path, tmp_path: Path) -> None:
+def test_a_proof_states_the_numbers_of_the_result(zoo: Path, tmp_path: Path) -> None:
     result = run("convert", zoo / DCP, tmp_path / "out", "--include", "*.norm.weight")
     assert "proved: 2 tensors, 20 elements, each covered once; 8 source digests checked; 2 " in result.output
     result = run("reshard", zoo / DCP, tmp_path / "two", "--world-size", "2")
@@ -254,7 +254,7 @@ def test_inspect_lists_slices_with_their_owners(zoo: Path) -> None:
     assert sorted(s["rank"] for s in tensor["slices"]) == [0, 1, 2, 3]
 
 
-def test_json_is_one_document_for_every_command(zoo: Path, tmp_path: Path) -> None:
+def test_every_command_prints_one_json_document(zoo: Path, tmp_path: Path) -> None:
     commands = [
         ["inspect", zoo / DCP],
         ["verify", zoo / DCP],
@@ -316,5 +316,5 @@ def test_an_interrupted_conversion_exits_with_130_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("error", [OSError(None), OSError(5, None), OSError(5, "")])
-def test_an_error_of_the_system_without_a_message_gets_one(error: OSError) -> None:
+def test_a_system_error_without_a_message_gets_one(error: OSError) -> None:
     assert _message(error) == "Error: OSError without a message."

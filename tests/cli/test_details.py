@@ -56,13 +56,13 @@ def test_help_has_a_heading_for_each_group_of_options() -> None:
 
 @pytest.mark.parametrize(("option", "typed", "meant"), [("--to", "hff", "hf"), ("--dtype", "bf15", "bf16"),
                                                         ("--weights", "masters", "master")])  # fmt: skip
-def test_a_misspelt_choice_gets_a_guess(option: str, typed: str, meant: str) -> None:
+def test_a_misspelt_choice_gets_a_suggestion(option: str, typed: str, meant: str) -> None:
     result = run("convert", "a", "b", option, typed)
     assert result.exit_code == 2
     assert f"Did you mean '{meant}'?" in result.stderr
 
 
-def test_full_names_of_dtypes_are_understood(zoo: Path, tmp_path: Path) -> None:
+def test_full_dtype_names_are_accepted(zoo: Path, tmp_path: Path) -> None:
     assert run("convert", zoo / DCP, tmp_path / "out", "--dtype", "bfloat16", "--dry-run").exit_code == 0
 
 
@@ -78,7 +78,7 @@ def test_completion_knows_commands_and_options() -> None:
 
 @pytest.mark.parametrize("name", ["latest", "4", "step_00000004"])
 @pytest.mark.parametrize("verb", ["inspect", "verify", "convert", "reshard", "diff", "pin"])
-def test_every_verb_takes_a_name_for_a_checkpoint(run_root: Path, tmp_path: Path, verb: str, name: str) -> None:
+def test_every_command_accepts_names_of_checkpoints(run_root: Path, tmp_path: Path, verb: str, name: str) -> None:
     more: dict[str, list[str | Path]] = {
         "convert": [tmp_path / "o", "--dry-run"],
         "reshard": [tmp_path / "o", "--world-size", "2", "--dry-run"],
@@ -89,7 +89,7 @@ def test_every_verb_takes_a_name_for_a_checkpoint(run_root: Path, tmp_path: Path
     assert result.exit_code == 0, result.output
 
 
-def test_a_link_that_another_system_calls_latest_is_followed(zoo: Path, tmp_path: Path) -> None:
+def test_a_symlink_called_latest_of_another_system_is_followed(zoo: Path, tmp_path: Path) -> None:
     shutil.copytree(zoo / DCP, tmp_path / "step-2")
     os.symlink("step-2", tmp_path / "latest")
     result = run("inspect", tmp_path / "latest", "--json")
@@ -103,7 +103,7 @@ def test_a_link_that_another_system_calls_latest_is_followed(zoo: Path, tmp_path
 # --- what a command says
 
 
-def test_an_export_with_a_config_ends_with_the_line_that_serves_it(zoo: Path, tmp_path: Path) -> None:
+def test_an_export_with_a_config_prints_the_serve_command(zoo: Path, tmp_path: Path) -> None:
     result = run("convert", zoo / "verl_fsdp2_w2", tmp_path / "out put", "--verify")
     last = result.output.strip().splitlines()
     assert last[-1] == f"serve it with: vllm serve '{tmp_path}/out put'"
@@ -111,7 +111,7 @@ def test_an_export_with_a_config_ends_with_the_line_that_serves_it(zoo: Path, tm
 
 
 @pytest.mark.parametrize("case", ["no tokenizer", "key map"])
-def test_an_export_that_vllm_can_not_serve_does_not_say_that_it_can(zoo: Path, tmp_path: Path, case: str) -> None:
+def test_an_export_that_vllm_cannot_serve_prints_no_serve_command(zoo: Path, tmp_path: Path, case: str) -> None:
     source = tmp_path / "source"
     shutil.copytree(zoo / "hf_ref_llama_untied", source)
     more: list[Any] = []
@@ -164,17 +164,17 @@ def test_verify_names_the_files_it_could_not_prove(zoo: Path) -> None:
     assert "not proved: 101.0 kB in model.safetensors" in result.output
 
 
-def test_inspect_shows_how_tensors_are_cut(zoo: Path) -> None:
+def test_inspect_shows_how_tensors_are_sharded(zoo: Path) -> None:
     assert "21 dim 0 in 2" in run("inspect", zoo / "verl_fsdp2_w2").output
 
 
-def test_inspect_of_an_unknown_tensor_says_how_to_see_the_names(zoo: Path) -> None:
+def test_inspect_of_an_unknown_tensor_says_how_to_list_names(zoo: Path) -> None:
     result = run("inspect", zoo / DCP, "--tensors", "nothing*")
     assert result.exit_code == 2
     assert "--tensors '*'" in result.stderr
 
 
-def test_ls_quiet_prints_names_alone(run_root: Path) -> None:
+def test_ls_quiet_prints_only_names(run_root: Path) -> None:
     assert run("ls", "-q", run_root).output == "step_00000004\n"
 
 
@@ -211,7 +211,7 @@ def test_a_pipe_sees_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _with_bar(monkeypatch, io.StringIO()) == ""
 
 
-def test_progress_names_the_file_at_work(zoo: Path, tmp_path: Path) -> None:
+def test_progress_names_the_current_file(zoo: Path, tmp_path: Path) -> None:
     seen: list[tuple[int, int, str]] = []
     convert(str(zoo / DCP), str(tmp_path / "out"), verify=True, progress=lambda *call: seen.append(call))
     named = {Path(name).suffix for _, _, name in seen}
@@ -223,7 +223,7 @@ def test_quiet_silences_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     assert _with_bar(monkeypatch, Terminal(), quiet=True) == ""
 
 
-def test_what_takes_under_a_second_draws_no_bar() -> None:
+def test_work_of_less_than_a_second_draws_no_bar() -> None:
     assert frame.PROGRESS_DELAY_S == 1.0
 
 
@@ -236,7 +236,7 @@ def test_colours_are_for_terminals_without_no_color(
     assert frame._colour(stream) is coloured
 
 
-def test_ctrl_c_pressed_thrice_ends_with_130_and_says_how_to_go_on_which_works(zoo: Path, tmp_path: Path) -> None:
+def test_three_ctrl_c_exit_with_130_and_print_a_working_command_to_continue(zoo: Path, tmp_path: Path) -> None:
     script = (
         "import os, signal, ckptkit.offline.conversion as c\n"
         "from ckptkit.cli.main import main\n"
@@ -259,7 +259,7 @@ def test_ctrl_c_pressed_thrice_ends_with_130_and_says_how_to_go_on_which_works(z
 # --- the library logger
 
 
-def test_the_library_prints_nothing_by_itself_and_records_have_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_prints_nothing_and_log_records_have_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     seen: list[Any] = []
 

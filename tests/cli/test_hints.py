@@ -77,7 +77,7 @@ def _filled(part: ast.expr) -> str:
     return "(a whole line)" if made else "a b"
 
 
-def test_a_command_line_in_a_message_is_made_by_the_function_that_quotes_or_parses_as_it_stands() -> None:
+def test_every_command_line_in_a_message_is_quoted_or_parses_unchanged() -> None:
     root, seen = Path(ckptkit.__file__).parent, 0
     for path in sorted(root.rglob("*.py")):
         for line, text in _literals(path):
@@ -91,7 +91,9 @@ def test_a_command_line_in_a_message_is_made_by_the_function_that_quotes_or_pars
 
 
 @pytest.mark.parametrize("hint", ["ckptkit ls a b", "ckptkit verify", "ckptkit prune R --max-nun 3", "ckptkit ls R."])
-def test_a_hint_that_can_not_be_pasted_is_found(hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_finds_a_hint_that_cannot_be_pasted(
+    hint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "R").mkdir()
     with pytest.raises(AssertionError):
@@ -154,7 +156,7 @@ def check_line(hint: str) -> None:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_what_a_failure_says_to_try_can_be_pasted(
+def test_commands_that_errors_propose_can_be_pasted(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -171,7 +173,7 @@ OPTIONS = ("use_listings_cache=false", "secret=hunter2", 'client_kwargs={"region
 
 
 @pytest.mark.parametrize("command", [("ls",), ("inspect",), ("pin", "--why", "x"), ("prune", "--max-num", "1")])
-def test_what_a_failure_says_to_try_repeats_the_storage_options_without_secrets(command: tuple[str, ...]) -> None:
+def test_commands_that_errors_propose_repeat_storage_options_without_secrets(command: tuple[str, ...]) -> None:
     url = f"memory://bucket/{command[0]}/step_00000001"
     with fsspec.open(f"{url}/model.safetensors", "wb") as file:
         file.write(b"\x02\0\0\0\0\0\0\0{}")
@@ -186,7 +188,7 @@ def test_what_a_failure_says_to_try_repeats_the_storage_options_without_secrets(
         assert given == ["use_listings_cache=false", "secret=***", masked], hint
 
 
-def test_two_urls_with_options_of_their_own_are_told_apart() -> None:
+def test_proposed_commands_keep_the_storage_options_of_two_urls_apart() -> None:
     open_store("s3://a/run", storage_options={"endpoint_url": "http://one"})
     open_store("s3://a/other", storage_options={"endpoint_url": "http://two"})
     line = command_line("copy", "s3://a/run/step_1", "s3://a/other/step_1")
@@ -195,7 +197,7 @@ def test_two_urls_with_options_of_their_own_are_told_apart() -> None:
     check(line)
 
 
-def test_what_a_load_says_to_try_can_be_pasted(made: Path) -> None:
+def test_commands_that_a_load_proposes_can_be_pasted(made: Path) -> None:
     with CheckpointManager(made / "damaged") as manager, pytest.raises(CkptkitError) as caught:
         manager.load(state(0))
     found = hints(str(caught.value))
@@ -206,7 +208,7 @@ def test_what_a_load_says_to_try_can_be_pasted(made: Path) -> None:
 
 @pytest.mark.parametrize("url", ["webdav://localhost:9/x", "dav://localhost:9/x", "sftp://localhost/x", "hdfs:x"])
 @pytest.mark.parametrize("verb", ["inspect", "ls", "verify"])
-def test_a_protocol_that_does_not_work_here_is_named_and_not_called_a_bug(url: str, verb: str) -> None:
+def test_an_unusable_protocol_is_named_and_not_called_a_bug(url: str, verb: str) -> None:
     result = CliRunner().invoke(cli, [verb, url])
     assert result.exit_code in (1, 2)
     assert url.partition(":")[0] in result.output and "bug in ckptkit" not in result.output, result.output

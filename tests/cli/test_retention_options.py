@@ -13,11 +13,11 @@ from ckptkit.cli.retention import stated_policy
 
 
 @pytest.mark.parametrize("command", [ls.command, prune.command])
-def test_each_rule_has_an_option(command: click.Command) -> None:
+def test_each_retention_rule_has_an_option(command: click.Command) -> None:
     assert {field.name for field in dataclasses.fields(RetentionPolicy)} <= {param.name for param in command.params}
 
 
-def test_the_options_state_a_policy() -> None:
+def test_the_options_make_a_policy() -> None:
     given = ["--max-num=3", "--max-mem=1GB", "--keep-every=10", "--keep-daily=7", "--keep-best=loss:min:2"]
     with prune.command.make_context("prune", ["RUN", *given]):
         assert stated_policy() == RetentionPolicy(3, "1GB", 10, ("loss", "min", 2), 7)

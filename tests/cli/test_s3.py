@@ -59,7 +59,7 @@ def sources(folder: Path) -> dict[str, Callable[[], object]]:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("kind", ["safetensors", "sharded", "torch", "dcp"])
-def test_inspect_reads_metadata_alone(
+def test_inspect_reads_only_metadata(
     server: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     made = sources(tmp_path)
@@ -99,7 +99,7 @@ def run_root(server: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.mark.parametrize(("name", "step"), [("latest~1", 200), ("best", 100), ("300", 300)])
-def test_a_name_means_one_checkpoint_of_a_run_on_s3(
+def test_a_name_selects_a_checkpoint_of_a_run_on_s3(
     server: dict[str, Any], run_root: str, tmp_path: Path, name: str, step: int
 ) -> None:
     url = f"{run_root}/{name}".rstrip("/")

@@ -81,7 +81,7 @@ def test_a_terminal_shows_bytes_rate_and_file() -> None:
 
 
 @pytest.mark.parametrize("presses", [1, 2])
-def test_ctrl_c_ends_a_conversion_and_says_what_is_left_and_how_to_continue(
+def test_ctrl_c_ends_a_conversion_and_prints_leftovers_and_how_to_continue(
     zoo: Path, tmp_path: Path, presses: int
 ) -> None:
     names = f"SOURCE, TARGET = {str(zoo / DCP)!r}, {str(tmp_path / 'out')!r}\n"

@@ -58,11 +58,11 @@ def _flip(file: Path, *, every: int, start: int = 0) -> None:
 # --- what is there
 
 
-def test_verify_says_which_checkpoint_it_took(root: Path) -> None:
+def test_verify_prints_which_checkpoint_it_chose(root: Path) -> None:
     assert run("verify", root / "latest~1").output.splitlines()[0] == f"{root}/step_00000200"
 
 
-def test_verify_of_a_damaged_checkpoint_names_the_one_before(root: Path) -> None:
+def test_verify_of_a_damaged_checkpoint_names_the_previous_one(root: Path) -> None:
     (root / "step_00000300" / "__0_0.distcp").unlink()
     result = run("verify", root)
     assert result.exit_code == 1
@@ -70,14 +70,14 @@ def test_verify_of_a_damaged_checkpoint_names_the_one_before(root: Path) -> None
 
 
 @pytest.mark.parametrize("command", ["verify", "inspect"])
-def test_quiet_leaves_out_which_checkpoint_was_taken_and_what_to_try(root: Path, command: str) -> None:
+def test_quiet_prints_neither_the_choice_nor_hints(root: Path, command: str) -> None:
     note = f"step_00000300 is the newest of 3 step directories in {root}."
     assert note in run(command, root).output and note not in run(command, root, "-q").output
     (root / "step_00000300" / "__0_0.distcp").unlink()
     assert "check the previous one" not in run("verify", root, "-q").output
 
 
-def test_the_oldest_damaged_checkpoint_has_none_before_it(root: Path) -> None:
+def test_a_damaged_oldest_checkpoint_has_no_previous_one(root: Path) -> None:
     (root / "step_00000100" / "__0_0.distcp").unlink()
     assert "check the previous one" not in run("verify", root / "100").output
 
@@ -85,7 +85,7 @@ def test_the_oldest_damaged_checkpoint_has_none_before_it(root: Path) -> None:
 @pytest.mark.parametrize(
     "name", ["broken_missing_shard/ckpt", "broken_missing_metadata/ckpt", "broken_verl_missing_rank"]
 )
-def test_verify_answers_in_json_where_a_checkpoint_can_not_even_be_opened(zoo: Path, name: str) -> None:
+def test_verify_prints_json_for_a_checkpoint_that_cannot_be_opened(zoo: Path, name: str) -> None:
     result = run("verify", zoo / name, "--json")
     document = json.loads(result.stdout)
     assert result.exit_code == 1
@@ -93,7 +93,7 @@ def test_verify_answers_in_json_where_a_checkpoint_can_not_even_be_opened(zoo: P
     assert "missing" in document["problems"][0]["message"]
 
 
-def test_ls_shows_what_looks_like_a_step_and_is_none(root: Path) -> None:
+def test_ls_shows_step_directories_without_a_record(root: Path) -> None:
     (root / "step_00000300" / "checkpoint.json").unlink()
     (root / "copy").mkdir()
     shutil.copy(root / "step_00000200" / "checkpoint.json", root / "copy")
@@ -132,7 +132,7 @@ def test_ls_of_something_other_than_a_run_says_what_it_is(root: Path, place: str
 
 
 @pytest.mark.parametrize("verb", ["convert", "reshard"])
-def test_a_file_that_is_missing_is_named_with_its_checkpoint_and_the_one_before(
+def test_a_missing_file_is_named_with_its_checkpoint_and_the_previous_one(
     root: Path, tmp_path: Path, verb: str
 ) -> None:
     (root / "step_00000300" / "__0_0.distcp").unlink()
@@ -144,7 +144,7 @@ def test_a_file_that_is_missing_is_named_with_its_checkpoint_and_the_one_before(
     assert f"{root}/step_00000300" in result.stderr
 
 
-def test_a_flipped_bit_met_by_a_conversion_leads_on(root: Path, tmp_path: Path) -> None:
+def test_a_conversion_that_finds_damage_names_verify_and_the_previous_checkpoint(root: Path, tmp_path: Path) -> None:
     _flip(root / "step_00000300" / "__0_0.distcp", every=64)
     result = run("convert", root, tmp_path / "out")
     assert result.exit_code == 1
@@ -153,7 +153,7 @@ def test_a_flipped_bit_met_by_a_conversion_leads_on(root: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("file", ["checkpoint.json", "manifest.safetensors"])
-def test_verify_names_the_one_before_where_the_newest_can_not_even_be_opened(root: Path, file: str) -> None:
+def test_verify_names_the_previous_checkpoint_if_the_newest_cannot_be_opened(root: Path, file: str) -> None:
     (root / "step_00000300" / file).write_bytes(b"{")
     result = run("verify", root)
     assert result.exit_code == 1
@@ -161,7 +161,7 @@ def test_verify_names_the_one_before_where_the_newest_can_not_even_be_opened(roo
     assert result.output.splitlines()[-1] == f"check the previous one: ckptkit verify {root}/step_00000200"
 
 
-def test_latest_is_not_an_older_one_where_the_newest_is_damaged(root: Path) -> None:
+def test_latest_does_not_skip_a_damaged_newest_checkpoint(root: Path) -> None:
     (root / "step_00000300" / "checkpoint.json").write_bytes(b"{")
     result = run("inspect", root / "latest")
     assert result.exit_code == 1
@@ -169,7 +169,7 @@ def test_latest_is_not_an_older_one_where_the_newest_is_damaged(root: Path) -> N
     assert f"The previous checkpoint: {root}/step_00000200" in result.stderr
 
 
-def test_a_file_full_of_damage_does_not_fill_the_screen(root: Path) -> None:
+def test_a_file_with_many_damages_prints_few_lines(root: Path) -> None:
     tensors = {f"layers.{i}.weight": np.full((2, 2), i, np.float32) for i in range(40)}
     save_file(tensors, root.parent / "model.safetensors")
     reshard(str(root.parent / "model.safetensors"), str(root.parent / "many" / "step_00000001"), world_size=1)
@@ -182,7 +182,7 @@ def test_a_file_full_of_damage_does_not_fill_the_screen(root: Path) -> None:
     assert len(json.loads(run("verify", root.parent / "many", "--json").stdout)["problems"]) > 35
 
 
-def test_a_file_that_can_not_be_read_is_one_problem(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_file_is_one_problem(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(self: object, path: str, *_: object) -> None:
         raise StorageError(5, f"{path}: Input/output error")
 
@@ -202,20 +202,20 @@ def test_equal_by_recorded_digests_does_not_claim_to_have_read(root: Path) -> No
 
 @pytest.mark.parametrize(("name", "words"), [("best:acc:max", "Existing metrics: loss."), ("best:los:min", "'loss'"),
                                              ("best:loss:mim", "best:METRIC:min")])  # fmt: skip
-def test_best_by_a_metric_that_is_not_there_says_which_are(root: Path, name: str, words: str) -> None:
+def test_best_by_an_unknown_metric_lists_the_known_ones(root: Path, name: str, words: str) -> None:
     result = run("inspect", root / name)
     assert result.exit_code == 2
     assert words in result.stderr
 
 
-def test_ls_of_a_run_that_is_nearly_there_gets_a_guess(root: Path) -> None:
+def test_ls_of_a_misspelt_run_gets_a_suggestion(root: Path) -> None:
     for verb in ("ls", "prune"):
         result = run(verb, root.parent / "RUM")
         assert result.exit_code == 1
         assert f"Did you mean {root}?" in result.stderr
 
 
-def test_a_name_that_a_run_does_not_have_gets_a_guess(root: Path) -> None:
+def test_an_unknown_checkpoint_name_gets_a_suggestion(root: Path) -> None:
     result = run("inspect", root / "lates")
     assert result.exit_code == 1
     assert f"Did you mean {root}/latest?" in result.stderr
@@ -223,7 +223,7 @@ def test_a_name_that_a_run_does_not_have_gets_a_guess(root: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["77", "step_00000077", "latest~1"])
-def test_a_name_that_a_run_of_one_does_not_have_names_the_one(root: Path, name: str) -> None:
+def test_an_unknown_name_in_a_run_of_one_checkpoint_names_that_checkpoint(root: Path, name: str) -> None:
     for step in ("step_00000100", "step_00000200"):
         shutil.rmtree(root / step)
     result = run("inspect", root / name)
@@ -231,20 +231,20 @@ def test_a_name_that_a_run_of_one_does_not_have_names_the_one(root: Path, name: 
     assert f"has no checkpoint '{name}'. There is only step_00000300." in result.stderr
 
 
-def test_latest_of_another_systems_run_says_what_to_give(zoo: Path) -> None:
+def test_latest_of_another_systems_run_says_what_to_pass(zoo: Path) -> None:
     result = run("inspect", zoo / "deepspeed_zero2_bf16_w2" / "ckpt" / "latest")
     assert result.exit_code == 1
     assert "newest step of another system" in result.stderr
 
 
-def test_a_protocol_with_one_slash_gets_a_guess() -> None:
+def test_a_protocol_with_one_slash_gets_a_suggestion() -> None:
     result = run("inspect", "s3:/bucket/run")
     assert result.exit_code == 2
     assert "Did you mean s3://bucket/run?" in result.stderr
 
 
 @pytest.mark.parametrize("verb", ["pin", "unpin"])
-def test_pins_take_the_root_of_a_run_as_its_newest_checkpoint(root: Path, verb: str) -> None:
+def test_pinning_a_run_pins_its_newest_checkpoint(root: Path, verb: str) -> None:
     run("pin", root / "300", "--why", "first")
     more = ["--why", "x"] if verb == "pin" else []
     assert "step_00000300" in run(verb, root, *more).output
@@ -273,21 +273,21 @@ def test_every_command_answers_a_missing_checkpoint_with_exit_code_1(words: list
     assert "does not exist" in result.stderr
 
 
-def test_after_without_a_page_is_wrong_usage(root: Path) -> None:
+def test_the_option_after_without_html_is_wrong_usage(root: Path) -> None:
     result = run("inspect", root, "--after", root / "100")
     assert result.exit_code == 2
     assert "--html" in result.stderr
 
 
 @pytest.mark.parametrize("verb", ["inspect", "verify", "convert"])
-def test_a_path_that_is_not_there_gets_a_guess(root: Path, tmp_path: Path, verb: str) -> None:
+def test_a_missing_path_gets_a_suggestion(root: Path, tmp_path: Path, verb: str) -> None:
     more = [tmp_path / "out"] if verb == "convert" else []
     result = run(verb, tmp_path / "RUM" / "step_00000100", *more)
     assert result.exit_code == 1
     assert f"does not exist. Did you mean {tmp_path}/RUN/step_00000100?" in result.stderr
 
 
-def test_a_path_like_nothing_that_is_there_says_how_far_it_exists(tmp_path: Path) -> None:
+def test_a_missing_path_without_a_suggestion_names_the_parent_that_exists(tmp_path: Path) -> None:
     result = run("inspect", tmp_path / "x" / "y")
     assert result.exit_code == 1
     assert f"does not exist (nor does {tmp_path}/x; {tmp_path} does)." in result.stderr
@@ -314,7 +314,7 @@ def test_a_pin_has_a_reason(root: Path) -> None:
     assert "give a reason" in result.stderr
 
 
-def test_files_without_room_for_a_tensor_are_not_asked_for(root: Path, tmp_path: Path) -> None:
+def test_a_max_shard_size_of_0_is_wrong_usage(root: Path, tmp_path: Path) -> None:
     result = run("convert", root, tmp_path / "out", "--max-shard-size", "0")
     assert result.exit_code == 2
     assert "5GB" in result.stderr
@@ -323,12 +323,12 @@ def test_files_without_room_for_a_tensor_are_not_asked_for(root: Path, tmp_path:
 # --- slips that would delete
 
 
-def test_limits_that_are_given_leave_what_the_run_keeps_in_any_case(root: Path) -> None:
+def test_prune_limits_keep_the_exemptions_of_the_run(root: Path) -> None:
     assert run("prune", root, "--max-num", "1").exit_code == 0
     assert run("ls", "-q", root).output.split() == ["step_00000100", "step_00000300"]
 
 
-def test_what_the_run_keeps_can_be_forgotten(root: Path) -> None:
+def test_forget_recorded_drops_the_exemptions_of_the_run(root: Path) -> None:
     assert run("prune", root, "--max-num", "1", "--forget-recorded").exit_code == 0
     assert run("ls", "-q", root).output.split() == ["step_00000300"]
 
@@ -358,7 +358,7 @@ def test_a_library_warning_reads_like_a_warning(root: Path) -> None:
 # --- Ctrl-C, and narrow terminals
 
 
-def test_what_an_interrupted_conversion_left_is_named(tmp_path: Path) -> None:
+def test_the_message_of_an_interrupted_conversion_names_what_is_left(tmp_path: Path) -> None:
     dst = str(tmp_path / "out")
     assert "start over" in outcome.interrupted_words(dst, overwrite=False)
     staging = open_staging(LocalStore(tmp_path), "out", new_nonce())
@@ -384,7 +384,7 @@ def test_ctrl_c_before_a_command_began_ends_with_130(monkeypatch: pytest.MonkeyP
     assert result.stderr == "Interrupted.\n"
 
 
-def test_a_narrow_terminal_gets_the_reasons_on_lines_of_their_own() -> None:
+def test_a_narrow_terminal_prints_reasons_on_separate_lines() -> None:
     table = [["name", "rotation"], ["step_00000100", "keep: the newest; a multiple of 400 (keep_every)"]]
     assert len(ls._aligned(table, 0)) == len(ls._aligned(table, 100)) == 2
     narrow = ls._aligned(table, 40)

@@ -51,13 +51,13 @@ class StoreTests:
             first = i * 3 if i % 2 else 100 + i * 3
             assert bytes(buffer) == bytes(range(first, first + 7))
 
-    def test_a_write_does_not_replace(self, store: Store) -> None:
+    def test_a_write_does_not_replace_a_file(self, store: Store) -> None:
         store.write("x", b"old")
         with pytest.raises(FileExistsError):
             store.write("x", b"new")
         assert store.read("x") == b"old"
 
-    def test_overwrite_replaces(self, store: Store) -> None:
+    def test_overwrite_replaces_a_file(self, store: Store) -> None:
         store.write("x", b"old")
         store.write("x", b"new", overwrite=True)
         assert store.read("x") == b"new"

@@ -108,7 +108,7 @@ def _check_elsewhere(line: str) -> None:
 
 
 @pytest.mark.parametrize("block", blocks("python"))
-def test_python_runs(block: str, place: Path) -> None:
+def test_python_blocks_run(block: str, place: Path) -> None:
     run_ranks(run_python, 2 if "cp=2" in block else 1, block, str(place))
 
 

@@ -32,7 +32,7 @@ def test_every_test_that_is_named_exists() -> None:
     assert [path + "::" + name for path, _, name in named if name not in functions_in(path)] == []
 
 
-def test_every_row_is_there_and_has_a_test() -> None:
+def test_every_row_of_the_parity_page_exists_and_has_a_test() -> None:
     found = {row: cells for row, cells in ROWS.items() if row not in ("Row", "Bug", "---")}
     assert [row for row in NUMBERED if row not in found] == []
     assert [row for row, cells in found.items() if "`tests/" not in cells] == []

@@ -71,7 +71,7 @@ def shown_code() -> list[tuple[str, str]]:
     return found
 
 
-def test_examples_and_pages_import_what_the_reference_has() -> None:
+def test_examples_and_pages_import_only_names_of_the_reference() -> None:
     public = documented()
     used = {(place, name) for place, code in shown_code() for name in imports(code)}
     assert len(used) > 20
@@ -79,12 +79,12 @@ def test_examples_and_pages_import_what_the_reference_has() -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
-def test_the_reference_has_all_that_a_package_exports(package: ModuleType) -> None:
+def test_the_reference_contains_every_export_of_a_package(package: ModuleType) -> None:
     names = {f"{package.__name__}.{name}" for name in package.__all__ if not name.startswith("__")}
     assert names - documented().keys() == set()
 
 
-def test_a_package_exports_nothing_but_what_the_reference_has() -> None:
+def test_a_package_exports_only_names_of_the_reference() -> None:
     """Names that a user's completion offers: of `ckptkit`, modules aside, and of the packages that are documented."""
     for package in PACKAGES:
         offered = [name for name in dir(package) if not name.startswith("_") and name not in package.__all__]

@@ -65,13 +65,13 @@ def test_each_fault_names_tests_that_exist() -> None:
     check_tests([row for row in rows("docs/internals/faults.md") if row[0]], 3)
 
 
-def test_each_row_of_the_frameworks_names_tests_that_exist() -> None:
+def test_each_row_of_the_frameworks_table_names_tests_that_exist() -> None:
     table = [row for row in rows(PARITY) if row[0] in ROWS]
     assert [row[0] for row in table] == ROWS
     check_tests(table, 2)
 
 
-def test_each_name_in_the_table_of_the_frameworks_is_public() -> None:
+def test_each_name_in_the_frameworks_table_is_public() -> None:
     for row in rows(PARITY):
         for words in re.findall(r"`(ckptkit\.[\w.]+)`", row[1]) if row[0] in ROWS else ():
             module, _, name = words.rpartition(".")
@@ -85,7 +85,7 @@ def test_where_to_change_what_names_files_that_exist() -> None:
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
-def test_the_table_of_errors_is_that_of_the_package() -> None:
+def test_the_table_of_errors_matches_the_package() -> None:
     found = {}
     for row in rows("docs/errors.md")[1:]:
         found[row[0].strip("`")] = ([cell.strip("` ") for cell in row[1].split(",")], int(row[2]))
@@ -122,7 +122,7 @@ def _texts(tree: ast.AST) -> list[str]:
     return found
 
 
-def test_the_messages_of_the_troubleshooting_page_are_those_of_the_package() -> None:
+def test_the_messages_of_the_troubleshooting_page_exist_in_the_package() -> None:
     said = [text for file in (ROOT / "ckptkit").rglob("*.py") for text in _texts(ast.parse(file.read_text()))]
     wanted = {
         part.strip(" :`")
@@ -150,6 +150,6 @@ def test_each_measured_figure_of_the_readme_is_in_a_benchmarks_page() -> None:
     assert not {number for number in figures if not re.search(rf"(?<![\d.]){re.escape(number)}(?![\d])", pages)}
 
 
-def test_the_table_of_examples_names_no_other() -> None:
+def test_the_table_of_examples_names_only_existing_scripts() -> None:
     named = re.findall(r"\]\((\w+\.py)\)", (ROOT / "examples/README.md").read_text(encoding="utf-8"))
     assert sorted(named) == sorted(path.name for path in (ROOT / "examples").glob("*.py"))

@@ -33,7 +33,7 @@ def test_state_that_no_load_can_restore_is_refused_by_name(tmp_path: Path, name:
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-def test_a_wrapper_of_a_class_that_is_allowed_comes_back(tmp_path: Path, planner: Any) -> None:
+def test_a_wrapper_of_an_allowed_class_round_trips(tmp_path: Path, planner: Any) -> None:
     value, live = scaled(), scaled()
     with torch.serialization.safe_globals([Scaled]):
         dcp.save({"odd": value}, storage_writer=DCPWriter(tmp_path), planner=planner(), no_dist=True)

@@ -57,11 +57,11 @@ def at_once(url: str, kind: type[DefaultSavePlanner]) -> str:
 
 
 @pytest.mark.parametrize("kind", PLANNERS)
-def test_of_two_writers_at_once_the_second_is_refused_and_the_first_is_what_loads(ranks, tmp_path, kind) -> None:
+def test_the_second_of_two_concurrent_writers_is_refused_and_the_first_loads(ranks, tmp_path, kind) -> None:
     assert ranks.run(at_once, 2, str(tmp_path / "c"), kind) == ["[0.0]", LeaseHeldError.__name__]
 
 
-def test_a_process_takes_again_what_it_holds_and_gives_it_back(tmp_path: Path) -> None:
+def test_a_process_can_hold_a_directory_twice_and_releases_it_with_the_last(tmp_path: Path) -> None:
     first, second = HeldDirectory(str(tmp_path / "c")), HeldDirectory(str(tmp_path / "c"))
     first.release()
     assert run_ranks(held, 1, str(tmp_path / "c")) == ["LeaseHeldError"]
@@ -95,7 +95,7 @@ def dying(rank: int, rendezvous: str, url: str, kind: type[DefaultSavePlanner], 
 
 @pytest.mark.parametrize("kind", PLANNERS)
 @pytest.mark.parametrize("step", ["prepare_local_plan", "write_data"])
-def test_a_rank_that_dies_fails_the_others_and_leaves_no_checkpoint(tmp_path: Path, kind: Any, step: str) -> None:
+def test_a_dead_rank_fails_the_others_and_leaves_no_checkpoint(tmp_path: Path, kind: Any, step: str) -> None:
     rendezvous = str(tmp_path / uuid.uuid4().hex)
     made = [
         context().Process(target=dying, args=(rank, rendezvous, str(tmp_path / "c"), kind, step)) for rank in (0, 1)
@@ -125,7 +125,7 @@ def full(url: str, kind: type[DefaultSavePlanner]) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", PLANNERS)
-def test_a_full_disk_leaves_no_checkpoint_and_the_place_free(tmp_path: Path, kind: Any) -> None:
+def test_a_full_disk_leaves_no_checkpoint_and_frees_the_space(tmp_path: Path, kind: Any) -> None:
     assert run_ranks(full, 2, str(tmp_path / "c"), kind) == [[NoSpaceError, [], None, [0.0, 1.0, 2.0]]] * 2
 
 
@@ -155,12 +155,12 @@ def test_a_tensor_without_values_is_refused_by_name(tmp_path: Path, kind: Any) -
     assert not (tmp_path / ".metadata").exists()
 
 
-def test_the_error_for_something_other_than_a_checkpoint_names_its_place(tmp_path: Path) -> None:
+def test_the_error_for_a_directory_without_a_checkpoint_names_it(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError, match=str(tmp_path)):
         DCPReader(tmp_path).catalog  # noqa: B018
 
 
-def test_a_run_is_not_a_checkpoint_and_its_newest_is_named(tmp_path: Path) -> None:
+def test_the_error_for_a_run_names_its_newest_checkpoint(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         for step in (1, 2):
             manager.save(step, TrainState(model=torch.nn.Linear(2, 2)))

@@ -40,7 +40,7 @@ def large() -> dict[str, Any]:
     return made
 
 
-def test_a_state_goes_to_an_object_store_and_back(options):
+def test_a_state_round_trips_through_an_object_store(options):
     store = open_store("s3://dcp-files/sharded", storage_options=options)
     made = large()
     save_here(made, store)
@@ -50,7 +50,7 @@ def test_a_state_goes_to_an_object_store_and_back(options):
     assert differences(target, made) == []
 
 
-def test_dcp_save_and_load_go_to_an_object_store_and_back(options):
+def test_dcp_save_and_load_round_trip_through_an_object_store(options):
     url, made = "s3://dcp-files/dcp", large()
     dcp.save(made, storage_writer=DCPWriter(url, storage_options=options), no_dist=True)
     target = state("plain@1", zeros=True)

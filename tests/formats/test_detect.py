@@ -94,7 +94,7 @@ def test_a_damaged_newest_step_is_an_error_that_names_it(tmp_path, zoo):
         open_source(str(tmp_path))
 
 
-def test_steps_that_ckptkit_committed_are_the_only_ones_that_count(tmp_path, zoo):
+def test_only_committed_steps_of_ckptkit_count(tmp_path, zoo):
     _dcp(zoo, tmp_path / "step_00000005")
     (tmp_path / "step_00000005" / "checkpoint.json").write_text("{}")
     _dcp(zoo, tmp_path / "step_00000009")  # no record: a save that was cut off
@@ -103,7 +103,7 @@ def test_steps_that_ckptkit_committed_are_the_only_ones_that_count(tmp_path, zoo
     assert identify(open_store(str(tmp_path / "step_00000005"))) == "ckptkit"
 
 
-def test_a_pointer_is_followed_where_names_have_no_numbers(tmp_path):
+def test_a_pointer_file_decides_if_names_have_no_numbers(tmp_path):
     _hf(tmp_path / "best", 1)
     _hf(tmp_path / "last", 2)
     (tmp_path / "latest").write_text("last\n")
@@ -125,7 +125,7 @@ def test_several_checkpoints_without_numbers_are_not_guessed(tmp_path):
         open_source(str(tmp_path))
 
 
-def test_the_actor_is_taken_before_the_critic(tmp_path, zoo):
+def test_the_actor_is_chosen_before_the_critic(tmp_path, zoo):
     step = tmp_path / "run" / "global_step_4"
     shutil.copytree(zoo / "verl_fsdp2_w2" / "global_step_4" / "actor", step / "actor")
     shutil.copytree(zoo / "verl_fsdp2_w2" / "global_step_4" / "actor", step / "critic")
@@ -135,7 +135,7 @@ def test_the_actor_is_taken_before_the_critic(tmp_path, zoo):
     assert "critic/" in source.note
 
 
-def test_an_optimizer_next_to_the_weights_is_not_a_second_checkpoint(tmp_path, zoo):
+def test_an_optimizer_file_next_to_the_weights_is_not_a_second_checkpoint(tmp_path, zoo):
     """NeMo-RL's step: policy/weights/model and policy/optimizer/optim."""
     policy = tmp_path / "step_10" / "policy"
     shutil.copytree(zoo / "dcp_threads2_w2" / "ckpt", policy / "weights" / "model")
@@ -143,11 +143,11 @@ def test_an_optimizer_next_to_the_weights_is_not_a_second_checkpoint(tmp_path, z
     assert "/step_10/policy/weights" in open_source(str(tmp_path / "step_10")).url
 
 
-def test_an_output_directory_of_the_trainer_gives_its_newest_checkpoint(zoo):
+def test_a_trainer_output_directory_opens_its_newest_checkpoint(zoo):
     assert open_source(str(zoo / "hf_trainer_fsdp2_sharded_w2" / "out")).url.endswith("checkpoint-2")
 
 
-def test_lightning_files_in_a_directory_give_the_newest(tmp_path, zoo):
+def test_a_directory_of_lightning_files_opens_the_newest(tmp_path, zoo):
     full = next((zoo / "lightning_trainer_full").glob("*.ckpt"))
     shutil.copy(full, tmp_path / "epoch=0-step=3.ckpt")
     shutil.copy(full, tmp_path / "epoch=0-step=12.ckpt")
@@ -162,7 +162,7 @@ def test_a_single_file_is_opened(zoo, name):
     assert "model.norm.weight" in source.catalog.by_role(Role.MODEL)
 
 
-def test_a_part_of_a_checkpoint_opens_the_whole(zoo):
+def test_opening_one_file_opens_the_whole_checkpoint(zoo):
     source = open_source(str(zoo / "dcp_threads2_w2" / "ckpt" / ".metadata"))
     assert source.url.endswith("ckpt")
     assert source.catalog.by_role(Role.MODEL)
@@ -179,7 +179,7 @@ def test_a_slash_at_the_end_changes_nothing(tmp_path):
     assert open_source(f"{tmp_path}/step-3/").catalog.info.step == 3
 
 
-def test_weights_with_a_name_of_a_tool_come_before_other_files(tmp_path, zoo):
+def test_weights_with_a_known_name_are_chosen_before_other_files(tmp_path, zoo):
     shutil.copytree(zoo / "torchsave_pytorch_model_bin", tmp_path / "x")
     assert identify(open_store(str(tmp_path / "x"))) == "torch"
 
@@ -218,7 +218,7 @@ def _torch_file(path: Path, value: float) -> None:
     torch.save({"model": {"w": torch.full((2,), value)}}, path)
 
 
-def test_files_of_steps_in_a_directory_give_the_newest(tmp_path):
+def test_a_directory_of_step_files_opens_the_newest(tmp_path):
     for step in (9, 10, 2):
         _torch_file(tmp_path / f"step_{step}.pt", step)
     source = open_source(str(tmp_path))
@@ -234,12 +234,12 @@ def test_two_files_of_one_step_are_not_guessed(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["model_best.pth.tar", "weights.th", "step_100.pt"])
-def test_the_only_file_of_a_directory_is_read_whatever_torch_users_call_it(tmp_path, name):
+def test_the_only_torch_file_of_a_directory_is_read_whatever_its_name(tmp_path, name):
     _torch_file(tmp_path / name, 1)
     assert list(open_source(str(tmp_path)).catalog.by_role(Role.MODEL)) == ["w"]
 
 
-def test_files_of_parts_that_are_numbered_like_steps_are_the_ranks(tmp_path, zoo):
+def test_files_numbered_like_steps_are_read_as_rank_files(tmp_path, zoo):
     actor = zoo / "verl_fsdp2_w2" / "global_step_4" / "actor"
     for rank in range(2):
         shutil.copy(actor / f"model_world_size_2_rank_{rank}.pt", tmp_path / f"checkpoint_{rank}.pt")
@@ -251,7 +251,7 @@ def test_files_of_parts_that_are_numbered_like_steps_are_the_ranks(tmp_path, zoo
         open_source(str(tmp_path))
 
 
-def test_an_archive_of_nemo_is_to_be_unpacked_first(tmp_path):
+def test_a_nemo_archive_is_refused_with_the_advice_to_unpack_it(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "m.nemo").write_bytes(b"\x1f\x8b\x08" + bytes(600))
     for url in (tmp_path / "run", tmp_path / "run" / "m.nemo"):
@@ -260,7 +260,7 @@ def test_an_archive_of_nemo_is_to_be_unpacked_first(tmp_path):
 
 
 @pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
-def test_what_a_trainer_saved_next_to_whole_weights_is_named_even_by_a_dry_run(tmp_path, weights):
+def test_a_dry_run_names_trainer_state_next_to_the_weights(tmp_path, weights):
     torch = pytest.importorskip("torch")
     source, beside = tmp_path / "in", ["custom_checkpoint_0.pkl", "random_states_0.pkl", "scheduler.bin"]
     source.mkdir()
@@ -295,7 +295,7 @@ def test_a_note_says_that_an_optimizer_next_to_whole_weights_is_not_read(tmp_pat
     assert open_source(str(tmp_path / "optimizer.pt")).catalog.tensors  # it is what was asked for
 
 
-def test_the_names_of_accelerate_before_0_25_are_known(tmp_path, zoo):
+def test_file_names_of_accelerate_before_0_25_are_known(tmp_path, zoo):
     sharded, ranks = tmp_path / "sharded", tmp_path / "ranks"
     now = zoo / "accelerate_fsdp2_sharded_llama_tied_w2" / "checkpoint"
     shutil.copytree(now / "pytorch_model_fsdp_0", sharded / "pytorch_model_0")
@@ -311,7 +311,7 @@ def test_the_names_of_accelerate_before_0_25_are_known(tmp_path, zoo):
         assert catalog.by_role(Role.OPTIMIZER) and "model.embed_tokens.weight" in weights
 
 
-def test_a_model_file_is_taken_among_others_of_torch_save_and_they_are_named(tmp_path):
+def test_a_model_file_is_chosen_among_torch_files_and_the_others_are_named(tmp_path):
     torch = pytest.importorskip("torch")
     torch.save({"w": torch.ones(2)}, tmp_path / "model.pt")
     torch.save({"w": torch.zeros(2)}, tmp_path / "optim.pt")
@@ -320,7 +320,7 @@ def test_a_model_file_is_taken_among_others_of_torch_save_and_they_are_named(tmp
     assert source.catalog.info.notes == ("not read: optim.pt.",)
 
 
-def test_what_has_the_marks_of_a_format_is_taken_before_files_of_ranks(tmp_path, zoo):
+def test_a_recognised_format_is_chosen_before_rank_files(tmp_path, zoo):
     torch = pytest.importorskip("torch")
     _dcp(zoo, tmp_path / "step10" / "model_and_optim")
     (tmp_path / "step10" / "train").mkdir()

@@ -53,7 +53,7 @@ VALUES = [
 @pytest.mark.parametrize(
     "name", ["mp_rank_00_model_states.pt", "model_world_size_1_rank_0.pt", "pytorch_model_fsdp_0_rank0.bin"]
 )
-def test_values_of_another_kind_raise_nothing_but_errors_of_ours(tmp_path, name, value):
+def test_values_of_unexpected_types_raise_only_ckptkit_errors(tmp_path, name, value):
     torch.save(value, tmp_path / name)
     if name.startswith("mp_rank"):
         torch.save({"optimizer_state_dict": value}, tmp_path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
@@ -94,7 +94,7 @@ def test_code_in_lightrft_rank_files_is_not_run(tmp_path, zoo, capsys):
     assert "PWNED" not in capsys.readouterr().out
 
 
-def test_a_placement_that_cuts_without_end_is_refused():
+def test_a_placement_with_absurdly_many_shards_is_refused():
     with pytest.raises(CkptkitError):
         local_parts((2**60,), (2,), (0,), (PlacementRecord("strided_shard", 0, 2**40),))
 

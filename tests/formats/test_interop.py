@@ -75,13 +75,13 @@ def differing(found: dict[str, Any], state: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize("planner", [None, ckptkit.DCPLoadPlanner], ids=["torch's planner", "ours"])
 @pytest.mark.parametrize("verify", ["read", "off"])
-def test_our_reader_loads_whatever_torch_saved(of_torch: Any, planner: Any, verify: str) -> None:
+def test_dcp_reader_loads_what_torch_saved(of_torch: Any, planner: Any, verify: str) -> None:
     url, state, _ = of_torch
     assert differing(loaded(state, ckptkit.DCPReader(url, verify=verify), planner and planner()), state) == []
 
 
 @pytest.mark.parametrize("planner", [None, ckptkit.DCPSavePlanner], ids=["torch's planner", "ours"])
-def test_torch_loads_whatever_our_writer_wrote(of_torch: Any, planner: Any, tmp_path: Path) -> None:
+def test_torch_loads_what_dcp_writer_wrote(of_torch: Any, planner: Any, tmp_path: Path) -> None:
     _, plain, lazy = of_torch
     state = {**plain, "tensors": {**plain["tensors"], **lazy}}
     dcp.save(state, storage_writer=ckptkit.DCPWriter(tmp_path), planner=planner and planner(), no_dist=True)
@@ -92,7 +92,7 @@ def test_torch_loads_whatever_our_writer_wrote(of_torch: Any, planner: Any, tmp_
     assert differing(loaded(state, ckptkit.DCPReader(tmp_path)), state) == []
 
 
-def test_tensors_are_filled_where_they_are(of_torch: Any) -> None:
+def test_a_load_fills_tensors_in_place(of_torch: Any) -> None:
     url, state, _ = of_torch
     before = blank(state["tensors"])
     found = dict(before)
@@ -101,9 +101,7 @@ def test_tensors_are_filled_where_they_are(of_torch: Any) -> None:
 
 
 @pytest.mark.parametrize("planner", [None, ckptkit.DCPLoadPlanner], ids=["torch's planner", "ours"])
-def test_objects_that_need_code_are_refused_together_by_key_before_anything_is_touched(
-    tmp_path: Path, planner: Any
-) -> None:
+def test_objects_that_need_code_are_all_named_before_anything_changes(tmp_path: Path, planner: Any) -> None:
     saved_by_torch(tmp_path, {"w": torch.ones(3), "a": cases.Colour.RED, "b": 1, "c": (cases.Settings(),)})
     state = {"w": torch.zeros(3), "a": None, "b": None, "c": None}
     with pytest.raises(CheckpointException, match=r"(?s)'a'.*Colour.*'c'.*Settings.*add_safe_globals") as caught:

@@ -48,7 +48,7 @@ def _calls(run: Callable[[str], Any], url: str) -> int:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_twice_the_keys_are_at_most_twice_the_calls(tmp_path: Path, name: str) -> None:
+def test_twice_the_keys_need_at_most_twice_the_calls(tmp_path: Path, name: str) -> None:
     run, most = COMMANDS[name]
     for count in (1000, 2000):
         _write(tmp_path / str(count), count)

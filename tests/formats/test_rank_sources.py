@@ -102,7 +102,7 @@ PLACED = {
 
 
 @pytest.mark.parametrize("mesh", [(2, 2), (1, 4), (4, 1)])
-def test_placements_over_a_mesh_are_put_together(ranks, tmp_path, mesh):
+def test_shards_of_a_mesh_are_joined(ranks, tmp_path, mesh):
     ranks.run(rank_writers.write_parts, 4, str(tmp_path), mesh, PLACED)
     whole = {
         name: torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)

@@ -37,11 +37,11 @@ from tests.formats.tensors import contents
         ([], ""),
     ],
 )
-def test_a_module_prefix_is_what_all_names_share_and_no_more(names, prefix):
+def test_a_module_prefix_is_the_common_prefix_of_all_names(names, prefix):
     assert module_prefix(names) == prefix
 
 
-def test_a_prefix_that_the_user_names_is_left_to_the_user(zoo):
+def test_a_prefix_given_by_the_user_is_not_detected_again(zoo):
     url = str(zoo / "lightning_real_mp_w2" / "last.ckpt")
     model = open_source(url, options=ReadOptions(strip_prefix="model.")).catalog.by_role(Role.MODEL)
     assert "model.lm_head.weight" in model
@@ -53,15 +53,15 @@ def test_a_prefix_that_the_user_names_is_left_to_the_user(zoo):
 PARAMS = [Param("a.weight", (4, 2)), Param("a.bias", (4,)), Param("b.weight", (4, 2)), Param("b.bias", (4,))]
 
 
-def test_one_group_is_in_module_order():
+def test_one_parameter_group_is_matched_in_module_order():
     assert assign(PARAMS, [[(4, 2), (4,), (4, 2), (4,)]]) == [["a.weight", "a.bias", "b.weight", "b.bias"]]
 
 
-def test_groups_are_told_apart_by_shape():
+def test_parameter_groups_are_distinguished_by_shape():
     assert assign(PARAMS, [[(4, 2), (4, 2)], [(4,), (4,)]]) == [["a.weight", "b.weight"], ["a.bias", "b.bias"]]
 
 
-def test_groups_of_equal_shapes_are_told_apart_by_weight_decay():
+def test_parameter_groups_of_equal_shapes_are_distinguished_by_weight_decay():
     params = [Param("a.norm.weight", (4,)), Param("a.scale", (4,)), Param("a.bias", (4,))]
     assert assign(params, [[(4,)], [(4,), (4,)]], [False, True]) == [["a.scale"], ["a.norm.weight", "a.bias"]]
     assert assign(params, [[(4,)], [(4,), (4,)]]) is None
@@ -72,11 +72,11 @@ def test_frozen_parameters_are_skipped_if_only_one_assignment_remains():
     assert assign(params, [[(4, 2), (4,), (4, 2), (4,)]]) == [["a.weight", "a.bias", "b.weight", "b.bias"]]
 
 
-def test_several_possible_assignments_prove_nothing():
+def test_several_possible_assignments_give_none():
     assert assign(PARAMS, [[(4, 2), (4,)]]) is None
 
 
-def test_values_decide_if_shapes_do_not():
+def test_values_decide_between_equal_shapes():
     def fits(group, index, fqn):
         return fqn.startswith("b.")
 
@@ -123,7 +123,7 @@ def test_shapes_in_module_order_replace_a_layout(local, tmp_path):
     assert contents(source.store, source.catalog.by_role(Role.MODEL)) == contents(expected, whole)
 
 
-def test_without_a_layout_the_advice_is_given(local):
+def test_a_missing_layout_is_an_error_with_advice(local):
     with pytest.raises(UnsupportedFormatError, match="Give --layout FILE"):
         open_source(str(local))
 
@@ -164,7 +164,7 @@ def test_padding_between_parameters_is_skipped():
     assert layout["block._flat_param"].params == (("block.a", (5, 6), 0), ("block.b", (5,), 32))
 
 
-def test_a_hundred_ranks_may_pad_by_up_to_a_hundred_elements(tmp_path):
+def test_padding_may_be_as_large_as_the_number_of_ranks(tmp_path):
     (tmp_path / "layout.json").write_text(json.dumps({"_flat_param": {"fqns": ["w"], "shapes": [[10, 3]]}}))
     storage = Storage("rank", "0", 4, "float32")
     piece = StoredTensor(storage, "float32", (1,), (1,))
@@ -178,7 +178,7 @@ def test_a_hundred_ranks_may_pad_by_up_to_a_hundred_elements(tmp_path):
         fsdp1_local.read(open_store(str(tmp_path)), ["rank"], ranks[:20], {}, None, options)
 
 
-def test_a_layout_may_be_the_shapes_alone(local, tmp_path):
+def test_a_layout_may_give_only_shapes(local, tmp_path):
     layout = parse_layout(json.loads(next(local.glob("*.json")).read_text()), "layout")
     shapes = {name: shape for unit in layout.values() for name, shape, _ in unit.params}
     (tmp_path / "shapes.json").write_text(json.dumps(shapes))
@@ -229,7 +229,7 @@ def test_megatron_of_another_backend_is_refused(tmp_path, zoo):
         open_source(str(tmp_path))
 
 
-def test_a_foreign_metadata_json_does_not_make_a_dcp_megatrons(tmp_path, zoo):
+def test_an_unrelated_metadata_json_does_not_make_a_dcp_a_megatron_checkpoint(tmp_path, zoo):
     shutil.copytree(zoo / "dcp_threads2_w2" / "ckpt", tmp_path / "x")
     (tmp_path / "x" / "metadata.json").write_text('{"author": "me"}')
     assert identify(open_store(str(tmp_path / "x"))) == "dcp"
@@ -264,7 +264,7 @@ def test_plain_shards_without_a_position_are_refused(tmp_path, name):
         open_source(str(tmp_path))
 
 
-def test_a_model_next_to_steps_wins_over_none_of_them(tmp_path):
+def test_a_model_next_to_an_empty_step_directory_is_opened(tmp_path):
     save_file({"w": np.zeros(2, np.float32)}, tmp_path / "model.safetensors")
     (tmp_path / "checkpoint-1").mkdir()
     assert open_source(str(tmp_path)).url == str(tmp_path)

@@ -86,7 +86,7 @@ def test_two_models_keep_their_whole_names(tmp_path: Path) -> None:
     assert {"generator.a.weight", "critic.a.weight"} <= catalog.by_role(Role.MODEL).keys()
 
 
-def test_a_second_copy_next_to_the_model_is_not_a_model(tmp_path: Path) -> None:
+def test_a_second_copy_of_the_weights_is_not_a_model(tmp_path: Path) -> None:
     catalog = open_catalog(save(tmp_path, {"model": weights(), "ema": weights()}))
     assert catalog.by_role(Role.MODEL).keys() == {"a.weight", "a.bias", "empty"}
     assert "ema.a.weight" in catalog.by_role(Role.OTHER)
@@ -100,14 +100,14 @@ def adam(keys: list[Any], **group: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("top", [True, False])
-def test_optimizer_states_by_name_know_their_parameter(tmp_path: Path, top: bool) -> None:
+def test_optimizer_states_with_names_are_assigned_to_parameters(tmp_path: Path, top: bool) -> None:
     value = adam(["a.weight", "a.bias"])
     catalog = open_catalog(save(tmp_path, value if top else {"optimizer_state_dict": value, "model": weights()}))
     found = {(e.fqn, e.state) for e in catalog.tensors.values() if e.role is Role.OPTIMIZER}
     assert found == {(f, s) for f in ("a.weight", "a.bias") for s in ("step", "exp_avg")}
 
 
-def test_optimizer_states_by_number_have_no_parameter(tmp_path: Path) -> None:
+def test_optimizer_states_with_numbers_have_no_parameter(tmp_path: Path) -> None:
     catalog = open_catalog(save(tmp_path, {"optimizer": adam([0, 1]), "model": weights()}))
     assert {(e.fqn, e.state) for e in catalog.tensors.values() if e.role is Role.OPTIMIZER} == {
         ("", "step"),
@@ -115,7 +115,7 @@ def test_optimizer_states_by_number_have_no_parameter(tmp_path: Path) -> None:
     }
 
 
-def test_optimizer_states_by_number_take_the_names_of_their_group(tmp_path: Path) -> None:
+def test_optimizer_states_with_numbers_use_the_names_of_their_group(tmp_path: Path) -> None:
     value = adam([0, 1], param_names=["a.weight", "a.bias"])
     catalog = open_catalog(save(tmp_path, {"optimizer": value, "model": weights()}))
     assert catalog.tensors["optimizer.state.1.exp_avg"].fqn == "a.bias"
@@ -165,7 +165,7 @@ def test_a_view_whose_bytes_are_not_its_values_is_refused(tmp_path: Path, mark: 
         open_file(LocalStore(tmp_path), "x.pt")
 
 
-def test_a_class_of_plain_numbers_under_its_old_name_is_read(tmp_path: Path) -> None:
+def test_a_defaultdict_of_int_next_to_the_weights_is_read(tmp_path: Path) -> None:
     """What protocol 2 calls int: the factory of a defaultdict beside the weights."""
     store = save(tmp_path, {"model": weights(), "counts": collections.defaultdict(int, {"a": 1})}, "x.pt")
     assert open_file(store, "x.pt").by_role(Role.MODEL).keys() == weights().keys()
@@ -254,7 +254,7 @@ def test_an_invalid_index_is_refused(shards: Path, text: str) -> None:
         open_catalog(LocalStore(shards))
 
 
-def test_several_files_without_an_index_must_be_chosen_from(tmp_path: Path) -> None:
+def test_several_files_without_an_index_are_refused(tmp_path: Path) -> None:
     save(tmp_path, weights(), "a.pt")
     store = save(tmp_path, weights(), "b.pt")
     with pytest.raises(CheckpointNotFoundError, match=r"a\.pt, b\.pt"):
@@ -263,7 +263,7 @@ def test_several_files_without_an_index_must_be_chosen_from(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("data", [b"", b"x", b"PK", b"\x80", bytes(600), b"\x80\x02}q\x00"])
-def test_anything_but_a_torch_file_is_refused(tmp_path: Path, data: bytes) -> None:
+def test_a_file_that_torch_did_not_write_is_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "x.bin").write_bytes(data)
     with pytest.raises(CorruptCheckpointError, match=r"x\.bin: "):
         open_catalog(LocalStore(tmp_path))

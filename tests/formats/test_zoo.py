@@ -88,7 +88,7 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_format_is_told_by_names(name):
+def test_the_format_is_detected(name):
     assert identify(open_store(_url(CASES[name]))) == FORMATS[name]
 
 
@@ -113,7 +113,7 @@ OPTIMIZERS = [
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_moments_belong_to_the_parameter_whose_shape_they_have(name):
+def test_moments_have_the_shape_of_their_parameter(name):
     catalog = open_source(_url(CASES[name])).catalog
     model = catalog.by_role(Role.MODEL)
     states = catalog.by_role(Role.OPTIMIZER).values()

@@ -34,7 +34,7 @@ def test_every_module_imports_without_a_device():
         importlib.import_module(f"ckptkit.fsdp.{module.name}")
 
 
-def test_public_names_are_what_they_say_whatever_was_imported_before():
+def test_public_names_are_not_shadowed_by_modules():
     import importlib
     import inspect
     import pkgutil
@@ -47,7 +47,7 @@ def test_public_names_are_what_they_say_whatever_was_imported_before():
         assert not inspect.ismodule(getattr(ckptkit.fsdp, name)), name
 
 
-def test_oumi_keys_and_strings_are_taken():
+def test_keys_and_strings_of_oumi_are_accepted():
     config = FSDPConfig.from_dict(
         {
             "enable_fsdp": True,
@@ -70,7 +70,7 @@ def test_oumi_keys_and_strings_are_taken():
     assert config.transformer_layer_cls == ("LlamaDecoderLayer", "QwenBlock")
 
 
-def test_torchs_own_enums_are_taken():
+def test_torch_enums_are_accepted():
     from torch.distributed.fsdp import BackwardPrefetch as TorchPrefetch
     from torch.distributed.fsdp import ShardingStrategy as TorchStrategy
     from torch.distributed.fsdp import StateDictType
@@ -138,7 +138,7 @@ def test_torchs_own_enums_are_taken():
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
-def test_what_can_not_work_is_refused_at_construction(values, message):
+def test_impossible_settings_are_refused_at_construction(values, message):
     with pytest.raises(UsageError, match=message):
         FSDPConfig.from_dict(values)
 
@@ -157,7 +157,7 @@ def test_use_orig_params_false_is_accepted_with_a_warning():
     ("text", "message"),
     [("{", "is not valid YAML"), ("fsdp:\n", "fsdp: a mapping"), ("[1]", "found list"), ("fsdp: {1: 2}", "a mapping")],
 )
-def test_a_file_that_holds_no_config_is_refused_by_name(tmp_path, text, message):
+def test_a_file_without_a_config_is_refused_by_name(tmp_path, text, message):
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(UsageError, match=f"run.yaml.*{message}"):
         FSDPConfig.from_yaml(tmp_path / "run.yaml")
@@ -183,7 +183,7 @@ OUMI_ENV = {
 }
 
 
-def test_default_settings_give_oumis_variables():
+def test_default_settings_give_the_environment_variables_of_oumi():
     config = FSDPConfig(enable_fsdp=False, state_dict_type="FULL_STATE_DICT", auto_wrap_policy="NO_WRAP")
     assert config.to_accelerate_env(fsdp_version=1) == OUMI_ENV | {
         "ACCELERATE_USE_FSDP": "false",
@@ -200,7 +200,7 @@ def test_default_settings_give_oumis_variables():
 
 
 @pytest.mark.filterwarnings("ignore:backward_prefetch")
-def test_full_settings_give_oumis_variables():
+def test_full_settings_give_the_environment_variables_of_oumi():
     config = FSDPConfig(
         sharding_strategy="HYBRID_SHARD",
         offload="params",
@@ -239,7 +239,7 @@ def test_full_settings_give_oumis_variables():
     flags=st.tuples(*[st.booleans()] * 4),
     version=st.sampled_from([1, 2]),
 )
-def test_variables_round_trip(strategy, policy, precision, kind, flags, version):
+def test_environment_variables_round_trip(strategy, policy, precision, kind, flags, version):
     config = FSDPConfig(
         enable_fsdp=flags[0],
         sharding_strategy=strategy,
@@ -254,7 +254,7 @@ def test_variables_round_trip(strategy, policy, precision, kind, flags, version)
     assert FSDPConfig.from_accelerate_env(config.to_accelerate_env(fsdp_version=version)) == config
 
 
-def test_accelerate_reads_the_variables_as_meant(monkeypatch):
+def test_accelerate_reads_the_environment_variables_correctly(monkeypatch):
     accelerate = pytest.importorskip("accelerate.utils.dataclasses")
     config = FSDPConfig(
         sharding_strategy="SHARD_GRAD_OP", offload="params", auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=77
@@ -269,13 +269,13 @@ def test_accelerate_reads_the_variables_as_meant(monkeypatch):
     assert plugin.state_dict_type.name == "SHARDED_STATE_DICT"
 
 
-def test_accelerates_numbers_and_case_are_taken():
+def test_numbers_and_case_of_accelerate_are_accepted():
     config = FSDPConfig.from_accelerate_env({"FSDP_SHARDING_STRATEGY": "2", "FSDP_AUTO_WRAP_POLICY": "no_wrap"})
     assert config.sharding_strategy is ShardingStrategy.SHARD_GRAD_OP
     assert config.auto_wrap_policy is WrapPolicy.NO_WRAP
     assert config.enable_fsdp is False
 
 
-def test_a_variable_that_is_not_a_flag_is_refused():
+def test_an_environment_variable_with_an_invalid_flag_is_refused():
     with pytest.raises(UsageError, match="ACCELERATE_USE_FSDP is 'maybe'"):
         FSDPConfig.from_accelerate_env({"ACCELERATE_USE_FSDP": "maybe"})

@@ -76,7 +76,7 @@ def check(ranks: Any, folder: Path, source: tuple[str, str], *targets: tuple[str
         ("NO_SHARD", "SHARD_GRAD_OP"),
     ],
 )
-def test_one_strategy_loads_what_another_saved(ranks: Any, tmp_path: Path, source: str, target: str) -> None:
+def test_any_strategy_loads_what_another_saved(ranks: Any, tmp_path: Path, source: str, target: str) -> None:
     check(ranks, tmp_path, (source, "SHARDED"), (target, "SHARDED"))
 
 
@@ -165,7 +165,7 @@ def load_options(folder: str, which: str, *how: Any) -> Any:
 
 @pytest.mark.parametrize("precision", ["mixed", "master"])
 @pytest.mark.parametrize("kind", ["SHARDED", "FULL", "LOCAL"])
-def test_ignored_parameters_and_columns_resume_on_any_ranks(
+def test_runs_with_ignored_parameters_and_column_shards_resume_on_any_number_of_ranks(
     ranks: Any, tmp_path: Path, kind: str, precision: str
 ) -> None:
     folder = tmp_path / "run"
@@ -240,9 +240,7 @@ def adapters_trained_on(folder: str) -> tuple[list[float], list[float], bool, bo
     return expected, found, was_pending, handle.pending
 
 
-def test_a_deferred_optimizer_makes_the_first_step_that_of_the_run_that_never_stopped(
-    ranks: Any, tmp_path: Path
-) -> None:
+def test_a_deferred_optimizer_takes_the_same_first_step_as_an_uninterrupted_run(ranks: Any, tmp_path: Path) -> None:
     for expected, found, before, after in ranks.run(adapters_trained_on, 2, str(tmp_path)):
         assert found == expected
         assert (before, after) == (True, False)

@@ -30,7 +30,7 @@ O, F = True, False  # overflow, finite  # noqa: E741
         ([F] * 15, 64, 0, 0),  # the ceiling
     ],
 )
-def test_the_table(updates, scale, growth, hysteresis):
+def test_the_scale_follows_the_documented_rules(updates, scale, growth, hysteresis):
     scaler = DynamicGradScaler(16, growth_interval=3, min_scale=2, max_scale=64)
     for overflow in updates:
         scaler.update(overflow)
@@ -39,7 +39,7 @@ def test_the_table(updates, scale, growth, hysteresis):
 
 
 @given(st.lists(st.booleans(), max_size=40), st.lists(st.booleans(), max_size=20))
-def test_a_loaded_scaler_goes_on_as_the_saved_one(before, after):
+def test_a_loaded_scaler_continues_like_the_saved_one(before, after):
     first, second = (DynamicGradScaler(2.0**10, growth_interval=4) for _ in range(2))
     for overflow in before:
         first.update(overflow)
@@ -50,7 +50,7 @@ def test_a_loaded_scaler_goes_on_as_the_saved_one(before, after):
     assert first.state_dict() == second.state_dict()
 
 
-def test_states_with_tensors_and_of_a_constant_scaler_are_taken():
+def test_scaler_states_with_tensors_or_a_constant_scale_are_accepted():
     scaler = DynamicGradScaler()
     scaler.load_state_dict({"_scale": torch.tensor([8.0]), "_growth_step": 2, "_hysteresis_step": 1})
     assert scaler.state_dict() == {"_scale": 8.0, "_growth_step": 2, "_hysteresis_step": 1}
@@ -59,7 +59,7 @@ def test_states_with_tensors_and_of_a_constant_scaler_are_taken():
 
 
 @pytest.mark.parametrize("state", [{}, {"_scale": 1.0}, {"_scale": 0.0, "_growth_step": 0, "_hysteresis_step": 0}])
-def test_a_state_that_does_not_fit_is_refused_and_nothing_is_taken(state):
+def test_a_scaler_state_that_does_not_fit_is_refused_and_changes_nothing(state):
     scaler = DynamicGradScaler()
     with pytest.raises(CheckpointMismatchError):
         scaler.load_state_dict(state)
@@ -80,7 +80,7 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_is_taken(state):
         {"initial_scale": 2.0**30},
     ],
 )
-def test_factors_that_can_not_work_are_refused(options):
+def test_impossible_scale_factors_are_refused(options):
     with pytest.raises(UsageError):
         DynamicGradScaler(**options)
 

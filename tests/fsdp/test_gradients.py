@@ -59,7 +59,7 @@ def _norm(p):
 
 
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, math.inf])
-def test_the_norm_of_any_mix_equals_a_single_process(ranks, p):
+def test_the_norm_of_any_mix_of_shards_equals_that_of_a_single_process(ranks, p):
     assert ranks.run(_norm, 4, p) == pytest.approx([expected_norm(p)] * 4, rel=1e-6)
 
 
@@ -80,7 +80,7 @@ def test_clipping_scales_all_gradients_to_one_joint_norm(ranks):
 
 
 @pytest.mark.parametrize("max_norm", [0, 0.0, None, 1e6])
-def test_no_clipping_returns_the_norm_and_leaves_gradients_alone(ranks, max_norm):
+def test_without_clipping_the_norm_is_returned_and_gradients_are_unchanged(ranks, max_norm):
     before, _, gradients = ranks.run(_clip, 4, max_norm)[0]
     assert before == pytest.approx(expected_norm(2), rel=1e-6)
     assert all(torch.equal(g, whole) for g, whole in zip(gradients, whole_gradients(), strict=True))
@@ -105,7 +105,7 @@ def _some_without():
     return grad_norm([parameter]).item()
 
 
-def test_a_rank_without_a_gradient_joins_in(ranks):
+def test_a_rank_without_gradients_takes_part_in_the_norm(ranks):
     assert ranks.run(_some_without, 2) == pytest.approx([5.0, 5.0])
 
 
@@ -117,7 +117,7 @@ def test_low_precision_gradients_give_a_full_precision_norm():
     assert grad_norm(parameters).item() == pytest.approx(one * math.sqrt(3003), rel=1e-6)
 
 
-def test_works_without_a_process_group_and_without_gradients():
+def test_clipping_works_without_a_process_group_and_without_gradients():
     assert grad_norm([nn.Parameter(torch.ones(2))]).item() == 0.0
     assert grad_norm([], math.inf).item() == 0.0
     parameter = nn.Parameter(torch.ones(2))
@@ -208,7 +208,7 @@ def _step_over_a_nan(config, norm_type):
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 @pytest.mark.parametrize("config", [{}, {"sharding_strategy": "HYBRID_SHARD", "shard": 2}], ids=["1d", "hsdp"])
-def test_a_nan_of_one_rank_never_enters_the_weights(ranks, config, norm_type):
+def test_a_nan_gradient_of_one_rank_never_changes_the_weights(ranks, config, norm_type):
     assert ranks.run(_step_over_a_nan, 4, config, norm_type) == [(False, True)] * 4
 
 
@@ -236,5 +236,5 @@ def _agreed():
     return is_finite_everywhere(norm, [plain])
 
 
-def test_one_ranks_overflow_is_every_ranks(ranks):
+def test_an_overflow_on_one_rank_is_seen_by_every_rank(ranks):
     assert ranks.run(_agreed, 2) == [False, False]

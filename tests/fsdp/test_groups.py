@@ -14,7 +14,7 @@ from ckptkit.fsdp.strategy import FSDPStrategy
 from tests.fsdp import models
 
 
-def test_groups_are_disjoint_and_hold_every_trainable_parameter_under_its_name():
+def test_groups_are_disjoint_and_name_every_trainable_parameter():
     for build in (models.untied, models.tied, models.frozen, models.lora):
         model = build()
         groups = param_groups(model, weight_decay=0.1)
@@ -88,7 +88,7 @@ def decayed(groups):
     return {name for group in groups if group["weight_decay"] for name in group["param_names"]}
 
 
-def test_norms_and_biases_go_by_type_and_parts_of_names():
+def test_norms_and_biases_are_found_by_class_and_name_component():
     model = Zoo()
     assert decayed(param_groups(model, weight_decay=0.1)) == DECAYED
     names = {name for name, _ in model.named_parameters()}
@@ -96,7 +96,7 @@ def test_norms_and_biases_go_by_type_and_parts_of_names():
     assert {"ln_1.weight", "norm1.weight", "bn.weight", "rnn.bias_ih_l0", "attention.in_proj_bias"} <= names - DECAYED
 
 
-def test_more_can_be_kept_from_decaying():
+def test_no_decay_excludes_more_parameters():
     rules = (*NO_DECAY, "gate", Scale, lambda name, module, parameter: isinstance(module, nn.LSTM))
     found = decayed(param_groups(Zoo(), weight_decay=0.1, no_decay=rules))
     assert found == {n for n in DECAYED if n.split(".")[0] not in ("gate", "abnormal", "rnn")}
@@ -114,18 +114,18 @@ def test_more_can_be_kept_from_decaying():
         ("weight", True),
     ],
 )
-def test_a_name_means_whole_parts(rule, expected):
+def test_no_decay_matches_whole_name_components(rule, expected):
     model = nn.ModuleDict({"unbiased_proj": nn.Linear(2, 2, bias=False)})
     assert (not decayed(param_groups(model, weight_decay=0.1, no_decay=[rule]))) is expected
 
 
 @pytest.mark.parametrize("no_decay", ["bias", [1], [""], [int], None])
-def test_what_names_no_parameters_is_refused(no_decay):
+def test_an_invalid_no_decay_is_refused(no_decay):
     with pytest.raises(UsageError, match="no_decay"):
         param_groups(models.untied(), no_decay=no_decay)
 
 
-def test_settings_that_a_factory_would_not_see_are_refused():
+def test_settings_that_an_optimizer_factory_would_ignore_are_refused():
     strategy = FSDPStrategy()
     make = torch.optim.SGD
     with pytest.raises(UsageError, match="lr, eps would have no effect"):
@@ -134,12 +134,12 @@ def test_settings_that_a_factory_would_not_see_are_refused():
         strategy.create_optimizer(models.untied(), factory=lambda groups: groups)
 
 
-def test_names_that_are_not_decayed_can_be_chosen():
+def test_no_decay_replaces_the_default_names():
     groups = param_groups(models.untied(), weight_decay=0.1, no_decay=["embed"])
     assert [g["param_names"] for g in groups if g["weight_decay"] == 0.0] == [["embed.weight"]]
 
 
-def test_dtypes_are_kept_apart():
+def test_parameters_of_different_dtypes_are_in_different_groups():
     model = models.untied()
     model.lm_head.to(torch.bfloat16)
     assert sorted(str({p.dtype for p in g["params"]}) for g in param_groups(model)) == [
@@ -148,7 +148,7 @@ def test_dtypes_are_kept_apart():
     ]
 
 
-def test_wrappers_names_are_cleaned():
+def test_group_names_have_no_wrapper_prefixes():
     assert clean_fqn("_orig_mod.layers.0._checkpoint_wrapped_module.w") == "layers.0.w"
 
 
@@ -164,6 +164,6 @@ def _sharded_groups(tp):
     return [len(group["params"]) for group in groups]
 
 
-def test_meshes_and_plain_tensors_are_kept_apart(ranks):
+def test_parameters_of_different_meshes_are_in_different_groups(ranks):
     assert len(ranks.run(_sharded_groups, 2, 1)[0]) == 4  # sharded and plain, decayed and not
     assert len(ranks.run(_sharded_groups, 2, 2)[0]) >= 5  # and on the tensor-parallel mesh

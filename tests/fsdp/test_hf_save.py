@@ -155,7 +155,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_from_pretrained_would_not_read_is_refused_by_name(tmp_path: Path, kind: str) -> None:
+def test_an_export_that_from_pretrained_would_not_read_is_refused_by_name(tmp_path: Path, kind: str) -> None:
     make, words = REFUSED[kind]
     with pytest.raises(SaveError, match=words):
         save_hf(make(), str(tmp_path / "out"))
@@ -185,13 +185,13 @@ def sharded_refusal(folder: str) -> str:
     return str(caught.value)
 
 
-def test_a_refusal_is_every_ranks_error(ranks: Any, tmp_path: Path) -> None:
+def test_a_refused_export_is_an_error_on_every_rank(ranks: Any, tmp_path: Path) -> None:
     one, other = ranks.run(sharded_refusal, 2, str(tmp_path / "out"))
     assert one == other
     assert "missing" in one
 
 
-def test_the_config_of_an_adapter_says_which_base_it_fits(tmp_path: Path) -> None:
+def test_an_adapter_config_names_its_base_model(tmp_path: Path) -> None:
     model = lora()
     model.base_model.model.name_or_path = model.peft_config["default"].base_model_name_or_path = "some/base"
     save_hf(model, str(tmp_path / "out"))

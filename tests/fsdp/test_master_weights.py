@@ -68,7 +68,7 @@ def step(model, optimizer, index, factor=1.0):
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_a_step_is_the_base_optimizers_on_fp32_copies(base):
+def test_a_step_equals_the_base_optimizers_step_on_fp32_copies(base):
     model = low()
     optimizer = MasterWeightOptimizer(BASES[base](list(model.parameters())))
     shadow = low()
@@ -135,7 +135,7 @@ def trained(base):
     return model, optimizer
 
 
-def test_local_tensors_and_dtensors_step_alike(ranks):
+def test_local_tensors_and_dtensors_take_the_same_step(ranks):
     local, dtensor = ranks.run(_local_or_dtensor, 2)[0]
     for a, b in zip(local, dtensor, strict=True):
         assert a.keys() == b.keys() == {"master", "momentum_buffer"}
@@ -154,7 +154,7 @@ def test_the_number_of_ranks_changes_only_the_order_of_sums(ranks):
         assert norm == pytest.approx(other_norm, rel=0.02)  # bf16 gradients of other batches
 
 
-def test_it_is_an_optimizer_that_schedulers_and_hooks_take():
+def test_schedulers_and_hooks_accept_the_master_weight_optimizer():
     model = low()
     optimizer = MasterWeightOptimizer(BASES["AdamW"](param_groups(model)))
     assert isinstance(optimizer, torch.optim.Optimizer)
@@ -175,7 +175,7 @@ def test_it_is_an_optimizer_that_schedulers_and_hooks_take():
     assert all(torch.equal(a, b) for a, b in zip(after, model.parameters(), strict=True))
 
 
-def test_masters_keep_what_the_parameter_rounds_away():
+def test_masters_keep_bits_that_the_parameter_rounds_away():
     parameter = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     optimizer = MasterWeightOptimizer(torch.optim.SGD([parameter], lr=2.0**-12))
     for _ in range(32):  # each step is far below the spacing of bf16 at 1
@@ -199,7 +199,7 @@ def test_an_added_group_has_masters_and_steps():
     assert not torch.equal(before, model.lm_head.weight)
 
 
-def test_wide_parameters_are_stepped_themselves():
+def test_fp32_parameters_have_no_master():
     model = low()
     model.norm.float()
     model.norm.register_forward_pre_hook(lambda module, args: (args[0].float(),))
@@ -213,7 +213,7 @@ def test_wide_parameters_are_stepped_themselves():
     assert masters_match(optimizer)
 
 
-def test_frozen_and_unused_parameters_are_left_alone():
+def test_frozen_and_unused_parameters_are_unchanged():
     model = low()
     extra = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     optimizer = MasterWeightOptimizer(torch.optim.AdamW([*model.parameters(), extra], lr=1e-2))
@@ -225,7 +225,7 @@ def test_frozen_and_unused_parameters_are_left_alone():
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad_takes_set_to_none(set_to_none):
+def test_zero_grad_accepts_set_to_none(set_to_none):
     model = low()
     optimizer = MasterWeightOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     models.loss_of(model, models.batch(0)).backward()
@@ -266,7 +266,7 @@ def test_backward_starts_from_a_gradient_that_is_given():
     assert weight.tolist() == [-1.0, -3.0, -5.0]
 
 
-def test_clipping_is_by_one_joint_norm_of_unscaled_gradients():
+def test_clipping_uses_one_joint_norm_of_unscaled_gradients():
     model, clipped = low(), low()
     scaler = DynamicGradScaler(2.0**10, growth_interval=1)
     free = MasterWeightOptimizer(torch.optim.SGD(param_groups(model), lr=1.0))
@@ -282,7 +282,7 @@ def test_clipping_is_by_one_joint_norm_of_unscaled_gradients():
 
 
 @pytest.mark.parametrize("base", ["AdamW", "SGD", "momentum"])
-def test_a_loaded_state_goes_on_bit_for_bit(base):
+def test_a_loaded_optimizer_state_continues_bit_for_bit(base):
     model = low()
     optimizer = MasterWeightOptimizer(BASES[base](param_groups(model, weight_decay=0.1)))
     for index in range(3):
@@ -308,7 +308,7 @@ def test_a_loaded_state_goes_on_bit_for_bit(base):
         assert all(torch.equal(a[key], b[key]) for key in a)
 
 
-def test_a_state_that_does_not_fit_is_refused_by_name_and_nothing_is_taken():
+def test_an_optimizer_state_that_does_not_fit_is_refused_and_changes_nothing():
     model = low()
     optimizer = MasterWeightOptimizer(torch.optim.AdamW(param_groups(model, weight_decay=0.1), lr=1e-2))
     step(model, optimizer, 0)
@@ -334,7 +334,7 @@ def test_a_state_that_does_not_fit_is_refused_by_name_and_nothing_is_taken():
         assert all(torch.equal(state[key], after["state"][index][key]) for key in state)
 
 
-def test_moments_of_a_base_that_has_stepped_are_taken_over():
+def test_moments_of_a_used_base_optimizer_are_kept():
     model = low()
     base = torch.optim.AdamW(param_groups(model), lr=1e-2)
     models.loss_of(model, models.batch(0)).backward()
@@ -421,11 +421,11 @@ def _undone(folder):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_weights_that_anything_loads_after_the_optimizer_was_made_stay(ranks, tmp_path, size):
+def test_weights_loaded_after_the_optimizer_was_created_are_kept(ranks, tmp_path, size):
     assert ranks.run(_undone, size, str(tmp_path)) == [[]] * size
 
 
-def test_a_save_has_masters_that_follow_weights_loaded_before(tmp_path):
+def test_a_save_contains_masters_that_follow_loaded_weights(tmp_path):
     model = low()
     optimizer = MasterWeightOptimizer(torch.optim.AdamW(param_groups(model), lr=1e-2))
     model.load_state_dict(low(seed=5).state_dict())
@@ -439,7 +439,7 @@ def test_a_save_has_masters_that_follow_weights_loaded_before(tmp_path):
     assert torch.equal(other.embed.weight, low(seed=5).embed.weight)
 
 
-def test_only_elements_that_were_changed_lose_what_their_master_keeps(caplog):
+def test_only_masters_of_changed_elements_are_replaced(caplog):
     model = low()
     optimizer = MasterWeightOptimizer(torch.optim.AdamW(param_groups(model), lr=1e-2))
     step(model, optimizer, 0)
@@ -455,7 +455,7 @@ def test_only_elements_that_were_changed_lose_what_their_master_keeps(caplog):
     assert torch.equal(optimizer.state[model.embed.weight]["master"], before)
 
 
-def test_weights_that_are_swapped_out_and_back_leave_the_masters_as_they_were():
+def test_weights_swapped_out_and_back_do_not_change_the_masters():
     model = low()
     optimizer = MasterWeightOptimizer(torch.optim.AdamW(param_groups(model), lr=1e-2))
     step(model, optimizer, 0)
@@ -468,7 +468,7 @@ def test_weights_that_are_swapped_out_and_back_leave_the_masters_as_they_were():
         assert torch.equal(state["master"], master)
 
 
-def test_masters_are_back_in_place_after_a_step_that_failed():
+def test_masters_are_restored_after_a_failed_step():
     model = low()
     optimizer = MasterWeightOptimizer(torch.optim.AdamW(param_groups(model), lr=1e-2))
     step(model, optimizer, 0)
@@ -485,7 +485,7 @@ def test_masters_are_back_in_place_after_a_step_that_failed():
     assert optimizer.step() is True
 
 
-def test_bases_that_can_not_work_are_refused():
+def test_unsuitable_base_optimizers_are_refused():
     parameters = list(low().parameters())
     with pytest.raises(UsageError, match="LBFGS"):
         MasterWeightOptimizer(torch.optim.LBFGS(parameters))

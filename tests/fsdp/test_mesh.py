@@ -12,7 +12,7 @@ from ckptkit.fsdp.mesh import ParallelPlan, auto_shard_size, device_type_of, mak
 
 
 @given(*[st.integers(1, 4)] * 4, st.sampled_from(["replicate", "shard", None]))
-def test_an_auto_size_is_what_the_others_leave(replicate, shard, cp, tp, open_size):
+def test_an_auto_size_is_the_world_size_divided_by_the_others(replicate, shard, cp, tp, open_size):
     world_size = replicate * shard * cp * tp
     sizes = {"replicate": replicate, "shard": shard, "cp": cp, "tp": tp}
     if open_size:
@@ -56,7 +56,7 @@ def test_two_auto_sizes_are_refused():
     ],
     ids=str,
 )
-def test_strategies_become_dimensions(config, dims):
+def test_sharding_strategies_become_mesh_dimensions(config, dims):
     plan = plan_for(FSDPConfig(**config), 8, local_world_size=4)
     assert plan.dims == dims
     assert list(plan.dims) == list(dims)
@@ -71,7 +71,7 @@ def test_a_node_that_tp_does_not_divide_is_refused():
     ("numel", "training", "size"),
     [(9e9, False, 1), (10e9, False, 8), (79e9, False, 8), (80e9, False, -1), (1, True, -1), (1e12, True, -1)],
 )
-def test_auto_shard_size(numel, training, size):
+def test_auto_shard_size_follows_the_number_of_parameters(numel, training, size):
     assert auto_shard_size(int(numel), training) == size
 
 
@@ -84,7 +84,7 @@ def _meshes(plan):
     }
 
 
-def test_tensor_parallel_ranks_lie_next_to_each_other(ranks):
+def test_tensor_parallel_ranks_are_adjacent(ranks):
     meshes = ranks.run(_meshes, 4, ParallelPlan(shard=2, tp=2))
     assert meshes[0]["root"][:2] == ((2, 2), ("shard", "tp"))
     assert [found["tp"][2] for found in meshes] == [[0, 1], [0, 1], [2, 3], [2, 3]]
@@ -96,7 +96,7 @@ def test_replicated_groups_make_a_two_dimensional_data_mesh(ranks):
     assert meshes[0]["data"] == ((2, 2), ("replicate", "shard"), [0, 1, 2, 3])
 
 
-def test_context_parallel_ranks_share_the_sharding_and_have_a_group(ranks):
+def test_context_parallel_ranks_shard_parameters_together_and_have_a_group(ranks):
     meshes = ranks.run(_meshes, 4, ParallelPlan(shard=2, cp=2))
     assert meshes[0]["data"][:2] == ((4,), ("shard",))
     assert [found["cp"][2] for found in meshes] == [[0, 1], [0, 1], [2, 3], [2, 3]]
@@ -111,6 +111,6 @@ def test_a_plan_for_another_world_is_refused_before_any_communication(ranks):
     ranks.run(_wrong_size, 2)
 
 
-def test_a_preferred_device_wins():
+def test_an_explicit_device_takes_precedence():
     assert device_type_of(None, preferred="cuda:1") == "cuda"
     assert device_type_of(None, preferred="cpu") == "cpu"

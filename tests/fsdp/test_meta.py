@@ -60,7 +60,7 @@ def _reset(build, config):
 
 @pytest.mark.parametrize("build", [models.untied, models.tied, with_buffers, models.llama, models.tied_llama])
 @pytest.mark.parametrize("config", [{}, {"sharding_strategy": "HYBRID_SHARD", "shard": 2}], ids=["1d", "hsdp"])
-def test_reset_parameters_draws_what_a_single_process_draws(ranks, build, config):
+def test_reset_parameters_gives_the_values_of_a_single_process(ranks, build, config):
     for sharded, plain, buffers, plain_buffers in ranks.run(_reset, 4, build, config):
         assert sharded.keys() == plain.keys()
         for name in plain:
@@ -89,7 +89,7 @@ def _meta_buffers():
     return sorted(meta.uninitialized(model))
 
 
-def test_a_buffer_that_nothing_computes_anew_stays_refused(ranks):
+def test_a_meta_buffer_that_nothing_initializes_is_refused(ranks):
     assert ranks.run(_meta_buffers, 2) == [["frequencies"]] * 2
 
 
@@ -147,7 +147,7 @@ def _mismatched(url):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_what_does_not_fit_is_listed_in_full_and_nothing_is_touched(ranks, zoo):
+def test_all_mismatches_are_listed_and_nothing_changes(ranks, zoo):
     ranks.run(_mismatched, 2, str(zoo / "hf_ref_llama_untied"))
 
 

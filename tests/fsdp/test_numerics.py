@@ -49,7 +49,7 @@ def test_tied_frozen_and_adapter_models_equal_a_single_process(ranks, build, str
     check(ranks.run(models.run, 4, {"sharding_strategy": strategy, **STRATEGIES[strategy]}, build))
 
 
-def test_tied_weights_in_units_of_their_own_equal_a_single_process(ranks):
+def test_tied_weights_in_separate_units_equal_a_single_process(ranks):
     check(ranks.run(models.run, 2, {"wrap_lm_head": True, "auto_wrap_policy": "BLOCKS"}, models.tied))
 
 
@@ -94,7 +94,7 @@ def test_accumulation_equals_one_large_batch(ranks, every):
     ],
     ids=lambda config: ",".join(f"{key}={value}" for key, value in config.items()),
 )
-def test_options_that_only_cost_or_save_change_no_numbers(ranks, config):
+def test_options_for_speed_and_memory_change_no_values(ranks, config):
     check(ranks.run(models.run, 4, config, models.untied))
 
 
@@ -135,7 +135,7 @@ def _gradients(config):
     [(1, {}), (2, {}), (2, {"sharding_strategy": "NO_SHARD"}), (4, {"sharding_strategy": "HYBRID_SHARD", "shard": 2})],
 )
 @pytest.mark.parametrize("force", [False, True])
-def test_gradients_are_divided_by_the_factor_in_place_of_the_ranks(ranks, world_size, config, force):
+def test_gradients_are_divided_by_the_factor_instead_of_the_world_size(ranks, world_size, config, force):
     mean, summed, half = (
         ranks.run(_gradients, world_size, {**config, **factor, "force_sum_reduction_for_comms": force})[0]
         for factor in ({}, {"gradient_divide_factor": 1.0}, {"gradient_divide_factor": 2.0 * world_size})

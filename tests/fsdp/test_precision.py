@@ -26,14 +26,14 @@ from tests.fsdp import models
         ({"mixed_precision": "bf16"}, False, None, None, torch.float32),
     ],
 )
-def test_dtypes_follow_the_precision(config, training, param, reduce, storage):
+def test_parameter_dtypes_follow_the_precision_setting(config, training, param, reduce, storage):
     config = FSDPConfig.from_dict(config)
     policy = mixed_precision_policy(config, is_training=training)
     assert (policy.param_dtype, policy.reduce_dtype) == (param, reduce)
     assert storage_dtype(config) == storage
 
 
-def test_the_output_is_cast_by_the_root_alone():
+def test_only_the_root_casts_the_output():
     config = FSDPConfig(mixed_precision="bf16", output_dtype="fp32")
     assert mixed_precision_policy(config, is_root=True).output_dtype == torch.float32
     assert mixed_precision_policy(config).output_dtype is None
@@ -74,7 +74,7 @@ def _mixed_dtypes():
     return model.layers[0].up.base.weight.dtype
 
 
-def test_dtypes_that_can_not_share_a_unit_are_refused_with_the_reason(ranks):
+def test_dtypes_that_cannot_share_a_unit_are_refused_with_the_reason(ranks):
     assert ranks.run(_mixed_dtypes, 2) == [torch.bfloat16] * 2
 
 
@@ -85,7 +85,7 @@ def _output():
     return model(models.batch(0)).dtype, inner[0]
 
 
-def test_blocks_compute_low_and_the_model_answers_high(ranks):
+def test_blocks_compute_in_bf16_and_the_model_returns_fp32(ranks):
     assert ranks.run(_output, 2)[0] == (torch.float32, torch.bfloat16)
 
 
@@ -157,7 +157,7 @@ def test_a_model_in_fp64_trains_in_fp64(ranks, config):
     assert max(ranks.run(_fp64, 2, config, 3)) < 1e-14
 
 
-def test_units_in_fp64_are_reduced_in_fp64_beside_others():
+def test_fp64_units_are_reduced_in_fp64_next_to_other_units():
     stored = {torch.float64: torch.float64, torch.float32: torch.float32, torch.bfloat16: torch.float32}
     for dtype, reduced in stored.items():
         assert mixed_precision_policy(FSDPConfig(), stored=dtype).reduce_dtype == reduced
@@ -197,7 +197,7 @@ def _inputs(casts):
 
 
 @pytest.mark.parametrize(("casts", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
-def test_inputs_are_cast_unless_it_is_turned_off(ranks, casts, dtype):
+def test_inputs_are_cast_unless_cast_forward_inputs_is_false(ranks, casts, dtype):
     assert ranks.run(_inputs, 2, casts) == [dtype] * 2
 
 

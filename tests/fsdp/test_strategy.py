@@ -239,7 +239,7 @@ def test_swapped_arguments_are_refused_by_name(ranks, tmp_path):
         ({"error_if_nonfinite": True, "config": FSDPConfig(mixed_precision="fp16")}, "does not go with"),
     ],
 )
-def test_options_that_can_not_work_are_refused_when_they_are_given(options, message):
+def test_impossible_options_are_refused_at_once(options, message):
     with pytest.raises(UsageError, match=message):
         FSDPStrategy(**options)
 
@@ -340,7 +340,7 @@ def _step_called_at_the_end_only():
     return strategy.optimizer_step(optimizer, model)
 
 
-def test_a_step_after_the_last_backward_of_a_window_is_enough(ranks):
+def test_one_step_after_the_last_backward_of_a_window_is_enough(ranks):
     assert ranks.run(_step_called_at_the_end_only, 2) == [True, True]
 
 
@@ -379,7 +379,7 @@ def _partial_window(config, every):
     [({}, 1e-6), ({"mixed_precision": "fp16"}, 5e-3), ({"mixed_precision": "bf16", "precision": "master"}, 3e-2)],
     ids=["fp32", "fp16", "master"],
 )
-def test_the_last_window_may_be_closed_before_it_is_full(ranks, config, tolerance, every):
+def test_the_last_accumulation_window_may_be_shorter(ranks, config, tolerance, every):
     outcomes, difference = ranks.run(_partial_window, 2, config, every)[0]
     assert outcomes == ["accumulating", "stepped"] * 2
     assert difference < tolerance
@@ -399,7 +399,7 @@ def _open_window(folder):
     strategy.load_ckpt(model, folder)
 
 
-def test_gradients_of_an_open_window_do_not_outlive_a_load(ranks, tmp_path):
+def test_a_load_drops_the_gradients_of_an_open_window(ranks, tmp_path):
     ranks.run(_open_window, 2, str(tmp_path))
 
 
@@ -431,7 +431,7 @@ def _without_sync(config, held):
     [{}, {"sharding_strategy": "NO_SHARD"}, {"mixed_precision": "bf16", "precision": "master"}],
     ids=["sharded", "replicated", "master"],
 )
-def test_no_sync_adds_up_what_a_window_does(ranks, config):
+def test_no_sync_accumulates_like_a_window(ranks, config):
     held, window = (ranks.run(_without_sync, 2, config, held) for held in (True, False))
     for (told, weights, norm), (expected, others, other_norm) in zip(held, window, strict=True):
         assert told == expected == [(False, "accumulating"), (True, "stepped")] * 2
@@ -466,7 +466,7 @@ def _split_sequences():
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_ranks_that_split_sequences_train_as_one_that_has_them_whole(ranks, world_size):
+def test_context_parallel_training_equals_training_on_whole_sequences(ranks, world_size):
     results = ranks.run(_split_sequences, world_size)
     assert [result[:3] for result in results] == [(2, rank // 2, 2) for rank in range(world_size)]
     assert max(result[3] for result in results) < 1e-6
@@ -523,7 +523,7 @@ def _own_masters():
     return torch.cat([(a - b).flatten() for a, b in zip(after, before, strict=True)]).norm().item()
 
 
-def test_an_optimizer_with_a_scaler_of_its_own_is_scaled_and_clipped(ranks):
+def test_an_optimizer_with_its_own_scaler_is_scaled_and_clipped(ranks):
     assert ranks.run(_own_masters, 2)[0] == pytest.approx(1e-3, rel=1e-2)
 
 
@@ -592,7 +592,7 @@ def _offloaded(folder, precision):
 
 
 @pytest.mark.parametrize("precision", ["mixed", "master"])
-def test_an_offloaded_run_saves_and_goes_on_as_one_that_never_was(ranks, tmp_path, precision):
+def test_an_offloaded_run_saves_and_resumes_like_one_on_the_device(ranks, tmp_path, precision):
     never, offloaded, resumed = ranks.run(_offloaded, 2, str(tmp_path), precision)[0]
     for name in never:
         assert torch.equal(never[name], offloaded[name]), name
@@ -612,7 +612,7 @@ def _model_offload():
     return all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_models_go_to_the_host_and_back(ranks):
+def test_a_model_can_be_offloaded_and_reloaded(ranks):
     assert ranks.run(_model_offload, 2) == [True, True]
 
 
@@ -671,7 +671,7 @@ def _resume(folder, config, build):
 
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize("build", [models.untied, models.tied, models.lora])
-def test_a_resumed_run_goes_on_bit_for_bit(ranks, tmp_path, kind, build):
+def test_a_resumed_run_continues_bit_for_bit(ranks, tmp_path, kind, build):
     config = CONFIGS[kind]
     size = 4 if kind == "hsdp" else 2
     step, losses, weights = ranks.run(_save, size, str(tmp_path), config, build)[0]
@@ -729,7 +729,7 @@ def _half_copied(folder):
     assert strategy.load_ckpt(model, folder, optimizer=optimizer, start_fresh="if_none_committed") == (None, {})
 
 
-def test_half_a_copy_is_an_error_unless_a_fresh_start_is_asked_for(ranks, tmp_path):
+def test_an_incomplete_copy_is_an_error_unless_start_fresh_allows_it(ranks, tmp_path):
     ranks.run(_half_copied, 2, str(tmp_path))
 
 
@@ -743,7 +743,7 @@ def _weights_alone(folder):
     return all(torch.equal(s["master"].to_local(), p.to_local().float()) for p, s in optimizer.state.items())
 
 
-def test_masters_follow_weights_that_are_loaded_alone(ranks, tmp_path):
+def test_masters_follow_weights_loaded_without_the_optimizer(ranks, tmp_path):
     assert ranks.run(_weights_alone, 2, str(tmp_path)) == [True, True]
 
 
@@ -901,7 +901,7 @@ def _seeds(config):
     ],
     ids=["1d", "hsdp", "tp", "cp", "tp-cp"],
 )
-def test_dropout_differs_between_data_parallel_ranks_alone(ranks, config, groups):
+def test_dropout_differs_only_between_data_parallel_ranks(ranks, config, groups):
     found = ranks.run(_seeds, 4, config)
     assert all(as_promised for _, as_promised in found)
     for kind in range(3):
@@ -939,7 +939,7 @@ def _samples(config):
     ],
     ids=["1d", "hsdp", "tp", "cp", "tp-cp"],
 )
-def test_a_sampler_gives_one_sample_to_the_ranks_that_work_on_it(ranks, config, expected, totals):
+def test_a_sampler_gives_tp_and_cp_ranks_the_same_samples(ranks, config, expected, totals):
     found = ranks.run(_samples, 4, config)
     size = max(expected) + 1
     assert [(rank, count) for rank, count, _, _ in found] == [(rank, size) for rank in expected]
@@ -986,7 +986,7 @@ def _with_dropout(folder, config, steps, resumes):
 
 
 @pytest.mark.parametrize("config", [{}, {"tp": 2}], ids=["1d", "tp"])
-def test_dropout_goes_on_bit_for_bit_after_a_resume(ranks, tmp_path, config):
+def test_dropout_continues_bit_for_bit_after_a_resume(ranks, tmp_path, config):
     whole = ranks.run(_with_dropout, 4, str(tmp_path), config, range(4), False)
     resumed = ranks.run(_with_dropout, 4, str(tmp_path), config, range(2, 4), True)
     for one, other in zip(whole, resumed, strict=True):
@@ -1004,7 +1004,7 @@ def test_dropout_goes_on_bit_for_bit_after_a_resume(ranks, tmp_path, config):
     ],
     ids=["fewer-ranks", "tp-now", "tp-before"],
 )
-def test_tensor_parallel_ranks_draw_alike_even_on_another_layout(ranks, tmp_path, saved, size, config, groups):
+def test_tensor_parallel_ranks_draw_the_same_numbers_on_any_layout(ranks, tmp_path, saved, size, config, groups):
     ranks.run(_with_dropout, 4, str(tmp_path), saved, range(2), False)
     found = ranks.run(_with_dropout, size, str(tmp_path), config, [], True)
     drawn = [tuple(values) for *_, values in found]
@@ -1084,7 +1084,7 @@ def _not_strict(folder):
     return all(torch.equal(found[name], saved[name]) for name in saved if name != "norm.bias")
 
 
-def test_without_strictness_what_fits_is_loaded(ranks, tmp_path):
+def test_without_strict_matching_weights_are_loaded(ranks, tmp_path):
     assert ranks.run(_not_strict, 2, str(tmp_path)) == [True, True]
 
 
@@ -1113,7 +1113,7 @@ VERBS = {
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_the_verbs_take_their_arguments_in_lightrfts_order(verb):
+def test_methods_take_their_arguments_in_the_order_of_lightrft(verb):
     parameters = inspect.signature(getattr(FSDPStrategy, verb)).parameters.values()
     positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD and p.name != "self"]
     assert positional == VERBS[verb]

@@ -39,7 +39,7 @@ def test_a_transformers_plan_equals_a_single_process(ranks, world_size):
     assert results[0]["meshes"]["model.norm.weight"] == ("shard",)
 
 
-def test_a_tied_head_is_left_whole_and_stays_tied(ranks):
+def test_a_tied_head_is_not_sharded_by_tp_and_stays_tied(ranks):
     results = ranks.run(_run, 2, models.tied_llama, None, 0.0)
     check(results)
     assert results[0]["meshes"]["model.embed_tokens.weight"] == ("shard",)
@@ -48,7 +48,7 @@ def test_a_tied_head_is_left_whole_and_stays_tied(ranks):
 PLAN = {"layers.*.up": ColwiseParallel(), "layers.*.down": "rowwise"}
 
 
-def test_a_plan_of_ones_own_equals_a_single_process(ranks):
+def test_a_custom_plan_equals_a_single_process(ranks):
     check(ranks.run(_run, 4, models.untied, PLAN, 0.0))
 
 
@@ -65,7 +65,7 @@ def _refused():
             strategy.prepare_model(models.untied(), tp_plan=plan)
 
 
-def test_plans_that_can_not_work_are_refused_by_name(ranks):
+def test_impossible_plans_are_refused_by_name(ranks):
     ranks.run(_refused, 2)
 
 
@@ -75,6 +75,6 @@ def test_the_plan_of_a_transformers_model_starts_at_its_root():
     assert plan["lm_head"] == "colwise_gather_output"
 
 
-def test_a_style_of_torch_is_taken_as_it_is():
+def test_a_parallel_style_of_torch_is_used_unchanged():
     style = RowwiseParallel()
     assert translate_style("x", style) is style

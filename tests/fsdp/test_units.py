@@ -39,7 +39,7 @@ def names(units):
     ],
     ids=["blocks", "short", "type", "dotted", "glob", "rule"],
 )
-def test_policies_name_the_blocks(policy):
+def test_wrap_policies_choose_the_blocks(policy):
     assert names(plan_units(models.untied(), policy)) == ["", *LAYERS]
 
 
@@ -53,14 +53,14 @@ def test_a_dotted_name_is_imported():
     assert by_class("torch.nn.modules.linear.Linear")(model) == ["0"]
 
 
-def test_a_short_name_is_looked_up_in_transformers_too():
+def test_a_short_class_name_is_looked_up_in_transformers():
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
     model = nn.Sequential(LlamaDecoderLayer(models.llama().config, 0), nn.Linear(2, 2))
     assert by_class("LlamaPreTrainedModel", "Linear", "LlamaDecoderLayer")(model)[0] == "0"
 
 
-def test_classes_that_the_model_has_none_of_are_refused():
+def test_wrap_classes_without_a_module_in_the_model_are_refused():
     with pytest.raises(UsageError, match=r"No module of TinyLM is a LlamaForCausalLM\. Its classes: Block"):
         by_class("LlamaForCausalLM")(models.untied())
     assert by_class("TinyLM")(models.untied()) == []  # the root is a unit anyway
@@ -71,7 +71,7 @@ def test_an_unknown_class_is_refused_with_those_that_exist():
         by_class("Blok")(models.untied())
 
 
-def test_size_counts_what_inner_units_left_over():
+def test_size_based_wrapping_counts_only_parameters_outside_inner_units():
     block = sum(p.numel() for p in models.Block().parameters())
     model = models.untied()
     assert [n for n in by_size(block)(model) if n.startswith("layers")] == LAYERS
@@ -90,12 +90,12 @@ def test_a_container_is_never_a_unit():
         plan_units(models.untied(), lambda model: ["layers"])
 
 
-def test_a_name_that_is_not_there_is_refused():
+def test_an_unknown_module_name_is_refused():
     with pytest.raises(UsageError, match=r"'layers\.9', which is not a module"):
         plan_units(models.untied(), lambda model: ["layers.9"])
 
 
-def test_excludes_win_by_class_and_by_name():
+def test_excludes_by_class_and_by_name_take_precedence():
     assert names(plan_units(models.untied(), blocks, exclude=["layers.1"])) == ["", "layers.0", "layers.2"]
     assert names(plan_units(models.untied(), blocks, exclude=["Block"])) == [""]
 
@@ -143,7 +143,7 @@ def test_ties_are_found_by_identity():
     assert tied_parameters(models.untied()) == []
 
 
-def test_auto_takes_the_classes_a_model_names_and_leaves_its_list_alone():
+def test_auto_uses_the_no_split_classes_of_a_model_without_changing_them():
     model = models.llama()
     before = (type(model)._no_split_modules, str(type(model)._no_split_modules))
     for _ in range(2):
@@ -156,7 +156,7 @@ def test_transformer_wrap_without_classes_is_refused():
         policy_of(FSDPConfig(auto_wrap_policy="TRANSFORMER_BASED_WRAP"), models.untied())
 
 
-def test_the_plan_prints_a_unit_a_line():
+def test_the_plan_prints_one_unit_per_line():
     text = str(plan_units(models.llama(tie=True), blocks, heads=True))
     assert "model.embed_tokens + lm_head" in text.splitlines()
     assert text.splitlines()[-1] == "(root)"

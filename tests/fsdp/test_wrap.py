@@ -33,7 +33,7 @@ def _twice(records=None):
     assert seen == ["TinyLM is sharded already; shard() left it as it is."]
 
 
-def test_a_second_shard_changes_nothing_and_says_so(ranks):
+def test_sharding_a_second_time_changes_nothing_and_warns(ranks):
     ranks.run(_twice, 2)
 
 
@@ -75,7 +75,7 @@ def _refused():
     assert not any(isinstance(module, FSDPModule) for module in scalar.modules())
 
 
-def test_what_fsdp2_can_not_shard_is_refused_by_name(ranks):
+def test_modules_that_fsdp2_cannot_shard_are_refused_by_name(ranks):
     ranks.run(_refused, 2)
 
 
@@ -86,7 +86,7 @@ def _different_models():
     return str(caught.value)
 
 
-def test_ranks_with_different_models_are_all_told_what_differs(ranks):
+def test_all_ranks_name_the_difference_between_their_models(ranks):
     for text in ranks.run(_different_models, 2):
         assert "rank 0 has '0.weight' [4, 4] float32, rank 1 has '0.weight' [5, 4] float32" in text
 
@@ -126,14 +126,14 @@ def _synchronised(sync):
     return models.weights(model), model.offset.clone()
 
 
-def test_rank_0s_parameters_and_buffers_go_to_all(ranks):
+def test_parameters_and_buffers_of_rank_0_are_broadcast(ranks):
     expected = models.made(models.untied).state_dict()
     for weights, offset in ranks.run(_synchronised, 2, True):
         assert torch.equal(offset, torch.zeros(3))
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
 
 
-def test_without_synchronisation_each_rank_keeps_its_slice(ranks):
+def test_without_sync_module_states_each_rank_keeps_its_own_values(ranks):
     expected = [models.made(models.untied, seed=seed).state_dict()["lm_head.weight"] for seed in (0, 1)]
     weights, _ = ranks.run(_synchronised, 2, False)[0]
     rows = models.VOCAB // 2 + 1
@@ -151,7 +151,7 @@ def _warnings_of(seed_by_rank, config):
     return seen
 
 
-def test_replicas_that_start_with_different_values_are_told(ranks):
+def test_replicas_that_start_with_different_values_are_warned_about(ranks):
     config = {"sharding_strategy": "NO_SHARD", "sync_module_states": False}
     first, second = ranks.run(_warnings_of, 2, 1, config)
     assert len(first) == 1
@@ -167,7 +167,7 @@ def _disabled():
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
-def test_disabled_means_untouched(ranks):
+def test_enable_fsdp_false_leaves_the_model_unchanged(ranks):
     assert ranks.run(_disabled, 2) == [False, False]
 
 
@@ -249,7 +249,7 @@ def _names(config):
     ],
     ids=["checkpointed", "compiled", "both"],
 )
-def test_names_stay_clean_and_every_gradient_arrives(ranks, config):
+def test_sharding_adds_no_prefixes_and_every_parameter_gets_a_gradient(ranks, config):
     torch.manual_seed(0)
     for grads in ranks.run(_names, 2, config):
         assert all(torch.isfinite(grad).all() and grad.abs().sum() > 0 for grad in grads.values())
@@ -326,7 +326,7 @@ def _empty_policy():
     return fsdp_units(model)
 
 
-def test_a_callable_decides(ranks):
+def test_a_callable_policy_decides(ranks):
     assert ranks.run(_empty_policy, 2)[0] == ["", "layers.0.norm", "layers.1.norm", "layers.2.norm", "norm"]
 
 
@@ -406,11 +406,11 @@ def _odd(parameter):
     return Shard(1) if parameter.shape[-1] == 11 else None
 
 
-def test_parameters_and_placements_that_can_not_be_are_refused_by_name(ranks):
+def test_invalid_ignored_parameters_and_placements_are_refused_by_name(ranks):
     ranks.run(_refused_options, 2)
 
 
-def test_ignored_parameters_that_differ_or_train_are_told(ranks):
+def test_ignored_parameters_that_differ_or_train_are_warned_about(ranks):
     first, second = ranks.run(_warnings_of, 2, 1, {"ignored_params": "embed.*,lm_head.*"})
     assert len(first) == 2
     assert "different values of 'embed.weight' and 1 more parameters, and ignored_params keeps them" in first[0]
@@ -449,5 +449,5 @@ def _gathered_ahead(config):
     ],
     ids=str,
 )
-def test_as_many_units_are_gathered_ahead_as_asked_for(ranks, config, forward, backward):
+def test_prefetch_gathers_the_requested_number_of_units_ahead(ranks, config, forward, backward):
     assert ranks.run(_gathered_ahead, 2, config)[0] == {"forward": forward, "backward": backward}

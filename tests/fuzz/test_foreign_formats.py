@@ -29,7 +29,7 @@ PAST = [
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("target", INPUTS)
 @pytest.mark.filterwarnings("ignore")
-def test_damaged_files_of_others_are_refused_or_harmless(target: str, part: int, tmp_path: Path) -> None:
+def test_damaged_foreign_files_are_refused_or_harmless(target: str, part: int, tmp_path: Path) -> None:
     for seed in range(part, INPUTS[target], PARTS):
         run_input(FOREIGN[target], random.Random(f"{target} {seed}"), tmp_path / "x")
 

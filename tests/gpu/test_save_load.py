@@ -32,7 +32,7 @@ def opened(folder, kind: str, way: str) -> CheckpointManager:
 
 
 @pytest.mark.parametrize(("kind", "way"), WAYS)
-def test_every_dtype_and_layout_comes_back_to_its_device(device, kind, way, tmp_path):
+def test_every_dtype_and_layout_round_trips_on_its_device(device, kind, way, tmp_path):
     state = states.training(device, 1)
     expected = states.copied(state)
     with opened(tmp_path, kind, way) as manager:
@@ -56,7 +56,7 @@ def test_a_checkpoint_loads_on_another_device(device, kind, to_device, tmp_path)
 
 
 @pytest.mark.parametrize("way", ["save", "thread", "process"])
-def test_what_the_device_still_computes_is_saved(device, way, tmp_path):
+def test_a_save_waits_for_pending_device_work(device, way, tmp_path):
     model = nn.Module()
     model.register_buffer("product", torch.eye(512, device=device))
     with opened(tmp_path, "sharded", way) as manager:
@@ -71,7 +71,7 @@ def test_what_the_device_still_computes_is_saved(device, way, tmp_path):
 
 
 @pytest.mark.parametrize("way", ["thread", "process"])
-def test_what_training_does_after_a_background_save_began_is_not_in_it(device, way, tmp_path):
+def test_training_after_the_start_of_a_background_save_does_not_change_it(device, way, tmp_path):
     model = nn.Linear(1024, 2048, bias=False).to(device)
     with opened(tmp_path, "sharded", way) as manager:
         for step in (1, 2):  # the second one takes the memory that the first one made

@@ -13,7 +13,7 @@ from tests.formats.sharded import read_alone, write_alone
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["thread", "process"])
-def test_a_snapshot_of_a_device_lies_in_pinned_memory_that_is_used_again(device, shared):
+def test_a_device_snapshot_reuses_pinned_memory(device, shared):
     buffers = StagingBuffers(shared=shared)
     given = [torch.randn(1000, 70), torch.arange(5), torch.randn(64, 48).T, torch.randn(9, 9).bfloat16()]
     given = [tensor.to(device) for tensor in given]
@@ -30,7 +30,7 @@ def test_a_snapshot_of_a_device_lies_in_pinned_memory_that_is_used_again(device,
     assert buffers.nbytes == 0
 
 
-def test_the_memory_of_snapshots_changes_with_the_device(device):
+def test_snapshots_of_another_device_use_other_memory(device):
     buffers = StagingBuffers()
     buffers.copy([torch.ones(10)])
     (view,) = buffers.copy([torch.full((10,), 2.0, device=device)])
@@ -41,7 +41,7 @@ def test_the_memory_of_snapshots_changes_with_the_device(device):
 
 
 @pytest.mark.parametrize("rest", [-8, 0, 8])
-def test_bytes_of_a_large_tensor_come_through_two_buffers_in_turn(device, rest):
+def test_a_large_tensor_is_copied_through_two_alternating_buffers(device, rest):
     numel = (3 * host_bytes._STAGE + rest) // 4
     tensor = torch.arange(numel, dtype=torch.int32, device=device)
     tensor.mul_(2)  # on a device it still runs
@@ -54,7 +54,7 @@ def test_bytes_of_a_large_tensor_come_through_two_buffers_in_turn(device, rest):
     assert pinned == ([True, True] if device == "cuda" else [])
 
 
-def test_a_state_goes_to_disk_and_back(device, tmp_path):
+def test_a_device_state_round_trips_through_a_disk(device, tmp_path):
     made = {
         "large": torch.randn(10 << 20, device=device),
         "columns": torch.randn(300, 5000, device=device).T,

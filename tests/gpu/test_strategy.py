@@ -36,7 +36,7 @@ def same(one, other):
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_checkpoints_do_not_go_through_the_device(device):
+def test_checkpoints_communicate_over_gloo(device):
     with FSDPStrategy(FSDPConfig(device=device)):
         assert "gloo" in dist.get_backend_config()
         assert ("nccl" in dist.get_backend_config()) == (device == "cuda")
@@ -63,7 +63,7 @@ def test_a_run_equals_plain_torch(device, config, tolerances):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize(("precision", "offload"), RUNS)
-def test_a_run_that_was_saved_and_loaded_goes_on_bit_for_bit(device, precision, dtype, offload, tmp_path):
+def test_a_saved_and_loaded_run_continues_bit_for_bit(device, precision, dtype, offload, tmp_path):
     scale = {"initial_loss_scale": 2.0**10} if dtype == "fp16" else {}
     config = FSDPConfig(precision=precision, mixed_precision=dtype, offload=offload, device=device, **scale)
     host = "cpu" if offload == "params" else device
@@ -102,7 +102,7 @@ def test_an_overflow_in_fp16_skips_the_step_and_halves_the_scale(device, precisi
         assert one_step(strategy, model, optimizer, 3)
 
 
-def test_a_model_leaves_the_device_and_comes_back(device):
+def test_a_model_moves_to_the_host_and_back(device):
     with FSDPStrategy(FSDPConfig(device=device)) as strategy:
         model = strategy.prepare_model(models.made(models.untied))
         before = models.weights(model)

@@ -32,7 +32,7 @@ def run(source: Path, name: str, *flags: str) -> Result:
 
 
 @pytest.mark.parametrize("name", ["inspect", "verify", "convert", "reshard"])
-def test_a_file_that_names_an_unknown_class_is_read_on_request_only(name: str, source: Path) -> None:
+def test_a_file_with_an_unknown_class_is_read_only_with_allow_pickle(name: str, source: Path) -> None:
     refused = run(source, name)
     assert refused.exit_code == 1 and "posix.mkdir" in refused.output
     taken = run(source, name, "--allow-pickle")

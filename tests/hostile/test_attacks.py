@@ -38,7 +38,7 @@ def test_the_control_of_an_attack_is_accepted(build: Callable[[Place], None], tm
     assert _convert(tmp_path, build) == 0
 
 
-def test_a_tensor_that_no_memory_holds_is_an_error_of_ours(tmp_path: Path) -> None:
+def test_a_tensor_too_large_for_memory_is_a_ckptkit_error(tmp_path: Path) -> None:
     """Shape and size are true; the file is sparse."""
     place = Place(tmp_path / "case")
     place.prepare()

@@ -93,7 +93,7 @@ LINKS: dict[str, Callable[[Place], None]] = {
 
 
 @pytest.mark.parametrize("name", LINKS)
-def test_no_command_changes_what_a_link_leads_to(name: str, place: Place) -> None:
+def test_no_command_changes_the_target_of_a_link(name: str, place: Place) -> None:
     LINKS[name](place)
     before = tree(place.outside, without=place.work)
     outcomes = run_commands(place, ("convert hf", "load", "pin", "prune"))
@@ -107,7 +107,7 @@ def _serious(bad: tuple[str, ...]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", LINKS)
-def test_no_save_and_no_rotation_changes_what_a_link_leads_to(name: str, place: Place) -> None:
+def test_no_save_or_rotation_changes_the_target_of_a_link(name: str, place: Place) -> None:
     LINKS[name](place)
     before = tree(place.outside, without=place.work)
     try:
@@ -128,13 +128,13 @@ def test_without_links_the_same_commands_succeed(place: Place) -> None:
 
 
 @pytest.mark.parametrize("name", ["state", "pins"])
-def test_a_checkpoint_whose_pins_lie_elsewhere_is_read_without_a_pin(name: str, place: Place) -> None:
+def test_a_checkpoint_whose_pin_directory_is_a_link_is_read_without_a_pin(name: str, place: Place) -> None:
     LINKS[name](place)
     assert run_commands(place, ("convert hf",))["convert hf"].code == 0
 
 
 @pytest.mark.parametrize("name", ["state", "pins", "deleting"])
-def test_what_can_not_be_asked_for_pins_is_not_deleted(name: str, place: Place) -> None:
+def test_a_checkpoint_whose_pins_cannot_be_read_is_not_deleted(name: str, place: Place) -> None:
     LINKS[name](place)
     try:
         done = rotate(LocalStore(place.src), RetentionPolicy(max_num=1))
@@ -145,7 +145,7 @@ def test_what_can_not_be_asked_for_pins_is_not_deleted(name: str, place: Place) 
     assert (place.src / "step_00000001" / "checkpoint.json").exists()
 
 
-def test_a_linked_run_directory_is_one_like_any_other(place: Place) -> None:
+def test_a_symlinked_run_directory_works_like_any_other(place: Place) -> None:
     """The link that a person gives is followed: what counts is what lies below it."""
     link = place.top / "link"
     link.symlink_to(place.src, target_is_directory=True)
@@ -166,7 +166,7 @@ def test_a_linked_run_directory_is_one_like_any_other(place: Place) -> None:
         lambda store: store.child("a").read("x.json"), lambda store: store.list("a"), lambda store: store.child("a").list(),
     ],
 )  # fmt: skip
-def test_a_store_refuses_what_leads_out_of_it(change: Callable[[LocalStore], object], place: Place) -> None:
+def test_a_store_refuses_links_that_lead_out_of_it(change: Callable[[LocalStore], object], place: Place) -> None:
     (place.src / "a").symlink_to(place.outside, target_is_directory=True)
     (place.src / "f").write_bytes(b"x")
     before = tree(place.outside, without=place.work)
@@ -215,7 +215,7 @@ def test_a_step_whose_record_is_of_another_checkpoint_is_refused(place: Place) -
         open_source(str(place.src / "step_00000007"))
 
 
-def test_a_copy_that_calls_itself_no_step_is_read_and_says_what_it_is(place: Place) -> None:
+def test_a_renamed_step_directory_is_read_with_a_note(place: Place) -> None:
     step = place.src / STEP
     assert not open_source(str(step)).catalog.info.notes
     assert STEP in " ".join(open_source(str(step.rename(place.src / "mine"))).catalog.info.notes)

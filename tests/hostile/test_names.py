@@ -33,7 +33,7 @@ def test_an_ordinary_tag_is_accepted() -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "step_00000009"], ids=ascii)
-def test_a_hostile_name_is_no_step(name: str) -> None:
+def test_a_hostile_name_is_not_a_step(name: str) -> None:
     assert step_of_name(name) is None
 
 
@@ -47,7 +47,7 @@ def test_a_store_refuses_paths_that_lead_elsewhere(path: str) -> None:
 @pytest.mark.parametrize(
     "name", ["nul", "CON.txt", "a:b", "a.", "x" * 256, "é" * 128, "a/b", "a\x7f", "COM¹", "conin$"]
 )
-def test_a_name_that_some_system_can_not_have_is_not_safe(name: str) -> None:
+def test_a_name_that_some_file_system_forbids_is_not_safe(name: str) -> None:
     assert not is_safe_name(name)
 
 
@@ -58,7 +58,7 @@ def test_an_ordinary_name_is_safe() -> None:
 @pytest.mark.parametrize(
     "glob", ["[", "[!", "*" * 200, "../*", "\0", "(a+)+$", "[a-", "*" + "a*" * 60 + "b"], ids=ascii
 )
-def test_a_glob_of_any_text_is_no_more_than_a_glob(glob: str, tmp_path: Path) -> None:
+def test_any_text_is_safe_as_a_glob(glob: str, tmp_path: Path) -> None:
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "model.safetensors").write_bytes(safetensors({"a" * 100: [1]}))
     arguments = ["convert", str(tmp_path / "src"), str(tmp_path / "dst"), "--include", glob]
@@ -68,7 +68,7 @@ def test_a_glob_of_any_text_is_no_more_than_a_glob(glob: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("name", ["a\0b", "..", ".", "", "x" * 300], ids=ascii)
-def test_a_destination_that_can_not_be_is_refused_and_nothing_is_left(name: str, tmp_path: Path) -> None:
+def test_an_impossible_destination_is_refused_and_nothing_is_left(name: str, tmp_path: Path) -> None:
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "model.safetensors").write_bytes(safetensors({"a": [1]}))
     result = CliRunner().invoke(cli, ["convert", str(tmp_path / "src"), f"{tmp_path}/{name}"])

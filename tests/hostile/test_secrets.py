@@ -119,7 +119,7 @@ def test_a_url_with_a_login_is_refused_without_being_quoted(url: str) -> None:
 
 
 @pytest.mark.parametrize("url", PLAIN_URLS)
-def test_a_url_without_a_login_is_taken_and_shown_as_it_is(url: str) -> None:
+def test_a_url_without_a_login_is_accepted_and_shown_unchanged(url: str) -> None:
     open_store(url)
     assert without_secrets(url) == url
 
@@ -142,11 +142,11 @@ def test_a_value_after_the_name_of_a_secret_is_not_shown(text: str) -> None:
         "--include 'key.*'", "max_tokens=5", "key_map=hf", "the keys: a, b", "step=3", "file:///a/b: no", "/a/b@c=d",
     ],
 )  # fmt: skip
-def test_ordinary_words_stay(text: str) -> None:
+def test_ordinary_words_are_not_masked(text: str) -> None:
     assert without_secrets(text) == text
 
 
-def test_a_short_value_is_not_looked_for_within_words() -> None:
+def test_a_short_secret_is_not_masked_within_words() -> None:
     redact.keep_secret({"secret": "test"})
     assert without_secrets("pytest: test=test1") == "pytest: ***=test1"
 
@@ -154,7 +154,7 @@ def test_a_short_value_is_not_looked_for_within_words() -> None:
 @pytest.mark.parametrize(
     "name", ["AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "AZURE_STORAGE_SAS", "MY_PASSWORD", "WANDB_API_KEY"]
 )
-def test_values_of_the_environment_are_in_no_message(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_message_shows_secrets_of_the_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, f"value/{HUSH}")
     _clean(CkptkitError(f"it said: value/{HUSH}, also value%2F{HUSH}"), StorageError(5, f"value/{HUSH}"))
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "something long")
@@ -187,7 +187,7 @@ def test_a_failing_storage_without_secrets_is_shown_with_its_cause() -> None:
     assert isinstance(caught.value.__cause__, OSError)
 
 
-def test_what_is_logged_and_its_traceback_hold_no_credential(caplog: pytest.LogCaptureFixture) -> None:
+def test_logs_and_tracebacks_hold_no_credentials(caplog: pytest.LogCaptureFixture) -> None:
     redact.keep_secret(OPTIONS)
     try:
         raise ValueError(f"https://me:{HUSH}@host")
@@ -197,7 +197,7 @@ def test_what_is_logged_and_its_traceback_hold_no_credential(caplog: pytest.LogC
     assert "ValueError" in caplog.text
 
 
-def test_a_saved_run_holds_no_option_of_its_storage(caplog: pytest.LogCaptureFixture, capfd: Any) -> None:
+def test_a_saved_run_holds_no_storage_options(caplog: pytest.LogCaptureFixture, capfd: Any) -> None:
     caplog.set_level("DEBUG", logger="ckptkit")
     model = torch.nn.Linear(2, 2)
     for kind in ("sharded", "full", "local"):
@@ -210,7 +210,7 @@ def test_a_saved_run_holds_no_option_of_its_storage(caplog: pytest.LogCaptureFix
     _clean(caplog.text, *capfd.readouterr())
 
 
-def test_the_names_of_a_hub_failure_hold_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_hub_failure_holds_no_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
 
     def fail(*_: Any, **__: Any) -> Any:
@@ -223,14 +223,14 @@ def test_the_names_of_a_hub_failure_hold_no_token(tmp_path: Path, monkeypatch: p
     _clean(caught.value)
 
 
-def test_a_base_that_is_a_url_with_a_login_is_in_no_message(tmp_path: Path) -> None:
+def test_a_base_url_with_a_login_is_in_no_message(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(sources.safetensors({"a": [1]}))
     with pytest.raises((UsageError, CheckpointNotFoundError)) as caught:
         convert(str(tmp_path), str(tmp_path / "dst"), base=f"https://me:{HUSH}@host/base")
     _clean(caught.value)
 
 
-def test_a_page_holds_no_credential_of_its_url_or_its_options(tmp_path: Path) -> None:
+def test_a_page_holds_no_credentials_of_its_url_or_options(tmp_path: Path) -> None:
     from ckptkit.formats.detect import open_source
 
     (tmp_path / "model.safetensors").write_bytes(sources.safetensors({"a": [1]}))
@@ -277,7 +277,9 @@ def _run(arguments: list[str], folder: Path, caplog: pytest.LogCaptureFixture) -
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_that_works_shows_no_option(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_successful_command_shows_no_storage_options(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with CheckpointManager("memory://run", storage_options=OPTIONS) as manager:
         manager.save(1, TrainState(model=torch.nn.Linear(2, 2), step=1))
     place = "memory://run" if name.startswith(("ls", "prune")) else "memory://run/step_00000001"
@@ -286,20 +288,24 @@ def test_a_command_that_works_shows_no_option(name: str, tmp_path: Path, caplog:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_that_fails_shows_no_option(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_command_shows_no_storage_options(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     result = _run([*_commands("leaky://bucket/run", tmp_path)[name], "--debug", *FLAGS], tmp_path, caplog)
     assert result.exit_code == 1
     assert "Traceback" in result.stderr or "verify" in name
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_is_given_a_url_with_a_login(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_command_refuses_a_url_with_a_login_without_showing_it(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for url in URLS:
         result = _run([*_commands(url, tmp_path)[name], "--debug"], tmp_path, caplog)
         assert result.exit_code in (1, 2)
 
 
-def test_the_path_of_a_file_is_no_query() -> None:
+def test_a_question_mark_in_a_file_path_is_not_a_query() -> None:
     assert open_store("file:///data/x?token=1").url == "/data/x?token=1"
 
 

@@ -66,7 +66,7 @@ def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(tmp_path):
     assert saved == [str(tmp_path)]
 
 
-def test_a_checkpoint_of_accelerate_itself_is_adopted(tmp_path):
+def test_a_checkpoint_written_by_accelerate_is_resumed_from(tmp_path):
     run = prepared()
     train(run, 2)
     run[0].save_state(str(tmp_path / "old"))
@@ -90,7 +90,7 @@ def loaded(stateful: bool) -> tuple[Any, Any]:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("stateful", [False, True])
-def test_a_prepared_loader_goes_on_in_the_middle_of_an_epoch(tmp_path, stateful):
+def test_a_prepared_loader_resumes_in_the_middle_of_an_epoch(tmp_path, stateful):
     accelerator, data = loaded(stateful)
     list(data)
     checkpoints = AcceleratorCheckpoints(accelerator, tmp_path)

@@ -65,5 +65,5 @@ def test_a_missing_package_is_named_with_the_extra_that_installs_it(
 
 
 @pytest.mark.parametrize("name", ["torchtitan", "hub"])
-def test_what_needs_no_framework_imports_without_one(told: dict[str, list[str]], name: str) -> None:
+def test_modules_without_a_framework_import_without_one(told: dict[str, list[str]], name: str) -> None:
     assert told[name] == []

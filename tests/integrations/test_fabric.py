@@ -83,7 +83,7 @@ def _resumed(folder, seed):
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp2_full"])
-def test_a_run_of_fabric_resumes_bit_equal_by_the_registered_name(framework_ranks, tmp_path, strategy):
+def test_a_fabric_run_resumes_bit_equal_with_the_registered_strategy(framework_ranks, tmp_path, strategy):
     saved = framework_ranks.run(_saved, 2, str(tmp_path), strategy, timeout=240)
     for seed in (2, None):  # None: on the meta device
         for (weights, rates), (expected, other_rates) in zip(
@@ -110,7 +110,7 @@ def _refused(folder):
     return model.layers[0].up.weight.dtype, model.layers[0]._get_fsdp_state()._mp_policy.param_dtype, out.dtype
 
 
-def test_precision_is_fabrics_and_what_would_train_nothing_is_refused(framework_ranks, tmp_path):
+def test_fabric_sets_the_precision_and_untrainable_settings_are_refused(framework_ranks, tmp_path):
     assert framework_ranks.run(_refused, 1, str(tmp_path), timeout=240)[0][:2] == (torch.float32, torch.bfloat16)
 
 

@@ -34,7 +34,7 @@ def test_a_trainers_resumed_run_is_bit_equal(two, name, kind):
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp2"])
-def test_the_export_of_a_sharded_model_is_what_from_pretrained_reads(two, name):
+def test_from_pretrained_reads_the_export_of_a_sharded_model(two, name):
     assert two[f"{name}_export"]
 
 
@@ -46,5 +46,5 @@ def test_an_accelerators_resumed_run_is_bit_equal_with_its_dataloader_and_accumu
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_another_number_of_ranks_resumes(framework_ranks, two, work, ranks):
+def test_a_run_resumes_on_another_number_of_ranks(framework_ranks, two, work, ranks):
     assert framework_ranks.run(_job, ranks, work, ("more",), timeout=100)[0]["resized"] == (3, 8)

@@ -156,7 +156,7 @@ def test_a_push_uploads_every_visible_file_unchanged(hub: Hub, export: Path) -> 
     assert ".hidden" not in hub.files
 
 
-def test_what_convert_made_is_pushed_with_its_card(hub: Hub, zoo: Path, tmp_path: Path) -> None:
+def test_a_converted_export_is_pushed_with_its_model_card(hub: Hub, zoo: Path, tmp_path: Path) -> None:
     convert(str(zoo / "hf_ref_llama_untied"), str(tmp_path / "out"), to="hf")
     done = push(hub, str(tmp_path / "out"), "me/model")
     assert done.returncode == 0, done.stderr
@@ -166,7 +166,9 @@ def test_what_convert_made_is_pushed_with_its_card(hub: Hub, zoo: Path, tmp_path
 
 @pytest.mark.parametrize("status", [429, 500, 503])
 @pytest.mark.parametrize("request_of", ["/repos/create", "/preupload/", "/objects/batch", "/commit/"])
-def test_a_push_goes_on_where_the_hub_fails_for_a_moment(hub: Hub, export: Path, request_of: str, status: int) -> None:
+def test_a_push_retries_after_a_temporary_failure_of_the_hub(
+    hub: Hub, export: Path, request_of: str, status: int
+) -> None:
     hub.busy[request_of] = status
     done = push(hub, str(export), "me/model")
     assert done.returncode == 0, done.stderr
@@ -174,7 +176,7 @@ def test_a_push_goes_on_where_the_hub_fails_for_a_moment(hub: Hub, export: Path,
     assert not hub.busy
 
 
-def test_a_push_that_is_denied_says_so_and_exits_with_1(hub: Hub, export: Path) -> None:
+def test_a_denied_push_exits_with_1(hub: Hub, export: Path) -> None:
     hub.denied = True
     done = push(hub, str(export), "me/model")
     assert done.returncode == 1
@@ -200,7 +202,7 @@ def test_a_folder_without_weights_is_not_pushed(hub: Hub, tmp_path: Path) -> Non
     assert hub.files == {}
 
 
-def test_a_folder_that_is_not_there_is_said_not_to_be(hub: Hub, tmp_path: Path) -> None:
+def test_pushing_a_missing_folder_is_an_error(hub: Hub, tmp_path: Path) -> None:
     (tmp_path / "export").mkdir()
     done = push(hub, str(tmp_path / "exprot"), "me/model")
     assert done.returncode == 1
@@ -213,7 +215,7 @@ def test_a_name_that_is_not_a_repo_is_wrong_usage(hub: Hub, export: Path) -> Non
 
 
 @pytest.mark.parametrize("quiet", [False, True])
-def test_a_push_on_a_terminal_names_the_file_and_its_bytes_unless_it_is_to_be_quiet(
+def test_a_push_on_a_terminal_shows_progress_unless_quiet(
     hub: Hub, export: Path, monkeypatch: pytest.MonkeyPatch, quiet: bool
 ) -> None:
     save_file({"w": np.zeros(2_000_000, np.float32)}, export / "model.safetensors", metadata={"format": "pt"})

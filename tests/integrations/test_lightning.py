@@ -42,12 +42,12 @@ def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(two, kind):
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full", "local"])
-def test_optimizer_state_waits_for_the_first_step_and_is_let_go(two, kind):
+def test_optimizer_state_is_applied_at_the_first_step_and_freed(two, kind):
     assert two[f"{kind}_deferred"]
     assert two[f"{kind}_moments_at_start"] == 18
 
 
-def test_a_checkpoint_is_validated_tested_and_predicted_with(two):
+def test_a_checkpoint_can_be_used_for_validation_test_and_prediction(two):
     assert two["val_loss"] == two["test_loss"] > 0
     assert two["predicted"] == [2, 3]
 
@@ -60,13 +60,13 @@ def test_the_best_and_the_last_are_kept_and_the_last_is_a_link(two):
     assert two["best_exists"]
 
 
-def test_what_lightning_removes_is_removed_and_links_are_not_followed(two):
+def test_a_removed_checkpoint_is_deleted_and_links_are_not_followed(two):
     assert "step=1.ckpt" not in two["plain_dir"]
     assert two["link"]
     assert two["target_kept"]
 
 
-def test_a_predicate_says_what_a_checkpoint_holds(two):
+def test_a_state_dict_filter_selects_what_is_saved(two):
     assert two["adapter_keys"] == ["model.model.head.bias", "model.model.head.weight"]
     assert two["adapter_resumed"]
     assert two["whole_on_rank_0"] == [True]
@@ -83,11 +83,11 @@ def test_a_second_parallelize_only_warns(two):
 
 
 @pytest.mark.parametrize("source", ["mp_sharded", "mp_full", "ddp"])
-def test_lightnings_own_checkpoints_are_resumed_from(two, source):
+def test_checkpoints_written_by_lightning_are_resumed_from(two, source):
     assert two[f"from_{source}"]
 
 
-def test_a_file_of_lightnings_is_replaced_once_the_new_checkpoint_is_there(two):
+def test_a_lightning_file_is_replaced_after_the_new_checkpoint_is_committed(two):
     assert "last.ckpt" in two["over_a_file"]
     assert not [name for name in two["over_a_file"] if "replaced" in name]
 
@@ -96,20 +96,20 @@ def test_the_callback_saves_under_a_strategy_that_bypasses_checkpoint_io(two):
     assert two["callback_under_model_parallel"]
 
 
-def test_a_checkpoint_io_of_ones_own_sees_whole_tensors_and_is_resumed_from(two):
+def test_a_custom_checkpoint_io_receives_whole_tensors_and_resumes(two):
     assert two["io_saw"] == ["io.ckpt"]
     assert two["io_whole"]
     assert two["io_resumed"]
 
 
-def test_our_checkpoint_io_rotates_and_resumes_under_ddp(two):
+def test_ckptkit_checkpoint_io_rotates_and_resumes_under_ddp(two):
     assert "step=3.ckpt" in two["ddp_kept"]
     assert "step=2.ckpt" not in two["ddp_kept"]
     assert two["ddp_resumed"]
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full"])
-def test_another_number_of_ranks_resumes(one, kind):
+def test_a_run_resumes_on_another_number_of_ranks(one, kind):
     assert one[f"{kind}_step"] == [3, 5]
     assert one[f"{kind}_moments"] == 18
     assert one["weights_equal"]

@@ -23,12 +23,12 @@ MADE = {"mesh": None, "dp": 2, "tp": 1, "cp": 1, "offload": False, "state_dict_t
         ({"dp": 2, "tp": "auto", "cp": 2}, (2, 2)),
     ],
 )
-def test_auto_is_what_the_other_sizes_leave(arguments, sizes):
+def test_an_auto_size_is_computed_from_the_other_sizes(arguments, sizes):
     assert group_sizes(8, **arguments) == sizes
 
 
 @pytest.mark.parametrize("arguments", [{"dp": 3, "tp": 2}, {"dp": 3, "tp": "auto"}, {"dp": 16, "tp": "auto"}])
-def test_sizes_that_do_not_make_the_world_are_refused(arguments):
+def test_sizes_that_do_not_multiply_to_the_world_size_are_refused(arguments):
     with pytest.raises(UsageError, match="does not make the 8 ranks"):
         group_sizes(8, **arguments)
 
@@ -37,12 +37,12 @@ def test_sizes_that_do_not_make_the_world_are_refused(arguments):
     ("precision", "expected"),
     [("32-true", None), ("bf16-true", None), ("16-true", None), ("bf16-mixed", "bf16"), ("16-mixed", "fp16")],
 )
-def test_the_precisions_of_the_trainer_mean_a_mixed_precision(precision, expected):
+def test_trainer_precisions_become_mixed_precision_policies(precision, expected):
     config = fsdp_config(sharding_strategy="full_shard", precision=precision, mp_policy=None, **MADE)
     assert config.mixed_precision == expected
 
 
-def test_a_policy_wins_over_the_trainers_precision():
+def test_a_mixed_precision_policy_overrides_the_trainers_precision():
     policy = torch.distributed.fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     config = fsdp_config(sharding_strategy="FULL_SHARD", precision="16-mixed", mp_policy=policy, **MADE)
     assert (config.mixed_precision, config.reduce_dtype) == ("bf16", "fp32")

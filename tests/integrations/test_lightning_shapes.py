@@ -78,13 +78,13 @@ def test_a_run_with_replicas_is_resumed_bit_equal_and_each_shard_is_written_once
     assert max(four["hsdp_bytes"]) < 0.4 * total
 
 
-def test_what_two_ranks_saved_goes_on_at_four(four):
+def test_a_run_of_two_ranks_resumes_on_four(four):
     assert four["more_equal"]
     assert four["more_step"] == 3
 
 
 @pytest.mark.parametrize("name", ["tp", "hsdp"])
-def test_what_four_ranks_saved_goes_on_at_two(two_again, name):
+def test_a_run_of_four_ranks_resumes_on_two(two_again, name):
     assert two_again[f"{name}_step"] == (4, 6, 18)
     assert two_again["tp_into_two"]
 
@@ -95,13 +95,13 @@ def test_offloaded_weights_are_resumed_bit_equal_and_saved_whole(two):  # NB3
     assert two["offload_saved"] == [3, 8]
 
 
-def test_activations_are_recomputed_and_names_stay(two):
+def test_activation_checkpointing_does_not_change_names(two):
     assert two["calls_with"] == 2 * two["calls_without"]
     assert two["recompute_keys"]
     assert two["recompute_off"]
 
 
-def test_what_a_compiled_model_saved_a_plain_one_loads(two):
+def test_a_plain_model_loads_the_checkpoint_of_a_compiled_one(two):
     assert two["compiled_off"]
 
 
@@ -109,7 +109,7 @@ def test_a_model_made_on_the_meta_device_is_resumed_bit_equal(two):
     assert two["meta_equal"]
 
 
-def test_a_model_of_init_module_gets_its_values(two):
+def test_a_model_created_under_init_module_gets_its_values(two):
     assert two["init_module_on"] == "meta"
     assert two["init_module_finite"]
 
@@ -119,25 +119,25 @@ def test_modules_without_reset_parameters_are_listed_in_a_warning(two):
     assert "Odd (0.scale)" in two["odd_warned"][0]
 
 
-def test_nemos_arguments_are_taken(two):
+def test_arguments_of_nemo_are_accepted(two):
     assert two["own_calls"].count(["Net", "data_parallel", "context_parallel", "tensor_parallel"]) == 1
     assert ["StatefulDataLoader"] in two["own_calls"]
 
 
-def test_nemos_function_keeps_the_last_block_gathered(two):
+def test_the_parallelize_function_of_nemo_keeps_the_last_block_gathered(two):
     assert two["last_block"] == [False, True]
 
 
-def test_the_trainers_clipping_is_by_the_norm_of_all_ranks(two):
+def test_the_trainer_clips_by_the_norm_over_all_ranks(two):
     assert two["clipped"] == pytest.approx([1e-3, 1e-3], rel=1e-3)
 
 
-def test_optimizer_state_goes_by_name(two):
+def test_optimizer_state_is_matched_by_name(two):
     assert "model.blocks.0.0.weight" in two["optimizer_keys"]
     assert len(two["optimizer_keys"]) == 6
 
 
-def test_values_are_reduced_and_broadcast_over_the_ranks(two):
+def test_the_strategy_reduces_and_broadcasts_values(two):
     assert two["reduced"] == 0.5
     assert two["broadcast"] == "from 0"
 
@@ -147,7 +147,7 @@ def test_storage_options_of_a_save_are_refused(two):
 
 
 @pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "no_shard"])
-def test_other_sharding_strategies_train_to_the_same(two, strategy):
+def test_other_sharding_strategies_give_the_same_weights(two, strategy):
     assert two[strategy]
 
 
@@ -159,7 +159,7 @@ def test_other_sharding_strategies_train_to_the_same(two, strategy):
         ("two_into_one", "optimizer"),
     ],
 )
-def test_what_can_not_work_is_refused_with_a_hint(two, fact, words):
+def test_impossible_settings_are_refused_with_a_hint(two, fact, words):
     assert words in two[fact]
 
 
@@ -172,7 +172,7 @@ def test_a_run_on_s3_is_saved_rotated_resumed_and_tested(remote):
     assert remote["remote_local_folder"] == []
 
 
-def test_a_path_on_s3_that_holds_nothing_is_named(remote):
+def test_resuming_from_an_empty_s3_path_is_an_error(remote):
     assert remote["remote_missing"].startswith("CheckpointNotFoundError")
     assert "s3://lightning/run/nothing.ckpt" in remote["remote_missing"]
 

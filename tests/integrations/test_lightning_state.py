@@ -12,7 +12,7 @@ from ckptkit.integrations import lightning_state
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_file_that_comes_while_a_checkpoint_is_removed_is_kept(
+def test_a_file_that_appears_during_a_removal_is_kept(
     tmp_path: Path, late: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     place, set_aside = tmp_path / "last.ckpt", lightning_state._set_aside
@@ -35,12 +35,12 @@ def test_a_file_that_comes_while_a_checkpoint_is_removed_is_kept(
     assert kept[0].parent.name.startswith("last.ckpt.replaced-") and (kept[0].parent / ".metadata").exists()
 
 
-def test_a_removal_that_fails_is_logged_and_raises_nothing_on_rank_0_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_removal_is_logged_and_not_raised(caplog: pytest.LogCaptureFixture) -> None:
     lightning_state.remove_checkpoint("nosuch://bucket/run/step=1.ckpt")
     assert "nosuch://bucket/run/step=1.ckpt was not removed" in caplog.text
 
 
-def test_a_managed_checkpoint_keeps_several_only_by_a_monitor_or_a_policy() -> None:
+def test_managed_checkpoint_needs_a_monitor_or_a_policy_to_keep_several() -> None:
     pytest.importorskip("lightning")  # here: it takes seconds
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 

@@ -37,7 +37,7 @@ def small():
     return type("Small", (), {"model": model, "optimizer": torch.optim.AdamW(model.parameters())})
 
 
-def test_the_calls_are_those_of_torchtitan():
+def test_the_checkpointer_has_the_methods_of_torchtitan():
     calls = {name: list(inspect.signature(getattr(TorchtitanCheckpointer, name)).parameters)[1:] for name in
              ("save", "load", "maybe_wait_for_staging", "maybe_wait_for_saving", "close")}  # fmt: skip
     assert calls == {
@@ -102,16 +102,16 @@ SAVES = {  # field: (its value, the steps of 7 that are saved)
 
 
 @pytest.mark.parametrize("field", SAVES)
-def test_an_option_of_saving_does_what_it_says(tmp_path, field):
+def test_each_saving_option_has_its_documented_effect(tmp_path, field):
     value, steps = SAVES[field]
     assert saved(tmp_path, 7, **{field: value}) == steps
 
 
-def test_no_more_than_the_latest_k_are_kept(tmp_path):
+def test_keep_latest_k_keeps_the_latest_k(tmp_path):
     assert saved(tmp_path, 7, interval=1, keep_latest_k=2) == [6, 7]
 
 
-def test_a_retention_policy_takes_the_place_of_the_latest_k(tmp_path):
+def test_a_retention_policy_replaces_keep_latest_k(tmp_path):
     policy = RetentionPolicy(max_num=1, keep_every=3)
     assert saved(tmp_path, 7, {"retention": policy}, interval=1, keep_latest_k=2) == [3, 6, 7]
 
@@ -126,12 +126,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("field", REFUSED)
-def test_an_option_that_is_not_honoured_is_refused_by_name(tmp_path, field):
+def test_an_unsupported_option_is_refused_by_name(tmp_path, field):
     with pytest.raises(UsageError, match=field):
         newest(tmp_path, **{field: REFUSED[field]})
 
 
-def test_every_field_of_the_config_is_tried_here():
+def test_every_field_of_the_config_has_a_test():
     tried = {*SAVES, *REFUSED, "keep_latest_k", "load_step", "create_seed_checkpoint", "folder"}
     assert {field.name for field in dataclasses.fields(Config)} == tried | {
         "initial_load_path",
@@ -144,7 +144,7 @@ def test_an_unknown_option_is_an_error(tmp_path):
         of(small(), tmp_path, no_such_option=1)
 
 
-def test_of_a_seed_checkpoint_only_the_model_is_loaded(tmp_path):
+def test_only_the_model_of_a_seed_checkpoint_is_loaded(tmp_path):
     seed = newest(tmp_path, create_seed_checkpoint=True)
     seed.save(curr_step=0, last_step=True)
     seed.close()
@@ -155,7 +155,7 @@ def test_of_a_seed_checkpoint_only_the_model_is_loaded(tmp_path):
     assert not state.optimizer.state
 
 
-def test_a_step_to_load_that_is_not_there_is_an_error(tmp_path):
+def test_loading_a_missing_step_is_an_error(tmp_path):
     with pytest.raises(CheckpointNotFoundError):
         newest(tmp_path, load_step=5).load()
 
@@ -164,12 +164,12 @@ def test_a_resumed_run_is_bit_equal():
     assert main() == 0
 
 
-def test_it_saves_at_the_interval_and_at_the_last_step_and_keeps_the_latest(tmp_path):
+def test_saves_happen_at_the_interval_and_at_the_last_step(tmp_path):
     train(str(tmp_path), 8)
     assert sorted(p.name for p in tmp_path.glob("step_*")) == ["step_00000006", "step_00000008"]
 
 
-def test_load_tells_whether_there_was_a_checkpoint(tmp_path):
+def test_load_returns_whether_a_checkpoint_was_found(tmp_path):
     checkpointer = of(small(), tmp_path, interval=1)
     assert checkpointer.load() is False
     checkpointer.save(1)
@@ -180,7 +180,7 @@ def test_load_tells_whether_there_was_a_checkpoint(tmp_path):
     checkpointer.close()
 
 
-def test_a_checkpointer_that_is_off_does_nothing(tmp_path):
+def test_a_disabled_checkpointer_does_nothing(tmp_path):
     checkpointer = of(small(), tmp_path / "none", enable=False)
     checkpointer.save(1, last_step=True)
     assert checkpointer.load() is False
@@ -188,7 +188,7 @@ def test_a_checkpointer_that_is_off_does_nothing(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-def test_torchtitans_own_checkpoint_is_adopted_with_its_optimizer(tmp_path):
+def test_a_checkpoint_written_by_torchtitan_is_resumed_from_with_its_optimizer(tmp_path):
     name = "dcp_torchtitan_like_w2"
     state = run_of(name)
     old = str(ZOO / name / "step-2")
@@ -234,7 +234,7 @@ def _stages(folder, split, trains):
     return found
 
 
-def test_pipeline_stages_load_however_they_are_spread(ranks, tmp_path):
+def test_pipeline_stages_load_on_any_division_into_stages(ranks, tmp_path):
     saved = ranks.run(_stages, 2, str(tmp_path), [[(0,), (2,)], [(1,), (3,)]], True)
     whole = {**saved[0], **saved[1]}
     for split in ([[(0, 1)], [(2, 3)]], [[(0,), (1,), (2, 3)]], [[(0, 1, 2, 3)]], [[(0,)], [(1,), (2,), (3,)]]):
@@ -244,7 +244,7 @@ def test_pipeline_stages_load_however_they_are_spread(ranks, tmp_path):
             assert all(torch.equal(value, other) for value, other in zip(values, whole[name], strict=True)), name
 
 
-def test_it_is_built_from_a_config_of_torchtitans(tmp_path):
+def test_the_checkpointer_is_built_from_a_torchtitan_config(tmp_path):
     base = pytest.importorskip("torchtitan.components.checkpointer").BaseCheckpointManager
     config = TorchtitanCheckpointer.Config(enable=True, interval=2, url=str(tmp_path / "run"), state_dict_type="full")
     assert isinstance(config, base.Config)

@@ -92,7 +92,7 @@ def evaluated(work: Path, callback: Any, **options: Any) -> transformers.Trainer
     return trainer_of(work, callback, eval_strategy="steps", eval_steps=2, learning_rate=0.3, **options)
 
 
-def test_attaching_is_enough_for_every_option(tmp_path):
+def test_attach_supports_every_option(tmp_path):
     trainer = trainer_of(tmp_path, None)
     CheckpointCallback(tmp_path / "run", save_steps=3, export=tmp_path / "export", background=True).attach(trainer)
     trainer.train()
@@ -126,7 +126,7 @@ def test_save_total_limit_limits_the_checkpoints_kept(tmp_path):
     assert sorted(p.name[-1] for p in (tmp_path / "run").glob("step_*")) == ["6", "7", "8"]
 
 
-def test_resume_from_checkpoint_is_obeyed(tmp_path):
+def test_resume_from_checkpoint_is_respected(tmp_path):
     callback = CheckpointCallback(tmp_path / "run", save_steps=4)
     with pytest.raises(ValueError, match="No valid checkpoint found"):
         trainer_of(tmp_path, callback).train(resume_from_checkpoint=True)
@@ -143,7 +143,7 @@ def test_resume_from_checkpoint_is_obeyed(tmp_path):
     assert anew.loaded.step == 8
 
 
-def test_a_callback_that_was_not_attached_or_has_another_trainer_says_so(tmp_path):
+def test_a_callback_without_attach_or_with_another_trainer_is_an_error(tmp_path):
     callback = CheckpointCallback(tmp_path / "run")
     trainer = trainer_of(tmp_path, callback)
     assert callback.attach(trainer) is callback
@@ -159,7 +159,7 @@ def plain_trainer(work: Path, **options: Any) -> transformers.Trainer:
     return trainer_of(work, None, save_strategy="steps", save_steps=4, weight_decay=0.1, **options)
 
 
-def test_the_checkpoints_of_a_trainer_itself_are_gone_on_from(tmp_path):
+def test_checkpoints_written_by_a_trainer_are_resumed_from(tmp_path):
     straight = plain_trainer(tmp_path / "old")
     straight.train()
     shutil.rmtree(tmp_path / "old" / "out" / "checkpoint-8")
@@ -171,7 +171,7 @@ def test_the_checkpoints_of_a_trainer_itself_are_gone_on_from(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(straight.model.parameters(), resumed.model.parameters(), strict=True))
 
 
-def test_a_manager_goes_on_from_the_directory_of_a_trainer(tmp_path):
+def test_a_manager_resumes_from_the_directory_of_a_trainer(tmp_path):
     old = plain_trainer(tmp_path, max_steps=4)
     old.train()
     new = plain_trainer(tmp_path / "new")
@@ -189,7 +189,7 @@ def test_a_manager_goes_on_from_the_directory_of_a_trainer(tmp_path):
             manager.load(state)
 
 
-def test_a_trainer_does_not_start_anew_over_another_systems_checkpoint(zoo, tmp_path):
+def test_a_trainer_does_not_start_fresh_over_another_systems_checkpoint(zoo, tmp_path):
     shutil.copytree(zoo / "verl_fsdp2_w2", tmp_path / "run")
     with pytest.raises(UsageError, match=r"no trainer_state\.json"):
         trainer_of(tmp_path, CheckpointCallback(tmp_path / "run")).train()

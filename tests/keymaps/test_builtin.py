@@ -83,7 +83,7 @@ def saved_by_transformers(model: Any, directory: Path) -> tuple[dict[str, Any], 
     ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "phimoe", "jamba", "lfm2_moe", "minimax",
      "minimax_m2", "ernie4_5_moe", "glm4_moe", "exaone_moe", "dots1", "nemotron_h", "granitemoe", "qwen3_5_moe_text"],
 )  # fmt: skip
-def test_the_map_of_a_model_type_gives_what_transformers_saves(model_type: str, tmp_path: Path) -> None:
+def test_the_map_of_a_model_type_gives_the_names_that_transformers_saves(model_type: str, tmp_path: Path) -> None:
     memory, hub, config = saved_by_transformers(tiny_model(model_type), tmp_path)
     key_map = map_for_model_type(model_type)
     assert key_map is not None
@@ -97,7 +97,7 @@ def test_the_map_of_a_model_type_gives_what_transformers_saves(model_type: str, 
 
 
 @pytest.mark.parametrize("model_type", ["gpt_oss", "llama"])
-def test_layouts_that_agree_with_the_hub_are_kept(model_type: str, tmp_path: Path) -> None:
+def test_names_that_match_the_hub_are_kept(model_type: str, tmp_path: Path) -> None:
     memory, hub, config = saved_by_transformers(tiny_model(model_type), tmp_path)
     assert set(memory) == set(hub)
     chosen = choose_map(targets_of(memory), config=config)
@@ -128,13 +128,13 @@ def test_torchtitan_without_a_config_keeps_its_names_and_asks_for_a_base(zoo: Pa
     assert "Give --base MODEL" in chosen.doubt
 
 
-def test_stacked_experts_of_an_unknown_model_are_kept_in_doubt() -> None:
+def test_stacked_experts_of_an_unknown_model_are_kept() -> None:
     chosen = choose_map(targets_of({"model.layers.0.mlp.experts.gate_up_proj": np.ones((2, 4, 3))}))
     assert chosen.key_map.name == "hf"
     assert "--key-map hf5-experts" in chosen.doubt
 
 
-def test_torchtitans_older_names_are_read_as_well(zoo: Path) -> None:
+def test_older_names_of_torchtitan_are_mapped(zoo: Path) -> None:
     case = zoo / "torchtitan_llama3_names_w2"
     native, hub = load_file(case / "EXPECTED.safetensors"), load_file(case / "EXPECTED_hf/model.safetensors")
     config = json.loads((case / "EXPECTED_hf/config.json").read_text())
@@ -144,11 +144,11 @@ def test_torchtitans_older_names_are_read_as_well(zoo: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in BUILTIN_MAPS if name != "peft"])
-def test_every_map_of_layouts_has_a_way_back(name: str) -> None:
+def test_every_layout_map_has_an_inverse(name: str) -> None:
     builtin_map(f"inverse:{name}")
 
 
-def test_torchtitan_leftovers_are_refused() -> None:
+def test_torchtitan_tensors_that_no_rule_matches_are_refused() -> None:
     native = {"norm.weight": np.zeros(2), "layers.0.attention.surprise": np.zeros(2)}
     with pytest.raises(CheckpointMismatchError, match=r"no rule matches 'layers\.0\.attention\.surprise' \[2\]"):
         builtin_map("torchtitan-qwen3").apply(targets_of(native))
@@ -185,7 +185,7 @@ def test_the_zoos_stacked_experts_become_the_hub_layout(zoo: Path) -> None:
         ("vlm-qwen2", "lm_head.weight", "lm_head.weight"),
     ],
 )
-def test_vlm_prefixes_go_both_ways(name: str, memory: str, hub: str) -> None:
+def test_vlm_prefixes_are_mapped_in_both_directions(name: str, memory: str, hub: str) -> None:
     assert list(builtin_map(name).apply(targets_of({memory: np.ones(1)})).targets) == [hub]
     assert list(builtin_map(f"inverse:{name}").apply(targets_of({hub: np.ones(1)})).targets) == [memory]
 
@@ -201,18 +201,18 @@ def test_vlm_prefixes_go_both_ways(name: str, memory: str, hub: str) -> None:
         ("gpt2", "lm_head.weight", "lm_head.weight"),
     ],
 )
-def test_the_model_type_alone_tells_the_prefixes_of_the_hub(model_type: str, memory: str, hub: str) -> None:
+def test_the_model_type_is_enough_to_choose_the_prefixes_of_the_hub(model_type: str, memory: str, hub: str) -> None:
     chosen = choose_map(targets_of({memory: np.ones(1)}), config={"model_type": model_type})
     assert list(chosen.mapped.targets) == [hub]
 
 
-def test_a_tower_that_the_base_has_one_module_deeper_is_found() -> None:
+def test_a_vision_tower_one_module_deeper_in_the_base_is_matched() -> None:
     memory = {"model.language_model.norm.weight": np.ones(1), "model.vision_tower.encoder.w": np.ones(1)}
     hub = ["language_model.model.norm.weight", "vision_tower.vision_model.encoder.w"]
     assert sorted(choose_map(targets_of(memory), wanted=hub).mapped.targets) == hub
 
 
-def test_vlm_qwen2_backwards_leaves_the_tower_of_images_where_it_is() -> None:
+def test_the_inverse_of_vlm_qwen2_keeps_the_vision_tower() -> None:
     hub = {"model.norm.weight": np.ones(1), "visual.w": np.ones(1)}
     back = builtin_map("inverse:vlm-qwen2").apply(targets_of(hub))
     assert sorted(back.targets) == ["model.language_model.norm.weight", "model.visual.w"]
@@ -235,7 +235,7 @@ def test_names_that_fit_the_base_are_never_mapped() -> None:
     assert chosen.key_map.name == "hf"
 
 
-def test_two_maps_are_found_where_one_is_not_enough() -> None:
+def test_two_maps_are_combined_if_one_is_not_enough() -> None:
     memory = {"model.language_model.layers.0.mlp.experts.gate_up_proj": np.arange(24.0).reshape(2, 4, 3),
               "model.visual.w": np.ones(1), "lm_head.weight": np.ones(1)}  # fmt: skip
     up_and_gate = [f"model.layers.0.mlp.experts.{i}.{x}_proj.weight" for i in range(2) for x in ("gate", "up")]

@@ -38,7 +38,7 @@ to = "{p}.mlp.experts.{i}.down_proj.weight"
 
 
 @toml
-def test_a_file_can_say_what_a_built_in_map_says() -> None:
+def test_a_file_can_express_a_built_in_map() -> None:
     assert parse_key_map(EXPERTS, file="mine.toml").rules == builtin_map("hf5-experts").rules
 
 
@@ -65,7 +65,7 @@ def test_every_operation_can_be_written_in_json() -> None:
 
 
 @toml
-def test_faults_name_the_line_of_the_rule() -> None:
+def test_an_error_in_a_file_names_the_line_of_the_rule() -> None:
     text = EXPERTS.replace('op = "split"', 'op = "slice"')
     with pytest.raises(UsageError, match=r"mine\.toml, rule 2, line 10: op = 'slice' is not one of rename, drop"):
         parse_key_map(text, file="mine.toml")
@@ -100,7 +100,7 @@ def test_broken_toml_is_refused_with_its_line() -> None:
         ("rename", "a rule is a table, not str"),
     ],
 )
-def test_each_fault_is_named_by_rule_and_key(rule: object, said: str) -> None:
+def test_each_error_in_a_file_names_the_rule_and_the_key(rule: object, said: str) -> None:
     with pytest.raises(UsageError) as caught:
         parse_key_map(json.dumps({"rules": [{"op": "drop", "from": "z"}, rule]}), file="m.json")
     assert "m.json" in str(caught.value)
@@ -111,12 +111,12 @@ def test_each_fault_is_named_by_rule_and_key(rule: object, said: str) -> None:
 @pytest.mark.parametrize(
     "text", ["[]", "{}", '{"rules": []}', '{"rules": {}}', '{"rules": [], "extra": 1}', "{", "[" * 9999]
 )
-def test_anything_but_a_key_map_is_refused(text: str) -> None:
+def test_a_file_without_a_key_map_is_refused(text: str) -> None:
     with pytest.raises(CkptkitError, match=r"m\.json"):
         parse_key_map(text, file="m.json")
 
 
-def test_rest_must_be_a_known_word() -> None:
+def test_rest_must_be_keep_drop_or_refuse() -> None:
     with pytest.raises(UsageError, match="rest = 'maybe'"):
         parse_key_map('{"rules": [{"op": "drop", "from": "a"}], "rest": "maybe"}', file="m.json")
 
@@ -136,14 +136,14 @@ def test_an_operation_of_any_type_is_refused_in_a_short_message(op: object) -> N
     assert len(str(caught.value)) < 1000
 
 
-def test_rules_that_double_a_name_again_and_again_are_stopped() -> None:
+def test_rules_that_repeatedly_double_a_name_are_refused() -> None:
     doubling = [{"op": "rename", "from": "{x:*}", "to": "{x}{x}"}] * 40
     key_map = parse_key_map(json.dumps({"rules": doubling}), file="m.json")
     with pytest.raises(UsageError, match="65536 are allowed"):
         key_map.apply(targets_of({"ab": np.zeros(2)}))
 
 
-def test_a_tensor_without_elements_is_not_cut_into_its_billions_of_rows() -> None:
+def test_an_empty_tensor_is_not_split_into_billions_of_rows() -> None:
     key_map = parse_key_map('{"rules": [{"op": "unstack", "from": "a", "to": "a.{i}"}]}', file="m.json")
     with pytest.raises(CkptkitError, match="65536 are allowed"):
         key_map.apply(targets_of({"a": np.empty((2**40, 0))}))

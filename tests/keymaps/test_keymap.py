@@ -45,7 +45,7 @@ def apply(rules: list[Rule], sources: dict[str, Any], **options: Any) -> dict[st
     return {name: materialize(made, sources) for name, made in mapped.targets.items()}
 
 
-def test_rename_carries_placeholders_over() -> None:
+def test_rename_uses_the_matched_placeholders() -> None:
     sources = {"layers.3.wq.weight": np.ones((2, 2)), "norm.weight": np.ones(2)}
     made = apply([Rename(pattern("layers.{i:d}.wq.{what}"), "model.{i}.q.{what}")], sources)
     assert list(made) == ["norm.weight", "model.3.q.weight"]
@@ -81,7 +81,7 @@ def test_split_that_does_not_add_up_is_refused() -> None:
         apply([Split(pattern("w"), ("a", "b"))], arrays(w=(7, 4)))
 
 
-def test_concat_lays_parts_one_after_the_other() -> None:
+def test_concat_is_numpy_concatenate() -> None:
     sources = arrays(a=(2, 3), b=(4, 3))
     made = apply([Concat((pattern("a"), pattern("b")), "c")], sources)
     assert np.array_equal(made["c"], np.concatenate([sources["a"], sources["b"]]))
@@ -99,12 +99,12 @@ def test_stack_orders_by_number_not_by_text() -> None:
     assert made["e.w"][:, 0].tolist() == list(range(11))
 
 
-def test_stack_names_the_gaps() -> None:
+def test_stack_names_missing_indices() -> None:
     with pytest.raises(CheckpointMismatchError, match=r"'e' lacks \{i\} = \[1\]"):
         apply([Stack(pattern("e.{i:d}"), "e")], {"e.0": np.ones(1), "e.2": np.ones(1)})
 
 
-def test_unstack_gives_one_tensor_an_index() -> None:
+def test_unstack_gives_one_tensor_per_index() -> None:
     sources = arrays(w=(3, 2, 4))
     made = apply([Unstack(pattern("w"), "w.{i}", dim=1)], sources)
     assert list(made) == ["w.0", "w.1"]
@@ -123,13 +123,13 @@ def llama_permute(w: Any, heads: int) -> Any:
 
 
 @pytest.mark.parametrize("shape", [(16, 5), (16,)])
-def test_rope_permutation_is_the_one_of_llama(shape: tuple[int, ...]) -> None:
+def test_rope_permutation_equals_that_of_llama(shape: tuple[int, ...]) -> None:
     sources = arrays(wq=shape)
     made = apply([RopePermute(pattern("wq"), "num_key_value_heads")], sources, config={"num_key_value_heads": 2})
     assert np.array_equal(made["wq"], llama_permute(sources["wq"], 2))
 
 
-def test_rope_permutation_works_on_what_other_rules_made() -> None:
+def test_rope_permutation_works_on_results_of_other_rules() -> None:
     sources = arrays(qk=(5, 48))
     rules: list[Rule] = [
         Transpose(pattern("qk")),
@@ -143,7 +143,7 @@ def test_rope_permutation_works_on_what_other_rules_made() -> None:
     assert np.array_equal(made["k"], llama_permute(sources["qk"].T[32:], 2))
 
 
-def test_rope_permutation_of_a_head_cut_afterwards_is_right() -> None:
+def test_rope_permutation_followed_by_a_split_of_heads_is_correct() -> None:
     sources = arrays(q=(12, 6))
     rules: list[Rule] = [RopePermute(pattern("q"), 2), Split(pattern("q"), ("a", "b"), sizes=(4, 8)),
                          Split(pattern("b"), ("c", "d"), dim=1)]  # fmt: skip
@@ -153,17 +153,17 @@ def test_rope_permutation_of_a_head_cut_afterwards_is_right() -> None:
     assert np.array_equal(made["d"], whole[4:, 3:])
 
 
-def test_odd_heads_are_refused() -> None:
+def test_odd_head_sizes_are_refused() -> None:
     with pytest.raises(CheckpointMismatchError, match="does not fall into 3 heads of even size"):
         apply([RopePermute(pattern("q"), 3)], arrays(q=(9, 2)))
 
 
-def test_a_missing_config_key_says_to_give_a_base() -> None:
+def test_a_missing_config_key_says_to_pass_base() -> None:
     with pytest.raises(UsageError, match=r"there is no config\.json\. Give --base"):
         apply([RopePermute(pattern("q"), "num_attention_heads")], arrays(q=(8, 2)))
 
 
-def test_cast_changes_the_dtype_and_keeps_the_sources() -> None:
+def test_cast_changes_the_dtype_and_records_the_source_dtype() -> None:
     mapped = NameMap("test", (Cast(pattern("w"), "bf16"),)).apply({"w": target("w", (2,))})
     assert (mapped.targets["w"].dtype, mapped.targets["w"].source_dtype) == ("bfloat16", "float32")
 
@@ -188,17 +188,17 @@ def test_all_collisions_are_listed() -> None:
     assert "'x.1'" in str(caught.value)
 
 
-def test_tensors_no_rule_matches_are_refused_in_full() -> None:
+def test_all_tensors_that_no_rule_matches_are_listed() -> None:
     with pytest.raises(CheckpointMismatchError) as caught:
         apply([Rename(pattern("a"), "b")], arrays(a=(1,), x=(2,), y=(3,)), rest="refuse")
     assert re.findall(r"no rule matches '(\w)'", str(caught.value)) == ["x", "y"]
 
 
-def test_a_name_that_a_rule_left_as_it_is_counts_as_matched() -> None:
+def test_a_name_that_a_rule_maps_to_itself_counts_as_matched() -> None:
     assert list(apply([Transpose(pattern("a"))], arrays(a=(1, 2)), rest="refuse")) == ["a"]
 
 
-def test_dropped_sources_carry_the_reason() -> None:
+def test_dropped_sources_have_a_reason() -> None:
     rules = (Drop(pattern("{x:*}rotary_emb.inv_freq"), "recomputed"),)
     mapped = NameMap("test", rules).apply({"a.rotary_emb.inv_freq": target("a.rotary_emb.inv_freq", (2,))})
     assert (dict(mapped.targets), dict(mapped.dropped)) == ({}, {"a.rotary_emb.inv_freq": "recomputed"})
@@ -216,7 +216,7 @@ def test_a_lost_source_is_caught_by_the_final_check() -> None:
         check_one_to_one({"w": whole}, {"w": half})
 
 
-def test_a_part_taken_twice_is_caught_though_another_was_dropped() -> None:
+def test_a_part_used_twice_is_caught_even_if_another_was_dropped() -> None:
     rules = (Split(pattern("w"), ("p", "q")), Drop(pattern("p")), Concat((pattern("q"), pattern("q")), "c"))
     with pytest.raises(CheckpointMismatchError, match="source 'w': 12 of 8 elements are used"):
         NameMap("test", rules).apply({"w": target("w", (4, 2))})
@@ -243,7 +243,7 @@ def test_an_unfilled_target_is_caught_by_the_final_check() -> None:
         Concat((pattern("{n}.a"), pattern("b")), "{n}.c"),
     ],
 )
-def test_templates_that_do_not_bind_are_refused_when_the_map_is_made(rule: Rule) -> None:
+def test_templates_with_unbound_placeholders_are_refused_at_construction(rule: Rule) -> None:
     with pytest.raises(UsageError, match=r"key map 'test', rule 1"):
         NameMap("test", (rule,))
 
@@ -301,7 +301,7 @@ def test_a_map_and_its_inverse_give_the_sources_back(rules: list[Rule], sources:
         Rename(pattern("a.{x}"), "b"),
     ],
 )
-def test_what_loses_something_can_not_be_turned_round(rule: Rule) -> None:
+def test_a_lossy_rule_has_no_inverse(rule: Rule) -> None:
     with pytest.raises(UsageError, match="can't be turned round: rule 1"):
         NameMap("test", (rule,)).inverse()
 
@@ -340,7 +340,7 @@ class _Numpy:
             self.array = np.moveaxis(self.array, dim, onto)
 
 
-def test_permuted_rows_that_became_columns_are_cut() -> None:
+def test_permuted_rows_that_became_columns_can_be_split() -> None:
     source, w = np.arange(4).reshape(4, 1), pattern("w")
     rules: list[Rule] = [RopePermute(w, 1), Unstack(w, "w.{i}", 1), Stack(pattern("w.{i:d}"), "w", 0)]
     rules += [Split(w, ("l", "r"), 1, (1, 3)), Concat((pattern("r"), pattern("l")), "w", 1)]
@@ -350,7 +350,7 @@ def test_permuted_rows_that_became_columns_are_cut() -> None:
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
-def test_any_chain_of_operations_is_what_numpy_gives(data: Any) -> None:
+def test_any_chain_of_operations_equals_numpy(data: Any) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4)))
     source = np.arange(int(np.prod(shape))).reshape(shape)
     model = _Numpy(source)
@@ -363,16 +363,16 @@ def test_any_chain_of_operations_is_what_numpy_gives(data: Any) -> None:
 # --- wrappers and prefixes
 
 
-def test_wrapper_infixes_go_wherever_they_are() -> None:
+def test_wrapper_infixes_are_removed_everywhere() -> None:
     name = "_orig_mod.model.layers.0._checkpoint_wrapped_module._fsdp_wrapped_module.mlp._orig_mod.w"
     assert strip_infixes([name]) == {name: "model.layers.0.mlp.w"}
 
 
-def test_an_infix_inside_a_longer_word_stays() -> None:
+def test_an_infix_inside_a_longer_word_is_kept() -> None:
     assert strip_infixes(["my_orig_mod.w"]) == {"my_orig_mod.w": "my_orig_mod.w"}
 
 
-def test_module_goes_only_where_every_name_starts_with_it() -> None:
+def test_the_prefix_module_is_removed_only_if_every_name_has_it() -> None:
     assert strip_infixes(["module.a", "module.module.b"]) == {"module.a": "a", "module.module.b": "module.b"}
     assert strip_infixes(["_forward_module.a", "_forward_module.module.b"])["_forward_module.a"] == "a"  # Lightning's
     assert strip_infixes(["module.a", "head.b"]) == {"module.a": "module.a", "head.b": "head.b"}
@@ -383,10 +383,10 @@ def test_infixes_that_make_names_collide_are_refused() -> None:
         strip_infixes(["_orig_mod.a", "a"])
 
 
-def test_strip_prefix_keeps_only_names_that_carry_it() -> None:
+def test_strip_prefix_keeps_only_names_with_the_prefix() -> None:
     assert strip_prefix(["net.a", "net.b.c", "loss.w"], "net") == {"net.a": "a", "net.b.c": "b.c"}
 
 
-def test_a_prefix_nothing_carries_is_refused_with_an_example() -> None:
+def test_a_prefix_that_no_name_has_is_refused_with_an_example() -> None:
     with pytest.raises(CheckpointMismatchError, match=r"starts with 'actor\.'; the names are like 'net\.a'"):
         strip_prefix(["net.a"], "actor.")

@@ -12,13 +12,13 @@ from ckptkit.keymaps.patterns import NamePattern, compile_regex
 @pytest.mark.parametrize(
     "text", [r"(\w|\w\w)+[!?]", r"(a+)+[!?]", r"\w+" * 12 + "[!?]", r"(.*a){12}[!?]", r"(.*)(.*)(.*)(.*)(.*)[xy]\1"]
 )
-def test_a_regex_that_backtracks_without_end_is_given_up(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_regex_that_backtracks_for_ever_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patterns, "_TIMEOUT_S", 0.05)
     with pytest.raises(UsageError, match=r"given up after 0\.05 s on the name 'aaa.*template"):
         NamePattern(regex=text).match("a" * 5000)
 
 
-def test_a_template_that_backtracks_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_that_backtracks_for_ever_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(patterns, "_TIMEOUT_S", 0.05)
     with pytest.raises(UsageError, match="given up"):
         NamePattern("{a}{b}{c}{d}{e}{f}{g}{h}!").match("a" * 2000 + "." + "a!")
@@ -33,12 +33,12 @@ def test_a_template_that_backtracks_without_end_is_given_up(monkeypatch: pytest.
         (r"(?<!vision_)tower\.(\w+)", "tower.x"),
     ],
 )
-def test_what_people_write_matches(text: str, name: str) -> None:
+def test_ordinary_patterns_match(text: str, name: str) -> None:
     assert NamePattern(regex=text).match(name) is not None
 
 
 @pytest.mark.parametrize("text", ["(", "[", "x" * 1001, "*", "(?P<1>a)"])
-def test_a_malformed_regex_is_an_error_that_says_so(text: str) -> None:
+def test_a_malformed_regex_is_an_error(text: str) -> None:
     with pytest.raises(UsageError, match=r"malformed|refused"):
         compile_regex(text)
 

@@ -104,7 +104,7 @@ def test_a_bad_source_is_refused_and_nothing_is_left(name, tmp_path):
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 7])
-def test_torch_itself_loads_what_dcp_gets(world_size, tmp_path):
+def test_torch_loads_the_dcp_result(world_size, tmp_path):
     convert(str(UNEVEN / "ckpt"), str(tmp_path / "out"), to="dcp", world_size=world_size, verify=True)
     expected = load_file(UNEVEN / "EXPECTED.safetensors")
     state: dict[str, Any] = {"model": {key: torch.zeros_like(value) for key, value in expected.items()}}
@@ -121,7 +121,7 @@ def test_records_of_dcp_carry_the_crc_of_their_bytes(rows, tmp_path):
     assert report.checked == 2
 
 
-def test_hugging_face_to_dcp_and_back_is_the_identity(tmp_path):
+def test_hugging_face_to_dcp_and_back_gives_the_same_bytes(tmp_path):
     name = "hf_ref_qwen3moe"
     convert(source_of(name), str(tmp_path / "dcp"), to="dcp", world_size=3)
     convert(str(tmp_path / "dcp"), str(tmp_path / "back"))
@@ -131,7 +131,7 @@ def test_hugging_face_to_dcp_and_back_is_the_identity(tmp_path):
 
 
 @pytest.mark.parametrize("mmap", [False, True])
-def test_torch_loads_the_one_file_without_running_anything(mmap, tmp_path):
+def test_torch_loads_the_single_file_with_weights_only(mmap, tmp_path):
     convert(str(UNEVEN / "ckpt"), str(tmp_path / "model.pt"), to="torch", verify=True)
     state = torch.load(tmp_path / "model.pt", weights_only=True, mmap=mmap)
     expected = load_file(UNEVEN / "EXPECTED.safetensors")
@@ -140,7 +140,7 @@ def test_torch_loads_the_one_file_without_running_anything(mmap, tmp_path):
     assert [item.name for item in tmp_path.iterdir()] == ["model.pt"]
 
 
-def test_the_one_file_is_a_sound_zip(tmp_path):
+def test_the_single_file_is_a_valid_zip(tmp_path):
     convert(str(UNEVEN / "ckpt"), str(tmp_path / "model.pt"), to="torch")
     assert zipfile.ZipFile(tmp_path / "model.pt").testzip() is None
 
@@ -153,7 +153,7 @@ def test_offsets_and_sizes_past_4_gib_use_zip64(monkeypatch, tmp_path):
     assert all(same(state[key], expected[key]) for key in expected)
 
 
-def test_every_dtype_goes_through_torch_save(tmp_path):
+def test_every_dtype_is_converted_to_torch_save(tmp_path):
     source = str(ZOO / "dcp_dtypes_w2" / CASES["dcp_dtypes_w2"]["input"])
     convert(source, str(tmp_path / "model.pt"), to="torch", verify=True)
     state = torch.load(tmp_path / "model.pt", weights_only=True)
@@ -163,7 +163,7 @@ def test_every_dtype_goes_through_torch_save(tmp_path):
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_local_is_a_committed_checkpoint_that_comes_back_bit_for_bit(world_size, tmp_path):
+def test_a_local_result_is_a_committed_checkpoint_with_the_same_bits(world_size, tmp_path):
     out = tmp_path / "runs" / "export"
     convert(str(UNEVEN / "ckpt"), str(out), to="local", world_size=world_size, verify=True)
     assert (out / "checkpoint.json").exists()
@@ -190,7 +190,7 @@ def load_local_on_a_rank(root: str) -> bool:
     return all(same(found[name], value) for name, value in expected.items())
 
 
-def test_a_manager_of_that_world_size_loads_local(ranks, tmp_path):
+def test_a_manager_of_the_same_world_size_loads_a_local_result(ranks, tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "run").mkdir()
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
@@ -221,7 +221,7 @@ def test_one_shard_has_no_index(tmp_path):
     assert [path.name for path in (tmp_path / "out").glob("model*")] == ["model.safetensors"]
 
 
-def test_modes_follow_the_umask(tmp_path):
+def test_file_modes_follow_the_umask(tmp_path):
     before = os.umask(0o027)
     try:
         convert(str(UNEVEN / "ckpt"), str(tmp_path / "out"))
@@ -231,7 +231,7 @@ def test_modes_follow_the_umask(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-def test_only_floats_are_cast_and_as_torch_casts(dtype, tmp_path):
+def test_only_floats_are_cast_with_the_bits_of_torch(dtype, tmp_path):
     convert(str(UNEVEN / "ckpt"), str(tmp_path / "out"), dtype=dtype, verify=True)
     wanted = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
     got = tensors_in(tmp_path / "out")
@@ -242,7 +242,7 @@ def test_only_floats_are_cast_and_as_torch_casts(dtype, tmp_path):
 # --- what is published, and what not
 
 
-def test_a_place_that_is_taken_is_left_alone(tmp_path):
+def test_an_existing_directory_is_not_replaced(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("mine")
     with pytest.raises(CheckpointExistsError):
@@ -250,7 +250,7 @@ def test_a_place_that_is_taken_is_left_alone(tmp_path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine"]
 
 
-def test_a_file_that_is_taken_is_left_alone(tmp_path):
+def test_an_existing_file_is_not_replaced(tmp_path):
     (tmp_path / "model.pt").write_text("mine")
     with pytest.raises(CheckpointExistsError):
         convert(str(UNEVEN / "ckpt"), str(tmp_path / "model.pt"), to="torch")
@@ -258,7 +258,7 @@ def test_a_file_that_is_taken_is_left_alone(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["out", "model.pt"])
-def test_overwrite_replaces_what_is_there(name, tmp_path):
+def test_overwrite_replaces_an_existing_result(name, tmp_path):
     to = "torch" if name.endswith(".pt") else "hf"
     for _ in range(2):
         convert(str(UNEVEN / "ckpt"), str(tmp_path / name), to=to, overwrite=True)
@@ -266,7 +266,7 @@ def test_overwrite_replaces_what_is_there(name, tmp_path):
 
 
 @pytest.mark.parametrize("dst", ["ckpt", "ckpt/", "link", "."])
-def test_a_checkpoint_is_not_replaced_by_what_is_made_of_it(dst, tmp_path):
+def test_a_source_is_not_replaced_by_its_own_result(dst, tmp_path):
     shutil.copytree(UNEVEN / "ckpt", tmp_path / "ckpt")
     (tmp_path / "link").symlink_to(tmp_path / "ckpt")
     before = sorted(tmp_path.rglob("*"))
@@ -302,7 +302,7 @@ def test_a_report_is_json(tmp_path):
 @pytest.mark.parametrize(
     "options", [{"to": "onnx"}, {"max_memory": "1MB"}, {"world_size": 2}, {"to": "dcp", "merge_adapter": True}]
 )
-def test_options_that_make_no_sense_are_refused(options, tmp_path):
+def test_invalid_combinations_of_options_are_refused(options, tmp_path):
     with pytest.raises(UsageError):
         convert(str(UNEVEN / "ckpt"), str(tmp_path / "out"), **options)
     assert list(tmp_path.iterdir()) == []
@@ -318,7 +318,7 @@ while True:
 
 
 @pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGKILL])
-def test_interrupted_work_leaves_nothing_that_looks_finished_and_runs_again(kind, tmp_path):
+def test_interrupted_work_looks_unfinished_and_can_be_run_again(kind, tmp_path):
     (tmp_path / "in").mkdir()
     tensors = {f"w{i}": torch.full((1 << 18,), float(i)) for i in range(40)}
     save_file(tensors, tmp_path / "in" / "model.safetensors")
@@ -344,7 +344,7 @@ def test_interrupted_work_leaves_nothing_that_looks_finished_and_runs_again(kind
 # --- without torch, and by several
 
 
-def test_a_conversion_without_a_cast_and_one_with_never_import_torch(tmp_path):
+def test_conversions_with_and_without_a_cast_do_not_import_torch(tmp_path):
     code = (
         "import sys; from ckptkit import convert;"
         "convert(sys.argv[1], sys.argv[2] + '/a', verify=True);"
@@ -357,7 +357,7 @@ def test_a_conversion_without_a_cast_and_one_with_never_import_torch(tmp_path):
     subprocess.run([sys.executable, "-c", code, str(UNEVEN / "ckpt"), str(tmp_path)], check=True)
 
 
-def test_a_plain_export_imports_no_module_of_maps_adapters_or_other_formats(tmp_path):
+def test_a_plain_export_imports_no_unneeded_modules(tmp_path):
     code = (
         "import sys; from ckptkit import convert; convert(sys.argv[1], sys.argv[2]);"
         "names = ('numpy.ma', 'ckptkit.keymaps.rules', 'ckptkit.offline.export.adapters',"
@@ -368,7 +368,7 @@ def test_a_plain_export_imports_no_module_of_maps_adapters_or_other_formats(tmp_
     subprocess.run([sys.executable, "-c", code, str(UNEVEN / "ckpt"), str(tmp_path / "out")], check=True)
 
 
-def test_every_layout_that_a_map_is_chosen_for_has_a_name_by_which_the_maps_are_imported():
+def test_every_layout_with_a_map_is_recognised_by_name():
     layouts = (*builtin._STACKED, "tok_embeddings.weight")
     assert all(any(mark in name for mark in hf._MAPPED) for name in layouts)
 
@@ -377,14 +377,14 @@ def convert_on_a_rank(src: str, dst: str) -> int:
     return convert(src, dst, max_shard_size="3kB", verify=True).verified or 0
 
 
-def test_ranks_share_the_files_out_and_publish_once(ranks, tmp_path):
+def test_ranks_divide_the_files_and_publish_once(ranks, tmp_path):
     verified = ranks.run(convert_on_a_rank, 3, str(UNEVEN / "ckpt"), str(tmp_path / "out"))
     assert verified == [18] * 3
     assert_expected(tensors_in(tmp_path / "out"), "dcp_fsdp2_uneven_w4")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_process_alone_does_not_wait_for_ranks_that_a_batch_job_names(monkeypatch, tmp_path):
+def test_a_single_process_does_not_wait_for_the_ranks_of_a_batch_job(monkeypatch, tmp_path):
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
@@ -400,7 +400,7 @@ def failure_on_a_rank(src: str, dst: str) -> str:
     return "no error"
 
 
-def test_damage_that_one_rank_finds_stops_all(ranks, tmp_path):
+def test_damage_found_by_one_rank_stops_all_ranks(ranks, tmp_path):
     errors = ranks.run(failure_on_a_rank, 2, source_of("broken_bitflip_shard"), str(tmp_path / "out"))
     assert all("__1_0.distcp" in error for error in errors)
     assert list(tmp_path.iterdir()) == []
@@ -422,7 +422,7 @@ def bucket():
 
 
 @pytest.mark.parametrize(("to", "back"), [("hf", "hf"), ("dcp", "hf"), ("torch", "hf")])
-def test_from_disk_to_s3_and_back_is_the_identity(to, back, bucket, tmp_path):
+def test_from_disk_to_s3_and_back_gives_the_same_bytes(to, back, bucket, tmp_path):
     url, options = bucket
     place = f"{url}/{to}.pt" if to == "torch" else f"{url}/{to}"
     ranks = 2 if to == "dcp" else None
@@ -443,13 +443,13 @@ def test_damage_leaves_nothing_on_s3(bucket):
 # --- what is said, and who is asked
 
 
-def test_each_side_has_its_own_storage_options_over_the_common_ones():
+def test_source_and_destination_storage_options_override_common_ones():
     common, own = {"anon": True, "endpoint_url": "a"}, {"endpoint_url": "b"}
     assert options_of_both(common, None, own) == [common, {"anon": True, "endpoint_url": "b"}]
     assert options_of_both(None, own, None) == [own, None]
 
 
-def test_the_command_line_gives_each_side_its_own_storage_options(monkeypatch, tmp_path):
+def test_the_command_line_passes_storage_options_to_each_side(monkeypatch, tmp_path):
     asked = {}
 
     def refused(src, dst, **options):
@@ -463,7 +463,7 @@ def test_the_command_line_gives_each_side_its_own_storage_options(monkeypatch, t
     assert [asked[name] for name in names] == [{"a": 1}, {"b": 2}, {"c": "x"}]
 
 
-def test_the_note_on_what_was_left_out_names_groups_that_its_reason_does_not_say(tmp_path):
+def test_the_note_on_unused_tensors_names_their_groups(tmp_path):
     report = convert(str(UNEVEN / "ckpt"), str(tmp_path / "out"), include=["layers.*"], dry_run=True)
     note = next(note for note in report.notes if note.startswith("tensors skipped"))
     assert "42 (optimizer state, not part of the model weights)" in note
@@ -477,7 +477,7 @@ def test_a_tensor_that_keeps_its_name_is_printed_once(tmp_path):
     assert " -> " not in line
 
 
-def test_a_rank_whose_fellows_never_come_gives_up_in_bounded_time(monkeypatch, tmp_path):
+def test_a_rank_that_waits_for_missing_ranks_fails_in_bounded_time(monkeypatch, tmp_path):
     monkeypatch.setattr(publish, "_MEET_S", 1)
     with socket.socket() as place:
         place.bind(("127.0.0.1", 0))
@@ -490,7 +490,7 @@ def test_a_rank_whose_fellows_never_come_gives_up_in_bounded_time(monkeypatch, t
     assert list(tmp_path.iterdir()) == []
 
 
-def test_to_dcp_and_back_is_the_same_model_with_its_config(tmp_path: Path, zoo: Path) -> None:
+def test_a_conversion_to_dcp_and_back_keeps_model_and_config(tmp_path: Path, zoo: Path) -> None:
     source = zoo / "hf_ref_llama_tied"
     convert(str(source), str(tmp_path / "dcp"), to="dcp", world_size=3)
     convert(str(tmp_path / "dcp"), str(tmp_path / "hf"))

@@ -133,7 +133,7 @@ def test_large_slices_and_the_bytes_between_them_are_checked(tmp_path: Path) -> 
         assert not (tmp_path / "bad").exists()
 
 
-def test_a_dcp_of_our_writer_without_a_commit_record_is_copied(tmp_path: Path) -> None:
+def test_a_dcp_writer_checkpoint_without_a_commit_record_is_copied(tmp_path: Path) -> None:
     import torch
     import torch.distributed.checkpoint as dcp
 
@@ -183,7 +183,7 @@ def test_a_directory_of_another_step_is_refused(run: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("target", ["model.bin", "folder", "folder/other.bin"])
-def test_a_single_file_goes_to_the_file_or_the_directory_that_is_named(zoo: Path, tmp_path: Path, target: str) -> None:
+def test_a_single_file_is_copied_to_a_file_or_into_a_directory(zoo: Path, tmp_path: Path, target: str) -> None:
     source = zoo / "torchsave_pytorch_model_bin" / "pytorch_model.bin"
     (tmp_path / "folder").mkdir()
     copy(str(source), str(tmp_path / target))
@@ -203,7 +203,7 @@ def test_links_of_a_hub_cache_are_copied_as_files(zoo: Path, tmp_path: Path) -> 
     assert tree(tmp_path / "out") == tree(blobs) and not any(p.is_symlink() for p in (tmp_path / "out").iterdir())
 
 
-def test_a_run_of_another_system_is_answered_with_the_command_for_one_checkpoint(zoo: Path, tmp_path: Path) -> None:
+def test_copying_a_run_of_another_system_proposes_to_copy_one_checkpoint(zoo: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="several checkpoints of another system") as caught:
         copy(str(zoo / "steps_dir_lightrft"), str(tmp_path / "out"))
     line = str(caught.value).splitlines()[-1].split()
@@ -211,7 +211,7 @@ def test_a_run_of_another_system_is_answered_with_the_command_for_one_checkpoint
     assert (tmp_path / "out").exists()
 
 
-def test_dst_is_replaced_by_the_same_rule_as_in_convert(run: Path, tmp_path: Path) -> None:
+def test_copy_overwrites_under_the_same_rules_as_convert(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     copy(f"{run}/1", str(out))
     with pytest.raises(CheckpointExistsError, match="--overwrite"):
@@ -243,7 +243,7 @@ def test_a_file_system_that_refuses_a_file_is_named_with_the_file(run: Path, tmp
 # --- a run
 
 
-def test_a_run_is_copied_with_its_pins_and_its_hint_and_loads(run: Path, tmp_path: Path) -> None:
+def test_a_run_is_copied_with_its_pins_and_latest_and_loads(run: Path, tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
     done = copy(str(run), str(tmp_path / "new"), progress=lambda at, total, what: told.append((at, total)))
     for name in ("step_00000001", "step_00000002", "step_00000003"):
@@ -260,7 +260,7 @@ def test_a_run_is_copied_with_its_pins_and_its_hint_and_loads(run: Path, tmp_pat
     assert steps(tmp_path / "new") == [1, 2, 3, 4]
 
 
-def test_the_same_command_again_copies_only_what_is_not_there_yet(run: Path, tmp_path: Path) -> None:
+def test_running_a_copy_again_copies_only_new_checkpoints(run: Path, tmp_path: Path) -> None:
     new = tmp_path / "new"
     copy(str(run), str(new))
     before = {p: p.stat().st_mtime_ns for p in new.rglob("*.distcp")}
@@ -446,7 +446,7 @@ def test_a_checkpoint_that_was_deleted_before_its_turn_is_named(
     assert steps(tmp_path / "new") == [1, 3] and "deleted" in done.left_out["step_00000002"]
 
 
-def test_a_copy_killed_at_any_file_operation_is_a_shorter_run_and_continues(
+def test_a_copy_killed_at_any_file_operation_leaves_a_valid_run_and_continues(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staging, "STARTING_S", -1.0)
@@ -480,7 +480,7 @@ def _killed(say: Any, src: str, dst: str, nth: int) -> None:
 # --- the command
 
 
-def test_a_dry_run_writes_nothing_and_refuses_what_the_real_one_would(run: Path, tmp_path: Path) -> None:
+def test_a_dry_run_writes_nothing_and_refuses_like_the_real_run(run: Path, tmp_path: Path) -> None:
     new = tmp_path / "new"
     result = CliRunner().invoke(cli, ["copy", str(run), str(new), "--dry-run"])
     assert result.exit_code == 0 and "nothing was written" in result.output and result.output.count("would be") == 3
@@ -497,7 +497,7 @@ def test_a_dry_run_writes_nothing_and_refuses_what_the_real_one_would(run: Path,
     assert CliRunner().invoke(cli, ["copy", f"{run}/1", str(run / "step_00000003"), "--dry-run"]).exit_code == 2
 
 
-def test_the_command_prints_what_was_proved_or_one_document(run: Path, tmp_path: Path) -> None:
+def test_the_copy_command_prints_what_was_proved_or_one_json_document(run: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(cli, ["copy", str(run), str(tmp_path / "a"), "--verify"])
     assert result.exit_code == 0 and "the copy is equal to the source" in result.output.splitlines()[-1]
     result = CliRunner().invoke(cli, ["copy", str(run), str(tmp_path / "b"), "--json"])

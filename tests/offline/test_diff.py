@@ -29,7 +29,7 @@ def compare(tmp_path: Path, a: dict[str, torch.Tensor], b: dict[str, torch.Tenso
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8]
 )
-def test_the_numbers_are_those_of_the_definitions(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_difference_measures_follow_their_definitions(tmp_path: Path, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     a = (torch.randn(50, 7) * 20).to(dtype)
     b = a.clone()
@@ -56,7 +56,7 @@ def test_wide_integers_are_compared_exactly(tmp_path: Path, dtype: torch.dtype, 
     assert (found.different[0].elements, found.different[0].max_abs) == (1, gap)
 
 
-def test_truth_values_differ_by_one(tmp_path: Path) -> None:
+def test_booleans_differ_by_one(tmp_path: Path) -> None:
     found = compare(tmp_path, {"w": torch.tensor([True, False])}, {"w": torch.tensor([True, True])}).different[0]
     assert (found.elements, found.max_abs, found.cosine) == (1, 1.0, pytest.approx(2**-0.5))
 
@@ -69,7 +69,7 @@ def test_each_bit_pattern_of_an_8_bit_float_has_torchs_value(name: str) -> None:
     np.testing.assert_array_equal(module._float8_values(name), bits.double().numpy())
 
 
-def test_8_bit_floats_have_numbers(tmp_path: Path) -> None:
+def test_8_bit_floats_are_compared_as_numbers(tmp_path: Path) -> None:
     a = torch.tensor([1.0, 2.0, 4.0]).to(torch.float8_e4m3fn)
     b = torch.tensor([1.0, 2.5, 4.0]).to(torch.float8_e4m3fn)
     found = compare(tmp_path, {"w": a}, {"w": b}).different[0]
@@ -85,7 +85,7 @@ def test_complex_numbers_are_compared_by_their_parts(tmp_path: Path) -> None:
     assert (found.elements, found.max_abs) == (1, 1.0)
 
 
-def test_nan_in_the_same_place_is_equal_and_elsewhere_endless(tmp_path: Path) -> None:
+def test_nan_at_the_same_position_is_equal_and_elsewhere_infinitely_different(tmp_path: Path) -> None:
     a = torch.tensor([math.nan, 1.0])
     assert compare(tmp_path, {"w": a}, {"w": a.clone()}).equal
     found = compare(tmp_path, {"w": a}, {"w": torch.tensor([0.5, 1.0])}).different[0]
@@ -97,7 +97,7 @@ def test_a_difference_that_is_not_finite_is_text_in_json(tmp_path: Path) -> None
     assert report.to_json()["different"][0]["max_abs"] == "inf"
 
 
-def test_minus_zero_differs_in_bits_but_by_nothing(tmp_path: Path) -> None:
+def test_minus_zero_differs_in_bits_with_a_difference_of_zero(tmp_path: Path) -> None:
     found = compare(tmp_path, {"w": torch.tensor([0.0])}, {"w": torch.tensor([-0.0])}).different[0]
     assert (found.elements, found.max_abs) == (1, 0.0)
 
@@ -112,7 +112,7 @@ def test_names_shapes_and_dtypes_are_listed(tmp_path: Path) -> None:
     assert not report.equal
 
 
-def test_layers_take_the_largest_change_below_them(tmp_path: Path) -> None:
+def test_a_layer_shows_its_largest_change(tmp_path: Path) -> None:
     a = {f"layers.{i}.{n}": torch.ones(4) for i in (0, 1) for n in ("p", "q")}
     b = {**a, "layers.1.p": torch.full((4,), 1.25), "layers.1.q": torch.full((4,), 1.5)}
     layers = compare(tmp_path, a, b).layers()
@@ -154,7 +154,7 @@ def test_memory_does_not_grow_with_the_tensor(tmp_path: Path) -> None:
     assert peaks[1] - peaks[0] < 40 << 20  # of 224 MiB more on the two sides together
 
 
-def test_an_export_is_compared_by_its_weights_and_what_it_lacks_is_named(zoo: Path, tmp_path: Path) -> None:
+def test_an_export_is_compared_by_weights_and_missing_tensors_are_named(zoo: Path, tmp_path: Path) -> None:
     from ckptkit.offline.convert import convert
 
     source = str(zoo / "dcp_torchtitan_like_w2")
@@ -187,7 +187,7 @@ def saved(path: Path, **values: Any) -> str:
         ({"args": {"a": 1}}, {"args": {"a": 1, "b": 2}}, {"args.b": ("nothing", "2")}),
     ],
 )
-def test_values_that_are_no_tensors_are_compared_and_named(
+def test_values_other_than_tensors_are_compared_and_named(
     tmp_path: Path, a: dict[str, Any], b: dict[str, Any], places: dict[str, Any]
 ) -> None:
     report = diff(saved(tmp_path / "a.pt", **a), saved(tmp_path / "b.pt", **b))
@@ -217,7 +217,7 @@ def tied(value: float = 0.5, head: float | None = None) -> TrainState:
 
 
 @pytest.mark.parametrize("kind", ["full", "local"])
-def test_one_state_is_equal_in_each_type_of_checkpoint(tmp_path: Path, kind: str) -> None:
+def test_the_same_state_is_equal_in_every_checkpoint_type(tmp_path: Path, kind: str) -> None:
     for name in ("sharded", kind):
         with CheckpointManager(tmp_path / name, state_dict_type=name) as manager:
             manager.save(1, tied())
@@ -240,7 +240,7 @@ def test_a_checkpoint_that_lacks_a_file_is_not_equal_by_its_digests(tmp_path: Pa
         diff(f"{tmp_path}/a/step_00000001", f"{tmp_path}/b/step_00000001")
 
 
-def test_a_head_of_its_own_differs_from_a_tied_one(tmp_path: Path) -> None:
+def test_an_untied_head_differs_from_a_tied_one(tmp_path: Path) -> None:
     for name, head in (("sharded", 9.0), ("full", None)):
         with CheckpointManager(tmp_path / name, state_dict_type=name) as manager:
             manager.save(1, tied(head=head))
@@ -249,7 +249,7 @@ def test_a_head_of_its_own_differs_from_a_tied_one(tmp_path: Path) -> None:
     assert not report.equal
 
 
-def test_a_value_that_one_side_lacks_is_named(tmp_path: Path) -> None:
+def test_a_value_on_one_side_only_is_named(tmp_path: Path) -> None:
     report = diff(saved(tmp_path / "a.pt", epoch=1, note=2), saved(tmp_path / "b.pt", epoch=1))
     assert (report.only_a, report.only_b, report.same_values) == (("note",), (), 1)
 

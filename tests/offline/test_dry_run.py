@@ -49,7 +49,7 @@ def refused(name: str, source: Path, dst: Path, match: str, **more: Any) -> None
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_destination_that_exists(source: Path, tmp_path: Path, name: str) -> None:
+def test_a_dry_run_refuses_an_existing_destination(source: Path, tmp_path: Path, name: str) -> None:
     run, options = RUNS[name]
     run(str(source), str(tmp_path / "out"), **options)
     refused(name, source, tmp_path / "out", "exists already")
@@ -58,7 +58,7 @@ def test_a_destination_that_exists(source: Path, tmp_path: Path, name: str) -> N
     refused(name, source, tmp_path / "out", r"notes\.txt", overwrite=True)
 
 
-def test_a_single_file_that_exists(source: Path, tmp_path: Path) -> None:
+def test_a_dry_run_refuses_an_existing_single_file(source: Path, tmp_path: Path) -> None:
     (tmp_path / "out.pt").write_bytes(b"mine")
     refused("torch", source, tmp_path / "out.pt", "exists already")
     refused("torch", source, tmp_path / "out.pt", "is not overwritten", overwrite=True)
@@ -66,7 +66,7 @@ def test_a_single_file_that_exists(source: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["hf", "reshard"])
 @pytest.mark.parametrize("damage", ["missing", "truncated"])
-def test_a_file_of_the_source_that_is_missing_or_truncated(
+def test_a_dry_run_finds_a_missing_or_truncated_source_file(
     source: Path, tmp_path: Path, name: str, damage: str
 ) -> None:
     data = max(source.glob("*.distcp"), key=lambda path: path.stat().st_size)
@@ -75,24 +75,28 @@ def test_a_file_of_the_source_that_is_missing_or_truncated(
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_disk_that_is_too_small(source: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_finds_a_disk_that_is_too_small(
+    source: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(LocalStore, "free_bytes", lambda self: 10)
     refused(name, source, tmp_path / "out", "10 B free")
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_place_below_a_file(source: Path, tmp_path: Path, name: str) -> None:
+def test_a_dry_run_refuses_a_destination_below_a_file(source: Path, tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_bytes(b"1")
     refused(name, source, tmp_path / "file" / "out", "is not a directory")
 
 
-def test_a_place_that_can_not_be_written_to(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dry_run_refuses_an_unwritable_destination(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # the tests may run as root, who may write anywhere
     found = convert(str(source), str(tmp_path / "deep" / "out"), dry_run=True)
     assert f"{tmp_path} is not writable" in found.faults[0] and not (tmp_path / "deep").exists()
 
 
-def test_the_command_prints_the_plan_and_why_and_ends_with_1(source: Path, tmp_path: Path) -> None:
+def test_a_failing_dry_run_prints_plan_and_reason_and_exits_with_1(source: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_bytes(b"mine")
     done = CliRunner().invoke(cli, ["convert", str(source), str(tmp_path / "out"), "--dry-run"])
@@ -101,9 +105,7 @@ def test_the_command_prints_the_plan_and_why_and_ends_with_1(source: Path, tmp_p
     assert done.exit_code == 0
 
 
-def test_a_dry_prune_of_a_run_that_can_not_be_written_to_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_prune_of_an_unwritable_run_reports_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (1, 2):
         save(tmp_path, step)
     assert not prune(str(tmp_path), policy=RetentionPolicy(max_num=1), dry_run=True).failed

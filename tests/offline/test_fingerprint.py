@@ -32,7 +32,7 @@ def of(array: np.ndarray, box: Box) -> Fingerprint:
 
 
 @given(full, itemsizes)
-def test_a_fingerprint_is_the_two_sums_of_its_definition(shape, itemsize):
+def test_a_fingerprint_equals_the_two_sums_of_its_definition(shape, itemsize):
     array = numbers(shape, itemsize)
     values = [int(x) for x in array.ravel()]
     expected = (sum(values) % 2**64, sum(i * x for i, x in enumerate(values)) % 2**64)
@@ -41,7 +41,7 @@ def test_a_fingerprint_is_the_two_sums_of_its_definition(shape, itemsize):
 
 
 @given(cut, itemsizes, st.sampled_from([2, 1 << 14]))
-def test_any_sharding_gives_the_same(case, itemsize, block):
+def test_any_sharding_gives_the_same_fingerprint(case, itemsize, block):
     shape, boxes = case
     array = numbers(shape, itemsize)
     before = digests._BLOCK
@@ -54,7 +54,7 @@ def test_any_sharding_gives_the_same(case, itemsize, block):
 
 
 @given(full, itemsizes, st.data())
-def test_every_flipped_bit_is_seen(shape, itemsize, data):
+def test_every_flipped_bit_changes_the_fingerprint(shape, itemsize, data):
     array = numbers(shape, itemsize)
     before = of(array, Box.whole(shape))
     flat = array.reshape(-1).view(np.uint8)
@@ -62,12 +62,12 @@ def test_every_flipped_bit_is_seen(shape, itemsize, data):
     assert of(array, Box.whole(shape)) != before
 
 
-def test_swapped_rows_are_seen():
+def test_swapped_rows_change_the_fingerprint():
     array = numbers((4, 8), 2)
     assert of(array[[1, 0, 2, 3]], Box.whole((4, 8))) != of(array, Box.whole((4, 8)))
 
 
-def test_a_shard_at_the_wrong_place_is_seen():
+def test_a_shard_at_the_wrong_offset_changes_the_fingerprint():
     array = numbers((4, 8), 4)
     data = np.ascontiguousarray(array[:2]).reshape(-1).view(np.uint8)
     right, wrong = Box((0, 0), (2, 8)), Box((2, 0), (2, 8))
@@ -75,7 +75,7 @@ def test_a_shard_at_the_wrong_place_is_seen():
 
 
 @pytest.mark.parametrize("shape", [(3, 5), ()])
-def test_elements_of_sixteen_bytes_count_too(shape):
+def test_elements_of_sixteen_bytes_have_a_fingerprint(shape):
     array = np.random.default_rng(0).standard_normal((*shape, 2)).view(np.complex128).reshape(shape)
     data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     before = fingerprint_of(data, Box.whole(shape), shape, 16)

@@ -60,7 +60,7 @@ def _found(url: Path) -> str:
 
 
 @pytest.mark.parametrize("name", ONLY)
-def test_a_part_of_a_checkpoint_is_not_ok_and_no_other_command_takes_it(zoo: Path, tmp_path: Path, name: str) -> None:
+def test_an_incomplete_checkpoint_is_not_ok_and_every_command_refuses_it(zoo: Path, tmp_path: Path, name: str) -> None:
     copy = _copy(zoo / name, tmp_path / Path(name).name)
     kept = {path for pattern in ONLY[name] for path in copy.glob(pattern)}
     for path in [path for path in copy.rglob("*") if path.is_file() and path not in kept]:
@@ -73,7 +73,7 @@ def test_a_part_of_a_checkpoint_is_not_ok_and_no_other_command_takes_it(zoo: Pat
 
 
 @pytest.mark.parametrize("name", WITHOUT)
-def test_a_file_that_is_missing_is_named(zoo: Path, tmp_path: Path, name: str) -> None:
+def test_verify_names_a_missing_file(zoo: Path, tmp_path: Path, name: str) -> None:
     copy = _copy(zoo / name, tmp_path / Path(name).name)
     pattern, words = WITHOUT[name]
     (gone,) = copy.glob(pattern)
@@ -116,18 +116,18 @@ def test_no_sample_of_a_real_library_is_called_incomplete(zoo: Path) -> None:
             assert report.ok, (case.name, report.problems)
 
 
-def test_ranks_that_nothing_counts_are_said_not_to_be_proved(zoo: Path, tmp_path: Path) -> None:
+def test_an_unrecorded_number_of_ranks_is_reported_as_not_proved(zoo: Path, tmp_path: Path) -> None:
     copy = _copy(zoo / "hf_dcp_sharded_w2", tmp_path / "sharded")
     next(copy.rglob("shard-00002*")).unlink()
     assert "how many ranks" in verify(str(copy)).summary()
 
 
-def test_what_has_no_tensors_is_not_compared_as_equal(tmp_path: Path, zoo: Path) -> None:
+def test_checkpoints_without_tensors_are_not_called_equal(tmp_path: Path, zoo: Path) -> None:
     with pytest.raises(CkptkitError):
         diff(str(tmp_path), str(zoo / "hf_ref_llama_tied"))
 
 
-def test_an_optimizer_alone_is_opened_by_its_own_name(zoo: Path) -> None:
+def test_an_optimizer_without_a_model_can_be_opened_by_name(zoo: Path) -> None:
     folder = zoo / "accelerate_fsdp2_sharded_llama_tied_w2" / "checkpoint" / "optimizer_0"
     assert verify(str(folder)).ok
     assert open_source(str(folder)).catalog.tensors

@@ -33,7 +33,7 @@ def test_every_format_can_be_inspected(name: str) -> None:
         assert report.tree.nbytes == next(s.nbytes for s in report.sections if s.role == "model")
 
 
-def test_only_metadata_is_read(tmp_path: Path) -> None:
+def test_inspect_reads_only_metadata_of_every_format(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     save_file({"a.w": np.ones((64, 64), np.float32)}, file)
     before = inspect(str(file)).to_json()
@@ -44,7 +44,7 @@ def test_only_metadata_is_read(tmp_path: Path) -> None:
     assert inspect(str(file)).to_json() == before
 
 
-def test_cuts_are_counted_along_each_dimension(zoo: Path) -> None:
+def test_shards_are_counted_along_each_dimension(zoo: Path) -> None:
     model = next(s for s in inspect(str(zoo / "dcp_dtensor_2d" / "ckpt")).sections if s.role == "model")
     assert any(" x " in cut or cut.startswith("dim") for cut in model.placements)
 
@@ -55,7 +55,7 @@ def test_a_file_whose_names_share_bytes_shows_them_as_tied(tmp_path: Path) -> No
     assert inspect(str(tmp_path / "tied.pt")).tied == {"head.weight": "embed.weight"}
 
 
-def test_the_tree_ends_at_its_depth(zoo: Path) -> None:
+def test_the_tree_is_limited_by_depth(zoo: Path) -> None:
     tree = inspect(str(zoo / "hf_ref_llama_untied"), depth=1).tree
     assert tree is not None
     assert {child.name for child in tree.children} == {"model", "lm_head"}

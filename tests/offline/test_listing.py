@@ -34,7 +34,7 @@ def states(root: Path, **options: object) -> dict[str, str]:
     return {row.name: row.state for row in list_run(str(root), **options).checkpoints}  # type: ignore[arg-type]
 
 
-def test_each_state_has_its_reason(root: Path) -> None:
+def test_each_listed_state_has_a_reason(root: Path) -> None:
     listing = list_run(str(root))
     rows = {row.name: row for row in listing.checkpoints}
     assert rows["step_00000004"].state == "committed"
@@ -45,14 +45,14 @@ def test_each_state_has_its_reason(root: Path) -> None:
     assert listing.foreign == ("notes",)
 
 
-def test_a_policy_that_is_given_decides(root: Path) -> None:
+def test_given_limits_decide(root: Path) -> None:
     listing = list_run(str(root), policy=RetentionPolicy(max_num=1))
     doomed = [row for row in listing.checkpoints if row.keep is False]
     assert len(doomed) == 1
     assert "max_num" in doomed[0].why
 
 
-def test_a_pin_keeps_and_is_shown(root: Path) -> None:
+def test_a_pinned_checkpoint_is_kept_and_its_pin_is_shown(root: Path) -> None:
     oldest = list_run(str(root)).checkpoints[0].name
     pin_forever(f"{root}/{oldest}", "paper")
     row = list_run(str(root), policy=RetentionPolicy(max_num=1)).checkpoints[0]
@@ -73,7 +73,7 @@ def test_ls_shows_that_a_resumed_checkpoint_is_released_when_its_job_ends(tmp_pa
     assert (over.name, over.keep, "that job has ended" in over.why) == ("step_00000001", False, True)
 
 
-def test_a_dry_run_says_what_the_real_one_then_does(root: Path) -> None:
+def test_a_dry_run_predicts_what_prune_does(root: Path) -> None:
     policy = RetentionPolicy(max_num=1)
     plan = prune(str(root), policy=policy, dry_run=True)
     before = states(root)
@@ -85,7 +85,7 @@ def test_a_dry_run_says_what_the_real_one_then_does(root: Path) -> None:
     assert (root / "step_00000009").is_dir()
 
 
-def test_prune_without_a_policy_deletes_what_dead_saves_left_alone_and_then_asks_for_one(root: Path) -> None:
+def test_prune_without_limits_deletes_only_leftovers_and_asks_for_limits(root: Path) -> None:
     before = {name: row for name, row in states(root).items() if row == "committed"}
     plan = prune(str(root), dry_run=True)
     assert plan.cleaned
@@ -104,7 +104,7 @@ def test_missing_saves_are_counted_at_their_position(tmp_path: Path) -> None:
     assert listing.absent == listing.to_json()["absent"] == 2
 
 
-def test_limits_are_not_applied_to_a_run_whose_own_policy_is_not_understood(
+def test_limits_are_not_applied_to_a_run_with_an_unknown_policy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with CheckpointManager(tmp_path, retention=RetentionPolicy(max_num=9, keep_every=10)) as manager:
@@ -119,7 +119,7 @@ def test_limits_are_not_applied_to_a_run_whose_own_policy_is_not_understood(
     assert prune(str(tmp_path), policy=RetentionPolicy(max_num=1), recorded=False, dry_run=True).deleted == ()
 
 
-def test_a_place_without_checkpoints_is_described(tmp_path: Path) -> None:
+def test_listing_a_directory_without_checkpoints_describes_it(tmp_path: Path) -> None:
     (tmp_path / "thing").mkdir()
     with pytest.raises(CheckpointNotFoundError, match="thing"):
         list_run(str(tmp_path))
@@ -127,7 +127,7 @@ def test_a_place_without_checkpoints_is_described(tmp_path: Path) -> None:
         list_run(str(tmp_path / "gone"))
 
 
-def test_a_root_that_begins_with_a_reshard_lacks_no_earlier_save(tmp_path: Path) -> None:
+def test_a_run_that_begins_with_a_reshard_counts_no_absent_saves(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "run") as manager:
         for step in (1, 2, 3):
             manager.save(step, state(step))
@@ -184,7 +184,7 @@ KEPT = {
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_ls_and_a_dry_prune_say_what_prune_then_does(full: Path, tmp_path: Path, name: str) -> None:
+def test_ls_and_a_dry_prune_predict_what_prune_does(full: Path, tmp_path: Path, name: str) -> None:
     run = tmp_path / "RUN"
     shutil.copytree(full, run, symlinks=True)
     listed = list_run(str(run), **POLICIES[name])  # type: ignore[arg-type]

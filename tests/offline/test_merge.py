@@ -77,7 +77,7 @@ def assert_holds(path: str, expected: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"workers": 1, "max_memory": "16MB"}, {"workers": 5, "max_shard_size": "1GB"}])
-def test_a_sum_has_the_bits_of_torch_whatever_the_workers_and_the_memory(
+def test_a_sum_has_the_bits_of_torch_for_any_workers_and_memory(
     sources: list[str], tmp_path: Path, options: dict[str, Any]
 ) -> None:
     report = merge(sources, str(tmp_path / "out"), weights=WEIGHTS, verify=True, **options)
@@ -91,7 +91,7 @@ def test_sums_in_double_precision_are_rounded_once(sources: list[str], tmp_path:
     assert_holds(str(tmp_path / "out"), {name: expected[name] for name in ("cube", "double")})
 
 
-def test_the_cast_is_of_the_sum(sources: list[str], tmp_path: Path) -> None:
+def test_the_sum_is_cast_once(sources: list[str], tmp_path: Path) -> None:
     merge(sources, str(tmp_path / "out"), weights=WEIGHTS, dtype="bf16", include=["cube"])
     found = load_file(tmp_path / "out" / "model.safetensors")["cube"]
     assert torch.equal(found, summed([tensors(i) for i in range(3)], WEIGHTS, torch.float32)["cube"].bfloat16())
@@ -143,14 +143,14 @@ def test_the_checkpoints_of_a_run_are_chosen_by_number_or_by_step(
     assert_holds(str(tmp_path / "out"), expected)
 
 
-def test_a_damaged_checkpoint_among_them_is_not_passed_over(run: str, tmp_path: Path) -> None:
+def test_a_damaged_source_is_an_error_and_not_skipped(run: str, tmp_path: Path) -> None:
     Path(run, "step_00000030", "checkpoint.json").write_text("{")
     with pytest.raises(CorruptCheckpointError, match="step_00000030"):
         merge([run], str(tmp_path / "out"), last=2)
     assert not (tmp_path / "out").exists()
 
 
-def test_metrics_of_a_source_are_not_those_of_the_sum(tmp_path: Path) -> None:
+def test_metrics_of_the_sources_are_not_copied(tmp_path: Path) -> None:
     run = str(tmp_path / "run")
     with CheckpointManager(run) as manager:
         for step in (1, 2):
@@ -173,7 +173,7 @@ def test_metrics_of_a_source_are_not_those_of_the_sum(tmp_path: Path) -> None:
         ("ema:0.5", (0.125, 0.125, 0.25, 0.5)),
     ],
 )
-def test_weights_by_name_and_by_number(given: Any, expected: tuple[float, ...]) -> None:
+def test_weights_are_given_by_rule_or_by_numbers(given: Any, expected: tuple[float, ...]) -> None:
     assert weights_of(given, 4) == pytest.approx(expected, abs=1e-12)
 
 
@@ -235,7 +235,7 @@ def test_checkpoints_that_differ_are_refused(
         ({"last": 2, "steps": "1:2"}, "use one of them"),
     ],
 )
-def test_a_choice_of_too_few_is_refused(run: str, tmp_path: Path, which: dict[str, Any], said: str) -> None:
+def test_fewer_than_two_checkpoints_are_refused(run: str, tmp_path: Path, which: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said):
         merge([run], str(tmp_path / "out"), **which)
 
@@ -286,7 +286,7 @@ def test_an_interrupted_merge_is_not_continued_with_other_weights(
 # --- the command
 
 
-def test_the_command_merges_and_says_from_what(sources: list[str], tmp_path: Path) -> None:
+def test_the_command_merges_and_lists_its_sources(sources: list[str], tmp_path: Path) -> None:
     done = CliRunner().invoke(command, [*sources, str(tmp_path / "out"), "--weights", "0.2,0.3,0.5"])
     assert done.exit_code == 0, done.output
     assert "merged from 0.2 * m0, 0.3 * m1, 0.5 * m2" in done.output
@@ -294,7 +294,7 @@ def test_the_command_merges_and_says_from_what(sources: list[str], tmp_path: Pat
     assert "merged from" in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_a_dry_run_writes_nothing_and_finds_what_the_run_refuses(sources: list[str], tmp_path: Path) -> None:
+def test_a_dry_run_writes_nothing_and_finds_what_the_real_run_refuses(sources: list[str], tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("")
     done = CliRunner().invoke(command, [*sources, str(tmp_path / "out"), "--dry-run"])

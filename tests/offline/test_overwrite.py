@@ -58,7 +58,7 @@ def refused(dst: Path, *names: str) -> str:
 
 @pytest.mark.parametrize("new", TARGETS)
 @pytest.mark.parametrize("old", TARGETS)
-def test_what_one_command_wrote_another_replaces(tmp_path: Path, old: str, new: str) -> None:
+def test_every_command_may_replace_the_result_of_another(tmp_path: Path, old: str, new: str) -> None:
     write(tmp_path / "out", TARGETS[old])
     write(tmp_path / "out", {**TARGETS[new], "overwrite": True})
     write(tmp_path / "new" / "out", TARGETS[new])
@@ -67,7 +67,7 @@ def test_what_one_command_wrote_another_replaces(tmp_path: Path, old: str, new: 
 
 
 @pytest.mark.parametrize("case", ["hf_ref_llama_tied", "hf_ref_llama_untied", "hf_ref_qwen3moe"])
-def test_what_transformers_saved_is_replaced(tmp_path: Path, case: str) -> None:
+def test_a_model_saved_by_transformers_is_replaced(tmp_path: Path, case: str) -> None:
     source = next(path.parent for path in (ZOO / case).rglob("config.json"))
     shutil.copytree(source, tmp_path / "out", ignore=shutil.ignore_patterns("README.md", "*.py"))
     (tmp_path / "out" / "training_args.bin").write_bytes(b"PK\x03\x04")
@@ -77,7 +77,7 @@ def test_what_transformers_saved_is_replaced(tmp_path: Path, case: str) -> None:
     assert not (tmp_path / "out" / "training_args.bin").exists() and not verify(str(tmp_path / "out")).problems
 
 
-def test_what_transformers_saves_with_its_tokenizer_is_replaced(tmp_path: Path) -> None:
+def test_a_model_saved_by_transformers_with_its_tokenizer_is_replaced(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
@@ -109,7 +109,7 @@ def test_an_export_with_the_files_of_a_base_is_replaced(tmp_path: Path) -> None:
     assert tree(tmp_path / "out") == before
 
 
-def test_documents_are_refused_with_the_first_three_names(tmp_path: Path) -> None:
+def test_a_directory_of_other_files_is_refused_with_the_first_three_names(tmp_path: Path) -> None:
     for name in ("thesis.pdf", "notes.txt", "photo.jpg", "zebra.doc"):
         (tmp_path / "out" / name).parent.mkdir(exist_ok=True)
         (tmp_path / "out" / name).write_bytes(b"mine")
@@ -123,7 +123,7 @@ def test_a_run_at_any_depth_is_refused(tmp_path: Path, depth: int) -> None:
     refused(tmp_path / "out", "a/" if depth > 1 else "step_00000007/")
 
 
-def test_a_directory_of_a_trainer_is_refused(tmp_path: Path) -> None:
+def test_an_output_directory_of_a_trainer_is_refused(tmp_path: Path) -> None:
     source = next(path.parent for path in LLAMA.rglob("config.json"))
     shutil.copytree(source, tmp_path / "out")
     shutil.copytree(source, tmp_path / "out" / "checkpoint-500")
@@ -132,14 +132,14 @@ def test_a_directory_of_a_trainer_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("target", ["hf", "dcp", "torch", "local", "reshard"])
 @pytest.mark.parametrize("name", ["results.json", "eval/results.json", ".git/HEAD", "notes.md"])
-def test_a_file_of_somebody_in_an_export_is_refused_by_name(tmp_path: Path, target: str, name: str) -> None:
+def test_a_foreign_file_in_an_export_is_refused_by_name(tmp_path: Path, target: str, name: str) -> None:
     write(tmp_path / "out", TARGETS[target])
     (tmp_path / "out" / name).parent.mkdir(exist_ok=True)
     (tmp_path / "out" / name).write_bytes(b"mine")
     refused(tmp_path / "out", name.partition("/")[0])
 
 
-def test_a_card_that_somebody_edited_is_refused_and_one_of_ours_is_not(tmp_path: Path) -> None:
+def test_an_edited_model_card_is_refused_and_an_unchanged_one_is_not(tmp_path: Path) -> None:
     write(tmp_path / "out", {"to": "hf"})
     write(tmp_path / "out", {"to": "hf", "overwrite": True})
     card = tmp_path / "out" / "README.md"
@@ -147,7 +147,7 @@ def test_a_card_that_somebody_edited_is_refused_and_one_of_ours_is_not(tmp_path:
     refused(tmp_path / "out", "README.md")
 
 
-def test_a_file_that_the_record_of_a_checkpoint_does_not_name_is_refused_whatever_its_name(tmp_path: Path) -> None:
+def test_a_file_that_the_commit_record_does_not_name_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "out", {"world_size": 2})
     (tmp_path / "out" / "model.safetensors").write_bytes(b"mine")
     refused(tmp_path / "out", "model.safetensors")
@@ -206,7 +206,7 @@ def test_a_single_file_that_torch_did_not_write_is_refused(tmp_path: Path, kind:
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_a_single_file_of_torch_is_replaced(tmp_path: Path, zipped: bool) -> None:
+def test_a_single_torch_file_is_replaced(tmp_path: Path, zipped: bool) -> None:
     torch.save({"w": torch.zeros(3)}, tmp_path / "out.pt", _use_new_zipfile_serialization=zipped)
     write(tmp_path / "out.pt", {"to": "torch", "overwrite": True})
 
@@ -214,7 +214,7 @@ def test_a_single_file_of_torch_is_replaced(tmp_path: Path, zipped: bool) -> Non
 @pytest.mark.parametrize(
     "name", ["train-00000-of-00010.bin", "model.backup.safetensors", "pytorch_model.old.bin", "b/adapter_model.bin"]
 )
-def test_what_only_resembles_weights_of_the_export_is_refused(tmp_path: Path, name: str) -> None:
+def test_files_that_only_resemble_weights_are_refused(tmp_path: Path, name: str) -> None:
     write(tmp_path / "out", {"to": "hf"})
     (tmp_path / "out" / name).parent.mkdir(exist_ok=True)
     (tmp_path / "out" / name).write_bytes(b"mine")

@@ -74,7 +74,7 @@ PAGES = ["two", "w64", "one", "many", "diff"]
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_is_whole_html_without_scripts_links_or_requests(pages: dict[str, Path], name: str) -> None:
+def test_a_page_is_complete_html_without_scripts_links_or_requests(pages: dict[str, Path], name: str) -> None:
     found = parsed(pages[name].read_text(encoding="utf-8"))
     assert not found.open
     assert not {tag for tag, _ in found.tags} & {"script", "img", "link", "iframe", "object", "a", "use", "image"}
@@ -82,7 +82,7 @@ def test_a_page_is_whole_html_without_scripts_links_or_requests(pages: dict[str,
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_a_browser_shows_every_bar_and_asks_for_nothing(pages: dict[str, Path], tmp_path: Path, name: str) -> None:
+def test_a_browser_shows_every_bar_and_sends_no_request(pages: dict[str, Path], tmp_path: Path, name: str) -> None:
     shown, log = dom(pages[name], tmp_path)
     written = pages[name].read_text(encoding="utf-8")
     assert shown.count("<rect") == written.count("<rect") > 0
@@ -91,7 +91,7 @@ def test_a_browser_shows_every_bar_and_asks_for_nothing(pages: dict[str, Path], 
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_no_rectangle_leaves_its_picture(pages: dict[str, Path], name: str) -> None:
+def test_no_rectangle_exceeds_its_picture(pages: dict[str, Path], name: str) -> None:
     for box, body in re.findall(
         r'<svg viewBox="0 0 ([\d. ]+)"(.*?)</svg>', pages[name].read_text(encoding="utf-8"), re.S
     ):
@@ -107,7 +107,7 @@ def test_a_page_prints_on_paper(pages: dict[str, Path], tmp_path: Path) -> None:
     assert len(pdf) > 20_000  # not a blank sheet: those have 1 kB
 
 
-def test_a_hostile_name_is_text(pages: dict[str, Path]) -> None:
+def test_a_hostile_name_is_escaped(pages: dict[str, Path]) -> None:
     assert "&lt;script&gt;" in pages["one"].read_text(encoding="utf-8")
 
 
@@ -136,7 +136,7 @@ def bars(picture: str) -> dict[str, float]:
     return found
 
 
-def test_layers_that_are_split_alike_share_a_bar_and_others_do_not() -> None:
+def test_layers_with_equal_sharding_share_a_bar_and_others_do_not() -> None:
     layers = {i: f"model.layers.{i}.w" for i in range(80)}
     odd = {50: entry(layers[50], 8, (1, 0)), 60: entry(layers[60], 6)}
     panel = shard_maps(odd.get(i) or entry(name, 8) for i, name in layers.items())[-1]
@@ -147,7 +147,7 @@ def test_layers_that_are_split_alike_share_a_bar_and_others_do_not() -> None:
     assert "share a bar" in panel.explanation
 
 
-def test_a_bar_is_as_long_as_its_tensors_are_large() -> None:
+def test_the_length_of_a_bar_is_proportional_to_the_size_of_its_tensors() -> None:
     names = ["a.w", "b.0.w", "b.1.w", "tiny.w"]
     drawn = bars(shard_maps(entry(name, 8 if name == "tiny.w" else 4096) for name in names)[-1].picture)
     assert drawn["b.{0-1}.w"] == pytest.approx(2 * drawn["a.w"], abs=0.1)
@@ -176,7 +176,7 @@ def test_step_counters_are_not_drawn_and_other_moments_open_with_a_click() -> No
     assert "2 step counters are hidden" in panels[0].explanation
 
 
-def test_the_timeline_says_what_else_the_policy_keeps() -> None:
+def test_the_timeline_describes_the_exemptions_of_the_policy() -> None:
     item = TimelineItem("step_1", 1, 100, "kept", "why")
     assert (
         "Policy: max_num 3, keeps every 500 steps."
@@ -191,7 +191,7 @@ def test_the_totals_of_the_ranks_are_the_bytes_of_the_slices(zoo: Path) -> None:
     assert sum(totals.values()) == sum(entry.nbytes for entry in catalog.tensors.values())
 
 
-def test_the_ribbons_of_a_reshard_hold_every_byte_once(zoo: Path, tmp_path: Path) -> None:
+def test_the_ribbons_of_a_reshard_count_every_byte_once(zoo: Path, tmp_path: Path) -> None:
     reshard(str(zoo / "verl_fsdp2_w2"), str(tmp_path / "w3"), world_size=3)
     before = open_source(str(zoo / "verl_fsdp2_w2")).catalog.tensors.values()
     after = open_source(str(tmp_path / "w3")).catalog.tensors.values()
@@ -200,7 +200,7 @@ def test_the_ribbons_of_a_reshard_hold_every_byte_once(zoo: Path, tmp_path: Path
     assert matrix.sum() == sum(entry.nbytes for entry in after)
 
 
-def test_a_page_keeps_no_secret_of_its_url(zoo: Path) -> None:
+def test_a_page_shows_no_secret_of_its_url(zoo: Path) -> None:
     catalog = open_source(str(zoo / "hf_ref_llama_untied")).catalog
     assert "hunter2" not in inspect_page(catalog, "https://user:hunter2@host/run")
 
@@ -218,7 +218,7 @@ def test_the_timeline_draws_each_limit_where_it_falls() -> None:
     assert lines == pytest.approx([LEFT + 7 * slot, LEFT + 5 * slot], abs=0.1)
 
 
-def test_a_timeline_shows_where_checkpoints_were_that_are_not_here() -> None:
+def test_a_timeline_shows_where_checkpoints_are_absent() -> None:
     items = [TimelineItem("a", 1, 100, "kept", "why"), TimelineItem("b", 5, 100, "kept", "why", absent_before=3)]
     picture = timeline(items, max_num=1).picture
     assert "3 saved in between, now gone" in picture
@@ -237,7 +237,7 @@ def test_the_timeline_draws_each_metric_above_the_bars_and_breaks_its_line_where
 
 
 @pytest.mark.parametrize("values", [[1.0], [2.0, 2.0], [float("inf")], [-1e308, 1e308], [5e-324, 0.0]])
-def test_the_line_of_any_metric_stays_in_its_picture(values: list[float]) -> None:
+def test_the_line_of_any_metric_fits_its_picture(values: list[float]) -> None:
     items = [TimelineItem(f"s{i}", i, 9, "kept", "", metrics={"m": value}) for i, value in enumerate(values)]
     picture = timeline(items).picture
     ys = [float(y) for y in re.findall(r'<circle cx="[\d.]+" cy="([^"]+)"', picture)]
@@ -245,7 +245,7 @@ def test_the_line_of_any_metric_stays_in_its_picture(values: list[float]) -> Non
     assert all(0 <= y <= 110 for y in ys)
 
 
-def test_the_words_of_two_limits_keep_apart() -> None:
+def test_the_labels_of_two_limits_do_not_overlap() -> None:
     items = [TimelineItem(f"step_{i}", i, 100, "kept", "why") for i in range(100)]
     picture = timeline(items, max_num=30, max_mem=3500).picture
     assert re.search(r'text-anchor="end">max_mem', picture)
@@ -253,29 +253,29 @@ def test_the_words_of_two_limits_keep_apart() -> None:
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_no_picture_is_taller_than_a_sheet_of_paper(pages: dict[str, Path], name: str) -> None:
+def test_no_picture_is_taller_than_a_page(pages: dict[str, Path], name: str) -> None:
     heights = re.findall(r'<svg viewBox="0 0 [\d.]+ ([\d.]+)"', pages[name].read_text(encoding="utf-8"))
     assert max(map(float, heights)) <= PAGE + 6
 
 
-def test_a_grid_of_many_layers_fits_on_a_sheet() -> None:
+def test_a_grid_of_many_layers_fits_on_a_page() -> None:
     picture = heat_maps({f"model.layers.{i}.mlp.w": 0.5 for i in range(200)})[0].picture
     height = re.match(r'<svg viewBox="0 0 [\d.]+ ([\d.]+)"', picture)
     assert height is not None
     assert float(height[1]) <= PAGE
 
 
-def test_a_timeline_of_what_has_no_step_shows_its_name() -> None:
+def test_a_timeline_shows_the_name_of_a_checkpoint_without_a_step() -> None:
     assert "half-made" in timeline([TimelineItem("half-made", None, 0, "in progress", "by host")]).picture
 
 
-def test_equal_small_and_endless_changes_have_colours_of_their_own() -> None:
+def test_equal_small_and_infinite_changes_have_distinct_colours() -> None:
     picture = heat_maps({"layers.0.a": 0.0, "layers.0.b": 1e-5, "layers.0.c": float("inf")})[0].picture
     looks = re.findall(r'<rect class="(\w+)"[^>]*?(fill="[^"]+")?><title>', picture)
     assert len(set(looks)) == 3
 
 
-def test_nothing_in_common_is_said() -> None:
+def test_a_diff_page_says_if_nothing_is_in_common() -> None:
     assert "no tensor in common" in heat_maps({})[0].explanation
 
 
@@ -284,5 +284,5 @@ def test_nothing_in_common_is_said() -> None:
     ("optimizer: model.layers.3.mlp.w exp_avg", (1, "optimizer: exp_avg")),
     ("optimizer: lm_head.weight step", (1, "optimizer: step")),
     ("master: model.layers.3.mlp.w", (1, "master")), ("rng.0.torch", (2, "rng.0.torch"))])  # fmt: skip
-def test_what_is_summed_by_layer_is_of_one_kind(name: str, layer: tuple[int, str]) -> None:
+def test_layer_of_assigns_tensor_names_to_layers(name: str, layer: tuple[int, str]) -> None:
     assert layer_of(name) == layer

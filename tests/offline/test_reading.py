@@ -76,7 +76,7 @@ def test_a_source_is_pinned_until_the_command_ends(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_foreign_source_is_read_without_a_trace(
+def test_reading_a_foreign_source_writes_nothing(
     zoo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     source = tmp_path / "in" / "step_4"
@@ -96,7 +96,7 @@ def test_a_foreign_source_is_read_without_a_trace(
     assert sorted(str(path) for path in source.parent.rglob("*")) == before
 
 
-def test_a_pin_leaves_nothing_where_no_manager_ever_wrote(run: Path) -> None:
+def test_a_pin_leaves_no_files_in_a_directory_without_a_run(run: Path) -> None:
     alone = run.parent / "archive"
     alone.mkdir()
     shutil.copytree(run / "step_00000004", alone / "step_00000004")
@@ -116,15 +116,13 @@ def refuse_writing(monkeypatch: pytest.MonkeyPatch, run: Path) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_run_that_may_only_be_read_is_read(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
+def test_a_read_only_run_can_be_read(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     refuse_writing(monkeypatch, run)
     COMMANDS[command](str(run), str(tmp_path / "out"))
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_newest_that_vanishes_without_a_pin_is_chosen_again(
+def test_a_newest_checkpoint_that_vanishes_while_unpinned_is_chosen_again(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     commit_another(run, "first")
@@ -135,7 +133,7 @@ def test_the_newest_that_vanishes_without_a_pin_is_chosen_again(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_the_newest_that_vanishes_between_its_choice_and_its_pin_is_chosen_again(
+def test_a_newest_checkpoint_that_vanishes_before_its_pin_is_chosen_again(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     commit_another(run, "first")
@@ -159,7 +157,7 @@ def move_on(run: Path) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_named_source_that_vanishes_without_a_pin_is_an_error_that_says_so(
+def test_a_named_source_that_vanishes_is_an_error(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     refuse_writing(monkeypatch, run)
@@ -170,7 +168,7 @@ def test_a_named_source_that_vanishes_without_a_pin_is_an_error_that_says_so(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_copy_without_its_record_is_called_one_and_not_replaced(run: Path, tmp_path: Path) -> None:
+def test_a_copy_without_its_record_is_reported_as_a_copy_and_not_as_replaced(run: Path, tmp_path: Path) -> None:
     source = next(run.glob("step_*"))
     (source / "checkpoint.json").unlink()
     with pytest.raises(IncompleteCheckpointError, match=r"no checkpoint\.json: a copy that is not complete"):
@@ -179,7 +177,7 @@ def test_a_copy_without_its_record_is_called_one_and_not_replaced(run: Path, tmp
 
 @pytest.mark.parametrize("name", ["checkpoint.json", "manifest.safetensors", ".metadata", "__0_0.distcp"])
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_copy_that_lacks_a_file_is_incomplete_and_not_called_replaced(
+def test_a_copy_without_a_file_is_reported_as_incomplete_and_not_as_replaced(
     run: Path, tmp_path: Path, command: str, name: str
 ) -> None:
     (run / "step_00000004" / name).unlink()

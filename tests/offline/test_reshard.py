@@ -39,7 +39,7 @@ def at(folder: Path, kind: str) -> str:
 
 
 @pytest.mark.parametrize(("saved", "loaded"), list(itertools.product((1, 2, 3, 4), repeat=2)))
-def test_every_world_size_loads_what_any_other_saved(
+def test_every_world_size_loads_the_reshard_of_any_other(
     ranks: Any, runs: Any, tmp_path: Path, saved: int, loaded: int
 ) -> None:
     folder, numbers = runs("1d", saved)
@@ -55,7 +55,7 @@ MESHES = {"1d": None, "hsdp": "replicate=2,shard=2", "tp": "shard=2,tp=2"}
 
 
 @pytest.mark.parametrize(("before", "after"), list(itertools.permutations(MESHES, 2)))
-def test_a_mesh_change_keeps_every_number(ranks: Any, runs: Any, tmp_path: Path, before: str, after: str) -> None:
+def test_a_mesh_change_keeps_every_value(ranks: Any, runs: Any, tmp_path: Path, before: str, after: str) -> None:
     folder, numbers = runs(before, 4)
     made = []
     plan = TP_PLAN if after == "tp" else None
@@ -76,7 +76,7 @@ def test_a_reshard_keeps_the_masters(ranks: Any, runs: Any, tmp_path: Path, kind
 
 
 @pytest.mark.parametrize(("layout", "world_size"), [("1d", 3), ("hsdp", 4), ("tp", 4)])
-def test_a_rank_reads_hardly_more_than_it_needs(ranks: Any, tmp_path: Path, layout: str, world_size: int) -> None:
+def test_a_rank_reads_little_more_than_it_needs(ranks: Any, tmp_path: Path, layout: str, world_size: int) -> None:
     ranks.run(reshard_jobs.save_wide, 2, str(tmp_path / "run"), "1d")
     made = str(tmp_path / "new" / "step_00000001")
     plan = TP_PLAN if layout == "tp" else None
@@ -116,7 +116,7 @@ def _copied(folder: Path, kind: str, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_the_result_passes_verify_and_carries_the_record(runs: Any, tmp_path: Path, kind: str) -> None:
+def test_the_result_passes_verify_and_keeps_the_fields_of_the_record(runs: Any, tmp_path: Path, kind: str) -> None:
     from ckptkit.formats.own.record import read_record
     from ckptkit.storage.open import open_store
 
@@ -128,7 +128,7 @@ def test_the_result_passes_verify_and_carries_the_record(runs: Any, tmp_path: Pa
     assert record.state_dict_type == kind
 
 
-def test_a_local_checkpoint_loads_only_where_it_was_made_for(ranks: Any, runs: Any, tmp_path: Path) -> None:
+def test_a_local_result_loads_only_on_its_mesh(ranks: Any, runs: Any, tmp_path: Path) -> None:
     made = str(tmp_path / "step_00000002")
     reshard(at(runs("1d", 2)[0], "local"), made, world_size=4, mesh="replicate=2,shard=2", type="local")
     with pytest.raises(AssertionError, match="CheckpointMismatchError"):
@@ -136,13 +136,13 @@ def test_a_local_checkpoint_loads_only_where_it_was_made_for(ranks: Any, runs: A
     assert CheckpointMismatchError.__name__
 
 
-def test_a_manager_of_the_parent_resumes_from_the_copy(ranks: Any, runs: Any, tmp_path: Path) -> None:
+def test_a_manager_of_the_parent_directory_resumes_from_the_reshard(ranks: Any, runs: Any, tmp_path: Path) -> None:
     folder, numbers = runs("1d", 2)
     reshard(at(folder, "sharded"), str(tmp_path / "run" / "for-one"), world_size=1)
     assert ranks.run(reshard_jobs.resume, 1, str(tmp_path / "run")) == [(2, numbers)]
 
 
-def test_a_copy_next_to_its_source_is_the_same_moment_of_the_run(ranks: Any, tmp_path: Path) -> None:
+def test_a_reshard_next_to_its_source_has_the_same_position_in_the_run(ranks: Any, tmp_path: Path) -> None:
     from ckptkit.checkpoint.run.inventory import list_checkpoints
     from ckptkit.storage.open import open_store
 
@@ -162,7 +162,7 @@ def _save_steps(url: str) -> None:
             manager.save(step, job.state())
 
 
-def test_a_copy_takes_its_place_by_the_step_in_another_run(ranks: Any, runs: Any, tmp_path: Path) -> None:
+def test_a_reshard_into_another_run_is_ordered_by_step(ranks: Any, runs: Any, tmp_path: Path) -> None:
     from ckptkit.checkpoint.run.inventory import list_checkpoints
     from ckptkit.storage.open import open_store
 
@@ -174,7 +174,7 @@ def test_a_copy_takes_its_place_by_the_step_in_another_run(ranks: Any, runs: Any
 
 
 @pytest.mark.parametrize("name", ["step_00000003", "3", "latest", "with space"])
-def test_a_name_that_says_something_else_is_refused(runs: Any, tmp_path: Path, name: str) -> None:
+def test_a_destination_name_of_another_step_is_refused(runs: Any, tmp_path: Path, name: str) -> None:
     with pytest.raises(UsageError, match=r"step 3|refused"):
         reshard(at(runs("1d", 2)[0], "sharded"), str(tmp_path / name), world_size=2)
     assert not (tmp_path / name).exists()
@@ -198,7 +198,7 @@ def test_a_dry_run_proves_coverage_and_writes_nothing(runs: Any, tmp_path: Path,
     assert not (tmp_path / "new").exists()
 
 
-def test_the_state_of_single_ranks_stays_under_their_keys(runs: Any, tmp_path: Path) -> None:
+def test_per_rank_state_keeps_its_keys(runs: Any, tmp_path: Path) -> None:
     from ckptkit.formats.detect import open_source
 
     made = str(tmp_path / "step_00000002")
@@ -208,7 +208,7 @@ def test_the_state_of_single_ranks_stays_under_their_keys(runs: Any, tmp_path: P
     assert any("rng_on_resize" in note for note in report.notes)
 
 
-def test_plain_torch_finds_the_settings_of_a_checkpoint_that_was_local(runs: Any, tmp_path: Path) -> None:
+def test_plain_torch_finds_the_optimizer_settings_of_a_resharded_local_checkpoint(runs: Any, tmp_path: Path) -> None:
     from torch.distributed.checkpoint import FileSystemReader
 
     made = str(tmp_path / "step_00000002")

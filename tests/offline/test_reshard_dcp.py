@@ -72,9 +72,7 @@ def _all_equal(source: str, made: str) -> None:
 
 @pytest.mark.parametrize("name", SOURCES)
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_torch_loads_from_the_result_what_it_loads_from_the_source(
-    zoo: Path, tmp_path: Path, name: str, ranks: int
-) -> None:
+def test_torch_loads_the_same_values_from_source_and_result(zoo: Path, tmp_path: Path, name: str, ranks: int) -> None:
     source, made, again = open_source(str(zoo / name)).url, str(tmp_path / "made"), str(tmp_path / "again")
     reshard(source, made, world_size=ranks, verify=True)
     _all_equal(source, made)
@@ -90,7 +88,7 @@ BESIDE = {  # systems whose model and optimizer are two DCPs
 
 
 @pytest.mark.parametrize("name", BESIDE)
-def test_torch_loads_from_the_result_what_lay_in_two_directories(zoo: Path, tmp_path: Path, name: str) -> None:
+def test_torch_loads_a_result_whose_source_had_two_directories(zoo: Path, tmp_path: Path, name: str) -> None:
     source, made = open_source(str(zoo / name)).url, str(tmp_path / "made")
     reshard(source, made, world_size=3)
     found = _plain(made)
@@ -117,7 +115,7 @@ def _state(seed: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("mesh", [None, "replicate=2,shard=2"])
-def test_a_nested_state_comes_back_with_its_values(tmp_path: Path, mesh: str | None) -> None:
+def test_a_nested_state_keeps_its_values(tmp_path: Path, mesh: str | None) -> None:
     source, made = str(tmp_path / "any"), str(tmp_path / "made")
     dcp.save(_state(1), checkpoint_id=source, no_dist=True)
     reshard(source, made, world_size=4, mesh=mesh)
@@ -127,7 +125,7 @@ def test_a_nested_state_comes_back_with_its_values(tmp_path: Path, mesh: str | N
         assert _same(state, _state(1))
 
 
-def test_the_step_is_taken_from_the_checkpoint_from_its_name_or_said_to_be_unknown(tmp_path: Path) -> None:
+def test_the_step_comes_from_the_checkpoint_or_its_name_or_is_reported_unknown(tmp_path: Path) -> None:
     weights = {"w": torch.ones(4)}
     cases = {
         "any": ({**weights, "step": 12}, 12),
@@ -166,7 +164,7 @@ def test_a_job_continues_from_a_state_with_custom_names(tmp_path: Path) -> None:
     assert _same(list(other.state.values()), list(optimizer.state.values()))
 
 
-def test_a_flipped_bit_in_a_value_is_found_before_it_is_sealed(tmp_path: Path) -> None:
+def test_a_flipped_bit_in_a_value_is_found_before_the_commit(tmp_path: Path) -> None:
     source = tmp_path / "any"
     dcp.save({"w": torch.ones(4), "name": "a" * 400}, checkpoint_id=str(source), no_dist=True)
     (file,) = source.glob("*.distcp")

@@ -93,7 +93,7 @@ def test_masters_of_lightrft_are_proved_to_belong_to_their_weights(ranks: Any, z
 
 
 @pytest.mark.parametrize("run", [partial(reshard, world_size=2), partial(convert, weights="master")])
-def test_masters_that_are_not_those_of_the_weights_are_refused(run: Any, zoo: Path, tmp_path: Path) -> None:
+def test_masters_that_do_not_match_the_weights_are_refused(run: Any, zoo: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copytree(zoo / "lightrft_mp_optim_w2" / "global_step7", tmp_path / "global_step7"))
     source = open_source(str(copy))
     part = next(iter(_by_fqn(source, Role.MASTER)["layers.0.norm.weight"].slices))
@@ -131,7 +131,7 @@ def test_skipped_objects_are_named_with_the_reason(zoo: Path, tmp_path: Path) ->
     assert open_source(str(tmp_path / "new")).catalog.objects["extra.trainer_state"].value["global_step"] == 2
 
 
-def test_a_scheduler_of_another_system_is_one_of_torch(zoo: Path, tmp_path: Path) -> None:
+def test_a_scheduler_of_another_system_loads_into_a_torch_scheduler(zoo: Path, tmp_path: Path) -> None:
     reshard(str(zoo / "hf_trainer_fsdp2_sharded_w2"), str(tmp_path / "new"), world_size=2)
     from ckptkit.checkpoint.state.values import decode
 
@@ -143,7 +143,7 @@ def test_a_scheduler_of_another_system_is_one_of_torch(zoo: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", ["sharded", "local"])
-def test_no_torch_is_imported(zoo: Path, tmp_path: Path, kind: str) -> None:
+def test_a_reshard_does_not_import_torch(zoo: Path, tmp_path: Path, kind: str) -> None:
     import subprocess
     import sys
 

@@ -88,7 +88,7 @@ def test_a_plan_for_three_dimensions_puts_each_slice_with_its_rank(nothing: Stor
     assert (part.path, part.box.offsets, part.box.sizes) == ("__13_0.distcp", (3072, 7168), (1024, 7168))
 
 
-def test_local_files_share_the_replicas_out(nothing: Store) -> None:
+def test_local_files_divide_the_replicas(nothing: Store) -> None:
     mesh = TargetMesh(4, 2, 1)
     plan, sealing = planned(nothing, whole(shapes(layers=4)), mesh, "local")
     nbytes = [file.nbytes for file in plan.files if file.path.startswith("local_")]

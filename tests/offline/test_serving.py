@@ -53,7 +53,7 @@ LINES = {
         ({**LLAMA, "auto_map": {"AutoModel": "modeling_x.X"}}, NAMES, "tokenizer.json", True, ""),
     ],
 )
-def test_a_model_is_served_with_a_generating_architecture_known_names_and_a_tokenizer(
+def test_a_model_is_servable_with_a_generating_architecture_known_names_and_a_tokenizer(
     config: dict[str, Any], names: set[str], tokenizer: str, compared: bool, found: str
 ) -> None:
     files = {"config.json": json.dumps(config).encode(), tokenizer or "README.md": b"{}"}
@@ -74,7 +74,7 @@ def test_a_model_is_served_with_a_generating_architecture_known_names_and_a_toke
         ({"alora_invocation_tokens": [1]}, ""),
     ],
 )  # fmt: skip
-def test_an_adapter_is_served_where_it_is_plain_lora_with_its_rank_and_base(config: dict[str, Any], found: str) -> None:
+def test_an_adapter_is_servable_if_it_is_plain_lora_with_rank_and_base(config: dict[str, Any], found: str) -> None:
     files = {"adapter_config.json": json.dumps({**LORA, **config}).encode()}
     line = f"serve it with: vllm serve {found}" if found else ""
     assert serving(files, {"base_model.model.q_proj.lora_A.weight"}, "OUT", compared=False) == line

@@ -52,7 +52,7 @@ def flipped(url: str, what: bytes) -> None:
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_verify_calls_an_intact_one_intact_as_far_as_it_can_tell(tmp_path: Path, name: str) -> None:
+def test_verify_reports_an_uninterpreted_tensor_as_intact_but_not_interpreted(tmp_path: Path, name: str) -> None:
     make, why = ODD[name]
     report = verify(saved(tmp_path / "c", make()))
     assert report.ok and "1 record could not be interpreted" in report.summary()
@@ -62,14 +62,14 @@ def test_verify_calls_an_intact_one_intact_as_far_as_it_can_tell(tmp_path: Path,
 
 
 @pytest.mark.parametrize("name", ["small", "large"])
-def test_verify_finds_a_flipped_bit_in_one(tmp_path: Path, name: str) -> None:
+def test_verify_finds_a_flipped_bit_in_an_uninterpreted_tensor(tmp_path: Path, name: str) -> None:
     url = saved(tmp_path / "c", ODD[name][0]())
     flipped(url, bytes(range(16)) if name == "small" else b"\1" * 64)
     report = verify(url)
     assert [problem.tensor for problem in report.problems] == ["model.odd"]
 
 
-def test_verify_still_refuses_less_bytes_than_a_plain_tensor_has(tmp_path: Path) -> None:
+def test_verify_refuses_a_plain_tensor_with_too_few_bytes(tmp_path: Path) -> None:
     url = saved(tmp_path / "c", torch.zeros(4, 4))
     file = Path(url) / ".metadata"
     file.write_bytes(file.read_bytes().replace(b"K\x04K\x04\x86", b"M\x00\x01K\x04\x86"))
@@ -77,7 +77,7 @@ def test_verify_still_refuses_less_bytes_than_a_plain_tensor_has(tmp_path: Path)
         verify(url)
 
 
-def test_the_command_exits_with_0_and_proposes_no_checkpoint_that_happens_to_lie_beside(tmp_path: Path) -> None:
+def test_verify_of_uninterpreted_tensors_exits_with_0_and_proposes_nothing(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, TrainState(model=torch.nn.Linear(2, 2)))
     url = saved(tmp_path / "single", large())
@@ -91,7 +91,7 @@ def test_the_command_exits_with_0_and_proposes_no_checkpoint_that_happens_to_lie
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_inspect_shows_the_others_and_names_it(tmp_path: Path, name: str) -> None:
+def test_inspect_names_an_uninterpreted_tensor_and_shows_the_others(tmp_path: Path, name: str) -> None:
     url = saved(tmp_path / "c", ODD[name][0]())
     report = inspect(url, tensors="*")
     assert "model.w" in [tensor.name for tensor in report.tensors] and list(report.uninterpreted) == ["model.odd"]
@@ -99,14 +99,14 @@ def test_inspect_shows_the_others_and_names_it(tmp_path: Path, name: str) -> Non
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_diff_compares_its_records_byte_for_byte(tmp_path: Path, name: str) -> None:
+def test_diff_compares_records_of_uninterpreted_tensors_byte_for_byte(tmp_path: Path, name: str) -> None:
     a, b = (saved(tmp_path / key, ODD[name][0]()) for key in "ab")
     report = diff(a, b)
     assert report.equal and report.same == 2 and report.by_record == 1
 
 
 @pytest.mark.parametrize("other", [torch.eye(4), Scaled(torch.ones(4, 4, dtype=torch.int8), torch.tensor(0.5))])
-def test_diff_says_where_another_one_lies(tmp_path: Path, other: Any) -> None:
+def test_diff_names_an_uninterpreted_tensor_that_differs(tmp_path: Path, other: Any) -> None:
     report = diff(saved(tmp_path / "a", small()), saved(tmp_path / "b", other))
     assert not report.equal and list(report.records) == ["model.odd"]
     done = CliRunner().invoke(cli, ["diff", report.a, report.b])
@@ -115,7 +115,7 @@ def test_diff_says_where_another_one_lies(tmp_path: Path, other: Any) -> None:
 
 @pytest.mark.parametrize("to", ["hf", "dcp", "torch"])
 @pytest.mark.parametrize("name", ODD)
-def test_convert_leaves_it_out_only_where_it_is_excluded(tmp_path: Path, name: str, to: Any) -> None:
+def test_convert_omits_an_uninterpreted_tensor_only_if_it_is_excluded(tmp_path: Path, name: str, to: Any) -> None:
     url = saved(tmp_path / "c", ODD[name][0]())
     with pytest.raises(UnsupportedFormatError, match=r"model\.odd is .*(?s:.*)--exclude"):
         convert(url, str(tmp_path / "out"), to=to)
@@ -124,14 +124,14 @@ def test_convert_leaves_it_out_only_where_it_is_excluded(tmp_path: Path, name: s
 
 
 @pytest.mark.parametrize("name", ["small", "large"])
-def test_reshard_refuses_it_by_name(tmp_path: Path, name: str) -> None:
+def test_reshard_refuses_an_uninterpreted_tensor_by_name(tmp_path: Path, name: str) -> None:
     url = saved(tmp_path / "c", ODD[name][0]())
     with pytest.raises(UnsupportedFormatError, match=r"model\.odd is a tests"):
         reshard(url, str(tmp_path / "out"), world_size=2)
     assert not (tmp_path / "out").exists()
 
 
-def test_reshard_carries_a_quantized_one_as_it_is(tmp_path: Path) -> None:
+def test_reshard_copies_a_quantized_tensor_unchanged(tmp_path: Path) -> None:
     url = saved(tmp_path / "c", quantized())
     reshard(url, str(tmp_path / "out"), world_size=2)
     state = {"model": {"w": torch.zeros(4, 4), "odd": torch.quantize_per_tensor(torch.zeros(4, 4), 1, 0, torch.qint8)}}

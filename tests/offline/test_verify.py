@@ -31,28 +31,28 @@ def ours(zoo: Path, tmp_path: Path) -> Path:
     return target
 
 
-def test_a_checkpoint_of_ours_is_proved_to_the_last_byte(ours: Path) -> None:
+def test_verify_proves_every_byte_of_a_ckptkit_checkpoint(ours: Path) -> None:
     report = verify(str(ours))
     assert report.ok
     assert report.unproved_bytes == 0
     assert report.unproved_files == ()
 
 
-def test_without_digests_the_files_are_named(zoo: Path) -> None:
+def test_verify_names_files_without_digests(zoo: Path) -> None:
     report = verify(str(zoo / "hf_ref_llama_untied"))
     assert report.ok
     assert report.unproved_files == ("model.safetensors",)
     assert "not proved" in report.summary()
 
 
-def test_zip_records_of_others_are_checked_by_their_crc(zoo: Path) -> None:
+def test_zip_records_of_other_systems_are_checked_by_their_crc(zoo: Path) -> None:
     report = verify(str(zoo / "dcp_fsdp2_uneven_w4" / "ckpt"))
     assert report.ok
     assert report.algorithms == ("crc32",)
 
 
 @pytest.mark.parametrize("change", ["truncate", "remove"])
-def test_a_file_that_is_short_or_gone_is_named(ours: Path, change: str) -> None:
+def test_a_truncated_or_missing_file_is_named(ours: Path, change: str) -> None:
     file = ours / "__1_0.distcp"
     if change == "remove":
         file.unlink()
@@ -66,7 +66,7 @@ def test_a_file_that_is_short_or_gone_is_named(ours: Path, change: str) -> None:
 
 
 @pytest.mark.parametrize("left", [None, 1000])
-def test_a_file_that_is_short_or_gone_says_which_tensors_went_with_it(ours: Path, left: int | None) -> None:
+def test_a_truncated_or_missing_file_is_reported_with_its_tensors(ours: Path, left: int | None) -> None:
     lost = [name for name, e in open_source(str(ours)).catalog.tensors.items() if "__1_0.distcp" in e.slices.paths]
     file = ours / "__1_0.distcp"
     file.unlink() if left is None else os.truncate(file, left)
@@ -76,7 +76,7 @@ def test_a_file_that_is_short_or_gone_says_which_tensors_went_with_it(ours: Path
     assert "tensors)" in problem.message
 
 
-def test_quick_reads_no_tensor_and_says_so(ours: Path) -> None:
+def test_quick_reads_no_tensor_and_reports_it(ours: Path) -> None:
     report = verify(str(ours), quick=True)
     assert (report.digests, report.checked_bytes) == (0, 0)
     assert "not read" in report.summary()
@@ -110,7 +110,7 @@ def test_the_bytes_of_an_outline_are_read_once(saved: Path) -> None:
     assert report.checked_bytes == files + sum(nbytes for nbytes in slices if nbytes < LEAST)
 
 
-def test_one_flipped_bit_is_found_wherever_it_lies(saved: Path) -> None:
+def test_one_flipped_bit_is_found_at_any_position(saved: Path) -> None:
     catalog = open_source(str(saved)).catalog
     slices = {path: [(0, 0)] for path in catalog.info.files}
     for entry in catalog.tensors.values():
@@ -130,7 +130,7 @@ def test_one_flipped_bit_is_found_wherever_it_lies(saved: Path) -> None:
         assert any(words in message for message in messages), (path, at, messages)
 
 
-def test_digests_of_whole_files_from_before_there_were_outlines_are_compared(saved: Path) -> None:
+def test_digests_of_whole_files_are_compared(saved: Path) -> None:
     record = read_record(LocalStore(saved))
     plain = {
         path: FileRecord(item.nbytes, xxhash.xxh3_64_hexdigest((saved / path).read_bytes()))
@@ -178,7 +178,7 @@ def failures(step: Path, out: Path, **options: Any) -> list[str]:
 
 @pytest.mark.parametrize("change", ["swap", "remove", "truncate", "append"])
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "manifest.safetensors", "objects.json"])
-def test_each_file_of_a_step_that_is_not_the_committed_one_is_noticed(
+def test_each_file_that_is_not_the_committed_one_is_noticed(
     pair: tuple[Path, Path], tmp_path: Path, name: str, change: str
 ) -> None:
     ours, other = (step / name for step in pair)
@@ -199,9 +199,7 @@ def test_each_file_of_a_step_that_is_not_the_committed_one_is_noticed(
         assert name in planned
 
 
-def test_what_is_not_needed_may_be_missing_where_nothing_is_to_be_checked(
-    pair: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_with_no_check_unneeded_files_may_be_missing(pair: tuple[Path, Path], tmp_path: Path) -> None:
     (pair[0] / ".metadata").unlink()
     assert failures(pair[0], tmp_path / "out", check=False)[2:] == ["", ""]
 

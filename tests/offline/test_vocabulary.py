@@ -61,7 +61,7 @@ def by_fqn(url: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("rows", [1, 300, 301, 302, 384])
-def test_an_export_gets_the_rows_asked_for(tmp_path: Path, rows: int, dtype: torch.dtype) -> None:
+def test_an_export_gets_the_requested_number_of_rows(tmp_path: Path, rows: int, dtype: torch.dtype) -> None:
     state = weights(dtype=dtype)
     report = ckptkit.convert(model(tmp_path / "in", state), str(tmp_path / "out"), vocab_size=rows, verify=True)
     made = load_file(tmp_path / "out" / "model.safetensors")
@@ -89,7 +89,7 @@ def test_new_rows_are_the_same_for_any_workers_memory_and_sharding(tmp_path: Pat
 
 
 @pytest.mark.parametrize("to", ["hf", "dcp", "torch", "local"])
-def test_every_format_gets_them_and_zeros_if_asked_for(tmp_path: Path, to: Any) -> None:
+def test_every_format_gets_new_rows_and_zeros_on_request(tmp_path: Path, to: Any) -> None:
     state, out = weights(), str(tmp_path / "out")
     ckptkit.convert(model(tmp_path / "in", state), out, to=to, vocab_size=320, new_rows="zeros", verify=True)
     made = by_fqn(out)
@@ -110,7 +110,7 @@ def test_a_tied_head_stays_tied(tmp_path: Path) -> None:
     assert both[EMBEDDING].shape == (310, WIDTH) and torch.equal(both[EMBEDDING], both[HEAD])
 
 
-def test_rows_are_cast_with_the_others_and_quantized_layers_stay(tmp_path: Path) -> None:
+def test_new_rows_are_cast_and_quantized_layers_are_unchanged(tmp_path: Path) -> None:
     state = weights(dtype=torch.float32)
     ckptkit.convert(model(tmp_path / "in", state), str(tmp_path / "out"), vocab_size=310, dtype="bf16")
     made = load_file(tmp_path / "out" / "model.safetensors")[EMBEDDING]
@@ -183,7 +183,7 @@ def test_rows_beyond_the_vocab_size_of_the_config_are_trimmed(tmp_path: Path) ->
     assert any("the last 11 rows were removed" in note for note in report.notes)
 
 
-def test_options_that_mean_nothing_are_refused(tmp_path: Path) -> None:
+def test_vocab_size_options_without_effect_are_refused(tmp_path: Path) -> None:
     source = model(tmp_path / "in")
     with pytest.raises(UsageError, match="--vocab-size adds"):
         ckptkit.convert(source, str(tmp_path / "out"), new_rows="zeros")
@@ -250,7 +250,7 @@ def other_programs(path: Path, key: str, state: torch.Tensor) -> str:
 
 
 @pytest.mark.parametrize("key", [f"optimizer.state.{EMBEDDING}.row_var", "extra.counts"])
-def test_a_state_whose_rows_are_not_known_is_refused(tmp_path: Path, key: str) -> None:
+def test_an_optimizer_state_of_unknown_rows_is_refused(tmp_path: Path, key: str) -> None:
     source = other_programs(tmp_path / "in", key, torch.ones(ROWS, 1))
     with pytest.raises(CheckpointMismatchError, match=key.rpartition(".")[2]):
         ckptkit.reshard(source, str(tmp_path / "out"), world_size=2, vocab_size=320)
@@ -265,7 +265,7 @@ def test_states_of_other_programs_follow_their_parameter(tmp_path: Path) -> None
     assert made[f"model.{EMBEDDING}"].shape == (320, WIDTH)
 
 
-def test_the_command_line_has_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_accepts_vocab_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from ckptkit.cli.main import main
 
     source, out = model(tmp_path / "in"), str(tmp_path / "out")

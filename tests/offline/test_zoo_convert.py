@@ -52,7 +52,7 @@ def says_tied(*folders: Path) -> bool:
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case["expected"]])
-def test_a_source_of_the_zoo_becomes_what_is_expected_of_it(name, tmp_path):
+def test_each_source_of_the_zoo_converts_to_its_expected_result(name, tmp_path):
     got = converted(input_of(name), tmp_path / "out", *OPTIONS.get(name, []))
     expected = load_file(ZOO / name / "EXPECTED.safetensors")
     if "lm_head.weight" in expected and "lm_head.weight" not in got and says_tied(ZOO / name, tmp_path / "out"):
@@ -61,30 +61,30 @@ def test_a_source_of_the_zoo_becomes_what_is_expected_of_it(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case["kind"] == "hf"])
-def test_a_hugging_face_model_comes_through_as_it_is(name, tmp_path):
+def test_a_hugging_face_model_is_copied_unchanged(name, tmp_path):
     expected = {k: v for path in sorted(input_of(name).glob("*.safetensors")) for k, v in load_file(path).items()}
     assert_bits(converted(input_of(name), tmp_path / "out"), expected)
 
 
-def test_torchtitan_becomes_what_transformers_loads(tmp_path):
+def test_transformers_loads_a_converted_torchtitan_checkpoint(tmp_path):
     case = ZOO / "torchtitan_llama3_names_w2"
     got = converted(input_of(case.name), tmp_path / "out", "--base", str(case / "EXPECTED_hf"))
     assert_bits(got, load_file(case / "EXPECTED_hf" / "model.safetensors"))
 
 
-def test_masters_are_exported_where_asked_for(tmp_path):
+def test_masters_are_exported_on_request(tmp_path):
     got = converted(input_of("lightrft_mp_optim_w2"), tmp_path / "out", "--weights", "master")
     case = ZOO / "lightrft_mp_optim_w2"
     # What has no master (integers, what is frozen) is the weight itself.
     assert_bits(got, load_file(case / "EXPECTED.safetensors") | load_file(case / "EXPECTED_fp32_master.safetensors"))
 
 
-def test_adapters_become_an_adapter(tmp_path):
+def test_adapters_are_exported_as_an_adapter(tmp_path):
     got = converted(PEFT / "ckpt", tmp_path / "out")
     assert_bits(got, load_file(PEFT / "EXPECTED_adapter" / "adapter_model.safetensors"))
 
 
-def test_adapters_are_merged_where_asked_for(tmp_path):
+def test_adapters_are_merged_on_request(tmp_path):
     got = converted(PEFT / "ckpt", tmp_path / "out", "--merge-adapter")
     assert_bits(got, load_file(PEFT / "EXPECTED_merged.safetensors"))
 

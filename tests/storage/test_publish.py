@@ -73,7 +73,7 @@ def test_an_exception_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["mkdir", "fsync"])
-def test_a_failing_disk_leaves_nothing_and_is_said_with_its_path(
+def test_a_failing_disk_leaves_nothing_and_the_error_names_the_path(
     tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     works = getattr(os, call)
@@ -201,7 +201,7 @@ def test_a_file_that_came_before_the_swap_of_a_killed_writer_is_kept_by_the_next
     assert tree(tmp_path / f"out.replaced-{nonce}")["notes.txt"] == b"mine"
 
 
-def test_a_file_in_the_place_of_a_result_that_is_one_file_is_kept_where_it_is_something_else(tmp_path: Path) -> None:
+def test_a_foreign_file_at_the_place_of_a_single_file_result_is_kept(tmp_path: Path) -> None:
     def rule(store: Store, path: str, known: Collection[str]) -> None:
         if store.read(path) == b"mine":
             raise CheckpointExistsError("x")
@@ -245,7 +245,7 @@ def test_leftovers_of_a_dead_writer_are_removed(tmp_path: Path) -> None:
     assert names(tmp_path) == ["out"]
 
 
-def test_leftovers_that_may_not_be_deleted_do_not_keep_others_from_writing(
+def test_leftovers_without_delete_permission_do_not_block_writers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     left = tmp_path / ".trash-out-0123456789abcdef"

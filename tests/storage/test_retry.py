@@ -133,5 +133,5 @@ def test_the_environment_sets_all_timeouts(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("error", [OSError(None), OSError(5, None), OSError(), OSError(5, "")])
-def test_an_error_without_a_message_has_words_all_the_same(error: OSError) -> None:
+def test_an_error_without_a_message_gets_a_description(error: OSError) -> None:
     assert words_of(error) == "OSError without a message"

@@ -94,7 +94,7 @@ except FileExistsError:
 """
 
 
-def test_gcs_round_trip(tmp_path: Path) -> None:
+def test_a_file_round_trips_on_gcs_over_tls(tmp_path: Path) -> None:
     context, trusted = certificate(tmp_path)
     with servers.fake_gcs() as near, proxy_of(near["endpoint_url"], tls=context) as proxy:
         os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # read when gcsfs is imported

@@ -124,7 +124,7 @@ def test_a_prefix_that_only_the_model_has_is_added(wrapper, tmp_path):
     assert any(repr(wrapper) in note for note in report.notes)
 
 
-def test_a_prefix_that_only_the_checkpoint_has_is_taken_away(tmp_path):
+def test_a_prefix_that_only_the_checkpoint_has_is_removed(tmp_path):
     name = "verl_fsdp2_w2"
     expected = load_file(ZOO / name / "EXPECTED.safetensors")
     inner = {fqn.removeprefix("model."): value for fqn, value in expected.items() if fqn.startswith("model.")}
@@ -134,7 +134,7 @@ def test_a_prefix_that_only_the_checkpoint_has_is_taken_away(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["verl_fsdp2_w2", "lightning_trainer_full", "hf_trainer_fsdp2_sharded_w2"])
-def test_schedulers_are_restored_where_they_are_recognised(name, tmp_path):
+def test_recognised_schedulers_are_restored(name, tmp_path):
     state = run_of(name, scheduler=True)
     state.scheduler.last_epoch = 99
     report = load(state, name, tmp_path)
@@ -142,7 +142,7 @@ def test_schedulers_are_restored_where_they_are_recognised(name, tmp_path):
     assert state.scheduler.last_epoch in (0, 2, 3)
 
 
-def test_what_the_format_does_not_have_is_reported_and_stays(tmp_path):
+def test_state_that_the_format_lacks_is_reported_and_unchanged(tmp_path):
     state = run_of("accelerate_fsdp2_nodcp_llama_untied_w2", scheduler=True, rng=True)
     state.scheduler.last_epoch = 99
     state.extra["tokens"] = 5
@@ -153,7 +153,7 @@ def test_what_the_format_does_not_have_is_reported_and_stays(tmp_path):
     assert any("random number" in note for note in report.notes)
 
 
-def test_the_random_numbers_of_verl_go_on(tmp_path):
+def test_random_state_of_verl_is_restored(tmp_path):
     state = run_of("verl_fsdp2_w2", rng=True)
     values = torch.load(
         ZOO / "verl_fsdp2_w2/global_step_4/actor/extra_state_world_size_2_rank_0.pt", weights_only=False
@@ -175,7 +175,7 @@ def test_the_random_numbers_of_verl_go_on(tmp_path):
     assert (random.random(), np.random.rand(), torch.rand(1).item()) == wanted
 
 
-def test_lightrft_masters_go_to_an_optimizer_that_keeps_masters(tmp_path):
+def test_lightrft_masters_load_into_an_optimizer_with_masters(tmp_path):
     name = "lightrft_mp_optim_w2"
     model = Net(load_file(ZOO / name / "EXPECTED.safetensors"), trained(name))
     optimizer = MasterWeightOptimizer(torch.optim.AdamW(model.parameters(), lr=0.5))
@@ -187,7 +187,7 @@ def test_lightrft_masters_go_to_an_optimizer_that_keeps_masters(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["deepspeed_zero2_bf16_w2", "deepspeed_zero3_bf16_tied_w2"])
-def test_deepspeed_masters_become_the_weights_of_a_model_in_fp32(name, tmp_path):
+def test_deepspeed_masters_load_into_the_weights_of_an_fp32_model(name, tmp_path):
     model = Net(load_file(ZOO / name / "EXPECTED.safetensors"), trained(name), torch.float32)
     if "tied" in name:
         model.lm_head.weight = model.get_parameter("model.embed_tokens.weight")
@@ -214,7 +214,7 @@ def test_another_number_of_optimizers_is_refused(tmp_path):
     assert not any(parameter.any() for parameter in parameters)
 
 
-def test_a_checkpoint_of_weights_alone_needs_a_word_on_the_optimizer(tmp_path):
+def test_weights_alone_load_beside_an_optimizer_only_with_optimizer_skip(tmp_path):
     name = "hf_ref_llama_untied"
     expected = load_file(ZOO / name / "model.safetensors")
     model = Net(expected, set(expected))
@@ -225,7 +225,7 @@ def test_a_checkpoint_of_weights_alone_needs_a_word_on_the_optimizer(tmp_path):
     check_weights(model, name, "model.safetensors")
 
 
-def test_settings_are_matched_by_order_where_parameters_have_numbers(tmp_path):
+def test_settings_of_numbered_parameters_are_matched_by_order(tmp_path):
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.125)
     model(torch.ones(1, 3)).sum().backward()
@@ -257,7 +257,7 @@ class Counting(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("kind", [Counting, torch.optim.AdamW])
-def test_states_that_are_numbers_are_restored(kind: Any, tmp_path: Path) -> None:
+def test_optimizer_states_that_are_plain_numbers_are_restored(kind: Any, tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     optimizer = kind(model.parameters())
     model(torch.ones(3)).sum().backward()

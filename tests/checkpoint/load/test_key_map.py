@@ -179,12 +179,12 @@ def with_rules(*more: Any, without: tuple[type, ...] = ()) -> NameMap:
     return NameMap("changed", (*(rule for rule in MAP.rules if not isinstance(rule, without)), *more))
 
 
-def test_a_live_tensor_without_a_source_is_named(source: str, tmp_path: Path) -> None:
+def test_an_error_names_a_live_tensor_without_a_source(source: str, tmp_path: Path) -> None:
     key_map = with_rules(Drop(P("kept")))
     refused(source, tmp_path, key_map, CheckpointMismatchError, "model: 1 missing in the checkpoint: kept")
 
 
-def test_a_source_that_is_left_over_is_named(source: str, tmp_path: Path) -> None:
+def test_an_error_names_an_unused_source(source: str, tmp_path: Path) -> None:
     refused(source, tmp_path, with_rules(without=(Drop,)), CheckpointMismatchError, "1 unexpected: rope.freqs")
 
 
@@ -231,7 +231,7 @@ def test_an_optimizer_must_be_skipped_explicitly(source: str, tmp_path: Path) ->
             manager.load(state, source, key_map=MAP, optimizer="deferred")
 
 
-def test_a_flipped_bit_is_found_in_a_slice_that_a_map_cuts(source: str, tmp_path: Path) -> None:
+def test_a_flipped_bit_is_found_in_a_slice_that_a_map_splits(source: str, tmp_path: Path) -> None:
     file = Path(source) / "__0_0.distcp"
     data = bytearray(file.read_bytes())
     fused = old()["mlp.fused"].numpy().tobytes()

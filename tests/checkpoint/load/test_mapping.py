@@ -55,13 +55,13 @@ def test_any_part_of_a_tensor_is_read(saved: Any, index: Any) -> None:
     assert np.array_equal(part, model.weight.detach().numpy()[index])
 
 
-def test_dtypes_that_numpy_lacks_come_as_torch_tensors(saved: Any) -> None:
+def test_dtypes_that_numpy_lacks_are_returned_as_torch_tensors(saved: Any) -> None:
     root, model = saved
     assert torch.equal(open_checkpoint(root)["model.coarse"][2:4], model.coarse[2:4])
     assert open_checkpoint(root)["model.scalar"][...] == 2.5
 
 
-def test_step_metrics_and_objects_are_there(saved: Any) -> None:
+def test_an_opened_checkpoint_has_step_metrics_and_objects(saved: Any) -> None:
     opened = open_checkpoint(saved[0])
     assert opened.step == 7
     assert opened.metrics == {"val_loss": 1.25}
@@ -86,12 +86,12 @@ def test_a_slice_reads_only_its_bytes(saved: Any, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("index", [(50,), (0, 0, 0), (slice(None, None, -1),)])
-def test_an_index_that_does_not_fit_is_an_index_error(saved: Any, index: Any) -> None:
+def test_an_index_out_of_range_is_an_index_error(saved: Any, index: Any) -> None:
     with pytest.raises(IndexError):
         open_checkpoint(saved[0])["model.weight"][index]
 
 
-def test_a_directory_without_a_checkpoint_says_so(tmp_path: Path) -> None:
+def test_opening_a_directory_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointNotFoundError):
         open_checkpoint(str(tmp_path))
 

@@ -125,7 +125,7 @@ def _sharded(folder: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full", "local", "dcp"])
-def test_every_rank_refuses_what_differs_on_one(ranks: Any, tmp_path: Path, kind: str) -> None:
+def test_every_rank_refuses_tied_weights_that_differ_on_one_rank(ranks: Any, tmp_path: Path, kind: str) -> None:
     ranks.run(_sharded, 2, str(tmp_path), kind)
 
 
@@ -165,7 +165,7 @@ class Seen(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full", "local"])
-def test_a_buffer_and_its_conjugate_come_back_and_another_value_is_refused(tmp_path: Path, kind: str) -> None:
+def test_a_buffer_and_its_conjugate_view_load_and_a_different_value_is_refused(tmp_path: Path, kind: str) -> None:
     model, live = Seen(), Seen()
     load(tmp_path, saved(tmp_path, model, kind), live)
     for name, buffer in model.named_buffers():

@@ -71,7 +71,7 @@ def load_held(url: str, options: dict[str, Any]) -> tuple[dict[str, bytes], int,
 
 
 @pytest.mark.parametrize("more", [{}, {"atomic": True}], ids=["in_place", "atomic"])
-def test_every_kind_of_tensor_arrives_as_it_was(ranks: Any, tmp_path: Path, more: dict[str, Any]) -> None:
+def test_shared_reads_restore_every_kind_of_tensor(ranks: Any, tmp_path: Path, more: dict[str, Any]) -> None:
     ranks.run(save_held, 1, str(tmp_path / "run"))
     expected = raw({name.replace(".", "_"): tensor for name, tensor in tensors(1).items()})
     for found, _, _ in ranks.run(load_held, 3, str(tmp_path / "run"), {"replicas": "broadcast", **more}):
@@ -88,7 +88,7 @@ def test_each_rank_reads_its_share_only(ranks: Any, tmp_path: Path) -> None:
     assert all(nbytes + received >= whole for _, nbytes, received in shared)
 
 
-def test_files_are_read_by_every_rank(ranks: Any, tmp_path: Path) -> None:
+def test_every_rank_reads_local_files_itself(ranks: Any, tmp_path: Path) -> None:
     ranks.run(save_held, 1, str(tmp_path / "run"))
     for _, nbytes, received in ranks.run(load_held, 2, str(tmp_path / "run"), {}):
         assert nbytes > 4_000_000
@@ -205,7 +205,7 @@ def load_own_layer(folder: str, run: str) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_compressed_tensors_that_begin_alike_are_not_the_same(ranks: Any, tmp_path: Path) -> None:
+def test_compressed_tensors_with_equal_beginnings_are_not_shared(ranks: Any, tmp_path: Path) -> None:
     ranks.run(write_packed, 1, str(tmp_path / "theirs"))
     assert ranks.run(load_own_layer, 2, str(tmp_path / "theirs"), str(tmp_path / "run")) == [True, True]
 
@@ -235,7 +235,7 @@ def load_seen(url: str) -> bool:
     return all(torch.equal(tensor.resolve_conj(), saved[name]) for name, tensor in module.named_buffers())
 
 
-def test_ranks_whose_tensors_lie_otherwise_get_the_same_numbers(ranks: Any, tmp_path: Path) -> None:
+def test_ranks_with_other_memory_layouts_get_the_same_values(ranks: Any, tmp_path: Path) -> None:
     ranks.run(save_seen, 1, str(tmp_path / "run"))
     assert ranks.run(load_seen, 3, str(tmp_path / "run")) == [True, True, True]
 
@@ -269,13 +269,13 @@ def test_ranks_without_a_signature_share_with_nobody() -> None:
     assert groups_of([b"a", b"b", b"a", b"", b""]) == [[0, 2], [1], [0, 2], [3], [4]]
 
 
-def test_a_share_is_sent_to_sixty_three_others_at_most() -> None:
+def test_a_share_is_sent_to_at_most_63_ranks() -> None:
     found = groups_of([b"a"] * 130)
     assert found[0] == list(range(64))
     assert found[64] == list(range(64, 128))
     assert found[129] == [128, 129]
 
 
-def test_another_word_for_replicas_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_value_of_replicas_is_refused(tmp_path: Path) -> None:
     with CheckpointManager(str(tmp_path / "run")) as manager, pytest.raises(UsageError, match="replicas='all'"):
         manager.load(TrainState(model=torch.nn.Linear(1, 1)), replicas="all")

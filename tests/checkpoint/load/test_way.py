@@ -35,7 +35,7 @@ def run(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("atomic", [True, False])
-def test_eight_of_our_frames_stand_above_each_read_of_a_load(
+def test_a_load_has_at_most_eight_of_our_frames_above_each_read(
     run: str, atomic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     preadv, stacks = os.preadv, []
@@ -54,7 +54,7 @@ def test_eight_of_our_frames_stand_above_each_read_of_a_load(
         assert len(stack) <= MOST_FRAMES, "\n".join(stack)
 
 
-def test_a_load_enters_few_of_our_functions(run: str) -> None:
+def test_a_load_calls_few_of_our_functions(run: str) -> None:
     entered: set[Any] = set()
 
     def on_event(frame: Any, event: str, arg: object) -> None:

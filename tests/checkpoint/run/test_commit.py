@@ -30,7 +30,7 @@ from ckptkit.storage.open import open_store
 from tests.checkpoint.saving import check, leftovers, save
 
 
-def test_a_save_appears_with_its_record_and_nothing_else(tmp_path: Path) -> None:
+def test_a_commit_publishes_the_files_and_the_record_only(tmp_path: Path) -> None:
     record = save(tmp_path / "run", 7, fields={"metrics": {"loss": 1.5}, "client_state": {"epoch": 2}})
     assert check(tmp_path / "run") == [7]
     again = read_record(open_store(str(tmp_path / "run" / "step_00000007")))
@@ -114,7 +114,7 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "stray"])
-def test_files_that_differ_from_the_ranks_reports_are_not_published(tmp_path: Path, damage: str) -> None:
+def test_files_that_differ_from_what_ranks_reported_are_not_published(tmp_path: Path, damage: str) -> None:
     def spoil(store: LocalStore) -> None:
         path = Path(store.url) / "shards" / "__0_0.distcp"
         if damage == "truncated":

@@ -38,7 +38,7 @@ def test_a_single_process_raises_its_ckptkit_error_unchanged() -> None:
         Coordinator().all_ok(fail, "a save")
 
 
-def test_a_base_exception_is_caught_too() -> None:
+def test_a_base_exception_is_reported_too() -> None:
     class CheckpointError(BaseException):
         pass
 
@@ -143,7 +143,7 @@ def _main_publishes_onto(error: Exception) -> Any:
 
 
 @pytest.mark.parametrize("kind", [StorageError, NoSpaceError])
-def test_a_failure_of_rank_0_names_the_rank_and_a_refusal_does_not(ranks: Any, kind: Any) -> None:
+def test_a_failure_on_rank_0_names_the_rank_and_a_refusal_does_not(ranks: Any, kind: Any) -> None:
     failed = ranks.run(_main_publishes_onto, 2, kind(28, "index: No space left on device"))
     text = "[Errno 28] index: No space left on device"
     assert failed == [("RankFailedError", f"saving step 7 failed on rank 0: {text}", {0: text})] * 2
@@ -237,7 +237,7 @@ def _one_misses_a_step() -> Any:
     return [first, _error(lambda: c.all_gather(None))[0]]
 
 
-def test_rank_0_does_not_wait_for_a_rank_that_gave_up() -> None:
+def test_rank_0_does_not_wait_for_a_rank_that_has_failed() -> None:
     main, other = run_ranks(_one_misses_a_step, 2, timeout=60)
     assert other == ["RankFailedError", "RankFailedError"]
     assert main[1] == "RankFailedError"

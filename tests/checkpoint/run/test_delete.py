@@ -239,7 +239,7 @@ def test_a_file_that_appears_during_the_deletion_of_its_directory_survives(
     assert (step / "notes.txt").exists() and leftovers(run) == []
 
 
-def test_a_file_of_others_that_is_replaced_while_its_step_is_overwritten_is_kept_beside(
+def test_a_foreign_file_replaced_during_an_overwrite_is_kept_next_to_the_checkpoint(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step, exchange = run / "step_00000001", publish.exchange

@@ -93,7 +93,7 @@ def test_a_job_in_a_copy_of_a_running_run_may_save(tmp_path: Path) -> None:
         assert "refused" in second_job(tmp_path / "moved")
 
 
-def test_pins_deletions_and_saves_of_a_running_run_do_not_count_in_a_copy_of_it(tmp_path: Path) -> None:
+def test_a_copy_of_a_running_run_ignores_pins_deletions_and_saves_of_the_original(tmp_path: Path) -> None:
     run, copy = tmp_path / "run", tmp_path / "copy"
     root = open_store(str(run))
     with CheckpointManager(run) as manager:
@@ -149,7 +149,7 @@ def test_managers_of_one_process_share_the_lease_and_take_turns(tmp_path: Path) 
     assert sorted(names(tmp_path)) == [f"step_0000000{n}" for n in (1, 2, 3)]
 
 
-def test_a_manager_that_an_error_leaves_releases_the_lease(tmp_path: Path) -> None:
+def test_a_manager_that_exits_with_an_error_releases_the_lease(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), CheckpointManager(tmp_path) as manager:
         manager.save(1, state())
         raise ZeroDivisionError
@@ -351,7 +351,7 @@ def test_a_save_without_a_manager_is_refused_while_a_manager_holds_the_lease(tmp
             acquire_lease(open_store(str(tmp_path)))
 
 
-def test_the_next_manager_uses_the_lease_of_one_that_was_never_closed(tmp_path: Path) -> None:
+def test_a_manager_reuses_the_lease_of_an_unclosed_manager(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path)
     manager.save(1, state())
     del manager

@@ -29,7 +29,7 @@ def names(root: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("tag", ["x.owner", "x.part", "final.json", "_", "0.1", "global_step100", "x" * 128])
-def test_any_tag_that_is_allowed_is_listed_and_deleted(tmp_path: Path, tag: str) -> None:
+def test_every_allowed_tag_can_be_listed_and_deleted(tmp_path: Path, tag: str) -> None:
     save(tmp_path, 1, tag=tag)
     save(tmp_path, 2)
     assert names(tmp_path) == [tag, "step_00000002"]
@@ -178,7 +178,7 @@ def test_best_without_a_recorded_metric_is_an_error(tmp_path: Path) -> None:
     assert resolve(open_store(str(tmp_path)), "best", best=("loss", "min")).step == 1
 
 
-def test_the_file_latest_is_not_trusted(run: Path) -> None:
+def test_the_content_of_the_file_latest_does_not_matter(run: Path) -> None:
     (run / "latest").write_text("step_00000010\n")
     assert resolve(open_store(str(run))).name == "final"
 

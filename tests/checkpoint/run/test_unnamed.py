@@ -15,7 +15,7 @@ from ckptkit.formats.replaceable import may_be_saved
 
 @pytest.mark.parametrize("models", [1, 2])
 @pytest.mark.parametrize("kind", ["sharded", "full", "local"])
-def test_every_file_of_a_save_is_recognized_by_its_name(tmp_path: Path, kind: str, models: int) -> None:
+def test_every_file_that_a_save_writes_is_recognised(tmp_path: Path, kind: str, models: int) -> None:
     side = tmp_path / "side"
     (side / "additional_chat_templates").mkdir(parents=True)
     for name in ("config.json", "tokenizer.json", "LICENSE", "additional_chat_templates/tool.jinja"):
@@ -36,5 +36,5 @@ def test_every_file_of_a_save_is_recognized_by_its_name(tmp_path: Path, kind: st
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "eval/results.json", "state.safetensors", "plots/loss.png", "run.sh"])
-def test_other_files_are_not_recognized(name: str) -> None:
+def test_files_that_no_save_writes_are_not_recognised(name: str) -> None:
     assert not may_be_saved(name)

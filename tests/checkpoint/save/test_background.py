@@ -47,7 +47,7 @@ class Gate:
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full", "local"])
-def test_what_changes_after_the_call_is_not_in_the_snapshot(
+def test_changes_after_the_call_are_not_in_the_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     gate = Gate(monkeypatch)
@@ -76,7 +76,7 @@ def test_what_changes_after_the_call_is_not_in_the_snapshot(
     assert torch.equal(loaded.extra["settings"]["table"], torch.arange(2000))
 
 
-def test_the_next_save_waits_for_the_one_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_save_waits_for_the_running_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
     model = nn.Linear(4, 4)
     with CheckpointManager(tmp_path) as manager:
@@ -87,7 +87,9 @@ def test_the_next_save_waits_for_the_one_under_way(tmp_path: Path, monkeypatch: 
     assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_00000001", "step_00000002"]
 
 
-def test_a_save_under_way_refuses_the_next_one_if_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_running_save_refuses_the_next_one_with_async_policy_refuse(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate = Gate(monkeypatch)
     with CheckpointManager(tmp_path, async_policy="refuse") as manager:
         manager.save_async(1, TrainState(model=nn.Linear(4, 4)))
@@ -155,7 +157,7 @@ def test_a_process_that_ends_without_waiting_leaves_a_complete_checkpoint(tmp_pa
 
 
 @pytest.mark.parametrize("threads", ["may start", "are refused"])
-def test_a_save_that_has_yet_to_begin_when_the_main_thread_ends_is_completed(tmp_path: Path, threads: str) -> None:
+def test_a_queued_save_is_completed_after_the_main_thread_ends(tmp_path: Path, threads: str) -> None:
     """By then Python has closed its pools, and from 3.12 on it starts no thread."""
     body = f"""
 import threading
@@ -184,7 +186,7 @@ for kind in ("sharded", "full", "local"):
     assert found == {f"{kind}/step_00000001" for kind in ("sharded", "full", "local")}
 
 
-def test_an_error_that_nobody_asked_for_is_said_at_exit(tmp_path: Path) -> None:
+def test_an_unread_background_error_is_printed_at_exit(tmp_path: Path) -> None:
     body = """
 def fail(*args): raise OSError(28, "No space left on device")
 manager._saver.publish = fail
@@ -212,7 +214,7 @@ def test_a_failed_save_is_reported_even_if_the_training_fails(
     ("kind", "mode"),
     [("sharded", "sync"), ("sharded", "thread"), ("sharded", "process"), ("local", "thread"), ("full", "thread")],
 )
-def test_the_report_says_what_took_the_time(tmp_path: Path, kind: str, mode: Any) -> None:
+def test_the_report_has_the_time_of_each_phase(tmp_path: Path, kind: str, mode: Any) -> None:
     reports: list[Any] = []
     trace = tmp_path / "traces"
     state = TrainState(model=nn.Linear(500, 500))
@@ -268,7 +270,7 @@ def test_a_callback_that_fails_does_not_undo_the_save(tmp_path: Path) -> None:
 # --- host memory
 
 
-def test_buffers_are_used_again_from_the_second_snapshot_on() -> None:
+def test_buffers_are_reused_from_the_second_snapshot_on() -> None:
     buffers = StagingBuffers()
     tensors = [torch.randn(30, 7), torch.arange(5), torch.zeros(0, 3), torch.randn(4, 6).t(), torch.tensor(3.0)]
     first = buffers.copy(tensors)
@@ -301,7 +303,7 @@ def small_and_large() -> list[torch.Tensor]:
     return [*made, *odd, torch.randn(70, 70), *(torch.full((2000,), float(i)) for i in range(40))]
 
 
-def test_whatever_was_replaced_or_changed_a_snapshot_is_the_tensors_as_they_are() -> None:
+def test_a_snapshot_holds_the_current_values_after_any_change_of_the_tensors() -> None:
     buffers = StagingBuffers()
     tensors = small_and_large()
 
@@ -325,7 +327,7 @@ def test_whatever_was_replaced_or_changed_a_snapshot_is_the_tensors_as_they_are(
 
 
 @pytest.mark.parametrize("which", [[7], [0], range(40), [-1], [-45]])
-def test_a_tensor_that_was_reshaped_in_place_is_copied_as_it_is(which: Any) -> None:
+def test_a_tensor_reshaped_in_place_is_copied_with_its_new_shape(which: Any) -> None:
     tensors, buffers = small_and_large(), StagingBuffers()
     buffers.copy(tensors)
     for row in which:
@@ -335,7 +337,7 @@ def test_a_tensor_that_was_reshaped_in_place_is_copied_as_it_is(which: Any) -> N
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full", "local"])
-def test_memory_that_was_exchanged_below_a_tensor_is_what_is_saved(tmp_path: Path, kind: str) -> None:
+def test_a_save_follows_tensors_whose_memory_was_replaced(tmp_path: Path, kind: str) -> None:
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(30)))
     extra = {"table": {str(i): torch.full((300,), float(i)) for i in range(4)}}
     state = TrainState(model=model, extra=extra)
@@ -363,7 +365,7 @@ def test_memory_that_was_exchanged_below_a_tensor_is_what_is_saved(tmp_path: Pat
             assert all(torch.equal(value, tables[name]) for name, value in again.extra["table"].items())
 
 
-def test_what_the_caller_adds_is_that_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_state_and_metrics_are_copied_at_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
     seen = {"files": ["a"]}
     metrics = {"loss": 1.0}
@@ -384,7 +386,7 @@ def test_a_closed_manager_holds_no_buffers(tmp_path: Path) -> None:
     assert manager._buffers.nbytes == 0
 
 
-def test_buffers_that_could_not_grow_serve_the_next_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffers_that_failed_to_grow_are_used_by_the_next_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     buffers = StagingBuffers()
     small = [torch.arange(3.0)]
     buffers.copy(small)
@@ -474,7 +476,7 @@ def structure_changes(url: str, mode: Any) -> list[bool]:
 
 
 @pytest.mark.parametrize("mode", ["thread", "process"])
-def test_a_structure_that_changes_from_save_to_save_is_staged_anew(ranks: Any, tmp_path: Path, mode: str) -> None:
+def test_a_changed_structure_is_staged_again(ranks: Any, tmp_path: Path, mode: str) -> None:
     assert ranks.run(structure_changes, 2, str(tmp_path), mode) == [[True] * 6] * 2
 
 
@@ -496,7 +498,7 @@ def other_dtype_below(url: str, mode: Any) -> list[bool]:
 
 
 @pytest.mark.parametrize("mode", ["thread", "process"])
-def test_a_dtype_that_was_exchanged_below_a_tensor_is_staged_anew(ranks: Any, tmp_path: Path, mode: str) -> None:
+def test_a_changed_dtype_is_staged_again(ranks: Any, tmp_path: Path, mode: str) -> None:
     assert ranks.run(other_dtype_below, 2, str(tmp_path), mode) == [[True] * 4] * 2
 
 
@@ -537,7 +539,7 @@ def changes_below(url: str, mode: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("mode", ["thread", "process"])
-def test_what_is_done_to_memory_in_place_is_saved_or_fails_the_save_on_all(
+def test_an_in_place_change_of_memory_is_saved_or_fails_the_save_on_all_ranks(
     ranks: Any, tmp_path: Path, mode: str
 ) -> None:
     for right, *reshaped, cut in ranks.run(changes_below, 2, str(tmp_path), mode):
@@ -569,7 +571,9 @@ def no_memory_on_one(url: str, kind: str) -> tuple[str, list[float]]:
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full", "local"])
-def test_a_rank_without_memory_for_its_snapshot_fails_the_save_on_all(ranks: Any, tmp_path: Path, kind: str) -> None:
+def test_a_rank_without_memory_for_its_snapshot_fails_the_save_on_all_ranks(
+    ranks: Any, tmp_path: Path, kind: str
+) -> None:
     for text, (expected, found) in ranks.run(no_memory_on_one, 2, str(tmp_path), kind):
         assert "rank 1" in text
         assert "no host memory" in text
@@ -584,11 +588,11 @@ def disagree(url: str) -> str:
         return str(caught.value)
 
 
-def test_ranks_that_save_different_steps_are_told_so(ranks: Any, tmp_path: Path) -> None:
+def test_ranks_that_save_different_steps_get_an_error(ranks: Any, tmp_path: Path) -> None:
     assert all("ranks disagree on what to save" in text for text in ranks.run(disagree, 2, str(tmp_path)))
 
 
-def test_a_fork_during_a_save_is_refused_every_call_and_ends_without_waiting(
+def test_a_forked_process_is_refused_every_call_and_exits_without_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gate = Gate(monkeypatch)

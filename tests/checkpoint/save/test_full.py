@@ -57,7 +57,7 @@ def small_shards(url: str) -> Any:
     return {k: jobs.whole(v) for k, v in model.state_dict().items()}
 
 
-def test_files_are_dealt_out_over_the_ranks(tmp_path: Path) -> None:
+def test_files_are_distributed_over_the_ranks(tmp_path: Path) -> None:
     expected = run_ranks(small_shards, 3, str(tmp_path))[0]
     from ckptkit.checkpoint.load.mapping import open_checkpoint
 
@@ -94,7 +94,7 @@ def test_from_pretrained_loads_a_full_checkpoint(tmp_path: Path, tie: bool) -> N
     }
 
 
-def test_several_models_have_a_folder_each(tmp_path: Path) -> None:
+def test_each_of_several_models_has_its_own_folder(tmp_path: Path) -> None:
     models = {"actor": nn.Linear(2, 3), "critic": nn.Linear(3, 1)}
     with CheckpointManager(tmp_path, state_dict_type="full") as manager:
         manager.save(1, TrainState(model=models))
@@ -170,14 +170,14 @@ def failing_disk(url: str, where: str) -> str:
 
 
 @pytest.mark.parametrize("where", ["write", "_part"])
-def test_a_rank_that_fails_fails_all_at_once_and_the_next_save_works(tmp_path: Path, where: str) -> None:
+def test_a_failing_rank_fails_all_ranks_at_once_and_the_next_save_works(tmp_path: Path, where: str) -> None:
     texts = run_ranks(failing_disk, 3, str(tmp_path), where, timeout=90)
     assert all("rank 1" in text and "No space left" in text for text in texts), texts
     assert [path.name for path in tmp_path.glob("step_*")] == ["step_00000002"]
 
 
 @pytest.mark.parametrize("kind", ["full", "local"])
-def test_a_name_that_is_no_utf8_is_refused_by_name_and_nothing_is_published(tmp_path: Path, kind: str) -> None:
+def test_a_tensor_name_that_is_not_utf8_is_refused_and_nothing_is_published(tmp_path: Path, kind: str) -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("half\ud800", torch.zeros(2))
     with CheckpointManager(tmp_path, state_dict_type=kind) as manager:

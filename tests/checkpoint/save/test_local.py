@@ -53,7 +53,7 @@ def save_counted(url: str, layout: str) -> Any:
 
 
 @pytest.mark.parametrize("layout", ["1d", "hsdp"])
-def test_saving_tensors_talks_to_nobody(ranks: Any, tmp_path: Path, layout: str) -> None:
+def test_writing_local_tensors_needs_no_communication(ranks: Any, tmp_path: Path, layout: str) -> None:
     for silent, control in ranks.run(save_counted, 4, str(tmp_path), layout):
         assert silent == []
         assert control > 0
@@ -68,7 +68,7 @@ def save(url: str, layout: str) -> Any:
     return {k: v.to_local().detach().numpy() for k, v in job.model.state_dict().items() if hasattr(v, "to_local")}
 
 
-def test_a_rank_file_holds_the_rank_own_parts_and_says_where_they_lie(ranks: Any, tmp_path: Path) -> None:
+def test_a_rank_file_holds_the_ranks_shards_and_their_positions(ranks: Any, tmp_path: Path) -> None:
     held = ranks.run(save, 2, str(tmp_path), "1d")
     for rank, tensors in enumerate(held):
         path = tmp_path / "step_00000001" / f"local_{rank:05d}.safetensors"
@@ -125,7 +125,7 @@ def test_rank_files_that_were_swapped_are_refused(ranks: Any, tmp_path: Path) ->
         local_shards.open_catalog(LocalStore(str(root)))
 
 
-def test_a_dtype_that_safetensors_lacks_is_refused_with_a_way_out(tmp_path: Path) -> None:
+def test_a_dtype_that_safetensors_lacks_is_refused_with_advice(tmp_path: Path) -> None:
     from ckptkit.checkpoint.state.train_state import TrainState
     from ckptkit.errors import UnsupportedFormatError
 

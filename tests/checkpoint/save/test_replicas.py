@@ -111,7 +111,7 @@ def test_each_rank_gets_its_own_copy_back(ranks: Any, tmp_path: Path, kind: str,
     assert [found[0] for found in ranks.run(load, 2, str(tmp_path), "2")] == [values(11.0), values(12.0)]
 
 
-def test_what_differs_is_named_once(ranks: Any, tmp_path: Path) -> None:
+def test_a_warning_names_each_differing_tensor_once(ranks: Any, tmp_path: Path) -> None:
     first, second = ranks.run(save, 2, str(tmp_path))
     assert len(first) == 1
     assert (
@@ -149,7 +149,7 @@ def save_equal(url: str) -> list[str]:
     return [name for name in open_checkpoint(url) if name.startswith("per_rank")]
 
 
-def test_what_is_equal_is_stored_once(ranks: Any, tmp_path: Path) -> None:
+def test_tensors_equal_on_all_ranks_are_stored_once(ranks: Any, tmp_path: Path) -> None:
     assert ranks.run(save_equal, 2, str(tmp_path)) == [[], []]
 
 
@@ -183,7 +183,9 @@ def save_views(url: str, kind: str, background: bool) -> list[str]:
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("kind", ["sharded", "full", "local"])
-def test_however_they_lie_in_memory_they_come_back(ranks: Any, tmp_path: Path, kind: str, background: bool) -> None:
+def test_differing_tensors_of_any_memory_layout_are_restored(
+    ranks: Any, tmp_path: Path, kind: str, background: bool
+) -> None:
     assert ranks.run(save_views, 2, str(tmp_path), kind, background) == [[], []]
 
 
@@ -200,7 +202,7 @@ def save_later(url: str) -> dict[str, list[float]]:
     return held(model, optimizer)
 
 
-def test_tensors_that_part_ways_later_are_found_then(ranks: Any, tmp_path: Path) -> None:
+def test_tensors_that_begin_to_differ_after_a_save_are_found_by_the_next(ranks: Any, tmp_path: Path) -> None:
     assert ranks.run(save_later, 2, str(tmp_path)) == [values(4.0), values(5.0)]
 
 
@@ -221,7 +223,7 @@ def save_stages(url: str, kind: str) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full"])
-def test_ranks_with_other_models_keep_theirs_apart(ranks: Any, tmp_path: Path, kind: str) -> None:
+def test_ranks_with_different_stages_keep_their_own_values(ranks: Any, tmp_path: Path, kind: str) -> None:
     found = ranks.run(save_stages, 3, str(tmp_path), kind)
     assert found == [[[10.0 + rank] * 3, [20.0 + rank] * 3] for rank in range(3)]
 
@@ -255,7 +257,7 @@ def save_extra(url: str, kind: str) -> tuple[list[float], list[str]]:
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full", "local"])
-def test_of_extra_state_the_copy_of_rank_0_is_saved_with_a_warning(ranks: Any, tmp_path: Path, kind: str) -> None:
+def test_differing_extra_tensors_are_saved_from_rank_0_with_a_warning(ranks: Any, tmp_path: Path, kind: str) -> None:
     first, second = ranks.run(save_extra, 2, str(tmp_path), kind)
     assert first[0] == second[0] == [0.0]
     assert any("extra.average.w differ between ranks" in line and "PerRank" in line for line in first[1])
@@ -293,7 +295,7 @@ def _catalog(ranks: Any, tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("index", [0, 3000, 4999, 12_345, 19_999])
-def test_the_summary_of_a_tensor_on_a_device_tells_of_every_element(index: int) -> None:
+def test_the_summary_of_a_device_tensor_changes_with_every_element(index: int) -> None:
     row = torch.arange(20_003, dtype=torch.int32).to(torch.uint8)[3:]
     changed = row.clone()
     changed[index] += 1

@@ -67,13 +67,13 @@ def save_one_tensor(url: str) -> Entered:
     return found
 
 
-def test_six_of_our_frames_stand_above_the_write_of_a_tensor(tmp_path: Path) -> None:
+def test_a_save_has_at_most_six_of_our_frames_above_each_write(tmp_path: Path) -> None:
     stacks = save_one_tensor(str(tmp_path)).stacks
     (of_tensor,) = [stack for stack in stacks if any("formats/dcp/files.py" in name for name in stack)]
     assert len(of_tensor) <= MOST_FRAMES, of_tensor
 
 
-def test_a_save_of_one_tensor_enters_few_functions(tmp_path: Path) -> None:
+def test_a_save_of_one_tensor_calls_few_functions(tmp_path: Path) -> None:
     functions = save_one_tensor(str(tmp_path)).functions
     assert 0 < len(functions) <= MOST_FUNCTIONS, len(functions)
 

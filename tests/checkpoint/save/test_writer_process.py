@@ -77,14 +77,14 @@ def test_a_process_writes_the_files_that_a_thread_writes(tmp_path: Path) -> None
     assert written == data(tmp_path / "thread/step_00000001")
 
 
-def test_the_process_has_no_torch(tmp_path: Path) -> None:
+def test_the_writer_process_does_not_import_torch(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, async_mode="process") as manager:
         manager.save_async(1, TrainState(model=nn.Linear(4, 4))).result()
         assert "libtorch" in Path("/proc/self/maps").read_text()
         assert "libtorch" not in Path(f"/proc/{writer_pid(manager)}/maps").read_text()
 
 
-def test_what_changes_while_the_process_writes_is_not_in_the_snapshot(tmp_path: Path) -> None:
+def test_changes_during_the_write_are_not_in_the_snapshot(tmp_path: Path) -> None:
     model = nn.Linear(600, 600)
     expected = model.weight.detach().clone()
     with CheckpointManager(tmp_path, async_mode="process") as manager:
@@ -99,7 +99,7 @@ def test_what_changes_while_the_process_writes_is_not_in_the_snapshot(tmp_path: 
     assert torch.equal(model.weight, expected)
 
 
-def test_a_state_that_grows_is_written_from_the_new_memory(tmp_path: Path) -> None:
+def test_a_state_that_has_grown_is_written_from_new_memory(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path, async_mode="process") as manager:
         for step, width in enumerate((10, 900, 30)):
             model = nn.Linear(width, width)
@@ -122,7 +122,7 @@ def test_a_rank_without_tensors_has_nothing_staged(tmp_path: Path) -> None:
             assert all(torch.equal(again.extra["all"][key], t) for key, t in tensors.items())
 
 
-def test_a_process_killed_in_a_save_fails_it_and_the_next_save_has_another(
+def test_killing_the_writer_process_fails_the_save_and_the_next_save_starts_a_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = Asked(monkeypatch)
@@ -144,7 +144,7 @@ def test_a_process_killed_in_a_save_fails_it_and_the_next_save_has_another(
     ]
 
 
-def test_an_error_in_the_process_is_raised_as_what_it_is(tmp_path: Path) -> None:
+def test_an_error_in_the_writer_process_keeps_its_class(tmp_path: Path) -> None:
     state = TrainState(model=nn.Linear(300, 300))
     with CheckpointManager(tmp_path, async_mode="process") as manager:
         manager.save_async(1, state).result()
@@ -157,7 +157,7 @@ def test_an_error_in_the_process_is_raised_as_what_it_is(tmp_path: Path) -> None
         assert writer_pid(manager) == pid
 
 
-def test_the_process_ends_with_the_manager(tmp_path: Path) -> None:
+def test_the_writer_process_ends_with_the_manager(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path, async_mode="process")
     pid = writer_pid(manager)
     assert is_alive(pid)
@@ -165,7 +165,7 @@ def test_the_process_ends_with_the_manager(tmp_path: Path) -> None:
     assert not is_alive(pid)
 
 
-def test_a_fork_of_the_training_that_ends_leaves_the_process_alone(tmp_path: Path) -> None:
+def test_the_end_of_a_forked_process_does_not_end_the_writer_process(tmp_path: Path) -> None:
     script = f"""
 import os, gc, sys
 import torch
@@ -186,7 +186,7 @@ assert manager.wait() and manager._writer.pid == pid
 
 
 @pytest.mark.parametrize(("how", "published"), [("os.kill(os.getpid(), 9)", False), ("sys.exit(0)", True)])
-def test_the_process_outlives_no_training_and_an_exit_waits_for_it(tmp_path: Path, how: str, published: bool) -> None:
+def test_the_writer_process_ends_with_training_and_exit_waits_for_it(tmp_path: Path, how: str, published: bool) -> None:
     script = f"""
 import os, signal, sys, threading
 import torch
@@ -212,7 +212,7 @@ if {not published}:
 
 
 @pytest.mark.parametrize("kind", ["full", "local"])
-def test_only_sharded_saves_have_a_process(tmp_path: Path, kind: str) -> None:
+def test_only_sharded_saves_use_a_writer_process(tmp_path: Path, kind: str) -> None:
     with pytest.raises(UsageError, match="SHARDED"):
         CheckpointManager(tmp_path, state_dict_type=kind, async_mode="process")
 
@@ -239,7 +239,7 @@ def kill_one(url: str) -> tuple[str, bool]:
         return str(caught.value), jobs.whole(next(job.model.parameters())) == expected
 
 
-def test_the_death_of_one_ranks_process_fails_the_save_on_all(ranks: Any, tmp_path: Path) -> None:
+def test_the_death_of_one_writer_process_fails_the_save_on_all_ranks(ranks: Any, tmp_path: Path) -> None:
     found = ranks.run(kill_one, 2, str(tmp_path))
     assert len({text for text, _ in found}) == 1
     assert "rank 1" in found[0][0]
@@ -248,7 +248,7 @@ def test_the_death_of_one_ranks_process_fails_the_save_on_all(ranks: Any, tmp_pa
     assert [path.name for path in tmp_path.glob("step_*")] == ["step_00000002"]
 
 
-def test_the_process_makes_no_directory_in_place_of_one_that_is_gone(
+def test_the_writer_process_does_not_recreate_a_missing_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = Asked(monkeypatch)

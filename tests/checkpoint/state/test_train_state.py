@@ -63,7 +63,7 @@ def test_an_unknown_state_dict_type_is_a_usage_error() -> None:
         StateDictType.parse("partial")
 
 
-def test_parameters_and_persistent_buffers_are_captured_and_others_are_not() -> None:
+def test_only_parameters_and_persistent_buffers_are_captured() -> None:
     model = net()
     model.register_buffer("scratch", torch.zeros(3), persistent=False)
     captured = capture(TrainState(model=model))
@@ -77,7 +77,7 @@ def test_the_captured_tensors_alias_the_model() -> None:
     assert captured.models["model"]["0.weight"].data_ptr() == model[0].weight.data_ptr()
 
 
-def test_names_are_free_of_what_wrappers_add() -> None:
+def test_names_have_no_prefixes_of_wrappers() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -98,7 +98,7 @@ def test_optimizer_keys_are_the_same_with_and_without_wrappers() -> None:
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])
-def test_capturing_before_the_first_step_leaves_the_next_losses_bitwise_the_same(kind: Any) -> None:
+def test_capturing_before_the_first_step_does_not_change_the_next_losses(kind: Any) -> None:
     def run(take: bool) -> list[float]:
         model = net()
         optimizer = kind(model.parameters(), lr=0.1)
@@ -139,7 +139,7 @@ def test_state_of_frozen_and_unused_parameters_and_empty_groups_are_kept() -> No
     assert groups[2]["lr"] == 7.0
 
 
-def test_a_parameter_that_no_model_has_is_named() -> None:
+def test_an_error_names_an_optimizer_parameter_that_no_model_has() -> None:
     model = net()
     stranger = nn.Parameter(torch.ones(3, 5))
     optimizer = torch.optim.SGD([*model.parameters(), stranger], lr=0.1)
@@ -154,7 +154,7 @@ def test_a_learning_rate_that_is_a_tensor_is_captured() -> None:
     assert group["lr"]["$tensor"]["dtype"] == "float32"
 
 
-def test_state_that_is_no_tensor_or_belongs_to_no_parameter_is_captured() -> None:
+def test_optimizer_state_without_tensor_or_parameter_is_captured() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.state[model[0].weight] = {"count": 3, "big": torch.zeros(8, 4)}
@@ -195,7 +195,7 @@ def test_tied_weights_are_known_as_aliases() -> None:
     assert "model.head.weight" not in dict(captured.tensors(aliases=False))
 
 
-def test_per_rank_state_has_the_rank_in_its_key() -> None:
+def test_keys_of_per_rank_state_contain_the_rank() -> None:
     captured = capture(TrainState(extra={"mine": PerRank([1, 2]), "all": 3}), rank=5)
     assert set(captured.rank_objects) == {"rng.5", "extra.mine.5"}
     assert captured.objects["extra.all"] == 3
@@ -246,7 +246,7 @@ class Computing(torch.nn.Module):
         return {name: value for name, value in super().state_dict().items() if "frozen" not in name}
 
 
-def test_what_state_dict_hooks_change_and_leave_out_goes_through_the_modules_own_load(tmp_path):
+def test_modules_with_state_dict_hooks_are_restored_by_their_own_load_state_dict(tmp_path):
     module = Computing()
     optimizer = torch.optim.AdamW([module.a.weight, module.b.weight])
     (module.a.weight.sum() + module.b.weight.sum()).backward()
@@ -285,7 +285,7 @@ WRAPPERS = {
 
 @pytest.mark.parametrize("kind", ["sharded", "full", "local"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_what_was_saved_from_a_wrapped_model_loads_into_any_other(tmp_path, wrapper, kind):
+def test_a_checkpoint_of_a_wrapped_model_loads_into_any_other_wrapper(tmp_path, wrapper, kind):
     def state(wrap, filled):
         made = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
         optimizer = torch.optim.SGD(made.parameters(), lr=0.1)

@@ -46,7 +46,7 @@ def through(value: Any) -> Any:
         torch.Size([2, 3]),
     ],
 )
-def test_plain_values_come_back_equal_and_of_the_same_type(value: Any) -> None:
+def test_plain_values_round_trip_with_their_types(value: Any) -> None:
     back = through(value)
     assert back == value
     assert type(back) is type(value)
@@ -57,7 +57,7 @@ def test_nan_survives_strict_json() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
-def test_small_tensors_lie_inside_the_json(dtype: torch.dtype) -> None:
+def test_small_tensors_are_stored_inside_the_json(dtype: torch.dtype) -> None:
     tensor = torch.arange(6).reshape(2, 3).to(dtype)
     tensors: dict[str, torch.Tensor] = {}
     tree = encode(tensor, "extra.x", tensors)
@@ -65,18 +65,18 @@ def test_small_tensors_lie_inside_the_json(dtype: torch.dtype) -> None:
     assert torch.equal(decode(tree, tensors.__getitem__), tensor)
 
 
-def test_small_tensors_seen_as_conjugate_or_negative_come_back() -> None:
+def test_small_conj_and_neg_views_round_trip() -> None:
     seen = torch.tensor([1 + 2j, 3 - 4j]).conj()
     assert torch.equal(through(seen), seen)
     assert torch.equal(through(seen.imag), torch.tensor([-2.0, 4.0]))
 
 
-def test_tensors_without_elements_and_without_dimensions_come_back() -> None:
+def test_empty_and_scalar_tensors_round_trip() -> None:
     assert through(torch.zeros(0, 3)).shape == (0, 3)
     assert through(torch.tensor(2.5)).item() == 2.5
 
 
-def test_large_tensors_are_named_by_their_path() -> None:
+def test_large_tensors_are_referred_to_by_their_path() -> None:
     tensors: dict[str, torch.Tensor] = {}
     tree = encode({"a": [torch.zeros(1000)], "a.0": torch.ones(1000)}, "extra.x", tensors)
     assert list(tensors) == ["extra.x.a.0", "extra.x.a.0~1"]
@@ -84,7 +84,7 @@ def test_large_tensors_are_named_by_their_path() -> None:
     assert torch.equal(decode(tree, tensors.__getitem__)["a.0"], torch.ones(1000))
 
 
-def test_numpy_values_come_back_as_numpy() -> None:
+def test_numpy_values_round_trip_as_numpy() -> None:
     array = np.arange(2000, dtype=np.int16).reshape(2, 1000)
     back = through({"array": array, "scalar": np.float32(0.1), "empty": np.zeros((0, 2))})
     assert np.array_equal(back["array"], array)
@@ -94,12 +94,12 @@ def test_numpy_values_come_back_as_numpy() -> None:
     assert back["empty"].shape == (0, 2)
 
 
-def test_what_weights_only_allows_goes_through_torch_save() -> None:
+def test_values_that_weights_only_allows_are_stored_with_torch_save() -> None:
     assert through(collections.Counter("aab")) == collections.Counter("aab")
 
 
 @pytest.mark.parametrize("size", [2, 40])
-def test_sparse_and_quantized_tensors_come_back(size: int) -> None:
+def test_sparse_and_quantized_tensors_round_trip(size: int) -> None:
     sparse = through(torch.eye(size).to_sparse())
     assert sparse.is_sparse
     assert torch.equal(sparse.to_dense(), torch.eye(size))
@@ -111,7 +111,7 @@ def test_sparse_and_quantized_tensors_come_back(size: int) -> None:
     assert torch.equal(back.int_repr(), quantized.int_repr())
 
 
-def test_a_tensor_that_was_on_a_device_comes_back_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_tensor_is_restored_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.serialization.location_tag", lambda _: "cuda:7")
     monkeypatch.setattr("torch.serialization._get_restore_location", lambda _: lambda storage, _location: storage)
     tree = encode(torch.eye(3).to_sparse(), "extra.x", {})

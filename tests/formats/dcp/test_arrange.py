@@ -67,7 +67,7 @@ def test_slices_are_ordered_by_tensor_and_then_by_rank() -> None:
     assert told(arrange(ranks, widths)) == one_by_one(ranks, widths)
 
 
-def test_more_tensors_than_16_bits_can_number_are_ordered_too() -> None:
+def test_more_than_65536_tensors_are_ordered() -> None:
     tensors = (1 << 16) + 5
     rows = np.zeros(3, ROW)
     rows["start"] = [1, 2, 3]
@@ -76,5 +76,5 @@ def test_more_tensors_than_16_bits_can_number_are_ordered_too() -> None:
     assert [(tensor, place[0]) for tensor, place, *_ in told(found)] == [(4, 2), (1 << 16, 3), (tensors - 1, 1)]
 
 
-def test_nothing_is_arranged_where_no_rank_has_a_tensor() -> None:
+def test_arranging_without_tensors_gives_nothing() -> None:
     assert told(arrange([], [])) == []

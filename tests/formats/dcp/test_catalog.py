@@ -50,7 +50,7 @@ def test_every_tensor_can_be_read(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DCP)
-def test_every_object_reads_without_running_anything(name: str) -> None:
+def test_every_object_is_read_without_running_code(name: str) -> None:
     store = LocalStore(ZOO / name / CASES[name]["input"])
     for entry in open_catalog(store).objects.values():
         read_object(store, entry)
@@ -110,7 +110,7 @@ def test_reading_imports_no_torch(zoo: Path) -> None:
 # --- broken and hostile
 
 
-def test_a_flipped_bit_is_seen_by_the_digest_of_its_slice(zoo: Path) -> None:
+def test_the_digest_of_a_slice_finds_a_flipped_bit(zoo: Path) -> None:
     store = LocalStore(zoo / "broken_bitflip_shard/ckpt")
     entry = open_catalog(store).tensors["model.model.embed_tokens.weight"]
     with pytest.raises(AssertionError, match="CRC-32"):
@@ -325,7 +325,7 @@ def test_a_missing_metadata_file_of_a_rank_is_noticed(zoo: Path, tmp_path: Path,
     assert isinstance(found, IncompleteCheckpointError) and text in str(found)
 
 
-def test_a_part_that_torch_lost_in_a_safetensors_blob_is_reported_missing(zoo: Path, tmp_path: Path) -> None:
+def test_a_shard_that_torch_lost_in_a_safetensors_file_is_reported_missing(zoo: Path, tmp_path: Path) -> None:
     import torch
 
     shutil.copytree(zoo / "dcp_serialization_safetensors_w2/ckpt", tmp_path / "c")
@@ -349,7 +349,7 @@ def test_a_part_that_torch_lost_in_a_safetensors_blob_is_reported_missing(zoo: P
     assert "experts" in str(found)
 
 
-def test_zstd_items_without_the_package_name_the_extra(zoo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_zstd_items_without_the_package_names_the_extra(zoo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     from ckptkit.errors import MissingExtraError
@@ -386,7 +386,7 @@ def lengthen(m: Any, start: int, by: int) -> None:
                 info.offset += by
 
 
-def test_a_checkpoint_of_more_files_than_may_be_open_is_located(zoo: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_with_more_files_than_may_be_open_is_read(zoo: Path, tmp_path: Path) -> None:
     """One file an item (`single_file_per_rank=False`), with a low limit on descriptors."""
     import resource
 

@@ -28,7 +28,7 @@ def gathered(only: Any) -> Any:
     return builder._columns(), builder.objects
 
 
-def test_the_order_of_places_does_not_matter() -> None:
+def test_the_order_of_storage_entries_does_not_matter() -> None:
     usual, objects = gathered(part())
     only = part()
     places = list(only.storage.items())

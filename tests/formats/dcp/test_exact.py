@@ -50,7 +50,7 @@ def test_a_load_with_the_same_sharding_is_exact(ranks, tmp_path, layout):
 
 
 @pytest.mark.parametrize("verify", [Verify.READ, Verify.FULL])
-def test_a_flipped_byte_among_tensors_that_are_read_together_is_named(tmp_path, verify):
+def test_a_flipped_byte_among_tensors_read_together_names_its_tensor(tmp_path, verify):
     catalog, store = write(tmp_path, small())
     found = catalog.tensors["w7"].slices[0]
     file = tmp_path / found.path
@@ -111,7 +111,7 @@ def test_a_slice_with_strides_is_read(tmp_path):
     assert torch.equal(target["t"], stored.t())
 
 
-def test_tensors_that_share_bytes_of_a_file_are_read(tmp_path):
+def test_tensors_that_share_bytes_of_a_file_are_loaded(tmp_path):
     stored = torch.arange(6, dtype=torch.int32)
     (tmp_path / "f").write_bytes(stored.numpy().tobytes())
     tensors = {}

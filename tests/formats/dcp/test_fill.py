@@ -99,7 +99,7 @@ def test_many_small_reads_from_several_files_are_exact(tmp_path):
     assert all(torch.equal(found, expected) for found, expected in targets)
 
 
-def test_reads_of_one_file_arrive_whatever_lies_between_them(tmp_path, monkeypatch):
+def test_reads_of_one_file_are_exact_whatever_the_gaps(tmp_path, monkeypatch):
     values = torch.randn(300_000)
     (tmp_path / "f").write_bytes(values.numpy().tobytes())
     filler, targets = Filler(LocalStore(tmp_path), workers=1), []
@@ -149,7 +149,7 @@ def test_another_dtype_is_refused_before_anything_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("size", [6, 3 << 18])
-def test_a_lazy_conj_target_gets_the_values_not_the_bytes(size):
+def test_a_lazy_conj_target_gets_the_values_and_not_the_bytes(size):
     whole, entry = stored((size,), (0,), "complex64")
     live = torch.zeros(size, dtype=torch.complex64)
     filler = Filler(LocalStore(Path(ROOT.name)))

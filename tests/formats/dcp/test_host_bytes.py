@@ -38,7 +38,7 @@ def _odd(name: str) -> torch.Tensor:
         "no elements",
     ],
 )
-def test_the_bytes_are_row_major_and_no_copy_is_larger_than_a_tile(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_are_row_major_and_copies_are_at_most_one_tile(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_bytes, "_TILE", 1000)
     tensor = _odd(name)
     pieces = [bytes(piece) for piece in HostBytes().pieces(tensor)]

@@ -47,7 +47,7 @@ def misfits() -> list[str]:
         {"a": [], "b": {}, "c": [[{}]], "d": (torch.ones(1), 2), 3: None},
     ],
 )
-def test_names_are_those_that_torch_gives(nested: State) -> None:
+def test_plan_names_equal_those_of_torch(nested: State) -> None:
     flat, paths = flatten_state_dict(nested)
     values, found = flatten(nested)
     assert list(values) == list(flat)
@@ -55,6 +55,6 @@ def test_names_are_those_that_torch_gives(nested: State) -> None:
     assert found == list(paths.values())
 
 
-def test_two_values_of_one_name_are_refused_as_by_torch() -> None:
+def test_two_values_of_one_name_are_refused_as_in_torch() -> None:
     with pytest.raises(ValueError, match="duplicated"):
         flatten({"a": {"b": 1}, "a.b": 2})

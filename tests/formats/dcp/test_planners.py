@@ -31,7 +31,7 @@ def with_torchs_storage(url: str) -> list[str]:
     return differences(target, made)
 
 
-def test_with_torchs_writer_and_reader_they_behave_as_torchs_planners(ranks, tmp_path):
+def test_with_torchs_writer_and_reader_the_planners_behave_as_torchs(ranks, tmp_path):
     assert ranks.run(with_torchs_storage, 4, str(tmp_path)) == [[]] * 4
 
 
@@ -48,7 +48,7 @@ def in_a_group(url: str) -> list[str]:
     return found
 
 
-def test_a_group_of_some_ranks_saves_all_of_a_replica(ranks, tmp_path):
+def test_a_subgroup_saves_complete_replicas(ranks, tmp_path):
     assert ranks.run(in_a_group, 3, str(tmp_path)) == [[], [], []]
 
 
@@ -191,7 +191,7 @@ def into_meta(url: str) -> list[str]:
     return differences(target, made)
 
 
-def test_meta_tensors_are_materialised(ranks, tmp_path):
+def test_meta_tensors_are_materialized(ranks, tmp_path):
     assert ranks.run(into_meta, 2, str(tmp_path)) == [[], []]
 
 
@@ -257,7 +257,7 @@ def test_a_planner_that_has_saved_can_be_sent_to_another_process(tmp_path):
     assert (tmp_path / "b" / ".metadata").exists()
 
 
-def test_keys_of_torch_before_2_4_need_torchs_planner(tmp_path, monkeypatch):
+def test_keys_written_by_torch_before_2_4_need_torchs_planner(tmp_path, monkeypatch):
     """torch saved a dict without tensors as one object until 2.4."""
     from torch.distributed.checkpoint import DefaultLoadPlanner, _version
 

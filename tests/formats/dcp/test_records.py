@@ -134,7 +134,7 @@ def test_torch_loads_a_framed_plain_value(value):
 
 
 @pytest.mark.parametrize("value", [{1}, torch.float32, np.float64(1), [torch.zeros(1)], 1 << 3000])
-def test_other_values_are_not_plain(value):
+def test_values_of_other_types_are_not_plain(value):
     assert not is_plain(value)
 
 
@@ -193,6 +193,6 @@ def test_metadata_unpickles_to_torchs_own_objects(load):
     assert type(chunk.offsets) is type(chunk.sizes) is torch.Size
 
 
-def test_metadata_without_planner_data_has_none():
+def test_metadata_written_without_planner_data_has_none():
     found = pickle.loads(b"".join(encode_metadata(TENSORS, FILES, objects={})))
     assert found.planner_data is None

@@ -27,15 +27,15 @@ HF = "model.layers.0.mlp.up_proj.weight"
 
 
 @pytest.mark.parametrize("wrapper", [(), ("model",), ("app", "model"), ("state_dict",), ("model", "state_dict")])
-def test_wrappers_are_removed_and_the_models_own_prefix_stays(wrapper: Path) -> None:
+def test_wrapper_keys_are_removed_and_the_models_own_prefix_is_kept(wrapper: Path) -> None:
     assert roles((*wrapper, HF)) == [model(HF)]
 
 
-def test_a_key_of_the_users_own_is_a_wrapper_where_it_is_the_only_one() -> None:
+def test_a_custom_key_is_a_wrapper_if_it_is_the_only_one() -> None:
     assert roles(("generator", HF), ("optimizer", "state", HF, "exp_avg"))[0] == model(HF)
 
 
-def test_several_keys_of_the_users_own_stay_in_the_names() -> None:
+def test_several_custom_keys_are_kept_in_the_names() -> None:
     assert roles(("g", "w"), ("d", "w")) == [model("g.w"), model("d.w")]
 
 
@@ -80,12 +80,12 @@ def test_a_checkpoint_of_an_optimizer_alone_has_no_weights() -> None:
     assert roles((f"state.{HF}.exp_avg",), ("param_groups.0.lr",))[0] == state(HF, "exp_avg")
 
 
-def test_a_run_below_the_key_state_is_a_run() -> None:
+def test_model_and_optimizer_below_the_key_state_are_recognised() -> None:
     paths: list[Path] = [("state", "model", HF), ("state", "optim", "state", HF, "exp_avg")]
     assert roles(*paths) == [model(HF), state(HF, "exp_avg")]
 
 
-def test_a_weight_called_state_among_others_is_a_weight() -> None:
+def test_a_weight_called_state_is_a_weight() -> None:
     assert roles(("state.weight",), ("head.weight",)) == [model("state.weight"), model("head.weight")]
 
 
@@ -93,18 +93,18 @@ def test_a_weight_below_the_model_may_be_called_optimizer() -> None:
     assert roles(("model", "optimizer.weight"))[0] == model("optimizer.weight")
 
 
-def test_a_key_without_a_path_is_its_own() -> None:
+def test_a_key_without_a_path_is_a_name() -> None:
     assert RoleTable({}, ["w"]).of("w") == model("w")
 
 
 @pytest.mark.parametrize("wrapper", [("model", "model"), ("models", 0), ("model", "module", "model"), ("app", "model")])
-def test_keys_that_say_model_are_wrappers_one_in_another(wrapper: Path) -> None:
+def test_nested_model_keys_are_wrappers(wrapper: Path) -> None:
     paths = {"a": (*wrapper, "model.embed.weight"), "b": (*wrapper, "head.weight")}
     table = RoleTable(paths, paths)
     assert [table.of(key) for key in paths] == [model("model.embed.weight"), model("head.weight")]
 
 
-def test_a_module_called_model_among_others_is_a_part_of_the_name() -> None:
+def test_a_module_called_model_next_to_others_is_kept_in_the_name() -> None:
     paths = {"a": ("model", "model", "embed"), "b": ("model", "head")}
     table = RoleTable(paths, paths)
     assert [table.of(key) for key in paths] == [model("model.embed"), model("head")]

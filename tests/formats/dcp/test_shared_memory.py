@@ -81,7 +81,7 @@ def load_sharded(url: str, planned: bool) -> list[Any]:
 
 @pytest.mark.parametrize("ours", [True, False], ids=["DCPWriter", "torch"])
 @pytest.mark.parametrize("planned", [True, False], ids=["DCPLoadPlanner", "default"])
-def test_every_rank_refuses_what_differs_in_the_shard_of_one(
+def test_every_rank_refuses_a_difference_in_one_ranks_shard(
     ranks: Any, tmp_path: Path, ours: bool, planned: bool
 ) -> None:
     save(tmp_path / "ckpt", apart(), ours)

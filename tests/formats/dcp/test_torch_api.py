@@ -69,7 +69,7 @@ def load_common(layout: str, url: str, planned: bool = False) -> list[str]:
 
 @BOTH
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_torch_reads_what_our_writer_wrote(ranks, tmp_path, layout, planned):
+def test_torch_reads_what_dcp_writer_wrote(ranks, tmp_path, layout, planned):
     world_size = LAYOUTS[layout][0]
     ranks.run(save, world_size, layout, str(tmp_path), True, planned)
     assert ranks.run(load_with_torch, world_size, layout, str(tmp_path)) == [[]] * world_size
@@ -83,7 +83,7 @@ LOADS = [
 
 
 @pytest.mark.parametrize(("source", "target", "ours", "planned"), LOADS)
-def test_our_reader_loads_any_layout_into_any_other(ranks, tmp_path, source, target, ours, planned):
+def test_dcp_reader_loads_any_layout_into_any_other(ranks, tmp_path, source, target, ours, planned):
     ranks.run(save, LAYOUTS[source][0], source, str(tmp_path), ours, ours and planned)
     assert ranks.run(load_common, LAYOUTS[target][0], target, str(tmp_path), planned) == [[]] * LAYOUTS[target][0]
 
@@ -94,7 +94,7 @@ def one(url, planned: bool = False, **options) -> dict[str, torch.Tensor]:
     return made
 
 
-def test_torch_offline_tools_read_our_files(tmp_path):
+def test_the_offline_tools_of_torch_read_our_files(tmp_path):
     made = one(tmp_path / "c")
     dcp_to_torch_save(str(tmp_path / "c"), str(tmp_path / "x.pt"))
     found = torch.load(tmp_path / "x.pt", weights_only=True)
@@ -102,7 +102,7 @@ def test_torch_offline_tools_read_our_files(tmp_path):
     assert found["o"] == {"lr": 0.5}
 
 
-def test_metadata_is_what_torch_would_write(tmp_path):
+def test_metadata_equals_what_torch_would_write(tmp_path):
     made = one(tmp_path / "ours")
     dcp.save(made, checkpoint_id=tmp_path / "torch", no_dist=True)
     ours, theirs = (pickle.loads((tmp_path / name / ".metadata").read_bytes()) for name in ("ours", "torch"))
@@ -125,7 +125,7 @@ def test_a_flipped_byte_is_found_on_load_and_named(tmp_path, needle, planned):
     assert file.name in str(cause)
 
 
-def test_a_checkpoint_is_not_overwritten_unasked(tmp_path):
+def test_a_checkpoint_is_overwritten_only_on_request(tmp_path):
     one(tmp_path)
     before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
     with pytest.raises(dcp.api.CheckpointException) as error:
@@ -141,7 +141,7 @@ def test_overwriting_leaves_no_stale_file(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == [".metadata", "__0_0.distcp", "manifest.safetensors"]
 
 
-def test_what_an_unfinished_save_left_is_replaced(tmp_path):
+def test_leftovers_of_an_unfinished_save_are_replaced(tmp_path):
     (tmp_path / "__0_0.distcp").write_bytes(b"half")
     made = one(tmp_path)
     target = {"w": torch.zeros(50_000), "small": torch.zeros(5, dtype=torch.int64), "o": {"lr": 0.0}}
@@ -149,7 +149,7 @@ def test_what_an_unfinished_save_left_is_replaced(tmp_path):
     assert torch.equal(target["w"], made["w"])
 
 
-def test_a_manifest_that_is_not_of_this_metadata_is_not_trusted(tmp_path):
+def test_a_manifest_of_other_metadata_is_not_used(tmp_path):
     one(tmp_path)
     newer = {"w": torch.ones(50_000), "small": torch.ones(5, dtype=torch.int64), "o": {"lr": 0.1}}
     with pytest.warns(UserWarning, match="overwriting"):
@@ -166,7 +166,7 @@ def failure(url, target, planned: bool = False) -> BaseException:
     return next(iter(error.value.failures.values()))[0]
 
 
-def test_a_dtype_is_not_cast_unasked(tmp_path):
+def test_a_cast_needs_a_request(tmp_path):
     one(tmp_path)
     target = {"w": torch.zeros(50_000, dtype=torch.bfloat16)}
     assert isinstance(failure(tmp_path, target), CheckpointMismatchError)
@@ -192,7 +192,7 @@ def test_a_hostile_object_is_refused_and_nothing_runs(tmp_path, monkeypatch):
     assert not (tmp_path / "marker").exists()
 
 
-def test_sparse_tensors_travel_whole(tmp_path):
+def test_sparse_tensors_are_saved_whole(tmp_path):
     sparse = torch.eye(5).to_sparse()
     dcp.save({"s": sparse, "w": torch.ones(3)}, storage_writer=DCPWriter(tmp_path), no_dist=True)
     found = {"s": None, "w": torch.zeros(3)}

@@ -137,7 +137,7 @@ def private_keys() -> tuple[bytes, int]:
     return plan.digest, sum(plan.keys[s.key].name.startswith("rng") for s in plan.slices)
 
 
-def test_private_keys_are_written_by_their_rank_and_leave_the_signature_equal(ranks):
+def test_keys_of_one_rank_are_written_by_it_and_do_not_change_the_signature(ranks):
     (first, mine), (second, theirs) = ranks.run(private_keys, 2)
     assert (first, mine, theirs) == (second, 1, 1)
 
@@ -205,7 +205,7 @@ def test_the_plan_holds_views_of_the_live_memory():
     assert not plan.tensors[0].requires_grad
 
 
-def test_staged_copies_are_written_in_place_of_the_live_memory(tmp_path):
+def test_staged_copies_are_written_instead_of_live_memory(tmp_path):
     made = {"w": torch.ones(1000), "s": torch.tensor(3)}
     plan = plan_sharded(made)
     staged = [t.clone() for t in plan.tensors]
@@ -218,7 +218,7 @@ def test_staged_copies_are_written_in_place_of_the_live_memory(tmp_path):
 
 
 @pytest.mark.parametrize("staged", [[], [torch.zeros(3)]])
-def test_staged_copies_of_something_else_are_refused(tmp_path, staged):
+def test_staged_copies_of_other_tensors_are_refused(tmp_path, staged):
     plan = plan_sharded({"w": torch.ones(1000)})
     with pytest.raises(SaveError, match="staged"):
         plan.write(LocalStore(str(tmp_path)), tensors=staged)
@@ -235,7 +235,7 @@ def test_writeback_starts_before_the_fsync(tmp_path, monkeypatch, sync):
     assert all(0 < size < sum(item.nbytes for item in part.files.values()) for size in begun)
 
 
-def test_a_full_tmpfs_fails_the_part_and_its_file_is_removed(tmp_path):
+def test_a_full_tmpfs_fails_the_write_and_removes_its_file(tmp_path):
     plan = plan_sharded({f"w{i}": torch.randn(3 << 20) for i in range(4)})
     with disk(tmp_path / "small", "tmpfs", 24 << 10) as place:
         with pytest.raises(NoSpaceError, match="No space left"):
@@ -244,7 +244,7 @@ def test_a_full_tmpfs_fails_the_part_and_its_file_is_removed(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
-def test_the_files_named_are_the_files_on_disk(tmp_path, workers):
+def test_the_reported_files_are_the_files_on_disk(tmp_path, workers):
     import xxhash
 
     plan = plan_sharded({f"w{i}": torch.randn(3 << 20) for i in range(5)} | {"o": [1, 2]})
@@ -261,7 +261,7 @@ def test_the_files_named_are_the_files_on_disk(tmp_path, workers):
             assert xxhash.xxh3_64_hexdigest(data) == item.checksum
 
 
-def test_the_metadata_appears_after_the_manifest_and_not_without_it(tmp_path):
+def test_metadata_is_written_after_the_manifest(tmp_path):
     class Broken(LocalStore):
         def write(self, path: str, *args: Any, **options: Any) -> None:
             assert METADATA_NAME not in os.listdir(tmp_path)
@@ -307,13 +307,13 @@ def wrong_shape(url: str) -> str:
         return str(error)
 
 
-def test_a_name_of_two_tensors_fails_the_save(ranks, tmp_path):
+def test_a_duplicate_name_fails_the_save(ranks, tmp_path):
     assert "w: rank 1 has float32 of shape [4]" in ranks.run(wrong_shape, 2, str(tmp_path))[0]
     assert not (tmp_path / ".metadata").exists()
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_a_failing_worker_fails_the_part_and_its_file_is_removed(tmp_path, monkeypatch, workers):
+def test_a_failing_worker_fails_the_write_and_removes_its_file(tmp_path, monkeypatch, workers):
     import ckptkit.formats.dcp.files as files
 
     class Full:
@@ -455,7 +455,7 @@ def test_a_truncated_file_is_named(tmp_path):
         read_alone(tmp_path, {"w": torch.zeros(1 << 20)})
 
 
-def test_all_mismatches_are_listed_before_anything_is_touched(tmp_path):
+def test_all_mismatches_are_listed_before_anything_changes(tmp_path):
     write_alone({"a": torch.ones(4), "b": torch.ones(4), "c": torch.ones(4), "d": torch.ones(4), "o": 1}, tmp_path)
     target = {
         "a": torch.zeros(4),
@@ -471,7 +471,7 @@ def test_all_mismatches_are_listed_before_anything_is_touched(tmp_path):
     assert not target["a"].any()
 
 
-def test_missing_keys_are_left_and_returned_if_not_strict(tmp_path):
+def test_without_strict_missing_keys_are_unchanged_and_returned(tmp_path):
     write_alone({"a": torch.ones(4), "z": torch.ones(4)}, tmp_path)
     target = {"a": torch.zeros(4), "new": torch.full((2,), 7.0)}
     assert read_alone(tmp_path, target, strict=False).missing == ["new"]
@@ -479,7 +479,7 @@ def test_missing_keys_are_left_and_returned_if_not_strict(tmp_path):
     assert target["new"].eq(7).all()
 
 
-def test_a_cast_is_done_when_asked(tmp_path):
+def test_a_requested_cast_is_applied(tmp_path):
     values = torch.randn(1000, 33)
     write_alone({"w": values}, tmp_path)
     target = {"w": torch.zeros(1000, 33, dtype=torch.bfloat16)}
@@ -495,7 +495,7 @@ def test_targets_that_are_not_contiguous_are_filled(tmp_path):
     assert torch.equal(target["w"], values)
 
 
-def test_phases_are_reported(tmp_path):
+def test_a_write_reports_the_bytes_of_each_phase(tmp_path):
     written = plan_sharded({"w": torch.ones(1 << 20)}).write(LocalStore(str(tmp_path)))
     assert {phase for phase, _, _ in written.phases} == {"digest", "sync", "write"}
     assert all(4 << 20 <= nbytes < 5 << 20 for _, _, nbytes in written.phases)

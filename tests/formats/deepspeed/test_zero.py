@@ -43,7 +43,7 @@ def test_moments_equal_those_of_the_job(name):
     assert found == _expected(name, "EXPECTED_exp_avg.safetensors")
 
 
-def test_round_robin_groups_are_laid_out_by_the_shapes_not_by_the_recorded_fragments():
+def test_round_robin_groups_follow_shapes_and_not_recorded_fragments():
     torch = pytest.importorskip("torch")
     from safetensors.torch import load_file
 
@@ -183,7 +183,7 @@ def test_a_trainers_checkpoint_has_the_config_next_to_the_tag(tmp_path):
 MOE = "moe_groups_in_any_order_w4"  # two layers with experts over 2 and over 4 ranks
 
 
-def test_moments_of_experts_lie_where_their_masters_do():
+def test_moments_of_experts_have_the_positions_of_their_masters():
     catalog = open_source(str(FIXTURES / MOE / "ckpt")).catalog
     masters = catalog.by_role(Role.MASTER)
     moments = {(e.fqn, e.state): e for e in catalog.by_role(Role.OPTIMIZER).values()}
@@ -204,7 +204,7 @@ def test_a_missing_file_of_an_expert_is_named(tmp_path, missing):
         open_source(str(folder))
 
 
-def test_an_experts_file_under_another_experts_name_is_refused(tmp_path):
+def test_an_experts_file_renamed_to_another_expert_is_refused(tmp_path):
     folder = _copy(tmp_path, MOE)
     name = "layer_1_expert_{}_mp_rank_00_model_states.pt"
     shutil.copy(folder / name.format(3), folder / name.format(4))
@@ -232,7 +232,7 @@ def test_experts_that_do_not_match_the_ranks_are_refused(tmp_path):
 LAYER = "m.deepspeed_moe.experts.deepspeed_experts."
 
 
-def test_neighbouring_ranks_hold_the_same_experts_where_the_config_says_so():
+def test_the_config_can_give_neighbouring_ranks_the_same_experts():
     def ranks(first: bool) -> list[list[int]]:
         params = {f"{LAYER}{i}.w": (2,) for i in range(3)}
         parts = parts_of(params, partitions=2, world_size=6, data_first=first, counts={LAYER: 9})
@@ -243,7 +243,7 @@ def test_neighbouring_ranks_hold_the_same_experts_where_the_config_says_so():
     assert ranks(True) == [[0, 1], [2, 3], [4, 5]]
 
 
-def test_a_group_of_some_of_a_ranks_experts_counts_them_all():
+def test_a_split_parameter_group_counts_all_experts_of_its_rank():
     """DeepSpeed cuts large groups into several."""
     params = {f"{LAYER}1.w": (2,)}
     parts = parts_of(params, partitions=1, world_size=2, data_first=False, counts={LAYER: 6})
@@ -251,7 +251,7 @@ def test_a_group_of_some_of_a_ranks_experts_counts_them_all():
 
 
 @pytest.mark.parametrize("partitions", [1, 2])
-def test_experts_that_the_ranks_cannot_share_out_are_refused(partitions):
+def test_experts_that_do_not_divide_over_the_ranks_are_refused(partitions):
     with pytest.raises(CorruptCheckpointError, match=r"\[3\] experts"):
         parts_of({f"{LAYER}0.w": (2,)}, partitions=partitions, world_size=4, data_first=False, counts={LAYER: 3})
 
@@ -286,7 +286,7 @@ def test_without_zero_the_optimizer_and_its_masters_are_read_from_the_model_file
 PIPELINE = "pipeline_zero1_tied_w2"
 
 
-def test_a_module_that_layers_share_is_one_parameter_of_all_of_them(tmp_path):
+def test_a_module_shared_by_layers_is_one_tied_parameter(tmp_path):
     folder = _copy(tmp_path, PIPELINE)
     shutil.copy(folder / "layer_00-model_states.pt", folder / "layer_05-model_states.pt")  # a second layer of the tie
     catalog = open_source(str(folder)).catalog
@@ -313,7 +313,7 @@ def test_a_missing_file_of_a_pipeline_is_named(tmp_path, missing, named):
         open_source(str(folder))
 
 
-def test_layers_that_tensor_parallelism_cut_are_refused_with_advice(tmp_path):
+def test_layers_split_by_tensor_parallelism_are_refused_with_advice(tmp_path):
     folder = _copy(tmp_path, PIPELINE)
     for path in folder.glob("layer_*"):
         number = path.name[:8]

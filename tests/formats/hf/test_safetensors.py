@@ -93,7 +93,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("fault", BAD)
-def test_a_header_that_breaks_a_rule_is_refused_fast_and_by_name(tmp_path, fault):
+def test_a_malformed_header_is_refused_quickly_and_by_name(tmp_path, fault):
     header, data, length, error = BAD[fault]
     _write(tmp_path / "x.safetensors", header, data, length=length)
     begin = time.monotonic()
@@ -103,7 +103,7 @@ def test_a_header_that_breaks_a_rule_is_refused_fast_and_by_name(tmp_path, fault
 
 
 @pytest.mark.parametrize("fault", [fault for fault in BAD if isinstance(BAD[fault][0], dict)])
-def test_many_tensors_at_once_are_judged_as_one_is(tmp_path, monkeypatch, fault):
+def test_many_tensors_are_validated_as_single_ones_are(tmp_path, monkeypatch, fault):
     messages = []
     for one_by_one in (False, True):
         if one_by_one:
@@ -125,7 +125,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("oddity", ODD)
-def test_an_odd_header_that_breaks_no_rule_is_read(tmp_path, oddity):
+def test_an_unusual_valid_header_is_read(tmp_path, oddity):
     begin, end = ODD[oddity]["data_offsets"]
     _write(tmp_path / "x.safetensors", {"a": ODD[oddity]}, b"0" * (end - begin))
     found = _read(tmp_path).tensors["a"]
@@ -163,7 +163,7 @@ def test_a_header_with_padding_spaces_and_one_larger_than_the_first_read_are_rea
     assert set(_read(tmp_path).tensors) == set(names)
 
 
-def test_a_linked_file_is_measured_through_the_link(tmp_path):
+def test_the_size_of_a_symlinked_file_is_that_of_its_target(tmp_path):
     (tmp_path / "snap").mkdir()
     _write(tmp_path / "snap" / "blob", {"a": _f32([4], 0, 16)}, b"0" * 15)
     (tmp_path / "snap" / "x.safetensors").symlink_to("blob")
@@ -189,7 +189,7 @@ def _open(tmp_path: Path):
     return safetensors.open_catalog(open_store(str(tmp_path)))
 
 
-def test_an_indexed_directory_is_read_whole(tmp_path):
+def test_all_files_of_an_index_are_read(tmp_path):
     _index(tmp_path, _shards(tmp_path))
     catalog = _open(tmp_path)
     assert set(catalog.by_role(Role.MODEL)) == {"a", "b"}
@@ -250,7 +250,7 @@ def test_an_index_of_another_shape_is_refused(tmp_path, content):
         _open(tmp_path)
 
 
-def test_unrelated_files_are_not_guessed_together(tmp_path):
+def test_unrelated_files_are_not_joined(tmp_path):
     save_file({"a": np.ones(1)}, tmp_path / "one.safetensors")
     save_file({"b": np.ones(1)}, tmp_path / "two.safetensors")
     with pytest.raises(CorruptCheckpointError, match="Give one of the files"):
@@ -262,7 +262,7 @@ def test_a_directory_without_tensors_is_not_found(tmp_path):
         _open(tmp_path)
 
 
-def test_side_files_are_listed_and_code_apart(zoo):
+def test_side_files_and_code_are_listed_separately(zoo):
     info = _open(zoo / "hf_ref_llama_untied").info
     assert {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"} <= set(info.side_files)
     assert info.extra["code_files"] == ["modeling_custom.py"]
@@ -270,7 +270,7 @@ def test_side_files_are_listed_and_code_apart(zoo):
     assert not {"README.md", "model.safetensors", "modeling_custom.py"} & set(info.side_files)
 
 
-def test_an_adapter_brings_its_config(zoo):
+def test_the_config_of_an_adapter_is_read(zoo):
     catalog = _open(zoo / "peft_lora_dcp_full_w2" / "EXPECTED_adapter")
     assert catalog.info.extra["adapter_config"]["r"] == 4
     assert all("lora_" in name for name in catalog.by_role(Role.MODEL))
@@ -309,7 +309,7 @@ def test_missing_last_ranks_are_found_by_the_config(tmp_path):
         _open(tmp_path)
 
 
-def test_a_chunk_that_overwrote_another_of_its_rank_leaves_a_hole_that_is_found(tmp_path):
+def test_a_chunk_overwritten_by_another_of_its_rank_is_reported_missing(tmp_path):
     _rank_file(tmp_path, 1, {"w": np.ones((2, 2))}, {"w": (2, 0)})
     with pytest.raises(IncompleteCheckpointError, match="'w'"):
         _open(tmp_path)
@@ -339,13 +339,13 @@ def test_shards_of_two_saves_are_not_mixed(tmp_path):
         _open(tmp_path)
 
 
-def test_one_rank_shard_alone_asks_for_the_directory(tmp_path):
+def test_opening_one_rank_shard_asks_for_the_directory(tmp_path):
     _rank_file(tmp_path, 1, {"w": np.ones((2, 2))}, {"w": (0, 0)})
     with pytest.raises(IncompleteCheckpointError, match="directory"):
         safetensors.open_file(open_store(str(tmp_path)), "shard-00001-model-00001-of-00001.safetensors")
 
 
-def test_shards_that_are_counted_from_0_are_complete_without_an_index(tmp_path):
+def test_shards_numbered_from_0_are_complete_without_an_index(tmp_path):
     for i in range(2):
         save_file({f"w{i}": np.ones(2, np.float32)}, tmp_path / f"model-0000{i}-of-00002.safetensors")
     assert sorted(safetensors.open_catalog(open_store(str(tmp_path))).tensors) == ["w0", "w1"]
@@ -354,7 +354,7 @@ def test_shards_that_are_counted_from_0_are_complete_without_an_index(tmp_path):
         safetensors.open_catalog(open_store(str(tmp_path)))
 
 
-def test_modules_of_sentence_transformers_with_weights_of_their_own_are_said(tmp_path):
+def test_a_note_names_sentence_transformers_modules_with_weights(tmp_path):
     save_file({"w": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
     for name in ("1_Pooling", "2_Dense"):
         (tmp_path / name).mkdir()
@@ -385,7 +385,7 @@ def _small(path: Path) -> bytes:
     return data
 
 
-def test_numbers_of_less_than_a_byte_count_as_bytes(tmp_path):
+def test_dtypes_below_a_byte_have_shapes_in_bytes(tmp_path):
     _small(tmp_path / "src")
     found = safetensors.open_catalog(open_store(str(tmp_path / "src"))).tensors
     assert {name: (entry.dtype, entry.shape) for name, entry in found.items()} == {
@@ -396,7 +396,7 @@ def test_numbers_of_less_than_a_byte_count_as_bytes(tmp_path):
     }
 
 
-def test_numbers_of_less_than_a_byte_are_copied_with_their_kinds_and_shapes(tmp_path):
+def test_dtypes_below_a_byte_are_copied_with_dtype_and_shape(tmp_path):
     pytest.importorskip("safetensors", minversion="0.7")  # which knows them itself
     data = _small(tmp_path / "src")
     convert(str(tmp_path / "src"), str(tmp_path / "out"), verify=True)
@@ -416,7 +416,7 @@ def test_numbers_of_less_than_a_byte_are_copied_with_their_kinds_and_shapes(tmp_
     verify(str(tmp_path / "out"))
 
 
-def test_numbers_of_less_than_a_byte_are_not_cast_or_given_to_torch(tmp_path):
+def test_dtypes_below_a_byte_are_not_cast(tmp_path):
     _small(tmp_path / "src")
     with pytest.raises(UnsupportedFormatError, match=r"F6_E2M3.*torch has no FP6"):
         convert(str(tmp_path / "src"), str(tmp_path / "out"), to="dcp")
@@ -425,7 +425,7 @@ def test_numbers_of_less_than_a_byte_are_not_cast_or_given_to_torch(tmp_path):
         convert(str(tmp_path / "src"), str(tmp_path / "out"), dtype="bf16")
 
 
-def test_pairs_of_four_bits_are_those_of_torch(tmp_path):
+def test_packed_4bit_pairs_equal_those_of_torch(tmp_path):
     pytest.importorskip("safetensors", minversion="0.7")  # which knows them itself
     pairs = torch.arange(32, dtype=torch.uint8).reshape(4, 8).view(torch.float4_e2m1fn_x2)
     save_torch({"a": pairs}, tmp_path / "model.safetensors")

@@ -11,7 +11,7 @@ from ckptkit.formats.own.json import parse
 @pytest.mark.parametrize(
     "text", ['{"a": 1, "a": 2}', "[NaN]", "[1e999]", "[" * 5000, "9" * 5000, "", "{", b"\xff".decode("latin1")]
 )
-def test_what_two_readers_would_read_in_two_ways_is_refused(text: str) -> None:
+def test_ambiguous_json_is_refused(text: str) -> None:
     with pytest.raises(CorruptCheckpointError, match="f is not JSON"):
         parse(text, file="f")
 
@@ -31,7 +31,7 @@ def test_a_large_file_of_ordinary_density_is_read() -> None:
     assert len(parse(text, file="f")) == 60_000
 
 
-def test_no_line_of_a_message_is_as_long_as_a_name_may_be() -> None:
+def test_long_names_are_shortened_in_messages() -> None:
     assert len(str(CorruptCheckpointError("x" * 10**6))) <= 1000
     assert len(str(CheckpointNotFoundError("a\n" + "x" * 10**6))) <= 1002
     assert StorageError(5, "x" * 5000).errno == 5

@@ -154,7 +154,7 @@ def test_reading_needs_no_torch():
     subprocess.run([sys.executable, "-c", code], input=blob(), check=True)
 
 
-def test_no_digests_at_all_are_kept_as_none():
+def test_a_manifest_without_digests_has_none():
     entry = tensor("model.w", "float32", (2,), [part("a", 0, (0,), (2,), digest=None)], fqn="w")
     found = read_manifest(Manifest.of(Catalog({"model.w": entry})).to_bytes())
     assert found.tensors["model.w"].slices.digests is None
@@ -178,7 +178,7 @@ def test_an_empty_catalog_is_a_manifest():
         tensor("w.x", "float32", (2,), [part("a", 0, (0,), (2,))], key=("w", "y")),
     ],
 )
-def test_what_a_manifest_cannot_hold_is_refused(entry):
+def test_values_that_a_manifest_cannot_hold_are_refused(entry):
     with pytest.raises(UnsupportedFormatError):
         Manifest.of(Catalog({entry.name: entry})).to_bytes()
 
@@ -265,7 +265,7 @@ def test_a_path_out_of_the_checkpoint_is_refused(path):
         read_manifest(changed(**edits))
 
 
-def test_a_newer_format_is_told_apart_from_damage():
+def test_a_newer_format_is_not_reported_as_damage():
     with pytest.raises(UnsupportedFormatError, match="format is 2"):
         read_manifest(changed(header=lambda h: h.update(format=2)))
 
@@ -290,7 +290,7 @@ def test_a_truncated_manifest_is_refused(length):
 
 
 @pytest.mark.parametrize("claimed", [2**63, 2**40, 10**6])
-def test_a_header_length_is_not_believed(claimed):
+def test_a_false_header_length_is_refused(claimed):
     data = bytearray(blob())
     data[:8] = struct.pack("<Q", claimed)
     with pytest.raises(CorruptCheckpointError):

@@ -65,7 +65,7 @@ def commit(
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full", "local"])
-def test_every_type_opens_with_its_record(tmp_path, kind):
+def test_every_state_dict_type_opens_with_its_record(tmp_path, kind):
     found = open_catalog(commit(tmp_path, kind=kind))
     assert (found.info.format, found.info.producer, found.info.step) == (f"ckptkit-{kind}", "ckptkit 0.1.0", 12)
     assert list(found.tensors) == list(catalog().tensors)
@@ -90,7 +90,7 @@ def test_the_objects_next_to_the_manifest_are_entries(tmp_path):
     assert "optimizer.param_groups.0.lr" in found
 
 
-def test_paths_are_relative_to_the_store_wherever_the_data_lie(tmp_path):
+def test_paths_are_relative_to_the_store_for_every_data_directory(tmp_path):
     found = open_catalog(commit(tmp_path, data="0123456789abcdef"))
     assert found.tensors["step"].slices[0].path == "0123456789abcdef/__0_0.distcp"
     assert found.objects["optimizer.param_groups.0.lr"].path == "0123456789abcdef/__0_0.distcp"
@@ -137,7 +137,7 @@ def test_a_flipped_byte_is_found(tmp_path, name):
         open_catalog(store)
 
 
-def test_a_truncated_manifest_is_told(tmp_path):
+def test_opening_a_truncated_manifest_is_an_error(tmp_path):
     store = commit(tmp_path)
     file = tmp_path / "manifest.safetensors"
     file.write_bytes(file.read_bytes()[:-8])

@@ -65,7 +65,7 @@ def read(data: bytes) -> CommitRecord:
     return CommitRecord.from_json(data, file="run/step/checkpoint.json")
 
 
-def test_a_record_is_read_back_as_it_was() -> None:
+def test_a_record_round_trips() -> None:
     assert read(FULL.to_json()) == FULL
     assert FULL.total_bytes == 12 and FULL.name == "final"
 
@@ -161,7 +161,7 @@ def test_every_truncation_is_found() -> None:
     "data",
     [b"", b"\0" * 4096, b"\xff\xfe", b"[]", b"null", b"1" * 5000, b"[" * 100_000, b'{"a":1,"a":2}', b'{"step": NaN}'],
 )
-def test_anything_but_a_record_is_refused(data: bytes) -> None:
+def test_other_json_than_a_record_is_refused(data: bytes) -> None:
     with pytest.raises(CorruptCheckpointError):
         read(data)
 
@@ -196,7 +196,7 @@ def test_steps_have_names_that_sort_and_are_read_back() -> None:
 
 
 @pytest.mark.parametrize("name", ["step_7", "step_0000000007", "step_00000007x", "Step_00000007", "step_-0000007", "7"])
-def test_only_the_one_spelling_of_a_step_is_its_name(name: str) -> None:
+def test_a_step_has_exactly_one_valid_name(name: str) -> None:
     assert step_of_name(name) is None
 
 
@@ -212,7 +212,7 @@ def test_a_record_that_is_a_link_or_too_large_is_not_read(tmp_path: Path, monkey
         find_record(store, "real")
 
 
-def test_the_data_lie_next_to_the_record_or_in_the_folder_of_the_save(tmp_path: Path) -> None:
+def test_data_is_next_to_the_record_or_in_the_folder_of_the_save(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     assert data_store(store, FULL).url == f"{store.url}/0123456789abcdef"
     assert data_store(store, dataclasses.replace(FULL, data="")) is store

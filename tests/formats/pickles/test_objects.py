@@ -90,7 +90,7 @@ def test_a_value_that_contains_itself_is_refused(tmp_path: Path) -> None:
         read_object(*entry_of(tmp_path, loop))
 
 
-def test_a_value_that_unfolds_without_end_is_refused(tmp_path: Path) -> None:
+def test_a_value_that_expands_exponentially_is_refused(tmp_path: Path) -> None:
     laugh: list[object] = ["ha"]
     for _ in range(60):
         laugh = [laugh, laugh]
@@ -98,7 +98,7 @@ def test_a_value_that_unfolds_without_end_is_refused(tmp_path: Path) -> None:
         read_object(*entry_of(tmp_path, laugh))
 
 
-def test_torch_loads_the_same_value_into_a_job(tmp_path: Path) -> None:
+def test_torch_loads_the_same_value(tmp_path: Path) -> None:
     import torch
 
     store, entry = entry_of(tmp_path, {"t": torch.arange(3), "n": 1})
@@ -110,7 +110,7 @@ class Evil:
         return (os.mkdir, ("PWNED",))
 
 
-def test_loading_into_a_job_runs_nothing_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_objects_runs_no_code_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, entry = entry_of(tmp_path, Evil())
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UnsafePickleError, match="none of it was run"):
@@ -126,7 +126,7 @@ def test_a_plain_pickle_is_read_too(tmp_path: Path) -> None:
     assert read_object(LocalStore(tmp_path), ObjectEntry("s", "s.pkl")) == {"a": (1, 2)}
 
 
-def test_records_do_not_take_each_others_fields(tmp_path: Path) -> None:
+def test_inert_records_do_not_share_fields(tmp_path: Path) -> None:
     """Containers that a conversion makes and drops leave their address to the next one."""
     values = [argparse.Namespace(a=i, b=str(i)) for i in range(500)]
     found = read_object(*entry_of(tmp_path, values))

@@ -114,14 +114,14 @@ def getattr_of(*names: str) -> bytes:
     return P + made + b"."
 
 
-def test_getattr_gives_a_nested_class_of_torch_distributed() -> None:
+def test_getattr_may_return_a_nested_class_of_torch_distributed() -> None:
     found = loads(getattr_of("ProcessGroupState"), file="f")
     assert issubclass(found, Record)
     assert found.kind.endswith(".ShardedTensor.ProcessGroupState")
 
 
 @pytest.mark.parametrize("names", [("__init__",), ("__class__", "__base__"), ("__subclasses__",), ("kind",), ("a b",)])
-def test_getattr_reaches_nothing_else(names: tuple[str, ...]) -> None:
+def test_getattr_returns_nothing_else(names: tuple[str, ...]) -> None:
     with pytest.raises((UnsafePickleError, CorruptCheckpointError)):
         loads(getattr_of(*names), file="f")
 
@@ -143,7 +143,7 @@ BUILDS = {
 
 
 @pytest.mark.parametrize("what", BUILDS)
-def test_a_state_is_only_data(what: str) -> None:
+def test_a_build_state_is_only_data(what: str) -> None:
     made = loads(P + BUILDS[what] + b".", file="f")
     assert type(made).__name__ == "Record"
     assert made.args == ()
@@ -161,7 +161,7 @@ NO_STATE = {
 
 
 @pytest.mark.parametrize("what", NO_STATE)
-def test_shared_values_take_no_state(what: str) -> None:
+def test_shared_values_accept_no_build_state(what: str) -> None:
     for state in (b"}" + text("_call") + b"Ns", b"N}" + text("_call") + b"Ns\x86", b"N"):
         with pytest.raises(CorruptCheckpointError):
             loads(P + NO_STATE[what] + state + b"b.", file="f")
@@ -289,7 +289,7 @@ def test_plain_values_come_back_equal(protocol: int) -> None:
 
 
 @pytest.mark.parametrize("protocol", range(6))
-def test_shared_and_recursive_values_stay_so(protocol: int) -> None:
+def test_shared_and_recursive_values_keep_their_identity(protocol: int) -> None:
     shared: list[Any] = [1]
     value: list[Any] = [shared, shared]
     value.append(value)
@@ -298,14 +298,14 @@ def test_shared_and_recursive_values_stay_so(protocol: int) -> None:
     assert found[2] is found
 
 
-def test_pickles_in_a_row_are_read_one_by_one() -> None:
+def test_consecutive_pickles_are_read_one_by_one() -> None:
     data = pickle.dumps(1) + pickle.dumps("two") + b"rest"
     first, pos = load_prefix(data, file="f")
     second, pos = load_prefix(data, pos, file="f")
     assert (first, second, data[pos:]) == (1, "two", b"rest")
 
 
-def test_a_pickle_larger_than_any_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_oversized_pickle_is_refused_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     from ckptkit.formats.pickles import walk
 
     monkeypatch.setattr(walk, "MAX_PICKLE_BYTES", 10)

@@ -23,7 +23,7 @@ def metadata_files(zoo: Path) -> list[Path]:
     return [p for p in files if "hostile" not in str(p)]
 
 
-def test_all_metadata_of_the_zoo_are_read_as_c_reads_them(zoo: Path) -> None:
+def test_all_metadata_of_the_zoo_are_read_as_by_the_c_unpickler(zoo: Path) -> None:
     files = metadata_files(zoo)
     assert len(files) > 30
     for file in files:
@@ -31,7 +31,7 @@ def test_all_metadata_of_the_zoo_are_read_as_c_reads_them(zoo: Path) -> None:
         assert shown(loads(data, file="m")) == shown(loads_in_c(data, file="m")), file
 
 
-def test_old_homes_of_the_classes_are_read_too(zoo: Path) -> None:
+def test_classes_under_old_module_names_are_read(zoo: Path) -> None:
     data = (zoo / "dcp_dtensor_2d/ckpt/.metadata").read_bytes()
     old = b"torch.distributed._shard.checkpoint.metadata"
     new = b"torch.distributed.checkpoint.metadata"
@@ -48,7 +48,7 @@ def test_the_hostile_metadata_of_the_zoo_are_refused(zoo: Path, tmp_path: Path, 
     assert not list(tmp_path.iterdir())
 
 
-def test_the_metadata_that_we_write_are_read_as_c_reads_them() -> None:
+def test_our_metadata_is_read_as_by_the_c_unpickler() -> None:
     offsets, sizes = np.array([[0, 0], [300, 0]]), np.array([[300, 7], [100, 7]])
     columns = RecordColumns(
         "model.w", "bfloat16", (400, 7), offsets, sizes, np.zeros(2, np.int32), np.array([0, 5000]), np.array([5000, 9])
@@ -73,7 +73,7 @@ def test_garbage_collection_is_on_again_after_an_error() -> None:
 
 
 @pytest.mark.parametrize("many", [b"]", b"}", b"\x8f", b"]\x94", b"N\x85", b"N\x85\x85\x85", b"(t"])
-def test_containers_out_of_proportion_are_refused(many: bytes) -> None:
+def test_oversized_containers_are_refused(many: bytes) -> None:
     count = 2_400_000 // len(many)
     with pytest.raises(CorruptCheckpointError, match="more empty containers than its size explains"):
         loads(b"\x80\x04" + many * count + b".", file="m")
@@ -81,7 +81,7 @@ def test_containers_out_of_proportion_are_refused(many: bytes) -> None:
 
 
 @pytest.mark.parametrize("name", ["dcp_threads2_w2/ckpt", "dcp_zstd_w2/ckpt", "dcp_torchtitan_like_w2/step-2"])
-def test_a_catalog_is_the_same_item_by_item_and_by_frames(
+def test_a_catalog_is_the_same_whether_items_are_parsed_or_compared(
     zoo: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from ckptkit.formats.dcp import locate
@@ -96,7 +96,7 @@ def test_a_catalog_is_the_same_item_by_item_and_by_frames(
     assert rows() == framed
 
 
-def test_all_archives_of_the_zoo_are_read_as_c_reads_them(zoo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_archives_of_the_zoo_are_read_as_by_the_c_unpickler(zoo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = [path for pattern in ("*.pt", "*.bin", "*.ckpt") for path in sorted(zoo.rglob(pattern)) if path.is_file()]
     files = [path for path in found if not path.relative_to(zoo).parts[0].startswith("hostile")]
 

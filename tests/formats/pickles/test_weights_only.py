@@ -39,12 +39,12 @@ def packed_again(data: bytes, method: int, *, pad: int = 0) -> bytes:
 
 @pytest.mark.parametrize("value", [{"a": 1, "t": torch.arange(3)}, [], torch.zeros(0, 2), (1.5, "x", None)])
 @pytest.mark.parametrize("modern", [True, False])
-def test_what_torch_saves_is_read(value: Any, modern: bool) -> None:
+def test_values_that_torch_saved_are_read(value: Any, modern: bool) -> None:
     found = parse_object(saved(value, _use_new_zipfile_serialization=modern), file="f")
     assert str(found) == str(value)
 
 
-def test_a_compressed_archive_is_refused_before_it_is_unfolded() -> None:
+def test_a_compressed_archive_is_refused_before_decompression() -> None:
     data = saved({"t": torch.zeros(4)})
     assert parse_object(packed_again(data, zipfile.ZIP_STORED), file="f")["t"].tolist() == [0, 0, 0, 0]
     bomb = packed_again(data, zipfile.ZIP_DEFLATED, pad=64 << 20)
@@ -80,7 +80,7 @@ def test_a_payload_is_named_and_not_run(modern: bool, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")  # of torch, that some of its tensors are new or go away
 @pytest.mark.parametrize("make", [make for _, make in OBJECTS], ids=[name for name, _ in OBJECTS])
-def test_plain_data_is_read_as_it_was(make: Callable[[], Any]) -> None:
+def test_plain_data_round_trips(make: Callable[[], Any]) -> None:
     data = saved({"of": [make()] * 2})
     found, again = parse_object(data, file="f")["of"]
     assert same(found, make())
@@ -88,27 +88,25 @@ def test_plain_data_is_read_as_it_was(make: Callable[[], Any]) -> None:
 
 
 @pytest.mark.parametrize("make", [make for _, make in CODE], ids=[name for name, _ in CODE])
-def test_an_object_that_needs_its_own_code_is_refused_by_the_name_of_that_code(make: Callable[[], Any]) -> None:
+def test_an_object_that_needs_its_own_code_is_refused_by_the_name_of_the_class(make: Callable[[], Any]) -> None:
     with pytest.raises(UnsafePickleError, match=r"asks for '.*interop_cases\..*none of it was run.*add_safe_globals"):
         parse_object(saved({"of": [deque([make()])]}), file="f")
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch, that quantized tensors go away
 @pytest.mark.parametrize(("name", "make"), REFUSED, ids=[name for name, _ in REFUSED])
-def test_an_object_of_a_library_is_refused_by_name_and_the_error_says_what_works(
-    name: str, make: Callable[[], Any]
-) -> None:
+def test_an_object_of_a_library_is_refused_with_advice(name: str, make: Callable[[], Any]) -> None:
     with pytest.raises(CkptkitError, match=rf"f.*{re.escape(name)}.*never runs code.*weights_only=False.*plain values"):
         parse_object(saved({"of": [make()] * 2}), file="f")
 
 
-def test_a_big_endian_array_is_read_as_pickle_reads_it() -> None:
+def test_a_big_endian_array_is_read_as_by_pickle() -> None:
     found = parse_object(saved([np.array([1, 2], ">u2")]), file="f")[0]
     assert found.dtype == np.dtype("u2")
     assert found.tolist() == [1, 2]
 
 
-def test_a_class_that_the_caller_allows_is_made_by_torch() -> None:
+def test_a_class_that_the_caller_allows_is_created_by_torch() -> None:
     classes = [interop.Colour, interop.Settings, interop.Point, interop.Plain]
     value = (interop.Colour.RED, *(kind() for kind in classes[1:]))
     data = saved(value)
@@ -118,14 +116,14 @@ def test_a_class_that_the_caller_allows_is_made_by_torch() -> None:
         parse_object(data, file="f")
 
 
-def test_a_container_that_holds_itself_comes_back_so() -> None:
+def test_a_container_that_holds_itself_round_trips() -> None:
     circle: Any = deque([1])
     circle.append([circle])
     found = parse_object(saved(circle), file="f")
     assert found[1][0] is found and len(found) == 2
 
 
-def test_an_array_that_was_read_can_be_written() -> None:
+def test_an_array_that_was_read_is_writable() -> None:
     parse_object(saved((np.zeros(2),)), file="f")[0][0] = 1
 
 
@@ -133,7 +131,7 @@ def test_an_array_that_was_read_can_be_written() -> None:
     "data",
     [b"", b"PK", b"PK\x03\x04" + bytes(200), b"\x80\x02.", b"\x80\x02K\x01.", b"\t" * 72, b"PK\x05\x06" + bytes(18)],
 )  # fmt: skip
-def test_bytes_that_torch_did_not_write_are_an_error_of_ours(data: bytes) -> None:
+def test_bytes_that_torch_did_not_write_raise_a_ckptkit_error(data: bytes) -> None:
     with pytest.raises(CkptkitError, match="f"):
         parse_object(data, file="f")
 
@@ -142,7 +140,7 @@ class Unsaveable:
     pass
 
 
-def test_what_would_need_code_to_load_is_not_saved() -> None:
+def test_values_that_need_code_to_load_are_not_saved() -> None:
     with pytest.raises(SaveError, match=r"type builtins\.dict.*or else"):
         dump_object({"a": Unsaveable()}, name="x", advice="or else")
     assert parse_object(dump_object({"a": 1}, name="x", advice=""), file="f") == {"a": 1}
@@ -152,7 +150,7 @@ def test_what_would_need_code_to_load_is_not_saved() -> None:
 OF_ONE_JOB = {"checkpoint/run/coordinator.py", "checkpoint/save/writer_child.py"}
 
 
-def test_torch_unpickles_nowhere_else_and_never_without_limits() -> None:
+def test_torch_load_is_called_in_one_place_and_with_weights_only() -> None:
     top = Path(ckptkit.__file__).parent
     found: dict[str, list[str]] = {}
     texts = {path: path.read_text() for path in top.rglob("*.py")}

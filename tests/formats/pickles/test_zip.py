@@ -22,7 +22,7 @@ ARCHIVES = (
 
 
 @pytest.mark.parametrize("path", ARCHIVES)
-def test_dtensors_arrive_with_their_mesh_placements_and_rank(zoo: Path, path: str) -> None:
+def test_dtensors_are_read_with_mesh_placements_and_rank(zoo: Path, path: str) -> None:
     value = read_archive(LocalStore(zoo), path).value
     record = value["model.embed_tokens.weight"]
     assert isinstance(record, DTensorRecord)
@@ -33,7 +33,7 @@ def test_dtensors_arrive_with_their_mesh_placements_and_rank(zoo: Path, path: st
     assert record.rank == 1
 
 
-def test_sharded_tensors_arrive_without_a_process_group(zoo: Path) -> None:
+def test_sharded_tensors_are_read_without_a_process_group(zoo: Path) -> None:
     path = "verl_fsdp1_nomesh_w2/global_step_4/actor/model_world_size_2_rank_1.pt"
     record = read_archive(LocalStore(zoo), path).value["model.embed_tokens.weight"]
     assert isinstance(record, ShardedTensorRecord)
@@ -75,7 +75,7 @@ def saved(tmp_path: Path) -> Path:
     return tmp_path / "x.pt"
 
 
-def test_an_archive_that_python_zipped_anew_is_read(saved: Path) -> None:
+def test_an_archive_rezipped_by_python_is_read(saved: Path) -> None:
     saved.write_bytes(rezip(saved, lambda n, d: [(n, d)]))
     assert read_archive(LocalStore(saved.parent), "x.pt").value["w"].shape == (6,)
 
@@ -175,13 +175,13 @@ ZIP_FAULTS = {
 
 
 @pytest.mark.parametrize("fault", ZIP_FAULTS)
-def test_a_directory_that_lies_is_refused(saved: Path, fault: str) -> None:
+def test_a_false_zip_directory_is_refused(saved: Path, fault: str) -> None:
     saved.write_bytes(patched(saved.read_bytes(), *ZIP_FAULTS[fault]))
     with pytest.raises(CorruptCheckpointError, match=r"x\.pt: "):
         read_archive(LocalStore(saved.parent), "x.pt")
 
 
-def test_the_directory_rewritten_unchanged_is_accepted(saved: Path) -> None:
+def test_a_zip_directory_rewritten_unchanged_is_accepted(saved: Path) -> None:
     raw = saved.read_bytes()
     at = raw.index(b"PK\x01\x02")
     saved.write_bytes(patched(raw, b"PK\x01\x02", 16, raw[at + 16 : at + 20]))
@@ -203,7 +203,7 @@ def test_storages_that_overlap_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_program_of_torchscript_is_named_as_one(tmp_path):
+def test_a_torchscript_program_is_refused_as_such(tmp_path):
     torch = pytest.importorskip("torch")
     torch.jit.script(torch.nn.Linear(2, 3)).save(tmp_path / "m.pt")
     with pytest.raises(UnsupportedFormatError, match=r"m\.pt: it is a program of TorchScript"):

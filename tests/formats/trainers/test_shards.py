@@ -42,7 +42,7 @@ CASES = [((n,), (S0,), (7, 5)) for n in (1, 2, 3, 4, 8)] + [
 
 
 @pytest.mark.parametrize(("mesh_shape", "placements", "shape"), CASES)
-def test_shapes_and_first_offsets_are_those_of_torch(mesh_shape, placements, shape):
+def test_shard_shapes_and_offsets_equal_those_of_torch(mesh_shape, placements, shape):
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
     theirs = [_torch_placement(placement) for placement in placements]
@@ -56,7 +56,7 @@ def test_shapes_and_first_offsets_are_those_of_torch(mesh_shape, placements, sha
 
 
 @pytest.mark.parametrize(("mesh_shape", "placements", "shape"), CASES)
-def test_each_element_lies_where_torch_puts_it(mesh_shape, placements, shape):
+def test_each_element_is_where_torch_puts_it(mesh_shape, placements, shape):
     import torch
 
     whole = torch.arange(np.prod(shape)).reshape(shape)
@@ -69,7 +69,7 @@ def test_each_element_lies_where_torch_puts_it(mesh_shape, placements, shape):
         assert np.array_equal(_gather(whole.numpy(), local_parts(shape, mesh_shape, coordinate, placements)), local)
 
 
-def test_fsdp_on_uneven_tensor_parallel_shards_is_told_by_the_local_shape():
+def test_the_local_shape_reveals_fsdp_over_uneven_tp_shards():
     # 7 rows: tp cuts 4 + 3, then dp cuts each over 3 ranks. At (2, 0) nothing is left, at (2, 1) row 6;
     # read from left to right the placements would say the opposite.
     placements = (Placement("strided_shard", 0, 2), S0)
@@ -84,7 +84,7 @@ def test_an_empty_part_has_any_shape_without_elements():
         local_parts((7, 1), (2, 2), (0, 1), (S0, Placement("shard", 1)), local_shape=(4, 1))
 
 
-def test_a_shard_order_from_right_to_left_is_followed():
+def test_a_right_to_left_shard_order_is_followed():
     parts = local_parts((8,), (2, 2), (1, 0), (S0, S0), order=(1, 0))
     assert parts[0].box == Box((2,), (2,))
 
@@ -104,7 +104,7 @@ def test_a_shard_of_a_missing_dimension_is_refused():
         local_parts((4,), (2,), (0,), (S1,))
 
 
-def test_slices_point_at_the_bytes_of_their_box():
+def test_slices_point_to_the_bytes_of_their_box():
     local = np.arange(12, dtype=np.float32).reshape(4, 3)
     parts = local_parts((8, 3), (2,), (1,), (Placement("strided_shard", 0, 2),), local_shape=(4, 3))
     stored = StoredTensor(Storage("f", "0", 48, "float32", start=100), "float32", (4, 3), (3, 1))
@@ -154,7 +154,7 @@ def _gather(whole, parts):
     ],
     ids=["runs", "boxes"],
 )
-def test_placements_that_cut_a_tensor_into_billions_of_parts_are_refused_at_once(
+def test_placements_with_billions_of_shards_are_refused_at_once(
     shape: tuple[int, ...], local: tuple[int, ...], placements: tuple[Placement, ...]
 ) -> None:
     mesh = (2,) * len(placements)

@@ -63,7 +63,7 @@ def feed_side_by_side(verifier: Verifier, slow: SlowCrc, pieces: tuple[bytes, ..
     return failures
 
 
-def test_neighbouring_pieces_from_two_threads_are_hashed_side_by_side_and_joined(
+def test_adjacent_pieces_of_two_threads_are_hashed_in_parallel_and_joined(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(checks, "crc32", slow := SlowCrc())
@@ -73,7 +73,7 @@ def test_neighbouring_pieces_from_two_threads_are_hashed_side_by_side_and_joined
     assert verifier.proved.tolist() == [True]
 
 
-def test_a_damaged_piece_is_found_however_many_threads_bring_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_piece_is_found_with_any_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "crc32", slow := SlowCrc())
     pieces = (PIECES[0], b"SECOND piece")
     (failure,) = feed_side_by_side(verifier_of(b"".join(pieces), zlib.crc32(b"".join(PIECES))), slow, pieces)
@@ -81,7 +81,7 @@ def test_a_damaged_piece_is_found_however_many_threads_bring_the_rest(monkeypatc
     assert "damaged" in str(failure)
 
 
-def test_a_piece_that_another_thread_reads_again_is_no_damage(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_piece_read_twice_is_not_damage(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = Crcs.feed
 
     def feed(self: Crcs, start: int, data: memoryview) -> Any:
@@ -97,7 +97,7 @@ def test_a_piece_that_another_thread_reads_again_is_no_damage(monkeypatch: pytes
 
 
 @given(st.data())
-def test_a_crc_is_the_same_in_whatever_order_the_parts_come(data: st.DataObject) -> None:
+def test_a_crc_does_not_depend_on_the_order_of_its_parts(data: st.DataObject) -> None:
     content = data.draw(st.binary(min_size=1, max_size=40))
     cuts = sorted({0, len(content), *data.draw(st.lists(st.integers(0, len(content))))})
     parts = data.draw(st.permutations(list(itertools.pairwise(cuts))))

@@ -121,7 +121,7 @@ def placed(draw, made: Made, targets: list[Target]) -> Plan:
 
 @given(job=jobs(), data=st.data())
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
-def test_any_slicing_is_copied_to_any_placement(tmp_path_factory, job, data):
+def test_any_source_slicing_is_copied_to_any_target_slicing(tmp_path_factory, job, data):
     shape, dtype, source, into, change = job
     folder = tmp_path_factory.mktemp("engine")
     digest = data.draw(st.sampled_from(["crc32", "xxh3_64", None]))
@@ -160,7 +160,7 @@ def test_large_tensors_are_copied_through_small_buffers(tmp_path, monkeypatch, b
     assert (got["t"] == expected(made, target)).all()
 
 
-def test_an_element_that_two_chunks_share_is_cast_whole(tmp_path, monkeypatch):
+def test_an_element_split_between_chunks_is_cast_correctly(tmp_path, monkeypatch):
     made = make_source(tmp_path / "in", {"t": ("float32", (40_000,), [Box((0,), (40_000,))])}, digest=None)
     entry = made.catalog.tensors["t"]
     data = (tmp_path / "in" / "data-0").read_bytes()
@@ -316,7 +316,7 @@ def test_a_full_disk_is_reported_before_anything_is_written(tmp_path, monkeypatc
 # --- how it is done
 
 
-def test_writeback_starts_while_more_is_written(tmp_path, monkeypatch):
+def test_writeback_starts_during_the_copy(tmp_path, monkeypatch):
     begun: list[str] = []
     monkeypatch.setattr("ckptkit.offline.copying.sinks._DIRTY", 20)
     monkeypatch.setattr(
@@ -374,7 +374,7 @@ def test_each_process_writes_only_its_own_files(tmp_path):
 
 @pytest.mark.parametrize("into", ["float32", "bfloat16"])
 @pytest.mark.parametrize("check", [True, False])
-def test_whole_tensors_of_uneven_rows_empty_slices_and_replicas_are_copied(tmp_path, into, check):
+def test_uneven_rows_empty_slices_and_replicas_are_copied(tmp_path, into, check):
     rows = [Box((4, 0), (3, 5)), Box((0, 0), (4, 5)), Box((7, 0), (0, 5)), Box((0, 0), (4, 5))]
     tensors = {
         "rows": ("float32", (7, 5), rows),

@@ -49,7 +49,7 @@ def targets_of(catalog: Catalog) -> list[Target]:
 
 
 @given(st.lists(st.tuples(st.sampled_from(STORABLE), st.lists(st.integers(0, 3), max_size=3)), max_size=8))
-def test_safetensors_itself_reads_what_is_laid_out(described):
+def test_safetensors_reads_planned_files(described):
     tensors = [TensorToWrite(f"t{i}", dtype, tuple(shape)) for i, (dtype, shape) in enumerate(described)]
     layout = lay_out(tensors, {"format": "pt"})
     read = dict(safetensors.deserialize(layout.header + bytes(layout.nbytes - len(layout.header))))
@@ -75,7 +75,7 @@ def test_a_dtype_that_safetensors_lacks_is_refused():
 
 
 @given(st.lists(st.integers(0, 10), min_size=1), st.integers(1, 20))
-def test_shards_hold_everything_in_order_and_no_more_than_allowed(sizes, limit):
+def test_shards_hold_all_tensors_in_order_and_respect_the_size_limit(sizes, limit):
     shards = split_into_shards(sizes, limit)
     assert [i for shard in shards for i in shard] == list(range(len(sizes)))
     assert all(len(shard) == 1 or sum(sizes[i] for i in shard) <= limit for shard in shards)
@@ -86,7 +86,7 @@ def test_shards_are_numbered_as_on_the_hub():
     assert shard_names(2) == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
 
 
-def test_tensors_follow_the_disk():
+def test_tensors_are_planned_in_disk_order():
     catalog = catalog_of("a", "b", "c")
     assert [t.name for t in in_disk_order(catalog, targets_of(catalog))] == ["c", "b", "a"]
 
@@ -95,7 +95,7 @@ def test_tensors_follow_the_disk():
 
 
 @given(st.lists(st.integers(0, 9), max_size=3), st.integers(1, 6))
-def test_chunks_are_the_boxes_of_fsdp2(shape, world_size):
+def test_chunks_equal_the_shards_of_fsdp2(shape, world_size):
     shape = tuple(shape)
     boxes = chunked(shape, world_size)
     found = {
@@ -132,12 +132,12 @@ def test_a_plan_prints_each_source_with_its_target():
     assert "b  float32 -> bfloat16 [4, 2] 16 B" in lines
 
 
-def test_a_plan_prints_what_is_left_over_and_what_is_missing():
+def test_a_plan_prints_unused_and_missing_tensors():
     lines = list(plan_of_two().lines())
     assert {"left over: rest (no reason)", "missing: gone", "note: a note"} <= set(lines)
 
 
-def test_a_plan_does_not_list_what_many_are_left_over_for():
+def test_a_plan_summarizes_unused_tensors_that_share_a_reason():
     many = tuple((f"optimizer.state.{i}", "optimizer state") for i in range(300))
     lines = [
         line for line in replace(plan_of_two(), leftovers=(("rest", "no reason"), *many)).lines() if "left" in line
@@ -154,7 +154,7 @@ def test_a_plan_is_json():
     assert document["tensors"][1]["sources"][0]["files"] == ["f"]
 
 
-def test_a_computed_tensor_prints_what_it_is_made_of():
+def test_a_computed_tensor_prints_its_sources():
     catalog = catalog_of("a")
     made = ComputedTensor("c", "float32", (4, 2), tuple(targets_of(catalog)), lambda parts: parts[0], "2 * a")
     plan = Plan(catalog, (OutputFile("out", 32),), (Placement.whole(made, 0, 0),))
@@ -165,7 +165,7 @@ def test_a_computed_tensor_prints_what_it_is_made_of():
 # --- shares
 
 
-def test_files_are_shared_out_evenly_and_the_last_goes_to_the_first_rank():
+def test_files_are_divided_evenly_and_the_last_goes_to_the_first_rank():
     files = tuple(OutputFile(f"f{i}", size) for i, size in enumerate([5, 9, 4, 4, 1]))
     plan = Plan(Catalog({}), (*files, OutputFile("index.json", 99)), (), ("index.json",))
     owners = share_out(plan, 2)
@@ -178,12 +178,12 @@ def test_files_are_shared_out_evenly_and_the_last_goes_to_the_first_rank():
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300))
-def test_the_crc_of_two_pieces_follows_from_theirs(first, second):
+def test_the_crc_of_two_pieces_is_combined_from_both(first, second):
     assert crc32_combine(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
 
 
 @given(st.binary(), st.binary())
-def test_the_fast_crc_is_that_of_zlib(first, second):
+def test_the_fast_crc_equals_that_of_zlib(first, second):
     assert crc32(second, crc32(first)) == zlib.crc32(first + second)
 
 
@@ -198,7 +198,7 @@ def test_a_record_is_found_by_its_exact_range_only():
 # --- key maps
 
 
-def test_a_key_map_is_found_by_name_file_or_as_it_is(tmp_path):
+def test_a_key_map_is_accepted_by_name_file_or_object(tmp_path):
     path = tmp_path / "map.json"
     path.write_text(json.dumps({"name": "mine", "rules": [{"op": "rename", "from": "a", "to": "b"}]}))
     found = resolve_key_map(str(path))
@@ -219,7 +219,7 @@ NOTHING = 3
 """
 
 
-def test_a_key_map_is_what_an_installed_package_says(tmp_path, monkeypatch):
+def test_a_key_map_can_come_from_an_installed_package(tmp_path, monkeypatch):
     (tmp_path / "my_rules.py").write_text(RULES)
     info = tmp_path / "my_rules-1.0.dist-info"
     info.mkdir()

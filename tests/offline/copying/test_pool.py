@@ -11,7 +11,7 @@ import pytest
 from ckptkit.offline.copying.pool import Pool, Worker
 
 
-def test_an_interrupt_waits_for_the_jobs_that_run() -> None:
+def test_an_interrupt_waits_for_running_jobs() -> None:
     pool = Pool(2)
     ended: list[int] = []
 
@@ -53,7 +53,7 @@ def test_the_first_failure_is_raised_and_stops_the_rest() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 3, 8])
-def test_every_job_is_done_with_more_threads_than_jobs_and_fewer(workers: int) -> None:
+def test_every_job_is_done_with_any_number_of_threads(workers: int) -> None:
     done: list[int] = []
     Pool(workers).run(lambda item, _worker: done.append(item), range(5))
     assert sorted(done) == list(range(5))

@@ -84,7 +84,7 @@ def test_a_killed_conversion_continues_and_gives_the_same_bytes(source, tmp_path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out", "whole"]
 
 
-def test_a_step_whose_digests_are_not_proved_yet_is_not_stated_as_done(source, tmp_path, monkeypatch):
+def test_a_step_without_proved_digests_is_not_recorded_as_done(source, tmp_path, monkeypatch):
     feed, done, stated = Verifier.feed, journal.Journal.done, []
 
     def lost(self, record, start, data):  # once, as if another thread had to bring a piece of it
@@ -217,7 +217,7 @@ def test_a_replaced_file_never_counts_as_finished(source, tmp_path, monkeypatch)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 
-def test_a_living_writer_keeps_what_it_has(source, tmp_path, monkeypatch):
+def test_the_work_of_a_living_writer_is_not_taken_over(source, tmp_path, monkeypatch):
     steps = []
 
     def second_run_meanwhile(self, step):
@@ -256,9 +256,7 @@ def _converted_by_a_team(src: str, dst: str) -> int | None:
     return convert(src, dst, max_shard_size="3kB", verify=True).verified
 
 
-def test_a_team_that_was_killed_shows_nothing_and_the_next_run_leaves_the_result_alone(
-    source: Path, tmp_path: Path
-) -> None:
+def test_killed_ranks_publish_nothing_and_the_next_run_completes_the_result(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.raises(RankError):
         run_ranks(_killed_after_the_copy, 2, str(source), str(out))

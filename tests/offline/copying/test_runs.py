@@ -107,7 +107,7 @@ def placed(made: Made, boxes: list[Box], files: list[int], count: int) -> Plan:
 
 @given(data=st.data())
 @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
-def test_digests_match_the_bytes_however_tensors_are_cut(
+def test_digests_match_the_bytes_for_any_sharding(
     tmp_path_factory: pytest.TempPathFactory, all_runs: None, data: st.DataObject
 ) -> None:
     folder = tmp_path_factory.mktemp("chains")
@@ -139,7 +139,7 @@ def rows(count: int, parts: int) -> list[Box]:
 
 
 @pytest.mark.parametrize(("source", "target"), [(4, 6), (3, 1), (1, 5), (2, 2), (5, 4)])
-def test_every_row_shard_is_digested_and_every_byte_read_once(
+def test_every_row_shard_gets_a_digest_and_every_byte_is_read_once(
     tmp_path: Path, all_runs: None, read: list[int], source: int, target: int
 ) -> None:
     made = make_source(tmp_path / "in", {name: ("float32", (60, 5), rows(60, source)) for name in NAMES})
@@ -158,7 +158,7 @@ def test_row_shards_are_planned_together(tmp_path: Path) -> None:
     assert builder.add_rows(halves) == list(halves)
 
 
-def test_every_column_shard_is_digested(tmp_path: Path, all_runs: None) -> None:
+def test_every_column_shard_gets_a_digest(tmp_path: Path, all_runs: None) -> None:
     made = make_source(tmp_path / "in", {name: ("float32", (60, 6), [Box((0, 0), (60, 6))]) for name in NAMES})
     halves = [Box((0, 0), (60, 3)), Box((0, 3), (60, 3))]
     plan = placed(made, halves, [0, 1], 2)
@@ -167,9 +167,7 @@ def test_every_column_shard_is_digested(tmp_path: Path, all_runs: None) -> None:
 
 
 @pytest.mark.parametrize("kind", ["crc32", "xxh3_64"])
-def test_a_flipped_bit_of_a_slice_that_is_digested_anew_names_the_tensor(
-    tmp_path: Path, all_runs: None, kind: str
-) -> None:
+def test_a_flipped_bit_in_a_resharded_slice_names_the_tensor(tmp_path: Path, all_runs: None, kind: str) -> None:
     made = make_source(tmp_path / "in", {n: ("float32", (60, 5), rows(60, 4)) for n in NAMES}, digest=kind)
     part = made.catalog.tensors["b"].slices[2]
     data = bytearray((tmp_path / "in" / part.path).read_bytes())
@@ -179,7 +177,7 @@ def test_a_flipped_bit_of_a_slice_that_is_digested_anew_names_the_tensor(
         run(made, placed(made, rows(60, 6), list(range(6)), 6), tmp_path / "out")
 
 
-def test_a_slice_that_two_tensors_are_read_from_is_checked(tmp_path: Path, all_runs: None) -> None:
+def test_a_slice_shared_by_two_tensors_is_checked(tmp_path: Path, all_runs: None) -> None:
     made = make_source(tmp_path / "in", {"a": ("float32", (60, 5), rows(60, 4))})
     entry = made.catalog.tensors["a"]
     made.catalog = replace(made.catalog, tensors={"a": entry, "b": replace(entry, name="b")})
@@ -189,7 +187,7 @@ def test_a_slice_that_two_tensors_are_read_from_is_checked(tmp_path: Path, all_r
     assert digests_of(tmp_path / "out", plan, report) == boxes_of(plan)
 
 
-def test_slices_of_which_a_process_needs_a_part_are_checked_whole(tmp_path: Path, all_runs: None) -> None:
+def test_partly_needed_slices_are_checked_completely(tmp_path: Path, all_runs: None) -> None:
     made = make_source(tmp_path / "in", {name: ("float32", (60, 5), rows(60, 4)) for name in NAMES})
     plan = placed(made, rows(60, 6), list(range(6)), 6)
     report = run(made, plan, tmp_path / "out", files=[1])
@@ -216,7 +214,7 @@ def same_content(one: Path, other: Path) -> bool:
 
 
 @pytest.mark.parametrize("options", [{}, {"type": "local"}, {"check": False}], ids=["sharded", "local", "no-check"])
-def test_a_reshard_reads_the_source_once_and_of_its_result_little(
+def test_a_reshard_reads_the_source_once_and_little_of_its_result(
     large: str, tmp_path: Path, read: list[int], options: dict[str, Any]
 ) -> None:
     read.clear()
@@ -234,7 +232,7 @@ def test_a_reshard_reads_the_source_once_and_of_its_result_little(
             assert part.digest.value == xxhash.xxh3_64_intdigest(data)
 
 
-def test_the_next_reshard_digests_what_an_interrupted_one_wrote(
+def test_a_continued_reshard_digests_what_the_interrupted_one_wrote(
     large: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runs, "_STEP", 1)
@@ -346,7 +344,7 @@ def test_a_flipped_bit_in_a_short_run_names_the_file_and_the_tensor(tmp_path, di
         execute(plan_of(made, made.arrays), LocalStore(str(made.folder)), LocalStore(str(tmp_path / "out")))
 
 
-def test_slices_used_twice_or_partly_are_copied(tmp_path):
+def test_slices_used_twice_or_in_part_are_copied(tmp_path):
     made = many(tmp_path / "in")
     twice = [Target.of(made.catalog.tensors[name], f"{name}.{i}") for name in made.arrays for i in range(2)]
     cut = [part for i, target in enumerate(twice) for part in (target.split(0, [70, 130]) if i % 7 == 0 else [target])]
@@ -360,7 +358,7 @@ def test_slices_used_twice_or_partly_are_copied(tmp_path):
         assert (got[str(i)] == materialize(target, whole)).all()
 
 
-def test_runs_that_are_read_together_are_few_and_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_read_together_are_limited_in_number_and_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     buffer = Worker.buffer
     monkeypatch.setattr(Worker, "buffer", lambda self, nbytes: (sizes.append(nbytes), buffer(self, nbytes))[1])

@@ -136,7 +136,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("case", CASES)
-def test_an_adapter_is_merged_bit_for_bit_as_peft_does(tmp_path: Path, case: str, dtype: str) -> None:
+def test_a_merged_adapter_has_the_bits_of_pefts_merge(tmp_path: Path, case: str, dtype: str) -> None:
     config = {"r": 4, "lora_alpha": 6, **CASES[case]}
     adapted = trained(config, tmp_path, dtype=dtype)
     found = merged(tmp_path, config)
@@ -145,7 +145,7 @@ def test_an_adapter_is_merged_bit_for_bit_as_peft_does(tmp_path: Path, case: str
 
 @pytest.mark.parametrize("case", ["rslora and patterns", "dora", "conv", "conv dora", "fan in dora", "attention",
                                   "experts", "tokens", "kasa", "mica"])  # fmt: skip
-def test_an_adapter_in_float32_is_merged_into_16_bits_as_peft_does(tmp_path: Path, case: str) -> None:
+def test_an_fp32_adapter_merged_into_16_bit_weights_has_the_bits_of_peft(tmp_path: Path, case: str) -> None:
     config = {"r": 4, "lora_alpha": 6, **CASES[case]}
     adapted = trained(config, tmp_path, dtype="bfloat16", adapter_dtype="float32")
     found = merged(tmp_path, config)
@@ -169,14 +169,14 @@ def apart(tmp_path: Path) -> Any:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "kasa"])
-def test_an_adapter_is_merged_into_a_base_that_lies_elsewhere(tmp_path: Path, apart: Any, case: str) -> None:
+def test_an_adapter_is_merged_into_a_base_at_another_url(tmp_path: Path, apart: Any, case: str) -> None:
     adapted, adapter, base = apart(case)
     report = convert(adapter, str(tmp_path / "out"), merge_adapter=True, base=base, verify=True)
     assert "base weights: base" in report.notes
     same_bits(bits_of(tmp_path / "out" / "model.safetensors"), expected(adapted, tmp_path))
 
 
-def test_the_base_may_be_a_checkpoint_of_another_format_and_on_another_storage(tmp_path: Path, apart: Any) -> None:
+def test_the_base_may_have_another_format_and_storage(tmp_path: Path, apart: Any) -> None:
     adapted, adapter, base = apart("modules to save")
     convert(base, "memory://adapters/base/step_00000007", to="local", world_size=3)
     convert(adapter, str(tmp_path / "out"), merge_adapter=True, base="memory://adapters/base/step_00000007")
@@ -184,7 +184,7 @@ def test_the_base_may_be_a_checkpoint_of_another_format_and_on_another_storage(t
 
 
 @pytest.mark.parametrize(("case", "setting"), [("kasa", {}), ("dora", {"init_lora_weights": "pissa_niter_4"})])
-def test_a_base_that_the_adapter_may_not_match_is_refused(
+def test_a_base_that_may_not_match_the_adapter_is_refused(
     tmp_path: Path, apart: Any, case: str, setting: dict[str, Any]
 ) -> None:
     _, adapter, base = apart(case)
@@ -194,7 +194,7 @@ def test_a_base_that_the_adapter_may_not_match_is_refused(
         convert(adapter, str(tmp_path / "out"), merge_adapter=True, base=base)
 
 
-def test_a_base_without_weights_or_with_others_is_refused(tmp_path: Path, apart: Any) -> None:
+def test_a_base_without_the_adapted_weights_is_refused(tmp_path: Path, apart: Any) -> None:
     _, adapter, base = apart("dora")
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.json").write_text("{}")
@@ -209,7 +209,7 @@ def test_a_base_without_weights_or_with_others_is_refused(tmp_path: Path, apart:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_double_is_merged_as_peft_does(tmp_path: Path) -> None:
+def test_fp64_weights_are_merged_with_the_bits_of_peft(tmp_path: Path) -> None:
     config = {"r": 4, "lora_alpha": 6, **CASES["linear and embedding"]}
     adapted = trained(config, tmp_path, dtype="float64")
     same_bits(merged(tmp_path, config), expected(adapted, tmp_path))
@@ -233,7 +233,7 @@ def _made(store: Any, catalog: Any, tensor: ComputedTensor) -> Any:
 
 @pytest.mark.parametrize("case", ["linear and embedding", "rslora and patterns", "fan in", "attention", "experts",
                                   "blocks of A", "experts transposed", "tokens", "linear bias", "kasa"])  # fmt: skip
-def test_rows_merged_separately_equal_those_of_the_whole(tmp_path: Path, case: str) -> None:
+def test_rows_merged_separately_equal_a_merge_of_the_whole_tensor(tmp_path: Path, case: str) -> None:
     config = {"r": 4, "lora_alpha": 6, **CASES[case]}
     trained(config, tmp_path, dtype="bfloat16")
     store = open_store(str(tmp_path))
@@ -252,7 +252,7 @@ def test_rows_merged_separately_equal_those_of_the_whole(tmp_path: Path, case: s
         assert not near[0][whole.astype(np.int32) == 0].any()
 
 
-def test_key_maps_cut_join_and_turn_what_was_merged(tmp_path: Path) -> None:
+def test_key_maps_are_applied_to_merged_tensors(tmp_path: Path) -> None:
     config = {"r": 4, "lora_alpha": 6, "target_modules": ["q", "k", "square"], "use_dora": True}
     adapted = trained(config, tmp_path, dtype="bfloat16")
     store = open_store(str(tmp_path))
@@ -271,12 +271,12 @@ def test_key_maps_cut_join_and_turn_what_was_merged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("targets", [5, "experts.up", [5], {"a": 1}])
-def test_a_config_whose_parameters_are_no_list_is_refused(targets: object) -> None:
+def test_a_config_whose_target_parameters_are_not_a_list_is_refused(targets: object) -> None:
     with pytest.raises(CorruptCheckpointError, match="target_parameters is"):
         refused({"target_parameters": targets}, **LINEAR_Q)
 
 
-def test_dora_and_convolutions_are_not_cut(tmp_path: Path) -> None:
+def test_dora_and_convolutions_are_merged_whole(tmp_path: Path) -> None:
     config = {"r": 4, "lora_alpha": 6, "target_modules": ["embed", "conv2", "q"], "use_dora": True}
     trained(config, tmp_path, dtype="bfloat16")
     store = open_store(str(tmp_path))
@@ -336,7 +336,7 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     ("llama", {"target_modules": ["embed_tokens"], "use_dora": True}),
     ("llama", {"target_modules": ["embed_tokens"], "ensure_weight_tying": True}),
 ], ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else value)  # fmt: skip
-def test_a_trained_model_is_merged_into_what_peft_saves(tmp_path: Path, kind: str, case: dict[str, Any]) -> None:
+def test_a_merge_of_a_trained_model_equals_what_peft_saves(tmp_path: Path, kind: str, case: dict[str, Any]) -> None:
     pytest.importorskip("transformers")
     config = {"r": 4, "lora_alpha": 6, **case}
     wanted = run_of(kind, tmp_path, config)
@@ -348,7 +348,7 @@ def test_a_trained_model_is_merged_into_what_peft_saves(tmp_path: Path, kind: st
     same_bits(bits_of(tmp_path / "out" / "model.safetensors"), wanted)
 
 
-def test_a_tied_head_with_its_own_adapter_is_named_and_may_be_untied(tmp_path: Path) -> None:
+def test_an_adapter_of_a_tied_head_is_noted_and_untie_separates_it(tmp_path: Path) -> None:
     config = {"r": 4, "lora_alpha": 6, "target_modules": ["lm_head"]}
     together = run_of("llama", tmp_path, config)["model.embed_tokens.weight"]
     of = {"base": str(tmp_path / "base"), "merge_adapter": True, "adapter_config": config}
@@ -361,7 +361,7 @@ def test_a_tied_head_with_its_own_adapter_is_named_and_may_be_untied(tmp_path: P
     assert (found["model.embed_tokens.weight"] == before).all()
 
 
-def test_what_is_too_large_for_the_memory_is_merged_by_rows(tmp_path: Path) -> None:
+def test_tensors_larger_than_the_memory_limit_are_merged_by_rows(tmp_path: Path) -> None:
     config = {"r": 4, "lora_alpha": 6, "target_modules": ["big"]}
     torch.manual_seed(1)
     with warnings.catch_warnings():
@@ -413,12 +413,12 @@ LINEAR_Q = {"q__base_layer__weight": (6, 4), "q__lora_A__default__weight": (2, 4
 
 
 @pytest.mark.parametrize("flag", ["alora_invocation_tokens", "arrow_config", "layer_replication", "megatron_config"])
-def test_what_peft_can_not_merge_is_refused_with_advice(flag: str) -> None:
+def test_adapters_that_peft_cannot_merge_are_refused_with_advice(flag: str) -> None:
     with pytest.raises(UnsupportedFormatError, match=rf"{flag} cannot be merged, by PEFT either.*Export the adapter"):
         refused({flag: [1]}, **LINEAR_Q)
 
 
-def test_convolutions_in_groups_and_flat_ones_in_3d_are_refused_as_peft_refuses_them(tmp_path: Path) -> None:
+def test_grouped_and_degenerate_3d_convolutions_are_refused_as_in_peft(tmp_path: Path) -> None:
     for module, message in (("grouped", "grouped convolution"), ("flat3", "flat kernel")):
         config = {"r": 4, "lora_alpha": 6, "target_modules": [module]}
         adapted = trained(config, tmp_path / module, dtype="float32")
@@ -428,7 +428,7 @@ def test_convolutions_in_groups_and_flat_ones_in_3d_are_refused_as_peft_refuses_
             expected(adapted, tmp_path / module)
 
 
-def test_a_bias_for_a_layer_that_has_none_is_refused_as_peft_refuses_it(tmp_path: Path) -> None:
+def test_a_lora_bias_for_a_layer_without_bias_is_refused_as_in_peft(tmp_path: Path) -> None:
     config = {"r": 4, "lora_alpha": 6, "target_modules": ["plain"], "lora_bias": True}
     adapted = trained(config, tmp_path, dtype="float32")
     with pytest.raises(UnsupportedFormatError, match="a bias for 'plain', whose base layer has none"):
@@ -457,7 +457,7 @@ def test_factors_that_do_not_fit_the_weight_are_refused() -> None:
         refused({}, **{**LINEAR_Q, "q__base_layer__weight": (6, 5)})
 
 
-def test_experts_are_merged_only_where_it_is_proved_which_factors_are_whose() -> None:
+def test_experts_are_merged_only_if_the_owner_of_each_factor_is_certain() -> None:
     square = {
         "experts__base_layer__up": (3, 4, 4),
         "experts__lora_A__weight": (6, 4),

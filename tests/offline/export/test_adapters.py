@@ -126,7 +126,7 @@ def test_a_config_above_the_checkpoint_is_found_and_named(zoo: Path) -> None:
     assert "adapter config: peft_lora_dcp_full_w2/peft_config.json" in export.notes
 
 
-def test_what_verl_records_of_an_adapter_is_enough(zoo: Path, tmp_path: Path) -> None:
+def test_the_adapter_settings_that_verl_records_are_enough(zoo: Path, tmp_path: Path) -> None:
     shutil.copytree(zoo / "peft_lora_dcp_full_w2" / "ckpt", tmp_path / "ckpt")
     meta = {"r": 4, "lora_alpha": 16, "task_type": "CAUSAL_LM"}
     (tmp_path / "ckpt" / "lora_train_meta.json").write_text(json.dumps(meta))
@@ -146,7 +146,7 @@ def test_what_verl_records_of_an_adapter_is_enough(zoo: Path, tmp_path: Path) ->
         (None, "org/llama", "org/llama", ""),
     ],
 )
-def test_a_base_that_others_can_not_load_is_named_and_replaced_by_a_repo(
+def test_a_local_base_path_is_noted_and_can_be_replaced_by_a_repo(
     zoo: Path, named: str | None, repo: str | None, made: str | None, note: str
 ) -> None:
     store = open_store(str(zoo / "peft_lora_dcp_full_w2" / "ckpt"))
@@ -160,14 +160,14 @@ def test_a_base_that_others_can_not_load_is_named_and_replaced_by_a_repo(
     assert note or not any("as the base model" in text for text in export.notes)
 
 
-def test_an_alpha_of_0_is_taken_for_an_unknown_one() -> None:
+def test_an_alpha_of_0_counts_as_unknown() -> None:
     split = split_adapter(lora())
     assert split is not None
     with pytest.raises(UsageError, match="lora_alpha 0, which some tools write"):
         adapter_config({"r": 2, "lora_alpha": 0}, split, base=None)
 
 
-def test_alpha_is_never_made_up(zoo: Path, tmp_path: Path) -> None:
+def test_an_unknown_alpha_is_refused(zoo: Path, tmp_path: Path) -> None:
     shutil.copytree(zoo / "peft_lora_dcp_full_w2" / "ckpt", tmp_path / "ckpt")
     store = open_store(str(tmp_path / "ckpt"))
     catalog = dcp.open_catalog(store)
@@ -177,14 +177,14 @@ def test_alpha_is_never_made_up(zoo: Path, tmp_path: Path) -> None:
         plan_export(store, catalog, options=ExportOptions(adapter_config={"r": 4}))
 
 
-def test_the_config_may_lie_in_the_base(zoo: Path) -> None:
+def test_the_adapter_config_may_be_in_the_base(zoo: Path) -> None:
     store = open_store(str(zoo / "peft_lora_dcp_full_w2" / "ckpt"))
     base = open_base(str(zoo / "peft_lora_dcp_full_w2" / "EXPECTED_adapter"))
     export = plan_export(store, dcp.open_catalog(store), base=base)
     assert json.loads(small_files(export)["adapter_config.json"])["lora_alpha"] == 16
 
 
-def test_a_rank_that_is_not_the_tensors_is_refused() -> None:
+def test_a_lora_rank_that_contradicts_the_tensors_is_refused() -> None:
     split = split_adapter(lora())
     assert split is not None
     with pytest.raises(CheckpointMismatchError, match=r"has rank 8 for 'q', but its tensors have rank 2"):
@@ -218,7 +218,7 @@ def test_modules_trained_whole_are_saved_with_the_factors() -> None:
     assert list(split.dropped) == ["head.original_module.weight"]
 
 
-def test_an_attribute_before_pefts_prefix_does_not_reach_the_names() -> None:
+def test_an_attribute_before_the_prefix_of_peft_is_removed_from_names() -> None:
     names = {f"actor.base_model.model.{name}": target for name, target in lora().items()}
     split = split_adapter(names)
     assert split is not None
@@ -240,7 +240,7 @@ def test_several_adapters_are_refused_by_name() -> None:
         split_adapter(lora(**more))
 
 
-def test_names_without_adapters_are_none() -> None:
+def test_names_without_adapters_give_none() -> None:
     assert split_adapter(targets(model__lora_head__weight=(2, 2))) is None
 
 
@@ -250,14 +250,14 @@ def test_merging_without_an_adapter_is_refused(zoo: Path) -> None:
         plan_export(store, safetensors.open_catalog(store), options=ExportOptions(merge_adapter=True))
 
 
-def test_patterns_follow_pefts_rule() -> None:
+def test_rank_and_alpha_patterns_match_as_in_peft() -> None:
     config = {"r": 8, "lora_alpha": 16, "alpha_pattern": {"mlp.down_proj": 32}, "rank_pattern": {"q_proj": 4}}
     assert scaling(config, "model.layers.0.mlp.down_proj") == 4.0
     assert scaling(config, "model.layers.0.self_attn.q_proj") == 4.0
     assert scaling(config, "model.layers.0.xq_proj") == 2.0
 
 
-def test_starting_values_that_change_the_base_are_noted() -> None:
+def test_initializations_that_change_the_base_are_noted() -> None:
     split = split_adapter(lora())
     assert split is not None
     _, notes = export_adapter(split, {"init_lora_weights": "pissa_niter_16"})
@@ -266,7 +266,7 @@ def test_starting_values_that_change_the_base_are_noted() -> None:
 
 
 @pytest.mark.parametrize("state", ["ia3_l.default", "vera_lambda_b.default", "hada_w1_a.default", "base_layer.bias"])
-def test_an_adapter_of_another_kind_is_refused_and_not_taken_for_a_model(state: str, tmp_path: Path) -> None:
+def test_an_adapter_of_another_kind_is_refused_and_not_exported_as_a_model(state: str, tmp_path: Path) -> None:
     module = "base_model.model.layers.0.q_proj"
     tensors = {
         f"{module}.base_layer.weight": np.zeros((6, 4), np.float32),

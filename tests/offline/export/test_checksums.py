@@ -41,12 +41,12 @@ def test_every_file_of_an_export_has_its_sha256_on_request(export: Path) -> None
     assert len([name for name in files if name.endswith(".safetensors")]) > 1
 
 
-def test_nobody_gets_sums_that_he_did_not_ask_for(zoo: Path, export: Path, tmp_path: Path) -> None:
+def test_checksums_are_written_only_on_request(zoo: Path, export: Path, tmp_path: Path) -> None:
     convert(str(export), str(tmp_path / "again"))
     assert not (tmp_path / "again" / SUMS_NAME).exists()
 
 
-def test_an_export_with_sums_is_proved(export: Path) -> None:
+def test_an_export_with_checksums_is_proved(export: Path) -> None:
     report = verify(str(export))
     assert report.ok
     assert report.unproved_bytes == 0
@@ -93,12 +93,12 @@ def test_an_export_in_a_hub_cache_is_proved_through_its_links(export: Path, tmp_
     assert not verify(str(snapshot)).ok
 
 
-def test_a_listed_file_that_is_gone_is_named_even_by_a_quick_look(export: Path) -> None:
+def test_verify_quick_names_a_listed_file_that_is_missing(export: Path) -> None:
     os.unlink(export / "config.json")
     assert "config.json" in [problem.path for problem in verify(str(export), quick=True).problems]
 
 
-def test_a_list_that_lost_its_last_lines_is_found(export: Path) -> None:
+def test_a_truncated_checksum_list_is_found(export: Path) -> None:
     lines = (export / SUMS_NAME).read_text().splitlines(keepends=True)
     kept = [line for line in lines if "model-00002" not in line]
     (export / SUMS_NAME).write_text("".join(kept))
@@ -111,20 +111,20 @@ def test_a_list_that_lost_its_last_lines_is_found(export: Path) -> None:
     "line",
     ["no sum at all", f"{'0' * 64}  ../outside", f"{'0' * 64}  /etc/hostname", f"{'0' * 63}  config.json", "\x1b[2J"],
 )
-def test_an_invalid_list_is_a_problem_of_its_own(export: Path, line: str) -> None:
+def test_an_invalid_checksum_list_is_a_problem(export: Path, line: str) -> None:
     with (export / SUMS_NAME).open("a") as file:
         file.write(line + "\n")
     problems = verify(str(export)).problems
     assert [problem.path for problem in problems] == [SUMS_NAME]
 
 
-def test_a_fifo_in_place_of_the_list_is_no_trap(export: Path) -> None:
+def test_a_fifo_instead_of_the_checksum_list_is_a_problem(export: Path) -> None:
     os.unlink(export / SUMS_NAME)
     os.mkfifo(export / SUMS_NAME)
     assert [problem.path for problem in verify(str(export)).problems] == [SUMS_NAME]
 
 
-def test_sums_go_with_hugging_face_exports_alone(zoo: Path, tmp_path: Path) -> None:
+def test_checksums_need_a_hugging_face_export(zoo: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="--sha256"):
         convert(str(zoo / SOURCE), str(tmp_path / "out"), to="dcp", sha256=True)
     assert not (tmp_path / "out").exists()

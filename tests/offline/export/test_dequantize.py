@@ -57,7 +57,7 @@ SCALES = {
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("kind", SCALES)
 @pytest.mark.parametrize("code", [E4M3, E5M2])
-def test_blocks_have_the_values_of_transformers(tmp_path: Path, kind: str, code: torch.dtype, dtype: str) -> None:
+def test_fp8_blocks_have_the_values_of_transformers(tmp_path: Path, kind: str, code: torch.dtype, dtype: str) -> None:
     torch.manual_seed(0)
     weight, scale = codes(256, 384, dtype=code), SCALES[kind](2, 3)
     norm = torch.rand(8).bfloat16()
@@ -74,7 +74,7 @@ def test_blocks_have_the_values_of_transformers(tmp_path: Path, kind: str, code:
 
 
 @pytest.mark.parametrize("shape", [(300, 200), (128, 1), (1, 129), (129, 128), (5, 300, 130)])
-def test_blocks_at_the_edge_are_of_the_size_that_the_config_states(tmp_path: Path, shape: tuple[int, ...]) -> None:
+def test_edge_blocks_have_the_block_size_of_the_config(tmp_path: Path, shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     grid = (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
     weight, scale = codes(*shape), torch.rand(grid)
@@ -97,7 +97,7 @@ def test_a_scale_may_belong_to_the_tensor_or_to_a_row(tmp_path: Path, shape: tup
     same(found["a.weight"], (weight.float() * factor.float()).bfloat16())
 
 
-def test_memory_and_workers_change_no_bit(tmp_path: Path) -> None:
+def test_the_bits_do_not_depend_on_memory_or_workers(tmp_path: Path) -> None:
     torch.manual_seed(0)
     tensors = {"a.weight": codes(4096, 1024), "a.weight_scale_inv": torch.rand(32, 8)}
     src = export(tmp_path / "src", tensors)
@@ -108,7 +108,7 @@ def test_memory_and_workers_change_no_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("to", ["dcp", "torch"])
-def test_other_formats_are_dequantized_too(tmp_path: Path, to: Any) -> None:
+def test_checkpoints_of_other_formats_are_dequantized(tmp_path: Path, to: Any) -> None:
     tensors = {"a.weight": codes(128, 128), "a.weight_scale_inv": torch.full((1, 1), 0.5)}
     src = export(tmp_path / "src", tensors)
     convert(src, str(tmp_path / "out"), to=to, dtype="bf16")
@@ -117,7 +117,7 @@ def test_other_formats_are_dequantized_too(tmp_path: Path, to: Any) -> None:
     same(found["a.weight"], (tensors["a.weight"].float() * 0.5).bfloat16())
 
 
-def test_kept_as_they_are_weights_and_scales_are_copied(tmp_path: Path) -> None:
+def test_without_dtype_weights_and_scales_are_copied(tmp_path: Path) -> None:
     tensors = {"a.weight": codes(128, 128), "a.weight_scale_inv": torch.rand(1, 1)}
     src = export(tmp_path / "src", tensors)
     convert(src, str(tmp_path / "out"))
@@ -149,7 +149,7 @@ def test_kept_as_they_are_weights_and_scales_are_copied(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_dequantized_is_refused(
+def test_weights_that_cannot_be_dequantized_are_refused(
     tmp_path: Path, tensors: dict[str, torch.Tensor], error: type[Exception], said: str
 ) -> None:
     src = export(tmp_path / "src", tensors)
@@ -159,7 +159,7 @@ def test_what_cannot_be_dequantized_is_refused(
     convert(src, str(tmp_path / "out"))
 
 
-def test_a_parameter_called_scale_is_no_scale(tmp_path: Path) -> None:
+def test_a_parameter_called_scale_is_not_a_quantization_scale(tmp_path: Path) -> None:
     tensors = {"logit_scale": torch.rand(()), "a.weight": torch.rand(2, 2)}
     src = export(tmp_path / "src", tensors, None)
     convert(src, str(tmp_path / "out"), dtype="bf16")
@@ -198,13 +198,13 @@ def test_mxfp4_has_the_values_of_transformers(tmp_path: Path, dtype: str) -> Non
 @pytest.mark.parametrize(
     "tensors", [mxfp4("m.gate_up_proj"), {"a.weight": codes(8, 8), "a.weight_scale": torch.ones(1)}]
 )
-def test_a_base_that_is_quantized_alike_has_the_same_names(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+def test_a_base_with_the_same_quantization_has_the_same_names(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
     src = export(tmp_path / "src", tensors, {"quant_method": "any"})
     report = convert(src, str(tmp_path / "out"), dtype="bf16", base=src)
     assert any("names and shapes match" in fact for fact in report.proved)
 
 
-def test_transformers_loads_dequantized_experts_as_it_dequantizes_them(tmp_path: Path) -> None:
+def test_transformers_loads_dequantized_experts_with_its_own_values(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GptOssConfig(
         num_hidden_layers=1, num_local_experts=2, vocab_size=16, hidden_size=64, intermediate_size=32, head_dim=16,
@@ -276,7 +276,7 @@ def test_packed_integers_have_the_values_of_compressed_tensors(
     assert torch.equal(found["a.weight"], expected.float())
 
 
-def test_integers_of_a_byte_have_the_values_of_compressed_tensors(tmp_path: Path) -> None:
+def test_int8_weights_have_the_values_of_compressed_tensors(tmp_path: Path) -> None:
     q, scale = torch.arange(-128, 128, dtype=torch.int8).reshape(4, 64), (torch.rand(4, 1) * 0.01).bfloat16()
     src = export(tmp_path / "src", {"a.weight": q, "a.weight_scale": scale}, by_groups(num_bits=8, strategy="channel"))
     convert(src, str(tmp_path / "out"), dtype="bf16", verify=True)
@@ -356,7 +356,7 @@ OF_INT4: dict[str, Any] = {"num_bits": 4, "type": "int", "symmetric": True, "str
          "1 tensors are packed by quantization.*a.weight"),
     ],
 )  # fmt: skip
-def test_what_is_packed_otherwise_is_refused_by_name(
+def test_weights_packed_in_other_ways_are_refused_by_name(
     tmp_path: Path, tensors: dict[str, torch.Tensor], weights: Any, error: type[Exception], said: str
 ) -> None:
     src = export(tmp_path / "src", tensors, by_groups(**weights) if weights else {"quant_method": "other"})
@@ -365,7 +365,7 @@ def test_what_is_packed_otherwise_is_refused_by_name(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_group_that_names_a_module_is_preferred(tmp_path: Path) -> None:
+def test_a_quantization_group_that_names_a_module_is_preferred(tmp_path: Path) -> None:
     settings = by_groups(num_bits=8, type="int", symmetric=True, strategy="channel")
     settings["config_groups"]["h"] = {"targets": ["re:.*mlp$"], "weights": OF_INT4}
     tensors = {**{f"x.mlp.{key[2:]}": tensor for key, tensor in INT4.items()}, "b.weight": torch.ones(2, 4).char()}

@@ -37,7 +37,7 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> N
 
 
 @pytest.mark.parametrize("kind", ["extra", "models"])
-def test_the_average_in_a_checkpoint_of_ours_is_exported(tmp_path: Path, kind: str) -> None:
+def test_the_average_in_a_ckptkit_checkpoint_is_exported(tmp_path: Path, kind: str) -> None:
     net = torch.nn.Sequential(torch.nn.Linear(64, 1024), torch.nn.LayerNorm(1024))
     ema = average(net)
     state = TrainState(model=net, extra={"ema": ema}) if kind == "extra" else TrainState(model={"a": net, "ema": ema})
@@ -49,7 +49,7 @@ def test_the_average_in_a_checkpoint_of_ours_is_exported(tmp_path: Path, kind: s
     same(exported(tmp_path / "run", tmp_path / "out"), expected)
 
 
-def test_averages_that_are_stored_as_plain_values_are_refused_by_name(tmp_path: Path) -> None:
+def test_averages_stored_as_plain_values_are_refused_by_name(tmp_path: Path) -> None:
     net = torch.nn.Sequential(torch.nn.Linear(1024, 2))
     with CheckpointManager(str(tmp_path / "run")) as manager:
         manager.save(1, TrainState(model=net, extra={"ema": average(net)}))
@@ -74,7 +74,7 @@ FORMS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_the_average_in_a_file_of_torch_is_exported(tmp_path: Path, form: str) -> None:
+def test_the_average_in_a_torch_file_is_exported(tmp_path: Path, form: str) -> None:
     net = model()
     ema = average(net).module.state_dict()
     torch.save(FORMS[form](net, ema), tmp_path / "x.pt")
@@ -82,7 +82,7 @@ def test_the_average_in_a_file_of_torch_is_exported(tmp_path: Path, form: str) -
     same({name.removeprefix("model.").removeprefix("state_dict."): tensor for name, tensor in found.items()}, ema)
 
 
-def test_names_without_dots_are_those_of_the_model_and_the_rest_is_the_models(tmp_path: Path) -> None:
+def test_dotless_names_of_averages_are_matched_and_other_tensors_come_from_the_model(tmp_path: Path) -> None:
     net = model()
     torch.save(litema(net), tmp_path / "x.ckpt")
     report = convert(str(tmp_path / "x.ckpt"), str(tmp_path / "out"), weights="ema")
@@ -94,7 +94,7 @@ def test_names_without_dots_are_those_of_the_model_and_the_rest_is_the_models(tm
         assert torch.equal(found[f"model.{name}"], expected)
 
 
-def test_lightnings_average_is_its_state_dict(tmp_path: Path) -> None:
+def test_the_average_of_lightning_is_its_state_dict(tmp_path: Path) -> None:
     callbacks = pytest.importorskip("lightning.pytorch.callbacks")
     net = model()
     callback = callbacks.WeightAveraging()
@@ -119,7 +119,7 @@ def test_lightnings_average_is_its_state_dict(tmp_path: Path) -> None:
         ({"ema": {"0": torch.ones(2), "1": torch.ones(2)}}, UnsupportedFormatError, "are numbered"),
     ],
 )
-def test_an_average_that_is_not_the_models_is_refused(
+def test_an_average_of_another_model_is_refused(
     tmp_path: Path, content: dict[str, Any], error: type[Exception], said: str
 ) -> None:
     torch.save({"state_dict": {"a.w": torch.ones(2)}, **content}, tmp_path / "x.pt")

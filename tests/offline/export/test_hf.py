@@ -81,7 +81,7 @@ def test_a_hub_model_becomes_torchtitans_bit_for_bit(zoo: Path) -> None:
     assert dropped == {}
 
 
-def test_stacked_experts_become_what_the_base_has_bit_for_bit(zoo: Path) -> None:
+def test_stacked_experts_become_the_experts_of_the_base_bit_for_bit(zoo: Path) -> None:
     case = zoo / "accelerate_fsdp2_sharded_qwen3moe_w2"
     store = open_store(str(case / "checkpoint" / "pytorch_model_fsdp_0"))
     catalog = dcp.open_catalog(store)
@@ -107,7 +107,7 @@ def test_experts_without_a_base_stay_stacked_and_a_note_says_so(zoo: Path) -> No
     assert any("stacked experts were kept" in note for note in export.notes)
 
 
-def test_the_config_alone_gives_a_vision_model_the_hubs_prefixes(tmp_path: Path) -> None:
+def test_the_config_is_enough_to_give_a_vision_model_the_prefixes_of_the_hub(tmp_path: Path) -> None:
     write(tmp_path, ones("model.language_model.norm.weight", "lm_head.weight"), {"model_type": "llava"})
     assert {t.name for t in plan(tmp_path).tensors} == {
         "language_model.model.norm.weight",
@@ -115,7 +115,7 @@ def test_the_config_alone_gives_a_vision_model_the_hubs_prefixes(tmp_path: Path)
     }
 
 
-def test_a_stored_tied_head_is_left_out_for_a_tied_base(zoo: Path) -> None:
+def test_a_stored_tied_head_is_omitted_for_a_tied_base(zoo: Path) -> None:
     store = open_store(str(zoo / "accelerate_fsdp2_sharded_llama_tied_w2" / "checkpoint" / "pytorch_model_fsdp_0"))
     catalog = dcp.open_catalog(store)
     export = plan_export(store, catalog, base=open_base(str(zoo / "hf_ref_llama_tied")))
@@ -129,21 +129,21 @@ def test_wrapper_names_are_stripped(tmp_path: Path) -> None:
     assert {t.name for t in plan(tmp_path).tensors} == {"a.w", "b"}
 
 
-def test_a_prefix_goes_by_itself_only_where_the_base_proves_it(tmp_path: Path) -> None:
+def test_a_prefix_is_removed_automatically_only_if_the_base_proves_it(tmp_path: Path) -> None:
     write(tmp_path / "src", ones("net.model.a", "net.model.b", "net.lm_head.w"))
     base = write(tmp_path / "base", ones("model.a", "model.b", "lm_head.w"))
     assert {t.name for t in plan(tmp_path / "src", base).tensors} == {"model.a", "model.b", "lm_head.w"}
     assert {t.name for t in plan(tmp_path / "src").tensors} == {"net.model.a", "net.model.b", "net.lm_head.w"}
 
 
-def test_strip_prefix_leaves_the_others_out_and_says_so(tmp_path: Path) -> None:
+def test_strip_prefix_omits_and_reports_names_without_the_prefix(tmp_path: Path) -> None:
     write(tmp_path, ones("net.a", "loss.w"))
     export = plan(tmp_path, strip_prefix="net")
     assert [t.name for t in export.tensors] == ["a"]
     assert export.leftovers == (("loss.w", "lacks the prefix 'net'"),)
 
 
-def test_include_and_exclude_choose_by_glob(tmp_path: Path) -> None:
+def test_include_and_exclude_select_by_glob(tmp_path: Path) -> None:
     write(tmp_path, ones("a.x", "a.y", "b.x"))
     export = plan(tmp_path, include=("a.*",), exclude=("*.y",))
     assert [t.name for t in export.tensors] == ["a.x"]
@@ -158,7 +158,7 @@ def test_a_glob_that_matches_nothing_is_noted(tmp_path: Path) -> None:
     assert not any("'a.*'" in note for note in export.notes)
 
 
-def test_what_globs_leave_out_is_not_missing_and_the_rest_still_is(tmp_path: Path) -> None:
+def test_tensors_excluded_by_globs_are_not_missing_and_others_are(tmp_path: Path) -> None:
     write(tmp_path / "src", ones("a", "b"))
     base = write(tmp_path / "base", ones("a", "b", "c"))
     with pytest.raises(CheckpointMismatchError, match="missing: c") as caught:
@@ -167,7 +167,7 @@ def test_what_globs_leave_out_is_not_missing_and_the_rest_still_is(tmp_path: Pat
     assert [t.name for t in plan(tmp_path / "src", base, exclude=("b", "c")).tensors] == ["a"]
 
 
-def test_nothing_left_to_export_is_an_error(tmp_path: Path) -> None:
+def test_an_empty_export_is_an_error(tmp_path: Path) -> None:
     write(tmp_path, ones("a"))
     with pytest.raises(UsageError, match="nothing to export"):
         plan(tmp_path, include=("b",))
@@ -175,7 +175,7 @@ def test_nothing_left_to_export_is_an_error(tmp_path: Path) -> None:
         plan(tmp_path, key_map=NameMap("mine", (Drop(NamePattern("{x:*}")),)))
 
 
-def test_an_explicit_key_map_is_applied_and_its_idle_rules_are_named(tmp_path: Path) -> None:
+def test_an_explicit_key_map_is_applied_and_its_unused_rules_are_named(tmp_path: Path) -> None:
     write(tmp_path, {"l.mlp.experts.down_proj": np.arange(8.0).reshape(2, 2, 2)})
     export = plan(tmp_path, key_map=builtin_map("hf5-experts"))
     assert {t.name for t in export.tensors} == {f"l.mlp.experts.{i}.down_proj.weight" for i in range(2)}
@@ -195,7 +195,9 @@ def test_all_differences_from_the_base_are_listed_at_once(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("config", [{"num_hidden_layers": 3}, {"text_config": {"num_hidden_layers": 3}}])
-def test_layers_that_a_config_counts_and_nobody_gives_are_missing(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_layers_that_the_config_counts_and_the_checkpoint_lacks_are_missing(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
     source = write(tmp_path / "in", ones("model.layers.0.a.weight", "model.layers.1.a.weight", "model.norm.weight"))
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
@@ -230,7 +232,7 @@ def test_a_missing_head_of_a_tied_model_is_fine_though_the_base_stores_it(tmp_pa
     assert [t.name for t in plan(tmp_path / "src", base).tensors] == ["model.embed_tokens.weight"]
 
 
-def test_what_was_added_to_the_model_is_kept_and_named(tmp_path: Path) -> None:
+def test_tensors_that_the_base_lacks_are_kept_and_named(tmp_path: Path) -> None:
     write(tmp_path / "src", {**ones("a"), "probe": np.ones(3, np.int64)})
     base = write(tmp_path / "base", ones("a"))
     export = plan(tmp_path / "src", base)
@@ -247,7 +249,7 @@ def test_buffers_that_are_computed_on_load_are_left_out(tmp_path: Path) -> None:
     assert "computed on load" in dict(export.leftovers)["layers.0.self_attn.rotary_emb.inv_freq"]
 
 
-def test_another_dtype_than_the_bases_is_noted_and_kept(tmp_path: Path) -> None:
+def test_a_dtype_that_differs_from_the_base_is_kept_and_noted(tmp_path: Path) -> None:
     write(tmp_path / "src", ones("a"))
     base = write(tmp_path / "base", ones("a", dtype=np.float16), {"dtype": "float16"})
     export = plan(tmp_path / "src", base)
@@ -256,7 +258,7 @@ def test_another_dtype_than_the_bases_is_noted_and_kept(tmp_path: Path) -> None:
     assert any("1 tensors are float32 in the checkpoint and float16 in the base" in note for note in export.notes)
 
 
-def test_only_the_index_of_a_base_still_gives_its_names(tmp_path: Path) -> None:
+def test_the_index_of_a_base_without_weights_gives_its_names(tmp_path: Path) -> None:
     base = tmp_path / "base"
     base.mkdir()
     index = {"metadata": {}, "weight_map": {"a": "model-00001-of-00001.safetensors", "b": "x.safetensors"}}
@@ -298,7 +300,7 @@ def with_masters(path: Path, names: Mapping[str, str]) -> tuple[Any, Catalog]:
     return store, Catalog(tensors, info=found.info)
 
 
-def test_masters_are_exported_where_asked_for(tmp_path: Path) -> None:
+def test_masters_are_exported_on_request(tmp_path: Path) -> None:
     store, catalog = with_masters(tmp_path, {"0": "a", "1": "b"})
     export = plan_export(store, catalog, options=ExportOptions(weights="master"))
     assert {t.name: (t.dtype, t.sources) for t in export.tensors} == {
@@ -309,7 +311,7 @@ def test_masters_are_exported_where_asked_for(tmp_path: Path) -> None:
     assert "1 tensors have no fp32 master (buffers, frozen parameters): the model's values are used" in export.notes
 
 
-def test_the_models_own_weights_are_the_default(tmp_path: Path) -> None:
+def test_model_weights_and_not_masters_are_the_default(tmp_path: Path) -> None:
     store, catalog = with_masters(tmp_path, {"0": "a", "1": "b"})
     export = plan_export(store, catalog)
     assert {t.dtype for t in export.tensors} == {"float16", "int32"}
@@ -317,7 +319,7 @@ def test_the_models_own_weights_are_the_default(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "source"), [("fp32", "m.0"), ("bf16", "m.0"), ("fp16", "a"), ("keep", "a")])
-def test_a_cast_starts_from_the_masters_and_not_from_what_was_rounded(tmp_path: Path, dtype: str, source: str) -> None:
+def test_a_cast_starts_from_the_masters_and_not_from_rounded_weights(tmp_path: Path, dtype: str, source: str) -> None:
     store, catalog = with_masters(tmp_path, {"0": "a", "1": "b"})
     export = plan_export(store, catalog, options=ExportOptions(dtype=dtype))
     assert {t.name: t.sources for t in export.tensors}["a"] == (source,)
@@ -341,7 +343,7 @@ def test_masters_of_another_model_are_refused(tmp_path: Path) -> None:
         plan_export(store, catalog, options=ExportOptions(weights="master"))
 
 
-def test_masters_that_are_not_there_are_not_made_up(tmp_path: Path) -> None:
+def test_missing_masters_are_an_error(tmp_path: Path) -> None:
     write(tmp_path, ones("a"))
     with pytest.raises(CheckpointNotFoundError, match="no fp32 masters: 1 model tensors"):
         plan(tmp_path, weights="master")
@@ -359,13 +361,13 @@ def test_a_note_says_why_masters_could_not_be_read(tmp_path: Path) -> None:
 # --- side files and config
 
 
-def test_the_small_files_of_the_base_come_along(zoo: Path) -> None:
+def test_small_files_of_the_base_are_copied(zoo: Path) -> None:
     files = small_files(plan(zoo / "hf_ref_llama_untied", zoo / "hf_ref_llama_untied"))
     assert {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"} <= set(files)
     assert files["tokenizer.json"] == (zoo / "hf_ref_llama_untied" / "tokenizer.json").read_bytes()
 
 
-def test_weights_and_strays_of_the_base_never_come_along(tmp_path: Path) -> None:
+def test_weights_and_unrelated_files_of_the_base_are_not_copied(tmp_path: Path) -> None:
     base = write(tmp_path / "base", ones("a"), {"model_type": "llama"})
     for stray in ("model.gguf", "pytorch_model.bin", "tokenizer.bin", "tokenizer.safetensors.index.json", "notes.txt",
                   "README.md", "train.py", ".env", "tokenizer.pkl"):  # fmt: skip
@@ -375,7 +377,7 @@ def test_weights_and_strays_of_the_base_never_come_along(tmp_path: Path) -> None
     assert "stray" not in small_files(plan(tmp_path / "src", base))["README.md"].decode()
 
 
-def test_the_authors_code_comes_along_where_the_config_needs_it(tmp_path: Path) -> None:
+def test_custom_code_is_copied_if_the_config_needs_it(tmp_path: Path) -> None:
     base = write(tmp_path / "base", ones("a"), {"auto_map": {"AutoModel": "modeling_x.X"}})
     (base / "modeling_x.py").write_text("raise SystemExit('never run')")
     assert "modeling_x.py" in small_files(plan(base, base))
@@ -408,7 +410,7 @@ def hub_cache(root: Path) -> Path:
     return snapshot
 
 
-def test_a_snapshot_of_the_hubs_cache_is_a_base(tmp_path: Path) -> None:
+def test_a_snapshot_in_the_hub_cache_is_accepted_as_base(tmp_path: Path) -> None:
     snapshot = hub_cache(tmp_path)
     write(tmp_path / "src", ones("a"))
     files = small_files(plan(tmp_path / "src", snapshot))
@@ -416,7 +418,9 @@ def test_a_snapshot_of_the_hubs_cache_is_a_base(tmp_path: Path) -> None:
     assert json.loads(files["config.json"])["model_type"] == "llama"
 
 
-def test_a_repo_id_is_taken_from_the_cache_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_repo_id_is_resolved_from_the_cache_without_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import huggingface_hub.constants as constants
 
     hub_cache(tmp_path / "hub")
@@ -441,7 +445,7 @@ def test_a_base_that_is_neither_directory_nor_known_repo_is_refused(monkeypatch:
         open_base("./nothing-here")
 
 
-def test_what_the_checkpoint_carries_itself_is_used_without_a_base(tmp_path: Path) -> None:
+def test_side_files_of_the_checkpoint_are_used_without_a_base(tmp_path: Path) -> None:
     side = tmp_path / "huggingface"
     side.mkdir(parents=True)
     (side / "config.json").write_text('{"model_type": "llama", "torch_dtype": "bfloat16"}')
@@ -455,13 +459,13 @@ def test_what_the_checkpoint_carries_itself_is_used_without_a_base(tmp_path: Pat
     assert config_of(export) == {"model_type": "llama", "torch_dtype": "float32"}
 
 
-def test_the_base_wins_over_what_the_checkpoint_carries(tmp_path: Path) -> None:
+def test_the_base_takes_precedence_over_side_files_of_the_checkpoint(tmp_path: Path) -> None:
     write(tmp_path / "src", ones("a"), {"model_type": "mine"})
     base = write(tmp_path / "base", ones("a"), {"model_type": "theirs"})
     assert config_of(plan(tmp_path / "src", base))["model_type"] == "theirs"
 
 
-def test_the_config_says_the_dtype_of_the_weights(tmp_path: Path) -> None:
+def test_the_config_gets_the_dtype_of_the_weights(tmp_path: Path) -> None:
     config = {"dtype": "float32", "text_config": {"dtype": "float32", "hidden_size": 2}, "vision_config": {"depth": 1}}
     write(tmp_path, ones("a"), config)
     assert config_of(plan(tmp_path, dtype="bf16")) == {
@@ -471,7 +475,7 @@ def test_the_config_says_the_dtype_of_the_weights(tmp_path: Path) -> None:
     }
 
 
-def test_a_config_of_diffusers_asks_for_other_names_of_the_files(tmp_path: Path) -> None:
+def test_a_diffusers_config_changes_the_file_names(tmp_path: Path) -> None:
     write(tmp_path, ones("a"), {"_class_name": "UNet2DModel", "_diffusers_version": "0.42.1"})
     assert any("diffusion_pytorch_model*.safetensors" in note for note in plan(tmp_path).notes)
 
@@ -481,7 +485,7 @@ def test_the_architecture_loses_the_prefix_of_fully_shard(tmp_path: Path) -> Non
     assert config_of(plan(tmp_path))["architectures"] == ["LlamaForCausalLM"]
 
 
-def test_a_quantization_config_goes_with_the_quantized_weights(tmp_path: Path) -> None:
+def test_a_quantization_config_is_kept_only_with_quantized_weights(tmp_path: Path) -> None:
     write(tmp_path, ones("a.weight"), {"quantization_config": {"quant_method": "fp8"}})
     assert "quantization_config" not in config_of(plan(tmp_path))
     write(tmp_path, ones("a.weight", "a.weight_scale_inv"), {"quantization_config": {"quant_method": "fp8"}})
@@ -512,7 +516,7 @@ def test_the_card_shows_no_credentials() -> None:
     assert not any(secret in text for secret in ("hunter2", "abcd", "bucket", "user", "frag"))
 
 
-def test_the_card_escapes_what_markdown_would_obey() -> None:
+def test_the_card_escapes_markdown() -> None:
     text = card(source="/x/a|b<script>\n# h", notes=["<img src=x>\n---\n[a](b)"])
     assert "<" not in text.split("---", 2)[2].replace("&lt;", "").replace("<!-- ckptkit: xxh3_64", "")
     assert "\n# h" not in text
@@ -586,7 +590,7 @@ def test_an_export_is_compared_with_the_model_of_its_config(zoo: Path, case: str
     assert check(zoo / case, use_config=True).matches == "the config"
 
 
-def test_a_left_over_prefix_does_not_pass_the_config(zoo: Path, tmp_path: Path) -> None:
+def test_a_remaining_prefix_is_found_by_the_check_against_the_config(zoo: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     tensors = load_file(zoo / "hf_ref_llama_untied" / "model.safetensors")
     config = json.loads((zoo / "hf_ref_llama_untied" / "config.json").read_text())
@@ -597,7 +601,7 @@ def test_a_left_over_prefix_does_not_pass_the_config(zoo: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["pipeline", "AutoModel", "NoSuchModel", "__class__"])
-def test_only_classes_of_models_are_taken_from_a_config(tmp_path: Path, name: str) -> None:
+def test_only_model_classes_are_resolved_from_a_config(tmp_path: Path, name: str) -> None:
     pytest.importorskip("transformers")
     from ckptkit.offline.export.check import names_of_config
 
@@ -605,7 +609,7 @@ def test_only_classes_of_models_are_taken_from_a_config(tmp_path: Path, name: st
     assert names_of_config(open_store(str(tmp_path)))[0] == {}
 
 
-def test_extra_state_of_modules_is_no_weight_and_is_listed_as_left_over(tmp_path: Path) -> None:
+def test_module_extra_state_is_listed_as_unused(tmp_path: Path) -> None:
     place = write(tmp_path / "m", {**ones("layer.w"), "layer._extra_state": np.zeros(9, np.uint8)})
     export = plan(place)
     assert [tensor.name for tensor in export.tensors] == ["layer.w"]

@@ -72,7 +72,7 @@ def test_codes_and_scales_have_the_bits_of_transformers(tmp_path: Path, dtype: t
     assert config["dtype"] == str(dtype).removeprefix("torch.")
 
 
-def test_memory_changes_no_bit(tmp_path: Path) -> None:
+def test_the_bits_do_not_depend_on_memory(tmp_path: Path) -> None:
     torch.manual_seed(0)
     src = export(tmp_path / "src", {LAYER: torch.randn(4096, 1024)})
     for name, memory in (("one", "512MB"), ("two", "16MB")):
@@ -82,7 +82,7 @@ def test_memory_changes_no_bit(tmp_path: Path) -> None:
         same(two[name], tensor)
 
 
-def test_numbers_too_small_for_a_scale_become_zeros(tmp_path: Path) -> None:
+def test_values_too_small_for_a_scale_become_zeros(tmp_path: Path) -> None:
     src = export(tmp_path / "src", {LAYER: torch.full((128, 128), 1e-38)})
     convert(src, str(tmp_path / "out"), quantize="fp8-block")
     convert(str(tmp_path / "out"), str(tmp_path / "back"), dtype="fp32")
@@ -108,7 +108,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_transformers_loads_what_it_would_quantize_itself(tmp_path: Path, kind: str) -> None:
+def test_transformers_loads_the_export_as_its_own_quantization(tmp_path: Path, kind: str) -> None:
     transformers = pytest.importorskip("transformers")
     live, _ = model(kind, **MODELS[kind])
     live.save_pretrained(tmp_path / "src")
@@ -132,7 +132,7 @@ def test_transformers_loads_what_it_would_quantize_itself(tmp_path: Path, kind: 
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_parts_that_servers_join_are_quantized_together_or_not_at_all(tmp_path: Path) -> None:
+def test_weights_that_servers_fuse_are_quantized_together_or_not_at_all(tmp_path: Path) -> None:
     names = [f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkvo"]
     tensors = {name: torch.rand(64 if "k_proj" in name else 128, 128) for name in names}
     src = export(tmp_path / "src", {**tensors, "model.layers.0.mlp.gate.weight": torch.rand(128, 128)})
@@ -158,7 +158,7 @@ def test_parts_that_servers_join_are_quantized_together_or_not_at_all(tmp_path: 
         ),
     ],
 )  # fmt: skip
-def test_what_cannot_be_quantized_is_refused(
+def test_weights_that_cannot_be_quantized_are_refused(
     tmp_path: Path, tensors: dict[str, torch.Tensor], options: dict[str, Any], error: type[Exception], said: str
 ) -> None:
     src = export(tmp_path / "src", tensors)
@@ -192,7 +192,7 @@ def test_stacked_experts_are_kept_and_named(tmp_path: Path) -> None:
     assert any("2 tensors that stack" in note and all(name in note for name in names) for note in report.notes)
 
 
-def test_an_adapter_is_merged_into_a_base_in_fp8_after_its_dequantization(tmp_path: Path) -> None:
+def test_an_adapter_is_merged_into_a_dequantized_fp8_base(tmp_path: Path) -> None:
     module = "model.layers.0.mlp.up_proj"
     torch.manual_seed(0)
     tensors = {f"{module}.weight": torch.randn(256, 128).bfloat16(), LAYER: torch.randn(128, 256).bfloat16()}
@@ -217,7 +217,7 @@ def test_an_adapter_is_merged_into_a_base_in_fp8_after_its_dequantization(tmp_pa
         same(eight[name], tensor)
 
 
-def test_an_adapter_of_a_base_in_fp8_needs_a_dtype(tmp_path: Path) -> None:
+def test_merging_into_an_fp8_base_needs_dtype(tmp_path: Path) -> None:
     module = "model.layers.0.mlp.up_proj"
     base = str(tmp_path / "base")
     convert(export(tmp_path / "bf16", {f"{module}.weight": torch.randn(256, 128)}), base, quantize="fp8-block")

@@ -82,11 +82,11 @@ def test_a_missing_head_under_a_tied_config_is_fine(tmp_path: Path) -> None:
     assert names(export(tmp_path, {"tie_word_embeddings": True}, head=None)) == {EMBED, "model.norm.weight"}
 
 
-def test_where_the_config_is_silent_both_are_kept(tmp_path: Path) -> None:
+def test_without_a_tie_setting_head_and_embedding_are_both_kept(tmp_path: Path) -> None:
     assert HEAD in names(export(tmp_path, {}))
 
 
-def test_where_the_config_is_silent_a_head_of_its_own_corrects_it(tmp_path: Path) -> None:
+def test_without_a_tie_setting_a_different_head_sets_the_config(tmp_path: Path) -> None:
     found = export(tmp_path, {}, head=1.0)
     assert HEAD in names(found)
     assert config_of(found)["tie_word_embeddings"] is False
@@ -105,7 +105,7 @@ def test_heads_of_another_dtype_are_not_equal(tmp_path: Path) -> None:
         plan_export(store, safetensors.open_catalog(store))
 
 
-def test_the_head_pairs_with_the_embedding_of_its_own_tower() -> None:
+def test_a_head_is_paired_with_the_embedding_of_its_own_tower() -> None:
     shapes = {
         "model.language_model.embed_tokens.weight": (8, 4),
         "talker.model.embed_tokens.weight": (8, 4),
@@ -114,7 +114,7 @@ def test_the_head_pairs_with_the_embedding_of_its_own_tower() -> None:
     assert tied_pairs(shapes) == [("talker.lm_head.weight", "talker.model.embed_tokens.weight")]
 
 
-def test_embeddings_of_another_shape_are_no_pair() -> None:
+def test_embeddings_of_another_shape_are_not_paired() -> None:
     assert tied_pairs({HEAD: (9, 4), EMBED: (8, 4)}) == []
 
 
@@ -126,7 +126,7 @@ def test_an_encoder_decoder_shares_its_embedding() -> None:
     }
 
 
-def test_a_head_pairs_with_the_embedding_of_the_decoder_not_of_the_encoder() -> None:
+def test_a_head_is_paired_with_the_embedding_of_the_decoder() -> None:
     halves = ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight")
     shapes = dict.fromkeys((*halves, "lm_head.out_proj.weight"), (8, 4))
     assert tied_pairs(shapes) == [("lm_head.out_proj.weight", halves[1])]
@@ -145,7 +145,7 @@ def test_a_head_pairs_with_the_embedding_of_the_decoder_not_of_the_encoder() -> 
         ("cls.predictions.decoder.bias", "cls.predictions.bias"),
     ],
 )
-def test_the_names_that_transformers_ties_are_pairs(second: str, first: str) -> None:
+def test_names_that_transformers_ties_are_paired(second: str, first: str) -> None:
     assert tied_pairs({first: (8,), second: (8,)}) == [(second, first)]
 
 
@@ -167,13 +167,13 @@ def rows(path: str, digest: int | None, algorithm: str = "xxh3_64") -> list[Tens
         (rows("gone", None), rows("gone", None), True),  # the same bytes of the same file
     ],
 )
-def test_records_decide_without_reading(
+def test_recorded_digests_decide_equality_without_reading(
     tmp_path: Path, first: list[TensorSlice], second: list[TensorSlice], equal: bool
 ) -> None:
     assert same_values(open_store(str(tmp_path)), entry("a", first), entry("b", second)) is equal
 
 
-def test_equal_crc32_is_no_proof_and_bytes_are_read(tmp_path: Path) -> None:
+def test_equal_crc32_is_not_enough_and_bytes_are_compared(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(bytes(48))
     (tmp_path / "b").write_bytes(bytes(47) + b"\1")
     store = open_store(str(tmp_path))
@@ -181,7 +181,7 @@ def test_equal_crc32_is_no_proof_and_bytes_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("changed", [False, True])
-def test_tensors_cut_differently_are_compared_element_by_element(tmp_path: Path, changed: bool) -> None:
+def test_tensors_sharded_differently_are_compared_element_by_element(tmp_path: Path, changed: bool) -> None:
     values = np.arange(5000 * 600, dtype=np.float32).reshape(5000, 600)  # more than one tile
     (tmp_path / "rows").write_bytes(values.tobytes())
     other = values.copy()
@@ -200,7 +200,7 @@ def test_tensors_cut_differently_are_compared_element_by_element(tmp_path: Path,
     assert same_values(open_store(str(tmp_path)), first, second) is not changed
 
 
-def test_an_embedding_stored_under_the_heads_name_gets_its_own(tmp_path: Path) -> None:
+def test_an_embedding_stored_only_as_the_head_is_exported_under_its_own_name(tmp_path: Path) -> None:
     from ckptkit.offline.export.base import BaseModel
 
     save_file({HEAD: np.ones((4, 3), np.float32)}, tmp_path / "model.safetensors")

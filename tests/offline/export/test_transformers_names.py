@@ -80,7 +80,7 @@ def test_live_names_become_those_that_transformers_saves(case, tmp_path):
         ),
     ],
 )
-def test_these_families_need_no_transformers(kind, settings, tmp_path, monkeypatch):
+def test_some_model_families_are_mapped_without_transformers(kind, settings, tmp_path, monkeypatch):
     expected = trained(kind, settings, tmp_path)
     monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)
     got = exported(tmp_path)
@@ -88,7 +88,7 @@ def test_these_families_need_no_transformers(kind, settings, tmp_path, monkeypat
     assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
 
 
-def test_fuyus_config_next_to_the_run_tells_its_names(tmp_path, monkeypatch):
+def test_the_names_of_fuyu_are_found_from_the_config_next_to_the_run(tmp_path, monkeypatch):
     expected = trained("FuyuForCausalLM", {**SMALL, "text_config": {**SMALL, "model_type": "persimmon"}}, tmp_path)
     monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)
     shutil.copy(tmp_path / "base" / "config.json", tmp_path / "run")
@@ -98,7 +98,7 @@ def test_fuyus_config_next_to_the_run_tells_its_names(tmp_path, monkeypatch):
     assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
 
 
-def test_parts_of_different_sizes_are_split_as_the_base_has_them(tmp_path):
+def test_fused_tensors_of_unequal_parts_are_split_by_the_shapes_of_the_base(tmp_path):
     settings = {
         "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
         "num_key_value_heads": 2, "layer_types": ["linear_attention", "full_attention"], "pad_token_id": 0,
@@ -179,7 +179,7 @@ def test_models_of_several_parts_get_the_names_of_their_release(family, tmp_path
     assert all(torch.equal(got[name], tensor) and got[name].shape == tensor.shape for name, tensor in expected.items())
 
 
-def test_an_entry_of_the_table_that_is_not_known_leaves_the_names_and_the_refusal(tmp_path, monkeypatch):
+def test_an_unknown_conversion_step_of_transformers_leaves_the_names_unchanged(tmp_path, monkeypatch):
     trained(*KINDS["gte, queries keys and values in one"], tmp_path)
     monkeypatch.delitem(transformers_names._STEPS, "Concatenate")
     with pytest.raises(CheckpointMismatchError, match="qkv_proj"):
@@ -194,18 +194,18 @@ def test_without_transformers_there_is_no_table(tmp_path, monkeypatch):
     assert live_model(config, ["a"] * 100) is None
 
 
-def test_a_config_with_more_layers_than_tensors_is_not_built():
+def test_a_config_with_more_layers_than_tensors_is_not_instantiated():
     config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 10**9}
     assert live_model(config, ["a", "b"]) is None
     assert live_model({**config, "num_hidden_layers": 1}, ["a", "b"]) is not None
 
 
 @pytest.mark.parametrize("name", ["Trainer", "load_tool", "pipeline", "nothing"])
-def test_only_classes_of_models_are_called(name):
+def test_only_model_classes_are_instantiated(name):
     assert live_model({"architectures": [name], "model_type": "llama"}, ["a"]) is None
 
 
-def test_a_fault_of_transformers_is_said_and_names_stay(
+def test_an_error_of_transformers_is_noted_and_names_are_kept(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from transformers import conversion_mapping

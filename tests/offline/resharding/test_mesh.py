@@ -21,7 +21,7 @@ SIZES = st.integers(1, 4)
 
 @given(st.tuples(st.integers(0, 9), st.integers(0, 9)), SIZES, SIZES, SIZES, st.sampled_from([None, 0, 1]),
        st.sampled_from([None, 0, 1]), st.integers(0, 7))  # fmt: skip
-def test_boxes_cover_every_element_once_and_lie_with_their_holders(
+def test_boxes_cover_every_element_once_and_belong_to_the_right_ranks(
     shape: tuple[int, int], replicate: int, shard: int, tp: int, fsdp_dim: int | None, tp_dim: int | None, turn: int
 ) -> None:
     mesh, cut = TargetMesh(replicate, shard, tp), Cut(fsdp_dim, tp_dim)
@@ -80,7 +80,7 @@ SHAPES = {"hsdp": [(8, 6), (7, 6), (2, 4), (1, 4)], "row": [(8, 6), (7, 6), (1, 
 
 
 @pytest.mark.parametrize(("style", "shape"), [(style, shape) for style, shapes in SHAPES.items() for shape in shapes])
-def test_boxes_and_placements_are_what_fsdp2_does(ranks: Any, shape: tuple[int, int], style: str) -> None:
+def test_boxes_and_placements_equal_those_of_fsdp2(ranks: Any, shape: tuple[int, int], style: str) -> None:
     mesh = TargetMesh(2, 2, 1) if style == "hsdp" else TargetMesh(1, 2, 2)
     cut = {"hsdp": Cut(0), "col": Cut(0, 0), "row": Cut(0, 1)}[style]
     boxes = mesh.boxes(shape, cut)
@@ -108,7 +108,7 @@ def test_boxes_and_placements_are_what_fsdp2_does(ranks: Any, shape: tuple[int, 
         ({"tp": 4}, (1, 2, 4)),
     ],
 )
-def test_ranks_not_named_in_a_mesh_shard(text: Any, sizes: tuple[int, int, int]) -> None:
+def test_ranks_not_named_in_a_mesh_become_shards(text: Any, sizes: tuple[int, int, int]) -> None:
     mesh = TargetMesh.parse(text, world_size=8)
     assert (mesh.replicate, mesh.shard, mesh.tp) == sizes
 
@@ -136,11 +136,11 @@ def test_a_named_dimension_of_size_one_exists() -> None:
         (("tp",), ("S(0)",), Cut(None, 0)),
     ],
 )
-def test_placements_give_the_cut(names: tuple[str, ...], texts: tuple[str, ...], cut: Cut) -> None:
+def test_placements_determine_the_sharded_dimensions(names: tuple[str, ...], texts: tuple[str, ...], cut: Cut) -> None:
     assert cut_of_placements(names, texts) == cut
 
 
-def test_a_plan_of_a_family_splits_by_outputs_and_inputs() -> None:
+def test_the_tp_plan_of_a_model_family_splits_outputs_and_inputs() -> None:
     names = [f"model.layers.0.{n}.weight" for n in ("self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj", "norm")]
     plan = TPPlan.of_config({"model_type": "llama"}, names)
     assert plan is not None
@@ -159,7 +159,7 @@ def test_an_invalid_tp_plan_is_refused(tmp_path: Any) -> None:
         TPPlan.of({"*": 1}).dim("bias", (4,))
 
 
-def test_each_rank_order_counts_replicas_outermost() -> None:
+def test_replicas_are_the_outermost_dimension_of_the_rank_order() -> None:
     mesh = TargetMesh(2, 2, 2)
     for turn, (a, b) in enumerate(itertools.product(range(2), range(2))):
         boxes = mesh.boxes((4, 4), Cut(None, 1), turn=turn)

@@ -62,7 +62,7 @@ def test_verify_finds_a_flipped_bit_of_the_result(zoo: Path, tmp_path: Path) -> 
     assert not verify(str(folder)).ok
 
 
-def test_long_boxes_are_hashed_over_chunks(tmp_path: Path) -> None:
+def test_long_boxes_are_hashed_in_chunks(tmp_path: Path) -> None:
     import numpy as np
     from safetensors.numpy import save_file
 
