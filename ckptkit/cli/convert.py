@@ -56,7 +56,7 @@ def export_options(function: F, *, weights: str = "--weights") -> F:
             metavar="DTYPE",
             help=(
                 "keep, bf16, fp16, fp32 or fp64. Only floats are cast; FP8 weights are cast with their scales. Values "
-                "beyond the range of the new dtype become infinite, as in torch."
+                "beyond the range of the new dtype become infinite, as in torch; a warning counts them."
             ),
         ),
         _what(

@@ -101,7 +101,9 @@ def show_outcome(report: ConvertReport, *, as_json: bool) -> None:
     elif as_json:
         print_json({"schema": "ckptkit.convert/1", **report.to_json()})
     else:
-        lines = [report.proof()] if is_quiet() else [*report.lines(), *filter(None, [report.serving])]
+        lines = [*report.lines(), *filter(None, [report.serving])]
+        if is_quiet():
+            lines = [*(f"warning: {text}" for text in report.warnings), report.proof()]
         lines = report.plan_lines() if report.dry_run else lines
         click.echo("\n".join(lines))
     if report.faults:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -54,6 +54,8 @@ class ConvertReport:
         verified: Number of tensors that were read back and equal the source; None without `verify`.
         proved: What was checked, as phrases with counts.
         notes: Decisions that the user should know.
+        infinite: How many finite elements of a tensor the cast made infinite, by the tensor's name.
+        warnings: What is probably wrong with the result: the infinite elements, and which option avoids them.
         seconds: Wall time; 0.0 for a dry run.
         faults: In a dry run: errors that the real run would raise.
         serving: One line on how to serve the export with vLLM; "" if vLLM cannot serve it, or if that is unknown.
@@ -73,6 +75,8 @@ class ConvertReport:
     verified: int | None = None
     proved: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    infinite: Mapping[str, int] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
     seconds: float = 0.0
     peak_memory: int = 0
     dry_run: bool = False
@@ -87,7 +91,8 @@ class ConvertReport:
             f"{format_size(self.nbytes)} · {format_duration(self.seconds)} · {rate}/s · "
             f"peak memory {format_size(self.peak_memory)}"
         )
-        return [*(f"note: {note}" for note in self.notes), done, self.proof()]
+        said = [*(f"note: {note}" for note in self.notes), *(f"warning: {text}" for text in self.warnings)]
+        return [*said, done, self.proof()]
 
     def proof(self) -> str:
         """Return one line with all checks that passed."""
@@ -114,6 +119,8 @@ class ConvertReport:
         }  # fmt: skip
         document["proved"] = list(self.proved)
         document["notes"] = list(self.notes)
+        document["warnings"] = list(self.warnings)
+        document["infinite"] = dict(self.infinite)
         document["faults"] = list(self.faults)
         document["left_over"] = len(self.plan.leftovers)
         if self.dry_run:
@@ -218,6 +225,8 @@ def conclude(
         planned,
         nbytes_read=copied.nbytes_read,
         notes=(*copied.notes(), *planned.notes),
+        infinite={name: count for (name, _), count in copied.infinite.items()},
+        warnings=copied.warnings(),
         checked=copied.records,
         verified=outcome.verified,
         proved=tuple(facts),

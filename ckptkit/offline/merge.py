@@ -25,7 +25,7 @@ from ckptkit.offline.conversion import ConvertReport, How
 from ckptkit.offline.convert import Format, Output, Weights, choose, key_map_of, write
 from ckptkit.offline.copying.casts import cast_into, float_values
 from ckptkit.offline.copying.copier import Progress
-from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor
+from ckptkit.offline.copying.plan import Computed, ComputedTensor, OutputTensor
 from ckptkit.offline.export.hf import ExportOptions, HFExport
 from ckptkit.offline.joined import computed_from, join, taken_from
 from ckptkit.offline.publish import options_of_both
@@ -360,19 +360,20 @@ def _sum(terms: Sequence[OutputTensor], factors: Sequence[float], dtype: str, su
 
 def _summed(
     data: Sequence[Bytes], *, terms: tuple[OutputTensor, ...], factors: tuple[float, ...], sums: str, target: str
-) -> Bytes:
+) -> Computed:
     """Return ((w1 * x1 + w2 * x2) + ...) for each element. Each operation is rounded to the dtype `sums`."""
     kind = np.dtype(sums).type
     values: list[Bytes] = []
     at = 0
     for term in terms:
         count = 1 if isinstance(term, Target) else len(term.inputs)
-        values.append(data[at] if isinstance(term, Target) else term.compute(data[at : at + count]))
+        values.append(data[at] if isinstance(term, Target) else term.compute(data[at : at + count])[0])
         at += count
     sizes = [dtype_of(term.dtype).itemsize for term in terms]
     size, numel = dtype_of(target).itemsize, terms[0].numel
     out = np.empty(numel * size, np.uint8)
     total, wide = (np.empty(min(numel, _BLOCK), kind) for _ in range(2))
+    infinite = 0
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         for start in range(0, numel, _BLOCK):
             n = min(_BLOCK, numel - start)
@@ -383,5 +384,5 @@ def _summed(
                 else:
                     np.multiply(block, kind(factor), out=wide[:n], dtype=kind)
                     total[:n] += wide[:n]
-            cast_into(total[:n].view(np.uint8), out[start * size : (start + n) * size], sums, target)
-    return out
+            infinite += cast_into(total[:n].view(np.uint8), out[start * size : (start + n) * size], sums, target)
+    return out, infinite

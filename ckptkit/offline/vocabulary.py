@@ -26,7 +26,7 @@ from ckptkit.catalog.targets import NO_SOURCE, Target
 from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError, UsageError
 from ckptkit.offline.copying.casts import cast_into, float_values
 from ckptkit.offline.copying.gather import Gatherer
-from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor, Placement, Plan
+from ckptkit.offline.copying.plan import Computed, ComputedTensor, OutputTensor, Placement, Plan
 from ckptkit.offline.copying.runs import prepare
 from ckptkit.offline.copying.sources import SourceReader
 from ckptkit.offline.export.tied import is_embedding, is_head, tied_pairs
@@ -297,14 +297,14 @@ def _filled(target: Target, row: Bytes, kind: NewRows) -> ComputedTensor:
     )  # fmt: skip
 
 
-def _with_rows(data: Sequence[Bytes], *, row: Bytes, nbytes: int) -> Bytes:
+def _with_rows(data: Sequence[Bytes], *, row: Bytes, nbytes: int) -> Computed:
     out = np.empty(nbytes, np.uint8)
     known = len(data[0]) if data else 0
     if data:
         out[:known] = data[0]
     if nbytes > known:
         out[known:].reshape(-1, len(row))[...] = row
-    return out
+    return out, 0
 
 
 def _new_row(target: Target, size: VocabSize, store: Store, catalog: Catalog) -> Bytes:

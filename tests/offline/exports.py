@@ -61,5 +61,5 @@ def _bits(store: Store, catalog: Catalog, tensor: Target | ComputedTensor) -> An
     if isinstance(tensor, Target):
         return materialize(tensor, {key: _source(store, catalog, key) for key in tensor.sources})
     inputs = [np.ascontiguousarray(_bits(store, catalog, item)).reshape(-1).view(np.uint8) for item in tensor.inputs]
-    made = np.asarray(tensor.compute(inputs))
+    made = np.asarray(tensor.compute(inputs)[0])
     return made.view(UNITS[dtype_of(tensor.dtype).itemsize]).reshape(tensor.shape)

@@ -17,7 +17,7 @@ Array = npt.NDArray[Any]
 
 _NUMPY = {"float64": np.float64, "float32": np.float32, "float16": np.float16}
 _BLOCK = 1 << 16  # elements per block: temporaries stay in the cache
-_QUIET_NAN = 0x7FC0
+_BEYOND_BFLOAT16 = np.array(0x7F7F8000, np.uint32).view(np.float32)[()]  # rounds to infinity
 
 
 def is_cast(source: str, target: str) -> bool:
@@ -34,19 +34,24 @@ def is_cast(source: str, target: str) -> bool:
     return True
 
 
-def cast_into(source: Bytes, target: Bytes, source_dtype: str, target_dtype: str) -> None:
+def cast_into(source: Bytes, target: Bytes, source_dtype: str, target_dtype: str) -> int:
     """Cast the elements of `source` into `target`. Both hold whole elements, contiguously.
 
     float64 is cast to 16 bits through float32, as torch does.
+
+    Returns:
+        How many finite elements became infinite, because they are beyond the range of the target's dtype.
     """
     if source_dtype == target_dtype:
         target[:] = source
-        return
+        return 0
     into = source.view(np.uint16 if source_dtype == "bfloat16" else _NUMPY[source_dtype])
     out = target.view(np.uint16 if target_dtype == "bfloat16" else _NUMPY[target_dtype])
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        for start in range(0, len(into), _BLOCK):
+        return sum(
             _cast_block(into[start : start + _BLOCK], out[start : start + _BLOCK], source_dtype, target_dtype)
+            for start in range(0, len(into), _BLOCK)
+        )
 
 
 def float_values(data: Bytes, dtype: str) -> Array:
@@ -56,14 +61,17 @@ def float_values(data: Bytes, dtype: str) -> Array:
     return _to_float32(data.view(np.uint16 if dtype == "bfloat16" else _NUMPY[dtype]), dtype)
 
 
-def _cast_block(source: Array, out: Array, source_dtype: str, target_dtype: str) -> None:
+def _cast_block(source: Array, out: Array, source_dtype: str, target_dtype: str) -> int:
     wide = _to_float32(source, source_dtype)
+    infinite = 0
+    if source_dtype == "float64":
+        infinite = int(np.isinf(wide).sum()) - int(np.isinf(source).sum())
     if target_dtype == "bfloat16":
-        _round_to_bfloat16(wide, out)
-    elif target_dtype == "float16":
-        _round_to_float16(wide, out.view(np.uint16))
-    else:
-        out[...] = source if source_dtype == "float64" else wide
+        return infinite + _round_to_bfloat16(wide, out)
+    if target_dtype == "float16":
+        return infinite + _round_to_float16(wide, out.view(np.uint16))
+    out[...] = wide
+    return infinite
 
 
 def _to_float32(source: Array, source_dtype: str) -> Array:
@@ -84,7 +92,7 @@ def _float16_values() -> Array:
     return values
 
 
-def _round_to_bfloat16(source: Array, out: Array) -> None:
+def _round_to_bfloat16(source: Array, out: Array) -> int:
     bits = source.view(np.uint32)
     rounded = bits >> 16
     rounded &= 1
@@ -92,12 +100,13 @@ def _round_to_bfloat16(source: Array, out: Array) -> None:
     rounded += bits
     rounded >>= 16
     out[...] = rounded
-    nan = np.isnan(source)
-    if nan.any():  # rounding could turn a NaN into infinity
-        out[nan] = 0x7FC0  # c10::BFloat16 maps every NaN to this one
+    if source.max() < _BEYOND_BFLOAT16 and source.min() > -_BEYOND_BFLOAT16:  # False if there is a NaN
+        return 0
+    out[np.isnan(source)] = 0x7FC0  # c10::BFloat16 maps every NaN to this one; rounding could turn it into infinity
+    return int(((np.abs(source) >= _BEYOND_BFLOAT16) & np.isfinite(source)).sum())
 
 
-def _round_to_float16(source: Array, out: Array) -> None:
+def _round_to_float16(source: Array, out: Array) -> int:
     bits: npt.NDArray[np.uint32] = source.view(np.uint32)
     magnitude = bits & 0x7FFFFFFF
     rounded = magnitude - np.uint32(0x38000000)  # exponent bias 127 -> 15; small values wrap around and are fixed below
@@ -110,12 +119,15 @@ def _round_to_float16(source: Array, out: Array) -> None:
     if small.any():
         # Adding 0.5 makes the FPU round at float16's last subnormal bit, ties to even.
         rounded[small] = (magnitude[small].view(np.float32) + np.float32(0.5)).view(np.uint32) - np.uint32(0x3F000000)
-    large = magnitude >= 0x47800000  # 65536 and above
+    large = magnitude >= 0x477FF000  # 65520 and above
+    infinite = 0
     if large.any():
         nan = magnitude > 0x7F800000
         rounded[large] = 0x7C00
         rounded[nan] = 0x7E00 | (magnitude[nan] >> 13) & 0x3FF
+        infinite = int((large & (magnitude < 0x7F800000)).sum())
     sign = bits >> 16
     sign &= 0x8000
     rounded |= sign
     out[...] = rounded
+    return infinite

@@ -18,13 +18,14 @@ from ckptkit.digests import new_hasher
 from ckptkit.offline.copying.casts import cast_into
 from ckptkit.offline.copying.checks import Verifier
 from ckptkit.offline.copying.gather import Gatherer, strided
+from ckptkit.offline.copying.plan import Placement, Plan
 from ckptkit.offline.copying.pool import Stopped, Worker
 from ckptkit.offline.copying.runs import LEAST, BoxStep, Runs, Work, cut_runs
 from ckptkit.offline.copying.sinks import LocalSink
 from ckptkit.offline.copying.sources import Range, SourceReader
 from ckptkit.storage.journal import Journal
 
-__all__ = ["BoxDigest", "Copier", "Digested", "Progress", "Tally"]
+__all__ = ["BoxDigest", "Copier", "Digested", "Infinite", "Progress", "Tally"]
 
 Progress = Callable[[int, int, str], None]
 Int64 = npt.NDArray[np.int64]
@@ -107,11 +108,43 @@ class BoxDigest:
         return True
 
 
+@dataclass(slots=True)
+class Infinite:
+    """The elements that casts made infinite: (file, start of the bytes there, count). Thread-safe."""
+
+    rows: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def add(self, file: int, start: int, count: int) -> None:
+        """Record that a cast made `count` elements infinite; `start` is inside the tensor's bytes in a file."""
+        if count:
+            self.rows.append((file, start, count))
+
+    def by_tensor(self, plan: Plan) -> dict[tuple[str, str], int]:
+        """Return the number of infinite elements by name and dtype of a tensor."""
+        found: dict[tuple[str, str], int] = {}
+        if not self.rows:
+            return found
+        files, starts, nbytes = Placement.joined(plan.placements)
+        firsts = np.cumsum([0, *map(len, plan.placements)])
+        for file in dict.fromkeys(row[0] for row in self.rows):
+            boxes = np.flatnonzero((files == file) & (nbytes > 0))
+            boxes = boxes[np.argsort(starts[boxes])]
+            own = [row for row in self.rows if row[0] == file]
+            at = np.searchsorted(starts[boxes], [start for _, start, _ in own], side="right") - 1
+            for box, (_, _, count) in zip(boxes[at].tolist(), own, strict=True):
+                index = int(np.searchsorted(firsts, box, side="right")) - 1
+                tensor = plan.placements[index].tensor
+                key = tensor.name, tensor.dtype
+                found[key] = found.get(key, 0) + count
+        return found
+
+
 class Copier:
     """Executes the steps of a work plan. Thread-safe.
 
     Attributes:
         digested: The digests of written boxes, if the work was prepared for them.
+        infinite: The elements that casts made infinite.
     """
 
     def __init__(
@@ -139,31 +172,36 @@ class Copier:
         self._journal = journal
         self._ratios = work.ratios()
         self.digested = Digested()
+        self.infinite = Infinite()
 
     def do(self, index: int, worker: Worker) -> None:
         """Execute one step."""
         step = self._work.steps[index]
         if isinstance(step, BoxStep):
-            self._copy_boxes(step, worker)
+            infinite = self._copy_boxes(step, worker)
         else:
             runs = self._work.runs.take(slice(step.first, step.stop))
-            self._copy_runs(cut_runs(runs, self._chunk, self._ratios), worker)
+            infinite = self._copy_runs(cut_runs(runs, self._chunk, self._ratios), worker)
             for origin in distinct(runs.origins).tolist():
                 self._reader.forget(origin)
-        # Records whose bytes came out of order are not checked yet, so the journal must not list them.
-        if self._journal is not None and (self._verifier is None or self._verifier.proved[step.records].all()):
+        # Records whose bytes came out of order are not checked yet, so the journal must not list them. Nor must it list
+        # a step with infinite elements: a continued run must count them too.
+        proved = self._verifier is None or self._verifier.proved[step.records].all()
+        if self._journal is not None and proved and not infinite:
             self._journal.done(index)
 
     # --- runs
 
-    def _copy_runs(self, runs: Runs, worker: Worker) -> None:
-        """Read, check, cast, digest and write runs of at most a chunk each. Short runs are read together."""
+    def _copy_runs(self, runs: Runs, worker: Worker) -> int:
+        """Read, check, cast, digest and write runs of at most a chunk each. Short runs are read together. Return how
+        many elements became infinite."""
         # Lists are faster here: taking one number from a numpy array costs more than the rest of the loop body.
         origins, starts, nbytes, files, targets, casts, records, ends = (
             getattr(runs, name).tolist() for name in Runs.__slots__
         )
         ratios = self._ratios.tolist()
         digest: BoxDigest | None = None
+        total = 0
         for first, stop in pairwise(self._batches(runs.nbytes)):
             views = self._read(runs, first, stop, worker)
             cast = [nbytes[i] // ratios[casts[i]][0] * ratios[casts[i]][1] for i in range(first, stop) if casts[i]]
@@ -179,7 +217,9 @@ class Copier:
                 if casts[i]:
                     into, out = ratios[casts[i]]
                     data = room[made : made + nbytes[i] // into * out]
-                    cast_into(view, data, *self._work.casts[casts[i]])
+                    infinite = cast_into(view, data, *self._work.casts[casts[i]])
+                    self.infinite.add(files[i], targets[i], infinite)
+                    total += infinite
                     made += len(data)
                 if ends[i]:
                     digest = digest or BoxDigest(self.digested, files[i], targets[i], ends[i])
@@ -193,6 +233,7 @@ class Copier:
             if pending and self._sink is not None:
                 self._sink.write(files[begin], targets[begin], pending)
             self._tally.add(sum(nbytes[first:stop]), self._work.origins[origins[first]].path)
+        return total
 
     def _batches(self, nbytes: Int64) -> list[int]:
         """Return batches of runs to read together: long runs alone, short ones up to about half a chunk."""
@@ -229,8 +270,9 @@ class Copier:
 
     # --- boxes
 
-    def _copy_boxes(self, step: BoxStep, worker: Worker) -> None:
-        """Assemble a tensor tile by tile, and write the parts of each tile to all boxes that need them.
+    def _copy_boxes(self, step: BoxStep, worker: Worker) -> int:
+        """Assemble a tensor tile by tile, and write the parts of each tile to all boxes that need them. Return how many
+        elements became infinite.
 
         Tiles are row-major, so the bytes of each box are written in order.
         """
@@ -246,9 +288,10 @@ class Copier:
         offsets = tuple(map(min, zip(*(box.offsets for box, _, _ in step.boxes), strict=True)))
         stops = tuple(map(max, zip(*(box.stops for box, _, _ in step.boxes), strict=True)))
         bounding = Box(offsets, tuple(b - a for a, b in zip(offsets, stops, strict=True)))
+        infinite = 0
         for tile in bounding.tiles(self._gatherer.tile_numel(tensor)):
             data = worker.room(tile.numel * itemsize)
-            self._gatherer.make_box(tensor, tile, data)
+            infinite += self._gatherer.make_box(tensor, tile, data)
             for (box, file, start), digest in zip(step.boxes, digests, strict=True):
                 shared = tile.intersect(box)
                 if shared is None:
@@ -259,6 +302,8 @@ class Copier:
                 at = start + shared.relative_to(box).flat_start(box.sizes) * itemsize
                 self._sink.write(file, at, [part.data])
             self._tally.add(len(data), path)
+        self.infinite.add(*step.boxes[0][1:], infinite)
+        return infinite
 
 
 def _cut(data: Bytes, tile: Box, shared: Box, itemsize: int) -> Bytes:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptkit.errors import UsageError
 from ckptkit.offline.copying.checks import Verifier
-from ckptkit.offline.copying.copier import Copier, Digested, Progress, Tally
+from ckptkit.offline.copying.copier import Copier, Digested, Infinite, Progress, Tally
 from ckptkit.offline.copying.coverage import Covered, check_plan
 from ckptkit.offline.copying.gather import Gatherer
 from ckptkit.offline.copying.plan import Plan, check_room, restricted
@@ -37,6 +38,8 @@ DEFAULT_MAX_MEMORY = 512_000_000
 _CHUNK = 512 << 10
 _REMOTE_CHUNK = 8 << 20
 _TILE = 4 << 20
+_NAMED = 5
+_WIDER = {"float16": "bf16", "bfloat16": "fp32", "float32": "fp64"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,7 @@ class CopyReport:
         steps: Number of steps.
         taken_over: Number of steps that an interrupted run had already done.
         digested: Digests of boxes computed during the copy. `file` is an index into the plan's files.
+        infinite: How many finite elements casts made infinite, by name and dtype of the tensor.
     """
 
     nbytes: int
@@ -62,10 +66,14 @@ class CopyReport:
     steps: int = 0
     taken_over: int = 0
     digested: Digested | None = None
+    infinite: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
     @classmethod
     def joined(cls, reports: Sequence[CopyReport]) -> CopyReport:
         """Combine the results of several ranks, without their box digests."""
+        infinite: Counter[tuple[str, str]] = Counter()
+        for report in reports:
+            infinite.update(report.infinite)
         return cls(
             sum(report.nbytes for report in reports),
             sum(report.nbytes_read for report in reports),
@@ -74,6 +82,7 @@ class CopyReport:
             max(report.seconds for report in reports),
             sum(report.steps for report in reports),
             sum(report.taken_over for report in reports),
+            infinite=dict(infinite),
         )
 
     def notes(self) -> tuple[str, ...]:
@@ -81,6 +90,24 @@ class CopyReport:
         if not self.taken_over:
             return ()
         return (f"continued an interrupted run: {self.taken_over} of {self.steps} steps were already done",)
+
+    def warnings(self) -> tuple[str, ...]:
+        """Return a sentence for each dtype with elements that became infinite."""
+        return tuple(
+            _beyond(dtype, {name: count for (name, of), count in self.infinite.items() if of == dtype})
+            for dtype in dict.fromkeys(dtype for _, dtype in self.infinite)
+        )
+
+
+def _beyond(dtype: str, counts: Mapping[str, int]) -> str:
+    total = sum(counts.values())
+    shown = ", ".join(f"{name} ({count})" for name, count in list(counts.items())[:_NAMED])
+    more = f", ... ({len(counts)} tensors)" if len(counts) > _NAMED else ""
+    many = f"{total} elements are" if total > 1 else "1 element is"
+    return (
+        f"{many} beyond the range of {dtype} and became infinite: {shown}{more}. Use --dtype {_WIDER[dtype]} to keep "
+        "them finite."
+    )
 
 
 def execute(
@@ -136,7 +163,7 @@ def execute(
     gatherer = Gatherer(reader, work.maps, verifier, max_bytes=max_memory, small=small, big=each)
     pool = Pool(workers)
     tally = Tally(own.nbytes, progress, pool.stopped)
-    digested = Digested()
+    digested, infinite = Digested(), Infinite()
     steps, own_files = len(work.steps), range(len(own.files))
     try:
         if is_directory(destination):
@@ -152,7 +179,7 @@ def execute(
                 )
                 pool.run(copier.do, [index for index in range(steps) if index not in taken.steps])
                 pool.run(lambda index, _: sink.finish(index), own_files)
-                digested = copier.digested.renumbered(kept)
+                digested, infinite = copier.digested.renumbered(kept), copier.infinite
             if verifier is not None:  # the interrupted run has checked these records
                 verifier.proved[list(taken.records)] = True
             taken_over = len(taken.steps)
@@ -165,7 +192,7 @@ def execute(
                 pool.run(
                     streams.write, [i for i in own_files if i not in there and (own.files[i].path in late) is wanted]
                 )
-            steps, taken_over = len(own_files), len(there)
+            steps, taken_over, infinite = len(own_files), len(there), streams.infinite
         if verifier is not None:  # read the records that the copy could not check again, only for their digests
             rest = checking(work, verifier.unproved())
             pool.run(Copier(rest, reader, verifier, gatherer, tally, chunk=chunk).do, range(len(rest.steps)))
@@ -174,5 +201,6 @@ def execute(
     proved = int(verifier.proved.sum()) if verifier is not None else 0
     seconds = time.perf_counter() - started
     return CopyReport(
-        own.nbytes, tally.nbytes, proved, covered, seconds, steps, taken_over, digested if digests else None
-    )
+        own.nbytes, tally.nbytes, proved, covered, seconds, steps, taken_over, digested if digests else None,
+        infinite.by_tensor(own),
+    )  # fmt: skip

@@ -19,7 +19,7 @@ from ckptkit.catalog.tiles import pieces, source_layout
 from ckptkit.errors import UsageError
 from ckptkit.offline.copying.casts import cast_into
 from ckptkit.offline.copying.checks import Verifier
-from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor
+from ckptkit.offline.copying.plan import Computed, ComputedTensor, OutputTensor
 from ckptkit.offline.copying.runs import EntryMap
 from ckptkit.offline.copying.sources import Range, SourceReader
 from ckptkit.units import format_size
@@ -134,11 +134,13 @@ class Gatherer:
         nbytes = self._big if scattered else max(self._small, min(self._big, slices * _READ))
         return max(1, nbytes // widest)
 
-    def make_box(self, tensor: OutputTensor, box: Box, out: Bytes) -> None:
-        """Fill `out` with a box of a target tensor, row-major, in its dtype."""
+    def make_box(self, tensor: OutputTensor, box: Box, out: Bytes) -> int:
+        """Fill `out` with a box of a target tensor, row-major, in its dtype; return how many elements the cast to that
+        dtype made infinite."""
         if isinstance(tensor, ComputedTensor):
-            out[:] = self._computed(tensor, box)
-            return
+            out[:], infinite = self._computed(tensor, box)
+            return infinite
+        infinite = 0
         itemsize = dtype_of(tensor.dtype).itemsize
         for part in [piece for whole in tensor.parts for piece in whole.cut(box)]:
             entry = self._maps[part.source].entry
@@ -152,7 +154,7 @@ class Gatherer:
             self.read_box(part.source, part.source_box, data)
             if entry.dtype != tensor.dtype:
                 changed = out[first : first + nbytes] if fits else np.empty(nbytes, np.uint8)
-                cast_into(data, changed, entry.dtype, tensor.dtype)
+                infinite += cast_into(data, changed, entry.dtype, tensor.dtype)
                 if fits:
                     continue
                 data = changed
@@ -160,6 +162,7 @@ class Gatherer:
             view = view.transpose(part.axes or tuple(range(view.ndim)))
             target = strided(out, first, inside.sizes, row_major_strides(box.sizes), itemsize)
             target[...] = view.reshape(inside.sizes)
+        return infinite
 
     def rows_at_once(self, tensor: ComputedTensor, most: int) -> int:
         """Return how many rows to compute at once. They use at most half of the memory, and at most `most` bytes of the
@@ -176,7 +179,7 @@ class Gatherer:
         # Multiples of a block, because matrix kernels may round the rows of a partial block differently.
         return step if step == rows or step < _BLOCK else step // _BLOCK * _BLOCK
 
-    def _computed(self, tensor: ComputedTensor, box: Box) -> Bytes:
+    def _computed(self, tensor: ComputedTensor, box: Box) -> Computed:
         """Return a box, row-major. Computes its rows; if rows cannot be computed separately, the whole tensor."""
         first = 0
         if tensor.cut is not None and box.sizes and box.sizes[0] < tensor.shape[0]:
@@ -189,45 +192,52 @@ class Gatherer:
             )
         alone = not tensor.by_element or _taken(tensor) > self._big  # several tensors at once could exceed the limit
         with self._computing if alone else contextlib.nullcontext():
-            made = tensor.compute(self._inputs(tensor))
+            inputs, infinite = self._inputs(tensor)
+            made, more = tensor.compute(inputs)
         itemsize = dtype_of(tensor.dtype).itemsize
         whole: Array = np.frombuffer(made, np.uint8).view(_UNITS[itemsize]).reshape(tensor.shape)
         offsets = (box.offsets[0] - first, *box.offsets[1:]) if box.offsets else ()
         part = whole[tuple(slice(o, o + n) for o, n in zip(offsets, box.sizes, strict=True))]
         data: Bytes = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
-        return data
+        return data, infinite + more
 
-    def _inputs(self, tensor: ComputedTensor) -> list[Bytes]:
-        """Return the bytes of all inputs of a computed tensor."""
+    def _inputs(self, tensor: ComputedTensor) -> tuple[list[Bytes], int]:
+        """Return the bytes of all inputs of a computed tensor, and how many elements their casts made infinite."""
+        found: list[Bytes] = []
+        infinite = 0
         if not tensor.by_element:
-            return [self._input(target) for target in tensor.inputs]
+            for target in tensor.inputs:
+                data, more = self._input(target)
+                found.append(data)
+                infinite += more
+            return found, infinite
         # Each thread reuses one buffer: allocating memory for each tile would cost more than the read.
         ends = list(itertools.accumulate(-(-_nbytes(target) // _ALIGNED) * _ALIGNED for target in tensor.inputs))
         buffer: Bytes | None = getattr(self._local, "buffer", None)
         most = ends[-1] if ends else 0
         if buffer is None or len(buffer) < most:
             buffer = self._local.buffer = np.empty(most, np.uint8)
-        found = []
         for target, start in zip(tensor.inputs, (0, *ends), strict=False):
             data = buffer[start : start + _nbytes(target)]
-            self.make_box(target, Box.whole(target.shape), data)
+            infinite += self.make_box(target, Box.whole(target.shape), data)
             found.append(data)
-        return found
+        return found, infinite
 
-    def _input(self, target: Target) -> Bytes:
-        """Return a whole input tensor. Small inputs are cached. The caller gets a copy, which it may change."""
+    def _input(self, target: Target) -> Computed:
+        """Return a whole input tensor. Small inputs are cached, and their casts are counted once. The caller gets a
+        copy, which it may change."""
         kept = self._kept.get(target)
         if kept is not None:
             self._kept.move_to_end(target)
             copied: Bytes = kept.copy()
-            return copied
+            return copied, 0
         data = np.empty(_nbytes(target), np.uint8)
-        self.make_box(target, Box.whole(target.shape), data)
+        infinite = self.make_box(target, Box.whole(target.shape), data)
         if len(data) <= self._max_bytes // 32:
             self._kept[target] = data.copy()
             while sum(map(len, self._kept.values())) > self._max_bytes // 8:
                 self._kept.popitem(last=False)
-        return data
+        return data, infinite
 
 
 def _nbytes(tensor: OutputTensor) -> int:

@@ -23,6 +23,7 @@ from ckptkit.storage.store import Store
 from ckptkit.units import format_size
 
 __all__ = [
+    "Computed",
     "ComputedTensor",
     "CrcField",
     "Literal",
@@ -37,6 +38,8 @@ __all__ = [
 
 Bytes = npt.NDArray[np.uint8]
 _Int64 = npt.NDArray[np.int64]
+# Bytes of a result, row-major, and how many finite elements its last cast made infinite.
+Computed: TypeAlias = tuple[Bytes, int]
 _NAMED = 8  # maximum number of leftovers listed by name per reason; beyond this only the first is named
 
 
@@ -46,7 +49,7 @@ class ComputedTensor:
 
     Attributes:
         inputs: The arguments of `compute`, in this order: full tensors as row-major bytes of their dtype.
-        compute: Returns the tensor's bytes, row-major, in `dtype`. May be called from any thread.
+        compute: Returns the tensor in `dtype`. May be called from any thread.
         label: The formula, shown in the plan: "W + 2.0 * B @ A".
         scratch: Additional bytes that `compute` needs, beyond inputs and result.
         cut: Returns the tensor of only the rows [start, stop); None if rows cannot be computed separately.
@@ -58,7 +61,7 @@ class ComputedTensor:
     dtype: str
     shape: tuple[int, ...]
     inputs: tuple[Target, ...]
-    compute: Callable[[Sequence[Bytes]], Bytes]
+    compute: Callable[[Sequence[Bytes]], Computed]
     label: str
     scratch: int = 0
     cut: Callable[[int, int], ComputedTensor] | None = None

@@ -10,7 +10,7 @@ import numpy as np
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.digests import crc32
 from ckptkit.errors import CheckpointMismatchError
-from ckptkit.offline.copying.copier import Tally
+from ckptkit.offline.copying.copier import Infinite, Tally
 from ckptkit.offline.copying.gather import Gatherer
 from ckptkit.offline.copying.plan import Literal, OutputFile, Placement, Plan
 from ckptkit.offline.copying.pool import Worker
@@ -23,7 +23,11 @@ _Event = tuple[int, Literal | tuple[Placement, int]]
 
 
 class StreamWriter:
-    """Writes files to a store, several at a time, each in order. `spoken` records the finished files."""
+    """Writes files to a store, several at a time, each in order. `spoken` records the finished files.
+
+    Attributes:
+        infinite: The elements that casts made infinite.
+    """
 
     def __init__(
         self, plan: Plan, gatherer: Gatherer, tally: Tally, destination: Store, spoken: Spoken | None = None
@@ -33,6 +37,7 @@ class StreamWriter:
         self._tally = tally
         self._destination = destination
         self._spoken = spoken
+        self.infinite = Infinite()
 
     def write(self, index: int, worker: Worker) -> None:
         """Write one file."""
@@ -41,18 +46,20 @@ class StreamWriter:
         literals = sorted(file.literals, key=lambda item: item.start)
         if any(True for _ in file.crcs):
             literals = self._with_crcs(file, literals, placed, worker)
+        infinite = Infinite()
         last = 0  # progress counts each block when the next one is sent, because its upload may take long
         with self._destination.writer(file.path) as writer:
-            for block in self._blocks(_events(literals, placed), worker):
+            for block in self._blocks(index, _events(literals, placed), worker, infinite):
                 self._tally.add(last, file.path)
                 writer.write(block)
                 last = len(block)
         self._tally.add(last, file.path)
-        if self._spoken is not None:
+        self.infinite.rows += infinite.rows
+        if self._spoken is not None and not infinite.rows:  # the next run must count them too
             self._spoken.finished(index)
 
-    def _blocks(self, events: list[_Event], worker: Worker) -> Iterator[memoryview]:
-        for _, event in events:
+    def _blocks(self, index: int, events: list[_Event], worker: Worker, infinite: Infinite) -> Iterator[memoryview]:
+        for start, event in events:
             if isinstance(event, Literal):
                 yield memoryview(event.data)
                 continue
@@ -60,7 +67,7 @@ class StreamWriter:
             tensor, itemsize = placement.tensor, dtype_of(placement.tensor.dtype).itemsize
             for tile in placement.box(row).tiles(self._gatherer.tile_numel(tensor)):
                 out = worker.room(tile.numel * itemsize)
-                self._gatherer.make_box(tensor, tile, out)
+                infinite.add(index, start, self._gatherer.make_box(tensor, tile, out))
                 yield out.data
 
     def _with_crcs(
@@ -72,7 +79,7 @@ class StreamWriter:
         for item in file.crcs:
             inside = [event for event in events if item.start <= event[0] < item.start + item.nbytes]
             value = count = 0
-            for block in self._blocks(inside, worker):
+            for block in self._blocks(-1, inside, worker, Infinite()):
                 value = crc32(block, value)
                 count += len(block)
             if count != item.nbytes:

@@ -16,7 +16,7 @@ from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.targets import Part, Target
 from ckptkit.digests import crc32
 from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError
-from ckptkit.offline.copying.plan import ComputedTensor
+from ckptkit.offline.copying.plan import Computed, ComputedTensor
 from ckptkit.offline.export import merge_formulas
 from ckptkit.offline.export.adapters import AdapterSplit, LoraPair, is_of_parameter, scaling, target_parameters
 from ckptkit.offline.export.merge_formulas import Formula
@@ -101,13 +101,15 @@ class _Step:
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    def carry_out(self, data: Sequence[Bytes], dtype: str) -> npt.NDArray[Any]:
-        """Return the changed rows in `dtype`, as unsigned integers with the same bits."""
+    def carry_out(self, data: Sequence[Bytes], dtype: str) -> tuple[npt.NDArray[Any], int]:
+        """Return the changed rows in `dtype`, as unsigned integers with the same bits, and how many elements the cast
+        to it made infinite."""
         tensors = [_tensor(raw, target) for raw, target in zip(data, self.inputs, strict=True)]
         made = tensors[0]
         if self.change is not None:
             made = self.change.formula(made, tensors[1:], self.first)
-        return _bits(made, dtype).reshape(self.shape)
+        bits, infinite = _bits(made, dtype)
+        return bits.reshape(self.shape), infinite
 
 
 def changed(target: Target, changes: Mapping[str, Change], whole: Mapping[str, Target]) -> ComputedTensor:
@@ -126,18 +128,20 @@ def changed(target: Target, changes: Mapping[str, Change], whole: Mapping[str, T
     inputs = [item for step in steps for item in step.inputs]
     plain = len(steps) == 1 and _is_plain(target, steps[0])
 
-    def compute(data: Sequence[Bytes]) -> Bytes:
+    def compute(data: Sequence[Bytes]) -> Computed:
         made: dict[str, tuple[npt.NDArray[Any], int]] = {}
-        at = 0
+        at = infinite = 0
         for step in steps:
-            made[step.source] = step.carry_out(data[at : at + len(step.inputs)], target.dtype), step.first
+            rows, more = step.carry_out(data[at : at + len(step.inputs)], target.dtype)
+            made[step.source] = rows, step.first
+            infinite += more
             at += len(step.inputs)
         if plain:
-            return made[steps[0].source][0].reshape(-1).view(np.uint8)
+            return made[steps[0].source][0].reshape(-1).view(np.uint8), infinite
         out: npt.NDArray[Any] = np.empty(target.shape, _UNITS[dtype_of(target.dtype).itemsize])
         for part in target.parts:
             out[_slices(part.target_box)] = _part(part, *made[part.source])
-        return out.reshape(-1).view(np.uint8)
+        return out.reshape(-1).view(np.uint8), infinite
 
     def cut(start: int, stop: int) -> ComputedTensor:
         return changed(target.rows(start, stop), changes, whole)
@@ -211,12 +215,16 @@ def _tensor(raw: Bytes, target: Target) -> torch.Tensor:
     return flat.reshape(target.shape)
 
 
-def _bits(tensor: torch.Tensor, dtype: str) -> npt.NDArray[Any]:
+def _bits(tensor: torch.Tensor, dtype: str) -> tuple[npt.NDArray[Any], int]:
     import torch
 
-    flat = tensor.to(getattr(torch, dtype)).contiguous().reshape(-1).view(torch.uint8).numpy()
+    made = tensor.to(getattr(torch, dtype))
+    infinite = 0
+    if made.dtype != tensor.dtype and made.is_floating_point():
+        infinite = int((made.isinf() & tensor.isfinite()).sum())
+    flat = made.contiguous().reshape(-1).view(torch.uint8).numpy()
     bits: npt.NDArray[Any] = flat.view(_UNITS[dtype_of(dtype).itemsize])
-    return bits
+    return bits, infinite
 
 
 Put: TypeAlias = Callable[

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.targets import Target
 from ckptkit.errors import CheckpointMismatchError, UsageError
-from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor
+from ckptkit.offline.copying.plan import Computed, ComputedTensor, OutputTensor
 
 if TYPE_CHECKING:
     import torch
@@ -138,9 +138,9 @@ def _codes(tensor: OutputTensor) -> ComputedTensor:
         whole = _codes(tensor.rows(first, last))
         wide = tensor.shape[1]
 
-        def compute(data: Any) -> Bytes:
-            part: Bytes = whole.compute(data)[(start - first) * wide : (stop - first) * wide]
-            return part
+        def compute(data: Any) -> Computed:
+            made, _ = whole.compute(data)
+            return made[(start - first) * wide : (stop - first) * wide], 0
 
         return replace(whole, shape=(stop - start, wide), compute=compute)
 
@@ -183,14 +183,14 @@ def _made(
 
 def _computed(
     data: Any, *, before: ComputedTensor | None, dtype: str, shape: tuple[int, ...], formula: Compute, name: str
-) -> Bytes:
+) -> Computed:
     import torch
 
-    raw = data[0] if before is None else before.compute(data)
+    raw = data[0] if before is None else before.compute(data)[0]
     raw = np.frombuffer(raw, np.uint8)
     if not raw.flags.writeable:
         raw = raw.copy()
-    return formula(torch.from_numpy(raw).view(getattr(torch, dtype)).reshape(shape), name)
+    return formula(torch.from_numpy(raw).view(getattr(torch, dtype)).reshape(shape), name), 0
 
 
 def _encoded(weight: torch.Tensor, name: str) -> Bytes:

@@ -27,7 +27,7 @@ from ckptkit.formats.own.reader import OBJECTS_NAME, role_of
 from ckptkit.formats.pickles.objects import TensorValue, decode_record, read_object
 from ckptkit.formats.pickles.zip import Archive, memory_store
 from ckptkit.keymaps.wrappers import strip_infixes
-from ckptkit.offline.copying.plan import ComputedTensor, OutputTensor
+from ckptkit.offline.copying.plan import Computed, ComputedTensor, OutputTensor
 
 if TYPE_CHECKING:
     from ckptkit.storage.store import Store
@@ -552,5 +552,5 @@ def _add_steps(found: OwnState, trees: Trees, used: Mapping[str, str]) -> None:
         found.tensors.append(OwnTensor(tensor, entry, Role.OPTIMIZER, fqn, "step", key))
 
 
-def _constant(data: Any, _: Sequence[Any]) -> Any:
-    return data
+def _constant(data: Any, _: Sequence[Any]) -> Computed:
+    return data, 0

@@ -46,6 +46,22 @@ def test_a_cast_rounds_every_number_as_torch_does(source, target):
 
 @pytest.mark.parametrize("source", FLOATS)
 @pytest.mark.parametrize("target", FLOATS)
+def test_finite_numbers_that_become_infinite_are_counted(source, target):
+    data = patterns(source).view(np.uint8)
+    before = torch.from_numpy(data.copy()).view(getattr(torch, source))
+    after = before.to(getattr(torch, target))
+    counted = cast_into(data, np.empty(before.numel() * SIZES[target], np.uint8), source, target)
+    assert counted == int((before.isfinite() & after.isinf()).sum())
+    narrower = {
+        "float64": ("float32", "float16", "bfloat16"),
+        "float32": ("float16", "bfloat16"),
+        "bfloat16": ("float16",),
+    }
+    assert (counted > 0) == (target in narrower.get(source, ()))
+
+
+@pytest.mark.parametrize("source", FLOATS)
+@pytest.mark.parametrize("target", FLOATS)
 def test_a_nan_stays_a_nan(source, target):
     ours, _, nan = both(source, target)
     made = torch.from_numpy(ours.view(np.uint8).copy()).view(getattr(torch, target)).isnan().numpy()

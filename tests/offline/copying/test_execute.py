@@ -180,7 +180,7 @@ def test_an_element_split_between_chunks_is_cast_correctly(tmp_path, monkeypatch
 def test_a_computed_tensor_is_written(tmp_path):
     made = make_source(tmp_path / "in", {n: ("uint8", (8, 6), ROWS) for n in "ab"})
     inputs = tuple(Target.of(made.catalog.tensors[n]) for n in "ab")
-    total = ComputedTensor("sum", "uint8", (8, 6), inputs, lambda parts: parts[0] + parts[1], "a + b")
+    total = ComputedTensor("sum", "uint8", (8, 6), inputs, lambda parts: (parts[0] + parts[1], 0), "a + b")
     got = run(made, plan_whole(made.catalog, [total]), tmp_path / "out")
     assert (got["sum"] == made.arrays["a"] + made.arrays["b"]).all()
 
@@ -188,7 +188,7 @@ def test_a_computed_tensor_is_written(tmp_path):
 def test_a_computed_tensor_over_the_memory_limit_is_refused(tmp_path):
     made = make_source(tmp_path / "in", {"a": ("uint8", (1 << 20,), [Box((0,), (1 << 20,))])})
     inputs = (Target.of(made.catalog.tensors["a"]),)
-    made_of = ComputedTensor("c", "uint8", (1 << 20,), inputs, lambda parts: parts[0], "a")
+    made_of = ComputedTensor("c", "uint8", (1 << 20,), inputs, lambda parts: (parts[0], 0), "a")
     with pytest.raises(UsageError, match="--max-memory"):
         run(made, plan_whole(made.catalog, [made_of]), tmp_path / "out", max_memory=1 << 20)
 

@@ -156,7 +156,7 @@ def test_a_plan_is_json():
 
 def test_a_computed_tensor_prints_its_sources():
     catalog = catalog_of("a")
-    made = ComputedTensor("c", "float32", (4, 2), tuple(targets_of(catalog)), lambda parts: parts[0], "2 * a")
+    made = ComputedTensor("c", "float32", (4, 2), tuple(targets_of(catalog)), lambda parts: (parts[0], 0), "2 * a")
     plan = Plan(catalog, (OutputFile("out", 32),), (Placement.whole(made, 0, 0),))
     assert next(plan.lines()).startswith("2 * a of (a) -> c ")
     assert plan.to_json()["tensors"][0]["computed"] == "2 * a"

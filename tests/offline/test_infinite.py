@@ -1,0 +1,151 @@
+"""Numbers beyond the range of a dtype become infinite, as in torch; every command that casts counts and names them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+from ckptkit.cli.main import cli
+from ckptkit.offline.convert import convert
+from ckptkit.offline.copying import runs
+from ckptkit.offline.copying.streams import StreamWriter
+from ckptkit.offline.merge import merge
+from ckptkit.storage import journal, ledger
+from tests.storage import servers
+
+MOST = 65504.0  # of float16; numbers from 65520 on are rounded to infinity
+
+
+def weights(*beyond: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """Three matrices, of which the nth has `beyond[n]` elements that float16 cannot hold, and two that it can."""
+    made = {}
+    for number, count in enumerate(beyond):
+        values = torch.linspace(-3, 3, 60_000, dtype=torch.float64)
+        values[:count] = 65520.0
+        values[1:count:2] = -1e9
+        values[-1], values[-2], values[-3] = 65519.0, float("inf"), float("nan")
+        made[f"w{number}"] = values.reshape(200, 300).to(dtype)
+    return made
+
+
+def export(path: Path, tensors: dict[str, torch.Tensor]) -> str:
+    path.mkdir()
+    save_file(tensors, path / "model.safetensors")
+    return str(path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("to", ["hf", "dcp", "local", "torch"])
+def test_elements_that_a_cast_makes_infinite_are_counted_by_tensor(tmp_path: Path, to: Any, dtype: torch.dtype) -> None:
+    source = export(tmp_path / "in", {**weights(5, 0, 3, dtype=dtype), "scalar": torch.tensor(7e4, dtype=dtype)})
+    ranks = {"world_size": 3} if to in ("dcp", "local") else {}
+    report = convert(source, str(tmp_path / "out"), to=to, dtype="fp16", **ranks)
+    last = 1 if dtype == torch.bfloat16 else 0  # there 65519 is 65536
+    front = "model." if to == "local" else ""
+    counts = {f"{front}w0": 5 + last, f"{front}w1": last, f"{front}w2": 3 + last, f"{front}scalar": 1}
+    assert report.infinite == {name: count for name, count in counts.items() if count}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wanted", "beyond", "instead"),
+    [
+        (torch.float32, "bf16", 3.3961776e38, "fp32"),
+        (torch.float64, "bf16", 1e300, "fp32"),
+        (torch.float64, "fp32", 1e300, "fp64"),
+        (torch.float64, "fp16", 7e4, "bf16"),
+    ],
+)
+def test_the_warning_says_how_many_where_and_which_dtype_holds_them(
+    tmp_path: Path, dtype: torch.dtype, wanted: str, beyond: float, instead: str
+) -> None:
+    source = export(tmp_path / "in", {"w": torch.tensor([1.0, beyond, -beyond, torch.inf, torch.nan], dtype=dtype)})
+    report = convert(source, str(tmp_path / "out"), dtype=wanted)
+    name = str(load_file(tmp_path / "out/model.safetensors")["w"].dtype).removeprefix("torch.")
+    assert report.warnings == (
+        f"2 elements are beyond the range of {name} and became infinite: w (2). Use --dtype {instead} to keep them "
+        "finite.",
+    )
+
+
+@pytest.mark.parametrize("flags", [[], ["--quiet"], ["--json"]])
+def test_the_command_shows_the_warning(tmp_path: Path, flags: list[str]) -> None:
+    source = export(tmp_path / "in", weights(0, 1))
+    done = CliRunner().invoke(cli, ["convert", source, str(tmp_path / "out"), "--dtype", "fp16", *flags])
+    text = json.loads(done.stdout)["warnings"][0] if "--json" in flags else done.stdout
+    assert "1 element is beyond the range of float16 and became infinite: w1 (1). Use --dtype bf16" in text
+    assert "--json" in flags or "warning: 1 element" in text
+
+
+def test_a_cast_that_holds_all_numbers_warns_of_nothing(tmp_path: Path) -> None:
+    report = convert(export(tmp_path / "in", weights(5, 5)), str(tmp_path / "out"), dtype="bf16")
+    assert (report.infinite, report.warnings) == ({}, ())
+
+
+def test_a_sum_that_is_beyond_the_range_is_counted(tmp_path: Path) -> None:
+    sources = [export(tmp_path / f"m{i}", {"w": torch.tensor([MOST, 1.0]).half()}) for i in range(2)]
+    report = merge(sources, str(tmp_path / "out"), weights=[2.0, -1.0])
+    assert report.infinite == {}
+    other = export(tmp_path / "other", {"w": torch.tensor([-MOST, 1.0]).half()})
+    assert merge([sources[0], other], str(tmp_path / "far"), weights=[2.0, -1.0]).infinite == {"w": 1}
+
+
+def test_rows_that_are_added_do_not_hide_infinite_ones(tmp_path: Path) -> None:
+    source = export(tmp_path / "in", {"model.embed_tokens.weight": weights(4)["w0"]})
+    report = convert(source, str(tmp_path / "out"), dtype="fp16", vocab_size=220, new_rows="zeros")
+    assert report.infinite == {"model.embed_tokens.weight": 4}
+
+
+@pytest.mark.parametrize("stop", [1, 3])
+def test_a_continued_conversion_counts_the_elements_of_the_interrupted_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int
+) -> None:
+    monkeypatch.setattr(runs, "_STEP", 64_000)
+    source = export(tmp_path / "in", weights(5, 0, 0, 7))
+    done, left = journal.Journal.done, [stop]
+
+    def interrupted(self: journal.Journal, step: int) -> None:
+        done(self, step)
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(journal.Journal, "done", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            convert(source, str(tmp_path / "out"), dtype="fp16", workers=1)
+    report = convert(source, str(tmp_path / "out"), dtype="fp16", workers=1)
+    assert any("continued" in note for note in report.notes)
+    assert report.infinite == {"w0": 5, "w3": 7}
+
+
+def test_a_continued_upload_counts_the_elements_of_the_interrupted_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = export(tmp_path / "in", weights(5, 0, 0, 7))
+    monkeypatch.setattr(ledger, "WORTH", 1)
+    options: dict[str, Any] = {"dtype": "fp16", "workers": 1, "max_shard_size": "150kB"}
+    write, left = StreamWriter.write, [3]
+
+    def interrupted(self: StreamWriter, index: int, worker: Any) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        write(self, index, worker)
+
+    with servers.moto() as s3:
+        from ckptkit.storage.open import open_store
+
+        open_store("s3://far", storage_options=s3).fs.mkdir("far")  # type: ignore[attr-defined]
+        with monkeypatch.context() as patched:
+            patched.setattr(StreamWriter, "write", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                convert(source, "s3://far/out", dst_storage_options=s3, **options)
+        report = convert(source, "s3://far/out", dst_storage_options=s3, **options)
+    assert any("continued" in note for note in report.notes)
+    assert report.infinite == {"w0": 5, "w3": 7}
