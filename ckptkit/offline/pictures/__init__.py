@@ -1,1 +1,1 @@
-"""Pictures of checkpoints: one self-contained HTML page, inline SVG, no network. Every name is escaped."""
+"""Draws checkpoints as self-contained HTML pages with inline SVG. Pages need no network, and all names are escaped."""

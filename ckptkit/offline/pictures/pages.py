@@ -1,4 +1,4 @@
-"""Writes the HTML pages of the commands: for a checkpoint, a run, a reshard or a difference."""
+"""Writes the HTML pages of the commands: for a checkpoint, a run, a reshard or a diff."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def write_inspect_page(
     storage_options: Mapping[str, Any] | None = None,
     options: ReadOptions | None = None,
 ) -> None:
-    """Write the page of the checkpoint at `url` to the file `path`; with `other`, also the map of a reshard to it."""
+    """Write the page of the checkpoint at `url` to the file `path`. `other`: also draw a reshard to this checkpoint."""
     address = resolve_url(url, storage_options=storage_options)
     source = open_source(address, storage_options=storage_options, options=options or ReadOptions())
     after = None
@@ -86,6 +86,6 @@ def _state(row: Listed) -> str:
 
 
 def write_diff_page(title: str, changes: Mapping[str, float], facts: list[tuple[str, str]], path: str) -> None:
-    """Write the heat maps of a difference to the file `path`; `changes` as for `heat_maps`."""
+    """Write the heat maps of a diff to the file `path`. `changes` are those of `heat_maps`."""
     shown = page(f"Changed since {title}", heat_maps(changes), facts=facts, source="tensors and digests")
     Path(path).write_text(shown, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Draws sizes by module as a treemap (squarified: Bruls, Huizing, van Wijk 2000)."""
+"""Draws the bytes of each module as a treemap (squarified: Bruls, Huizing, van Wijk 2000)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Rect = tuple[float, float, float, float]
 
 
 def treemap(tree: TreeNode) -> Panel:
-    """Draw the modules of a model as nested areas in proportion to their bytes."""
+    """Draw the modules of a model as nested areas. An area is proportional to the module's bytes."""
     total = max(tree.nbytes, 1)
     body: list[str] = []
     _draw(tree, (0.0, 0.0, WIDTH, HEIGHT), "", 0, total, body)
@@ -35,26 +35,26 @@ def _draw(node: TreeNode, area: Rect, prefix: str, depth: int, total: int, body:
         share = f"{format_size(node.nbytes)} · {format_count(node.numel)} elements · {100 * node.nbytes / total:.1f}%"
         body.append(rect(x, y, w, h, fill=_shade(name, depth), title=f"{name}\n{share}"))
         if w > 24 and h > 15:
-            words = f"{node.name} · {format_size(node.nbytes)}"  # on paper no pointer rests on it
+            words = f"{node.name} · {format_size(node.nbytes)}"  # written out, because paper has no hover
             body.append(text(x + 4, y + 12, label(words if len(words) * 6.1 < w - 8 else node.name, w - 8), kind="on"))
     inner = (x, y, w, h) if not depth else (x + 2, y + 16, w - 4, h - 18)
     children = [child for child in node.children if child.nbytes > 0]
-    if children and inner[2] > 36 and inner[3] > 18:  # smaller ones would have no room for a name
+    if children and inner[2] > 36 and inner[3] > 18:  # smaller areas have no room for names
         children.sort(key=lambda child: -child.nbytes)
         for child, place in zip(children, squarify([c.nbytes for c in children], inner), strict=True):
             _draw(child, place, name, depth + 1, total, body)
 
 
 def _shade(name: str, depth: int) -> str:
-    """Return the colour of a module: the same in every layer, so that it shows the kind of module."""
+    """Return the colour of a module. It is the same in every layer, so it shows the kind of module."""
     kind = [part for part in name.split(".") if not part.isdecimal()]
     hue = sum(ord(c) * (i + 1) for i, c in enumerate(".".join(kind[:3]))) * 47 % 360
     return f"hsl({hue} 45% {min(60 + 8 * depth, 88)}%)"
 
 
 def squarify(sizes: Sequence[float], area: Rect) -> list[Rect]:
-    """Return one rectangle per size, largest first. They fill `area` in proportion, and are as square as a row by row
-    layout allows."""
+    """Return one rectangle per size, largest first. They fill `area` in proportion to their sizes, and are as square as
+    a layout in rows allows."""
     x, y, w, h = area
     scale = w * h / sum(sizes)
     left = [size * scale for size in sizes]

@@ -1,4 +1,4 @@
-"""Computes which box of a tensor each rank of another mesh holds: FSDP2 sharding, tensor parallelism, replicas."""
+"""Computes which box of a tensor each rank of another mesh stores: FSDP2 sharding, tensor parallelism, replicas."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _ALIASES = {
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a tensor is sharded: the dimension for FSDP and for tensor parallelism; None if not sharded.
+    """How a tensor is sharded: the dimension that FSDP splits and the one that tensor parallelism splits, or None.
 
     Attributes:
-        also: "shard" or "tp" if the tensor is a DTensor that is replicated over that dimension. It changes no bytes,
-            but a LOCAL checkpoint only loads into a job with the same placements.
+        also: "shard" or "tp" if the tensor is a DTensor that is replicated over that mesh dimension. This changes no
+            bytes, but a LOCAL checkpoint only loads into a job with the same placements.
     """
 
     fsdp: int | None = 0
@@ -51,17 +51,17 @@ class Cut:
         return self.fsdp is None and self.tp is None
 
     def on(self, kind: str) -> bool:
-        """Whether the tensor is a DTensor over this mesh dimension; FSDP's replicate dimension counts as "shard"."""
+        """Return whether the tensor is a DTensor over this mesh dimension. "replicate" counts as "shard"."""
         kind = "tp" if kind == "tp" else "shard"
         return (self.tp if kind == "tp" else self.fsdp) is not None or kind in self.also
 
 
 @dataclass(frozen=True, slots=True)
 class TargetMesh:
-    """The mesh of the new job: replicate x shard x tp, the last innermost, as DeviceMesh numbers its ranks.
+    """The mesh of the new job: replicate x shard x tp. The last dimension is innermost, as DeviceMesh numbers ranks.
 
     Attributes:
-        labels: (kind, given name) of the dimensions that the user named; these exist even with a size of 1.
+        labels: (kind, given name) of the dimensions that the user named. These exist even with a size of 1.
     """
 
     replicate: int = 1
@@ -71,10 +71,10 @@ class TargetMesh:
 
     @classmethod
     def parse(cls, text: str | Mapping[str, int] | None, *, world_size: int) -> TargetMesh:
-        """Return the mesh that `text` names ("replicate=2,shard=4,tp=2"); None: all ranks shard.
+        """Return the mesh that `text` describes ("replicate=2,shard=4,tp=2"). None shards over all ranks.
 
-        Omitted sizes are 1, except "shard", which takes the remaining ranks. Replicas are always outermost and tensor
-        parallelism innermost, as FSDP2 requires, in any order of `text`.
+        Omitted sizes are 1, except "shard", which takes the remaining ranks. In any order of `text`, replicas are
+        outermost and tensor parallelism is innermost, as FSDP2 requires.
 
         Raises:
             UsageError: A name is unknown, a size is not a positive number, or the product is not `world_size`.
@@ -98,7 +98,7 @@ class TargetMesh:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The dimensions of the new job's DeviceMesh: those that were named or are larger than 1, at least one."""
+        """The dimensions of the new job's DeviceMesh: those that were named or are larger than 1, but at least one."""
         named = dict(self.labels)
         return tuple(name for name in _NAMES if getattr(self, name) > 1 or name in named) or ("shard",)
 
@@ -115,15 +115,15 @@ class TargetMesh:
         }
 
     def boxes(self, shape: tuple[int, ...], cut: Cut, *, turn: int = 0) -> RankBoxes:
-        """Return which rank stores which box: each once, empty ones omitted.
+        """Return which rank stores which box. Each box is stored once; empty boxes are omitted.
 
-        Tensor parallelism splits first, FSDP2 splits each rank's part, both like torch.chunk. Along one dimension, a
-        rank's part is the shard-th chunk of the tp-th chunk. A tensor without elements has one empty box, so that the
-        checkpoint contains it.
+        Tensor parallelism splits first, then FSDP2 splits each rank's part, both like torch.chunk. If both split the
+        same dimension, a rank stores the shard-th chunk of the tp-th chunk. A tensor without elements has one empty
+        box, so that the checkpoint contains it.
 
         Args:
-            turn: Which replica stores the tensor, modulo their number. If it is 0 for all tensors, the ranks of the
-                first replica read only their own files.
+            turn: The replica that stores the tensor, modulo the number of replicas. If it is 0 for all tensors, the
+                ranks of the first replica read only their own files.
         """
         return _boxes(self, tuple(shape), cut.fsdp, cut.tp, turn % self.replicas(cut))
 
@@ -134,7 +134,7 @@ class TargetMesh:
     def placement(self, cut: Cut) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
         """Return (mesh dimensions, placement on each as the manifest writes it) of a DTensor with this cut.
 
-        None for a plain tensor. Parameters that tensor parallelism does not touch are only on the other dimensions.
+        None for a plain tensor. A parameter that tensor parallelism does not touch is not on the tp dimension.
         """
         kinds = tuple(kind for kind in self.kinds if cut.on(kind))
         if not kinds:
@@ -170,7 +170,7 @@ def _boxes(mesh: TargetMesh, shape: tuple[int, ...], fsdp: int | None, tp: int |
 
 
 def _take_chunk(offsets: Int64, sizes: Int64, dim: int, parts: int, index: Int64) -> None:
-    """Narrow each row to its chunk along `dim`: ceil(n / parts) long, the last ones shorter or empty."""
+    """Narrow each row to its chunk along `dim`. Chunks have length ceil(n / parts); the last are shorter or empty."""
     total = sizes[:, dim].copy()
     length = -(-total // parts)
     first = np.minimum(index * length, total)
@@ -202,10 +202,10 @@ def _sizes(text: str | Mapping[str, int] | None) -> tuple[dict[str, int], tuple[
 
 
 def cut_of_placements(names: Sequence[str], texts: Sequence[str]) -> Cut:
-    """Return how a tensor with these placements on a mesh with these dimension names is cut.
+    """Return the cut of a tensor with these placements on a mesh with these dimension names.
 
-    The dimension's name decides: "tp" or a synonym is tensor parallelism, "shard" or a synonym is FSDP. Among other
-    names ("dim0"), a strided shard and the first shard are FSDP's; the second shard is tensor parallelism, which FSDP2
+    The name of the dimension decides: "tp" or a synonym is tensor parallelism, "shard" or a synonym is FSDP. With other
+    names ("dim0"), a strided shard and the first shard are FSDP's. The second shard is tensor parallelism, which FSDP2
     keeps innermost.
     """
     dims: dict[str, int] = {}
@@ -222,12 +222,12 @@ def cut_of_placements(names: Sequence[str], texts: Sequence[str]) -> Cut:
     return Cut(dims.get("shard"), dims.get("tp"), tuple(kind for kind in also if kind not in dims))
 
 
-# The dimension along which tensor parallelism splits each parameter.
+# --- the dimension along which tensor parallelism splits each parameter
 
 
 _COLUMN, _ROW = 0, 1
-# As in transformers' plans for these families: q, k, v, gate and up projections are split by outputs, o and down
-# projections by inputs, the LM head by vocabulary. Embeddings and norms stay whole.
+# As transformers' plans for these families: q, k, v, gate and up projections are split by outputs, o and down
+# projections by inputs, the LM head by vocabulary. Embeddings and norms are not split.
 _LLAMA: dict[str, int | None] = {
     **{f"*.self_attn.{name}_proj.{kind}": _COLUMN for name in "qkv" for kind in ("weight", "bias")},
     "*.self_attn.o_proj.weight": _ROW,
@@ -243,8 +243,8 @@ class TPPlan:
     """The dimension along which tensor parallelism splits each parameter.
 
     Attributes:
-        rules: Glob of parameter names -> dimension; None: not split. The last matching glob counts.
-        origin: The plan's source, for messages.
+        rules: Glob of parameter names -> dimension; None does not split. The last matching glob applies.
+        origin: Where the plan comes from, for messages.
     """
 
     rules: Mapping[str, int | None]
@@ -279,7 +279,7 @@ class TPPlan:
     def of_config(cls, config: Mapping[str, Any] | None, names: Iterable[str]) -> TPPlan | None:
         """Return the plan for the model family of a transformers config.
 
-        None if the family is unknown, or the parameters have other names."""
+        None if the family is unknown, or its parameters have other names."""
         if config is None or str(config.get("model_type")) not in _FAMILY:
             return None
         plan = cls(_LLAMA, f"the plan of {config['model_type']}")
@@ -290,7 +290,7 @@ class TPPlan:
         return TPPlan({**self.rules, **dict.fromkeys(names)}, self.origin)
 
     def dim(self, fqn: str, shape: tuple[int, ...]) -> int | None:
-        """Return the dimension along which a parameter is split, None if it is not.
+        """Return the dimension along which a parameter is split; None if it is not split.
 
         Raises:
             UsageError: The parameter has no such dimension.
@@ -304,7 +304,7 @@ class TPPlan:
         return found
 
     def check_used(self, names: Iterable[str]) -> None:
-        """Raise UsageError if a glob of a given plan matches no parameter, which is usually a typo."""
+        """Raise UsageError if a glob of a given plan matches no parameter, because it is probably a typo."""
         known = list(names)
         idle = [glob for glob in self.rules if not any(fnmatch.fnmatchcase(name, glob) for name in known)]
         if idle:
@@ -314,7 +314,7 @@ class TPPlan:
             )
 
 
-# How each tensor of a source is split over the ranks of the new job: as before, or by FSDP2 and a plan.
+# --- the cut of each tensor of a source on the new mesh: as recorded, or by FSDP2 and a plan
 
 
 _WHOLE = Cut(None)
@@ -324,11 +324,11 @@ class Cuts:
     """How every tensor of a catalog is split on a mesh.
 
     If the source recorded placements, sharded tensors stay sharded along the same dimension. Otherwise parameters are
-    split along dimension 0, as FSDP2 does. Optimizer state is split like its parameter if it has the same shape;
-    otherwise every rank holds all of it, as in a training job.
+    split along dimension 0, as FSDP2 does. Optimizer state with the shape of its parameter is split like it. All other
+    optimizer state is on every rank, as in a training job.
 
     Args:
-        tp_plan: What tensor parallelism splits; None: take it from the source's placements or its config.json.
+        tp_plan: What tensor parallelism splits. None takes it from the source's placements or its config.json.
 
     Raises:
         UsageError: The mesh has a tp dimension, and neither `tp_plan` nor the source tells what it splits.
@@ -344,7 +344,7 @@ class Cuts:
         cuts = {name: self._own(entry) for name, entry in weights.items()}
         self.notes: list[str] = []
         if not any(cut.fsdp is not None for cut in cuts.values()):
-            # The source was not sharded: the new job's FSDP2 shards all float parameters.
+            # The source was not sharded. FSDP2 in the new job shards all float parameters.
             cuts = {
                 name: replace(cut, fsdp=0, also=tuple(kind for kind in cut.also if kind != "shard"))
                 if weights[name].shape and dtype_of(weights[name].dtype).kind == "float"
@@ -372,10 +372,10 @@ class Cuts:
         return own
 
     def _own(self, entry: TensorEntry) -> Cut:
-        """Return the recorded cut, otherwise FSDP2's.
+        """Return the recorded cut; if none is recorded, FSDP2's.
 
-        If other tensors of the source are sharded and this one is not, it is a buffer and stays whole, unless it has
-        one row, which FSDP2 stores in one slice.
+        If only other tensors of the source are sharded, this one is a buffer and stays whole. A tensor with one row is
+        an exception, because FSDP2 stores it in one slice too.
         """
         if not entry.shape:
             return _WHOLE
@@ -421,10 +421,10 @@ class Cuts:
 
 
 def _also(cut: Cut, dim: int | None, fqn: str, modules: set[str]) -> tuple[str, ...]:
-    """Return the dimensions over which the parameter is a replicated DTensor.
+    """Return the mesh dimensions over which the parameter is a replicated DTensor.
 
-    torch's parallel styles distribute all parameters of a module, so the bias of a module whose weight is split
-    by rows is replicated over tp, not a plain tensor.
+    torch's parallel styles distribute all parameters of a module. If a module's weight is split by rows, its bias is a
+    DTensor replicated over tp, not a plain tensor.
     """
     kept = tuple(kind for kind in cut.also if kind != "tp")
     return (*kept, "tp") if dim is None and fqn.rpartition(".")[0] in modules else kept

@@ -1,9 +1,9 @@
 """Converts a source's tensors and objects to the keys of ckptkit checkpoints, so that a training job can load them.
 
-If another program saved a DCP and the result is a DCP too, keys and records stay: the same state loads both, with torch
-or with ckptkit. Otherwise tensors are renamed to `model.<fqn>`, `optimizer.state.<fqn>.<name>` and
-`optimizer.master.<fqn>`, and objects become trees in `objects.json`: an optimizer's parameter groups by FQN, a
-scheduler, and everything else below `extra.`. What cannot be converted is listed with the reason.
+If another program saved a DCP and the result is a DCP too, keys and records are unchanged: the same state loads both,
+with torch or with ckptkit. Otherwise tensors are renamed to `model.<fqn>`, `optimizer.state.<fqn>.<name>` and
+`optimizer.master.<fqn>`. Objects become trees in `objects.json`: an optimizer's parameter groups by FQN, a scheduler,
+and all others below `extra.`. Objects that cannot be converted are listed with the reason.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 __all__ = ["OwnState", "OwnTensor", "own_state", "Trees", "own_trees"]
 
-# The objects of a foreign checkpoint as trees for `objects.json`: settings by parameter name, schedulers.
+# --- the objects of another program's checkpoint as trees for `objects.json`: settings by parameter name, schedulers
 
 
 _MAX_TREE_BYTES = 1 << 20
-_MAX_STEP = 2**63  # an optimizer's step count; a hostile checkpoint may contain integers too large for a float
+_MAX_STEP = 2**63  # limit of a step count: a hostile checkpoint may contain integers too large for a float
 _RANDOM = re.compile(r"(random_states?|rng_states?|rng)(_\d+)?")
 _SCHEDULER = re.compile(r"(lr_)?schedulers?(_states?)?(_\d+)?")
 _GROUPS = "param_groups"
@@ -97,14 +97,14 @@ def own_trees(store: Store, catalog: Catalog, sections: Mapping[str, str]) -> Tr
 
 @dataclass(slots=True)
 class _Groups:
-    """Settings of parameter groups, by the prefix of their keys (before "param_groups"), then by index or name."""
+    """The settings of parameter groups: prefix of the keys (before "param_groups") -> index or name -> settings."""
 
     found: dict[str, dict[str | int, dict[str, Any]]] = field(default_factory=dict)
 
     def take(self, name: str, value: Any) -> bool:
-        """Store the object if it is a setting, and return whether it is.
+        """Store the object if it is a setting, and return whether it is one.
 
-        Its key contains the group's index, or the parameter's name in a flattened state dict.
+        Its key contains the index of the group or, in a flattened state dict, the name of the parameter.
         """
         at = name.find(_GROUPS)
         if at < 0:
@@ -113,7 +113,7 @@ class _Groups:
         if not rest and not isinstance(value, (list, tuple)):
             return False
         groups = self.found.setdefault(prefix, {})
-        if not rest:  # all groups in one value
+        if not rest:  # one object contains all groups
             groups.update(enumerate(dict(group) for group in value if isinstance(group, Mapping)))
             return True
         owner, _, setting = rest.rpartition(".")
@@ -139,9 +139,9 @@ class _Names:
 
 
 def _take_state(found: Trees, name: str, entry: ObjectEntry, value: Any, sections: Mapping[str, str]) -> bool:
-    """Store optimizer state that is not a tensor, and return whether it is such state.
+    """Store the object if it is optimizer state but not a tensor, and return whether it is.
 
-    A step count becomes a tensor later; other values stay as they are.
+    A step count becomes a tensor later. Other values stay as they are.
     """
     at = name.find(".state.")
     if at < 0:
@@ -190,7 +190,7 @@ def _add_groups(found: Trees, groups: _Groups, names: _Names, sections: Mapping[
 
 
 def _joined(by_owner: Mapping[str | int, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the groups in order; groups of one parameter each with equal settings are merged."""
+    """Return the groups in order. Groups of one parameter each are merged if their settings are equal."""
     groups: list[dict[str, Any]] = []
     for index in sorted(o for o in by_owner if isinstance(o, int)):
         params = by_owner[index].get("params")
@@ -205,7 +205,7 @@ def _joined(by_owner: Mapping[str | int, dict[str, Any]]) -> list[dict[str, Any]
 
 
 def _check_covered(found: Trees, section: str, catalog: Catalog) -> None:
-    """Add a note on parameters that have state but no settings. Drop the tree if no parameter has settings."""
+    """Add a note about parameters with state but without settings. Drop the tree if no parameter has settings."""
     tree = found.trees.get(section)
     if tree is not None and not tree[_GROUPS]:
         del found.trees[section]
@@ -222,11 +222,11 @@ def _check_covered(found: Trees, section: str, catalog: Catalog) -> None:
         )
 
 
-# --- the rest
+# --- other objects
 
 
 def _nested(values: Mapping[str, tuple[ObjectEntry, Any]]) -> dict[str, Any]:
-    """Undo DCP's flattening: return nested values by their top key: {"lr_scheduler": {"last_epoch": 2}}."""
+    """Return the values nested as before DCP flattened them, by top-level key: {"lr_scheduler": {"last_epoch": 2}}."""
     nested: dict[str, Any] = {}
     for name, (entry, value) in values.items():
         path = [str(part) for part in entry.key] or [name]
@@ -282,7 +282,7 @@ def _scheduler(name: str, value: Any) -> Any:
 
 
 def _tree(value: Any, depth: int = 0) -> Any:
-    """Return the JSON of `checkpoint/state/values.py` for a value from a reader. Needs no torch."""
+    """Return a reader's value in the JSON form of `checkpoint/state/values.py`. Needs no torch."""
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
@@ -324,7 +324,7 @@ class OwnTensor:
     """One tensor of the result.
 
     Attributes:
-        tensor: The source parts that it consists of; its name is the key.
+        tensor: How it is made of source tensors. Its name is the key.
         source: Its entry in the source's catalog; for a new tensor, an entry without slices.
     """
 
@@ -341,7 +341,7 @@ class OwnState:
     """The contents of the result.
 
     Attributes:
-        trees: The contents of `objects.json`, which is only written if there are any.
+        trees: The contents of `objects.json`. The file is only written if there are any.
         records: Objects that are copied into the DCP, with their bytes.
         leftovers: (name, reason) of what the result omits.
     """
@@ -357,11 +357,11 @@ def own_state(store: Store, catalog: Catalog, *, step: int, sharded: bool) -> Ow
     """Return the contents of a ckptkit checkpoint made from a source. Reads its objects, but no tensors.
 
     Args:
-        sharded: The result is a DCP. Tied weights are then stored under each of their names; FULL and LOCAL store
+        sharded: Whether the result is a DCP, which stores tied weights under each of their names. FULL and LOCAL store
             them once.
     """
     as_it_is = sharded and _is_foreign_dcp(catalog)
-    carried = catalog.objects.keys() if as_it_is else ()  # byte for byte
+    carried = catalog.objects.keys() if as_it_is else ()  # copied byte for byte
     opaque = [f"{name} {why}" for name, why in catalog.opaque().items() if name not in carried]
     if opaque:
         listed = "\n  ".join(opaque)
@@ -380,9 +380,9 @@ def own_state(store: Store, catalog: Catalog, *, step: int, sharded: bool) -> Ow
 
 
 def _is_foreign_dcp(catalog: Catalog) -> bool:
-    """Whether it is a DCP with another program's keys, as saved by that program or resharded by ckptkit.
+    """Return whether the source is a DCP with another program's keys, saved by that program or resharded by ckptkit.
 
-    It may consist of several DCP directories: LightRFT stores the optimizer in one of its own.
+    It may consist of several DCP directories, because LightRFT stores the optimizer in a separate one.
     """
     if catalog.info.format.startswith("ckptkit-"):
         return catalog.info.format == "ckptkit-sharded" and all(not _is_tree(e) for e in catalog.objects.values())
@@ -406,7 +406,7 @@ def _as_it_is(store: Store, catalog: Catalog) -> OwnState:
 
 
 def _record(store: Store, item: ObjectEntry) -> bytes:
-    """Return the bytes from which torch.load reads an object, after checking their CRCs."""
+    """Return the bytes from which torch.load reads an object. Checks their CRCs first."""
     if item.encoding != "torch_save":
         return frame_object(read_object(store, item))
     if item.codec is not None:
@@ -450,7 +450,7 @@ def _copy(entry: TensorEntry, name: str, role: Role, fqn: str, state: str, key: 
 
 
 def _key(name: str, role: Role, fqn: str, state: str) -> Key:
-    """Return the path in the nested state dict; parameter names keep their dots."""
+    """Return the path of a key in the nested state dict. Parameter names keep their dots."""
     if not fqn or role is Role.OTHER:
         return tuple(name.split("."))
     top = name.partition(".")[0]
@@ -496,7 +496,7 @@ def _of_others(store: Store, catalog: Catalog, step: int) -> OwnState:
 
 
 def _sections(catalog: Catalog) -> dict[str, str]:
-    """Return the prefixes of the source's optimizer keys, each with ckptkit's name for the optimizer."""
+    """Return prefix of an optimizer's keys -> ckptkit's name for the optimizer."""
     prefixes: dict[str, None] = {}
     for entry in catalog.tensors.values():
         if entry.role in (Role.OPTIMIZER, Role.MASTER) and entry.fqn:
@@ -524,7 +524,7 @@ def _own_name(entry: TensorEntry, sections: Mapping[str, str]) -> str:
 
 
 def _weights_are_masters(catalog: Catalog) -> set[str]:
-    """Return the FQNs whose master and weight are the same bytes of the same file, as with DeepSpeed."""
+    """Return the FQNs whose master and weight are the same bytes of the same file, as DeepSpeed stores them."""
     weights = catalog.by_role(Role.MODEL)
     found = set()
     for fqn, master in catalog.by_role(Role.MASTER).items():
@@ -538,7 +538,7 @@ def _weights_are_masters(catalog: Catalog) -> set[str]:
 
 
 def _add_steps(found: OwnState, trees: Trees, used: Mapping[str, str]) -> None:
-    """Convert step counts that the source stores as numbers to tensors, as torch's optimizers expect."""
+    """Add step counts that the source stores as numbers as tensors, because torch's optimizers expect tensors."""
     for (section, fqn), step in trees.steps.items():
         name = f"{section}.state.{fqn}.step"
         if name in used:

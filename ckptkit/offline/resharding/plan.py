@@ -1,4 +1,4 @@
-"""Plans a reshard: each tensor sharded for its ranks, the objects, and the commit record."""
+"""Plans a reshard: which rank stores which part of each tensor, the objects, and the commit record."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Identity", "lay_out_local", "plan_local", "plan_reshard", "turn_of"]
 
-# LOCAL files: one per rank, with the boxes that this rank stores.
+# --- LOCAL files: one per rank, with the boxes that the rank stores
 
 
 Placed = tuple[int, tuple[str, ...]] | None
@@ -66,7 +66,7 @@ class _RankRows:
 
 
 def turn_of(key: str) -> int:
-    """Return the replica that stores a tensor, modulo their number: spread over the ranks as in a training job."""
+    """Return the replica that stores a tensor, modulo their number. Spreads tensors as a training job does."""
     return crc32(key.encode("utf-8", "surrogatepass"))
 
 
@@ -79,10 +79,10 @@ def lay_out_local(
     meshes: Sequence[dict[str, Any]],
     placements: Sequence[Placed],
 ) -> Laid:
-    """Lay boxes out as `local_<rank>.safetensors`, a file for every rank; returns (files, placements, ()).
+    """Lay out boxes as one `local_<rank>.safetensors` per rank; return (files, placements, ()).
 
     Args:
-        placements: For each tensor (index into `meshes`, texts), or None for a plain one.
+        placements: For each tensor (index into `meshes`, placements as text); None for a plain tensor.
     """
     place = {id(tensor): i for i, tensor in enumerate(tensors)}
     order = [place[id(tensor)] for tensor in in_disk_order(catalog, tensors)]
@@ -116,7 +116,7 @@ Planned = tuple[Plan, Seal]
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The identity of the new checkpoint.
+    """The step, name and commit record fields of the new checkpoint.
 
     Attributes:
         tag: The directory's name, if it is not named after the step.
@@ -140,8 +140,9 @@ def plan_reshard(
     tp_plan: TPPlan | None = None,
     vocabulary: VocabSize | None = None,
 ) -> Planned:
-    """Return the plan and its seal. Reads objects of the source, and tensors only for the mean of embeddings; a
-    million slices take seconds.
+    """Return the plan and its seal. Takes seconds for a million slices.
+
+    Reads objects of the source. Reads tensors only for the mean of embeddings.
 
     Raises:
         UsageError: The mesh has a tp dimension and nothing tells what it splits, or the source has several models.
@@ -165,10 +166,10 @@ def plan_reshard(
 
 
 def plan_local(catalog: Catalog, tensors: Sequence[OutputTensor], mesh: TargetMesh, identity: Identity) -> Planned:
-    """Return the plan and the seal of a LOCAL checkpoint of a model only, for FSDP2 ranks.
+    """Return the plan and the seal of a LOCAL checkpoint of only a model, for FSDP2 ranks.
 
-    A tensor that is copied unchanged keeps its cut (a whole buffer stays whole); others are cut along dimension 0 if
-    they are floats.
+    A tensor that is copied unchanged keeps its cut (a whole buffer stays whole). Of the others, floats are cut along
+    dimension 0.
     """
     known = Cuts(catalog, mesh)
     chosen = []
@@ -198,7 +199,7 @@ def _planned(
     extra: Mapping[str, Any] = MappingProxyType({}),
     side: Sequence[OutputFile] = (),
 ) -> Planned:
-    """Return the plan and the seal of a state. `extra`: more fields for the manifest; `side`: files to add as is."""
+    """Return the plan and the seal of a state. `extra`: more fields for the manifest. `side`: files to add."""
     kinds: dict[tuple[str, ...], int] = {}  # the distinct meshes
     placements: list[Placed] = []
     for placed_on in map(mesh.placement, cuts):
@@ -256,7 +257,7 @@ def _rank(path: str) -> int:
 
 
 def _resized(trees: Mapping[str, Any], world_size: int) -> list[str]:
-    """Return notes on per-rank state that was saved by another number of ranks."""
+    """Return notes about per-rank state that another number of ranks saved."""
     found = []
     for kind in ("rng", "dataloader"):
         saved = sum(name.startswith(f"{kind}.") for name in trees)
@@ -282,7 +283,7 @@ def _records(catalog: Catalog, own: OwnState) -> list[Record]:
         for index, group in enumerate(tree.get("param_groups", ())):
             for setting, value in {**group, "param_names": group["params"]}.items():
                 if any(tag in json.dumps(value) for tag in ('"$tensor"', '"$ndarray"', '"$npscalar"', '"$ref"')):
-                    continue  # it takes torch to build this value; objects.json has it
+                    continue  # only torch could write this value; objects.json contains it
                 plain = decode(value, str)
                 if is_plain(plain):
                     key = (section, "param_groups", index, setting)

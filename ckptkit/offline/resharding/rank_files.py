@@ -1,4 +1,4 @@
-"""Plans DCP data files per rank and their `.metadata`, as columns with one row per slice."""
+"""Plans DCP data files per rank and their `.metadata`, with slices as columns (one row per slice)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODEL = "model"  # the top-level key, as in `dcp.load({"model": model.state_dict
 
 @dataclass(frozen=True, slots=True)
 class RankBoxes:
-    """The rank that stores each box of a tensor. Boxes are not empty and not repeated.
+    """The rank that stores each box of a tensor. Boxes are not empty and do not repeat.
 
     Attributes:
         ranks: [n].
@@ -39,13 +39,13 @@ class RankBoxes:
 
 
 def chunked(shape: tuple[int, ...], world_size: int) -> RankBoxes:
-    """Return the boxes of FSDP2 sharding: dimension 0 split as `torch.chunk` does; scalars go to rank 0."""
+    """Return the boxes of FSDP2 sharding: dimension 0 is split like `torch.chunk`; scalars go to rank 0."""
     ndim = len(shape)
     if not shape or 0 in shape or world_size == 1:
         zeros = np.zeros((1, ndim), np.int64)
         return RankBoxes(np.zeros(1, np.int64), zeros, np.array([shape], np.int64).reshape(1, ndim))
     length = -(-shape[0] // world_size)
-    count = -(-shape[0] // length)  # later ranks have nothing
+    count = -(-shape[0] // length)  # ranks beyond this store nothing
     ranks = np.arange(count)
     offsets = np.zeros((count, ndim), np.int64)
     offsets[:, 0] = ranks * length
@@ -58,7 +58,7 @@ def chunked(shape: tuple[int, ...], world_size: int) -> RankBoxes:
 
 
 def dcp_files(catalog: Catalog, tensors: Sequence[OutputTensor], *, world_size: int) -> Laid:
-    """Lay tensors out as a DCP checkpoint of `world_size` ranks of FSDP2, under the key "model"."""
+    """Lay out tensors as a DCP checkpoint of `world_size` FSDP2 ranks, under the key "model"."""
     boxes = [chunked(tensor.shape, world_size) for tensor in tensors]
     return lay_out_dcp(catalog, tensors, boxes, keys=[(MODEL, tensor.name) for tensor in tensors])
 
@@ -71,11 +71,11 @@ def lay_out_dcp(
     keys: Sequence[tuple[str | int, ...]],
     objects: Sequence[tuple[tuple[str | int, ...], bytes]] = (),
 ) -> Laid:
-    """Lay boxes out as `__<rank>_0.distcp` and `.metadata`.
+    """Lay out boxes as `__<rank>_0.distcp` files and `.metadata`.
 
     Args:
-        keys: The path of each tensor in the nested state dict; its name in `.metadata` is the path joined by dots.
-        objects: (path, record) of everything that is not a tensor; the records are at the start of rank 0's file.
+        keys: The path of each tensor in the nested state dict. Its name in `.metadata` is the path joined by dots.
+        objects: (path, record) of everything that is not a tensor. The records are at the start of rank 0's file.
     """
     place = {id(tensor): i for i, tensor in enumerate(tensors)}
     order = [place[id(tensor)] for tensor in in_disk_order(catalog, tensors)]
@@ -111,7 +111,7 @@ def lay_out_dcp(
 
 @dataclass(frozen=True, slots=True)
 class _Records:
-    """The records of one tensor: start, length, and length of the part before the payload (`heads`)."""
+    """The records of one tensor: start, length, and bytes before the payload (`heads`)."""
 
     tensor: int
     ranks: Int64
@@ -122,7 +122,7 @@ class _Records:
 
     @classmethod
     def laid(cls, tensor: OutputTensor, index: int, boxes: RankBoxes, cursors: list[int]) -> _Records:
-        """Append the records to the files of their ranks; `cursors`, the ends of the files, are updated."""
+        """Append the records to the files of their ranks. Updates `cursors`, the ends of the files."""
         table: list[tuple[int, int, int]] = []
         for rank, sizes in zip(boxes.ranks.tolist(), boxes.sizes.tolist(), strict=True):
             frame = frame_tensor(tensor.dtype, tuple(sizes))
@@ -135,14 +135,14 @@ class _Records:
 
 @dataclass(frozen=True, slots=True)
 class _Frames:
-    """All records, sorted by rank and start; the frames of a file are only created when it is written."""
+    """All records, sorted by rank and start. The frames of a file are created only when it is written."""
 
     tensors: Sequence[OutputTensor]
     bounds: Int64  # [ranks + 1] rows of each rank
-    owners: Int64  # [n] tensor
-    rows: Int64  # [n] row among the tensor's records
+    owners: Int64  # [n] index of the tensor
+    rows: Int64  # [n] index among the tensor's records
     starts: Int64
-    payloads: Int64  # [n] where the payload starts
+    payloads: Int64  # [n] start of the payload
     lengths: Int64  # [n] length of the whole record
     records: dict[int, _Records]
 
@@ -178,14 +178,14 @@ class _Frames:
 
 @dataclass(frozen=True, slots=True)
 class _FrameLiterals:
-    """The bytes of a rank's file besides the payloads; created again for each use."""
+    """The bytes of a rank's file besides the payloads. They are created again each time they are iterated."""
 
     frames: _Frames
     rank: int
     head: bytes = b""
 
     def extents(self, payloads: Int64) -> tuple[Int64, Int64]:
-        """Return (starts, lengths) of the literals without creating them, which is slow for a thousand files.
+        """Return (starts, lengths) of the literals. Does not create the literals, which is slow for a thousand files.
 
         Args:
             payloads: Bytes of each payload, in file order.
@@ -214,7 +214,7 @@ class _FrameLiterals:
 
 @dataclass(frozen=True, slots=True)
 class _FrameCrcs:
-    """The positions of the CRC-32 of each payload in a rank's file."""
+    """The CRC-32 field of each payload in a rank's file."""
 
     frames: _Frames
     rank: int
@@ -229,7 +229,7 @@ class _FrameCrcs:
 
 @functools.lru_cache(maxsize=65536)
 def _crc_places(frame: RecordFrame) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the offsets of the CRC in the head and in the suffix of a frame, found by writing two CRCs."""
+    """Return the offsets of the CRC in a frame's head and in its suffix, found by writing two different CRCs."""
     return _changed(frame.head(0), frame.head(0xFFFFFFFF)), _changed(frame.suffix(0), frame.suffix(0xFFFFFFFF))
 
 

@@ -1,4 +1,4 @@
-"""Turns written files into a committed ckptkit checkpoint: digests, manifest, objects, commit record."""
+"""Turns written files into a committed ckptkit checkpoint: adds digests, manifest, objects and commit record."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from ckptkit.version import __version__
 
 __all__ = ["Seal", "SealedTensor", "planned_catalog", "seal"]
 
-_Row = tuple[int, int, int, int, bool, int]  # start, bytes, placement, its row, whether the digest is known, digest
-_CHUNK = 256 << 10  # stays in the L2 cache between the two digests
+_Row = tuple[int, int, int, int, bool, int]  # start, bytes, placement, row in it, whether the digest is known, digest
+_CHUNK = 256 << 10  # bytes: stays in the L2 cache while two digests read it
 _REMOTE_CHUNK = 8 << 20
 Digests = Sequence[npt.NDArray[np.uint64]]
 
@@ -45,13 +45,13 @@ class SealedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """What the commit record and the manifest of a new checkpoint say besides its files.
+    """What the commit record and the manifest of a new checkpoint contain besides its files.
 
     Attributes:
         tag: The directory's name, if it is not named after the step.
         tensors: By name.
-        ranks: [files] the rank of each file of the plan, -1 for none.
-        objects: Entries of the manifest, with locations in the new files and digests.
+        ranks: [files] the rank of each file of the plan; -1 for none.
+        objects: Entries of the manifest, with their locations in the new files and their digests.
         extra: More fields of the manifest: meshes, placements, aliases.
         record: Fields copied from the source's record.
     """
@@ -69,7 +69,7 @@ class Seal:
 
 
 def planned_catalog(plan: Plan, what: Seal, digests: Digests | None = None) -> Catalog:
-    """Return the catalog of the checkpoint that the plan writes, with `digests` if given."""
+    """Return the catalog of the checkpoint that the plan writes. It includes `digests` if given."""
     tensors: dict[str, TensorEntry] = {}
     paths = [file.path for file in plan.files]
     nbytes, stop = Placement.joined(plan.placements)[2], 0
@@ -103,8 +103,7 @@ def seal(plan: Plan, store: Store, what: Seal, *, digested: Digested | None = No
     """Hash the plan's files in `store`, then write the manifest and, last, the commit record.
 
     Args:
-        digested: Digests of boxes, computed while they were written. Other boxes, and the bytes between boxes, are
-            read again.
+        digested: Digests of boxes that were computed while the boxes were written. All other bytes are read again.
     """
     digests, files = _hash_files(plan, store, digested or Digested(), workers)
     known = planned_catalog(plan, what, digests)
@@ -136,7 +135,7 @@ class _Boxes:
 
     Attributes:
         bounds: [files + 1] rows of each file.
-        owners, rows: [n] placement, and row in it.
+        owners, rows: [n] index of the placement, and row in it.
         known: [n] whether the digest is known.
         digests: [n] digests; undefined if not known.
     """
@@ -168,7 +167,7 @@ class _Boxes:
         return cls(bounds, starts, nbytes, owners[order], rows[order], found >= 0, values)
 
     def of_file(self, index: int) -> list[_Row]:
-        """Return the boxes of one file, in its order."""
+        """Return the boxes of one file, in file order."""
         part = slice(int(self.bounds[index]), int(self.bounds[index + 1]))
         columns = (self.starts, self.nbytes, self.owners, self.rows, self.known, self.digests)
         return list(zip(*(column[part].tolist() for column in columns), strict=True))
@@ -192,7 +191,7 @@ def _hash_files(plan: Plan, store: Store, digested: Digested, workers: int) -> t
 
 
 class _FileHash:
-    """Hashes a file from its start to its end: its outline, and each box in it whose digest is not known."""
+    """Hashes a file from start to end: its outline, and each box whose digest is not known."""
 
     def __init__(self, reader: SourceReader, index: int, nbytes: int, digests: Digests) -> None:
         self._reader = reader
@@ -205,8 +204,8 @@ class _FileHash:
 
     def hashed(self, boxes: list[_Row]) -> FileRecord:
         """Return the file's entry in the commit record."""
-        first = 0  # start of the bytes that are not hashed yet
-        pending: list[_Row] = []  # boxes in these bytes
+        first = 0  # start of the bytes that are not yet hashed
+        pending: list[_Row] = []  # boxes in the bytes that are not yet hashed
         for row in boxes:
             start, length, owner, place, known, digest = row
             if not known or length < LEAST:
@@ -226,11 +225,11 @@ class _FileHash:
 
     def _read(self, first: int, stop: int, boxes: list[_Row]) -> None:
         """Hash the bytes [first, stop), which contain these boxes."""
-        at, state = 0, None  # index and hash of the box that continues in the next chunk
+        at, state = 0, None  # index of the current box, and its hasher if the box began in an earlier chunk
         for begin in range(first, stop, len(self._buffer)):
             view = self._buffer[: min(len(self._buffer), stop - begin)]
             self._reader.read(self._index, begin, view)
-            end, told = begin + len(view), begin  # the outline has the bytes before `told`
+            end, told = begin + len(view), begin  # the outline includes the bytes before `told`
             while at < len(boxes) and boxes[at][0] < end:
                 start, length, owner, row, *_ = boxes[at]
                 state = state or new_hasher()
@@ -243,5 +242,5 @@ class _FileHash:
                 self._state(owner, row, length, state.intdigest())
                 at, state = at + 1, None
             self._outline.update(view[told - begin :])
-        for _, length, owner, row, *_ in boxes[at:]:  # empty boxes at the end
+        for _, length, owner, row, *_ in boxes[at:]:  # empty boxes at the end of the file
             self._state(owner, row, length, digest_of(b""))
