@@ -237,5 +237,8 @@ def save_a_sharded_4bit_layer(path: str) -> str:
 
 def test_a_4bit_weight_sharded_by_fsdp2_is_refused_on_every_rank(ranks: Any, tmp_path: Path) -> None:
     for message in ranks.run(save_a_sharded_4bit_layer, 2, str(tmp_path / "run")):
-        assert "model.0.weight holds packed 4-bit values of bitsandbytes, whose scales (quant_state)" in message
+        assert (
+            "model.0.weight holds packed 4-bit values of bitsandbytes. Under FSDP2, their scales (quant_state)"
+            in message
+        )
     assert not list(tmp_path.glob("run/step_*"))

@@ -164,5 +164,5 @@ def test_the_error_for_a_run_names_its_newest_checkpoint(tmp_path: Path) -> None
     with CheckpointManager(tmp_path) as manager:
         for step in (1, 2):
             manager.save(step, TrainState(model=torch.nn.Linear(2, 2)))
-    with pytest.raises(CheckpointNotFoundError, match=r"It may be a run: name one in it, as step_00000002\.$"):
+    with pytest.raises(CheckpointNotFoundError, match=r"It may be a run: name a checkpoint in it, as step_00000002\.$"):
         _ = DCPReader(tmp_path).catalog

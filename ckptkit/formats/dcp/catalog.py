@@ -1,7 +1,7 @@
-"""Reads checkpoints of torch.distributed.checkpoint: `.metadata`, or one `__R.metadata` per rank, and data files.
+"""Reads torch.distributed.checkpoint (DCP) checkpoints: `.metadata`, or one `__R.metadata` per rank, and data files.
 
-Opening reads metadata only. Where a tensor's bytes are inside its item is located on first access (`locate`), because
-that takes a read per item.
+Opening a checkpoint reads only metadata. Finding a tensor's bytes inside its data file takes another read per slice, so
+`locate` does that on first access.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _BYTES_KIND = "torch.distributed.checkpoint.metadata.BytesStorageMetadata"
 _ZSTD = "stream.zstd/1"
 _MAX_NDIM = 64
 _MAX_COUNT = 1 << 62
-_MOST_PACKED = 64  # declared bytes per stored byte: a float64 packed into one bit
+_MOST_PACKED = 64  # the largest ratio of declared to stored bytes: float64 values packed into one bit each
 _KINDS = {"other": "FIFO, a socket or a device"}
 
 Int64 = npt.NDArray[np.int64]
@@ -55,14 +55,14 @@ Int32 = npt.NDArray[np.int32]
 
 @collector_paused()
 def open_catalog(store: Store, *, options: ReadOptions = ReadOptions()) -> Catalog:  # noqa: B008 - frozen
-    """Return the catalog of the DCP checkpoint at the store's root. Reads metadata only, no data file.
+    """Return the catalog of the DCP checkpoint at the store's root. Reads only metadata, no data file.
 
     Raises:
-        CheckpointNotFoundError: There is no metadata.
+        CheckpointNotFoundError: There is no metadata file.
         IncompleteCheckpointError: The save did not finish, or files or parts of tensors are missing.
-        CorruptCheckpointError: The metadata are damaged, or contradict each other or the files.
-        UnsafePickleError: The metadata ask for a global that is not allowed; nothing was run.
-        UnsafePathError: The metadata point outside the checkpoint.
+        CorruptCheckpointError: A metadata file is damaged, or contradicts another metadata file or the data files.
+        UnsafePickleError: A metadata file names a global that is not allowed. No code was run.
+        UnsafePathError: A metadata file names a file outside the checkpoint.
     """
     listing = {info.path: info for info in store.list()}
     parts = [_Part(listing[name], _load(store, listing[name])) for name in metadata_files(listing)]
@@ -70,10 +70,11 @@ def open_catalog(store: Store, *, options: ReadOptions = ReadOptions()) -> Catal
 
 
 def metadata_files(listing: Mapping[str, FileInfo]) -> list[str]:
-    """Return the names of the metadata files in a directory: `.metadata`, or those of all ranks in order.
+    """Return the names of a directory's metadata files: `.metadata`, or the files of all ranks in rank order.
 
     Raises:
-        CheckpointNotFoundError, IncompleteCheckpointError: There are none, or some ranks' are missing.
+        CheckpointNotFoundError: There is no metadata file.
+        IncompleteCheckpointError: The save did not finish, or the metadata files of some ranks are missing.
     """
     if METADATA in listing:
         return [METADATA]
@@ -94,14 +95,16 @@ def metadata_files(listing: Mapping[str, FileInfo]) -> list[str]:
         )
     text = "there is no .metadata and no __0.metadata: this is not a DCP checkpoint."
     steps = [(step, name) for name in listing if (step := step_of_name(name)) is not None]
-    raise CheckpointNotFoundError(f"{text} It may be a run: name one in it, as {max(steps)[1]}." if steps else text)
+    raise CheckpointNotFoundError(
+        f"{text} It may be a run: name a checkpoint in it, as {max(steps)[1]}." if steps else text
+    )
 
 
 def _load(store: Store, info: FileInfo) -> Any:
     if info.kind not in ("file", "symlink"):
         raise CorruptCheckpointError(f"{info.path}: expected a file, found a {_KINDS.get(info.kind, info.kind)}.")
     if info.size > MAX_METADATA_BYTES:
-        raise CorruptCheckpointError(f"{info.path}: {info.size} bytes of metadata are more than any checkpoint needs.")
+        raise CorruptCheckpointError(f"{info.path} has {info.size} bytes, more than any checkpoint's metadata needs.")
     data = store.read(info.path)
     if not data:
         raise IncompleteCheckpointError(f"{info.path} is empty: the save was interrupted, perhaps by a power cut.")
@@ -109,7 +112,7 @@ def _load(store: Store, info: FileInfo) -> Any:
 
 
 class _Part:
-    """One metadata file, whose top-level fields are checked."""
+    """A metadata file. The constructor checks the top-level fields."""
 
     def __init__(self, info: FileInfo, value: Any) -> None:
         self.name = info.path
@@ -134,7 +137,7 @@ class _Part:
         return CorruptCheckpointError(f"{self.name}: {text}.")
 
     def paths(self) -> dict[str, tuple[str | int, ...]]:
-        """Return the path of each key in the state."""
+        """Return the path of each key in the nested state dict."""
         found: dict[str, tuple[str | int, ...]] = {}
         for key, path in self.planner.items():
             if not isinstance(key, str):
@@ -145,15 +148,16 @@ class _Part:
         return found
 
     def grouped_storage(self) -> dict[str, dict[tuple[int, ...] | None, StorageInfo]]:
-        """Return where each item is: key -> offset (None for byte entries) -> place."""
+        """Return where each item is stored, by key and then by offset (None for entries that are bytes)."""
         infos = list(self.storage.values())
         try:
             names, offsets = _fields(self.storage, "fqn"), _fields(self.storage, "offset")
         except AttributeError:
             raise self.fault("an index of its storage_data is incomplete") from None
         if not (_are(Index, self.storage) and _are(StorageInfo, infos) and _are(str, names)):
-            raise self.fault("an entry of its storage_data is not the place of an item")
-        # Checked before any is hashed: hashing a nested tuple of a hostile file may take exponential time.
+            raise self.fault("an entry of its storage_data is malformed")
+        # Check the offsets before using them as dict keys: hashing a nested tuple from a hostile file can take
+        # exponential time.
         if not _are_counts([offset for offset in offsets if offset is not None]):
             odd = (not (item is None or _are_counts([item])) for item in offsets)
             raise self.fault(f"an offset of {next(compress(names, odd))!r:.80} is not a tuple of integers")
@@ -163,12 +167,13 @@ class _Part:
             if group is None:
                 group = grouped[name] = {}
             elif offset in group:
-                raise self.fault(f"{name!r:.80} has two places for its part at {offset}")
+                raise self.fault(f"storage_data lists the part of {name!r:.80} at {offset} twice")
             group[offset] = info
         return grouped
 
 
-# A few passes over lists in C. For a million slices, one by one would take as long as the pickle.
+# These helpers make a few passes in C over whole lists. For a million slices, a Python loop would take as long as
+# unpickling.
 
 
 def _fields(values: Iterable[Any], name: str) -> list[Any]:
@@ -185,7 +190,7 @@ def _are_counts(values: Sequence[Any]) -> bool:
 
 
 class _Files:
-    """The data files by number, each checked once."""
+    """Numbers the data files, and checks each file once."""
 
     def __init__(self, store: Store, listing: Mapping[str, FileInfo]) -> None:
         self._store = store
@@ -207,7 +212,7 @@ class _Files:
             checked_path(path)
         except UnsafePathError:
             raise UnsafePathError(
-                f"{source}: it points to {path[:200]!r}, outside the checkpoint. It is not followed."
+                f"{source}: it names {path[:200]!r}, which is outside the checkpoint. That file was not read."
             ) from None
         info = self._listing.get(path) or self._store.info(path)
         if info is None:
@@ -219,7 +224,7 @@ class _Files:
         match = _DATA_FILE.fullmatch(path.rpartition("/")[2])
         rank = int(match[1]) if match and len(match[1]) < 9 else -1
         if info.kind == "symlink":
-            self._store.read(path, 0, 1)  # raises if it leads outside
+            self._store.read(path, 0, 1)  # raises if the link leads out of the checkpoint
         self._index[path] = len(self.paths)
         self.paths.append(path)
         self.sizes.append(info.size if info.kind == "file" else -1)
@@ -249,7 +254,7 @@ class _Builder:
         self.files = files
         self.rows: dict[str, _Rows] = {}
         self.objects: dict[str, tuple[StorageInfo, str]] = {}
-        self.opaque: dict[str, str] = {}  # tensors that can't be read as plain memory, and why
+        self.opaque: dict[str, str] = {}  # tensor name -> why it can't be read as plain memory
         self.paths: dict[str, tuple[str | int, ...]] = {}
 
     def catalog(self) -> Catalog:
@@ -281,14 +286,14 @@ class _Builder:
                 self._gather_tensor(part, name, entry, places)
             elif isinstance(entry, Record) and entry.kind == _BYTES_KIND:
                 if None not in places:
-                    raise IncompleteCheckpointError(f"{part.name}: it has no place for the entry {name!r:.80}.")
+                    raise IncompleteCheckpointError(f"{part.name}: it has no location for the entry {name!r:.80}.")
                 self.objects.setdefault(name, (places.pop(None), part.name))
             else:
                 raise part.fault(f"the entry {name!r:.80} is neither a tensor nor bytes")
             if places:
-                raise part.fault(f"storage_data contains parts of {name!r:.80} that its description does not")
+                raise part.fault(f"storage_data lists parts of {name!r:.80} that state_dict_metadata does not")
         if grouped:
-            raise part.fault(f"storage_data contains {next(iter(grouped))!r:.80}, which is not described")
+            raise part.fault(f"storage_data lists {next(iter(grouped))!r:.80}, but state_dict_metadata does not")
 
     def _gather_tensor(
         self, part: _Part, name: str, entry: TensorMetadata, places: dict[tuple[int, ...] | None, StorageInfo]
@@ -316,12 +321,12 @@ class _Builder:
             raise part.fault(f"the offsets or sizes of a part of {name!r:.80} are not tuples of integers")
         other = {*map(len, offsets), *map(len, sizes)} - {len(shape)}
         if other:
-            raise part.fault(f"a part of {name!r:.80} has {min(other)} dimensions, the tensor {len(shape)}")
+            raise part.fault(f"a part of {name!r:.80} has {min(other)} dimensions, but the tensor has {len(shape)}")
         try:
             infos = list(map(places.pop, offsets))
         except KeyError as error:
             raise IncompleteCheckpointError(
-                f"{part.name}: it has no place for the part of {name!r:.80} at {error.args[0]}."
+                f"{part.name}: it has no location for the part of {name!r:.80} at {error.args[0]}."
             ) from None
         starts, lengths = _ranges(infos, part, name)
         rows.offsets += offsets
@@ -335,7 +340,7 @@ class _Builder:
     def _gather_whole(
         self, part: _Part, name: str, entry: TensorMetadata, places: dict[tuple[int, ...] | None, StorageInfo]
     ) -> bool:
-        """Treat a quantized or sparse tensor that was saved in one piece as an object. Return whether it is one."""
+        """Record a quantized or sparse tensor as an object if it was saved in one piece. Return whether it was."""
         chunks = entry.chunks
         if type(chunks) is not list or len(chunks) != 1 or len(places) != 1 or name in self.rows:
             return False
@@ -397,7 +402,7 @@ class _Builder:
         return entries
 
     def _check_opaque(self, entry: TensorEntry, error: CorruptCheckpointError) -> None:
-        """Raise `error` (fewer bytes are stored than declared) unless the tensor has a class, which may pack values."""
+        """Raise `error` (too few stored bytes) unless the tensor is of a subclass, which may pack its values."""
         slices = entry.slices
         assert isinstance(slices, LocatedSlices)
         try:
@@ -416,15 +421,17 @@ class _Builder:
             row = int(bad[0])
             path = self.files.paths[int(files[row])]
             raise IncompleteCheckpointError(
-                f"{path} is truncated: it has {int(sizes[files[row]])} bytes, an item is at "
+                f"{path} is truncated: it has {int(sizes[files[row]])} bytes, but an item is at "
                 f"[{int(starts[row])}, {int(starts[row] + lengths[row])})."
             )
 
     def _check_bytes(self, columns: TensorColumns) -> tuple[npt.NDArray[np.float64], dict[str, CorruptCheckpointError]]:
-        """Check that no part declares more bytes than are stored for it, because memory is allocated as declared.
+        """Check that no slice declares more bytes than are stored for it, because memory is allocated for the declared
+        size.
 
-        Returns the number of elements of each slice, and an error for each tensor that only a class that packs values
-        could explain.
+        Returns:
+            The number of elements of each slice, and an error for each tensor that declares too many bytes but may be
+            of a subclass that packs its values.
         """
         owners, numels = columns.owners, columns.numels()
         negative = np.flatnonzero(columns.sizes < 0)
@@ -461,7 +468,7 @@ class _Builder:
         path, size = self.files.paths[file], self.files.sizes[file]
         if 0 <= size < start + length:
             raise IncompleteCheckpointError(
-                f"{path} is truncated: it has {size} bytes, {name!r:.80} is at [{start}, {start + length})."
+                f"{path} is truncated: it has {size} bytes, but {name!r:.80} is at [{start}, {start + length})."
             )
         codec = Codec("zstd", start, length) if _is_zstd(info, part, name) else None
         role = roles.of(name).role
@@ -498,7 +505,7 @@ class _Builder:
 
 
 def _ranges(infos: Sequence[StorageInfo], part: _Part, name: str) -> tuple[list[int], list[int]]:
-    """Return the first byte and the number of bytes of each item."""
+    """Return the start and the length of each item, in bytes."""
     try:
         starts, lengths = _fields(infos, "offset"), _fields(infos, "length")
     except AttributeError:
@@ -521,11 +528,13 @@ def _is_zstd(info: StorageInfo, part: _Part, name: str) -> bool:
 
 
 def _tensor_dtype(properties: Any) -> str:
-    """Return the dtype of TensorProperties, whose state is (dtype, layout, requires_grad, memory format, pinned).
+    """Return the dtype of pickled TensorProperties.
+
+    Their pickled state is a tuple (dtype, layout, requires_grad, memory format, pinned).
 
     Raises:
-        AttributeError: There is none.
-        UnsupportedFormatError: Their layout is not dense, or the dtype unknown.
+        AttributeError: There is no dtype.
+        UnsupportedFormatError: The layout is not dense, or the dtype is unknown.
     """
     state = properties.state if isinstance(properties, Record) else None
     found = state[0] if isinstance(state, tuple) and state else (properties.fields.get("dtype") if state else None)
@@ -533,5 +542,5 @@ def _tensor_dtype(properties: Any) -> str:
         raise AttributeError("dtype")
     layout = state[1] if isinstance(state, tuple) and len(state) > 1 else "strided"
     if layout != "strided":
-        raise UnsupportedFormatError(f"its layout is {str(layout)[:40]}; only dense tensors are read.")
+        raise UnsupportedFormatError(f"its layout is {str(layout)[:40]}; only dense tensors can be read.")
     return dtype_of(found.name).name

@@ -1,4 +1,4 @@
-"""Checks slices against their digests: while they are loaded, or by reading them only for that."""
+"""Checks slices against their digests, during a load or with reads made only for the check."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["Running", "SliceCheck", "all_of", "check_bytes", "check_slices", "re
 
 T = TypeVar("T")
 
-_PIECE = 1 << 20  # larger than the writer's, because a piece is also a read from the disk
-_GAP = 64 << 10  # smaller gaps are read and dropped
-_VECTOR = 512  # buffers of one read; the system allows 1,024
-_REMOTE = 16 << 20  # bytes of one request to a remote store
-CHECK_BYTES = 32 << 20  # buffer of each thread that checks slices of a remote store
+_PIECE = 1 << 20  # bytes hashed at once; more than the writer's, because each piece is also a disk read
+_GAP = 64 << 10  # gaps up to this size are read and discarded
+_VECTOR = 512  # buffers per preadv call; the system allows 1,024
+_REMOTE = 16 << 20  # bytes per request to a remote store
+CHECK_BYTES = 32 << 20  # buffer size of each thread that checks slices of a remote store
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class SliceCheck:
 
 
 class Running:
-    """Hashes the pieces of a slice and compares the result with a digest, if there is one."""
+    """Hashes the pieces of a slice, and compares the hash with the slice's digest if there is one."""
 
     def __init__(self, digest: Digest | None, path: str, name: str) -> None:
         self._digest, self._path, self._name = digest, path, name
@@ -49,13 +49,13 @@ class Running:
             self._hasher.update(piece)
 
     def check(self) -> None:
-        """Compare. Raises IntegrityError, which names file and tensor."""
+        """Compare the hash with the digest. Raises IntegrityError, which names the file and the tensor."""
         if self._digest is not None and self._hasher is not None:
             _compare(self._digest, self._hasher.intdigest(), self._path, self._name)
 
 
 def check_bytes(digest: Digest | None, data: memoryview, path: str, name: str) -> None:
-    """Compare bytes with their digest, if there is one. Raises IntegrityError, which names file and entry."""
+    """Compare bytes with their digest, if there is one. Raises IntegrityError, which names the file and the entry."""
     if digest is not None:
         _compare(digest, hash_of((data,), digest.algorithm), path, name)
 
@@ -69,7 +69,8 @@ def _compare(digest: Digest, found: int, path: str, name: str) -> None:
 
 
 def all_of(calls: Sequence[Callable[[], T]], workers: int, *, name: str = "ckptkit-read") -> list[T]:
-    """Return the results of the calls, made in several threads. Raises the first failure after all threads ended."""
+    """Make the calls in several threads and return their results. After all threads have ended, raises the first
+    failure."""
     if workers <= 1 or len(calls) <= 1:
         return [call() for call in calls]
     with WorkerPool(min(workers, len(calls)), thread_name_prefix=name) as pool:
@@ -83,11 +84,12 @@ def all_of(calls: Sequence[Callable[[], T]], workers: int, *, name: str = "ckptk
 
 
 def read_pieces(store: Store, path: str, parts: Sequence[tuple[int, memoryview, Running]]) -> None:
-    """Read parts of one file into memory, and hash each piece while it is in the cache. Parts that follow each other in
-    the file, with small gaps, are read by the same calls.
+    """Read parts of one file into memory, and hash each piece while it is in the CPU cache.
+
+    Parts with small gaps between them are read by one call.
 
     Args:
-        parts: (position in the file, memory to fill, digest) of each, in the order of the file.
+        parts: (position in the file, memory to fill, running hash) of each part, in file order.
 
     Raises:
         IncompleteCheckpointError: The file is too short.
@@ -148,15 +150,15 @@ def check_slices(store: Store, slices: Iterable[SliceCheck], workers: int) -> in
     Each worker holds at most 1 MiB of a local store, or `CHECK_BYTES` of a remote one.
 
     Raises:
-        IntegrityError: Bytes differ from their digest; names tensor and file.
-        IncompleteCheckpointError: A file is missing, or too short.
+        IntegrityError: Bytes differ from their digest. The message names the tensor and the file.
+        IncompleteCheckpointError: A file is missing or too short.
     """
     size = CHECK_BYTES if store.asking_costs else _PIECE
     return sum(all_of([partial(_check, store, batch, size) for batch in _batches(slices, size)], workers))
 
 
 def _batches(slices: Iterable[SliceCheck], size: int) -> Iterator[list[SliceCheck]]:
-    """Group small slices of one file, in the order of the file."""
+    """Yield batches of at most `size` bytes, or of one larger slice. Each batch is from one file, in file order."""
     batch: list[SliceCheck] = []
     nbytes = 0
     for item in sorted(slices, key=lambda item: (item.path, item.start)):

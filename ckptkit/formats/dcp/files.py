@@ -1,4 +1,4 @@
-"""Writes DCP data files: distributes records over a few files; digests and CRC are computed while writing."""
+"""Writes DCP data files: distributes the records over a few files, and computes digests and CRCs while writing."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ Phase = tuple[str, float, int]
 ROW = np.dtype(
     [("key", "<i4"), ("file", "<i4"), ("start", "<i8"), ("length", "<i8"), ("payload", "<i8"), ("digest", "<u8")]
 )
-"""Where the record of a slice or object is: `start` and `payload` are positions in the file; the digest is of the
-payload. The key is the number of the tensor in the rank's table, -1 for an object."""
+"""The location of the record of a slice or an object. `start` and `payload` are byte positions in the file. `digest`
+covers the payload. `key` is the tensor's number in the rank's table, or -1 for an object."""
 
 _PACK = 1 << 20  # small records are joined into writes of this size
-_FILE = 16 << 20  # fewer bytes are not worth another file, or on an object store another request
-_SMALL_FILE = 1 << 20  # on an object store, a smaller file is appended to another one
+_FILE = 16 << 20  # fewer bytes are not worth another file, or another request to an object store
+_SMALL_FILE = 1 << 20  # on an object store, a smaller file is merged into another one
 _ONE_REQUEST = 216 << 20  # a larger file is uploaded in parts while it is written
-_COPIED_FILES = 4  # on an object store if tensors have to be copied: the copies stay in memory during the upload
-_DIRTY = 16 << 20  # 1 GiB takes 0.36 s on a disk; 0.38 s at 32 MiB, 0.47 s if writeback starts at the fsync
+_COPIED_FILES = 4  # files at once on an object store if tensors must be copied: the copies use memory during the upload
+_DIRTY = 16 << 20  # bytes between writebacks: 1 GiB takes 0.36 s on a disk (32 MiB: 0.38 s; only at fsync: 0.47 s)
 _FULL = (28, 122, 27)  # ENOSPC, EDQUOT, EFBIG
 
 
 @dataclass(slots=True)
 class Written:
-    """Where the records are, in the order they were given.
+    """Where the records were written, in the order in which they were given.
 
     Attributes:
         paths: The files.
         files: The size of each file and the digest of its outline.
-        rows: [n] of `ROW`, whose keys are still -1.
+        rows: [n] of `ROW`. The keys are not set yet (-1).
         phases: Where the time was spent.
     """
 
@@ -73,7 +73,7 @@ def _workers(store: Store, tensors: Sequence[torch.Tensor] | Sequence[memoryview
     from ckptkit.formats.dcp.host_bytes import lies_row_major
 
     nbytes = copied = 0
-    for tensor in tensors:  # once: some sequences create their tensors on access
+    for tensor in tensors:  # one pass only: some sequences create their tensors on access
         nbytes += tensor.nbytes
         copied += 0 if isinstance(tensor, memoryview) or lies_row_major(tensor) else tensor.nbytes
     return _COPIED_FILES if 2 * copied > nbytes else default_workers(store)
@@ -97,11 +97,11 @@ def write_records(
 ) -> Written:
     """Write tensors and finished records to files `<prefix><n>.distcp`, and return where they are.
 
-    Each worker writes its own file, because file systems allow one writer at a time per file. A failure is raised once
-    every worker has stopped.
+    Each worker writes its own file, because file systems allow one writer at a time per file. A failure is raised after
+    all workers have stopped.
 
     Args:
-        frames, tensors: The tensors, and the frame of each.
+        frames, tensors: The tensors, and the frame of each tensor.
         records: Objects, already framed.
     """
     from ckptkit.formats.dcp.host_bytes import settle_device
@@ -117,7 +117,7 @@ def write_records(
     turn = threading.BoundedSemaphore(_cores())
     jobs = [FileJob(store, i, rows, frames, tensors, records, result, sync, turn) for i, rows in enumerate(bins)]
     if len(jobs) == 1:
-        jobs[0].run()  # most checkpoints: the way of a tensor stays short
+        jobs[0].run()  # the usual case: no threads
     else:
         all_of([job.run for job in jobs], len(jobs), name="ckptkit-write")
     if sync and jobs:
@@ -144,7 +144,7 @@ def _bins(lengths: Sequence[int], count: int) -> list[list[int]]:
 
 
 def _worth_a_request(bins: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
-    """Merge small files, which are left over next to a huge tensor, into the smallest of the other files."""
+    """Merge small files into the smallest of the other files. Small files are left over if one tensor is huge."""
     loads = [sum(lengths[row] for row in rows) for rows in bins]
     large = [(load, rows) for rows, load in zip(bins, loads, strict=True) if load >= _SMALL_FILE]
     small = [row for rows, load in zip(bins, loads, strict=True) if load < _SMALL_FILE for row in rows]
@@ -160,11 +160,11 @@ class FileJob:
 
     Attributes:
         number: Index of the file in `result.paths`.
-        rows: The indices of its records, in order; those of `len(frames)` and more refer to `records`.
-        result: Receives where the records are.
-        turn: Held while a file that is uploaded in one request is hashed, so that the first files are uploaded while
-            others are hashed.
-        seconds: Spent so far in the phases "digest" and "sync".
+        rows: The indices of the file's records, in order. Indices from `len(frames)` on refer to `records`.
+        result: Filled in with the location of each record.
+        turn: Limits how many files are hashed at once, among files that are uploaded in one request. The first files
+            are then uploaded while others are hashed.
+        seconds: Time spent so far in the phases "digest" and "sync".
     """
 
     store: Store
@@ -182,7 +182,7 @@ class FileJob:
     _dirty: int = 0
 
     def run(self) -> None:
-        """Write the file, durable if `sync`. If that fails, the file is removed."""
+        """Write the file, and fsync it if `sync`. If writing fails, remove the file."""
         from ckptkit.formats.dcp.host_bytes import HostBytes
 
         result, clock, source = self.result, time.perf_counter, HostBytes()
@@ -235,7 +235,7 @@ class FileJob:
         result.files[self.path] = FileRecord(at, outline.hexdigest(), outlined=True)
 
     def append(self, data: bytes | bytearray | memoryview) -> None:
-        """Write the next bytes of the file. Writeback to the disk starts long before the fsync."""
+        """Write the next bytes of the file. Start writeback to the disk long before the fsync."""
         if self._remote is not None:
             self._remote.write(memoryview(data))
             return
@@ -261,7 +261,7 @@ class FileJob:
             with self.store.writer(self.path, sync=self.sync) as self._remote, turn:
                 yield
             return
-        # Space is not reserved: it was checked before, appending does not fragment, and reserving costs 3 % on tmpfs.
+        # No fallocate: free space was checked before, appending does not fragment, and fallocate costs 3 % on tmpfs.
         self._fd = self.store.create(self.path)
         try:
             yield

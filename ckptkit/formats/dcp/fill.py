@@ -33,9 +33,9 @@ from ckptkit.storage.store import ReadInto, Store
 
 __all__ = ["Filler", "SliceCheck", "Verify", "add_box", "check_bytes", "check_slices", "part_of", "read_workers"]
 
-_FEW = 16  # for up to so many slices, a loop is faster than numpy
+_FEW = 16  # up to this many slices, a loop is faster than numpy
 
-_SMALL = 1 << 20  # up to this size, a tensor that is cast or copied is read into a buffer of its own
+_SMALL = 1 << 20  # up to this size, a tensor that must be cast or copied is read whole into its own buffer
 _BATCH = 8 << 20
 _BATCH_REMOTE = 64 << 20  # read by several concurrent requests
 _TILE = 32 << 20  # size of the buffer for larger regions
@@ -45,8 +45,8 @@ _RUN = 32 << 10  # shorter runs of needed bytes are read together with the gaps 
 class Verify(str, enum.Enum):
     """Which slices to check against their digests during a load."""
 
-    READ = "read"  # slices that are read whole: no additional reads
-    FULL = "full"  # all: slices that are needed in part are read whole
+    READ = "read"  # slices that are read whole: needs no additional reads
+    FULL = "full"  # all slices: a slice that is only partly needed is read whole
     OFF = "off"
 
 
@@ -60,7 +60,8 @@ def read_workers(store: Store) -> int:
 
 @dataclass(slots=True, eq=False)  # not frozen: creation would take twice as long, and a model has thousands
 class _Fill:
-    """Reads the region [offsets, offsets + sizes) of a slice, `needed` of its `nbytes`, into `target`."""
+    """A read of the region [offsets, offsets + sizes) of a slice into `target`: `needed` of the slice's `nbytes`
+    bytes."""
 
     name: str
     path: str
@@ -83,7 +84,7 @@ class _Fill:
 
     @property
     def checkable(self) -> bool:
-        """Whether the digest is of exactly this slice."""
+        """Whether the digest covers exactly this slice."""
         d = self.digest
         return d is not None and d.start == self.start and d.nbytes == self.nbytes
 
@@ -140,7 +141,7 @@ class Filler:
         )
 
     def unchecked(self) -> list[SliceCheck]:
-        """Return the stored slices that are to be read only in part, so that their digests are not checked."""
+        """Return the slices that will be read only in part. Their digests cannot be checked during the load."""
         found = {
             (fill.path, d.start): SliceCheck(fill.name, fill.path, d.start, d.nbytes, d)
             for fill in self._fills
@@ -150,10 +151,12 @@ class Filler:
         return list(found.values())
 
     def signature(self) -> bytes:
-        """Return 16 bytes that are equal on ranks that will read the same bytes into tensors of the same kind."""
+        """Return a 16-byte hash of the planned reads. It is equal on ranks that read the same bytes into tensors of the
+        same dtype and layout."""
         found = new_signer()
         for fill in self._fills:
-            # With a codec, `start` is relative to the record. The layout decides how a tensor is sent.
+            # The codec is included because it makes `start` relative to the record. The layout decides how a tensor is
+            # sent.
             where = fill.path, fill.start, fill.nbytes, fill.offsets, fill.sizes, fill.strides, fill.codec
             found.update(repr((where, str(fill.target.dtype), lies_row_major(fill.target))).encode())
         return found.digest()
@@ -161,7 +164,7 @@ class Filler:
     def share_out(self, own: int, count: int) -> list[list[torch.Tensor]]:
         """Divide the reads into `count` shares, keep share `own`, and return the tensors of each share.
 
-        The shares are the same, in the same order, on ranks with equal signatures; each is contiguous in the files.
+        Ranks with equal signatures get the same shares in the same order. Each share is contiguous in the files.
         """
         fills = sorted(self._fills, key=lambda fill: (fill.path, fill.start, fill.offsets))  # stable
         whole, before = max(1, sum(fill.needed for fill in fills)), 0
@@ -174,7 +177,8 @@ class Filler:
         return [[fill.target for fill in share] for share in shares]
 
     def last(self) -> dict[str, tuple[int, str]]:
-        """Return for each file where the last read ends, and its tensor, which a truncated file lacks."""
+        """Return, for each file, where the last read ends and which tensor it reads. A truncated file lacks that
+        tensor."""
         found: dict[str, tuple[int, str]] = {}
         for fill in self._fills:
             stop = fill.start + fill.nbytes if fill.codec is None else fill.codec.start + fill.codec.nbytes
@@ -186,13 +190,13 @@ class Filler:
         """Fill all tensors that were added, and return the seconds it took.
 
         Raises:
-            IntegrityError: Bytes differ from their digest; the message names tensor and file.
+            IntegrityError: Bytes differ from their digest. The message names the tensor and the file.
             IncompleteCheckpointError: A file is too short.
         """
         started = time.perf_counter()
         near = not self.store.asking_costs
-        # On an object store, requests are expensive: a large tensor is read by several concurrent requests, small ones
-        # that are next to each other by one.
+        # Requests to an object store are expensive. Several concurrent requests read a large tensor; one request reads
+        # several small adjacent tensors.
         direct_most = _BATCH_REMOTE if not near else 1 << 62
         lying: list[tuple[_Fill, int]] = []
         jobs: list[tuple[int, Callable[[], int]]] = []
@@ -211,8 +215,8 @@ class Filler:
             most = max(_BATCH, sum(fill.needed for fill, _ in lying) // (8 * self.workers))
             jobs += [(nbytes, partial(self._read_run, batch)) for nbytes, batch in _batches(lying, most, one_file=True)]
         else:
-            # Batches may span files: the number of requests is chosen by the size of a batch, and a small batch is
-            # split into requests of a few megabytes.
+            # A batch may span files. The store splits each batch into requests according to its size, and would split a
+            # small batch into requests of only a few megabytes.
             found = _batches(lying, _BATCH_REMOTE, one_file=False)
             jobs += [(_BATCH_REMOTE, partial(self._joined, batch)) for _, batch in found]
         self._fills = []
@@ -227,7 +231,8 @@ class Filler:
     # --- into the target's own memory
 
     def _read_run(self, batch: Sequence[tuple[_Fill, int]]) -> int:
-        """Read tensors of one file, in its order, into their memory, and hash them at the same time."""
+        """Read tensors of one file, in file order, and hash the bytes while reading. Copy those that can't be read in
+        place."""
         parts, into = [], [f.target if _is_direct(f) else torch.empty(f.sizes, dtype=f.dtype) for f, _ in batch]
         for (fill, at), tensor in zip(batch, into, strict=True):
             running = Running(fill.digest if fill.whole and fill.checkable else None, fill.path, fill.name)
@@ -240,7 +245,8 @@ class Filler:
         return sum(len(view) for _, view, _ in parts)
 
     def _joined(self, batch: Sequence[tuple[_Fill, int]]) -> int:
-        """Read tensors from an object store together. Those that need a cast or a copy are copied afterwards."""
+        """Read a batch of tensors from an object store, check their digests, and copy those that can't be read in
+        place."""
         into = [f.target if _is_direct(f) else torch.empty(f.sizes, dtype=f.dtype) for f, _ in batch]
         views = [host_view(tensor, writable=True) for tensor in into]
         reads = [ReadInto(fill.path, at, view) for (fill, at), view in zip(batch, views, strict=True)]
@@ -311,7 +317,8 @@ class Filler:
         return fill.nbytes
 
     def _span(self, fill: _Fill, box: Box) -> int:
-        """Read a box of the slice: run by run if its runs are long, otherwise with the gaps between them."""
+        """Read a box of the slice. Read long contiguous runs one by one, and short runs together with the gaps between
+        them."""
         strides = fill.strides or row_major_strides(fill.shape)
         at = fill.start + fill.itemsize * sum(o * s for o, s in zip(box.offsets, strides, strict=True))
         target = part_of(fill.target, tuple(o - f for o, f in zip(box.offsets, fill.offsets, strict=True)), box.sizes)
@@ -339,7 +346,7 @@ def _is_direct(fill: _Fill) -> bool:
 
 
 def _start_in_file(fill: _Fill) -> int | None:
-    """Return where the region starts in the file if its bytes are contiguous and row-major there, otherwise None."""
+    """Return where the region starts in the file, or None if its bytes in the file are not contiguous and row-major."""
     if fill.codec is not None or fill.strides is not None:
         return None
     if fill.whole:
@@ -351,7 +358,7 @@ def _start_in_file(fill: _Fill) -> int | None:
 def _batches(
     lying: Sequence[tuple[_Fill, int]], most: int, *, one_file: bool
 ) -> Iterator[tuple[int, list[tuple[_Fill, int]]]]:
-    """Yield batches of about `most` bytes of reads, in the order of the files, each with its number of bytes."""
+    """Yield (number of bytes, reads) of batches of about `most` bytes, in file order."""
     batch: list[tuple[_Fill, int]] = []
     nbytes = 0
     for item in lying:
@@ -381,7 +388,7 @@ def _spans(tile: Box, fill: _Fill) -> Iterator[Box]:
 
 
 def _run_numel(box: Box, fill: _Fill) -> int:
-    """Return the number of elements that follow each other without a gap."""
+    """Return the length, in elements, of the box's contiguous runs in the slice."""
     run = 1
     for size, extent in zip(reversed(box.sizes), reversed(fill.shape), strict=True):
         run *= size
@@ -391,7 +398,7 @@ def _run_numel(box: Box, fill: _Fill) -> int:
 
 
 def _run_starts(box: Box, strides: Sequence[int], run: int) -> list[int]:
-    """Return the position of the first element of each run, relative to the first of the box, in row-major order."""
+    """Return the position of each run's first element, relative to the box's first element, in row-major order."""
     starts, left = [0], box.numel // run
     for size, stride in zip(box.sizes, strides, strict=True):
         if left <= 1:
@@ -422,10 +429,10 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def add_box(filler: Filler, entry: TensorEntry, box: Box, target: torch.Tensor) -> None:
-    """Schedule the reads that fill `target`, this box of the tensor, from the slices, each element once.
+    """Schedule the reads that fill `target` with a box of the tensor. Replicas are read once.
 
     Raises:
-        IncompleteCheckpointError: The slices do not hold all of it.
+        IncompleteCheckpointError: The slices do not cover the whole box.
     """
     if not target.numel():
         return
@@ -434,15 +441,15 @@ def add_box(filler: Filler, entry: TensorEntry, box: Box, target: torch.Tensor) 
     for row, offset, size in _overlapping(entry, box):
         shared = Box(offset, size).intersect(box)
         if shared is None or shared in seen:
-            continue  # outside of the box, or a replica
+            continue  # outside the box, or a replica
         seen.add(shared)
         covered += shared.numel
         part = target if shared == box else part_of(target, shared.relative_to(box).offsets, shared.sizes)
         filler.add(entry, row, tuple(map(operator.sub, shared.offsets, offset)), part)
     if covered != target.numel():
         raise IncompleteCheckpointError(
-            f"tensor {entry.name!r}: the checkpoint holds {covered} of the {target.numel()} elements at "
-            f"{list(box.offsets)}, sizes {list(box.sizes)}."
+            f"tensor {entry.name!r}: the checkpoint has only {covered} of the {target.numel()} elements at "
+            f"offsets {list(box.offsets)}, sizes {list(box.sizes)}."
         )
 
 

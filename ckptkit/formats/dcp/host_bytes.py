@@ -1,5 +1,5 @@
 """Returns the bytes of tensors: in place if they are row-major on the host, otherwise through a buffer. Also tells
-which tensors have all their values in their own memory."""
+which tensors keep all their values in their own memory ("dense" tensors)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _STAGE = 16 << 20
 _TILE = 4 << 20  # buffer for tensors on the host that are not row-major
 _READ, _WRITE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
 
-# Classes whose values are those of one attribute, and their attributes that are computed from the values.
+# Subclasses that keep their values in one attribute: class -> (that attribute, an attribute computed from the values).
 _ONE_TENSOR = {"torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor": ("_tensor", "_precomputed_scale")}
 
 _view = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -58,11 +58,12 @@ def host_view(tensor: torch.Tensor, *, writable: bool = False) -> memoryview:
 
 
 def why_not_dense(tensor: Any) -> str:
-    """Return why a tensor can't be saved as the bytes of its own memory, as the end of a sentence; "" if it can.
+    """Return why a tensor can't be saved as the bytes of its own memory, or "" if it can. The text continues "the
+    tensor ...".
 
-    Every save checks every tensor before it writes anything. A DTensor or ShardedTensor is judged by its local parts. A
-    subclass is plain memory unless it handles torch's operators itself (only such a class can keep its values
-    elsewhere) or has tensors as attributes.
+    Every save checks every tensor before it writes anything. A DTensor or ShardedTensor is checked through its local
+    parts. A subclass can be saved unless it defines `__torch_dispatch__` (only then can it keep its values elsewhere)
+    or has tensors as attributes.
     """
     import torch
 
@@ -80,7 +81,7 @@ def why_not_dense(tensor: Any) -> str:
     if tensor.layout is not torch.strided:
         return f"is sparse ({tensor.layout}); save its indices and values, or to_dense()"
     if _dtype_name(tensor) not in DTYPES:
-        return f"has dtype {_dtype_name(tensor)}, which no checkpoint format here supports; save a view as uint8"
+        return f"has dtype {_dtype_name(tensor)}, which no checkpoint format supports; save it viewed as uint8"
     return ""
 
 
@@ -107,14 +108,14 @@ def _why_not_subclass(tensor: Any) -> str | None:
         return f"is a {name}, which has no values before its module has run once"
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return (
-            f"is a {name}, whose values are not in memory of its own. Save the tensors that it is made of, or what it "
-            "was made from, and create it again after the load"
+            f"is a {name}, which does not keep its values in its own memory. Save its inner tensors, or the tensor it "
+            "was created from, and create it again after the load"
         )
     carried = [key for key, value in vars(tensor).items() if _holds_tensors(value, 3)]
     if carried:
         return (
-            f"is a {name} with tensors in its attributes ({', '.join(carried)}), which would be lost. Save what it was "
-            "made from, and create it again after the load"
+            f"is a {name} with tensors in its attributes ({', '.join(carried)}), which would be lost. Save "
+            "the tensor it was created from, and create it again after the load"
         )
     return None
 
@@ -134,7 +135,7 @@ def _holds_tensors(value: Any, depth: int) -> bool:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's values are, or on the meta device will be, the bytes of its own memory."""
+    """Return whether a tensor's values are the bytes of its own memory. On the meta device: whether they will be."""
     import torch
 
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and _why_not_subclass(tensor):
@@ -143,7 +144,8 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def is_sparse_or_quantized(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is of torch's own class but not dense, so that torch.save restores it exactly."""
+    """Return whether a tensor of torch's own class is sparse or quantized. torch.save restores such a tensor
+    exactly."""
     import torch
 
     own = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta and not tensor.is_nested
@@ -151,9 +153,10 @@ def is_sparse_or_quantized(tensor: torch.Tensor) -> bool:
 
 
 def are_dense(tensors: Collection[Any]) -> bool:
-    """Return whether all are of torch's own classes, and `why_not_dense` would be "" for each.
+    """Return whether all tensors are dense and of torch's own classes.
 
-    Takes a few calls for all tensors together. If the answer is False, `why_not_dense` tells which and why.
+    Makes only a few calls for all tensors together. If the result is False, `why_not_dense` tells which tensors and
+    why.
     """
     import torch
 
@@ -209,7 +212,8 @@ def _dtype_name(tensor: torch.Tensor) -> str:
 
 
 def placed_like(whole: DTensor, local: torch.Tensor) -> DTensor:
-    """Return a DTensor of this rank's part, with the shape, mesh and placements of `whole`. No communication."""
+    """Return a DTensor with the local part `local` and the shape, mesh and placements of `whole`. Does not
+    communicate."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
@@ -232,13 +236,14 @@ def without_subclass(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def own_memory(tensor: Any) -> Any:
-    """Return the tensor that has the values, if it is of a class whose values are those of one attribute."""
+    """Return the inner tensor if the class keeps its values in one attribute, otherwise the tensor itself."""
     known = _ONE_TENSOR.get(f"{type(tensor).__module__}.{type(tensor).__qualname__}")
     return tensor if known is None else getattr(tensor, known[0])
 
 
 def forget_computed(tensor: Any) -> None:
-    """Drop what a live tensor, or its local part, has computed from its values, after a load has changed them."""
+    """Clear what a tensor, or its local part, has computed from its values. Call it after a load has changed the
+    values."""
     local = getattr(tensor, "_local_tensor", tensor)
     known = _ONE_TENSOR.get(f"{type(local).__module__}.{type(local).__qualname__}")
     if known is not None:
@@ -246,10 +251,10 @@ def forget_computed(tensor: Any) -> None:
 
 
 class HostBytes:
-    """Returns the bytes of tensors in pieces. Not thread-safe: each writing thread has its own.
+    """Returns the bytes of tensors in pieces. Not thread-safe: each writing thread needs its own instance.
 
-    Allocates, when first needed, two pinned buffers for tensors on a device and one for tensors that are not row-major.
-    A memoryview is returned as it is: a process without torch writes those.
+    On first use, allocates two pinned buffers for tensors on a device, and one buffer for tensors that are not
+    row-major. Returns a memoryview unchanged: processes without torch pass memoryviews instead of tensors.
     """
 
     def __init__(self) -> None:
@@ -259,7 +264,7 @@ class HostBytes:
         self._tile: torch.Tensor | None = None
 
     def pieces(self, tensor: torch.Tensor | memoryview) -> Iterator[memoryview]:
-        """Yield the row-major bytes of a tensor. Each piece is valid until the next one."""
+        """Yield the row-major bytes of a tensor. Each piece is valid until the next piece is requested."""
         for view in self._views(tensor):
             for start in range(0, len(view), PIECE):
                 yield view[start : start + PIECE]
@@ -276,7 +281,7 @@ class HostBytes:
                 yield self._copy(part)
 
     def _copy(self, part: torch.Tensor) -> memoryview:
-        """Copy a part of a tensor to a reused tile: allocating one per part would fragment memory."""
+        """Copy a part of a tensor into a reused buffer. A new buffer per part would fragment memory."""
         import torch
 
         if self._tile is None:
@@ -286,8 +291,10 @@ class HostBytes:
         return host_view(view)
 
     def at_rest(self, tensor: torch.Tensor | memoryview) -> memoryview | None:
-        """Return the row-major bytes of a tensor without a copy, or None if it is on a device or in another order. The
-        caller must keep the tensor alive."""
+        """Return the row-major bytes of a tensor without a copy, or None if it is on a device or not row-major.
+
+        The caller must keep the tensor alive.
+        """
         if isinstance(tensor, memoryview):
             return tensor
         return host_view(tensor) if lies_row_major(tensor) else None
@@ -307,7 +314,7 @@ class HostBytes:
         device = torch.get_device_module(flat.device)
         buffers = self._buffers(flat.device)
         stream = self._streams.setdefault(flat.device, device.Stream(flat.device))
-        stream.wait_stream(device.current_stream(flat.device))  # what computes the tensor comes first
+        stream.wait_stream(device.current_stream(flat.device))  # after the kernels that compute the tensor
         starts = range(0, flat.numel(), _STAGE)
         events: list[Any] = []
         for turn in range(len(starts) + 1):
@@ -332,7 +339,7 @@ class HostBytes:
 
 
 def settle_device() -> None:
-    """Wait for what this thread has queued on the accelerator, because other threads read the memory next."""
+    """Wait for the work that this thread has queued on the accelerator, because other threads read the memory next."""
     if "torch" not in sys.modules:
         return
     import torch
@@ -342,7 +349,7 @@ def settle_device() -> None:
 
 
 def row_major(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor detached and contiguous, copied only if it is not."""
+    """Return the tensor detached and contiguous. Copies it only if necessary."""
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
@@ -350,7 +357,7 @@ def row_major(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def lies_row_major(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor's memory is on the host and contains the bytes to write, in order."""
+    """Return whether the tensor is on the host and its memory contains the bytes to write, in order."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 

@@ -1,4 +1,5 @@
-"""The index of a sharded save: merges and checks the parts of all ranks, and writes `.metadata` and manifest."""
+"""Builds the index of a sharded save: merges and checks the parts of all ranks, and writes `.metadata` and the
+manifest."""
 
 from __future__ import annotations
 
@@ -38,11 +39,11 @@ class RankSlices:
     """The slices that a rank wrote.
 
     Attributes:
-        tensors: [n] the number of each slice's tensor.
-        rows: [n] where each slice is, as `ROW`.
+        tensors: [n] the tensor number of each slice.
+        rows: [n] of `ROW`: where each slice is.
         boxes: The offsets and sizes of each slice, concatenated.
-        ranks: [n], or one rank for all.
-        first_path: The number of the rank's first file.
+        ranks: [n] the rank that wrote each slice, or one rank for all slices.
+        first_path: The number of the rank's first file among the files of all ranks.
     """
 
     tensors: Int64
@@ -60,10 +61,10 @@ Kind = Literal["ckptkit-sharded", "dcp"]
 
 @dataclass(frozen=True, slots=True)
 class PlannedKey:
-    """A tensor of the state, as every rank that holds part of it describes it.
+    """A tensor of the state. Every rank that holds a part of the tensor describes it with the same values.
 
     Attributes:
-        placement: (mesh index, one text per mesh dimension); None for plain tensors.
+        placement: (mesh index, the placement on each mesh dimension as text); None for plain tensors.
     """
 
     name: str
@@ -73,13 +74,13 @@ class PlannedKey:
     placement: tuple[int, tuple[str, ...]] | None
 
     def fields(self) -> list[Any]:
-        """Return everything but the name, for JSON."""
+        """Return all fields except the name, for JSON."""
         return [self.dtype, self.shape, self.path, self.placement]
 
 
 @dataclass(frozen=True, slots=True)
 class _Object:
-    """An object's record: (file, start, length), digest, path in the state."""
+    """An object's location (file, start, length), its digest, and its path in the state."""
 
     place: tuple[int, int, int]
     digest: int
@@ -105,11 +106,11 @@ class SaveIndex:
         self._offsets: Int64 = np.zeros(0, np.int64)
         self._sizes: Int64 = np.zeros(0, np.int64)
         self._spares: list[Spare] = []
-        self._unproved: set[str] = set()  # names of tensors whose slices are not simply their rows in order
+        self._unproved: set[str] = set()  # tensors that are not simply cut into blocks of rows
 
     @classmethod
     def of(cls, parts: Sequence[bytes]) -> SaveIndex:
-        """Return the index of what `ShardedPlan.write` returned on each rank.
+        """Return the index of a save, given the result of `ShardedPlan.write` of each rank.
 
         Raises:
             SaveError: Two ranks disagree about a tensor.
@@ -129,12 +130,12 @@ class SaveIndex:
         spares: Sequence[Spare],
         world_size: int,
     ) -> SaveIndex:
-        """Return the index of a save that torch's planner planned. That planner has checked that the ranks agree.
+        """Return the index of a save that was planned by torch's planner, which has checked that the ranks agree.
 
         Args:
             keys: (name, dtype, shape, path) of each tensor, in the order of their numbers.
-            objects: (file, start, length), digest and path by name.
-            files: In the order of their numbers; `.metadata` may be among them.
+            objects: (file, start, length), digest and path of each object, by name.
+            files: In the order of their numbers. May include `.metadata`.
         """
         self = cls()
         self.world_size, self.files, self._spares = world_size, dict(files), list(spares)
@@ -146,16 +147,16 @@ class SaveIndex:
         return self
 
     def _arrange(self, found: Sequence[RankSlices]) -> None:
-        """Sort the slices of all ranks by tensor; the slices of one tensor stay in the order of the ranks."""
+        """Sort the slices of all ranks by tensor. The slices of one tensor stay in rank order."""
         widths = self._widths()
         empty = RankSlices(np.zeros(0, np.int64), np.zeros(0, ROW), np.zeros(0, np.int64), 0, 0)
         found = [empty, *found]
         lengths = [len(item.rows) for item in found]
         tensors = np.concatenate([item.tensors for item in found])
-        # numpy uses radix sort for 16 bits, and a slower comparison sort for more.
+        # numpy's stable sort is a radix sort for 16-bit integers, and slower for wider ones.
         order = np.argsort(tensors.astype(np.uint16) if len(widths) <= 1 << 16 else tensors, kind="stable")
         ndims = widths[tensors]
-        begins = (2 * (np.cumsum(ndims) - ndims))[order]  # where in `boxes` the offsets of each row start
+        begins = (2 * (np.cumsum(ndims) - ndims))[order]  # where the offsets of each row start in `boxes`
         self._tensor, ndims = tensors[order], ndims[order]
         self.stops = np.cumsum(np.bincount(self._tensor, minlength=len(widths)), dtype=np.int64)
         rows = np.concatenate([item.rows for item in found])
@@ -173,7 +174,7 @@ class SaveIndex:
         return np.fromiter((len(key.shape) for key in self._keys.values()), np.int64, len(self._keys))
 
     def _take(self, data: bytes, rank: int) -> RankSlices:
-        """Return a rank's slices, and add everything else of its part to the index."""
+        """Return a rank's slices, and add its keys, objects and files to the index."""
         part = unpack(data, file=f"the part of rank {rank}")
         names, paths, objects = (unpack_texts(part, name) for name in ("names", "paths", "objects"))
         header, first_path = part.header, len(self.paths)
@@ -224,10 +225,10 @@ class SaveIndex:
         return self._numbers[name]
 
     def _drop_replicas(self) -> None:
-        """Keep the lowest rank's slice of each box that several ranks wrote.
+        """Keep only the lowest rank's slice of each box that several ranks wrote.
 
-        That happens with DTensors on a submesh: with FSDP over "dp" and tensor parallelism over "tp", a parameter that
-        is not tensor parallel has one "dp" mesh per "tp" rank, and these meshes do not know each other.
+        This happens with DTensors on a submesh. With FSDP over "dp" and tensor parallelism over "tp", a parameter
+        without tensor parallelism has one "dp" mesh per "tp" rank, and each of these meshes writes the parameter.
         """
         plain = self._cut_in_rows()
         if all(plain):
@@ -276,7 +277,7 @@ class SaveIndex:
         for box, digest in zip(boxes.tolist(), self._rows["digest"][rows].tolist(), strict=True):
             if digests.setdefault(tuple(box), digest) != digest:
                 _log.warning(
-                    "%s: ranks that hold the same part of it have different values; the lowest rank's are saved.",
+                    "%s: ranks that hold the same part have different values; the lowest rank's values are saved.",
                     key.name,
                 )
                 return
@@ -302,7 +303,7 @@ class SaveIndex:
         """Check that the slices of each tensor cover each of its elements once.
 
         Raises:
-            SaveError: They do not: some rank's placements do not describe what it holds.
+            SaveError: They do not, because a rank's placements do not describe the elements that the rank holds.
         """
         if not self._unproved:
             return
@@ -315,7 +316,7 @@ class SaveIndex:
                 TensorEntry(key.name, key.dtype, key.shape, array).check_coverage()
             except CorruptCheckpointError as error:
                 raise SaveError(
-                    f"{error} They were written by ranks {self._ranks[rows].tolist()}, placed "
+                    f"{error} The slices were written by ranks {self._ranks[rows].tolist()}, with the placements "
                     f"{key.placement and list(key.placement[1])}."
                 ) from error
 
@@ -388,7 +389,7 @@ class SaveIndex:
         return Manifest(self.paths, tensors, slices, objects, info, list(distinct))
 
     def _nbytes(self) -> Int64:
-        """Return the size of each slice in bytes."""
+        """Return the number of bytes of each slice."""
         widths = self._widths()
         itemsizes = np.array([dtype_of(key.dtype).itemsize for key in self._keys.values()], np.int64)
         if not len(self._tensor):
@@ -401,7 +402,8 @@ class SaveIndex:
         return found
 
     def _roles(self, kind: Kind) -> dict[str, tuple[Role, str, str]]:
-        """Return the role of each key. Our own names state it; a user's names are interpreted all together."""
+        """Return (role, FQN, optimizer state) of each key. Our own names state them; a user's names are interpreted
+        together."""
         paths = self._key_paths()
         if kind == "ckptkit-sharded":
             return {name: role_of(name, path) for name, path in paths.items()}
@@ -419,10 +421,10 @@ def write_index(
     extra: Mapping[str, Any] | None = None,
     kind: Kind = "ckptkit-sharded",
 ) -> Mapping[str, FileRecord]:
-    """Write `manifest.safetensors` and `.metadata` for all ranks' slices; return all files. Only rank 0 calls it.
+    """Write `manifest.safetensors` and `.metadata` for all ranks' slices; return all files. Only rank 0 calls this.
 
     Args:
-        parts: What `ShardedPlan.write` returned on each rank.
+        parts: The result of `ShardedPlan.write` of each rank.
         save_id: Recorded in both files.
         extra: JSON for the manifest's `info.extra`.
         kind: The format name recorded in the manifest.
@@ -433,7 +435,7 @@ def write_index(
     index = SaveIndex.of(parts)
     index.check()
     state, size = new_hasher(), 0
-    with store.writer(METADATA_NAME, sync=sync) as writer:  # appears at the end of the block, after the manifest
+    with store.writer(METADATA_NAME, sync=sync) as writer:  # published when the block ends, after the manifest
         for chunk in index.metadata(store.url, save_id):
             state.update(chunk)
             size += len(chunk)

@@ -1,8 +1,9 @@
-"""Locates the bytes of tensors inside items of `.distcp` files: on demand, many items at once.
+"""Locates the bytes of tensors inside the items of `.distcp` files: on demand, many items at once.
 
-An item is a torch.save zip, about 1.5 KB longer than its tensor; a file may instead be one safetensors blob. Only a
-zip's first kilobyte (pickle, the storage's header) and its last (directory with the storage's CRC-32) are read. Items
-with the same dtype, shape and length differ only in checksums: one is parsed, and numpy compares the others with it.
+An item is a torch.save zip, about 1.5 KB longer than its tensor. A file may instead be one safetensors blob. Only the
+first kilobyte of a zip (pickle and storage header) and the last (directory, with the storage's CRC-32) are read. Items
+with the same dtype, shape and length usually differ only in checksums: one item is parsed, and numpy compares the rest
+with it.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ UInt8 = npt.NDArray[np.uint8]
 
 ENDS = 1024  # bytes read at each end of an item
 _BATCH_ROWS = 1 << 16
-_BLOCK_ROWS = 1 << 12  # items whose ends are in memory at once
-_BLOCK_FILES = 128  # files that are open at once
-_HEAD = 9  # bytes up to the header of a safetensors blob
+_BLOCK_ROWS = 1 << 12  # number of items whose ends are in memory at once
+_BLOCK_FILES = 128  # number of files that are open at once
+_HEAD = 9  # first bytes of a safetensors blob: header length, "{"
 _ZIP = b"PK\x03\x04"
-_FEW = 2  # fewer items are not worth a comparison
-_MAX_FRAMES = 8  # layouts of one dtype, shape and length: pickles contain the device
+_FEW = 2  # comparing fewer items is not worth it
+_MAX_FRAMES = 8  # layouts per dtype, shape and length: they differ if the pickles name different devices
 _SLACK = 1 << 20  # how much longer than its tensor a decompressed item may be
 
 
@@ -62,7 +63,7 @@ class TensorColumns:
         files: [n] number of the data file.
         starts, lengths: [n] bytes of the slice's item in its file.
         zstd: [n] whether the item is compressed.
-        offsets, sizes: The elements of all slices end to end, one number per dimension.
+        offsets, sizes: One number per dimension of each slice, for all slices, concatenated.
     """
 
     names: list[str]
@@ -79,23 +80,23 @@ class TensorColumns:
 
     @property
     def owners(self) -> Int64:
-        """[n] the tensor of each slice."""
+        """The index of each slice's tensor, [n]."""
         return np.repeat(np.arange(len(self.names)), np.diff(self.bounds))
 
     def elements(self) -> Int64:
-        """Return the start of each slice in `offsets` and `sizes`, and the end of the last one, [n + 1]."""
+        """Return where each slice starts in `offsets` and `sizes`, and where the last one ends, [n + 1]."""
         result: Int64 = np.concatenate([[0], np.cumsum(self.ndims[self.owners])])
         return result
 
     def numels(self) -> npt.NDArray[np.float64]:
-        """Return the number of elements of each slice, [n], as floats, so that a hostile size cannot overflow."""
+        """Return the number of elements of each slice, [n]. As floats, because a hostile size must not overflow."""
         result = np.ones(len(self.files), np.float64)
         for rows, at in _by_ndim(self.ndims[self.owners]):
             result[rows] = np.prod(self.sizes[at].astype(np.float64), axis=1)
         return result
 
     def take(self, keep: npt.NDArray[np.bool_]) -> TensorColumns:
-        """Return the columns with some slices left out."""
+        """Return the columns with only the slices in `keep`."""
         wide = np.repeat(keep, self.ndims[self.owners])
         counts = np.bincount(self.owners[keep], minlength=len(self.names))
         return TensorColumns(
@@ -106,7 +107,7 @@ class TensorColumns:
 
 
 def _by_ndim(widths: Int64) -> Iterator[tuple[Int64, Int64]]:
-    """Yield (rows, positions of their numbers [n, ndim]) of the slices with each number of dimensions."""
+    """Yield, for each number of dimensions, the rows with so many and the [n, ndim] positions of their numbers."""
     begins = np.cumsum(widths) - widths
     for ndim in distinct(widths).tolist():
         rows = np.flatnonzero(widths == ndim)
@@ -114,14 +115,14 @@ def _by_ndim(widths: Int64) -> Iterator[tuple[Int64, Int64]]:
 
 
 class Items:
-    """All tensor items of a checkpoint, one row each as in `columns`.
+    """All tensor items of a checkpoint, one row per item, as in `columns`.
 
     Attributes:
-        columns: What `.metadata` says about them.
+        columns: What `.metadata` says about the items.
         starts, nbytes, digests, digest_starts, digest_nbytes: As in `SliceArray`, once located.
         checked: [n] whether the slice has a digest.
         strides, codecs: By tensor, as in `SliceArray`.
-        opaque: By tensor, why its records can't be read as plain memory, once that is known.
+        opaque: By tensor: why its records can't be read as plain memory, once that is known.
     """
 
     def __init__(self, store: Store, paths: Sequence[str], ranks: Sequence[int], columns: TensorColumns) -> None:
@@ -140,7 +141,7 @@ class Items:
 
 
 class LocatedSlices(SliceArray):
-    """The slices of one tensor. Their byte ranges are located on first access, together with those of a whole batch.
+    """The slices of one tensor. The first access to byte ranges locates those of a whole batch of tensors.
 
     Boxes, files and ranks are known from the start. All attributes are views of the columns of all tensors.
     """
@@ -202,8 +203,8 @@ class LocatedSlices(SliceArray):
     def _located(self) -> Items:
         if self.opaque:
             raise UnsupportedFormatError(
-                f"tensor {self.name!r:.80} {self.opaque}, which ckptkit does not read. torch's own FileSystemReader "
-                "does, in a job that imports its class. Save a plain tensor (resolve_conj, resolve_neg) from there."
+                f"tensor {self.name!r:.80} {self.opaque}, which ckptkit cannot read. Load it with torch's "
+                "FileSystemReader in a job that imports its class, and save a plain tensor (resolve_conj, resolve_neg)."
             )
         return self.items
 
@@ -245,13 +246,13 @@ class LocatedSlices(SliceArray):
 
 
 def find_opaque(slices: LocatedSlices) -> bool:
-    """Return whether the tensor can't be read as plain memory. Locates only this tensor."""
+    """Locate only this tensor. Return whether it can't be read as plain memory."""
     _Locator(slices.items, [slices.tensor]).run()
     return slices.tensor in slices.items.opaque
 
 
 def item_batches(tensors: Iterable[tuple[Role, SliceArray]]) -> None:
-    """Group the slices by role into batches of up to 65,536 slices, each of which is located at once."""
+    """Group the slices by role into batches of up to 65,536 slices. Each batch is located at once."""
     by_role: dict[Role, _Batch] = {}
     for role, slices in tensors:
         assert isinstance(slices, LocatedSlices)
@@ -264,7 +265,7 @@ def item_batches(tensors: Iterable[tuple[Role, SliceArray]]) -> None:
 
 
 class _Batch:
-    """Tensors that are located together."""
+    """Tensors that are located at once."""
 
     def __init__(self, items: Items) -> None:
         self.items = items
@@ -280,7 +281,7 @@ class _Batch:
 
 
 class _Locator:
-    """Locates the items of some tensors, and fills in their rows."""
+    """Locates the items of some tensors, and fills in their rows of `Items`."""
 
     def __init__(self, items: Items, tensors: Sequence[int]) -> None:
         self.items = items
@@ -323,7 +324,7 @@ class _Locator:
     def _check_disjoint(self, rows: Int64) -> None:
         files, starts = self.columns.files[rows], self.columns.starts[rows]
         stops = starts + self.columns.lengths[rows]
-        # Items that start at the same byte are one item, or a safetensors blob.
+        # Items that start at the same byte are the same item, or are in one safetensors blob.
         bad = (files[1:] == files[:-1]) & (starts[1:] < stops[:-1]) & (starts[1:] != starts[:-1])
         if bad.any():
             row = int(rows[int(np.flatnonzero(bad)[0]) + 1])
@@ -333,7 +334,7 @@ class _Locator:
     # --- files that are one safetensors blob
 
     def _safetensors(self, rows: Int64, head: bytes) -> None:
-        """Locate the items of a file that is one blob."""
+        """Locate the items of a file that is one safetensors blob."""
         columns, path, start = self.columns, self._path(int(rows[0])), int(self.columns.starts[rows[0]])
         if head[8:9] != b"{":
             raise CorruptCheckpointError(
@@ -341,20 +342,20 @@ class _Locator:
                 "The file is damaged, or belongs to another save."
             )
         if (columns.starts[rows] != start).any():
-            raise CorruptCheckpointError(f"{path}: its items are a safetensors blob, but begin at different bytes.")
+            raise CorruptCheckpointError(f"{path}: it is a safetensors blob, but its items start at different bytes.")
         header = read_header(self.store, path, start=start)
         saved = saved_offsets(header, path)
         for row in rows.tolist():
             name, dtype, (offsets, sizes) = self._name(row), columns.dtypes[self._tensor(row)], self._box(row)
             found = header.tensors.get(name)
             if found is None:
-                raise IncompleteCheckpointError(f"{path}: tensor {name!r:.80} is missing; .metadata says it is there.")
+                raise IncompleteCheckpointError(f"{path}: tensor {name!r:.80} is missing, but .metadata lists it.")
             stored = saved.get(name, (0,) * len(found.shape))
             if (stored, found.shape) != (offsets, sizes):
                 raise IncompleteCheckpointError(
-                    f"{path}: tensor {name!r:.80} has only its part at {list(stored)} of sizes {list(found.shape)}, "
-                    f"not the one at {list(offsets)} of sizes {list(sizes)}. In this format, torch keeps one part per "
-                    "file: the rest was lost when it was saved."
+                    f"{path} has only the part of tensor {name!r:.80} at {list(stored)} of sizes {list(found.shape)}, "
+                    f"not the part at {list(offsets)} of sizes {list(sizes)}. In this format, torch stores one part "
+                    "per file: the other parts were lost during the save."
                 )
             if found.dtype != dtype:
                 raise CorruptCheckpointError(f"{path}: tensor {name!r:.80} is {found.dtype}, .metadata says {dtype}.")
@@ -363,7 +364,7 @@ class _Locator:
     # --- zips
 
     def _read(self, rows: Int64) -> None:
-        """Locate items, sorted by file and start: read both ends of each, and parse one zip of each kind."""
+        """Locate items, sorted by file and start: read both ends of each item, and parse one zip of each kind."""
         columns, paths = self.columns, self.items.paths
         owners = np.searchsorted(columns.bounds, rows, side="right") - 1
         begins, ends = self.items.elements[rows].tolist(), self.items.elements[rows + 1].tolist()
@@ -374,7 +375,7 @@ class _Locator:
         alike: dict[tuple[str, bytes, int], list[int]] = {}
         for i, (owner, file, start, length) in enumerate(zip(owners.tolist(), files, starts, lengths, strict=True)):
             at, nbytes = i * ENDS, min(length, ENDS)
-            # An item in a safetensors blob may be shorter than the blob's first bytes.
+            # An item of a safetensors blob may be shorter than the bytes that identify the blob.
             reads.append(ReadInto(paths[file], start, front[at : at + max(nbytes, _HEAD)]))
             reads.append(ReadInto(paths[file], start + length - nbytes, tail[at + ENDS - nbytes : at + ENDS]))
             sizes = columns.sizes[begins[i] : ends[i]].tobytes()
@@ -399,7 +400,7 @@ class _Locator:
                     left = left[~same]
 
     def _alone(self, row: int, front: bytes, tail: bytes) -> Frame | None:
-        """Locate one item by parsing it. Return the frame that others of its kind may share."""
+        """Locate one item by parsing it. Return a frame that other items of its kind may share, or None."""
         path, start, length = self._path(row), int(self.columns.starts[row]), int(self.columns.lengths[row])
         label, tensor = self._label(row), self._tensor(row)
         try:
@@ -418,7 +419,7 @@ class _Locator:
         return frame
 
     def _class_of(self, path: str, start: int, length: int) -> str:
-        """Return the class of the tensor in a record if nothing else prevents reading it, otherwise ""."""
+        """Return the class of the tensor in a record if the class is the only reason not to read it, otherwise ""."""
         try:
             read_archive(self.store, path, start, length, unknown="record")
         except OpaqueTensorError as error:
@@ -428,7 +429,7 @@ class _Locator:
         return ""
 
     def _compressed(self, row: int) -> None:
-        """Locate a zstd item, which is decompressed as a whole."""
+        """Locate a zstd item. The whole item is decompressed."""
         columns, path, label = self.columns, self._path(row), self._label(row)
         start, length = int(columns.starts[row]), int(columns.lengths[row])
         wanted = math.prod(self._box(row)[1]) * dtype_of(columns.dtypes[self._tensor(row)]).itemsize
@@ -442,12 +443,12 @@ class _Locator:
         dtype, sizes = self.columns.dtypes[self._tensor(row)], self._box(row)[1]
         if (tensor.dtype, tensor.shape) != (dtype, sizes):
             raise CorruptCheckpointError(
-                f"{label} holds {tensor.dtype} {list(tensor.shape)}, but .metadata says {dtype} {list(sizes)}. "
+                f"{label} contains {tensor.dtype} {list(tensor.shape)}, but .metadata says {dtype} {list(sizes)}. "
                 "Files of two saves may have been mixed."
             )
 
     def _put(self, rows: Int64, tensor: StoredTensor, begins: Int64 | int, crcs: UInt64 | int | None) -> None:
-        """Fill in the rows of items that are laid out like `tensor`; their storages begin at `begins`."""
+        """Fill in the rows of items that have the layout of `tensor` and whose storages begin at `begins`."""
         items = self.items
         items.starts[rows], items.nbytes[rows] = begins + tensor.offset * tensor.itemsize, tensor.nbytes
         items.digest_starts[rows], items.digest_nbytes[rows] = begins, tensor.storage.nbytes
@@ -468,14 +469,14 @@ class _Locator:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A parsed item, which others of the same length are compared with. Items of the same kind differ in checksums
-    only.
+    """A parsed item that other items of the same length are compared with. Items of the same kind differ only in
+    checksums.
 
     Attributes:
         begin: Where the storage begins in the item.
         front, tail: The bytes up to the storage, and the zip directory.
         same_front, same_tail: Which of these bytes must be equal.
-        crc_at: Where in `tail` the CRC-32 of the storage is.
+        crc_at: Where the CRC-32 of the storage is in `tail`.
     """
 
     tensor: StoredTensor
@@ -488,15 +489,16 @@ class Frame:
 
     @classmethod
     def of(cls, tensor: StoredTensor, start: int, front: bytes, tail: bytes, layout: Layout) -> Frame | None:
-        """Return the frame of an item that begins at `start`; None if its pickle or directory exceeds what was read."""
+        """Return the frame of an item that begins at `start`, or None if its pickle or directory was not read
+        completely."""
         storage, begin = layout.members[f"data/{tensor.storage.key}"], tensor.storage.start - start
         if begin > len(front) or layout.directory_nbytes > len(tail):
             return None
         tail = tail[-layout.directory_nbytes :]
         same_front, same_tail = np.ones(begin, bool), np.ones(len(tail), bool)
-        same_front[storage.header + 14 : storage.header + 18] = False  # the CRC-32 in a local header: APPNOTE.TXT 4.3.7
+        same_front[storage.header + 14 : storage.header + 18] = False  # CRC-32 in a local header (APPNOTE.TXT 4.3.7)
         pos, crc_at = 0, {}
-        while tail[pos : pos + 4] == b"PK\x01\x02":  # and in an entry of the directory: 4.3.12
+        while tail[pos : pos + 4] == b"PK\x01\x02":  # entries of the directory (APPNOTE.TXT 4.3.12)
             name, extra, comment = struct.unpack_from("<3H", tail, pos + 28)
             crc_at[tail[pos + 46 : pos + 46 + name].decode()] = pos + 16
             pos += 46 + name + extra + comment
@@ -507,14 +509,14 @@ class Frame:
         return cls(tensor, begin, *arrays, same_front, same_tail, crc_at[storage.name])
 
     def same(self, fronts: UInt8, tails: UInt8) -> npt.NDArray[np.bool_]:
-        """Return which items are laid out like this one; each row has the `ENDS` bytes of one end of an item."""
+        """Return which items have the layout of this one. Each row has the `ENDS` bytes of one end of an item."""
         tails = tails[:, ENDS - len(self.tail) :]
         front = (fronts[:, : self.begin][:, self.same_front] == self.front[self.same_front]).all(axis=1)
         found: npt.NDArray[np.bool_] = front & (tails[:, self.same_tail] == self.tail[self.same_tail]).all(axis=1)
         return found
 
     def crcs(self, tails: UInt8) -> UInt64:
-        """Return the CRC-32 of the storages of items that are laid out like this one."""
+        """Return the CRC-32 of the storages of items that have the layout of this one."""
         at = ENDS - len(self.tail) + self.crc_at
         return np.ascontiguousarray(tails[:, at : at + 4]).view("<u4").reshape(-1).astype(np.uint64)
 
@@ -541,7 +543,7 @@ class _Ends:
 def parse_item(
     store: Store, path: str, start: int, front: bytes, tail: bytes, length: int, label: str
 ) -> tuple[StoredTensor, Frame | None]:
-    """Return the tensor of an item, given both its ends, and the frame that others may share."""
+    """Parse an item, given both its ends. Return its tensor, and a frame that other items may share (or None)."""
     archive = Archive(cast(Store, _Ends(store, start, front, tail, length)), path, start, length, file=label, tail=ENDS)
     tensor = one_tensor(archive.value(), label)
     return tensor, Frame.of(tensor, start, front, tail, archive.layout)
@@ -549,5 +551,5 @@ def parse_item(
 
 def one_tensor(value: Any, label: str) -> StoredTensor:
     if not isinstance(value, StoredTensor):
-        raise CorruptCheckpointError(f"{label} holds a {type(value).__name__}; .metadata says a tensor.")
+        raise CorruptCheckpointError(f"{label} contains a {type(value).__name__}, but .metadata lists a tensor.")
     return value

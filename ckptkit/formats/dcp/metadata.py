@@ -1,7 +1,7 @@
-"""Writes the `.metadata` of a DCP checkpoint: torch's pickle, opcode by opcode, without torch.
+"""Writes the `.metadata` pickle of a DCP checkpoint without torch, opcode by opcode.
 
-With torch installed, `pickle.load` returns the objects of `torch.distributed.checkpoint.metadata`. The opcodes of a
-slice have a fixed width, so that those of a million slices are filled in as columns.
+With torch installed, `pickle.load` returns the objects of `torch.distributed.checkpoint.metadata`. All slices of a
+tensor take the same number of bytes, so numpy fills in the opcodes of a million slices column by column.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def encode_metadata(
 
 @dataclass(slots=True)
 class _Writer:
-    """Writes one pickle: an output buffer, and the memo of what was written."""
+    """Writes one pickle into a buffer, and keeps the pickle's memo."""
 
     tensors: Sequence[RecordColumns]
     paths: Sequence[str]
@@ -80,7 +80,7 @@ class _Writer:
     def chunks(self) -> Iterator[bytes]:
         """Yield the pickle, about a megabyte at a time."""
         out = self._out
-        out += b"\x80\x04("  # put what every slice refers to into the memo: MARK, the values, POP_MARK
+        out += b"\x80\x04("  # memoize what every slice refers to: MARK, the values, POP_MARK
         for name in ("ChunkStorageMetadata", "MetadataIndex"):
             self._global(_MODULE, name)
         self._global(_FILESYSTEM, "_StorageInfo")
@@ -128,7 +128,7 @@ class _Writer:
         yield bytes(out)
 
     def _described(self, first_offset: list[int]) -> Iterator[bytes]:
-        """Yield the description of each tensor, with its boxes."""
+        """Yield the description of each tensor and of its boxes."""
         out = self._out
         for tensor in self.tensors:
             self._text(tensor.name)
@@ -223,7 +223,7 @@ class _Writer:
         return self._rows[None]
 
     def _taken(self, mark: int) -> bytes:
-        """Remove and return what was written since `mark`. Everything that it refers to is in the memo."""
+        """Remove the bytes written since `mark`, and return them. All that they refer to is in the memo."""
         text = bytes(self._out[mark:])
         del self._out[mark:]
         return text
@@ -242,7 +242,7 @@ class _Writer:
             self._put((module, name))
 
     def _properties(self, dtype: str) -> None:
-        """(dtype, layout, requires_grad, memory format, pin_memory), then BUILD; `(` is already out."""
+        """Write (dtype, layout, requires_grad, memory format, pin_memory) and BUILD. The caller has written the `(`."""
         self._global("torch", dtype)
         if not self._get("strided"):
             self._global("torch.serialization", "_get_layout")
@@ -272,12 +272,13 @@ class _Writer:
 
     def _put(self, key: Any) -> None:
         self._memo[key] = self._next
-        self._out += b"\x94"  # MEMOIZE uses the next number. With LONG_BINPUT, a reader could not trust the number
+        self._out += b"\x94"  # MEMOIZE takes the next number; a reader could not trust the number in LONG_BINPUT
         self._next += 1
 
 
 class _Row:
-    """Opcodes with number fields (numpy type codes) at fixed positions, which are filled in for each slice."""
+    """A template of opcodes. Its number fields (numpy type codes) have fixed positions and are filled in for each
+    slice."""
 
     def __init__(self, parts: list[bytes | str]) -> None:
         codes = {"<u4": "I", "<i4": "i", "<i8": "q"}

@@ -1,7 +1,7 @@
 """Plans which rank writes which part of a training state. Each rank plans its own writes locally.
 
-A replica (plain tensors, HSDP) is written once: a small one by one of the ranks that hold it, chosen by its name; a
-large one in as many pieces as ranks hold it. So the bytes are spread evenly.
+Replicas (plain tensors, HSDP) are written once, spread evenly over the ranks that hold them. A hash of its name decides
+which rank writes a small tensor. A large tensor is split into one piece per rank.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _NO_PROTOCOL = _PLAIN | {dict}
 
 @dataclass(frozen=True, slots=True)
 class PlannedSlice:
-    """One box that this rank writes. `key`: the index of its tensor in the plan."""
+    """A box that this rank writes. `key` is the index of its tensor in the plan."""
 
     key: int
     offsets: tuple[int, ...]
@@ -78,10 +78,10 @@ class PlannedSlice:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """How tensors of one dtype and shape are sharded; shared by all tensors that are sharded alike.
+    """How a tensor is sharded. Tensors with the same dtype, shape and placements share one instance.
 
     Attributes:
-        boxes: (offsets, sizes) of what this rank holds.
+        boxes: (offsets, sizes) of the boxes that this rank holds.
         within: Where each box begins in the local tensor, if there are several.
         place: (this rank's index among the ranks that hold the same boxes, the number of these ranks).
     """
@@ -100,18 +100,19 @@ class ShardedPlan:
     """What this rank writes.
 
     Attributes:
-        keys: The tensors of this rank's state, the private ones last; the first `shared` are not private.
+        keys: The tensors of this rank's state: first `shared` keys that other ranks have too, then the private keys.
         meshes: The meshes that placements refer to.
-        slices: What this rank writes of these tensors.
+        slices: The boxes of these tensors that this rank writes.
         tensors: The memory of each slice: the local tensors of the live state, or views of them.
         objects: (name, path) of each object that this rank writes.
         records: The encoded bytes of each object.
-        table: The shared keys as bytes. They are equal on all ranks of an SPMD job, so that one rank sends them.
-        digest: 16 bytes; equal on ranks whose tables and names of objects are equal.
-        flat, paths: The state, and the path of each of its values.
+        table: The shared keys as bytes. They are equal on all ranks of an SPMD job, so only one rank sends them.
+        digest: A 16-byte hash of the table and of the names of objects.
+        flat, paths: The state, and the path of each value in it.
         holders: For replicated keys that only some ranks hold: which ranks.
-        settled: The digests of all ranks when `holders` was found; it is valid as long as they stay the same.
-        sends_table: Whether this rank is the lowest one with its table; higher ones only refer to it.
+        settled: The digests of all ranks at the time `holders` was computed. `holders` is valid while they stay the
+            same.
+        sends_table: Whether no lower rank has the same table. Higher ranks only refer to it.
     """
 
     rank: int
@@ -134,7 +135,7 @@ class ShardedPlan:
 
     @property
     def nbytes(self) -> int:
-        """The bytes that this rank writes, including frames but not alignment."""
+        """The number of bytes that this rank writes, including frames but not alignment."""
         frames = (frame_tensor(self.keys[s.key].dtype, s.sizes) for s in self.slices)
         return sum(frame.length for frame in frames) + sum(map(len, self.records))
 
@@ -144,15 +145,15 @@ class ShardedPlan:
         return self.digest + _settlement(self.settled)
 
     def settle(self, signatures: Sequence[bytes], all_gather: Callable[[bytes], list[bytes]]) -> ShardedPlan:
-        """Return the plan adjusted to what the other ranks hold. All ranks call it, with the same signatures.
+        """Return the plan adjusted to what the other ranks hold. All ranks call this with the same signatures.
 
-        Nothing is exchanged if all signatures are equal, or equal to those of the previous save. Otherwise every rank
-        sends the hashes of its replicated keys.
+        Ranks exchange nothing if all signatures are equal, or if they equal those of the previous save. Otherwise every
+        rank sends the hashes of its replicated keys.
         """
         known = tuple(signature[:_DIGEST] for signature in signatures)
         if len(set(known)) == 1:
             plan = self.placed(holders={})
-        # All ranks must decide alike, so this looks at signatures only: they contain what each rank settled last.
+        # All ranks must take the same branch, so the condition uses only signatures, which include a hash of `settled`.
         elif {signature[_DIGEST:] for signature in signatures} == {_settlement(known)}:
             plan = self
         else:
@@ -163,7 +164,7 @@ class ShardedPlan:
         return replace(plan, settled=known, sends_table=known.index(self.digest) == self.rank)
 
     def replicated(self) -> dict[str, int]:
-        """Return the keys that all ranks are assumed to hold, with a hash of each one's name, dtype and shape."""
+        """Return a hash of name, dtype and shape for each key that all ranks are assumed to hold."""
         found = {}
         for name, value in self.flat.items():
             if name not in self.private and not isinstance(value, (DTensor, ShardedTensor)):
@@ -194,13 +195,13 @@ class ShardedPlan:
     def write(
         self, store: Store, tensors: Sequence[torch.Tensor] | None = None, *, sync: bool = True, workers: int = 0
     ) -> WrittenTensors:
-        """Write this rank's files `__<rank>_<n>.distcp`. No communication.
+        """Write this rank's files `__<rank>_<n>.distcp`. Does not communicate.
 
         Args:
-            tensors: Copies of the planned tensors, in the same order, to write instead of them. If they have a method
-                `write_records`, another process writes them.
-            sync: Make the files and their names durable.
-            workers: Files to write at once; 0 means this rank's share of the cores.
+            tensors: Copies of the planned tensors, in the same order, to write instead. If this sequence has a method
+                `write_records`, that method writes them (in another process).
+            sync: Fsync the files and their directory.
+            workers: Files to write at once; 0 means `default_workers`.
 
         Raises:
             NoSpaceError: The storage is full.
@@ -209,7 +210,7 @@ class ShardedPlan:
         """
         chosen = self.tensors if tensors is None else tensors
         if len(chosen) != len(self.slices):
-            raise SaveError(f"{len(chosen)} staged tensors for {len(self.slices)} planned slices.")
+            raise SaveError(f"expected {len(self.slices)} staged tensors, one per planned slice, found {len(chosen)}.")
         frames = [frame_tensor(self.keys[s.key].dtype, s.sizes) for s in self.slices]
         for frame, tensor, item in zip(frames, chosen, self.slices, strict=True):
             if tensor.numel() * tensor.element_size() != frame.nbytes:
@@ -222,10 +223,10 @@ class ShardedPlan:
         return WrittenTensors(self._part(written), written.files, written.phases)
 
     def _part(self, written: Written) -> bytes:
-        """Return what rank 0 needs for the index: 40 bytes per slice and 16 for each of its dimensions.
+        """Return what rank 0 needs for the index: 40 bytes per slice, and 16 per dimension of each slice.
 
-        Rows have a fixed width, so that rank 0 joins those of all ranks at once. Among ranks with equal names and
-        shapes, the lowest sends them.
+        Rows have a fixed width, so rank 0 can concatenate the rows of all ranks at once. Among ranks with the same
+        table of keys, only the lowest sends it.
         """
         slices, private = self.slices, self.keys[self.shared :]
         rows = written.rows
@@ -251,16 +252,17 @@ class ShardedPlan:
     def index(
         self, parts: Sequence[bytes], store: Store, *, save_id: str, extra: Mapping[str, Any], sync: bool
     ) -> Mapping[str, FileRecord]:
-        """Write `.metadata` and manifest from the parts of all ranks, and return these two files. Only on rank 0."""
+        """Write `.metadata` and the manifest from the parts of all ranks, and return these two files. Only rank 0 calls
+        this."""
         files = write_index(parts, store, save_id=save_id, extra=extra, sync=sync)
         return {name: files[name] for name in (METADATA_NAME, MANIFEST_NAME)}
 
 
 def partial_holders(tables: Sequence[npt.NDArray[np.uint64]]) -> dict[int, tuple[int, ...]]:
-    """For keys that only some ranks hold, return which ranks.
+    """Return, for each key that only some ranks hold, which ranks hold it. Keys are given by their hashes.
 
     Args:
-        tables: Per rank, the hashes of its replicated keys.
+        tables: For each rank, the hashes of its replicated keys.
     """
     ranks = np.repeat(np.arange(len(tables)), [len(table) for table in tables])
     hashes = np.concatenate(tables)
@@ -270,7 +272,7 @@ def partial_holders(tables: Sequence[npt.NDArray[np.uint64]]) -> dict[int, tuple
     found = {}
     for i in np.flatnonzero(counts != len(tables)).tolist():
         held = ranks[starts[i] : starts[i] + counts[i]]
-        # Equal groups are one tuple, so that a pickle of the answer contains it once.
+        # Equal groups share one tuple, so a pickle of the result contains it once.
         found[int(keys[i])] = groups.setdefault(held.tobytes(), tuple(held.tolist()))
     return found
 
@@ -283,20 +285,20 @@ def plan_sharded(
     previous: ShardedPlan | None = None,
     private: Collection[str] = (),
 ) -> ShardedPlan:
-    """Return what this rank writes of a state. Plain tensors and objects are assumed to be replicated on all ranks.
+    """Return the plan of what this rank writes. Plain tensors and objects are assumed to be replicated on all ranks.
 
-    Nothing is communicated. The plan holds views of the tensors, but a snapshot of the objects, encoded now.
+    Does not communicate. The plan keeps views of the tensors, and encodes the objects immediately.
 
     Args:
         state_dict: Nested or flat: DTensors, tensors, objects.
         previous: The plan of the previous save, whose `holders` remain valid if no rank's keys have changed.
-        private: Flattened keys that only this rank has ("rng.3.torch"): it writes them whatever other ranks hold.
+        private: Flattened keys that only this rank has ("rng.3.torch"). This rank writes them in any case.
 
     Raises:
         SaveError: A tensor is a partial sum, or an object could not be loaded without running code.
     """
     values = state_dict
-    if not _NO_PROTOCOL.issuperset(map(type, state_dict.values())):  # isinstance takes as long as the rest
+    if not _NO_PROTOCOL.issuperset(map(type, state_dict.values())):  # isinstance takes as long as the rest of planning
         values = {
             k: v.state_dict() if type(v) not in _NO_PROTOCOL and isinstance(v, Stateful) else v
             for k, v in state_dict.items()
@@ -325,7 +327,7 @@ def _laid_out(
     cuts: dict[Any, _Cut | None] = {}
     meshes: dict[DeviceMesh, int] = {}
     memory = [v._local_tensor if type(v) is DTensor else v for v in flat.values() if isinstance(v, torch.Tensor)]
-    plain = are_dense(memory)  # for all at once: one by one takes as long as the rest of the plan
+    plain = are_dense(memory)  # one call for all: calls per tensor would double the time
     rows = list(zip(flat, paths, strict=True))
     if private:
         rows.sort(key=lambda row: row[0] in private)
@@ -340,7 +342,7 @@ def _laid_out(
         if not sharded and not (isinstance(value, torch.Tensor) and (plain or is_dense(value))):
             if name not in private:
                 shared_objects.append(name)
-            if place[0] == 0:  # if objects differ, the lowest rank's are saved, as by torch
+            if place[0] == 0:  # if objects differ, the lowest rank's is saved, as torch does
                 objects.append((name, path))
             continue
         cut = _cut_of(name, value, place, cuts, meshes)
@@ -363,7 +365,7 @@ def _laid_out(
                 raise SaveError(f"{name}: it is declared {cut.dtype}, but its local part is {local.dtype}.")
             local = local if narrow is None else local.narrow(*narrow)
             if local.shape != own_sizes:
-                raise SaveError(f"{name}: this rank holds {list(local.shape)}, its placement says {list(own_sizes)}.")
+                raise SaveError(f"{name}: this rank should hold {list(own_sizes)}, found {list(local.shape)}.")
             slices.append(PlannedSlice(len(keys), own_offsets, own_sizes))
             tensors.append(local)
         keys.append(PlannedKey(name, cut.dtype_name, cut.shape, path, cut.placement))
@@ -394,7 +396,7 @@ def _laid_out(
 def _cut_of(
     name: str, value: Any, place: tuple[int, int], cuts: dict[Any, _Cut | None], meshes: dict[DeviceMesh, int]
 ) -> _Cut | None:
-    """Return how a tensor is sharded, None if this rank is not in its mesh. Updates `cuts` and `meshes`."""
+    """Return how a tensor is sharded, or None if this rank is not in its mesh. Updates `cuts` and `meshes`."""
     if isinstance(value, ShardedTensor):  # its metadata say where its parts are
         metas = [shard.metadata for shard in value.local_shards()]
         boxes = [(tuple(meta.shard_offsets), tuple(meta.shard_sizes)) for meta in metas]
@@ -443,8 +445,7 @@ def _cut_by_mesh(name: str, value: DTensor, meshes: dict[DeviceMesh, int]) -> _C
 def _mine(
     name: str, cut: _Cut, offsets: tuple[int, ...], sizes: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, int, int] | None] | None:
-    """Return the part of a local box that this rank writes, as (offsets, sizes, arguments of `narrow`); None if
-    nothing."""
+    """Return the part of a local box that this rank writes, as (offsets, sizes, arguments of `narrow`), or None."""
     number, count = cut.place
     if 0 in sizes:
         return (offsets, sizes, None) if 0 in cut.shape and number == 0 else None
@@ -475,8 +476,10 @@ def local_box(
 
 
 def _held(value: DTensor) -> list[tuple[Box, tuple[int, ...]]]:
-    """Return the boxes that this rank holds of a DTensor, and where each begins in its local tensor. There are several
-    if a strided shard consists of rows that are not adjacent."""
+    """Return the boxes of a DTensor that this rank holds, each with its offsets in the local tensor.
+
+    A strided shard has several boxes if its rows are not adjacent.
+    """
     mesh, placements, shape = value.device_mesh, tuple(value.placements), tuple(value.shape)
     if any(hasattr(placement, "split_factor") for placement in placements):
         records = [placement_record(placement) for placement in placements]
@@ -489,7 +492,7 @@ def _held(value: DTensor) -> list[tuple[Box, tuple[int, ...]]]:
 
 
 def placement_record(placement: Any) -> PlacementRecord:
-    """Return a placement as a value."""
+    """Return a torch placement as a PlacementRecord."""
     if placement.is_replicate():
         return PlacementRecord("replicate")
     split_factor = getattr(placement, "split_factor", None)
@@ -499,10 +502,10 @@ def placement_record(placement: Any) -> PlacementRecord:
 
 
 def joined_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """Return the mesh that has the dimensions of all these meshes, which are slices of one mesh, in this order.
+    """Join meshes that are slices of one mesh: return the mesh with all their dimensions, in this order.
 
     Raises:
-        UsageError: They are slices of different meshes, or share a dimension.
+        UsageError: The meshes are slices of different meshes, or share a dimension.
     """
     if len(meshes) == 1:
         return meshes[0]
@@ -543,11 +546,12 @@ def _settlement(digests: Sequence[bytes]) -> bytes:
 
 
 def flatten(nested: Mapping[str, Any]) -> tuple[dict[str, Any], list[Path]]:
-    """Return the values of a nested state by name, and the path of each, as torch's `flatten_state_dict` does."""
+    """Return the values of a nested state by name, and the path of each value. The names are those of torch's
+    `flatten_state_dict`."""
     values: dict[str, Any] = {}
     paths: list[Path] = []
     _flatten("", (), ((str(key), item) for key, item in nested.items()), values, paths)
-    if len(values) < len(paths):  # two values have one name: let torch raise its error
+    if len(values) < len(paths):  # two values share a name: let torch raise its error
         flatten_state_dict(dict(nested))
     return values, paths
 
@@ -569,7 +573,7 @@ def _flatten(
 
 
 def _is_leaf(items: list[Any]) -> bool:
-    """Whether a list is one value: it contains no tensors and no dicts, at any depth of lists."""
+    """Return whether a list is a single value: it contains no tensors and no dicts, at any depth of lists."""
     return not any(
         isinstance(item, (Mapping, torch.Tensor)) or (isinstance(item, list) and not _is_leaf(item)) for item in items
     )
@@ -610,7 +614,7 @@ def _local(value: Any, index: int) -> torch.Tensor:
 
 
 def _encode(name: str, value: Any) -> bytes:
-    """Return the record of an object, in the format of torch.save; our reader loads it."""
+    """Return the record of an object in the format of torch.save. Our reader can load it."""
     if is_plain(value):
         return frame_object(value)
     if isinstance(value, torch.Tensor):
@@ -623,7 +627,7 @@ def whole_record(name: str, tensor: torch.Tensor) -> bytes:
     that torch's weights_only loader can load.
 
     Raises:
-        SaveError: No load could give the tensor back.
+        SaveError: No load could restore the tensor.
     """
     by_parts = hasattr(tensor, "__tensor_flatten__") and not tensor.is_nested  # its class can rebuild it
     if not by_parts and not is_sparse_or_quantized(tensor):

@@ -3,8 +3,9 @@
     dcp.save(state, storage_writer=ckptkit.DCPWriter(url), planner=ckptkit.DCPSavePlanner())
     dcp.load(state, storage_reader=ckptkit.DCPReader(url), planner=ckptkit.DCPLoadPlanner())
 
-With any other writer or reader they behave as torch's default planners. The guarantees of torch's protocol stay: the
-ranks agree on who writes what, every mismatch is found before a byte is read, and a failure of one rank fails all.
+With any other writer or reader, they behave like torch's default planners. They keep the guarantees of torch's
+protocol: the ranks agree on who writes what, every mismatch is found before a byte is read, and a failure on one rank
+fails all ranks.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class WriterMeta(StorageMeta):
     """Tells a planner that it plans for a `DCPWriter`.
 
     Attributes:
-        rank: In the group that saves; set once the writer is set up.
+        rank: This rank's index in the group that saves. Set by `set_up_storage_writer`.
         collective: Whether the ranks plan together.
     """
 
@@ -63,8 +64,8 @@ class _Turn:
     """The coordinator's answer to a rank.
 
     Attributes:
-        sends_table: No lower rank has the same keys.
-        holders: By hash, the ranks that hold a replicated key of this rank, if not all do.
+        sends_table: Whether no lower rank has the same keys.
+        holders: For each replicated key of this rank that some ranks lack: its hash, and the ranks that hold it.
     """
 
     rank: int
@@ -76,10 +77,11 @@ class _Turn:
 class DCPSavePlanner(DefaultSavePlanner):
     """Plans a `dcp.save` on each rank alone, without sending an object per tensor.
 
-    Replicas are written once, spread evenly over the ranks that hold them. With another writer than `DCPWriter`, or
+    Replicas are written once, spread evenly over the ranks that hold them. With any other writer than `DCPWriter`, or
     without collectives, this is torch's `DefaultSavePlanner`.
 
-    Objects must be plain data, or of classes allowed by `torch.serialization.add_safe_globals`; others are a SaveError.
+    Objects must be plain data, or of classes allowed by `torch.serialization.add_safe_globals`. Other objects raise a
+    SaveError.
     """
 
     def set_up_planner(
@@ -100,7 +102,7 @@ class DCPSavePlanner(DefaultSavePlanner):
             self._meta = None
         if self._meta is None:
             return super().create_local_plan()
-        # The size of the default group: that of the group that saves is not known here, and `finish_plan` corrects it.
+        # The size of the default group. The group that saves is not known here; `finish_plan` corrects the size.
         world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         rank = self._meta.rank
         plan = self._sharded = plan_sharded(self._values, rank=rank, world_size=max(world_size, rank + 1))
@@ -114,14 +116,14 @@ class DCPSavePlanner(DefaultSavePlanner):
             return super().create_global_plan(all_plans)
         if len(shares) < len(all_plans):
             raise SaveError(_MIXED)
-        # The writer fills in the metadata, from what was written.
+        # The writer fills in the metadata.
         return [SavePlan([], planner_data=turn) for turn in _turns(shares)], Metadata({})
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         turn, plan = new_plan.planner_data, self._sharded
         if not isinstance(turn, _Turn) or plan is None:
             return super().finish_plan(new_plan)
-        self._sharded = None  # it refers to the tensors: an idle planner must not keep them alive
+        self._sharded = None  # an idle planner must not keep the tensors alive
         holders = {}
         if turn.holders:
             holders = {name: turn.holders[key] for name, key in plan.replicated().items() if key in turn.holders}
@@ -141,11 +143,12 @@ def _turns(shares: Sequence[_Share]) -> list[_Turn]:
 
 
 class DCPLoadPlanner(DefaultLoadPlanner):
-    """Plans a `dcp.load` by columns. With another reader than `DCPReader` this is torch's `DefaultLoadPlanner`.
+    """Plans a `dcp.load` without an object per tensor. With another reader than `DCPReader`, this is torch's
+    `DefaultLoadPlanner`.
 
     Args:
-        allow_partial_load: Leave keys that the checkpoint lacks as they are. Otherwise they are an error, which lists
-            everything that does not fit before any rank reads.
+        allow_partial_load: Leave keys that the checkpoint lacks as they are. If False, raise one error that lists every
+            mismatch, before any rank reads.
     """
 
     def __init__(self, *, allow_partial_load: bool = False) -> None:
@@ -176,7 +179,7 @@ class DCPLoadPlanner(DefaultLoadPlanner):
 
 
 def is_itself(made: object, ours: type, steps: Sequence[str]) -> bool:
-    """Return whether `made` overrides none of these steps of `ours`, because an override must not be skipped."""
+    """Return whether `made` overrides none of these methods of `ours`. An override must not be skipped."""
     return all(getattr(type(made), step) is getattr(ours, step) for step in steps)
 
 

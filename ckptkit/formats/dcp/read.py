@@ -33,16 +33,16 @@ __all__ = [
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-_LISTED = 20  # keys in an error
+_LISTED = 20  # keys listed in an error
 
-# Objects are loaded first, and refused together, before any tensor of the state is changed.
+# Objects are loaded first: unsafe ones are reported together, before any tensor of the state is changed.
 
 
 def load_objects(store: Store, entries: Mapping[str, ObjectEntry]) -> dict[str, Any]:
-    """Return the values of objects by key, checked against their digests. Nothing in them is executed.
+    """Load objects, check their digests, and return their values by key. Executes nothing in them.
 
     Raises:
-        UnsafePickleError: Some need classes that the caller has not allowed. Names each of them.
+        UnsafePickleError: Objects need classes that the caller has not allowed. The message names each object.
     """
     raw = _read(store, entries)
     values: dict[str, Any] = {}
@@ -58,12 +58,12 @@ def load_objects(store: Store, entries: Mapping[str, ObjectEntry]) -> dict[str, 
         raise unsafe[0]
     if unsafe:
         lines = [*map(str, unsafe[:_LISTED]), *([f"and {len(unsafe) - _LISTED} more"] if len(unsafe) > _LISTED else [])]
-        raise UnsafePickleError(f"{len(unsafe)} objects are not loaded:\n  " + "\n  ".join(lines))
+        raise UnsafePickleError(f"{len(unsafe)} objects cannot be loaded:\n  " + "\n  ".join(lines))
     return values
 
 
 def _read(store: Store, entries: Mapping[str, ObjectEntry]) -> dict[str, bytearray]:
-    """Return the bytes of the objects that torch.save wrote uncompressed, read together."""
+    """Read the objects that torch.save wrote uncompressed, all at once. Return their bytes by key."""
     raw = {
         name: bytearray(entry.nbytes)
         for name, entry in entries.items()
@@ -79,7 +79,7 @@ def _read(store: Store, entries: Mapping[str, ObjectEntry]) -> dict[str, bytearr
 
 
 def check_fits(current: Any, value: Any, name: str) -> None:
-    """Check that a tensor among the objects fits the tensor that is in its place in the state, if there is one.
+    """Check that a loaded tensor fits the tensor at its place in the state, if there is one.
 
     Raises:
         CheckpointMismatchError: Shapes, dtypes or layouts differ.
@@ -94,7 +94,8 @@ def check_fits(current: Any, value: Any, name: str) -> None:
 
 
 def filled_by(current: Any, value: Any) -> Any:
-    """Return what the state contains after the load: its own tensor, filled with the value, or else the value."""
+    """Return the state's new value: the current tensor, filled with `value`, or `value` if there is no tensor to
+    fill."""
     if not _is_filled(current, value):
         return value
     with torch.no_grad():
@@ -109,11 +110,11 @@ def _is_filled(current: Any, value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """What a load will do on this rank. Nothing has been read or changed yet.
+    """The reads that a load will do on this rank. Nothing has been read or changed yet.
 
     Attributes:
-        objects: By key, the path of its value in the state, and the current value.
-        missing: Keys of the state that the checkpoint lacks, which are left as they are.
+        objects: For each key, the path of its value in the state, and the current value.
+        missing: Keys of the state that the checkpoint lacks. Their values are left as they are.
     """
 
     catalog: Catalog
@@ -127,7 +128,7 @@ class ReadPlan:
         """Fill the tensors and replace the objects.
 
         Raises:
-            IntegrityError: Bytes differ from their digest; names tensor and file.
+            IntegrityError: Bytes differ from their digest. The message names the tensor and the file.
             UnsafePickleError: Objects need classes that the caller has not allowed. Nothing was changed.
         """
         values = load_objects(self.store, {name: self.catalog.objects[name] for name in self.objects})
@@ -154,12 +155,12 @@ def plan_read(
 
     Args:
         verify: Which slices to check against their digests.
-        cast: Convert where a dtype differs; otherwise that is a mismatch.
-        strict: A key that the checkpoint lacks is an error; otherwise it is left as it is.
+        cast: Convert a tensor if its dtype differs. If False, a different dtype is an error.
+        strict: Raise an error if the checkpoint lacks a key. If False, leave its value as it is.
 
     Raises:
-        CheckpointMismatchError: Keys are missing, or shapes, dtypes or kinds differ. Lists all of them.
-        IncompleteCheckpointError: A part of a tensor is not in the checkpoint.
+        CheckpointMismatchError: Keys are missing, or shapes, dtypes or kinds differ. Lists all mismatches.
+        IncompleteCheckpointError: The checkpoint lacks a part of a tensor.
     """
     flat, of_each = flatten(state_dict)
     paths = dict(zip(flat, of_each, strict=True))
@@ -177,13 +178,13 @@ def plan_read(
 def check_shared_memory(
     store: Store, state: Mapping[str, Any], entries: Mapping[str, TensorEntry], *, cast: bool
 ) -> None:
-    """Check that tensors of a flat state that share memory, as tied weights do, get equal values.
+    """Check that tensors of a flat state that share memory (tied weights) will be filled with equal values.
 
     Args:
-        entries: What fills the tensors of the state, by key. Those that do not fit are ignored here.
+        entries: The tensors of the checkpoint by key of the state. Tensors that do not fit are ignored here.
 
     Raises:
-        CheckpointMismatchError: The checkpoint has different values for them. Names them.
+        CheckpointMismatchError: The checkpoint has different values for such tensors. The message names them.
     """
     found = [
         (name, local)
@@ -192,7 +193,7 @@ def check_shared_memory(
         for local in _locals(value)
         if local.layout is torch.strided and not local.is_meta
     ]
-    # Most states share nothing: boxes are computed only for the tensors that do.
+    # Most states share no memory, so boxes are computed only for the tensors that do.
     sharing = {found[i][0]: entries[found[i][0]] for group in overlapping([t for _, t in found]) for i in group}
     fitting = [
         (name, entry, state[name], part)
@@ -204,7 +205,7 @@ def check_shared_memory(
     for group in overlapping([local for *_, (_, local) in fitting]):
         first = fitting[group[0]][2]
         claims = [fitting[i] for i in group]
-        if all(_is_placed_like(first, value) for _, _, value, _ in claims):  # then every rank decides alike
+        if all(_is_placed_like(first, value) for _, _, value, _ in claims):  # all ranks get the same result
             groups.append([Claim.whole(name, entry, value) for name, entry, value, _ in claims])
             continue
         groups.append([
@@ -232,7 +233,7 @@ def _locals(value: Any) -> list[torch.Tensor]:
 def _matched(
     catalog: Catalog, flat: Mapping[str, Any], *, cast: bool, strict: bool
 ) -> tuple[dict[str, TensorEntry | None], list[str]]:
-    """Return (keys to load with their tensors, missing keys). Raise one error with everything that does not fit."""
+    """Return the keys to load with their tensors, and the missing keys. Raise one error that lists every mismatch."""
     found: dict[str, TensorEntry | None] = {}
     missing, wrong = [], []
     for name, value in flat.items():

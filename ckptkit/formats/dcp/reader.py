@@ -1,4 +1,4 @@
-"""Opens a plain DCP directory: by our manifest if `DCPWriter` left one, otherwise by `.metadata`."""
+"""Opens a plain DCP directory: through our manifest if `DCPWriter` wrote one, otherwise through `.metadata`."""
 
 from __future__ import annotations
 
@@ -12,5 +12,6 @@ __all__ = ["open_catalog"]
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Return the catalog of the DCP at the store's root. The manifest has digests, and needs no pickle."""
+    """Return the catalog of the DCP checkpoint at the store's root. Prefers the manifest: it has digests and no
+    pickle."""
     return open_manifest(store) or catalog.open_catalog(store, options=options or ReadOptions())

@@ -1,7 +1,7 @@
-"""Frames the items of a DCP data file: each is a torch.save zip around tensor bytes, written without torch.
+"""Frames the items of a DCP data file: each item is a torch.save zip around tensor bytes, written without torch.
 
 A record is the smallest zip that `torch.load` accepts: `data.pkl`, `version` and the storage `data/0`, uncompressed and
-without timestamps, so that a dtype and sizes always give the same bytes. A file is a sequence of records.
+without timestamps. The frame of a dtype and sizes is therefore always the same. A file is a sequence of records.
 Source of the format: torch/serialization.py (`_save`, `_load`) and the zip specification (APPNOTE 6.3.10).
 """
 
@@ -29,8 +29,8 @@ __all__ = [
     "is_plain",
 ]
 
-ALIGNMENT = 64  # of large payloads, which may be mapped or copied in the kernel
-STREAMED = 64 << 10  # from this payload size on, the CRC follows the payload, which can then be written in one pass
+ALIGNMENT = 64  # of large payloads: they may be mapped, or copied in the kernel
+STREAMED = 64 << 10  # from this payload size on, the CRC follows the payload, so that one pass can write it
 _ALIGNED = 4 << 10
 _MAX32 = 0xFFFFFFFF
 _ROOT = b"a/"  # torch accepts any name before the slash; a short one makes every record smaller
@@ -38,14 +38,14 @@ _ROOT = b"a/"  # torch accepts any name before the slash; a short one makes ever
 
 @dataclass(frozen=True, slots=True)
 class RecordFrame:
-    """The bytes around the payload of a record, which is `prefix`, `nbytes` of payload, `suffix(crc)`.
+    """The bytes around a payload. A record consists of `prefix`, `nbytes` of payload and `suffix(crc)`.
 
     Attributes:
         prefix: The bytes before the payload. If not `streamed`, they contain the CRC: see `head`.
         nbytes: Bytes of the payload.
         length: Bytes of the whole record.
         alignment: The record must start at a multiple of this in its file, so that the payload is aligned.
-        streamed: The CRC is only after the payload.
+        streamed: Whether the CRC is only after the payload.
     """
 
     prefix: bytes
@@ -79,7 +79,7 @@ class RecordFrame:
 
 @functools.lru_cache(maxsize=65536)
 def frame_tensor(dtype: str, sizes: tuple[int, ...]) -> RecordFrame:
-    """Return the frame with which `torch.load(weights_only=True)` reads a tensor's row-major bytes.
+    """Return the frame that makes a tensor's row-major bytes readable by `torch.load(weights_only=True)`.
 
     Args:
         dtype: torch's name without "torch.".
@@ -91,7 +91,7 @@ def frame_tensor(dtype: str, sizes: tuple[int, ...]) -> RecordFrame:
 def frame_object(value: Any) -> bytes:
     """Return the record of a value that `is_plain`, in the format of `torch.save`.
 
-    Uses pickle protocol 2, because `torch.load(weights_only=True)` refuses the framing of later ones.
+    Uses pickle protocol 2: `torch.load(weights_only=True)` refuses the framing of later protocols.
     """
     pickled = pickle.dumps(value, protocol=2)
     return _zip_objects((b"data.pkl", pickled), (b"version", b"3\n"))
@@ -118,7 +118,7 @@ def is_plain(value: Any) -> bool:
 def _pickle_tensor(name: str, sizes: tuple[int, ...], itemsize: int) -> bytes:
     numel = math.prod(sizes)
     storage = STORAGE_CLASSES.get(name)
-    if storage:  # not "_v2", whose flag and hooks would take 36 bytes more per record
+    if storage:  # not "_v2": its flag and hooks would take 36 more bytes per record
         parts = [b"\x80\x02ctorch._utils\n_rebuild_tensor\n((", _text(b"storage"), f"ctorch\n{storage}\n".encode()]
     else:
         parts = [b"\x80\x02ctorch._utils\n_rebuild_tensor_v3\n((", _text(b"storage")]
@@ -133,7 +133,7 @@ def _pickle_tensor(name: str, sizes: tuple[int, ...], itemsize: int) -> bytes:
 
 
 def _text(value: bytes) -> bytes:
-    return b"U" + struct.pack("<B", len(value)) + value  # the string of Python 2, whose length takes one byte
+    return b"U" + struct.pack("<B", len(value)) + value  # SHORT_BINSTRING: a string of Python 2 with a one-byte length
 
 
 def _int(value: int) -> bytes:
@@ -157,14 +157,14 @@ def _int_tuple(values: tuple[int, ...]) -> bytes:
 
 
 def _frame(pickled: bytes, nbytes: int) -> RecordFrame:
-    """Return the frame of data.pkl, version and, last, the storage; the payload's CRC is filled in later."""
+    """Return the frame of a zip of data.pkl, version and (last) the storage. The payload's CRC is filled in later."""
     streamed, alignment = nbytes >= STREAMED, ALIGNMENT if nbytes >= _ALIGNED else 1
     pickle_crc, version = crc32(pickled), b"3\n"
     head = local_header(_ROOT + b"data.pkl", pickle_crc, len(pickled)) + pickled
     version_at = len(head)
     head += local_header(_ROOT + b"version", crc32(version), len(version)) + version
     storage_at, name = len(head), _ROOT + b"data/0"
-    flags = 0x0008 if streamed else 0  # bit 3: the CRC is in a descriptor behind the data
+    flags = 0x0008 if streamed else 0  # bit 3: the CRC is in a descriptor after the data
     unpadded = storage_at + len(local_header(name, 0, nbytes))
     padding = -(unpadded + 4) % alignment if unpadded % alignment else None
     head += local_header(name, 0, nbytes, flags=flags, padding=padding)

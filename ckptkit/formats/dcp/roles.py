@@ -1,7 +1,7 @@
 """Derives the role of a DCP entry (weight, moment, ...) from the path that the planner recorded.
 
-The flattened key does not show where a wrapper ends and a parameter's name begins: accelerate's
-("model", "model.embed_tokens.weight") and LightRFT's ("model.embed_tokens.weight",) differ only in the path.
+The flattened key does not show where a wrapper ends and a parameter's name begins: accelerate's ("model",
+"model.embed_tokens.weight") and LightRFT's ("model.embed_tokens.weight",) differ only in the path.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _STATES = _MASTER_STATES | {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum
 
 @dataclass(frozen=True, slots=True)
 class EntryRole:
-    """Role, parameter and state of an entry, as in `TensorEntry`."""
+    """The role, parameter and state of an entry, as in `TensorEntry`."""
 
     role: Role
     fqn: str = ""
@@ -42,16 +42,17 @@ class EntryRole:
 
 
 class RoleTable:
-    """The roles of all entries of a checkpoint. The role of one depends on which others there are.
+    """The roles of all entries of a checkpoint. An entry's role can depend on which other entries exist.
 
     Args:
-        paths: The planner's path by key. A key that has none is its own path.
+        paths: The planner's path of each key. A key without one is its own path.
         tensors: The keys that are tensors.
     """
 
     def __init__(self, paths: Mapping[str, Path], tensors: Iterable[str]) -> None:
         tops = {_top(path) for path in paths.values() if path}
-        # `optim_states/` of LightRFT, or a DCP of get_optimizer_state_dict: state and param_groups at the top level.
+        # An optimizer's state and param_groups at the top level: LightRFT's `optim_states/`, or a DCP checkpoint of
+        # get_optimizer_state_dict.
         alone = "state" in tops and tops <= {"state", _PARAM_GROUPS}
         self._bare_optimizer = alone and not any(map(_holds_run, paths.values()))
         wrappers = {key: _model_wrapper(paths.get(key) or (key,)) for key in tensors}
@@ -62,7 +63,7 @@ class RoleTable:
         if len(known) > 1 and _collide(paths, wrappers, known):
             known = set()
         bare = any(wrapper == () for wrapper in wrappers.values())
-        # Weights are at the top level or below a known key; under a key of the user's, only if it is the only one.
+        # Weights are at the top level or below a known key. A user's own key counts only if it is the only one.
         self._wrappers = known or (set() if bare else named if len(named) == 1 else set())
         self._bare_model = not known
         self._many = not known and not bare and len(named) > 1
@@ -82,8 +83,8 @@ class RoleTable:
             return EntryRole(Role.MODEL, _joined(path)) if self._bare_model else EntryRole(Role.OTHER)
         if wrapper in self._wrappers:
             return EntryRole(Role.MODEL, _joined(path[len(wrapper) :]))
-        # Several models under the user's own keys (a GAN, a teacher and a student), or nested dicts of weights next to
-        # weights at the top level: the whole path is the name.
+        # There are several models under the user's own keys (a GAN, a teacher and a student), or nested dicts of
+        # weights next to weights at the top level. The whole path is the name.
         return EntryRole(Role.MODEL, _joined(path)) if self._many or self._bare_model else EntryRole(Role.OTHER)
 
     def _optimizer(self, path: Path) -> EntryRole | None:
@@ -103,13 +104,18 @@ class RoleTable:
 
 
 def _holds_run(path: Path) -> bool:
-    """Whether a path shows that the key "state" contains model and optimizers, and is not an optimizer's state."""
+    """Return whether a path shows that the key "state" contains model and optimizers, instead of an optimizer's
+    state."""
     part = path[1] if len(path) > 2 and path[0] == "state" else None
     return isinstance(part, str) and (part in _MODEL_KEYS or bool(_OPTIMIZER_KEY.fullmatch(part)))
 
 
 def _collide(paths: Mapping[str, Path], wrappers: Mapping[str, Path | None], known: Iterable[Path]) -> bool:
-    """Whether two models below different keys have a parameter of the same name."""
+    """Return the role of an entry of an optimizer, given its path below the optimizer: ("state", fqn, "exp_avg").
+
+    The path is nested or flattened: torch's `flatten_optimizer_state_dict` joins the three parts with dots. State names
+    contain no dots. With several optimizers in a list or dict, the path begins with the optimizer's index or key.
+    """
     chosen = set(known)
     names = [(paths.get(key) or (key,))[len(w) :] for key, w in wrappers.items() if w is not None and w in chosen]
     return len(set(names)) < len(names)
@@ -122,7 +128,7 @@ def optimizer_role(path: Path) -> EntryRole:
     optimizers, in a list or dict, its key comes first.
     """
     while len(path) > 1 and path[0] not in _PARTS and not (isinstance(path[0], str) and path[0].startswith("state.")):
-        path = path[1:]  # the number or name of one of several optimizers
+        path = path[1:]  # the index or key of one of several optimizers
     head = path[0] if path else ""
     if head == "master" and len(path) > 1:
         return EntryRole(Role.MASTER, _joined(path[1:]))
@@ -156,7 +162,8 @@ def _top(path: Path) -> str:
 
 
 def _model_wrapper(path: Path) -> tuple[str | int, ...] | None:
-    """Return the part of a tensor's path before the parameter's name, () at the top level; None if no model has it."""
+    """Return the part of a tensor's path before the parameter's name: () at the top level, None if it is in no
+    model."""
     for i, part in enumerate(path[:-1]):
         if not isinstance(part, str):
             continue
@@ -173,7 +180,7 @@ def _model_wrapper(path: Path) -> tuple[str | int, ...] | None:
 
 
 def _inner_wrappers(paths: Mapping[str, Path], wrappers: Mapping[str, Path | None]) -> dict[Path | None, Path]:
-    """Return wrapper -> longer wrapper that all its tensors share, as in {"model": {"model": state_dict}} or
+    """Return, for each wrapper, a longer wrapper that all its tensors share, as in {"model": {"model": state_dict}} or
     {"models": [state_dict]}. Only list indices and known keys extend a wrapper."""
     members: dict[Path, list[Path]] = {}
     for key, wrapper in wrappers.items():

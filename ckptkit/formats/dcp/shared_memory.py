@@ -1,4 +1,4 @@
-"""Checks that a checkpoint has equal values for all names of live tensors that share memory (tied weights, views)."""
+"""Checks that live tensors that share memory (tied weights, views) have equal values in a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Claim", "check_claims", "overlapping"]
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A tensor of the checkpoint, and this rank's part of the live tensor that it is loaded into.
+    """A tensor of the checkpoint, and this rank's part of the live tensor to load it into.
 
     Attributes:
         shape: The shape of the whole live tensor.
@@ -35,8 +35,7 @@ class Claim:
 
     @classmethod
     def whole(cls, key: str, entry: TensorEntry, like: torch.Tensor) -> Claim:
-        """Return a claim for the whole tensor, regardless of what this rank holds, so that all ranks get the same
-        result."""
+        """Return a claim for the whole tensor instead of this rank's part, so that all ranks get the same result."""
         import torch
 
         shape = tuple(like.shape)
@@ -45,7 +44,7 @@ class Claim:
 
 
 def overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Return the indices of tensors that share memory, group by group."""
+    """Return groups of tensors that share memory, as lists of indices."""
     spans = sorted((t.data_ptr(), t.nbytes if t.is_contiguous() else _extent(t), i) for i, t in enumerate(tensors))
     groups: list[list[int]] = []
     stop = 0
@@ -61,11 +60,11 @@ def overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 
 
 def check_claims(store: Store, groups: Iterable[Sequence[Claim]]) -> None:
-    """Check that the checkpoint has equal values for tensors that share memory. Reads them only if neither their
-    locations nor their digests tell.
+    """Check that the checkpoint has equal values for tensors that share memory. Reads values only if comparing
+    locations and digests is not enough.
 
     Raises:
-        CheckpointMismatchError: The values differ, so that one would overwrite another. Names all such tensors.
+        CheckpointMismatchError: Values differ, so one tensor would overwrite another. Names all such tensors.
     """
     wrong = [group for group in groups if not _is_one(store, group)]
     if wrong:
@@ -92,7 +91,8 @@ def _is_one(store: Store, group: Sequence[Claim]) -> bool:
 
 
 def _reads_alike(store: Store, group: Sequence[Claim]) -> bool:
-    """Read this rank's part of each, and check that none would overwrite another in memory laid out as the live one."""
+    """Read this rank's part of each tensor into memory laid out like the live tensors. Return whether no values were
+    overwritten."""
     import torch
 
     from ckptkit.formats.dcp.fill import Filler, add_box, part_of
@@ -129,7 +129,7 @@ def _place(local: torch.Tensor) -> tuple[object, ...]:
 
 
 def _extent(local: torch.Tensor) -> int:
-    """Return the number of bytes from the tensor's first element to the end of its last."""
+    """Return the number of bytes from the start of the tensor's first element to the end of its last."""
     itemsize = local.element_size()
     if local.is_contiguous():
         return local.numel() * itemsize

@@ -1,8 +1,8 @@
-"""Takes tensor subclasses apart into ordinary tensors by torch's protocol, and puts them together again.
+"""Splits tensor subclasses into plain tensors by torch's `__tensor_flatten__` protocol, and creates them again.
 
-A class with `__tensor_flatten__` names the tensors that it is made of. They are stored as ordinary tensors named
-`<name>::<attribute>`, and a recipe (JSON) records the class and the rest. A load fills the tensors that a live tensor
-of the same recipe is made of. No class is imported because a checkpoint names it.
+A class with `__tensor_flatten__` names its inner tensors. They are stored as plain tensors named `<name>::<attribute>`,
+and a recipe (JSON) records the class and the rest. A load fills the inner tensors of a live tensor with the same
+recipe. A class is never imported because a checkpoint names it.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ __all__ = [
 
 SEPARATOR = "::"
 SUBCLASSES = "subclasses"
-"""The key of the recipes in objects.json: by the tensor's key."""
+"""The key of the recipes in objects.json. They are listed by the tensor's key."""
 
 Recipe = Any  # JSON
 
-# How inner tensors lie relative to the whole: "like" (as many dimensions, each element stands for a block), "flat" (one
-# dimension, each element stands for a run of the flattened tensor) or "whole" (a table that every shard has).
+# How an inner tensor relates to the whole tensor: "like" (as many dimensions; one element per block), "flat" (one
+# dimension; one element per run of the flattened tensor) or "whole" (a table that every shard has).
 _KNOWN: Mapping[str, Mapping[str, str]] = {
     "torchao.optim.subclass_8bit.OptimState8bit": {"codes": "like", "scale": "flat", "qmap": "whole"},
     "torchao.optim.subclass_4bit.OptimState4bit": {"codes": "flat", "scale": "flat", "qmap": "whole"},
@@ -54,11 +54,11 @@ _KNOWN: Mapping[str, Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The parts that a tensor consists of.
+    """The parts of a tensor.
 
     Attributes:
-        parts: The inner tensors by attribute ("a::b" if one is of a subclass itself): they share the tensor's memory,
-            and are DTensors if it is sharded.
+        parts: The inner tensors by attribute ("a::b" if the inner tensor is itself of a subclass). They share the outer
+            tensor's memory, and are DTensors if it is sharded.
         recipe: JSON: "class", "shape", "stride", "dtype", "context" and "inner".
     """
 
@@ -67,8 +67,8 @@ class Opened:
 
 
 def outer_name(name: str, recipes: Mapping[str, Recipe], prefix: str = "") -> str:
-    """Return the name of the tensor that `name` is a part of, or `name` if it is not a part of these recipes'
-    tensors."""
+    """Return the name of the tensor that `name` is a part of, or `name` if it is not a part of any tensor with a
+    recipe."""
     head = name
     while SEPARATOR in head:
         head = head.rpartition(SEPARATOR)[0]
@@ -78,7 +78,7 @@ def outer_name(name: str, recipes: Mapping[str, Recipe], prefix: str = "") -> st
 
 
 def describe(recipe: Recipe) -> str:
-    """Return a recipe on one line, for errors."""
+    """Return a recipe on one line, for error messages."""
     if not isinstance(recipe, Mapping):
         return "a plain tensor"
     name = str(recipe.get("class", "")).rpartition(".")[2]
@@ -86,13 +86,13 @@ def describe(recipe: Recipe) -> str:
 
 
 def open_all(tensors: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Recipe], dict[Any, str]]:
-    """Take apart the tensors of a table that are not dense.
+    """Replace the tensors of a table that are not dense by their parts.
 
     Args:
-        tensors: By name, or by (FQN, state name). Those that cannot be taken apart stay as they are.
+        tensors: By name, or by (FQN, state name). Tensors that cannot be split stay as they are.
 
     Returns:
-        The table with the inner tensors in place, the recipes by name, and why others could not be taken apart.
+        The table with the parts, the recipes by name, and for each tensor that could not be split the reason.
     """
     from torch.distributed.tensor import DTensor
 
@@ -117,16 +117,16 @@ def open_all(tensors: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Reci
         for part, inner in opened.parts.items():
             full = (name[0], name[1] + SEPARATOR + part) if isinstance(name, tuple) else name + SEPARATOR + part
             if full in tensors:
-                reasons[name] = f"is stored in parts, and another tensor has the name of its part {full!r}"
+                reasons[name] = f"is stored in parts, but another tensor has the name of its part {full!r}"
             table[full] = inner
     return table, recipes, reasons
 
 
 def open_tensor(tensor: Any) -> Opened | None:
-    """Return the parts that a tensor consists of; None if it is dense or its class does not tell.
+    """Return the parts of a tensor, or None if it is dense or its class does not name its inner tensors.
 
     Raises:
-        SaveError: It can't be stored in parts. The message is the end of a sentence.
+        SaveError: The tensor can't be stored in parts. The message continues "the tensor ...".
     """
     from torch.distributed.tensor import DTensor
 
@@ -162,7 +162,7 @@ def _open(local: Any, place: _Place, whole: Any) -> Opened:
     again, _ = _flattened(local)
     for name, tensor in tensors.items():
         if not _is_kept(tensor, again[name]):
-            raise SaveError(f"is a {kind}, whose {name} is computed each time: a load could not fill it")
+            raise SaveError(f"is a {kind}, whose {name} is computed on each access: a load could not fill it")
         stored, spec = place(name, tensor, local, _rule(kind, name, shape, tuple(tensor.shape)))
         deeper = open_tensor(stored)
         if deeper is not None:
@@ -197,7 +197,8 @@ def _flattened(tensor: Any) -> tuple[dict[str, torch.Tensor], Any]:
     return {name: getattr(tensor, name) for name in names}, context
 
 
-# bitsandbytes' 4-bit weights do not know the protocol: packed values, and `quant_state` with scales and tables.
+# bitsandbytes' 4-bit weights do not implement the protocol: they have packed values, and a `quant_state` with scales
+# and tables.
 _4BIT = "bitsandbytes.nn.modules.Params4bit"
 _4BIT_ENTRIES = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 
@@ -221,7 +222,8 @@ def _of_4bit(tensor: Any) -> tuple[dict[str, torch.Tensor], Any]:
 
 
 def repeated(tensors: Mapping[str, Any]) -> set[str]:
-    """Return the entries that a 4-bit layer of bitsandbytes adds to a state dict: copies of the parts of its weight."""
+    """Return the entries that a 4-bit layer of bitsandbytes adds to a state dict. They are copies of its weight's
+    parts."""
     weights = [name for name, value in tensors.items() if type(value).__name__ == "Params4bit" and _is_4bit(value)]
     if not weights:
         return set()
@@ -231,22 +233,25 @@ def repeated(tensors: Mapping[str, Any]) -> set[str]:
 
 
 def left_behind(modules: Mapping[str, torch.nn.Module]) -> dict[str, str]:
-    """Return 4-bit weights of bitsandbytes that FSDP2 has sharded, each with a reason: the packed values are the
-    parameter, but their scales stay in an attribute of the layer, which no state dict contains."""
+    """Return the 4-bit weights of bitsandbytes that FSDP2 has sharded, each with the reason why it can't be saved.
+
+    The parameter holds only the packed values. Their scales stay in an attribute of the layer that no state dict
+    contains.
+    """
     found = {}
     for name, module in modules.items():
         weight = module._parameters.get("weight")
         if weight is not None and module.__dict__.get("quant_state") is not None and not _is_4bit(weight):
             found[f"{name}.weight" if name else "weight"] = (
-                "holds packed 4-bit values of bitsandbytes, whose scales (quant_state) are an attribute of the layer "
-                "under FSDP2, in no state dict: a load could not restore them. Shard only the modules that are "
-                "trained, such as the adapter"
+                "holds packed 4-bit values of bitsandbytes. Under FSDP2, their scales (quant_state) are an attribute "
+                "of the layer that no state dict contains: a load could not restore them. Shard only the modules that "
+                "are trained, such as the adapter"
             )
     return found
 
 
 def _is_kept(one: Any, other: Any) -> bool:
-    """Whether two readings of an attribute are the same tensor, or the same memory."""
+    """Return whether two reads of an attribute gave the same tensor, or the same memory."""
     if one is other or not one.numel():
         return True
     return why_not_dense(one) == "" == why_not_dense(other) and one.data_ptr() == other.data_ptr()
@@ -263,7 +268,7 @@ def _rule(kind: str, name: str, shape: tuple[int, ...], inner: tuple[int, ...]) 
 
 
 def _plain(name: str, inner: Any, local: Any, rule: str) -> tuple[Any, Any]:
-    """Return the tensor to store for an inner tensor of a plain one, and its entry in the recipe."""
+    """Return the tensor to store for an inner tensor of a plain tensor, and its entry in the recipe."""
     shape = tuple(local.shape)
     if rule == "flat":
         run, rows = _run(name, inner, local)
@@ -274,11 +279,11 @@ def _plain(name: str, inner: Any, local: Any, rule: str) -> tuple[Any, Any]:
 
 
 def _run(name: str, inner: Any, local: Any) -> tuple[int, int]:
-    """Return how many elements of the flattened tensor each inner element stands for (a run), and the fewest rows that
-    consist of whole runs (0: the tensor has no rows)."""
+    """Return the length of a run (elements of the flattened tensor per inner element), and the fewest rows that consist
+    of whole runs (0: the tensor has no rows)."""
     numel = local.numel()
     if inner.dim() != 1 or not inner.numel() or numel % inner.numel():
-        raise SaveError(f"has {numel} elements on this rank, which its {name} {list(inner.shape)} does not divide")
+        raise SaveError(f"has {numel} elements on this rank, not a multiple of its {name} {list(inner.shape)}")
     block = numel // inner.numel()
     return block, _rows(block, tuple(local.shape))
 
@@ -288,8 +293,8 @@ def _rows(block: int, shape: Sequence[int]) -> int:
 
 
 def _sharded(whole: Any, name: str, inner: Any, local: Any, rule: str) -> tuple[Any, Any]:
-    """Return the tensor to store for an inner tensor of a sharded one (a DTensor with the same placements), and its
-    entry in the recipe. Shards must begin and end between blocks."""
+    """Return the tensor to store for an inner tensor of a sharded tensor (a DTensor with the same placements), and its
+    entry in the recipe. A block must not be split between shards."""
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -303,7 +308,7 @@ def _sharded(whole: Any, name: str, inner: Any, local: Any, rule: str) -> tuple[
         if name not in _KNOWN.get(f"{type(local).__module__}.{kind}", ()):
             raise SaveError(
                 f"is sharded, and its local part is a {type(local).__module__}.{kind}, whose {name} "
-                f"{list(inner.shape)} has no known position in the whole {list(whole.shape)}"
+                f"{list(inner.shape)} has no known position in the whole tensor {list(whole.shape)}"
             )
         return inner, {"placed": rule}
     view, spec = _plain(name, inner, local, rule)
@@ -324,7 +329,7 @@ def _sharded(whole: Any, name: str, inner: Any, local: Any, rule: str) -> tuple[
         shape = torch.Size(size // block for size, block in zip(whole.shape, blocks, strict=True))
     own = tuple(offset // blocks[dim] if dim in cut else 0 for dim, offset in enumerate(offsets[: len(shape)]))
     if local_box(shape, mesh, placements) != (tuple(view.shape), (*own, *[0] * (len(shape) - len(own)))):
-        raise SaveError(_split(whole, name, spec["block"], f"as {placements} it is cut elsewhere on other ranks"))
+        raise SaveError(_split(whole, name, spec["block"], f"other ranks split it elsewhere ({placements})"))
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     return DTensor.from_local(view, mesh, placements, run_check=False, shape=shape, stride=stride), spec
 
@@ -337,8 +342,8 @@ def _split(whole: Any, name: str, block: Any, where: str) -> str:
 
 
 def _blocks(block: int, shape: Sequence[int]) -> list[int]:
-    """Return, for each dimension, the multiples at which a tensor can be cut without cutting a run of `block` elements
-    (0: none)."""
+    """Return, for each dimension, the multiples at which a tensor can be split between runs of `block` elements (0:
+    none)."""
     rows = _rows(block, shape)
     return [rows, block if rows == 1 and len(shape) == 2 else 0, *[0] * len(shape)][: len(shape)]
 
@@ -380,7 +385,7 @@ def _value(tree: Any, shape: tuple[int, ...]) -> Any:
     """Return the context of a recipe, for a tensor of this shape.
 
     Raises:
-        ValueError: It has values of classes, which only a live tensor has.
+        ValueError: The context contains instances of classes, which only a live tensor can supply.
     """
     import torch
 
@@ -410,16 +415,16 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def new_tensor(recipe: Recipe, parameter: torch.Tensor, entries: Mapping[str, TensorEntry]) -> torch.Tensor:
-    """Return an uninitialised tensor of a recipe with the placement of a parameter, for an optimizer without state.
+    """Create an uninitialized tensor of a recipe, with the placement of a parameter, for an optimizer without state.
 
-    Its class must be one that this process has allowed torch to load (`torch.serialization.add_safe_globals`, which
-    torchao calls for its optimizer states): nothing is imported.
+    Nothing is imported: this process must have allowed torch to load the class (`torch.serialization.add_safe_globals`,
+    which torchao calls for its optimizer states).
 
     Args:
         entries: The inner tensors in the checkpoint, by attribute.
 
     Raises:
-        SaveError: It cannot be made here. The message is the end of a sentence.
+        SaveError: The tensor cannot be created here. The message continues "the tensor ...".
     """
     import torch
     from torch.distributed.tensor import DTensor
@@ -428,11 +433,11 @@ def new_tensor(recipe: Recipe, parameter: torch.Tensor, entries: Mapping[str, Te
     cls = next((c for c in _allowed() if f"{c.__module__}.{c.__qualname__}" == name), None)
     if cls is None:
         raise SaveError(
-            f"is a {name}, which this job neither has nor allows. Take a step before the load, or import its library "
-            "(torch.serialization.add_safe_globals)"
+            f"is a {name}, a class that this job has not allowed. Take an optimizer step before the load, or import "
+            "its library (torch.serialization.add_safe_globals)"
         )
     if list(parameter.shape) != recipe.get("shape"):
-        raise SaveError(f"has the shape {recipe.get('shape')}, its parameter here {list(parameter.shape)}")
+        raise SaveError(f"has the shape {recipe.get('shape')}, but its parameter has {list(parameter.shape)}")
     local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
     shape = tuple(local.shape)
     inner = {}
@@ -462,7 +467,7 @@ def _allowed() -> list[Any]:
 def _local_shape(
     name: str, spec: Mapping[str, Any], shape: tuple[int, ...], stored: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Return the shape of an inner tensor of a shard of this shape."""
+    """Return the shape of an inner tensor, for a shard of this shape."""
     block = spec.get("block")
     if spec.get("placed") == "whole":
         return stored
@@ -471,7 +476,7 @@ def _local_shape(
     fits = len(blocks) == len(sizes) and all(isinstance(b, int) and b > 0 for b in blocks)
     if not fits or not math.prod(shape) or any(size % b for size, b in zip(sizes, blocks, strict=True)):
         raise SaveError(
-            f"has a {name} with a value for each block of {block} elements, and this rank's part {list(shape)} of it "
-            "does not consist of whole blocks"
+            f"has a {name} with a value for each block of {block} elements, but this rank's part {list(shape)} does "
+            "not consist of whole blocks"
         )
     return tuple(size // b for size, b in zip(sizes, blocks, strict=True))

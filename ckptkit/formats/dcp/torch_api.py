@@ -3,7 +3,7 @@
     dcp.save(state, storage_writer=ckptkit.DCPWriter(url))
     dcp.load(state, storage_reader=ckptkit.DCPReader(url))
 
-They work with any planner; `DCPSavePlanner` and `DCPLoadPlanner` avoid the objects that torch's create per tensor.
+They work with any planner. `DCPSavePlanner` and `DCPLoadPlanner` avoid the per-tensor objects of torch's planners.
 torch's reader loads what our writer wrote, and our reader loads what torch wrote.
 """
 
@@ -94,7 +94,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class WrittenItem:
-    """Where an item was written: its record, the payload in it, and the payload's digest.
+    """Where an item was written: its record, the payload in the record, and the payload's digest.
 
     Attributes:
         payload, nbytes: -1 and 0 for an item that is not a plain tensor.
@@ -118,9 +118,9 @@ def write_finish(
     sync: bool,
     manifest: bool,
 ) -> None:
-    """Write the metadata file `name` of a save that torch's planner planned, and the manifest before it.
+    """Write the manifest, then the metadata file `name`, of a save that was planned by torch's planner.
 
-    `metadata` itself gets no storage data: torch broadcasts it to all ranks, which do not need them.
+    Does not add the storage data to `metadata`: torch broadcasts it to all ranks, which do not need these data.
     """
     places = {result.index: result.storage_data for found in results for result in found}
     infos = {index: _StorageInfo(p.path, p.offset, p.length) for index, p in places.items()}
@@ -137,7 +137,8 @@ def write_finish(
 def _index(
     metadata: Metadata, places: Mapping[Any, WrittenItem], files: Mapping[str, FileRecord], world_size: int
 ) -> SaveIndex:
-    """Return the index of a save that torch's planner planned. Tensors that are not plain memory count as objects."""
+    """Return the index of a save that was planned by torch's planner. Tensors that are not plain memory count as
+    objects."""
     paths: Any = metadata.planner_data
     if not isinstance(paths, dict) or not all(map(_is_path, paths.values())):
         paths = {}
@@ -175,12 +176,13 @@ def _is_path(path: Any) -> bool:
 
 
 class CatalogMetadata(Mapping[str, Any]):
-    """`Metadata.state_dict_metadata` that creates chunk objects only for the tensors a planner asks about.
+    """`Metadata.state_dict_metadata` that creates chunk objects only for the tensors that a planner asks about.
 
-    It is pickled as an address: after a save, the other ranks open the checkpoint when they access it.
+    Its pickle contains only an address: after a save, the other ranks open the checkpoint when they access it.
 
     Attributes:
-        is_plannable: Whether `DCPLoadPlanner` may plan with it: no subclass of the reader overrides how it reads.
+        is_plannable: Whether `DCPLoadPlanner` may plan with it. False if a subclass of the reader overrides how it
+            reads.
     """
 
     def __init__(self, reader: DCPReader, *, is_plannable: bool = False) -> None:
@@ -225,7 +227,7 @@ class CatalogMetadata(Mapping[str, Any]):
 
 
 class CatalogPaths(Mapping[str, "tuple[str | int, ...]"]):
-    """`Metadata.planner_data`: the path of each key that has one. It is pickled as an address, too."""
+    """`Metadata.planner_data`: the path of each key that has one. Its pickle contains only an address, too."""
 
     def __init__(self, reader: DCPReader) -> None:
         self._reader = reader
@@ -263,9 +265,9 @@ _DATA = re.compile(r"__\d+_\d+\.distcp")
 class DCPWriter(StorageWriter):
     """Writes DCP checkpoints that torch reads: several files at once, digests and CRC in the same pass, fsynced.
 
-    The checkpoint exists once `.metadata` does, which is written last. `manifest.safetensors` holds a digest of every
-    slice. A failure of any worker fails the save. A local directory is locked during the save: a second job that saves
-    to it gets a LeaseHeldError.
+    `.metadata` is written last; the checkpoint exists once `.metadata` does. `manifest.safetensors` holds a digest of
+    every slice. If any worker fails, the save fails. A local directory is locked during the save: a second job that
+    saves to it gets a LeaseHeldError.
     """
 
     def __init__(
@@ -281,9 +283,10 @@ class DCPWriter(StorageWriter):
 
         Args:
             storage_options: For the fsspec file system of a remote URL.
-            sync: Files and their names are durable when `dcp.save` returns.
-            workers: Files that a rank writes at once; 0 means its share of the cores, at most 4.
-            overwrite: Replace an existing checkpoint; otherwise it is a CheckpointExistsError.
+            sync: Make the files and their names durable before `dcp.save` returns.
+            workers: Files that a rank writes at once; 0 means its share of the cores, at most 4, or 8 on an object
+                store.
+            overwrite: Replace an existing checkpoint. If False, an existing checkpoint is a CheckpointExistsError.
         """
         super().__init__()
         check_storage_options(storage_options=storage_options)
@@ -344,10 +347,11 @@ class DCPWriter(StorageWriter):
         ]
 
     def _store(self) -> Store:
-        return open_store(self.url, storage_options=self.storage_options).with_free_names()  # `_clear` has checked
+        return open_store(self.url, storage_options=self.storage_options).with_free_names()  # `_clear` checked it
 
     def _clear(self, prefix: str, metadata: str) -> None:
-        """Delete what an unfinished save left, and an existing checkpoint if asked: its metadata before its data."""
+        """Delete what an unfinished save left, and with `overwrite` an existing checkpoint. Deletes metadata before
+        data."""
         store = self._store()
         names = [item.path for item in store.list() if item.kind == "file"]
         if RECORD_NAME in names:
@@ -426,21 +430,22 @@ class DCPWriter(StorageWriter):
 
 
 class _Resolved(Sequence[torch.Tensor]):
-    """The tensors of write items, each resolved only when it is written: a planner may allocate memory for each."""
+    """The tensors of write items. Each is resolved only when it is written, because a planner may allocate memory for
+    it."""
 
     def __init__(self, planner: SavePlanner) -> None:
         self.planner = planner
         self.items: list[WriteItem] = []
         self._known: dict[int, torch.Tensor] = {}  # by identity of the item, which `items` keeps alive
-        # Only the default planner returns views. Another may copy, and resolving in advance would copy everything.
+        # Only the default planner returns views. Another planner may copy: resolving in advance would copy everything.
         self._views = getattr(type(planner), "transform_object", None) is DefaultSavePlanner.transform_object
         self._views = self._views and type(planner).resolve_data is DefaultSavePlanner.resolve_data
 
     def whole_record(self, item: WriteItem) -> bytes | None:
-        """Return the record of a tensor that is not dense, None for a dense one.
+        """Return the record of a tensor that is not dense, or None for a dense tensor.
 
         Raises:
-            SaveError: No load could give the tensor back.
+            SaveError: No load could restore the tensor.
         """
         if not self._views:
             return None
@@ -482,9 +487,10 @@ def _dtype_of(item: WriteItem) -> str:
 
 
 class DCPReader(StorageReader):
-    """Reads DCP checkpoints, ours and torch's: only the bytes needed, into the tensors' own memory, digests checked.
+    """Reads DCP checkpoints, ours and torch's. Reads only the bytes needed, into the tensors' own memory, and checks
+    digests.
 
-    Nothing in the checkpoint is executed: `.metadata` is parsed; objects are loaded by torch's weights_only rules.
+    Executes nothing in the checkpoint: `.metadata` is parsed, and objects are loaded by torch's weights_only rules.
     """
 
     def __init__(
@@ -501,8 +507,8 @@ class DCPReader(StorageReader):
         Args:
             storage_options: For the fsspec file system of a remote URL.
             verify: "read" checks the slices that are read whole; "full" reads all slices whole; "off" checks none.
-            workers: Concurrent reads; 0 chooses by the number of cores.
-            cast: Convert where a dtype differs; otherwise that is a CheckpointMismatchError.
+            workers: Concurrent reads; 0 means two per core of this rank, at most 8, or 8 on an object store.
+            cast: Convert a tensor if its dtype differs. If False, a different dtype is a CheckpointMismatchError.
         """
         super().__init__()
         check_storage_options(storage_options=storage_options)
@@ -539,7 +545,7 @@ class DCPReader(StorageReader):
 
     @property
     def catalog(self) -> Catalog:
-        """What the checkpoint holds."""
+        """The contents of the checkpoint."""
         if self._catalog is None:
             try:
                 self._catalog = _open(self.store)
@@ -603,7 +609,7 @@ class DCPReader(StorageReader):
             memory = own_memory(target)
             filler.add(entry, _row(entry, item), tuple(item.storage_offsets), memory)
             if not is_dense(memory):
-                raise CheckpointMismatchError(f"tensor {item.dest_index.fqn!r}: here it {why_not_dense(memory)}.")
+                raise CheckpointMismatchError(f"tensor {item.dest_index.fqn!r} of the state {why_not_dense(memory)}.")
             filled.append((item, target))
         _check_filled(filled, planner)
         whole = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
@@ -629,7 +635,7 @@ def _open(store: Store) -> Catalog:
 
 
 def _row(entry: TensorEntry, item: ReadItem) -> int:
-    """Return the slice that an item is read from. The planner's index is a hint; the offsets decide."""
+    """Return the row of the slice that an item is read from. The planner's index is only a hint; the offsets decide."""
     row, offset = item.storage_index.index, item.storage_index.offset
     offsets = entry.slices.offsets
     if row is not None and row < len(offsets) and tuple(offsets[row].tolist()) == tuple(offset or ()):
@@ -641,7 +647,7 @@ def _row(entry: TensorEntry, item: ReadItem) -> int:
 
 
 def _check_filled(filled: Sequence[tuple[ReadItem, torch.Tensor]], planner: LoadPlanner) -> None:
-    """Check that the items fill each target completely: a gap would leave old values in memory."""
+    """Check that the items fill each target completely. A gap would leave old values in memory."""
     state = getattr(planner, "state_dict", None)
     if state is None:
         return
@@ -659,13 +665,16 @@ def _check_filled(filled: Sequence[tuple[ReadItem, torch.Tensor]], planner: Load
             continue
         if numel < expected:
             raise IncompleteCheckpointError(
-                f"tensor {name!r}: the checkpoint holds {numel} of the {expected} elements this rank needs."
+                f"tensor {name!r}: the checkpoint has only {numel} of the {expected} elements this rank needs."
             )
 
 
 def _load_bytes(planner: LoadPlanner, item: ReadItem, value: Any) -> None:
-    """Pass an object to the planner. torch's planner, which would unpickle the bytes of the file without limits, gets
-    the value; any other planner gets bytes that we pickled."""
+    """Pass an object to the planner.
+
+    torch's own planner would unpickle the bytes of the file without restrictions, so it gets the value instead. Any
+    other planner gets bytes that we pickled.
+    """
     name = item.dest_index.fqn
     if isinstance(planner, DefaultLoadPlanner) and type(planner).load_bytes is DefaultLoadPlanner.load_bytes:
         value = filled_by(planner.state_dict.get(name), value)

@@ -544,8 +544,8 @@ def test_an_in_place_change_of_memory_is_saved_or_fails_the_save_on_all_ranks(
 ) -> None:
     for right, *reshaped, cut in ranks.run(changes_below, 2, str(tmp_path), mode):
         assert right
-        assert all("rank 1: model.3: this rank holds [2, 16], its placement says [4, 8]" in text for text in reshaped)
-        assert "model.3: this rank holds [4, 8], its placement says [8, 4]" in cut
+        assert all("rank 1: model.3: this rank should hold [4, 8], found [2, 16]" in text for text in reshaped)
+        assert "model.3: this rank should hold [8, 4], found [4, 8]" in cut
     assert {path.name[-1] for path in tmp_path.glob("step_*")} == {"1", "2", "3", "6", "8"}
 
 

@@ -121,7 +121,7 @@ REFUSED = {
     "broken_missing_metadata/ckpt": (IncompleteCheckpointError, r"\.metadata is missing"),
     "broken_missing_shard/ckpt": (IncompleteCheckpointError, r"__1_0\.distcp is missing"),
     "hostile_metadata/ckpt": (UnsafePickleError, r"\.metadata: .*builtins\.exec"),
-    "hostile_path_traversal/ckpt": (UnsafePathError, r"\.metadata: it points to '\.\./\.\./"),
+    "hostile_path_traversal/ckpt": (UnsafePathError, r"\.metadata: it names '\.\./\.\./"),
 }
 
 
@@ -252,7 +252,7 @@ def path_to(path: str) -> Callable[[Any], None]:
 
 
 FAULTS: dict[str, tuple[Callable[[Any], None], type[CkptkitError], str]] = {
-    "a place is missing": (drop_place, IncompleteCheckpointError, "no place for the part"),
+    "a place is missing": (drop_place, IncompleteCheckpointError, "no location for the part"),
     "a part is missing": (drop_chunk, IncompleteCheckpointError, "of .* elements"),
     "a shape is larger than its parts": (huge_shape, IncompleteCheckpointError, "of .* elements"),
     "a part declares more than is stored": (huge_chunk, CorruptCheckpointError, "stores"),

@@ -24,7 +24,7 @@ def test_ranks_agree_on_how_names_are_nested() -> None:
 
 def test_memory_that_does_not_fit_its_placement_is_refused_when_planning(ranks: Any) -> None:
     dtypes = "w: it is declared torch.float32, but its local part is torch.float16."
-    shapes = "w: this rank holds [3, 2], its placement says [4, 2]."
+    shapes = "w: this rank should hold [4, 2], found [3, 2]."
     assert ranks.run(misfits, 1)[0] == [shapes, "meta", dtypes]
 
 
