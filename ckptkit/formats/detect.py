@@ -1,4 +1,4 @@
-"""Detects the format at a URL by an ordered list of marks, and the newest step if the URL is a run's directory."""
+"""Detects the format of the checkpoint at a URL. If the URL is a run's directory, finds the newest step."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ __all__ = [
 RECORD = "checkpoint.json"
 MANIFEST = "manifest.safetensors"
 _DEEPSPEED = r".*mp_rank_\d+_(?:model|optim)_states\.pt|layer_\d+.*_states\.pt"
-# Names that tools give to weights; other safetensors files count only if nothing else is found.
+# File names that tools give to weights. Other safetensors files are used only if nothing else is found.
 _WEIGHTS = r"(?:model|adapter_model|diffusion_pytorch_model|consolidated)(?:\.[\w-]+)?\.safetensors"
 _SAFETENSORS = rf"{_WEIGHTS}|.*-\d{{5,}}-of-\d{{5,}}\.safetensors|.*\.safetensors\.index\.json"
 TORCH_ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".pth.tar", ".th")  # of files that torch.save wrote
@@ -80,18 +80,18 @@ class Candidate:
         return [path for path, item in self.listing.items() if item.kind == "directory"]
 
     def any_file(self, pattern: str) -> bool:
-        """Whether a file's whole name matches."""
+        """Return whether the whole name of any file matches."""
         return any(re.fullmatch(pattern, name) for name in self.files)
 
 
-# Errors that values of unexpected types or shapes cause in a reader. The cause stays attached.
+# Errors that a reader may raise for values of unexpected types or shapes.
 _MALFORMED = (TypeError, AttributeError, LookupError, ValueError, ArithmeticError, RecursionError)
 Test = Callable[[Candidate], bool]
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format: its marks, and the module that reads it; `path` if one file of a directory is meant."""
+    """A format: the test that recognizes it, and the module that reads it. `path` selects one file of a directory."""
 
     name: str
     test: Test
@@ -108,7 +108,7 @@ class Format:
             raise
         except _MALFORMED as error:
             raise CorruptCheckpointError(
-                f"{store.url}: it is laid out as a {self.name} checkpoint, but a file is not what that format says: "
+                f"{store.url}: it looks like a {self.name} checkpoint, but a file does not follow that format: "
                 f"{type(error).__name__}: {error}."
             ) from error
 
@@ -122,8 +122,8 @@ def _only_torch_file(place: Candidate) -> bool:
     return any(name in MODEL_FILES for name in names) or (len(names) == 1 and parse_step(names[0]) is None)
 
 
-# Names are checked before a reader is imported, because most readers do not match.
-# DeepSpeed and verl have unique file names; formats with a file next to a DCP come before DCP.
+# A test checks names before it imports a reader, because most formats do not match.
+# DeepSpeed and verl have unique file names. Formats that add a file to a DCP checkpoint come before DCP.
 FORMATS: tuple[Format, ...] = (
     Format(
         "ckptkit",
@@ -170,7 +170,7 @@ FORMATS: tuple[Format, ...] = (
         "trainers.directories",
     ),
 )
-# Files with arbitrary names count only if no subdirectory is a checkpoint.
+# Files with arbitrary names are used only if no subdirectory is a checkpoint.
 UNNAMED: tuple[Format, ...] = (
     Format(
         "rank-files", lambda p: reader("trainers.rank_directory").is_rank_directory(p.files), "trainers.rank_directory"
@@ -195,7 +195,10 @@ def refuse_packed(names: Sequence[str]) -> None:
 
 
 def open_torch(store: Store, name: str | None, options: ReadOptions) -> Catalog:
-    """Open one file, or the root. LightningModule names lose their attribute prefix, as in sharded checkpoints."""
+    """Open one torch.save file, or the store's root if `name` is None.
+
+    Removes the attribute prefix from the names of a LightningModule, as for sharded checkpoints.
+    """
     refuse_packed([name] if name is not None else [])
     catalog: Catalog = reader("torch_save").open_catalog(store, path=name, options=options)
     if not catalog.info.producer.startswith("lightning") or options.strip_prefix is not None:
@@ -207,10 +210,10 @@ def open_torch(store: Store, name: str | None, options: ReadOptions) -> Catalog:
 
 
 _MAX_DEPTH = 3
-_MAX_CHILDREN = 32  # directories without a step that are searched
-_MAX_STEPS = 64  # newest step directories that are searched
+_MAX_CHILDREN = 32  # how many directories without a step are searched
+_MAX_STEPS = 64  # how many of the newest step directories are searched
 _POINTERS = ("latest", "latest_checkpointed_iteration.txt", "LATEST", "latest_universal", "LATEST.txt")
-# Subdirectories of a step with separate models: verl and SkyRL.
+# Subdirectories of a step that contain separate models (verl and SkyRL).
 _MEMBERS = ("actor", "policy", "model", "critic", "ref", "reward")
 _ASIDE = ("optim", "rng", "dataloader")  # directories next to a model
 _DATA = re.compile(r"__\d+_\d+\.distcp|\.metadata\.tmp")
@@ -226,10 +229,10 @@ class Source:
     """An opened checkpoint.
 
     Attributes:
-        store: Its root; the catalog's paths count from here.
-        url: The opened checkpoint.
-        note: Why this one, if it differs from the requested URL; otherwise "".
-        joined: The checkpoints that this one was joined from; () if it is an opened one.
+        store: The checkpoint's root. The catalog's paths are relative to it.
+        url: The URL of the opened checkpoint.
+        note: Why this checkpoint was chosen, if its URL is not the requested one; otherwise "".
+        joined: The checkpoints that were joined into this one; () if it was opened directly.
     """
 
     store: Store
@@ -240,7 +243,7 @@ class Source:
 
     @property
     def checkpoints(self) -> tuple[Source, ...]:
-        """The checkpoints that are read: this one, or those that it joins."""
+        """The checkpoints that are read: this one, or those that were joined."""
         return self.joined or (self,)
 
 
@@ -261,12 +264,12 @@ def open_source(
 ) -> Source:
     """Open the checkpoint at `url`: a file, a directory, or the newest step of a run's directory.
 
-    Steps are compared as numbers (10 is newer than 9); `latest` files are hints that are only reported. If a directory
-    has committed ckptkit checkpoints, everything else in it is ignored.
+    Steps are compared as numbers (10 is newer than 9). If there are steps, `latest` files are only reported. If a
+    directory has committed ckptkit checkpoints, everything else in it is ignored.
 
     Raises:
-        CheckpointNotFoundError: There is no checkpoint; lists what was found.
-        CkptkitError: Raised by the format's reader.
+        CheckpointNotFoundError: There is no checkpoint. The message lists what was found.
+        CkptkitError: The format's reader failed.
     """
     options = options or ReadOptions()
     refuse_credentials(url)
@@ -297,17 +300,17 @@ def open_source(
 
 
 def _check_weights(catalog: Catalog, url: str) -> None:
-    """Raise if a directory contains only an optimizer, scheduler or similar file.
+    """Check that the catalog has weights.
 
     Raises:
-        IncompleteCheckpointError: Names the file.
+        IncompleteCheckpointError: The directory has only an optimizer, scheduler or similar file. The message names it.
     """
     if catalog.by_role(Role.MODEL):
         return
     name = next(iter(catalog.info.files), "")
     raise IncompleteCheckpointError(
-        f"{url}: all that could be read is {name}, which holds no weights. A save that was cut off leaves this: take "
-        f"an older checkpoint. To see what the file holds: {command_line('inspect', f'{url}/{name}')}"
+        f"{url}: the only readable file is {name}, which has no weights. An interrupted save may have left it: use an "
+        f"older checkpoint. To see what the file contains: {command_line('inspect', f'{url}/{name}')}"
     )
 
 
@@ -323,7 +326,7 @@ def _with_step(catalog: Catalog, url: str) -> Catalog:
 
 
 def _real(url: str) -> str:
-    """Return the URL without a trailing slash. Follows a link that the user gave, but no links inside."""
+    """Return the URL without a trailing slash. Follows the URL itself if it is a link, but no links inside."""
     protocol, rest = split_url(url)
     if protocol in ("file", "local"):
         full = os.path.abspath(os.path.expanduser(rest))
@@ -332,7 +335,7 @@ def _real(url: str) -> str:
 
 
 def _as_file(url: str, storage_options: Mapping[str, Any] | None) -> tuple[Store, str] | None:
-    """Return the parent's store and the name if the URL is a file; otherwise None."""
+    """Return the store of the parent directory and the file's name if the URL is a file; otherwise None."""
     parent, separator, name = url.rpartition("/")
     if not separator or not name or parent.endswith((":", ":/")):
         return None
@@ -360,11 +363,12 @@ def _refuse_empty(store: Store, url: str) -> None:
         raise CheckpointNotFoundError(f"{url} is an empty directory. Expected {_EXPECTED}.")
     if is_directory(store):
         raise CheckpointNotFoundError(not_there(url, store.url))
-    raise CheckpointNotFoundError(f"{url} does not exist, or holds nothing. Expected {_EXPECTED}.")
+    raise CheckpointNotFoundError(f"{url} does not exist, or is empty. Expected {_EXPECTED}.")
 
 
 def not_there(url: str, path: str) -> str:
-    """Say that `url` does not exist: suggest a path like `path`, or say which part of it exists."""
+    """Return a message that `url` does not exist. It suggests a path similar to `path`, or says which part of it
+    exists."""
     missing, parent = path, os.path.dirname(path)
     while not os.path.isdir(parent) and parent != os.path.dirname(parent):
         missing, parent = parent, os.path.dirname(parent)
@@ -380,7 +384,7 @@ def _unknown(place: Candidate, url: str) -> CkptkitError:
     shown = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
     refuse_packed(place.files)
     if place.any_file(_DATA.pattern):
-        reader("dcp.catalog").open_catalog(place.store)  # raises: it says what is missing
+        reader("dcp.catalog").open_catalog(place.store)  # raises an error that says what is missing
     return CheckpointNotFoundError(f"{url} holds no checkpoint. Found: {shown}. Expected {_EXPECTED}.")
 
 
@@ -393,7 +397,7 @@ def _resolve(place: Candidate, url: str, depth: int) -> _Found | None:
     if form is not None:
         return place, url, form, ""
     if place.any_file(_DATA.pattern):
-        return None  # a DCP save that did not finish: what lies below it, or next to it, is a part of it
+        return None  # an unfinished DCP save: everything in this directory belongs to it
     if depth < _MAX_DEPTH:
         for look in (_newest_step, _member, _pointed_at, _only_child):
             found = look(place, url, depth)
@@ -404,7 +408,7 @@ def _resolve(place: Candidate, url: str, depth: int) -> _Found | None:
 
 
 def _enter(place: Candidate, url: str, name: str, depth: int) -> _Found | None:
-    """Return what to open for the child `name`."""
+    """Return what to open for the subdirectory `name`."""
     return _resolve(Candidate(place.store.child(name)), f"{url}/{name}", depth + 1)
 
 
@@ -422,7 +426,7 @@ def _newest_step(place: Candidate, url: str, depth: int) -> _Found | None:
             break
     if not resolved:
         return None
-    # Where ckptkit committed checkpoints, a directory without a record is an unfinished save.
+    # If some steps were committed by ckptkit, a directory without a record is an unfinished save.
     name, (inner, inner_url, form, note) = resolved[-1]
     skipped += [other for other, _ in resolved[:-1]]
     text = f"the newest of {len(steps)} step directories" if len(steps) > 1 else "the only step"
@@ -436,11 +440,11 @@ def _committed_elsewhere(place: Candidate, steps: Sequence[str], name: str) -> b
 
 
 def _skipped(names: Sequence[str]) -> list[str]:
-    return [f"Skipped as no finished checkpoint: {', '.join(names[:4])}."] if names else []
+    return [f"Skipped because they are not finished checkpoints: {', '.join(names[:4])}."] if names else []
 
 
 def _disagreeing(place: Candidate, name: str) -> list[str]:
-    """Return a note if a pointer file names another step, which is not followed."""
+    """Return a note if a pointer file names another step. The pointer is not followed."""
     for pointer, target in _pointers(place):
         step, chosen = parse_step(target), parse_step(name)
         if step is not None and chosen is not None and step.step != chosen.step:
@@ -457,7 +461,7 @@ def _pointers(place: Candidate) -> list[tuple[str, str]]:
 
 
 def _member(place: Candidate, url: str, depth: int) -> _Found | None:
-    """Choose the model of a step with several: actor before critic."""
+    """Choose one model of a step that has several: actor before critic."""
     there = [name for name in _MEMBERS if name in place.directories]
     for name in there:
         found = _enter(place, url, name, depth)
@@ -469,7 +473,7 @@ def _member(place: Candidate, url: str, depth: int) -> _Found | None:
 
 
 def _pointed_at(place: Candidate, url: str, depth: int) -> _Found | None:
-    """Return the directory that a pointer file names, if names have no numbers."""
+    """Return the directory that a pointer file names. Called if no directory name has a step number."""
     for pointer, target in _pointers(place):
         if target in place.directories:
             found = _enter(place, url, target, depth)
@@ -488,12 +492,12 @@ def _only_child(place: Candidate, url: str, depth: int) -> _Found | None:
         return None
     likely = [name for name in place.directories if not name.startswith(_ASIDE)]
     found = [(name, child) for name in likely if (child := _enter(place, url, name, depth))]
-    # A directory that has the marks of a format is a checkpoint; per-rank files next to it may be data loader states.
+    # A directory with the marks of a format is a checkpoint. Per-rank files next to it may be data loader states.
     marked = [(name, child) for name, child in found if child[2] in FORMATS]
     if len(found) > 1 and len(marked) == 1:
         others = ", ".join(f"{name}/" for name, _ in found if name != marked[0][0])
         name, (inner, inner_url, form, note) = marked[0]
-        return inner, inner_url, form, f"{name}/ was taken; next to it: {others}. {note}".strip()
+        return inner, inner_url, form, f"{name}/ was chosen; not read: {others}. {note}".strip()
     if len(found) > 1 and depth == 0:
         names = ", ".join(name for name, _ in found[:8])
         raise CheckpointNotFoundError(f"{url} has {len(found)} checkpoints: {names}. Give the one you mean.")
@@ -504,8 +508,11 @@ def _only_child(place: Candidate, url: str, depth: int) -> _Found | None:
 
 
 def _numbered_files(place: Candidate) -> list[str]:
-    """Return the files that each contain a step, newest first. With another ending than .ckpt, only if the newest step
-    has one file; otherwise the model and the optimizer may be separate files."""
+    """Return the files that each contain a whole step, newest first.
+
+    Files with another ending than .ckpt count only if the newest step has one file. Several files may be a model and
+    its optimizer.
+    """
     steps = ordered(n for n in place.files if n.endswith(".ckpt"))
     if not steps:
         steps = ordered(n for n in place.files if n.endswith(TORCH_ENDINGS))

@@ -1,4 +1,4 @@
-"""Finds files in a directory that belong to no checkpoint or export, because `--overwrite` must not delete them."""
+"""Finds files in a directory that belong to no checkpoint or export. `--overwrite` must not delete such files."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["check_replaceable", "foreign_paths", "marked", "may_be_saved"]
 
 _SHOWN = 3
 _OURS = re.compile(r"\.ckptkit-(?:owner(?:-\d+)?\.json|done/.*|new/.*)|\.probe-[0-9a-f]{16}\.part", re.DOTALL)
-_HALF_WRITTEN = re.compile(r"\..+\.[0-9a-f]{12}\.part", re.DOTALL)  # as LocalStore names what it is writing
-_STATE = re.compile(r"state-\d{5,}-of-\d{5,}\.safetensors")  # the files that FULL has in addition to the models'
+_HALF_WRITTEN = re.compile(r"\..+\.[0-9a-f]{12}\.part", re.DOTALL)  # LocalStore's names for unfinished files
+_STATE = re.compile(r"state-\d{5,}-of-\d{5,}\.safetensors")  # the additional files of FULL
 _VARIANT = (
     r"(?:\.(?:fp16|bf16|fp32|fp8|int8|int4|ema|non_ema|\d+))?"  # any other suffix may be a copy that somebody keeps
 )
@@ -33,20 +33,20 @@ _BESIDE = frozenset(
      "peft_config.json",
      ".gitattributes", "training_args.bin", "vocab.bpe", "encoder.json", "normalizer.json"]
 )  # fmt: skip
-_FOLDERS = ("additional_chat_templates", ".cache/huggingface")  # below them all is of an export
+_FOLDERS = ("additional_chat_templates", ".cache/huggingface")  # all files below them belong to an export
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 _OF_TORCH = re.compile(rb".+/(?:data\.pkl|data/\d+|version|byteorder|\.format_version|\.storage_alignment)", re.DOTALL)
 _MARK = f"<!-- ckptkit: {DIGEST} of the text above: "
 
 
 def check_replaceable(store: Store, path: str = "", known: Collection[str] = ()) -> None:
-    """Return if `path` is exactly one checkpoint or one export, or does not exist.
+    """Check that `path` is exactly one checkpoint or one export, or does not exist.
 
     Args:
-        known: Names recorded by an interrupted command, which belong to it.
+        known: Names of files that an interrupted command recorded as its own.
 
     Raises:
-        CheckpointExistsError: It contains anything else; names the first three files in the way.
+        CheckpointExistsError: `path` contains anything else. The message names the first three such files.
     """
     found = store.info(path)
     if found is None:
@@ -80,33 +80,33 @@ def _is_weights_file(store: Store, found: FileInfo) -> bool:
         return found.kind == "file"
     head = store.read(found.path, 0, 1024)
     is_safetensors = head[8:9] == b"{" and int.from_bytes(head[:8], "little") < found.size
-    from ckptkit.formats.pickles.legacy import is_legacy  # imports numpy
+    from ckptkit.formats.pickles.legacy import is_legacy  # lazy: imports numpy
 
     return is_safetensors or is_legacy(head) or _is_torch_zip(head)
 
 
 def _is_torch_zip(head: bytes) -> bool:
-    """Return whether a zip archive is from torch.save, by its first member."""
+    """Return whether a zip archive is from torch.save, judging by its first member."""
     first = head[30 : 30 + int.from_bytes(head[26:28], "little")]  # APPNOTE.TXT 4.3.7
     return head.startswith(b"PK\x03\x04") and _OF_TORCH.fullmatch(first) is not None
 
 
 def foreign_paths(store: Store) -> Iterator[str]:
-    """Yield the paths in a directory that belong to no checkpoint and no export; directories end in "/".
+    """Yield the paths in a directory that belong to no checkpoint and no export. Directories end in "/".
 
     If there is a commit record, only the files that it names belong to the checkpoint.
     """
     try:
         record = find_record(store)
     except (CkptkitError, OSError):
-        record = None  # damaged: names tell
+        record = None  # damaged: judge by names
     files = None if record is None else _files_of(record)
     folders = _FOLDERS if files is None else ()
     above = {folder[:at] for folder in (*folders, *(files or ())) for at, c in enumerate(folder) if c == "/"}
     pending = [""]
-    # PEFT puts the adapters after the first into folders of their own.
+    # PEFT puts every adapter after the first into its own folder.
     adapters = files is None and all(store.info(name) is not None for name in _ADAPTER[:2])
-    for folder in pending:  # grows while we go
+    for folder in pending:  # grows during the loop
         for item in store.list(folder):
             if item.kind == "directory":
                 below = item.path in above or f"{item.path}/".startswith(tuple(f"{name}/" for name in folders))
@@ -119,8 +119,9 @@ def foreign_paths(store: Store) -> Iterator[str]:
 
 
 def may_be_saved(path: str) -> bool:
-    """Return whether a file in a save's directory has a name that ckptkit writes, complete or begun. One of several
-    models or adapters has its own folder.
+    """Return whether a file in a save's directory has a name that ckptkit writes, for finished or unfinished files.
+
+    If there are several models or adapters, each has its own folder.
     """
     name = path.rpartition("/")[2]
     if name in _BESIDE or is_side_file(path) or is_side_file(name):
@@ -129,7 +130,7 @@ def may_be_saved(path: str) -> bool:
 
 
 def marked(card: str) -> str:
-    """Return a model card that ends with a digest of itself, to detect later edits."""
+    """Return a model card with its own digest appended. The digest shows later edits."""
     return f"{card}{_MARK}{_digest(card)} -->\n"
 
 

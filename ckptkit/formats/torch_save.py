@@ -1,7 +1,7 @@
 """Reads torch.save files (one .pt, .bin or .ckpt file, or shards with an index) as a catalog.
 
-The nesting of the saved value distinguishes weights, optimizer state and the rest, by the rules of `dcp_roles`. Reads
-no tensor bytes.
+The nesting of the saved value distinguishes weights, optimizer state and other values, by the rules of
+`formats.dcp.roles`. Reads no tensor bytes.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ __all__ = [
     "numbered_files",
 ]
 
-# Names of files: -00001-of-0000N, which belong together without an index, and those that only a model has.
+# File names: -00001-of-0000N files belong together even without an index; `MODEL_FILES` are names that only models
+# have.
 
 
-MODEL_FILES = ("pytorch_model.bin", "model.pt", "model.pth", "model.bin", "model.ckpt")  # of torch.save
+MODEL_FILES = ("pytorch_model.bin", "model.pt", "model.pth", "model.bin", "model.ckpt")  # written by torch.save
 
 _NUMBERED = re.compile(r"(.+)-(\d{5,})-of-(\d{5,})\.(\w+)")
 
@@ -54,7 +55,7 @@ def numbered_files(names: Sequence[str], extension: str) -> list[str] | None:
     """Return the files named -0000i-of-0000n.`extension` in order; None if there are none.
 
     Raises:
-        IncompleteCheckpointError: Not all n are there; it names those that are missing.
+        IncompleteCheckpointError: Some of the n files are missing. The message names them.
         CorruptCheckpointError: The directory contains the files of two checkpoints.
     """
     matches = [match for name in names if (match := _NUMBERED.fullmatch(name)) and match[4] == extension]
@@ -71,20 +72,22 @@ def numbered_files(names: Sequence[str], extension: str) -> list[str] | None:
         absent = itertools.islice((i for i in wanted if i not in have), 8)
         gone = [f"{stem}-{i:0{len(total)}d}-of-{total}.{extension}" for i in absent]
         there = f"{len(have)} of {int(total)} shards are there; "
-        raise IncompleteCheckpointError(there + (f"missing: {', '.join(gone)}." if gone else "others are too many."))
+        raise IncompleteCheckpointError(
+            there + (f"missing: {', '.join(gone)}." if gone else "some have other numbers.")
+        )
     return sorted(match[0] for match in matches)
 
 
 EXTENSIONS = (".pt", ".bin", ".ckpt", ".pth", ".pth.tar", ".th")
 INDEX_SUFFIX = ".bin.index.json"
-_STEPS = ("global_step", "step", "iteration", "iter", "iter_num")  # under which scripts save the step
+_STEPS = ("global_step", "step", "iteration", "iter", "iter_num")  # names under which scripts save the step
 _MAX_INDEX_BYTES = 128 << 20
 
 Path = tuple[str | int, ...]
 
 
 def is_torch_file(head: bytes) -> bool:
-    """Return whether a file that begins with `head` (512 bytes) may be one of torch.save."""
+    """Return whether a file that begins with `head` (512 bytes) may be written by torch.save."""
     return head[:4] == b"PK\x03\x04" or is_legacy(head) or is_tar(head)
 
 
@@ -97,13 +100,13 @@ def open_catalog(
     """Open the torch.save file or files at the store's root.
 
     Args:
-        path: The one file that is meant; by default the shards that an index names, all numbered ones, or the
-            only file there is.
+        path: The file to open. By default, the shards that an index names, or all numbered files, or the file with a
+            model's name, or the only file.
 
     Raises:
-        CheckpointNotFoundError: There is no such file, or more than one and no index.
-        IncompleteCheckpointError: Shards or tensors that the index names are missing, or the file holds only
-            one rank's part.
+        CheckpointNotFoundError: There is no such file, or there are several and no index.
+        IncompleteCheckpointError: Shards or tensors that the index names are missing, or the file holds only one rank's
+            part.
         UnsafePickleError, CorruptCheckpointError, UnsupportedFormatError: As for `read_archive`.
     """
     if path is not None:
@@ -139,7 +142,7 @@ def open_file(store: Store, path: str, *, options: ReadOptions = ReadOptions()) 
 
 
 def read_torch_file(store: Store, path: str, *, allow_pickle: bool = False) -> TorchArchive:
-    """Return the parsed file, whichever of torch's formats it has; a plain pickle has no tensors.
+    """Parse a file in any of torch.save's formats. A plain pickle has no tensors.
 
     Args:
         allow_pickle: Classes that are not on the allow-list become inert records instead of an error.
@@ -167,7 +170,7 @@ def _read_any(store: Store, path: str, unknown: Unknown) -> TorchArchive:
     if head[:1] == b"\x80":
         return TorchArchive(loads(store.read(path), file=path, unknown=unknown), path)
     found = f"{len(head)} bytes" if len(head) < 8 else f"bytes {head[:8]!r}"
-    raise CorruptCheckpointError(f"{path}: it begins with {found}, which no file of torch.save does. Is it truncated?")
+    raise CorruptCheckpointError(f"{path}: it begins with {found}, unlike any file of torch.save. Is it truncated?")
 
 
 # --- shards with an index
@@ -182,7 +185,7 @@ def _open_shards(store: Store, index: str, options: ReadOptions) -> Catalog:
     values = _shards(store, paths, options)
     for name, path in weight_map.items():
         if name not in values[path]:
-            raise IncompleteCheckpointError(f"{path}: tensor {name!r:.120} is not in it, though {index} says so.")
+            raise IncompleteCheckpointError(f"{path}: tensor {name!r:.120} is missing, but {index} lists it.")
     for path, value in values.items():
         for name, item in value.items():
             if _is_tensor(item) and weight_map.get(name) != path:
@@ -219,7 +222,7 @@ def _weight_map(store: Store, index: str) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """A tensor, or a maximal value without tensors, at one path of the saved value."""
+    """A tensor, or a value without tensors that is as large as possible, at one path of the saved value."""
 
     path: Path
     file: str
@@ -244,7 +247,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _leaves(value: Any, path: Path, file: str, known: dict[int, bool]) -> Iterator[_Leaf]:
-    """Walk a plain value, whose nesting and size `plain` has bounded."""
+    """Yield the leaves of a plain value. `plain` has limited its nesting and size."""
     if _is_tensor(value) or not isinstance(value, (dict, list, tuple)) or not _has_tensor(value, known):
         yield _Leaf(path, file, value)
         return
@@ -269,13 +272,13 @@ def _add(leaves: dict[str, _Leaf], leaf: _Leaf, *, sharded: bool) -> None:
     name = ".".join(str(part) for part in leaf.path) or "value"
     if name in leaves:
         if sharded:
-            raise CorruptCheckpointError(f"{leaf.file}: tensor {name!r:.120} is in {leaves[name].file} too.")
+            raise CorruptCheckpointError(f"{leaf.file}: tensor {name!r:.120} is also in {leaves[name].file}.")
         if leaves[name].path == leaf.path:
-            raise CorruptCheckpointError(f"{leaf.file}: {name!r:.120} is there twice.")
+            raise CorruptCheckpointError(f"{leaf.file}: {name!r:.120} occurs twice.")
         # {"a": {"b.c": ...}, "a.b": {"c": ...}}: two paths that join to one name.
         name = "/".join(str(part) for part in leaf.path)
         if name in leaves:
-            raise CorruptCheckpointError(f"{leaf.file}: {name!r:.120} is there twice.")
+            raise CorruptCheckpointError(f"{leaf.file}: {name!r:.120} occurs twice.")
     leaves[name] = leaf
 
 
@@ -295,7 +298,7 @@ def _entry(name: str, leaf: _Leaf, role: EntryRole) -> TensorEntry:
 
 
 def _whole(leaf: _Leaf) -> StoredTensor:
-    """Return the tensor; for a DTensor or ShardedTensor, only if this file contains all of it."""
+    """Return the tensor. A DTensor or ShardedTensor is accepted only if this file contains all of it."""
     value, name = leaf.value, ".".join(str(part) for part in leaf.path)
     if isinstance(value, StoredTensor):
         return value
@@ -319,7 +322,7 @@ def _object(name: str, leaf: _Leaf, role: Role) -> ObjectEntry:
     return ObjectEntry(name, leaf.file, encoding="value", value=leaf.value, role=role, key=leaf.path)
 
 
-# --- optimizer states by number: param_groups may say which parameter each number is
+# --- numbered optimizer states: param_groups may name the parameter of each number
 
 
 def _parameter_names(leaves: Mapping[str, _Leaf]) -> dict[Path, dict[str, str]]:
@@ -345,7 +348,7 @@ def _named(role: EntryRole, path: Path, names: Mapping[Path, Mapping[str, str]])
     return role
 
 
-# --- what is known of the whole
+# --- information about the whole checkpoint
 
 
 def _info(
@@ -377,7 +380,7 @@ def _info(
 
 
 def _tied(entries: Mapping[str, TensorEntry]) -> list[list[str]]:
-    """Return groups of weights that are the same bytes of a file."""
+    """Return groups of weights that share the same bytes of a file."""
     places: dict[tuple[Any, ...], list[str]] = {}
     for name, entry in entries.items():
         if entry.role is Role.MODEL and len(entry.slices) == 1:

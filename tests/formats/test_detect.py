@@ -328,7 +328,7 @@ def test_a_recognised_format_is_chosen_before_rank_files(tmp_path, zoo):
         torch.save({"w": torch.ones(2)}, tmp_path / "step10" / "train" / f"rank{rank}.pt")
     source = open_source(str(tmp_path))
     assert source.url.endswith("step10/model_and_optim")
-    assert "model_and_optim/ was taken; next to it: train/." in source.note
+    assert "model_and_optim/ was chosen; not read: train/." in source.note
 
 
 def test_safetensors_of_ranks_are_refused_with_advice(tmp_path):

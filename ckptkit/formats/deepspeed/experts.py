@@ -1,8 +1,8 @@
-"""Reads experts of DeepSpeed's MoE layers: one file per expert, and optimizer partitions over its ranks.
+"""Reads the experts of DeepSpeed's MoE layers: one file per expert, and optimizer partitions over the expert's ranks.
 
 The optimizer files and `param_shapes` number the experts of each rank from 0. The experts' own files, and the names
 returned here, number all experts of a layer (deepspeed/runtime/engine.py: _save_moe_checkpoint). With E expert parallel
-ranks, rank r of the job has the experts of expert rank r % E, or r // (ranks / E) if its config sets
+ranks, rank r of the job has the experts of expert rank r % E, or r // (ranks / E) if the job's config sets
 use_data_before_expert_parallelism (deepspeed/utils/groups.py).
 """
 
@@ -41,7 +41,7 @@ class Partition:
 
     Attributes:
         number: The expert parallel rank; None if the parameters are the same on all ranks.
-        experts: Name prefix of a layer -> number of experts per rank.
+        experts: The number of experts per rank, by name prefix of the layer.
     """
 
     ranks: Sequence[int]
@@ -60,7 +60,7 @@ class Partition:
 
 
 def is_expert(name: str) -> bool:
-    """Return whether a parameter belongs to an expert, by its name."""
+    """Return whether a parameter belongs to an expert, judging by its name."""
     return _EXPERT.fullmatch(name) is not None
 
 
@@ -78,14 +78,14 @@ def parts_of(
     data_first: bool,
     counts: Mapping[str, int],
 ) -> list[Partition]:
-    """Return the parts of a parameter group with `partitions` partitions: one per rank of expert parallelism.
+    """Return the parts of a parameter group that has `partitions` partitions: one part per rank of expert parallelism.
 
     Args:
         counts: The number of experts of each layer, from `counted`.
 
     Raises:
         UnsupportedFormatError: The group has fewer partitions than ranks, and its parameters are not experts.
-        CorruptCheckpointError: The ranks do not divide the number of experts.
+        CorruptCheckpointError: The number of experts is not a multiple of the number of ranks.
     """
     if partitions == world_size:
         return [Partition(range(world_size))]
@@ -122,7 +122,7 @@ def counted(experts: Iterable[str]) -> dict[str, int]:
 
 
 def group_order(first: Mapping[str, Any], other: Mapping[str, Any], *, file: str) -> list[int]:
-    """Return the index on another rank of each parameter group of rank 0.
+    """Return, for each parameter group of rank 0, its index on another rank.
 
     DeepSpeed creates the groups of experts from a set, so their order differs between processes
     (deepspeed/moe/utils.py). Groups are matched by name; groups with equal names have the same order on all ranks.
@@ -140,7 +140,7 @@ def group_order(first: Mapping[str, Any], other: Mapping[str, Any], *, file: str
 
 
 def _group_keys(inner: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    """Return the identity of each group of a rank: its name and number of partitions."""
+    """Return the name and the number of partitions of each group of a rank."""
     counts = inner.get("partition_count")
     counts = counts if isinstance(counts, list) else []
     base = inner.get("base_optimizer_state")
@@ -155,7 +155,7 @@ def read_experts(store: Store, files: Sequence[str], model: Mapping[str, Any]) -
     """Return the weights in the experts' files. `model`: the contents of the model file.
 
     Raises:
-        IncompleteCheckpointError: An expert's file is missing; names it.
+        IncompleteCheckpointError: An expert's file is missing. The message names it.
         CorruptCheckpointError: A file holds another expert's weights.
     """
     found = {(int(match[1] or -1), int(match[2])): match[0] for file in files if (match := EXPERT_FILE.fullmatch(file))}
@@ -177,7 +177,7 @@ def read_experts(store: Store, files: Sequence[str], model: Mapping[str, Any]) -
 
 
 def _complete(found: Mapping[tuple[int, int], str], model: Mapping[str, Any]) -> dict[tuple[int, int], str]:
-    """Return the files by layer and expert, in order, after checking that none is missing."""
+    """Check that no expert's file is missing, and return the files by layer and expert, in order."""
     counts = model.get("num_experts")
     layers = sorted({layer for layer, _ in found})
     if isinstance(counts, list) and layers != [-1]:
@@ -187,7 +187,7 @@ def _complete(found: Mapping[tuple[int, int], str], model: Mapping[str, Any]) ->
     else:
         most = {layer: max(expert for other, expert in found if other == layer) for layer in layers}
         if any(number > len(found) for number in most.values()):
-            raise IncompleteCheckpointError(f"there are files of {len(found)} experts, but not of experts 0, 1, ...")
+            raise IncompleteCheckpointError(f"there are files of {len(found)} experts, but not numbered 0, 1, ...")
         wanted = [(layer, expert) for layer in layers for expert in range(most[layer] + 1)]
     missing = [place for place in wanted if place not in found]
     if missing:

@@ -235,7 +235,7 @@ def _optimizer_dict(value: Any, file: str) -> Mapping[str, Any]:
 
 
 def _partitions(inner: Mapping[str, Any], files: int, file: str) -> list[int]:
-    """Return the number of partitions of each group; for groups without experts, the number of ranks."""
+    """Return the number of partitions of each group. For groups without experts, it is the number of ranks."""
     recorded = inner.get("partition_count", files)
     counts = recorded if isinstance(recorded, list) and recorded else [recorded or files]
     for count in counts:

@@ -94,11 +94,12 @@ def check_layout(
 ) -> None:
     """Compare parameters whose position is in doubt with their low-precision copies.
 
-    These are the parameters of groups whose recorded positions differ from those that the shapes give, and one
-    parameter per partition of experts, because no file records the experts of a rank. Reads a few kilobytes of each.
+    A position is in doubt if the recorded positions of its group differ from those computed from the shapes. One
+    parameter per partition of experts is compared too, because no file records which experts a rank has. Reads a few
+    kilobytes per parameter.
 
     Args:
-        copies: Returns the low-precision weights by name; only called if there are such parameters.
+        copies: Returns the low-precision weights by name. Called only if a parameter must be compared.
 
     Raises:
         CorruptCheckpointError: A copy does not equal the cast master.
@@ -115,8 +116,8 @@ def check_layout(
     for name in weights:
         if not sampler.fits(masters[name].entry(name, Role.MASTER, fqn=name), name):
             raise CorruptCheckpointError(
-                f"parameter {name!r}: the fp32 weights at the position that the shapes give do not equal the weights "
-                f"in {whole[name].slices[0].path}. Are all files from one save?"
+                f"parameter {name!r}: the fp32 weights at the position computed from the shapes do not equal the "
+                f"weights in {whole[name].slices[0].path}. Are all files from one save?"
             )
 
 
@@ -155,6 +156,6 @@ def add_moments(
 
 
 def settings(params: Sequence[Iterable[str]], optims: OptimStates) -> dict[str, ObjectEntry]:
-    """Return the settings of the groups, with `params` by name."""
+    """Return the settings of the parameter groups. Their "params" are the given names."""
     groups = [{**given, "params": list(names)} for given, names in zip(optims.param_groups, params, strict=False)]
     return group_objects(groups, {})

@@ -1,4 +1,4 @@
-"""Maps parameters to ZeRO's flat groups over the ranks, and back.
+"""Finds parameters in ZeRO's flat groups, which are split over the ranks.
 
 ZeRO-1/2 concatenate the parameters of a group and split the vector over the ranks (the last part may lack its padding).
 ZeRO-3 splits each parameter into ceil(numel / ranks) elements per rank and concatenates each rank's parts
@@ -57,14 +57,15 @@ class Zero12Group:
             position += numel + padding
         if vector.numel - position > self.slack:
             raise CorruptCheckpointError(
-                f"a parameter group has {position} elements by its shapes, but {vector.numel} on the ranks."
+                f"a parameter group has {position} elements according to its shapes, but {vector.numel} on the ranks."
             )
 
     def agrees(self) -> bool:
-        """Return whether the positions that the ranks recorded (newer versions do) equal those that the shapes give.
+        """Return whether the positions recorded by the ranks (newer versions only) equal those computed from the
+        shapes.
 
-        A difference alone proves nothing: with round_robin_gradients, DeepSpeed records wrong positions
-        (link_hp_params gets another order than that of the flat group).
+        A difference alone proves nothing: with round_robin_gradients, DeepSpeed records wrong positions (link_hp_params
+        gets another order than that of the flat group).
         """
         position = 0
         for (name, shape), padding in zip(self.params.items(), self.paddings, strict=True):
@@ -81,7 +82,7 @@ class Zero12Group:
 
 @dataclass(frozen=True, slots=True)
 class Zero3Group:
-    """All parameters of ZeRO-3, as one vector per rank, because its subgroups may split a parameter.
+    """All parameters of ZeRO-3, as one vector per rank. ZeRO-3's subgroups may split a parameter.
 
     Attributes:
         vectors: State -> the flat vector of each rank.
@@ -128,6 +129,6 @@ def _rank_part(
 
 
 def flat_states(states: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names of the states that are 1-D tensors in all of these: moments, not steps."""
+    """Return the names of the states that are 1-D tensors in all of `states`: moments, not steps."""
     names = list(states[0]) if states else []
     return [n for n in names if all(isinstance(s.get(n), StoredTensor) and len(s[n].shape) == 1 for s in states)]

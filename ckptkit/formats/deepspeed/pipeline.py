@@ -1,8 +1,8 @@
 """Reads DeepSpeed pipelines: one file per layer, and for each stage a model file and the optimizer's partitions.
 
-Names are those of PipelineModule: the layer's number, then the name in the layer. The parameters of a module that
-several layers share are `tied_modules.<key>.<name>` in the optimizer of each stage, and are also in the file of each of
-these layers (deepspeed/runtime/pipe/module.py).
+Names are those of PipelineModule: the layer's number, then the name in the layer. A module may be shared by several
+layers. The optimizer of each stage names its parameters `tied_modules.<key>.<name>`, and the file of each of these
+layers contains them, too (deepspeed/runtime/pipe/module.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FILE = "mp_rank_{rank:02d}_model_states.pt"
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """The contents of one stage's files. `masters`: by the names in the files."""
+    """The contents of one stage's files. `masters` are listed by the names in the files."""
 
     models: ModelStates
     optims: OptimStates | None
@@ -49,7 +49,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     """Read the checkpoint of one tag at the store's root: any number of stages, without tensor parallelism.
 
     Raises:
-        IncompleteCheckpointError: A file is missing; names it.
+        IncompleteCheckpointError: A file is missing. The message names it.
         UnsupportedFormatError: The layers are split by tensor parallelism.
     """
     listing = store.list()
@@ -150,9 +150,9 @@ def _check_layers(stages: Sequence[_Stage], layers: Mapping[str, Joined]) -> Non
 
 
 def _ties(store: Store, stages: Sequence[_Stage], layers: Mapping[str, Joined]) -> dict[str, list[str]]:
-    """Return for each parameter of a shared module its names in the layers that share it.
+    """Return, for each parameter of a shared module, its names in the layers that share the module.
 
-    These layers have no parameters of their own. If there are several shared modules, shapes and values tell which one
+    These layers have no parameters of their own. If there are several shared modules, shapes and values show which one
     a layer uses.
     """
     names = {name for stage in stages for name in stage.masters}

@@ -16,7 +16,7 @@ _OBJECTS = {"trainer_state": "trainer_state.json", "scheduler": "scheduler.pt", 
 
 
 def is_trainer_directory(files: Sequence[str], directories: Sequence[str]) -> bool:
-    """Return whether these names are one checkpoint of the Trainer, not a run with several tags."""
+    """Return whether these names are one checkpoint of the Trainer, instead of a run with several tags."""
     return "trainer_state.json" in files and any(name.startswith("global_step") for name in directories)
 
 

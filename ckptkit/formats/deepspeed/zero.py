@@ -1,7 +1,7 @@
 """Reads DeepSpeed ZeRO-1, 2 and 3: splits each rank's flat fp32 partition into parameters. Needs no DeepSpeed.
 
-The weights of the catalog are the fp32 masters, as in DeepSpeed's own exporter; they are listed as MODEL and as MASTER.
-The low-precision copies in the model file equal the cast masters and are not listed.
+The weights of the catalog are the fp32 masters, as in DeepSpeed's own exporter. They are listed both as MODEL and as
+MASTER. The low-precision copies in the model file equal the cast masters and are not listed.
 """
 
 from __future__ import annotations
@@ -41,9 +41,8 @@ __all__ = [
     "read_plain_optimizer",
 ]
 
-# The optimizer of DeepSpeed without ZeRO, in the model file: torch's state and fp32 masters.
-#
-# The masters are full tensors in the order of the parameter groups (deepspeed/runtime/fp16/unfused_optimizer.py).
+# Without ZeRO, DeepSpeed stores the optimizer in the model file: torch's state, and fp32 masters. The masters are full
+# tensors in the order of the parameter groups (deepspeed/runtime/fp16/unfused_optimizer.py).
 
 
 Masters = dict[str, Joined]
@@ -55,7 +54,7 @@ def read_plain_optimizer(
 ) -> tuple[OptimizerState, Masters]:
     """Return the optimizer in the model file, and its fp32 masters by parameter.
 
-    State that cannot be read, such as the concatenated state of a fused optimizer, is noted.
+    Adds a note about state that cannot be read, such as the concatenated state of a fused optimizer.
 
     Args:
         model: The contents of the model file.
@@ -71,7 +70,7 @@ def read_plain_optimizer(
         return read_optimizer([inner], params, what=file), {}
     assigned = _assigned(store, groups, inner["param_groups"], params, weights, file)
     if assigned is None:
-        note = "does not prove which weight each fp32 master belongs to; they were skipped."
+        note = "does not prove which weight each fp32 master belongs to; the masters were skipped."
         found = read_optimizer([inner], params, what=file)
         return OptimizerState(found.tensors, found.objects, [*found.notes, f"{file} {note}"]), {}
     names = {
@@ -101,7 +100,7 @@ def _assigned(
     weights: Mapping[str, TensorEntry],
     file: str,
 ) -> list[list[str]] | None:
-    """Return the parameter of each master, if names, shapes and the weights' values prove it."""
+    """Return the parameter of each master, or None if names, shapes and the weights' values do not prove it."""
     if [len(group["params"]) for group in settings] != [len(group) for group in groups]:
         return None
     shapes = [[tensor.shape for tensor in group] for group in groups]
@@ -120,8 +119,8 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     """Read the DeepSpeed checkpoint of one tag at the store's root, without tensor bytes.
 
     Raises:
-        IncompleteCheckpointError: The file of a rank is missing; it names the file.
-        UnsupportedFormatError: It was written with tensor parallelism.
+        IncompleteCheckpointError: The file of a rank is missing. The message names it.
+        UnsupportedFormatError: The checkpoint was written with tensor parallelism.
         CorruptCheckpointError: The files contradict each other.
     """
     listing = store.list()
@@ -171,7 +170,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 
 
 def _missing(models: ModelStates, has_optimizer: bool) -> list[str]:
-    """Return messages on files that are missing according to the job's settings."""
+    """Return messages about files that are missing according to the job's settings."""
     config = models.values[0].get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
     stage = zero.get("stage") if isinstance(zero, dict) else None
@@ -252,7 +251,7 @@ def _joined_fragments(shape: Shape, fragments: Sequence[StoredTensor]) -> Joined
 def weight_entries(
     weights: Mapping[str, Joined], masters: Mapping[str, Joined], shared: Mapping[str, str]
 ) -> dict[str, TensorEntry]:
-    """Return the MODEL entries of all weights, and MASTER entries of those that are fp32 masters.
+    """Return MODEL entries for all weights, and MASTER entries for the fp32 masters.
 
     Args:
         shared: Tied name -> the name under which it is stored.

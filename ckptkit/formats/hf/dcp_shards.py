@@ -1,7 +1,7 @@
 """Reads safetensors shards of torch's DCP: `shard-R-model-i-of-n`, one set of files per rank, no `.metadata`.
 
-Each header has the tensors' offsets in `DCP_SHARDING_INFO`. The full shape is not recorded, so it is the largest end of
-any shard (torch/distributed/checkpoint/_consolidate_hf_safetensors.py).
+Each header has the tensors' offsets in `DCP_SHARDING_INFO`. The full shape is not recorded; it is computed as the
+largest end of any shard (torch/distributed/checkpoint/_consolidate_hf_safetensors.py).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def open_shards(store: Store, names: Sequence[str]) -> Catalog:
         offsets = saved_offsets(header, path)
         for name, tensor in header.tensors.items():
             if dtypes.setdefault(name, tensor.dtype) != tensor.dtype:
-                raise CorruptCheckpointError(f"{path}: {name!r} is {tensor.dtype}, {dtypes[name]} in other shards.")
+                raise CorruptCheckpointError(f"{path}: {name!r} is {tensor.dtype} here, {dtypes[name]} elsewhere.")
             box = Box(offsets.get(name, (0,) * len(tensor.shape)), tensor.shape)
             parts.setdefault(name, []).append(TensorSlice(box, path, tensor.start, tensor.nbytes, rank=ranks[path]))
     entries = {name: _entry(name, dtypes[name], slices) for name, slices in parts.items()}
@@ -67,7 +67,7 @@ def open_shards(store: Store, names: Sequence[str]) -> Catalog:
 
 
 def saved_offsets(header: SafetensorsHeader, path: str) -> dict[str, tuple[int, ...]]:
-    """Return the offsets of each tensor of a shard in its full tensor, from the header."""
+    """Return, for each tensor of a shard, its offsets in the full tensor, from the header."""
     text = header.metadata.get(_KEY)
     if text is None:
         return {}
@@ -92,7 +92,7 @@ def _offsets(name: str, value: Any, ndim: int, path: str) -> tuple[int, ...]:
 
 
 def _ranks(names: Sequence[str]) -> dict[str, int]:
-    """Return the writer of each file. File names count ranks from 1 (torch, transformers)."""
+    """Return the rank that wrote each file, from 0. File names count ranks from 1 (torch, transformers)."""
     found: dict[str, int] = {}
     totals: set[str] = set()
     for name in names:
@@ -115,7 +115,7 @@ def _entry(name: str, dtype: str, slices: list[TensorSlice]) -> TensorEntry:
     ndim = slices[0].box.ndim
     if any(part.box.ndim != ndim for part in slices):
         other = next(part for part in slices if part.box.ndim != ndim)
-        raise CorruptCheckpointError(f"{other.path}: {name!r} has {other.box.ndim} dimensions, {ndim} in other shards.")
+        raise CorruptCheckpointError(f"{other.path}: {name!r} has {other.box.ndim} dimensions here, {ndim} elsewhere.")
     shape = tuple(max(part.box.stops[dim] for part in slices) for dim in range(ndim))
     return TensorEntry(name, dtype, shape, SliceArray.of(slices, ndim), Role.MODEL, name)
 
@@ -130,21 +130,23 @@ def _check_coverage(entries: Mapping[str, TensorEntry], ranks: Mapping[str, int]
             hint = (
                 f" Missing files: {gone}."
                 if absent
-                else " A rank wrote more than one part of it, and only one is left."
+                else " A rank wrote several parts of the tensor, and only one was kept."
             )
             raise IncompleteCheckpointError(f"{error}{hint}") from error
 
 
 def _check_vocabulary(entries: Mapping[str, TensorEntry], config: Mapping[str, Any], world_size: int) -> bool:
-    """Check the embedding's rows against config.json, which is the only way to detect missing shards of the last ranks.
-    Returns whether there was an embedding."""
+    """Check the embedding's rows against config.json. Return whether there was an embedding.
+
+    This is the only way to detect missing shards of the last ranks.
+    """
     wanted, checked = config.get("vocab_size"), False
     if type(wanted) is not int:
         return False
     for name, entry in entries.items():
         if name.endswith(_VOCABULARY) and entry.shape and entry.shape[0] < wanted:
             raise IncompleteCheckpointError(
-                f"tensor {name!r} has {entry.shape[0]} rows in the shards of {world_size} ranks, config.json says "
+                f"tensor {name!r} has {entry.shape[0]} rows in the shards of {world_size} ranks, but config.json says "
                 f"vocab_size {wanted}: the last ranks are missing (shard-{world_size + 1:05}-model-*, ...)."
             )
         checked = checked or name.endswith(_VOCABULARY)

@@ -51,14 +51,14 @@ _MAX_EXTENT = 2**63 - 1
 _MOST_NUMEL = 2.0**50  # elements of a tensor; beyond this, 64-bit products overflow
 _FIELDS = ("dtype", "shape", "data_offsets")
 _FIRST_READ = 64 << 10
-_HALF = re.compile(r"(?<!\\)(?:\\\\)*\\u[dD][89a-fA-F]")  # as repr writes a lone surrogate
+_HALF = re.compile(r"(?<!\\)(?:\\\\)*\\u[dD][89a-fA-F]")  # a lone surrogate, as repr writes it
 _first, _second = itemgetter(0), itemgetter(1)
-UInt64 = npt.NDArray[np.uint64]  # what a header may state ends below 2^63 of the data, not of the file
+UInt64 = npt.NDArray[np.uint64]  # a header's offsets are below 2^63 in the data, but not necessarily in the file
 _THREADS = 8  # headers are small: on object stores latency dominates
 
 
 class HeaderTensor(NamedTuple):
-    """One tensor of a header: torch's dtype name, shape, and its bytes [start, start + nbytes) of the file."""
+    """One tensor of a header: torch's dtype name, the shape, and its bytes [start, start + nbytes) in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -67,7 +67,7 @@ class HeaderTensor(NamedTuple):
 
 
 class HeaderTensors(Mapping[str, HeaderTensor]):
-    """The tensors of a header by name, as columns: there may be 300,000, and a command needs few of them.
+    """The tensors of a header by name, as columns. A header may have 300,000 tensors, and a command needs few of them.
 
     Attributes:
         dtypes, shapes: By row; torch's dtype names.
@@ -162,7 +162,7 @@ def read_headers(store: Store, paths: Iterable[str]) -> dict[str, SafetensorsHea
 
 
 def parse_header(raw: bytes, path: str, *, start: int = 0) -> SafetensorsHeader:
-    """Parse the JSON bytes `raw` of a header; byte ranges are relative to a blob at `start`.
+    """Parse the JSON bytes `raw` of the header of a blob that begins at byte `start` of the file.
 
     Args:
         path: For messages.
@@ -184,7 +184,7 @@ def _header_length(raw: bytes, path: str) -> int:
     if length > MAX_HEADER_BYTES:
         raise CorruptCheckpointError(
             f"{path}: the safetensors header claims {length} bytes; {MAX_HEADER_BYTES} are allowed. "
-            "The file is damaged or no safetensors file."
+            "The file is damaged, or is not a safetensors file."
         )
     return length
 
@@ -193,7 +193,7 @@ def _load_json(raw: bytes, path: str) -> dict[str, Any]:
     # Nested objects are kept as pairs: a tuple per tensor is cheaper than a dict.
     pairs = parse(raw, file=f"{path}: the safetensors header", pairs=tuple)
     if b"\\u" in raw and _HALF.search(repr(pairs)):
-        raise CorruptCheckpointError(f"{path}: the safetensors header has half a character, which no UTF-8 text has.")
+        raise CorruptCheckpointError(f"{path}: the safetensors header has a lone surrogate, which is not valid UTF-8.")
     if not isinstance(pairs, tuple):
         raise CorruptCheckpointError(f"{path}: the safetensors header is not a JSON object.")
     return _unique(pairs, path, "")
@@ -217,7 +217,8 @@ def _metadata(value: Any, path: str) -> dict[str, str]:
 
 
 def _columns(members: Mapping[str, Any], data_start: int) -> HeaderTensors | None:
-    """Parse all tensors with a few list passes; return None if anything is unusual (`_tensor` reports the error)."""
+    """Parse all tensors in a few passes over lists. Return None if anything is unusual; `_tensor` then reports the
+    error."""
     entries = list(members.values())
     if not _all_of(entries, tuple) or set(map(len, entries)) - {len(_FIELDS)}:
         return None
@@ -262,7 +263,7 @@ def _numbers(lists: Sequence[list[Any]]) -> UInt64 | None:
     """Return the concatenated lists; None if an item is not a natural number below 2^63."""
     values = list(itertools.chain.from_iterable(lists))
     if not _all_of(values, int) or (values and (min(values) < 0 or max(values) > _MAX_EXTENT)):
-        return None  # JSON true is another type
+        return None  # JSON true is a bool
     return np.array(values, np.uint64)
 
 
@@ -314,7 +315,7 @@ def _dtype(name: str, value: Any, path: str) -> DType:
 
 
 def _naturals(value: Any, what: str, name: str, path: str) -> tuple[int, ...]:
-    # `type(x) is int`: JSON true is a Python int too.
+    # `type(x) is int` because JSON true is a Python int, too.
     if isinstance(value, list):
         for x in value:
             if type(x) is not int or not 0 <= x <= _MAX_EXTENT:
@@ -336,7 +337,7 @@ def _check_contiguous(tensors: HeaderTensors, data_start: int, path: str) -> int
         what = "a hole" if start > end else "an overlap"
         raise CorruptCheckpointError(
             f"{path}: {what} in the data before tensor {name!r}: it begins at byte {start - data_start} "
-            f"of the data, the tensors before it end at {end - data_start}."
+            f"of the data, but the tensors before it end at {end - data_start}."
         )
     return int(ends[-1])
 
@@ -347,11 +348,11 @@ def _check_end(store: Store, path: str, end: int, expected: int | None) -> None:
         info = store.info(path)
         if info is not None and info.kind == "file":
             expected = info.size
-        else:  # a symlink has no size of its own: ask for the last byte and the one after it
+        else:  # a symlink's size is unknown: read the last byte and the one after it
             expected = end - 1 + len(store.read(path, end - 1, end + 1))
     if expected < end:
         raise IncompleteCheckpointError(
-            f"{path}: the header describes {end} bytes, the file has {expected}. It is truncated."
+            f"{path}: the header describes {end} bytes, but the file has {expected}. It is truncated."
         )
     if expected > end:
         raise CorruptCheckpointError(
@@ -359,7 +360,7 @@ def _check_end(store: Store, path: str, end: int, expected: int | None) -> None:
         )
 
 
-# Writes safetensors headers, and distributes tensors over the shards of a Hugging Face model.
+# --- writing headers, and distributing tensors over the shards of a Hugging Face model
 
 
 INDEX = "model.safetensors.index.json"
@@ -385,8 +386,8 @@ class FileLayout:
 
     Attributes:
         header: The bytes before the data: length, JSON, padding to a multiple of 8.
-        starts: Byte offset in the file, of each tensor in the order it was given.
-        nbytes: Of the whole file.
+        starts: Byte offset of each tensor in the file, in the order in which the tensors were given.
+        nbytes: Size of the whole file.
     """
 
     header: bytes
@@ -398,14 +399,14 @@ def encode_names(text: str, names: Iterable[str]) -> bytes:
     """Return the JSON of a header as UTF-8.
 
     Raises:
-        UnsupportedFormatError: One of `names` has half a character (a lone surrogate), which UTF-8 cannot hold.
+        UnsupportedFormatError: A name has a lone surrogate, which UTF-8 cannot hold.
     """
     try:
         return text.encode()
     except UnicodeEncodeError as error:
         bad = next((name for name in names if _HALF.search(repr(name))), "")
         raise UnsupportedFormatError(
-            f"tensor name {bad!r} has half a character, which UTF-8 and so safetensors cannot store. Rename it."
+            f"tensor name {bad!r} has a lone surrogate, which UTF-8 and safetensors cannot store. Rename it."
         ) from error
 
 
@@ -420,19 +421,19 @@ def encode_header(
     fields: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
     for tensor, start in zip(tensors, starts, strict=True):
         if tensor.name in fields or tensor.name == "__metadata__":
-            raise UnsupportedFormatError(f"tensor name {tensor.name!r} is there twice, or not allowed in safetensors.")
+            raise UnsupportedFormatError(f"tensor name {tensor.name!r} is duplicate, or not allowed in safetensors.")
         dtype = dtype_of(tensor.dtype)
         if dtype.safetensors is None:
             raise UnsupportedFormatError(f"tensor {tensor.name!r}: safetensors has no dtype {tensor.dtype}.")
         span, shape = [start, start + tensor.nbytes], list(dtype.in_numbers(tensor.shape))
         fields[tensor.name] = {"dtype": dtype.safetensors, "shape": shape, "data_offsets": span}
     text = encode_names(json.dumps(fields, separators=(",", ":"), ensure_ascii=False), fields)
-    text += b" " * (-len(text) % 8)  # data starts 8-aligned, as the format's own writer pads
+    text += b" " * (-len(text) % 8)  # the format's own writer also aligns the data to 8 bytes
     return len(text).to_bytes(8, "little") + text
 
 
 def lay_out(tensors: Sequence[TensorToWrite], metadata: Mapping[str, str] | None = None) -> FileLayout:
-    """Lay out a file: widest elements first, so that each tensor is aligned; otherwise in the given order."""
+    """Lay out a file with the widest elements first, so that each tensor is aligned. Otherwise keep the given order."""
     widths = {name: min(8, dtype_of(name).itemsize) for name in {tensor.dtype for tensor in tensors}}
     order = sorted(range(len(tensors)), key=lambda i: -widths[tensors[i].dtype])
     starts = [0] * len(tensors)
@@ -445,7 +446,7 @@ def lay_out(tensors: Sequence[TensorToWrite], metadata: Mapping[str, str] | None
 
 
 def split_into_shards(nbytes: Sequence[int], max_shard_size: int) -> list[list[int]]:
-    """Return the tensors of each shard, in the given order: a shard is closed before it would be too large.
+    """Return the tensors of each shard, in the given order. A shard is closed before it would become too large.
 
     A tensor larger than a shard gets its own shard.
     """

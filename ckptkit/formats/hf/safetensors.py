@@ -1,6 +1,6 @@
 """Reads safetensors: one file, a Hugging Face directory, or the shards that torch's DCP writes.
 
-Only headers, the index and config.json are read here, never tensor bytes.
+Reads only headers, the index and config.json, never tensor bytes.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class _LazyTensors(WholeTensors):
         return self._all().items()
 
     def _all(self) -> dict[str, TensorEntry]:
-        """Create all entries at once: five times as fast as one by one."""
+        """Create all entries at once, which is five times as fast as one by one."""
         if len(self._made) < len(self._paths):
             columns = (((path,), header.tensors.columns()) for path, header in self._headers.items())
             made = {row[0]: _entry(paths, *row) for paths, rows in columns for row in rows}
@@ -135,7 +135,8 @@ def _info(
 
 
 def _modules(store: Store) -> tuple[str, ...]:
-    """Return a note about sentence-transformers modules with separate weights, which are not part of the model."""
+    """Return a note about sentence-transformers modules with separate weights. Those weights are not part of the
+    model."""
     modules = read_json(store, "modules.json")
     places = [item.get("path") for item in modules if isinstance(item, dict)] if isinstance(modules, list) else []
     safe = [place for place in places[:64] if isinstance(place, str) and is_safe_name(place)]
@@ -152,7 +153,8 @@ def _modules(store: Store) -> tuple[str, ...]:
 
 
 def _choose(store: Store, names: list[str]) -> tuple[dict[str, SafetensorsHeader], tuple[str, ...]]:
-    """Return the headers of the checkpoint's files, with transformers' order of preference, and notes."""
+    """Return the headers of the checkpoint's files, and notes. Files are preferred in the same order as by
+    transformers."""
     indices = [name for name in names if name.endswith(_INDEX)]
     tensors = [name for name in names if name.endswith(".safetensors")]
     if indices and "model.safetensors" not in tensors:
@@ -162,7 +164,7 @@ def _choose(store: Store, names: list[str]) -> tuple[dict[str, SafetensorsHeader
         headers = _indexed(store, index, tensors)
         return headers, _unused(names, [index, *headers])
     chosen = _without_index(store, tensors)
-    notes = (f"there is no index; all {len(chosen)} numbered files were taken.",) if len(chosen) > 1 else ()
+    notes = (f"there is no index; all {len(chosen)} numbered files were used.",) if len(chosen) > 1 else ()
     return read_headers(store, chosen), (*notes, *_unused(names, chosen))
 
 
@@ -194,7 +196,7 @@ def _unused(names: list[str], used: list[str]) -> tuple[str, ...]:
 
 
 def _indexed(store: Store, index: str, tensors: list[str]) -> dict[str, SafetensorsHeader]:
-    """Return the headers of the shards in the index; index and shards must match exactly."""
+    """Return the headers of the shards in the index. Index and shards must match exactly."""
     weight_map = _weight_map(store, index)
     shards = sorted(set(weight_map.values()))
     missing = [shard for shard in shards if shard not in tensors]
@@ -205,7 +207,7 @@ def _indexed(store: Store, index: str, tensors: list[str]) -> dict[str, Safetens
     headers = read_headers(store, shards)
     for name, shard in weight_map.items():
         if name not in headers[shard].tensors:
-            raise IncompleteCheckpointError(f"{index} says that tensor {name!r} is in {shard}; it is not.")
+            raise IncompleteCheckpointError(f"{index} says that tensor {name!r} is in {shard}, but it is not.")
     for shard, header in headers.items():
         for name in header.tensors:
             if weight_map.get(name) != shard:
@@ -219,7 +221,7 @@ def _weight_map(store: Store, index: str) -> dict[str, str]:
     if info is not None and info.size > _MAX_INDEX_BYTES:
         raise CorruptCheckpointError(
             f"{index} has {info.size} bytes; an index of a million tensors has at most {_MAX_INDEX_BYTES}. "
-            "It is damaged, or no index."
+            "It is damaged, or is not an index."
         )
     content = parse(store.read(index), file=index)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
@@ -227,5 +229,5 @@ def _weight_map(store: Store, index: str) -> dict[str, str]:
         raise CorruptCheckpointError(f"{index} is not an index: expected a JSON object with a weight_map of files.")
     for shard in set(weight_map.values()):
         if not is_safe_name(shard):
-            raise UnsafePathError(f"{index} names the file {shard!r:.200}; only files beside the index may be named.")
+            raise UnsafePathError(f"{index} names the file {shard!r:.200}; only files in its directory are allowed.")
     return weight_map

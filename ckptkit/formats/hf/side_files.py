@@ -68,7 +68,7 @@ class SideFiles:
     Attributes:
         carried: config.json, tokenizer files and the like, relative to the store.
         code: Python files of the model's author; listed, never run.
-        config: The contents of config.json; {} if there is none that can be read.
+        config: The contents of config.json; None if it is missing or cannot be read.
         notes: What could not be read.
     """
 
@@ -94,7 +94,7 @@ def find_side_files(store: Store, directory: str = "") -> SideFiles:
     templates = f"{directory}/additional_chat_templates" if directory else "additional_chat_templates"
     if any(entry.path == templates for entry in entries):
         entries += store.list(templates)
-    # Unsafe names are not copied: they would fail or mislead elsewhere.
+    # Unsafe names are not copied: they could fail or mislead elsewhere.
     found = [entry.path for entry in entries if entry.kind in ("file", "symlink")]
     files = [path for path in found if is_safe_name(path.rpartition("/")[2])]
     notes = _unsafe(found, files, directory)
@@ -116,24 +116,24 @@ def _unsafe(found: Sequence[str], safe: Sequence[str], directory: str) -> tuple[
     if not names:
         return ()
     more = f" and {len(names) - 3} more" * (len(names) > 3)
-    return (
-        f"not carried along, for their names are unsafe: {', '.join(f'{name!r:.80}' for name in names[:3])}{more}.",
-    )
+    return (f"not copied, because their names are unsafe: {', '.join(f'{name!r:.80}' for name in names[:3])}{more}.",)
 
 
 def is_side_file(path: str) -> bool:
-    """Return whether a file at a checkpoint's root is a side file, by its name."""
+    """Return whether a file at a checkpoint's root is a side file, judging by its name."""
     return _matches(path, "", _CARRIED)
 
 
 def is_code(path: str) -> bool:
-    """Return whether a file at a checkpoint's root is the model author's Python code, by its name."""
+    """Return whether a file at a checkpoint's root is Python code of the model's author, judging by its name."""
     return _matches(path, "", _CODE)
 
 
 def unread_state(names: Iterable[str]) -> tuple[str, ...]:
-    """Return notes about training state next to full weights that is not read (from the Trainer or accelerate): an
-    optimizer's states are numbered, and no file has the order of the parameters."""
+    """Return notes about training state next to full weights (from the Trainer or accelerate) that is not read.
+
+    Such an optimizer's states are numbered, and no file records the order of the parameters.
+    """
     found = sorted(name for name in names if name.endswith(_STATE))
     optimizers = [name for name in found if _OPTIMIZER.fullmatch(name)][:1]
     others = [name for name in found if name not in optimizers]
