@@ -171,7 +171,7 @@ def test_a_named_source_that_vanishes_is_an_error(
 def test_a_copy_without_its_record_is_reported_as_a_copy_and_not_as_replaced(run: Path, tmp_path: Path) -> None:
     source = next(run.glob("step_*"))
     (source / "checkpoint.json").unlink()
-    with pytest.raises(IncompleteCheckpointError, match=r"no checkpoint\.json: a copy that is not complete"):
+    with pytest.raises(IncompleteCheckpointError, match=r"no checkpoint\.json: it is an incomplete copy"):
         convert(str(source), str(tmp_path / "out"), to="torch")
 
 

@@ -1,7 +1,7 @@
 """Reads and writes numpy columns and a JSON header as one safetensors block, strictly validated.
 
-Layout: eight bytes of header length, a JSON header, and the columns: the safetensors format, restricted to
-one-dimensional integer columns, so that no pickle or other parser is needed.
+The layout is that of safetensors: eight bytes of header length, a JSON header, and the columns. All columns are
+one-dimensional and of integers, so no pickle or other parser is needed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Columns:
     file: str
 
     def get(self, name: str, dtype: str, count: int | None = None) -> Column:
-        """Return a column, checked for its dtype and length. Raises CorruptCheckpointError."""
+        """Return a column after checking its dtype and length. Raises CorruptCheckpointError."""
         found = self.arrays.get(name)
         if found is None:
             raise CorruptCheckpointError(f"{self.file}: the column {name!r} is missing.")
@@ -49,7 +49,7 @@ class Columns:
         return found
 
     def field(self, name: str, kind: type[Any]) -> Any:
-        """Return a field of the header, checked for its type. Raises CorruptCheckpointError."""
+        """Return a field of the header after checking its type. Raises CorruptCheckpointError."""
         value = self.header.get(name)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise CorruptCheckpointError(
@@ -59,7 +59,7 @@ class Columns:
 
 
 def pack(arrays: Mapping[str, Column], header: Mapping[str, Any]) -> bytes:
-    """Pack columns and a JSON header into bytes. Wider columns come first, so that all are aligned."""
+    """Pack columns and a JSON header into bytes. Wider columns come first, which aligns all columns."""
     order = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
     fields: dict[str, Any] = {"__metadata__": {_KEY: json.dumps(header, separators=(",", ":"), allow_nan=False)}}
     at, parts = 0, []
@@ -75,10 +75,10 @@ def pack(arrays: Mapping[str, Column], header: Mapping[str, Any]) -> bytes:
 
 
 def unpack(data: bytes | bytearray | memoryview, *, file: str) -> Columns:
-    """Return the columns in `data`, as views of it; `file` names it in errors.
+    """Return the columns in `data`, as views of it. `file` names the data in errors.
 
     Raises:
-        CorruptCheckpointError: It was not written by `pack`.
+        CorruptCheckpointError: `pack` did not write these bytes.
     """
     view = memoryview(data)
     if len(view) < 8:
@@ -117,9 +117,9 @@ def _column(name: str, spec: Any, body: memoryview, file: str) -> Column:
         start, stop = spec["data_offsets"]
         ints = all(type(v) is int for v in (count, start, stop))
     except (TypeError, KeyError, ValueError) as error:
-        raise CorruptCheckpointError(f"{file}: column {name!r} is not described as an integer column.") from error
+        raise CorruptCheckpointError(f"{file}: column {name!r} is not an integer column.") from error
     if not ints or not 0 <= start <= stop <= len(body) or count < 0 or stop - start != count * dtype.itemsize:
-        raise CorruptCheckpointError(f"{file}: column {name!r} is outside of the file, or its length is wrong.")
+        raise CorruptCheckpointError(f"{file}: column {name!r} is outside the file, or its length is wrong.")
     return np.frombuffer(body, dtype, count, start) if count else np.zeros(0, dtype)
 
 

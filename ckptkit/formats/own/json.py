@@ -1,4 +1,4 @@
-"""Parses untrusted JSON: limits its size first, and refuses ambiguous documents such as duplicate keys."""
+"""Parses untrusted JSON: limits its size first, and refuses ambiguous documents, for example with duplicate keys."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def parse(data: bytes | str, *, file: str, pairs: Callable[[list[tuple[str, Any]
 
     Args:
         file: File name for errors.
-        pairs: Builds the value of an object, instead of a dict without duplicate keys.
+        pairs: Builds the value of a JSON object from its pairs. By default, a dict without duplicate keys.
 
     Raises:
-        CorruptCheckpointError: It is not such JSON, or would need far more memory than its size.
+        CorruptCheckpointError: `data` is not such JSON, or would need far more memory than its size.
     """
     raw = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
     check_density(raw, file=file)
@@ -40,7 +40,7 @@ def parse(data: bytes | str, *, file: str, pairs: Callable[[list[tuple[str, Any]
 def check_density(raw: bytes, *, file: str) -> None:
     """Raise CorruptCheckpointError if JSON text has more lists, objects or values than any real file of its size."""
     if b"\0" in raw:  # before decoding: a hole in a sparse file reads as NUL bytes
-        raise CorruptCheckpointError(f"{file} is not JSON: it holds NUL bytes. It is truncated or damaged.")
+        raise CorruptCheckpointError(f"{file} is not JSON: it contains NUL bytes. It is truncated or damaged.")
     if len(raw) < _FREE:
         return
     containers = raw.count(b"[") + raw.count(b"{")
@@ -48,14 +48,14 @@ def check_density(raw: bytes, *, file: str) -> None:
     if containers > _FREE + len(raw) / _BYTES_A_CONTAINER or values > _FREE + len(raw) / _BYTES_A_VALUE:
         raise CorruptCheckpointError(
             f"{file}: {containers} lists and objects with {values} values in {len(raw)} bytes are more than any "
-            "checkpoint has; it is not parsed."
+            "checkpoint has. It was not parsed."
         )
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) != len(pairs):
-        raise ValueError("a key is there twice")
+        raise ValueError("a key occurs twice")
     return table
 
 

@@ -1,11 +1,11 @@
-"""LOCAL: one safetensors file per rank with its local tensors; their positions in the full tensors are recorded.
+"""LOCAL: one safetensors file per rank with its local tensors, and their positions in the full tensors.
 
     local_<rank, five digits>.safetensors
 
 The header's `__metadata__["ckptkit.local"]` is JSON: `{"version": 1, "rank", "world_size", "meshes", "tensors"}`.
-"meshes" are those of the manifest (`{"shape", "names", "ranks"}`). "tensors" has for each tensor of the file
-`[key, shape of the whole, offsets, [mesh, placements] or null]`. A part with several boxes (a strided shard) is stored
-as one tensor per box, named `<key>#<box>`.
+"meshes" has the form that it has in the manifest (`{"shape", "names", "ranks"}`). "tensors" has for each tensor of the
+file `[key, shape of the whole, offsets, [mesh, placements] or null]`. A part with several boxes (a strided shard) is
+stored as one tensor per box, named `<key>#<box>`.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class LocalTensor:
     """One tensor of a rank's file.
 
     Attributes:
-        name: In the file.
-        key: In the checkpoint.
-        shape: Of the whole tensor.
+        name: The tensor's name in the file.
+        key: The tensor's name in the checkpoint.
+        shape: The shape of the whole tensor.
         box: The part in this file.
         placement: (mesh index, one text per mesh dimension); None for a tensor that is not sharded.
     """
@@ -78,7 +78,7 @@ def is_local(store: Store) -> bool:
 
 
 def open_catalog(store: Store, *, options: ReadOptions = ReadOptions()) -> Catalog:  # noqa: B008 - frozen
-    """Read the headers of all rank files; for a directory without our manifest.
+    """Read the headers of all rank files. For a directory without our manifest.
 
     Raises:
         CheckpointNotFoundError: There is no such file.
@@ -103,8 +103,8 @@ def open_catalog(store: Store, *, options: ReadOptions = ReadOptions()) -> Catal
     missing = list(itertools.islice((rank for rank in range(world_size) if rank not in found), _SHOWN))
     if missing:
         raise IncompleteCheckpointError(
-            f"{store.url}: {world_size} ranks saved, {world_size - len(found)} of their files are missing: those of "
-            f"ranks {', '.join(map(str, missing))}{', ...' if world_size - len(found) > _SHOWN else ''}."
+            f"{store.url}: {world_size} ranks saved, but {world_size - len(found)} of their files are missing: those "
+            f"of ranks {', '.join(map(str, missing))}{', ...' if world_size - len(found) > _SHOWN else ''}."
         )
     entries = entries_of({key: (*about[key], slices[key]) for key in slices})
     info = CatalogInfo(
@@ -144,10 +144,10 @@ def _add_rank(
             if placement is not None:
                 placements.setdefault(key, [int(placement[0]) + shift, [str(text) for text in placement[1]]])
         except (TypeError, ValueError, IndexError) as error:
-            raise CorruptCheckpointError(f"{path}: tensor {name!r} is described wrongly ({error}).") from error
+            raise CorruptCheckpointError(f"{path}: tensor {name!r} has a malformed description ({error}).") from error
         if about.setdefault(key, (stored.dtype, shape)) != (stored.dtype, shape):
             raise CorruptCheckpointError(f"{path}: tensor {key!r} has another dtype or shape than on other ranks.")
         box = Box(offsets, stored.shape)
         if not box.within(shape):
-            raise CorruptCheckpointError(f"{path}: tensor {name!r} is outside of the shape {list(shape)} of {key!r}.")
+            raise CorruptCheckpointError(f"{path}: tensor {name!r} is outside the shape {list(shape)} of {key!r}.")
         slices.setdefault(key, []).append(TensorSlice(box, path, stored.start, stored.nbytes, rank=int(body["rank"])))

@@ -1,8 +1,8 @@
 """`manifest.safetensors`: the contents of a ckptkit checkpoint as columns: every slice, its location, its digest.
 
 It contains no pickle and needs no Python objects per row: a million slices are a few arrays, and catalog entries are
-created on demand. The columns (T tensors, N slices in the order of their tensors, E the sum of ndim over what
-precedes):
+created on demand. The columns (T tensors; N slices in the order of their tensors; E one number per dimension of each
+tensor or slice):
 
     names, paths                 tables of texts (UTF-8, and `.ends`)
     tensor.dtype, .ndim          [T] u8    index into the header's "dtypes"; dimensions
@@ -15,12 +15,12 @@ precedes):
     slice.file, .rank            [N] i32
     slice.start, .nbytes         [N] i64
     slice.offset, .size          [E] i64
-    slice.<digest>               [N] u64   of the slice's bytes; absent where nothing was digested
+    slice.<digest>               [N] u64   of the slice's bytes; absent if there are no digests
     stride.row, .value           the few slices that are not row-major
     objects, object.*            the same for non-tensor entries; small values are in the header
 
 `info.extra["meshes"]` and `info.extra["placements"]` of the catalog (see `MESHES`, `PLACEMENTS`) describe how each
-tensor was placed, which resharding a LOCAL checkpoint needs.
+tensor was placed. Resharding a LOCAL checkpoint needs them.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ __all__ = [
     "format_in_header",
 ]
 
-# Validates a manifest before it is used, whole columns at a time.
+# --- validation, whole columns at a time
 
 
 _MAX_NDIM = 64  # torch's own limit
@@ -70,18 +70,18 @@ _BLOCK = 1 << 16
 
 
 def _check_tables(columns: Columns, version: int) -> None:
-    """Check all indices used by later steps, so that decoding cannot fail in between.
+    """Check all indices, so that decoding cannot fail halfway.
 
     Raises:
-        CorruptCheckpointError: A table or a pointer is impossible.
-        UnsupportedFormatError: The manifest is of a newer format.
+        CorruptCheckpointError: A table or an index is impossible.
+        UnsupportedFormatError: A newer ckptkit wrote the manifest, or a dtype is unknown.
     """
     found = columns.field("format", int)
     if found != version:
         raise UnsupportedFormatError(f"{columns.file}: its format is {found}; this ckptkit reads {version}. Update it.")
     for name in ("dtypes", "states"):
         if not all(isinstance(item, str) for item in columns.field(name, list)):
-            _fail(columns, f"{name!r} in its header holds something that is not text")
+            _fail(columns, f"{name!r} in its header has an item that is not a string")
     unknown = [name for name in columns.field("dtypes", list) if name not in DTYPES]
     if unknown:
         raise UnsupportedFormatError(f"{columns.file}: dtype {unknown[0]!r} is unknown.")
@@ -97,7 +97,7 @@ def _check_tables(columns: Columns, version: int) -> None:
     _non_negative(columns, "tensor.fqn", "int32")
     stops = columns.get("tensor.stop", "int64", count)
     if count and (stops[0] < 0 or (np.diff(stops) < 0).any() or stops[-1] > len(columns.get("slice.file", "int32"))):
-        _fail(columns, "the pointers to the slices of its tensors are damaged")
+        _fail(columns, "the column 'tensor.stop' is damaged")
     files = len(columns.get("paths.ends", "int64"))
     _in_range(columns, "slice.file", "int32", files)
     objects = len(columns.get("objects.ends", "int64"))
@@ -113,11 +113,11 @@ def _check_tables(columns: Columns, version: int) -> None:
 
 
 def _check_manifest(manifest: Manifest, columns: Columns) -> None:
-    """Check paths and names, and that each slice is inside its tensor and has the bytes of its box.
+    """Check paths and names. Check that each slice is inside its tensor and has as many bytes as its box.
 
     Raises:
         CorruptCheckpointError: A row is impossible.
-        UnsafePathError: A path points outside of the checkpoint.
+        UnsafePathError: A path leads out of the checkpoint.
     """
     for path in manifest.paths:
         checked_path(path)
@@ -130,9 +130,9 @@ def _check_manifest(manifest: Manifest, columns: Columns) -> None:
     itemsizes = [DTYPES[name].itemsize for name in tensors.dtypes]
     for name, shape, itemsize in zip(names, tensors.shapes, itemsizes, strict=True):
         if math.prod(shape) * itemsize > _MAX_BYTES:
-            _fail(columns, f"tensor {name!r} is larger than anything can be")
+            _fail(columns, f"tensor {name!r} has an impossible size")
     if len(slices.starts) and int(slices.starts.min()) < 0:
-        _fail(columns, "a slice starts before its file")
+        _fail(columns, "a slice has a negative start")
     geometry = _Geometry(manifest, columns, np.array(itemsizes, np.int64))
     for row in range(0, len(slices.starts), _BLOCK):
         geometry.check(row, min(row + _BLOCK, len(slices.starts)))
@@ -155,7 +155,7 @@ class _Geometry:
         self.first_shape = np.cumsum(self.ndims) - self.ndims
 
     def check(self, start: int, stop: int) -> None:
-        """Check the slices [start, stop), in blocks because of large temporaries."""
+        """Check the slices [start, stop). The caller passes blocks, because the temporary arrays are large."""
         rows = np.arange(start, stop)
         owner = np.searchsorted(self.stops, rows, side="right")
         first = self.first_element[owner] + (rows - self.starts[owner]) * self.ndims[owner]
@@ -167,11 +167,11 @@ class _Geometry:
             shape = self.shapes[self.first_shape[owner[here]][:, None] + np.arange(ndim)]
             offsets, sizes = slices.offsets[index], slices.sizes[index]
             bad = (offsets < 0) | (sizes < 0) | (sizes > shape) | (offsets > shape - np.minimum(sizes, shape))
-            self._refuse(bad.any(axis=1), owner[here], "is outside of its shape")
+            self._refuse(bad.any(axis=1), owner[here], "is outside the tensor")
             found = slices.nbytes[rows[here]]
             wrong = np.prod(sizes, axis=1) * self.itemsizes[owner[here]] != found
             wrong &= ~np.isin(here, strided)
-            self._refuse(wrong | (found < 0) | (found > _MAX_BYTES), owner[here], "has other bytes than its box")
+            self._refuse(wrong | (found < 0) | (found > _MAX_BYTES), owner[here], "does not have the bytes of its box")
             ends = slices.starts[rows[here]] > _MAX_BYTES
             self._refuse(ends, owner[here], "is past the end of any file")
 
@@ -183,7 +183,7 @@ class _Geometry:
         return self.manifest.tensors.names[tensor]
 
     def check_strided(self) -> None:
-        """Check that slices with strides have the bytes that the strides span."""
+        """Check that slices with strides have as many bytes as the strides span."""
         slices = self.manifest.slices
         for row, strides in slices.strides.items():
             owner = int(np.searchsorted(self.stops, row, side="right"))
@@ -192,7 +192,7 @@ class _Geometry:
             last = sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
             expected = 0 if 0 in sizes else (last + 1) * int(self.itemsizes[owner])
             if expected != int(slices.nbytes[row]):
-                _fail(self.columns, f"a slice of tensor {self._name(owner)!r} has other bytes than its strides span")
+                _fail(self.columns, f"a slice of tensor {self._name(owner)!r} does not have the bytes of its strides")
 
 
 def _check_placements(columns: Columns) -> None:
@@ -224,7 +224,7 @@ def _check_info(columns: Columns) -> None:
         _fail(columns, "info.extra.opaque in its header is malformed")
     for path in (*info.get("files", {}), *info.get("side_files", ())):
         if not isinstance(path, str):
-            _fail(columns, "a path in its header is not text")
+            _fail(columns, "a path in its header is not a string")
         checked_path(path)
 
 
@@ -239,7 +239,7 @@ def _texts(value: Any) -> bool:
 def _in_range(columns: Columns, name: str, dtype: str, high: int, count: int | None = None, *, low: int = 0) -> None:
     column = columns.get(name, dtype, count)
     if len(column) and (int(column.min()) < low or int(column.max()) >= high):
-        _fail(columns, f"column {name!r} points outside of its table")
+        _fail(columns, f"column {name!r} has an index outside its table")
 
 
 def _non_negative(columns: Columns, name: str, dtype: str = "int64") -> None:
@@ -256,11 +256,11 @@ Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
 VERSION = 1
 MESHES = "meshes"
-"""Key of `info.extra`: [{"shape": [...], "names": [...], "ranks": [...]}, ...]; "ranks" row-major, absent where they
-count from 0."""
+"""Key of `info.extra`: [{"shape": [...], "names": [...], "ranks": [...]}, ...]. "ranks" is row-major, and absent if the
+ranks count from 0."""
 PLACEMENTS = "placements"
-"""Key of `info.extra`: {tensor name: [mesh index, ["S(0)", "R", "SS(0,2)", ...]]}, one text per mesh dimension: Shard,
-Replicate, _StridedShard with its split factor."""
+"""Key of `info.extra`: {tensor name: [mesh index, ["S(0)", "R", "SS(0,2)", ...]]}. There is one text per mesh
+dimension: Shard, Replicate, or _StridedShard with its split factor."""
 _ROLES = tuple(Role)
 _SLICE_DIGEST = f"slice.{DIGEST}"
 _ENCODINGS = ("torch_save", "json", "value")
@@ -268,7 +268,7 @@ _ENCODINGS = ("torch_save", "json", "value")
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """One row per tensor. `slice_stop` is the index after its last row in `Slices`."""
+    """One row per tensor. `slice_stop` is the index after the tensor's last row in `Slices`."""
 
     names: list[str]
     dtypes: list[str]
@@ -283,7 +283,7 @@ class Tensors:
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """One row per slice, in tensor order; `offsets` and `sizes` are ragged: ndim numbers per row."""
+    """One row per slice, in tensor order. `offsets` and `sizes` are ragged: ndim numbers per row."""
 
     files: Int32
     starts: Int64
@@ -300,7 +300,7 @@ class Manifest:
     """A catalog as columns.
 
     Attributes:
-        placements: Distinct (mesh index, placements); `tensors.placements` points into it.
+        placements: Distinct (mesh index, placements). `tensors.placements` has indices into this list.
     """
 
     paths: list[str]
@@ -314,10 +314,10 @@ class Manifest:
 
     @classmethod
     def of(cls, catalog: Catalog) -> Manifest:
-        """Return the columns of a catalog; the order of its tensors is kept.
+        """Return the columns of a catalog. The order of its tensors is kept.
 
         Raises:
-            UnsupportedFormatError: A slice is compressed, or digested by anything but the digest of its own bytes.
+            UnsupportedFormatError: A slice is compressed, or its digest is not the `DIGEST` of exactly its own bytes.
         """
         entries = list(catalog.tensors.values())
         paths: dict[str, int] = {}
@@ -340,7 +340,7 @@ class Manifest:
         return cls(list(paths), tensors, slices, dict(catalog.objects), catalog.info, placements)
 
     def catalog(self) -> Catalog:
-        """Return the catalog; its tensors are created on demand."""
+        """Return the catalog. Its tensors are created on demand."""
         placements = {PLACEMENTS: _Placements(self)} if self.placements else {}
         info = replace(self.info, extra={**self.info.extra, **placements})
         return Catalog(Entries(self), self.objects, info)
@@ -348,18 +348,19 @@ class Manifest:
     # --- bytes
 
     def to_bytes(self) -> bytes:
-        """Return the bytes of `manifest.safetensors`. Raises UsageError: something in `info.extra` is not JSON."""
+        """Return the bytes of `manifest.safetensors`. Raises UsageError if something in `info.extra` is not JSON."""
         arrays, header = _encode(self)
         return pack(arrays, {"format": VERSION, **header})
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview, *, file: str = "manifest.safetensors") -> Manifest:
-        """Return the manifest in `data`, which it keeps and refers to; every row is checked.
+        """Parse and check every row of `data`. The manifest keeps `data` in memory, because its columns are views of
+        it.
 
         Raises:
-            CorruptCheckpointError: A column is missing, of a wrong length, or a row is impossible.
-            UnsafePathError: A path points outside of the checkpoint.
-            UnsupportedFormatError: A newer ckptkit wrote it.
+            CorruptCheckpointError: A column is missing or has a wrong length, or a row is impossible.
+            UnsafePathError: A path leads out of the checkpoint.
+            UnsupportedFormatError: A newer ckptkit wrote the manifest.
         """
         columns = unpack(data, file=file)
         _check_tables(columns, VERSION)
@@ -369,7 +370,7 @@ class Manifest:
 
 
 def format_in_header(header: bytes) -> str:
-    """Return the `format` of the catalog whose manifest begins with this JSON. Raises CorruptCheckpointError."""
+    """Return the catalog's `format` from the JSON at the start of its manifest. Raises CorruptCheckpointError."""
     fields = fields_of(header, "manifest.safetensors")[1]
     info = fields.get("info")
     return str(info.get("format", "")) if isinstance(info, dict) else ""
@@ -421,7 +422,7 @@ def _split_rows(flat: Column, widths: Int64) -> list[tuple[int, ...]]:
 
 
 def _decode_keys(columns: Columns, prefix: str, names: list[str]) -> list[tuple[str | int, ...]]:
-    """Return the planner's paths: the names split into parts. A part of -1 - i is the list index i."""
+    """Return the planner's paths, split from the names. A part of -1 - i is the list index i."""
     counts = columns.get(f"{prefix}.parts", "uint8", len(names))
     parts = columns.get(f"{prefix}.part", "int32", int(counts.sum(dtype=np.int64))).tolist()
     keys: list[tuple[str | int, ...]] = []
@@ -510,7 +511,7 @@ class Entries(Mapping[str, TensorEntry]):
         self._strided = sorted(manifest.slices.strides)
 
     def row(self, name: str) -> int | None:
-        """Return the tensor's row in the manifest, None if there is no such tensor."""
+        """Return the tensor's row in the manifest, or None if there is no such tensor."""
         return self._index.get(name)
 
     def __len__(self) -> int:
@@ -551,7 +552,7 @@ class Entries(Mapping[str, TensorEntry]):
 
 
 class _Placements(Mapping[str, "list[Any]"]):
-    """`info.extra["placements"]` without a list for every tensor."""
+    """`info.extra["placements"]`, without a list for every tensor."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
@@ -569,7 +570,7 @@ class _Placements(Mapping[str, "list[Any]"]):
         return [mesh, list(texts)]
 
 
-# From a catalog to the columns of a manifest, and from those to what is packed.
+# --- from a catalog to columns, and from columns to what is packed
 
 
 _ROLE_CODES = {role: i for i, role in enumerate(Role)}
@@ -581,7 +582,7 @@ def _slices(entries: Sequence[TensorEntry], paths: dict[str, int]) -> Slices:
         k: [] for k in ("files", "starts", "nbytes", "offsets", "sizes", "ranks", "digests")
     }
     strides: dict[int, tuple[int, ...]] = {}
-    tables: dict[int, Column] = {}  # by identity of the table of paths: catalogs share one
+    tables: dict[int, Column] = {}  # keyed by id(array.paths): a catalog shares one table
     row, digested, total = 0, 0, 0
     for entry in entries:
         array = entry.slices
@@ -714,7 +715,7 @@ def _pack_keys(prefix: str, names: Sequence[str], keys: Sequence[tuple[str | int
     counts, parts = [], []
     for name, key in zip(names, keys, strict=True):
         if key and (".".join(map(str, key)) != name or len(key) > 255):
-            raise UnsupportedFormatError(f"{name!r}: a manifest needs the path {key} to be the name cut at dots.")
+            raise UnsupportedFormatError(f"{name!r}: a manifest needs the path {key} to be the name split at dots.")
         counts.append(len(key))
         parts += [-1 - part if isinstance(part, int) else len(part) for part in key]
     return {f"{prefix}.parts": np.array(counts, np.uint8), f"{prefix}.part": np.array(parts, np.int32)}
@@ -737,7 +738,7 @@ def _pack_objects(entries: Mapping[str, ObjectEntry], paths: list[str]) -> tuple
         "object.encoding": np.array([_ENCODING_CODES[e.encoding] for e in items], np.uint8),
         **_pack_keys("object", [e.name for e in items], [tuple(e.key) for e in items]),
     }
-    # Objects in separate files stay there: only values stored nowhere else are included.
+    # Objects in separate files stay there. Only values that are stored nowhere else are included.
     return arrays, {e.name: e.value for e in items if e.encoding != "torch_save" and not e.path}
 
 

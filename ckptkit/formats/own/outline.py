@@ -1,7 +1,7 @@
 """The outline of a file: its bytes, with each large slice replaced by the 8 bytes of its digest.
 
-A file's digest is computed over its outline, so that a writer hashes each byte once: the slices' digests are needed
-anyway. Together they cover every byte of the file.
+A file's digest is the hash of its outline, so that a writer hashes each byte once: it needs the slices' digests anyway.
+Together, these digests cover every byte of the file.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from ckptkit.errors import CorruptCheckpointError
 __all__ = ["LEAST", "PREFIX", "SPARES", "Part", "Spare", "outline", "parts_of", "spare_fields", "spares_of"]
 
 LEAST = 64 << 10
-"""Slices of at least this many bytes are replaced by their digest."""
+"""Slices of at least this many bytes are replaced by their digests."""
 PREFIX = "outline:"
-"""Prefix of the 16 hex digits if a text may be either digest of a file."""
+"""Prefix of the 16 hex digits in a text that may have either digest of a file."""
 SPARES = "spares"
-"""In the manifest's `info.extra`: large records that are not slices (replicas that were omitted), of which an outline
-holds the digest all the same: [path, start, bytes, 16 hex digits]."""
+"""Key of the manifest's `info.extra`: large records that are not slices (omitted replicas), as [path, start, bytes, 16
+hex digits]. An outline contains their digests, too."""
 Spare = tuple[str, int, int, int]
 Part = tuple[int, int, int]
 """(start, bytes, digest) of a slice or a spare."""
@@ -27,7 +27,7 @@ _Bytes = memoryview | bytes
 
 
 def parts_of(found: Iterable[Part]) -> list[Part]:
-    """Return the slices and spares that a file's outline replaces by digests, in file order."""
+    """Return the slices and spares of a file that its outline replaces by digests, in file order."""
     parts: list[Part] = []
     at = 0
     for start, nbytes, digest in sorted(set(found)):
@@ -38,7 +38,7 @@ def parts_of(found: Iterable[Part]) -> list[Part]:
 
 
 def outline(nbytes: int, parts: Iterable[Part], read: Callable[[int, int], Iterable[_Bytes]]) -> Iterator[_Bytes]:
-    """Yield the outline of a file of `nbytes`, piece by piece; `read` returns the bytes [start, stop) of the file."""
+    """Yield the outline of a file of `nbytes`, piece by piece. `read` returns the bytes [start, stop) of the file."""
     at = 0
     for start, length, digest in parts:
         yield from read(at, start)
@@ -48,13 +48,13 @@ def outline(nbytes: int, parts: Iterable[Part], read: Callable[[int, int], Itera
 
 
 def spare_fields(spares: Iterable[Spare]) -> dict[str, Any]:
-    """Return the `info.extra` entry for large records that are not slices; nothing if there are none."""
+    """Return the `info.extra` entry for large records that are not slices, or {} if there are none."""
     rows = [[path, start, nbytes, f"{digest:016x}"] for path, start, nbytes, digest in spares]
     return {SPARES: rows} if rows else {}
 
 
 def spares_of(extra: Mapping[str, Any], prefix: str = "") -> list[Spare]:
-    """Return the large records that are not slices, with paths below `prefix`. Raises CorruptCheckpointError."""
+    """Return the large records that are not slices. `prefix` is added to their paths. Raises CorruptCheckpointError."""
     found: list[Spare] = []
     try:
         for path, start, nbytes, digest in extra.get(SPARES, ()):

@@ -1,4 +1,4 @@
-"""Reads ckptkit checkpoints: commit record, manifest and objects, into a catalog."""
+"""Reads ckptkit checkpoints: turns the commit record, the manifest and the objects into a catalog."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ckptkit.catalog.entry import Catalog, CatalogInfo, MeshInfo, ObjectEntry, Role
-from ckptkit.digests import DIGEST, hex_digest_of, new_hasher
+from ckptkit.digests import hex_digest_of, new_hasher
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, IntegrityError, UnsafePathError
 from ckptkit.formats.hf.side_files import is_side_file
 from ckptkit.formats.options import ReadOptions
@@ -38,7 +38,7 @@ _OBJECTS_FORMAT = 1
 _METADATA_NAME = ".metadata"
 _DIGEST_PIECE = 8 << 20
 _FIRST_HEADER = 64 << 10
-_FIRST_READ = 16 << 20  # of a file whose size would have to be asked for
+_FIRST_READ = 16 << 20  # of a file whose size is unknown
 _MAX_INDEX_BYTES = 8 << 30
 _MAX_OBJECTS_BYTES = 256 << 20  # JSON costs up to twenty times its size in memory
 
@@ -59,7 +59,7 @@ def open_catalog(
 
     Raises:
         CheckpointNotFoundError: There is no commit record, so no checkpoint.
-        IncompleteCheckpointError: The manifest is missing; or the record is, although a save left its manifest.
+        IncompleteCheckpointError: The manifest is missing, or the record is missing although a save left its manifest.
         IntegrityError: A file is not the committed one.
         CorruptCheckpointError: A file is malformed.
         UnsafePathError: The directory's name and its record belong to different checkpoints.
@@ -68,7 +68,7 @@ def open_catalog(
         record = find_record(store)
     if record is None and is_of_a_save(store):
         raise IncompleteCheckpointError(
-            f"{store.url} has a manifest and no {RECORD_NAME}: a copy that is not complete (copy the rest of it), or a "
+            f"{store.url} has a manifest but no {RECORD_NAME}: it is an incomplete copy (copy the rest), or a "
             "checkpoint that is being deleted."
         )
     record = record or read_record(store)
@@ -76,7 +76,7 @@ def open_catalog(
     place = data_store(store, record)
     prefix = f"{record.data}/" if record.data else ""
     if record.manifest is None:
-        raise IncompleteCheckpointError(f"{store.url}: its commit record names no manifest.")
+        raise IncompleteCheckpointError(f"{store.url}: the commit record names no manifest.")
     data, objects_data = _index_files(place, record, record.manifest)
     manifest = Manifest.from_bytes(data, file=f"{prefix}{record.manifest}")
     _check_places(manifest, record, f"{store.url}/{prefix}{record.manifest}")
@@ -95,7 +95,7 @@ def open_catalog(
 
 
 def _index_files(place: Store, record: CommitRecord, manifest: str) -> tuple[bytes, bytes | None]:
-    """Return the manifest and `objects.json` (if any), in parallel on object stores."""
+    """Return the manifest and `objects.json` (if any). Reads both in parallel on object stores."""
 
     def objects() -> bytes | None:
         found = record.files.get(OBJECTS_NAME)
@@ -109,8 +109,9 @@ def _index_files(place: Store, record: CommitRecord, manifest: str) -> tuple[byt
 
 
 def is_of_a_save(store: Store) -> bool:
-    """Return whether the manifest at the store's root is from a save that ends with a commit record, by its header. A
-    manifest of `DCPWriter`, which commits with `.metadata`, is not; nor is an unreadable one.
+    """Return whether the header of the manifest at the store's root shows a save that ends with a commit record.
+
+    Returns False for a manifest of `DCPWriter` (which commits with `.metadata`) and for an unreadable manifest.
     """
     try:
         data = store.read(MANIFEST_NAME, 0, _FIRST_HEADER)
@@ -123,8 +124,9 @@ def is_of_a_save(store: Store) -> bool:
 
 
 def open_manifest(store: Store) -> Catalog | None:
-    """Return the catalog of a DCP directory that `DCPWriter` wrote. None if there is no manifest, or if it does not
-    belong to `.metadata`, because another writer has overwritten that since.
+    """Return the catalog of a DCP directory that `DCPWriter` wrote.
+
+    Returns None if there is no manifest, or if another writer has replaced the `.metadata` that belongs to it.
 
     Raises:
         CorruptCheckpointError: The manifest is damaged.
@@ -149,7 +151,7 @@ def _is_of(catalog: Catalog, nbytes: int, digest: Callable[[], str]) -> bool:
 
 
 def _open_manifest_remote(store: Store) -> Catalog | None:
-    """Like `open_manifest`, but with two concurrent requests, if both files are small (nearly always)."""
+    """Like `open_manifest`, with two concurrent requests if both files are small (nearly always)."""
 
     def read(path: str) -> bytes:
         data = store.read(path, 0, _FIRST_READ)
@@ -172,20 +174,21 @@ def _open_manifest_remote(store: Store) -> Catalog | None:
 
 
 def _check_name(store: Store, record: CommitRecord) -> tuple[str, ...]:
-    """Return a note if a checkpoint's directory does not have the checkpoint's name, as a copy may."""
+    """Return a note if the directory's name is not the checkpoint's, as in a copy. Refuse the name of another step."""
     name = store.url.rstrip("/").rpartition("/")[2]
     if name in (record.name, f"{record.name}@{record.save_id}") or leftover_of(name) is not None:
         return ()
     if step_of_name(name) is not None:
         raise UnsafePathError(
-            f"{store.url}: its commit record says that it is {record.name}, not {name}: it was renamed, or put in the "
-            f"place of another. If you trust it, name the directory {record.name}, or anything that is not a step."
+            f"{store.url}: expected the commit record of {name}, found that of {record.name}. The directory was "
+            f"renamed, or it replaced another. If you trust it, rename it to {record.name}, or to a name that is not "
+            "a step."
         )
-    return (f"a copy, or renamed: its commit record says that it is {record.name}",)
+    return (f"copied or renamed: its commit record says {record.name}",)
 
 
 def _digest(store: Store, path: str, size: int) -> str:
-    """Return the digest of a file, reading it in small pieces."""
+    """Return the digest of a file. Reads it in small pieces."""
     state = new_hasher()
     buffer = memoryview(bytearray(min(size, _DIGEST_PIECE)))
     for start in range(0, size, _DIGEST_PIECE):
@@ -196,7 +199,7 @@ def _digest(store: Store, path: str, size: int) -> str:
 
 
 def _check_places(manifest: Manifest, record: CommitRecord, place: str) -> None:
-    """Check that every slice is inside a committed file, before memory is allocated by its shape."""
+    """Check that every slice is inside a committed file, before memory is allocated for its shape."""
     sizes = []
     for path in manifest.paths:
         if path not in record.files:
@@ -218,15 +221,15 @@ def _checked(store: Store, path: str, expected: FileRecord | None, *, most: int 
     try:
         data = store.read(path, 0, expected.nbytes + 1)  # a sparse file can claim any size
     except FileNotFoundError as error:
-        raise IncompleteCheckpointError(f"{store.url}/{path} is missing, though the commit record lists it.") from error
+        raise IncompleteCheckpointError(f"{store.url}/{path} is missing, but the commit record lists it.") from error
     if len(data) != expected.nbytes:
         raise IncompleteCheckpointError(
-            f"{store.url}/{path} has {'more' if len(data) > expected.nbytes else len(data)} bytes, {expected.nbytes} "
-            "were committed. It was replaced or truncated."
+            f"{store.url}/{path} has {'more' if len(data) > expected.nbytes else len(data)} bytes, but "
+            f"{expected.nbytes} were committed. It was replaced or truncated."
         )
     digest = hex_digest_of(data)
     if digest != expected.digest:
-        raise IntegrityError(f"{store.url}/{path}: its {DIGEST} is {digest}, {expected.digest} was committed.")
+        raise IntegrityError(f"{store.url}/{path}: checksum mismatch: expected {expected.digest}, found {digest}.")
     return data
 
 
@@ -235,7 +238,7 @@ def _moved(entry: ObjectEntry, prefix: str) -> ObjectEntry:
 
 
 def _differing(names: Iterable[str]) -> tuple[str, ...]:
-    """Return a note about model tensors that some ranks saved with their own values (`per_rank.<rank>.<key>`)."""
+    """Return a note if ranks saved different values of a model tensor (under `per_rank.<rank>.<key>`)."""
     own = {name.split(".", 2)[2] for name in names if name.startswith("per_rank.") and name.count(".") > 2}
     found = sorted(key for key in own if role_of(key)[0] is Role.MODEL)
     if not found:
@@ -262,8 +265,10 @@ def _json_objects(data: bytes, path: str) -> dict[str, ObjectEntry]:
 
 
 def _opaque(records: Iterable[str], trees: Mapping[str, ObjectEntry]) -> dict[str, str]:
-    """Return the tensors that early versions stored as objects of their classes, which nothing reads now. Other stored
-    objects are also in the trees of `objects.json`."""
+    """Return the tensors that early versions stored as objects of their classes. No code reads such objects.
+
+    Other stored objects are also in the trees of `objects.json`.
+    """
     found = {}
     for name in records:
         role, fqn, state = role_of(name)
@@ -302,14 +307,15 @@ def _info(info: CatalogInfo, record: CommitRecord, prefix: str) -> CatalogInfo:
     )
 
 
-# Interprets keys of ckptkit checkpoints: parameter, master, moment or other.
+# --- interpreting keys: parameter, master, moment or other
 
 
 def role_of(name: str, path: tuple[str | int, ...] = ()) -> tuple[Role, str, str]:
     """Return (role, FQN, state name) of a key.
 
-    `model.<fqn>`, `optimizer.state.<fqn>.<name>`, `optimizer.master.<fqn>`; with several by name, `model_<name>.<fqn>`
-    has the FQN `<name>.<fqn>`. `path`, if known, separates the parts of a nested state, because names contain dots.
+    Keys are `model.<fqn>`, `optimizer.state.<fqn>.<name>` and `optimizer.master.<fqn>`. If there are several models,
+    `model_<name>.<fqn>` has the FQN `<name>.<fqn>`. `path`, if known, separates the parts of a nested state, because
+    names contain dots.
     """
     top, _, rest = name.partition(".")
     kind, _, label = top.partition("_")

@@ -1,4 +1,4 @@
-"""File names, and the commit record, which makes a directory a ckptkit checkpoint."""
+"""File names, and the commit record. A directory with a commit record is a ckptkit checkpoint."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def step_name(step: int) -> str:
-    """Return the directory of `step`: 1200 -> "step_00001200". Raises UsageError."""
+    """Return the name of the directory of `step`: 1200 -> "step_00001200". Raises UsageError."""
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= _MAX_STEP:
         raise UsageError(f"step is {step!r:.80}, expected an int from 0 to {_MAX_STEP}.")
     return f"step_{step:08d}"
 
 
 def step_of_name(name: str) -> int | None:
-    """Return the step that a directory name states, None if it is not a step directory."""
+    """Return the step that a directory name states, or None if it is not the name of a step directory."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match and step_name(int(match[1])) == name else None
 
@@ -80,8 +80,8 @@ def check_tag(tag: str, step: int | None = None) -> str:
     """Return `tag` if it is a valid and unreserved directory name on every system.
 
     Raises:
-        UsageError: It has other characters than letters, digits, ".", "_", "-" and "=", is too long, starts with
-            "." or "-", is a device name, a word that `resolve` knows, or states another step than `step`.
+        UsageError: The tag has other characters than letters, digits, ".", "_", "-" and "=", is too long, starts with
+            "." or "-", is a device name or a word that `resolve` knows, or states another step than `step`.
     """
     if not isinstance(tag, str) or not _TAG.fullmatch(tag) or not is_safe_name(tag):
         raise UsageError(
@@ -89,7 +89,7 @@ def check_tag(tag: str, step: int | None = None) -> str:
             "digit or '_', does not end in '.', and is not a device name."
         )
     if tag.lower() in _RESERVED:
-        raise UsageError(f"tag {tag!r} is refused: the word has a meaning of its own here. Choose another.")
+        raise UsageError(f"tag {tag!r} is refused: this word is reserved. Choose another tag.")
     stated = int(tag) if tag.isdigit() else step_of_name(tag)
     if stated is not None and stated != step:
         raise UsageError(f"tag {tag!r} is refused: it states step {stated}, but the step is {step}.")
@@ -97,14 +97,14 @@ def check_tag(tag: str, step: int | None = None) -> str:
 
 
 def checkpoint_name(step: int, tag: str | None = None) -> str:
-    """Return the directory of a checkpoint: its tag, or the name of its step. Raises UsageError."""
+    """Return the name of a checkpoint's directory: its tag, or the name of its step. Raises UsageError."""
     name = step_name(step)
     return name if tag is None else check_tag(tag, step)
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """One file of a checkpoint: bytes, and the digest of all of them, or of its outline, as 16 hex digits.
+    """A file of a checkpoint: its size, and the digest of its bytes or of its outline (16 hex digits).
 
     Attributes:
         outlined: The digest is that of the file's outline: see `outline`.
@@ -116,7 +116,7 @@ class FileRecord:
 
     @property
     def digest(self) -> str:
-        """The digest as text, including its kind."""
+        """The digest as text, with the prefix "outline:" if it is of the outline."""
         return f"{PREFIX}{self.checksum}" if self.outlined else self.checksum
 
     def to_json(self) -> dict[str, int | str]:
@@ -145,11 +145,11 @@ class CommitRecord:
 
     Attributes:
         step: The training step.
-        tag: The directory's name, unless derived from the step.
+        tag: The directory's name; None if it is derived from the step.
         save_id: 16 hex digits, new for every attempt to save.
-        sequence: Counts the saves of a root. It orders checkpoints (clocks do not): see `inventory`.
+        sequence: Counts the saves of a root. Checkpoints are ordered by it, not by clocks: see `inventory`.
         data: Location of the files relative to the record: "" (same directory), or `save_id` on an object store.
-        created: Seconds since the epoch, by the clock of rank 0. `keep_daily` counts days by it; else it is for people.
+        created: Seconds since the epoch, by the clock of rank 0. Only `keep_daily` uses it, to count days.
         state_dict_type: "sharded", "full" or "local".
         mesh: {"shape": [...], "names": [...]}, None if there was no mesh.
         files: Every file below `data` except the record, by path. All are required.
@@ -187,15 +187,15 @@ class CommitRecord:
 
     @property
     def name(self) -> str:
-        """The directory of the checkpoint below its root."""
+        """The name of the checkpoint's directory in its run."""
         return self.tag if self.tag is not None else step_name(self.step)
 
     def without_files(self) -> CommitRecord:
-        """Return the record without its table of files: small for any number of ranks."""
+        """Return the record without its table of files, which grows with the number of ranks."""
         return dataclasses.replace(self, files={})
 
     def to_json(self) -> bytes:
-        """Return the bytes of `checkpoint.json`. Raises UsageError: some field is not JSON."""
+        """Return the bytes of `checkpoint.json`. Raises UsageError if a field is not JSON."""
         body = {
             "format": FORMAT,
             "step": self.step,
@@ -227,34 +227,34 @@ class CommitRecord:
                 f"the record of step {self.step} can't be written as JSON: {error}. Metrics must be numbers, and "
                 "client_state JSON: strings, finite numbers, lists, dicts with string keys, None."
             ) from error
-        # Parse the result: a field with a wrong type must fail the save, not the load.
+        # Parse the result, so that a field with a wrong type fails the save and not the load.
         data = (text + "\n").encode()
         CommitRecord.from_json(data, file=f"{self.name}/{RECORD_NAME}")
         return data
 
     @classmethod
     def from_json(cls, data: bytes, *, file: str) -> CommitRecord:
-        """Return the record in `data`; `file` names it in errors.
+        """Return the record in `data`. `file` names the record in errors.
 
         Raises:
-            UnsupportedFormatError: A newer ckptkit wrote it.
-            IntegrityError: It was modified after it was written.
-            UnsafePathError: A name points outside the checkpoint.
+            UnsupportedFormatError: A newer ckptkit wrote the record.
+            IntegrityError: The record was modified after it was written.
+            UnsafePathError: A name leads out of the checkpoint.
             CorruptCheckpointError: Anything else is invalid.
         """
         if len(data) > MAX_RECORD_BYTES:
             raise CorruptCheckpointError(f"{file} has {len(data)} bytes; no commit record is larger than 256 MiB.")
         if not data.strip(b" \t\r\n\0"):
-            raise CorruptCheckpointError(f"{file} is empty. It was cut off while it was written, or zeroed since.")
+            raise CorruptCheckpointError(f"{file} is empty. Its write was interrupted, or it was zeroed later.")
         body = parse(data, file=file)
         if not isinstance(body, dict):
-            raise CorruptCheckpointError(f"{file} holds a JSON {type(body).__name__}, expected an object.")
+            raise CorruptCheckpointError(f"{file} contains a JSON {type(body).__name__}, expected an object.")
         _check_format(body, file)
         stated = _field(body, "self", _matching(rf"{DIGEST}:[0-9a-f]{{16}}"), file)
         found = _self_digest({name: value for name, value in body.items() if name != "self"})
         if stated != found:
             raise IntegrityError(
-                f"{file}: the record's digest is {found}, but {stated} was written. The file was changed or damaged."
+                f"{file}: checksum mismatch: expected {stated}, found {found}. The file was changed or damaged."
             )
         known = {name: _field(body, name, check, file) for name, check in _FIELDS.items()}
         for name, check in (("metrics", _METRIC), ("versions", _TEXT)):
@@ -271,7 +271,7 @@ class CommitRecord:
         return record
 
 
-# What the fields must be: in words, and as a test of what JSON gave.
+# The requirement on a field: in words, and as a test of the parsed JSON.
 _Check = tuple[str, Callable[[Any], Any]]
 
 
@@ -314,10 +314,10 @@ _FIELDS: Mapping[str, _Check] = {
     "save_id": _matching(_NONCE.pattern),
     "sequence": _whole(2**62),
     "data": _matching(f"({_NONCE.pattern})?"),
-    "created": ("a time such as 2026-01-31T12:00:00.000000Z", lambda value: _time_value(value) is not None),
+    "created": ("a time like 2026-01-31T12:00:00.000000Z", lambda value: _time_value(value) is not None),
     "state_dict_type": _matching("[a-z][a-z0-9_]{0,31}"),
     "world_size": _whole(2**31),
-    "mesh": ('as many sizes as names: {"shape": [2, 4], "names": ["replicate", "shard"]}', _is_mesh),
+    "mesh": ('one size per name: {"shape": [2, 4], "names": ["replicate", "shard"]}', _is_mesh),
     "manifest": _TEXT_OR_NONE,
     "total_bytes": _whole(2**62),
     "metrics": _TABLE,
@@ -331,7 +331,7 @@ _FIELDS: Mapping[str, _Check] = {
 
 
 def _field(body: Mapping[str, Any], name: str, check: _Check, file: str) -> Any:
-    """Return a field of a JSON object that `file` names. Raises CorruptCheckpointError."""
+    """Return a field of a JSON object that `file` names in errors. Raises CorruptCheckpointError."""
     if name not in body:
         raise CorruptCheckpointError(f"{file}: the field {name!r} is missing.")
     expected, fits = check
@@ -391,7 +391,7 @@ def check_given(metrics: Mapping[str, Any], client_state: Any) -> None:
     """Check the caller's values for a commit record, before anything is written.
 
     Raises:
-        UsageError: Names the metric that is not a number, or the value in `client_state` that is not JSON.
+        UsageError: A metric is not a number, or a value in `client_state` is not JSON. The message names it.
     """
     if not isinstance(metrics, Mapping):
         raise wrong("metrics", metrics, "a dict of names and numbers, such as {'val_loss': 1.5}")
@@ -402,12 +402,12 @@ def check_given(metrics: Mapping[str, Any], client_state: Any) -> None:
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(
             f"client_state can't be written as JSON: {error}. It takes strings, finite numbers, lists, dicts with "
-            "string keys, None; other state belongs into TrainState.extra."
+            "string keys, None. Put other state into TrainState.extra."
         ) from error
 
 
 def _check_keys(value: Any, place: str) -> None:
-    """Raise if JSON would silently turn a key into a string: {1: ...} would be read as {"1": ...}."""
+    """Raise UsageError if a key is not a string: JSON would silently turn {1: ...} into {"1": ...}."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if not isinstance(key, str):
@@ -427,11 +427,11 @@ def _number_text(name: str, value: Any) -> float | str:
     try:
         if isinstance(value, (bool, str)):
             raise TypeError
-        number = float(value)  # numpy scalars and 0-d tensors too
+        number = float(value)  # also for numpy scalars and 0-d tensors
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise UsageError(
             f"metric {name!r} is {value!r:.80} ({type(value).__name__}), expected a number. Leave it out of `metrics` "
-            "where there is none yet."
+            "if it has no value yet."
         ) from error
     return number if math.isfinite(number) else str(number)
 
@@ -456,7 +456,7 @@ def record_path(name: str) -> str:
 
 
 def find_record(store: Store, path: str = RECORD_NAME) -> CommitRecord | None:
-    """Return the commit record at `path`, None if there is none. Raises CorruptCheckpointError."""
+    """Return the commit record at `path`, or None if there is none. Raises CorruptCheckpointError."""
     place = f"{store.url}/{path}"
     if store.asking_costs:
         return _find_remote(store, path, place)
@@ -464,14 +464,14 @@ def find_record(store: Store, path: str = RECORD_NAME) -> CommitRecord | None:
     if found is None:
         return None
     if found.kind != "file":
-        raise UnsafePathError(f"{place} is a {found.kind}, not a regular file; it is not read.")
+        raise UnsafePathError(f"{place} is a {found.kind}, not a regular file. It was not read.")
     _check_size(found.size, place)
     return CommitRecord.from_json(store.read(path), file=place)
 
 
 def _find_remote(store: Store, path: str, place: str) -> CommitRecord | None:
     try:
-        data = store.read(path, 0, _FIRST_READ)  # one request instead of three (the size first)
+        data = store.read(path, 0, _FIRST_READ)  # one request; asking for the size first would take three
     except FileNotFoundError:
         return None
     if len(data) == _FIRST_READ:
@@ -491,17 +491,17 @@ def read_record(store: Store, path: str = RECORD_NAME) -> CommitRecord:
     record = find_record(store, path)
     if record is None:
         raise CheckpointNotFoundError(
-            f"{store.url.rstrip('/')}/{path} does not exist: no save of a checkpoint was completed there. "
+            f"{store.url.rstrip('/')}/{path} does not exist: no save to this directory was completed. "
             f"Try: {command_line('ls', _run_of(store, path))}"
         )
     return record
 
 
 def _run_of(store: Store, path: str) -> str:
-    """Return the URL of the run, given the path of a commit record in one of its checkpoints."""
+    """Return the URL of the run, given the path of a commit record in one of the run's checkpoints."""
     return store.url if "/" in path else store.url.rstrip("/").rpartition("/")[0] or "/"
 
 
 def data_store(store: Store, record: CommitRecord) -> Store:
-    """Return the store with the files of the checkpoint whose record is at the root of `store`."""
+    """Return the store that holds the checkpoint's files. The record is at the root of `store`."""
     return store.child(record.data) if record.data else store

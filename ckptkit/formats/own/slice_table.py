@@ -1,4 +1,4 @@
-"""The tensors that ranks wrote, as reported to rank 0, and the manifest built from them (FULL, LOCAL)."""
+"""The slices that ranks wrote, as reported to rank 0, and the manifest built from them (FULL, LOCAL)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["SliceRow", "TablePart", "entries_of", "mesh_index", "write_manifest"
 
 
 class SliceRow(NamedTuple):
-    """One slice that a rank wrote: row-major bytes of a box, and their digest."""
+    """A slice that a rank wrote: the row-major bytes of a box, and their digest."""
 
     key: str
     dtype: str
@@ -65,10 +65,10 @@ def write_manifest(
     extra: Mapping[str, Any],
     sync: bool = True,
 ) -> dict[str, FileRecord]:
-    """Write `manifest.safetensors` for the slices of all ranks; return all ranks' files, including the manifest.
+    """Write `manifest.safetensors` for the slices of all ranks. Return the files of all ranks and the manifest.
 
     Raises:
-        SaveError: Ranks disagree about a tensor, or its elements are incomplete.
+        SaveError: Ranks disagree about a tensor, or some of its elements are missing.
     """
     meshes: list[dict[str, Any]] = []
     table: dict[str, tuple[str, tuple[int, ...], list[TensorSlice]]] = {}
@@ -109,14 +109,14 @@ def write_manifest(
 
 
 def mesh_index(mesh: dict[str, Any], meshes: list[dict[str, Any]]) -> int:
-    """Return the index of a mesh in the list; append it if it is new."""
+    """Return the index of a mesh in the list. Append the mesh if it is new."""
     if mesh not in meshes:
         meshes.append(mesh)
     return meshes.index(mesh)
 
 
 def entries_of(table: Mapping[str, tuple[str, tuple[int, ...], Sequence[TensorSlice]]]) -> dict[str, TensorEntry]:
-    """Return catalog entries of (dtype, shape, slices) by key, with the roles that our own names imply."""
+    """Return catalog entries from (dtype, shape, slices) by key. Roles are derived from our own names."""
     entries = {}
     for key, (dtype, shape, slices) in table.items():
         role, fqn, state = role_of(key)

@@ -1,4 +1,4 @@
-"""The allow-list of pickles: permitted globals, and the inert value that replaces each of them."""
+"""The allow-list for pickles: the permitted globals, and the inert value that replaces each of them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ckptkit.formats.pickles.inert import Function, Record, StateDict, StorageTy
 __all__ = ["ALLOWED", "STORAGE_CLASSES", "allowed_global", "checked_key"]
 
 _MAX_KEY_NODES = 64
-_INT_HASH_MODULUS = (1 << 61) - 1  # CPython's hash modulus for int: larger keys can collide on purpose
+_INT_HASH_MODULUS = (1 << 61) - 1  # CPython's hash modulus for int; larger keys can be made to collide
 
 
 def checked_key(key: Any) -> Any:
-    """Return `key` if it is cheap to hash. Nested tuples can take exponential time, and exhaust the C stack."""
+    """Return `key` if it is cheap to hash. Hashing nested tuples can take exponential time and exhaust the C stack."""
     pending, nodes = [key], 0
     while pending:
         item = pending.pop()
@@ -36,7 +36,7 @@ def checked_key(key: Any) -> Any:
 
 
 def _dict(*args: Any) -> StateDict:
-    """Stand for OrderedDict() and OrderedDict([[key, value], ...]), as Python 2 and 3 pickle it."""
+    """Replace OrderedDict() and OrderedDict([[key, value], ...]), as Python 2 and 3 pickle it."""
     made = StateDict()
     if args and args[0] is not None:
         pairs = args[0].items() if isinstance(args[0], dict) else args[0]
@@ -93,25 +93,25 @@ def _bytes(*args: Any) -> bytes:
 
 def _encode(text: Any, encoding: Any = "latin1", *_: Any) -> bytes:
     if not isinstance(text, str) or encoding not in ("latin1", "latin-1", "utf-8", "utf8", "ascii"):
-        raise ValueError("_codecs.encode is allowed for text in latin1, utf-8 and ascii only")
+        raise ValueError("_codecs.encode is allowed only for text in latin1, utf-8 and ascii")
     return text.encode(encoding)
 
 
 def _complex(real: Any = 0.0, imaginary: Any = 0.0) -> complex:
     if type(real) not in (int, float) or type(imaginary) not in (int, float):
-        raise ValueError("complex of something that is not a number")
+        raise ValueError("an argument of complex is not a number")
     return complex(real, imaginary)
 
 
 def _reconstructor(cls: Any, base: Any = None, state: Any = None) -> Record:
-    """Stand for copyreg._reconstructor, with which protocols 0 and 1 pickle instances of plain classes."""
+    """Replace copyreg._reconstructor. Protocols 0 and 1 use it for instances of plain classes."""
     if not (isinstance(cls, type) and issubclass(cls, Record)):
         raise ValueError("an object of a class that is not a record")
     return cls()
 
 
 def _layout(name: Any) -> str:
-    """Stand for torch.serialization._get_layout."""
+    """Replace torch.serialization._get_layout."""
     if not isinstance(name, str):
         raise ValueError("a layout's name is not text")
     return name.removeprefix("torch.")
@@ -122,7 +122,7 @@ def _numpy_array(*args: Any) -> stubs.NDArray:
 
 
 def _numpy_frombuffer(data: Any, dtype: Any, shape: Any, order: Any = "C", *_: Any) -> stubs.NDArray:
-    """Stand for numpy._core.numeric._frombuffer, which protocol 5 uses."""
+    """Replace numpy._core.numeric._frombuffer, which protocol 5 uses."""
     made = _numpy_array()
     made.state = (1, shape, dtype, order == "F", data)
     return made
@@ -143,7 +143,7 @@ _STORAGES = {
     "QInt32Storage": "qint32", "QUInt4x2Storage": "quint4x2", "QUInt2x4Storage": "quint2x4",
 }  # fmt: skip
 STORAGE_CLASSES = {dtype: name for name, dtype in _STORAGES.items()}
-"""The storage class in torch.save by dtype; other dtypes use UntypedStorage and record the dtype."""
+"""The storage class of each dtype in torch.save. Other dtypes use UntypedStorage and record the dtype."""
 _OTHER_DTYPES = (
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
     *("qint8", "quint8", "qint32", "quint4x2", "quint2x4", "bits1x8", "bits2x4", "bits4x2", "bits8", "bits16"),
@@ -174,7 +174,7 @@ _METADATA_HOMES = (
     f"{_SHARD}.sharded_tensor.metadata",
 )  # fmt: skip
 
-# Modules of plain data classes: any class in them becomes a record.
+# Modules of plain data classes: any of their classes becomes a record.
 _FAMILIES = re.compile(
     r"torch\.distributed\.(?:_shard|_tensor|tensor|device_mesh|_mesh_layout|_pycute|remote_device|_remote_device)"
     r"(?:\.[A-Za-z_][A-Za-z0-9_]*)*"
@@ -250,7 +250,7 @@ def _classes() -> dict[tuple[str, str], Any]:
     for name in ("MCoreMetadata", "MCoreSavePlan"):
         table["megatron.core.dist_checkpointing.strategies.torch", name] = _METADATA["Metadata"]
     for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"):
-        # megatron-core keeps the plans of all ranks in .metadata, so that a later save can reuse them.
+        # megatron-core stores the plans of all ranks in .metadata to reuse them in a later save.
         table[f"{_DCP}.planner", name] = record_type(f"{_DCP}.planner.{name}")
     for full in _RECORDS:
         module, _, name = full.rpartition(".")
@@ -262,7 +262,7 @@ ALLOWED: Mapping[tuple[str, str], Any] = {**_functions(), **_names(), **_classes
 
 
 def allowed_global(module: str, name: str) -> Any | None:
-    """Return the replacement of the global `module.name`; None if it is not on the allow-list."""
+    """Return the replacement of the global `module.name`, or None if it is not on the allow-list."""
     found = ALLOWED.get((module, name))
     if found is None and _FAMILIES.fullmatch(module) and _CLASS_NAME.fullmatch(name):
         return record_type(f"{module}.{name}")

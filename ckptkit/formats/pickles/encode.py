@@ -1,7 +1,7 @@
 """Writes a state dict as one `torch.save` file without torch: a zip of stored records, tensors last.
 
-`torch.load(weights_only=True)` reads it, memory-mapped too. Source of the format: torch/serialization.py
-(`_save`, `_load`) and the zip specification (APPNOTE 6.3.10); ZIP64 wherever an offset or a size needs it.
+`torch.load(weights_only=True)` reads it, also memory-mapped. Source of the format: torch/serialization.py (`_save`,
+`_load`) and the zip specification (APPNOTE 6.3.10). Uses ZIP64 if an offset or a size needs it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ckptkit.formats.pickles.zip import central_header, end_records, local_heade
 
 __all__ = ["TorchFile", "encode_torch_file", "pickle_state_dict"]
 
-# The `data.pkl` of a state dict as torch.save writes it, opcode by opcode, without torch.
+# --- the `data.pkl` of a state dict as torch.save writes it, opcode by opcode
 
 
 Described = tuple[str, str, tuple[int, ...], tuple[int, ...], int]  # name, dtype, sizes, strides, nbytes
 
 
 def pickle_state_dict(tensors: Sequence[Described]) -> bytes:
-    """Return the pickle of a dict of tensors; tensor i is storage i, whole and row-major."""
+    """Return the pickle of a dict of tensors. Tensor i is all of storage i, row-major."""
     out = bytearray(b"\x80\x02}(")
     for key, (name, dtype, sizes, strides, nbytes) in enumerate(tensors):
         out += _text(name) + _tensor(str(key), dtype, sizes, strides, nbytes)
@@ -76,7 +76,7 @@ class TorchFile:
         literals: (start, bytes) of everything except tensors.
         starts: Byte offset of each tensor.
         crcs: For each tensor, the two positions of its CRC-32: in its local header and in the central directory.
-        nbytes: Of the whole file.
+        nbytes: Size of the whole file.
     """
 
     literals: tuple[tuple[int, bytes], ...]
@@ -86,7 +86,7 @@ class TorchFile:
 
 
 def encode_torch_file(tensors: Sequence[TensorToWrite]) -> TorchFile:
-    """Lay out the file of a state dict; every tensor has a storage of its own, aligned to 64 bytes."""
+    """Lay out the file of a state dict. Every tensor has its own storage, aligned to 64 bytes."""
     members: list[tuple[bytes, int, int, int]] = []  # name, crc, nbytes, offset of the local header
     literals: list[tuple[int, bytes]] = []
     head = bytearray()

@@ -1,4 +1,4 @@
-"""The inert values that a pickle may build: records that store their arguments and do nothing."""
+"""The inert values that a pickle may build: records that store their arguments and do nothing else."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 
 
 class Stub:
-    """Base of all values that stand for an object of another library. Equality and hash are by identity."""
+    """Base of all values that replace an object of another library. Equality and hash are by identity."""
 
     __slots__ = ()
 
@@ -40,7 +40,7 @@ class Stub:
 
 
 class Record(Stub):
-    """An instance of a class on the allow-list, as its constructor's arguments, its state and its items."""
+    """An instance of a class on the allow-list: the arguments of its constructor, its state and its items."""
 
     __slots__ = ("args", "entries", "items", "kwargs", "state")
     kind: ClassVar[str] = ""
@@ -77,7 +77,7 @@ class Record(Stub):
 
     @property
     def fields(self) -> Mapping[str, Any]:
-        """The attributes in the pickled state, which is `__dict__` or `(__dict__, slots)`; {} if it is neither."""
+        """The attributes in the pickled state if that is `__dict__` or `(__dict__, slots)`, otherwise {}."""
         state = self.state
         if isinstance(state, dict):
             return state
@@ -94,14 +94,14 @@ class Record(Stub):
 
 
 class UnknownGlobal(Record):
-    """An instance of a class that is not on the allow-list, kept because the reader requested records."""
+    """An instance of a class that is not on the allow-list, kept because the caller requested records."""
 
     __slots__ = ()
 
 
 @functools.lru_cache(maxsize=2048)
 def record_type(kind: str) -> type[Record]:
-    """Return the class of records that stand for `kind`, "module.Name"."""
+    """Return the class of the records that replace instances of `kind`, "module.Name"."""
     return type("Record", (Record,), {"__slots__": (), "kind": kind})
 
 
@@ -111,7 +111,7 @@ def unknown_type(kind: str) -> type[UnknownGlobal]:
 
 
 class Function(Stub):
-    """A function on the allow-list, represented by one of ours."""
+    """A function on the allow-list, replaced by one of ours."""
 
     __slots__ = ("_call", "name")
 
@@ -124,9 +124,9 @@ class Function(Stub):
 
 
 def attribute_of(owner: object, name: object) -> type[Record]:
-    """Stand for `getattr(Class, "Nested")`, with which older protocols name a nested class of torch.distributed."""
+    """Replace `getattr(Class, "Nested")`. Older protocols name nested classes of torch.distributed this way."""
     if not (isinstance(owner, type) and issubclass(owner, Record)):
-        raise UnsafePickleError("its pickle asks for getattr, which is allowed on classes of torch.distributed only")
+        raise UnsafePickleError("its pickle asks for getattr, which is allowed only on classes of torch.distributed")
     if not isinstance(name, str) or not _IDENTIFIER.fullmatch(name) or name.startswith("__"):
         raise ValueError(f"getattr is not allowed for {name!r:.60}")
     kind = f"{owner.kind}.{name}"
@@ -138,7 +138,7 @@ def attribute_of(owner: object, name: object) -> type[Record]:
 
 
 class StateDict(dict[Any, Any], Stub):
-    """OrderedDict and its relatives: a dict; attributes (`_metadata` of a state dict) are dropped."""
+    """OrderedDict and similar classes, as a dict. Attributes (`_metadata` of a state dict) are dropped."""
 
     __slots__ = ()
 
@@ -147,7 +147,7 @@ class StateDict(dict[Any, Any], Stub):
 
 
 class TorchDType(Stub):
-    """A dtype by torch's name without the prefix."""
+    """A dtype, by torch's name without the prefix."""
 
     __slots__ = ("name",)
 
@@ -174,8 +174,8 @@ class NDArray(Record):
     kind = "numpy.ndarray"
 
 
-# The classes of `.metadata` that come by the million: slots, and the state's own dict is emptied, since the
-# unpickler's memo keeps it alive until the end.
+# A `.metadata` may have millions of instances of these classes. They use slots, and empty the dict of the pickled
+# state, because the unpickler's memo keeps that dict alive until the end.
 
 
 class Index(Stub):

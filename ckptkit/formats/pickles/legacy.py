@@ -1,6 +1,6 @@
 """Reads torch.save files from before zip archives: a sequence of pickles and storages, or a tar of them.
 
-Both give the same records as `_torch_zip`: tensors as byte ranges of the file. Neither has checksums.
+Both formats give the same records as `pickles.zip`: tensors are byte ranges of the file. Neither format has checksums.
 Sources of the layouts: `_legacy_save` and `legacy_load` in torch/serialization.py.
 """
 
@@ -33,7 +33,7 @@ _MAX_OBJECTS = 1 << 22
 
 
 def is_legacy(head: bytes) -> bool:
-    """Return whether a file begins with the legacy format's pickled magic number."""
+    """Return whether a file begins with the pickled magic number of the legacy format."""
     return head[:1] == b"\x80" and _MAGIC.to_bytes(10, "little") in head[:32]
 
 
@@ -46,9 +46,9 @@ def read_legacy(store: Store, path: str, *, unknown: Unknown = "refuse") -> Torc
     """Parse the legacy file at `path`, without reading tensors.
 
     Raises:
-        CorruptCheckpointError: It is not a legacy file, or is truncated.
-        UnsafePickleError: Its pickle names a global that is not allowed.
-        UnsupportedFormatError: It is big-endian, or contains tensors that are not dense.
+        CorruptCheckpointError: The file is not a legacy file, or is truncated.
+        UnsafePickleError: The pickle names a global that is not allowed.
+        UnsupportedFormatError: The file is big-endian, or contains tensors that are not dense.
     """
     nbytes = file_size(store, path)
     window = 1 << 20
@@ -57,7 +57,7 @@ def read_legacy(store: Store, path: str, *, unknown: Unknown = "refuse") -> Torc
         try:
             return _Legacy(store, path, nbytes, head, unknown).archive()
         except CorruptCheckpointError:
-            # The pickles may go on past the window. Four times as much each time: at most 4/3 of the work.
+            # The pickles may be longer than the window. It grows by a factor of 8, so parsing again costs little.
             if len(head) >= min(nbytes, MAX_PICKLE_BYTES):
                 raise
             window *= 8
@@ -78,9 +78,9 @@ class _Legacy:
         version, pos = load_prefix(head, pos, file=path)
         system, pos = load_prefix(head, pos, file=path)
         if magic != _MAGIC or version != _PROTOCOL or not isinstance(system, dict):
-            raise CorruptCheckpointError(f"{path}: it is not a file of torch.save.")
+            raise CorruptCheckpointError(f"{path} was not written by torch.save.")
         if system.get("little_endian") is not True:
-            raise UnsupportedFormatError(f"{path}: its tensors are stored big-endian, only little is supported.")
+            raise UnsupportedFormatError(f"{path}: its tensors are big-endian; only little-endian is supported.")
         rebuilder = TensorRebuilder()
         value, pos = load_prefix(
             head, pos, file=path, functions=rebuilder.functions, persistent_load=self._storage, unknown=self.unknown
@@ -113,11 +113,11 @@ class _Legacy:
         if known is None:
             known = self.storages[key] = Storage(self.path, key, nbytes, dtype, location[:32])
         elif (known.nbytes, known.dtype) != (nbytes, dtype):
-            raise ValueError(f"storage {key!r:.40} is described twice, and differently")
+            raise ValueError(f"storage {key!r:.40} has two different descriptions")
         return known
 
     def _locate(self, keys: Any, pos: int) -> None:
-        """Locate the storages, in the order of `keys`: each has 8 bytes with its element count, then its bytes."""
+        """Locate the storages, in the order of `keys`. Each has 8 bytes with its element count, then its bytes."""
         if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys) or len(set(keys)) != len(keys):
             raise ValueError("the list of storages is damaged")
         for key in keys:
@@ -131,7 +131,7 @@ class _Legacy:
             storage.start = pos + 8
             pos = storage.start + storage.nbytes
         if pos > self.nbytes:
-            raise ValueError(f"the file ends at byte {self.nbytes}, its storages at {pos}: it is truncated")
+            raise ValueError(f"the file ends at byte {self.nbytes}, but its storages at {pos}: it is truncated")
         missing = self.storages.keys() - set(keys)
         if missing:
             raise ValueError(f"storage {min(missing)!r:.40} is not in the file")
@@ -144,7 +144,7 @@ def read_tar(store: Store, path: str, *, unknown: Unknown = "refuse") -> TorchAr
 
 
 def _tar_members(store: Store, path: str) -> dict[str, tuple[int, int]]:
-    """Return (start, nbytes) of the four members by name; anything else in the tar is refused."""
+    """Return (start, nbytes) of the four members by name. Refuses a tar with anything else."""
     found: dict[str, tuple[int, int]] = {}
     nbytes, pos = file_size(store, path), 0
     while pos + _TAR_BLOCK <= nbytes:
@@ -158,7 +158,7 @@ def _tar_members(store: Store, path: str) -> dict[str, tuple[int, int]]:
         if int(checksum, 8) != sum(header[:148]) + 8 * 32 + sum(header[156:]):
             raise CorruptCheckpointError(f"{path}: a header of its tar does not match its checksum.")
         if name not in _TAR_MEMBERS or name in found or header[156:157] not in (b"0", b"\0"):
-            raise CorruptCheckpointError(f"{path}: member {name!r:.80} has no place in the tar of a torch.save.")
+            raise CorruptCheckpointError(f"{path}: member {name!r:.80} does not belong in the tar of a torch.save.")
         size = int(size_text, 8)
         if pos + _TAR_BLOCK + size > nbytes:
             raise CorruptCheckpointError(f"{path}: member {name!r} reaches past the end of the file. It is truncated.")
@@ -207,7 +207,7 @@ class _Tar:
         return self.objects[str(identity)]
 
     def _pickle(self, name: str, pos: int) -> tuple[Any, int]:
-        """Return the small pickle at `pos` of a member, and its end."""
+        """Return the small pickle at `pos` of a member, and where it ends."""
         start, nbytes = self.members[name]
         data = self.store.read(self.path, start + pos, start + min(nbytes, pos + (64 << 10)))
         value, end = load_prefix(data, file=self.path)
@@ -216,7 +216,7 @@ class _Tar:
     def _count(self, name: str) -> tuple[int, int]:
         count, pos = self._pickle(name, 0)
         if type(count) is not int or not 0 <= count <= min(_MAX_OBJECTS, self.members[name][1]):
-            raise ValueError(f"member {name!r} has no sensible count")
+            raise ValueError(f"member {name!r} has an invalid count")
         return count, pos
 
     def _storages(self) -> None:
@@ -257,5 +257,5 @@ class _Tar:
 
     def _add(self, key: Any, made: Any) -> None:
         if not isinstance(key, (int, str)) or str(key) in self.objects:
-            raise ValueError("two of its objects have one key")
+            raise ValueError("two of its objects have the same key")
         self.objects[str(key)] = made

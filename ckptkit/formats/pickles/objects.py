@@ -1,4 +1,4 @@
-"""Decodes non-tensor entries: offline into plain Python, or by torch in a job."""
+"""Decodes non-tensor entries: into plain Python without torch, or with torch in a job."""
 
 from __future__ import annotations
 
@@ -74,16 +74,16 @@ class Inert:
 
 
 def read_object(store: Store, entry: ObjectEntry, *, allow_pickle: bool = False) -> Any:
-    """Return the value of an entry as plain Python: tensors as numpy arrays, other classes as `Inert`.
+    """Return the value of an entry as plain Python: tensors as numpy arrays, instances of other classes as `Inert`.
 
-    Runs no code from it, and does not import torch.
+    Runs no code from the entry, and does not import torch.
 
     Args:
         allow_pickle: Keep classes that are not on the allow-list as `Inert` instead of refusing them.
 
     Raises:
-        UnsafePickleError: It names a class that is not on the allow-list.
-        CorruptCheckpointError: It is damaged, or does not match its digest.
+        UnsafePickleError: The entry names a class that is not on the allow-list.
+        CorruptCheckpointError: The entry is damaged, or does not match its digest.
     """
     label = f"{entry.path} ({entry.name})" if entry.path and entry.name else entry.path or entry.name
     if entry.encoding == "value":
@@ -112,11 +112,11 @@ def read_object(store: Store, entry: ObjectEntry, *, allow_pickle: bool = False)
 
 
 def load_object_torch(store: Store, entry: ObjectEntry) -> Any:
-    """Return the value of an entry as torch loads it into a job, with `weights_only=True`. Imports torch.
+    """Return the value of an entry as torch loads it in a job, with `weights_only=True`. Imports torch.
 
     Raises:
-        UnsafePickleError: It names a class that torch's weights_only loader refuses.
-        CorruptCheckpointError: Its archive is compressed or damaged.
+        UnsafePickleError: The entry names a class that torch's weights_only loader refuses.
+        CorruptCheckpointError: The entry's archive is compressed or damaged.
     """
     if entry.encoding != "torch_save":
         return read_object(store, entry)
@@ -134,10 +134,12 @@ def _read_json(store: Store, entry: ObjectEntry) -> Any:
     raw = store.read(entry.path, entry.start, min(stop, entry.start + _MAX_JSON_BYTES + 1))
     label = f"{entry.path} ({entry.name})"
     if len(raw) > _MAX_JSON_BYTES:
-        raise CorruptCheckpointError(f"{label}: more than {_MAX_JSON_BYTES} bytes of JSON, which no checkpoint needs.")
+        raise CorruptCheckpointError(
+            f"{label}: more than {_MAX_JSON_BYTES} bytes of JSON, too much for any checkpoint."
+        )
     check_density(raw, file=label)
     try:
-        return json.loads(raw)  # anybody's own: trainer_state.json has NaN in it
+        return json.loads(raw)  # not our strict parser: trainer_state.json contains NaN
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{label}: it is not JSON: {error}.") from None
 
@@ -147,15 +149,15 @@ def _decoded(store: Store, entry: ObjectEntry, codec: Codec) -> bytes:
 
 
 def decode_zstd(packed: bytes, limit: int, *, file: str) -> bytes:
-    """Return the decoded bytes; raise before they exceed `limit`."""
+    """Return the decompressed bytes. Raises an error before they exceed `limit`."""
     return b"".join(zstd_chunks(packed, limit, file=file))
 
 
 def decode_record(store: Store, path: str, codec: Codec, *, limit: int | None = None) -> bytes:
-    """Return a compressed record decoded, all of it in memory.
+    """Return the decompressed bytes of a record, all in memory.
 
     Args:
-        limit: Maximum decoded size; default: 4 GiB, or 64 times the stored size if that is less.
+        limit: Maximum decoded size. By default 64 times the stored size, but at least 64 MiB and at most 4 GiB.
     """
     if codec.name != "zstd":
         raise UnsupportedFormatError(f"{path}: the codec {codec.name!r} is unknown.")
@@ -166,7 +168,7 @@ def decode_record(store: Store, path: str, codec: Codec, *, limit: int | None = 
 
 
 def zstd_chunks(packed: bytes, limit: int, *, file: str) -> Iterator[bytes]:
-    """Yield the decoded bytes, a megabyte at a time; raise if they exceed `limit`."""
+    """Yield the decompressed bytes, a megabyte at a time. Raises an error if they exceed `limit`."""
     done = 0
     try:
         import zstandard
@@ -175,7 +177,7 @@ def zstd_chunks(packed: bytes, limit: int, *, file: str) -> Iterator[bytes]:
             f"{file} is compressed with zstd. Install it from the checkout with: pip install -e '.[zstd]'"
         ) from None
     try:
-        # The window bounds what a hostile frame makes the decoder allocate.
+        # The window limits what a hostile frame makes the decoder allocate.
         reader = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(packed, read_across_frames=True)
         while chunk := reader.read(1 << 20):
             done += len(chunk)
@@ -187,8 +189,9 @@ def zstd_chunks(packed: bytes, limit: int, *, file: str) -> Iterator[bytes]:
 
 
 def read_tensor(store: Store, tensor: StoredTensor) -> np.ndarray[Any, Any] | TensorValue:
-    """Return the tensor's value: a numpy array, or a `TensorValue` if numpy lacks the dtype. It is never larger than
-    its storage: views that declare more were refused.
+    """Return the tensor's value: a numpy array, or a `TensorValue` if numpy lacks the dtype.
+
+    The value is never larger than the tensor's storage, because views that declare more were refused.
     """
     raw = bytearray(tensor.nbytes)
     if raw:
@@ -206,26 +209,26 @@ def read_tensor(store: Store, tensor: StoredTensor) -> np.ndarray[Any, Any] | Te
 
 
 def plain(value: Any, *, file: str, read: Callable[[StoredTensor], Any] | None = None) -> Any:
-    """Return `value` with stubs converted to plain Python values; shared objects stay shared.
+    """Return `value` with stubs converted to plain Python values. Shared objects stay shared.
 
     Args:
-        read: Returns the value of a tensor; without it tensors stay records.
+        read: Returns the value of a tensor. Without it, tensors stay records.
 
     Raises:
-        CorruptCheckpointError: It is nested too deeply, contains itself, or unfolds to more than a few million
+        CorruptCheckpointError: `value` is nested too deeply, contains itself, or unfolds to more than a few million
             values.
     """
     return guarded(file, lambda: _Plain(read).of(value, 0)[0])
 
 
 class _Plain:
-    """One conversion. Every result comes with the number of values it unfolds to."""
+    """One conversion. Every result comes with the number of values that it unfolds to."""
 
     def __init__(self, read: Callable[[StoredTensor], Any] | None) -> None:
         self.read = read
         self.done: dict[int, tuple[Any, int]] = {}
         self.open: set[int] = set()
-        self.made: list[Any] = []  # containers made here, kept: another object at their address would be taken for them
+        self.made: list[Any] = []  # keeps new containers alive, so that `done` never has a reused id
 
     def of(self, value: Any, depth: int) -> tuple[Any, int]:
         if value is None or type(value) in (str, int, float, bool, bytes, complex):
@@ -289,7 +292,7 @@ class _Plain:
             return made, 1
         args, a = self.of(value.args, depth)
         if value.fields:
-            # A node of OmegaConf knows the one it hangs from, which would be a circle.
+            # A node of OmegaConf refers to its parent, which would be a cycle.
             fields, b = self._of_made({k: v for k, v in value.fields.items() if k != "_parent"}, depth)
         else:
             state, b = self.of(value.state, depth)
@@ -308,7 +311,7 @@ def _leaf(value: Any) -> Any:
     return Inert(type(value).__name__)
 
 
-# --- values that are safe to build, since every argument is checked first
+# --- values that are safe to build, because every argument is checked first
 
 
 def _dtype(value: Any) -> np.dtype[Any]:
@@ -320,7 +323,7 @@ def _dtype(value: Any) -> np.dtype[Any]:
 
 def _array(value: NDArray) -> np.ndarray[Any, Any]:
     if not isinstance(value.state, tuple) or len(value.state) != 5:
-        raise ValueError("a numpy array without its data")
+        raise ValueError("a numpy array has no data")
     _, shape, dtype, fortran, raw = value.state
     return numpy_array(shape, _dtype(dtype), fortran, raw)
 
@@ -339,14 +342,13 @@ def _device(value: Record) -> Any:
 
 
 def _buffer(value: Record) -> Any:
-    """Convert an io.BytesIO, in which Megatron keeps `_extra_state`; its state is (bytes, position, attributes)."""
+    """Convert an io.BytesIO, in which Megatron keeps `_extra_state`. Its state is (bytes, position, attributes)."""
     state = value.state
     return state[0] if isinstance(state, tuple) and state and isinstance(state[0], bytes) else NotImplemented
 
 
 def _checked(make: Callable[..., Any]) -> Callable[[Record], Any]:
-    """Wrap a maker, so that it leaves a record as it is if the arguments do not fit (a time whose zone is another
-    record)."""
+    """Wrap a maker so that it leaves a record unchanged if the arguments do not fit (a time whose zone is a record)."""
 
     def of(value: Record) -> Any:
         try:

@@ -39,10 +39,10 @@ _MAX_NUMEL = 1 << 62
 
 
 class OpaqueTensorError(UnsupportedFormatError):
-    """A record contains a tensor that its stored bytes alone do not determine.
+    """A record contains a tensor whose values cannot be read from its stored bytes alone.
 
     Attributes:
-        kind: What it is: a class, or a lazy view.
+        kind: The tensor's class, or the kind of lazy view.
     """
 
     def __init__(self, kind: str, text: str = "") -> None:
@@ -55,10 +55,10 @@ class Storage:
     """A storage, possibly shared by several tensors: bytes [start, start + nbytes) of a file. Compared by identity.
 
     Attributes:
-        key: Its key in the pickle; the same for all tensors that alias it.
-        dtype: The dtype in its pickle; None if untyped.
+        key: The storage's key in the pickle. Tensors that share the storage have the same key.
+        dtype: The dtype in the pickle; None if untyped.
         location: The device it was saved from, such as "cuda:1"; unused.
-        crc32: Of all its bytes, from the zip directory; None if the format has none.
+        crc32: CRC-32 of all its bytes, from the zip directory; None if the format has none.
     """
 
     path: str
@@ -75,7 +75,7 @@ class StoredTensor(Stub):
     """A dense tensor whose bytes were not read: a strided view of a storage.
 
     Attributes:
-        offset: Elements from the start of the storage to the tensor's first one.
+        offset: Elements from the start of the storage to the tensor's first element.
         strides: In elements.
         marks: Pending "conj" and "neg" operations.
     """
@@ -118,11 +118,11 @@ class StoredTensor(Stub):
 
     @property
     def nbytes(self) -> int:
-        """Bytes from the first element to the end of the last one."""
+        """Number of bytes from the start of the first element to the end of the last one."""
         return _extent(self.shape, self.strides) * self.itemsize
 
     def slice(self, box: Box | None = None, *, rank: int = -1) -> TensorSlice:
-        """Return the catalog slice of this tensor as `box`; by default as a full tensor."""
+        """Return the catalog slice of this tensor: the box `box` of a larger tensor, or by default the full tensor."""
         digest = None
         if self.storage.crc32 is not None:
             digest = Digest(CRC, self.storage.crc32, self.storage.start, self.storage.nbytes)
@@ -146,7 +146,7 @@ def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PlacementRecord:
-    """How one mesh dimension holds a DTensor.
+    """How a DTensor is placed on one mesh dimension.
 
     Attributes:
         kind: "shard", "strided_shard", "replicate" or "partial".
@@ -161,12 +161,12 @@ class PlacementRecord:
 
 @dataclass(slots=True, eq=False)
 class MeshRecord:
-    """A device mesh: global ranks by coordinate, and the names of its dimensions where it has any.
+    """A device mesh: global ranks by coordinate, and the names of its dimensions if it has any.
 
     Attributes:
         ranks: Global ranks; each array dimension is a mesh dimension.
-        rank: The global rank that pickled it; None if it was not recorded.
-        coordinate: The position of that rank in the mesh; None if it is not in it.
+        rank: The global rank that pickled the mesh; None if it was not recorded.
+        coordinate: The position of that rank in the mesh; None if the rank is not in the mesh.
     """
 
     ranks: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0,), np.int64))
@@ -181,7 +181,7 @@ class MeshRecord:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DTensorRecord(Stub):
-    """One rank's part of a DTensor. `shape` is that of the full tensor."""
+    """One rank's part of a DTensor. `shape` is the full tensor's."""
 
     local: StoredTensor
     shape: tuple[int, ...]
@@ -208,7 +208,7 @@ class ShardRecord:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardedTensorRecord(Stub):
-    """One rank's part of a ShardedTensor. `boxes` are those of all ranks, in rank order."""
+    """One rank's part of a ShardedTensor. `boxes` has the boxes of all ranks, in rank order."""
 
     shards: tuple[ShardRecord, ...]
     shape: tuple[int, ...]
@@ -233,12 +233,12 @@ _PLAIN_KINDS = frozenset(
 
 
 class TensorRebuilder:
-    """The tensor functions in a torch pickle, replaced by functions that build records.
+    """Replaces the tensor functions of a torch pickle by functions that build records.
 
-    The ranks of a mesh are in a small tensor, whose position is known only after the whole pickle is read:
+    The ranks of a mesh are in a small tensor whose position is known only after the whole pickle was read.
     `finish(read)` fills them in.
 
-    Views with pending conj or neg are refused, unless `lazy`.
+    Views with pending conj or neg are refused unless `lazy`.
     """
 
     def __init__(self, *, lazy: bool = False) -> None:
@@ -292,7 +292,7 @@ class TensorRebuilder:
     def _from_type(self, function: Any, cls: Any, args: Any, state: Any) -> Any:
         kind = cls.kind if isinstance(cls, type) and issubclass(cls, Record) else ""
         if not isinstance(function, Function) or not isinstance(args, tuple):
-            raise ValueError("a tensor is rebuilt by something that is not a function")
+            raise ValueError("the constructor of a tensor is not a function")
         if kind in _PLAIN_KINDS:
             return function(*args)
         if kind in _DTENSOR_KINDS:
@@ -306,13 +306,13 @@ class TensorRebuilder:
             state = {**(state[0] or {}), **(state[1] or {})}
         local, spec = state["_local_tensor"], state["_spec"]
         if not isinstance(wrapper, _Wrapper) or not isinstance(local, StoredTensor) or not isinstance(spec, Record):
-            raise ValueError("a DTensor without a local tensor")
+            raise ValueError("a DTensor has no local tensor")
         placements = tuple(_placement(p) for p in spec.fields["placements"])
         return DTensorRecord(local, wrapper.shape, placements, self._mesh(spec.fields["mesh"]))
 
     def _mesh(self, record: Any) -> MeshRecord:
         if not isinstance(record, Record):
-            raise ValueError("a DTensor without a mesh")
+            raise ValueError("a DTensor has no mesh")
         if id(record) not in self._meshes:
             self._meshes[id(record)] = (MeshRecord(), record)
         return self._meshes[id(record)][0]
@@ -322,12 +322,12 @@ def _numbers(values: Any, limit: int = _MAX_NUMEL) -> tuple[int, ...]:
     if not isinstance(values, (tuple, list)) or len(values) > _MAX_NDIM:
         raise ValueError("a shape is not a short tuple")
     if set(map(type, values)) - {int} or (values and not 0 <= min(values) <= max(values) <= limit):
-        raise ValueError("a shape or a stride is not a list of counts")
+        raise ValueError("a shape or a stride is not a list of natural numbers")
     return tuple(values)
 
 
 def known_dtype(name: str) -> DType:
-    """Return the dtype; raise if tensors of it cannot be read."""
+    """Return the dtype. Raises UnsupportedFormatError if its tensors cannot be read."""
     try:
         return dtype_of(name)
     except UnsupportedFormatError:
@@ -361,7 +361,7 @@ def _wrapper(cls: Any, dtype: Any, size: Any, *_: Any) -> _Wrapper:
 
 
 def _meta(dtype: Any, size: Any, strides: Any, *_: Any) -> Any:
-    raise UnsupportedFormatError("holds a tensor on the meta device, which has no data. Was the model materialised?")
+    raise UnsupportedFormatError("holds a tensor on the meta device, which has no data. Was the model materialized?")
 
 
 def _placement(record: Any) -> PlacementRecord:
@@ -386,13 +386,13 @@ def _placement(record: Any) -> PlacementRecord:
 
 def _sharded_tensor(state: Any) -> ShardedTensorRecord:
     if not isinstance(state, tuple) or len(state) < 2 or not isinstance(state[1], Record):
-        raise ValueError("a ShardedTensor without metadata")
+        raise ValueError("a ShardedTensor has no metadata")
     metadata = state[1].fields
     shards = []
     for shard in state[0]:
         tensor, box = shard.fields["tensor"], _shard_box(shard.fields["metadata"])
         if not isinstance(tensor, StoredTensor) or tensor.shape != box.sizes:
-            raise ValueError("a local shard has another shape than its metadata says")
+            raise ValueError("the shape of a local shard is not the one in its metadata")
         shards.append(ShardRecord(tensor, box.offsets, box.sizes))
     group = state[2].fields if len(state) > 2 and isinstance(state[2], Record) else {}
     return ShardedTensorRecord(
@@ -406,7 +406,7 @@ def _sharded_tensor(state: Any) -> ShardedTensorRecord:
 
 def _shard_box(metadata: Any) -> Box:
     if not isinstance(metadata, Record):
-        raise ValueError("a shard without metadata")
+        raise ValueError("a shard has no metadata")
     return Box(_numbers(metadata.fields["shard_offsets"]), _numbers(metadata.fields["shard_sizes"]))
 
 
@@ -430,7 +430,7 @@ def _fill_mesh(mesh: MeshRecord, record: Record, read: Callable[[StoredTensor], 
     else:
         rank_map = fields.get("_rank_map")
         if not isinstance(rank_map, StoredTensor):
-            raise ValueError("a device mesh without its ranks")
+            raise ValueError("a device mesh has no ranks")
         mesh.ranks = _laid_out(_read_ranks(rank_map, read).reshape(-1), fields.get("_layout"), mesh)
     if mesh.rank is None and mesh.coordinate is not None:
         if len(mesh.coordinate) != mesh.ranks.ndim:
@@ -440,20 +440,20 @@ def _fill_mesh(mesh: MeshRecord, record: Record, read: Callable[[StoredTensor], 
 
 def _read_ranks(tensor: StoredTensor, read: Callable[[StoredTensor], bytes]) -> npt.NDArray[np.int64]:
     if tensor.dtype not in ("int32", "int64") or not tensor.contiguous or tensor.numel > 1 << 20:
-        raise ValueError("a device mesh whose ranks are not plain integers")
+        raise ValueError("the ranks of a device mesh are not plain integers")
     return np.frombuffer(read(tensor), tensor.dtype).astype(np.int64).reshape(tensor.shape)
 
 
 def _laid_out(ranks: npt.NDArray[np.int64], layout: Any, mesh: MeshRecord) -> npt.NDArray[np.int64]:
     if not isinstance(layout, Record):
-        raise ValueError("a device mesh without its layout")
+        raise ValueError("a device mesh has no layout")
     offsets: npt.NDArray[np.int64] = np.zeros((), np.int64)
     own = 0
     for dim, (sizes, strides) in enumerate(_axes(layout)):
         axis: npt.NDArray[np.int64] = np.zeros((), np.int64)
         for size, stride in zip(sizes, strides, strict=True):
             axis = axis[..., None] + np.arange(min(size, len(ranks) + 1)) * stride
-            if axis.size > len(ranks):  # before the next one: forty sizes of 2 would be a terabyte
+            if axis.size > len(ranks):  # checked in each step: forty sizes of 2 would be a terabyte
                 raise ValueError("a device mesh is larger than its world")
         axis = axis.reshape(-1)
         offsets = offsets[..., None] + axis
@@ -462,7 +462,7 @@ def _laid_out(ranks: npt.NDArray[np.int64], layout: Any, mesh: MeshRecord) -> np
         if mesh.coordinate is not None:
             own += int(axis[mesh.coordinate[dim]])
     if offsets.size < len(ranks) and mesh.coordinate is not None and mesh.rank is not None:
-        # A sub-mesh, such as one dimension of a larger mesh: the one that this rank is part of.
+        # A sub-mesh, such as one dimension of a larger mesh. Choose the sub-mesh that contains this rank.
         offsets = offsets + (int(np.flatnonzero(ranks == mesh.rank)[0]) - own)
     if offsets.size and offsets.min() < 0:
         raise ValueError("a device mesh reaches before its ranks")

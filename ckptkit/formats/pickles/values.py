@@ -18,10 +18,10 @@ _MAX_DIMS = 32
 
 
 def numpy_dtype(name: Any, order: Any = "=") -> np.dtype[Any]:
-    """Return the dtype of numbers or texts with this name; `order` is ">" for big-endian bytes.
+    """Return the numpy dtype of numbers or texts with this name. `order` is ">" for big-endian bytes.
 
     Raises:
-        UnsupportedFormatError: It is a dtype of objects, records or dates.
+        UnsupportedFormatError: The dtype is one of objects, records or dates.
     """
     if not isinstance(name, str) or not _NUMPY_DTYPE.fullmatch(name):
         raise UnsupportedFormatError(f"holds a numpy array of dtype {name!r:.60}, which is not supported.")
@@ -56,7 +56,7 @@ def numpy_scalar(dtype: np.dtype[Any], raw: Any) -> Any:
 
 
 def moment(kind: Any, nbytes: int) -> Callable[..., Any]:
-    """Return the function that makes a date or time from its bytes and, if it has one, its zone."""
+    """Return a function that makes a date or time from its bytes and, optionally, its zone."""
 
     def make(raw: Any, *zone: Any) -> Any:
         if not isinstance(raw, bytes) or len(raw) != nbytes or len(zone) > 1:
@@ -71,5 +71,5 @@ def moment(kind: Any, nbytes: int) -> Callable[..., Any]:
 def timedelta(*args: Any) -> datetime.timedelta:
     """Return the timedelta for (days, seconds, microseconds)."""
     if len(args) > 3 or not all(type(arg) is int for arg in args):
-        raise ValueError("a span of time is malformed")
+        raise ValueError("a timedelta is malformed")
     return datetime.timedelta(*args)

@@ -1,7 +1,8 @@
-"""Reads pickles without running anything from them: the opcodes of protocols 0 to 5 over an allow-list of inert values.
+"""Reads pickles without running anything from them: the opcodes of protocols 0 to 5, over an allow-list of inert
+values.
 
-Not `pickle.Unpickler` with `find_class`: it sizes its memo by an index from the file, hashes nested tuples without
-limit, and lets small files build large objects. Here every opcode is implemented and bounded.
+Not `pickle.Unpickler` with `find_class`: it allocates its memo for any index that the file states, hashes nested tuples
+without limit, and lets small files build large objects. Here, every opcode is implemented and limited.
 """
 
 from __future__ import annotations
@@ -55,14 +56,14 @@ def loads(
     Args:
         file: The file (or item) named in errors.
         functions: Additional allowed globals and their replacements; looked up first.
-        persistent_load: Returns the value of a persistent id (a torch storage); without it they are refused.
-        unknown: "record" turns globals that are not allowed into `UnknownGlobal` records instead of an error.
-            Nothing is run either way.
+        persistent_load: Returns the value of a persistent id (a torch storage). Without it, persistent ids are refused.
+        unknown: "record" turns globals that are not allowed into `UnknownGlobal` records instead of an error. Nothing
+            is run either way.
         max_bytes: Maximum size of a pickle; default `MAX_PICKLE_BYTES`.
 
     Raises:
-        UnsafePickleError: It names a global that is not on the allow-list.
-        CorruptCheckpointError: It is not a valid pickle, or larger or deeper than any checkpoint needs.
+        UnsafePickleError: The pickle names a global that is not on the allow-list.
+        CorruptCheckpointError: `data` is not a valid pickle, or is larger or deeper than any checkpoint needs.
     """
     return load_prefix(
         data, file=file, functions=functions, persistent_load=persistent_load, unknown=unknown, max_bytes=max_bytes
@@ -79,7 +80,7 @@ def load_prefix(
     unknown: Unknown = "refuse",
     max_bytes: int | None = None,
 ) -> tuple[Any, int]:
-    """Return the value of the pickle at `start`, and its end. Raises as `loads` does."""
+    """Return the value of the pickle at `start`, and where it ends. Raises as `loads` does."""
     if len(data) - start > (max_bytes or MAX_PICKLE_BYTES):
         raise CorruptCheckpointError(
             f"{file}: a pickle of {len(data) - start} bytes is larger than any checkpoint needs."
@@ -105,7 +106,7 @@ def load_prefix(
 
 
 def guarded(file: str, run: Callable[[], Any]) -> Any:
-    """Return run(); errors caused by a malformed pickle become ours and name `file`."""
+    """Return run(). Convert errors caused by a malformed pickle into ours, which name `file`."""
     try:
         return run()
     except CkptkitError as error:
@@ -116,7 +117,7 @@ def guarded(file: str, run: Callable[[], Any]) -> Any:
     except (ArithmeticError, AttributeError, EOFError, LookupError, MemoryError, RecursionError, TypeError,
             ValueError, struct.error) as error:  # fmt: skip
         text = str(error)[:200] or type(error).__name__
-        raise CorruptCheckpointError(f"{file}: its pickle is damaged or was made to deceive: {text}.") from None
+        raise CorruptCheckpointError(f"{file}: its pickle is damaged or malicious: {text}.") from None
 
 
 _signed4 = struct.Struct("<i").unpack_from
@@ -125,11 +126,11 @@ _unsigned4 = struct.Struct("<I").unpack_from
 _unsigned8 = struct.Struct("<Q").unpack_from
 _float8 = struct.Struct(">d").unpack_from
 
-_UNSET = object()  # an entry of the memo that was omitted
-_NOT_THERE = "it fetches a memo index that is not there"
+_UNSET = object()  # an entry of the memo that was never set
+_NOT_THERE = "it fetches a memo index that was never set"
 _CONSTANTS = {ord("N"): None, 0x88: True, 0x89: False}
 _LENGTHS = {1: lambda data, pos: (data[pos],), 4: _unsigned4, 8: _unsigned8}
-# Opcodes that push text or bytes behind their length: its width in bytes, and how they are decoded.
+# Opcodes that push text or bytes: the width of the length that precedes them, and how they are decoded.
 _TEXTS: dict[int, tuple[int, Callable[[bytes], Any]]] = {
     0x8C: (1, lambda raw: raw.decode("utf-8", "surrogatepass")),  # SHORT_BINUNICODE, BINUNICODE, BINUNICODE8
     ord("X"): (4, lambda raw: raw.decode("utf-8", "surrogatepass")),
@@ -153,25 +154,26 @@ def walk(  # noqa: C901, PLR0915 - one loop: a call for each opcode would take t
 ) -> tuple[Any, int]:
     """Return the value of the pickle at `pos`, and where it ends. Call it within `guarded`.
 
-    Arguments are not checked for the end of `data`: if one is truncated, the next opcode is missing, an IndexError.
+    Does not check that the arguments of opcodes end before `data` does. If one is truncated, reading the next opcode
+    raises an IndexError.
 
     Args:
-        resolve: (module, name) of a global -> its replacement; raises UnsafePickleError.
+        resolve: (module, name) of a global -> its replacement. Raises UnsafePickleError.
         calls: For types returned by `resolve` that are not stubs: the functions that make instances.
-        states: The functions that set the state of those instances, by type, including subclasses.
+        states: By type, including subclasses: the functions that set the state of those instances.
     """
     calls = calls or {}
     stack: list[Any] = []
-    below: list[list[Any]] = []  # a stack for every open MARK: what lies below a mark is out of reach
-    memo: list[Any] = []  # a list: a dict of the eight entries that a slice has would take as much memory as the slice
-    # A container costs up to 64 bytes of memory and one of file; real pickles have few empty ones, and other opcodes
-    # around each tuple.
+    below: list[list[Any]] = []  # one stack per open MARK; items below a mark cannot be reached
+    memo: list[Any] = []  # a list: a dict of a slice's eight entries would take as much memory as the slice
+    # A container takes up to 64 bytes of memory but one byte of the file. Real pickles have few empty containers, and
+    # other opcodes around each tuple.
     budget = len(data) // 3 + (3 << 16)
     with collector_paused():
         while True:
             opcode = data[pos]
             pos += 1
-            # The first are those that descriptions of slices consist of, by the million.
+            # The first opcodes are those that describe slices, of which there may be millions.
             if opcode == 0x6A:  # LONG_BINGET
                 value = memo[_unsigned4(data, pos)[0]]
                 if value is _UNSET:
@@ -224,7 +226,7 @@ def walk(  # noqa: C901, PLR0915 - one loop: a call for each opcode would take t
                 usual = _OF_METADATA.get(type(stack[-2])) if data[pos] == 0x62 and len(stack) > 1 else None  # BUILD
                 if usual is not None and stack[-1] == {} and items[::2] == usual:
                     stack.pop()
-                    stack[-1].fill(*items[1::2])  # the state would be emptied
+                    stack[-1].fill(*items[1::2])  # not `__setstate__`, which would empty the state
                     pos += 1
                 else:
                     _put_items(stack[-1], items)
@@ -303,7 +305,7 @@ def walk(  # noqa: C901, PLR0915 - one loop: a call for each opcode would take t
             elif opcode == 0x93:  # STACK_GLOBAL
                 text = stack.pop()
                 if type(text) is not str or type(stack[-1]) is not str:
-                    raise ValueError("a global is named by something that is not text")
+                    raise ValueError("the name of a global is not a string")
                 stack[-1] = resolve(stack[-1], text)
             elif opcode in (0x51, 0x50):  # BINPERSID, PERSID
                 if opcode == 0x51:
@@ -312,7 +314,7 @@ def walk(  # noqa: C901, PLR0915 - one loop: a call for each opcode would take t
                     line, pos = _line(data, pos)
                     identity = line.decode("latin1")
                 if persistent_load is None:
-                    raise ValueError("it refers to storages, which this file has none of")
+                    raise ValueError("it refers to storages, but this file has none")
                 stack.append(persistent_load(identity))
             elif opcode == 0x47:  # BINFLOAT
                 stack.append(_float8(data, pos)[0])
@@ -330,7 +332,7 @@ def walk(  # noqa: C901, PLR0915 - one loop: a call for each opcode would take t
             elif opcode == 0x92:  # NEWOBJ_EX
                 keywords, args = stack.pop(), stack.pop()
                 if type(keywords) is not dict or not all(type(key) is str for key in keywords):
-                    raise ValueError("keywords are not a dict of text")
+                    raise ValueError("keywords are not a dict with string keys")
                 stack[-1] = _new(stack[-1], args, calls, keywords)
             elif opcode == 0x69:  # INST
                 module, pos = _line(data, pos)
@@ -382,10 +384,10 @@ def walk(  # noqa: C901, PLR0915 - one loop: a call for each opcode would take t
             else:
                 raise ValueError(f"byte {pos - 1} is not an allowed opcode (0x{opcode:02x})")
             if budget < 0:
-                raise ValueError("it builds more empty containers than its size explains")
+                raise ValueError("it builds too many empty containers for its size")
 
 
-# --- calls: of stubs, and of what the reader itself lists
+# --- calls of stubs, and of the functions in `calls`
 
 
 def _call(function: Any, args: Any, calls: Calls, keywords: dict[str, Any] | None = None) -> Any:
@@ -402,7 +404,7 @@ def _call(function: Any, args: Any, calls: Calls, keywords: dict[str, Any] | Non
     raise ValueError(f"it calls something that is not a function: {type(function).__name__}")
 
 
-# Classes that come by the million, and what their states usually have.
+# Classes with up to millions of instances, and the usual keys of their states.
 _OF_METADATA: Mapping[Any, list[str]] = {
     ChunkMetadata: ["offsets", "sizes"],
     Index: ["fqn", "offset", "index"],
@@ -415,7 +417,7 @@ def _new(cls: Any, args: Any, calls: Calls, keywords: dict[str, Any] | None = No
         return object.__new__(cls)
     if isinstance(cls, type) and issubclass(cls, Stub) and not issubclass(cls, (Record, StateDict, Function)):
         if args or keywords:
-            raise ValueError("a record of metadata takes no arguments")
+            raise ValueError("a class of metadata takes no arguments")
         return object.__new__(cls)
     return _call(cls, args, calls, keywords)
 
@@ -450,7 +452,7 @@ def _put(memo: list[Any], index: int, value: Any, data: bytes) -> None:
     if index < len(memo):
         memo[index] = value
         return
-    memo.extend([_UNSET] * (index - len(memo)))  # picklers count by one
+    memo.extend([_UNSET] * (index - len(memo)))  # real picklers count up by one
     memo.append(value)
 
 
@@ -460,13 +462,13 @@ def _get(memo: list[Any], index: int) -> Any:
     return memo[index]
 
 
-# --- the lines of text of protocol 0
+# --- lines of text, in protocol 0
 
 
 def _line(data: bytes, pos: int) -> tuple[bytes, int]:
     end = data.find(b"\n", pos, pos + _MAX_LINE)
     if end < 0:
-        raise ValueError("a line of it has no end")
+        raise ValueError("a line has no end")
     return data[pos:end], end + 1
 
 

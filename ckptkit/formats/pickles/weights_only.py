@@ -1,8 +1,8 @@
-"""Objects as torch.save bytes, in a job: the only place where torch unpickles, always with weights_only=True.
+"""Reads and writes objects as torch.save bytes in a job. Only here does torch unpickle, always with weights_only=True.
 
 torch refuses dates, paths, collections and numpy arrays. `walk` reads those, and dense tensors next to them, with
 functions that check every argument. Before torch sees a file, our zip reader refuses compressed members, which torch
-would expand in memory. Afterwards, views that are larger than their storage are refused.
+would expand in memory. After torch has loaded it, views that are larger than their storage are refused.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from ckptkit.formats.pickles.zip import Archive, memory_store, storage_of
 __all__ = ["dump_object", "dump_plain", "parse_object"]
 
 _ADVICE = (
-    "ckptkit never runs code from pickles. If you trust where it came from, allow its class with "
-    "torch.serialization.add_safe_globals, or load it in a job of your own with torch.load(weights_only=False) and "
+    "ckptkit never runs code from pickles. If you trust the source of the file, allow the class with "
+    "torch.serialization.add_safe_globals, or load it in your own job with torch.load(weights_only=False) and "
     "save it again as plain values."
 )
-_VERSION = "torch.torch_version.TorchVersion"  # people save torch.__version__
+_VERSION = "torch.torch_version.TorchVersion"  # the type of torch.__version__, which users save
 _MAX_DEPTH = 200
-_UNFOLDED = 16 << 20  # bytes of a view of less: an expanded tensor takes no memory until it is copied
+_UNFOLDED = 16 << 20  # smaller views may exceed their storage: an expanded tensor takes no memory until it is copied
 
 
 def dump_object(value: Any, *, name: str, advice: str) -> bytes:
     """Return the torch.save bytes of the value, after checking that weights_only=True reads them back.
 
     Raises:
-        SaveError: It cannot be saved so that it loads without running code; `advice` says what to do.
+        SaveError: The value cannot be saved so that it loads without running code. The message ends with `advice`.
     """
     import torch
 
@@ -59,8 +59,10 @@ def dump_object(value: Any, *, name: str, advice: str) -> bytes:
 
 
 def dump_plain(value: Any, *, name: str, advice: str) -> bytes:
-    """Return the torch.save bytes of the value, after checking that `parse_object` reads them back. Raises as
-    `dump_object` does."""
+    """Return the torch.save bytes of the value, after checking that `parse_object` reads them back.
+
+    Raises as `dump_object` does.
+    """
     return _dumped(value, lambda data: parse_object(data, file=name), name, advice)
 
 
@@ -83,9 +85,9 @@ def parse_object(data: bytes | bytearray | memoryview, *, file: str, name: str =
     """Load the value of torch.save bytes, on the CPU.
 
     Raises:
-        UnsafePickleError: It names a class that torch's weights_only loader refuses, and that is not plain data;
-            none of it was run.
-        CorruptCheckpointError: Its archive is damaged, compressed, or has tensors larger than what is stored.
+        UnsafePickleError: The pickle names a class that is not plain data and that torch's weights_only loader refuses.
+            None of it was run.
+        CorruptCheckpointError: The archive is damaged or compressed, or has tensors larger than what is stored.
         LoadError: torch cannot load it.
     """
     import torch
@@ -104,7 +106,7 @@ def parse_object(data: bytes | bytearray | memoryview, *, file: str, name: str =
         raise
     except (MemoryError, zipfile.BadZipFile) as error:
         raise CorruptCheckpointError(f"{label} is damaged: {str(error)[:200]}") from error
-    except Exception as error:  # any error of torch on bytes that torch.save did not write
+    except Exception as error:  # torch may raise anything on bytes that torch.save did not write
         raise LoadError(f"{label}: torch can't load it: {' '.join(str(error).split())[:200]}") from error
     _check_views(value, label)
     return value
@@ -123,7 +125,7 @@ def _check_views(value: Any, label: str) -> None:
             continue
         nbytes, stored = tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()
         if nbytes > max(stored, _UNFOLDED):
-            raise CorruptCheckpointError(f"{label}: a tensor of {nbytes} bytes lies on {stored} stored ones.")
+            raise CorruptCheckpointError(f"{label}: a tensor has {nbytes} bytes, but only {stored} are stored.")
 
 
 def _tensors(value: Any, depth: int) -> Iterator[Any]:
@@ -148,14 +150,14 @@ def _plain_object(archive: Archive) -> Any:
     """Return the value of an archive with plain data and dense tensors.
 
     Raises:
-        UnsafePickleError: It contains something else, which is named.
+        UnsafePickleError: The archive contains something else. The message names it.
     """
     import torch
 
     label, tensors = archive.file, _Tensors(archive)
 
     def resolve(module: str, name: str) -> Any:
-        # Protocol 2 calls what is builtin by its name in Python 2.
+        # Protocol 2 names builtins as in Python 2.
         module, name = _compat_pickle.NAME_MAPPING.get(
             (module, name), (_compat_pickle.IMPORT_MAPPING.get(module, module), name)
         )
@@ -182,7 +184,7 @@ def _plain_object(archive: Archive) -> Any:
 
 
 class _Tensors:
-    """The dense tensors of an archive; each storage is created once."""
+    """The dense tensors of an archive. Each storage is created once."""
 
     def __init__(self, archive: Archive) -> None:
         self._archive = archive
@@ -226,7 +228,7 @@ def _parameter(data: Any, requires_grad: Any = True, *_: Any) -> Any:
     import torch
 
     if not isinstance(data, torch.Tensor):
-        raise ValueError("a parameter of no tensor")
+        raise ValueError("a parameter is not a tensor")
     return torch.nn.Parameter(data, requires_grad=requires_grad is True)
 
 
@@ -306,7 +308,7 @@ def _zone(offset: Any, *name: Any) -> datetime.timezone:
 def _path(kind: type[pathlib.PurePath]) -> Callable[..., Any]:
     def make(*parts: Any) -> Any:
         if not all(type(part) is str for part in parts):
-            raise ValueError("a path of something that is not text")
+            raise ValueError("a part of a path is not a string")
         return kind(*parts)
 
     return make
@@ -314,7 +316,7 @@ def _path(kind: type[pathlib.PurePath]) -> Callable[..., Any]:
 
 def _empty_array(kind: Any, *_: Any) -> Any:
     if kind is not np.ndarray:
-        raise ValueError("an array of another class")
+        raise ValueError("an array is not a numpy.ndarray")
     return np.empty(0, np.int8)
 
 
@@ -331,11 +333,11 @@ def _numpy(dtype: Any) -> np.dtype[Any]:
 
 
 def _new_dtype(name: Any, *_: Any) -> np.dtype[Any]:
-    return np.dtype(numpy_dtype(name), copy=True)  # one of its own, whose state may be set
+    return np.dtype(numpy_dtype(name), copy=True)  # a new object: its state may be set
 
 
 def _order_bytes(made: Any, state: Any) -> None:
-    """(version, byte order, ...): all else follows from the dtype."""
+    """Set the byte order. The state is (version, byte order, ...); everything else follows from the dtype."""
     if state[1] == ">":
         made.__setstate__(np.dtype(made.newbyteorder(">")).__reduce__()[2])
 
@@ -349,7 +351,7 @@ def _set_attributes(made: Any, state: Any) -> None:
 _PATHS = (pathlib.PurePosixPath, pathlib.PureWindowsPath, type(pathlib.Path()))
 _NUMPY: set[type[Any]] = {np.dtype, np.ndarray, *np.sctypeDict.values()}
 
-# What globals become. A type stands for itself, and `_CALLS` has what makes an instance of it.
+# The replacement of each global. A type is replaced by itself, and `_CALLS` has the function that makes an instance.
 _TYPES: dict[str, Any] = {
     **{f"builtins.{kind.__name__}": kind for kind in (int, float, complex, bool, str, bytes, bytearray, list, tuple,
                                                       dict, set, frozenset)},

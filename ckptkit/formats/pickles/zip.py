@@ -1,7 +1,7 @@
 """Reads and writes the zip archives of torch.save: the pickle inside, and the position of each storage.
 
-Nothing of the archive is decompressed or copied: torch stores its members uncompressed, so a tensor is a byte
-range of the file. Anything else that a zip can be is refused.
+Nothing in the archive is decompressed or copied: torch stores members uncompressed, so a tensor is a byte range of the
+file. Any other kind of zip is refused.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ _DOS_DIRECTORY = 0x10
 _ENCRYPTED = 0x1 | 0x40
 _ZIP64, _PADDING = 0x0001, 0x4246  # kinds of extra fields; the second is torch's own
 _DOS_DATE = 0x21  # 1980-01-01, the zero of zip timestamps
-_PLAIN_NAME = re.compile(rb"[A-Za-z0-9_][A-Za-z0-9_.-]*(?:/[A-Za-z0-9_][A-Za-z0-9_.-]*)*")  # as nearly all are
+_PLAIN_NAME = re.compile(rb"[A-Za-z0-9_][A-Za-z0-9_.-]*(?:/[A-Za-z0-9_][A-Za-z0-9_.-]*)*")  # nearly all names match
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One member of an archive. `header` counts from the start of the archive."""
+    """One member of an archive. `header` is its offset from the start of the archive."""
 
     name: str
     crc32: int
@@ -60,7 +60,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class TorchArchive:
-    """A file of torch.save, parsed: `value` is what was saved, its tensors as records without their bytes."""
+    """A parsed file of torch.save. `value` is what was saved, with tensors as records without their bytes."""
 
     value: Any
     path: str
@@ -74,22 +74,23 @@ def read_archive(
     store: Store, path: str, start: int = 0, nbytes: int | None = None, *, unknown: Unknown = "refuse"
 ) -> TorchArchive:
     """Return the contents of the torch.save zip at bytes [start, start + nbytes) of `path`, without reading tensors.
+
     Reads the zip directory, the pickle, and a small header for each storage.
 
     Args:
-        nbytes: To the end of the file by default.
+        nbytes: By default, to the end of the file.
         unknown: As for `walk.loads`.
 
     Raises:
-        CorruptCheckpointError: It is not such an archive, or its parts contradict each other.
-        UnsafePickleError: Its pickle asks for a global that is not allowed.
-        UnsupportedFormatError: It is big-endian, or has tensors that are not dense.
+        CorruptCheckpointError: The bytes are not such an archive, or its parts contradict each other.
+        UnsafePickleError: The pickle asks for a global that is not allowed.
+        UnsupportedFormatError: The archive is big-endian, or has tensors that are not dense.
     """
     return TorchArchive(Archive(store, path, start, nbytes).value(unknown=unknown), path)
 
 
 def file_size(store: Store, path: str) -> int:
-    """Return the size of a file, even through a Hub cache's symlink; the store checks the target."""
+    """Return the size of a file. Also follows a symlink of a Hub cache; the store checks its target."""
     info = store.info(path)
     if info is None:
         raise FileNotFoundError(f"{path} does not exist")
@@ -117,8 +118,8 @@ def parse_directory(tail: bytes, nbytes: int, *, file: str) -> tuple[dict[str, M
     """Return the members of an archive of `nbytes` bytes that ends with `tail`, and where its directory begins.
 
     Raises:
-        CorruptCheckpointError: The directory is damaged, has compressed, encrypted, duplicate or overlapping
-            members, or names that are not plain relative paths.
+        CorruptCheckpointError: The directory is damaged, has compressed, encrypted, duplicate or overlapping members,
+            or names that are not plain relative paths.
         ShortTailError: `tail` must be longer.
     """
     count, size, offset = _find_directory(tail, nbytes, file)
@@ -133,13 +134,13 @@ def parse_directory(tail: bytes, nbytes: int, *, file: str) -> tuple[dict[str, M
             raise CorruptCheckpointError(f"{file}: two members are called {member.name!r:.80}.")
         members[member.name] = member
     if pos != stop:
-        raise CorruptCheckpointError(f"{file}: its zip directory has {stop - pos} bytes too many.")
+        raise CorruptCheckpointError(f"{file}: its zip directory has {stop - pos} extra bytes.")
     _check_layout(members, offset, file)
     return members, offset
 
 
 class ShortTailError(Exception):
-    """Reading the directory needs the last `nbytes` bytes of the archive."""
+    """The directory cannot be read without the last `nbytes` bytes of the archive."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(nbytes)
@@ -147,7 +148,7 @@ class ShortTailError(Exception):
 
 
 def _find_directory(tail: bytes, nbytes: int, file: str) -> tuple[int, int, int]:
-    """Return (count, size, offset) of the central directory. torch writes no archive comment."""
+    """Return (count, size, offset) of the central directory. Archive comments are refused: torch writes none."""
     base = len(tail) - _END.size
     if base < 0 or tail[base : base + 4] != b"PK\x05\x06":
         raise CorruptCheckpointError(
@@ -183,7 +184,7 @@ def _member(tail: bytes, pos: int, stop: int, file: str) -> tuple[Member, int]:
     )
     pos += _CENTRAL_HEADER.size
     end = pos + name_n + extra_n + comment_n
-    # A member marked as a directory: torch's reader gives memory that nobody wrote.
+    # torch's reader returns uninitialized memory for a member that is marked as a directory.
     if magic != b"PK\x01\x02" or disk or attributes & _DOS_DIRECTORY or end > stop or name_n > _MAX_NAME_BYTES:
         raise CorruptCheckpointError(f"{file}: its zip directory is damaged.")
     name = _checked_name(tail[pos : pos + name_n], file)
@@ -191,11 +192,11 @@ def _member(tail: bytes, pos: int, stop: int, file: str) -> tuple[Member, int]:
         packed, size, header = _zip64(tail[pos + name_n : pos + name_n + extra_n], packed, size, header, file)
     if (method != 0 or packed != size) and "/code/" in name:
         raise UnsupportedFormatError(
-            f"{file}: it is a program of TorchScript (torch.jit.save), no checkpoint. Save its state_dict() instead."
+            f"{file} is a TorchScript program (torch.jit.save), not a checkpoint. Save its state_dict() instead."
         )
     if method != 0 or packed != size:
         raise CorruptCheckpointError(
-            f"{file}: member {name!r:.80} is compressed, which torch.save never does; it is not unpacked."
+            f"{file}: member {name!r:.80} is compressed, which torch.save never does. It was not unpacked."
         )
     if flags & _ENCRYPTED:
         raise CorruptCheckpointError(f"{file}: member {name!r:.80} is encrypted.")
@@ -203,8 +204,10 @@ def _member(tail: bytes, pos: int, stop: int, file: str) -> tuple[Member, int]:
 
 
 def _zip64(extra: bytes, packed: int, size: int, header: int, file: str) -> tuple[int, int, int]:
-    """Return the packed size, size and header offset of an entry. Those that did not fit are in its zip64 extra field
-    (APPNOTE 4.5.3)."""
+    """Return the packed size, size and header offset of an entry.
+
+    Numbers that did not fit are in the entry's zip64 extra field (APPNOTE 4.5.3).
+    """
     pos = 0
     while pos + 4 <= len(extra):
         kind, length = struct.unpack_from("<2H", extra, pos)
@@ -259,13 +262,11 @@ def data_start(header: bytes, member: Member, *, file: str) -> int:
 
 
 class Layout:
-    """The members of one archive by their name below its folder, and how torch wrote them. `starts`: the first data
-    byte of each member that was located.
-    """
+    """The members of one archive by their names below its folder, and where each one ends."""
 
     def __init__(self, members: dict[str, Member], directory: int, nbytes: int, file: str) -> None:
         self.file = file
-        self.directory_nbytes = nbytes - directory  # with the end records
+        self.directory_nbytes = nbytes - directory  # includes the end records
         pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
         if len(pickles) != 1:
             raise CorruptCheckpointError(f"{file}: a zip without the data.pkl of torch.save. Is it a model archive?")
@@ -278,7 +279,8 @@ class Layout:
             raise CorruptCheckpointError(f"{file}: a pickle of {self.members['data.pkl'].nbytes} bytes is too large.")
 
     def start(self, member: Member, header: bytes) -> int:
-        """Return the first byte of a member from its local header, checked against what follows it."""
+        """Return the first byte of a member, from its local header. Checks that the member does not overlap what
+        follows."""
         begin = data_start(header, member, file=self.file)
         if begin + member.nbytes > self._next[member.name]:
             raise CorruptCheckpointError(f"{self.file}: member {member.name!r:.80} overlaps what follows it.")
@@ -288,15 +290,15 @@ class Layout:
 def check_byteorder(text: bytes, *, file: str) -> None:
     """Refuse an archive written on a big-endian machine."""
     if text != b"little":
-        raise UnsupportedFormatError(f"{file}: its tensors are stored {text[:16]!r}-endian, only little is supported.")
+        raise UnsupportedFormatError(f"{file}: its byte order is {text[:16]!r}; only little-endian is supported.")
 
 
 def storage_of(identity: Any, find: Callable[[str], tuple[int, int]] | None, path: str) -> Storage:
     """Return the storage of a persistent id ("storage", class, key, location, numel).
 
     Args:
-        find: Key -> (nbytes, crc32) of the member that holds it; raises ValueError if there is none. Without it, the
-            storage is as long as the id declares.
+        find: Key -> (nbytes, crc32) of the member that holds the storage. Raises ValueError if there is none. Without
+            `find`, the storage is as long as the id declares.
     """
     if not isinstance(identity, tuple) or len(identity) != 5 or identity[0] != "storage":
         raise ValueError("a persistent id is not a storage")
@@ -312,9 +314,9 @@ def storage_of(identity: Any, find: Callable[[str], tuple[int, int]] | None, pat
 
 
 class Archive:
-    """The zip of torch.save at bytes [start, start + nbytes) of a file, to the end of the file by default.
+    """The zip of torch.save at bytes [start, start + nbytes) of a file; by default to the end of the file.
 
-    Its directory is read and checked when the archive is opened. Raises as `read_archive` does.
+    The constructor reads and checks the directory. Raises as `read_archive` does.
     """
 
     def __init__(
@@ -327,7 +329,7 @@ class Archive:
         file: str = "",
         tail: int = 64 << 10,
     ) -> None:
-        """`tail`: bytes that are read first, from the end, for the directory."""
+        """`tail`: number of bytes at the end of the archive that are read first, for the directory."""
         self.store = store
         self.path = path
         self.start = start
@@ -342,7 +344,7 @@ class Archive:
         return [(self._start(member, self._header(member)), member.nbytes, member.crc32) for member in members]
 
     def value(self, *, unknown: Unknown = "refuse") -> Any:
-        """Return what was saved, its tensors as records."""
+        """Return what was saved, with tensors as records."""
         rebuilder = TensorRebuilder()
         value = loads(
             self.pickled(),
@@ -362,7 +364,7 @@ class Archive:
         return self.member("data.pkl")
 
     def member(self, name: str) -> bytes:
-        """Return the bytes of a member, checked against its CRC-32."""
+        """Return the bytes of a member after checking its CRC-32."""
         member = self.layout.members[name]
         data = self.read(self._start(member, self._header(member)), member.nbytes)
         if crc32(data) != member.crc32:
@@ -393,7 +395,7 @@ class Archive:
         return self.read(self.start + member.header, LOCAL_HEADER.size + len(member.name.encode()))
 
     def storage(self, identity: Any) -> Storage:
-        """Return the storage of a persistent id; `locate_storages` sets its position."""
+        """Return the storage of a persistent id. `locate_storages` sets its position."""
         key = identity[2] if isinstance(identity, tuple) and len(identity) == 5 else None
         if not isinstance(key, str) or key not in self.storages:
             made = storage_of(identity, self.stored, self.path)
@@ -403,7 +405,7 @@ class Archive:
         known = self.storages[key]
         if again.dtype == known.dtype:
             return known
-        # One storage under two dtypes: tensors that share bytes through a view of another dtype.
+        # One storage under two dtypes: two tensors share bytes, and one of them is a view with another dtype.
         again.key = known.key
         self.storages[f"{key}\n{again.dtype}"] = again
         return again
@@ -415,7 +417,7 @@ class Archive:
         return member.nbytes, member.crc32
 
     def locate_storages(self) -> None:
-        """Find the positions of the requested storages; reads their small headers together."""
+        """Find the positions of the requested storages. Reads all their small headers together."""
         storages = list(self.storages.values())
         members = [self.layout.members[f"data/{s.key}"] for s in storages]
         headers = [bytearray(LOCAL_HEADER.size + len(m.name.encode())) for m in members]
@@ -432,7 +434,7 @@ def memory_store(path: str, data: bytes) -> Store:
 
 
 class _Memory:
-    """The few methods of a store that the readers of archives use, over bytes in memory, under one path."""
+    """The few methods of a store that the readers of archives use, over bytes in memory."""
 
     url = "memory:"
     asking_costs = sizes_are_free = True
@@ -458,9 +460,9 @@ class _Memory:
             self.read_into(read.path, read.start, read.view)
 
 
-# --- writing: every member stored, ZIP64 where an offset or a size needs it
+# --- writing: members are stored uncompressed; ZIP64 only if an offset or a size needs it
 
-_WIDE = _NONE32  # from here on a number stands in a ZIP64 field, and _NONE32 in its place
+_WIDE = _NONE32  # a larger number is in a ZIP64 field, and _NONE32 is in its place
 
 
 def _narrow(value: int) -> int:
@@ -468,7 +470,7 @@ def _narrow(value: int) -> int:
 
 
 def local_header(name: bytes, crc: int, nbytes: int, *, flags: int = 0, padding: int | None = None) -> bytes:
-    """Return the header before a member's bytes; `padding`: the number of zeros that align them."""
+    """Return the header before a member's bytes. `padding` is the number of zeros that align them."""
     wide = nbytes >= _WIDE
     extra = struct.pack("<HHQQ", _ZIP64, 16, nbytes, nbytes) if wide else b""
     if padding is not None:
@@ -479,7 +481,7 @@ def local_header(name: bytes, crc: int, nbytes: int, *, flags: int = 0, padding:
 
 
 def central_header(name: bytes, crc: int, nbytes: int, offset: int, *, flags: int = 0) -> bytes:
-    """Return a member's entry in the directory; `offset`: where its local header begins."""
+    """Return a member's entry in the directory. `offset` is where its local header begins."""
     wide = [value for value in (nbytes, nbytes, offset) if value >= _WIDE]
     extra = struct.pack(f"<HH{len(wide)}Q", _ZIP64, 8 * len(wide), *wide) if wide else b""
     size, version = _narrow(nbytes), 45 if wide else 20

@@ -22,7 +22,7 @@ def test_ordinary_json_is_read() -> None:
 
 @pytest.mark.parametrize("unit", ["[],", "{},", "0,"])
 def test_megabytes_of_empty_values_are_refused_before_they_are_parsed(unit: str) -> None:
-    with pytest.raises(CorruptCheckpointError, match="it is not parsed"):
+    with pytest.raises(CorruptCheckpointError, match="It was not parsed"):
         parse("[" + unit * (12_000_000 // len(unit)) + "0]", file="f")
 
 

@@ -108,7 +108,7 @@ def test_a_step_that_lost_its_record_is_not_read_as_something_else(tmp_path, kin
     with CheckpointManager(tmp_path, state_dict_type=kind) as manager:
         manager.save(1, TrainState(model=model))
     (tmp_path / "step_00000001" / "checkpoint.json").unlink()
-    expected = r"has a manifest and no checkpoint\.json: a copy that is not complete"
+    expected = r"has a manifest but no checkpoint\.json: it is an incomplete copy"
     for read in (
         open_checkpoint,
         ckptkit.inspect,
