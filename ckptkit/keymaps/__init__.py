@@ -1,6 +1,6 @@
 """Key maps: rename the tensors of one system to the names of another.
 
-Public names are imported when they are first used: a conversion without a key map loads none of this.
+Public names are imported on first use: a conversion without a key map imports none of this.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The built-in key maps, and the choice of the one that a checkpoint needs.
+"""The built-in key maps, and the choice of the map that a checkpoint needs.
 
-Each maps the names in a training run to the names on the Hub; "inverse:NAME" maps back. The expert
-layouts are those that transformers 5 saves (its conversion_mapping), told apart by `model_type`.
+Each map renames from the names in a training run to the names on the Hub; "inverse:NAME" maps back. The expert layouts
+are those that transformers 5 saves (its conversion_mapping). `model_type` decides between them.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ _ARIA = _rename(
 
 
 def _attention(at: str, to: str) -> tuple[tuple[str, str], ...]:
-    """Return rules for the four attention layers of vision models, with their Hub names."""
+    """Return names of the four attention layers of vision models, each with its Hub name."""
     hub = {"q": "attention.query", "k": "attention.key", "v": "attention.value", "o": "output.dense"}
     return tuple((f"{at}.attention.{x}_proj.{{leaf}}", f"{to}.attention.{name}.{{leaf}}") for x, name in hub.items())
 
@@ -117,8 +117,8 @@ _QWEN2_VL = _rename(
     ("model.visual.{rest:*}", "visual.{rest}"),
     ("model.language_model.{rest:*}", "model.{rest}"),
 )
-# A live PEFT model's names to those of an adapter file: the name of the adapter goes. The base weights lose
-# PEFT's wrapper, so that both can be told apart and found.
+# From a live PEFT model's names to those of an adapter file, without the name of the adapter. Base weights lose PEFT's
+# wrapper, so that they can be distinguished from the adapter.
 _PEFT: tuple[Rule, ...] = (
     *_rename(
         *(
@@ -134,7 +134,7 @@ _PEFT: tuple[Rule, ...] = (
     ),
     Rename(NamePattern(regex=r"base_model\.model\.((?!.*\.lora_).+)"), "{1}"),
 )
-# torchtitan's names (its state_dict_adapter modules): those of today, written on the way back, and older ones.
+# torchtitan's names (its state_dict_adapter modules): current names, which the inverse writes, and older ones.
 _TITAN_DENSE = _rename(
     ("tok_embeddings.weight", "model.embed_tokens.weight"),
     ("norm.weight", "model.norm.weight"),
@@ -183,7 +183,7 @@ _TITAN_DROPS = (
 
 
 def _torchtitan_map(name: str, note: str, lasting: tuple[Rule, ...], old: tuple[Rule, ...]) -> NameMap:
-    """Return the map of a model of torchtitan. Rules for old names come first, so that later rules apply to their
+    """Return the key map of a torchtitan model. Rules for old names come first, so that later rules apply to their
     results."""
     return NameMap(name, (*old, *lasting, *_TITAN_DROPS), "refuse", note, inverse_rules(name, lasting))
 
@@ -261,22 +261,22 @@ _BY_MODEL_TYPE: dict[str, str] = {
     "exaone_moe": "hf5-exaone-moe",
     "nemotron_h": "hf5-nemotron-h",
 }
-# Models whose experts are stacked on the Hub as well.
+# Models whose experts are also stacked on the Hub.
 _STACKED_ON_HUB = ("gpt_oss", "llama4", "llama4_text")
 _TITAN_DOUBT = (
-    "the names are torchtitan's and were kept, for which model they are of is not recorded: no loader of Hugging Face "
-    "models knows them. Give --base MODEL (its config.json tells the model and its heads), or --key-map "
-    "torchtitan-llama3 or torchtitan-qwen3"
+    "the names are torchtitan's and were kept, because the checkpoint does not record its model. No loader of Hugging "
+    "Face models knows these names. Give --base MODEL (its config.json has the model type and the number of heads), or "
+    "--key-map torchtitan-llama3 or torchtitan-qwen3"
 )
 _EXPERTS_DOUBT = (
-    "stacked experts were kept: where the hub's layout of the model is one tensor an expert, loaders skip them. Give "
+    "stacked experts were kept: loaders skip them if the Hub's layout of the model has one tensor per expert. Give "
     "--base MODEL, or --key-map hf5-experts (qwen, deepseek, olmoe) or hf5-mixtral"
 )
 _STACKED = (".experts.gate_up_proj", ".mixer.experts.up_proj")
 
 
 def builtin_map(name: str) -> NameMap:
-    """Return the map of this name, "inverse:NAME" included. Raises UsageError for an unknown one."""
+    """Return the map with this name, which may be "inverse:NAME". Raises UsageError for an unknown name."""
     if name.startswith("inverse:"):
         return builtin_map(name.removeprefix("inverse:")).inverse()
     if name not in BUILTIN_MAPS:
@@ -286,17 +286,18 @@ def builtin_map(name: str) -> NameMap:
 
 
 def map_for_model_type(model_type: str | None) -> NameMap | None:
-    """Return the map from transformers 5's names in memory to the Hub's for this model type; None if they are equal."""
+    """Return the map from transformers 5's names in memory to the Hub's for this model type, or None if they are
+    equal."""
     name = _BY_MODEL_TYPE.get(model_type or "")
     return BUILTIN_MAPS[name] if name else None
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An automatically chosen map: its result, and the reason.
+    """An automatically chosen map, its result, and the reason.
 
     Attributes:
-        doubt: A question for the user, if names were kept although they look like another layout's.
+        doubt: A question for the user, if names were kept although they look like those of another layout.
     """
 
     key_map: NameMap
@@ -308,7 +309,7 @@ class Choice:
 def choose_map(
     targets: Mapping[str, Target], *, wanted: Collection[str] = (), config: Mapping[str, Any] | None = None
 ) -> Choice:
-    """Choose the map for these names if it is unambiguous; otherwise names are kept.
+    """Choose the map for these names if the choice is unambiguous. Otherwise keep the names.
 
     With `wanted` (the names of a base model), chooses the map that leaves the fewest names missing, and prefers no map
     at all. Otherwise decides by the model type (stacked experts, multimodal models) or by torchtitan's own names.
@@ -332,7 +333,7 @@ def choose_map(
 
 
 def _maps_by_type(targets: Mapping[str, Target], config: Mapping[str, Any]) -> NameMap | None:
-    """Return the map for the model type if the names are those of a live model: experts, then prefixes."""
+    """Return the maps for the model type (experts, then prefixes) if the names are those of a live model."""
     experts = map_for_model_type(_model_type(config)) if _stacked(targets) else None
     if config.get("model_type") == "gpt_neox" and "lm_head.weight" in targets:
         return BUILTIN_MAPS["hf5-gpt-neox"]
@@ -343,8 +344,10 @@ def _maps_by_type(targets: Mapping[str, Target], config: Mapping[str, Any]) -> N
 
 
 def _nearest(targets: Mapping[str, Target], wanted: frozenset[str], config: Mapping[str, Any], as_is: Choice) -> Choice:
-    """Return the candidate that leaves the fewest names missing, followed by a second one if that helps (experts of a
-    model with images). A map is chosen only if it is better than none."""
+    """Return the candidate that leaves the fewest names missing, or a combination of two if that is better.
+
+    Two maps help, for example, with the experts of a model with images. A map is chosen only if it is better than none.
+    """
     first = _better(targets, wanted, config, as_is)
     lost = wanted - set(first.mapped.targets)
     if first is as_is or not lost:
@@ -377,7 +380,7 @@ def _better(targets: Mapping[str, Target], wanted: frozenset[str], config: Mappi
 
 
 def _may_give(key_map: NameMap, lost: list[str]) -> bool:
-    """Whether a rule of the map can produce one of the missing names."""
+    """Return whether a rule of the map can produce one of the missing names."""
     written = {re.sub(r"\{(\w+)\}", r"{\1:*}", to) for rule in key_map.rules for to in written_templates(rule)}
     looks = [NamePattern(template).matcher() for template in written]
     return any(match(name) is not None for name in lost for match in looks)

@@ -1,10 +1,10 @@
-"""Parses key maps in TOML or JSON files to a `NameMap`; errors name rule and key.
+"""Parses key maps from TOML or JSON files into a `NameMap`. Errors name the rule and the key.
 
 name = "mine"          # optional
 rest = "keep"          # or "refuse", "drop": tensors that no rule matches
 [[rules]]
 op = "rename"          # drop, split, concat, stack, unstack, transpose, rope_permute, cast, pad
-from = "layers.{i:d}.wq.{what}"     # or match = "a regex"; a list of them for concat
+from = "layers.{i:d}.wq.{what}"     # or match = "a regex"; a list of names for concat
 to = "model.layers.{i}.q_proj.{what}"
 """
 
@@ -29,11 +29,11 @@ def parse_key_map(text: str, *, file: str) -> NameMap:
     """Parse a key-map file: JSON if its name ends in .json, otherwise TOML.
 
     Args:
-        file: Its name, for messages and as the map's name.
+        file: The file's name, for messages and as the map's name.
 
     Raises:
-        UsageError: The file is invalid (names file, rule number and key), or is TOML on Python 3.10, which cannot parse
-            it.
+        UsageError: The file is invalid, or it is TOML on Python 3.10, which cannot parse TOML. The message names the
+            file, the rule's number and the key.
     """
     data = _load(text, file)
     if not isinstance(data, Mapping):
@@ -65,7 +65,7 @@ def _load(text: str, file: str) -> Any:
     try:
         import tomllib  # type: ignore[import-not-found, unused-ignore]
     except ImportError as error:
-        raise UsageError(f"{file}: reading TOML needs Python 3.11 or later. Write the same as JSON.") from error
+        raise UsageError(f"{file}: reading TOML needs Python 3.11 or later. Write the map as JSON instead.") from error
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # ValueError: a number with very many digits
@@ -90,7 +90,7 @@ def _rule(data: Any, where: str) -> Rule:
 
 def _pattern(data: Mapping[str, Any], where: str) -> NamePattern:
     if ("from" in data) == ("match" in data):
-        raise UsageError(f"{where}: give 'from' (a template) or 'match' (a regex), one of them.")
+        raise UsageError(f"{where}: give either 'from' (a template) or 'match' (a regex).")
     if "from" in data:
         return NamePattern(_text(data, "from", where))
     return NamePattern(regex=_text(data, "match", where))
@@ -109,7 +109,7 @@ def _split(data: Mapping[str, Any], where: str) -> Rule:
     to = _texts(data, "to", where)
     sizes = _sizes(data, where)
     if isinstance(sizes, tuple) and len(sizes) != len(to):
-        raise UsageError(f"{where}: {len(sizes)} 'sizes' for {len(to)} names in 'to'.")
+        raise UsageError(f"{where}: expected {len(to)} 'sizes', one per name in 'to', found {len(sizes)}.")
     return Split(_pattern(data, where), to, _int(data, "dim", where), "equal" if sizes is None else sizes)
 
 
@@ -117,7 +117,7 @@ def _concat(data: Mapping[str, Any], where: str) -> Rule:
     sources = tuple(NamePattern(text) for text in _texts(data, "from", where))
     sizes = _sizes(data, where)
     if isinstance(sizes, tuple) and len(sizes) != len(sources):
-        raise UsageError(f"{where}: {len(sizes)} 'sizes' for {len(sources)} names in 'from'.")
+        raise UsageError(f"{where}: expected {len(sources)} 'sizes', one per name in 'from', found {len(sizes)}.")
     return Concat(sources, _text(data, "to", where), _int(data, "dim", where), sizes)
 
 
@@ -213,7 +213,7 @@ def _kind(value: Any) -> str:
 
 
 def _rule_lines(text: str, file: str) -> list[int]:
-    """Return the line numbers of rules in TOML ([[rules]])."""
+    """Return the line number of each rule ([[rules]]) in a TOML file."""
     if file.endswith(".json"):
         return []
     return [n for n, line in enumerate(text.splitlines(), start=1) if line.strip().startswith("[[rules]]")]

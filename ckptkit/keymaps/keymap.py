@@ -1,8 +1,8 @@
-"""Key maps between the tensor names of two systems: applied, checked to be one to one, and inverted.
+"""Key maps between the tensor names of two systems: apply them, check that they are one to one, and invert them.
 
     mapped = key_map.apply({name: Target.of(entry, name) for ...}, config=config)
 
-gives `Target`s, each a list of boxes of source tensors, so that an executor can stream them.
+The result has `Target`s. Each is a list of boxes of source tensors, so that an executor can stream them.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ class Mapped:
 
 @dataclass(frozen=True, slots=True)
 class NameMap:
-    """Rules, applied in order; each to the tensors that earlier rules did not match.
+    """Rules, applied in order. Each rule is applied to the results of the earlier rules.
 
     Attributes:
-        name: Its name for --key-map.
+        name: The map's name for --key-map.
         rules: See `ckptkit.keymaps.rules`.
         rest: For tensors that no rule matches: "keep" the name, "drop" them, or "refuse".
         note: A one-sentence description.
-        back: The rules of the inverse, if they differ from the inverted rules. A map that reads old and new names
-            writes only the new ones.
+        back: The rules of the inverse, if they are not simply the inverted rules. A map that reads old and new names
+            writes only the new names.
     """
 
     name: str
@@ -69,7 +69,7 @@ class NameMap:
 
         Raises:
             CheckpointMismatchError: Names collide, parts are missing, shapes do not match, or the map refuses leftover
-                tensors. Lists all of them.
+                tensors. The message lists all of them.
             UsageError: A rule needs a missing config key.
         """
         work = RuleState(dict(targets), config or {})
@@ -93,7 +93,8 @@ class NameMap:
         return NameMap(f"inverse of {self.name}", rules, self.rest)
 
     def then(self, other: NameMap) -> NameMap:
-        """Return the composition of this map and then `other`, whose `rest` applies to the remaining tensors."""
+        """Return the composition of this map and then `other`. The `rest` of `other` applies to the remaining
+        tensors."""
         return NameMap(f"{self.name}, then {other.name}", self.rules + other.rules, other.rest)
 
     def _settle_rest(self, work: RuleState) -> None:
@@ -113,7 +114,7 @@ def check_one_to_one(
         dropped: Number of dropped elements by source.
 
     Raises:
-        CheckpointMismatchError: Lists the violating sources and targets.
+        CheckpointMismatchError: Some sources or targets violate this. The message lists them.
     """
     wanted: dict[str, int] = {}
     found = dict(dropped or {})

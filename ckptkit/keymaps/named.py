@@ -1,4 +1,4 @@
-"""Resolves the user's key map: a built-in name, a file, a package's entry point, or a map object."""
+"""Finds the key map that the user asks for: a built-in name, a file, a package's entry point, or a map object."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ckptkit.keymaps.keymap import NameMap
 __all__ = ["ENTRY_POINTS", "resolve_key_map"]
 
 _MAX_FILE = 4 << 20
-ENTRY_POINTS = "ckptkit.key_maps"  # each gives a NameMap, or a function without arguments that returns one
+ENTRY_POINTS = "ckptkit.key_maps"  # each refers to a NameMap, or to a function without arguments that returns one
 
 
 def resolve_key_map(key_map: object) -> NameMap | None:
-    """Return the key map that `--key-map` names; None for None.
+    """Return the key map that `--key-map` names, or None for None.
 
-    Files are read where the text looks like a path (it exists, or ends in .toml or .json). Entry points of installed
+    Text that looks like a path (it exists, or ends in .toml or .json) is read as a file. Entry points of installed
     packages come last, because looking them up runs their code.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Patterns over tensor names, and templates that build new names from their matches."""
+"""Patterns that match tensor names, and templates that build new names from the matches."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ _KINDS = {"": r"[^.]+", "d": r"[0-9]+", "*": r".*"}
 
 @dataclass(frozen=True, slots=True)
 class NamePattern:
-    """The pattern of a rule; it must match the whole name.
+    """The pattern of a rule. It must match the whole name.
 
-    Either `template`, plain text with placeholders: "layers.{i:d}.wq.weight", where {x} is one part
-    without dots, {x:d} is digits, {x:*} is any text, including dots and the empty text. Such rules can be
-    inverted. Or `regex`, a Python regular expression, whose groups are {1}, {2}... or {name} in templates.
+    A pattern has either a `template` or a `regex`. A template is plain text with placeholders, such as
+    "layers.{i:d}.wq.weight": {x} is one part without dots, {x:d} is digits, {x:*} is any text, including dots and the
+    empty text. Rules with templates can be inverted. A regex is a Python regular expression; templates of new names
+    refer to its groups as {1}, {2}... or {name}.
     """
 
     template: str = ""
@@ -34,15 +35,15 @@ class NamePattern:
 
     def __post_init__(self) -> None:
         if bool(self.template) == bool(self.regex):
-            raise UsageError("a name pattern is either a template or a regex, and not empty.")
+            raise UsageError("a name pattern must be either a template or a regex, and not empty.")
         compiled(self)
 
     def match(self, name: str) -> dict[str, str] | None:
-        """Return what the placeholders stand for in `name`; None if it does not match."""
+        """Return the values of the placeholders in `name`, or None if it does not match."""
         return self.matcher()(name)
 
     def matcher(self) -> Callable[[str], dict[str, str] | None]:
-        """Return `match` as a function optimized for many names."""
+        """Return a function that does the same as `match`, but faster for many names."""
         pattern = compiled(self)
         head, tail = _literal_ends(self.template) if self.template else ("", "")
         numbered = bool(self.regex)
@@ -61,7 +62,7 @@ class NamePattern:
         return match
 
     def names(self) -> frozenset[str]:
-        """Return the placeholders that a match gives a value to."""
+        """Return the placeholders that get a value from a match."""
         if self.template:
             return frozenset(placeholders(self.template))
         pattern = compiled(self)
@@ -84,13 +85,13 @@ def compile_regex(text: str) -> regex.Pattern[str]:
 def fullmatch(pattern: regex.Pattern[str], name: str) -> regex.Match[str] | None:
     """Match the whole name, with a timeout against catastrophic backtracking.
 
-    Uses `regex` instead of `re`, which has no timeout. Raises UsageError after a second.
+    Uses `regex` because `re` has no timeout. Raises UsageError after a second.
     """
     try:
         return pattern.fullmatch(name, timeout=_TIMEOUT_S)
     except TimeoutError:
         raise UsageError(
-            f"regex {pattern.pattern!r:.200} was given up after {_TIMEOUT_S:g} s on the name {name!r:.100}: it has "
+            f"regex {pattern.pattern!r:.200} timed out after {_TIMEOUT_S:g} s on the name {name!r:.100}: it has "
             "too many repetitions. Use a template such as 'layers.{i:d}.{rest:*}', or several rules."
         ) from None
 
@@ -100,11 +101,11 @@ def placeholders(template: str) -> dict[str, str]:
     return {match[1]: match[2] or "" for match in _PLACEHOLDER.finditer(template)}
 
 
-_MAX_NAME = 1 << 16  # rules that duplicate their match can reach any length in a few steps
+_MAX_NAME = 1 << 16  # rules that repeat their match could reach any length in a few steps
 
 
 def render(template: str, bound: Mapping[str, str]) -> str:
-    """Return the template with its placeholders filled. Raises UsageError for one that has no value."""
+    """Fill in the placeholders of a template. Raises UsageError for a placeholder without a value."""
     text = ""
     for literal, name in _parts(template):
         text += literal
@@ -119,7 +120,7 @@ def render(template: str, bound: Mapping[str, str]) -> str:
 
 @lru_cache(maxsize=4096)
 def _parts(template: str) -> tuple[tuple[str, str], ...]:
-    """Return the template as (text, placeholder after it), the last without a placeholder."""
+    """Return the template as pairs (text, placeholder after it). The last pair has no placeholder."""
     parts: list[tuple[str, str]] = []
     end = 0
     for match in _PLACEHOLDER.finditer(template):
@@ -129,7 +130,8 @@ def _parts(template: str) -> tuple[tuple[str, str], ...]:
 
 
 def _literal_ends(template: str) -> tuple[str, str]:
-    """Return the text before the first and after the last placeholder; the whole text twice if there is none."""
+    """Return the text before the first and after the last placeholder. Without placeholders, return the whole text
+    twice."""
     found = list(_PLACEHOLDER.finditer(template))
     return (template[: found[0].start()], template[found[-1].end() :]) if found else (template, template)
 
@@ -148,7 +150,7 @@ def compiled(pattern: NamePattern) -> regex.Pattern[str]:
                 f"{template!r}: {{{name}:{kind}}} is not one of {{x}}, {{x:d}} (digits), {{x:*}} (anything)."
             )
         if name.isdigit():
-            raise UsageError(f"{template!r}: {{{name}}} stands for a regex group; name a placeholder of a template.")
+            raise UsageError(f"{template!r}: {{{name}}} means a regex group; use a name for the placeholder.")
         text += re.escape(template[end : match.start()])
         text += f"(?P={name})" if name in seen else f"(?P<{name}>{_KINDS[kind]})"
         seen.add(name)

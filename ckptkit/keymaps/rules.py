@@ -1,4 +1,4 @@
-"""The rules of a key map. Each transforms the tensors that it matches."""
+"""The rules of a key map. Each rule transforms the tensors that it matches."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Rename:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Drop a tensor. The report contains `why`."""
+    """Drop a tensor. `why` appears in the report."""
 
     source: NamePattern
     why: str = "dropped by the key map"
@@ -54,7 +54,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Split along `dim` into one tensor per name in `to`: in equal parts, or in parts of the given sizes."""
+    """Split along `dim` into one tensor per name in `to`: into equal parts, or into parts of the given sizes."""
 
     source: NamePattern
     to: tuple[str, ...]
@@ -64,7 +64,8 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Concat:
-    """Concatenate tensors along `dim`. With `sizes`, the sizes must match; without, the rule cannot be inverted."""
+    """Concatenate tensors along `dim`. If `sizes` are given, they must match. Without `sizes`, the rule cannot be
+    inverted."""
 
     source: tuple[NamePattern, ...]
     to: str
@@ -84,7 +85,7 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class Unstack:
-    """Split into one tensor for each index of `dim`, named by `to` with {index} filled in."""
+    """Split into one tensor for each index of `dim`. Names come from `to`, with {index} filled in."""
 
     source: NamePattern
     to: str
@@ -102,7 +103,8 @@ class Transpose:
 
 @dataclass(frozen=True, slots=True)
 class RopePermute:
-    """Reorder the rows of each head between adjacent pairs ("interleaved") and two halves ("halves", transformers)."""
+    """Reorder the rows of each head from adjacent pairs ("interleaved") to two halves ("halves", transformers), or
+    back."""
 
     source: NamePattern
     heads: Size
@@ -119,21 +121,21 @@ class Cast:
 
 @dataclass(frozen=True, slots=True)
 class Pad:
-    """Extend `dim` to `size`. The added rows have no source: a load leaves them as they are."""
+    """Extend `dim` to `size`. The added rows have no source; a load leaves them unchanged."""
 
     source: NamePattern
     size: Size
     dim: int = 0
 
 
-_MAX_PIECES = 1 << 16  # of one tensor: experts, layers; a tensor without elements may have any number of rows
+_MAX_PIECES = 1 << 16  # of one tensor (experts, layers): a tensor without elements may have any number of rows
 
 Rule = Rename | Drop | Split | Concat | Stack | Unstack | Transpose | RopePermute | Cast | Pad
 
 
 @dataclass(slots=True)
 class RuleState:
-    """The state of applying rules: remaining tensors, dropped ones, and errors.
+    """The state of applying rules: remaining tensors, dropped tensors, and errors.
 
     `touched`: names that a rule has produced or intentionally kept. `dropped_numel`: by source.
     """
@@ -146,7 +148,7 @@ class RuleState:
     faults: list[str] = field(default_factory=list)
 
     def drop(self, names: Iterable[str], why: str) -> None:
-        """Drop tensors; their elements count as used."""
+        """Drop tensors. Their elements count as used."""
         gone = list(names)
         for part in (part for name in gone for part in self.targets[name].parts):
             self.dropped[part.source] = why
@@ -154,7 +156,7 @@ class RuleState:
         self.replaced(gone, [])
 
     def replaced(self, taken: Iterable[str], made: Iterable[tuple[str, Target]]) -> None:
-        """Replace matched tensors by new ones; a duplicate name is an error."""
+        """Replace matched tensors by new ones. A duplicate name is an error."""
         gone = set(taken)
         if not gone:
             return
@@ -173,7 +175,7 @@ class RuleState:
 
 
 def run(rule: Rule, work: RuleState) -> int:
-    """Apply one rule to all matching tensors; return their number. Errors are added to `work`."""
+    """Apply one rule to all matching tensors, and return their number. Adds errors to `work`."""
     return _RUNNERS[type(rule)](rule, work)
 
 
@@ -187,7 +189,7 @@ def size_of(size: Size, config: Mapping[str, Any], rule: str) -> int:
         value = int(key) if _is_number(key) else _config_value(config, key)
         if value is None:
             have = "there is no config.json" if not config else "config.json has no such integer"
-            raise UsageError(f"{rule}: size {key!r} is to be read from config.json, but {have}. Give --base.")
+            raise UsageError(f"{rule}: size {key!r} is a key of config.json, but {have}. Give --base.")
         product *= value
     return product
 
@@ -200,7 +202,7 @@ def _config_value(config: Mapping[str, Any], key: str) -> int | None:
     value = config.get(key)
     if value is None and isinstance(config.get("text_config"), Mapping):
         value = config["text_config"].get(key)
-    if value is None and key == "num_key_value_heads":  # multi-head attention: one key head for each query head
+    if value is None and key == "num_key_value_heads":  # multi-head attention: one key head per query head
         return _config_value(config, "num_attention_heads")
     if value is None and key == "head_dim":
         hidden, heads = _config_value(config, "hidden_size"), _config_value(config, "num_attention_heads")
@@ -211,7 +213,7 @@ def _config_value(config: Mapping[str, Any], key: str) -> int | None:
 def _one_by_one(
     pattern: NamePattern, work: RuleState, make: Callable[[Target, Mapping[str, str]], list[tuple[str, Target]]]
 ) -> int:
-    """Replace each match by the result of `make`; a mismatch that it raises is recorded as an error."""
+    """Replace each match by the result of `make`. If `make` raises a mismatch, record it as an error."""
     taken: list[str] = []
     made: list[tuple[str, Target]] = []
     match = pattern.matcher()
@@ -269,7 +271,7 @@ def _concat(rule: Concat, work: RuleState) -> int:
         there = list(pieces.values())
         missing = [str(pattern) for i, pattern in enumerate(rule.source) if i not in pieces]
         if missing:
-            work.faults.append(f"{to!r} lacks {', '.join(missing)}; there is {', '.join(p.name for p in there)}")
+            work.faults.append(f"{to!r} lacks {', '.join(missing)}; found only {', '.join(p.name for p in there)}")
             continue
         try:
             made.append((to, _joined(to, there, rule, work)))
@@ -281,7 +283,7 @@ def _concat(rule: Concat, work: RuleState) -> int:
 
 
 def _put(found: dict[str, dict[int, Target]], to: str, index: int, target: Target, work: RuleState) -> None:
-    """Record `target` as piece `index` of tensor `to`; it is an error if that piece exists."""
+    """Record `target` as piece `index` of tensor `to`. Add an error if there is such a piece already."""
     first = found.setdefault(to, {}).setdefault(index, target)
     if first is not target:
         work.faults.append(f"{to!r}: {first.name!r} and {target.name!r} would both be piece {index}")
@@ -297,7 +299,7 @@ def _joined(to: str, pieces: list[Target], rule: Concat, work: RuleState) -> Tar
     elif rule.sizes is not None:
         wanted = [size_of(size, work.config, f"concat to {rule.to}") for size in rule.sizes]
     if wanted != found:
-        raise CheckpointMismatchError(f"{to!r}: its parts have sizes {found} along {dim}, the rule wants {wanted}")
+        raise CheckpointMismatchError(f"{to!r}: its parts have sizes {found} along {dim}, but the rule wants {wanted}")
     return concatenated(to, pieces, dim)
 
 
@@ -332,10 +334,10 @@ def _unstack(rule: Unstack, work: RuleState) -> int:
     def make(target: Target, bound: Mapping[str, str]) -> list[tuple[str, Target]]:
         dim = _dim(target, rule.dim, "unstack")
         if target.shape[dim] == 0:
-            raise CheckpointMismatchError(f"{target.name!r} of shape {list(target.shape)} has nothing along {dim}")
+            raise CheckpointMismatchError(f"{target.name!r} of shape {list(target.shape)} has no elements along {dim}")
         if target.shape[dim] > _MAX_PIECES:
             raise CheckpointMismatchError(
-                f"{target.name!r} of shape {list(target.shape)} would be cut into {target.shape[dim]} tensors; "
+                f"{target.name!r} of shape {list(target.shape)} would be split into {target.shape[dim]} tensors; "
                 f"{_MAX_PIECES} are allowed"
             )
         pieces = target.split(dim, [1] * target.shape[dim])
@@ -362,7 +364,7 @@ def _rope_permute(rule: RopePermute, work: RuleState) -> int:
         heads = size_of(rule.heads, work.config, f"rope permutation of {target.name!r}")
         if not target.shape or heads < 1 or target.shape[0] % (2 * heads):
             raise CheckpointMismatchError(
-                f"{target.name!r} of shape {list(target.shape)} does not fall into {heads} heads of even size"
+                f"{target.name!r} of shape {list(target.shape)} does not consist of {heads} heads of even size"
             )
         return [(target.name, target.rope_permuted(heads, to_halves=rule.to == "halves"))]
 
@@ -373,7 +375,7 @@ def _cast(rule: Cast, work: RuleState) -> int:
     def make(target: Target, bound: Mapping[str, str]) -> list[tuple[str, Target]]:
         wanted = dtype_of(rule.dtype)
         if wanted.kind != "float" or dtype_of(target.dtype).kind != "float":
-            raise CheckpointMismatchError(f"{target.name!r} is {target.dtype}: it is never cast to {wanted.name}")
+            raise CheckpointMismatchError(f"{target.name!r} is {target.dtype}, which can't be cast to {wanted.name}")
         return [(target.name, replace(target, dtype=wanted.name))]
 
     return _one_by_one(rule.source, work, make)
@@ -400,7 +402,7 @@ def _dim(target: Target, dim: int, verb: str) -> int:
 
 
 def _same_but(to: str, pieces: list[Target], dim: int | None) -> None:
-    """Check that dtypes agree, and shapes except along `dim`."""
+    """Check that dtypes are equal, and that shapes are equal except along `dim`."""
     first = pieces[0]
 
     def rest(target: Target) -> tuple[int, ...]:
@@ -421,7 +423,7 @@ def _origin(target: Target) -> str:
 
 
 def written_templates(rule: Rule) -> tuple[str, ...]:
-    """Return the name templates that a rule writes; none for rules that keep names."""
+    """Return the name templates that a rule writes, or () for rules that keep names."""
     if isinstance(rule, Split):
         return rule.to
     return (rule.to,) if isinstance(rule, (Rename, Concat, Stack, Unstack)) else ()
@@ -458,11 +460,11 @@ _RUNNERS: dict[type, Callable[[Any, RuleState], int]] = {
 }
 
 
-# Inverts key-map rules.
+# --- inverting rules
 
 
 def inverse_rules(name: str, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
-    """Return the rules that undo `rules`: the inverse of each, last first.
+    """Return the rules that undo `rules`: the inverse of each rule, in reverse order.
 
     Raises:
         UsageError: A rule is not invertible: a drop, a cast, a regex, or a concat without sizes.
@@ -472,7 +474,7 @@ def inverse_rules(name: str, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
         try:
             inverted.append(_inverse(rule))
         except UsageError as error:
-            raise UsageError(f"key map {name!r} can't be turned round: rule {number}: {error}") from error
+            raise UsageError(f"key map {name!r} can't be inverted: rule {number}: {error}") from error
     return tuple(reversed(inverted))
 
 
@@ -484,7 +486,7 @@ def _inverse(rule: Rule) -> Rule:
         return Concat(patterns, _plain(rule.source.template), rule.dim, rule.sizes)
     if isinstance(rule, Concat):
         if rule.sizes is None:
-            raise UsageError("a concat without sizes does not say where to cut.")
+            raise UsageError("a concat without sizes does not say where to split.")
         sources = tuple(_plain(_template(pattern)) for pattern in rule.source)
         return Split(_turned(rule.source[0], rule.to), sources, rule.dim, rule.sizes)
     if isinstance(rule, Stack):
@@ -499,13 +501,13 @@ def _inverse(rule: Rule) -> Rule:
         return Transpose(rule.source, dims)
     if isinstance(rule, RopePermute):
         return RopePermute(rule.source, rule.heads, "interleaved" if rule.to == "halves" else "halves")
-    raise UsageError(f"a {type(rule).__name__.lower()} loses what it changes.")
+    raise UsageError(f"a {type(rule).__name__.lower()} rule has no inverse.")
 
 
 def _turned(source: NamePattern, to: str, *, lost: str = "", gained: str = "") -> NamePattern:
     """Return the pattern that matches the names written by `to`, with the placeholder kinds of `source`.
 
-    `lost` and `gained`: the counter that a stack removes and an unstack adds.
+    `lost` is the counter that a stack removes, `gained` the one that an unstack adds.
     """
     known = placeholders(_template(source))
     gone = set(known) - set(placeholders(to)) - {lost}

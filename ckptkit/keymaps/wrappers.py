@@ -1,4 +1,4 @@
-"""Removes the name prefixes that frameworks add; needs no key map."""
+"""Removes the name prefixes that frameworks add. Needs no key map."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ __all__ = ["strip_infixes", "strip_prefix"]
 
 # Components that torch.compile, activation checkpointing and FSDP1 add anywhere in names.
 _INFIXES = re.compile(r"(?:^|(?<=\.))(?:(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.)+")
-# Prefixes of DistributedDataParallel, DeepSpeed and Lightning: on every name or on none.
+# Prefixes that DistributedDataParallel, DeepSpeed and Lightning add to all names.
 _FRONTS = ("module.", "_forward_module.")
 
 
 def strip_infixes(names: Iterable[str]) -> dict[str, str]:
-    """Return each name without wrapper components: `_orig_mod.`, `_checkpoint_wrapped_module.` and
-    `_fsdp_wrapped_module.` anywhere, `module.` and `_forward_module.` in front where every name has it.
+    """Return each name without wrapper components.
+
+    Removes `_orig_mod.`, `_checkpoint_wrapped_module.` and `_fsdp_wrapped_module.` anywhere, and `module.` and
+    `_forward_module.` at the start if every name has it.
 
     Raises:
-        CheckpointMismatchError: Two names would become one.
+        CheckpointMismatchError: Two names would become equal.
     """
     stripped = {name: _INFIXES.sub("", name) for name in names}
     while (front := _common_front(stripped.values())) is not None:
@@ -35,10 +37,10 @@ def _common_front(names: Collection[str]) -> str | None:
 
 
 def strip_prefix(names: Iterable[str], prefix: str) -> dict[str, str]:
-    """Return the names that start with `prefix`, without it and a following ".".
+    """Return the names that start with `prefix`, without the prefix and the "." after it.
 
     Raises:
-        CheckpointMismatchError: No name has the prefix, or two names would become one.
+        CheckpointMismatchError: No name has the prefix, or two names would become equal.
     """
     listed = list(names)
     if not prefix:

@@ -290,7 +290,7 @@ def test_a_note_says_that_an_optimizer_next_to_whole_weights_is_not_read(tmp_pat
     torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")
     assert open_source(str(tmp_path)).catalog.info.notes == (note,)
     (tmp_path / "pytorch_model.bin").unlink()
-    with pytest.raises(IncompleteCheckpointError, match=r"optimizer\.pt, which holds no weights"):
+    with pytest.raises(IncompleteCheckpointError, match=r"optimizer\.pt, which has no weights"):
         open_source(str(tmp_path))
     assert open_source(str(tmp_path / "optimizer.pt")).catalog.tensors  # it is what was asked for
 

@@ -1,8 +1,9 @@
 """Reads FSDP checkpoints of accelerate and the Hugging Face Trainer, in all their state-dict types.
 
-SHARDED: `pytorch_model_fsdp_<i>/` and `optimizer_<i>/`, each a DCP, or without DCP `pytorch_model_fsdp_<i>_rank<r>.bin`
-and `optimizer_<i>_rank<r>.bin`. FULL: `pytorch_model_fsdp[_<i>].bin` and `optimizer[_<i>].bin`. LOCAL:
-`pytorch_model_fsdp[_<i>]_rank<r>.bin` with an optimizer as DCP. Versions before 0.25 omit `_fsdp`.
+SHARDED: `pytorch_model_fsdp_<i>/` and `optimizer_<i>/`, each a DCP checkpoint; or, without DCP,
+`pytorch_model_fsdp_<i>_rank<r>.bin` and `optimizer_<i>_rank<r>.bin`. FULL: `pytorch_model_fsdp[_<i>].bin` and
+`optimizer[_<i>].bin`. LOCAL: `pytorch_model_fsdp[_<i>]_rank<r>.bin`, with the optimizer as DCP. Versions before 0.25
+omit `_fsdp`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ckptkit.storage import Store
 
 __all__ = ["is_accelerate", "open_catalog"]
 
-# Not `pytorch_model.bin`, which many systems write.
+# Does not match `pytorch_model.bin`, which many systems write.
 _MODEL = re.compile(
     r"(?=pytorch_model_fsdp|pytorch_model_\d+\Z|pytorch_model(?:_\d+)?_rank)"
     r"pytorch_model(?:_fsdp)?(?:_(\d+))?(?:_rank(\d+))?(\.bin)?"
@@ -46,8 +47,8 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     """Read every model and optimizer of the checkpoint, with paths relative to its root.
 
     Raises:
-        IncompleteCheckpointError: The file of a rank is missing; it names the file.
-        UnsupportedFormatError: It is FSDP1 LOCAL state, and its layout is unknown.
+        IncompleteCheckpointError: The file of a rank is missing. The message names it.
+        UnsupportedFormatError: The checkpoint is FSDP1 LOCAL state with an unknown layout.
     """
     listing = {item.path: item for item in store.list()}
     models = _by_index(listing, _MODEL)
@@ -129,11 +130,13 @@ def _optimizer(store: Store, files: Sequence[str], params: Any, sizes: Mapping[s
 
 
 def _read(store: Store, files: Sequence[str]) -> tuple[list[str], list[Any]]:
-    """Return the rank files in rank order, or the single full file, and their values."""
+    """Return the names and values of the rank files in rank order, or of the single full file."""
     ranks = {int(match[1]): name for name in files if (match := re.search(r"_rank(\d+)\.bin$", name))}
     full = [name for name in files if "_rank" not in name]
     if ranks and full:
-        raise CorruptCheckpointError(f"{full[0]} and {ranks[min(ranks)]} are files of two saves. Remove those of one.")
+        raise CorruptCheckpointError(
+            f"{full[0]} and {ranks[min(ranks)]} are files of two saves. Remove the files of one save."
+        )
     names = full[:1] or [ranks[rank] for rank in sorted(ranks)]
     if ranks:
         missing_ranks(ranks, max(ranks) + 1, _template(names))
@@ -148,7 +151,7 @@ def _template(names: Sequence[str]) -> str:
 
 
 def _world_size(values: Sequence[Any]) -> int:
-    """Return the world size that the tensors of the first file record."""
+    """Return the world size recorded by the tensors of the first file."""
     sizes = [1]
     for tensor in values[0].values() if isinstance(values[0], dict) else ():
         mesh = getattr(tensor, "mesh", None)

@@ -1,6 +1,6 @@
 """Reads checkpoints with separate model and optimizer directories: Oumi, NeMo Automodel, NeMo, and similar ones.
 
-Each system is a table of locations; their contents are read by the format's own reader.
+Each system is a table of locations. The contents are read by the reader of their format.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class DirectoryLayout:
     """The directory layout of a system.
 
     Attributes:
-        models: Directories that may contain the weights; the first existing one is read.
+        models: Directories that may contain the weights. The first existing one is read.
         optimizers: The same for the optimizer.
-        objects: Name of an object -> its file.
-        steps: A JSON file and the key of the step in it.
+        objects: Pairs of an object's name and its file.
+        steps: A JSON file, and the key of the step in it.
     """
 
     format: str
@@ -62,7 +62,7 @@ LAYOUTS: tuple[DirectoryLayout, ...] = (
 
 
 def layout_of(store: Store, directories: Sequence[str]) -> DirectoryLayout | None:
-    """Return the layout of the directories at a checkpoint's root; None if unknown."""
+    """Return the layout of the directories at a checkpoint's root, or None if it is unknown."""
     for layout in LAYOUTS:
         has_optimizer = not layout.optimizers or any(name in directories for name in layout.optimizers)
         if has_optimizer and _first(store, layout.models, directories) is not None:
@@ -99,7 +99,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 
 
 def _first(store: Store, names: Sequence[str], directories: Sequence[str]) -> tuple[str, Open] | None:
-    """Return the first of these directories that is readable, and its reader."""
+    """Return the first readable one of these directories, and its reader."""
     for name in names:
         if name.partition("/")[0] in directories:
             files = {item.path[len(name) + 1 :]: item.size for item in store.list(name)}

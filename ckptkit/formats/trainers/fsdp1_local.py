@@ -1,9 +1,10 @@
 """Reads FSDP1 LOCAL_STATE_DICT: each unit's flat parameter as a 1-D ShardedTensor, without the original shapes.
 
 With use_orig_params=True, each rank also stores its 1-D piece of every parameter under the parameter's name, so only
-shapes are missing. With use_orig_params=False, names and order are missing too. The missing information comes from the
-first of: a layout (`ReadOptions.layout`), shapes in module order (`ReadOptions.shapes`), an optimizer saved as DCP in
-the same checkpoint, or, for use_orig_params=True, a Hugging Face directory (`ReadOptions.base`).
+the shapes are missing. With use_orig_params=False, names and order are missing, too. The first available source
+supplies the missing information: a layout (`ReadOptions.layout`), shapes in module order (`ReadOptions.shapes`), an
+optimizer saved as DCP in the same checkpoint, or (only for use_orig_params=True) a Hugging Face directory
+(`ReadOptions.base`).
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from ckptkit.storage import Store, open_store
 
 __all__ = ["FlatParam", "is_flat", "parse_layout", "read", "FlatVector", "Piece", "range_slices"]
 
-# Flat vectors of concatenated parameters: FSDP1's flat parameters, ZeRO's partitions.
+# --- flat vectors of concatenated parameters: FSDP1's flat parameters, ZeRO's partitions
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements [start, start + numel) of a flat vector, which one rank stores as the 1-D `tensor`."""
+    """Elements [start, start + numel) of a flat vector. One rank stores them as the 1-D `tensor`."""
 
     start: int
     tensor: StoredTensor
@@ -42,7 +43,7 @@ class Piece:
 
 
 class FlatVector:
-    """A flat vector as pieces ordered by start, with padding at the end."""
+    """A flat vector as pieces ordered by start. It may have padding at the end."""
 
     __slots__ = ("pieces",)
 
@@ -67,7 +68,7 @@ class FlatVector:
         return self.pieces[0].tensor.dtype
 
     def slices(self, shape: tuple[int, ...], start: int, numel: int) -> SliceArray:
-        """Return the slices of the tensor of `shape` at [start, start + numel) of the vector."""
+        """Return the slices of a tensor of `shape` that occupies [start, start + numel) of the vector."""
         found: list[TensorSlice] = []
         for piece in self.pieces:
             a, b = max(start, piece.start), min(start + numel, piece.stop)
@@ -81,7 +82,7 @@ def range_slices(
 ) -> list[TensorSlice]:
     """Return the row-major elements [start, stop) of a tensor of `shape` as slices of a file.
 
-    They are stored in the 1-D `tensor`, from its element `offset` on.
+    The file stores them in the 1-D `tensor`, from its element `offset` on.
     """
     if len(tensor.shape) != 1 or not tensor.contiguous or offset + stop - start > tensor.numel:
         raise CorruptCheckpointError(
@@ -100,19 +101,19 @@ _MAX_JSON_BYTES = 64 << 20
 _ADVICE = (
     "FSDP1 LOCAL state has no parameter shapes on disk{and_names}. Give --layout FILE, a JSON of the units (unit -> "
     "fqns and shapes, in the order of the unit's parameters) or of all parameters in module order (name -> shape); "
-    "or keep accelerate's optimizer_0/ beside it, or save again with FULL or SHARDED state."
+    "or keep accelerate's optimizer_0/ next to it, or save again with FULL or SHARDED state."
 )
 
 
 @dataclass(frozen=True, slots=True)
 class FlatParam:
-    """The contents of one flat parameter: (name, shape, first element) of each parameter."""
+    """The contents of one flat parameter: (name, shape, first element) of each original parameter."""
 
     params: tuple[tuple[str, tuple[int, ...], int], ...]
 
     @property
     def numel(self) -> int:
-        """Elements up to the end of the last parameter."""
+        """Number of elements up to the end of the last parameter."""
         return max((start + math.prod(shape) for _, shape, start in self.params), default=0)
 
 
@@ -134,11 +135,11 @@ def read(
 
     Args:
         names: The files, in rank order.
-        values: Their contents.
-        optimizer: The optimizer's DCP, which has the shapes of the trained parameters.
+        values: The contents of the files.
+        optimizer: The optimizer's DCP catalog, which has the shapes of the trained parameters.
 
     Raises:
-        UnsupportedFormatError: The shapes are unknown; the message says what to pass.
+        UnsupportedFormatError: The shapes are unknown. The message says what to pass.
         CorruptCheckpointError: The shapes do not fit the flat parameters.
     """
     units = {name for name in values[0] if name.endswith(_SUFFIX)}
@@ -227,7 +228,7 @@ def _vector(unit: str, values: Sequence[Mapping[str, Any]]) -> FlatVector:
 
 
 def _is_piece(name: str, values: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a tensor is a parameter in 1-D pieces, not a buffer, as far as the files show."""
+    """Return whether a tensor looks like a parameter in 1-D pieces, and not like a buffer."""
     tensors = [value.get(name) for value in values]
     stored = [t for t in tensors if isinstance(t, StoredTensor)]
     same = len({(t.shape, t.crc32) for t in stored}) == 1
@@ -279,7 +280,7 @@ def _from_units(layout: Mapping[str, FlatParam], vectors: Mapping[str, FlatVecto
         flat = layout.get(unit)
         if flat is None:
             raise UsageError(f"the layout has no unit {unit!r}; it has {', '.join(list(layout)[:6])}.")
-        # FSDP1 pads to a multiple of the ranks, and with use_orig_params to 16 bytes.
+        # FSDP1 pads to a multiple of the world size, and with use_orig_params to 16 bytes.
         if flat.numel > vector.numel or vector.numel - flat.numel >= max(64, len(vector.pieces)):
             raise CorruptCheckpointError(
                 f"{unit!r} has {vector.numel} elements on the ranks, but its parameters have {flat.numel}: "
@@ -327,7 +328,7 @@ def _end_to_end(members: Sequence[tuple[str, tuple[int, ...]]]) -> Iterator[tupl
 
 
 def _optimizer_shapes(optimizer: Catalog | None) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the trained parameters, in the order of the optimizer's state, which is the units' order."""
+    """Return the shapes of the trained parameters in the order of the optimizer's state. Units have the same order."""
     found: dict[str, tuple[int, ...]] = {}
     for entry in optimizer.tensors.values() if optimizer is not None else ():
         if entry.role is Role.OPTIMIZER and entry.fqn and entry.state != "step":
@@ -336,7 +337,7 @@ def _optimizer_shapes(optimizer: Catalog | None) -> dict[str, tuple[int, ...]]:
 
 
 def _is_shapes(content: Any) -> bool:
-    """Whether a layout is a list of shapes: parameter name -> list of sizes."""
+    """Return whether a layout only lists shapes: parameter name -> list of sizes."""
     return isinstance(content, dict) and bool(content) and all(isinstance(shape, list) for shape in content.values())
 
 

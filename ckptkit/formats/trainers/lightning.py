@@ -1,7 +1,7 @@
 """Reads Lightning's sharded checkpoints: a DCP with `meta.pt` (FSDPStrategy, ModelParallelStrategy, Fabric).
 
-Below the wrapper's key ("model" or "state_dict") are the names in the user's LightningModule. The network is usually an
-attribute of that module, which adds a prefix to all names; it is stripped if all names share it.
+The names below the wrapper's key ("model" or "state_dict") are those of the user's LightningModule. The network is
+usually an attribute of that module, which adds a prefix to its names. The prefix is stripped if all names share it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _PEFT = "base_model"
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
     """Read the DCP and `meta.pt` at the store's root.
 
-    The LightningModule's attribute is stripped from FQNs, unless the options name a prefix: then the caller strips it.
+    Strips the LightningModule's attribute from FQNs. If the options name a prefix, the caller strips that prefix
+    instead.
     """
     catalog = _with_optimizers(open_part(dcp.open_catalog, store, "", options))
     size = info.size if (info := store.info(META)) is not None else 0
@@ -51,7 +52,8 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 
 
 def _with_optimizers(catalog: Catalog) -> Catalog:
-    """Assign roles below Fabric's keys, which the user chooses: one with "state" and "param_groups" is an optimizer."""
+    """Assign roles below Fabric's keys, which the user chooses. A key with "state" and "param_groups" is an
+    optimizer."""
     entries: list[TensorEntry | ObjectEntry] = [*catalog.tensors.values(), *catalog.objects.values()]
     tops = {"state": set[Any](), "param_groups": set[Any]()}
     for entry in entries:
@@ -77,7 +79,7 @@ def _with_optimizers(catalog: Catalog) -> Catalog:
 
 
 def module_prefix(names: Iterable[str]) -> str:
-    """Return the attribute path that all names of a LightningModule share, with its dot; "" if there is none.
+    """Return the attribute path that all names of a LightningModule share, with its dot, or "" if there is none.
 
     If all names start with "model.model.", only one "model." is the attribute; the other belongs to the network. PEFT's
     "base_model." is never an attribute.
@@ -96,7 +98,7 @@ def module_prefix(names: Iterable[str]) -> str:
 
 
 def without_prefix(catalog: Catalog, prefix: str) -> Catalog:
-    """Return the catalog with `prefix` removed from FQNs that start with it, and a note on that."""
+    """Return the catalog with `prefix` removed from FQNs that start with it, and a note about the removal."""
     if not prefix:
         return catalog
     tensors = {name: _strip(entry, prefix) for name, entry in catalog.tensors.items()}

@@ -1,7 +1,7 @@
-"""Reads LightRFT's FSDP2 checkpoints: a DCP with bare model names at the top, the optimizer in `optim_states/`.
+"""Reads LightRFT's FSDP2 checkpoints: a DCP with bare model names at the top, and the optimizer in `optim_states/`.
 
-With a plain optimizer, `optim_states/` is a second DCP. With FSDPadaptOptimizer it has one file per rank, `_rank<R>`,
-with fp32 masters and moments as DTensors in the order of the model's parameters, without names.
+With a plain optimizer, `optim_states/` is a second DCP. With FSDPadaptOptimizer, it has one file `_rank<R>` per rank.
+These files have fp32 masters and moments as DTensors without names, in the order of the model's parameters.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     """Read the model's DCP and, if there is one, the optimizer in either form.
 
     Raises:
-        IncompleteCheckpointError: A file is missing; it names the file.
+        IncompleteCheckpointError: A file is missing. The message names it.
         CorruptCheckpointError: The files contradict each other.
     """
     listing = {item.path: item.size for item in store.list() if item.kind == "file"}
@@ -78,9 +78,7 @@ def _rank_files(store: Store, below: Mapping[str, int], model: Catalog) -> Catal
     for rank, value in enumerate(values):
         keys = ("base_optim_states", "flat_fp32_weights")
         if not isinstance(value, dict) or not all(isinstance(value.get(key), dict) for key in keys):
-            raise CorruptCheckpointError(
-                f"{_PATTERN.format(rank=rank)} has no base_optim_states and flat_fp32_weights."
-            )
+            raise CorruptCheckpointError(f"{_PATTERN.format(rank=rank)} lacks base_optim_states or flat_fp32_weights.")
     optimizer = _optimizer(
         values, _params(model, _state_dict_order(store)), MasterSampler(store, model.by_role(Role.MODEL))
     )
@@ -94,7 +92,7 @@ def _rank_files(store: Store, below: Mapping[str, int], model: Catalog) -> Catal
 
 
 def _state_dict_order(store: Store) -> list[str]:
-    """Return the keys in the order of the state dict, which is the order of the planner's paths.
+    """Return the keys in the order of the state dict. The planner's paths are in this order.
 
     The tensors themselves are ordered by the rank that wrote them.
     """
@@ -104,7 +102,7 @@ def _state_dict_order(store: Store) -> list[str]:
 
 
 def _params(model: Catalog, order: Sequence[str]) -> list[Param]:
-    """Return the float tensors in module order. DCP stores tied tensors under each name; they count once."""
+    """Return the float tensors in module order. DCP stores tied tensors under each name, but they count once here."""
     found, seen = [], set()
     for name in dict.fromkeys([*order, *model.tensors]):
         entry = model.tensors.get(name)

@@ -1,4 +1,4 @@
-"""Checks that fp32 masters belong to their weights: a weight equals its cast master."""
+"""Checks that fp32 masters belong to their weights: a weight must equal its cast master."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from ckptkit.storage import Store
 
 __all__ = ["MasterSampler", "check_masters"]
 
-_SAMPLE = 4096  # elements that are compared
+_SAMPLE = 4096  # how many elements are compared
 
 
 def check_masters(store: Store, catalog: Catalog) -> list[str]:
     """Return the parameters whose fp32 master, cast to the weight's dtype, differs from the weight in any bit.
 
-    This proves the names assigned to the masters. Reads both; holds one parameter in memory.
+    This check proves which weight each master belongs to. It reads masters and weights, and holds one parameter at a
+    time in memory.
     """
     model = catalog.by_role(Role.MODEL)
     wrong = []
@@ -39,9 +40,9 @@ def check_masters(store: Store, catalog: Catalog) -> list[str]:
 
 
 class MasterSampler:
-    """Checks whether a master may belong to a parameter: a sample of its elements, cast, must equal the weight's.
+    """Checks whether a master may belong to a parameter: a sample of the cast master must equal the weight's elements.
 
-    Used if frozen parameters leave several assignments by shape. Reads a few kilobytes per check.
+    Used if frozen parameters allow several assignments by shape. Reads a few kilobytes per check.
     """
 
     def __init__(self, store: Store, weights: Mapping[str, TensorEntry]) -> None:
@@ -50,7 +51,8 @@ class MasterSampler:
         self._read = functools.cache(self._first)
 
     def fits(self, master: TensorEntry, fqn: str) -> bool:
-        """Compare the start of the first part of `master` that is contiguous in a part of the weight."""
+        """Return whether the start of a part of `master` equals the weight. Compares a part that is contiguous in the
+        weight."""
         weight = self.weights[fqn]
         itemsize = dtype_of(weight.dtype).itemsize
         for mine in master.slices:
@@ -92,7 +94,7 @@ def _cast(bits: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
         with np.errstate(over="ignore"):
             return bits.view("<f4").astype("<f2").view("<u2")
     if dtype == "bfloat16":
-        wide = bits.reshape(-1).astype(np.uint64)  # of a scalar and an int, NumPy 1 makes a float
+        wide = bits.reshape(-1).astype(np.uint64)  # NumPy 1 makes a float of a scalar and an int
         rounded = (wide + 0x7FFF + ((wide >> 16) & 1)) >> 16
         nan = (wide & 0x7FFFFFFF) > 0x7F800000
         return np.where(nan, 0x7FC0, rounded).astype("<u2").reshape(bits.shape)
@@ -100,6 +102,6 @@ def _cast(bits: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
 
 
 def _start_in(part: TensorSlice, box: Box) -> int | None:
-    """Return the elements between the start of a row-major part and that of `box`; None if it does not contain it."""
+    """Return how many elements of a row-major part precede `box`, or None if the part does not contain the box."""
     inside = box.numel and part.strides is None and part.codec is None and part.box.intersect(box) == box
     return box.relative_to(part.box).flat_start(part.box.sizes) if inside else None

@@ -1,6 +1,6 @@
 """Reads Megatron's torch_dist checkpoints: a DCP with `metadata.json`, layers stacked on dimension 0.
 
-Names stay Megatron's; a key map renames them.
+Names are not changed; a key map renames them.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ def is_megatron(store: Store, files: list[str]) -> bool:
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Read the DCP at the store's root; Megatron's names tell the optimizer state.
+    """Read the DCP at the store's root. Megatron's names show which tensors are optimizer state.
 
     Raises:
-        UnsupportedFormatError: It was not written by the torch_dist backend.
+        UnsupportedFormatError: The checkpoint was not written by the torch_dist backend.
     """
     content = read_json(store, METADATA)
     backend = content.get("sharded_backend") if isinstance(content, dict) else None
     if backend not in ("torch_dist", "torch_dcp", "fsdp_dtensor"):
         raise UnsupportedFormatError(
-            f"{METADATA}: sharded_backend is {backend!r}; only 'torch_dist' is read. Save again with "
+            f"{METADATA}: sharded_backend is {backend!r}; only 'torch_dist' is supported. Save again with "
             "--dist-ckpt-format torch_dist, or convert it with Megatron's own tools first."
         )
     part = open_part(catalog.open_catalog, store, "", options)
@@ -60,7 +60,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 
 
 def _with_role(entry: TensorEntry) -> TensorEntry:
-    """Return the entry with its role. Megatron names state optimizer.state.exp_avg.<parameter>."""
+    """Return the entry with its role. Megatron's names are optimizer.state.exp_avg.<parameter>."""
     match = _STATE.fullmatch(entry.name)
     if match is None:
         return entry

@@ -17,9 +17,9 @@ Open = Callable[..., Catalog]
 
 
 def open_part(open_catalog: Open, store: Store, directory: str, options: ReadOptions | None) -> Catalog:
-    """Return the catalog of a subdirectory, with paths relative to the store; errors name the directory.
+    """Return the catalog of a subdirectory ("" is the store's root), with paths relative to the store.
 
-    "" is the store's root.
+    Errors name the directory.
     """
     if not directory:
         return open_catalog(store, options=options or ReadOptions())
@@ -58,7 +58,7 @@ def merged(parts: Sequence[Catalog], info: CatalogInfo) -> Catalog:
     """Return the union of catalogs with disjoint names, and all their files, notes and side files.
 
     Args:
-        info: Info of the whole checkpoint, completed by what the parts record.
+        info: Info of the whole checkpoint. The parts supply what it lacks.
     """
     tensors: dict[str, TensorEntry] = {}
     objects: dict[str, ObjectEntry] = {}
@@ -86,7 +86,7 @@ def merged(parts: Sequence[Catalog], info: CatalogInfo) -> Catalog:
 
 
 def as_optimizer(catalog: Catalog) -> Catalog:
-    """Return the catalog of an optimizer's directory with "optimizer." before its names."""
+    """Return the catalog of an optimizer's directory, with "optimizer." before its names."""
     return renamed(catalog, "optimizer")
 
 
@@ -102,7 +102,7 @@ def renamed(catalog: Catalog, prefix: str) -> Catalog:
 
 
 def file_objects(files: Mapping[str, int], names: Mapping[str, str]) -> dict[str, ObjectEntry]:
-    """Return the existing ones of these files as objects. `names`: object's name -> file."""
+    """Return an object for each of these files that exists. `names`: object's name -> file."""
     return {
         name: ObjectEntry(
             name, path, 0, files[path], encoding="json" if path.endswith(".json") else "torch_save", role=Role.OTHER

@@ -62,7 +62,7 @@ def read_optimizer(
 
     Args:
         values: `Optimizer.state_dict()` of each rank, in rank order.
-        params: The model's parameters in module order, without wrappers, tied ones once.
+        params: The model's parameters in module order, without wrappers. Tied parameters are listed once.
         what: File name, with "{rank}" in place of the rank.
         names: The parameter of each index, if known.
     """
@@ -89,7 +89,7 @@ def read_optimizer(
 
 
 def group_objects(groups: Sequence[Mapping[str, Any]], names: Mapping[Any, str]) -> dict[str, ObjectEntry]:
-    """Return the settings of the parameter groups as objects; `params` are names."""
+    """Return the settings of the parameter groups as objects, with names as `params`."""
     found = {}
     for index, group in enumerate(groups):
         for setting, given in group.items():
@@ -132,7 +132,7 @@ def _flat(state: Mapping[Any, Mapping[str, Any]]) -> Iterator[tuple[tuple[Any, s
 
 
 def _names(values: Sequence[Mapping[str, Any]], params: Sequence[Param]) -> dict[Any, str] | None:
-    """Return the parameter of each key of `state`; None if shapes and names do not prove it."""
+    """Return the parameter of each key of `state`, or None if shapes and names do not prove it."""
     groups = values[0]["param_groups"]
     keys = [key for group in groups for key in group["params"]]
     if all(isinstance(key, str) for key in keys):
@@ -153,7 +153,7 @@ def _names(values: Sequence[Mapping[str, Any]], params: Sequence[Param]) -> dict
 
 
 def _shape(values: Sequence[Mapping[str, Any]], key: Any) -> tuple[int, ...] | None:
-    """Return the full shape of a parameter, from one of its state tensors; None if no state has it."""
+    """Return the full shape of a parameter, from one of its state tensors, or None if no state has it."""
     for value in values:
         for tensor in value["state"].get(key, {}).values():
             if is_tensor(tensor) and len(tensor.shape) > 0:
@@ -162,7 +162,7 @@ def _shape(values: Sequence[Mapping[str, Any]], key: Any) -> tuple[int, ...] | N
 
 
 def _fits(values: Sequence[Mapping[str, Any]], key: Any, param: Param) -> bool:
-    """Return whether the states have the parameter's shape, as whole tensors or shards, not as flat 1-D pieces."""
+    """Return whether the states are whole tensors or shards of the parameter's shape, and not flat 1-D pieces."""
     for value in values:
         for tensor in value["state"].get(key, {}).values():
             if isinstance(tensor, StoredTensor) and tensor.shape not in ((), (1,), param.shape):
@@ -170,11 +170,11 @@ def _fits(values: Sequence[Mapping[str, Any]], key: Any, param: Param) -> bool:
     return True
 
 
-# FSDP1's rank-local optimizer state: each rank's 1-D part of flat parameters, keyed by index.
+# --- FSDP1's rank-local optimizer state: each rank's 1-D part of flat parameters, keyed by index
 #
-# With use_orig_params=True, an index is a parameter. With False, it is a unit: the concatenated parameters of one
-# wrapped module, split into ceil(numel / ranks) elements per rank. The files do not record which modules were wrapped:
-# this assumes the blocks of module lists below the root, and accepts that only if every size fits.
+# With use_orig_params=True, an index is a parameter. With False, an index is a unit: the concatenated parameters of one
+# wrapped module, split into ceil(numel / ranks) elements per rank. The files do not record which modules were wrapped.
+# This code assumes the blocks of module lists below the root, and accepts that only if every size fits.
 
 
 _BLOCK = re.compile(r"(.*?\.\d+)\..+")
@@ -192,7 +192,7 @@ class _Unit:
 
 
 def read_flat_optimizer(values: Sequence[Mapping[str, Any]], params: Sequence[Param]) -> OptimizerState | None:
-    """Return the entries of rank-local flat optimizer state; None if sizes do not prove the layout.
+    """Return the entries of rank-local flat optimizer state, or None if sizes do not prove the layout.
 
     Args:
         values: `Optimizer.state_dict()` of each rank.
@@ -211,7 +211,8 @@ def _each(params: Sequence[Param]) -> list[_Unit]:
 
 
 def _blocks(params: Sequence[Param]) -> list[_Unit]:
-    """Return the root's own parameters as a unit, then each block: the order of `parameters()` over nested units."""
+    """Return the root's own parameters as a unit, then each block as a unit: the order of `parameters()` for nested
+    units."""
     units: dict[str, list[Param]] = {"": []}
     for param in params:
         match = _BLOCK.fullmatch(param.fqn)
@@ -220,7 +221,7 @@ def _blocks(params: Sequence[Param]) -> list[_Unit]:
 
 
 def _flat_parameters(values: Sequence[Mapping[str, Any]], index: Any) -> dict[str, list[StoredTensor | None]]:
-    """Return the 1-D states of an index by name, in rank order; None for a rank without a part of the parameter."""
+    """Return the 1-D states of an index by name, in rank order. A rank without a part of the parameter has None."""
     found: dict[str, list[StoredTensor | None]] = {}
     for rank, value in enumerate(values):
         for name, tensor in value["state"].get(index, {}).items():

@@ -1,7 +1,8 @@
 """Maps an optimizer's integer indices to parameters if the names were not saved.
 
-An optimizer numbers the parameters of its groups in order. The model's state dict has them in module order, like
-`model.parameters()`, so each group is a subsequence of it. An assignment is only used if the shapes allow no other.
+An optimizer numbers the parameters of its groups in order. The model's state dict lists parameters in module order,
+like `model.parameters()`, so each group is a subsequence of that list. An assignment is used only if the shapes allow
+no other.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from dataclasses import dataclass
 __all__ = ["Param", "assign"]
 
 _NO_DECAY = ("bias", "norm.weight", "layernorm.weight", "layer_norm.weight", "ln_f.weight")
-_MAX_STATES = 256  # partial assignments at once; a real optimizer needs one or two
-Shape = tuple[int, ...] | None  # None: the index has no state with the parameter's shape
+_MAX_STATES = 256  # partial assignments at a time; a real optimizer needs one or two
+Shape = tuple[int, ...] | None  # None: no state of the index has the parameter's shape
 Fits = Callable[[int, int, str], bool]
 
 
@@ -31,13 +32,13 @@ def assign(
     no_decay: Sequence[bool] = (),
     fits: Fits | None = None,
 ) -> list[list[str]] | None:
-    """Return the names of each group's parameters; None if shapes and order do not prove them.
+    """Return the names of each group's parameters, or None if shapes and order do not prove them.
 
     Args:
-        params: In module order, tied ones once. Frozen parameters and buffers may be in no group.
+        params: In module order, tied parameters once. Frozen parameters and buffers may be in no group.
         groups: The shapes of each group's parameters, in the order of its indices.
-        no_decay: For each group, whether its weight decay is 0; distinguishes groups with equal shapes.
-        fits: Whether the values of the parameter at (group, position) can be those of the parameter with this name.
+        no_decay: For each group, whether its weight decay is 0. Distinguishes groups with equal shapes.
+        fits: Whether the values of the parameter at (group, position) can belong to the parameter with this name.
     """
     adapters = [p for p in params if "lora_" in p.fqn or "modules_to_save" in p.fqn]
     wanted = sum(map(len, groups))
@@ -54,8 +55,8 @@ def _match(
 ) -> list[list[str]] | None:
     """Return the unique assignment of the groups to subsequences of `params`; None if there is none or several.
 
-    Goes through the parameters with all partial assignments that are still possible: the position in each group ->
-    the assignment that leads there, or None if there are several.
+    Goes through the parameters, and keeps all partial assignments that are still possible: the position in each group
+    -> the assignment that leads to it, or None if there are several.
     """
     spare = len(params) - sum(map(len, groups))
     states: dict[tuple[int, ...], list[list[str]] | None] = {(0,) * len(groups): [[] for _ in groups]}

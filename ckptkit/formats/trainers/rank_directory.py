@@ -1,4 +1,4 @@
-"""Reads any directory with one torch.save file per rank (`*rank_<R>.pt` and similar) of an unknown system."""
+"""Reads a directory of an unknown system with one torch.save file per rank (`*rank_<R>.pt` and similar)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def are_rank_files(store: Store, files: Sequence[str]) -> bool:
     try:
         value = _below(read_archive(store, groups[template][0]).value, _MODEL_KEYS)
     except CkptkitError:
-        return False  # if the numbers are steps, file 0 is not opened either
+        return False  # file 0 of a run of steps would not open either
     tensors = value.values() if isinstance(value, dict) else ()
     return any(isinstance(tensor, (DTensorRecord, ShardedTensorRecord)) for tensor in tensors)
 
@@ -52,7 +52,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     """Read the rank files. Each is a state dict, or a dict that contains the model's and perhaps the optimizer's.
 
     Raises:
-        IncompleteCheckpointError: A rank's file is missing; the error names it.
+        IncompleteCheckpointError: A rank's file is missing. The message names it.
     """
     listing = store.list()
     sizes = {item.path: item.size for item in listing}
@@ -90,7 +90,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 
 
 def _groups(files: Sequence[str]) -> dict[str, dict[int, str]]:
-    """Return the files by name template and rank."""
+    """Return the files by name template, then by rank."""
     found: dict[str, dict[int, str]] = {}
     for name in files:
         match = _RANK.fullmatch(name) or ("metadata.pkl" in files and _KEYED.fullmatch(name)) or None
@@ -108,7 +108,7 @@ def _model_group(groups: Mapping[str, Mapping[int, str]]) -> str | None:
 
 
 def _below(value: Any, keys: Sequence[str]) -> Any:
-    """Return the value if it contains tensors, otherwise the value of the first of `keys` that it has."""
+    """Return the value if it contains tensors, otherwise the value of the first of `keys` in it."""
     if isinstance(value, dict) and not any(is_tensor(item) for item in value.values()):
         for key in keys:
             if isinstance(value.get(key), dict):

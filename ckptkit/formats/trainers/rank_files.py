@@ -40,7 +40,7 @@ _MAX_RANKS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A tensor joined over the ranks. `notes`: on replicas that differ. `what`: name template of the files."""
+    """A tensor joined over the ranks. `notes` report replicas that differ. `what` is the name template of the files."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -52,7 +52,7 @@ class Joined:
     def entry(
         self, name: str, role: Role, *, fqn: str = "", state: str = "", key: Sequence[str | int] = ()
     ) -> TensorEntry:
-        """Return the catalog's entry, after checking that every element is covered.
+        """Return the catalog entry, after checking that every element is covered.
 
         Raises:
             IncompleteCheckpointError, CorruptCheckpointError: Elements are missing or overlap.
@@ -77,17 +77,17 @@ def read_archives(
 ) -> list[Any]:
     """Return the values of these torch.save files, in order. Reads no tensor bytes."""
     paths = list(paths)
-    if len(paths) < 3 or not store.asking_costs:  # parsing holds the GIL: threads only help if requests wait
+    if len(paths) < 3 or not store.asking_costs:  # parsing holds the GIL: threads help only while requests wait
         return [read(store, path).value for path in paths]
     with WorkerPool(min(_THREADS, len(paths)), thread_name_prefix="ckptkit-rank") as pool:
         return [archive.value for archive in pool.map(lambda path: read(store, path), paths)]
 
 
 def join(values: Sequence[Mapping[Key, Any]], *, what: str) -> dict[Key, Joined]:
-    """Return the tensors of all ranks by name, in rank 0's order, then rank 1's, and so on.
+    """Return the tensors of all ranks by name: the names of rank 0 in its order, then new names of rank 1, and so on.
 
     Args:
-        values: What each rank saved, in rank order; values that are not tensors are ignored.
+        values: What each rank saved, in rank order. Values that are not tensors are ignored.
         what: File name for messages, with "{rank}" in place of the rank.
     """
     names = dict.fromkeys(name for value in values for name, tensor in value.items() if is_tensor(tensor))
@@ -98,7 +98,7 @@ def join(values: Sequence[Mapping[Key, Any]], *, what: str) -> dict[Key, Joined]
 
 
 def _join_one(name: str, parts: Mapping[int, Any], what: str) -> Joined:
-    # A rank without a shard of a ShardedTensor has no dtype: compare with the first rank that has one.
+    # A rank without a shard of a ShardedTensor has no dtype, so compare with the first rank that has one.
     first_rank = min(parts, key=lambda rank: (is_tensor(parts[rank]) and not _dtype(parts[rank]), rank))
     first = parts[first_rank]
     for rank, part in parts.items():
@@ -127,7 +127,7 @@ def _join_one(name: str, parts: Mapping[int, Any], what: str) -> Joined:
 
 
 def _replicated(name: str, parts: Mapping[int, StoredTensor]) -> Joined:
-    """Return one rank's copy of a plain tensor. Compares the copies by the recorded CRC-32, without reading them."""
+    """Return one rank's copy of a plain tensor. Compares copies by their recorded CRC-32, without reading them."""
     rank = min(parts)
     first = parts[rank]
     differing = [r for r, part in parts.items() if _stored_as(part) != _stored_as(first)]
@@ -155,7 +155,7 @@ def _dtensor_slices(part: DTensorRecord, rank: int) -> list[TensorSlice]:
 
 
 def _refuse_copies(parts: Mapping[int, DTensorRecord], what: str) -> None:
-    """Raise if two files have the same coordinate of one mesh."""
+    """Raise CorruptCheckpointError if two files have the same coordinate in the same mesh."""
     places: dict[tuple[Any, ...], int] = {}
     for rank, part in parts.items():
         if part.mesh.coordinate is not None:
@@ -163,8 +163,8 @@ def _refuse_copies(parts: Mapping[int, DTensorRecord], what: str) -> None:
             other = places.setdefault(place, rank)
             if other != rank:
                 raise CorruptCheckpointError(
-                    f"{what.format(rank=rank)} and {what.format(rank=other)} contain the same part of the model, of "
-                    f"mesh position {list(part.mesh.coordinate)}: one of them is a copy, or from another job."
+                    f"{what.format(rank=rank)} and {what.format(rank=other)} contain the same part of the model, at "
+                    f"mesh position {list(part.mesh.coordinate)}: one file is a copy, or from another job."
                 )
 
 
@@ -173,7 +173,7 @@ def _shard_slices(part: ShardedTensorRecord, rank: int) -> list[TensorSlice]:
     for shard in part.shards:
         box = Box(shard.offsets, shard.sizes)
         if not box.within(part.shape):
-            raise CorruptCheckpointError(f"a shard at {list(shard.offsets)} is outside of shape {list(part.shape)}.")
+            raise CorruptCheckpointError(f"a shard at {list(shard.offsets)} is outside the shape {list(part.shape)}.")
         found.append(shard.tensor.slice(box, rank=rank))
     return found
 
@@ -190,9 +190,10 @@ def _kind(part: Any) -> str:
 
 
 def refuse_bare_parts(joined: Mapping[Any, Joined], *, what: str) -> None:
-    """Raise if a model's tensors are plain and all differ between ranks: the full tensors are unknown.
+    """Raise UnsupportedFormatError if a model's tensors are plain and all differ between ranks: the full tensors are
+    unknown.
 
-    If some are equal, the model is replicated and the others are per-rank buffers.
+    If some tensors are equal, the model is replicated and the other tensors are per-rank buffers.
     """
     large = [tensor for tensor in joined.values() if math.prod(tensor.shape) > 1]
     if large and all(tensor.notes for tensor in large):
@@ -209,7 +210,7 @@ def missing_ranks(found: Iterable[int], world_size: int, pattern: str) -> None:
         pattern: File name, with "{rank}" in place of the rank.
 
     Raises:
-        IncompleteCheckpointError: Files are missing; names them.
+        IncompleteCheckpointError: Files are missing. The message names them.
     """
     ranks = set(found)
     if not 0 < world_size <= _MAX_RANKS or max(ranks, default=0) >= world_size:
@@ -223,24 +224,24 @@ def missing_ranks(found: Iterable[int], world_size: int, pattern: str) -> None:
         raise IncompleteCheckpointError(f"{len(gone)} of the files of {world_size} ranks {are} missing: {names}.")
 
 
-# Check that the files of all ranks belong to one save: equal progress, and no copies.
+# --- checks that the files of all ranks belong to one save: equal progress, and no copies
 
 
-_TELLING = 16  # this many elements are not equal on two ranks by chance
+_TELLING = 16  # so many elements are not equal on two ranks by chance
 
 
 def check_steps(states: Sequence[Sequence[Any]], names: Sequence[str]) -> None:
     """Check that the optimizers of all ranks have counted the same steps.
 
-    Parameters may have different step counts, but if two ranks share none, a file is from another save. Reads no tensor
-    bytes; step tensors are compared by their CRC-32.
+    Parameters may have different step counts, but if two ranks have no count in common, a file is from another save.
+    Reads no tensor bytes: step tensors are compared by their CRC-32.
 
     Args:
         states: For each rank, the states of its parameters: {"step": ..., "exp_avg": ...}.
         names: The file of each rank.
 
     Raises:
-        CorruptCheckpointError: It names the two files.
+        CorruptCheckpointError: Two ranks have no step count in common. The message names the two files.
     """
     counts = [frozenset(_counts(state)) for state in states]
     first = next((rank for rank, found in enumerate(counts) if found), None)
@@ -253,10 +254,10 @@ def check_steps(states: Sequence[Sequence[Any]], names: Sequence[str]) -> None:
 
 
 def check_counters(counters: Sequence[Any], names: Sequence[str], what: str) -> None:
-    """Check that a number that every rank saved is equal in all; None is ignored.
+    """Check that a number saved by every rank is equal on all ranks. None is ignored.
 
     Raises:
-        CorruptCheckpointError: It names the two files.
+        CorruptCheckpointError: Two ranks have different numbers. The message names the two files.
     """
     known = [(count, name) for count, name in zip(counters, names, strict=True) if type(count) is int]
     for count, name in known:
@@ -270,10 +271,10 @@ def check_counters(counters: Sequence[Any], names: Sequence[str], what: str) -> 
 def check_copies(flats: Sequence[Sequence[StoredTensor]], names: Sequence[str]) -> None:
     """Check by CRC-32 that no two ranks have the same flat weights and moments.
 
-    Only this shows that a file is a copy of another rank's: the files do not contain their rank.
+    There is no other way to detect that a file is a copy of another rank's: the files do not contain their rank.
 
     Raises:
-        CorruptCheckpointError: It names the two files.
+        CorruptCheckpointError: Two files are equal. The message names them.
     """
     seen: dict[tuple[Any, ...], int] = {}
     for rank, tensors in enumerate(flats):

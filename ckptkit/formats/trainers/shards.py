@@ -1,8 +1,9 @@
-"""Converts DTensor placements to boxes: the position of a local part in the full tensor. No torch.
+"""Converts DTensor placements to boxes: the position of a local part in the full tensor. Needs no torch.
 
-Placements are applied one mesh dimension at a time. Each tensor dimension is a list of runs of rows; `Shard` takes one
-chunk of them (ceil(n / parts) rows, the last ones shorter or empty), `_StridedShard` splits them into `split_factor`
-pieces first and takes one chunk of each. The result are the rank's rows, in the order of its local tensor.
+Placements are applied one mesh dimension at a time. Each tensor dimension is a list of runs of rows. `Shard` takes one
+chunk of them (ceil(n / parts) rows; the last chunks may be shorter or empty). `_StridedShard` first splits them into
+`split_factor` pieces, and takes one chunk of each piece. The result is the rank's rows, in the order of its local
+tensor.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ckptkit.formats.pickles.tensors import PlacementRecord, StoredTensor
 __all__ = ["LocalPart", "local_parts", "mesh_coordinate", "slices_of"]
 
 _MAX_SPLIT = 1 << 16
-_MAX_RUNS = 1 << 20  # per mesh dimension; real ones have a few runs per rank
+_MAX_RUNS = 1 << 20  # maximum number of runs; real tensors have a few per rank
 Run = tuple[int, int]  # [start, stop) rows of the whole tensor
 
 
@@ -44,14 +45,13 @@ def local_parts(
 ) -> list[LocalPart]:
     """Return the boxes of the rank at `coordinate`, in the order of its local tensor.
 
-    There is one box, unless a strided shard leaves rows that are not adjacent. A rank with no elements has one empty
-    box.
+    There is one box, unless a strided shard has rows that are not adjacent. A rank without elements has one empty box.
 
     Args:
         shape: Shape of the whole tensor.
-        local_shape: Shape of the rank's tensor, to be checked. FSDP2 splits after tensor parallelism, and for uneven
-            tensors (7 rows over dp 3, tp 2) the placements may not show that; the local shape does. For a part without
-            elements FSDP2 changes the other dimensions too, so only its emptiness is checked.
+        local_shape: Shape of the rank's tensor, to be checked. FSDP2 splits after tensor parallelism. For uneven
+            tensors (7 rows over dp 3, tp 2), the placements may not show that, but the local shape does. If a part has
+            no elements, FSDP2 also changes its other dimensions, so only its emptiness is checked.
         order: Mesh dimensions in the order in which they split; None: from left to right.
 
     Raises:
@@ -107,7 +107,7 @@ def slices_of(parts: Sequence[LocalPart], local: StoredTensor, rank: int) -> lis
 
 
 def mesh_coordinate(rank: int, mesh_shape: Sequence[int], ranks: Sequence[int] | None = None) -> tuple[int, ...] | None:
-    """Return the coordinate of `rank` in the mesh; None if the mesh does not contain it.
+    """Return the coordinate of `rank` in the mesh, or None if the mesh does not contain the rank.
 
     Args:
         ranks: The mesh's ranks in row-major order; 0, 1, 2, ... by default.
@@ -152,7 +152,7 @@ def _rows(
     *,
     plain: bool,
 ) -> list[list[Run]]:
-    """Return the rank's rows of each tensor dimension. `plain`: apply strided shards as plain ones."""
+    """Return the rank's rows of each tensor dimension. With `plain`, strided shards are applied as plain ones."""
     rows: list[list[Run]] = [[(0, n)] for n in shape]
     for mesh_dim in mesh_dims:
         placement = placements[mesh_dim]
@@ -161,7 +161,7 @@ def _rows(
         pieces = 1 if plain or placement.kind == "shard" else placement.split_factor
         runs = rows[placement.dim]
         if pieces * len(runs) > _MAX_RUNS:
-            raise CorruptCheckpointError(f"{_describe(placements)} splits a dimension into more parts than a job has.")
+            raise CorruptCheckpointError(f"{_describe(placements)} splits a dimension into too many parts.")
         rows[placement.dim] = [
             run
             for piece in range(pieces)
@@ -198,7 +198,7 @@ def _joined(runs: Sequence[Run]) -> list[Run]:
 def _boxes(shape: tuple[int, ...], rows: Sequence[Sequence[Run]]) -> Iterator[LocalPart]:
     filled = [runs or [(n, n)] for runs, n in zip(rows, shape, strict=True)]  # an empty part starts at n
     if math.prod(map(len, filled)) > _MAX_RUNS:
-        raise CorruptCheckpointError(f"a local tensor of shape {list(shape)} consists of more boxes than any job has.")
+        raise CorruptCheckpointError(f"a local tensor of shape {list(shape)} consists of too many boxes.")
     local = [[0, *itertools.accumulate(stop - start for start, stop in runs)] for runs in filled]
     for index in itertools.product(*(range(len(runs)) for runs in filled)):
         chosen = [runs[i] for runs, i in zip(filled, index, strict=True)]

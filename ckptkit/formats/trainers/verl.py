@@ -1,7 +1,7 @@
 """Reads verl's FSDP checkpoints: `model_world_size_<N>_rank_<R>.pt`, with optimizer and extra state files.
 
-SkyRL and others use the same names. Tensors are DTensors (FSDP2, FSDP1 with a mesh), ShardedTensors (FSDP1) or plain
-replicas. Reading them needs no process group.
+SkyRL and other systems use the same names. Tensors are DTensors (FSDP2, FSDP1 with a mesh), ShardedTensors (FSDP1) or
+plain replicas. Reading them needs no process group.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     """Read verl's rank files at the store's root, without tensor bytes.
 
     Raises:
-        IncompleteCheckpointError: The file of a rank is missing; it names the file.
+        IncompleteCheckpointError: The file of a rank is missing. The message names it.
         CorruptCheckpointError: The files contradict each other.
     """
     sizes = {entry.path: entry.size for entry in store.list()}
@@ -68,7 +68,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 
 
 def model_entries(joined: Mapping[str, Joined]) -> dict[str, TensorEntry]:
-    """Return the MODEL entries of joined tensors, checked for coverage, with FQNs without wrapper names."""
+    """Return MODEL entries of joined tensors, after checking their coverage. FQNs have no wrapper names."""
     fqns = strip_infixes(joined)
     return {name: tensor.entry(name, Role.MODEL, fqn=fqns[name]) for name, tensor in joined.items()}
 
@@ -76,7 +76,7 @@ def model_entries(joined: Mapping[str, Joined]) -> dict[str, TensorEntry]:
 def parameters(state_dict: Mapping[str, Any], entries: Mapping[str, TensorEntry]) -> list[Param]:
     """Return the model's parameters in module order, from one rank's state dict.
 
-    If some tensors are distributed, plain ones are buffers. A tied parameter counts once, under its first name.
+    If some tensors are distributed, plain tensors are buffers. A tied parameter counts once, under its first name.
     """
     distributed = any(isinstance(value, (DTensorRecord, ShardedTensorRecord)) for value in state_dict.values())
     found, seen = [], set()
@@ -91,7 +91,7 @@ def parameters(state_dict: Mapping[str, Any], entries: Mapping[str, TensorEntry]
 
 
 def _identity(value: Any) -> tuple[str, int] | None:
-    """Return what tied names share, the storage and the offset in it; None for a rank's empty part."""
+    """Return the storage and offset of a tensor, which tied names share, or None for a rank's empty part."""
     if isinstance(value, ShardedTensorRecord):
         if not value.shards:
             return None
@@ -121,7 +121,7 @@ def _world_size(store: Store, files: Sequence[str]) -> int:
     recorded = config.get("world_size") if isinstance(config, dict) else None
     if isinstance(recorded, int) and recorded != world_size:
         raise CorruptCheckpointError(
-            f"fsdp_config.json has world_size {recorded}, the model files have {world_size}: they are from two saves."
+            f"fsdp_config.json has world_size {recorded}, but the model files {world_size}: they are from two saves."
         )
     return world_size
 
@@ -134,7 +134,7 @@ def _optimizer(store: Store, files: Sequence[str], world_size: int, params: Sequ
         return OptimizerState()
     if len(there) < world_size:
         gone = [name for name in names if name not in files]
-        return OptimizerState(notes=[f"{len(there)} optimizer files were skipped: {', '.join(gone[:4])} is missing."])
+        return OptimizerState(notes=[f"{len(there)} optimizer files were skipped. Missing: {', '.join(gone[:4])}."])
     values = read_archives(store, names)
     found = read_optimizer(values, params, what=pattern)
     if found.tensors or found.objects:
@@ -143,7 +143,7 @@ def _optimizer(store: Store, files: Sequence[str], world_size: int, params: Sequ
 
 
 def _extra_state(sizes: Mapping[str, int], files: Sequence[str], world_size: int) -> dict[str, ObjectEntry]:
-    """Return the files with schedulers and random states, one per rank, as objects."""
+    """Return the files with schedulers and random states (one per rank) as objects."""
     found = {}
     for rank in range(world_size):
         path = _EXTRA.format(size=world_size).format(rank=rank)
