@@ -48,7 +48,7 @@ __all__ = [
     "refuse_packed",
 ]
 
-# The supported formats in detection order: the marks of each, and its reader.
+# --- the supported formats in detection order: how to recognize each one, and its reader
 
 
 RECORD = "checkpoint.json"
@@ -57,7 +57,7 @@ _DEEPSPEED = r".*mp_rank_\d+_(?:model|optim)_states\.pt|layer_\d+.*_states\.pt"
 # File names that tools give to weights. Other safetensors files are used only if nothing else is found.
 _WEIGHTS = r"(?:model|adapter_model|diffusion_pytorch_model|consolidated)(?:\.[\w-]+)?\.safetensors"
 _SAFETENSORS = rf"{_WEIGHTS}|.*-\d{{5,}}-of-\d{{5,}}\.safetensors|.*\.safetensors\.index\.json"
-TORCH_ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".pth.tar", ".th")  # of files that torch.save wrote
+TORCH_ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".pth.tar", ".th")  # endings of torch.save files
 _TORCH = r"pytorch_model.*\.bin|.*\.bin\.index\.json|adapter_model\.bin"
 
 
@@ -185,7 +185,7 @@ def format_of(place: Candidate, formats: Sequence[Format] = ()) -> Format | None
 
 
 def refuse_packed(names: Sequence[str]) -> None:
-    """Raise UnsupportedFormatError for a NeMo archive, whose checkpoint cannot be read in place."""
+    """Raise UnsupportedFormatError if there is a NeMo archive: its checkpoint cannot be read in place."""
     packed = next((name for name in names if name.endswith(".nemo")), None)
     if packed is not None:
         raise UnsupportedFormatError(
@@ -215,7 +215,7 @@ _MAX_STEPS = 64  # how many of the newest step directories are searched
 _POINTERS = ("latest", "latest_checkpointed_iteration.txt", "LATEST", "latest_universal", "LATEST.txt")
 # Subdirectories of a step that contain separate models (verl and SkyRL).
 _MEMBERS = ("actor", "policy", "model", "critic", "ref", "reward")
-_ASIDE = ("optim", "rng", "dataloader")  # directories next to a model
+_ASIDE = ("optim", "rng", "dataloader")  # names of directories next to a model
 _DATA = re.compile(r"__\d+_\d+\.distcp|\.metadata\.tmp")
 _EXPECTED = (
     "a checkpoint of ckptkit, torch DCP (.metadata), Hugging Face (*.safetensors, pytorch_model*.bin), DeepSpeed, "
@@ -251,8 +251,10 @@ _Found = tuple[Candidate, str, Format, str]
 
 
 def identify(store: Store) -> str | None:
-    """Return the name of the format at the store's root; None if it is not a checkpoint. Reads only names, and a small
-    marker file if names are ambiguous."""
+    """Return the name of the format at the store's root, or None if it is not a checkpoint.
+
+    Reads only names, and a small marker file if names are ambiguous.
+    """
     place = Candidate(store)
     found = format_of(place) or format_of(place, UNNAMED)
     return found.name if found is not None else None
@@ -322,7 +324,7 @@ def _with_step(catalog: Catalog, url: str) -> Catalog:
     return replace(catalog, info=replace(catalog.info, step=named.step))
 
 
-# --- what the URL is
+# --- whether the URL is a file or a directory
 
 
 def _real(url: str) -> str:
@@ -388,11 +390,12 @@ def _unknown(place: Candidate, url: str) -> CkptkitError:
     return CheckpointNotFoundError(f"{url} holds no checkpoint. Found: {shown}. Expected {_EXPECTED}.")
 
 
-# --- what a directory is
+# --- what to open for a directory
 
 
 def _resolve(place: Candidate, url: str, depth: int) -> _Found | None:
-    """Choose what to open for a directory: itself, its newest step, the model in it, or a pointer's target."""
+    """Choose what to open for a directory: itself, its newest step, the model in it, a pointer's target, or its only
+    child."""
     form = format_of(place)
     if form is not None:
         return place, url, form, ""
@@ -483,7 +486,7 @@ def _pointed_at(place: Candidate, url: str, depth: int) -> _Found | None:
 
 
 def _only_child(place: Candidate, url: str, depth: int) -> _Found | None:
-    """Return the only directory, or numbered file, that is a checkpoint."""
+    """Return the newest numbered file, or the only subdirectory that is a checkpoint."""
     files = _numbered_files(place)
     if files:
         single = _single_file(files[0])

@@ -9,15 +9,15 @@ __all__ = ["ReadOptions"]
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """Options of all readers; each reader uses those relevant to its format.
+    """Options of all readers. Each reader uses those relevant to its format.
 
     Attributes:
         layout: URL of a JSON layout of flat parameters (FSDP1 LOCAL state); None if names are on disk.
         shapes: URL of a JSON object of parameter names and shapes, for formats that record only sizes.
         base: The model's Hugging Face directory: config and expected names.
-        strip_prefix: Prefix to remove from model names, after known wrapper prefixes.
-        allow_pickle: Accept torch.save files whose pickles name classes outside the allow-list. No code is run: such
-            values become inert records and are omitted from the result.
+        strip_prefix: Prefix to remove from model names, after known wrapper prefixes are removed.
+        allow_pickle: Accept torch.save files whose pickles name classes outside the allow-list. No code is run: values
+            of such classes become inert records and are omitted from the result.
     """
 
     layout: str | None = None

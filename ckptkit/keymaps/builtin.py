@@ -175,7 +175,7 @@ _TITAN_OLD_EXPERTS = tuple(
     for w, to in (("w1", "gate"), ("w2", "down"), ("w3", "up"))
 )
 _TITAN_DROPS = (
-    Drop(_p("{p:*}moe.expert_bias{rest:*}"), "load balancing state that qwen3 has no place for"),
+    Drop(_p("{p:*}moe.expert_bias{rest:*}"), "load balancing state, which qwen3 does not have"),
     Drop(_p("{p:*}moe.tokens_per_expert{rest:*}"), "a counter of the training run"),
     Drop(_p("rope_cache"), "rotary frequencies are recomputed"),
     Drop(_p("freqs_cis"), "rotary frequencies are recomputed"),
@@ -192,7 +192,7 @@ BUILTIN_MAPS: dict[str, NameMap] = {
     m.name: m
     for m in (
         NameMap("hf", note="names as they are"),
-        NameMap("hf5-experts", _GATED, note="stacked experts to gate_proj/up_proj/down_proj (qwen2_moe and its kin)"),
+        NameMap("hf5-experts", _GATED, note="stacked experts to gate_proj/up_proj/down_proj (qwen2_moe and similar)"),
         NameMap("hf5-mixtral", _MIXTRAL, note="stacked experts to block_sparse_moe w1/w2/w3 (mixtral, minimax)"),
         NameMap("hf5-phimoe", _PHIMOE, note="stacked experts to block_sparse_moe w1/w2/w3 with phimoe's router"),
         NameMap(
@@ -215,7 +215,7 @@ BUILTIN_MAPS: dict[str, NameMap] = {
         NameMap("hf5-aria", _ARIA, note="the hub's names for aria's experts, which stay stacked"),
         NameMap("hf5-vit", _VIT, note="layers.N to encoder.layer.N, with the hub's names in it (vit, deit)"),
         NameMap("hf5-dinov2", _DINOV2, note="the hub's names for the layers of dinov2"),
-        NameMap("vlm-llava", _LLAVA, note="model.language_model.* to language_model.model.* (llava and its kin)"),
+        NameMap("vlm-llava", _LLAVA, note="model.language_model.* to language_model.model.* (llava and similar)"),
         NameMap(
             "vlm-vision-model", _VISION_MODEL, note="vision_tower.* to vision_tower.vision_model.* (CLIP and SigLIP)"
         ),

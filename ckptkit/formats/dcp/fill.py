@@ -341,7 +341,7 @@ class Filler:
 
 
 def _is_direct(fill: _Fill) -> bool:
-    """Whether the file's bytes can be read straight into the target."""
+    """Return whether the file's bytes can be read directly into the target."""
     return fill.dtype is fill.target.dtype and lies_row_major(fill.target)
 
 

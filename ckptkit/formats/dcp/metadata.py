@@ -141,7 +141,7 @@ class _Writer:
             out += b"(" + b"".join(map(_int, tensor.shape)) + b"t\x85R"
             self._text("chunks")
             out += b"]("
-            # One ChunkStorageMetadata per slice; its offsets are memoised for the MetadataIndex below.
+            # One ChunkStorageMetadata per slice. Its offsets are memoized for the MetadataIndex below.
             first_offset.append(self._next)
             self._next += len(tensor.starts)
             out += self._chunk_row(tensor.shape).fill([*tensor.offsets.T, *tensor.sizes.T], len(tensor.starts))
@@ -155,7 +155,7 @@ class _Writer:
             out += b"}b"
 
     def _located(self, first_offset: list[int]) -> Iterator[bytes]:
-        """Yield where each slice is."""
+        """Yield the location of each slice."""
         out = self._out
         path_ids = np.array([self._memo[path] for path in self.paths], np.int64)
         for tensor, first in zip(self.tensors, first_offset, strict=True):

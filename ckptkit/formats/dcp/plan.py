@@ -397,7 +397,7 @@ def _cut_of(
     name: str, value: Any, place: tuple[int, int], cuts: dict[Any, _Cut | None], meshes: dict[DeviceMesh, int]
 ) -> _Cut | None:
     """Return how a tensor is sharded, or None if this rank is not in its mesh. Updates `cuts` and `meshes`."""
-    if isinstance(value, ShardedTensor):  # its metadata say where its parts are
+    if isinstance(value, ShardedTensor):  # its metadata lists its boxes
         metas = [shard.metadata for shard in value.local_shards()]
         boxes = [(tuple(meta.shard_offsets), tuple(meta.shard_sizes)) for meta in metas]
         return _Cut(value.dtype, _dtype_name(value.dtype), tuple(value.size()), None, boxes, (0, 1))

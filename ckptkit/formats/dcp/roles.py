@@ -111,21 +111,17 @@ def _holds_run(path: Path) -> bool:
 
 
 def _collide(paths: Mapping[str, Path], wrappers: Mapping[str, Path | None], known: Iterable[Path]) -> bool:
-    """Return the role of an entry of an optimizer, given its path below the optimizer: ("state", fqn, "exp_avg").
-
-    The path is nested or flattened: torch's `flatten_optimizer_state_dict` joins the three parts with dots. State names
-    contain no dots. With several optimizers in a list or dict, the path begins with the optimizer's index or key.
-    """
+    """Return whether two models below different keys have a parameter of the same name."""
     chosen = set(known)
     names = [(paths.get(key) or (key,))[len(w) :] for key, w in wrappers.items() if w is not None and w in chosen]
     return len(set(names)) < len(names)
 
 
 def optimizer_role(path: Path) -> EntryRole:
-    """Return the role of an entry below an optimizer: ("state", fqn, "exp_avg"), nested or flattened.
+    """Return the role of an entry of an optimizer, given its path below the optimizer: ("state", fqn, "exp_avg").
 
-    torch's `flatten_optimizer_state_dict` joins the three with dots; state names contain none. If there are several
-    optimizers, in a list or dict, its key comes first.
+    The path is nested or flattened: torch's `flatten_optimizer_state_dict` joins the three parts with dots. State names
+    contain no dots. With several optimizers in a list or dict, the path begins with the optimizer's index or key.
     """
     while len(path) > 1 and path[0] not in _PARTS and not (isinstance(path[0], str) and path[0].startswith("state.")):
         path = path[1:]  # the index or key of one of several optimizers

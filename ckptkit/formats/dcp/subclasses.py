@@ -348,7 +348,7 @@ def _blocks(block: int, shape: Sequence[int]) -> list[int]:
     return [rows, block if rows == 1 and len(shape) == 2 else 0, *[0] * len(shape)][: len(shape)]
 
 
-# --- the rest of a recipe
+# --- the context of a recipe
 
 
 def _context(value: Any, shape: tuple[int, ...], kind: str) -> Any:
@@ -411,7 +411,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# --- tensors that are not there yet
+# --- creating tensors for a load
 
 
 def new_tensor(recipe: Recipe, parameter: torch.Tensor, entries: Mapping[str, TensorEntry]) -> torch.Tensor:

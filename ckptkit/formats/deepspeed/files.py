@@ -115,7 +115,7 @@ class OptimStates:
         param_groups: Settings of the base optimizer's groups.
         paddings: Alignment padding after each parameter, by group; [] if not recorded.
         fragments: For each rank, by group: name -> (numel, start); [] if not recorded.
-        partitions: Number of partitions of each group; for experts fewer than ranks.
+        partitions: Number of partitions of each group. Groups of experts have fewer partitions than there are ranks.
     """
 
     world_size: int

@@ -29,7 +29,7 @@ from ckptkit.storage.store import is_safe_name
 __all__ = ["open_catalog", "open_file"]
 
 _INDEX = ".safetensors.index.json"
-_MAX_INDEX_BYTES = 96 << 20  # a million tensors
+_MAX_INDEX_BYTES = 96 << 20  # enough for a million tensors
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:

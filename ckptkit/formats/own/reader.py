@@ -38,7 +38,7 @@ _OBJECTS_FORMAT = 1
 _METADATA_NAME = ".metadata"
 _DIGEST_PIECE = 8 << 20
 _FIRST_HEADER = 64 << 10
-_FIRST_READ = 16 << 20  # of a file whose size is unknown
+_FIRST_READ = 16 << 20  # bytes of the first read of a file whose size is unknown
 _MAX_INDEX_BYTES = 8 << 30
 _MAX_OBJECTS_BYTES = 256 << 20  # JSON costs up to twenty times its size in memory
 

@@ -179,7 +179,7 @@ class CommitRecord:
     writer: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
-    total_bytes: int = -1  # of all ranks, each file once; -1: the sum of `files`
+    total_bytes: int = -1  # sum over all ranks, each file once; -1: the sum of `files`
 
     def __post_init__(self) -> None:
         if self.total_bytes < 0:

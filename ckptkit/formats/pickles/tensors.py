@@ -265,7 +265,7 @@ class TensorRebuilder:
             _fill_mesh(mesh, record, read)
         self._meshes.clear()
 
-    # --- what the pickle calls
+    # --- functions that the pickle calls
 
     def _tensor(self, storage: Any, offset: Any, size: Any, strides: Any, *_: Any) -> StoredTensor:
         return stored(storage, None, offset, size, strides)

@@ -43,7 +43,7 @@ def are_rank_files(store: Store, files: Sequence[str]) -> bool:
     try:
         value = _below(read_archive(store, groups[template][0]).value, _MODEL_KEYS)
     except CkptkitError:
-        return False  # file 0 of a run of steps would not open either
+        return False  # unreadable: treat the numbers as steps, and file 0 is not opened
     tensors = value.values() if isinstance(value, dict) else ()
     return any(isinstance(tensor, (DTensorRecord, ShardedTensorRecord)) for tensor in tensors)
 

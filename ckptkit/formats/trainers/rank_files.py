@@ -227,7 +227,7 @@ def missing_ranks(found: Iterable[int], world_size: int, pattern: str) -> None:
 # --- checks that the files of all ranks belong to one save: equal progress, and no copies
 
 
-_TELLING = 16  # so many elements are not equal on two ranks by chance
+_TELLING = 16  # this many elements are never equal on two ranks by chance
 
 
 def check_steps(states: Sequence[Sequence[Any]], names: Sequence[str]) -> None:
