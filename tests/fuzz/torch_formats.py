@@ -120,7 +120,7 @@ def catalogs_of_files(rng: random.Random, folder: Path) -> None:
         catalog = torch_save.open_catalog(LocalStore(folder))
         catalog.by_role(Role.MODEL)
     except CkptkitError as error:
-        if "there twice" not in str(error):
+        if "occurs twice" not in str(error):
             _check_message(error, "x.pt")
 
 

@@ -82,7 +82,7 @@ def test_broken_toml_is_refused_with_its_line() -> None:
     [
         ({"op": "rename", "from": "a"}, "'to' must be text, not missing"),
         ({"op": "rename", "to": "a"}, "give either 'from' (a template) or 'match' (a regex)"),
-        ({"op": "rename", "from": "a", "match": "a", "to": "b"}, "one of them"),
+        ({"op": "rename", "from": "a", "match": "a", "to": "b"}, "give either 'from'"),
         ({"op": "rename", "from": "a", "to": "b", "dim": 0}, "unknown key 'dim'"),
         ({"op": "rename", "from": "a.{", "to": "b"}, "has a brace"),
         ({"op": "rename", "from": "a", "to": "{x}"}, "uses {x}, which a does not bind"),

@@ -89,7 +89,7 @@ def test_concat_is_numpy_concatenate() -> None:
 
 def test_concat_names_the_part_that_is_missing() -> None:
     sources = {"0.gate": np.ones((2, 2)), "0.up": np.ones((2, 2)), "1.gate": np.ones((2, 2))}
-    with pytest.raises(CheckpointMismatchError, match=r"'1\.both' lacks \{n:d\}\.up; there is 1\.gate"):
+    with pytest.raises(CheckpointMismatchError, match=r"'1\.both' lacks \{n:d\}\.up; found only 1\.gate"):
         apply([Concat((pattern("{n:d}.gate"), pattern("{n:d}.up")), "{n}.both")], sources)
 
 

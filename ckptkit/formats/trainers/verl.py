@@ -134,7 +134,9 @@ def _optimizer(store: Store, files: Sequence[str], world_size: int, params: Sequ
         return OptimizerState()
     if len(there) < world_size:
         gone = [name for name in names if name not in files]
-        return OptimizerState(notes=[f"{len(there)} optimizer files were skipped. Missing: {', '.join(gone[:4])}."])
+        are = "is" if len(gone) == 1 else "are"
+        note = f"{len(there)} optimizer files were skipped, because {', '.join(gone[:4])} {are} missing."
+        return OptimizerState(notes=[note])
     values = read_archives(store, names)
     found = read_optimizer(values, params, what=pattern)
     if found.tensors or found.objects:

@@ -261,7 +261,7 @@ FAULTS: dict[str, tuple[Callable[[Any], None], type[CkptkitError], str]] = {
     "a range ends past the file": (beyond, IncompleteCheckpointError, "truncated"),
     "a dtype is another than stored": (other_dtype, CorruptCheckpointError, "Files of two saves"),
     "a path is not text": (no_path, CorruptCheckpointError, "not a string"),
-    "parts overlap": (overlapping, CkptkitError, "overlap|two places|elements|outside"),
+    "parts overlap": (overlapping, CkptkitError, "overlap|twice|elements|outside"),
     "a path is absolute": (path_to("/etc/passwd"), UnsafePathError, "outside the checkpoint"),
     "a path climbs": (path_to("a/../../x"), UnsafePathError, "outside the checkpoint"),
     "a path has a NUL": (path_to("__0_0.distcp\0"), UnsafePathError, "outside the checkpoint"),
