@@ -225,7 +225,7 @@ def test_a_missing_shard_is_named(shards: Path) -> None:
 
 def test_a_tensor_that_its_shard_lacks_is_named(shards: Path) -> None:
     write_index(shards, {"a.weight": "pytorch_model-00002-of-00002.bin"})
-    with pytest.raises(IncompleteCheckpointError, match=r"'a\.weight' is not in it"):
+    with pytest.raises(IncompleteCheckpointError, match=r"'a\.weight' is missing"):
         open_catalog(LocalStore(shards))
 
 

@@ -133,7 +133,7 @@ def test_a_manifest_that_is_not_among_the_files_is_refused() -> None:
 
 
 def test_a_changed_field_is_found() -> None:
-    with pytest.raises(IntegrityError, match="digest"):
+    with pytest.raises(IntegrityError, match="checksum mismatch"):
         read(FULL.to_json().replace(b'"step": 1200', b'"step": 1201'))
 
 
