@@ -219,8 +219,8 @@ _ASIDE = ("optim", "rng", "dataloader")  # names of directories next to a model
 _DATA = re.compile(r"__\d+_\d+\.distcp|\.metadata\.tmp")
 _EXPECTED = (
     "a checkpoint of ckptkit, torch DCP (.metadata), Hugging Face (*.safetensors, pytorch_model*.bin), DeepSpeed, "
-    "verl, accelerate, Lightning, LightRFT, Megatron, NeMo or Oumi, a torch.save file, or a directory of steps of one "
-    "of them"
+    "verl, accelerate, Lightning, LightRFT, Megatron, NeMo or Oumi, a torch.save file, or a directory with steps in "
+    "one of these formats"
 )
 
 

@@ -71,7 +71,7 @@ def numbered_files(names: Sequence[str], extension: str) -> list[str] | None:
     if len(have) != len(wanted) or have != set(wanted):
         absent = itertools.islice((i for i in wanted if i not in have), 8)
         gone = [f"{stem}-{i:0{len(total)}d}-of-{total}.{extension}" for i in absent]
-        there = f"{len(have)} of {int(total)} shards are there; "
+        there = f"{len(have)} of {int(total)} shards were found; "
         raise IncompleteCheckpointError(
             there + (f"missing: {', '.join(gone)}." if gone else "some have other numbers.")
         )

@@ -372,7 +372,7 @@ def _better(targets: Mapping[str, Target], wanted: frozenset[str], config: Mappi
         missing = len(wanted - set(mapped.targets))
         if missing < fewest:
             fit, before = len(wanted) - missing, len(wanted) - len(lost)
-            why = f"{fit} of {len(wanted)} names are the base model's, {before} without it"
+            why = f"{fit} of {len(wanted)} names match the base model, {before} without this map"
             best, fewest = Choice(key_map, mapped, why), missing
         if fewest == 0:
             break

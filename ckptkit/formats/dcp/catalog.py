@@ -83,7 +83,7 @@ def metadata_files(listing: Mapping[str, FileInfo]) -> list[str]:
         missing = sorted(set(range(max(ranks) + 1)) - ranks.keys()) if max(ranks) < 1 << 20 else [-1]
         if missing:
             raise IncompleteCheckpointError(
-                f"__{missing[0]}.metadata is missing: each rank of this save, up to {max(ranks)}, wrote such a file."
+                f"__{missing[0]}.metadata is missing: each of the ranks 0 to {max(ranks)} wrote such a file."
             )
         return [ranks[rank] for rank in sorted(ranks)]
     unfinished = f"{METADATA}.tmp" in listing
@@ -509,10 +509,10 @@ def _ranges(infos: Sequence[StorageInfo], part: _Part, name: str) -> tuple[list[
     try:
         starts, lengths = _fields(infos, "offset"), _fields(infos, "length")
     except AttributeError:
-        raise part.fault(f"the place of {name!r:.80} is incomplete") from None
+        raise part.fault(f"the location of {name!r:.80} is incomplete") from None
     both = [*starts, *lengths]
     if not _are(int, both) or (both and not 0 <= min(both) <= max(both) < _MAX_COUNT):
-        raise part.fault(f"the place of {name!r:.80} is not a byte range")
+        raise part.fault(f"the location of {name!r:.80} is not a byte range")
     return starts, lengths
 
 

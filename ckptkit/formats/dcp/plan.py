@@ -215,8 +215,8 @@ class ShardedPlan:
         for frame, tensor, item in zip(frames, chosen, self.slices, strict=True):
             if tensor.numel() * tensor.element_size() != frame.nbytes:
                 raise SaveError(
-                    f"{self.keys[item.key].name}: {tensor.numel() * tensor.element_size()} bytes were staged, "
-                    f"{frame.nbytes} were planned."
+                    f"{self.keys[item.key].name}: expected {frame.nbytes} staged bytes, "
+                    f"found {tensor.numel() * tensor.element_size()}."
                 )
         write = getattr(tensors, "write_records", write_records)
         written: Written = write(store, f"__{self.rank}_", frames, chosen, self.records, workers=workers, sync=sync)

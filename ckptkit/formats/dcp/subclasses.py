@@ -449,7 +449,9 @@ def new_tensor(recipe: Recipe, parameter: torch.Tensor, entries: Mapping[str, Te
     try:
         context = _value(recipe["context"], shape)
     except ValueError as error:
-        raise SaveError(f"is a {name}, whose context {error} only a live tensor has: take a step first") from error
+        raise SaveError(
+            f"is a {name}, whose context has {error}, which only a live tensor can supply: take an optimizer step first"
+        ) from error
     stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     made: torch.Tensor = cls.__tensor_unflatten__(inner, context, shape, stride)
     if not isinstance(parameter, DTensor):

@@ -35,7 +35,7 @@ def groups_of(models: ModelStates, optims: OptimStates | None, experts: Iterable
         return [[_zero3(models, optims)]]
     if len(models.param_shapes) != len(optims.weights[0]):
         raise CorruptCheckpointError(
-            f"the model file has {len(models.param_shapes)} parameter groups, the optimizer files have "
+            f"the model file has {len(models.param_shapes)} parameter groups, but the optimizer files have "
             f"{len(optims.weights[0])}. Are all files from one save?"
         )
     first, counts = data_first(models.values[0]), counted(experts)

@@ -66,5 +66,5 @@ def _refused(constant: str) -> Any:
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"{text:.40} is larger than any number")
+        raise ValueError(f"{text:.40} is too large for a float")
     return value

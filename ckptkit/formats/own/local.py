@@ -125,7 +125,7 @@ def _body(header: SafetensorsHeader, path: str, rank: int) -> dict[str, Any]:
             return dict(body)
     except (KeyError, TypeError) as error:
         raise CorruptCheckpointError(f"{path}: its metadata does not describe a rank's tensors ({error!r}).") from error
-    raise CorruptCheckpointError(f"{path}: its metadata is that of another rank, or of other tensors.")
+    raise CorruptCheckpointError(f"{path}: its metadata describes another rank, or other tensors.")
 
 
 def _add_rank(

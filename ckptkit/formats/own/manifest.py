@@ -78,7 +78,9 @@ def _check_tables(columns: Columns, version: int) -> None:
     """
     found = columns.field("format", int)
     if found != version:
-        raise UnsupportedFormatError(f"{columns.file}: its format is {found}; this ckptkit reads {version}. Update it.")
+        raise UnsupportedFormatError(
+            f"{columns.file}: its format is {found}; this ckptkit reads {version}. Update ckptkit."
+        )
     for name in ("dtypes", "states"):
         if not all(isinstance(item, str) for item in columns.field(name, list)):
             _fail(columns, f"{name!r} in its header has an item that is not a string")
@@ -171,7 +173,9 @@ class _Geometry:
             found = slices.nbytes[rows[here]]
             wrong = np.prod(sizes, axis=1) * self.itemsizes[owner[here]] != found
             wrong &= ~np.isin(here, strided)
-            self._refuse(wrong | (found < 0) | (found > _MAX_BYTES), owner[here], "does not have the bytes of its box")
+            self._refuse(
+                wrong | (found < 0) | (found > _MAX_BYTES), owner[here], "has a size that does not match its box"
+            )
             ends = slices.starts[rows[here]] > _MAX_BYTES
             self._refuse(ends, owner[here], "is past the end of any file")
 
@@ -192,7 +196,9 @@ class _Geometry:
             last = sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
             expected = 0 if 0 in sizes else (last + 1) * int(self.itemsizes[owner])
             if expected != int(slices.nbytes[row]):
-                _fail(self.columns, f"a slice of tensor {self._name(owner)!r} does not have the bytes of its strides")
+                _fail(
+                    self.columns, f"a slice of tensor {self._name(owner)!r} has a size that does not match its strides"
+                )
 
 
 def _check_placements(columns: Columns) -> None:

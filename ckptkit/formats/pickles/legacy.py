@@ -246,7 +246,7 @@ class _Tar:
                 raise ValueError("a tensor's type is not a tensor class")
             ndim = self._longs(start + pos, 1)[0] & 0xFFFFFFFF
             if ndim > 64:
-                raise ValueError(f"a tensor of {ndim} dimensions")
+                raise ValueError(f"a tensor has {ndim} dimensions")
             numbers = self._longs(start + pos + 8, 2 * ndim + 1)
             pos += 8 + 8 * len(numbers)
             storage = self.objects[str(storage_key)]

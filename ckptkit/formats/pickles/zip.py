@@ -152,7 +152,7 @@ def _find_directory(tail: bytes, nbytes: int, file: str) -> tuple[int, int, int]
     base = len(tail) - _END.size
     if base < 0 or tail[base : base + 4] != b"PK\x05\x06":
         raise CorruptCheckpointError(
-            f"{file}: it does not end as a zip archive of torch.save does. It is truncated or overwritten."
+            f"{file}: it does not end like a zip archive of torch.save. It is truncated or overwritten."
         )
     _, disk, start_disk, here, count, size, offset, comment = _END.unpack_from(tail, base)
     at64 = base - _LOCATOR64.size

@@ -75,7 +75,7 @@ def read_optimizer(
     if names is None:
         found.notes.append(
             f"the optimizer in {what.format(rank='*')} was skipped: its state is keyed by index, and the "
-            "model's names and shapes do not prove which parameter each index is."
+            "model's names and shapes do not prove which parameter has which index."
         )
         return found
     tensors = join([dict(_flat(value["state"])) for value in values], what=what)

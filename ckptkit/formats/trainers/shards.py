@@ -90,7 +90,7 @@ def _local_parts(
             return tuple(_boxes(shape, rows))
     raise CorruptCheckpointError(
         f"the local tensor has shape {list(local_shape or ())}, but {_describe(placements)} of shape {list(shape)} on "
-        f"a mesh of {list(mesh_shape)} at {list(coordinate)} is {list(found)}."
+        f"a mesh of shape {list(mesh_shape)} at coordinate {list(coordinate)} gives {list(found)}."
     )
 
 

@@ -121,7 +121,8 @@ def _world_size(store: Store, files: Sequence[str]) -> int:
     recorded = config.get("world_size") if isinstance(config, dict) else None
     if isinstance(recorded, int) and recorded != world_size:
         raise CorruptCheckpointError(
-            f"fsdp_config.json has world_size {recorded}, but the model files {world_size}: they are from two saves."
+            f"fsdp_config.json has world_size {recorded}, but the model files have {world_size}: they are from two "
+            "saves."
         )
     return world_size
 
