@@ -495,7 +495,7 @@ def _only_child(place: Candidate, url: str, depth: int) -> _Found | None:
         return None
     likely = [name for name in place.directories if not name.startswith(_ASIDE)]
     found = [(name, child) for name in likely if (child := _enter(place, url, name, depth))]
-    # A directory with the marks of a format is a checkpoint. Per-rank files next to it may be data loader states.
+    # A directory in one of `FORMATS` is a checkpoint. Per-rank files next to it may be data loader states.
     marked = [(name, child) for name, child in found if child[2] in FORMATS]
     if len(found) > 1 and len(marked) == 1:
         others = ", ".join(f"{name}/" for name, _ in found if name != marked[0][0])

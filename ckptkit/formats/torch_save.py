@@ -222,7 +222,7 @@ def _weight_map(store: Store, index: str) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """A tensor, or a value without tensors that is as large as possible, at one path of the saved value."""
+    """A leaf of the saved value: a tensor, or a whole subtree without tensors, with its path."""
 
     path: Path
     file: str

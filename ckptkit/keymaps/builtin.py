@@ -333,7 +333,7 @@ def choose_map(
 
 
 def _maps_by_type(targets: Mapping[str, Target], config: Mapping[str, Any]) -> NameMap | None:
-    """Return the maps for the model type (experts, then prefixes) if the names are those of a live model."""
+    """Return the maps for the model type (experts, then prefixes) if the names come from a live model."""
     experts = map_for_model_type(_model_type(config)) if _stacked(targets) else None
     if config.get("model_type") == "gpt_neox" and "lm_head.weight" in targets:
         return BUILTIN_MAPS["hf5-gpt-neox"]

@@ -156,7 +156,7 @@ class RuleState:
         self.replaced(gone, [])
 
     def replaced(self, taken: Iterable[str], made: Iterable[tuple[str, Target]]) -> None:
-        """Replace matched tensors by new ones. A duplicate name is an error."""
+        """Replace matched tensors with new tensors. A duplicate name is an error."""
         gone = set(taken)
         if not gone:
             return
@@ -213,7 +213,7 @@ def _config_value(config: Mapping[str, Any], key: str) -> int | None:
 def _one_by_one(
     pattern: NamePattern, work: RuleState, make: Callable[[Target, Mapping[str, str]], list[tuple[str, Target]]]
 ) -> int:
-    """Replace each match by the result of `make`. If `make` raises a mismatch, record it as an error."""
+    """Replace each match with the result of `make`. If `make` raises a mismatch, record it as an error."""
     taken: list[str] = []
     made: list[tuple[str, Target]] = []
     match = pattern.matcher()

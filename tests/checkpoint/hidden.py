@@ -101,7 +101,7 @@ def quiet(make: Callable[[], Any]) -> Callable[[], Any]:
 
 
 HIDDEN: dict[str, tuple[Callable[[], Any], str]] = {
-    "wrapper": (scaled, "hidden.Scaled, which does not keep its values in its own memory"),
+    "wrapper": (scaled, "hidden.Scaled, whose values are not in its own memory"),
     "opaque wrapper": (lambda: scaled(Opaque), "hidden.Opaque, whose values"),
     "wrapper parameter": (lambda: torch.nn.Parameter(scaled(), requires_grad=False), "hidden.Scaled, whose values"),
     "with a state": (labelled, r"hidden.Labelled with tensors in its attributes \(quant_state\)"),

@@ -231,8 +231,8 @@ class Filler:
     # --- into the target's own memory
 
     def _read_run(self, batch: Sequence[tuple[_Fill, int]]) -> int:
-        """Read tensors of one file, in file order, and hash the bytes while reading. Copy those that can't be read in
-        place."""
+        """Read tensors of one file, in file order, and hash the bytes while reading. Tensors that can't be read in
+        place are copied."""
         parts, into = [], [f.target if _is_direct(f) else torch.empty(f.sizes, dtype=f.dtype) for f, _ in batch]
         for (fill, at), tensor in zip(batch, into, strict=True):
             running = Running(fill.digest if fill.whole and fill.checkable else None, fill.path, fill.name)
@@ -245,8 +245,8 @@ class Filler:
         return sum(len(view) for _, view, _ in parts)
 
     def _joined(self, batch: Sequence[tuple[_Fill, int]]) -> int:
-        """Read a batch of tensors from an object store, check their digests, and copy those that can't be read in
-        place."""
+        """Read a batch of tensors from an object store, and check their digests. Tensors that can't be read in place
+        are copied."""
         into = [f.target if _is_direct(f) else torch.empty(f.sizes, dtype=f.dtype) for f, _ in batch]
         views = [host_view(tensor, writable=True) for tensor in into]
         reads = [ReadInto(fill.path, at, view) for (fill, at), view in zip(batch, views, strict=True)]

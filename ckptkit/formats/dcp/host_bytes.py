@@ -108,7 +108,7 @@ def _why_not_subclass(tensor: Any) -> str | None:
         return f"is a {name}, which has no values before its module has run once"
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         return (
-            f"is a {name}, which does not keep its values in its own memory. Save its inner tensors, or the tensor it "
+            f"is a {name}, whose values are not in its own memory. Save its inner tensors, or the tensor it "
             "was created from, and create it again after the load"
         )
     carried = [key for key, value in vars(tensor).items() if _holds_tensors(value, 3)]

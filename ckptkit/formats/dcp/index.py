@@ -153,7 +153,7 @@ class SaveIndex:
         found = [empty, *found]
         lengths = [len(item.rows) for item in found]
         tensors = np.concatenate([item.tensors for item in found])
-        # numpy's stable sort is a radix sort for 16-bit integers, and slower for wider ones.
+        # numpy's stable sort is a radix sort for 16-bit integers, and slower for wider integers.
         order = np.argsort(tensors.astype(np.uint16) if len(widths) <= 1 << 16 else tensors, kind="stable")
         ndims = widths[tensors]
         begins = (2 * (np.cumsum(ndims) - ndims))[order]  # where the offsets of each row start in `boxes`
@@ -402,8 +402,8 @@ class SaveIndex:
         return found
 
     def _roles(self, kind: Kind) -> dict[str, tuple[Role, str, str]]:
-        """Return (role, FQN, optimizer state) of each key. Our own names state them; a user's names are interpreted
-        together."""
+        """Return (role, FQN, optimizer state) of each key. Names chosen by ckptkit state all three; users' names are
+        interpreted as a whole set."""
         paths = self._key_paths()
         if kind == "ckptkit-sharded":
             return {name: role_of(name, path) for name, path in paths.items()}

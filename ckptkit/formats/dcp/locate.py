@@ -141,7 +141,7 @@ class Items:
 
 
 class LocatedSlices(SliceArray):
-    """The slices of one tensor. The first access to byte ranges locates those of a whole batch of tensors.
+    """The slices of one tensor. The first access to byte ranges locates a whole batch of tensors.
 
     Boxes, files and ranks are known from the start. All attributes are views of the columns of all tensors.
     """

@@ -223,7 +223,7 @@ class _Writer:
         return self._rows[None]
 
     def _taken(self, mark: int) -> bytes:
-        """Remove the bytes written since `mark`, and return them. All that they refer to is in the memo."""
+        """Remove the bytes written since `mark`, and return them. Every value that they refer to is in the memo."""
         text = bytes(self._out[mark:])
         del self._out[mark:]
         return text

@@ -1,7 +1,7 @@
 """Plans which rank writes which part of a training state. Each rank plans its own writes locally.
 
 Replicas (plain tensors, HSDP) are written once, spread evenly over the ranks that hold them. A hash of its name decides
-which rank writes a small tensor. A large tensor is split into one piece per rank.
+which rank writes a small tensor. A large tensor is split into at most one piece per rank.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class ShardedPlan:
     """What this rank writes.
 
     Attributes:
-        keys: The tensors of this rank's state: first `shared` keys that other ranks have too, then the private keys.
+        keys: The tensors of this rank's state. The first `shared` keys are on other ranks, too; private keys follow.
         meshes: The meshes that placements refer to.
         slices: The boxes of these tensors that this rank writes.
         tensors: The memory of each slice: the local tensors of the live state, or views of them.
@@ -546,7 +546,7 @@ def _settlement(digests: Sequence[bytes]) -> bytes:
 
 
 def flatten(nested: Mapping[str, Any]) -> tuple[dict[str, Any], list[Path]]:
-    """Return the values of a nested state by name, and the path of each value. The names are those of torch's
+    """Return the values of a nested state by name, and the path of each value. Names are as in torch's
     `flatten_state_dict`."""
     values: dict[str, Any] = {}
     paths: list[Path] = []

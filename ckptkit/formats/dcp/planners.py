@@ -77,7 +77,7 @@ class _Turn:
 class DCPSavePlanner(DefaultSavePlanner):
     """Plans a `dcp.save` on each rank alone, without sending an object per tensor.
 
-    Replicas are written once, spread evenly over the ranks that hold them. With any other writer than `DCPWriter`, or
+    Replicas are written once, spread evenly over the ranks that hold them. With any writer other than `DCPWriter`, or
     without collectives, this is torch's `DefaultSavePlanner`.
 
     Objects must be plain data, or of classes allowed by `torch.serialization.add_safe_globals`. Other objects raise a
@@ -143,7 +143,7 @@ def _turns(shares: Sequence[_Share]) -> list[_Turn]:
 
 
 class DCPLoadPlanner(DefaultLoadPlanner):
-    """Plans a `dcp.load` without an object per tensor. With another reader than `DCPReader`, this is torch's
+    """Plans a `dcp.load` without an object per tensor. With any reader other than `DCPReader`, this is torch's
     `DefaultLoadPlanner`.
 
     Args:

@@ -33,7 +33,7 @@ ALIGNMENT = 64  # of large payloads: they may be mapped, or copied in the kernel
 STREAMED = 64 << 10  # from this payload size on, the CRC follows the payload, so that one pass can write it
 _ALIGNED = 4 << 10
 _MAX32 = 0xFFFFFFFF
-_ROOT = b"a/"  # torch accepts any name before the slash; a short one makes every record smaller
+_ROOT = b"a/"  # torch accepts any name before the slash; a short name makes every record smaller
 
 
 @dataclass(frozen=True, slots=True)

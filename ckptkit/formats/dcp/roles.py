@@ -63,7 +63,7 @@ class RoleTable:
         if len(known) > 1 and _collide(paths, wrappers, known):
             known = set()
         bare = any(wrapper == () for wrapper in wrappers.values())
-        # Weights are at the top level or below a known key. A user's own key counts only if it is the only one.
+        # Weights are at the top level or below a known key. A user's own key counts only if there is no other such key.
         self._wrappers = known or (set() if bare else named if len(named) == 1 else set())
         self._bare_model = not known
         self._many = not known and not bare and len(named) > 1

@@ -86,13 +86,13 @@ def describe(recipe: Recipe) -> str:
 
 
 def open_all(tensors: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Recipe], dict[Any, str]]:
-    """Replace the tensors of a table that are not dense by their parts.
+    """Replace the tensors that are not dense with their parts, in a table of tensors.
 
     Args:
         tensors: By name, or by (FQN, state name). Tensors that cannot be split stay as they are.
 
     Returns:
-        The table with the parts, the recipes by name, and for each tensor that could not be split the reason.
+        The table with the parts, the recipes by name, and the reason for each tensor that could not be split.
     """
     from torch.distributed.tensor import DTensor
 

@@ -178,7 +178,8 @@ def _is_path(path: Any) -> bool:
 class CatalogMetadata(Mapping[str, Any]):
     """`Metadata.state_dict_metadata` that creates chunk objects only for the tensors that a planner asks about.
 
-    Its pickle contains only an address: after a save, the other ranks open the checkpoint when they access it.
+    Its pickle contains only the checkpoint's address: after a save, the other ranks open the checkpoint on first
+    access.
 
     Attributes:
         is_plannable: Whether `DCPLoadPlanner` may plan with it. False if a subclass of the reader overrides how it

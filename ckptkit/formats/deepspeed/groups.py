@@ -24,7 +24,8 @@ Groups: TypeAlias = Sequence[Zero12Group | Zero3Group]
 
 
 def groups_of(models: ModelStates, optims: OptimStates | None, experts: Iterable[str] = ()) -> Sequence[Groups]:
-    """Return the flat groups of each parameter group: one, or for experts one per rank of expert parallelism.
+    """Return the flat groups of each parameter group: one flat group, or for experts one per rank of expert
+    parallelism.
 
     Args:
         experts: The names of the weights in the experts' files.

@@ -64,8 +64,8 @@ class Zero12Group:
         """Return whether the positions recorded by the ranks (newer versions only) equal those computed from the
         shapes.
 
-        A difference alone proves nothing: with round_robin_gradients, DeepSpeed records wrong positions (link_hp_params
-        gets another order than that of the flat group).
+        A difference alone proves nothing: with round_robin_gradients, DeepSpeed records wrong positions, because
+        link_hp_params gets the parameters in another order than the flat group has.
         """
         position = 0
         for (name, shape), padding in zip(self.params.items(), self.paddings, strict=True):
@@ -82,7 +82,7 @@ class Zero12Group:
 
 @dataclass(frozen=True, slots=True)
 class Zero3Group:
-    """All parameters of ZeRO-3, as one vector per rank. ZeRO-3's subgroups may split a parameter.
+    """All parameters of ZeRO-3, as one vector per rank, because ZeRO-3's subgroups may split a parameter.
 
     Attributes:
         vectors: State -> the flat vector of each rank.

@@ -1,8 +1,8 @@
 """Reads DeepSpeed pipelines: one file per layer, and for each stage a model file and the optimizer's partitions.
 
-Names are those of PipelineModule: the layer's number, then the name in the layer. A module may be shared by several
-layers. The optimizer of each stage names its parameters `tied_modules.<key>.<name>`, and the file of each of these
-layers contains them, too (deepspeed/runtime/pipe/module.py).
+Names follow PipelineModule: the layer's number, then the name in the layer. A module may be shared by several layers.
+The optimizer of each stage names its parameters `tied_modules.<key>.<name>`, and the file of each of these layers
+contains them, too (deepspeed/runtime/pipe/module.py).
 """
 
 from __future__ import annotations

@@ -348,7 +348,7 @@ def _check_end(store: Store, path: str, end: int, expected: int | None) -> None:
         info = store.info(path)
         if info is not None and info.kind == "file":
             expected = info.size
-        else:  # a symlink's size is unknown: read the last byte and the one after it
+        else:  # a symlink's size is unknown: read the last byte and the byte after it
             expected = end - 1 + len(store.read(path, end - 1, end + 1))
     if expected < end:
         raise IncompleteCheckpointError(

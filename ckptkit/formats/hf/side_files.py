@@ -130,9 +130,9 @@ def is_code(path: str) -> bool:
 
 
 def unread_state(names: Iterable[str]) -> tuple[str, ...]:
-    """Return notes about training state next to full weights (from the Trainer or accelerate) that is not read.
+    """Return notes about unread training state (from the Trainer or accelerate) next to full weights.
 
-    Such an optimizer's states are numbered, and no file records the order of the parameters.
+    The optimizer's states are numbered, and no file records the order of the parameters.
     """
     found = sorted(name for name in names if name.endswith(_STATE))
     optimizers = [name for name in found if _OPTIMIZER.fullmatch(name)][:1]

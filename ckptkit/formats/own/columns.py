@@ -1,6 +1,6 @@
 """Reads and writes numpy columns and a JSON header as one safetensors block, strictly validated.
 
-The layout is that of safetensors: eight bytes of header length, a JSON header, and the columns. All columns are
+The layout follows safetensors: eight bytes of header length, a JSON header, and the columns. All columns are
 one-dimensional and of integers, so no pickle or other parser is needed.
 """
 

@@ -233,7 +233,7 @@ _PLAIN_KINDS = frozenset(
 
 
 class TensorRebuilder:
-    """Replaces the tensor functions of a torch pickle by functions that build records.
+    """Replaces the tensor functions of a torch pickle with functions that build records.
 
     The ranks of a mesh are in a small tensor whose position is known only after the whole pickle was read.
     `finish(read)` fills them in.

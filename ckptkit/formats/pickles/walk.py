@@ -167,13 +167,13 @@ def walk(  # noqa: C901, PLR0915 - one loop: a call for each opcode would take t
     below: list[list[Any]] = []  # one stack per open MARK; items below a mark cannot be reached
     memo: list[Any] = []  # a list: a dict of a slice's eight entries would take as much memory as the slice
     # A container takes up to 64 bytes of memory but one byte of the file. Real pickles have few empty containers, and
-    # other opcodes around each tuple.
+    # have other opcodes around each tuple.
     budget = len(data) // 3 + (3 << 16)
     with collector_paused():
         while True:
             opcode = data[pos]
             pos += 1
-            # The first opcodes are those that describe slices, of which there may be millions.
+            # The first branches are for the opcodes that describe slices, of which there may be millions.
             if opcode == 0x6A:  # LONG_BINGET
                 value = memo[_unsigned4(data, pos)[0]]
                 if value is _UNSET:

@@ -1,4 +1,4 @@
-"""Reads checkpoints with separate model and optimizer directories: Oumi, NeMo Automodel, NeMo, and similar ones.
+"""Reads checkpoints with separate model and optimizer directories: Oumi, NeMo Automodel, NeMo, and similar systems.
 
 Each system is a table of locations. The contents are read by the reader of their format.
 """

@@ -49,7 +49,8 @@ def are_rank_files(store: Store, files: Sequence[str]) -> bool:
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Read the rank files. Each is a state dict, or a dict that contains the model's and perhaps the optimizer's.
+    """Read the rank files. Each is a state dict, or a dict that contains the state dicts of the model and perhaps the
+    optimizer.
 
     Raises:
         IncompleteCheckpointError: A rank's file is missing. The message names it.
