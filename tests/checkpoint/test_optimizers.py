@@ -172,7 +172,7 @@ def check(ranks: Any, tmp_path: Path, name: str, size: int, sharded: bool, named
         for found in loaded:
             if named:
                 assert isinstance(found, str), f"loaded, but {named} should be refused"
-                assert named in found and "load only where the parameters are cut in the same way" in found
+                assert named in found and "load only where the parameters are sharded the same way" in found
             else:
                 assert not isinstance(found, str), found
                 assert not different(found, saved[0][0])

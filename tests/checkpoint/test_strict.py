@@ -96,8 +96,8 @@ def test_all_differences_are_listed_at_once_and_nothing_changes(run: str) -> Non
     for words in (
         "model: 2 missing in the checkpoint: new.weight, new.bias",
         "model: 1 unexpected: base.bias",
-        "model: 1 has another shape: base.weight ([8, 4] in the checkpoint, expected [6, 4])",
-        "model: 1 has another dtype: lora.weight (float32 in the checkpoint, expected bfloat16)",
+        "model: 1 with another shape: base.weight ([8, 4] in the checkpoint, expected [6, 4])",
+        "model: 1 with another dtype: lora.weight (float32 in the checkpoint, expected bfloat16)",
         "optimizer: 2 missing in the checkpoint: new.weight, new.bias",
         "optimizer: 1 unexpected: base.bias",
         "extra: 1 missing in the checkpoint: extra.missing_thing",
@@ -286,7 +286,9 @@ def test_a_scheduler_with_values_per_group_is_refused_if_groups_moved(tmp_path: 
 
     root = saved_as(tmp_path, made("base", "lora"))
     state = made(*names)
-    with pytest.raises(CheckpointMismatchError, match=r"scheduler: .* it has base_lrs.* by the position of the groups"):
+    with pytest.raises(
+        CheckpointMismatchError, match=r"scheduler: .* it stores base_lrs.* by the positions of the groups"
+    ):
         load(root, state)
     load(root, state, strict=False)
     assert state.scheduler.base_lrs == [rates[name] for name in names]
@@ -525,7 +527,7 @@ def test_extra_state_that_torch_saved_is_reported_as_unchanged(tmp_path: Path) -
     model = counted({"n": 8})
     report = load(str(tmp_path / "run"), TrainState(model=model), which=str(tmp_path / "torch"))
     assert model[0].kept == {"n": 8}
-    assert "stay as they are" in report.skipped["model.extra_state"]
+    assert "are left unchanged" in report.skipped["model.extra_state"]
 
 
 def test_torch_loads_a_model_with_extra_state_without_ckptkit(tmp_path: Path) -> None:
@@ -775,8 +777,8 @@ def test_a_model_in_extra_is_compared_before_anything_changes(tmp_path: Path) ->
     low, wide, other = net().bfloat16(), net(16), net()
     other["new"] = nn.Linear(2, 2)
     for ema, said in (
-        (low, r"extra\.ema: 3 has another dtype"),
-        (wide, r"extra\.ema: 3 has another shape"),
+        (low, r"extra\.ema: 3 with another dtype"),
+        (wide, r"extra\.ema: 3 with another shape"),
         (other, r"extra\.ema: 2 missing in the checkpoint: new"),
     ):
         live = state(ema)

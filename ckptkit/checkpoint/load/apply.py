@@ -26,7 +26,12 @@ Tensors = Callable[[str], Any]
 
 @dataclass(frozen=True, slots=True)
 class DecodedOptimizer:
-    """Non-tensor optimizer state: by FQN and name, and shared state that belongs to no parameter."""
+    """The decoded non-tensor state of an optimizer.
+
+    Attributes:
+        values: By FQN and state name.
+        shared: State that belongs to no parameter.
+    """
 
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     shared: dict[str, Any] = field(default_factory=dict)
@@ -37,10 +42,10 @@ class Decoded:
     """The decoded values of a plan.
 
     Attributes:
-        objects: For each of `plan.objects`, the value of each of its trees.
+        objects: For each of `plan.objects`, the values of its trees.
         optimizers: In the order of `plan.optimizers`.
         rng: The argument of `restore_rng`; None if nothing is restored.
-        leftovers: Unused extra state, by name.
+        leftovers: Extra state that the training state does not use, by name.
     """
 
     objects: list[list[Any]]
@@ -53,7 +58,7 @@ def decode_plan(plan: LoadPlan, tensor: Tensors) -> Decoded:
     """Decode all trees of the plan.
 
     Args:
-        tensor: Returns the tensor of a key; its elements may be read later.
+        tensor: Returns the tensor of a key. Its elements may be read later.
 
     Raises:
         CorruptCheckpointError, LoadError: A tree is malformed; names its key.
@@ -88,13 +93,13 @@ def _named(key: str, tree: JSON, tensor: Tensors) -> Any:
 
 
 def _check_object(target: ObjectTarget, value: Any) -> None:
-    """Validate values that are split by key; other values are validated by the object that loads them."""
+    """Check that a value is a mapping where we need one. Other values are checked by the object that loads them."""
     if target.kind in ("model", "scheduler", "grad_scaler") and not isinstance(value, Mapping):
         raise CorruptCheckpointError(f"{target.key}: the saved state is a {type(value).__name__}, expected a mapping.")
 
 
 def apply_objects(state: TrainState, plan: LoadPlan, decoded: Decoded | None, report: LoadReport) -> None:
-    """Restore the user's objects. They come first, because only they can still fail."""
+    """Restore the user's objects. Must come before the tensors, because only an object can still fail."""
     assert decoded is not None
     for target, values in zip(plan.objects, decoded.objects, strict=True):
         _apply_object(state, target, values)
@@ -103,7 +108,7 @@ def apply_objects(state: TrainState, plan: LoadPlan, decoded: Decoded | None, re
 
 
 def apply_tensors(plan: LoadPlan, reading: Reading, decoded: Decoded | None, report: LoadReport, rank: int) -> None:
-    """Finish the models (read in place or into a second copy), and restore optimizers and random generators."""
+    """Complete the models, whose tensors have been read, and restore optimizers and random number generators."""
     import torch
 
     assert decoded is not None
@@ -141,7 +146,7 @@ def _apply_object(state: TrainState, target: ObjectTarget, values: Sequence[Any]
     if target.kind == "model":
         _apply_extra_state(target.item, value)
     elif target.kind == "extra" and isinstance(item, torch.nn.Module):
-        item.load_state_dict(value, strict=False)  # what differs was found before, or may
+        item.load_state_dict(value, strict=False)  # the plan has already reported or accepted differences
     elif target.kind != "extra" or is_stateful(item):
         item.load_state_dict(value)
         if target.kind == "dataloader":
@@ -158,7 +163,7 @@ def _apply_extra_state(module: torch.nn.Module, values: Mapping[str, Any]) -> No
         if leaf == "_extra_state" and path in modules:
             modules[path].set_extra_state(value)
         else:
-            rest[name] = value  # added by the module's own `state_dict`
+            rest[name] = value  # the module's own `state_dict` adds it
     if rest:
         result = module.load_state_dict({**module.state_dict(), **rest}, strict=False)
         left = [name for name in getattr(result, "unexpected_keys", ()) if name in rest]
@@ -167,8 +172,11 @@ def _apply_extra_state(module: torch.nn.Module, values: Mapping[str, Any]) -> No
 
 
 def _make_iterator(dataloader: Any) -> None:
-    """Create the iterator of torchdata's StatefulDataLoader now. That draws a random number, which the saved run drew
-    before its save, so it must happen before the generators are restored. The next `iter` returns this iterator."""
+    """Create the iterator of torchdata's StatefulDataLoader now. The next `iter` returns this iterator.
+
+    Creating it draws a random number. The saved run drew that number before its save, so it must be drawn before the
+    generators are restored.
+    """
     from torch.utils.data import DataLoader
 
     if isinstance(dataloader, DataLoader):
@@ -178,7 +186,7 @@ def _make_iterator(dataloader: Any) -> None:
 def apply_optimizer(
     plan: OptimizerPlan, states: Mapping[str, Any], other: DecodedOptimizer, loaded: Collection[int]
 ) -> None:
-    """Replace an optimizer's state and settings; masters without saved values follow the loaded weights.
+    """Replace an optimizer's state and settings. Masters without saved values are set from the loaded weights.
 
     Args:
         loaded: The ids of the parameters whose weights were loaded.
@@ -194,7 +202,7 @@ def apply_optimizer(
 
 
 def _kept_masters(plan: OptimizerPlan, new: dict[str, dict[str, Any]]) -> None:
-    """Keep live masters that the checkpoint lacks; `_follow_weights` fills them."""
+    """Add live masters that the checkpoint lacks to the new state. `_follow_weights` fills them."""
     if plan.master_name is None:
         return
     for fqn, entry in plan.masters.items():
@@ -213,12 +221,12 @@ def _follow_weights(plan: OptimizerPlan, loaded: Collection[int]) -> None:
             parameter = plan.parameters[fqn]
             master = plan.optimizer.state.get(parameter, {}).get(plan.master_name)
             if entry is None and master is not None and id(parameter) in loaded:
-                master.copy_(parameter)  # same placement: no communication
+                master.copy_(parameter)  # does not communicate, because both have the same placement
 
 
 def _apply_rng(plan: LoadPlan, saved: Mapping[str, Any], report: LoadReport, rank: int) -> None:
     if plan.reseed:
-        # ranks that share a stream keep sharing it
+        # Ranks that share a random stream get the same seed.
         seed = reseed(saved["torch"].tolist(), shared_stream(rank, 0)[0])
         report.notes.append(f"rng: seeded with {seed} on rank {rank}")
         return

@@ -1,4 +1,4 @@
-"""The steps of a load: open, plan, agree, read, apply. Collective."""
+"""Runs the steps of a load on all ranks: open, plan, agree, read, apply."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ def load_checkpoint(
     `options.atomic`, everything is first read into a second copy and checked.
 
     Args:
-        ready: Waits for the checkpoint's pin. With True, it also waits until the pin is known to have been in time. It
-            raises if the checkpoint is being deleted, which takes precedence over errors about its files. Nothing is
-            read into the state before.
-        origin: `state.half_loaded` before the first attempt, if this is a retry with the same options.
+        ready: Waits for the checkpoint's pin; nothing is read into the state before. With True, it also checks that the
+            pin was in time. It raises if the checkpoint is being deleted; this error replaces errors about missing
+            files.
+        origin: For a retry with the same options: `state.half_loaded` before the first attempt.
 
     Raises:
-        CheckpointMismatchError: Lists all mismatches; the same on every rank.
+        CheckpointMismatchError: The state does not match; lists all mismatches, the same on every rank.
         CorruptCheckpointError: The checkpoint is damaged.
-        LoadError: With `options.atomic`, there is no memory for the second copy.
+        LoadError: With `options.atomic`: there is not enough memory for the second copy.
         RankFailedError: Another rank failed.
     """
     import torch
@@ -72,11 +72,11 @@ def load_checkpoint(
     clock = PhaseClock()
     rank, world_size = coordinator.rank, coordinator.world_size
     with clock.phase("plan"):
-        # The local part of a DTensor costs half as much where autograd need not know of it.
+        # no_grad: `to_local` of a DTensor takes half the time if autograd does not record it.
         with _RankPart() as planned, _pinned(ready, sure=not options.atomic), torch.no_grad():
             catalog, store = opened()
             plan = plan_load(state, catalog, store, options, rank=rank, world_size=world_size)
-            elsewhere = plan.mismatches.unexpected if world_size > 1 else {}  # other ranks may have these names
+            elsewhere = plan.mismatches.unexpected if world_size > 1 else {}  # keys that other ranks may have
             plan.mismatches.check(store.url, strict=options.strict, elsewhere=bool(elsewhere))
             reading = Reading(plan, store, options, rank=rank, world_size=world_size)
             decoded = None
@@ -106,7 +106,7 @@ def load_checkpoint(
     if not options.atomic:
         state._half = report.url
     with _said_if_half(state):
-        # A single rank need not ask; with several, another rank may have found a missing file.
+        # With several ranks, check the pin even after success: another rank may have found a missing file.
         with _RankPart() as read, _pinned(ready, sure=world_size > 1), naming(reading.filler):
             started = time.perf_counter()
             reading.filler.run()
@@ -114,14 +114,14 @@ def load_checkpoint(
             decoded = decoded or decode_plan(plan, reading.refs.__getitem__)
             clock.add("read", time.perf_counter() - started, report.nbytes)
         coordinator.settle(read.answer, "loading", then=_raise_one)
-        if any(len(ranks) > 1 for ranks in alike):  # all ranks have read successfully by now
+        if any(len(ranks) > 1 for ranks in alike):  # by now, all ranks have read successfully
             started = time.perf_counter()
             with _RankPart() as sent:
                 report.received = exchange(coordinator, members, parts) if parts else 0
-            coordinator.settle(sent.outcome, "sending each other what replicas share")
+            coordinator.settle(sent.outcome, "exchanging replicated data")
             clock.add("exchange", time.perf_counter() - started, report.received)
         with clock.phase("apply"):
-            # Also with `atomic`: an object may refuse its state after others have accepted theirs.
+            # Even with `atomic`: an object may refuse its state after other objects have accepted theirs.
             state._half = report.url
             with _RankPart() as applied:
                 apply_objects(state, plan, decoded, report)
@@ -131,7 +131,7 @@ def load_checkpoint(
             coordinator.settle(applied.outcome, "restoring models and optimizers")
     if report.step is not None and options.key_map is None:
         state.step = report.step
-    # A partial load completes a half-loaded state only if an earlier attempt of the same load left it.
+    # A load of everything clears the mark. A partial load does so only if the state was whole before its first attempt.
     if not report.missing and (options.whole or origin == ""):
         state.half_loaded = ""
     else:
@@ -142,7 +142,7 @@ def load_checkpoint(
 
 
 class _RankPart:
-    """This rank's outcome of a step: the `value` that the block sets, or its error.
+    """A block that computes this rank's part of a step. Its outcome is the `value` that the block sets, or its error.
 
     Attributes:
         outcome: For `Coordinator.settle`.
@@ -154,7 +154,7 @@ class _RankPart:
 
     @property
     def answer(self) -> Outcome:
-        """The outcome, with a ckptkit error as a value, so that rank 0 can combine the errors of all ranks."""
+        """The outcome. A ckptkit error is its value, so that rank 0 can combine the errors of all ranks."""
         known = isinstance(self.outcome.cause, CkptkitError)
         return Outcome(self.outcome.cause) if known else self.outcome
 
@@ -164,15 +164,18 @@ class _RankPart:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        # BaseException, because torch's CheckpointException is not an Exception: `settle` raises it on all ranks.
+        # `settle` raises the error on all ranks. BaseException, because torch's CheckpointException is not an
+        # Exception.
         self.outcome = Outcome(self.value) if error is None else Outcome.of_error(error)
         return True
 
 
 @contextmanager
 def _pinned(ready: Callable[[bool], None] | None, *, sure: bool) -> Iterator[None]:
-    """At the end of the block, wait until the checkpoint is pinned and, with `sure`, known to have been pinned in time.
-    If it was deleted in the meantime, an error that says so replaces an error in the block."""
+    """Wait for the checkpoint's pin at the end of the block. With `sure`, check that the pin was in time.
+
+    If the checkpoint was deleted, raise an error that says so, in place of an error in the block.
+    """
     if ready is None:
         yield
         return
@@ -192,11 +195,14 @@ def _pinned(ready: Callable[[bool], None] | None, *, sure: bool) -> Iterator[Non
 def _shared(
     answers: Sequence[Any], *, strict: bool
 ) -> tuple[list[list[SliceCheck]], list[list[int]], dict[str, list[str]]]:
-    """Return, for each rank, the slices that it checks for others and the ranks that read the same data, and the
-    tensors of the checkpoint that no rank has. (A rank of a pipeline has only its own names.)
+    """Combine the ranks' plans. Returns three values:
+
+    - for each rank, the slices that it checks for others;
+    - for each rank, the ranks that read the same data;
+    - the tensors of the checkpoint that no rank has. (A pipeline rank has only the names of its stages.)
 
     Raises:
-        CheckpointMismatchError: With `strict`, if no rank has some tensor of the checkpoint.
+        CheckpointMismatchError: With `strict`: no rank has some tensor of the checkpoint.
     """
     _raise_one(answers)
     checks, signatures, unexpected, urls = zip(*answers, strict=True)
@@ -206,13 +212,13 @@ def _shared(
 
 
 def _shares(options: LoadOptions, store: Store) -> bool:
-    """Whether ranks that need the same data read a share each and exchange them."""
+    """Return whether ranks that need the same data each read a share and exchange the shares."""
     return options.replicas == "broadcast" or (options.replicas == "auto" and store.asking_costs)
 
 
 @contextmanager
 def _said_if_half(state: TrainState) -> Iterator[None]:
-    """Add a note to an error that leaves the state half loaded."""
+    """Add a sentence to errors that leave the state half loaded."""
     try:
         yield
     except BaseException as error:
@@ -232,7 +238,7 @@ def _said_if_half(state: TrainState) -> Iterator[None]:
 
 
 def _raise_one(answers: Sequence[Any]) -> None:
-    """Raise the ranks' errors as one. If all are the same, raise it unchanged."""
+    """Raise the errors of all ranks as one error. If all are equal, raise that error unchanged."""
     errors = [answer if isinstance(answer, CkptkitError) else None for answer in answers]
     texts: dict[str, list[int]] = {}
     for rank, error in enumerate(errors):
@@ -243,7 +249,7 @@ def _raise_one(answers: Sequence[Any]) -> None:
         return
     gone = next((error for error in errors if isinstance(error, CheckpointNotFoundError)), None)
     if gone is not None:
-        raise gone  # which explains missing files on other ranks
+        raise gone  # explains why other ranks found files missing
     lines = [text if len(ranks) == len(errors) else f"rank {ranks}: {text}" for text, ranks in texts.items()]
     kind = kinds.pop() if len(kinds) == 1 else LoadError
     if kinds and all(issubclass(other, CorruptCheckpointError) for other in kinds):

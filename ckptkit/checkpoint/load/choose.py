@@ -1,4 +1,4 @@
-"""The load half of a manager: chooses a checkpoint, pins it while it is read, and falls back from a damaged one."""
+"""Loads for a manager: chooses a checkpoint, pins it while it is read, and falls back from a damaged one."""
 
 from __future__ import annotations
 
@@ -51,19 +51,19 @@ _ADVICE = (
 
 
 class Loader:
-    """Loads checkpoints of one run, or from any URL. All ranks create it and call `load` together.
+    """Loads checkpoints of one run, or from any URL. All ranks must create it and call `load` together.
 
     Args:
-        url: The root as given by the user.
+        url: The root as the user gave it.
         hold: Keeps the pin of the checkpoint that the run was resumed from.
-        best: The definition of "best": a metric, and "min" or "max".
+        best: What "best" means: a metric, and "min" or "max".
         start_fresh: As for `CheckpointManager`.
         trace: A directory for Chrome traces.
 
     Attributes:
-        resumed_from: The name of the last checkpoint loaded from the run itself.
-        given_up: Damaged checkpoints that a load fell back from.
-        looked: Whether a load has already searched for the latest and reported what it skipped.
+        resumed_from: The name of the last checkpoint that was loaded from the run itself.
+        given_up: Names of damaged checkpoints that a load fell back from.
+        looked: Whether a load has already searched for the latest checkpoint, and reported what it skipped.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Loader:
                 name = record.name
                 report = self._restore(path, record, state, options, resume=True, origin=origin)
             except CheckpointNotFoundError:
-                # Another job's rotation was faster than our pin: choose again, unless it is the same checkpoint.
+                # Another job's rotation deleted it before our pin. Choose again, but give up if the same one is chosen.
                 if not name or name == rotated:
                     raise
                 rotated = name
@@ -142,7 +142,7 @@ class Loader:
         return self._restore(other, None, state, options) if other else None
 
     def latest(self) -> int | None:
-        """Return the step of the latest checkpoint, None if the run is new. Raises as `load` does. On rank 0."""
+        """Return the step of the latest checkpoint; None if the run is new. Raises as `load` does. Call on rank 0."""
         inventory = list_checkpoints(self._root)
         if inventory.latest is not None:
             return inventory.latest.step
@@ -151,7 +151,7 @@ class Loader:
         return None
 
     def _begin(self, state: TrainState, options: LoadOptions) -> str:
-        """Return the URL of another system's checkpoint to resume from, "" if the run is new. On rank 0."""
+        """Return the URL of another system's checkpoint to resume from; "" if the run is new. Call on rank 0."""
 
         self.latest()
         wanted = options.optimizer != "skip"
@@ -167,12 +167,12 @@ class Loader:
 
     def _choose(self, which: str | int, damaged: Collection[str] = ()) -> tuple[str, CommitRecord] | Skipped | None:
         found = choose(self._root, which, damaged=damaged, best=self._best, view=snapshot(self._root))
-        if isinstance(found, Skipped) and found.unanswered:  # do not fall back from a checkpoint that may be undamaged
+        if isinstance(found, Skipped) and found.unanswered:  # no fallback, because this checkpoint may be undamaged
             raise StorageError(found.reason)
         return found
 
     def _exact(self, url: str) -> str:
-        """Resolve a URL to one checkpoint, once, because the newest of a run may change. On rank 0."""
+        """Resolve a URL to one checkpoint. Call once, on rank 0: the newest checkpoint of a run may change."""
         named = resolve_url(url, storage_options=self._storage_options)
         return open_source(named, storage_options=self._storage_options).url
 
@@ -186,7 +186,7 @@ class Loader:
         resume: bool = False,
         origin: str | None = None,
     ) -> LoadReport:
-        """Load one checkpoint: at path `place` of this run, or, without a record, at any URL."""
+        """Load one checkpoint. `place` is its path in this run; without a record, `place` is any URL."""
 
         def opened() -> tuple[Catalog, Store]:
             if pinned is not None:
@@ -196,11 +196,11 @@ class Loader:
             return source.catalog, source.store
 
         with ExitStack() as stack:
-            # Rank 0 holds the pin for all ranks until every rank has finished reading.
+            # Rank 0 pins the checkpoint for all ranks until every rank has finished reading.
             pinned, ready = self._pin(place, record, stack, resume=resume)
             report = load_checkpoint(state, opened, options, coordinator=self._coordinator, ready=ready, origin=origin)
             if resume and self._coordinator.is_main:
-                self._hold.keep(stack.pop_all())  # nor must a `ckptkit prune` that runs next to this job delete it
+                self._hold.keep(stack.pop_all())  # so that a concurrent `ckptkit prune` does not delete it, either
         self._announce_load(report)
         if options.optimizer == "deferred":
             report.deferred = DeferredOptimizer(state, options, partial(self._restore, place, record))
@@ -209,10 +209,10 @@ class Loader:
     def _pin(
         self, place: str, chosen: CommitRecord | None, stack: ExitStack, *, resume: bool
     ) -> tuple[CommitRecord | None, Callable[[bool], None] | None]:
-        """Pin a checkpoint on rank 0; return its record on all ranks, and a function that waits for the pin.
+        """Pin a checkpoint on rank 0. Return its record on all ranks, and a function that waits for the pin.
 
-        On an object store, a pin is one request, and two more confirm that it was in time. Meanwhile the checkpoint is
-        opened and read: complete reads are valid, and missing files mean that it was deleted.
+        On an object store, a pin takes one request, and confirming that it was in time takes two more. The checkpoint
+        is opened and read during these requests. Complete reads are valid; missing files mean a deletion.
         """
         why = "resumed from" if resume else "load"
         if chosen is None:
@@ -231,7 +231,7 @@ class Loader:
         def ask() -> CommitRecord:
             return entered.result()()
 
-        looked = pool.submit(ask) if self._coordinator.world_size > 1 else None  # where it is needed anyway
+        looked = pool.submit(ask) if self._coordinator.world_size > 1 else None  # several ranks always check the pin
         pool.shutdown(wait=False)
 
         def leave(kind: Any, error: Any, trace: Any) -> None:
@@ -267,7 +267,7 @@ def _is_url(which: str) -> bool:
 
 
 def load_options(options: LoadOptions | None, overrides: Mapping[str, Any]) -> LoadOptions:
-    """Return `options` with the fields that `overrides` names replaced. Raises UsageError for an unknown one."""
+    """Return `options` with the fields in `overrides` replaced. Raises UsageError if a field is unknown."""
     unknown = [name for name in overrides if name not in LoadOptions.__dataclass_fields__]
     if unknown:
         known = ", ".join(LoadOptions.__dataclass_fields__)
@@ -275,10 +275,10 @@ def load_options(options: LoadOptions | None, overrides: Mapping[str, Any]) -> L
     return replace(options or LoadOptions(), **overrides)
 
 
-# Finds another system's checkpoint to resume from if the root has none of ours yet.
+# --- resuming from another system's checkpoint, if the root has none of ours
 
 
-_WEIGHTS = ("safetensors", "torch")  # formats in which weights are also published: a run may start from them
+_WEIGHTS = ("safetensors", "torch")  # formats of published weights, from which a new run may start
 _MAX_LOOKS = 64
 _DCP_DATA = r"__\d+_\d+\.distcp"
 _ANEW = "To start a new run, save to another directory."
@@ -287,19 +287,19 @@ _ANEW = "To start a new run, save to another directory."
 def adoptable(
     url: str, root: Store, state: TrainState, *, optimizer: bool = True, storage_options: Mapping[str, Any] | None
 ) -> str:
-    """Return the URL of another system's newest checkpoint below `url`, "" if there is none to resume from.
+    """Return the URL of another system's newest checkpoint in `url`; "" if there is none to resume from.
 
-    Uncommitted attempts of ours do not count. Neither does a directory of weights without a step: training may start
-    from them, and the log explains how to load them.
+    Ignores uncommitted attempts of ckptkit. Also ignores a directory of weights without a step, because a new run may
+    start from them; the log explains how to load them.
 
     Args:
-        optimizer: Whether the load restores optimizers; otherwise weights are sufficient.
+        optimizer: Whether the load restores optimizers. Otherwise weights are sufficient.
 
     Raises:
-        CheckpointMismatchError: The checkpoint lacks the optimizer that `state` has.
-        CorruptCheckpointError: It is damaged.
+        CheckpointMismatchError: The checkpoint has no optimizer, but `state` has one.
+        CorruptCheckpointError: The checkpoint is damaged.
         UsageError: There are several checkpoints of other systems, and it is unclear which to load.
-        UnsupportedFormatError: The newest cannot be read.
+        UnsupportedFormatError: The newest checkpoint cannot be read.
     """
     inventory = list_checkpoints(root)
     if inventory.committed or not inventory.foreign:
@@ -331,7 +331,7 @@ def _newest(url: str, inventory: Inventory, storage_options: Mapping[str, Any] |
 
 
 def _places(url: str, inventory: Inventory) -> Iterator[str]:
-    """Yield the places to search: the root, or each foreign folder in it."""
+    """Yield the URLs to try: the root, or each foreign folder in it if ckptkit has begun to save there."""
     if inventory.in_progress or inventory.abandoned or inventory.skipped:
         for step in ordered(inventory.foreign):
             yield f"{url.rstrip('/')}/{step.name}"
@@ -340,7 +340,7 @@ def _places(url: str, inventory: Inventory) -> Iterator[str]:
 
 
 def _refuse_unread(url: str, root: Store, inventory: Inventory, storage_options: Mapping[str, Any] | None) -> None:
-    """Raise if `url` contains checkpoints, but it is unclear which is the run's newest."""
+    """Raise UsageError if `url` contains checkpoints, but it is unclear which is the run's newest."""
     listed = Candidate(root)
     found: list[str] = []
     for name in inventory.foreign[:_MAX_LOOKS]:
@@ -349,7 +349,7 @@ def _refuse_unread(url: str, root: Store, inventory: Inventory, storage_options:
             inner = Candidate(root.child(name))
             form = format_of(inner)
             if form is None and inner.any_file(_DCP_DATA):
-                open_source(place, storage_options=storage_options)  # raises: it is incomplete
+                open_source(place, storage_options=storage_options)  # raises, because the checkpoint is incomplete
             known = form is not None and form.name not in _WEIGHTS
         else:
             known = name.endswith(TORCH_ENDINGS) and _holds_optimizer(place, storage_options)
@@ -367,12 +367,12 @@ def _refuse_unread(url: str, root: Store, inventory: Inventory, storage_options:
 def _holds_optimizer(file: str, storage_options: Mapping[str, Any] | None) -> bool:
     try:
         return _has(open_source(file, storage_options=storage_options).catalog, Role.OPTIMIZER)
-    except CkptkitError:  # any file may have the suffix .pt
+    except CkptkitError:  # a file that ends with .pt may contain anything
         return False
 
 
 def _has(catalog: Catalog, role: Role) -> bool:
-    # An optimizer without momentum has settings only, which are objects.
+    # Look at objects, too: an optimizer without momentum has only settings, which are objects.
     roles = {entry.role for entry in catalog.tensors.values()} | {entry.role for entry in catalog.objects.values()}
     return role in roles
 

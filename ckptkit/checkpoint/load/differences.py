@@ -14,12 +14,12 @@ __all__ = ["KeyFilter", "Mismatches", "Sides", "match_tensors"]
 _SHOWN = 20
 
 Sides = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Name -> (dtype, shape)."""
+"""Maps names to (dtype, shape)."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyFilter:
-    """Selects parameters by globs or by a predicate on the FQN; all by default."""
+    """Selects parameters by globs, or by a predicate on the FQN. Selects all by default."""
 
     include: Sequence[str] | Callable[[str], bool] = ()
     exclude: Sequence[str] | Callable[[str], bool] = ()
@@ -28,7 +28,7 @@ class KeyFilter:
         return (not self.include or _matches(self.include, fqn)) and not (self.exclude and _matches(self.exclude, fqn))
 
     def idle(self, fqns: Collection[str]) -> list[str]:
-        """Return the globs, or the predicate, that match none of these names."""
+        """Return descriptions of the globs or predicates that match none of these names."""
         found = []
         for name, rule in (("include", self.include), ("exclude", self.exclude)):
             if callable(rule):
@@ -57,8 +57,8 @@ class Mismatches:
     """Mismatches by section ("model", "optimizer", "extra.ema", ...).
 
     Attributes:
-        missing: In the training state, not in the checkpoint.
-        unexpected: In the checkpoint, not in the training state.
+        missing: Names that the checkpoint lacks.
+        unexpected: Names that the training state lacks.
         shapes, dtypes, others: Descriptions.
     """
 
@@ -69,21 +69,21 @@ class Mismatches:
     others: dict[str, list[str]] = field(default_factory=dict)
 
     def add(self, kind: str, section: str, items: Iterable[str]) -> None:
-        """Add items to one of the five lists of a section."""
+        """Add items to the list `kind` of a section."""
         found = list(items)
         if found:
             getattr(self, kind).setdefault(section, []).extend(found)
 
     def check(self, url: str, *, strict: bool, elsewhere: bool = False) -> None:
-        """Raise for mismatches; with strict=False, missing and unexpected keys are accepted.
+        """Raise if there are mismatches. With strict=False, missing and unexpected names are accepted.
 
         Args:
-            elsewhere: Unexpected keys alone are accepted, because other ranks may have them.
+            elsewhere: Accept unexpected names if there are no other mismatches, because other ranks may have them.
 
         Raises:
-            CheckpointMismatchError: Lists everything, section by section.
+            CheckpointMismatchError: Lists all mismatches, section by section.
         """
-        kinds = {"has another shape": self.shapes, "has another dtype": self.dtypes, "does not fit": self.others}
+        kinds = {"with another shape": self.shapes, "with another dtype": self.dtypes, "incompatible": self.others}
         if strict:
             kinds = {"missing in the checkpoint": self.missing, "unexpected": self.unexpected, **kinds}
         if elsewhere and not any(sections for sections in kinds.values() if sections is not self.unexpected):
@@ -112,12 +112,12 @@ class Mismatches:
         return f"\nTry: {'; '.join(advice)}." if advice else ""
 
     def everything(self, kind: str) -> list[str]:
-        """Return the items of one list with their sections."""
+        """Return the items of the list `kind` as "section.item"."""
         return [f"{section}.{item}" for section, items in getattr(self, kind).items() for item in items]
 
 
 def in_all(tables: Sequence[Mapping[str, Sequence[str]]]) -> dict[str, list[str]]:
-    """Return the names of each section that are in every table, and the descriptions ("NAME (why)") that are in any."""
+    """Return, by section, the names in all tables, and the descriptions ("NAME (why)") in any table."""
     found: dict[str, list[str]] = {}
     for section in dict.fromkeys(section for table in tables for section in table):
         counts = Counter(item for table in tables for item in set(table.get(section, ())))
@@ -129,12 +129,12 @@ def in_all(tables: Sequence[Mapping[str, Sequence[str]]]) -> dict[str, list[str]
 
 
 def _listed(items: Sequence[str]) -> str:
-    # List all of them: a shortened list would mean fixing one error after the other.
+    # List all items: with a shortened list, the user would have to fix one error after the other.
     return ", ".join(items) if len(items) <= _SHOWN else "\n    " + "\n    ".join(items)
 
 
 def match_tensors(found: Mismatches, section: str, wanted: Sides, saved: Sides, *, convert_dtype: bool) -> list[str]:
-    """Return the names that match, and add all others to `found`."""
+    """Return the names that match, and add the mismatches to `found`."""
     found.add("missing", section, (name for name in wanted if name not in saved))
     found.add("unexpected", section, (name for name in saved if name not in wanted))
     good = []

@@ -1,4 +1,4 @@
-"""Fills local tensors from a checkpoint's slices in any format; reads only the bytes needed and checks them."""
+"""Fills local tensors from a checkpoint's slices, in any format. Reads only the bytes needed, and checks them."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ __all__ = ["add_parts", "add_whole", "check_sizes", "fill", "naming", "read_whol
 
 
 def add_parts(filler: Filler, entry: TensorEntry, local: torch.Tensor, parts: Sequence[LocalPart]) -> None:
-    """Schedule reads that fill `local`, which consists of these boxes of the full tensor.
+    """Schedule reads that fill `local`, which consists of `parts` of the full tensor.
 
     Raises:
-        IncompleteCheckpointError: The slices do not hold every element that is wanted.
+        IncompleteCheckpointError: The slices do not contain every element that is wanted.
     """
     from ckptkit.formats.dcp.fill import add_box, part_of
 
     for part in parts:
-        if part.box.numel:  # an empty local tensor may have any shape
+        if part.box.numel:  # an empty local tensor may have a shape that does not fit
             add_box(filler, entry, part.box, part_of(local, part.local_offsets, part.box.sizes))
 
 
@@ -68,7 +68,7 @@ def check_sizes(filler: Filler) -> None:
 
 @contextmanager
 def naming(filler: Filler) -> Iterator[None]:
-    """Name a tensor in errors about files that `filler` reads."""
+    """Add the name of a tensor to errors about the files that `filler` reads."""
     names = {path: name for path, (_, name) in filler.last().items()}
     try:
         yield
@@ -80,10 +80,10 @@ def naming(filler: Filler) -> Iterator[None]:
 
 
 def share_checks(wanted: Sequence[Sequence[SliceCheck]]) -> list[list[SliceCheck]]:
-    """Assign each slice that ranks read only partly to one of them, the one with the least to check so far.
+    """Assign each slice that ranks read only partly to one of these ranks: the one with the least to check so far.
 
-    So every slice is read completely, and checked, by one rank before any rank uses it. No rank checks more than its
-    share, and each slice is read at most once more.
+    So one rank reads every slice completely and checks it, before any rank uses it. The work is distributed evenly, and
+    each slice is read at most once more.
     """
     readers: dict[tuple[str, int], list[int]] = {}
     slices: dict[tuple[str, int], SliceCheck] = {}
@@ -101,7 +101,7 @@ def share_checks(wanted: Sequence[Sequence[SliceCheck]]) -> list[list[SliceCheck
 
 
 def fill(filler: Filler) -> int:
-    """Read what is scheduled and return the bytes read. Partly read slices are checked completely.
+    """Run the scheduled reads, and return the number of bytes read. Partly read slices are read completely and checked.
 
     Raises:
         IntegrityError: A checksum does not match; names tensor and file.
@@ -116,7 +116,7 @@ def fill(filler: Filler) -> int:
 
 
 def read_whole(catalog: Catalog, store: Store, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Read full tensors to the CPU."""
+    """Read full tensors to the CPU, and return them by name."""
     from ckptkit.formats.dcp.fill import Filler
 
     filler = Filler(store)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Adopted", "adopt", "with_files_beside", "foreign_extras", "foreign_rng", "foreign_schedulers"]
 
-# Files of transformers and accelerate next to an unsharded model: optimizer, scheduler and random state.
+# Next to an unsharded model, transformers and accelerate store the optimizer, the scheduler and the random state.
 
 
 _OPTIMIZER = ("optimizer.bin", "optimizer.pt")
@@ -33,7 +33,7 @@ _OBJECT = re.compile(r"(scheduler|random_states_\d+|rng_state(?:_\d+)?|trainer_s
 
 
 def with_files_beside(catalog: Catalog, store: Store) -> Catalog:
-    """Return the catalog of weights with the files next to them; unchanged if it already has an optimizer."""
+    """Add the files next to the weights to their catalog. Return it unchanged if it already has an optimizer."""
     if not catalog.info.format.startswith("safetensors") and catalog.info.format not in ("torch", "hf"):
         return catalog
     if any(entry.role is Role.OPTIMIZER for entry in catalog.tensors.values()):
@@ -54,7 +54,7 @@ def with_files_beside(catalog: Catalog, store: Store) -> Catalog:
     return merged(parts, catalog.info) if path is not None or objects else catalog
 
 
-# Finds the schedulers, random state and other objects of other systems, and converts what a load can use.
+# --- schedulers, random state and other objects
 
 
 _RNG_FILE = re.compile(r"(?:random_states|rng_state|extra_state)[._](\d+)")
@@ -63,7 +63,7 @@ _NAME = re.compile(r"[^A-Za-z0-9_-]+")
 
 
 def foreign_schedulers(values: Mapping[str, Any], live: Sequence[str]) -> dict[str, Any]:
-    """Return the state of each live scheduler by key; nothing if their number differs."""
+    """Return the saved state of each live scheduler, by key. Return {} if the numbers of schedulers differ."""
     found = _schedulers(values)
     if not live or len(found) != len(live):
         return {}
@@ -71,7 +71,7 @@ def foreign_schedulers(values: Mapping[str, Any], live: Sequence[str]) -> dict[s
 
 
 def _schedulers(values: Mapping[str, Any]) -> list[Any]:
-    for holder in (values, values.get("meta")):  # Lightning: in the file, or in meta.pt
+    for holder in (values, values.get("meta")):  # Lightning stores them in the file, or in meta.pt
         listed = holder.get("lr_schedulers") if isinstance(holder, Mapping) else None
         if isinstance(listed, (list, tuple)):
             return [dict(item) for item in listed if isinstance(item, Mapping)]
@@ -89,7 +89,7 @@ def _schedulers(values: Mapping[str, Any]) -> list[Any]:
 
 
 def foreign_rng(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the random state of each rank by key, if it includes Python's and torch's state."""
+    """Return the random state of each rank, by key. States without those of Python and torch are left out."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         match = _RNG_FILE.fullmatch(name)
@@ -131,7 +131,7 @@ def _rng(states: Mapping[str, Any]) -> dict[str, Any] | None:
 def foreign_extras(
     values: Mapping[str, Any], objects: dict[str, JSON], tensors: dict[str, torch.Tensor], notes: list[str]
 ) -> None:
-    """Add the remaining objects to `objects` as `extra.<name>`: a load returns them or restores a live extra."""
+    """Add the remaining objects to `objects` as `extra.<name>`, to restore a live extra, or for the report."""
     for name, value in values.items():
         if value is None or _RNG_FILE.fullmatch(name) or _SCHEDULER_FILE.fullmatch(name):
             continue
@@ -152,10 +152,10 @@ class Adopted:
     """The result of `adopt`.
 
     Attributes:
-        catalog: Its tensors under our names, with the live models' FQNs.
+        catalog: The tensors under our names, with the FQNs of the live models.
         objects: JSON by key, as in `objects.json`.
         tensors: Tensors that the objects refer to.
-        notes: What was interpreted, and what could not be read.
+        notes: What was adapted, and what could not be read.
     """
 
     catalog: Catalog
@@ -165,16 +165,16 @@ class Adopted:
 
 
 def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool = True) -> Adopted:
-    """Adapt another system's checkpoint to `state`. No communication; reads only small objects, no tensors.
+    """Adapt another system's checkpoint to `state`. Does not communicate. Reads only objects, and tensors of `extra`.
 
-    If one side's FQNs have a prefix that the other lacks (a LightningModule's attribute, a wrapper), the prefix that
-    makes most names match is added or removed. Optimizers are matched by order. Settings, schedulers and random state
-    are read from where Lightning, transformers, accelerate, verl, LightRFT, DeepSpeed and torchtitan store them; other
-    objects become `extra`.
+    If the FQNs of one side have a prefix that the other side lacks (a LightningModule's attribute, a wrapper), it is
+    added or removed; of several prefixes, the one that matches most names is chosen. Optimizers are matched by order.
+    Settings, schedulers and random state are read from where Lightning, transformers, accelerate, verl, LightRFT,
+    DeepSpeed and torchtitan store them. Other objects become `extra`.
 
     Raises:
-        CheckpointMismatchError: It has another number of optimizers than `state` (and at least one), or numbered
-            parameters whose names cannot be determined.
+        CheckpointMismatchError: The numbers of optimizers differ (and neither is 0), or parameters are numbered and
+            cannot be matched to names.
     """
     catalog = with_files_beside(catalog, store)
     rename, notes = _aligned(catalog, state)
@@ -218,7 +218,7 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
     foreign_extras(values, objects, refs, notes)
     notes += [f"{name} was not read: {why}" for name, why in unread.items()]
     if catalog.info.step is None and sections:
-        notes.append("it records no step; TrainState.step is unchanged, set it yourself.")
+        notes.append("the checkpoint records no step; TrainState.step is unchanged, set it yourself.")
     return Adopted(Catalog(tensors, catalog.objects, catalog.info), objects, refs, notes)
 
 
@@ -226,11 +226,11 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
 
 
 def _aligned(catalog: Catalog, state: TrainState) -> tuple[Callable[[str], str], list[str]]:
-    """Return a function that maps saved FQNs to live ones."""
+    """Return a function that maps saved FQNs to live ones, and notes for the report."""
     models = state.parts("model")
     live = {f"{name}.{fqn}" if name else fqn for name, module in models.items() for fqn in model_tensors(module)[0]}
     saved = {entry.fqn for entry in catalog.by_role(Role.MODEL).values()}
-    best, hits = ("", ""), len(saved & live)  # (removed, added)
+    best, hits = ("", ""), len(saved & live)  # best: (removed prefix, added prefix)
     for drop, add in _candidates(saved, live):
         fit = sum(1 for fqn in saved if fqn.startswith(drop) and add + fqn[len(drop) :] in live)
         if fit > hits:
@@ -250,7 +250,7 @@ def _candidates(saved: set[str], live: set[str]) -> set[tuple[str, str]]:
     if not saved or not live:
         return set()
     found: set[tuple[str, str]] = set()
-    # Longer names are less likely to be an accidental suffix of another name.
+    # Long names first: they are unlikely to be a suffix of another name by accident.
     for fqn in sorted(saved, key=lambda name: (-len(name), name))[:_SAMPLES]:
         found |= {("", name[: -len(fqn)]) for name in live if name.endswith(f".{fqn}")}
     for fqn in sorted(live, key=lambda name: (-len(name), name))[:_SAMPLES]:
@@ -260,7 +260,7 @@ def _candidates(saved: set[str], live: set[str]) -> set[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class _LiveNames:
-    """Maps the names in a param group, which include wrapper prefixes, to live FQNs."""
+    """Maps the names in a param group, which may include wrapper prefixes, to live FQNs."""
 
     rename: Callable[[str], str]
     known: set[str]
@@ -285,7 +285,7 @@ class _LiveNames:
 
 
 def _tied(state: TrainState) -> dict[str, str]:
-    """Return other name of a tied parameter -> the name of its optimizer state in this job."""
+    """Return, for each other name of a tied parameter, the name under which this job has its optimizer state."""
     names = parameter_names(state)
     found: dict[str, str] = {}
     for name, module in state.parts("model").items():
@@ -301,20 +301,20 @@ def _tied(state: TrainState) -> dict[str, str]:
 
 
 def _owner(name: str) -> str | None:
-    """Return the prefix before "state", "master" or "param_groups" in a raw name; None if it has none of them."""
+    """Return the prefix of a raw name before "state", "master" or "param_groups"; None if it contains none of these."""
     found = _OWNER.match(name)
     return found[1] if found else None
 
 
 def _owners(catalog: Catalog) -> list[str]:
-    """Return a checkpoint's optimizers by name prefix, in order."""
+    """Return the name prefixes of the checkpoint's optimizers, in order."""
     names = [entry.name for entry in catalog.tensors.values() if entry.role in (Role.OPTIMIZER, Role.MASTER)]
     found = dict.fromkeys(owner for name in names if (owner := _owner(name)) is not None)
     return sorted(found, key=lambda owner: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", owner)])
 
 
 def _sections(owners: Sequence[str], live: Sequence[str], url: str) -> dict[str, str]:
-    """Return the key of the live optimizer for each optimizer of the checkpoint."""
+    """Return, for each optimizer of the checkpoint, the key of the live optimizer."""
     if not owners or not live:
         return {}
     if len(owners) != len(live):
@@ -333,7 +333,7 @@ def _renamed(
     tied: Mapping[str, str],
     numbers: Mapping[str, Mapping[Any, str]],
 ) -> dict[str, TensorEntry]:
-    """Return the tensors under our names, without moments that no live optimizer uses."""
+    """Return the tensors under our names. Moments that no live optimizer uses are left out."""
     found: dict[str, TensorEntry] = {}
     for entry in catalog.tensors.values():
         if entry.role is Role.MODEL:
@@ -343,7 +343,7 @@ def _renamed(
             owner = _owner(entry.name) or ""
             fqn = rename(entry.fqn) if entry.fqn else numbers.get(owner, {}).get(entry.key[-2], "")
             fqn = tied.get(fqn, fqn)
-            key = sections.get(owner, "optimizer" if entry.role is Role.MASTER else None)  # a weight may use it
+            key = sections.get(owner, "optimizer" if entry.role is Role.MASTER else None)  # a weight may use a master
             if key is None or not fqn:
                 continue
             part = f"master.{fqn}" if entry.role is Role.MASTER else f"state.{fqn}.{entry.state}"
@@ -361,8 +361,9 @@ def _flattened_extras(
     catalog: Catalog,
     state: TrainState,
 ) -> dict[str, dict[str, Any]]:
-    """Return the state of each live extra that torch's DCP flattened: "train_state.step" is a part of `train_state`.
-    Removes its tensors from `tensors`.
+    """Return the state of each live extra that torch's DCP has flattened: "train_state.step" belongs to `train_state`.
+
+    Removes the tensors of these states from `tensors`.
     """
     found: dict[str, dict[str, Any]] = {}
     for name in (name for name, item in state.extra.items() if is_stateful(item)):
@@ -383,8 +384,11 @@ def _flattened_extras(
 
 
 def _groups(catalog: Catalog, owner: str, read: Callable[[ObjectEntry], Any]) -> list[dict[str, Any]]:
-    """Return the param groups of one optimizer, stored as one object, one object per setting, or one object per
-    parameter and setting (torch's flattened form, used by torchtitan)."""
+    """Return the param groups of one optimizer.
+
+    They may be stored as one object, as one object per setting, or as one object per parameter and setting (torch's
+    flattened form, which torchtitan uses).
+    """
     front = f"{owner}.param_groups" if owner else "param_groups"
     whole = catalog.objects.get(front)
     if whole is not None:
@@ -416,7 +420,8 @@ def _states(
 ) -> dict[str, dict[str, Any]]:
     """Return the non-tensor state of each parameter, such as a step count, by live FQN.
 
-    torch's optimizers keep step counts in tensors, and convert numbers when they load; others keep numbers.
+    Step counts become tensors for torch's optimizers, which would otherwise convert them when they load. Other
+    optimizers keep numbers.
     """
     import torch
 
@@ -454,11 +459,11 @@ def _put_groups(
 def _by_position(
     catalog: Catalog, owner: str, groups: Sequence[Mapping[str, Any]], key: str, state: TrainState
 ) -> dict[Any, str]:
-    """Return the live name of each numbered parameter; nothing if the saved groups have names.
+    """Return the live FQN of each numbered parameter. Return {} if the saved groups contain names.
 
-    Groups with the same lengths and matching shapes are matched by order, since the saving job created its optimizer
-    with the same code. Other groups are matched to the model's parameters if shapes and order allow only one
-    assignment.
+    If groups have the same lengths and the shapes match, parameters are matched by order: the saving job created its
+    optimizer with the same code. Otherwise they are matched to the model's parameters, if only one assignment is
+    possible by shapes and order.
 
     Raises:
         CheckpointMismatchError: The assignment is ambiguous.
@@ -498,7 +503,7 @@ def _lengths(groups: Sequence[Sequence[Any]]) -> str:
 
 
 def _state_shapes(catalog: Catalog, owner: str) -> dict[Any, list[tuple[int, ...]]]:
-    """Return the state shapes of each numbered parameter, without step counts."""
+    """Return the shapes of the states of each numbered parameter. Scalars, such as step counts, are left out."""
     found: dict[Any, list[tuple[int, ...]]] = {}
     for entry in catalog.tensors.values():
         if entry.role is Role.OPTIMIZER and len(entry.key) > 1 and entry.shape and _owner(entry.name) == owner:
@@ -507,5 +512,8 @@ def _state_shapes(catalog: Catalog, owner: str) -> dict[Any, list[tuple[int, ...
 
 
 def _fits(states: Sequence[tuple[int, ...]], shape: tuple[int, ...]) -> bool:
-    """Whether states of these shapes may belong to a parameter: same size, or without one of its dimensions."""
+    """Return whether states of these shapes can belong to a parameter of `shape`.
+
+    One of them must have the same shape, or lack one of the last two dimensions.
+    """
     return not states or any(found in (shape, shape[:-1], (*shape[:-2], *shape[-1:])) for found in states)

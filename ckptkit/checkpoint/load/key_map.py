@@ -24,12 +24,12 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class MappedWeights:
-    """The weights of a checkpoint after a key map.
+    """The weights of a checkpoint after a key map was applied.
 
     Attributes:
-        catalog: Only the weights, under their new names.
-        sources: New name -> the tensors of the checkpoint that it consists of.
-        filled: The boxes of a padded tensor that the checkpoint has, by new name.
+        catalog: The weights under their new names, and nothing else.
+        sources: For each new name, the tensors of the checkpoint that it consists of.
+        filled: For each padded tensor, by new name: the boxes that the checkpoint has.
         dropped: Tensors that the map drops, with the reason.
         notes: Rules that matched nothing.
     """
@@ -45,14 +45,14 @@ def map_weights(catalog: Catalog, key_map: NameMap, *, live: set[str], config: M
     """Return the weights of `catalog` under the names that the map gives them.
 
     Args:
-        live: The names of the live models' tensors. A second name of a tied weight, which some formats do not store, is
-            mapped too if one of these needs it.
-        config: The model's config, if rules use its keys.
+        live: The tensor names of the live models. Some formats store a tied weight under one name only; its other name
+            is mapped too if `live` contains the result.
+        config: The model's config, which rules may use.
 
     Raises:
         CheckpointMismatchError: The map matches nothing, or does not fit the tensors.
         CheckpointNotFoundError: The checkpoint has no weights.
-        UnsupportedFormatError: The map casts; in a load the live model decides.
+        UnsupportedFormatError: The map casts, but in a load the live model determines the dtype.
     """
     weights = catalog.by_role(Role.MODEL)
     if not weights:
@@ -89,7 +89,7 @@ def map_weights(catalog: Catalog, key_map: NameMap, *, live: set[str], config: M
 
 
 def _tied(catalog: Catalog, targets: Mapping[str, Target]) -> dict[str, Target]:
-    """Return the names of tied weights that are stored under another name."""
+    """Return targets for the names of tied weights that are stored under another name only."""
     found: dict[str, Target] = {}
     for section, table in catalog.info.extra.get("aliases", {}).items():
         prefix = f"{section.partition('_')[2]}." if "_" in section else ""
@@ -100,8 +100,10 @@ def _tied(catalog: Catalog, targets: Mapping[str, Target]) -> dict[str, Target]:
 
 
 def entry_of(target: Target, sources: Mapping[str, TensorEntry]) -> TensorEntry:
-    """Return a target as a tensor of the checkpoint. Its slices are where its elements are in the files of its sources,
-    and have the digests of the sources' slices."""
+    """Return a target as a catalog entry.
+
+    Its slices refer to the files of its sources, and have the digests of the sources' slices.
+    """
     named = target.sources
     listed = ", ".join(named[:_SHOWN]) + (f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else "")
     only = target.parts[0] if len(target.parts) == 1 else None

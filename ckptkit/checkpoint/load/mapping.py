@@ -1,5 +1,4 @@
-"""Presents a checkpoint as a mapping, in which reading one value reads only that value. Imports torch only for dtypes
-that numpy lacks."""
+"""Presents a checkpoint as a mapping that reads values lazily. Imports torch only for dtypes that numpy lacks."""
 
 from __future__ import annotations
 
@@ -46,17 +45,17 @@ _NUMPY = frozenset(
 def open_checkpoint(
     url: Location, *, storage_options: Mapping[str, Any] | None = None, options: ReadOptions | None = None
 ) -> Checkpoint:
-    """Open the checkpoint at `url` in any supported format, or the newest one of a run.
+    """Open the checkpoint at `url`, in any supported format. If `url` is a run, open its newest checkpoint.
 
-    Reads only metadata. `open_checkpoint(url)["model.embed.weight"][0:10]` then reads those ten rows. The checkpoint is
-    not protected from rotation: if a job may delete it, pin it first (`ckptkit pin`).
+    Opening reads only metadata. `open_checkpoint(url)["model.embed.weight"][0:10]` then reads these ten rows only. The
+    checkpoint is not protected from rotation. If a job may delete it, pin it first (`ckptkit pin`).
 
     Args:
-        url: Also "run/latest", "run/latest~1", "run/best", "run/1000".
+        url: May also be "run/latest", "run/latest~1", "run/best" or "run/1000".
 
     Raises:
-        CheckpointNotFoundError: There is none.
-        CorruptCheckpointError: Its metadata is damaged.
+        CheckpointNotFoundError: There is no checkpoint.
+        CorruptCheckpointError: The metadata is damaged.
     """
     exact = resolve_url(location("url", url), storage_options=storage_options)
     source = open_source(exact, storage_options=storage_options, options=options or ReadOptions())
@@ -64,12 +63,12 @@ def open_checkpoint(
 
 
 class Checkpoint(Mapping[str, Any]):
-    """The tensors and objects of a checkpoint by name: a `TensorView` for a tensor, the value itself for an object.
+    """Maps the names in a checkpoint to values: a `TensorView` for a tensor, the value itself for an object.
 
     Attributes:
         url: The opened checkpoint.
         note: Why this checkpoint was chosen, if `url` named a run.
-        catalog: Its dtypes, shapes, slices and roles.
+        catalog: Dtypes, shapes, slices and roles of the tensors.
     """
 
     def __init__(self, url: str, store: Store, catalog: Catalog, note: str = "") -> None:
@@ -80,7 +79,7 @@ class Checkpoint(Mapping[str, Any]):
 
     @property
     def info(self) -> CatalogInfo:
-        """Format, producer, world size, mesh, files."""
+        """Format, producer, world size, mesh, files and step."""
         return self.catalog.info
 
     @property
@@ -90,7 +89,7 @@ class Checkpoint(Mapping[str, Any]):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics recorded at the save; empty if none."""
+        """The metrics in the commit record; empty if there are none."""
         record = find_record(self._store)
         return dict(record.metrics) if record is not None else {}
 
@@ -127,7 +126,7 @@ class Checkpoint(Mapping[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class TensorView:
-    """One tensor, read lazily: `view[...]` reads only that part.
+    """One tensor, read lazily: `view[...]` reads only the selected part.
 
     Supports integers, slices and "...", like numpy's basic indexing. The result is a numpy array, or a torch tensor if
     numpy lacks the dtype (bfloat16, float8).
@@ -155,7 +154,7 @@ class TensorView:
         """Return the whole tensor as a numpy array.
 
         Raises:
-            UnsupportedFormatError: numpy does not have its dtype.
+            UnsupportedFormatError: numpy lacks the dtype.
         """
         if self.dtype not in _NUMPY:
             raise UnsupportedFormatError(
@@ -179,7 +178,7 @@ class TensorView:
         return result
 
     def _read(self, index: Any) -> tuple[npt.NDArray[np.uint8], tuple[Any, ...]]:
-        """Return the bytes of the smallest box that contains the part, [..., itemsize], and the index into it."""
+        """Read the smallest box with the selected part. Return its bytes, [..., itemsize], and the index into them."""
         box, rest = _box(index, self.shape)
         itemsize = dtype_of(self.dtype).itemsize
         if not box.numel:
@@ -224,7 +223,7 @@ def _box(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
 
 
 def _read_box(entry: TensorEntry, store: Store, box: Box, itemsize: int) -> npt.NDArray[np.uint8]:
-    """Read a box: the rows of each slice that contain it, including gaps between columns."""
+    """Read a box from all slices that contain parts of it. Also reads the bytes between rows of a part."""
     if entry.slices.codecs:
         raise UnsupportedFormatError(
             f"tensor {entry.name!r} is compressed; rewrite it first: "
@@ -237,7 +236,7 @@ def _read_box(entry: TensorEntry, store: Store, box: Box, itemsize: int) -> npt.
     numel = int(found.numel().sum()) if ndim else len(found)
     if numel != box.numel:
         raise IncompleteCheckpointError(f"tensor {entry.name!r}: its slices cover {numel} of {box.numel} elements.")
-    # Allocate only now: slices exist on disk, while a shape may be a false claim.
+    # Do not allocate earlier: a malicious shape may be huge, but the slices found above exist on disk.
     target = np.empty((*box.sizes, itemsize), np.uint8)
     starts, strides = source_layout(entry, found)
     reads, copies = [], []

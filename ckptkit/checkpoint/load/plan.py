@@ -1,4 +1,4 @@
-"""Plans a load without changing the training state: which tensor fills which, and all mismatches."""
+"""Plans a load without changing the training state: which tensor of the checkpoint fills which, and all mismatches."""
 
 from __future__ import annotations
 
@@ -55,8 +55,6 @@ __all__ = ["LoadOptions", "LoadPlan", "ModelTensor", "ObjectTarget", "OptimizerP
 
 _log = logging.getLogger(__name__)
 
-# The options of a load: mismatches and memory.
-
 
 Merge = Callable[[Sequence[Any], int, int], Any]
 
@@ -66,32 +64,33 @@ class LoadOptions:
     """Options of a load.
 
     Attributes:
-        strict: Missing and unexpected keys are errors. Otherwise matching keys are loaded and the rest is reported.
-        include, exclude: Globs, or a predicate, on the models' FQNs, to load only a part (adapters, for example). With
+        strict: Raise if keys are missing or unexpected. False: load the matching keys and report the others.
+        include, exclude: Globs of the models' FQNs, or a predicate, to load only a part (adapters, for example). With
             `strict`, a glob that matches nothing is an error.
         model: "restore"; "skip" leaves the models unchanged, to load only an optimizer.
-        optimizer: "restore"; "skip" leaves the optimizer unchanged; "deferred" restores it when the report's handle is
-            applied.
-        key_map: A key map from the checkpoint's names to the model's: a built-in name, a TOML or JSON file, or a
-            NameMap. Then only weights are loaded, and everything else stays as it is; with an optimizer in the state,
-            also pass optimizer="skip".
-        convert_dtype: Cast model tensors whose dtype differs; otherwise that is an error.
+        optimizer: "restore"; "skip" leaves the optimizer unchanged; "deferred" lets you restore it later, with the
+            handle in the report.
+        key_map: A map from the checkpoint's names to the model's: a built-in name, a TOML or JSON file, or a NameMap.
+            Only weights are then loaded, and everything else is left unchanged. If the state has an optimizer, also
+            pass optimizer="skip".
+        convert_dtype: Cast model tensors whose dtype differs. Otherwise a different dtype is an error.
         atomic: Change nothing until everything is read and checked, for a job that continues after a failed load. Needs
             memory for a second copy. By default, keys, shapes and dtypes are checked before anything is changed, and
             tensors are then read straight into model and optimizer; damage found while reading leaves the state half
             loaded.
-        max_memory: With `atomic`, the limit for the second copy ("2GB"); if it needs more, the load raises. None: this
+        max_memory: With `atomic`: the largest second copy allowed ("2GB"). The load raises if it needs more. None: this
             rank's share of the host's free memory.
         verify: True checks every slice against its digest. Slices that no rank needs completely are read once more, by
             one rank, so that no damage is loaded on any world size. "read" checks only slices that are read completely
             anyway, without extra reads. False checks nothing.
         replicas: How to read data that several ranks need (HSDP, DDP). "broadcast": each rank reads a share and sends
             it to the others. "read": each rank reads everything. "auto": "broadcast" from object stores, where reads
-            use the network; "read" from file systems, which are faster than sending.
-        rng_on_resize: If the number of ranks changed: "reseed" seeds each rank from the saved state and its rank;
-            "keep" leaves the generators unchanged; "error" raises.
-        per_rank_on_resize: The same for dataloaders and `PerRank` state: "error" or "keep", which apply if it differs
-            between ranks, or a function (states of all saved ranks, rank, world size) -> this rank's state.
+            use the network; "read" from file systems, where reading is faster than sending.
+        rng_on_resize: What to do with random number generators if the number of ranks changed. "reseed": seed each rank
+            from the saved state and its rank. "keep": leave them unchanged. "error": raise.
+        per_rank_on_resize: What to do with the states of dataloaders and `PerRank` values if the number of ranks
+            changed. "error" and "keep" apply if the saved states differ between ranks. A function takes (states of all
+            saved ranks, rank, world size) and returns this rank's state.
     """
 
     strict: bool = True
@@ -115,11 +114,11 @@ class LoadOptions:
 
     @property
     def whole(self) -> bool:
-        """Whether all models and optimizers are loaded."""
+        """Whether all models and optimizers are loaded completely."""
         return self.model == "restore" and self.optimizer == "restore" and not self.include and not self.exclude
 
     def complete(self, missing: Sequence[str]) -> list[str]:
-        """Return which of "model" and "optimizer" are loaded completely; `missing` lists what the checkpoint lacks."""
+        """Return which of "model" and "optimizer" are loaded completely. `missing`: keys that the checkpoint lacks."""
         if missing or self.include or self.exclude:
             return []
         return [kind for kind in ("model", "optimizer") if getattr(self, kind) == "restore"]
@@ -155,8 +154,8 @@ class ModelTensor:
     """A live parameter or buffer, and the tensor of the checkpoint that fills it.
 
     Attributes:
-        filled: The boxes that are filled, if a key map pads the tensor; None: all of it.
-        shards: How the live tensor is a part of the checkpoint's, if the state's layout declares it.
+        filled: The boxes that are filled, if a key map pads the tensor; None: the whole tensor.
+        shards: If the state's layout declares it: how the live tensor is a part of the checkpoint's.
     """
 
     key: str
@@ -167,7 +166,7 @@ class ModelTensor:
 
     @property
     def view(self) -> torch.Tensor:
-        """The live tensor as a part of the checkpoint's."""
+        """The live tensor, as a part of the checkpoint's tensor if the layout declares it."""
         return as_global(self.key, self.live, self.shards)
 
 
@@ -176,16 +175,16 @@ class OptimizerPlan:
     """How one optimizer is restored.
 
     Attributes:
-        states: FQN -> state name -> the checkpoint's tensor.
-        masters: FQN -> the checkpoint's tensor; None: the master is created from the loaded weight.
-        values: FQN -> state name -> JSON, for non-tensor state.
+        states: FQN to state name to the checkpoint's tensor.
+        masters: FQN to the checkpoint's tensor; None: the master is set from the loaded weight.
+        values: FQN to state name to JSON, for non-tensor state.
         shared: State that belongs to no parameter, as JSON.
-        held: How each state is held (by key), where that does not follow from its parameter.
-        keep: Parameters that the checkpoint's optimizer lacks; their live state is kept.
-        live: FQN -> state name -> live value; for a tensor of a subclass, its parts.
-        wholes: FQN -> state name -> tensor of a subclass, whose parts are filled in place.
-        skip: Restore nothing except masters, which must follow the weights.
-        shards: FQN -> how the parameter is a part of a global one, if the state's layout declares it.
+        held: How a state is stored, by key, if this does not follow from its parameter.
+        keep: Parameters that the checkpoint's optimizer lacks. They keep their live state.
+        live: FQN to state name to live value. A tensor subclass is replaced by its parts.
+        wholes: FQN to state name to tensor subclass. Its parts are filled in place.
+        skip: Restore only masters, which must follow the weights.
+        shards: If the state's layout declares it: FQN to how the parameter is a part of a global tensor.
     """
 
     key: str
@@ -204,7 +203,7 @@ class OptimizerPlan:
     shards: dict[str, tuple[Shard, ...]] = field(default_factory=dict)
 
     def shape(self, fqn: str) -> tuple[int, ...]:
-        """Return the shape that the checkpoint has for a parameter, and for its masters and moments."""
+        """Return the global shape of a parameter, which the checkpoint must have for it, its master and its moments."""
         return tuple(as_global(fqn, self.parameters[fqn], self.shards.get(fqn, ())).shape)
 
     @property
@@ -214,7 +213,7 @@ class OptimizerPlan:
 
 @dataclass(frozen=True, slots=True)
 class ObjectTarget:
-    """State stored as JSON, and its target. `trees` has several only if ranks are merged."""
+    """State stored as JSON, and the object to restore with it. There are several `trees` only if ranks are merged."""
 
     kind: str  # "scheduler", "grad_scaler", "dataloader", "extra", "model"
     key: str
@@ -228,18 +227,18 @@ class LoadPlan:
     """The plan of a load.
 
     Attributes:
-        catalog: The checkpoint from this rank's view: its own per-rank copies, and other systems' names mapped to ours.
-        tensors: Tensors of objects that are already read.
-        padded: The keys of tensors that a key map fills in part.
-        sources: With a key map, the checkpoint's tensors that each weight consists of, by FQN.
-        filled: With a key map that pads tensors, the boxes of them that it fills, by FQN.
+        catalog: The checkpoint as this rank sees it: with its own per-rank copies, and under our names.
+        tensors: Tensors of objects that have already been read.
+        padded: The keys of tensors that a key map fills only partly.
+        sources: With a key map: FQN to the checkpoint's tensors that the weight consists of.
+        filled: With a key map that pads tensors: FQN to the boxes that are filled.
     """
 
     catalog: Catalog
     tensors: Mapping[str, torch.Tensor]
     models: list[ModelTensor] = field(default_factory=list)
-    twins: list[list[ModelTensor]] = field(default_factory=list)  # saved under several names of one tensor
-    handed: list[tuple[torch.nn.Module, Mapping[str, Any]]] = field(default_factory=list)  # to load_state_dict, then
+    twins: list[list[ModelTensor]] = field(default_factory=list)  # one live tensor, saved under several names
+    handed: list[tuple[torch.nn.Module, Mapping[str, Any]]] = field(default_factory=list)  # for load_state_dict
     optimizers: list[OptimizerPlan] = field(default_factory=list)
     objects: list[ObjectTarget] = field(default_factory=list)
     rng: JSON = None
@@ -253,7 +252,7 @@ class LoadPlan:
     filled: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)
 
     def references(self) -> list[str]:
-        """Return the tensors that the objects refer to."""
+        """Return the keys of the tensors that the objects refer to."""
         trees = [tree for target in self.objects for tree in target.trees]
         for plan in self.optimizers:
             trees += [plan.values, plan.shared]
@@ -286,7 +285,7 @@ class _Planner:
         self.filter = KeyFilter(options.include, options.exclude)
         self.by_role: dict[Role, dict[str, TensorEntry]] = {}
         self.from_masters: set[str] = set()  # FQNs of masters that are loaded into weights
-        self.live: dict[str, dict[str, torch.Tensor]] = {}  # tensors of each model
+        self.live: dict[str, dict[str, torch.Tensor]] = {}  # the tensors of each model
         recipes = objects.get(SUBCLASSES, {})
         if not isinstance(recipes, dict) or not all(map(is_recipe, recipes.values())):
             raise CorruptCheckpointError(f"objects.json: the value of '{SUBCLASSES}' is malformed.")
@@ -328,7 +327,7 @@ class _Planner:
         self.left_out()
 
     def only_weights(self) -> None:
-        """Add to the report what a load with a key map does not change."""
+        """Report what a load with a key map leaves unchanged."""
         kept = [
             section(kind, name)
             for kind in ("scheduler", "grad_scaler", "dataloader")
@@ -375,13 +374,13 @@ class _Planner:
             self.plan.notes += idle
 
     def outer(self, key: str, fqn: str) -> str:
-        """Return the name of the saved tensor that `fqn` is a part of, or itself."""
+        """Return the name of the saved tensor subclass that `fqn` is a part of, or `fqn` itself."""
         return outer_name(fqn, self.recipes, f"{key}.")
 
     def parts(
         self, key: str, live: dict[str, torch.Tensor], saved: dict[str, TensorEntry], recipes: Mapping[str, Recipe]
     ) -> tuple[dict[str, torch.Tensor], dict[str, TensorEntry]]:
-        """Compare tensor subclasses' recipes. Return the live and the saved tensors whose recipes do not differ."""
+        """Compare the recipes of tensor subclasses. Return the live and the saved tensors without those that differ."""
         head = f"{key}."
         stored = {name[len(head) :]: recipe for name, recipe in self.recipes.items() if name.startswith(head)}
         here = {fqn: outer_name(fqn, recipes) for fqn in live}
@@ -397,12 +396,12 @@ class _Planner:
         )
 
     def extra_state(self, key: str, module: torch.nn.Module, live: Collection[str]) -> None:
-        """Plan the extra state of modules (`get_extra_state`), compared module by module."""
+        """Plan the extra state of modules (`get_extra_state`). Compares it module by module."""
         tree = self.objects.get(key, {})
         if self.foreign:
             if live:
                 self.plan.skipped[key] = (
-                    f"{len(live)} values stay as they are: only those that ckptkit saved are restored"
+                    f"{len(live)} values are left unchanged: ckptkit restores only those that it saved"
                 )
         elif isinstance(tree, dict):
             self.plan.mismatches.add("missing", key, [name for name in live if name not in tree])
@@ -470,12 +469,12 @@ class _Planner:
         if not found:
             self.plan.mismatches.add("missing", key, [group[0]])
         elif found[0] in wanted:
-            pass  # untied here, tied in the checkpoint: one tensor fills two, see extra_claims
+            pass  # tied in the checkpoint, but not here: one tensor fills two, see extra_claims
         else:
             wanted[found[0]] = live[group[0]]
 
     def exact(self, prefix: str, names: Sequence[str], entry: TensorEntry, live: torch.Tensor) -> TensorEntry:
-        """If a weight would have to be cast, return its fp32 master instead, which was not rounded."""
+        """Return the saved tensor for a weight. If it would be cast, return its fp32 master, which was not rounded."""
         if entry.dtype == dtype_name(live.dtype):
             return entry
         masters = self.entries(Role.MASTER)
@@ -494,7 +493,7 @@ class _Planner:
         aliases: Mapping[str, str],
         wanted: Mapping[str, torch.Tensor],
     ) -> None:
-        """Use a tensor that is stored once for several names to fill live tensors that are not tied in this job."""
+        """Plan to fill several live tensors from one saved tensor: weights that are tied only in the checkpoint."""
         for fqn, holder in aliases.items():
             if fqn in live and fqn not in saved and holder in saved and wanted.get(holder) is not live[fqn]:
                 if any(target.live is live[fqn] for target in self.plan.models):
@@ -510,7 +509,7 @@ class _Planner:
             return
         if self.options.key_map is not None and self.options.optimizer == "restore":
             raise UsageError(
-                "key_map= loads weights only, so the optimizer would not be restored. If it is to begin without state, "
+                "key_map= loads weights only, so the optimizer would not be restored. To start it without state, "
                 "pass optimizer='skip'."
             )
         groups = [group for optimizer in optimizers.values() for group in optimizer.param_groups]
@@ -536,7 +535,7 @@ class _Planner:
             self.plan.optimizers.append(plan)
 
     def optimizer(self, plan: OptimizerPlan, names: Mapping[int, str]) -> list[str]:
-        """Complete the plan of one optimizer. Return the unused masters."""
+        """Complete the plan of one optimizer. Return the FQNs of unused masters."""
         found, catalog, objects = self.plan.mismatches, self.catalog, self.objects
         tree = objects.get(plan.key)
         saved = None if tree is None else OptimizerTree.of(tree, plan.key)
@@ -554,7 +553,7 @@ class _Planner:
         if other or (tree is None and not states):
             found.add("missing", plan.key, [f"the whole optimizer{other and f' ({other})'}"])
             plan.groups = GroupChanges([{} for _ in plan.optimizer.param_groups])
-            plan.keep = list(plan.parameters)  # with strict=False the live one stays as it is
+            plan.keep = list(plan.parameters)  # with strict=False, the live state is kept
             return list(masters)
         if saved is not None:
             plan.groups = group_changes(plan.optimizer, names, saved.param_groups, self.small, plan.key)
@@ -585,7 +584,7 @@ class _Planner:
         return _plan_masters(plan, masters, weights, found)
 
     def opened_states(self, plan: OptimizerPlan, fqn: str, parameter: torch.Tensor) -> None:
-        """Match the states of one parameter that are tensors of subclasses; create those that the optimizer lacks."""
+        """Match the states of one parameter that are tensor subclasses. Create those that the live optimizer lacks."""
         import torch
 
         live, entries = plan.optimizer.state.get(parameter, {}), plan.states.get(fqn, {})
@@ -620,34 +619,38 @@ class _Planner:
         self.plan.mismatches.add("others", plan.key, others)
 
     def of_other_ranks(self, plan: OptimizerPlan, saved: OptimizerTree) -> list[str]:
-        """Describe the states that this job cannot use, because they were computed from parts of the parameters that no
-        rank has here: see `checkpoint/state/optimizer_layout`."""
+        """Describe the states that this job cannot use.
+
+        They were computed from shards of the parameters that no rank has here; see `checkpoint/state/optimizer_layout`.
+        """
         here = layouts(cuts(plan.parameters))
         own = [key[len(plan.key) + 1 :] for key in self.own.bound if key.startswith(f"{plan.key}.")]
         own = [key.removeprefix("state.").removeprefix("values.") for key in own]
         if own and not (self.own.fits and here == saved.layouts):
             names, whose = own, f"each of the {self.own.ranks} ranks that saved them has its own"
         elif here and saved.states and not saved.layouts:
-            names, whose = saved.states, "they were computed from whole parameters, or nobody can tell"
+            names, whose = saved.states, "they may have been computed from whole parameters"
         else:
             return []
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
         return [
-            f"{', '.join(names[:5])}{more}: {whose}, and they load only where the parameters are cut in the same way "
-            f"(saved by {self.own.ranks or self.catalog.info.world_size}: {_cuts(saved.layouts)}; here, on "
-            f"{self.world_size}: {_cuts(here)}). Load them there, or pass "
+            f"{', '.join(names[:5])}{more}: {whose}, so they load only where the parameters are sharded the same way "
+            f"(saved by {self.own.ranks or self.catalog.info.world_size} ranks: {_cuts(saved.layouts)}; here, on "
+            f"{self.world_size} ranks: {_cuts(here)}). Load them there, or pass "
             'optimizer="skip"'
         ]
 
     def left_masters(self, key: str, fqns: list[str]) -> None:
-        """Report masters that neither an optimizer nor a weight uses: unexpected, unless weights are skipped or another
-        system wrote them."""
+        """Report masters that neither an optimizer nor a weight uses.
+
+        They are unexpected, unless weights are skipped or another system wrote the checkpoint.
+        """
         if not self.foreign and self.options.model == "restore" and self.filter.takes_all:
             self.plan.mismatches.add("unexpected", key, [f"master.{fqn}" for fqn in fqns])
         elif fqns:
             self.plan.notes.append(f"{key}: {len(fqns)} fp32 masters were skipped: no optimizer here uses masters.")
 
-    # --- the rest
+    # --- other objects
 
     def object(self, kind: str, key: str, item: Any) -> None:
         if key not in self.objects:
@@ -669,8 +672,10 @@ class _Planner:
             self.plan.objects.append(ObjectTarget(kind, key, item, (tree,)))
 
     def by_position(self, scheduler: Any, tree: JSON) -> str:
-        """Return the values of a scheduler that would go to another parameter group than they were saved for; "" if
-        none. Groups are matched by their parameters, but a scheduler knows only their positions."""
+        """Describe the values of a scheduler that would go to other parameter groups than before; "" if there are none.
+
+        Groups are matched by their parameters, but a scheduler knows only their positions.
+        """
         optimizer = getattr(scheduler, "optimizer", None)
         plans = self.plan.optimizers
         for plan in plans if len(plans) == 1 else [p for p in plans if p.optimizer is optimizer]:
@@ -678,14 +683,16 @@ class _Planner:
             moved = _moved_values(tree, groups.order, groups.saved) if groups.saved else []
             if moved:
                 return (
-                    f"it has {', '.join(moved)} by the position of the groups of {plan.key}, which are others here, or "
-                    "in another order: make the groups as they were saved, or the scheduler anew"
+                    f"it stores {', '.join(moved)} by the positions of the groups of {plan.key}, but the groups or "
+                    "their order differ here. Create the groups as they were saved, or create a new scheduler"
                 )
         return ""
 
     def module(self, key: str, item: Any, tree: JSON) -> None:
-        """Compare a model in `extra` like those in `model`. Its own `load_state_dict` would cast, and would change
-        matching tensors before it raises for others."""
+        """Compare a model in `extra` like those in `model`.
+
+        Its own `load_state_dict` would cast. It would also change matching tensors before it raises for others.
+        """
         import torch
 
         def side(value: Any) -> tuple[str, tuple[int, ...]]:
@@ -699,14 +706,14 @@ class _Planner:
                 match_tensors(self.plan.mismatches, key, live, found, convert_dtype=self.options.convert_dtype)
 
     def absent(self, kind: str, key: str) -> None:
-        """Handle a missing key: an error in a ckptkit checkpoint; other systems may not save such values."""
+        """Report a missing key. It is an error only in a ckptkit checkpoint: other systems may not save such values."""
         if self.foreign:
             self.plan.skipped[key] = "not in the checkpoint, which ckptkit did not write"
         else:
             self.plan.mismatches.add("missing", kind, [key])
 
     def saved_ranks(self, key: str) -> list[int]:
-        """Return the ranks with a state under `key`, ascending."""
+        """Return the ranks that saved a state under `key`, ascending."""
         ranks = [name[len(key) + 1 :] for name in self.objects if name.startswith(f"{key}.")]
         return sorted(int(rank) for rank in ranks if rank.isdigit())
 
@@ -727,8 +734,8 @@ class _Planner:
             if kind == "dataloader":
                 note = (
                     f"{key}: all {len(ranks)} ranks saved the same state, and each of the {self.world_size} ranks "
-                    "goes on from it; if it counts the samples of one rank, samples are repeated or left out: pass "
-                    "per_rank_on_resize, a function that makes a state from the saved ones"
+                    "continues from it. If the state counts the samples of one rank, samples are repeated or left out; "
+                    "to avoid that, pass per_rank_on_resize, a function that computes a state from the saved ones"
                 )
                 self.plan.notes.append(note)
                 if self.rank == 0:
@@ -742,7 +749,7 @@ class _Planner:
                 [
                     (
                         f"{key} has one state per rank, saved at world size {len(ranks)}; the world size is now "
-                        f"{self.world_size}. Pass per_rank_on_resize='keep', or a function that makes a state from "
+                        f"{self.world_size}. Pass per_rank_on_resize='keep', or a function that computes a state from "
                         "the saved ones"
                     )
                 ],
@@ -755,7 +762,7 @@ class _Planner:
             return
         _, streams = shared_stream(self.rank, self.world_size)
         first = self.objects[f"rng.{ranks[0]}"]
-        saved = first.get("streams") if isinstance(first, Mapping) else None  # absent: saved without share_stream
+        saved = first.get("streams") if isinstance(first, Mapping) else None  # None if share_stream was not called
         changed = f"saved at world size {len(ranks)}, now it is {self.world_size}"
         if len(ranks) == self.world_size and saved is not None:
             changed = f"saved with {saved} independent random streams, now there are {streams}"
@@ -791,24 +798,24 @@ class _Planner:
         models = self.state.parts("model")
         if not models and self.entries(Role.MODEL):
             self.plan.skipped.setdefault("model", "not in the training state")
-        elif "" not in models:  # each tensor has its model's name in front
+        elif "" not in models:  # each saved name starts with the name of its model
             for name in {fqn.partition(".")[0] for fqn in self.entries(Role.MODEL)} - set(models):
                 self.plan.skipped.setdefault(section("model", name), "not in the training state")
 
 
 def is_recipe(recipe: JSON) -> bool:
-    """Whether it has the fields of the recipe of a tensor subclass."""
+    """Return whether this JSON has the fields of a recipe of a tensor subclass."""
     inner = recipe.get("inner") if isinstance(recipe, dict) else None
     return isinstance(inner, dict) and "context" in recipe and all(isinstance(spec, dict) for spec in inner.values())
 
 
 def unlike(name: str, here: Recipe | None, saved: Recipe | None) -> str:
-    """Describe a tensor whose recipes differ; None: a plain tensor."""
+    """Describe a tensor whose recipes differ. None is the recipe of a plain tensor."""
     return f"{name} is {describe(here)} here, but {describe(saved)} in the checkpoint"
 
 
 def _outers(entries: Mapping[str, TensorEntry], recipes: Mapping[str, Recipe], head: str) -> list[str]:
-    """Return the tensors of subclasses that some of these entries are parts of."""
+    """Return the names of the tensor subclasses that some of these entries are parts of."""
     outers = dict.fromkeys(outer_name(name, recipes, head) for name in entries)
     return [name for name in outers if name not in entries]
 
@@ -819,8 +826,10 @@ def _parts_of(name: str, entries: Mapping[str, TensorEntry]) -> dict[str, Tensor
 
 
 def _not_taken(module: torch.nn.Module, state: Mapping[str, Any]) -> list[str]:
-    """Return entries that a hook adds to the module's state dict but `load_state_dict` does not accept, found by
-    loading the module's own state."""
+    """Return the entries of a module's state dict that its `load_state_dict` does not accept.
+
+    A hook has added them. They are found by loading the module's own state.
+    """
     import torch
 
     with torch.no_grad():
@@ -829,7 +838,7 @@ def _not_taken(module: torch.nn.Module, state: Mapping[str, Any]) -> list[str]:
 
 
 def _moved_values(tree: JSON, order: Sequence[int | None], saved: int, name: str = "") -> list[str]:
-    """Return the names of lists in a tree with one value per saved group, if `order` moves values between groups."""
+    """Return the names of lists with one value per saved group, if `order` moves values to other groups."""
     if isinstance(tree, dict):
         inner = [(key if not key.startswith("$") else name, value) for key, value in tree.items()]
         found = [text for key, value in inner for text in _moved_values(value, order, saved, key)]
@@ -842,8 +851,10 @@ def _moved_values(tree: JSON, order: Sequence[int | None], saved: int, name: str
 
 
 def of_another_class(key: str, item: Any, objects: Mapping[str, JSON]) -> str:
-    """Describe the class of the saved optimizer or scheduler if it differs from that of `item`; "" if equal or not
-    recorded."""
+    """Describe the class of the saved optimizer or scheduler if it is not that of `item`.
+
+    Return "" if the classes are equal, or the saved one was not recorded.
+    """
     classes, here = objects.get("classes"), class_name(item)
     saved = classes.get(key, here) if isinstance(classes, Mapping) else here
     return "" if saved == here else f"saved from a {saved}, here it is a {here}"
@@ -859,8 +870,11 @@ def _owner(entry: TensorEntry) -> str:
 
 
 def _owner_and_state(entry: TensorEntry, owners: Collection[str]) -> tuple[str, str]:
-    """Return the parameter and the name of an optimizer's state. Some formats store both as one text; then only the
-    names of the saved parameters (`owners`) tell where a state's name with a dot begins."""
+    """Return (FQN, state name) of an optimizer's state.
+
+    Some formats store both as one text. If the state's name contains dots, only the saved parameters (`owners`) show
+    where it begins.
+    """
     if entry.fqn in owners or not owners:
         return entry.fqn, entry.state
     parts = entry.fqn.split(".")
@@ -874,17 +888,17 @@ def _check_states(plan: OptimizerPlan, weights: Mapping[str, TensorEntry], found
         parameter = plan.parameters[fqn]
         live = plan.live.get(fqn, {})
         wanted, weight = plan.shape(fqn), weights.get(fqn)
-        # Beside a weight of the same shape, a state of another was one when it was saved: a table, say.
+        # If the saved weight has the parameter's shape, a state of another shape (a table) was saved like that.
         same_weight = weight is not None and weight.shape == wanted
         for name, entry in entries.items():
             shape = entry.shape
             if plan.held.get(f"{plan.key}.state.{fqn}.{name}") == SHARD:
-                shape = wanted  # the live one, if any, is a part of it
+                shape = wanted  # a live state is only a part of it
             elif name in live:
                 shape = tuple(getattr(live[name], "shape", shape))
                 shape = wanted if shape == tuple(parameter.shape) else shape
             elif not same_weight and len(shape) == len(wanted) and entry.numel > 1:
-                # Factored moments have a single row or column.
+                # Factored moments have one row or one column.
                 fits = all(size in (1, whole) for size, whole in zip(shape, wanted, strict=True))
                 shape = shape if fits else wanted
             if shape != entry.shape:
@@ -896,14 +910,14 @@ def _check_states(plan: OptimizerPlan, weights: Mapping[str, TensorEntry], found
 
 
 def _cuts(found: Sequence[Any]) -> str:
-    """Describe how parameters are cut."""
-    return " and ".join(f"{', '.join(map(str, texts))} on {list(shape)}" for shape, texts in found) or "not cut"
+    """Describe how parameters are sharded."""
+    return " and ".join(f"{', '.join(map(str, texts))} on {list(shape)}" for shape, texts in found) or "not sharded"
 
 
 def _plan_masters(
     plan: OptimizerPlan, masters: Mapping[str, TensorEntry], weights: Mapping[str, TensorEntry], found: Mismatches
 ) -> list[str]:
-    """Match fp32 masters. If the checkpoint has none, its fp32 weight is used. Return unmatched masters."""
+    """Match fp32 masters. One that the checkpoint lacks is filled from its fp32 weight. Return unmatched masters."""
     if plan.master_name is None:
         return list(masters)
     for fqn, parameter in plan.parameters.items():
@@ -924,12 +938,13 @@ def _plan_masters(
 def plan_load(
     state: TrainState, catalog: Catalog, store: Store, options: LoadOptions, *, rank: int, world_size: int
 ) -> LoadPlan:
-    """Plan a load without changing anything; reads only tensors that settings refer to. Mismatches are in the plan's
-    `mismatches`.
+    """Plan a load without changing anything. Reads no tensors except those that settings refer to.
+
+    The plan's `mismatches` contains all mismatches, except those below.
 
     Raises:
-        CheckpointMismatchError: It is a LOCAL checkpoint of another mesh.
-        CorruptCheckpointError: It is damaged.
+        CheckpointMismatchError: The checkpoint is LOCAL and was saved on another mesh.
+        CorruptCheckpointError: The checkpoint is damaged.
     """
     for item in state.extra.values():
         if isinstance(item, type) and is_stateful(item):
@@ -945,9 +960,9 @@ def plan_load(
         return _plan_mapped(state, catalog, options, rank=rank, world_size=world_size)
     if not objects:
         adopted = adopt(catalog, store, state, optimizer=options.optimizer == "restore")
-    catalog = replace(adopted.catalog, tensors=dict(adopted.catalog.tensors))  # each entry made once
+    catalog = replace(adopted.catalog, tensors=dict(adopted.catalog.tensors))  # create each lazy entry only once
 
-    def small(key: str) -> torch.Tensor:  # a learning rate that is a large tensor: very rare
+    def small(key: str) -> torch.Tensor:  # rarely called: for a learning rate that is a large tensor
         return adopted.tensors[key] if key in adopted.tensors else read_whole(catalog, store, [key])[key]
 
     plan = LoadPlan(catalog, adopted.tensors)
@@ -961,7 +976,7 @@ def plan_load(
 
 
 def _plan_mapped(state: TrainState, catalog: Catalog, options: LoadOptions, *, rank: int, world_size: int) -> LoadPlan:
-    """Plan a load of weights under other names."""
+    """Plan a load with a key map."""
     from ckptkit.checkpoint.load.key_map import map_weights
     from ckptkit.keymaps.named import resolve_key_map
 
@@ -978,12 +993,12 @@ def _plan_mapped(state: TrainState, catalog: Catalog, options: LoadOptions, *, r
         if target.filled is not None:
             boxes = ", ".join(f"{list(box.sizes)} at {list(box.offsets)}" for box in target.filled[:3])
             plan.padded.append(target.key)
-            plan.notes.append(f"{target.key} {list(target.entry.shape)}: filled {boxes}; the rest stays as it is")
+            plan.notes.append(f"{target.key} {list(target.entry.shape)}: filled {boxes}; the rest is left unchanged")
     return plan
 
 
 def _names_and_config(state: TrainState) -> tuple[set[str], Mapping[str, Any]]:
-    """Return the names of the live models' tensors, and the config of the first model that has one."""
+    """Return the tensor names of the live models, and the config of the first model that has one."""
     models = state.parts("model")
     live = {f"{name}.{fqn}" if name else fqn for name, module in models.items() for fqn in model_tensors(module)[0]}
     configs = (getattr(getattr(module, "config", None), "to_dict", None) for module in models.values())
@@ -991,8 +1006,10 @@ def _names_and_config(state: TrainState) -> tuple[set[str], Mapping[str, Any]]:
 
 
 def _hub_map(state: TrainState, catalog: Catalog) -> NameMap | None:
-    """Return the map from the names in Hugging Face files to those of the live model, which differ because transformers
-    stacks experts in memory. None if no map is known or needed."""
+    """Return the map from names in Hugging Face files to those of the live model. None if unknown or not needed.
+
+    The names differ because transformers stacks experts in memory.
+    """
     from ckptkit.keymaps.builtin import choose_map
 
     live, config = _names_and_config(state)
@@ -1008,13 +1025,13 @@ def _no_tensor(key: str) -> Any:
 
 
 def _json_objects(catalog: Catalog) -> dict[str, JSON]:
-    """Return the non-tensor objects of a ckptkit checkpoint; nothing for other checkpoints."""
+    """Return the non-tensor objects of a ckptkit checkpoint; {} for other checkpoints."""
     found = catalog.objects.values()
     return {entry.name: entry.value for entry in found if entry.path.rpartition("/")[2] == OBJECTS_NAME}
 
 
 def _check_local(state: TrainState, catalog: Catalog, url: str, *, world_size: int) -> None:
-    """Raise unless a LOCAL checkpoint was saved by the same number of ranks on the same mesh with the same placements.
+    """Raise if a LOCAL checkpoint was saved on another number of ranks, on another mesh or with other placements.
 
     Raises:
         CheckpointMismatchError: Includes the reshard command for this job.
@@ -1038,7 +1055,7 @@ def _check_local(state: TrainState, catalog: Catalog, url: str, *, world_size: i
 
 
 def _moved(state: TrainState, catalog: Catalog) -> str:
-    """Describe a parameter whose placement differs from the checkpoint's, "" if none."""
+    """Describe a parameter whose placement is not that of the checkpoint; "" if there is none."""
     from torch.distributed.tensor import DTensor
 
     meshes, placements = catalog.info.extra.get(MESHES, []), catalog.info.extra.get(PLACEMENTS, {})
@@ -1058,13 +1075,13 @@ def _moved(state: TrainState, catalog: Catalog) -> str:
 
 
 def _cut(mesh_shape: tuple[int, ...], placements: tuple[str, ...]) -> tuple[Any, ...] | None:
-    """Return a layout; None if it leaves the tensor whole on each rank."""
+    """Return (mesh shape, placements); None if every rank holds the whole tensor."""
     whole = all(size == 1 or text == "R" for size, text in zip(mesh_shape, placements, strict=True))
     return None if whole else (mesh_shape, placements)
 
 
 def _live_mesh(state: TrainState, world_size: int) -> str:
-    """Return the `--mesh` of `ckptkit reshard` for this job; "" for one dimension of shards."""
+    """Return the `--mesh` of `ckptkit reshard` for this job; "" for a one-dimensional mesh of shards."""
     from torch.distributed.tensor import DTensor
 
     tensors = [t for module in state.parts("model").values() for t in model_tensors(module)[0].values()]

@@ -1,4 +1,4 @@
-"""Plans what a load reads into which memory, before the training state is changed."""
+"""Plans which bytes a load reads into which memory, before the training state is changed."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ class Reading:
     """Plans reads into the live tensors, or with `atomic` into a second copy. Reads nothing yet.
 
     Attributes:
-        first: Reads the tensors that objects refer to, so that they can be validated before the live state is changed.
-        filler: Reads all other tensors (including those of objects if `first` has none).
+        first: Reads the tensors that objects refer to, so that the objects can be validated before the live state is
+            changed. None if `filler` reads these tensors, too.
+        filler: Reads all other tensors.
         states: The future state of each optimizer in the plan, by FQN and name.
         refs: The tensors that objects refer to.
         held: Bytes of the second copy.
@@ -60,14 +61,14 @@ class Reading:
 
         verify = Verify.READ if options.verify else Verify.OFF
         self.filler = Filler(store, workers=workers, verify=verify, cast=True)
-        # On an object store, read them together with the rest, which saves a round trip. Not if ranks share reads: data
-        # from other ranks arrive only after the rank's own reads.
+        # On an object store, read the objects' tensors with the rest, which saves a round trip. Not with several ranks:
+        # if they share reads, data from other ranks arrives only after a rank's own reads.
         apart = not store.asking_costs or world_size > 1
         self.first = Filler(store, workers=workers) if apart else None
         self.held = 0
         self._rank = rank
         self._atomic = options.atomic
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # (live tensor, the tensor read for it)
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # (live tensor, tensor to copy into it)
         views = [self._read(t.view, t.entry, beside=options.atomic, filled=t.filled) for t in plan.models]
         _check_shared_memory(plan, views, store, rank)
         self.states = [self._optimizer(optimizer) for optimizer in plan.optimizers]
@@ -75,12 +76,12 @@ class Reading:
             self._check_memory(options.max_nbytes)
         self.refs = self._references(plan)
         if not options.atomic and store.sizes_are_free:
-            # Before anything is read into the live state. Not on object stores: objects are never cut off, and each
-            # look is a request.
+            # Find short files before anything is read into the live state. Not on object stores, where objects are
+            # never truncated and each check is a request.
             check_sizes(self.filler)
 
     def finish(self) -> None:
-        """Copy second copies into live tensors that cannot be replaced."""
+        """Copy what was read into new memory to the live tensors."""
         import torch
 
         with torch.no_grad():
@@ -88,13 +89,16 @@ class Reading:
                 live.copy_(read)
         self._copies.clear()
 
-    # --- what is read where
+    # --- what is read into which memory
 
     def _read(
         self, live: torch.Tensor, entry: TensorEntry, *, beside: bool = False, filled: Sequence[Box] | None = None
     ) -> PartView:
-        """Read this rank's part of a tensor, or of the boxes `filled`, into the live tensor, or into new memory that
-        `finish` copies into it."""
+        """Schedule reads of this rank's part of a tensor, or only of the boxes `filled`.
+
+        The target is the live tensor. With `beside`, or for a meta tensor, it is new memory, which `finish` copies
+        to the live tensor.
+        """
         import torch
 
         view = part_view(entry.name, live, self._rank)
@@ -148,14 +152,14 @@ class Reading:
         on_device: bool,
         held: Held | None,
     ) -> torch.Tensor:
-        """Return the target of one parameter state: the live tensor if its placement is that of a new one."""
+        """Return the target of one optimizer state: the live tensor if a new one would have the same placement."""
         import torch
 
         dtype = getattr(torch, entry.dtype)
         shape = tuple(parameter.shape) if shards else entry.shape
         alike = held is None and isinstance(live, torch.Tensor) and live.dtype is dtype
         alike = alike and _is_alike(live, parameter, shape)
-        # On an accelerator, a new one would need as much of its memory again.
+        # Even with `atomic`, fill the live tensor of an accelerator: a new one would need as much device memory again.
         if alike and (not self._atomic or live.device.type != "cpu"):
             kept: torch.Tensor = live
             self._read(as_global(entry.name, kept, shards), entry, beside=self._atomic)
@@ -166,8 +170,10 @@ class Reading:
         return view.local if held == SHARD else new
 
     def _references(self, plan: LoadPlan) -> dict[str, torch.Tensor]:
-        """Return the tensors inside objects, with the placement of the live value's tensor of that name, otherwise
-        full."""
+        """Schedule reads of the tensors inside objects, and return them by key.
+
+        A tensor gets the placement of the live tensor at the same key. If there is none, it is read as a full tensor.
+        """
         import torch
         from torch.distributed.tensor import DTensor
 
@@ -190,7 +196,7 @@ class Reading:
         return refs
 
     def _check_memory(self, limit: int | None) -> None:
-        """Raise if the second copy needs more than `limit`, or more than this rank's share of free memory."""
+        """Raise LoadError if the second copy exceeds `limit`, or without it, this rank's share of free memory."""
         ranks_here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
         free = free_memory() if limit is None else None
         most = limit if free is None else free // ranks_here
@@ -214,19 +220,19 @@ def _check_shared_memory(plan: LoadPlan, views: Sequence[PartView], store: Store
 
 
 def _live_references(plan: LoadPlan) -> dict[str, torch.Tensor]:
-    """Return the live extra state's tensors at the positions of the saved references."""
+    """Return the tensors of the live extra state, by the key under which a save would refer to them."""
     live: dict[str, torch.Tensor] = {}
     for target in plan.objects:
         item = target.item
         if target.kind == "extra" and not isinstance(item, PerRank):
-            # The live value may be anything, even something that could not be saved.
+            # The live value may be anything, even a value that cannot be saved.
             with contextlib.suppress(SaveError):
                 encode(item.state_dict() if is_stateful(item) else item, target.key, live)
     return live
 
 
 def _held_references(plan: LoadPlan, optimizer: OptimizerPlan) -> dict[str, torch.Tensor]:
-    """Return tensors like the DTensors that an optimizer keeps in lists and dicts, by their key."""
+    """Return new tensors for the DTensors that an optimizer keeps in lists and dicts, by key."""
     import torch
 
     found = {}
@@ -262,11 +268,11 @@ def _apart(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.stride() == other.stride() and one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr()
 
 
-# --- how much there is
+# --- free memory
 
 
 def free_memory() -> int | None:
-    """Return the free memory in bytes, considering container limits; None if unknown (not Linux)."""
+    """Return the free memory in bytes, limited by that of the container; None if unknown (not Linux)."""
     found = [*_system(), *_groups()]
     return max(0, min(found)) if found else None
 
@@ -278,7 +284,7 @@ def _system() -> Iterator[int]:
 
 
 def _groups() -> Iterator[int]:
-    """Yield the remaining memory of each control group of this process."""
+    """Yield the free memory of each control group that this process is in."""
     for line in _text("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
@@ -292,7 +298,7 @@ def _groups() -> Iterator[int]:
         for folder in dict.fromkeys([here, *here.parents, Path(top)]):
             most, now = _text(folder / limit).strip(), _text(folder / used).strip()
             if folder.is_relative_to(top) and most.isdigit() and now.isdigit():
-                # File caches are released on demand.
+                # The kernel releases file caches on demand, so they count as free.
                 files = sum(int(value) for key, value in _table(folder / "memory.stat", " ") if key == cache)
                 yield int(most) - int(now) + files
 

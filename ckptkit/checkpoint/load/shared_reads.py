@@ -1,4 +1,4 @@
-"""Loads replicas: ranks that need the same bytes read a share each and send it to the others."""
+"""Loads replicated data: ranks that need the same bytes each read a share and send it to the others."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["exchange", "groups_of"]
 
 _PIECE = 64 << 20  # maximum bytes per message
 _DIRECT = 1 << 20  # smaller tensors are packed into one message
-_FLYING = 128 << 20  # bytes in flight per rank before it waits for the oldest
+_FLYING = 128 << 20  # bytes in flight per rank; beyond that, the rank waits for the oldest message
 _ALIGN = 16
-_MOST = 64  # ranks that share: each sends to all others
+_MOST = 64  # maximum size of a group of ranks, because each rank sends to all others
 
 
 def groups_of(signatures: Sequence[bytes]) -> list[list[int]]:
-    """Return, for each rank, the ranks that read the same data, including itself, ascending.
+    """Return, for each rank, the ranks that read the same data, ascending. The rank itself is included.
 
     Args:
-        signatures: Per rank, of its planned reads; b"" if they cannot be shared.
+        signatures: A signature of each rank's planned reads; b"" if they cannot be shared.
     """
     alike: dict[bytes, list[int]] = {}
     for rank, signature in enumerate(signatures):
@@ -42,14 +42,14 @@ def groups_of(signatures: Sequence[bytes]) -> list[list[int]]:
 
 
 def exchange(coordinator: Coordinator, members: Sequence[int], shares: Sequence[Sequence[torch.Tensor]]) -> int:
-    """Exchange the tensors that the members read; return the bytes received.
+    """Send each member's share to all other members. Return the number of bytes received.
 
-    Collective for the members. Every byte is sent once to each receiving rank, by all members in parallel; at most 128
-    MiB are in flight.
+    Collective for the members. Each share is sent once to each receiving rank; all members send in parallel. At most
+    128 MiB per rank are in flight.
 
     Args:
         members: Ranks of the coordinator, including this one.
-        shares: The tensors that each member reads: same number, shapes, dtypes and order on every member.
+        shares: The tensors that each member reads. Number, shapes, dtypes and order are the same on every member.
 
     Raises:
         RuntimeError: A member is lost.
@@ -77,8 +77,11 @@ def exchange(coordinator: Coordinator, members: Sequence[int], shares: Sequence[
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """One message: `make(True)` returns its bytes, `make(False)` memory to receive them; `keep` stores received bytes
-    in the tensors."""
+    """One message of a share.
+
+    `make(True)` returns the bytes to send, `make(False)` memory to receive them. `keep` stores received bytes in the
+    tensors.
+    """
 
     make: Callable[[bool], torch.Tensor]
     keep: Callable[[torch.Tensor], None]
@@ -104,8 +107,8 @@ class _Flight:
 def _start(message: _Message, peers: Sequence[int], coordinator: Coordinator, *, sends: bool) -> _Flight:
     import torch.distributed as dist
 
-    # A tag unique to this exchange: if a rank fails, messages already sent must not match its next receive. gloo kills
-    # the process if such a message is too long.
+    # The tag is unique to this exchange. If a rank fails, its next receive must not match messages that were already
+    # sent: gloo kills the process if such a message is too long.
     data, group, tag = message.make(sends), coordinator.group, coordinator.step
     if sends:
         return _Flight(data, [dist.isend(data, peer, group=group, tag=tag) for peer in peers], lambda _: None)
@@ -113,7 +116,7 @@ def _start(message: _Message, peers: Sequence[int], coordinator: Coordinator, *,
 
 
 def _messages(share: Sequence[torch.Tensor]) -> Iterator[_Message]:
-    """Split a share into messages: large tensors in host memory directly, the others packed."""
+    """Split a share into messages. Large tensors in host memory are sent directly, the others are packed."""
     import torch
 
     from ckptkit.formats.dcp.host_bytes import host_view, lies_row_major
@@ -174,8 +177,6 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
     with torch.no_grad():
         if target.dtype.itemsize == 1:
-            target, source = (
-                target.view(torch.uint8),
-                source.view(torch.uint8),
-            )  # some float8 dtypes cannot be copied
+            # torch cannot copy some float8 dtypes.
+            target, source = target.view(torch.uint8), source.view(torch.uint8)
         target.copy_(source)

@@ -161,7 +161,7 @@ def test_weights_of_another_model_are_bit_equal(ranks: Any, tmp_path: Path, kind
         assert report.padded == ["model.embed.weight"]
         assert report.skipped[f"{prefix}rope.freqs"] == "computed"
         assert {"rng", "extra.note", "optimizer"} <= set(report.skipped)
-        assert any("filled [10, 4] at [0, 0]; the rest stays as it is" in note for note in report.notes)
+        assert any("filled [10, 4] at [0, 0]; the rest is left unchanged" in note for note in report.notes)
 
 
 @pytest.fixture
