@@ -1,8 +1,8 @@
-"""README's table, measured on this machine: `python -m benchmarks [--where /dev/shm /tmp] [--gigabytes 1]`.
+"""Measure the table of the README on this machine: `python -m benchmarks [--where /dev/shm /tmp] [--gigabytes 1]`.
 
-Every row times a public call beside its peer, in the same run: saves, loads and stalls of a `CheckpointManager` on two
-ranks, `convert` and `reshard` as processes of their own. It takes some ten minutes and needs transformers. The rows of
-object stores need a server: see benchmarks/remote.
+Every row times a public call and its peer in the same run: saves, loads and stalls of a `CheckpointManager` on two
+ranks, and `convert` and `reshard` as separate processes. It takes about ten minutes and needs transformers. The rows
+of object stores need a server: see benchmarks/remote.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RANKS = 2
 
 
 class Row(NamedTuple):
-    """A call, what it takes, what its peer takes, and which peer that is."""
+    """One row: a call, its time, the time of its peer, and the name of the peer."""
 
     call: str
     ours: str
@@ -120,7 +120,7 @@ def main() -> int:
     options = parser.parse_args()
     print("| Call | ckptkit | Peer | Peer and conditions |\n|---|---|---|---|")
     for table in (saves_and_loads, stalls, conversions, resharding):
-        # `cp` does not wait for the disk: of what is compared with it alone, memory is measured.
+        # `cp` does not wait for the disk, so only peak memory is compared with `cp`.
         for where in options.where if table is not resharding else options.where[:1]:
             for row in table(where, options.gigabytes, options.repeat):
                 print("| " + " | ".join(row) + " |", flush=True)

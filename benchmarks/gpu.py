@@ -1,9 +1,9 @@
-"""The tables of saving, loading, stalls and steps on one GPU, with its name: what `make gpu` prints after the tests.
+"""Print the tables of saves, loads, stalls and steps on one GPU, as `make gpu` does after the tests.
 
     python -m benchmarks.gpu [--where /dev/shm /tmp] [--gigabytes 1] [--repeat 3] [--device cuda]
 
-Each table is a benchmark of its own, run as a process with one rank. Without a device each is named as skipped, and the
-exit code is 0. `--device cpu` runs the same code on the host.
+Each table is a separate benchmark, run as a process with one rank. Without a device each is reported as skipped, and
+the exit code is 0. `--device cpu` runs the same code on the host.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 
 
 def tables(options: argparse.Namespace) -> dict[str, list[str]]:
-    """Return the command line behind `python` of each table by its name."""
+    """Return the arguments for `python` of each table, by its name."""
     kinds = ["large", "adamw", "small"] if importlib.util.find_spec("transformers") else ["large", "small"]
     size = ["--gigabytes", str(options.gigabytes), "--repeat", str(options.repeat), "--device", options.device]
     stall = ["-m", "benchmarks.save_load.stall", "--ranks", "1", "--where", options.where[0], *size]
@@ -37,7 +37,7 @@ def tables(options: argparse.Namespace) -> dict[str, list[str]]:
 
 
 def about(device: str) -> str:
-    """Return the name of the machine that the figures are of."""
+    """Return the name of the device or machine."""
     if device == "cpu":
         name = platform.processor() or platform.machine()
     else:

@@ -1,4 +1,4 @@
-"""transformers' Trainer with checkpoints of ckptkit: one callback. Resumes by itself, exports at the end.
+"""transformers' Trainer with checkpoints of ckptkit: one callback that saves, resumes and exports.
 
 python examples/hf_trainer.py      # needs: pip install -e '.[hf]'
 """

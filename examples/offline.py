@@ -1,4 +1,4 @@
-"""Everything offline from Python: list, inspect, verify, reshard, convert, compare. No GPU, no process group.
+"""The offline functions from Python: list, inspect, verify, reshard, convert, compare. No GPU, no process group.
 
 python examples/offline.py
 """

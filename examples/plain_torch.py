@@ -2,7 +2,7 @@
 
     python examples/plain_torch.py      # needs: pip install -e . torchdata
 
-`DCPWriter` and `DCPReader` take the place of torch's FileSystemWriter and FileSystemReader: digests, any storage.
+`DCPWriter` and `DCPReader` replace torch's FileSystemWriter and FileSystemReader; they add digests and any storage.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ckptkit import DCPReader, DCPWriter
 
 
 class App:
-    """What torch's own tutorial calls an AppState: a Stateful object of model and optimizer."""
+    """A Stateful object of model and optimizer: the AppState of torch's tutorial."""
 
     def __init__(self, model: Any, optimizer: Any) -> None:
         self.model, self.optimizer = model, optimizer

@@ -19,7 +19,7 @@ from ckptkit.storage import open_store
 
 @contextlib.contextmanager
 def server() -> Iterator[None]:
-    """An S3 server for the time of the block, where none is given."""
+    """Run an S3 server during the block, unless AWS_ENDPOINT_URL names one."""
     if "AWS_ENDPOINT_URL" in os.environ:
         yield
         return

@@ -1,4 +1,4 @@
-"""torchtitan's trainer with our checkpointer: the calls its loop makes, on a small model with a real FSDP2 optimizer.
+"""torchtitan's checkpointer replaced by ours: the calls of its training loop, on a small model with a real optimizer.
 
 python examples/torchtitan_checkpointer.py
 """
@@ -15,7 +15,7 @@ from ckptkit.integrations.torchtitan import TorchtitanCheckpointer
 
 
 class TrainState:
-    """torchtitan's own: steps and tokens."""
+    """The train state of torchtitan: steps and tokens."""
 
     step = 0
 
@@ -27,7 +27,7 @@ class TrainState:
 
 
 class Schedulers:
-    """What torchtitan's LRSchedulersContainer is to a checkpointer."""
+    """The learning-rate schedulers, as torchtitan's LRSchedulersContainer shows them to a checkpointer."""
 
     def __init__(self, optimizer: Any) -> None:
         self.schedulers = [torch.optim.lr_scheduler.LinearLR(optimizer)]
@@ -40,7 +40,7 @@ class Schedulers:
 
 
 def train(folder: str, steps: int, **config: Any) -> tuple[int, list[torch.Tensor]]:
-    """Do what torchtitan's `Trainer.train` does with its checkpointer. Returns where it began, and the weights."""
+    """Make the checkpointer calls of torchtitan's `Trainer.train`. Return the first step and the weights."""
     torch.manual_seed(0)
     model = torch.nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

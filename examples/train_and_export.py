@@ -1,10 +1,10 @@
-"""The main job, end to end: train with FSDP2, save, stop, resume bit-exactly, export, reshard, go on.
+"""The main example, end to end: train with FSDP2, save, stop, resume bit-exactly, export, reshard, continue.
 
     python examples/train_and_export.py                                 # starts the ranks itself; needs '.[hf]'
     torchrun --nproc-per-node 2 examples/train_and_export.py            # the same
 
 A small Llama with random weights learns a short text on the CPU: bf16 compute over fp32 weights, AdamW, a
-warm-up schedule. Every "fresh processes" is a `torchrun` of its own: only files survive from one to the next.
+warm-up schedule. Each "fresh processes" is a separate `torchrun`, so only files survive from one to the next.
 `train()` is all the code that a training script needs.
 """
 
@@ -29,7 +29,7 @@ TEXT = Path(__file__).parent / "data" / "lighthouse.txt"
 
 
 def train(run: Path, assets: Path, *, until: int) -> tuple[Any, Any]:
-    """Train to step `until`, saving on the way and resuming from what `run` holds. Returns (state, model)."""
+    """Train to step `until`, save, and resume from the checkpoints in `run`. Return (state, model)."""
     import torch
     import torch.distributed as dist
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -64,7 +64,7 @@ def train(run: Path, assets: Path, *, until: int) -> tuple[Any, Any]:
     return state, model
 
 
-# --- one torchrun: a part of the story, with what it found in a small JSON file
+# --- one torchrun: one part of the example; its results go to a small JSON file
 
 
 def part(name: str, work: Path) -> None:
@@ -118,7 +118,7 @@ def fingerprint(state: Any) -> dict[str, Any]:
 
 
 def logits(model: Any, assets: Path) -> Any:
-    """Return the logits of the first tokens of the text, in bf16 as the training computes them."""
+    """Return the logits of the first tokens of the text, computed in bf16 as in training."""
     import torch
 
     tokens = torch.load(assets / "tokens.pt", weights_only=True)[:48].unsqueeze(0)
@@ -128,7 +128,7 @@ def logits(model: Any, assets: Path) -> Any:
 
 
 def exported_logits_equal(work: Path) -> bool:
-    """Load the export as any user would, and compare its logits with the trained model's, bit by bit."""
+    """Load the export with `from_pretrained`, and compare its logits with the trained model's, bit by bit."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -141,11 +141,11 @@ def exported_logits_equal(work: Path) -> bool:
     return torch.equal(logits(model, work / "assets").to(trained.dtype), trained)
 
 
-# --- the story
+# --- the parts in order
 
 
 def story(work: Path) -> int:
-    """Run all parts and print what they did. Returns the exit code."""
+    """Run all parts and print their results. Return the exit code."""
     began = time.monotonic()
     make_assets(work / "assets")
     first = launch("first", work, ranks=2)
@@ -194,7 +194,7 @@ def make_assets(assets: Path) -> None:
 
 
 def launch(name: str, work: Path, *, ranks: int) -> dict[str, Any]:
-    """Run one part under torchrun and return what it found."""
+    """Run one part under torchrun and return its results."""
     inherited = {
         k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC", "MASTER_", "RANK", "LOCAL_", "WORLD"))
     }
@@ -205,7 +205,7 @@ def launch(name: str, work: Path, *, ranks: int) -> dict[str, Any]:
 
 
 def command(*arguments: str | Path) -> None:
-    """Run `ckptkit` as one would in a shell, showing the command and what it proved."""
+    """Run `ckptkit` as in a shell; print the command and what it proved."""
     done = subprocess.run(
         [sys.executable, "-m", "ckptkit", *map(str, arguments)], capture_output=True, text=True, check=False
     )
@@ -237,8 +237,8 @@ def main() -> int:
         part(options.part, options.work)
         return 0
     if int(os.environ.get("RANK", "0")) != 0:
-        return 0  # under torchrun, rank 0 tells the story; each part of it starts its own ranks
-    # A folder of its own: a second demo, of anybody on this machine, must not take away the files of the first.
+        return 0  # under torchrun, rank 0 runs the parts; each part starts its own ranks
+    # A new folder for each run: a second demo on this machine must not delete the files of the first.
     return story(options.work or Path(tempfile.mkdtemp(prefix="ckptkit-demo-")))
 
 

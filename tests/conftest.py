@@ -1,4 +1,4 @@
-"""Fixtures that every test may use: a reused pool of ranks, and the checkpoints of the zoo."""
+"""Fixtures for all tests: a reused pool of ranks, and the checkpoints of the zoo."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ settings.load_profile("ckptkit")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-# A job in the background of a script ignores Ctrl-C, and so would all that the tests start.
+# A background job of a script ignores Ctrl-C, and so would all processes that the tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ZOO = Path(__file__).parent / "zoo"
 
-gc.disable()  # until all is collected: of a million objects of modules none is garbage
+gc.disable()  # until collection is done: none of the million objects of modules is garbage
 
 
 def pytest_collection_finish() -> None:
-    """Leave what is loaded by now out of each later collection of garbage: it stays."""
+    """Exclude all loaded objects from later garbage collections; they stay alive anyway."""
     gc.freeze()
     gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what `make test` leaves to `make test-night`, and what of that CI leaves out."""
+    """Mark the tests that `make test` leaves to `make test-night`, and those of them that CI skips."""
     for item in at_night(items):
         item.add_marker("night")
     for item in sweeps(items):
@@ -47,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave files out that only the night needs, if the night is: some take seconds to import."""
+    """Ignore files with only nightly tests, unless the night runs: some take seconds to import."""
     if config.option.markexpr != "not night" or collection_path.suffix != ".py":
         return None
     return only_at_night(collection_path.relative_to(config.rootpath).as_posix()) or None
@@ -55,7 +55,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 @pytest.fixture(autouse=True)
 def _log_level() -> Iterator[None]:
-    """Undo `--quiet` and `--verbose` of a command that a test ran: they set the level of the package's logger."""
+    """Undo `--quiet` and `--verbose` of a command in a test: they set the level of the package's logger."""
     logger = logging.getLogger("ckptkit")
     level = logger.level
     yield
@@ -64,7 +64,7 @@ def _log_level() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _sigint() -> Iterator[None]:
-    """Fail a test that leaves another handler of SIGINT behind: a later test would wait for its Ctrl-C forever."""
+    """Fail a test that leaves another SIGINT handler behind: a later test would ignore Ctrl-C and hang."""
     before = signal.getsignal(signal.SIGINT)
     yield
     after = signal.getsignal(signal.SIGINT)
@@ -75,7 +75,7 @@ def _sigint() -> Iterator[None]:
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Retries without waits, that give up soon."""
+    """Make retries wait for nothing and give up soon."""
     monkeypatch.setattr("ckptkit.storage.retry.WAIT_S", 0.0)
     monkeypatch.setenv("CKPTKIT_STORAGE_TIMEOUT", "3s")
 
@@ -92,5 +92,5 @@ def ranks() -> Iterator[object]:
 
 @pytest.fixture(scope="session")
 def zoo() -> Path:
-    """The folder of checkpoints that other systems wrote; MANIFEST.json says what each must give."""
+    """The folder of checkpoints that other systems wrote; MANIFEST.json has the expected contents."""
     return ZOO

@@ -1,4 +1,4 @@
-"""Prints the lowest version that pyproject.toml declares of each dependency, as constraints of pip.
+"""Print the lowest version of each dependency that pyproject.toml declares, as pip constraints.
 
 For `make test-floor`.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-# What s3fs and moto ask for themselves, and what pip would look for among hundreds of versions.
+# Requirements of s3fs and moto, and packages for which pip would otherwise search hundreds of versions.
 SHARED = {"aiobotocore": "2.26.0", "boto3": "1.41.5", "botocore": "1.41.5"}
 
 

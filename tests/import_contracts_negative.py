@@ -1,4 +1,4 @@
-"""Negative control of the import contracts: a copy of the package with an uphill import must be refused."""
+"""The negative control of the import contracts: a copy of the package with a forbidden import must be refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ VIOLATIONS = {
 
 
 def refused(violation: str, line: str) -> bool:
-    """Tell whether lint-imports fails on the package with `line` added to the module `violation`."""
+    """Return whether lint-imports fails on the package with `line` added to the module `violation`."""
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(ROOT / "ckptkit", Path(folder) / "ckptkit", ignore=shutil.ignore_patterns("__pycache__"))
         shutil.copy(ROOT / "pyproject.toml", folder)

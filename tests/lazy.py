@@ -1,4 +1,4 @@
-"""Modules that take seconds to import, for the worker alone that runs a test which needs them."""
+"""Modules that take seconds to import, imported only by the worker that runs a test which needs them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 
 class LazyModule:
-    """A module that is imported at its first use; a test that uses it without having it is skipped."""
+    """A module that is imported at its first use; a test that uses it is skipped if it is not installed."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,10 +1,10 @@
-"""Puts mistakes into a copy of the package, one at a time, and checks that tests of the daily half find each.
+"""Plants mistakes in a copy of the package, one at a time, and checks that tests of the daily set find each.
 
     python -m tests.mutations [words of their names...]
 
 Each mistake is a small edit of commit, retention, load, copying or digests. The named tests must pass without it, as
-`make test` shows, and fail with it. Exit code 1: one was not found, or the code that it edits is no longer there: then
-the table has to follow.
+`make test` shows, and fail with it. The exit code is 1 if a mistake was not found, or if the code that it edits has
+changed: then update the table.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 
 @dataclass(frozen=True, slots=True)
 class Mutation:
-    """`old`, which occurs once in `file`, becomes `new`; then one of `tests` must fail."""
+    """Replace `old`, which must occur once in `file`, by `new`; then one of `tests` must fail."""
 
     name: str
     file: str
@@ -177,7 +177,7 @@ MUTATIONS = (
 
 
 def found(mutation: Mutation, scratch: Path) -> bool:
-    """Tell whether the tests fail in a copy with this mistake in it. Raises RuntimeError where they could not run."""
+    """Return whether the tests fail in a copy with this mistake. Raises RuntimeError if they could not run."""
     path = scratch / "ckptkit" / mutation.file
     text = path.read_text()
     path.write_text(text.replace(mutation.old, mutation.new))

@@ -1,9 +1,9 @@
 """Real ranks for tests: processes over gloo, forked from a server that has torch loaded, and reused.
 
-`Pool.run(fn, world_size, *args)` is the default (tenths of a second). `run_ranks` forks fresh ranks: for
-tests that kill a rank, change the environment or leave global state behind. `fn` must be importable (a
-module-level function); its result is pickled, so return numpy arrays, bytes or tensors on the CPU.
-`run_script` runs a script in a process of its own, without a process group.
+`Pool.run(fn, world_size, *args)` is the default (tenths of a second). `run_ranks` forks fresh ranks, for tests that
+kill a rank, change the environment or leave global state behind. `fn` must be importable (a module-level function);
+its result is pickled, so return numpy arrays, bytes or CPU tensors. `run_script` runs a script in a separate process
+without a process group.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-_GRACE_S = 3.0  # after the first failed rank, how long the others have to report
-_LEAVE_S = 1.0  # how long ranks have to end by themselves
+_GRACE_S = 3.0  # time for the others to report after the first rank has failed
+_LEAVE_S = 1.0  # time for ranks to end by themselves
 _context: Any = None
 
 
 class RankError(AssertionError):
-    """A rank failed, died or hung; the text has the traceback of each."""
+    """A rank failed, died or hung; the text has the traceback of each rank."""
 
 
 def context() -> Any:
-    """Return the forkserver context, its server preloaded once a session."""
+    """Return the forkserver context; its server is preloaded once per session."""
     global _context
     if _context is None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -73,10 +73,10 @@ def _answer(
 
 
 def _forget_meshes() -> None:
-    """Clear what DTensor remembers of the process groups that have just been destroyed.
+    """Clear DTensor's caches for the process groups that have just been destroyed.
 
-    Two meshes are equal if their ranks and names are, whatever their groups. An operator on a tensor of the next task's
-    mesh would find the result remembered for this task's, and with it groups that are gone, or belong to other ranks.
+    Two meshes are equal if their ranks and names are equal, whatever their groups. An operator on a tensor of the next
+    task's mesh would find the cached result of this task's mesh, with groups that no longer exist.
     """
     from torch.distributed.tensor import debug
 
@@ -148,7 +148,7 @@ def run_ranks(
 ) -> list[Any]:
     """Run `fn(*args)` on fresh ranks and return their results by rank. Raises RankError.
 
-    With `device="cuda"` each rank has a GPU, NCCL beside gloo, and is spawned: CUDA does not work after a fork.
+    With `device="cuda"` each rank has a GPU, uses NCCL and gloo, and is spawned: CUDA does not work after a fork.
     """
     rendezvous, processes, conns = _rendezvous(), [], []
     making = multiprocessing.get_context("spawn") if device == "cuda" else context()
@@ -177,9 +177,9 @@ def _execute(code: str, arguments: tuple[str, ...], output: str) -> None:
 
 
 def run_script(code: str, *arguments: str) -> tuple[int, str]:
-    """Run what `python -c` would, with torch loaded already; return the exit code and all that it printed.
+    """Run a script like `python -c`, with torch already loaded; return the exit code and its output.
 
-    `atexit` runs nothing in it: a test of how a process ends needs a real one.
+    It does not run `atexit` functions: a test of the end of a process needs a real one.
     """
     output = Path(_rendezvous())
     process = context().Process(target=_execute, args=(code, arguments, str(output)))
@@ -193,7 +193,7 @@ def run_script(code: str, *arguments: str) -> tuple[int, str]:
 
 
 class Pool:
-    """Ranks that stay between tests; after a failure all are replaced, so the next test starts clean."""
+    """Ranks that are reused between tests; after a failure all are replaced, so that the next test starts clean."""
 
     def __init__(self, size: int = 4) -> None:
         self.size = size
@@ -213,7 +213,7 @@ class Pool:
     def run(self, fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 150) -> list[Any]:
         """Run `fn(*args)` on ranks 0 to world_size - 1 and return their results. Raises RankError."""
         dead = [f"rank {rank}: {p.exitcode}" for rank, p in enumerate(self._processes) if not p.is_alive()]
-        if dead:  # of what it did before: a thread left behind, a signal that came late
+        if dead:  # because of an earlier task: a leftover thread, or a late signal
             print(f"after {self._last} ranks of the pool ended ({', '.join(dead)}); new ones are started")
             self.close()
         if not self._processes:
@@ -232,7 +232,7 @@ class Pool:
             Path(rendezvous).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """End all ranks: idle ones by themselves, so that their coverage is written, the others by force."""
+        """End all ranks: idle ranks exit by themselves, so that coverage is written, the others are killed."""
         for conn in self._conns:
             with contextlib.suppress(OSError):
                 conn.close()

@@ -1,4 +1,4 @@
-"""Imported once in the fork server: what ranks import, and one training step to warm what torch loads lazily.
+"""Imported once in the fork server: the modules that ranks need, and one training step that triggers lazy imports.
 
 It must leave no thread behind: forked ranks would inherit its locks.
 """
@@ -28,21 +28,21 @@ import ckptkit.fsdp.strategy
 
 with contextlib.suppress(ImportError), warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    # Seconds in each rank that builds one of its models.
+    # Takes seconds in each rank that builds one of its models.
     from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    # Sizes that no test has: DTensor remembers where the shards of a shape lie, and here this process is rank 0.
+    # Sizes that no test uses: DTensor caches the shards of a shape, and here this process is rank 0.
     _model = torch.nn.Sequential(torch.nn.Linear(61, 59), torch.nn.Linear(59, 53))
-    # The default mesh is of the accelerator, and where CUDA has begun it does not work in forked processes.
+    # The default mesh uses the accelerator, and after CUDA is initialized it does not work in forked processes.
     _mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
     torch.distributed.fsdp.fully_shard(_model, mesh=_mesh)
     _optimizer = torch.optim.AdamW(_model.parameters())
     if torch.version.cuda is None and torch.version.hip is None:
         _model(torch.randn(2, 61)).sum().backward()
-    else:  # autograd of a build for GPUs starts a thread a device, and no backward works after a fork then
+    else:  # autograd of a GPU build starts a thread per device, and then no backward works after a fork
         for _parameter in _model.parameters():
             _parameter.grad = torch.zeros_like(_parameter)
     _optimizer.step()
@@ -51,4 +51,4 @@ with warnings.catch_warnings():
     del _model, _mesh, _optimizer
 
 gc.collect()
-gc.freeze()  # what is loaded by now stays, and no rank has to look through it
+gc.freeze()  # loaded objects stay alive, and ranks need not scan them

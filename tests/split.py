@@ -1,11 +1,11 @@
-"""The halves of the tests: `make test` by day, `make test-night` for the rest. The only place that divides them.
+"""Divides the tests into the daily set (`make test`) and the nightly set (`make test-night`).
 
-CI runs each test at least once: the cases of the day, and of a test that only the night has, the first one. The other
-cases of the night are the sweeps.
+CI runs each test at least once: the daily cases, and the first case of each test that is only nightly. The other
+nightly cases are the sweeps.
 
-`NIGHT` maps a directory, a file or a test (`file::name`) to `every`: of the cases of each test there, each `every`-th
-runs by day and the others at night. 0 leaves the whole test to the night: its rule is then listed in tests/README.md.
-The longest path that matches wins. `LONG` says which files begin first.
+`NIGHT` maps a directory, a file or a test (`file::name`) to `every`: every `every`-th case of each test there runs by
+day, the others at night. 0 makes the whole test nightly; tests/README.md then lists its rule. The longest matching
+path applies. `LONG` lists the files that start first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Protocol, TypeVar
 
 __all__ = ["LONG", "NIGHT", "PARTS", "at_night", "in_order", "only_at_night", "sweeps"]
 
-PARTS = 5  # The seeds of a fuzzer are dealt out over this many tests; the first one runs by day.
+PARTS = 5  # The seeds of a fuzzer are divided over this many tests; the first one runs by day.
 
 NIGHT: dict[str, int] = {
     # Kills: every kind of kill by day, every kill point at night.
@@ -190,11 +190,11 @@ LONG = (
     "tests/fsdp/test_cross_loads.py",
     "tests/integrations/test_hub.py",
 )
-"""The files that begin first, in this order. Most have few tests that take long: the last ones should be short."""
+"""The files that start first, in this order. Most have a few long tests: the last files to run should be short."""
 
 
 class Test(Protocol):
-    """What is needed of pytest's item."""
+    """The attributes of a pytest item that are used here."""
 
     nodeid: str
 
@@ -203,7 +203,7 @@ T = TypeVar("T", bound=Test)
 
 
 def at_night(items: Iterable[Test]) -> list[Test]:
-    """Return those of `items`, all that were collected, that the night half runs."""
+    """Return those of `items` (all collected tests) that the nightly set runs."""
     seen: Counter[str] = Counter()
     found = []
     for item in items:
@@ -216,7 +216,7 @@ def at_night(items: Iterable[Test]) -> list[Test]:
 
 
 def sweeps(items: Iterable[Test]) -> list[Test]:
-    """Return those of `items`, all that were collected, that neither the day nor CI runs."""
+    """Return those of `items` (all collected tests) that neither the daily set nor CI runs."""
     seen: Counter[str] = Counter()
     found = []
     for item in at_night(items):
@@ -228,7 +228,7 @@ def sweeps(items: Iterable[Test]) -> list[Test]:
 
 
 def only_at_night(file: str) -> bool:
-    """Tell whether the day needs nothing of a file, and so need not import what that imports."""
+    """Return whether a file has only nightly tests, so that the daily run need not import it."""
     return _every(file) == 0 and not any(place.startswith(f"{file}::") for place in NIGHT)
 
 

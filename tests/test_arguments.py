@@ -1,4 +1,4 @@
-"""Mistakes in Python are answered at the call that has them, by a sentence with what was found and expected."""
+"""Wrong arguments in Python raise in the call that got them, with what was found and expected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Digests have one place: values, and what follows from the choice of another algorithm."""
+"""Digests: their values, and that another algorithm needs changes in one module only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every example runs as it is. `make demo` runs the main one, examples/train_and_export.py."""
+"""Every example runs unchanged. `make demo` runs the main one, examples/train_and_export.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The package as a whole: what importing costs, and that every public name is there."""
+"""The package as a whole: the cost of importing it, and its public names."""
 
 from __future__ import annotations
 

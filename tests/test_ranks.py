@@ -1,4 +1,4 @@
-"""The pool of ranks gives each task what a fresh process would have."""
+"""The pool of ranks gives each task the state of a fresh process."""
 
 from __future__ import annotations
 

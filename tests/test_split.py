@@ -1,4 +1,4 @@
-"""What the table of the two halves names is there, and what only the night checks is listed."""
+"""The table of daily and nightly tests is consistent, and rules that only the night checks are listed."""
 
 from __future__ import annotations
 

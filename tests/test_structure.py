@@ -1,4 +1,4 @@
-"""The structure of the package: imports make no cycle, and torch's private names stay in one place."""
+"""The structure of the package: no import cycles, and torch's private names only in one place."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def sources() -> Mapping[str, ast.Module]:
 
 @functools.cache
 def nodes(tree: ast.Module) -> list[ast.AST]:
-    """Return all nodes of a module that some test here looks at: walking the package takes a second."""
+    """Return all nodes of a module that a test here inspects, cached because walking the package takes a second."""
     kinds = (ast.Import, ast.ImportFrom, ast.Attribute, ast.Call, ast.Constant, ast.ClassDef)
     return [node for node in ast.walk(tree) if isinstance(node, kinds)]
 
 
 def imports(modules: Mapping[str, ast.Module]) -> dict[str, set[str]]:
-    """Return which modules each one imports: at the top, inside functions, and for type checkers only."""
+    """Return the imports of each module: at the top, inside functions, and for type checkers only."""
     found: dict[str, set[str]] = {name: set() for name in modules}
     for name, tree in modules.items():
         for node in nodes(tree):
@@ -75,7 +75,7 @@ def test_the_check_finds_an_import_cycle() -> None:
 
 
 def algorithms(tree: ast.Module) -> Iterator[str]:
-    """Yield what in a module names a digest algorithm."""
+    """Yield the names of digest algorithms in a module."""
     for node in nodes(tree):
         if isinstance(node, ast.Import):
             yield from (item.name for item in node.names if item.name in ("hashlib", "xxhash"))
@@ -89,7 +89,7 @@ def algorithms(tree: ast.Module) -> Iterator[str]:
 
 def test_only_digests_names_a_digest_algorithm() -> None:
     found = {name: list(algorithms(tree)) for name, tree in sources().items() if name != "ckptkit.digests"}
-    wire = {"ckptkit.storage.body", "ckptkit.storage.connection", "ckptkit.storage.s3"}  # what S3 itself speaks
+    wire = {"ckptkit.storage.body", "ckptkit.storage.connection", "ckptkit.storage.s3"}  # the checksums of S3 itself
     assert {name: names for name, names in found.items() if names and name not in wire} == {}
     named = algorithms(ast.parse("import xxhash\nzlib.crc32(b'')\nx == 'crc32'"))
     assert sorted(named) == ["crc32", "xxhash", "zlib.crc32"]
@@ -99,7 +99,7 @@ KINDS = ("LocalStore", "RemoteStore", "AttemptStore", "Snapshot")
 
 
 def questions(tree: ast.Module) -> Iterator[str]:
-    """Yield where a module asks which kind of store it has."""
+    """Yield the places where a module checks the kind of a store."""
     for node in nodes(tree):
         if isinstance(node, ast.Attribute) and node.attr in ("local_root", "is_remote"):
             yield f"line {node.lineno}: .{node.attr}"
@@ -119,9 +119,9 @@ def test_only_storage_checks_the_kind_of_a_store() -> None:
     assert len(list(asked)) == 3
 
 
-# Private names of torch outside of formats/dcp. The table only shrinks: a name that is gone must leave it.
+# Private names of torch outside of formats/dcp. Only remove names from this table: unused ones fail the test.
 PRIVATE = {
-    "ckptkit.checkpoint.save.staging": {"torch._foreach_copy_"},  # torch's own optimizers call the _foreach_ functions
+    "ckptkit.checkpoint.save.staging": {"torch._foreach_copy_"},  # torch's own optimizers use the _foreach_ functions
     "ckptkit.checkpoint.state.train_state": {"_load_from_state_dict", "_load_state_dict_pre_hooks"},
     "ckptkit.formats.pickles.weights_only": {"torch._neg_view"},
     "ckptkit.fsdp.blocks": {"torch.utils._pytree.tree_leaves"},
@@ -179,14 +179,14 @@ def test_private_names_of_torch_are_used_only_in_formats_dcp() -> None:
     assert set(private_names(tree, attributes)) == {"torch.x._y", "torch._z", "torch._C", "_local_tensor", "_spec"}
 
 
-# Class names that are there more than once. The table only shrinks.
+# Class names that occur more than once. Only remove names from this table.
 TWICE = {
     "_Contents": ["offline.copy", "offline.copying.resume"],
 }
 
 
 def classes(tree: ast.Module) -> Iterator[str]:
-    """Yield the names of the classes of a module, those inside of others too."""
+    """Yield the names of the classes of a module, including nested ones."""
     return (node.name for node in nodes(tree) if isinstance(node, ast.ClassDef))
 
 

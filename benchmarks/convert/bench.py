@@ -1,14 +1,15 @@
-"""Convert against cp and the converters of torch, accelerate and verl, on the same bytes in one run; prints ratios.
+"""Compare `convert` with `cp` and the converters of torch, accelerate and verl on the same bytes; print ratios.
 
     python -m benchmarks.convert.bench --size 2GB --ranks 4 --where /dev/shm [--peers] [--verl PYTHON] [--repeat 5]
 
-Every command is a fresh process, start of Python included. The source is a DCP checkpoint in bf16, shaped like a llama
-(or `--small`: many small tensors), that torch wrote in `--ranks` processes (over 8, or with `--only-memory`:
-`convert --to dcp` in one). Peak memory is the kernel's ru_maxrss of that process. Everything is deleted at the end.
+Every command runs in a fresh process, and its time includes the start of Python. The source is a DCP checkpoint in
+bf16 with the shapes of a llama (or many small tensors with `--small`), written by torch in `--ranks` processes (above
+8 ranks, or with `--only-memory`: by `convert --to dcp`). Peak memory is ru_maxrss of the process. All files are
+deleted at the end.
 
-`--verl` names the Python of an environment that has verl: the same weights are written as verl's rank files too, which
-its merger and `convert` then read. `--only-memory`: zeros in holes, and no other command, for models that are larger
-than the place for two copies.
+`--verl` names the Python of an environment that has verl: the same weights are then also written as rank files of
+verl, for its merger and for `convert`. `--only-memory` writes sparse files of zeros and runs only `convert`, for
+models too large for two copies.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ MERGE = "from accelerate.utils import merge_fsdp_weights as f; f({src!r}, {dst!r
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a user: modules are compiled once, not at every start."""
+    """Return the environment for a command, with compiled modules kept between runs."""
     return {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"} | {
         "PYTHONPYCACHEPREFIX": os.path.join(tempfile.gettempdir(), "ckptkit-bench-pyc")
     }
 
 
 def timed(command: list[str], *, clean: Path, sync: bool) -> tuple[float, float, int]:
-    """Return (wall seconds, processor seconds, peak resident bytes) of one fresh process."""
+    """Run a fresh process and return (wall seconds, CPU seconds, peak resident bytes)."""
     if clean.is_file():
         clean.unlink()
     shutil.rmtree(clean, ignore_errors=True)
@@ -90,13 +91,13 @@ def main() -> None:
 
 
 def make_sources(root: Path, options: argparse.Namespace) -> tuple[Path, Path | None]:
-    """Write the DCP source, and verl's where it is asked for; return both."""
-    # In processes of their own: what this process holds would count as their children's peak.
+    """Write the DCP source, and the verl source if requested; return both."""
+    # In separate processes: the memory of this process would count towards the peak of its children.
     model, source, verl = root / "hf", root / "pytorch_model_fsdp_0", root / "global_step_1" / "actor"
     make = [sys.executable, "-m", "benchmarks.convert.bench", "--size", options.size, "--dtype", options.dtype]
     flags = [name for name, on in (("--small", options.small), ("--only-memory", options.only_memory)) if on]
     subprocess.run([*make, *flags, "--make", str(model)], check=True)
-    if options.ranks > 8 or options.only_memory:  # more processes, or more memory, than the machine has for torch
+    if options.ranks > 8 or options.only_memory:  # the machine has too few cores or too little memory for torch
         to_dcp = RUN.format(src=str(model), dst=str(source), options=f"to='dcp', world_size={options.ranks}")
         subprocess.run([sys.executable, "-c", to_dcp], check=True, env=environment())
     else:
@@ -143,7 +144,7 @@ def measure(root: Path, options: argparse.Namespace) -> dict[str, object]:
     out = root / "out"
     total = sum(file.stat().st_size for file in source.iterdir())
     commands = commands_of(source, verl, out, options)
-    # Turn by turn, so that a noisy machine is noisy to all; the best of each counts.
+    # The commands take turns, so that other load on the machine affects all of them; the best time of each counts.
     on_disk = not options.where.startswith("/dev/shm")
     best = {name: (float("inf"), float("inf"), 0) for name in commands}
     for turn in range(-1, options.repeat):
@@ -151,7 +152,7 @@ def measure(root: Path, options: argparse.Namespace) -> dict[str, object]:
             if name in PEERS and not 0 <= turn < 2:
                 continue
             wall, cpu, peak = timed(command, clean=out, sync=on_disk and name == "cp -r")
-            if turn < 0:  # Python has compiled the modules that a command imports
+            if turn < 0:  # the first turn compiles the modules that a command imports
                 continue
             before = best[name]
             best[name] = (min(before[0], wall), min(before[1], cpu), max(before[2], peak))

@@ -1,10 +1,10 @@
-"""Merge against reading and copying, and against a plain loop in torch, on the same bytes in one run; prints ratios.
+"""Compare `merge` with reading and copying, and with a plain loop in torch, on the same bytes; print ratios.
 
     python -m benchmarks.convert.merge --size 1GB --sources 8 --where /dev/shm [--repeat 3]
 
-Every command is a fresh process, start of Python included. The sources are Hugging Face directories in bf16, shaped
-like a llama. The yardstick reads all of them and copies one. Peak memory is ru_maxrss of a process. Everything is
-deleted at the end.
+Every command runs in a fresh process, and its time includes the start of Python. The sources are Hugging Face
+directories in bf16 with the shapes of a llama. The baseline reads all of them and copies one. Peak memory is ru_maxrss
+of the process. All files are deleted at the end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from benchmarks.convert.bench import timed
 
-# As one writes it by hand: all tensors of the result in memory, summed in fp32 in the order of the sources.
+# The plain loop: all tensors of the result in memory, summed in fp32 in the order of the sources.
 LOOP = """
 import os, sys, torch
 from safetensors import safe_open
@@ -51,7 +51,7 @@ def main() -> None:
 def measure(root: Path, options: argparse.Namespace) -> None:
     sources = [root / f"source_{i}" for i in range(options.sources)]
     make = [sys.executable, "-m", "benchmarks.convert.bench", "--size", options.size, "--make"]
-    for source in sources:  # in processes of their own: what this one holds would count as its children's peak
+    for source in sources:  # in separate processes: the memory of this one would count towards the peak of its children
         subprocess.run([*make, str(source)], check=True)
     out = root / "out"
     names = [str(source) for source in sources]
@@ -62,7 +62,7 @@ def measure(root: Path, options: argparse.Namespace) -> None:
         "loop in torch": [sys.executable, "-c", LOOP, *names, str(out)],
     }
     best = dict.fromkeys(commands, (float("inf"), float("inf"), 0))
-    for _ in range(options.repeat):  # turn by turn, so that a noisy machine is noisy to all; the best of each counts
+    for _ in range(options.repeat):  # in turns, so that other load affects all commands; the best counts
         for name, command in commands.items():
             wall, cpu, peak = timed(command, clean=out, sync=False)
             best[name] = (min(best[name][0], wall), min(best[name][1], cpu), max(best[name][2], peak))

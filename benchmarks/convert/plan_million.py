@@ -1,12 +1,12 @@
-"""Planning 1,024 ranks x 1,000 tensors without the data: seconds and peak memory, stage by stage.
+"""Plan 1,024 ranks x 1,000 tensors without data; print seconds and peak memory of each stage.
 
     python benchmarks/convert/plan_million.py [--ranks 1024] [--tensors 1000] [--to-ranks 24] [--vanilla]
 
-The manifest is written to a temporary file first, then a fresh process reads it, proves coverage, plans the
-Hugging Face export and prepares the copy; then it plans a DCP checkpoint for other ranks.
+The manifest is written to a temporary file first. Then a fresh process reads it, proves coverage, plans the
+Hugging Face export and prepares the copy, and plans a DCP checkpoint for other ranks.
 
-`--vanilla`: a `.metadata` that torch's own classes pickle is read instead, beside data files of the right sizes that
-hold nothing, and then by torch's own reader, each in a process of its own.
+`--vanilla` reads a `.metadata` pickled by torch's own classes, next to empty data files of the right sizes: once with
+ckptkit and once with torch, each in a separate process.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def write(path: Path, ranks: int, tensors: int) -> None:
 
 
 def write_vanilla(folder: Path, ranks: int, tensors: int) -> None:
-    """Write the `.metadata` that torch.distributed.checkpoint would, and data files without data."""
+    """Write the `.metadata` that torch.distributed.checkpoint would write, and data files without data."""
     import pickle
 
     import torch

@@ -1,4 +1,4 @@
-"""Makes what the benchmark converts: a whole llama of random weights, as safetensors, and as rank files of verl."""
+"""Create the sources of the benchmark: a llama with random weights, as safetensors and as rank files of verl."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CONFIG = {
 
 
 def _shapes(nbytes: int, itemsize: int, small: bool) -> tuple[dict[str, tuple[int, ...]], dict[str, object]]:
-    """Names and shapes of about `nbytes`, and the config.json that says so."""
+    """Return names and shapes of about `nbytes` in all, and a matching config.json."""
     hidden, vocabulary, head = (64, 1024, 16) if small else (4096, 8000, 128)
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
     size, layer = 2 * vocabulary * hidden * itemsize, 0
@@ -45,7 +45,7 @@ def _shapes(nbytes: int, itemsize: int, small: bool) -> tuple[dict[str, tuple[in
 
 
 def make_model(folder: Path, nbytes: int, dtype: str, small: bool = False, *, empty: bool = False) -> None:
-    """Write model.safetensors and config.json. `empty`: zeros, which take no room on the disk."""
+    """Write model.safetensors and config.json. `empty`: a sparse file of zeros."""
     import numpy as np
 
     from ckptkit.formats.hf.header import TensorToWrite, lay_out
@@ -68,7 +68,7 @@ def make_model(folder: Path, nbytes: int, dtype: str, small: bool = False, *, em
 
 
 def make_dcp(model: Path, folder: Path, ranks: int) -> None:
-    """Write the weights of `model` as torch.distributed.checkpoint does: `ranks` processes over gloo, FSDP2's rows."""
+    """Write the weights of `model` with torch.distributed.checkpoint from `ranks` processes, sharded like FSDP2."""
     import torch.multiprocessing
 
     torch.multiprocessing.spawn(_save_rank, (str(model), str(folder), ranks), nprocs=ranks)
@@ -87,7 +87,7 @@ def _save_rank(rank: int, model: str, folder: str, ranks: int) -> None:
 
 
 def _rows_of_rank(model: Path, mesh: Any, rank: int) -> dict[str, Any]:
-    """The DTensors of one rank: rows, as FSDP2 cuts them."""
+    """Return the DTensors of one rank, sharded by rows like FSDP2."""
     import torch
     from safetensors import safe_open
     from torch.distributed.tensor import DTensor, Shard
@@ -105,7 +105,7 @@ def _rows_of_rank(model: Path, mesh: Any, rank: int) -> dict[str, Any]:
 
 
 def make_verl(model: Path, folder: Path, ranks: int) -> None:
-    """Write the weights of `model` as FSDP2's DTensors, a file a rank, with the config and a tokenizer beside."""
+    """Write the weights of `model` as FSDP2 DTensors, one file per rank, with the config and a tokenizer."""
     import torch
     import torch.distributed as dist
     from tokenizers import Tokenizer

@@ -1,12 +1,12 @@
-"""Damage checkpoints of every kind in every file, and see whether `verify` and a load find it; print a table.
+"""Damage checkpoints of every kind in every file, and check that `verify` and a load find it; print a table.
 
 python -m benchmarks.faults.damage --rounds 3
 
-A bit flipped, a file truncated, emptied of its tail or of a page, missing, of another save, of another rank, and one
-that does not belong (the only damage that is none). SHARDED, FULL and LOCAL are loaded on two ranks after each. In
-what torch's own DCP writes `verify` alone can tell, by CRC-32, sizes and coverage; files of two saves that were mixed
-are sound there, one by one, and not found. Hugging Face exports are those of `convert --sha256`; where the list of
-digests itself is missing, an export is one that has none.
+The damages: a flipped bit, a truncated file, a zeroed tail or page, a missing file, a file of another save or rank,
+and an extra file (which is not damage). SHARDED, FULL and LOCAL checkpoints are also loaded on two ranks after each
+damage. For torch's own DCP only `verify` is checked, by CRC-32, sizes and coverage; it cannot find files of two saves
+that were mixed. Hugging Face exports are written by `convert --sha256`; an export whose list of digests is missing
+counts as one without digests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.ranks import Pool, run_ranks
 
 
 def ours(pool: Pool, saved: Path, place: Path, kind: str, seed: int) -> tuple[int, list[str]]:
-    """Return the number of damages done to one of our kinds, and what was wrong with any."""
+    """Return how often one of our checkpoint kinds was damaged, and the failures."""
     shutil.copytree(saved / kind, place, ignore=shutil.ignore_patterns(".ckptkit"))
     *cases, (_, _, fine, _, loads_well, content) = pool.run(loads, 2, str(place / "step_00000002"), seed, timeout=220)[
         0
@@ -34,15 +34,15 @@ def ours(pool: Pool, saved: Path, place: Path, kind: str, seed: int) -> tuple[in
 
 
 def vanilla(saved: Path, place: Path, seed: int) -> Iterator[tuple[str, bool]]:
-    """Yield each damage done to the files of torch's DCP, and whether `verify` found it."""
+    """Yield each damage to the files of torch's DCP, and whether `verify` found it."""
     for what, name, do in list(damages(saved / "dcp" / "2", saved / "dcp" / "1", seed)):
-        # Flips of tensors are counted apart; a flip between two records is in nobody's data. A file of another save is
-        # sound in itself, and nothing in it, nor in `.metadata`, says which save it is of: that is never found there.
+        # Flips in tensors are counted separately; a flip between two records affects no data. A file of another save
+        # is valid, and neither the file nor `.metadata` says which save it belongs to, so `verify` cannot find it.
         if what.startswith("bit") or what in ("stray", "of another save", "of another rank"):
             continue
         shutil.copytree(saved / "dcp" / "2", place)
         sound = (place / name).read_bytes()
-        do()  # to the original; the copy is what is put back
+        do()  # damages the original; the copy is restored afterwards
         changed = not (saved / "dcp" / "2" / name).exists() or (saved / "dcp" / "2" / name).read_bytes() != sound
         found = not verified(str(saved / "dcp" / "2"))[0]
         shutil.rmtree(saved / "dcp" / "2")
@@ -52,7 +52,7 @@ def vanilla(saved: Path, place: Path, seed: int) -> Iterator[tuple[str, bool]]:
 
 
 def exports(saved: Path, place: Path, seed: int) -> Iterator[tuple[str, bool]]:
-    """Yield each damage done to the files of a Hugging Face export with digests, and whether `verify` found it."""
+    """Yield each damage to the files of a Hugging Face export with digests, and whether `verify` found it."""
     for step in (1, 2):
         url = str(saved / "sharded" / f"step_{step:08d}")
         convert(url, str(place / str(step)), sha256=True, max_shard_size="1KB", overwrite=True)

@@ -1,10 +1,10 @@
-"""Fill small file systems, and let single writing threads find them full, while two ranks save; print a table.
+"""Fill small file systems, or fail single writing threads with a full disk, while two ranks save; print a table.
 
 python -m benchmarks.faults.disk_full --sizes 15        (root only: a tmpfs and a loop-mounted ext4)
 
-For each number of bytes that are left, and each number of writing threads: all ranks raise the same error with "No
-space left on device" and the rank, or all return; the one before is loaded; the space is given back; and the next save,
-with space, works. A row "worker" lets one of rank 1's threads fail at each kind of operation on its file.
+For each amount of free space and each number of writing threads, either all ranks raise the same error with "No space
+left on device" and the rank, or all return. The previous checkpoint loads, the space is freed, and the next save, with
+enough space, works. In a row "worker" one thread of rank 1 fails at each kind of operation on its file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ POINTS = (("open", 1), ("write", 1), ("fsync", 1), ("close", 1))
 
 
 def row(what: str, workers: int, results: Sequence[Sequence[Outcome]]) -> list[str]:
-    """Print what the ranks saw; return what is wrong with it."""
+    """Print what the ranks reported; return the failures."""
     outcomes = results[0]
     wrong = agreed(results)
     slowest = max((outcome.seconds for rank in results for outcome in rank if outcome.error), default=0.0)

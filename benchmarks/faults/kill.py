@@ -1,9 +1,9 @@
-"""Kill a job of real ranks at random instants, let the next one go on from the wreck, and check what is left.
+"""Kill a job of real ranks at random instants, resume with the next job, and check what is left.
 
 python -m benchmarks.faults.kill --kills 200 --ranks 4 --keep 1 --victims all|one|term
 
-Counts as bad: a listed checkpoint that is not byte by byte what was saved, a save that returned and is not
-there, a rank that is left over after the deadline.
+Failures are: a listed checkpoint that differs from what was saved, a missing checkpoint whose save had returned, and a
+rank that is still running after the deadline.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ DEADLINE_S = 30.0
 
 
 def job(rank: int, ranks: int, root: str, rendezvous: str, keep: int, said: int) -> None:
-    """Resume and save back to back until killed, or until a signal was agreed on."""
+    """Resume and save repeatedly until killed, or until the ranks have agreed on a signal."""
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
     coordinator = Coordinator(timeout_s=10)
     store = open_store(root)
@@ -69,7 +69,7 @@ def start(ranks: int, root: str, keep: int, rendezvous: str) -> tuple[list[int],
 
 
 def end(pids: list[int], victims: str, chance: random.Random) -> bool:
-    """Kill as asked; return whether all ranks were gone before the deadline."""
+    """Kill the victims; return whether all ranks had ended before the deadline."""
     if victims == "one":
         os.kill(chance.choice(pids), signal.SIGKILL)
     elif victims == "term":
@@ -114,7 +114,7 @@ def main() -> None:
                     bad.append(f"kill {number}: {returned} had returned, {listed} is listed")
             except AssertionError as error:
                 bad.append(f"kill {number}: {error}")
-        staging.STARTING_S = -1.0  # a killed rank's statement may be empty: only its age tells that it is dead
+        staging.STARTING_S = -1.0  # a killed rank may leave an empty owner file: only its age shows that it is dead
         save(root, returned + 1000)
         if leftovers(root):
             bad.append(f"left over: {leftovers(root)}")

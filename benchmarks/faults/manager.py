@@ -2,10 +2,10 @@
 
 python -m benchmarks.faults.manager --kills 200 --ranks 2
 
-Each row of the table is a way to save (sync, `save_async` in a thread, in a process) and a victim: all ranks at
-once, one of them, or the process that writes for one. The kills of a row are spread evenly over all file operations
-that the victim does between the first save and the last deletion. After each: what is listed was saved, nothing that
-had returned is lost, the next job resumes from it, and its save, or a prune, leaves nothing of the dead one.
+Each row of the table is a way to save (sync, `save_async` in a thread or in a process) and a victim: all ranks, one
+rank, or the process that writes for one. The kills of a row are spread evenly over all file operations of the victim
+between the first save and the last deletion. After each kill: every listed checkpoint was saved, no save that had
+returned is lost, the next job resumes from the newest, and its save or a prune removes all leftovers.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from tests.checkpoint.killed import MODES, Plan, count, kill
 
 
 def plans(ranks: int) -> list[Plan]:
-    """One plan for each row of the table, not yet killed anywhere."""
+    """Return one plan per row of the table, without a kill."""
     victims = ["all", *(str(rank) for rank in range(ranks))]
     found = [Plan(mode, victim, 0, ranks, keep=1 + 2 * (i % 2)) for i, mode in enumerate(MODES) for victim in victims]
     return found + [Plan("process", f"writer {rank}", 0, ranks) for rank in range(ranks)]
 
 
 def points(operations: int, kills: int, seed: int) -> list[int]:
-    """Return which operations, spread evenly; another seed gives those between."""
+    """Return operation numbers, spread evenly; another seed returns numbers in between."""
     step = max(1.0, operations / kills)
     return sorted({1 + int(i * step + (seed * 0.618 % 1) * step) % operations for i in range(min(kills, operations))})
 

@@ -1,9 +1,9 @@
-"""Kill saves, overwrites, rotations, deletions and commands before every one of their file operations; print a table.
+"""Kill saves, overwrites, rotations, deletions and commands before each of their file operations; print a table.
 
 python -m benchmarks.faults.operations
 python -m benchmarks.faults.operations --scenarios "overwrite,reshard,reshard again,prune" --stride 1
 
-`again` is over a result that is there already.
+`again` means that the result exists already.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SCENARIOS = (*SAVES, *COMMANDS, *(f"{name} again" for name in COMMANDS), "prune"
 
 
 def kills_of(name: str, folder: Path, stride: int) -> int:
-    """Kill a scenario at every `stride`-th operation; raise at the first that is bad; return the number of kills."""
+    """Kill a scenario at every `stride`-th operation; raise at the first failure; return the number of kills."""
     if name in SAVES:
         return kill_everywhere(name, folder, stride=stride)
     run, place = folder / "run", folder / "killed"

@@ -2,12 +2,12 @@
 
 python -m benchmarks.faults.power_cut --cuts 100 --filesystem xfs --job save --ranks 2       (root only)
 
-The file system lies in a loop-mounted image. The shutdown ioctl without flushing the log (what xfstests' godown does)
-stops all I/O at once: what was not made durable is gone, as after a power cut. btrfs has no such call: there the image
-is copied as the device has it at that moment, and the copy goes on. A save that had returned must be there, whole.
+The file system is a loop-mounted image. The shutdown ioctl without a log flush (as in xfstests' godown) stops all I/O
+at once: data that were not durable are lost, as after a power cut. btrfs has no such ioctl: there the state of the
+device at that moment is copied, and the copy is mounted. Every save that had returned must be present and complete.
 
-`--job bytes` saves through the commit alone, `save` and `async` through a `CheckpointManager`. With `--every` cuts come
-before every n-th file operation of rank 0, else at random instants. `--no-fsync` is the control that must go wrong.
+`--job bytes` saves through the commit only; `save` and `async` use a `CheckpointManager`. With `--every` the cuts come
+before every n-th file operation of rank 0, otherwise at random instants. `--no-fsync` is the control that must fail.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from tests.checkpoint.saving import check, leftovers, save
 
 _SHUTDOWN = 0x8004587D  # EXT4_IOC_SHUTDOWN and XFS_IOC_GOINGDOWN: _IOR('X', 125, __u32)
 _NO_LOG_FLUSH = 2
-_PIECE = 40_000  # bytes of one of the tensors that make a state as large as asked
+_PIECE = 40_000  # bytes of one tensor; the number of tensors sets the size of the state
 _READY = b"ready\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What runs until the power is cut; `nth`: it cuts the power itself before that operation of rank 0."""
+    """The job that runs until the power is cut; `nth`: cut the power before that operation of rank 0."""
 
     kind: str
     ranks: int
@@ -64,7 +64,7 @@ def sh(*command: str) -> bool:
 
 @contextlib.contextmanager
 def mounted(image: Path, place: Path, options: str) -> Iterator[None]:
-    """Mount the image; its journal is replayed by the kernel here."""
+    """Mount the image; the kernel then replays its journal."""
     if not sh("mount", "-o", ",".join(filter(None, ("loop", options))), str(image), str(place)):
         raise OSError(f"{image} can't be mounted after the cut: the file system itself is damaged")
     try:
@@ -89,7 +89,7 @@ def make(image: Path, filesystem: str) -> bool:
 
 
 def cut_power(image: Path, place: Path, filesystem: str) -> None:
-    """Leave to the next mount what the device has now."""
+    """Copy the current state of the device for the next mount."""
     if filesystem == "btrfs":
         shutil.copy(image, image.with_suffix(".cut"))
         return
@@ -102,7 +102,7 @@ def cut_power(image: Path, place: Path, filesystem: str) -> None:
 
 
 def state(step: int, nbytes: int, mesh: Any = None) -> Any:
-    """What `killed.state` has, and as much again in small tensors as was asked for."""
+    """Return the state of `killed.state` plus small tensors of the requested total size."""
     made = killed.state(step, 0, mesh)
     for number in range(-(-nbytes // _PIECE)):
         value = torch.full((_PIECE // 4,), float(step))
@@ -111,7 +111,7 @@ def state(step: int, nbytes: int, mesh: Any = None) -> Any:
 
 
 def run(root: str, job: Job, rank: int, said: int, cut: Any) -> None:
-    """Go on from what is there, and save until the storage is gone."""
+    """Resume, and save until the storage is gone."""
     if job.kind == "bytes":
         step = max(check(root), default=0)
         _arm(job, rank, said, cut)
@@ -155,7 +155,7 @@ def _arm(job: Job, rank: int, said: int, cut: Any) -> None:
 
 
 def start(place: Path, job: Job, rendezvous: Path, cut: Any) -> tuple[list[int], Any]:
-    """Fork the ranks of a job, in a process group of their own; return them and what they say."""
+    """Fork the ranks of a job in a process group of their own; return their pids and the pipe with their output."""
     reader, writer = os.pipe()
     rendezvous.unlink(missing_ok=True)
     pids: list[int] = []
@@ -188,7 +188,7 @@ def stop(pids: list[int], number: int) -> None:
 
 
 def power_cut(place: Path, job: Job, folder: Path, seconds: float, cut: Any) -> list[int]:
-    """Let a job save for `seconds`, or until it cuts the power, and return the steps whose saves had returned."""
+    """Let a job save for `seconds` or until it cuts the power; return the steps whose saves had returned."""
     pids, said = start(place, job, folder / "rendezvous", cut)
     lines = [said.readline()]
     if lines[0] == _READY and not job.nth:
@@ -196,7 +196,7 @@ def power_cut(place: Path, job: Job, folder: Path, seconds: float, cut: Any) -> 
     if job.nth:
         lines += said.readlines()  # until all ranks are dead
     else:
-        stop(pids, signal.SIGSTOP)  # what it had said by now had returned by now
+        stop(pids, signal.SIGSTOP)  # every save reported by now had returned by now
         cut()
     stop(pids, signal.SIGKILL)
     for pid in pids:
@@ -212,7 +212,7 @@ def power_cut(place: Path, job: Job, folder: Path, seconds: float, cut: Any) -> 
 
 
 def listed(root: Path, job: Job) -> list[int]:
-    """Return the steps that are there; raise AssertionError unless each is, byte by byte, what was saved."""
+    """Return the committed steps; raise AssertionError if any differs from what was saved."""
     if job.kind == "bytes":
         return check(root)
     steps = killed.check_run(root, [])
@@ -228,7 +228,7 @@ def listed(root: Path, job: Job) -> list[int]:
 
 
 def next_job(root: Path, job: Job, step: int) -> list[str]:
-    """Let a fresh job save on, and return what is left over of the dead ones."""
+    """Run a fresh job that saves, and return what is left of dead jobs."""
     if job.kind == "bytes":
         save(root, step)
     else:
@@ -238,7 +238,7 @@ def next_job(root: Path, job: Job, step: int) -> list[str]:
 
 
 def campaign(options: argparse.Namespace, folder: Path) -> tuple[int, int, list[str]]:
-    """Cut the power again and again, each job going on from the wreck; return cuts, returned saves, what is bad."""
+    """Cut the power repeatedly, each job resuming from what is left; return cuts, returned saves and failures."""
     image, place = folder / "image", folder / "mount"
     place.mkdir()
     if not make(image, options.filesystem):

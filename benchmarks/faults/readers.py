@@ -1,10 +1,10 @@
-"""Read the newest checkpoint of a run again and again while another process saves and rotates; count what fails.
+"""Read the newest checkpoint of a run repeatedly while another process saves and rotates; count failures.
 
 python -m benchmarks.faults.readers --reads 200 --keep 1
 
-Readers: a manager's load, `open_checkpoint` of what was pinned by hand, and `convert` (as the command line calls it),
-each of the latest, chosen anew each time. A read that finds its checkpoint gone, changed or half there is a failed one.
-Beside them a second job tries to save to the same root: it is refused, and the first one named.
+The readers are a manager's load, `open_checkpoint` of a checkpoint that was pinned before, and `convert`, each of the
+latest checkpoint, chosen again for each read. A read fails if its checkpoint is gone, changed or incomplete. A second
+job also tries to save to the same root: it must be refused with an error that names the first.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def by_manager(root: Path, place: Path) -> int:
 
 
 def by_hand(root: Path, place: Path) -> int:
-    """As the page on reading says: choose, pin, read."""
+    """Choose, pin and read a checkpoint, as the documentation says."""
     store = open_store(str(root))
     while True:
         try:
             with pin_while_reading(store, resolve(store).name) as record:
                 return of_one_step(f"{root}/{record.name}")
         except CheckpointNotFoundError:
-            continue  # it went between the listing and the pin: list again
+            continue  # it was deleted between the listing and the pin: list again
 
 
 def by_convert(root: Path, place: Path) -> int:
@@ -69,7 +69,7 @@ def by_convert(root: Path, place: Path) -> int:
 
 
 def of_one_step(url: str) -> int:
-    """Return the step that all of a checkpoint is of; raise AssertionError where it is of two."""
+    """Return the step of a checkpoint; raise AssertionError if its tensors belong to two steps."""
     found = open_checkpoint(url)
     step = int(found["model.bias"].numpy()[0])
     assert np.array_equal(found["model.weight"].numpy(), content(step, 0)), url
@@ -80,7 +80,7 @@ READERS: tuple[Callable[[Path, Path], int], ...] = (by_manager, by_hand, by_conv
 
 
 def second_job(root: Path, pid: int) -> str:
-    """Return what is wrong with how a second writer is refused."""
+    """Return what is wrong with the error that a second writer gets."""
     with CheckpointManager(root) as manager:
         try:
             manager.save(10**9, state(1))

@@ -1,10 +1,10 @@
-"""Kill conversions at any point, run them again, and compare; print a table.
+"""Kill conversions at any point, run them again, and compare the results; print a table.
 
 python -m benchmarks.faults.resumed --rounds 30 --only alone team shrunk s3
 
-One process, a team of three (all of them killed, or one), a team of three gone on from by two or by one, and uploads to
-S3 killed at each request, which is carried out or not. Each second run must give the same bytes and leave nothing; and
-what it writes is counted against a run from nothing.
+Cases: one process; three ranks (all of them killed, or one); three ranks continued by two or by one; and uploads to S3
+killed at each request, before or after the server carried it out. Each second run must give the same bytes and leave
+no other files. The bytes that it writes are compared with those of a run from scratch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.offline.resumes import kill_on_disk, kill_remote, make_source, object
 from tests.storage import servers
 from tests.storage.proxy import proxy_of
 
-Row = tuple[int, int, int, int, float]  # rounds, killed, went on, less was moved, share that was moved
+Row = tuple[int, int, int, int, float]  # rounds, killed, continued, moved fewer bytes, share of bytes moved
 
 
 def on_disk(first: int, second: int, rounds: int, seed: int) -> Row:

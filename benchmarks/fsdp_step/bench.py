@@ -1,10 +1,10 @@
-"""Cost of a training step through FSDPStrategy against the same step written by hand, and of fp32 masters.
+"""Measure a training step of FSDPStrategy against the same step written by hand, and the cost of fp32 masters.
 
     torchrun --nproc-per-node 2 benchmarks/fsdp_step/bench.py [--blocks 8 --width 256 --rounds 30] [--json]
 
 Both sides shard the same model over the same units, run the same fused AdamW, clip to one joint norm and skip a step
-whose norm is not finite. Rounds of both are interleaved, in turns the one and the other first; a ratio is the median
-of the ratios of neighbouring rounds, so that what else the machine does hits both. Uses CUDA where it is there.
+whose norm is not finite. Rounds of both sides alternate, each side first in turn. A ratio is the median of the ratios
+of neighbouring rounds, so that other load on the machine affects both sides. Uses CUDA if available.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def built(args: argparse.Namespace) -> Model:
 
 
 def by_hand(args: argparse.Namespace, device: str) -> Callable[[torch.Tensor], None]:
-    """What one writes without ckptkit, with the same promises: joint clipping, no step on a bad norm."""
+    """The step as written without ckptkit, with the same guarantees: joint clipping, no step on a non-finite norm."""
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     model = built(args)
     for layer in model.layers:
@@ -90,7 +90,7 @@ def through_strategy(args: argparse.Namespace, device: str) -> Callable[[torch.T
 
 
 def master_steps(args: argparse.Namespace, device: str) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Return MasterWeightOptimizer's step, and the same written as a loop over tensors."""
+    """Return a MasterWeightOptimizer step, and the same step written as a loop over tensors."""
     config = FSDPConfig(precision="master", mixed_precision="bf16", device=device)
     strategy = FSDPStrategy(config)
     optimizers: list[Any] = []
@@ -129,7 +129,7 @@ def seconds(run: Callable[[], Any], repeats: int) -> float:
 
 
 def compare(ours: Callable[[], Any], theirs: Callable[[], Any], *, rounds: int, repeats: int) -> dict[str, float]:
-    """Return medians of both in seconds, and the median ratio of neighbours."""
+    """Return the median seconds of both sides, and the median ratio of neighbouring rounds."""
     for _ in range(3):
         ours()
         theirs()

@@ -1,14 +1,15 @@
-"""Saves and loads on a real S3 server, beside torch's FsspecWriter and FsspecReader in the same run.
+"""Compare saves and loads on a real S3 server with torch's FsspecWriter and FsspecReader in the same run.
 
     python benchmarks/remote/bench.py [--server rclone|moto] [--mb 256] [--tensors 200] [--rounds 3] [--no-etags]
                                       [--latency MS] [--rate MB/S]
 
-`--no-etags`: rclone makes up no ETags. By itself it reads a file whole for each listing that shows it; stores that keep
-what they computed when it was put do not.
+`--no-etags` stops rclone from computing ETags. By default rclone reads a whole file for each listing that contains it;
+real stores keep the ETag from the put.
 
-The server, and the proxy that adds latency (each way) and bounds the rate of each connection, are processes of their
-own. Prints one JSON line a round: seconds of both and ratios; the best of all rounds; the requests, counted by another
-proxy in a run of its own; and how memory grew in a process that did nothing else.
+The server runs in a separate process, and so does the proxy that adds latency (each way) and limits the rate of each
+connection. Prints one JSON line per round with the seconds of both sides and their ratios; the best of all rounds; the
+number of requests, counted by another proxy in a separate run; and the memory growth of a process that does nothing
+else.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ Options = dict[str, Any]
 
 
 class Holder(torch.nn.Module):
-    """Tensors of unequal sizes, as a model has them."""
+    """Return tensors of unequal sizes, as in a model."""
 
     def __init__(self, megabytes: int, count: int) -> None:
         super().__init__()
@@ -59,7 +60,7 @@ class Holder(torch.nn.Module):
 
 @contextlib.contextmanager
 def moto() -> Iterator[Options]:
-    """moto as a process of its own."""
+    """Run moto in a separate process."""
     port = servers.free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -73,7 +74,7 @@ def moto() -> Iterator[Options]:
 
 @contextlib.contextmanager
 def serve(folder: Path, server: str, *, etags: bool = True) -> Iterator[Options]:
-    """Start a server, with a bucket."""
+    """Start a server and create a bucket."""
     (folder / "bench").mkdir()
     if server == "gcs":
         os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # read when gcsfs is imported
@@ -88,7 +89,7 @@ def serve(folder: Path, server: str, *, etags: bool = True) -> Iterator[Options]
 
 @contextlib.contextmanager
 def far_away(options: Options, milliseconds: float, rate: float) -> Iterator[Options]:
-    """The same server behind latency, and with connections that carry `rate` MB a second at most."""
+    """Run a proxy with latency before the server, whose connections carry at most `rate` MB per second."""
     if not milliseconds and not rate:
         yield options
         return
@@ -108,7 +109,7 @@ def far_away(options: Options, milliseconds: float, rate: float) -> Iterator[Opt
 
 
 def theirs(url: str, options: Options, model: Holder) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Return torch's save and load, each with a connection of its own."""
+    """Return torch's save and load, each with its own connection."""
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
     fresh = {**options, "skip_instance_cache": True}
@@ -123,7 +124,7 @@ def theirs(url: str, options: Options, model: Holder) -> tuple[Callable[[], None
 
 
 def ours(url: str, options: Options, model: Holder, **how: Any) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Return our save and load, each with a manager, a lease and a connection of its own; `how`: options of load."""
+    """Return our save and load, each with its own manager, lease and connection; `how`: options of load."""
     state = TrainState(model=model)
 
     def save() -> None:
@@ -147,7 +148,7 @@ def rss() -> int:
 
 @contextlib.contextmanager
 def peak(result: list[float]) -> Iterator[None]:
-    """Append how many MB resident memory grew by while the block ran."""
+    """Append the growth of resident memory during the block, in MB."""
     stop, start, top = threading.Event(), rss(), [rss()]
 
     def watch() -> None:
@@ -183,7 +184,7 @@ def one_round(turn: int, options: Options, model: Holder) -> dict[str, float]:
 
 
 def memory(options: Options, model: Holder) -> dict[str, float]:
-    """Return the growth of memory in a child process for each save and load: nothing is left from one before."""
+    """Return the memory growth of each save and load, each in a new child process."""
     jobs: dict[str, Callable[[], None]] = {}
     for name, make in (("torch", theirs), ("ckptkit", ours)):
         jobs[f"{name}_save"], jobs[f"{name}_load"] = make(f"s3://bench/memory-{name}", options, model)
@@ -216,7 +217,7 @@ LOADS: dict[str, dict[str, Any]] = {"load_atomic": {"atomic": True}}
 
 
 def requests(options: Options, model: Holder) -> dict[str, float]:
-    """Return how many requests each takes; "next" is a save of a manager that has saved before."""
+    """Return the number of requests of each; "next" is a later save of the same manager."""
     counts: dict[str, float] = {}
     with proxy_of(options["endpoint_url"]) as proxy:
         via = {**options, "endpoint_url": proxy.url}
@@ -239,7 +240,7 @@ def requests(options: Options, model: Holder) -> dict[str, float]:
 
 
 def signed_puts(options: Options, megabytes: int) -> Callable[[], None]:
-    """Return what sends plain puts of as many bytes, six at once, signed beforehand: a client that does no work."""
+    """Return a function that sends plain presigned puts of as many bytes, six at once: the minimum for any client."""
     import http.client
     from concurrent.futures import ThreadPoolExecutor
 
@@ -266,7 +267,7 @@ def floor(options: Options, megabytes: int) -> dict[str, float]:
 
 
 def ratios_of(rows: list[dict[str, float]]) -> dict[str, float]:
-    """Return the best of all rounds, and what ours is of theirs."""
+    """Return the best of all rounds, and our times divided by the peer's."""
     best = {name: min(row[name] for row in rows) for name in rows[0]}
     return {
         "best_of": len(rows),
@@ -278,7 +279,7 @@ def ratios_of(rows: list[dict[str, float]]) -> dict[str, float]:
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the server, of the way to it, and of what is saved."""
+    """Add the options of the server, the network and the saved state."""
     parser.add_argument("--server", choices=["rclone", "moto"], default="rclone")
     parser.add_argument("--no-etags", dest="etags", action="store_false")
     parser.add_argument("--mb", type=int, default=256)

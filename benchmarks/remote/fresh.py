@@ -1,14 +1,14 @@
-"""A save and a load in a fresh process, and the next ones in it: torch's, DCPWriter's and the manager's, side by side.
+"""Compare the first and the next save and load in a fresh process: torch, DCPWriter and the manager.
 
     python benchmarks/remote/bench.py --fresh [the options of bench.py]
 
-Each contestant is a forked process that has all modules and no connection: it makes its client, saves (or loads), and
-does it once more, to (from) another place. All speak to one server and take turns; each round begins with another one.
-Prints a JSON line a contestant: the best and the median of the seconds of all rounds, what ours is of torch's by the
-bests, the requests, counted by a proxy in a run of its own, and the CPU seconds of client and server (by
-/proc/PID/stat) of the best round.
+Each contestant is a forked process that has all modules and no connection. It creates its client, saves (or loads),
+and does the same once more with another URL. All use one server and take turns; each round begins with another
+contestant. Prints one JSON line per contestant: the best and the median of the seconds of all rounds, the ratio to
+torch's best, the number of requests (counted by a proxy in a separate run), and the CPU seconds of client and server
+(from /proc/PID/stat) of the best round.
 
-Beside them: `floor`, plain puts of as many bytes, signed beforehand; `puts`, the same by our client, and nothing else.
+Two baselines: `floor` sends plain presigned puts of as many bytes; `puts` does the same with our client.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 Options = dict[str, Any]
 Steps = Iterator[None]
-"""Is advanced once for the first save or load, and once for the next."""
+"""A generator: the first `next` runs the first save or load, the second `next` the next one."""
 
 
 # --- contestants: each works when it is advanced
@@ -65,7 +65,7 @@ def dcp_saves(url: str, options: Options, model: Holder) -> Steps:
 
 
 def signed_saves(url: str, options: Options, model: Holder) -> Steps:
-    """As to a server that is not on this machine: over plain HTTP each body is signed by its SHA-256, like torch's."""
+    """Sign each body by its SHA-256, like torch, as for a server on another machine over plain HTTP."""
     signed = {**options, "config_kwargs": {"s3": {"payload_signing_enabled": True}}}
     return dcp_saves(f"{url}/signed", signed, model)
 
@@ -80,7 +80,7 @@ def manager_saves(url: str, options: Options, model: Holder) -> Steps:
 
 
 def one_save(url: str, options: Options, model: Holder) -> Steps:
-    """A manager that is made for one save: the lease is given back within the time."""
+    """A manager created for one save; the measured time includes releasing the lease."""
     for turn in range(2):
         with CheckpointManager(f"{url}/one{turn}", storage_options=options) as manager:
             manager.save(0, TrainState(model=model))
@@ -118,7 +118,7 @@ def floor(url: str, options: Options, model: Holder) -> Steps:
 
 
 def our_puts(url: str, options: Options, model: Holder) -> Steps:
-    """The bytes of the tensors by our client, in six objects: no digests of ours, no index, no commit."""
+    """The bytes of the tensors in six objects by our client, without digests, index and commit."""
     data = [memoryview(p.detach().view(torch.uint8).numpy()).cast("B") for p in model.parameters()]
     root = open_store(url, storage_options=options)
     assert isinstance(root, RemoteStore)
@@ -148,7 +148,7 @@ LOADS = {"torch_load": torch_loads, "dcp_load": dcp_loads, "manager_load": manag
 
 
 def server_pid(options: Options) -> int:
-    """Return the process that was started with the port of the server in its command."""
+    """Return the process that was started with the server's port on its command line."""
     port = options["endpoint_url"].rpartition(":")[2]
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal() and int(entry.name) != os.getpid():
@@ -169,17 +169,17 @@ def cpu_seconds(pid: int) -> float:
 def in_child(
     make: Callable[[], Steps], server: int, model: Holder, count: Callable[[], int] = lambda: 0
 ) -> dict[str, float]:
-    """Run the two steps in a process of their own; return seconds, CPU seconds and what `count` counted of each."""
+    """Run both steps in a child process; return the seconds, CPU seconds and requests of each."""
     context = multiprocessing.get_context("fork")
     tensors = [parameter.detach() for parameter in model.parameters()]
     mine, its = context.Pipe()
 
     def work() -> None:
         for tensor in tensors:
-            tensor.mul_(1)  # the memory of a job is its own: no pages are shared with a parent
+            tensor.mul_(1)  # write to all pages, so that none is shared with the parent
         steps, row = make(), dict[str, float]()
         for which in ("first", "next"):
-            mine.send("ready")  # the other side of this pipe waits, and notes what it has counted so far
+            mine.send("ready")  # the parent waits for this and notes the count so far
             assert mine.recv() == "go"
             client, at_server, started = time.process_time(), cpu_seconds(server), time.perf_counter()
             next(steps)
@@ -188,7 +188,7 @@ def in_child(
             row[f"{which}_server_cpu"] = cpu_seconds(server) - at_server
         mine.send("ready")
         assert mine.recv() == "go"
-        next(steps, None)  # gives back what it holds
+        next(steps, None)  # releases the client
         mine.send(row)
 
     def worked() -> None:
@@ -213,7 +213,7 @@ def in_child(
 
 
 def run(near: Options, far: Options, model: Holder, rounds: int, show: Callable[[dict[str, Any]], Any]) -> None:
-    """Measure all contestants; the loads read what the saves of the first round left."""
+    """Measure all contestants; the loads read the checkpoints of the first round's saves."""
     server = server_pid(near)
     counted: dict[str, dict[str, float]] = {}
     with proxy_of(near["endpoint_url"]) as proxy:

@@ -1,9 +1,9 @@
-"""Kills a process that saves to a real S3 or GCS server, at random moments, and looks at what is left (F15).
+"""Kill a process that saves to a real S3 or GCS server at random moments, and check what is left (F15).
 
     python benchmarks/remote/kill.py [--server rclone|moto|gcs] [--n 100] [--seed 0]
 
-After each kill: all that is listed is whole, byte by byte; what was reported as saved is there; the next save works,
-and after it, and a `prune`, neither an object nor an upload is left that no checkpoint names. Prints one JSON line.
+After each kill: every listed checkpoint is complete, byte by byte; every save that had returned is present; the next
+save works; and after it and a `prune`, every object and upload belongs to a checkpoint. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def work(say: Any, url: str, options: dict[str, Any], delay: float, first: int) 
 
 
 def strays(root: Any) -> list[str]:
-    """Return the objects and uploads that no checkpoint names."""
+    """Return the objects and uploads that belong to no checkpoint."""
     known = {"latest"}
     for item in list_checkpoints(root).committed:
         known |= {f"{item.name}/checkpoint.json", *(f"{item.name}/{item.record.data}/{p}" for p in item.record.files)}
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def one_kill(url: str, options: dict[str, Any], delay: float, first: int, found: dict[str, int]) -> int:
-    """Kill one run after `delay`, look, save once more, and return the next step."""
+    """Kill one run after `delay`, check what is left, save once more, and return the next step."""
     _, said = fork(work, url, options, delay, first)
     acked = [int(line) for line in said.decode().splitlines()]
     root = open_store(url, storage_options=options)
@@ -90,8 +90,8 @@ def one_kill(url: str, options: dict[str, Any], delay: float, first: int, found:
     found["checkpoints_seen"] += len(steps)
     found["acked_lost"] += bool(acked) and acked[-1] not in steps
     last = max([first - 1, *acked, *steps]) + 1
-    save(root, last, nbytes=SMALL)  # takes the dead one's lease over, and cleans up behind it
-    staging.STARTING_S, commit.UPLOAD_AGE_S = 0.0, 0.0  # what only its age tells to be dead: a probe, an upload
+    save(root, last, nbytes=SMALL)  # takes over the lease of the dead run and cleans up
+    staging.STARTING_S, commit.UPLOAD_AGE_S = 0.0, 0.0  # only age shows that a probe or an upload is dead
     clean_leftovers(root)
     staging.STARTING_S, commit.UPLOAD_AGE_S = 60.0, 86400.0
     left = strays(root)

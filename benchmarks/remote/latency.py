@@ -1,8 +1,8 @@
-"""A TCP proxy that makes a loopback server far away: each byte arrives a given time later, each way.
+"""Run a TCP proxy that delays each byte of a loopback server by a given time, each way.
 
     python benchmarks/remote/latency.py TARGET_PORT MILLISECONDS [MB_PER_SECOND_OF_A_CONNECTION]
 
-Prints its own port. Runs as a process of its own, so that it takes no time of the interpreter that is measured.
+Prints its own port. Runs in a separate process, so that it does not slow the measured interpreter.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ PIECE = 256 << 10
 
 
 async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, delay: float, rate: float) -> None:
-    """Pass on what comes, `delay` seconds later, and no faster than `rate` bytes a second."""
+    """Forward bytes `delay` seconds later, at most `rate` bytes per second."""
     queue: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(maxsize=256)
 
     async def deliver() -> None:

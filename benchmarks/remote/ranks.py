@@ -1,15 +1,15 @@
-"""Saves and loads of several ranks on a real S3 server, beside torch's FsspecWriter and FsspecReader in the same run.
+"""Compare saves and loads of several ranks on a real S3 server with torch's FsspecWriter and FsspecReader.
 
     python benchmarks/remote/ranks.py [--ranks 2] [--server rclone|moto] [--mb 256] [--tensors 200] [--rounds 3]
                                       [--latency MS] [--rate MB/S] [--no-etags] [--replicated]
 
-Each tensor is sharded over all ranks. With --replicated every rank has, and loads, all of them: twice as it is done by
-itself, and once so that each rank reads all of it (`load_read_s`, to be compared with `next_load_s`). The clock of
-rank 0 counts, from a barrier to a barrier. Prints one JSON line a round, and the best and the median with the ratios.
+Each tensor is sharded over all ranks. With --replicated every rank has and loads all tensors: twice by default, and
+once with replicas="read" (`load_read_s`, to be compared with `next_load_s`). Times are taken on rank 0 between two
+barriers. Prints one JSON line per round, and the best and the median with the ratios.
 
-The first load of what was just saved shows also what the server does on that occasion: rclone, where it tells ETags,
-reads a whole file for each request for a range of it, until it knows the file's MD5; torch's saves end with requests by
-which it has got to know it. `next_load` is without that, on both sides.
+The first load after a save includes work of the server: if rclone reports ETags, it reads a whole file for each range
+request until it knows the file's MD5. torch's saves end with requests after which rclone knows it. `next_load` does
+not include this, on both sides.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def main() -> None:
 
 
 def _ratios(spent: Row) -> Row:
-    """Return torch's seconds over ours: a first save over ours, the first and the next one, loads likewise."""
+    """Return the ratios of torch's seconds to ours for first and next saves and loads."""
     of_saves = {key: spent["torch_save_s"] / spent[key] for key in spent if key.endswith("save_s")}
     of_loads = {key: spent["torch_load_s"] / spent[key] for key in ("load_s", "dcp_load_s")}
     of_next = {key: spent["torch_next_load_s"] / spent[key] for key in ("next_load_s", "dcp_next_load_s")}

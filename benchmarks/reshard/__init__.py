@@ -1,1 +1,1 @@
-"""Reshard against cp on the same bytes, and planning for world sizes beyond any machine."""
+"""Reshard compared with cp on the same bytes, and planning for very large world sizes."""

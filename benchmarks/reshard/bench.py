@@ -1,9 +1,10 @@
-"""Reshard against `cp -r`, on the same bytes in one run; prints ratios.
+"""Compare `reshard` with `cp -r` on the same bytes in one run; print ratios.
 
     python -m benchmarks.reshard.bench [--size 1GB] [--ranks 4] [--where /dev/shm] [--repeat 5]
 
-Every command is a fresh process, start of Python included. The source is a SHARDED checkpoint of ckptkit in bf16,
-shaped like a llama, with a digest a slice. The best of each counts. Everything is deleted at the end.
+Every command runs in a fresh process, and its time includes the start of Python. The source is a SHARDED checkpoint of
+ckptkit in bf16 with the shapes of a llama and one digest per slice. The best of each counts. All files are deleted at
+the end.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def commands(source: Path, out: Path, ranks: int) -> dict[str, list[str]]:
 
 
 def timed(command: list[str], clean: Path) -> tuple[float, float, int]:
-    """Return (wall seconds, processor seconds, peak resident bytes) of one fresh process."""
+    """Run a fresh process and return (wall seconds, CPU seconds, peak resident bytes)."""
     shutil.rmtree(clean, ignore_errors=True)
     start = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment())
@@ -61,7 +62,7 @@ def main() -> None:
     parser.add_argument("--only", metavar="NAME", action="append", help="of these commands")
     parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.make:  # in a process of its own: what this one holds would count as its children's peak
+    if options.make:  # in a separate process: the memory of this one would count towards the peak of its children
         make_model(options.make, parse_size(options.size), "bfloat16", False)
         return
     root = Path(options.where) / f"ckptkit-bench-{os.getpid()}"
@@ -72,7 +73,7 @@ def main() -> None:
 
 
 def measure(root: Path, options: argparse.Namespace) -> dict[str, tuple[float, float, int]]:
-    """Return the best wall seconds, processor seconds and peak memory of each command."""
+    """Return the best wall seconds, CPU seconds and peak memory of each command."""
     model, source, out = root / "hf", root / "run" / "step_00000001", root / "new" / "step_00000001"
     subprocess.run(
         [sys.executable, "-m", "benchmarks.reshard.bench", "--size", options.size, "--make", str(model)], check=True
@@ -83,12 +84,12 @@ def measure(root: Path, options: argparse.Namespace) -> dict[str, tuple[float, f
     out.parent.mkdir()
     total = sum(file.stat().st_size for file in source.iterdir())
     best: dict[str, tuple[float, float, int]] = {}
-    for turn in range(-1, options.repeat):  # turn by turn, so that a noisy machine is noisy to all
+    for turn in range(-1, options.repeat):  # the commands take turns, so that other load affects all of them
         for name, command in commands(source, out, options.ranks).items():
             if options.only and name not in options.only:
                 continue
             found = timed(command, out)
-            if turn < 0:  # Python has compiled the modules that a command imports
+            if turn < 0:  # the first turn compiles the modules that a command imports
                 continue
             before = best.get(name, (float("inf"), float("inf"), 0))
             best[name] = (min(before[0], found[0]), min(before[1], found[1]), max(before[2], found[2]))

@@ -1,8 +1,9 @@
-"""Planning 16 -> 1,024 -> 24 ranks of a 70B-shaped llama, names and shapes alone: seconds and peak memory.
+"""Plan 16 -> 1,024 -> 24 ranks of a 70B llama from names and shapes; print seconds and peak memory.
 
     python -m benchmarks.reshard.plan_70b [--ranks 16 1024 24]
 
-Weights, one fp32 moment and the steps. Each plan is made, its coverage proved, and it is the source of the next.
+The state is weights, one fp32 moment and the steps. Each plan is created, its coverage is proved, and its result is
+the source of the next plan.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Saving and loading sharded states, against torch DCP in the same run."""
+"""Saves and loads of sharded states, compared with torch DCP in the same run."""

@@ -1,13 +1,13 @@
-"""Time and CPU of `CheckpointManager.save` and `load` beside `dcp.save` and `dcp.load`: same ranks, same disk, one run.
+"""Compare `CheckpointManager.save` and `load` with `dcp.save` and `dcp.load`: same ranks, same disk, one run.
 
     python -m benchmarks.save_load [--ranks 2 4] [--where /dev/shm /tmp] [--gigabytes 1] [--tensors 2000] \
         [--device cuda] [--json FILE]
 
 large: 16 parameters; adamw: a transformers model with AdamW; small: `--tensors` small parameters. Every figure is the
-best of `--repeat` runs; a run is the slowest rank between two barriers. CPU is the sum over ranks.
-Ratios are torch's time over ours: 2.0 means half the time. Before each save, whoever's it is, every rank uses and
-frees as much memory as it will write: a virtual machine may have given it back to its host. `--cold` leaves that out.
-On `--device cuda` each rank has a GPU, and `bare` goes through pinned memory.
+best of `--repeat` runs; a run is the slowest rank between two barriers. CPU is the sum over ranks. Ratios are torch's
+time divided by ours: 2.0 means half the time. Before each save of either side, every rank uses and frees as much
+memory as it will write, because a virtual machine may have returned its memory to the host. `--cold` omits that. With
+`--device cuda` each rank has a GPU, and `bare` copies through pinned memory.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def dd_seconds(where: str, gigabytes: float, repeat: int) -> float:
-    """Seconds that `dd` takes to write as many bytes and fsync them: the floor of a save."""
+    """Return the seconds that `dd` takes to write as many bytes and fsync them: the lower bound of a save."""
     path = Path(where) / "ckptkit-benchmark.dd"
     best = float("inf")
     for _ in range(repeat):
@@ -72,7 +72,7 @@ def dd_seconds(where: str, gigabytes: float, repeat: int) -> float:
 
 
 def show(row: dict[str, Any]) -> None:
-    """Print one block: seconds and CPU seconds, and torch's over ours."""
+    """Print one table: seconds, CPU seconds, and torch's divided by ours."""
     print(f"\n{row['where']}  {row['ranks']} ranks  {row['kind']}")
     reference = row["best"]["dcp.save, dcp.load"]
     for name, phases in row["best"].items():

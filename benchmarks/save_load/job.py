@@ -1,4 +1,4 @@
-"""A job as users have one: a model of many small layers under FSDP2, with Adam, after its first step."""
+"""A typical job: a model of many small layers under FSDP2, with Adam, after its first step."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class Job:
         self.optimizer.zero_grad()
 
     def torch_state(self) -> dict[str, Any]:
-        """Return what `dcp.save` gets, as torch's tutorial makes it."""
+        """Return the argument for `dcp.save`, as in torch's tutorial."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer}
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return this rank's memory of all of it."""
+        """Return the total memory of the state on this rank, in bytes."""
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         found = [value.detach() for value in [*self.model.parameters(), *states]]
         return [value.to_local() if isinstance(value, DTensor) else value for value in found]

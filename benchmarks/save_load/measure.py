@@ -1,4 +1,4 @@
-"""What one rank of the benchmark does: make a state, save and load it by each way, time it."""
+"""Run one rank of the benchmark: create a state, save and load it with each contestant, and time it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Result = dict[str, tuple[float, float]]
 
 
 def make_state(kind: str, gigabytes: float, tensors: int, device: str = "cpu") -> dict[str, Any]:
-    """Few large tensors, or many small ones: DTensors cut along dim 0."""
+    """Return a few large tensors, or many small ones: DTensors sharded along dim 0."""
     mesh = init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=("dp",))
     count = 16 if kind == "large" else tensors
     world = dist.get_world_size()
@@ -42,10 +42,10 @@ def make_state(kind: str, gigabytes: float, tensors: int, device: str = "cpu") -
 
 
 def get_memory(nbytes: int) -> None:
-    """Have as much memory as is about to be written at hand, whoever writes: use it once, and free it.
+    """Use and free as much memory as will be written, before either side writes.
 
-    A virtual machine may give what it has freed back to its host, within seconds, and gets it again at 0.5 GB/s: that
-    is the speed of neither contestant, and chance tells which of them it falls to.
+    A virtual machine may return freed memory to its host within seconds, and gets it back at only 0.5 GB/s. Otherwise
+    chance would decide which side pays for that.
     """
     with mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -55,13 +55,13 @@ def get_memory(nbytes: int) -> None:
 
 
 def settle() -> None:
-    """Wait for what this process has queued on a GPU."""
+    """Wait for the queued GPU work of this process."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, float]:
-    """(seconds of the slowest rank, CPU seconds of all)."""
+    """Return (seconds of the slowest rank, CPU seconds of all ranks)."""
     settle()
     dist.barrier()
     before, cpu = time.perf_counter(), time.process_time()
@@ -75,7 +75,7 @@ def timed(call: Callable[[], Any]) -> tuple[float, float]:
 
 
 class Job:
-    """A model, with an optimizer or alone, and what torch's own checkpoint functions take of it."""
+    """A model with or without an optimizer, and the state that torch's checkpoint functions take from it."""
 
     def __init__(self, kind: str, gigabytes: float, tensors: int, device: str) -> None:
         self.optimizer: torch.optim.Optimizer | None = None
@@ -87,21 +87,21 @@ class Job:
                 self.model.register_parameter(f"weight{i}", nn.Parameter(tensor))
 
     def torch_state(self) -> dict[str, Any]:
-        """Return the state that `dcp.save` and `dcp.load` take, as torch's tutorial makes it."""
+        """Return the state for `dcp.save` and `dcp.load`, as in torch's tutorial."""
         if self.optimizer is None:
             return {"model": self.model.state_dict()}
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer}
 
     def accept(self, state: dict[str, Any]) -> None:
-        """Take back what `dcp.load` has filled."""
+        """Apply the state that `dcp.load` has filled."""
         if self.optimizer is not None:
             set_state_dict(
                 self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
             )
 
     def local_tensors(self) -> list[torch.Tensor]:
-        """Return this rank's memory of all tensors."""
+        """Return the memory of all tensors on this rank, in bytes."""
         states = [] if self.optimizer is None else [v for s in self.optimizer.state.values() for v in s.values()]
         found = [tensor.detach() for tensor in [*self.model.parameters(), *states]]
         return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in found]
@@ -131,7 +131,7 @@ def _llama(gigabytes: float, device: str) -> tuple[nn.Module, torch.optim.Optimi
 
 
 class Bench:
-    """Saves and loads one job by each peer's public calls."""
+    """Save and load one job with the public calls of each contestant."""
 
     def __init__(self, job: Job, sync: bool) -> None:
         self.job = job
@@ -172,7 +172,7 @@ class Bench:
 
     @contextlib.contextmanager
     def bare(self, path: str) -> Any:
-        """The same bytes by plain writes and reads, one file a thread: what the machine can do."""
+        """Write and read the same bytes with plain calls, one file per thread: the limit of the machine."""
         tensors = [tensor for tensor in self.job.local_tensors() if tensor.numel()]
         count = max(1, (os.cpu_count() or 1) // dist.get_world_size())
         files = [(Path(path, f"{dist.get_rank()}_{i}"), tensors[i::count]) for i in range(count)]
@@ -215,7 +215,7 @@ PEERS = {
 
 
 def fresh(root: str) -> str:
-    """Return an empty directory for the next peer."""
+    """Return an empty directory for the next contestant."""
     path = f"{root}/c"
     dist.barrier()
     if dist.get_rank() == 0:

@@ -1,10 +1,10 @@
-"""Planning a save, writing its index and opening it, for more ranks than a machine has: ckptkit and torch DCP.
+"""Plan a save, write its index and open it for very many ranks: ckptkit and torch DCP.
 
     python -m benchmarks.save_load.scale [--ranks 64 2816 16384] [--tensors 300] [--torch-up-to 2816]
 
-torch's fake process group simulates the ranks. One process plays rank 1 for what every rank does, and rank 0 for what
-it does with the parts of all: copies of rank 1's, shifted to their place. No data files are written. Each row is a new
-process. Seconds are CPU time, so that other processes on the machine hardly change them.
+torch's fake process group simulates the ranks. One process acts as rank 1 for the work of every rank, and as rank 0
+for the work on the parts of all ranks, which are shifted copies of rank 1's. No data files are written. Each row runs
+in a new process. Seconds are CPU time, so that other processes on the machine hardly affect them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import Any
 
 import numpy as np
 
-ROWS = 4  # of each tensor on each rank
+ROWS = 4  # per tensor and rank
 COLUMNS = 16
 
 
 def peak() -> int:
-    """Return the peak of this process's memory in bytes. Not ru_maxrss, which a process inherits."""
+    """Return the peak memory of this process in bytes. Not ru_maxrss, which a forked process inherits."""
     with open("/proc/self/status", encoding="ascii") as status:
         return 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
 
@@ -40,7 +40,7 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def state_of(world: int, tensors: int, *, rows: int = 0) -> dict[str, Any]:
-    """Return rank 1's DTensors, sharded by rows over all ranks. `rows`: of a whole tensor, default `ROWS` per rank."""
+    """Return rank 1's DTensors, sharded by rows. `rows`: rows of a whole tensor, default `ROWS` per rank."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -61,7 +61,7 @@ def state_of(world: int, tensors: int, *, rows: int = 0) -> dict[str, Any]:
 
 
 def shifted(part: bytes, rank: int, table: bytes) -> bytes:
-    """Return rank 1's part as rank `rank` would send it; rank 0's has the table of keys."""
+    """Return rank 1's part as rank `rank` would send it; rank 0's includes the table of keys."""
     from ckptkit.formats.own.columns import pack, unpack
 
     columns = unpack(part, file="part")
@@ -80,7 +80,7 @@ def shifted(part: bytes, rank: int, table: bytes) -> bytes:
 
 
 def save_ours(directory: str, world: int, tensors: int) -> dict[str, float]:
-    """Call what `CheckpointManager.save` calls between the capture of the state and the commit."""
+    """Run the steps of `CheckpointManager.save` between the capture of the state and the commit."""
     from ckptkit.formats.dcp.index import write_index
     from ckptkit.formats.dcp.plan import plan_sharded
     from ckptkit.storage.local import LocalStore
@@ -104,7 +104,7 @@ def save_ours(directory: str, world: int, tensors: int) -> dict[str, float]:
 
 
 def save_torch(directory: str, world: int, tensors: int) -> dict[str, float]:
-    """Call what `dcp.save` calls, with its own planner and writer."""
+    """Run the steps of `dcp.save`, with torch's planner and writer."""
     import torch
     from torch.distributed.checkpoint import FileSystemWriter
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -154,7 +154,7 @@ def save_torch(directory: str, world: int, tensors: int) -> dict[str, float]:
 
 
 def open_ours(directory: str, world: int, tensors: int) -> dict[str, float]:
-    """Open the index, and plan the load of rank 1 of three quarters as many ranks, as `CheckpointManager.load` does."""
+    """Open the index, and plan the load of rank 1 at three quarters of the world size, as the manager does."""
     from ckptkit.catalog.box import Box
     from ckptkit.formats.dcp.fill import Filler, add_box
     from ckptkit.formats.own.reader import open_manifest
@@ -176,7 +176,7 @@ def open_ours(directory: str, world: int, tensors: int) -> dict[str, float]:
 
 
 def open_torch(directory: str, world: int, tensors: int) -> dict[str, float]:
-    """The same as `open_ours`, as `dcp.load` does it."""
+    """Do the same as `open_ours` with `dcp.load`."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
@@ -208,7 +208,7 @@ PARTS = {function.__name__: function for function in (save_ours, open_ours, save
 
 
 def run(name: str, directory: str, world: int, tensors: int) -> dict[str, float]:
-    """Return what one of `PARTS` measures in a process of its own."""
+    """Measure one of `PARTS` in a separate process."""
     command = [sys.executable, "-m", "benchmarks.save_load.scale", "--part", name, directory]
     command += ["--ranks", str(world), "--tensors", str(tensors)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
@@ -217,7 +217,7 @@ def run(name: str, directory: str, world: int, tensors: int) -> dict[str, float]
 
 
 def measured(who: str, world: int, tensors: int) -> dict[str, float]:
-    """Return the figures of "ours" or "torch"."""
+    """Return the figures of one side, "ours" or "torch"."""
     with tempfile.TemporaryDirectory() as directory:
         found = run(f"save_{who}", directory, world, tensors)
         names = (".metadata", "manifest.safetensors") if who == "ours" else (".metadata",)

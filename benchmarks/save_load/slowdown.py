@@ -1,11 +1,11 @@
-"""How much slower a training loop gets that saves every 10 steps in the background: ours beside `dcp.async_save`.
+"""Measure how much background saves every 10 steps slow down training: ours compared with `dcp.async_save`.
 
     python -m benchmarks.save_load.slowdown [--ranks 2] [--where /dev/shm] [--gigabytes 0.5] [--steps 60] [--repeat 3]
 
-A step is what a small eager training does: many short operations that need the interpreter, an all-reduce, and an
-update of the whole state in place. The loop without saves runs in the same ranks, before and after the one with saves;
-its faster time is what the other is compared with. A loop ends with its last step; a save may still be under way then.
-Where the ranks use every core, the work of a save must come out of the steps: nothing hides it.
+A step resembles small eager training: many short operations that need the interpreter, an all-reduce, and an in-place
+update of the whole state. The loop without saves runs in the same ranks before and after the loop with saves; its
+faster time is the baseline. A loop ends with its last step; a save may still be running then. If the ranks use every
+core, the work of a save always slows the steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EVERY = 10
 
 
 class Training:
-    """Steps of a fixed amount of work."""
+    """Run steps of a fixed amount of work."""
 
     def __init__(self, state: dict[str, Any], operations: int) -> None:
         self.tensors = [tensor._local_tensor for tensor in state["model"].values()]
@@ -50,13 +50,13 @@ class Training:
             self.step()
             if save is not None and step % EVERY == 0:
                 while waits:
-                    waits.pop()()  # one save in flight, for all peers
+                    waits.pop()()  # one save in flight, for every contestant
                 waits.append(save(step))
         return waits
 
 
 def measure(peer: str, gigabytes: float, root: str, steps: int, operations: int) -> tuple[float, float]:
-    """Return (seconds of the loop alone, with saves)."""
+    """Return (seconds of the loop without saves, seconds with saves)."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     hush(peer)
@@ -64,7 +64,7 @@ def measure(peer: str, gigabytes: float, root: str, steps: int, operations: int)
     training = Training(state, operations)
     save, end = starter(peer, state, root)
     training.loop(5, None)
-    save(1)()  # what only the first one costs is in the benchmark of stalls
+    save(1)()  # one-time costs of the first save belong to the benchmark of stalls
     alone = timed(lambda: training.loop(steps, None))[0]
     waits: list[Any] = []
     beside = timed(lambda: waits.extend(training.loop(steps, lambda step: save(step + 1))))[0]

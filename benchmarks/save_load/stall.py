@@ -1,13 +1,14 @@
-"""How long `save_async` stops training: ours in both modes, beside a clone of the same state and `dcp.async_save`.
+"""Measure how long `save_async` stops training: both modes, compared with a clone of the state and `dcp.async_save`.
 
     python -m benchmarks.save_load.stall [--ranks 2] [--where /dev/shm] [--gigabytes 1] [--saves 4] [--repeat 3] \
         [--device cuda]
 
-A stall is the time of the slowest rank between two barriers, from the call to its return; each save is committed before
-the next. "first" is the first of a fresh set of processes, "later" the best of the others; of all `--repeat` sets the
-best and the median. In brackets: as multiples of a clone of the state, the first one for a first save, as they take new
-memory, a later one for later saves. `--kind model` is a job: 500 small parameters under FSDP2 with Adam, a step between
-the saves. Every peer runs in ranks of its own. On `--device cuda` each rank has a GPU, and the clone stays there.
+A stall is the time of the slowest rank between two barriers, from the call to its return; each save is committed
+before the next. "first" is the first save of a new set of processes, "later" the best of the others; the table shows
+the best and the median of `--repeat` sets. In brackets: the multiple of a clone of the state (of the first clone for
+first saves, because both allocate memory, of a later one for later saves). `--kind model` is a job: 500 small
+parameters under FSDP2 with Adam, and a step between the saves. Every contestant has its own ranks. With `--device
+cuda` each rank has a GPU, and the clone stays on it.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Save = Callable[[int], Callable[[], Any]]
 
 
 def starter(peer: str, state: dict[str, Any] | Job, root: str) -> tuple[Save, Callable[[], None]]:
-    """Return (start a save of a step, which gives what waits for it; what to call at the end)."""
+    """Return a function that starts a save of a step and returns a wait function, and a function to call at the end."""
     if peer.startswith("ckptkit"):
         from ckptkit import CheckpointManager, RetentionPolicy, TrainState
 
@@ -51,7 +52,7 @@ def starter(peer: str, state: dict[str, Any] | Job, root: str) -> tuple[Save, Ca
     steps: list[int] = []
 
     def save(step: int) -> Callable[[], Any]:
-        if steps and dist.get_rank() == 0:  # keep one, like the manager
+        if steps and dist.get_rank() == 0:  # keep one checkpoint, like the manager
             shutil.rmtree(f"{root}/{steps[-1]}", ignore_errors=True)
         steps.append(step)
         writer = dcp.FileSystemWriter(f"{root}/{step}", sync_files=True)
@@ -63,13 +64,13 @@ def starter(peer: str, state: dict[str, Any] | Job, root: str) -> tuple[Save, Ca
 
 
 def hush(peer: str) -> None:
-    """Keep the log of torch's background process, which nothing else turns off, from the screen."""
+    """Hide the log of torch's background process, which no setting turns off."""
     if peer == "torch process":
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 class Holder:
-    """Something stateful whose state is the tensors."""
+    """A stateful object whose state is the tensors."""
 
     def __init__(self, state: dict[str, Any]) -> None:
         self.state = state
@@ -84,7 +85,7 @@ class Holder:
 def measure(
     peer: str, gigabytes: float, tensors: int, kind: str, root: str, saves: int, device: str = "cpu"
 ) -> list[float]:
-    """Seconds of each stall."""
+    """Return the seconds of each stall."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     hush(peer)

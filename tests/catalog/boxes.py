@@ -1,4 +1,4 @@
-"""Hypothesis strategies: shapes, boxes, and ways to cut a tensor into parts that cover it once."""
+"""Hypothesis strategies for shapes, boxes, and partitions of a tensor into boxes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ shapes = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)
 
 @st.composite
 def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
-    """A box inside the shape, possibly empty."""
+    """Draw a box inside the shape, possibly empty."""
     pairs = [sorted((draw(st.integers(0, n)), draw(st.integers(0, n)))) for n in shape]
     return Box(tuple(a for a, _ in pairs), tuple(b - a for a, b in pairs))
 
 
 @st.composite
 def partitions(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
-    """Boxes that cover the shape once: a grid, or the boxes of flat ranges (FSDP1, ZeRO)."""
+    """Draw boxes that cover the shape once: a grid, or the boxes of flat ranges (FSDP1, ZeRO)."""
     numel = math.prod(shape)
     if shape and draw(st.booleans()):
         cuts = sorted({0, numel, *draw(st.lists(st.integers(0, numel), max_size=3))})
@@ -37,12 +37,12 @@ def partitions(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
 
 
 def index(box: Box) -> tuple[slice, ...]:
-    """The numpy index of a box."""
+    """Return the numpy index of a box."""
     return tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
 
 
 def columns(boxes: Sequence[Box], ndim: int) -> tuple[np.ndarray, np.ndarray]:
-    """Offsets and sizes of boxes, [n, ndim] each."""
+    """Return offsets and sizes of boxes, [n, ndim] each."""
     shape = (len(boxes), ndim)
     offsets = np.array([box.offsets for box in boxes], np.int64).reshape(shape)
     return offsets, np.array([box.sizes for box in boxes], np.int64).reshape(shape)

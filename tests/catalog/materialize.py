@@ -1,4 +1,4 @@
-"""Targets carried out with numpy on whole arrays: what a plan must give, element for element."""
+"""Carries out plans with numpy on whole arrays: the reference for every plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckptkit.catalog.targets import Target
 
 
 def materialize(target: Target, sources: Mapping[str, Any]) -> Any:
-    """The array that the parts make. Fails where a target element is filled twice or never."""
+    """Assemble the array from its parts. Fails if a target element is filled twice or never."""
     dtype = next(iter(sources.values())).dtype
     out = np.zeros(target.shape, dtype)
     filled = np.zeros(target.shape, np.int64)

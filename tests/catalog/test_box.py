@@ -1,4 +1,4 @@
-"""Boxes against numpy: what they cover, whether it is one run, how they are cut."""
+"""Boxes against numpy: their elements, contiguity, tiles and flat ranges."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether boxes cover a shape once: the sum over corners agrees with counting elements, whatever the pattern."""
+"""Coverage of a shape by boxes: the sum over corners agrees with counting elements."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError
 
 
 def cut(rng: random.Random, shape: tuple[int, ...], times: int) -> list[list[list[int]]]:
-    """Boxes [offsets, sizes] that tile a shape, by cutting at random."""
+    """Return boxes [offsets, sizes] that tile a shape, cut at random."""
     boxes = [[[0] * len(shape), list(shape)]]
     for _ in range(times):
         index = rng.randrange(len(boxes))
@@ -67,7 +67,7 @@ def entry(boxes: list[list[list[int]]], shape: tuple[int, ...]) -> TensorEntry:
 
 
 def test_many_slices_without_a_grid_are_checked_without_comparing_pairs() -> None:
-    """Each of them reaches over all rows of the others: a sweep would compare tens of millions of pairs."""
+    """Each box spans all rows: a sweep over rows would compare tens of millions of pairs."""
     n = 8_000
     boxes = [[[0, i], [n, 1]] for i in range(0, n, 2)]
     boxes += [[[0, i], [n - 1, 1]] for i in range(1, n, 2)]

@@ -12,7 +12,7 @@ from ckptkit.errors import UnsupportedFormatError, UsageError
 def test_sizes_and_kinds_agree_with_torch(name: str) -> None:
     import torch
 
-    if name.endswith("_bytes"):  # of FP6, which torch does not have
+    if name.endswith("_bytes"):  # FP6, which torch does not have
         assert (DTYPES[name].itemsize, DTYPES[name].bits, hasattr(torch, name)) == (1, 6, False)
         return
     real = getattr(torch, name)

@@ -1,4 +1,4 @@
-"""Tensors cut in rows are told at once just where one by one they would be; all others are left to the full check."""
+"""Row cuts: found for exactly the tensors that are sharded by consecutive rows; all others get the full check."""
 
 from __future__ import annotations
 

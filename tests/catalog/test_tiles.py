@@ -1,4 +1,4 @@
-"""Boxes of a tensor found in its slices."""
+"""Finding the pieces of a box in the slices of a tensor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ cases = shapes.flatmap(
 
 
 def stored(shape: tuple[int, ...], boxes: list[Box]) -> tuple[TensorEntry, np.ndarray]:
-    """A tensor of numbered elements whose slices lie one after the other in a file, and that file."""
+    """Return a tensor of numbered elements whose slices follow each other in a file, and that file."""
     whole = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
     slices, file = [], [np.zeros(0, np.int32)]
     at = 0

@@ -1,4 +1,4 @@
-"""Count a process's file operations, and kill it, or fail one, at the Nth."""
+"""Count the file operations of a process, and kill the process or fail an operation at the Nth."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _PLACES = ((local, "_rename_noreplace"), (publish, "_exchange"))
 
 
 def watch(before: Callable[[str, tuple[Any, ...]], None], after: Callable[[str, tuple[Any, ...]], None]) -> None:
-    """Call `before` and `after` around every file operation of this process, for good."""
+    """Call `before` and `after` around every file operation of this process, permanently."""
 
     def wrapped(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def operation(*args: Any, **kwargs: Any) -> Any:
             seen = args
-            if kwargs.get("dir_fd") is not None:  # rmtree works on names relative to a descriptor
+            if kwargs.get("dir_fd") is not None:  # rmtree uses names relative to a descriptor
                 folder = os.readlink(f"/proc/self/fd/{kwargs['dir_fd']}")
                 seen = (os.path.join(folder, os.fspath(args[0])), *args[1:])
             before(name, seen)
@@ -41,9 +41,9 @@ def watch(before: Callable[[str, tuple[Any, ...]], None], after: Callable[[str, 
 
 
 def kill_at(nth: int, group: int | None = None) -> Callable[[], int]:
-    """SIGKILL this process before its nth file operation from now; the operation before it has happened.
+    """SIGKILL this process before its nth file operation from now; the previous operation is carried out.
 
-    With `group` all processes of that group die at once. What is returned tells how many there were so far.
+    With `group`, all processes of that group die at once. Returns a counter of the operations so far.
     """
     left = nth
 
@@ -58,7 +58,7 @@ def kill_at(nth: int, group: int | None = None) -> Callable[[], int]:
 
 
 def fail_at(nth: int, error: int, names: tuple[str, ...] = OPERATIONS) -> None:
-    """Let the nth operation among `names` from now fail with errno `error`."""
+    """Let the nth operation among `names` fail with errno `error`, counted from now."""
     left = nth
 
     def count(name: str, args: tuple[Any, ...]) -> None:
@@ -72,9 +72,9 @@ def fail_at(nth: int, error: int, names: tuple[str, ...] = OPERATIONS) -> None:
 
 
 def kill_at_request(nth: int) -> Callable[[], int]:
-    """SIGKILL this process before its nth request to S3 but for reads of bytes; the one before it has been answered.
+    """SIGKILL this process before its nth S3 request other than reads of data; the previous one has been answered.
 
-    What is returned tells how many there were so far.
+    Returns a counter of the requests so far.
     """
     from ckptkit.storage.s3 import S3Api
 

@@ -1,6 +1,6 @@
-"""A small training state, and the checkpoints of it that tests/checkpoint/kept_0.1 keeps. Each is bit-exact to resume.
+"""A small training state, and its checkpoints in tests/checkpoint/kept_0.1, from which it must resume bit-exactly.
 
-`python -m tests.checkpoint.earlier DIRECTORY` wrote them, with the code of the day.
+`python -m tests.checkpoint.earlier DIRECTORY` writes such checkpoints with the current code.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Model(nn.Module):
 
 
 class Counter:
-    """A stateful object, as a dataloader is."""
+    """A stateful object, like a dataloader."""
 
     def __init__(self) -> None:
         self.seen = 0
@@ -48,7 +48,7 @@ class Counter:
 
 
 def made(case: str) -> tuple[TrainState, Any]:
-    """Return a state whose values depend on nothing, and what makes one step of it."""
+    """Return a state with fixed values, and a function that trains one step."""
     torch.manual_seed(0)
     model = Model()
     with torch.no_grad():
@@ -81,7 +81,7 @@ def made(case: str) -> tuple[TrainState, Any]:
 
 
 def values(state: TrainState) -> dict[str, Any]:
-    """Return all weights and moments whole, and the rest of the state as it is."""
+    """Return all weights and moments as whole tensors, and the rest of the state unchanged."""
     from torch.distributed.tensor import DTensor
 
     def whole(value: Any) -> Any:
@@ -107,7 +107,7 @@ def _write(folder: str, case: str, options: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Write each case, with the values that a load must give."""
+    """Write each case and the values that a load must give."""
     from tests.ranks import run_ranks
     from tests.storage import servers
 

@@ -1,6 +1,6 @@
-"""Saves to real file systems that are full at some point, by several writing threads on two ranks, and what is left.
+"""Save to real file systems that are full at some point, from several writing threads on two ranks.
 
-Used by `test_full_disk.py` (the short form) and `benchmarks.faults.disk_full` (the long one).
+Used by `test_full_disk.py` (a selection) and `benchmarks.faults.disk_full` (all cases).
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from tests.checkpoint.saving import leftovers
 
 FILESYSTEMS = ("tmpfs", "ext4")
 DISK_KIB = 12 << 10
-_PIECES, _PIECE = 8, 30_000  # tensors, and the bytes that each rank has of one
-_SLACK = 16 << 10  # directories that once grew stay as large
+_PIECES, _PIECE = 8, 30_000  # number of tensors, and the bytes of one on each rank
+_SLACK = 16 << 10  # directories do not shrink after they have grown
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one rank saw of a save.
+    """The outcome of a save on one rank.
 
     Attributes:
-        error: Type, text and the ranks that it names; empty where the save returned.
-        seconds: How long it took to raise.
-        wrong: What does not hold.
+        error: Type, text and named ranks; empty if the save returned.
+        seconds: The time until the error was raised.
+        wrong: The checks that failed.
     """
 
     error: tuple[str, str, tuple[int, ...]] | None
@@ -50,7 +50,7 @@ class Outcome:
 
 @contextlib.contextmanager
 def disk(place: Path, filesystem: str, kib: int = DISK_KIB) -> Iterator[Path]:
-    """Yield a mounted file system of `kib` KiB; skips where none can be mounted."""
+    """Yield a mounted file system of `kib` KiB; skip the test if mounting is not possible."""
     place.mkdir()
     image = place.with_suffix(".image")
     if os.geteuid():
@@ -84,7 +84,7 @@ def free(place: Path) -> int:
 
 
 def state(step: int) -> Any:
-    """What `killed.state` has, and tensors large enough for several files, all shared out."""
+    """Return the state of `killed.state` with tensors large enough for several files, all sharded."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
@@ -98,7 +98,7 @@ def state(step: int) -> Any:
 
 
 def same(step: int, loaded: Any) -> None:
-    """Raise AssertionError unless this rank has, whole, what was saved at `step`."""
+    """Raise AssertionError unless this rank has the complete state of `step`."""
     killed.same_as_saved(loaded, step)
     for number in range(_PIECES):
         mine = getattr(loaded.model, f"piece{number}").to_local()
@@ -107,17 +107,17 @@ def same(step: int, loaded: Any) -> None:
 
 @contextlib.contextmanager
 def _threads(workers: int, *, known: bool) -> Iterator[None]:
-    """Let each rank write `workers` files at once; `known`: what is free is looked at first, as always."""
+    """Let each rank write `workers` files at once; `known`: check the free space first, as by default."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "default_workers", lambda store: workers)
         patch.setattr(files, "_FILE", 1)
         if not known:
-            patch.setattr(commit, "_check_space", lambda *args: None)  # the space went after it was asked for
+            patch.setattr(commit, "_check_space", lambda *args: None)  # the space is used up after the check
         yield
 
 
 def fill_up(place: str, workers: int, lefts: Sequence[int], known: bool = False) -> list[Outcome]:
-    """Save where only so many bytes are left, for each of `lefts`: on all ranks, one after the other."""
+    """Save with only so many bytes left, once for each of `lefts`, on all ranks."""
     found = []
     with _threads(workers, known=known), CheckpointManager(f"{place}/run-{known}", timeout_s=30) as manager:
         manager.save(1, state(1))
@@ -135,7 +135,7 @@ def fill_up(place: str, workers: int, lefts: Sequence[int], known: bool = False)
 
 
 def _fill(ballast: Path, left: int) -> None:
-    """Fill the disk but for `left` bytes, or as far as it can be filled."""
+    """Fill the disk except for `left` bytes, or as far as possible."""
     with open(ballast, "wb", buffering=0) as file, contextlib.suppress(OSError):
         while (room := free(ballast.parent) - left) >= 4096:
             file.write(bytes(min(room, 1 << 20) & ~4095))
@@ -179,7 +179,7 @@ def _loads(manager: CheckpointManager, step: int) -> list[str]:
 
 
 def _next(manager: CheckpointManager, found: Outcome, step: int) -> Outcome:
-    """Save again, now that there is room; keep that one alone."""
+    """Save again with enough space, and keep only that checkpoint."""
     wrong = list(found.wrong)
     try:
         manager.save(step, state(step))
@@ -197,7 +197,7 @@ def _next(manager: CheckpointManager, found: Outcome, step: int) -> Outcome:
 
 @contextlib.contextmanager
 def _full_at(armed: list[tuple[str, int]], file: str) -> Iterator[None]:
-    """Let the operation that `armed` names, its first or a later one on a file of that name, find the disk full."""
+    """Let the operation that `armed` names fail with a full disk, on a file of that name."""
 
     def checked(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         def operation(*args: Any, **kwargs: Any) -> Any:
@@ -206,7 +206,7 @@ def _full_at(armed: list[tuple[str, int]], file: str) -> Iterator[None]:
                 _, left = armed.pop()
                 if left == 1:
                     if name == "close":
-                        real(*args)  # a descriptor is gone even where closing it reports an error
+                        real(*args)  # a descriptor is closed even if close reports an error
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 armed.append((name, left - 1))
             return real(*args, **kwargs)
@@ -220,7 +220,7 @@ def _full_at(armed: list[tuple[str, int]], file: str) -> Iterator[None]:
 
 
 def fail_worker(place: str, workers: int, points: Sequence[tuple[str, int]]) -> list[Outcome]:
-    """Save while one of rank 1's writing threads, its last, finds the disk full at an operation on its file."""
+    """Save while the last writing thread of rank 1 finds the disk full at an operation on its file."""
     armed: list[tuple[str, int]] = []
     found = []
     with (
@@ -243,12 +243,12 @@ def fail_worker(place: str, workers: int, points: Sequence[tuple[str, int]]) -> 
 
 
 def sizes(count: int, need: int) -> list[int]:
-    """Spread over what a save needs, from nothing to just enough; the last is far more."""
+    """Return amounts of free space from nothing to just enough for a save; the last is far more."""
     return [need * i // (count - 2) for i in range(count - 1)] + [3 * need]
 
 
 def agreed(results: Sequence[Sequence[Outcome]]) -> list[str]:
-    """Return what is wrong with what the ranks saw, one list of outcomes a rank."""
+    """Return what is wrong with the outcomes, given one list per rank."""
     wrong = [text for rank in results for outcome in rank for text in outcome.wrong]
     for outcomes in zip(*results, strict=True):
         if len({outcome.error for outcome in outcomes}) != 1:
@@ -257,4 +257,4 @@ def agreed(results: Sequence[Sequence[Outcome]]) -> list[str]:
 
 
 NEED = 2 * _PIECES * _PIECE + (64 << 10)
-"""Bytes that a save of two ranks needs, about."""
+"""Return about how many bytes a save of two ranks needs."""

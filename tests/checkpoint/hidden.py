@@ -1,4 +1,4 @@
-"""Tensors whose values are not the elements of their own memory, for tests of what a save refuses."""
+"""Tensors whose values are not the elements of their own memory, which a save must refuse or handle."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ class Scaled(torch.Tensor):
 
 
 def whole(value: Any) -> Any:
-    """Return what a `Scaled` stands for, and anything else as it is."""
+    """Return the tensor that a `Scaled` represents, and anything else unchanged."""
     return value.values.float() * value.scale if isinstance(value, Scaled) else value
 
 
 class Opaque(Scaled):
-    """A wrapper that does not say what it is made of; asking it for its memory ends the process."""
+    """A wrapper without `__tensor_flatten__`; reading its memory ends the process."""
 
     def __getattribute__(self, name: str) -> Any:
         if name == "__tensor_flatten__":
@@ -60,11 +60,11 @@ class Opaque(Scaled):
 
 
 class Tagged(torch.Tensor):
-    """A subclass that is just a tensor."""
+    """A subclass without hidden values."""
 
 
 class Labelled(torch.nn.Parameter):
-    """A parameter that carries a tensor, without which its elements mean nothing."""
+    """A parameter with a tensor attribute that is needed to interpret its elements."""
 
 
 def scaled(kind: type[Scaled] = Scaled) -> Scaled:
@@ -119,4 +119,4 @@ HIDDEN: dict[str, tuple[Callable[[], Any], str]] = {
     "lazy": (lambda: torch.nn.UninitializedParameter(), "has no values before its module has run"),
     "bits": (lambda: torch.zeros(4, 4, dtype=torch.uint8).view(torch.bits8), "has dtype bits8"),
 }
-"""Name -> (what makes it, what a refusal says)."""
+"""Name -> (factory, text of the refusal)."""

@@ -1,4 +1,4 @@
-"""Small training jobs whose every number is compared: model, masters, moments, scheduler, data, random numbers."""
+"""Small training jobs whose values are all compared: model, masters, moments, scheduler, data, random numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.fsdp.master_weights import MasterWeightOptimizer
 
-# Both are right, and loud: a view that is not written to, and two all-gathers where full_tensor needs two.
+# Two harmless warnings of torch: a read-only view, and two all-gathers where full_tensor needs two.
 warnings.filterwarnings("ignore", message=".*returned a view tensor.*")
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
@@ -96,7 +96,7 @@ class Job:
 
 
 def data_rank(layout: str) -> int:
-    """Ranks that are tensor parallel to each other see the same data and draw the same numbers."""
+    """Ranks of one tensor-parallel group get the same data and draw the same numbers."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     return rank // 2 if layout == "tp" else rank
 
@@ -108,7 +108,7 @@ def seed(value: int, rank: int) -> None:
 
 
 def shard(model: nn.Module, layout: str, policy: MixedPrecisionPolicy) -> None:
-    """Wrap a model as "plain", "1d", "hsdp" or "tp" says, on all ranks."""
+    """Wrap a model for the layout "plain", "1d", "hsdp" or "tp", on all ranks."""
     size = dist.get_world_size()
     if layout == "plain":
         return
@@ -161,7 +161,7 @@ def make(layout: str = "1d", precision: str = "fp32", optimizer: str = "adamw", 
 
 
 def whole(value: Any) -> Any:
-    """Return tensors whole and as they are bit by bit, anything else as it is."""
+    """Return tensors whole and bit by bit, anything else unchanged."""
     if isinstance(value, torch.Tensor):
         tensor = value.full_tensor() if isinstance(value, DTensor) else value
         tensor = tensor.detach().clone().contiguous()
@@ -170,7 +170,7 @@ def whole(value: Any) -> Any:
 
 
 def everything(job: Job) -> dict[str, Any]:
-    """Return every number of a job, comparable across processes and world sizes (but for what ranks have alone)."""
+    """Return every value of a job, comparable across processes and world sizes (except per-rank state)."""
     found: dict[str, Any] = {f"model.{k}": whole(v) for k, v in job.model.state_dict().items()}
     names = {id(p): n for n, p in job.model.named_parameters()}
     for group in job.optimizer.param_groups:
@@ -184,7 +184,7 @@ def everything(job: Job) -> dict[str, Any]:
 
 
 def alone(job: Job) -> dict[str, Any]:
-    """Return what each rank has for itself."""
+    """Return the per-rank state of each rank."""
     return {
         "data": job.data.state_dict(),
         "python": random.getstate(),

@@ -1,6 +1,6 @@
-"""Jobs with a `CheckpointManager`, on one rank or several, killed before the Nth file operation of one of them.
+"""Jobs with a `CheckpointManager`, on one or several ranks, killed before the Nth file operation of one of them.
 
-What is found afterwards is compared with what was saved, read back, resumed from, and saved on.
+The remaining checkpoints are compared with what was saved, resumed from, and saved over.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from tests.checkpoint.saving import leftovers
 
 MODES = ("sync", "thread", "process")
 ROWS, COLUMNS = 6, 3
-COUNT = 1 << 30  # as Plan.nth: an operation that never comes, the job says how many there were
-_WRITER_OPERATIONS = 25  # of the writing process in the three saves of `job`; in the table, a kill too many shows
+COUNT = 1 << 30  # an operation that is never reached: the job reports how many there were
+_WRITER_OPERATIONS = 25  # of the writing process in the three saves of `job`; too large a number shows in the table
 DEADLINE_S = 60.0
 _RANK_TIMEOUT_S = 20.0
 _CODE = writer_process._CODE
@@ -50,8 +50,8 @@ class Plan:
 
     Attributes:
         mode: How the job saves: "sync", or `save_async` in a "thread" or a "process".
-        victim: "all" ranks at once, one of them by its number, or "writer N", the writing process of rank N.
-        nth: Before which file operation of the victim (of rank 0 for "all"); 0: never.
+        victim: "all" ranks at once, one rank by its number, or "writer N", the writing process of rank N.
+        nth: The file operation of the victim (of rank 0 for "all") before which it is killed; 0: never.
         keep: `max_num` of the rotation after each save.
     """
 
@@ -63,12 +63,12 @@ class Plan:
     kind: str = "sharded"
 
     def at(self, nth: int) -> Plan:
-        """The same job, killed elsewhere."""
+        """Return the same job, killed at another operation."""
         return replace(self, nth=nth)
 
 
 def content(step: int, variant: int) -> np.ndarray[Any, Any]:
-    """The weights that a step has."""
+    """Return the weights of a step."""
     return (np.arange(ROWS * COLUMNS, dtype=np.float32) + 1000 * step + 100 * variant).reshape(ROWS, COLUMNS)
 
 
@@ -79,12 +79,12 @@ class Net(nn.Module):
 
 
 def state(step: int, variant: int = 0, mesh: Any = None) -> TrainState:
-    """The state of a job: a weight sharded over the ranks, a replicated bias, and other objects."""
+    """Return the state of a job: a sharded weight, a replicated bias, and other objects."""
     whole, bias = torch.from_numpy(content(step, variant)), torch.full((2,), float(step))
     if mesh is not None:
         from torch.distributed.tensor import DTensor, Shard
 
-        # Without a word to the others: the training's own collectives are not what is killed here.
+        # Without communication: the training's own collectives are not under test.
         whole = DTensor.from_local(whole.chunk(mesh.size())[mesh.get_rank()].clone(), mesh, [Shard(0)])
     return TrainState(model=Net(whole, bias), extra={"variant": variant}, rng=False)
 
@@ -93,7 +93,7 @@ def state(step: int, variant: int = 0, mesh: Any = None) -> TrainState:
 
 
 def job(say: Say, root: str, plan: Plan, rank: int) -> None:
-    """Resume; save two steps, the second one twice; delete one by hand. Each save rotates."""
+    """Resume; save two steps, the second one twice; delete one explicitly. Each save rotates."""
     mesh = None
     if plan.ranks > 1:
         from torch.distributed.device_mesh import init_device_mesh
@@ -116,7 +116,7 @@ def job(say: Say, root: str, plan: Plan, rank: int) -> None:
                 if not plan.victim.startswith("writer"):
                     raise
                 say(f"failed {error}")
-                writer_process._CODE = _CODE  # the process that takes the dead one's place lives
+                writer_process._CODE = _CODE  # the replacement of the dead process is not killed
                 _save(manager, plan, state(step, variant, mesh), step, overwrite=variant > 0)
             say(f"saved {step} {variant}")
         steps = [record.step for record in manager.list()]
@@ -151,7 +151,7 @@ def _save(manager: CheckpointManager, plan: Plan, saved: TrainState, step: int, 
 
 
 def same_as_saved(loaded: TrainState, step: int) -> None:
-    """Raise AssertionError unless a job has, whole, what was saved at `step`."""
+    """Raise AssertionError unless a job has the complete state of `step`."""
     variant = loaded.extra["variant"]
     model: Any = loaded.model
     weight = model.weight.detach()
@@ -182,7 +182,7 @@ def _rank(say: Say, root: str, plan: Plan, rank: int, rendezvous: str) -> None:
 
 def _fork(root: str, plan: Plan, rank: int, rendezvous: str, writer: int, leader: int) -> int:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # the parent's threads: the child touches none
+        warnings.simplefilter("ignore", DeprecationWarning)  # for the parent's threads, which the child does not use
         pid = os.fork()
     if pid:
         return pid
@@ -200,7 +200,7 @@ def _fork(root: str, plan: Plan, rank: int, rendezvous: str, writer: int, leader
 
 
 def run(root: Path, plan: Plan, rendezvous: Path) -> tuple[list[int], list[str]]:
-    """Run a job; return the exit code of each rank (None: it had to be killed, it hung) and what the ranks said."""
+    """Run a job; return the exit code of each rank (None: it hung and was killed) and the output of the ranks."""
     reader, writer = os.pipe()
     rendezvous.unlink(missing_ok=True)
     pids: list[int] = []
@@ -231,7 +231,7 @@ def run(root: Path, plan: Plan, rendezvous: Path) -> tuple[list[int], list[str]]
 
 
 def check_run(root: Path, said: list[str]) -> list[int]:
-    """Return the steps that are listed; raise AssertionError unless each is what was saved, and none is lost."""
+    """Return the listed steps; raise AssertionError if one differs from what was saved or is lost."""
     inventory = list_checkpoints(open_store(str(root)))
     for item in inventory.committed:
         found = open_checkpoint(f"{root}/{item.path}")
@@ -274,9 +274,9 @@ def _anything(root: Path) -> bool:
 
 
 def kill(folder: Path, plan: Plan, *, by_prune: bool) -> bool:
-    """Run a job on a root that has a checkpoint, kill it, and check all that must hold; False where it lived.
+    """Run a job on a root with a checkpoint, kill it, and check all guarantees; return False if it was not killed.
 
-    Raises AssertionError, with all that is known, where something does not hold.
+    Raises AssertionError with all details if a check fails.
     """
     root = folder / "run"
     with CheckpointManager(root) as manager:
@@ -298,7 +298,7 @@ def kill(folder: Path, plan: Plan, *, by_prune: bool) -> bool:
 
 
 def count(folder: Path, plan: Plan) -> int:
-    """Return how many file operations the victim of a plan does."""
+    """Return the number of file operations of the victim of a plan."""
     if plan.victim.startswith("writer"):
         return _WRITER_OPERATIONS
     root = folder / "counted"
@@ -310,7 +310,7 @@ def count(folder: Path, plan: Plan) -> int:
 
 
 def kill_everywhere(folder: Path, plan: Plan, *, stride: int = 1, offset: int = 1, most: int = 10_000) -> int:
-    """Kill the job at every `stride`-th operation until it lives, at most `most` times; return the number of kills."""
+    """Kill the job at every `stride`-th operation until it survives, or `most` times; return the number of kills."""
     for kills, nth in enumerate(range(offset, offset + most * stride, stride)):
         here = folder / str(nth)
         here.mkdir(parents=True)

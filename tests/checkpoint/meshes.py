@@ -1,4 +1,4 @@
-"""A model with experts on any mesh: FSDP, tensor parallel, expert parallel, pipeline stages; and its whole values."""
+"""A model with experts on any mesh (FSDP, tensor parallel, expert parallel, pipeline stages), and its whole values."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def world_size(name: str) -> int:
 
 
 class Experts(nn.Module):
-    """Plain tensors of the experts that a rank has."""
+    """The experts of one rank, as plain tensors."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -70,13 +70,13 @@ class Stage(nn.Module):
 
 
 def value(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """The whole tensor of a name, the same on every mesh."""
+    """Return the whole tensor of a name, equal on every mesh."""
     generator = torch.Generator().manual_seed(seed * 1000 + sum(ord(c) * (i + 1) for i, c in enumerate(name)))
     return torch.randn(shape, generator=generator)
 
 
 def part(whole: torch.Tensor, like: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    """What belongs into a live tensor, of which an expert-parallel rank has its chunk of the whole."""
+    """Return the values of a live tensor; an expert-parallel rank has its chunk of the whole."""
     mine = whole.chunk(size)[rank] if size > 1 else whole
     if not isinstance(like, DTensor):
         return mine
@@ -91,7 +91,7 @@ def part(whole: torch.Tensor, like: torch.Tensor, rank: int, size: int) -> torch
 
 
 def made(name: str, interleaved: bool = False) -> tuple[TrainState, Any]:
-    """A model without values on a mesh, as a TrainState, and its expert-parallel mesh. All ranks must call it."""
+    """Return a model without values on a mesh, as a TrainState, and its expert-parallel mesh. Collective."""
     pp, dp, ep, tp = MESHES[name]
     mesh = init_device_mesh("cpu", (pp, dp, ep, tp), mesh_dim_names=("pp", "dp", "ep", "tp"))
     rank = mesh.get_local_rank("pp")
@@ -115,13 +115,13 @@ def made(name: str, interleaved: bool = False) -> tuple[TrainState, Any]:
 
 
 def tensors(state: TrainState) -> dict[str, tuple[torch.Tensor, dict[str, torch.Tensor]]]:
-    """Name -> parameter and its moments, as they are on this rank."""
+    """Return name -> parameter and its moments on this rank."""
     module = state.parts("model")[""]
     return {name: (p, state.optimizer.state[p]) for name, p in module.named_parameters()}
 
 
 def wanted(state: TrainState, ep: Any, seed: int) -> dict[str, list[torch.Tensor]]:
-    """This rank's part of every tensor, cut from the whole model with the values of a seed."""
+    """Return this rank's part of every tensor, cut from the whole model of a seed."""
     size, rank = ep.size(), ep.get_local_rank()
     found = {}
     for name, (parameter, _) in tensors(state).items():
@@ -149,7 +149,7 @@ def fill(state: TrainState, ep: Any, seed: int) -> None:
 
 
 def wrong(state: TrainState, ep: Any, seed: int) -> list[str]:
-    """The names whose weight, moments or step count are not bit-equal to those of the seed."""
+    """Return the names whose weight, moments or step count differ from those of the seed."""
     values = wanted(state, ep, seed)
     found = []
     for name, (parameter, moments) in tensors(state).items():

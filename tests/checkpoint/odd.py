@@ -1,4 +1,4 @@
-"""A model with all that is odd about models, two optimizers over it, and the meshes it is spread over."""
+"""A model with unusual parameters and buffers, two optimizers, and the meshes to shard it over."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.checkpoint import jobs
 
 
 class Adapted(nn.Module):
-    """A frozen layer beside adapters of rank 1: shards that are empty on most ranks."""
+    """A frozen layer and adapters of rank 1: shards that are empty on most ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Adapted(nn.Module):
 
 
 class Odd(nn.Module):
-    """Tied, frozen, adapted, never used, of one element, of three dimensions; buffers of every kind."""
+    """Tied, frozen, adapted, unused, scalar and 3-D parameters, and buffers of every kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,8 +76,8 @@ def spread(model: Odd, layout: str) -> None:
 def made(layout: str, optimizers: str, seed: int) -> tuple[Odd, dict[str, Any]]:
     """Return the model and its optimizers.
 
-    "muon" is Muon beside Adam with amsgrad, a learning rate that is a tensor and a group of nothing; "master" is bf16
-    with fp32 masters.
+    "muon" is Muon and Adam with amsgrad, a tensor learning rate and an empty group; "master" is bf16 with fp32
+    masters.
     """
     torch.manual_seed(seed)
     model = Odd()
@@ -94,7 +94,7 @@ def made(layout: str, optimizers: str, seed: int) -> tuple[Odd, dict[str, Any]]:
 
 
 def train(model: Odd, optimizers: dict[str, Any], steps: range) -> list[float]:
-    """Every rank sees the same tokens."""
+    """Every rank gets the same tokens."""
     losses = []
     for index in steps:
         tokens = torch.randint(0, 7, (2, 3), generator=torch.Generator().manual_seed(index))
@@ -108,7 +108,7 @@ def train(model: Odd, optimizers: dict[str, Any], steps: range) -> list[float]:
 
 
 def numbers(model: Odd, optimizers: dict[str, Any]) -> dict[str, Any]:
-    """Return everything bit by bit."""
+    """Return all values bit by bit."""
     found = {f"model.{name}": jobs.whole(tensor) for name, tensor in model.state_dict().items()}
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for key, optimizer in optimizers.items():

@@ -1,7 +1,7 @@
-"""Optimizers whose states have every shape that states have, and a model small enough to count them.
+"""Optimizers with states of every shape, and a model with few parameters.
 
-Those written here keep what their namesakes keep (lists of factors, projectors, per-row vectors, numbers in the group);
-the arithmetic is simplified.
+The optimizers in this file keep the same kinds of state as their namesakes (lists of factors, projectors, per-row
+vectors, numbers in the group); their arithmetic is simplified.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LR = 0.01
 
 
 class Net(nn.Module):
-    """Shards are uneven on three ranks; on two, a shard of `square` is as large as a factor of it."""
+    """Shards are uneven on three ranks; on two, a shard of `square` has the shape of one of its factors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Written(Optimizer):
-    """Steps each parameter that has a gradient with `update`."""
+    """Updates each parameter that has a gradient with `update`."""
 
     settings: ClassVar[dict[str, Any]] = {}
 
@@ -73,7 +73,7 @@ class Lion(Written):
 
 
 class Lamb(Written):
-    """A trust ratio per tensor, kept as a DTensor of no dimension."""
+    """A trust ratio per tensor, kept as a 0-D DTensor."""
 
     def update(self, p: Any, grad: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
         moment = state.setdefault("exp_avg", torch.zeros_like(p))
@@ -111,7 +111,7 @@ class ScheduleFree(Written):
 
 
 class Prodigy(Written):
-    """A learning rate that is estimated from all parameters. `of` says from what: "whole" or this rank's "local"."""
+    """A learning rate estimated from all parameters. `of`: "whole" tensors, or the "local" shards of this rank."""
 
     settings: ClassVar[dict[str, Any]] = {"d": 1e-6, "d_max": 1e-6, "d_numerator": 0.0, "of": "whole"}
 
@@ -126,7 +126,7 @@ class Prodigy(Written):
 
 
 class LocalMoments(Written):
-    """As kernels that know nothing of DTensors do: plain moments of this rank's shard."""
+    """Plain moments of this rank's shard, as kernels without DTensor support keep them."""
 
     def update(self, p: Any, grad: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
         moment = state.setdefault("exp_avg", torch.zeros_like(local(p)))
@@ -153,7 +153,7 @@ class LocalShampoo(Written):
 
 
 class NamedLocalShampoo(Written):
-    """The same, each factor a state of its own."""
+    """The same factors, each as a separate state."""
 
     def update(self, p: Any, grad: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
         for name, new in zip(("left", "right"), factors(local(grad)), strict=True):
@@ -178,7 +178,7 @@ class WholeShampoo(Written):
 
 
 class Soap(Written):
-    """Plain moments beside lists of factors and bases, None for a dimension without one, nested dicts."""
+    """Plain moments, lists of factors and bases (None for a dimension without one), and nested dicts."""
 
     def update(self, p: Any, grad: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
         mine = local(grad)
@@ -197,7 +197,7 @@ class Projector:
 
 
 class GaLore(Written):
-    """A projector object per matrix; `torch.serialization.add_safe_globals` may allow it."""
+    """A projector object per matrix; `torch.serialization.add_safe_globals` can allow its class."""
 
     allowed = True
 
@@ -212,7 +212,7 @@ class GaLore(Written):
 
 
 class Factored(Written):
-    """A vector of rows, cut like them, and one of columns that each rank has: DTensors of other shapes than the
+    """A vector of rows, sharded like them, and one of columns, whole on each rank: DTensors of other shapes than the
     parameter."""
 
     def update(self, p: Any, grad: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
@@ -245,14 +245,14 @@ class AggMo(Written):
 
 
 class Queued(Written):
-    """What no load could restore without running code."""
+    """State that no load could restore without running code."""
 
     def update(self, p: Any, grad: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
         state.setdefault("queue", collections.deque(maxlen=2)).append(1.0)
 
 
 class Owning(Written):
-    """As ZeRO does: each rank has the states of some parameters only, and gives the others their new weights."""
+    """Like ZeRO: each rank has the states of some parameters only, and sends their new weights to the others."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -308,7 +308,7 @@ def made(name: str, seed: int, sharded: bool) -> tuple[Net, Any]:
 
 
 def train(model: Net, optimizer: Any, steps: range) -> None:
-    """Each rank has other data; gradients that FSDP does not reduce are averaged here."""
+    """Each rank has different data; gradients that FSDP does not reduce are averaged here."""
     for step in steps:
         generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
         model(torch.randn(4, 6, generator=generator).to(model.unused.dtype)).float().square().mean().backward()

@@ -1,4 +1,4 @@
-"""A small run for tests: states that are known by step, saved, listed and compared byte by byte."""
+"""A small run for tests: states known by step, saved, listed and compared byte by byte."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckptkit.storage.store import Store
 
 
 def content(step: int, rank: int, nbytes: int = 3000) -> bytes:
-    """What rank `rank` saves at `step`."""
+    """Return what rank `rank` saves at `step`."""
     return (f"step {step} rank {rank} ".encode() * nbytes)[:nbytes]
 
 
@@ -38,9 +38,9 @@ def save(
     sync: bool = True,
     **options: Any,
 ) -> CommitRecord:
-    """Save what `content` says; `before` runs on every rank once the files are written.
+    """Save the files of `content`; `before` runs on every rank once the files are written.
 
-    With `sync=False` no rank makes its files durable: the commit has to.
+    With `sync=False` no rank makes its files durable, so the commit has to.
     """
     coordinator = coordinator or Coordinator()
     store = root if not isinstance(root, (str, Path)) else open_store(str(root))
@@ -62,7 +62,7 @@ def save(
 
 
 def check(root: Store | str | Path) -> list[int]:
-    """Return the steps of all that is listed, in order; each is compared with what was saved, byte by byte."""
+    """Return the listed steps in order; compare each with what was saved, byte by byte."""
     store = root if not isinstance(root, (str, Path)) else open_store(str(root))
     inventory = list_checkpoints(store)
     for item in inventory.committed:
@@ -95,7 +95,7 @@ def fork(fn: Callable[..., Any], *args: Any, timeout: float = 30.0) -> tuple[int
     reader, writer = os.pipe()
     real_write, leave = os.write, os._exit
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # the pool of ranks has threads; the child touches none
+        warnings.simplefilter("ignore", DeprecationWarning)  # for the threads of the pool, which the child does not use
         pid = os.fork()
     if pid == 0:
         code = 97

@@ -1,4 +1,4 @@
-"""A manager whose root is another system's directory goes on from what lies there, and then keeps its own."""
+"""A manager on another system's directory resumes from it, and then saves its own checkpoints there."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SYSTEMS = {
 
 
 def old_run(zoo: Path, name: str, tmp_path: Path) -> Path:
-    """The directory as the other system left it."""
+    """Return the directory as the other system left it."""
     return Path(shutil.copytree(zoo / name, tmp_path / "run", ignore=shutil.ignore_patterns("EXPECTED.safetensors")))
 
 
@@ -66,7 +66,7 @@ def test_the_first_ckptkit_checkpoint_becomes_the_latest(zoo: Path, tmp_path: Pa
 
 def test_a_ckptkit_step_without_a_record_is_an_error_next_to_another_systems_run(zoo: Path, tmp_path: Path) -> None:
     root = old_run(zoo, "verl_fsdp2_w2", tmp_path)
-    shutil.copytree(zoo / "dcp_fsdp2_uneven_w4" / "ckpt", root / "step_00000009")  # whole, and without its record
+    shutil.copytree(zoo / "dcp_fsdp2_uneven_w4" / "ckpt", root / "step_00000009")  # complete, but without its record
     state = run_of("verl_fsdp2_w2")
     with CheckpointManager(root) as manager, pytest.raises(IncompleteCheckpointError, match="step_00000009"):
         manager.load(state)
@@ -144,7 +144,7 @@ def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def saved(root: Path, files: dict[str, str], model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Write files as scripts write them with torch.save: "m" the model, "o" the optimizer, "mos" both and the step."""
+    """Write files as scripts do with torch.save: "m" the model, "o" the optimizer, "mos" both and the step."""
     values = {
         "m": model.state_dict(),
         "o": optimizer.state_dict(),

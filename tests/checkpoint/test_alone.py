@@ -1,4 +1,4 @@
-"""A rank that fails alone, in whatever code runs before the ranks talk to each other, fails all ranks at once."""
+"""If one rank fails in code that runs before the ranks communicate, all ranks fail at once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _state() -> TrainState:
 
 
 def _model(alone: bool) -> nn.Module:
-    """Return a model that has no values on the rank that is to fail."""
+    """Return a model that has no values on the rank that must fail."""
     with torch.device("meta" if alone else "cpu"):
         return nn.Linear(3, 2)
 
@@ -58,7 +58,7 @@ def _work_of_the_caller(url: str, alone: bool) -> None:
 
 def _no_thread(url: str, alone: bool) -> None:
     with CheckpointManager(url) as manager:
-        threading.stack_size(1 << 46 if alone else 0)  # no memory for it: no thread starts
+        threading.stack_size(1 << 46 if alone else 0)  # an impossible stack size: no thread starts
         try:
             manager.save_async(1, _state()).result()
         finally:
@@ -162,7 +162,7 @@ def test_training_that_fails_on_one_rank_ends_the_saves_on_the_other_ranks_at_on
 
 
 def signalled(url: str) -> list[bool]:
-    number = signal.SIGRTMIN + 3  # has no name
+    number = signal.SIGRTMIN + 3  # a signal without a name
     with CheckpointManager(url, on_signal=(number,)) as manager:
         if dist.get_rank() == 1:
             os.kill(os.getpid(), number)

@@ -1,4 +1,4 @@
-"""A file system of the user's own, which fsspec knows by its protocol, sees every byte of a save."""
+"""A custom fsspec file system receives every byte of a save."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ckptkit.checkpoint.state.train_state import StateDictType, TrainState
 
 
 class Shelf(MemoryFileSystem):  # type: ignore[misc]  # fsspec is not typed
-    """An in-memory store of its own."""
+    """An in-memory file system."""
 
     protocol = "shelf"
     store: ClassVar[dict[str, Any]] = {}

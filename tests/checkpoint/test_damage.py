@@ -1,4 +1,4 @@
-"""Damage of every kind, in every file: `verify` finds it, and no load takes it for good."""
+"""Damage of every kind in every file: `verify` finds it, and no load accepts it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Damage = Callable[[], str]
 
 
 def make_run(root: str) -> None:
-    """Save two steps of each kind on these ranks, and vanilla DCP."""
+    """Save two steps of each kind on these ranks, and a DCP of plain torch."""
     job = jobs.make("1d")
     for kind in KINDS:
         with CheckpointManager(f"{root}/{kind}", state_dict_type=kind) as manager:
@@ -48,7 +48,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def damages(folder: Path, older: Path, seed: int) -> Iterator[tuple[str, str, Damage]]:
-    """Yield (what, file, how) for a checkpoint; each is done to a copy of it."""
+    """Yield (what, file, how) for a checkpoint; each damage is done to a copy."""
     chance = random.Random(seed)
     files = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
     for name in files:
@@ -78,7 +78,7 @@ def damages(folder: Path, older: Path, seed: int) -> Iterator[tuple[str, str, Da
 
 
 def outcome(url: str) -> tuple[bool, str]:
-    """Return whether a fresh job loads all of what `url` should hold, or what the load said."""
+    """Return whether a fresh job loads the whole content of `url`, or the error of the load."""
     job = jobs.make("1d", start=9)
     run, _, step = url.rpartition("/step_")
     try:
@@ -90,7 +90,7 @@ def outcome(url: str) -> tuple[bool, str]:
 
 
 def loads(url: str, part: int, seed: int = 3) -> list[tuple[str, str, bool, tuple[str, ...], bool, str]]:
-    """Damage the checkpoint in a third of all ways in turn: (what, file, verified, paths and texts, loaded, said)."""
+    """Apply a third of all damages in turn; return (what, file, verified, paths and texts, loaded, message) of each."""
     folder, found = Path(url), []
     good = folder.parent / "good"
     rank, everybody = dist.get_rank(), dist.barrier
@@ -99,7 +99,7 @@ def loads(url: str, part: int, seed: int = 3) -> list[tuple[str, str, bool, tupl
     everybody()
     older = folder.parent / "step_00000001"
     planned = list(damages(folder, older, seed))[part::3]
-    everybody()  # every rank has read the sound files before rank 0 damages the first
+    everybody()  # every rank has read the intact files before rank 0 damages the first
     for what, name, do in planned:
         if rank == 0:
             do()
@@ -141,12 +141,12 @@ def test_no_damage_is_missed_by_verify_or_loaded_as_good(
 
 
 def faults(case: tuple[str, str, bool, tuple[str, ...], bool, str], content: str, folder: str) -> list[str]:
-    """Return what is wrong with what `verify` and a load made of one damage; `content`: of the undamaged one."""
+    """Return what is wrong with the results of `verify` and a load for one damage; `content`: the undamaged values."""
     what, name, ok, texts, loaded, said = case
     where = f"{folder}: {name}, {what}: verify {ok} {texts}, load {said:.300}"
     if what == "stray":
         return [] if ok and loaded else [f"taken for damage: {where}"]
-    # A record of another save is a whole one: then the files differ from it, or it is of another step.
+    # A record of another save is itself valid: either the files differ from it, or it is of another step.
     named = folder if name == "checkpoint.json" else name
     tensors = name.endswith((".distcp", ".safetensors")) and name != "manifest.safetensors"
     found = []
@@ -164,7 +164,7 @@ def faults(case: tuple[str, str, bool, tuple[str, ...], bool, str], content: str
 
 
 def test_verify_finds_flips_in_the_records_of_a_dcp_checkpoint_of_torch(saved: Path, tmp_path: Path) -> None:
-    """By the CRC-32 that torch writes and never looks at."""
+    """Found by the CRC-32 that torch writes and does not check."""
     folder = tmp_path / "dcp"
     shutil.copytree(saved / "dcp" / "2", folder)
     assert verified(str(folder))[0]
@@ -172,7 +172,7 @@ def test_verify_finds_flips_in_the_records_of_a_dcp_checkpoint_of_torch(saved: P
 
 
 def flipped_unseen(folder: Path, flips: int, *, seed: int) -> list[tuple[str, int, int]]:
-    """Flip a bit of a tensor of a vanilla DCP checkpoint, again and again; return the flips that `verify` misses."""
+    """Flip a bit of a tensor of plain torch's DCP repeatedly; return the flips that `verify` misses."""
     chance, missed = random.Random(seed), []
     slices = [
         (entry.slices.paths[int(file)], int(start), int(nbytes))
@@ -195,7 +195,7 @@ def flipped_unseen(folder: Path, flips: int, *, seed: int) -> list[tuple[str, in
 
 
 def goes_on_from(url: str, fallback: str) -> tuple[int, str]:
-    """Load the latest of a run into a fresh job: return its step and all that the job has, or 0 and the error."""
+    """Load the latest checkpoint into a fresh job: return its step and all values, or 0 and the error."""
     job = jobs.make("1d", start=9)
     with CheckpointManager(url) as manager:
         try:
@@ -207,9 +207,9 @@ def goes_on_from(url: str, fallback: str) -> tuple[int, str]:
 
 
 def falls_back(url: str) -> tuple[list[str], list[tuple[str, tuple[int, str], tuple[int, str]]]]:
-    """Damage the newest in every way; return what is sound, and what was loaded of each.
+    """Damage the newest checkpoint in every way; return the intact values, and what was loaded after each damage.
 
-    Of a SHARDED one a file of every kind, of others the record and one file for each way.
+    Of a SHARDED checkpoint one file of every kind is damaged; of others the record, and one file in each way.
     """
     folder, good = Path(url) / "step_00000002", Path(url) / ".good"
     rank, everybody = dist.get_rank(), dist.barrier
@@ -251,7 +251,7 @@ def test_a_damaged_newest_checkpoint_falls_back_only_on_request(
     assert one != two
     kinds = set()
     for what, (loaded, said), asked in found:
-        if loaded:  # no load reads what was damaged; or there is no record, so that nobody ever finished it
+        if loaded:  # the damaged bytes are never read, or there is no record, so the save counts as unfinished
             assert what == "checkpoint.json: missing" or loaded == 2, (what, loaded, asked)
             assert (loaded, said) == asked == ((1, one) if loaded == 1 else (2, two)), (what, loaded, asked)
         else:
@@ -265,7 +265,7 @@ def test_a_damaged_newest_checkpoint_falls_back_only_on_request(
 
 
 def part_of_each(url: str, flip: int) -> tuple[bool, str, int]:
-    """Load on more ranks than saved; returns whether it loaded, what it said, and the bytes this rank read."""
+    """Load on more ranks than saved; return whether it loaded, its message, and the bytes that this rank read."""
     from ckptkit.checkpoint.load.plan import LoadOptions
 
     job = jobs.make("1d", start=9)
@@ -289,7 +289,7 @@ def test_damage_in_a_slice_read_in_parts_by_several_ranks_is_found(
     good = ranks.run(part_of_each, 4, str(tmp_path / "run"), 1)
     plain = ranks.run(part_of_each, 4, str(tmp_path / "run"), 0)
     assert all(loaded for loaded, _, _ in good + plain)
-    # Together they read the partial slices at most once more.
+    # Together the ranks read partial slices at most once more.
     assert sum(n for *_, n in plain) < sum(n for *_, n in good) <= 2 * sum(n for *_, n in plain)
     slices = open_catalog(open_store(str(folder))).tensors["model.up.weight"].slices
     for at in (0, int(slices.nbytes[0]) // 2, int(slices.nbytes[0]) - 1):

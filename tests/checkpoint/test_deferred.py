@@ -1,4 +1,4 @@
-"""The optimizer's state, restored once, after adapters were added."""
+"""The optimizer state is restored once, after adapters were added."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints that earlier versions wrote go on as they were."""
+"""Checkpoints of earlier versions resume bit-exactly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Disks that fill up, operations that fail, ranks that raise, die or hang: nothing is published, all say the same."""
+"""Full disks, failing operations, ranks that raise, die or hang: nothing is published, and all ranks agree."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.ranks import RankError, run_ranks
 
 @contextlib.contextmanager
 def small_disk(place: Path, kib: int) -> Iterator[Path]:
-    """A file system of `kib` KiB; skips where none can be mounted."""
+    """A file system of `kib` KiB; skips the test if mounting is not possible."""
     place.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(place)]
     if os.geteuid() or subprocess.run(command, check=False, capture_output=True).returncode:
@@ -106,7 +106,7 @@ def _with_error(say: Any, root: str, nth: int, code: int) -> None:
     fail_at(nth, code)
     kind, text, _, _ = failure(lambda: save(root, 2, fields={"metrics": {"x": 1.0}}))
     say(b"failed" if kind else b"saved")
-    with contextlib.suppress(CkptkitError):  # the failing operation may be one of the rotation
+    with contextlib.suppress(CkptkitError):  # the failing operation may belong to the rotation
         rotate(open_store(root), RetentionPolicy(max_num=1))
     if kind:
         assert os.strerror(code) in text or "mount lost" in text, text
@@ -124,7 +124,8 @@ def test_an_error_of_any_operation_fails_the_save_or_has_no_effect(
         exit_code, said = fork(_with_error, str(root), nth, code)
         assert exit_code == 0, f"operation {nth}"
         steps = check(root)
-        # An error of closing the last descriptor comes after the commit: then it is saved, and said so in the log.
+        # An error of closing the last descriptor comes after the commit: the save succeeds, and the log reports the
+        # error.
         assert steps in ([2], [1, 2]) if said == b"saved" else steps in ([1], [1, 2]), (
             f"operation {nth}: {said!r} {steps}"
         )
@@ -160,7 +161,7 @@ def test_a_full_disk_on_one_rank_fails_all_ranks_and_the_next_save_works(ranks: 
 
 
 class CheckpointError(BaseException):
-    """Like torch's CheckpointException: no Exception."""
+    """Like torch's CheckpointException: a BaseException that is no Exception."""
 
 
 def _base_exception(root: str) -> Any:
@@ -203,7 +204,7 @@ def test_a_dead_rank_fails_all_others_soon(tmp_path: Path, victim: int, monkeypa
     assert len(notes) == 1
     (note,) = notes
     assert note.startswith("RankFailedError") and f"rank {victim}" in note and note.endswith(f"[{victim}] True")
-    save(tmp_path / "run", 3)  # the next job finds the old one dead, and cleans up
+    save(tmp_path / "run", 3)  # the next job detects that the old one is dead, and cleans up
     assert check(tmp_path / "run") == [1, 3] and leftovers(tmp_path / "run") == []
 
 

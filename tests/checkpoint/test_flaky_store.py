@@ -1,4 +1,4 @@
-"""A store whose Nth call fails, before or after it took effect: what is listed is whole, and was reported."""
+"""A store whose Nth call fails, before or after it took effect: every listed checkpoint is complete."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _numbers = itertools.count()
 
 
 class Flaky:
-    """A Store whose calls fail as `fails(n)` says for the nth: "before" or "after" it took effect."""
+    """A Store whose nth call fails as `fails(n)` says: "before" or "after" it took effect."""
 
     def __init__(self, inner: Store, fails: Callable[[int], str], count: Iterator[int] | None = None) -> None:
         self.inner, self.fails, self.count = inner, fails, count or itertools.count(1)
@@ -105,7 +105,7 @@ def test_one_failing_call_of_a_rotation_leaves_no_half_deleted_checkpoint(when: 
         for step in (1, 2, 3):
             save(store, step)
         flaky = Flaky(store, lambda n, nth=nth: when if n == nth else "")  # type: ignore[misc]
-        with contextlib.suppress(OSError):  # it may not even be able to list
+        with contextlib.suppress(OSError):  # listing may fail too
             rotate(flaky, RetentionPolicy(max_num=1))  # type: ignore[arg-type]
         assert check(store)[-1] == 3, f"call {nth}"
         rotate(store, RetentionPolicy(max_num=1), clean=True)

@@ -1,4 +1,4 @@
-"""A run starts anew only where nothing was saved: what may be a lost run is an error that says so."""
+"""A new run starts only in an empty root: anything that may be a lost run is an error."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_after_a_fresh_start_a_save_moves_a_half_copied_step_aside(
     (aside,) = root.glob("step_00000001.aside-*")
     assert {path.name: path.read_bytes() for path in aside.iterdir()} == before
     assert str(aside.name) in caplog.text
-    assert open_checkpoint(str(root)).url == str(root / "step_00000001")  # commands do not take the other for newer
+    assert open_checkpoint(str(root)).url == str(root / "step_00000001")  # commands do not treat the other as newer
 
 
 def test_loading_an_older_checkpoint_names_the_half_copied_newest(
@@ -168,7 +168,7 @@ def test_an_unreadable_newest_checkpoint_is_not_called_damaged_or_skipped(
 
 def killed(say: Any, root: Store) -> None:
     def die(store: Store) -> None:
-        store.settle()  # what is on its way arrives
+        store.settle()  # waits for pending writes
         os.kill(os.getpid(), 9)
 
     save(root, 1, before=die)

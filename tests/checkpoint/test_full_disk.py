@@ -1,4 +1,4 @@
-"""A file system that is full at some point of a save of several ranks and threads: all say so, and nothing is lost."""
+"""A file system that fills up during a save of several ranks and threads: all ranks raise, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -31,6 +31,6 @@ def test_a_disk_with_too_little_free_space_is_an_error_before_anything_is_writte
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_one_writing_thread_that_finds_the_disk_full_fails_all_ranks(ranks: Any, tmp_path: Path, workers: int) -> None:
     points = [("write", 1), ("fsync", 1)][: 3 - workers // 2]
-    with disk(tmp_path / "disk", "tmpfs") as place:  # of its own: what is free there, nobody else changes
+    with disk(tmp_path / "disk", "tmpfs") as place:  # a separate disk, whose free space nobody else changes
         results = ranks.run(fail_worker, 2, str(place), workers, points)
     assert agreed(results) == []

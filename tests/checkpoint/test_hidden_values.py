@@ -1,4 +1,4 @@
-"""A save refuses, by name and before it writes, what a load of the same state could not give back."""
+"""A save refuses, by name and before it writes, what a load could not restore."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ckptkit.errors import CheckpointMismatchError, CkptkitError, SaveError, Uns
 from tests.checkpoint.hidden import HIDDEN as ALL
 from tests.checkpoint.hidden import Opaque, Scaled, Tagged, scaled
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of torch, that some of its tensors are new or go away
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch warns about prototype and deprecated tensors
 TYPES = ("sharded", "full", "local")
-MADE_OF_PARTS = ("wrapper", "wrapper parameter")  # they say what they are made of
+MADE_OF_PARTS = ("wrapper", "wrapper parameter")  # they have __tensor_flatten__
 HIDDEN = {name: case for name, case in ALL.items() if name not in MADE_OF_PARTS}
 
 
@@ -221,7 +221,7 @@ def test_state_that_belongs_to_no_parameter_of_the_optimizer_is_refused(tmp_path
 
 
 class Offloaded(torch.optim.SGD):
-    """Keeps state of its own beside what every optimizer has."""
+    """Keeps additional state besides that of every optimizer."""
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "offloaded": [torch.ones(3)]}
@@ -263,7 +263,7 @@ def test_a_tensor_refused_on_one_rank_is_saved_by_no_rank(ranks: Any, tmp_path: 
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_a_quantization_map_of_an_optimizer_is_restored(tmp_path: Path, kind: str) -> None:
-    """8-bit optimizers keep a table of 256 values beside each parameter, a flat one too."""
+    """8-bit optimizers keep a table of 256 values with each parameter, also with a flat one."""
 
     def made(table: torch.Tensor | None) -> TrainState:
         model = nn.Module()

@@ -1,4 +1,4 @@
-"""What a job meets: a signal that ends it, and a disk that is full, through the manager alone."""
+"""Events in a job with a manager: a signal that ends it, and a full disk."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def interrupted(url: str) -> tuple[list[bool], int]:
                 os.kill(os.getpid(), signal.SIGTERM)
             seen.append(manager.save_on_signal(step, job.state()))
             if seen[-1]:
-                os.kill(os.getpid(), signal.SIGTERM)  # the scheduler insists
+                os.kill(os.getpid(), signal.SIGTERM)  # the scheduler sends a second signal
                 seen.append(manager.save_on_signal(step, job.state()))
                 break
     return seen, saves

@@ -1,4 +1,4 @@
-"""Killed at any file operation or instant: what is listed was really saved, and nothing that returned is lost."""
+"""Killed at any file operation or instant: every listed checkpoint was saved, and no finished save is lost."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ def kill_everywhere(name: str, folder: Path, *, stride: int, offset: int = 1) ->
         assert code in (0, -signal.SIGKILL), where
         if returned:
             assert steps and steps[-1] >= returned[-1], where
-        save(root, 9)  # the next job goes on, and cleans up
+        save(root, 9)  # the next job resumes and cleans up
         assert check(root)[-1] == 9 and leftovers(root) == [], where
-        assert len(os.listdir(root)) == len(check(root)) + 2, where  # and .ckptkit, latest
+        assert len(os.listdir(root)) == len(check(root)) + 2, where  # plus .ckptkit and latest
         if code == 0:
             return kills
     raise AssertionError("the scenario never ends")
@@ -105,12 +105,12 @@ def _run_for_ever(writer: int, root: str) -> None:
 
 
 def kill_at_random(root: Path, *, kills: int, seed: int) -> int:
-    """Kill a run that saves back to back, again and again, each one going on from the wreck."""
+    """Kill a run that saves continuously, again and again, each run resuming from what is left."""
     chance = random.Random(seed)
     returned = 0
     started = time.perf_counter()
     save(root.with_name("measured"), 1, nbytes=200_000)
-    longest = max(0.12, 6 * (time.perf_counter() - started))  # a busy machine gets to a commit, too
+    longest = max(0.12, 6 * (time.perf_counter() - started))  # long enough for a commit on a busy machine
     for _ in range(kills):
         reader, writer = os.pipe()
         pid = os.fork()

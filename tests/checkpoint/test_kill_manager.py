@@ -1,6 +1,6 @@
-"""A manager's saves, in every mode, rotations and deletions, killed before their file operations: the short form.
+"""A manager's saves in every mode, rotations and deletions, killed before their file operations: a selection.
 
-The long form, every operation of one rank, of all, and of the writing processes, is `benchmarks.faults.manager`.
+`benchmarks.faults.manager` kills at every operation of one rank, of all ranks, and of the writing processes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A job that saves to an object store, killed before each of its requests: no checkpoint is lost, nothing is left."""
+"""A job that saves to an object store, killed before each request: no checkpoint is lost, no leftovers stay."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MOST = 80  # requests of `job`
 THEIRS = {
     "notes/run.txt": b"mine",
     "step_00000001/eval/results.json": b"mine",
-    "step_00000002/0123456789abcdef/__0_0.distcp": b"copied here",  # no save of this run says that it is its own
+    "step_00000002/0123456789abcdef/__0_0.distcp": b"copied here",  # no save of this run has recorded this id
     "step_00000009/fedcba9876543210/.metadata": b"a half copy",
 }
 
@@ -48,7 +48,7 @@ def save(manager: CheckpointManager, step: int, value: int, **options: Any) -> N
 
 
 def job(say: Any, url: str, options: Options, nth: int) -> None:
-    """Save two steps, which rotates, and the second one again; say after each what was saved."""
+    """Save two steps, which rotates, and the second one again; report after each what was saved."""
     torch.set_num_threads(1)
     kill_at_request(nth)
     with CheckpointManager(url, retention=RetentionPolicy(max_num=2), storage_options=options) as manager:
@@ -58,7 +58,7 @@ def job(say: Any, url: str, options: Options, nth: int) -> None:
 
 
 def strays(root: Store) -> set[str]:
-    """Return the objects and uploads that no checkpoint names and nobody put there."""
+    """Return the objects and uploads that belong to no checkpoint and were not put there by the test."""
     known = {"latest", *THEIRS}
     for item in list_checkpoints(root).committed:
         known |= {f"{item.name}/checkpoint.json", *(f"{item.name}/{item.record.data}/{p}" for p in item.record.files)}

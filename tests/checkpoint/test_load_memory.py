@@ -1,4 +1,4 @@
-"""A load holds as much beside the state as it may; a load that fails leaves the state as it was, or says what it is."""
+"""The memory of loads, and the state after a failed load: unchanged, or marked as half loaded."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def sharded(tmp_path: Path) -> Iterator[CheckpointManager]:
 
 
 def damage(manager: CheckpointManager) -> None:
-    """Flip the last bit of the largest tensor's data, wherever that lies."""
+    """Flip the last bit of the data of the largest tensor."""
     step = Path(manager.url) / "step_00000001"
     file = max((path for path in step.rglob("*") if path.suffix in (".distcp", ".safetensors")), key=_size)
     wanted = state_of(1).model[2].weight.detach().numpy().tobytes()
@@ -83,7 +83,7 @@ def _size(path: Path) -> int:
     return path.stat().st_size
 
 
-# --- what arrives is the same, beside the state or in it
+# --- loads with and without a second copy give the same state
 
 
 @pytest.mark.parametrize("atomic", [True, False])
@@ -95,7 +95,7 @@ def test_loads_with_and_without_a_second_copy_give_the_same_state(
     report = run.load(state, atomic=atomic)
     assert same(bits(state), bits(state_of(1)))
     weights = sum(tensor.nbytes for tensor in state.model.state_dict().values())  # type: ignore[union-attr]
-    assert report is not None and report.held == atomic * weights * (3 if trained else 1)  # of each its two moments
+    assert report is not None and report.held == atomic * weights * (3 if trained else 1)  # plus two moments of each
 
 
 @pytest.mark.parametrize("atomic", [True, False])
@@ -175,7 +175,7 @@ def test_damage_found_while_reading_leaves_a_state_that_save_refuses(sharded: Ch
     with pytest.raises(CorruptCheckpointError, match="half loaded"):
         sharded.load(state)
     _save_is_refused(sharded, state)
-    sharded.load(TrainState(model=state.model), optimizer="skip", which=str(good))  # another view of it
+    sharded.load(TrainState(model=state.model), optimizer="skip", which=str(good))  # another view of the same model
     _save_is_refused(sharded, state)
     assert sharded.load(state, str(good)) is not None
     assert same(bits(state), bits(state_of(1)))
@@ -215,11 +215,11 @@ def test_a_fallback_that_lacks_tensors_leaves_the_state_half_loaded(tmp_path: Pa
         assert state.half_loaded.endswith("step_00000001")
 
 
-# --- a half-loaded model is one in whatever state it is saved
+# --- a half-loaded model is refused in every TrainState
 
 
 class Refuses:
-    """Takes no state."""
+    """Refuses every state."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": 1}
@@ -340,7 +340,7 @@ def test_a_rank_that_fails_while_tensors_are_set_leaves_every_rank_half_loaded(t
     assert first == second
 
 
-# --- how much there is
+# --- memory limits
 
 
 @pytest.mark.parametrize(("limit", "free", "ranks"), [(9000, 1 << 30, 1), (None, 9000, 1), (None, 100_000, 16)])
@@ -349,7 +349,7 @@ def test_a_second_copy_above_the_memory_limit_is_refused_before_anything_is_read
 ) -> None:
     monkeypatch.setattr(read, "free_memory", lambda: free)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    damage(sharded)  # which is found while reading
+    damage(sharded)  # damage that is found while reading
     state = state_of(2)
     before = bits(state)
     with pytest.raises(LoadError, match=r"atomic=True needs 50\.7 kB .* this rank's state, .*nothing was loaded"):

@@ -1,4 +1,4 @@
-"""What a load reads and checks: all of it by default, or only what this rank needs."""
+"""What a load reads and checks: every slice by default, or only what this rank needs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def save_on_one(url: Path) -> None:
 
 
 def returned() -> int:
-    """Bytes that read calls of this process have returned."""
+    """Return the bytes that read calls of this process have returned."""
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(fields["rchar"])
 
@@ -41,18 +41,18 @@ def returned() -> int:
 def test_a_save_reads_nothing_of_what_it_wrote(tmp_path: Path, kind: str) -> None:
     saved = TrainState(model=model(torch.arange(float(ROWS * COLUMNS)).reshape(ROWS, COLUMNS)))
     with CheckpointManager(tmp_path, state_dict_type=kind) as manager:
-        manager.save(1, saved)  # imports are read, too
+        manager.save(1, saved)  # imports also read files
         before = returned()
         manager.save(2, saved)
         assert returned() - before < ROWS * COLUMNS * 4 / 50
 
 
 def load_rows(url: str, verify: Any) -> tuple[float, bool]:
-    """(bytes that the system returned over those of this rank's rows, whether the rows are right)."""
+    """Return (bytes read divided by the bytes of this rank's rows, whether the rows are right)."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     rows = model(distribute_tensor(torch.zeros(ROWS, COLUMNS), mesh, (Shard(0),), src_data_rank=None))
     with CheckpointManager(url) as manager:
-        manager.load(TrainState(model=rows), verify=verify, rng_on_resize="keep")  # imports are read, too
+        manager.load(TrainState(model=rows), verify=verify, rng_on_resize="keep")  # imports also read files
         before = returned()
         manager.load(TrainState(model=rows), verify=verify, rng_on_resize="keep")
         read = returned() - before
@@ -73,7 +73,7 @@ def test_by_default_ranks_together_check_every_slice_once(ranks: Any, tmp_path: 
     save_on_one(tmp_path)
     ratios, right = zip(*ranks.run(load_rows, 3, str(tmp_path), True), strict=True)
     assert all(right)
-    assert 3 + 3 <= sum(ratios) <= 1.05 * (3 + 3)  # their rows, and the one slice whole by one of them
+    assert 3 + 3 <= sum(ratios) <= 1.05 * (3 + 3)  # the rows of all ranks, and the whole slice once by one of them
 
 
 def damage(url: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds and a load does not restore is listed, and is an error under strict."""
+"""State in a checkpoint that a load does not restore is listed, and is an error with strict=True."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 from ckptkit import CheckpointManager, TrainState, reshard, verify
 from ckptkit.errors import CheckpointMismatchError, SaveError, UnsupportedFormatError
 
-# Written by an early version with torchao's AdamW8bit: its moments were stored as objects, which no load took.
+# Written by an early version with torchao's AdamW8bit: its moments were stored as objects, which no load accepted.
 EARLY = Path(__file__).with_name("states_as_objects")
 
 
@@ -56,7 +56,7 @@ def test_verify_names_lost_optimizer_states_and_reshard_refuses_them(early: Path
 
 
 class Packed(nn.Module):
-    """Its state dict has a tensor that its load_state_dict does not take."""
+    """Its state dict has a tensor that its load_state_dict rejects."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Packed(nn.Module):
 
 
 class Taking(Packed):
-    """Takes back what its hook adds."""
+    """Accepts in load_state_dict what its hook adds."""
 
     scale = 0.0
 

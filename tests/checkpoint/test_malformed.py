@@ -1,4 +1,4 @@
-"""Malformed objects of a checkpoint whose digests fit: one named error, and nothing has changed."""
+"""Malformed objects whose digests match: one named error, and nothing changes."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_a_malformed_object_is_a_named_error_and_changes_nothing(sound: Path, tm
 
 
 def test_the_unmodified_checkpoint_loads(sound: Path) -> None:
-    """So the others fail for what was changed, and for nothing else."""
+    """A control: the others fail only because of their changes."""
     with CheckpointManager(sound) as manager:
         state = made(5)
         assert manager.load(state) is not None

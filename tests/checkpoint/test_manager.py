@@ -1,4 +1,4 @@
-"""The facade: what a run sees of saving, keeping and loading."""
+"""The manager as a run uses it: saving, keeping and loading."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def signalled(url: str) -> list[bool]:
     before = signal.getsignal(signal.SIGUSR1)
     with CheckpointManager(url, on_signal=(signal.SIGUSR1,)) as manager:
         job = jobs.make("1d")
-        manager.save_async(1, job.state())  # asking goes on beside a save
+        manager.save_async(1, job.state())  # agreeing on signals works during a save
         for step in range(3):
             if step == 1 and dist.get_rank() == 1:
                 os.kill(os.getpid(), signal.SIGUSR1)
@@ -218,7 +218,7 @@ def test_a_state_that_one_rank_cannot_save_fails_on_all_before_anything_is_writt
 
 def lone_load_error(url: str, half_loaded: bool) -> Any:
     job = jobs.make("1d")
-    if half_loaded:  # some other object of this process
+    if half_loaded:  # left by another object of this process
         TrainState(model=(_kept := torch.nn.Linear(1, 1))).half_loaded = "file:///elsewhere"
     with CheckpointManager(url) as manager:
         manager.save(1, job.state())
@@ -362,7 +362,7 @@ def test_a_save_that_would_replace_a_foreign_file_is_refused_on_every_rank(
     before = os.stat(tmp_path).st_mtime_ns
     first, second = ranks.run(over_a_file_of_others, 2, str(tmp_path), kind)
     assert first == second and name in first and "Move it away" in first
-    assert os.stat(tmp_path).st_mtime_ns == before  # not even a directory to write to was made
+    assert os.stat(tmp_path).st_mtime_ns == before  # not even a directory was created
     assert (tmp_path / "step_00000001" / name).read_bytes() == b"mine"
     (tmp_path / "step_00000001" / name).rename(tmp_path / "step_00000001" / "theirs.bin")
     assert ranks.run(over_a_file_of_others, 2, str(tmp_path), kind) == ["", ""]

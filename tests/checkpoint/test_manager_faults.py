@@ -1,4 +1,4 @@
-"""Faults under a `CheckpointManager`: errors of one rank's disk, quotas, disks that are full or become read-only."""
+"""Faults under a `CheckpointManager`: disk errors of one rank, quotas, disks that are full or become read-only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.checkpoint.saving import leftovers
 from tests.checkpoint.test_faults import small_disk
 from tests.ranks import run_ranks
 
-FAULTS = [  # errno, operation, on which rank, on which of its files
+FAULTS = [  # errno, operation, rank, pattern of the file
     (errno.ENOSPC, "write", 1, r"\.distcp$"),
     (errno.EDQUOT, "write", 1, r"\.distcp$"),
     (errno.EIO, "write", 1, r"\.distcp$"),
@@ -37,7 +37,7 @@ Fault = tuple[int, str, int, str]
 
 
 def fails_once(armed: list[Fault]) -> None:
-    """Let the operation that `armed` names fail with its error, on a path like that, and take it off the list."""
+    """Let the operation that `armed` names fail once with its error, on a path that matches."""
 
     def fails(name: str, args: tuple[Any, ...]) -> None:
         path = os.readlink(f"/proc/self/fd/{args[0]}") if isinstance(args[0], int) else os.fspath(args[0])
@@ -51,7 +51,7 @@ def fails_once(armed: list[Fault]) -> None:
 
     def close(fd: int, real: Any = os.close) -> None:
         path = os.readlink(f"/proc/self/fd/{fd}")
-        real(fd)  # the descriptor is gone, whatever is reported
+        real(fd)  # the descriptor is closed, whatever is reported
         fails("close", (path,))
 
     os.close = close
@@ -59,7 +59,7 @@ def fails_once(armed: list[Fault]) -> None:
 
 
 def faulty_disk(root: str, mode: str) -> list[tuple[str, str, list[int], list[int]]]:
-    """Save again and again while a rank's disk fails in another way each time, and once more after each."""
+    """Save repeatedly while one rank's disk fails in another way each time, and once more after each failure."""
     armed: list[Fault] = []
     fails_once(armed)
     seen = []
@@ -100,7 +100,7 @@ def test_a_disk_fault_on_one_rank_is_the_same_error_on_all_ranks_and_the_next_sa
 
 
 class Unready:
-    """A dataloader whose state one rank cannot give."""
+    """A dataloader whose state_dict raises on one rank."""
 
     def state_dict(self) -> dict[str, Any]:
         if dist.get_rank() == 1:
@@ -157,7 +157,7 @@ def test_a_raising_rank_fails_all_ranks_and_a_slow_rank_does_not(ranks: Any, tmp
 
 
 def hanging_disk(root: str) -> tuple[str, list[int], list[int]]:
-    """Save while rank 1's disk does not answer until rank 0 has given up."""
+    """Save while rank 1's disk does not respond until rank 0 has given up."""
     real, text, causes = os.write, "", []
 
     def hangs(fd: int, data: Any) -> int:
@@ -203,7 +203,7 @@ def test_a_disk_that_fills_up_is_an_error_and_the_managers_next_save_works(
             manager.save(1, state(1))
             room = os.statvfs(disk)
             (disk / "ballast").write_bytes(bytes(max(0, room.f_bfree * room.f_frsize - 8192)))
-            monkeypatch.setattr(commit, "_check_space", lambda *args: None)  # the space went after it was asked for
+            monkeypatch.setattr(commit, "_check_space", lambda *args: None)  # the space is used up after the check
             with pytest.raises((CkptkitError, OSError), match="No space left on device"):
                 manager.save(2, state(2)) if mode == "sync" else manager.save_async(2, state(2)).result()
             loaded = state(0)

@@ -1,4 +1,4 @@
-"""Saved under FSDP x TP x EP x PP, loaded under any other: weights and moments are bit-equal."""
+"""Saved under FSDP x TP x EP x PP, loaded under any other mesh: weights and moments are bit-equal."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ckptkit.offline.convert import convert
 from tests.checkpoint import meshes
 from tests.ranks import run_ranks
 
-PAIRS = [  # the first runs by day
+PAIRS = [  # the first pair runs by day
     ("pp2 ep2", "fsdp2 ep2"), ("fsdp2 ep2", "pp2"),
     ("one", "ep4"), ("ep4", "one"), ("ep2", "ep4"), ("ep4", "ep2"), ("ep4", "fsdp2"), ("fsdp2", "ep2"),
     ("fsdp2 tp2", "pp2 ep2"), ("fsdp2 ep2", "fsdp2 tp2"), ("pp2", "one"), ("one", "pp2"), ("pp2 fsdp2", "ep4"),
@@ -160,7 +160,7 @@ def test_states_of_another_shape_than_their_declared_parameter_are_refused(ranks
 
 
 def strided(url: str, kind: str) -> tuple[list[float], list[float]]:
-    """A rank holds the first quarter of each half: rows that are not next to each other."""
+    """A rank holds the first quarter of each half: rows that are not adjacent."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     rows = torch.arange(8.0).reshape(2, 2, 2)[:, dist.get_rank()].reshape(4)
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other in a save: a plan is agreed on once, and what describes all slices stays on rank 0."""
+"""The messages between ranks in a save: a plan is agreed on once, and the index of all slices stays on rank 0."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckptkit.checkpoint.state.train_state import TrainState
 
 
 class Counter:
-    """Counts this rank's messages to others, and what is gathered to settle plans."""
+    """Counts this rank's messages to others, and the gathers that settle plans."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.told = self.settled = self.messages = 0
@@ -73,6 +73,6 @@ def test_later_saves_exchange_no_plans(ranks: Any, tmp_path: Path, background: b
         settled, messages, _ = zip(*found, strict=True)
         assert settled == (2, 0, 0, 2)  # who writes what, and who has which plain tensors
         assert messages[0] > messages[1] == messages[2] < messages[3]
-    # 300 tensors: rank 1 sends 60 bytes and more for each of its slices, rank 0 sends nothing of all that to others.
+    # 300 tensors: rank 1 sends 60 bytes or more for each of its slices, and rank 0 forwards none of it.
     assert all(told > 300 * 44 for _, _, told in other)
     assert all(told < 4_000 for _, _, told in main[1:3])

@@ -1,4 +1,4 @@
-"""What people and machines do to a run while it runs: it goes on, or says what is wrong; nothing saved is lost."""
+"""Disturbances of a running job by people and machines: it continues or raises, and no finished save is lost."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def steps(root: Path) -> list[int]:
 
 
 def before_publishing(monkeypatch: pytest.MonkeyPatch, act: Callable[[], Any]) -> None:
-    """Run `act` in whatever thread publishes a save, before it begins."""
+    """Run `act` in the thread that publishes a save, before it begins."""
     real = Saver.publish
 
     def publish(self: Saver, *args: Any, **kwargs: Any) -> Any:
@@ -111,11 +111,11 @@ def test_a_signal_during_a_load_is_handled_after_it(
     assert steps(tmp_path) == [1, 2]
 
 
-# --- others at the same root
+# --- other jobs at the same root
 
 
 def rotating_away(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, root: Path, times: int = 1) -> None:
-    """Let another job save the next step, and rotate the one before away, before `module.name` is called."""
+    """Before `module.name` is called, let another job save the next step and rotate the previous one away."""
     real, left = getattr(module, name), [times]
 
     def moved_on(*args: Any, **kwargs: Any) -> Any:
@@ -159,7 +159,7 @@ def test_a_listing_during_a_rotation_never_finds_nothing(tmp_path: Path, monkeyp
     assert choose(open_store(str(tmp_path)), "latest") is not None
 
 
-# --- after the commit nothing fails any more
+# --- nothing fails a save after its commit
 
 
 def test_a_listing_that_fails_after_the_commit_does_not_fail_the_save(
@@ -195,7 +195,7 @@ def test_a_trace_that_cannot_be_written_does_not_fail_the_save(
     assert "trace" in caplog.text
 
 
-# --- the ground under a run
+# --- a root that changes
 
 
 @pytest.mark.parametrize("what", ["the lease", "the directory of the lease"])
@@ -355,5 +355,5 @@ def test_two_managers_of_one_process_keep_what_the_other_needs(tmp_path: Path) -
         first.load(state())
         handles = [first.save_async(2, state(2.0)), second.save_async(3, state(3.0))]
         assert sorted(handle.result().step for handle in handles) == [2, 3]
-        assert 1 in steps(tmp_path)  # what the first was resumed from
+        assert 1 in steps(tmp_path)  # the checkpoint that the first was resumed from
         assert len(steps(tmp_path)) == 2

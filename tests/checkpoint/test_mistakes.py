@@ -1,4 +1,4 @@
-"""Mistakes in a call are answered at once: what was passed, what is expected, and nothing is written."""
+"""Wrong calls raise at once: the error shows what was passed and what is expected, and nothing is written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same protocol on an object store: private keys, one record put last, no renames."""
+"""The protocol on an object store: private keys, one record written last, no renames."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def options() -> Iterator[dict[str, Any]]:
     import s3fs
 
     with moto() as found:
-        # All moto servers of a process share what they hold.
+        # All moto servers of a process share their data.
         s3fs.S3FileSystem(**found, skip_instance_cache=True).makedirs("bucket", exist_ok=True)
         yield dict(found)
 
@@ -77,13 +77,13 @@ def test_a_failed_save_that_cannot_be_cleaned_up_says_why_it_failed_and_the_next
     root: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(store: Store) -> None:
-        root.write("step_00000007/checkpoint.json", b"{")  # it does not say whose files lie below it
+        root.write("step_00000007/checkpoint.json", b"{")  # it does not say whose files are below it
         raise OSError(5, "Input/output error")
 
     with pytest.raises(RankFailedError, match="Input/output error"):
         save(root, 7, before=fail)
     assert "could not be cleaned up" in caplog.text and "checkpoint.json" in caplog.text
-    save(root, 8)  # lease and turn were given back
+    save(root, 8)  # lease and turn were released
     assert check(root) == [8]
 
 
@@ -211,7 +211,7 @@ def test_a_step_that_lost_its_commit_record_is_not_removed_as_a_killed_save(
         save(root, step)
     root.delete(["step_00000001/checkpoint.json"])
     before = keys(root)
-    assert fork(_killed, root.url, options) == (-9, b"dying")  # its lease is not given back
+    assert fork(_killed, root.url, options) == (-9, b"dying")  # its lease is not released
     clean_leftovers(root)
     lease = acquire_lease(root)
     for step in (3, 4):
@@ -283,7 +283,7 @@ def test_objects_without_a_confirmed_put_are_listed_before_the_commit(
             return put(api, name, data, **options)
         if arrives:
             put(api, name, data, **options)
-        return ""  # an answer on the way, without the object's tag
+        return ""  # a response without the tag of the object
 
     monkeypatch.setattr(S3Api, "put", mute)
     if arrives:
@@ -404,7 +404,7 @@ def test_without_conditional_puts_an_old_listing_is_checked_again_before_the_com
     def copy_one_there(store: Store) -> None:
         root.write("step_00000003/checkpoint.json", other)
 
-    # The look at the run, which goes on meanwhile, may be late enough to see it.
+    # The listing of the run, which happens concurrently, may be late enough to contain it.
     with pytest.raises(CheckpointExistsError, match=r"by another writer first|exists already"):
         save(root, 3, lease=lease, before=copy_one_there)
     lease.release()

@@ -1,4 +1,4 @@
-"""Every optimizer resumes bit-exactly in every type on every number of ranks, or is refused by name."""
+"""Every optimizer resumes bit-exactly in every checkpoint type on every number of ranks, or is refused by name."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ckptkit import CheckpointManager, TrainState
 from ckptkit.errors import CheckpointMismatchError, CkptkitError
 from tests.checkpoint.optimizers import Net, Projector, made, train
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries, that some of torch is deprecated
+pytestmark = pytest.mark.filterwarnings("ignore")  # libraries use deprecated functions of torch
 
 KINDS = ("sharded", "full", "local")
 ELSEWHERE = {1: 2, 2: 3, 3: 1}
 
-# By the number of ranks that saved: what the refusal of a load on another number of ranks names; the others load.
+# By the number of ranks that saved: the text of the refusal on another number of ranks; all others load.
 Refused = dict[int, str]
 
 SHARDED: dict[str, Refused] = {
@@ -48,7 +48,7 @@ SHARDED: dict[str, Refused] = {
     "SOAP": {1: "up.weight.GG", 2: "down.weight.exp_avg", 3: "down.weight.exp_avg"},
     "GaLore": {1: "up.weight.projector", 2: "up.weight.projector", 3: "up.weight.projector"},
 }
-"""Under fully_shard."""
+"""Parameters sharded by fully_shard."""
 
 REPLICATED: dict[str, Refused] = {
     "AdamW": {},
@@ -68,7 +68,7 @@ REPLICATED: dict[str, Refused] = {
     "AggMo": {},
     "ZeRO": {2: "up.weight, "},
 }
-"""Of parameters that are whole on each rank, as under DDP. Some of these optimizers take no others."""
+"""Parameters whole on each rank, as under DDP; some of these optimizers support no others."""
 
 
 def bits(value: Any) -> Any:
@@ -86,7 +86,7 @@ def bits(value: Any) -> Any:
 
 
 def joined(value: Any, shard_of: Any = None) -> Any:
-    """Return a value with DTensors joined, and a plain one that is a shard of `shard_of`. Collective."""
+    """Return a value with DTensors joined, and a plain tensor that is a shard of `shard_of`. All ranks must call it."""
     if isinstance(value, torch.Tensor):
         if isinstance(shard_of, DTensor) and not isinstance(value, DTensor):
             mesh, placements, stride = shard_of.device_mesh, shard_of.placements, shard_of.stride()
@@ -119,7 +119,7 @@ def allowed(name: str) -> Iterator[None]:
 
 
 def run(name: str, url: str, sharded: bool) -> tuple[dict[str, Any], str]:
-    """Save and go on, then resume in a fresh job, in each type; return what was saved, joined, or the refusal."""
+    """Save and continue, then resume in a fresh job, in each type; return the saved values, joined, or the refusal."""
     first = made(name, 0, sharded)
     train(*first, range(3))
     at, whole = everything(*first), everything(*first, join=sharded)
@@ -136,7 +136,7 @@ def run(name: str, url: str, sharded: bool) -> tuple[dict[str, Any], str]:
         end = everything(*first)
         for kind in KINDS:
             again = made(name, 1, sharded)
-            if kind != "sharded":  # which is loaded into an optimizer without a state
+            if kind != "sharded":  # this type loads into an optimizer without a state
                 train(*again, range(50, 51))
             with CheckpointManager(f"{url}/{kind}") as manager:
                 report = manager.load(TrainState(model=again[0], optimizer=again[1]))
@@ -148,7 +148,7 @@ def run(name: str, url: str, sharded: bool) -> tuple[dict[str, Any], str]:
 
 
 def elsewhere(name: str, url: str, sharded: bool) -> list[Any]:
-    """Return what each type loads as, or the refusal."""
+    """Return the loaded values of each type, or the refusal."""
     found: list[Any] = []
     for kind in KINDS[:2]:
         again = made(name, 1, sharded)

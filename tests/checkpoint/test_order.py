@@ -1,4 +1,4 @@
-"""The order of writes, fsyncs, renames and deletions, from a trace of what really happened: a power cut keeps it."""
+"""The order of writes, fsyncs, renames and deletions in a trace of real calls: it survives a power cut."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Recorder:
     def note(self, name: str, args: tuple[Any, ...]) -> None:
         first = args[0] if args else ""
         if name in ("open", "close"):
-            return  # the descriptor is looked up when it is used
+            return  # the descriptor is resolved when it is used
         path = self._path(first)
         if name in ("rename", "replace", "link", "_rename_noreplace", "_exchange"):
             kind = {"_rename_noreplace": "rename", "replace": "rename", "_exchange": "exchange"}.get(name, name)
             target = os.fspath(args[1])
             self.events.append((kind, path, target))
-            # Whoever wrote what was published: this interpreter, or a library that nobody can watch.
+            # Either this interpreter wrote the published file, or a library that cannot be traced.
             below = [os.path.join(folder, file) for folder, _, files in os.walk(target) for file in files]
             self.events += [("holds", file, target) for file in sorted(below)]
         else:
@@ -53,7 +53,7 @@ class Recorder:
 
 
 def violations(events: list[Event], root: str) -> list[str]:
-    """Return what a power cut could make of the trace: rules R1 to R5 of a durable commit."""
+    """Return the violations of the rules R1 to R5 of a durable commit in a trace."""
     found: list[str] = []
     dirty: set[str] = set()  # files with bytes that are not fsynced
     unsynced: set[str] = set()  # directories with names that are not fsynced
@@ -117,7 +117,7 @@ def _traced(say: Callable[[bytes], Any], root: str, swap: bool, forget: str) -> 
         publish._exchange = lambda first, second: False
     recorder = Recorder()
     if forget:
-        fsync = os.fsync  # the recorded one: what is left out leaves no event
+        fsync = os.fsync  # the recorded one: an omitted call leaves no event
         os.fsync = lambda fd: None if _matches(forget, os.readlink(f"/proc/self/fd/{fd}")) else fsync(fd)
     for step, options in ((1, {}), (2, {}), (2, {"overwrite": True})):
         save(root, step, sync=False, **options)
@@ -152,7 +152,7 @@ def _of_a_manager(root: str, kind: str) -> None:
 def _of_a_command(root: str, kind: str) -> None:
     source = f"{os.path.dirname(root)}/source/step_00000001"
     os.mkdir(root)
-    for again in (False, True):  # names that the rules know as those of checkpoints
+    for again in (False, True):  # names that the rules recognise as checkpoints
         if kind == "reshard":
             reshard(source, f"{root}/step_out", world_size=3, overwrite=again)
         else:

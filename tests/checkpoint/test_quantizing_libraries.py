@@ -1,4 +1,4 @@
-"""The tensors of torchao and bitsandbytes: saved and loaded exactly, or refused by name before anything is written."""
+"""Tensors of torchao and bitsandbytes: saved and loaded exactly, or refused by name before anything is written."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from ckptkit import CheckpointManager, DCPReader, DCPSavePlanner, DCPWriter, TrainState
 from ckptkit.errors import SaveError
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of both libraries, that some of torch is deprecated
-WIDE = 4096  # bitsandbytes keeps 8 bits of the states of parameters with as many elements, flat ones too
+pytestmark = pytest.mark.filterwarnings("ignore")  # both libraries use deprecated functions of torch
+WIDE = 4096  # bitsandbytes quantizes the states of parameters from this many elements on
 
 Made = tuple[nn.Module, Any]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def libraries() -> Iterator[None]:
-    """Import both here, and not where tests are collected: it takes seconds. A missing one is an error, no skip."""
+    """Import both libraries here and not at collection, because it takes seconds. A missing one is an error."""
     with warnings.catch_warnings(), torch.compiler.set_stance("force_eager"):
         warnings.simplefilter("ignore")
         import bitsandbytes
@@ -113,7 +113,7 @@ def float8_weights() -> Made:
     return model, None
 
 
-CASES: dict[str, tuple[Callable[[], Made], str]] = {  # what makes it, and what a manager's refusal says ("": exact)
+CASES: dict[str, tuple[Callable[[], Made], str]] = {  # factory, and the text of a manager's refusal ("": exact)
     "int8 weights": (quantized("Int8WeightOnlyConfig"), ""),
     "int8 weights and activations": (quantized("Int8DynamicActivationInt8WeightConfig"), ""),
     "float8 weights of torchao": (quantized("Float8WeightOnlyConfig"), ""),
@@ -152,7 +152,7 @@ def seeded(make: Callable[[], Made], seed: int) -> Made:
 
 
 def values(value: Any) -> Any:
-    """Return all that is in a state, tensors as their classes and bytes."""
+    """Return everything in a state, tensors as their classes and bytes."""
     if isinstance(value, torch.Tensor):
         kind = type(value)
         if kind not in (torch.Tensor, nn.Parameter) and hasattr(value, "__tensor_flatten__"):
@@ -204,7 +204,7 @@ def test_a_manager_restores_quantized_tensors_exactly_or_refuses_them_by_name(
 def test_dcp_writer_restores_quantized_tensors_exactly(tmp_path: Path, name: str, planner: Any) -> None:
     make, _ = CASES[name]
     source, live = seeded(make, 0), seeded(make, 0 if "4-bit layer" in name else 1)  # its state dict has other shapes
-    if (name, planner) == ("int4 weights", dcp.DefaultSavePlanner):  # which asks them what they do not answer
+    if (name, planner) == ("int4 weights", dcp.DefaultSavePlanner):  # torch's planner reads attributes that they lack
         with pytest.raises(CheckpointException, match="IntxUnpackedToInt8Tensor"):
             dcp.save(dcp_state(source), storage_writer=DCPWriter(tmp_path), no_dist=True)
         assert not list(tmp_path.iterdir())
@@ -213,7 +213,7 @@ def test_dcp_writer_restores_quantized_tensors_exactly(tmp_path: Path, name: str
     state = dcp_state(live)
     dcp.load(state, storage_reader=DCPReader(tmp_path), no_dist=True)
     assert values(state) == values(dcp_state(source))
-    if "4-bit layer" not in name and name != "8-bit layer":  # bitsandbytes' own load_state_dict takes no quant_state
+    if "4-bit layer" not in name and name != "8-bit layer":  # bitsandbytes' own load_state_dict accepts no quant_state
         live[0].load_state_dict(state["model"])
     if live[1] is not None:
         set_optimizer_state_dict(live[0], live[1], state["optimizer"])

@@ -1,4 +1,4 @@
-"""A resumed run is the run that never stopped."""
+"""A resumed run equals an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def first_half(url: str, kind: str, layout: str, precision: str, optimizer: str,
             manager.save_async(STEPS, job.state())
         else:
             manager.save(STEPS, job.state())
-        job.train(2)  # what comes after the save must not be in it
+        job.train(2)  # training after the save must not be in it
     return job.losses
 
 
@@ -111,7 +111,7 @@ def test_factored_moments_of_a_single_process_are_restored(tmp_path: Path) -> No
 
 
 class Noisy(torch.utils.data.Dataset):
-    """Draws from the generator that training draws from."""
+    """Draws from the same generator as training."""
 
     def __len__(self) -> int:
         return 12
@@ -121,18 +121,18 @@ class Noisy(torch.utils.data.Dataset):
 
 
 def epochs(loader: Any, count: int) -> list[Any]:
-    """The batches of that many epochs, and what training draws beside them."""
+    """Return the batches of that many epochs, and the numbers that training draws."""
     return [(batch.tolist(), torch.rand(()).item()) for _ in range(count) for batch in loader]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("position", [0, 2, 6])
 def test_a_torchdata_loader_resumes_with_the_same_batches(tmp_path: Path, workers: int, position: int) -> None:
-    """At the start, in the middle and at the end of an epoch."""
+    """Positions at the start, in the middle and at the end of an epoch."""
     loaders = pytest.importorskip("torchdata.stateful_dataloader")
 
     def made() -> Any:
-        data = Noisy() if workers == 0 else torch.arange(12.0)  # a worker's own generator is the dataset's to keep
+        data = Noisy() if workers == 0 else torch.arange(12.0)  # the dataset must save a worker's own generator
         return loaders.StatefulDataLoader(data, batch_size=2, shuffle=True, num_workers=workers)
 
     torch.manual_seed(1)
@@ -149,5 +149,5 @@ def test_a_torchdata_loader_resumes_with_the_same_batches(tmp_path: Path, worker
         torch.rand(5)
         fresh = made()
         manager.load(TrainState(dataloader=fresh))
-    found = epochs(fresh, 2)  # what is left of the first one, be it nothing, and the next
+    found = epochs(fresh, 2)  # the rest of the first epoch, possibly empty, and the next
     assert found == expected

@@ -1,4 +1,4 @@
-"""A signal on one rank becomes one decision of all, at one step."""
+"""A signal on one rank becomes one decision of all ranks at one step."""
 
 from __future__ import annotations
 
@@ -89,11 +89,11 @@ def test_a_forked_child_dies_of_sigterm_and_survives_sigusr1() -> None:
         assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGTERM
         assert not watch.agreed()
         os.kill(os.getpid(), signal.SIGTERM)
-        assert watch.agreed()  # the parent still notes it
+        assert watch.agreed()  # the parent still notices it
 
 
 def test_a_signal_that_comes_before_a_child_has_run_its_fork_hooks_ends_it() -> None:
-    """Python forgets a signal that a forked child gets before its hooks have run."""
+    """Python loses a signal that a forked child gets before its hooks have run."""
     with SignalWatch(Coordinator()):
         for _ in range(50):
             child = os.fork()

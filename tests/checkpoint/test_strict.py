@@ -1,4 +1,4 @@
-"""What does not fit is found before anything is touched; what is left out is said."""
+"""Mismatches are found before anything changes, and skipped parts are reported."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def trained(model: nn.Module, optimizer: Any = None) -> TrainState:
 
 
 def bits(state: TrainState) -> Any:
-    """A copy of all tensors and settings of a state."""
+    """Return a copy of all tensors and settings of a state."""
     optimizer = state.optimizer
     return copy.deepcopy((dict(state.model.state_dict()), optimizer.state_dict() if optimizer else None, state.extra))
 
@@ -197,7 +197,7 @@ def test_an_unknown_option_is_a_usage_error(run: str) -> None:
 
 
 def damage(run: str, change: Callable[[bytearray], None]) -> None:
-    """Change the data of the checkpoint, not its record."""
+    """Change the data of the checkpoint, but not its record."""
     (path,) = Path(run, "step_00000005").glob("*.distcp")
     data = bytearray(path.read_bytes())
     change(data)
@@ -338,7 +338,7 @@ def test_empty_state_and_empty_groups_survive(tmp_path: Path) -> None:
     state.extra.clear()
     state.optimizer.param_groups.append({**state.optimizer.param_groups[0], "params": []})
     load(other, state)
-    assert len(state.optimizer.state) == 0  # saved before the first step: loading undoes ours
+    assert len(state.optimizer.state) == 0  # saved before the first step, so the load removes our state
     assert state.optimizer.param_groups[1]["lr"] == 9.0
 
 
@@ -393,7 +393,7 @@ def test_weights_that_need_a_cast_come_from_the_masters(
     tmp_path: Path, kind: str, options: dict[str, Any], with_optimizer: bool
 ) -> None:
     low = net().to(torch.bfloat16)
-    if kind != "sharded":  # SHARDED stores a tied weight under each name, and does not say that they are one
+    if kind != "sharded":  # SHARDED stores a tied weight under each name, without recording the tie
         low["lora"].weight = low["base"].weight
     source = trained(low, MasterWeightOptimizer(torch.optim.AdamW(low.parameters(), lr=1e-3)))
     root = saved_as(tmp_path, source, state_dict_type=kind)
@@ -480,7 +480,7 @@ def test_extra_state_of_modules_is_restored(tmp_path: Path) -> None:
 
 
 class Counted(nn.Linear):
-    """A layer that keeps a value beside its tensors."""
+    """A layer with a value besides its tensors."""
 
     kept: Any = None
 

@@ -1,4 +1,4 @@
-"""Every way a part of a checkpoint can differ, with `strict` and without, for model, optimizer and extras."""
+"""Every way in which a part of a checkpoint can differ, with and without `strict`, for model, optimizer and extras."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Shelf:
 
 
 def made(fault: str = "", section: str = "") -> TrainState:
-    """The state that was saved, or one that differs from it in one way."""
+    """Return the state that was saved, or one that differs from it in one way."""
     model = nn.ModuleDict({"a": nn.Linear(2, 3, bias=False), "b": nn.Linear(2, 2, bias=False)})
     model["a"].weight.data.fill_(1.0)
     extra: dict[str, Any] = {"shelf": Shelf(torch.ones(2)), "note": 1}
@@ -72,7 +72,7 @@ def made(fault: str = "", section: str = "") -> TrainState:
     return TrainState(model=model, optimizer=optimizer, extra=extra)
 
 
-TABLE = [  # section, what differs, with strict, without
+TABLE = [  # section, difference, result with strict, result without
     ("model", "missing", "refused", "model.new.weight is reported"),
     ("model", "unexpected", "refused", "model.b.weight is reported"),
     ("model", "shape", "refused", "refused"),

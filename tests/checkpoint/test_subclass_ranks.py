@@ -1,4 +1,4 @@
-"""States of torchao's optimizers on several ranks: bit-exact on as many, resharded where blocks allow, else refused."""
+"""torchao's optimizer states on several ranks: exact on as many, resharded if blocks allow it, otherwise refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TYPES = ("sharded", "full", "local")
 
 
 def made(name: str, *, rows: int = 384, columns: int = 64, seed: int = 0, steps: int = 2) -> tuple[nn.Module, Any]:
-    """Return a model under fully_shard with an optimizer of torchao that has taken some steps."""
+    """Return a model under fully_shard and an optimizer of torchao after some steps."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import torchao.optim
@@ -48,7 +48,7 @@ def stepped(model: nn.Module, optimizer: Any, steps: int) -> nn.Module:
 
 
 def values(tensor: Any) -> Any:
-    """Return the elements of a tensor, or of those that it is made of, gathered from all ranks."""
+    """Return the elements of a tensor, or of its parts, gathered from all ranks."""
     if not isinstance(tensor, torch.Tensor):
         return tensor
     local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
@@ -125,7 +125,7 @@ def test_a_number_of_ranks_that_would_split_a_block_is_refused(ranks: Any, tmp_p
 
 
 def test_ranks_whose_shards_are_not_all_quantized_are_refused_by_name(ranks: Any, tmp_path: Path) -> None:
-    """torchao quantizes from 4,096 elements: with 23 rows of 512, the last of three ranks has fewer."""
+    """torchao quantizes from 4,096 elements on: with 23 rows of 512, the last of three ranks has fewer."""
     options = {"rows": 23, "columns": 512}
     for said in ranks.run(save, 3, str(tmp_path), "AdamW8bit", "sharded", options):
         assert "optimizer.state.1.weight.exp_avg and 1 more" in said and "a plain tensor" in said
@@ -133,7 +133,7 @@ def test_ranks_whose_shards_are_not_all_quantized_are_refused_by_name(ranks: Any
 
 
 def float8(seed: int) -> nn.Module:
-    """Return a model with float8 all-gathers under fully_shard: its shards are of a class of torchao."""
+    """Return a model with float8 all-gathers under fully_shard: its shards have a class of torchao."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     torch.manual_seed(seed)
@@ -159,7 +159,7 @@ def float8_round_trip(url: str, kind: str) -> Any:
     with CheckpointManager(url, state_dict_type=kind) as manager:
         manager.save(1, TrainState(model=source, optimizer=optimizer))
         manager.load(TrainState(model=live, optimizer=other))
-    assert live[0].weight._local_tensor._precomputed_scale is None  # it was of other weights
+    assert live[0].weight._local_tensor._precomputed_scale is None  # it belonged to other weights
     assert all(map(torch.equal, weights(live), weights(source)))
     assert all(values(other.state[p]["exp_avg"]) == values(optimizer.state[q]["exp_avg"])
                for p, q in zip(live.parameters(), source.parameters(), strict=True))  # fmt: skip
@@ -228,7 +228,7 @@ def save_a_sharded_4bit_layer(path: str) -> str:
 
         model = nn.Sequential(bnb.nn.Linear4bit(64, 64, bias=False, quant_storage=torch.float32), nn.Linear(64, 64))
         model.to("cpu")
-        model[0](torch.randn(1, 64))  # quantizes on the first use
+        model[0](torch.randn(1, 64))  # the first use quantizes
         fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     with CheckpointManager(path) as manager, pytest.raises(CkptkitError) as found:
         manager.save(1, TrainState(model=model))

@@ -1,4 +1,4 @@
-"""Saved on any ranks, loaded on any other: weights, moments and masters are bitwise equal."""
+"""Saved and loaded on different numbers of ranks: weights, moments and masters are bitwise equal."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from ckptkit.checkpoint.state.train_state import PerRank, TrainState
 from ckptkit.errors import CheckpointMismatchError, CkptkitError
 from tests.checkpoint import jobs, odd
 
-# (world size, layout): uneven at 3 and 4 (14 rows, 6 rows, 2 rows, 1 row: empty shards), replicas, two dimensions.
+# (world size, layout). Uneven at 3 and 4: 14, 6, 2 and 1 rows, with empty shards. Also replicas and 2-D meshes.
 PLACES = [(1, "plain"), (1, "1d"), (2, "1d"), (3, "1d"), (4, "1d"), (4, "hsdp"), (2, "tp"), (4, "tp")]
-# Every place saves once and loads once at the least, and neighbours differ in both.
+# Every configuration saves and loads at least once, and neighbours differ in both.
 PAIRS = [(a, PLACES[(i + step) % len(PLACES)]) for step in (1, 3) for i, a in enumerate(PLACES)]
 
 
 def save(url: str, kind: str, layout: str, precision: str) -> Any:
     job = jobs.make(layout, precision)
-    # Same data everywhere, so that ranks that are tensor parallel or replicas agree.
+    # The same data on all ranks, so that tensor-parallel ranks and replicas agree.
     jobs.seed(5, 0)
     job.data.rank = 0
     job.train(2)
@@ -108,7 +108,7 @@ def load_without_ckptkit(url: str, layout: str) -> Any:
     )
 
     job = jobs.make(layout, start=7)
-    job.train(1)  # so that torch's own template has a state for each parameter but the unused
+    job.train(1)  # so that torch's own template has a state for each parameter except the unused one
     job.model.unused.grad = None
     state = {
         "model": get_model_state_dict(job.model),
@@ -130,7 +130,7 @@ def test_plain_torch_loads_model_and_optimizer(ranks: Any, tmp_path: Path, targe
         assert not [key for key in saved if key not in skip and saved[key] != loaded.get(key)]
 
 
-# --- what each rank has alone
+# --- per-rank state
 
 
 class Sampler:
@@ -271,7 +271,7 @@ def test_an_averaged_copy_of_sharded_weights_is_restored_sharded(ranks: Any, tmp
     assert ranks.run(load_average, 3, str(tmp_path)) == [(saved, [])] * 3
 
 
-# --- a weight that leaves some tensor-parallel ranks nothing
+# --- a weight with fewer rows than tensor-parallel ranks
 
 
 def narrow(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -310,7 +310,7 @@ def test_a_weight_with_fewer_rows_than_tp_ranks_is_restored(ranks: Any, tmp_path
     assert any(empty for empty, _ in found)
 
 
-# --- a model with all that is odd about models
+# --- the model of tests/checkpoint/odd.py
 
 
 def save_odd(url: str, kind: str, layout: str, optimizers: str) -> tuple[dict[str, Any], list[float]]:
@@ -336,7 +336,7 @@ def load_odd(url: str, layout: str, optimizers: str) -> tuple[dict[str, Any], li
     [
         ("sharded", (4, "hsdp-tp"), (3, "1d"), "master"),
         ("sharded", (1, "plain"), (4, "hsdp-tp"), "master"),
-        ("sharded", (3, "1d"), (4, "hsdp"), "muon"),  # over tensor parallelism a step of torch's Muon takes seconds
+        ("sharded", (3, "1d"), (4, "hsdp"), "muon"),  # with tensor parallelism a step of torch's Muon takes seconds
         ("full", (4, "tp"), (4, "replicated"), "master"),
         ("full", (3, "1d"), (4, "hsdp"), "muon"),
         ("local", (4, "hsdp"), (4, "hsdp"), "muon"),
@@ -350,11 +350,11 @@ def test_an_odd_sized_model_loads_on_any_number_of_ranks(
     for loaded, resumed in ranks.run(load_odd, target[0], str(tmp_path), target[1], optimizers, timeout=300):
         assert [key for key in saved if saved[key] != loaded.get(key)] == []
         assert set(saved) == set(loaded)
-        assert resumed == losses or source != target  # another mesh adds in another order
+        assert resumed == losses or source != target  # another mesh sums in another order
 
 
 class Factored(torch.optim.Optimizer):
-    """Keeps a moment for each row and one for each column, placed as the parameter is where they share a dimension."""
+    """Keeps a moment for each row and one for each column, placed like the parameter in the dimension they share."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})

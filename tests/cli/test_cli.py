@@ -1,4 +1,4 @@
-"""The commands as a shell sees them: output, exit codes, JSON, and one clear message for what is wrong."""
+"""The commands as in a shell: output, exit codes, JSON, and one clear message per error."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_command_has_help(command: str) -> None:
     assert "Usage: " in result.output
     tried = re.findall(rf"^ +ckptkit ({command} .*)$", result.output, re.MULTILINE)
     assert len(tried) == 2
-    for line in tried:  # each parses
+    for line in tried:  # each command line parses
         found = cli.get_command(cli.make_context("ckptkit", ["ls", "-h"], resilient_parsing=True), command)
         assert found is not None
         found.make_context(command, shlex.split(line, comments=True)[1:])
@@ -73,7 +73,7 @@ def test_an_empty_path_or_option_is_refused(
     zoo: Path, tmp_path: Path, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    shutil.copytree(zoo / HF, tmp_path, dirs_exist_ok=True)  # what an empty path would read
+    shutil.copytree(zoo / HF, tmp_path, dirs_exist_ok=True)  # an empty path would read the current directory
     result = run(*(str(zoo / HF) if word == "IN" else word for word in words))
     assert result.exit_code == 2 and "is empty. Is a shell variable not set?" in result.stderr
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""The details that make the commands pleasant: help, guesses, progress, interrupts, colours, logging, dry runs."""
+"""Details of the commands: help, suggestions, progress, interrupts, colours, logging, dry runs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Terminal(io.StringIO):
         return True
 
 
-# --- help and guesses
+# --- help and suggestions
 
 
 def test_help_has_a_heading_for_each_group_of_options() -> None:
@@ -100,7 +100,7 @@ def test_a_symlink_called_latest_of_another_system_is_followed(zoo: Path, tmp_pa
     assert "there is no 'latest'" in run("inspect", tmp_path / "latest").output
 
 
-# --- what a command says
+# --- output of commands
 
 
 def test_an_export_with_a_config_prints_the_serve_command(zoo: Path, tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_progress_names_the_current_file(zoo: Path, tmp_path: Path) -> None:
     seen: list[tuple[int, int, str]] = []
     convert(str(zoo / DCP), str(tmp_path / "out"), verify=True, progress=lambda *call: seen.append(call))
     named = {Path(name).suffix for _, _, name in seen}
-    assert named >= {".distcp", ".safetensors"}  # what is copied, and what is read again
+    assert named >= {".distcp", ".safetensors"}  # files that are copied, and files that are read again
     assert seen[-1][0] == seen[-1][1]
 
 
@@ -251,7 +251,7 @@ def test_three_ctrl_c_exit_with_130_and_print_a_working_command_to_continue(zoo:
     assert done.returncode == 128 + signal.SIGINT, done.stderr
     assert "Interrupted." in done.stderr
     assert "same command again" in done.stderr
-    assert all(path.name.startswith(".tmp-out-") for path in tmp_path.iterdir())  # steps that were done, if any
+    assert all(path.name.startswith(".tmp-out-") for path in tmp_path.iterdir())  # finished steps, if any
     subprocess.run([sys.executable, "-m", "ckptkit", "convert", str(zoo / DCP), str(tmp_path / "out")], check=True)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -269,7 +269,7 @@ def test_the_library_prints_nothing_and_log_records_have_a_rank(monkeypatch: pyt
 
     handler = Keep()
     logging.getLogger().addHandler(handler)
-    logging.getLogger("ckptkit").setLevel(logging.WARNING)  # a command of another test may have been --quiet
+    logging.getLogger("ckptkit").setLevel(logging.WARNING)  # a command of another test may have used --quiet
     try:
         logging.getLogger("ckptkit.checkpoint.anything").warning("hello")
     finally:

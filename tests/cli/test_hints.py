@@ -1,4 +1,4 @@
-"""Every command line that a message shows works as it is pasted: a path with spaces is one argument of it."""
+"""Every command line in a message works when it is pasted, also for paths with spaces."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from tests.checkpoint.killed import state
 
 _NAMES = "|".join(_COMMANDS)
 _TICKED = re.compile(rf"`(ckptkit (?:{_NAMES})\b[^`\n]*)`")
-_BARE = re.compile(rf"(?<!`)\bckptkit (?:{_NAMES})\b[^`\n]*$", re.MULTILINE)  # to the end of its line: it is copied
-_PLACEHOLDER = re.compile(r"[A-Z][A-Z_]*")  # DST, EXPORT: a name that may be taken as it is
+_BARE = re.compile(rf"(?<!`)\bckptkit (?:{_NAMES})\b[^`\n]*$", re.MULTILINE)  # to the end of its line
+_PLACEHOLDER = re.compile(r"[A-Z][A-Z_]*")  # DST, EXPORT: a placeholder
 _READING = ("ls", "inspect", "verify")
 
 
@@ -35,7 +35,7 @@ def hints(text: str) -> list[str]:
 
 
 def check(hint: str) -> None:
-    """Raise unless the command line parses: its options exist, its arguments are as many as the command takes."""
+    """Raise unless the command line parses: known options, and the right number of arguments."""
     for line in hint.split(" && "):
         _, name, *words = shlex.split(line)
         command = cli.get_command(click.Context(cli), name)
@@ -52,9 +52,9 @@ def check(hint: str) -> None:
 
 
 def _literals(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the texts of a module but for its docstrings, each with "a b" for what is filled in."""
+    """Yield the strings of a module except docstrings, each with "a b" for every field."""
     text = path.read_text()
-    if "ckptkit " not in text:  # to parse them all takes seconds
+    if "ckptkit " not in text:  # parsing all modules takes seconds
         return
     nodes = list(ast.walk(ast.parse(text)))
     holders = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -87,7 +87,7 @@ def test_every_command_line_in_a_message_is_quoted_or_parses_unchanged() -> None
                     check(hint)
                 except (AssertionError, ValueError) as error:
                     raise AssertionError(f"{path.relative_to(root)}:{line}: {error}") from error
-    assert seen  # the few that name no path
+    assert seen  # a few name no path
 
 
 @pytest.mark.parametrize("hint", ["ckptkit ls a b", "ckptkit verify", "ckptkit prune R --max-nun 3", "ckptkit ls R."])
@@ -105,7 +105,7 @@ def test_the_check_finds_a_hint_that_cannot_be_pasted(
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, zoo: Path) -> Path:
-    """A run, one damaged in its newest step, and a foreign checkpoint, in a directory with a space in its name."""
+    """A run, a run with a damaged newest step, and a foreign checkpoint, in a directory with a space in its name."""
     place = tmp_path_factory.mktemp("hints") / "my runs"
     for name in ("run", "damaged"):
         with CheckpointManager(place / name, retention=RetentionPolicy(max_num=3)) as manager:
@@ -123,7 +123,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, zoo: Path) -> Path:
     return place
 
 
-RUNS: dict[str, tuple[str, ...]] = {  # what is typed below the directory
+RUNS: dict[str, tuple[str, ...]] = {  # arguments, run in that directory
     "ls of one checkpoint": ("ls", "run/step_00000001"),
     "ls of latest": ("ls", "run/latest"),
     "ls of a step by number": ("ls", "run/2"),

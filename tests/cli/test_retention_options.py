@@ -1,4 +1,4 @@
-"""The options of `ls` and `prune` that state a retention policy."""
+"""The options of `ls` and `prune` for a retention policy."""
 
 from __future__ import annotations
 

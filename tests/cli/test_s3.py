@@ -1,4 +1,4 @@
-"""On S3: `inspect` and `ls` read metadata alone, counted in bytes, and the names of checkpoints mean what they mean."""
+"""On S3: `inspect` and `ls` read only metadata, counted in bytes, and checkpoint names resolve correctly."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ckptkit.storage import open_store
 from tests.storage import proxy as proxies
 from tests.storage import servers
 
-DATA = 16 << 20  # bytes of tensors in each source, in pieces beside which a request costs nothing
+DATA = 16 << 20  # bytes of tensors in each source; requests are small compared with them
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def _big(folder: Path) -> None:
 
 
 def sources(folder: Path) -> dict[str, Callable[[], object]]:
-    """What makes each kind of source below `folder`, under its name."""
+    """Return a function for each kind of source that creates it below `folder`, by name."""
     base = folder / "safetensors"
     import torch.distributed.checkpoint as torch_dcp
 

@@ -1,4 +1,4 @@
-"""On a real terminal: a bar with bytes, rate and file; Ctrl-C, once and twice, from its keyboard."""
+"""On a real terminal: a bar with bytes, rate and file; Ctrl-C from its keyboard, once and twice."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ commands.main(["convert", SOURCE, TARGET])
 
 
 def on_a_terminal(script: str, *, keys: bytes = b"") -> tuple[int, str]:
-    """Run a script on a terminal of 100 columns; type `keys` once it says READY. Return exit code and screen."""
+    """Run a script on a terminal of 100 columns; type `keys` when it prints READY. Return exit code and screen."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
     env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}

@@ -1,4 +1,4 @@
-"""What a tired person types, and what they are told: no slip of the pen deletes, and each answer leads on."""
+"""What a tired person types: no mistake deletes anything, and each error says what to do next."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _flip(file: Path, *, every: int, start: int = 0) -> None:
     file.write_bytes(data)
 
 
-# --- what is there
+# --- what exists
 
 
 def test_verify_prints_which_checkpoint_it_chose(root: Path) -> None:
@@ -108,7 +108,7 @@ def test_a_run_whose_records_are_damaged_is_not_called_empty(root: Path) -> None
     (root / "step_00000100").rename(root / "before-decay")
     for record in root.glob("*/checkpoint.json"):
         record.write_bytes(record.read_bytes()[:-20])
-    shown = run("ls", root).output  # a name of people's, too: its record is lost, not another's
+    shown = run("ls", root).output  # a renamed directory: its record is lost, and belongs to no other
     assert all(name in shown for name in ("before-decay", "step_00000200", "step_00000300")), shown
     refused = run("prune", root, "--max-num", "1")
     assert refused.exit_code == 1 and "It is empty" not in refused.output
@@ -197,7 +197,7 @@ def test_equal_by_recorded_digests_does_not_claim_to_have_read(root: Path) -> No
     assert "by recorded digest only; `ckptkit verify` reads the bytes" in result.output
 
 
-# --- names that are nearly right
+# --- misspelt names
 
 
 @pytest.mark.parametrize(("name", "words"), [("best:acc:max", "Existing metrics: loss."), ("best:los:min", "'loss'"),
@@ -305,7 +305,7 @@ def test_a_prune_of_something_other_than_a_run_says_that_nothing_was_deleted(tmp
     (tmp_path / "a.txt").write_text("")
     result = run("prune", tmp_path, "--max-num", "1")
     assert f"Error: Nothing was deleted: {tmp_path} contains no ckptkit checkpoint." in result.output
-    assert result.output.endswith(f"ckptkit inspect {tmp_path}\n")  # the command is the last word: it is copied
+    assert result.output.endswith(f"ckptkit inspect {tmp_path}\n")  # the command is last, so that it can be copied
 
 
 def test_a_pin_has_a_reason(root: Path) -> None:
@@ -320,7 +320,7 @@ def test_a_max_shard_size_of_0_is_wrong_usage(root: Path, tmp_path: Path) -> Non
     assert "5GB" in result.stderr
 
 
-# --- slips that would delete
+# --- mistakes that would delete
 
 
 def test_prune_limits_keep_the_exemptions_of_the_run(root: Path) -> None:

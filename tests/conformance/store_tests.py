@@ -11,7 +11,7 @@ BAD_PATHS = ["../x", "/etc/passwd", "a/../../b", "a//b", "a\0b", "..", ".", "a\\
 
 
 class StoreTests:
-    """Subclasses provide the fixture `store`: an empty store."""
+    """Subclasses provide the fixture `store`, an empty store."""
 
     def test_what_is_written_is_read_back(self, store: Store) -> None:
         store.write("a/b.bin", b"0123456789")

@@ -1,4 +1,4 @@
-"""The directory that the commands of the docs are typed in: a small RUN, a BASE model, runs of other systems."""
+"""The directory in which the commands of the docs run: a small RUN, a BASE model, runs of other systems."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ to = "transformer.h.{i}.{what}"
 
 
 def make_place(place: Path) -> None:
-    """Fill `place`. A small llama is trained for three steps and saved after each, by one rank."""
+    """Fill `place`: train a small llama for three steps on one rank, and save after each."""
     for name, source in OTHERS.items():
         shutil.copytree(ZOO / source, place / name)
     (place / "rules.toml").write_text(RULES)
@@ -53,13 +53,13 @@ def _train(root: Path) -> None:
 
 
 class Output(NamedTuple):
-    """What FSDP finds tensors in, as in transformers' outputs: it hooks their backward."""
+    """A named tuple, as in transformers' outputs: FSDP finds the tensors in it and hooks their backward."""
 
     loss: Any
 
 
 def namespace() -> dict[str, Any]:
-    """What a training script has before the lines of the docs: model, loader, steps, scheduler, as they name them."""
+    """Return the names that a training script defines before the lines of the docs: model, loader, steps."""
     import torch
 
     class Net(torch.nn.Module):
@@ -74,7 +74,7 @@ def namespace() -> dict[str, Any]:
 
 
 def run_python(block: str, place: str) -> None:
-    """Run a block of the docs, as the only rank of a job."""
+    """Run a block of the docs as the only rank of a job."""
     import os
 
     os.chdir(place)

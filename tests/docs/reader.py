@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-# The header's dtypes by their names in the text; numpy has no bfloat16 or float8: their bits.
+# The dtypes of the header; numpy has no bfloat16 or float8, so these are read as bits.
 DTYPES = {
     "float64": "<f8", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "int64": "<i8", "int32": "<i4",
     "int16": "<i2", "int8": "<i1", "uint8": "<u1", "bool": "|b1", "complex64": "<c8",
@@ -32,13 +32,13 @@ def read_safetensors(path: Path) -> tuple[dict[str, np.ndarray], dict[str, str]]
 
 
 def texts(columns: dict[str, np.ndarray], name: str) -> list[str]:
-    """Return a table of texts."""
+    """Return a column of strings."""
     data, ends = columns[name].tobytes(), columns[f"{name}.ends"].tolist()
     return [data[start:stop].decode() for start, stop in zip([0, *ends], ends, strict=False)]
 
 
 def read_tensors(checkpoint: Path) -> dict[str, np.ndarray]:
-    """Return every tensor of the checkpoint by its name."""
+    """Return every tensor of the checkpoint by name."""
     record = json.loads((checkpoint / "checkpoint.json").read_text(encoding="utf-8"))
     assert record["format"] == "ckptkit/1"
     root = checkpoint / record["data"]
@@ -73,7 +73,7 @@ def read_tensors(checkpoint: Path) -> dict[str, np.ndarray]:
 
 
 def outlines(checkpoint: Path) -> dict[str, tuple[bytes, str]]:
-    """Return of each file what its digest is of, and the digest that the record has."""
+    """Return for each file the bytes that its digest covers, and the recorded digest."""
     record = json.loads((checkpoint / "checkpoint.json").read_text(encoding="utf-8"))
     root = checkpoint / record["data"]
     columns, metadata = read_safetensors(root / record["manifest"])
@@ -97,7 +97,7 @@ def outlines(checkpoint: Path) -> dict[str, tuple[bytes, str]]:
 
 
 def read_objects(checkpoint: Path) -> dict[str, Any]:
-    """Return the objects that are not tensors, by key; a tensor inside one is given by its key."""
+    """Return the non-tensor objects by key; a tensor inside an object is represented by its key."""
     record = json.loads((checkpoint / "checkpoint.json").read_text(encoding="utf-8"))
     document = json.loads((checkpoint / record["data"] / "objects.json").read_text(encoding="utf-8"))
     assert document["format"] == 1
@@ -105,7 +105,7 @@ def read_objects(checkpoint: Path) -> dict[str, Any]:
 
 
 def plain(tree: Any) -> Any:
-    """Return the value of a tree."""
+    """Return the value of a JSON tree."""
     if isinstance(tree, list):
         return [plain(item) for item in tree]
     if not isinstance(tree, dict):

@@ -1,4 +1,4 @@
-"""Every code block of README.md and docs/ runs, and prints what the page says it prints."""
+"""Every code block of README.md and docs/ runs, and prints what the page shows."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.ranks import run_ranks
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-KINDS = {"console", "python", "toml", "text", ""}  # the last two are output, or pictures of trees
-ELSEWHERE = ("make ", "python3 -m venv", "torchrun ", "git clone")  # `.ci/run` does those for real
+KINDS = {"console", "python", "toml", "text", ""}  # the last two are output or diagrams
+ELSEWHERE = ("make ", "python3 -m venv", "torchrun ", "git clone")  # `.ci/run` runs these
 
 
 def blocks(kind: str) -> list[object]:
@@ -44,12 +44,12 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def place(template: Path, tmp_path: Path) -> Path:
-    """A fresh copy for each block: no page depends on what another one did."""
+    """A fresh copy for each block: pages do not depend on each other."""
     return Path(shutil.copytree(template, tmp_path / "place", symlinks=True))
 
 
 def commands(block: str) -> list[tuple[str, list[str]]]:
-    """The command lines of a console block, each with the output that the page shows."""
+    """Return the command lines of a console block, each with the output that the page shows."""
     found: list[tuple[str, list[str]]] = []
     for line in block.splitlines():
         if line.startswith("$ "):
@@ -61,7 +61,7 @@ def commands(block: str) -> list[tuple[str, list[str]]]:
 
 
 def shape(line: str) -> str:
-    """The line without what differs from run to run: numbers, units of time and size, widths of columns."""
+    """Return the line without details that differ between runs: numbers, units of time and size, column widths."""
     line = re.sub(r"\b(d|h|min|ms|s|B|kB|MB|GB)\b", "", re.sub(r"\d[\d.]*(e-\d+)?", "0", line))
     return re.sub(r"[\s0-]+", " ", line).strip()
 
@@ -71,7 +71,7 @@ def test_commands_run_and_print_what_the_page_shows(block: str, place: Path, mon
     monkeypatch.chdir(place)
     for line, shown in commands(block):
         words = shlex.split(line, comments=True)
-        if "://" in line and words[0] == "ckptkit":  # no such bucket here: the options must be right all the same
+        if "://" in line and words[0] == "ckptkit":  # there is no such bucket, but the options must be valid
             command = cli.get_command(cli.make_context("ckptkit", ["ls", "-h"], resilient_parsing=True), words[1])
             assert command is not None
             command.make_context(words[1], words[2:])
@@ -88,7 +88,7 @@ def test_commands_run_and_print_what_the_page_shows(block: str, place: Path, mon
 
 
 def _run(line: str, words: list[str], place: Path) -> tuple[int, str]:
-    """Run a line; a plain command of ours in this process, which saves the start of another, and the rest in bash."""
+    """Run a line: a plain ckptkit command in this process, which is faster, anything else in bash."""
     if words[0] == "ckptkit" and not re.search(r"[$>|;&]", line):
         result = CliRunner().invoke(cli, words[1:], env={"NO_COLOR": "1"})
         return result.exit_code, result.output
@@ -98,7 +98,7 @@ def _run(line: str, words: list[str], place: Path) -> tuple[int, str]:
 
 
 def _check_elsewhere(line: str) -> None:
-    """What would install packages or start other programs is checked against the files it names."""
+    """Check a line that would install packages or start other programs against the files that it names."""
     if line.startswith("make "):
         assert re.search(rf"^{shlex.split(line, comments=True)[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
     for extras in re.findall(r"'\.\[([\w,]+)\]'", line):

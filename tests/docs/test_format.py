@@ -1,4 +1,4 @@
-"""docs/format.md suffices: a reader written from it alone gives back, bit for bit, what ranks have saved."""
+"""docs/format.md is sufficient: a reader written from it alone restores, bit for bit, what ranks have saved."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def test_that_reader_also_gives_values_that_are_not_tensors(ranks: Any, tmp_path
 
 
 def save_large(root: str, kind: str) -> None:
-    """Save tensors that outlines leave out, beside some that they hold; of the first, ranks 0 and 1 have one copy,
-    ranks 2 and 3 another that they do not know to be the same."""
+    """Save tensors that outlines replace, and some that they contain. Ranks 0 and 1 share one copy of `twice`, ranks 2
+    and 3 another one that they do not recognise as equal."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_tensor
 

@@ -1,4 +1,4 @@
-"""docs/json.md against what the commands print: the same fields, of the types it states; errors.md against the tree."""
+"""docs/json.md matches the output of the commands in fields and types; errors.md matches the error tree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/internals/parity.md names every row, and for each tests that exist."""
+"""docs/internals/parity.md has every row, and each names tests that exist."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is public is in the reference, with a docstring; examples and pages import nothing else."""
+"""Every public name is in the reference, with a docstring; examples and pages import only public names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def directives() -> list[str]:
 
 
 def resolved(name: str) -> Any:
-    """The module, class or function of a dotted name."""
+    """Return the module, class or function of a dotted name."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError:
@@ -37,7 +37,7 @@ def resolved(name: str) -> Any:
 
 
 def documented() -> dict[str, Any]:
-    """Every documented name: those that a page lists, and what the modules among them export."""
+    """Return every documented name: those that a page lists, and the exports of documented modules."""
     found: dict[str, Any] = {}
     for name in directives():
         if name.startswith(WITHOUT_EXTRAS):
@@ -52,7 +52,7 @@ def documented() -> dict[str, Any]:
 
 
 def imports(code: str) -> list[str]:
-    """What a piece of code takes from ckptkit, as dotted names."""
+    """Return what a piece of code imports from ckptkit, as dotted names."""
     found = []
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "ckptkit":
@@ -63,7 +63,7 @@ def imports(code: str) -> list[str]:
 
 
 def shown_code() -> list[tuple[str, str]]:
-    """The code that people copy: examples, and the Python blocks of all pages."""
+    """Return the code that people copy: examples, and the Python blocks of all pages."""
     found = [(path.name, path.read_text(encoding="utf-8")) for path in sorted((ROOT / "examples").glob("*.py"))]
     for page in PAGES:
         for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
@@ -85,7 +85,7 @@ def test_the_reference_contains_every_export_of_a_package(package: ModuleType) -
 
 
 def test_a_package_exports_only_names_of_the_reference() -> None:
-    """Names that a user's completion offers: of `ckptkit`, modules aside, and of the packages that are documented."""
+    """Return the names that completion offers: of `ckptkit` without modules, and of the documented packages."""
     for package in PACKAGES:
         offered = [name for name in dir(package) if not name.startswith("_") and name not in package.__all__]
         assert [name for name in offered if not isinstance(getattr(package, name), ModuleType)] == []

@@ -1,4 +1,4 @@
-"""The tables of the documents name what is there: errors, tests, examples."""
+"""The tables of the documents match the code: errors, tests, examples."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ ROWS += [f"P{i}" for i in range(1, 21)] + [f"PB{i}" for i in range(1, 16)]
 
 
 def rows(page: str) -> list[list[str]]:
-    """The cells of every table row of a page, headings and rules left out."""
+    """Return the cells of every table row of a page, without headings and rules."""
     lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     return [row for row in cells if not set(row[0]) <= set("-: ")]
 
 
 def named_tests(cell: str) -> list[tuple[Path, str]]:
-    """The tests that a cell names in backticks: files, directories, `file::test`; a bare file is beside the last."""
+    """Return the tests that a cell names in backticks: files, directories, `file::test`. A bare file name is in the
+    directory of the previous one."""
     found: list[tuple[Path, str]] = []
     folder = ROOT
     for words in re.findall(r"`([\w./:\[\]*-]+)`", cell):
@@ -99,7 +100,7 @@ def test_the_table_of_errors_matches_the_package() -> None:
 
 
 def test_no_error_is_defined_elsewhere() -> None:
-    """Import everything: an exception of ours outside of errors.py is one of its classes, made narrower."""
+    """Import every module: an exception class outside of errors.py must be a subclass of a documented class."""
     for info in pkgutil.walk_packages(ckptkit.__path__, "ckptkit."):
         if not info.name.startswith(("ckptkit.integrations", "ckptkit.__main__")):
             importlib.import_module(info.name)
@@ -112,7 +113,7 @@ def test_no_error_is_defined_elsewhere() -> None:
 
 
 def _texts(tree: ast.AST) -> list[str]:
-    """The strings of a module; an f-string is one, with a NUL for each field."""
+    """Return the strings of a module; an f-string is one string, with a NUL for each field."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):

@@ -1,4 +1,4 @@
-"""Training states for the tests of DCP: built the same on every rank, and compared byte for byte."""
+"""Training states for the tests of DCP: equal on every rank, and compared byte for byte."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OBJECTS = {"lr": 1e-3, "betas": (0.9, 0.99), "names": ["a", "b"], "none": None, 
 
 
 def values(shape: tuple[int, ...], dtype: str, seed: int) -> torch.Tensor:
-    """Random bytes of this dtype, 0 or 1 each, so that every dtype may hold them."""
+    """Return random bytes of this dtype, each 0 or 1, so that they are valid for every dtype."""
     generator = torch.Generator().manual_seed(seed)
     kind = getattr(torch, dtype)
     count = int(torch.tensor(shape).prod()) if shape else 1
@@ -37,7 +37,7 @@ def values(shape: tuple[int, ...], dtype: str, seed: int) -> torch.Tensor:
 
 
 def state(layout: str, *, zeros: bool = False) -> dict[str, Any]:
-    """A nested state: DTensors of every placement of the layout, plain tensors of every dtype, objects."""
+    """Return a nested state: DTensors of every placement of the layout, plain tensors of every dtype, objects."""
     _, mesh_shape, placements = LAYOUTS[layout]
     made: dict[str, Any] = {"model": {}, "extra": {"objects": dict.fromkeys(OBJECTS) if zeros else dict(OBJECTS)}}
     for i, dtype in enumerate(DTYPES):
@@ -71,7 +71,7 @@ def _zeroed(tree: Any) -> Any:
 
 
 def differences(found: Any, expected: Any, path: str = "") -> list[str]:
-    """Where two states differ, tensors byte for byte on this rank."""
+    """Return where two states differ on this rank, comparing tensors byte for byte."""
     if isinstance(expected, dict):
         return [d for key in expected for d in differences(found[key], expected[key], f"{path}.{key}")]
     if isinstance(expected, list) and any(isinstance(v, (torch.Tensor, dict)) for v in expected):

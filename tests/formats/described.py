@@ -1,4 +1,4 @@
-"""What an unpickler gave, as plain values that can be compared."""
+"""Converts the result of an unpickler to plain values that can be compared."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["described", "shown"]
 
 
 def shown(value: Any) -> Any:
-    """A stub as plain values, to compare two results."""
+    """Return a stub as plain values, to compare two results."""
     if isinstance(value, Record):
         return (value.kind, shown(value.args), shown(value.state))
     if isinstance(value, Stub) and not isinstance(value, dict):
@@ -26,7 +26,7 @@ def shown(value: Any) -> Any:
 
 
 def described(value: Any) -> Any:
-    """As `shown`, records of tensors field by field."""
+    """Like `shown`, with records of tensors field by field."""
     if isinstance(value, dict):
         return [(described(k), described(v)) for k, v in value.items()]
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Values that a training state may hold, a maker each: every dtype, kind of tensor, and plain type of Python."""
+"""Values that a training state may hold, with a factory each: every dtype, kind of tensor, and plain Python type."""
 
 from __future__ import annotations
 
@@ -317,7 +317,7 @@ OBJECTS: list[Case] = [
     ("deep", lambda: functools.reduce(lambda inner, _: (inner,), range(90), collections.deque())),
 ]
 
-# Of libraries, and neither what torch's weights_only loader takes nor plain values: how an error names each.
+# Library objects that are neither accepted by torch's weights_only loader nor plain values, with their error names.
 REFUSED: list[tuple[str, Callable[[], Any]]] = [
     ("builtins.Ellipsis", lambda: Ellipsis),
     ("builtins.range", lambda: range(3)),
@@ -348,7 +348,7 @@ REFUSED: list[tuple[str, Callable[[], Any]]] = [
     ("torch._utils._rebuild_sparse_tensor", lambda: (collections.deque(), _real().relu().to_sparse())),
 ]
 
-# What only running code of the state's own could bring back.
+# Objects that only their own code could restore.
 CODE: list[Case] = [
     ("enum", lambda: Colour.RED),
     ("dataclass", Settings),
@@ -361,7 +361,7 @@ CODE: list[Case] = [
 
 
 def blank(value: Any) -> Any:
-    """What a job holds before it loads: the same tensor without its values, nothing in the place of an object."""
+    """Return what a job holds before it loads: the same tensor without its values, None for an object."""
     if isinstance(value, dict) and type(value) in (dict, collections.OrderedDict):
         return {key: blank(item) for key, item in value.items()}
     if not isinstance(value, torch.Tensor):
@@ -382,7 +382,7 @@ def _requantized(value: torch.Tensor) -> torch.Tensor:
 
 
 def raw(tensor: torch.Tensor) -> Any:
-    """A tensor as something that can be compared to the bit."""
+    """Return a tensor in a form that can be compared to the bit."""
     tensor = tensor.detach()
     if tensor.is_quantized:
         if tensor.qscheme() == torch.per_tensor_affine:
@@ -413,7 +413,7 @@ def raw(tensor: torch.Tensor) -> Any:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two values are equal to the bit, types and what is shared included."""
+    """Return whether two values are equal to the bit, with types and shared objects."""
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):

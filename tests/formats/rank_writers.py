@@ -1,4 +1,4 @@
-"""What real ranks write: run by the pool of ranks, each function once a rank. They return the whole tensors."""
+"""Checkpoints written by real ranks: each function runs on every rank of the pool and returns the whole tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A small model of uneven sizes, with an integer buffer and, where asked, a tied head."""
+    """A small model of uneven sizes, with an integer buffer and optionally a tied head."""
 
     def __init__(self, *, tied: bool = False, width: int = 6, hidden: int = 10) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def whole(tensors: dict[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """The first moments by parameter name, whole."""
+    """Return the first moments by parameter name, whole."""
     names = {id(p): name for name, p in model.named_parameters()}
     state = {names[id(p)]: values["exp_avg"] for p, values in optimizer.state.items()}
     return whole(state)
@@ -93,7 +93,7 @@ def _mesh(kind: str) -> Any:
 
 
 def sharded(kind: str, *, tied: bool = False, dtype: torch.dtype = torch.float32) -> Net:
-    """A model under FSDP2: over one dimension, HSDP, or on top of tensor parallelism."""
+    """Return a model under FSDP2: 1-D, HSDP, or on top of tensor parallelism."""
     model = net(tied=tied, dtype=dtype)
     if kind == "tp":
         mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
@@ -122,7 +122,7 @@ def write_verl(out: str, kind: str, tied: bool, dtype: torch.dtype, trained: int
 
 
 def write_parts(out: str, mesh_shape: tuple[int, ...], tensors: dict[str, Any]) -> None:
-    """Rank files of single tensors with placements: name -> (shape, placements)."""
+    """Write rank files of single tensors with placements: name -> (shape, placements)."""
     mesh = init_device_mesh("cpu", mesh_shape)
     state = {}
     for name, (shape, placements) in tensors.items():
@@ -134,7 +134,8 @@ def write_parts(out: str, mesh_shape: tuple[int, ...], tensors: dict[str, Any]) 
 
 
 def write_lightrft(out: str) -> dict[str, Any]:
-    """LightRFT's layout: bf16 weights in DCP, fp32 masters and moments in a file a rank, two groups, one frozen."""
+    """Write LightRFT's layout: bf16 weights in DCP, fp32 masters and moments in one file per rank, two groups, one
+    frozen."""
     model = net(tied=True, dtype=torch.bfloat16)
     model.layers[0].norm.weight.requires_grad = False
     mesh = _mesh("1d")
@@ -180,7 +181,7 @@ def write_lightrft(out: str) -> dict[str, Any]:
 
 
 def write_dcp(out: str, layout: str) -> dict[str, Any]:
-    """A model and its optimizer, laid out as Oumi or as Lightning Fabric does."""
+    """Write a model and its optimizer in the layout of Oumi or Lightning Fabric."""
     model = sharded("1d")
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     train(model, optimizer)
@@ -196,7 +197,7 @@ def write_dcp(out: str, layout: str) -> dict[str, Any]:
 
 
 def _gathered_pieces(model: nn.Module, optimizer: torch.optim.Optimizer, shapes: dict[str, Any]) -> dict[str, Any]:
-    """First moments of FSDP1 with use_orig_params, put together from what each rank holds of each parameter."""
+    """Return the first moments of FSDP1 with use_orig_params, joined from the ranks' parts of each parameter."""
     mine = {
         name.replace("_fsdp_wrapped_module.", ""): optimizer.state[p]["exp_avg"].flatten().tolist()
         for name, p in model.named_parameters()
@@ -210,7 +211,7 @@ def _gathered_pieces(model: nn.Module, optimizer: torch.optim.Optimizer, shapes:
 
 
 def write_verl_fsdp1(out: str, use_orig_params: bool) -> dict[str, Any]:
-    """verl under FSDP1: ShardedTensors, and an optimizer whose state is each rank's part of flat parameters."""
+    """Write verl under FSDP1: ShardedTensors, and an optimizer with each rank's part of flat parameters."""
     import warnings
 
     from torch.distributed.fsdp import FullStateDictConfig, ShardedStateDictConfig, StateDictType
@@ -228,7 +229,7 @@ def write_verl_fsdp1(out: str, use_orig_params: bool) -> dict[str, Any]:
     with FSDP.state_dict_type(wrapped, StateDictType.FULL_STATE_DICT, FullStateDictConfig()):
         expected = whole(wrapped.state_dict())
         if use_orig_params:
-            # Not full_optim_state_dict: with use_orig_params torch 2.13 gives exp_avg_sq under the name exp_avg.
+            # Not full_optim_state_dict: with use_orig_params torch 2.13 returns exp_avg_sq under the name exp_avg.
             full = _gathered_pieces(wrapped, optimizer, expected)
         else:
             full = FSDP.full_optim_state_dict(wrapped, optimizer, rank0_only=False)["state"]
@@ -239,7 +240,7 @@ def write_verl_fsdp1(out: str, use_orig_params: bool) -> dict[str, Any]:
 
 
 def write_accelerate(out: str, kind: str) -> dict[str, Any]:
-    """FULL files, or rank files, of two models as accelerate names them."""
+    """Write FULL files, or rank files, of two models under the names of accelerate."""
     result = {}
     for index in range(2):
         model = sharded("1d", tied=index == 1)
@@ -265,7 +266,7 @@ def write_accelerate(out: str, kind: str) -> dict[str, Any]:
 
 
 def write_fsdp1_local(out: str, use_orig_params: bool, with_optimizer: bool) -> dict[str, Any]:
-    """FSDP1 LOCAL_STATE_DICT as accelerate saves it, the optimizer's DCP beside it."""
+    """Write FSDP1 LOCAL_STATE_DICT as accelerate saves it, with the optimizer's DCP in the next directory."""
     import warnings
 
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP

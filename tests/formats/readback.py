@@ -1,6 +1,6 @@
-"""Reads the tensors of a catalog into numpy, the slow and plain way, to compare them with what is expected.
+"""Reads the tensors of a catalog into numpy in the simplest way, as a reference.
 
-Independent of the engine that copies: slices, strides, codecs and digests straight from the catalog's rows.
+Independent of the copying engine: slices, strides, codecs and digests directly from the rows of the catalog.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Raw = tuple[str, tuple[int, ...], bytes]  # dtype, shape, row-major bytes
 
 
 def slice_array(store: Store, part: TensorSlice, dtype: str, *, check: bool = True) -> np.ndarray:
-    """Return the slice as an array of raw elements (void of the item size), its digest checked."""
+    """Return the slice as an array of raw elements (void of the item size), after checking its digest."""
     if part.codec is None:
         record, base = None, 0
     else:
@@ -80,7 +80,7 @@ def expected_bytes(path: Path) -> dict[str, Raw]:
 
 
 def assert_model_equals(store: Store, catalog: Catalog, expected: Path, prefix: str = "") -> None:
-    """Assert that the model of the catalog has these tensors, bit by bit; `prefix` is in front of each FQN."""
+    """Assert that the model of the catalog has these tensors, bit by bit; each FQN starts with `prefix`."""
     wanted = expected_bytes(expected)
     model = catalog.by_role(Role.MODEL)
     missing = [name for name in wanted if prefix + name not in model]

@@ -48,7 +48,7 @@ def catalog_of(place: Place) -> Catalog:
 
 
 def read_alone(place: Place, state_dict: dict[str, Any], **options: Any) -> ReadPlan:
-    """Fill a state in place with what this rank needs of the checkpoint."""
+    """Fill a state in place with this rank's part of the checkpoint."""
     return read_sharded(catalog_of(place), _store(place), state_dict, **options)
 
 
@@ -69,7 +69,7 @@ def write_sharded(
     workers: int = 0,
     save_id: str = "",
 ) -> tuple[Mapping[str, FileRecord] | None, ShardedPlan]:
-    """Plan, write and index a state. All ranks must call it. Returns the files on rank 0 only, and the plan."""
+    """Plan, write and index a state. All ranks must call it. Returns the plan, and the files on rank 0 only."""
     plan = plan_sharded(state_dict, rank=rank, world_size=world_size, previous=previous)
     plan = plan.settle(all_gather(plan.signature), all_gather)
     part = plan.write(store, sync=sync, workers=workers)

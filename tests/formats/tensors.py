@@ -1,4 +1,4 @@
-"""Reads whole tensors of a catalog with numpy alone: the slow and obvious way, to compare with."""
+"""Reads whole tensors of a catalog with numpy alone: slow and simple, as a reference."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def contents(store: Store, entries: Mapping[str, TensorEntry]) -> dict[str, tupl
 
 
 def state_dict_contents(state_dict: Mapping[str, object]) -> dict[str, tuple[str, tuple[int, ...], str]]:
-    """The same of torch tensors."""
+    """Return name -> (dtype, shape, digest of the bytes) of torch tensors."""
     import torch
 
     found = {}

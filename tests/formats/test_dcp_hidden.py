@@ -1,4 +1,4 @@
-"""`DCPWriter` and tensors whose values are not in memory of their own: exact, or refused by name, under any planner."""
+"""`DCPWriter` and tensors with hidden values: exact, or refused by name, with any planner."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ckptkit import DCPReader, DCPSavePlanner, DCPWriter
 from ckptkit.errors import SaveError
 from tests.checkpoint.hidden import HIDDEN, Scaled, Tagged, scaled
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of torch, that some of its tensors are new or go away
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch warns about prototype and deprecated tensors
 PLANNERS = [dcp.DefaultSavePlanner, DCPSavePlanner]
-# torch's own planner asks these for what they have not, and fails before our writer sees them.
+# torch's own planner reads attributes that these lack, and fails before our writer sees them.
 REFUSED_BY_TORCH = ("nested", "jagged", "lazy", "masked", "bits")
 
 

@@ -1,4 +1,4 @@
-"""`dcp.save` and `dcp.load` with our writer and reader when something goes wrong: nothing half-made is left to load."""
+"""Failures of `dcp.save` and `dcp.load` with our writer and reader: no incomplete checkpoint is left."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLANNERS = [DefaultSavePlanner, DCPSavePlanner]
 
 
 def failure(call: Any) -> BaseException | None:
-    """What a step of torch failed with, on the lowest rank where it did."""
+    """Return the error of a step of torch on the lowest rank that failed."""
     try:
         call()
     except CheckpointException as error:
@@ -36,7 +36,7 @@ def failure(call: Any) -> BaseException | None:
 
 
 def at_once(url: str, kind: type[DefaultSavePlanner]) -> str:
-    """Rank 1 saves while rank 0, which is of another job, has planned and not yet written."""
+    """Rank 1 saves while rank 0, which belongs to another job, has planned and not yet written."""
 
     class Waiting(DefaultSavePlanner):
         def finish_plan(self, plan: Any) -> Any:
@@ -78,7 +78,7 @@ def held(path: str) -> str:
 
 
 def dying(rank: int, rendezvous: str, url: str, kind: type[DefaultSavePlanner], step: str) -> None:
-    """Save on two ranks, of which the second dies in a step; leave with 0 where that was an error on this one."""
+    """Save on two ranks, of which the second dies in a step; exit with 0 if the first raised an error."""
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=30)
     )
@@ -113,7 +113,7 @@ def test_a_dead_rank_fails_the_others_and_leaves_no_checkpoint(tmp_path: Path, k
 
 
 def full(url: str, kind: type[DefaultSavePlanner]) -> list[Any]:
-    """A save for which there is no space, then a smaller one to the same place by the same process."""
+    """Save without enough space, then save a smaller state to the same URL in the same process."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     large, small = {"w": torch.randn(400, 400)}, {"w": torch.arange(3.0)}
     first = failure(lambda: dcp.save(large, storage_writer=DCPWriter(url), planner=kind()))

@@ -1,4 +1,4 @@
-"""Sharded states on a real S3 server, both of our ways and torch's planner."""
+"""Sharded states on a real S3 server, with our calls and with torch's planner."""
 
 from __future__ import annotations
 

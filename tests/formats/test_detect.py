@@ -1,4 +1,4 @@
-"""What is opened for a URL: a file, a directory, the newest of many steps, or an error that says what was found."""
+"""What is opened for a URL: a file, a directory, the newest of many steps, or an error that lists what was found."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_damaged_newest_step_is_an_error_that_names_it(tmp_path, zoo):
 def test_only_committed_steps_of_ckptkit_count(tmp_path, zoo):
     _dcp(zoo, tmp_path / "step_00000005")
     (tmp_path / "step_00000005" / "checkpoint.json").write_text("{}")
-    _dcp(zoo, tmp_path / "step_00000009")  # no record: a save that was cut off
+    _dcp(zoo, tmp_path / "step_00000009")  # no record: an interrupted save
     with pytest.raises(CorruptCheckpointError, match="step_00000005"):  # it is opened, and its record is damaged
         open_source(str(tmp_path))
     assert identify(open_store(str(tmp_path / "step_00000005"))) == "ckptkit"
@@ -136,7 +136,7 @@ def test_the_actor_is_chosen_before_the_critic(tmp_path, zoo):
 
 
 def test_an_optimizer_file_next_to_the_weights_is_not_a_second_checkpoint(tmp_path, zoo):
-    """NeMo-RL's step: policy/weights/model and policy/optimizer/optim."""
+    """The step of NeMo-RL: policy/weights/model and policy/optimizer/optim."""
     policy = tmp_path / "step_10" / "policy"
     shutil.copytree(zoo / "dcp_threads2_w2" / "ckpt", policy / "weights" / "model")
     shutil.copytree(zoo / "dcp_threads2_w2" / "ckpt", policy / "optimizer" / "optim")
@@ -292,7 +292,7 @@ def test_a_note_says_that_an_optimizer_next_to_whole_weights_is_not_read(tmp_pat
     (tmp_path / "pytorch_model.bin").unlink()
     with pytest.raises(IncompleteCheckpointError, match=r"optimizer\.pt, which has no weights"):
         open_source(str(tmp_path))
-    assert open_source(str(tmp_path / "optimizer.pt")).catalog.tensors  # it is what was asked for
+    assert open_source(str(tmp_path / "optimizer.pt")).catalog.tensors  # it was named explicitly
 
 
 def test_file_names_of_accelerate_before_0_25_are_known(tmp_path, zoo):

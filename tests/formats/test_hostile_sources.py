@@ -1,4 +1,4 @@
-"""Names and values made to exhaust memory or to crash a reader: each gives an error of ours, at once."""
+"""Names and values that try to exhaust memory or crash a reader: each gives a ckptkit error at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What vanilla torch.distributed.checkpoint saves, our reader loads to the bit; what our writer writes, torch loads."""
+"""Plain torch.distributed.checkpoint and our reader and writer load each other's checkpoints to the bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckptkit.offline.inspect import inspect
 from tests.formats import interop_cases as cases
 from tests.formats.interop_cases import blank, same
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of torch, that some of its tensors are new or go away
+pytestmark = pytest.mark.filterwarnings("ignore")  # torch warns about prototype and deprecated tensors
 KEYS = ["a.b", "a/b", "ünïcödé 漢字", " ", "x" * 3000, "0", "a..b", ".", "/", "model.layers.0.weight", "__0_0.distcp"]
 
 
@@ -26,7 +26,7 @@ def saved_by_torch(url: str | Path, state: dict[str, Any]) -> None:
 
 
 def everything(url: Path) -> dict[str, Any]:
-    """One state of all cases that torch itself can save and load, nested, beside ordinary tensors."""
+    """Return one state of all cases that torch itself can save and load, nested, with ordinary tensors."""
     state: dict[str, Any] = {
         "tensors": {},
         "objects": {},
@@ -48,7 +48,7 @@ def everything(url: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def of_torch(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], dict[str, torch.Tensor]]:
-    """A checkpoint of vanilla torch, its state, and the lazy conj and neg views, which only our writer takes."""
+    """A checkpoint of plain torch, its state, and the lazy conj and neg views, which only our writer accepts."""
     folder = tmp_path_factory.mktemp("interop")
     state = everything(folder / "tried")
     lazy = {name: value for name, value in state["tensors"].items() if value.is_conj() or value.is_neg()}
@@ -86,7 +86,7 @@ def test_torch_loads_what_dcp_writer_wrote(of_torch: Any, planner: Any, tmp_path
     state = {**plain, "tensors": {**plain["tensors"], **lazy}}
     dcp.save(state, storage_writer=ckptkit.DCPWriter(tmp_path), planner=planner and planner(), no_dist=True)
     found = differing(loaded(state, FileSystemReader(tmp_path)), state)
-    # torch copies a quantized tensor into one that keeps its own scale, and numpy swaps the bytes of an array.
+    # torch copies a quantized tensor into one with its own scale, and numpy swaps the bytes of an array.
     own = ("tensors.quantized", "objects.numpy big-endian")
     assert [name for name in found if not name.startswith(own)] == []
     assert differing(loaded(state, ckptkit.DCPReader(tmp_path)), state) == []

@@ -1,4 +1,4 @@
-"""A header of many tensors costs a bounded number of calls a tensor: twice the keys, at most twice the work."""
+"""A header of many tensors needs a bounded number of calls per tensor: twice the keys, at most twice the calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckptkit.offline.diff import diff
 from ckptkit.offline.inspect import inspect
 from ckptkit.offline.verify import verify
 
-COMMANDS: dict[str, tuple[Callable[[str], Any], int]] = {  # calls a tensor
+COMMANDS: dict[str, tuple[Callable[[str], Any], int]] = {  # calls per tensor
     "open": (open_source, 40),
     "verify": (verify, 90),
     "inspect": (inspect, 90),
@@ -52,7 +52,7 @@ def test_twice_the_keys_need_at_most_twice_the_calls(tmp_path: Path, name: str) 
     run, most = COMMANDS[name]
     for count in (1000, 2000):
         _write(tmp_path / str(count), count)
-    run(str(tmp_path / "1000"))  # imports
+    run(str(tmp_path / "1000"))  # for the imports
     few, many = (_calls(run, str(tmp_path / str(count))) for count in (1000, 2000))
     assert many - few <= most * 1000
     assert many <= 2.1 * few

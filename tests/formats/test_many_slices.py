@@ -1,4 +1,4 @@
-"""The description of a checkpoint stays small in memory, however many slices there are."""
+"""The description of a checkpoint needs little memory, for any number of slices."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ def test_a_hundred_thousand_slices_open_without_an_object_for_each() -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["slices"] >= 100_000
-    # 24 MB, most of it the same however few there are; `.metadata` whole in memory adds as much again.
+    # 24 MB, most of it independent of the number of slices; the whole `.metadata` in memory would take as much again.
     assert 0 < found["held"] < 40_000_000

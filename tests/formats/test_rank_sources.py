@@ -1,4 +1,4 @@
-"""Checkpoints that real ranks write on the spot: rank files, mixed directories, uneven, HSDP, tensor parallel."""
+"""Checkpoints that real ranks write during the test: rank files, mixed directories, uneven, HSDP, tensor parallel."""
 
 from __future__ import annotations
 

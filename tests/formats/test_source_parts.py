@@ -1,4 +1,4 @@
-"""The small rules behind the sources: which prefix is a module's, whose an index is, where a flat element lies."""
+"""Rules of the readers: the prefix of a module, the owner of an index, the position of a flat element."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_prefix_given_by_the_user_is_not_detected_again(zoo):
     assert "lm_head.weight" in open_source(url).catalog.by_role(Role.MODEL)
 
 
-# --- integer keys of optimizers
+# --- numbered parameters of optimizers
 
 PARAMS = [Param("a.weight", (4, 2)), Param("a.bias", (4,)), Param("b.weight", (4, 2)), Param("b.bias", (4,))]
 
@@ -144,7 +144,7 @@ def test_a_layout_of_another_model_is_refused(local, tmp_path):
         '{"_flat_param": {"fqns": ["a"], "shapes": []}}',
         "{",
         '{"x": 1}',
-        '{"_flat_param": {"fqns": ["a"], "shapes": [[1000000000, "abcdefgh"]]}}',  # a text repeated a billion times
+        '{"_flat_param": {"fqns": ["a"], "shapes": [[1000000000, "abcdefgh"]]}}',  # a string multiplied by a billion
         '{"_flat_param": {"fqns": ["a"], "shapes": ["ab"]}}',
         '{"_flat_param": {"fqns": [1], "shapes": [[1]]}}',
         '{"_flat_param": {"fqns": ["a"], "shapes": [[1]], "numels": ["a"], "pad_mask": [false]}}',
@@ -193,7 +193,7 @@ def test_a_missing_rank_of_local_state_is_named(local, tmp_path):
         open_source(str(tmp_path / "x"))
 
 
-# --- systems that keep parts in directories
+# --- systems with several directories
 
 
 def test_nemo_and_automodel_directories_are_read(tmp_path, zoo):

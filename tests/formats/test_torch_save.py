@@ -1,4 +1,4 @@
-"""Files of torch.save become catalogs: weights found below any wrapper, optimizer states named, the rest kept."""
+"""Files of torch.save become catalogs: weights are found below any wrapper, optimizer states are named."""
 
 from __future__ import annotations
 
@@ -166,13 +166,13 @@ def test_a_view_whose_bytes_are_not_its_values_is_refused(tmp_path: Path, mark: 
 
 
 def test_a_defaultdict_of_int_next_to_the_weights_is_read(tmp_path: Path) -> None:
-    """What protocol 2 calls int: the factory of a defaultdict beside the weights."""
+    """Protocol 2 pickles int by its old module name: the factory of a defaultdict next to the weights."""
     store = save(tmp_path, {"model": weights(), "counts": collections.defaultdict(int, {"a": 1})}, "x.pt")
     assert open_file(store, "x.pt").by_role(Role.MODEL).keys() == weights().keys()
 
 
 def test_framework_settings_next_to_the_weights_are_accepted(tmp_path: Path, monkeypatch: Any) -> None:
-    """Hyper-parameters of Lightning and Hydra: classes that hold plain values, nodes that know their parent."""
+    """Hyperparameters of Lightning and Hydra: classes with plain values, and nodes that refer to their parent."""
     for name in ("omegaconf", "omegaconf.dictconfig", "omegaconf.nodes"):
         monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
     sys.modules["omegaconf"].__path__ = []

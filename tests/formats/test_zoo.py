@@ -1,4 +1,4 @@
-"""Every checkpoint of the zoo, opened as a user would: the weights bit for bit, or a refusal that names the fault."""
+"""Every checkpoint of the zoo, opened as by a user: the weights bit for bit, or a refusal that names the fault."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tests.formats.tensors import contents, entry_bytes
 ZOO = Path(__file__).parents[1] / "zoo"
 CASES: dict[str, dict[str, Any]] = {case["name"]: case for case in json.loads((ZOO / "MANIFEST.json").read_text())}
 OK = [name for name, case in CASES.items() if case["outcome"] == "ok"]
-# The flipped bit lies in tensor data: opening reads none, `verify` and every copy find it.
+# The flipped bit is in tensor data: opening reads none, `verify` and every copy find it.
 REFUSED = [name for name, case in CASES.items() if case["outcome"] == "refuse" and name != "broken_bitflip_shard"]
-# No safetensors dtype: the catalog lists it, an export refuses or skips it.
+# Not a safetensors dtype: the catalog lists it, an export refuses or skips it.
 NOT_EXPECTED = {"dcp_dtypes_w2": {"c64"}}
 
 
@@ -59,7 +59,7 @@ def test_a_broken_or_hostile_checkpoint_is_refused_by_name(name, tmp_path, monke
         "hostile_metadata": "builtins.exec",
         "hostile_path_traversal": "../",
     }[name] in str(caught.value)
-    assert not list(tmp_path.iterdir())  # nothing ran
+    assert not list(tmp_path.iterdir())  # no code ran
 
 
 def test_hostile_checkpoints_get_errors_of_their_own_kind():
@@ -82,8 +82,8 @@ FORMATS = {
     "transformers5_distributed_checkpoint_w2": "safetensors",
     "hf_ref_qwen3moe": "safetensors",
     "torchsave_legacy_nonzip": "torch",
-    "deepspeed_zero2_bf16_w2": None,  # the directory of tags is not itself a checkpoint
-    "steps_dir_lightrft": "safetensors",  # EXPECTED.safetensors beside the steps: opening prefers the steps
+    "deepspeed_zero2_bf16_w2": None,  # the directory of tags is not a checkpoint itself
+    "steps_dir_lightrft": "safetensors",  # EXPECTED.safetensors is next to the steps: opening prefers the steps
 }
 
 

@@ -1,4 +1,4 @@
-"""Small models and the training loops that sharded runs are compared with."""
+"""Small models, and training loops to compare sharded runs with."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Block(nn.Module):
 
 
 class TinyLM(nn.Module):
-    """Token embedding, two blocks, a head that may be tied to the embedding. No size divides by 4."""
+    """Token embedding, two blocks, and a head that may be tied to the embedding. No size is divisible by 4."""
 
     def __init__(self, tied: bool = False) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class TinyLM(nn.Module):
         return self.lm_head(self.norm(x))
 
     def score(self, tokens: torch.Tensor) -> torch.Tensor:
-        """A second way in, besides forward."""
+        """A second method that computes, besides forward."""
         return self(tokens).logsumexp(-1).mean()
 
 
@@ -70,7 +70,7 @@ def tied() -> nn.Module:
 
 
 def frozen() -> nn.Module:
-    """The embedding and the first block don't train."""
+    """The embedding and the first block are frozen."""
     model = TinyLM()
     model.embed.requires_grad_(False)
     model.layers[0].requires_grad_(False)
@@ -78,7 +78,7 @@ def frozen() -> nn.Module:
 
 
 def lora() -> nn.Module:
-    """Frozen everywhere but for adapters inside each block."""
+    """Only the adapters inside each block are trained."""
     model = TinyLM().requires_grad_(False)
     for layer in model.layers:
         layer.up, layer.down = LoRALinear(layer.up), LoRALinear(layer.down)
@@ -112,7 +112,7 @@ def made(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
 
 
 def batch(step: int) -> torch.Tensor:
-    """The whole batch of a step, the same on every rank."""
+    """Return the whole batch of a step, the same on every rank."""
     return torch.randint(0, VOCAB, (SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1000 + step))
 
 
@@ -132,7 +132,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """All parameters in full. All ranks must call it."""
+    """Return all parameters as whole tensors. All ranks must call it."""
     return {name: whole(tensor) for name, tensor in model.state_dict().items()}
 
 
@@ -151,7 +151,7 @@ def train_plain(
     lr: float = 1e-2,
     device: str = "cpu",
 ) -> tuple[list[float], list[float]]:
-    """Losses and gradient norms of a single process on whole batches, with the same optimizer settings."""
+    """Return losses and gradient norms of a single process on whole batches, with the same optimizer settings."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=lr, weight_decay=0.0)
     losses, norms = [], []
@@ -176,7 +176,7 @@ def train_sharded(
     data_ranks: int | None = None,
     device: str = "cpu",
 ) -> tuple[list[float], list[float]]:
-    """Losses over the whole batch and gradient norms of a sharded run; each data rank takes its part."""
+    """Return losses over the whole batch and gradient norms of a sharded run, with a part per data-parallel rank."""
     ranks = data_ranks or dist.get_world_size()
     rank = dist.get_rank() if data_rank is None else data_rank
     micro = strategy.accumulated_gradient
@@ -205,7 +205,7 @@ def run(
     plain = made(build).to(device)
     plain_losses, plain_norms = train_plain(plain, max_norm=max_norm, norm_type=norm_type, lr=lr, device=device)
     strategy = FSDPStrategy(FSDPConfig.from_dict(config), max_norm=max_norm, **options)
-    model = strategy.prepare_model(made(build, seed=dist.get_rank()))  # rank 0's values go to all
+    model = strategy.prepare_model(made(build, seed=dist.get_rank()))  # rank 0's values are broadcast
     optimizer = strategy.create_optimizer(model, lr=lr)
     losses, norms = train_sharded(model, strategy, optimizer, device=device)
     return {

@@ -1,4 +1,4 @@
-"""FSDPConfig: what it takes, what it refuses, and accelerate's variables both ways."""
+"""FSDPConfig: accepted and refused settings, and accelerate's environment variables in both directions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saved under one strategy and state-dict type, loaded under another: the numbers are the same."""
+"""Saved with one strategy and state-dict type, loaded with another: the values are equal."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def options_prepared(kind: str, seed: int, columns: bool, precision: str) -> Any
     model = models.made(models.untied, seed)
     model.layers[1].down.requires_grad_(False)
     if precision == "master":
-        model.layers[0].norm.to(torch.bfloat16)  # nothing casts what is ignored
+        model.layers[0].norm.to(torch.bfloat16)  # ignored parameters are not cast
         model.layers[1].down.to(torch.bfloat16)
     shared = model.layers[0].norm.weight
     shared.register_post_accumulate_grad_hook(lambda parameter: dist.all_reduce(parameter.grad, dist.ReduceOp.AVG))
@@ -174,7 +174,7 @@ def test_runs_with_ignored_parameters_and_column_shards_resume_on_any_number_of_
     assert "layers.0.norm.weight.exp_avg" in saved
     for found, (loaded, losses, after) in zip(
         first, ranks.run(load_options, 2, str(folder), "latest", True, precision), strict=True
-    ):  # the same ranks and shards go on bit for bit
+    ):  # the same ranks and shards continue bit for bit
         assert all(torch.equal(loaded[name], saved[name]) for name in saved)
         assert losses == found[1]
         assert all(torch.equal(after[name], value) for name, value in found[2].items())
@@ -220,7 +220,7 @@ def lora_steps(facade: FSDPStrategy, model: nn.Module, optimizer: Any, steps: ra
 
 
 def adapters_trained_on(folder: str) -> tuple[list[float], list[float], bool, bool]:
-    """A run of adapters; then the same one resumed, its adapters being made only after the model was loaded."""
+    """Train adapters, then resume: the adapters are created only after the model was loaded."""
     facade = FSDPStrategy()
     model = facade.prepare_model(models.made(models.lora, 1))
     optimizer = facade.create_optimizer(model, lr=1e-2)

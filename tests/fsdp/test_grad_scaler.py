@@ -1,4 +1,4 @@
-"""The dynamic loss scale: its table, its state."""
+"""The dynamic loss scale: its updates and its state."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ O, F = True, False  # overflow, finite  # noqa: E741
         ([F, F, O], 16, 0, 1),
         ([O, O], 8, 0, 2),
         ([O, O, O], 4, 0, 3),
-        ([O, O, F, O], 4, 0, 3),  # a backoff leaves the count
+        ([O, O, F, O], 4, 0, 3),  # a backoff keeps the hysteresis count
         ([O, O, F, F, F], 16, 0, 0),
-        ([O, F, F, F, O], 32, 0, 1),  # a growth clears it
-        ([O] * 9, 2, 0, 9),  # the floor
-        ([F] * 15, 64, 0, 0),  # the ceiling
+        ([O, F, F, F, O], 32, 0, 1),  # a growth resets it
+        ([O] * 9, 2, 0, 9),  # the minimum
+        ([F] * 15, 64, 0, 0),  # the maximum
     ],
 )
 def test_the_scale_follows_the_documented_rules(updates, scale, growth, hysteresis):

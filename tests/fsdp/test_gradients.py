@@ -1,4 +1,4 @@
-"""One norm of all gradients, whatever they are."""
+"""One norm over gradients of all kinds."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_an_optimizer_refuses_an_invalid_norm_when_it_is_made(norm_type):
 
 
 def _bad_elements(p):
-    """The norm and the verdict for each place where one element of one rank is not finite."""
+    """Return norm and result for each position of one non-finite element on one rank."""
     found = {}
     made = parameters()
     for index in range(len(SHAPES)):
@@ -172,7 +172,7 @@ def _bad_elements(p):
             for value in (math.nan, math.inf, -math.inf):
                 kept = local[:1].clone()
                 if dist.get_rank() == rank:
-                    local[:1] = value  # nothing happens to an empty shard
+                    local[:1] = value  # an empty shard does not change
                 report = inspect_gradients(made, norm_type=p)
                 local[:1] = kept
                 found[index, rank, str(value)] = report.norm.item(), report.finite, local.numel()
@@ -231,7 +231,7 @@ def test_the_norm_of_fp64_gradients_is_not_rounded(ranks):
 
 
 def _agreed():
-    plain = nn.Parameter(torch.zeros(2))  # each rank sees its own
+    plain = nn.Parameter(torch.zeros(2))  # each rank has its own values
     norm = torch.tensor(math.inf if dist.get_rank() == 1 else 1.0)
     return is_finite_everywhere(norm, [plain])
 

@@ -1,4 +1,4 @@
-"""Parameter groups."""
+"""Parameter groups: weight decay, dtypes and meshes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LlamaRMSNorm(nn.Module):
 
 
 class Scale(nn.Module):
-    """A norm by its name alone."""
+    """A norm that only its name reveals."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +54,7 @@ class AdaNorm(nn.Module):
 
 
 class Zoo(nn.Module):
-    """What models call their norms and biases, and what only sounds like them."""
+    """Names of norms and biases in real models, and names that only resemble them."""
 
     def __init__(self):
         super().__init__()
@@ -165,5 +165,5 @@ def _sharded_groups(tp):
 
 
 def test_parameters_of_different_meshes_are_in_different_groups(ranks):
-    assert len(ranks.run(_sharded_groups, 2, 1)[0]) == 4  # sharded and plain, decayed and not
+    assert len(ranks.run(_sharded_groups, 2, 1)[0]) == 4  # sharded and plain, with and without decay
     assert len(ranks.run(_sharded_groups, 2, 2)[0]) >= 5  # and on the tensor-parallel mesh

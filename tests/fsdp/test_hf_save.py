@@ -1,4 +1,4 @@
-"""`save_hf` writes what `from_pretrained` reads, of PEFT's or transformers', or refuses by name before it writes."""
+"""`save_hf` writes what `from_pretrained` of PEFT and transformers reads, or refuses by name before it writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Low-precision parameters, fp32 masters, any base optimizer."""
+"""Low-precision parameters with fp32 masters, for any base optimizer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MASTER = {"precision": "master", "mixed_precision": "bf16"}
 
 
 class OwnSGD(torch.optim.SGD):
-    """A subclass: ckptkit can't know what it does, so it gets DTensors."""
+    """A subclass gets DTensors, because its code is unknown."""
 
 
 BASES = {
@@ -45,7 +45,7 @@ def low(seed=0):
 
 
 def masters_match(optimizer):
-    """Whether every low-precision parameter is its master, rounded, bit for bit."""
+    """Return whether every low-precision parameter is its master, rounded, bit for bit."""
     for parameter, state in optimizer.state.items():
         if "master" in state:
             master = state["master"]
@@ -119,7 +119,7 @@ def test_masters_are_sharded_like_their_parameter_and_round_to_it(ranks, base, c
 
 
 def _local_or_dtensor():
-    """Momentum SGD on local tensors and on DTensors."""
+    """Run momentum SGD on local tensors and on DTensors."""
     states = []
     for base in ("momentum", "own"):
         _, optimizer = trained(base)
@@ -167,7 +167,7 @@ def test_schedulers_and_hooks_accept_the_master_weight_optimizer():
     assert calls == [1]
     assert {group["lr"] for group in optimizer.param_groups} == {5e-3}
     for group in optimizer.param_groups:
-        group["lr"] = 0.0  # the base must follow what is set here
+        group["lr"] = 0.0  # the base must use this value
         group["weight_decay"] = 0.0
     after = [parameter.detach().clone() for parameter in model.parameters()]
     assert any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
@@ -178,7 +178,7 @@ def test_schedulers_and_hooks_accept_the_master_weight_optimizer():
 def test_masters_keep_bits_that_the_parameter_rounds_away():
     parameter = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
     optimizer = MasterWeightOptimizer(torch.optim.SGD([parameter], lr=2.0**-12))
-    for _ in range(32):  # each step is far below the spacing of bf16 at 1
+    for _ in range(32):  # each step is far below the resolution of bf16 at 1
         parameter.grad = torch.full((4,), -1.0, dtype=torch.bfloat16)
         optimizer.step()
     assert torch.equal(optimizer.state[parameter]["master"], torch.full((4,), 1 + 32 * 2.0**-12))
@@ -392,7 +392,7 @@ LOADS = [_load_module, _load_data, _load_dcp, _load_manager, _load_atomic, _load
 
 
 def _undone(folder):
-    """Names of loads whose weights are not kept by a step at learning rate 0, and by a checkpoint."""
+    """Return the loads whose weights are changed by a step at learning rate 0, or are missing in a checkpoint."""
     strategy = FSDPStrategy(FSDPConfig.from_dict(MASTER), max_norm=1.0)
     source, _ = trained("momentum")
     strategy.save_ckpt(source, folder, step=1)

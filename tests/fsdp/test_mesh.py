@@ -1,4 +1,4 @@
-"""Sizes first, meshes after."""
+"""Mesh sizes, and the meshes created from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model built without memory ends in correct values, or in an error that names what has none."""
+"""A model built on the meta device gets correct values, or an error names the tensors without values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.fsdp import models
 
 
 class WithBuffers(nn.Module):
-    """Buffers that are in no checkpoint, a running statistic, and a parameter beside a child."""
+    """Buffers that are in no checkpoint, a running statistic, and a parameter next to a child module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,14 +41,14 @@ def on_meta(build, config=None):
 
 
 def _reset(build, config):
-    torch.manual_seed(dist.get_rank())  # the ranks' own generators differ, and must not matter
+    torch.manual_seed(dist.get_rank())  # the ranks' own generators differ, which must not matter
     strategy, model = on_meta(build, config)
     state = torch.get_rng_state()
     strategy.reset_parameters(model, seed=11)
     assert torch.equal(torch.get_rng_state(), state)
     assert not meta.uninitialized(model)
     plain = models.made(build, seed=11)
-    if hasattr(plain, "_init_weights"):  # transformers draws over what the constructors drew, and ties after that
+    if hasattr(plain, "_init_weights"):  # transformers initializes again after the constructors, and ties after that
         tie = plain.config.tie_word_embeddings
         plain.lm_head.weight = nn.Parameter(plain.lm_head.weight.detach().clone())
         torch.manual_seed(11)

@@ -1,4 +1,4 @@
-"""A sharded run computes what a single process computes."""
+"""A sharded run computes the same values as a single process."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ckptkit.errors import UsageError
 from ckptkit.fsdp import FSDPConfig, FSDPStrategy
 from tests.fsdp import models
 
-# Sums over ranks are taken in another order than in one process: a few ulps of fp32 in the losses. AdamW divides by
-# the root of the second moment, so where a gradient is near zero an ulp of it moves the parameter by more.
+# Sums over ranks have another order than in one process: a few ulps of fp32 in the losses. AdamW divides by the root
+# of the second moment, so for a gradient near zero one ulp moves the parameter by more.
 LOSS, NORM, WEIGHT = 2e-6, 2e-5, 5e-5
 
 STRATEGIES = {
@@ -60,7 +60,7 @@ def _clipped(max_norm, norm_type):
 @pytest.mark.parametrize(("norm_type", "limit"), [(2.0, 0.05), (1.0, 0.05), (float("inf"), 0.005)])
 def test_clipping_equals_a_single_process(ranks, norm_type, limit):
     results = ranks.run(_clipped, 2, limit, norm_type)
-    assert results[0]["plain"][1][0] > limit  # it does clip
+    assert results[0]["plain"][1][0] > limit  # clipping takes effect
     check(results)
 
 
@@ -140,7 +140,7 @@ def test_gradients_are_divided_by_the_factor_instead_of_the_world_size(ranks, wo
         ranks.run(_gradients, world_size, {**config, **factor, "force_sum_reduction_for_comms": force})[0]
         for factor in ({}, {"gradient_divide_factor": 1.0}, {"gradient_divide_factor": 2.0 * world_size})
     )
-    for name, gradient in mean.items():  # by powers of two: exactly
+    for name, gradient in mean.items():  # exact, because the factors are powers of two
         assert gradient.any()
         assert torch.equal(summed[name], gradient * world_size), name
         assert torch.equal(half[name], gradient / 2), name

@@ -1,4 +1,4 @@
-"""Storage, compute and reduction dtypes."""
+"""Dtypes of storage, compute and reduction."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_an_integer_parameter_is_refused(ranks):
 
 
 class Doubled(nn.Module):
-    """fp64 blocks under a root that is fp32."""
+    """fp64 blocks under an fp32 root."""
 
     def __init__(self):
         super().__init__()
@@ -115,7 +115,7 @@ class Doubled(nn.Module):
 
 
 def _fp64(config, steps):
-    """Train on a part of the batch each, and in one process on all of it; return the largest difference."""
+    """Train on a part of the batch per rank, and in one process on all of it; return the largest difference."""
     generator = torch.Generator().manual_seed(4)
     batch = torch.randn(steps, 4, 6, generator=generator, dtype=torch.float64) / 3
     results = []
@@ -162,7 +162,7 @@ def test_fp64_units_are_reduced_in_fp64_next_to_other_units():
     for dtype, reduced in stored.items():
         assert mixed_precision_policy(FSDPConfig(), stored=dtype).reduce_dtype == reduced
     policy = mixed_precision_policy(FSDPConfig(reduce_dtype="bf16"), stored=torch.float64)
-    assert policy.reduce_dtype == torch.bfloat16  # asked for by name
+    assert policy.reduce_dtype == torch.bfloat16  # requested explicitly
 
 
 def _policies():
@@ -177,7 +177,7 @@ def test_each_unit_reduces_in_its_own_dtype(ranks):
 
 
 class Told(nn.Module):
-    """Remembers the dtype of its input."""
+    """Records the dtype of its input."""
 
     def __init__(self):
         super().__init__()
@@ -202,7 +202,7 @@ def test_inputs_are_cast_unless_cast_forward_inputs_is_false(ranks, casts, dtype
 
 
 def _reduced_gradients(precision):
-    """The gradients that the optimizer gets, and the mean in fp32 of what two processes compute in bf16."""
+    """Return the gradients of the optimizer, and the fp32 mean of what two processes compute in bf16."""
     strategy = FSDPStrategy(FSDPConfig(mixed_precision="bf16", precision=precision))
     plain = models.made(models.untied).to(torch.bfloat16)
     model = models.made(models.untied)

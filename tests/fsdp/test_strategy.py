@@ -1,4 +1,4 @@
-"""FSDPStrategy: the verbs, alone and together."""
+"""FSDPStrategy: its methods, alone and in combination."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_shard_sizes_become_meshes(ranks):
         ((4, 1), hybrid),
         ((2, 2), hybrid),
         ((4,), whole),
-        ((4, 1), hybrid),  # a small model that doesn't train stays whole
+        ((4, 1), hybrid),  # a small inference model is not sharded
     ]
 
 
@@ -283,7 +283,7 @@ def test_parameters_that_were_replaced_between_two_steps_are_refused_by_name(ran
 
 
 def _several_optimizers():
-    """Actor and critic step one after the other, the critic twice as often; then the critic is replaced."""
+    """Actor and critic step in turn, the critic twice as often; then the critic is replaced."""
     strategy = FSDPStrategy()
     actor, critic = (strategy.prepare_model(models.made(models.untied)) for _ in range(2))
     first = strategy.create_optimizer(actor)
@@ -299,7 +299,7 @@ def _several_optimizers():
         step(actor, first)
         step(critic, second)
         step(critic, second)
-    step(critic, strategy.create_optimizer(critic))  # a new one goes on
+    step(critic, strategy.create_optimizer(critic))  # a new optimizer works
     strategy.global_step = 100
     step(actor, first)
     step(critic, second)
@@ -311,7 +311,7 @@ def test_the_global_step_counts_steps_not_optimizers(ranks):
 
 
 def _two_optimizers_of_one_model():
-    """The head has an optimizer of its own: both step in the same window."""
+    """The head has its own optimizer: both step in the same accumulation window."""
     strategy = FSDPStrategy(train_batch_size=8, micro_train_batch_size=2)
     model = strategy.prepare_model(models.made(models.untied))
     head = {id(parameter) for parameter in model.lm_head.parameters()}
@@ -345,7 +345,7 @@ def test_one_step_after_the_last_backward_of_a_window_is_enough(ranks):
 
 
 def _partial_window(config, every):
-    """Two of four backwards, closed early; and one process on the same samples."""
+    """Two of four backward passes, closed early, and one process on the same samples."""
     strategy = FSDPStrategy(
         FSDPConfig.from_dict(config), max_norm=1.0, train_batch_size=8, sync_every_micro_batch=every
     )
@@ -404,7 +404,7 @@ def test_a_load_drops_the_gradients_of_an_open_window(ranks, tmp_path):
 
 
 def _without_sync(config, held):
-    """Two passes, then a step: the first in no_sync(), or both as a window."""
+    """Two passes, then a step: the first pass in no_sync(), or both as an accumulation window."""
     size = {} if held else {"train_batch_size": 4, "micro_train_batch_size": 1}
     strategy = FSDPStrategy(FSDPConfig.from_dict(config), max_norm=0.05, **size)
     model = strategy.prepare_model(models.made(models.untied))
@@ -436,11 +436,11 @@ def test_no_sync_accumulates_like_a_window(ranks, config):
     for (told, weights, norm), (expected, others, other_norm) in zip(held, window, strict=True):
         assert told == expected == [(False, "accumulating"), (True, "stepped")] * 2
         assert torch.equal(norm, other_norm)
-        assert all(torch.equal(weights[name], others[name]) for name in others)  # halves before or after a sum
+        assert all(torch.equal(weights[name], others[name]) for name in others)  # halving before or after a sum
 
 
 def _split_sequences():
-    """Two ranks share samples and split them along the sequence: half of the tokens, from both ends, each."""
+    """Two ranks share samples and split them along the sequence: each gets half of the tokens, from both ends."""
     from torch.distributed.tensor.experimental import context_parallel
 
     strategy = FSDPStrategy(FSDPConfig(cp=2))
@@ -449,7 +449,7 @@ def _split_sequences():
     model = strategy.prepare_model(models.made(models.untied))
     optimizer = strategy.create_optimizer(model, factory=lambda groups: torch.optim.SGD(groups, lr=0.5))
     tokens = models.batch(strategy.data_parallel_rank)[:, :5]
-    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()  # shifted before they are split
+    inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()  # shifted before the split
     with context_parallel(mesh, buffers=[inputs, labels], buffer_seq_dims=[1, 1], no_restore_buffers={inputs, labels}):
         logits = model(inputs)
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
@@ -509,7 +509,7 @@ def test_the_loss_scale_starts_and_backs_off_as_configured(ranks, precision):
 
 
 def _own_masters():
-    """A MasterWeightOptimizer that the user made, with a scaler: its scale is used, and the strategy's limit."""
+    """A MasterWeightOptimizer created by the user, with a scaler: its scale and the strategy's limit are used."""
     strategy = FSDPStrategy(FSDPConfig(mixed_precision="fp16", precision="master"), max_norm=1e-3)
     model = strategy.prepare_model(models.made(models.untied))
     scaler = DynamicGradScaler(256.0, dtype=torch.float16)
@@ -632,12 +632,12 @@ def session(config, build):
     optimizer = strategy.create_optimizer(model, lr=1e-2, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.8**epoch)
     if (scaler := strategy.grad_scaler(optimizer)) is not None:
-        scaler.load_state_dict({"scale": 128.0})  # the default overflows in the first step, as it may
+        scaler.load_state_dict({"scale": 128.0})  # the default overflows in the first step
     return strategy, model, optimizer, scheduler
 
 
 def train(parts, steps):
-    """Every rank takes the whole batch, so that the number of ranks changes no sum."""
+    """Every rank takes the whole batch, so that the number of ranks does not change any sum."""
     strategy, model, optimizer, scheduler = parts
     losses = []
     for index in steps:
@@ -687,7 +687,7 @@ def test_a_run_resumes_on_another_number_of_ranks(ranks, tmp_path, kind, size):
     _, losses, weights = ranks.run(_save, 4, str(tmp_path), CONFIGS[kind], models.tied)[0]
     config = {key: value for key, value in CONFIGS[kind].items() if key != "sharding_strategy" and key != "shard"}
     resumed, found = ranks.run(_resume, size, str(tmp_path), config, models.tied)[0]
-    # three ranks average by another factor, which rounds; powers of two do not
+    # three ranks divide by a factor that rounds; powers of two do not
     assert resumed == pytest.approx(losses, abs=2e-3 if size == 3 else 1e-6)
     for name in weights:
         assert torch.allclose(found[name].float(), weights[name].float(), atol=2e-2 if size == 3 else 1e-6), name
@@ -826,7 +826,7 @@ def test_an_export_loads_with_from_pretrained_and_equal_logits(ranks, tmp_path, 
     assert (len(files) > 1) == (shard_size == "4KB") == (folder / "model.safetensors.index.json").exists()
     names = [name for path in files for name in load_file(path)]
     assert ("lm_head.weight" in names) != (build is models.tied_llama)
-    assert not any(name.endswith("gate_up_proj") for name in names)  # experts one by one, as on the hub
+    assert not any(name.endswith("gate_up_proj") for name in names)  # one tensor per expert, as on the hub
 
 
 def _export_cast(folder):
@@ -868,7 +868,7 @@ def _failing_export(folder):
     with pytest.raises((SaveError, OSError), match="No space left"):
         strategy.save_model(model, None, folder)
     hf_save._bytes = original
-    dist.barrier()  # rank 0 removes what it wrote before it fails, the others do not wait for that
+    dist.barrier()  # rank 0 removes its files before it fails, and the others do not wait for that
     return os.listdir(os.path.dirname(folder))
 
 
@@ -877,7 +877,7 @@ def test_an_export_that_fails_fails_on_all_ranks_and_leaves_nothing(tmp_path):
 
 
 def _seeds(config):
-    """The numbers that each rank draws after setup, by generator, and what its verbs draw: nothing."""
+    """Return the numbers that each rank draws after setup, by generator, and those that the methods draw: none."""
     strategy = FSDPStrategy(FSDPConfig.from_dict(config), seed=7)
     strategy.setup_distributed()
     state = torch.get_rng_state()
@@ -960,7 +960,7 @@ def test_ranks_that_are_not_a_multiple_of_tp_are_refused_at_setup(ranks):
 
 
 def _with_dropout(folder, config, steps, resumes):
-    """Losses, weights and the numbers that come next; saved after two steps."""
+    """Return losses, weights and the next random numbers; saved after two steps."""
     strategy = FSDPStrategy(FSDPConfig.from_dict(config), seed=11 if not resumes else 12)
     strategy.setup_distributed()
     torch_state = torch.get_rng_state()
@@ -1032,7 +1032,7 @@ def test_a_nan_gradient_skips_the_step(ranks):
 
 
 def _refuses_nonfinite(precision):
-    """One element of rank 1's shard of one gradient is NaN."""
+    """One element of one gradient is NaN in rank 1's shard."""
     config = FSDPConfig(mixed_precision="bf16", precision=precision)
     strategy = FSDPStrategy(config, error_if_nonfinite=True)
     model = strategy.prepare_model(models.made(models.untied))
@@ -1049,7 +1049,7 @@ def _refuses_nonfinite(precision):
     ):
         strategy.optimizer_step(optimizer, model)
     same = [torch.equal(value, before[name]) for name, value in models.weights(model).items()]
-    gradient[0, 0] = value  # they were kept: the step can still be made
+    gradient[0, 0] = value  # the gradients were kept: the step can still be taken
     return all(same), strategy.optimizer_step(optimizer, model), strategy.global_step
 
 
@@ -1088,7 +1088,7 @@ def test_without_strict_matching_weights_are_loaded(ranks, tmp_path):
     assert ranks.run(_not_strict, 2, str(tmp_path)) == [True, True]
 
 
-# LightRFT's verbs, and the order of their arguments (strategy_base.py, fsdpv2.py).
+# LightRFT's methods and the order of their arguments (strategy_base.py, fsdpv2.py).
 VERBS = {
     "init_model_context": ["meta_init"],
     "prepare_model": ["model", "is_training", "shard_size", "reshard_after_forward"],

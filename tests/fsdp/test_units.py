@@ -1,4 +1,4 @@
-"""Which modules become units: read from the structure alone."""
+"""Which modules become units, decided from the structure of the model."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_size_based_wrapping_counts_only_parameters_outside_inner_units():
     assert [n for n in by_size(block + 1)(model) if n.startswith("layers")] == []
     nested = nn.Sequential(nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 5)))  # 110 and 55 parameters
     assert by_size(55)(nested) == ["0.0", "0.1"]
-    assert by_size(56)(nested) == ["0.0"]  # what is left of "0" is 55
+    assert by_size(56)(nested) == ["0.0"]  # 55 parameters of "0" remain outside of it
     assert by_size(110)(nested) == ["0.0"]
     assert by_size(111)(nested) == ["0"]
     assert by_size(166)(nested) == []

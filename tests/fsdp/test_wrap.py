@@ -1,4 +1,4 @@
-"""shard(): what it makes of a model, and what it refuses before anything is changed."""
+"""shard(): the sharded model, and refusals before anything changes."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ class _Encoder(models.Block):
 
 
 class _Encoded(torch.nn.Module):
-    """Calls its blocks by a method that is not forward."""
+    """Calls its blocks by a method other than forward."""
 
     def __init__(self):
         super().__init__()
@@ -281,7 +281,7 @@ def test_only_the_last_block_stays_gathered(ranks):
 
 
 class MixedModal(nn.Module):
-    """A vision tower that a batch without images doesn't touch."""
+    """A vision tower that is not used in a batch without images."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -296,7 +296,7 @@ class MixedModal(nn.Module):
 def _mixed_modal(by_hook):
     config = FSDPConfig(mixed_modal=True, auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_layer_cls="Block")
     if by_hook:
-        blocks.hasattr = lambda *_: False  # as on a torch without set_reduce_scatter_unused_params
+        blocks.hasattr = lambda *_: False  # like a torch without set_reduce_scatter_unused_params
     try:
         model = shard(models.made(MixedModal), config)
     finally:
@@ -354,7 +354,7 @@ def test_a_submodule_called_module_is_not_a_wrapper():
 def _left_alone(config, by_name):
     torch.manual_seed(dist.get_rank())
     model = models.untied()
-    model.scale = nn.Parameter(torch.tensor(1.0))  # a scalar, which FSDP2 can't shard
+    model.scale = nn.Parameter(torch.tensor(1.0))  # a scalar, which FSDP2 cannot shard
     ids = [id(model.scale), id(model.layers[1].up.weight)]
     mine = model.layers[1].up.weight.detach().clone()
     chosen = {} if by_name else {"ignored_params": {model.scale, model.layers[1].up.weight}}
@@ -378,8 +378,8 @@ def test_ignored_parameters_are_left_as_they_are(ranks, config, by_name):
     for result in results:
         assert result["plain"] == {"scale", "layers.1.up.weight"}
         assert result["same"]
-        assert torch.equal(result["down"], results[0]["down"])  # the others are synchronised
-    assert not torch.equal(results[0]["gradient"], results[1]["gradient"])  # the ranks differ, and nothing reduces
+        assert torch.equal(result["down"], results[0]["down"])  # the others are synchronized
+    assert not torch.equal(results[0]["gradient"], results[1]["gradient"])  # the ranks differ, because nothing reduces
 
 
 def _refused_options():
@@ -419,7 +419,7 @@ def test_ignored_parameters_that_differ_or_train_are_warned_about(ranks):
 
 
 def _gathered_ahead(config):
-    """What else is gathered while the first block computes, and while the last one runs backward."""
+    """Return which other blocks are gathered while the first computes, and while the last runs backward."""
     model = shard(models.untied(), FSDPConfig(auto_wrap_policy="BLOCKS", **config))
     groups = [layer._get_fsdp_state()._fsdp_param_group for layer in model.layers]
     found = {}

@@ -1,7 +1,7 @@
-"""The long form of every fuzzer: `python -m tests.fuzz --seconds 600 --target deepspeed`.
+"""Run every fuzzer for long: `python -m tests.fuzz --seconds 600 --target deepspeed`.
 
-Prints each finding with the seed that makes it again, and at the end how many inputs were run. Ends with 1 where there
-was a finding. `--seed N --count 1` runs one input once more, and shows where it fell.
+Prints each finding with the seed that reproduces it, and at the end the number of inputs. The exit code is 1 if there
+was a finding. `--seed N --count 1` runs one input again and shows where it failed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.fuzz.own_formats import OWN
 from tests.fuzz.running import Target, limit_address_space, run_input
 from tests.fuzz.torch_formats import TARGETS
 
-MAX_FINDINGS = 50  # of a target: then it is the target that is wrong
+MAX_FINDINGS = 50  # per target: with more, the target itself is wrong
 ALL: dict[str, Target] = {**TARGETS, **OWN, **FOREIGN}
 
 
@@ -46,7 +46,7 @@ def _fuzz(target: str, options: argparse.Namespace) -> int:
             and findings < MAX_FINDINGS
             and (not options.count or seed < options.seed + options.count)
         ):
-            warm = seed > options.seed  # the first input pays for what is imported
+            warm = seed > options.seed  # the first input includes the imports
             try:
                 run_input(ALL[target], random.Random(f"{target} {seed}"), Path(name, "x"), memory=warm)
             except (Exception, RecursionError) as error:
@@ -60,7 +60,7 @@ def _fuzz(target: str, options: argparse.Namespace) -> int:
 
 
 def _place(error: BaseException) -> str:
-    """The last line of ours that it passed."""
+    """Return the last line of our code in the traceback."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/ckptkit/" in frame.filename]
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
 

@@ -1,5 +1,5 @@
-"""Fuzzers of other systems' files: safetensors with the official parser as oracle, indexes, configs, rank files, key
-maps and layouts."""
+"""Fuzzers of other systems' files: safetensors with the official parser as a reference, indexes, configs, rank files,
+key maps and layouts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = ["FOREIGN"]
 
 
 def safetensors_files(rng: random.Random, folder: Path) -> None:
-    """What the official parser refuses is refused; what both accept are the same bytes."""
+    """Require what the official parser refuses to be refused, and equal bytes for what both accept."""
     raw = sources.safetensors({"a": [2, 3], "b.c": [4], "e": [0, 7], "s": []})
     length = int.from_bytes(raw[:8], "little")
     if rng.random() < 0.5:
@@ -67,7 +67,7 @@ def safetensors_files(rng: random.Random, folder: Path) -> None:
 
 
 def indexes(rng: random.Random, folder: Path) -> None:
-    """What an index says of the files is what they hold."""
+    """Require an accepted index to match its files."""
     if rng.random() < 0.5:
         sources.hf_sharded(folder)
         path = folder / "model.safetensors.index.json"
@@ -82,7 +82,7 @@ def indexes(rng: random.Random, folder: Path) -> None:
 
 
 def configs(rng: random.Random, folder: Path) -> None:
-    """config.json and adapter_config.json of anybody, in a conversion that is only planned."""
+    """Fuzz config.json and adapter_config.json in a conversion that is only planned."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -139,7 +139,7 @@ _RANK_FILES = {
 
 
 def rank_files(rng: random.Random, folder: Path) -> None:
-    """One file of a system that saves a file a rank, damaged in its pickle or in the values that it holds."""
+    """Fuzz one rank file, in its pickle or in its values."""
     name = rng.choice(sorted(_RANK_FILES))
     _damaged_copy(rng, name, folder)
     _look(folder)
@@ -167,7 +167,7 @@ def _damaged_copy(rng: random.Random, name: str, folder: Path) -> None:
 def _with_other_values(rng: random.Random, raw: bytes) -> bytes:
     with _Shims():
         try:
-            value = torch.load(io.BytesIO(raw), weights_only=False)  # a file of ours
+            value = torch.load(io.BytesIO(raw), weights_only=False)  # written by the test
             out = io.BytesIO()
             torch.save(mutate_tree(rng, value, plain=False), out)
         except Exception:
@@ -232,7 +232,7 @@ def key_maps(rng: random.Random, _: Path) -> None:
 
 
 def layouts(rng: random.Random, folder: Path) -> None:
-    """The layout file that a person gives for FSDP1 LOCAL state."""
+    """Fuzz the layout file for FSDP1 LOCAL state."""
     units = {"": {"fqns": ["a", "b"], "shapes": [[2, 3], [4]], "numels": [6, 2, 4], "pad_mask": [False, True, False]}}
     path = folder.parent / "layout.json"
     path.write_bytes(json_text(rng, mutate_tree(rng, units)))
@@ -254,7 +254,7 @@ FOREIGN: dict[str, Fuzzer] = {
 
 
 def _look(folder: Path, *files: str) -> None:
-    """Open it, look at all of it, and plan a reshard, which reads its objects."""
+    """Open the checkpoint, read all of it, and plan a reshard, which reads its objects."""
     try:
         catalog = open_source(str(folder)).catalog
         stored = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
@@ -275,7 +275,7 @@ class _Fragment:
 
 
 class _Shims:
-    """Modules with the few classes of DeepSpeed that its files name, while one of the zoo is loaded and saved."""
+    """Provide modules with the DeepSpeed classes that its files name, while a file of the zoo is loaded and saved."""
 
     _NAMES: ClassVar[dict[str, tuple[str, Callable[[], Any]]]] = {
         "deepspeed.utils.tensor_fragment": ("fragment_address", lambda: _Fragment),

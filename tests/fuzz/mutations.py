@@ -1,4 +1,4 @@
-"""Small damages to bytes, as bit rot, cut-off copies and people with bad intentions make them. Seeded."""
+"""Small seeded damages to bytes: bit rot, truncated copies, and hostile edits."""
 
 from __future__ import annotations
 
@@ -99,10 +99,11 @@ _HOSTILE: list[Callable[[], Any]] = [
 
 
 def mutate_tree(rng: random.Random, tree: Any, *, plain: bool = True) -> Any:
-    """Return a copy of nested dicts, lists and tuples with one to three parts replaced, removed, doubled or swapped.
+    """Return a copy of nested dicts, lists and tuples with one to three parts replaced, removed, duplicated or
+    swapped.
 
     Args:
-        plain: Only what JSON has is put in (no infinite numbers, no numbers of hundreds of digits).
+        plain: Insert only JSON values (no infinite numbers, no numbers with hundreds of digits).
     """
     out = copy.deepcopy(tree)
     for _ in range(rng.choice((1, 1, 2, 3))):
@@ -147,7 +148,7 @@ def _damage(rng: random.Random, holder: Any, key: Any, places: list[tuple[Any, A
 
 
 def json_text(rng: random.Random, tree: Any) -> bytes:
-    """Return the tree as JSON, sometimes with what a JSON writer would not write: NaN, a key twice, deep nesting."""
+    """Return the tree as JSON, sometimes with invalid parts: NaN, duplicate keys, deep nesting."""
     text = json.dumps(tree)
     kind = rng.randrange(12)
     if kind == 0 and ": " in text:
@@ -164,7 +165,7 @@ def json_text(rng: random.Random, tree: Any) -> bytes:
 
 
 def mutate_zip(rng: random.Random, data: bytes, change: Callable[[bytes], bytes] | None = None) -> bytes:
-    """Return an archive of torch.save whose pickle is damaged, and whose sizes and checksums fit what it now holds."""
+    """Return a torch.save archive whose pickle is damaged, with matching sizes and checksums."""
     out = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(out, "w") as new:
         for item in old.infolist():

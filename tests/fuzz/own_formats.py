@@ -1,7 +1,6 @@
-"""Fuzzers of our own files: the commit record, the manifest, objects.json, LOCAL files, and what a run keeps beside.
+"""Fuzzers of our own files: the commit record, the manifest, objects.json, LOCAL files, and the files of a run.
 
-Half of the inputs are lies told well: sizes and digests are made to fit what was changed, or the digests would
-refuse everything that lies behind them.
+In half of the inputs, sizes and digests match the changed content; otherwise the digests would refuse everything.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ __all__ = ["OWN"]
 
 
 def commit_records(rng: random.Random, _: Path) -> None:
-    """What is accepted is written again as it was read."""
+    """Require an accepted record to be written again unchanged."""
     raw = (_run("sharded") / "step_00000002" / "checkpoint.json").read_bytes()
     data = mutate(rng, raw) if rng.random() < 0.4 else _sealed_record(rng, json.loads(raw))
     try:
@@ -68,7 +67,7 @@ def _sealed_record(rng: random.Random, body: dict[str, Any]) -> bytes:
 
 
 def manifests(rng: random.Random, _: Path) -> None:
-    """Every entry of what is accepted can be looked at, and lies in its tensor."""
+    """Require every entry of an accepted manifest to be readable and within its tensor."""
     raw = (_run(rng.choice(("sharded", "full"))) / "step_00000002" / "manifest.safetensors").read_bytes()
     data = mutate(rng, raw) if rng.random() < 0.4 else _changed_manifest(rng, raw)
     try:
@@ -113,7 +112,7 @@ def _changed_manifest(rng: random.Random, raw: bytes) -> bytes:
 
 
 def committed_checkpoints(rng: random.Random, folder: Path) -> None:
-    """A checkpoint of ours one of whose files is another one, told well, on what reads it offline."""
+    """Fuzz one file of a ckptkit checkpoint, with matching digests, in all offline commands."""
     kind = rng.choice(("sharded", "full", "local"))
     step = _copy_of_run(kind, folder) / "step_00000002"
     _lie_in(rng, step, rng.choice(("checkpoint.json", "manifest.safetensors", "objects.json", "*.safetensors", "*")))
@@ -127,7 +126,7 @@ def committed_checkpoints(rng: random.Random, folder: Path) -> None:
 
 
 def loads_into_jobs(rng: random.Random, folder: Path) -> None:
-    """objects.json, told well, loaded into a model and its optimizer. A load that fails has changed nothing."""
+    """Load a fuzzed objects.json with matching digests into a job. A failed load changes nothing."""
     step = _copy_of_run("sharded", folder) / "step_00000002"
     _lie_in(rng, step, rng.choice(("objects.json", "objects.json", "manifest.safetensors")))
     state = _state()
@@ -147,7 +146,7 @@ def loads_into_jobs(rng: random.Random, folder: Path) -> None:
 
 
 def run_directories(rng: random.Random, folder: Path) -> None:
-    """Records, pins, leases and pointers of a run, on what lists and prunes."""
+    """Fuzz records, pins, leases and pointers of a run in listing and pruning."""
     root = _copy_of_run("sharded", folder)
     state = root / ".ckptkit"
     (state / "pins").mkdir(parents=True, exist_ok=True)
@@ -179,7 +178,7 @@ def run_directories(rng: random.Random, folder: Path) -> None:
 
 
 def local_files(rng: random.Random, folder: Path) -> None:
-    """The metadata of a rank's LOCAL file."""
+    """Fuzz the metadata of a rank's LOCAL file."""
     source = _run("local") / "step_00000002" / "local_00000.safetensors"
     raw = source.read_bytes()
     length = int.from_bytes(raw[:8], "little")
@@ -236,7 +235,7 @@ def _state() -> TrainState:
 
 
 def _run(kind: str) -> Path:
-    """A run with two checkpoints, made once a process."""
+    """Return a run with two checkpoints, created once per process."""
     if kind not in _runs:
         root = Path(tempfile.mkdtemp(prefix="fuzz-")) / "run"
         with CheckpointManager(root, state_dict_type=kind) as manager:
@@ -253,7 +252,7 @@ def _copy_of_run(kind: str, folder: Path) -> Path:
 
 
 def _lie_in(rng: random.Random, step: Path, pattern: str) -> None:
-    """Damage a file of a checkpoint, and mostly make the record fit it."""
+    """Damage a file of a checkpoint, and usually make the record match it."""
     files = [path for path in sorted(step.rglob("*")) if path.is_file()]
     path = rng.choice([path for path in files if path.match(pattern)] or files)
     raw = path.read_bytes()

@@ -1,4 +1,4 @@
-"""How one damaged input is run: in an empty directory, timed by the processor, its memory watched."""
+"""Runs one damaged input in an empty directory, with limits on CPU time and memory."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from ckptkit.errors import CkptkitError
 
 __all__ = ["Finding", "Target", "check_message", "run_input"]
 
-MAX_SECONDS = 10.0  # of processor time
+MAX_SECONDS = 10.0  # of CPU time
 MAX_BYTES = 256 << 20
 _ADDRESS_SPACE = 4 << 30
 Target = Callable[[random.Random, Path], None]
 
 
 class Finding(AssertionError):
-    """A damaged input did what it must not."""
+    """A damaged input had a forbidden effect."""
 
 
 def check_message(error: CkptkitError, *files: str) -> None:
-    """Check that an error names one of these files, in a message that people read."""
+    """Check that an error names one of these files in a readable message."""
     text = str(error)
     if (files and not any(file in text for file in files)) or max(map(len, text.split("\n"))) > 1100:
         raise Finding(f"the message does not name the file, or is too long: {text[:300]}") from error
 
 
 def run_input(target: Target, rng: random.Random, folder: Path, *, memory: bool = False) -> None:
-    """Run one input. Raises: Finding, or whatever the reader let through.
+    """Run one input. Raises: Finding, or any exception of the reader.
 
     Args:
-        memory: Watch the memory too, which needs a process of one's own.
+        memory: Also limit the memory, which needs a separate process.
     """
     folder.mkdir(parents=True, exist_ok=True)
     _clear(folder)
@@ -58,7 +58,7 @@ def run_input(target: Target, rng: random.Random, folder: Path, *, memory: bool 
 
 
 def limit_address_space() -> None:
-    """Let what asks for gigabytes fail in this process, rather than the machine."""
+    """Limit the memory of this process, so that a request for gigabytes fails here."""
     size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (size + _ADDRESS_SPACE, size + _ADDRESS_SPACE))
 

@@ -1,4 +1,4 @@
-"""A few inputs of each fuzzer of other systems' files, always the same ones."""
+"""A few fixed inputs of each fuzzer of other systems' files."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ INPUTS = {
 }  # fmt: skip
 PAST = [
     ("configs", 1700),
-    ("configs", 2026),  # half characters in a config
-    ("rank_files", 3176),  # parameter groups that are a flag
-    ("rank_files", 6520),  # a step that no float takes
-    ("layouts", 1003663),  # a text among the sizes, repeated as often as another of them says
+    ("configs", 2026),  # lone surrogates in a config
+    ("rank_files", 3176),  # parameter groups that are a boolean
+    ("rank_files", 6520),  # a step too large for a float
+    ("layouts", 1003663),  # a string among the sizes, multiplied by another size
 ]
 
 

@@ -1,4 +1,4 @@
-"""A few inputs of each fuzzer of our own files, always the same ones."""
+"""A few fixed inputs of each fuzzer of our own files."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ PAST = [
     ("manifests", 96),
     ("manifests", 737),  # a long dtype; a path that is a number
     ("run_directories", 85),
-    ("run_directories", 126),  # pins and leases nested deeper than the parser goes
+    ("run_directories", 126),  # pins and leases nested deeper than the parser allows
     ("local_files", 74),
-    ("local_files", 1793),  # a million million ranks
-    ("committed_checkpoints", 1000907),  # half a character in the name of a file
+    ("local_files", 1793),  # 10^12 ranks
+    ("committed_checkpoints", 1000907),  # a lone surrogate in the name of a file
 ]
 
 

@@ -1,4 +1,4 @@
-"""A few hundred inputs of each fuzzer, always the same ones; the long form runs by itself (see torch_formats)."""
+"""A few hundred fixed inputs of each fuzzer of torch formats; torch_formats itself runs more."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from tests.fuzz.torch_formats import TARGETS, run
 from tests.split import PARTS
 
 COUNTS = {"dcp_directories": 30}
-PAST = [  # (target, seed) of inputs that once were findings
+PAST = [  # (target, seed) of former findings
     ("archives_of_items", 364),
     ("archives_of_items", 565),
     ("archives_of_items", 652),
     ("archives_of_items", 2705),
     ("archives_of_items", 6321),
-    ("archives_of_items", 903729),  # padding that pushes the pickle over what follows it
-    ("archives_of_items", 537970),  # a pickle of no bytes
+    ("archives_of_items", 903729),  # padding that moves the pickle over the next bytes
+    ("archives_of_items", 537970),  # an empty pickle
     ("dcp_directories", 507171),
-    ("torch_files", 112064),  # a storage marked as a directory: torch returns memory nobody wrote
+    ("torch_files", 112064),  # a storage marked as a directory: torch returns uninitialized memory
     ("torch_files", 122315),
     ("torch_files", 134130),
     ("torch_files", 146601),

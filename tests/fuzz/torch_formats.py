@@ -1,8 +1,8 @@
 """Mutation fuzzers of the readers of torch's formats: `python -m tests.fuzz.torch_formats --seconds 600`.
 
-Each target takes damaged bytes. Anything but a result or one of our errors is a finding, and so are: another value
-than torch's own weights_only loader gives for the same bytes, tensor bytes that changed while every checksum still
-fits, more than a few seconds, or a file that appears in the working directory.
+Each target takes damaged bytes. A finding is any of these: an exception other than ours, a value that differs from
+that of torch's weights_only loader, changed tensor bytes although every checksum matches, more than a few seconds, or
+a new file in the working directory.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MAX_SECONDS = 10.0
 
 
 class Finding(AssertionError):
-    """A damaged input did what it must not."""
+    """A damaged input had a forbidden effect."""
 
 
 Target = Callable[[random.Random, Path], None]
@@ -58,7 +58,7 @@ def metadata_pickles(rng: random.Random, _: Path) -> None:
 
 
 def metadata_and_c(rng: random.Random, _: Path) -> None:
-    """What ours reads is what C's unpickler makes of it, where that reads it at all."""
+    """Require our value to equal that of C's unpickler, if that reads the bytes."""
     data = mutate(rng, rng.choice(_seeds("*metadata")).read_bytes())
     try:
         ours = _described(loads(data, file="f"))
@@ -74,7 +74,7 @@ def metadata_and_c(rng: random.Random, _: Path) -> None:
 
 
 def archives_and_c(rng: random.Random, folder: Path) -> None:
-    """The same of damaged archives of torch.save."""
+    """Require the same for damaged archives of torch.save."""
     seed = rng.choice(_archive_seeds())
     others = [rng.choice(_archive_seeds())]
     (folder / "x.pt").write_bytes(mutate_zip(rng, seed, lambda raw: mutate(rng, raw, others)))
@@ -95,7 +95,7 @@ def archives_and_c(rng: random.Random, folder: Path) -> None:
 
 
 def torch_files(rng: random.Random, folder: Path) -> None:
-    """A zip, a legacy file: what both accept is the same value."""
+    """Require equal values for zip and legacy files that both accept."""
     import torch
 
     seed = rng.choice(_torch_seeds())
@@ -125,7 +125,7 @@ def catalogs_of_files(rng: random.Random, folder: Path) -> None:
 
 
 def dcp_directories(rng: random.Random, folder: Path) -> None:
-    """One damaged file of a DCP checkpoint: refused, seen by a checksum, or harmless."""
+    """Damage one file of a DCP checkpoint: it must be refused, found by a checksum, or harmless."""
     source = ZOO / rng.choice(("dcp_dtensor_2d/ckpt", "dcp_threads2_w2/ckpt", "dcp_dtypes_w2/ckpt"))
     files = sorted(source.iterdir())
     damaged = rng.choice(files)
@@ -138,7 +138,7 @@ def dcp_directories(rng: random.Random, folder: Path) -> None:
             raise Finding(f"the message names no file: {error}") from error
         return
     if damaged.name == ".metadata":
-        return  # it may now describe other tensors, truthfully
+        return  # it may now describe other tensors correctly
     expected = _expected(source)
     for name, value in found.items():
         if value is not None and value != expected[name]:
@@ -146,7 +146,7 @@ def dcp_directories(rng: random.Random, folder: Path) -> None:
 
 
 def archives_of_items(rng: random.Random, folder: Path) -> None:
-    """Framed items and items parsed alone agree on damaged bytes."""
+    """Require items parsed by comparison and items parsed alone to agree on damaged bytes."""
     source = (ZOO / "dcp_threads2_w2/ckpt/__0_0.distcp").read_bytes()
     item = source[:2281] if rng.random() < 0.5 else source[2281 : 2281 + 2025]
     damaged = mutate(rng, item)
@@ -196,7 +196,7 @@ def _seeds(pattern: str) -> list[Path]:
 
 
 def _archive_seeds() -> list[bytes]:
-    """Archives of the zoo with tensors of all kinds that are sharded, and those that torch writes here."""
+    """Return archives of the zoo with sharded tensors of all kinds, and archives that torch writes here."""
     if "archives" not in _cache:
         found = [path.read_bytes() for suffix in ("pt", "bin", "ckpt") for path in _seeds(f"*.{suffix}")]
         _cache["archives"] = [data for data in [*found, *_torch_seeds()] if data[:2] == b"PK"]
@@ -204,7 +204,7 @@ def _archive_seeds() -> list[bytes]:
 
 
 def _described(value: Any) -> str:
-    """A text, since NaN is equal to nothing; a cycle has none."""
+    """Return a string, because NaN is not equal to itself; None for a cycle."""
     try:
         return re.sub(" at 0x[0-9a-f]+", "", repr(described(value)))
     except RecursionError:
@@ -237,7 +237,7 @@ def _check_message(error: CkptkitError, file: str) -> None:
 
 
 def _checked(store: LocalStore, tensor: StoredTensor) -> Any:
-    """The tensor's value; None where its storage does not match its CRC-32 (torch does not look)."""
+    """Return the tensor's value; None if its storage does not match its CRC-32, which torch does not check."""
     storage = tensor.storage
     raw = store.read(storage.path, storage.start, storage.start + storage.nbytes)
     if storage.crc32 is not None and zlib.crc32(raw) != storage.crc32:
@@ -253,7 +253,7 @@ def _compare(ours: Any, theirs: Any) -> None:
     if isinstance(theirs, torch.Tensor):
         if theirs.numel() * theirs.element_size() > 1 << 20:
             raise Finding(f"ours accepts {tuple(theirs.shape)} of a small file")
-        flat = torch.empty(theirs.numel(), dtype=theirs.dtype).copy_(theirs.reshape(-1))  # of stride 1, whatever it was
+        flat = torch.empty(theirs.numel(), dtype=theirs.dtype).copy_(theirs.reshape(-1))  # contiguous
         raw = flat.view(torch.uint8).numpy().tobytes()
         found = ours.data if isinstance(ours, TensorValue) else ours.tobytes()
         if tuple(ours.shape) != tuple(theirs.shape) or found != raw:
@@ -273,7 +273,7 @@ def _compare(ours: Any, theirs: Any) -> None:
 
 
 def _read_all(folder: Path) -> dict[str, bytes | None]:
-    """Every tensor's bytes; None where a checksum tells of damage."""
+    """Return every tensor's bytes; None if a checksum finds damage."""
     from tests.formats.readback import tensor_bytes
 
     store = LocalStore(folder)
@@ -296,7 +296,7 @@ def _expected(source: Path) -> dict[str, bytes | None]:
 
 
 def run(target: str, seed: int, folder: Path) -> None:
-    """Run one damaged input of one target. Raises: Finding, or whatever the reader let through."""
+    """Run one damaged input of one target. Raises: Finding, or any exception of the reader."""
     rng = random.Random(f"{target} {seed}")
     folder.mkdir(parents=True, exist_ok=True)
     for file in folder.iterdir():

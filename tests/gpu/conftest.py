@@ -1,4 +1,4 @@
-"""Each test here runs on the CPU with the others, and on a CUDA device in `make gpu`: one code for both."""
+"""The tests of this folder run on the CPU with all others, and on a CUDA device in `make gpu`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ CUDA = pytest.param(
 
 @pytest.fixture(params=["cpu", CUDA])
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Where the tensors of the test are."""
+    """The device of the test's tensors."""
     yield request.param
     _forget_meshes()

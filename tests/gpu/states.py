@@ -1,4 +1,4 @@
-"""States on any device: every dtype, every layout, and a training with its optimizer."""
+"""States on any device: every dtype, every layout, and a training state with its optimizer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DTYPES = (
 
 
 class Tensors(nn.Module):
-    """Buffers of every dtype, with no elements and with many, transposed and sliced; filled with `seed`, or zeros."""
+    """Buffers of every dtype, empty and large, transposed and sliced; filled with `seed`, or zeros."""
 
     def __init__(self, device: str, seed: int | None = None) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Tensors(nn.Module):
 
 
 def training(device: str, seed: int | None = None) -> TrainState:
-    """Return a model with tensors of every dtype and an optimizer that has stepped; other values for other seeds."""
+    """Return a model with tensors of every dtype and an optimizer after a step; values depend on the seed."""
     torch.manual_seed(0 if seed is None else seed)
     model = nn.ModuleDict({"layer": nn.Linear(16, 8), "tensors": Tensors(device, seed)}).to(device)
     optimizer = torch.optim.AdamW(model["layer"].parameters(), lr=0.1)
@@ -57,7 +57,7 @@ def training(device: str, seed: int | None = None) -> TrainState:
 
 
 def tensors(state: TrainState) -> dict[str, torch.Tensor]:
-    """Return all tensors of a state by name, as they are."""
+    """Return all tensors of a state by name, without copies."""
     found = dict(state.model.state_dict())
     for index, values in state.optimizer.state_dict()["state"].items():
         found |= {f"optimizer.{index}.{name}": value for name, value in values.items()}
@@ -70,7 +70,7 @@ def copied(state: TrainState) -> dict[str, torch.Tensor]:
 
 
 def assert_same(found: TrainState, expected: dict[str, torch.Tensor], device: str) -> None:
-    """Check that a state holds these values bit for bit, its model on this device."""
+    """Check that a state holds these values bit for bit, and its model is on this device."""
     assert tensors(found).keys() == expected.keys()
     for name, value in tensors(found).items():
         assert name.startswith("optimizer.") or value.device.type == device, name

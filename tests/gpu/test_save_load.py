@@ -1,4 +1,4 @@
-"""Tensors on a device are saved and loaded as those of the host are."""
+"""Tensors on a device are saved and loaded like tensors on the host."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_save_waits_for_pending_device_work(device, way, tmp_path):
     model = nn.Module()
     model.register_buffer("product", torch.eye(512, device=device))
     with opened(tmp_path, "sharded", way) as manager:
-        for _ in range(50):  # on a device they run when the save begins
+        for _ in range(50):  # on a device these are still running when the save begins
             model.product = model.product @ model.product
         model.product.mul_(3)
         save(manager, way, TrainState(model=model))
@@ -74,7 +74,7 @@ def test_a_save_waits_for_pending_device_work(device, way, tmp_path):
 def test_training_after_the_start_of_a_background_save_does_not_change_it(device, way, tmp_path):
     model = nn.Linear(1024, 2048, bias=False).to(device)
     with opened(tmp_path, "sharded", way) as manager:
-        for step in (1, 2):  # the second one takes the memory that the first one made
+        for step in (1, 2):  # the second step uses the memory that the first one allocated
             nn.init.constant_(model.weight, step)
             handle = manager.save_async(step, TrainState(model=model))
             with torch.no_grad():

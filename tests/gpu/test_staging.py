@@ -1,4 +1,4 @@
-"""The memory that tensors of a device go through on their way to a file."""
+"""The host memory through which device tensors are copied to a file."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_snapshots_of_another_device_use_other_memory(device):
 def test_a_large_tensor_is_copied_through_two_alternating_buffers(device, rest):
     numel = (3 * host_bytes._STAGE + rest) // 4
     tensor = torch.arange(numel, dtype=torch.int32, device=device)
-    tensor.mul_(2)  # on a device it still runs
+    tensor.mul_(2)  # on a device it is still running
     source, at, expected = HostBytes(), 0, memoryview(tensor.cpu().numpy()).cast("B")
     for piece in source.pieces(tensor):
         assert piece == expected[at : at + len(piece)]
@@ -63,7 +63,7 @@ def test_a_device_state_round_trips_through_a_disk(device, tmp_path):
         "scalar": torch.tensor(2.5, device=device),
         "host": torch.randn(1000),
     }
-    made["large"].mul_(2)  # on a device it still runs
+    made["large"].mul_(2)  # on a device it is still running
     store = open_store(str(tmp_path))
     write_alone(made, store, sync=True, workers=2)
     target = {name: torch.zeros_like(value) for name, value in made.items()}

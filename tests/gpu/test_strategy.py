@@ -1,4 +1,4 @@
-"""FSDPStrategy on one rank of a device, over NCCL there and gloo on the CPU."""
+"""FSDPStrategy on one rank: over NCCL on a device, over gloo on the CPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckptkit.fsdp import FSDPConfig, FSDPStrategy
 from tests.fsdp import models
 from tests.fsdp.test_numerics import check
 
-# Not masters of parameters on the host: those are refused.
+# Without masters of parameters on the host, which are refused.
 RUNS = [(precision, offload) for precision in ("mixed", "master") for offload in ("none", "optimizer", "params")][:-1]
 
 

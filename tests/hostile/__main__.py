@@ -1,4 +1,4 @@
-"""Every attack and its control on every command: `python -m tests.hostile [NAME...]`. Prints what falls, and a table."""
+"""Run every attack and its control on every command: `python -m tests.hostile [NAME...]`. Prints a table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.hostile import sources
 from tests.hostile.attacks import ATTACKS
 from tests.hostile.harness import COMMANDS, Outcome, Place, run_commands
 
-# Commands that need a run: without one they say "wrong usage", which says nothing about reading.
+# Commands that need a run: on other checkpoints they only report wrong usage, which proves nothing.
 OF_A_RUN = ("ls", "load", "pin", "prune")
 READS = tuple(name for name in COMMANDS if name not in (*OF_A_RUN, "diff", "open"))
 

@@ -1,4 +1,4 @@
-"""Attacks one by one, each beside a control: a checkpoint that differs from it in the attack alone, and is accepted."""
+"""Attacks, each with a control: a checkpoint without the attack, which must be accepted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Build = Callable[[Place], None]
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """A hostile checkpoint and its control. `harmless`: accepted too, because nobody reads what is wrong in it."""
+    """A hostile checkpoint and its control. `harmless`: it is accepted too, because nobody reads the wrong part."""
 
     hostile: Build
     control: Build
@@ -44,7 +44,7 @@ def _good(control: str) -> Build:
     return build
 
 
-# --- pickles, written by hand
+# --- handwritten pickles
 
 
 def _text(value: str) -> bytes:
@@ -57,7 +57,7 @@ def _glob(name: str) -> bytes:
 
 
 def _zip_of(pkl: bytes, members: Mapping[str, bytes] | None = None, *, storage: bytes = bytes(64)) -> bytes:
-    """An archive as torch.save lays it out, with this pickle in it."""
+    """Return an archive in torch.save's layout with this pickle."""
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as new:
         content = {"data.pkl": pkl, "byteorder": b"little", "data/0": storage, "version": b"3\n", **(members or {})}
@@ -72,13 +72,13 @@ _STORAGE = b"(" + _text("storage") + b"ctorch\nFloatStorage\n" + _text("0") + _t
 def _tensor(
     size: bytes = b"K\x10\x85", stride: bytes = b"K\x01\x85", offset: bytes = b"K\x00", storage: bytes = _STORAGE
 ) -> bytes:
-    """A tensor of 16 floats, unless told otherwise."""
+    """Return the pickle of a tensor of 16 floats by default."""
     hooks = b"ccollections\nOrderedDict\n)R"
     return b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + offset + size + stride + b"\x89" + hooks + b"tR"
 
 
 def _state(*, w: bytes | None = None, x: bytes = b"N") -> bytes:
-    """The pickle of {"w": a tensor, "x": ...}."""
+    """Return the pickle of {"w": a tensor, "x": ...}."""
     return b"\x80\x02}(" + _text("w") + (w or _tensor()) + _text("x") + x + b"u."
 
 
@@ -94,7 +94,7 @@ GOOD_ZIP = _bin(_zip_of(_state()))
 
 
 def _x(hostile: Callable[[bytes], bytes] | bytes, control: bytes | None = None, *, harmless: bool = False) -> Attack:
-    """An attack in the value beside the tensor; a function is given the argument of os.mkdir, pickled."""
+    """An attack in the value next to the tensor; a function is called with the pickled argument of os.mkdir."""
 
     def made(marker: Path) -> bytes:
         return _zip_of(_state(x=hostile if isinstance(hostile, bytes) else hostile(_text(str(marker)))))
@@ -104,12 +104,12 @@ def _x(hostile: Callable[[bytes], bytes] | bytes, control: bytes | None = None, 
 
 
 def _w(hostile: bytes) -> Attack:
-    """An attack in how the tensor is built."""
+    """An attack in the construction of the tensor."""
     return Attack(_bin(_zip_of(_state(w=hostile))), GOOD_ZIP)
 
 
 def _frozen_laughs(levels: int) -> bytes:
-    """Frozen sets of frozen sets: to hash one is to hash 2**levels."""
+    """Nested frozen sets: hashing one takes 2**levels steps."""
     body = b"(\x91\x94"
     for i in range(levels):
         body += b"(" + b"j" + struct.pack("<I", i) + b"j" + struct.pack("<I", i) + b"\x86\x91\x94"
@@ -182,7 +182,7 @@ PICKLES: dict[str, Attack] = {
 
 
 def _zip(change: Callable[[bytearray], bytes | None]) -> Attack:
-    """The bytes of a good archive, changed."""
+    """Return the bytes of a good archive, changed."""
 
     def made() -> bytes:
         data = bytearray(_zip_of(_state()))
@@ -192,7 +192,7 @@ def _zip(change: Callable[[bytearray], bytes | None]) -> Attack:
 
 
 def _entry(data: bytes, name: str) -> int:
-    """Where the directory's entry of a member begins."""
+    """Return where the entry of a member begins in the zip directory."""
     at = data.rfind(f"archive/{name}".encode())
     return at - 46
 
@@ -217,13 +217,13 @@ def _duplicate() -> bytes:
 
 
 def _same_place(data: bytearray) -> None:
-    """Two members share their bytes: what one says is checked, the other is read."""
+    """Two members share their bytes: one is checked, the other is read."""
     first = struct.unpack_from("<I", data, _entry(data, "byteorder") + 42)[0]
     _set(data, _entry(data, "version") + 42, "<I", first)
 
 
 def _unseekable() -> bytes:
-    """As a stream writes it: sizes and checksums after the data."""
+    """A streamed zip: sizes and checksums follow the data."""
 
     class Stream(io.RawIOBase):
         def __init__(self) -> None:
@@ -260,7 +260,7 @@ def _renamed_members(change: Callable[[str], str]) -> bytes:
 
 
 def _zip64(data: bytearray) -> bytes:
-    """A directory whose sizes stand in a zip64 field, and are enormous."""
+    """A zip directory with enormous sizes in zip64 fields."""
     at = _entry(data, "data/0")
     name = b"archive/data/0"
     extra = struct.pack("<HHQQ", 1, 16, 2**62, 2**62)
@@ -393,7 +393,7 @@ def _map(**entries: Any) -> Callable[[dict[str, Any]], Any]:
 
 
 def _true_but_sparse(place: Place) -> None:
-    """A terabyte of a tensor, by shape and by size: none of it is on the disk."""
+    """A terabyte of a tensor, by shape and by size, with no data on the disk."""
     sources.hf(place.src)
     entries = {"w": {"dtype": "F32", "shape": [2**38], "data_offsets": [0, 2**40]}}
     with (place.src / "model.safetensors").open("wb") as file:
@@ -432,7 +432,7 @@ HF: dict[str, Attack] = {
 }  # fmt: skip
 
 
-# --- systems that save a file a rank
+# --- systems with one file per rank
 
 
 def _copy(control: str, change: Callable[[Path], Any], *, harmless: bool = False) -> Attack:
@@ -461,7 +461,7 @@ def _values(pattern: str, change: Callable[[Any], Any]) -> Callable[[Path], None
 
         path = _first(folder, pattern)
         with _Shims():
-            value = torch.load(path, weights_only=False)  # a file of ours
+            value = torch.load(path, weights_only=False)  # written by the test
             change(value)
             torch.save(value, path)
 
@@ -496,7 +496,7 @@ RANKS: dict[str, Attack] = {
 }  # fmt: skip
 
 
-# --- what lies beside the checkpoints of a run
+# --- files of a run next to its checkpoints
 
 
 def _run(change: Callable[[Path, Place], Any], *, harmless: bool = True) -> Attack:

@@ -1,4 +1,4 @@
-"""Checkpoints that are small on disk and ask for more memory or time than anybody has."""
+"""Checkpoints that are small on disk and ask for excessive memory or time."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _info(**fields: int) -> Build:
 
 
 def _chunks(count: int, *, overlapping: bool) -> Build:
-    """Very many boxes of one tensor; overlapping in part so that no grid can be told apart."""
+    """Very many partly overlapping boxes of one tensor that form no grid."""
 
     def change(metadata: Any) -> None:
         entry = metadata.state_dict_metadata["weight"]
@@ -93,7 +93,7 @@ def _chunks(count: int, *, overlapping: bool) -> Build:
 
 
 def _staircase(count: int) -> Callable[[Path], None]:
-    """A manifest whose slices do not overlap, but where a sweep over rows compares every pair: quadratic."""
+    """A manifest without overlaps for which a sweep over rows compares every pair: quadratic."""
 
     def write(folder: Path) -> None:
         sources.dcp(folder)
@@ -174,7 +174,7 @@ def _objects(value: Any) -> Build:
 
 
 def _manifest(name: str, row: int, value: int) -> Build:
-    """One number of the manifest is a lie; record and digests fit."""
+    """One number of the manifest is false; record and digests match."""
 
     def build(place: Place) -> None:
         from ckptkit.formats.own.columns import pack, unpack
@@ -192,7 +192,7 @@ def _manifest(name: str, row: int, value: int) -> Build:
 
 
 def _zstd(place: Place) -> None:
-    """A shard whose zstd frame asks for a window of gigabytes and unfolds a thousandfold."""
+    """A shard whose zstd frame has a window of gigabytes and expands a thousandfold."""
     import zstandard
 
     sources.CONTROLS["zstd"](place.src)
@@ -208,7 +208,7 @@ def _opcodes(data: bytes) -> Build:
 
 
 def _laughs(levels: int) -> bytes:
-    """Tuples of tuples: 2**levels elements in a few bytes."""
+    """Nested tuples: 2**levels elements in a few bytes."""
     body = b"\x80\x04K\x01\x94"
     return body + b"2\x86\x94" * levels + b"."
 
@@ -223,7 +223,7 @@ def _set_steps(steps: int) -> Build:
 
 
 def _sizes_of_record(place: Place) -> None:
-    """A sparse file of a terabyte, and a record that says so."""
+    """A sparse file of a terabyte, and a record that matches it."""
     sources.own(place.src)
     for step in place.src.glob("step_*"):
         with (step / "objects.json").open("r+b") as file:
@@ -303,7 +303,7 @@ BOMBS: dict[str, Build] = {
                            + pickle.dumps({}, 2) + pickle.dumps({"w": 1}, 2) + pickle.dumps(["0"], 2)
                            + (2**62).to_bytes(8, "little")),
 }  # fmt: skip
-# Allowed: odd, and slow if somebody is careless.
+# Allowed: unusual, and slow in a careless implementation.
 HEAVY: dict[str, Build] = {
     "many_keys": _many_keys,
     "many_members": _many_members,

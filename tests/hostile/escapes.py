@@ -1,4 +1,4 @@
-"""Checkpoints whose names and links point outside, or at something that is not a file."""
+"""Checkpoints whose names and links point outside, or to something other than a file."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _link(control: str, name: str, target: str) -> Build:
 
 
 def _linked_blobs(place: Place) -> None:
-    """Laid out as a snapshot of the hub's cache, whose blobs are a link to the host's own files."""
+    """Laid out like a snapshot of the hub cache; its blobs are a link to files of the host."""
     folder = place.src / "snapshots" / "1"
     folder.mkdir(parents=True)
     sources.hf(folder)
@@ -109,7 +109,7 @@ def _fifo(path: Path) -> None:
 
 def _socket(path: Path) -> None:
     here = os.getcwd()
-    os.chdir(path.parent)  # names of sockets are short
+    os.chdir(path.parent)  # socket paths are limited in length
     try:
         with socket.socket(socket.AF_UNIX) as server:
             server.bind(path.name)
@@ -124,7 +124,7 @@ def _directory(path: Path) -> None:
 def _device(path: Path) -> None:
     try:
         os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 5))  # /dev/zero
-    except PermissionError:  # not root: a link to it is the next best
+    except PermissionError:  # not root: use a link to it instead
         path.symlink_to("/dev/zero")
 
 
@@ -154,7 +154,7 @@ def _names_in_bin(place: Place) -> None:
 
 
 def _members(place: Place) -> None:
-    """A zip archive whose members have names that leave it: they are read by offset, never unpacked."""
+    """A zip archive whose member names point outside; members are read by offset and never unpacked."""
     sources.binary(place.outside)
     with zipfile.ZipFile(place.outside / "pytorch_model.bin") as old:
         with zipfile.ZipFile(place.src / "pytorch_model.bin", "w") as new:
@@ -291,7 +291,7 @@ def _special_pointer(make: Callable[[Path], None]) -> Build:
 
 
 def _beside(name: str, make: Callable[[Path], None]) -> Build:
-    """A good export with something odd beside it, which nobody needs."""
+    """A good export with an unusual file next to it that nobody needs."""
 
     def build(place: Place) -> None:
         sources.hf(place.src)
@@ -302,7 +302,7 @@ def _beside(name: str, make: Callable[[Path], None]) -> Build:
     return build
 
 
-# Odd, but nothing that has to be refused: the checkpoint itself is good.
+# Unusual, but nothing must be refused: the checkpoint itself is good.
 ALLOWED: dict[str, Build] = {
     "names": _names,
     "names_in_dcp": _names_in_dcp,

@@ -1,4 +1,4 @@
-"""Runs every command on one directory in a forked process, and tells what each did: code, words, time, memory, files."""
+"""Runs commands on one directory in a forked process, and reports exit code, output, time, memory and files of each."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import Any
 
 __all__ = ["COMMANDS", "LIMIT_BYTES", "LIMIT_SECONDS", "Outcome", "Place", "run_commands", "tree"]
 
-LIMIT_SECONDS = 10.0  # CPU time: a busy machine is not the checkpoint's fault
-_HANGS_SECONDS = 300  # by the clock: what waits for ever, at a FIFO say
-# Twice a good run and 256 MiB: a good run of the tool without torch has 64 MiB, and these commands add little to it.
+LIMIT_SECONDS = 10.0  # CPU time, so that a busy machine does not matter
+_HANGS_SECONDS = 300  # wall time: for commands that wait for ever, for example on a FIFO
+# Twice a good run plus 256 MiB: a good run without torch takes 64 MiB, and these commands add little.
 LIMIT_BYTES = (256 + 64) << 20
 _ADDRESS_SPACE = 6 << 30
 _SECRET = "S3CRET-OF-THE-HOST"
@@ -26,7 +26,7 @@ _SECRET = "S3CRET-OF-THE-HOST"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The directories of one case. `src` is hostile; `outside` holds what a hostile file would like to read."""
+    """The directories of one case. `src` is hostile; `outside` holds files that a hostile file tries to read."""
 
     top: Path
 
@@ -59,7 +59,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What one command did. `bad` lists what no command may do."""
+    """The effects of one command. `bad` lists the forbidden ones."""
 
     command: str
     code: int
@@ -80,7 +80,7 @@ def _read_all(url: str) -> None:
 
 
 def _load(url: str) -> None:
-    """Load into a job the way a training script does."""
+    """Load into a job like a training script."""
     import torch
 
     from ckptkit.checkpoint.manager import CheckpointManager
@@ -110,11 +110,11 @@ COMMANDS: dict[str, Command] = {
     "prune": ("prune", "{src}", "--max-num", "1"),
 }
 PINS = (".ckptkit", "pins")
-CHANGING = ("pin", "prune", "load")  # may write into the run's directory: its pins, its lease
+CHANGING = ("pin", "prune", "load")  # may write into the run's directory: pins, lease
 
 
 def run_commands(place: Place, names: Sequence[str] = tuple(COMMANDS)) -> dict[str, Outcome]:
-    """Run these commands one after the other on `place.src`, in a child of this process."""
+    """Run these commands in turn on `place.src`, in a child of this process."""
     reader, writer = os.pipe()
     before = tree(place.top, without=place.work)
     pid = os.fork()
@@ -139,8 +139,8 @@ def run_commands(place: Place, names: Sequence[str] = tuple(COMMANDS)) -> dict[s
 
 
 def tree(top: Path, *, without: Path) -> dict[str, Any]:
-    """Every name below `top` with its kind, target, size and time of change; but for an empty directory of pins:
-    whoever reads a checkpoint of a run pins it meanwhile."""
+    """Return every name below `top` with its kind, target, size and modification time, except an empty directory of
+    pins, which readers of a run create."""
     found = {}
     for folder, folders, files in os.walk(top):
         folders[:] = [name for name in folders if Path(folder, name) != without]
@@ -152,7 +152,7 @@ def tree(top: Path, *, without: Path) -> dict[str, Any]:
             target = os.readlink(path) if path.is_symlink() else ""
             content = (
                 (status.st_size, status.st_mtime_ns) if name in files else ()
-            )  # a directory's size is its system's
+            )  # the size of a directory depends on the file system
             found[str(path)] = (status.st_mode, *content, target)
     return found
 
@@ -181,7 +181,7 @@ def _child(place: Place, names: Sequence[str], writer: int) -> None:
 
 
 def _watch(place: Place, events: list[str]) -> Callable[[str, tuple[Any, ...]], None]:
-    """An audit hook that notes what reaches beyond SRC and DST, and every start of a program."""
+    """Install an audit hook that records accesses outside of SRC and DST, and every started program."""
     outside = str(place.outside)
     written = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
@@ -232,7 +232,7 @@ def _run(place: Place, name: str, events: list[str]) -> Outcome:
 
 
 def _words(text: str, code: int, *, printed: bool) -> list[str]:
-    """What is wrong with what a command printed."""
+    """Return what is wrong with the output of a command."""
     bad = [f"it shows {word!r}" for word in ("Traceback", "bug in ckptkit", _SECRET) if word in text]
     if printed and any((ord(c) < 32 and c not in "\n\t") or c in "\x7f\u202e\u2066\u2067" for c in text):
         bad.append("it prints control characters of the checkpoint")

@@ -1,4 +1,4 @@
-"""Checkpoints that carry code: in every kind of file a training system pickles, and in every dress."""
+"""Checkpoints that carry code in every kind of file that a training system pickles."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _replaced(control: str, pattern: str, *, raw: bool = False) -> Build:
 
 
 def _added(control: str, name: str) -> Build:
-    """A good torch file to whose value a payload was added."""
+    """A good torch file with a payload added to its value."""
 
     def build(place: Place) -> None:
         sources.CONTROLS[control](place.src)
@@ -78,7 +78,7 @@ def _byte_entry(place: Place) -> None:
 
 
 def _slice(place: Place) -> None:
-    """A payload in place of a tensor's item."""
+    """A payload instead of a tensor's item."""
     sources.dcp(place.src)
     out = io.BytesIO()
     torch.save(Evil(place.marker), out)
@@ -113,7 +113,7 @@ def _pickle(place: Place) -> None:
 
 
 def _own_object(place: Place) -> None:
-    """objects.json of a record that fits: the value is base64 of a torch.save file."""
+    """A payload in objects.json with a matching record: the value is base64 of a torch.save file."""
     import base64
 
     from tests.hostile.records import edit_json, reseal
@@ -128,7 +128,7 @@ def _own_object(place: Place) -> None:
 
 
 def _code_of_the_author(place: Place) -> None:
-    """A configuration that asks for code beside it (trust_remote_code): listed, never imported."""
+    """A config that refers to code next to it (trust_remote_code): listed, never imported."""
     sources.hf(place.src)
     config = {"auto_map": {"AutoModel": "evil.Model", "AutoConfig": "evil.Config"}, "architectures": ["Model"]}
     (place.src / "config.json").write_text(json.dumps(config))
@@ -164,7 +164,7 @@ def _list(marker: Path) -> list[str]:
     return ["mkdir", str(marker)]
 
 
-# The usual ways out of an unpickler, as Fickling's and picklescan's catalogues have them.
+# The known escapes from an unpickler, from the catalogues of Fickling and picklescan.
 GLOBALS: dict[str, Build] = {
     name: _global(name, argument)
     for name, argument in {
@@ -211,7 +211,7 @@ PAYLOADS: dict[str, Build] = {
     "megatron_common": _replaced("megatron", "common.pt"),
     "own_object": _own_object,
 }
-# What is carried along or left alone, never unpickled: a conversion may succeed.
+# Files that are copied or ignored, never unpickled: a conversion may succeed.
 IGNORED: dict[str, Build] = {
     "code_of_the_author": _code_of_the_author,
     "lightrft_client_state": _replaced("lightrft", "client_state.pt"),

@@ -1,4 +1,4 @@
-"""Lies in our own files, told well: whatever is changed, sizes and digests are made to fit again."""
+"""False content in our own files with matching sizes and digests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def edit_json(path: Path, change: Callable[[Any], Any]) -> None:
 
 
 def edit_record(step: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Change `checkpoint.json` and give it the digest that fits."""
+    """Change `checkpoint.json` and update its digest."""
     path = step / "checkpoint.json"
     body = json.loads(path.read_text())
     change(body)
@@ -31,7 +31,7 @@ def edit_record(step: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 
 def reseal(step: Path) -> None:
-    """Make the record state the sizes and digests that the files have now."""
+    """Update the sizes and digests in the record to those of the files."""
 
     def change(body: dict[str, Any]) -> None:
         for name in body["files"]:

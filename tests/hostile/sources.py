@@ -1,4 +1,4 @@
-"""Good checkpoints, written by the real libraries, that hostile ones are made of: each is also the control."""
+"""Good checkpoints, written by the real libraries, from which hostile ones are made; each is also the control."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ZOO = Path(__file__).parents[1] / "zoo"
 
 
 class Evil:
-    """Makes a directory when it is unpickled."""
+    """Creates a directory when it is unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = str(marker)
@@ -74,7 +74,7 @@ def dcp(folder: Path, state: Mapping[str, Any] | None = None) -> None:
 
 
 def edit_metadata(folder: Path, change: Callable[[Any], Any]) -> None:
-    """Unpickle the `.metadata` that we just wrote, change it, write it again."""
+    """Unpickle a `.metadata` that the test wrote, change it, and write it again."""
     path = folder / ".metadata"
     metadata = pickle.loads(path.read_bytes())
     changed = change(metadata)
@@ -82,7 +82,7 @@ def edit_metadata(folder: Path, change: Callable[[Any], Any]) -> None:
 
 
 def own(folder: Path) -> None:
-    """A run with two SHARDED checkpoints of ours."""
+    """A run with two SHARDED checkpoints."""
     torch.manual_seed(0)
     with CheckpointManager(folder) as manager:
         for step in (1, 2):

@@ -1,4 +1,4 @@
-"""--allow-pickle: asked for, said what it means, and still nothing of the file is run."""
+"""--allow-pickle: used only on request, with a warning, and it runs no code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each attack is refused in words, and its control is accepted. `python -m tests.hostile` takes every command."""
+"""Each attack is refused with a message, and its control is accepted. `python -m tests.hostile` runs all commands."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_control_of_an_attack_is_accepted(build: Callable[[Place], None], tm
 
 
 def test_a_tensor_too_large_for_memory_is_a_ckptkit_error(tmp_path: Path) -> None:
-    """Shape and size are true; the file is sparse."""
+    """Shape and size match; the file is sparse."""
     place = Place(tmp_path / "case")
     place.prepare()
     ATTACKS["true_but_sparse"].hostile(place)

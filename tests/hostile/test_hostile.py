@@ -1,5 +1,5 @@
-"""Each hostile checkpoint, on every command: no code runs, nothing is read or written elsewhere, and all ends soon,
-in words."""
+"""Each hostile checkpoint in every command: no code runs, no other file is read or written, and the command ends soon
+with a message."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tests.hostile import bombs, escapes, payloads, sources
 from tests.hostile.harness import Place, run_commands
 
 QUICK = ("inspect --json", "verify", "convert hf")
-# Readable in itself: what is refused is reading the value (open), and what a conversion carries along is inert.
+# Opening works; reading the value is refused, and a conversion copies it as inert data.
 ONLY_WHEN_READ = {"byte_entry", "lightning_meta", "megatron_common", "own_object"}
-# Harmless: the file in question is left out, with a note, or is the older of two.
+# Harmless: the file is skipped with a note, or is the older of two.
 LEFT_OUT = {"linked_config", "linked_tokenizer", "linked_to_passwd", "linked_blobs", "fifo_index", "fifo_record", "linked_folder",
             "record_missing", "object_reference"}  # fmt: skip
 REFUSED_BY_OPEN = {"object_reference": "../../etc/passwd"}

@@ -1,4 +1,4 @@
-"""Symbolic links in a run's directory: nothing is written, renamed or deleted through one that leads out of it."""
+"""Symbolic links in a run's directory: nothing is written, renamed or deleted through one that leads outside."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def place(tmp_path: Path) -> Place:
 
 
 def _moved(name: str, *, to: str = "") -> Callable[[Place], None]:
-    """What lay at `name` of the run is a link out of it."""
+    """Replace the file at `name` of the run by a link to a copy outside."""
 
     def build(place: Place) -> None:
         path = place.src / name
@@ -74,7 +74,7 @@ def _moved(name: str, *, to: str = "") -> Callable[[Place], None]:
 
 
 def _inner(place: Place) -> None:
-    """A folder within a step is a link: what rotation deletes must end there."""
+    """Replace a folder within a step by a link, at which a deletion must stop."""
     (place.src / "step_00000001" / "more").symlink_to(place.outside, target_is_directory=True)
 
 
@@ -102,7 +102,7 @@ def test_no_command_changes_the_target_of_a_link(name: str, place: Place) -> Non
 
 
 def _serious(bad: tuple[str, ...]) -> list[str]:
-    # To list a directory is to open it; to open a file there would be to read it.
+    # Listing a directory opens it; opening a file there would read it.
     return [text for text in bad if not text.startswith("opened") or text.endswith((".json", ".distcp", ".txt"))]
 
 
@@ -146,7 +146,7 @@ def test_a_checkpoint_whose_pins_cannot_be_read_is_not_deleted(name: str, place:
 
 
 def test_a_symlinked_run_directory_works_like_any_other(place: Place) -> None:
-    """The link that a person gives is followed: what counts is what lies below it."""
+    """A link given by the user is followed; only links below it are restricted."""
     link = place.top / "link"
     link.symlink_to(place.src, target_is_directory=True)
     with CheckpointManager(link, retention=RetentionPolicy(max_num=1)) as manager:
@@ -185,11 +185,11 @@ def test_a_link_within_the_store_is_followed(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "b") == []
 
 
-# --- records that say that they are another checkpoint
+# --- records of another checkpoint
 
 
 def _renamed(place: Place) -> Path:
-    """The checkpoint in the directory of step 2 says that it is one called "other"."""
+    """The record in the directory of step 2 names the checkpoint "other"."""
     step = place.src / STEP
     edit_record(step, lambda body: body.update(tag="other"))
     return step

@@ -1,4 +1,4 @@
-"""Hostile names wherever a person or a file may give one: tags, steps, pointers, destinations, globs."""
+"""Hostile names from users and files: tags, steps, pointers, destinations, globs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages show names from strangers: an HTML parser finds no tag, attribute or script that we did not write."""
+"""Pages with untrusted names: an HTML parser finds only tags, attributes and scripts of our own."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ ATTRIBUTES = set(
 
 
 class _Reader(HTMLParser):
-    """Every tag, attribute and text of a page; the texts of titles within pictures apart."""
+    """Collects every tag, attribute and text of a page; titles within pictures are collected separately."""
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
@@ -115,7 +115,7 @@ class _Reader(HTMLParser):
 
 
 def read(path: Path) -> _Reader:
-    """Parse a page strictly, and check that all of it is ours."""
+    """Parse a page strictly, and check that every part is ours."""
     page = path.read_text(encoding="utf-8")
     reader = _Reader()
     reader.feed(page)
@@ -134,7 +134,7 @@ def run(*arguments: str) -> None:
 
 
 def tensors(path: Path, value: int) -> None:
-    """Names that are hostile as they are, and as parts of the names of layers."""
+    """Return hostile names, alone and as parts of layer names."""
     names = [form for name in NAMES for form in (name, f"layers.{name}.weight", f"{name}.0.weight")]
     entries = {n: {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]} for i, n in enumerate(names)}
     path.mkdir()
@@ -148,7 +148,7 @@ def test_tensor_names_are_escaped_on_a_page(kind: str, tmp_path: Path) -> None:
     a, b, page = str(tmp_path / "a"), str(tmp_path / "b"), tmp_path / "page.html"
     run(*(("inspect", a, "--after", b) if kind == "inspect" else ("diff", a, b)), "--html", str(page))
     shown = "\n".join(read(page).texts)
-    # The page breaks no line of its own into a name, but a title of several lines may.
+    # The page inserts no line break into a name, but a title may have several lines.
     missing = [name for name in NAMES if printable(name).replace("\x00", "") not in shown and "\n" not in name]
     assert missing == []
 

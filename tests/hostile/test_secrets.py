@@ -1,4 +1,4 @@
-"""No credential reaches a message, a log, a traceback, a page, a card, JSON or a file, wherever it was given."""
+"""No credential reaches a message, log, traceback, page, card, JSON or file, wherever it was given."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ FLAGS = [part for key, value in OPTIONS.items() for part in (
 
 
 class _Leaky(MemoryFileSystem):
-    """Fails, and says with what it was asked: as libraries do."""
+    """Fails with a message that contains its arguments, as libraries do."""
 
     protocol = "leaky"
 
@@ -102,7 +102,7 @@ def _clean(*texts: object) -> None:
         assert HUSH not in str(text), str(text)[:2000]
 
 
-# --- words
+# --- masking of text
 
 
 @pytest.mark.parametrize("url", URLS)
@@ -265,7 +265,7 @@ COMMANDS = list(_commands("", Path()))
 
 
 def _run(arguments: list[str], folder: Path, caplog: pytest.LogCaptureFixture) -> Any:
-    """Run a command, and look for the secret in all it printed, logged and wrote."""
+    """Run a command, and search its output, log and files for the secret."""
     (folder / "src").mkdir(exist_ok=True)
     (folder / "src" / "model.safetensors").write_bytes(sources.safetensors({"a": [1]}))
     result = CliRunner().invoke(cli, arguments)

@@ -1,4 +1,4 @@
-"""Ranks of their own for these tests: a framework is imported once in each, and its globals leak into no other test."""
+"""Separate ranks for these tests: each imports a framework once, and its global state affects no other test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank does under a real transformers Trainer and a real Accelerator. `test_hf_ranks` asks."""
+"""The work of a rank under a real transformers Trainer and a real Accelerator, for `test_hf_ranks`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 @contextmanager
 def fresh() -> Iterator[None]:
-    """Accelerate's globals as in a new process."""
+    """Reset Accelerate's globals, as in a new process."""
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
     try:
@@ -69,7 +69,7 @@ def fresh() -> Iterator[None]:
 
 
 def shard_on_cpu(accelerator: Any) -> None:
-    """Let it shard with its own FSDP2 code, which it offers for accelerators alone."""
+    """Enable its own FSDP2 code, which it offers only on accelerators."""
     accelerator.state.distributed_type = DistributedType.FSDP
     accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"]
@@ -93,7 +93,7 @@ def train(work: Path, callback: CheckpointCallback, steps: int, fsdp: bool, **op
 
 
 def trainer(work: Path, facts: dict[str, Any], fsdp: bool) -> None:
-    """6 steps in a row, and 3 + 3 in the middle of an epoch of 4."""
+    """6 uninterrupted steps, and 3 + 3 steps, saved in the middle of an epoch of 4."""
     name = "fsdp2" if fsdp else "ddp"
     work = work / name
     straight = train(work, CheckpointCallback(work / "straight", resume=False), STEPS, fsdp)
@@ -110,7 +110,7 @@ def trainer(work: Path, facts: dict[str, Any], fsdp: bool) -> None:
 
 
 def accelerator(work: Path, facts: dict[str, Any], fsdp: bool) -> None:
-    """The same by hand, with a stateful dataloader and accumulation; saved by two ranks, loaded by as many."""
+    """The same with Accelerator, a stateful dataloader and accumulation; saved and loaded by two ranks."""
     name = "accelerate_fsdp2" if fsdp else "accelerate_ddp"
 
     def run(url: Path, steps: int, save_at: int | None = None) -> tuple[dict[str, torch.Tensor], int | None, int]:
@@ -121,7 +121,7 @@ def accelerator(work: Path, facts: dict[str, Any], fsdp: bool) -> None:
             )  # fmt: skip
             if fsdp:
                 shard_on_cpu(accelerator)
-            model = llama(dropout=0.0)  # the iterator that goes on draws a number of its own
+            model = llama(dropout=0.0)  # a resumed iterator draws a number
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
             batches = torch.utils.data.DataLoader(Texts(), batch_size=2)
             scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
@@ -155,14 +155,14 @@ def accelerator(work: Path, facts: dict[str, Any], fsdp: bool) -> None:
 
 
 def more(work: Path, facts: dict[str, Any]) -> None:
-    """What two ranks saved goes on at another number of them."""
+    """Resume the checkpoint of two ranks on another number of ranks."""
     callback = CheckpointCallback(work / "fsdp2" / "run")
     trained = train(work / "again", callback, 8, dist.get_world_size() > 1)
     facts["resized"] = callback.loaded.step, trained.state.global_step
 
 
 def run(work: str, *parts: Any) -> dict[str, Any]:
-    """Run the parts, each a name and its arguments, one after the other, on this rank."""
+    """Run the parts, each a name and its arguments, in turn on this rank."""
     warnings.filterwarnings("ignore")
     os.environ["ACCELERATE_USE_CPU"] = "true"
     facts: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What a rank does under a real Trainer; it returns what it found. `test_lightning` asks."""
+"""The work of a rank under a real Trainer, for `test_lightning`; it returns its findings."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Lit(pl.LightningModule):
 
 
 class Probe(Callback):
-    """Looks at the state before the first step, once the optimizer's is restored."""
+    """Inspects the state before the first step, after the optimizer was restored."""
 
     def __init__(self) -> None:
         self.first: dict[str, Any] | None = None
@@ -89,7 +89,7 @@ class Probe(Callback):
 
 
 class Watch(Callback):
-    """Notes when the optimizer's state is restored: not before the first training step, and before its update."""
+    """Records when the optimizer state is restored: in the first training step, before its update."""
 
     before: bool | None = None
     after: bool | None = None
@@ -147,7 +147,7 @@ def trainer_of(work: Path, strategy: Any, *callbacks: Any, steps: int, **options
 
 
 def loader() -> DataLoader:
-    return StatefulDataLoader(Data(), batch_size=2)  # goes on in the middle of an epoch, each rank where it was
+    return StatefulDataLoader(Data(), batch_size=2)  # resumes in the middle of an epoch, on each rank
 
 
 def fit(
@@ -167,7 +167,7 @@ def fit(
 
 
 def resume(work: Path, facts: dict[str, Any]) -> None:
-    """6 steps in a row, and 3 + 3: of each state-dict type, in the middle of an epoch."""
+    """6 uninterrupted steps, and 3 + 3: for each state-dict type, in the middle of an epoch."""
     straight = snapshot(*fit(work, "fsdp2", steps=6))
     for kind in ("sharded", "full", "local"):
         save = ManagedCheckpoint(dirpath=work / kind, every_n_train_steps=3, save_top_k=1, filename="{epoch}-{step}")
@@ -194,7 +194,7 @@ def evaluate(work: Path, facts: dict[str, Any]) -> None:
 
 
 def rotate(work: Path, facts: dict[str, Any]) -> None:
-    """Monitor, save_top_k and save_last through the retention; an overwritten file of Lightning's goes."""
+    """Monitor, save_top_k and save_last through the retention policy; an overwritten Lightning file is removed."""
     save = ManagedCheckpoint(
         dirpath=work / "best", monitor="val_loss", save_top_k=2, save_last=True, filename="{step}",
         save_on_train_epoch_end=False,
@@ -206,7 +206,7 @@ def rotate(work: Path, facts: dict[str, Any]) -> None:
 
 
 def plain_callback(work: Path, facts: dict[str, Any]) -> None:
-    """Lightning's own ModelCheckpoint with our strategy: it removes what it saved itself, also through a link."""
+    """Lightning's own ModelCheckpoint with our strategy: it removes its own checkpoints, also through a link."""
     save = ModelCheckpoint(
         dirpath=work / "plain", every_n_train_steps=1, save_top_k=1, filename="{step}", save_last="link"
     )
@@ -220,7 +220,7 @@ def plain_callback(work: Path, facts: dict[str, Any]) -> None:
 
 
 def adapter(work: Path, facts: dict[str, Any]) -> None:
-    """A checkpoint of what a predicate names alone, loaded over a model that has the rest; a second parallelize()."""
+    """A checkpoint of tensors selected by a predicate, loaded over a model with the rest; a second parallelize()."""
     from ckptkit import open_checkpoint
 
     class Frozen(Lit):
@@ -250,7 +250,7 @@ def adapter(work: Path, facts: dict[str, Any]) -> None:
 
 
 def foreign(work: Path, facts: dict[str, Any]) -> None:
-    """Lightning's own checkpoints: what its ModelParallelStrategy writes, resumed by ours, with loops and callbacks."""
+    """A checkpoint of Lightning's ModelParallelStrategy, resumed by ours, with loops and callbacks."""
     from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
     from torch.distributed.fsdp import fully_shard
 
@@ -285,7 +285,7 @@ def foreign(work: Path, facts: dict[str, Any]) -> None:
     trainer.save_checkpoint(work / "over" / "last.ckpt")
     facts["over_a_file"] = sorted(p.name for p in (work / "over").iterdir())
     del save
-    # And the callback under a strategy that bypasses CheckpointIO, resumed by ours.
+    # The callback under a strategy that bypasses CheckpointIO, resumed by ours.
     save = ManagedCheckpoint(dirpath=work / "theirs", every_n_train_steps=3, filename="three")
     module, trainer = fit(work, ModelParallelStrategy(world, 1), save, steps=3, module=Own())
     before = snapshot(module, trainer)
@@ -295,7 +295,7 @@ def foreign(work: Path, facts: dict[str, Any]) -> None:
 
 
 def other_world(work: Path, facts: dict[str, Any]) -> None:
-    """Another number of ranks goes on from what two saved."""
+    """Resume the checkpoint of two ranks on another number of ranks."""
     for kind in ("sharded", "full"):
         probe = Probe()
         _, trainer = fit(work, FSDP2Strategy(), probe, steps=5, path=str(work / kind / "epoch=0-step=3.ckpt"))
@@ -309,7 +309,7 @@ def other_world(work: Path, facts: dict[str, Any]) -> None:
 
 
 def pluggable(work: Path, facts: dict[str, Any]) -> None:
-    """A CheckpointIO sees every write, with whole tensors on rank 0; ours under DDP."""
+    """A custom CheckpointIO receives every write, with whole tensors on rank 0; ours runs under DDP."""
     from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
     from lightning.pytorch.strategies import DDPStrategy
 
@@ -350,14 +350,14 @@ def pluggable(work: Path, facts: dict[str, Any]) -> None:
 
 
 class FailingLogger(DummyLogger):
-    """A logger that cannot reach its server when it is told of a checkpoint, which only rank 0 does."""
+    """A logger whose server is unreachable when rank 0 reports a checkpoint to it."""
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
         raise ConnectionError("the tracking server is down")
 
 
 def failing_logger(work: Path, facts: dict[str, Any]) -> None:
-    """An error of rank 0 alone, after a save."""
+    """An error on rank 0 only, after a save."""
     save = ManagedCheckpoint(dirpath=work / "logged", every_n_train_steps=1, filename="{step}")
     trainer = trainer_of(work, FSDP2Strategy(), save, steps=2, logger=FailingLogger())
     mine = raised(lambda: trainer.fit(Lit(), loader()))
@@ -383,8 +383,8 @@ def raised(call: Any) -> str:
 
 
 def run_parts(functions: dict[str, Any], work: str, parts: Sequence[Any]) -> dict[str, Any]:
-    """Run the parts, each a name or (name, arguments), one after the other, on this rank."""
-    os.environ["TORCHELASTIC_RUN_ID"] = "tests"  # Lightning goes by it: somebody else has started the ranks
+    """Run the parts, each a name or (name, arguments), in turn on this rank."""
+    os.environ["TORCHELASTIC_RUN_ID"] = "tests"  # tells Lightning that another launcher has started the ranks
     warnings.filterwarnings("ignore")
     facts: dict[str, Any] = {}
     for part in parts:

@@ -1,4 +1,4 @@
-"""What users' scripts do under a real Trainer with our strategy and callback. `test_lightning_scripts` asks."""
+"""Typical user scripts under a real Trainer with our strategy and callback, for `test_lightning_scripts`."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def last_and_best(work: Path, facts: dict[str, Any]) -> None:
         )
 
     straight = snapshot(*fit(work, FSDP2Strategy(), steps=5))
-    fit(work, FSDP2Strategy(), callback(), steps=3, path="last")  # nothing there yet: starts anew
+    fit(work, FSDP2Strategy(), callback(), steps=3, path="last")  # no checkpoint yet: a new run
     save = callback()
     module, trainer = fit(work, FSDP2Strategy(), save, steps=5, path="last")
     facts["last_equal"] = equal(straight, snapshot(module, trainer))
@@ -113,7 +113,7 @@ def last_and_best(work: Path, facts: dict[str, Any]) -> None:
 
 
 class Partly(Lit):
-    """Leaves out what is not trained, as Lightning's documentation shows."""
+    """Omits frozen weights from its state dict, as Lightning's documentation shows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ def own_state_dict(work: Path, facts: dict[str, Any]) -> None:
 
 
 class Changed(Lit):
-    """Saves one weight doubled and another under a name of old, and undoes both when it loads."""
+    """Saves one weight doubled and another under an old name, and reverts both on load."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ def state_dict_hooks(work: Path, facts: dict[str, Any]) -> None:
 
 
 class Gan(pl.LightningModule):
-    """Two optimizers, each with a scheduler, stepped by hand."""
+    """Two optimizers, each with a scheduler, in manual optimization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ class Gan(pl.LightningModule):
 
 
 def several_optimizers(work: Path, facts: dict[str, Any]) -> None:
-    straight = snapshot(*fit(work, FSDP2Strategy(), steps=8, module=Gan()))  # each step of an optimizer counts
+    straight = snapshot(*fit(work, FSDP2Strategy(), steps=8, module=Gan()))  # each optimizer step counts
     save = ManagedCheckpoint(dirpath=work / "gan", every_n_train_steps=4, filename="{step}")
     fit(work, FSDP2Strategy(), save, steps=4, module=Gan())
     path = str(work / "gan" / "step=4.ckpt")
@@ -282,7 +282,7 @@ def averaging(work: Path, facts: dict[str, Any]) -> None:
 
 
 def other_strategies(work: Path, facts: dict[str, Any]) -> None:
-    """The callback alone under DDP and under Lightning's ModelParallelStrategy: what it saved, they resume from."""
+    """The callback under DDP and under Lightning's ModelParallelStrategy, which resume from its checkpoints."""
 
     class Own(Lit):
         def configure_model(self) -> None:
@@ -307,7 +307,7 @@ def other_strategies(work: Path, facts: dict[str, Any]) -> None:
 
 
 def full_is_streamed(work: Path, facts: dict[str, Any]) -> None:
-    """Of the type "full", a save by the Trainer itself does not gather the model into a dictionary first."""
+    """With the type "full", a save by the Trainer does not gather the model into a dictionary first."""
 
     class Looking(Lit):
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -321,7 +321,7 @@ def full_is_streamed(work: Path, facts: dict[str, Any]) -> None:
 
 
 def foreign_weights(work: Path, facts: dict[str, Any]) -> None:
-    """`ckpt_path` may name what no Lightning wrote."""
+    """`ckpt_path` may name a checkpoint that Lightning did not write."""
     module, trainer = fit(work, FSDP2Strategy(), steps=2)
     state = TrainState(model=module, optimizer=trainer.optimizers[0], step=2)
     with CheckpointManager(work / "plain-run") as manager:
@@ -439,7 +439,7 @@ def nested_names(work: Path, facts: dict[str, Any]) -> None:
 
 
 def epochs(work: Path, facts: dict[str, Any]) -> None:
-    """Saved in the middle of an epoch and at its end; each epoch has an order of its own."""
+    """Saved in the middle and at the end of an epoch; each epoch has another order."""
     save = ManagedCheckpoint(dirpath=work / "epochs", every_n_train_steps=1, save_top_k=-1, filename="{step}")
     straight = snapshot(*fit(work, FSDP2Strategy(), save, steps=7))
     for step in (4, 6):

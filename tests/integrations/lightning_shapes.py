@@ -1,4 +1,4 @@
-"""Meshes, wrappings and places under a real Trainer: what a rank finds. `test_lightning_shapes` asks."""
+"""Meshes, wrapping and storage under a real Trainer, for `test_lightning_shapes`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def save_at(folder: Path, step: int = 2) -> ManagedCheckpoint:
 
 
 def resumes(work: Path, name: str, made: Any, **options: Any) -> tuple[bool, Any]:
-    """Tell whether 4 steps in a row and 2 + 2 come to the same; return the module of the latter too."""
+    """Return whether 4 uninterrupted steps equal 2 + 2, and the module of the latter."""
     straight = snapshot(*fit(work, made(), save_at(work / name), steps=4, **options))
     module, trainer = fit(work, made(), steps=4, path=str(work / name / "step=2.ckpt"), **options)
     return equal(straight, snapshot(module, trainer)), trainer
@@ -53,7 +53,7 @@ def tensor_parallel(work: Path, facts: dict[str, Any]) -> None:
     def made() -> FSDP2Strategy:
         return FSDP2Strategy(2, 2, custom_tp_plan={"blocks.0.0": ColwiseParallel(), "blocks.1.0": RowwiseParallel()})
 
-    group = {"seed": dist.get_rank() // 2}  # one seed a tensor-parallel group: it drops out the same
+    group = {"seed": dist.get_rank() // 2}  # one seed per tensor-parallel group, for equal dropout
     facts["tp_equal"], trainer = resumes(work, "tp", made, **group)
     mesh = trainer.strategy.device_mesh
     facts["tp_mesh"] = list(mesh.mesh.shape), list(mesh.mesh_dim_names)
@@ -68,7 +68,7 @@ def tensor_parallel(work: Path, facts: dict[str, Any]) -> None:
 
 
 def mesh_of_three(work: Path, facts: dict[str, Any]) -> None:
-    """setup_environment: (data_parallel, context_parallel, tensor_parallel), the last innermost."""
+    """setup_environment creates (data_parallel, context_parallel, tensor_parallel), the last innermost."""
     plan = {"blocks.0.0": ColwiseParallel(), "blocks.1.0": RowwiseParallel()}
     strategy = FSDP2Strategy(1, 2, 2, custom_tp_plan=plan)
     _, trainer = fit(work, strategy, steps=1, seed=dist.get_rank() // 2)
@@ -92,7 +92,7 @@ def hybrid(work: Path, facts: dict[str, Any]) -> None:
 
 
 def arguments(work: Path, facts: dict[str, Any]) -> None:
-    """What scripts give to the strategy and the Trainer, and what the strategy gives back."""
+    """Arguments that scripts pass to the strategy and the Trainer, and return values of the strategy."""
     calls: list[list[str]] = []
 
     def own(model: Any, device_mesh: Any, mp_policy: Any = None) -> None:
@@ -214,7 +214,7 @@ def compiled(work: Path, facts: dict[str, Any]) -> None:
 
 
 class Meta(Lit):
-    """Makes its network where Lightning wants it, in configure_model, and on the meta device."""
+    """Creates its network in configure_model, as Lightning recommends, on the meta device."""
 
     def __init__(self) -> None:
         pl.LightningModule.__init__(self)
@@ -301,7 +301,7 @@ def remote(work: Path, facts: dict[str, Any], url: str, env: dict[str, str]) -> 
 
 
 def fewer(work: Path, facts: dict[str, Any]) -> None:
-    """What four ranks saved, two-dimensionally and replicated, goes on."""
+    """Resume a 2-D and a replicated checkpoint of four ranks."""
     saved = torch.load(work / "tp0.pt", weights_only=False)
     for name in ("tp", "hsdp"):
         first = Probe()
@@ -312,7 +312,7 @@ def fewer(work: Path, facts: dict[str, Any]) -> None:
 
 
 def more(work: Path, facts: dict[str, Any]) -> None:
-    """What two ranks saved goes on at four."""
+    """Resume the checkpoint of two ranks on four."""
     saved, first = torch.load(work / "two.pt", weights_only=False), Probe()
     _, trainer = fit(work, FSDP2Strategy(), first, steps=3, path=str(work / "with.ckpt"))
     facts["more_equal"] = equal(saved, first.first)

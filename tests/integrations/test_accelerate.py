@@ -1,4 +1,4 @@
-"""`AcceleratorCheckpoints`: what a real Accelerator prepared is saved and goes on."""
+"""`AcceleratorCheckpoints` saves and resumes what a real Accelerator prepared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""In a process where no framework can be imported, each integration and protocol names the extra that brings it."""
+"""Without any framework installed, each integration and protocol names the extra that provides it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real Lightning Fabric on one and two ranks of the CPU, with the strategy by its registered name."""
+"""A real Lightning Fabric on one and two CPU ranks, with the strategy by its registered name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(600)
 
 
 def _fabric(strategy="fsdp2", **options):
-    """Fabric in a process that torchrun has started."""
+    """Return a Fabric in a process that torchrun has started."""
     warnings.filterwarnings("ignore")
     from lightning.fabric import Fabric
     from lightning.fabric.plugins.environments import TorchElasticEnvironment
@@ -115,7 +115,7 @@ def test_fabric_sets_the_precision_and_untrainable_settings_are_refused(framewor
 
 
 def _theirs(folder):
-    """A checkpoint that Fabric's own strategy writes."""
+    """Write a checkpoint with Fabric's own strategy."""
     from lightning.fabric.strategies import ModelParallelStrategy
     from torch.distributed.fsdp import fully_shard
 

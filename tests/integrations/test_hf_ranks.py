@@ -1,4 +1,4 @@
-"""A real transformers Trainer and a real Accelerator on two ranks, under DDP and FSDP2; `hf_job` is what they run."""
+"""A real transformers Trainer and a real Accelerator on two ranks, under DDP and FSDP2; the ranks run `hf_job`."""
 
 from __future__ import annotations
 

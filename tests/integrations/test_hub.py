@@ -24,13 +24,13 @@ from tests.cli.test_terminal import on_a_terminal
 
 
 class Hub:
-    """What the server has: files by name, and the blobs that came by LFS."""
+    """The content of the server: files by name, and the blobs uploaded by LFS."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
         self.blobs: dict[str, bytes] = {}
         self.denied = False
-        self.busy: dict[str, int] = {}  # what it answers to the first request of which the path has this
+        self.busy: dict[str, int] = {}  # the response to the first request whose path contains this
         self.url = ""
 
 
@@ -97,7 +97,7 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(404, {"error": self.path})
 
     def validate(self, card: str) -> None:
-        """Answer as the Hub does where a README.md comes: its head must be YAML, of a library that has a name."""
+        """Validate a README.md like the Hub: its front matter must be YAML, with a known library name."""
         head = yaml.safe_load(card.split("---")[1]) if card.startswith("---\n") else {}
         good = isinstance(head.get("library_name", ""), str) and isinstance(head.get("tags", []), list)
         self.answer(200 if good else 400, {"errors": [] if good else [{"message": str(head)}], "warnings": []})
@@ -136,7 +136,7 @@ def export(tmp_path: Path) -> Path:
 
 
 def push(hub: Hub, *args: str) -> subprocess.CompletedProcess[str]:
-    """Run `ckptkit push` in a process of its own: huggingface_hub reads its endpoint when it is imported."""
+    """Run `ckptkit push` in a separate process, because huggingface_hub reads its endpoint at import."""
     environment = {
         **os.environ,
         "HF_ENDPOINT": hub.url,

@@ -1,4 +1,4 @@
-"""A real Lightning Trainer on two ranks of the CPU; `lightning_job` is what they run, and what is asked is here."""
+"""A real Lightning Trainer on two CPU ranks, which run `lightning_job`; the assertions are here."""
 
 from __future__ import annotations
 

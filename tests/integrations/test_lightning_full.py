@@ -1,4 +1,4 @@
-"""Whole tensors of rank 0 given to live models, as `FSDP2Strategy` does for a CheckpointIO."""
+"""Whole tensors of rank 0 loaded into live models, as `FSDP2Strategy` does for a CheckpointIO."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users' scripts do, under a real Lightning Trainer on two ranks; `lightning_scripts` is what these run."""
+"""Typical user scripts under a real Lightning Trainer on two ranks, which run `lightning_scripts`."""
 
 from __future__ import annotations
 

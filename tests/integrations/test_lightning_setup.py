@@ -1,4 +1,4 @@
-"""What the arguments of NeMo's and Lightning's strategies mean; no Lightning is needed for that."""
+"""The meaning of the arguments of NeMo's and Lightning's strategies; Lightning is not needed."""
 
 from __future__ import annotations
 

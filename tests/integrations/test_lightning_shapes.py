@@ -1,4 +1,4 @@
-"""Meshes, wrappings and places under a real Lightning Trainer; `lightning_shapes` is what the ranks run."""
+"""Meshes, wrapping and storage under a real Lightning Trainer; the ranks run `lightning_shapes`."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_run_with_replicas_is_resumed_bit_equal_and_each_shard_is_written_once
     assert four["hsdp_equal"]
     assert four["hsdp_placed"] == "(Replicate(), Shard(dim=0))"
     total = sum(four["hsdp_bytes"])
-    assert len(four["hsdp_bytes"]) == 4  # spread over the replicas
+    assert len(four["hsdp_bytes"]) == 4  # divided among the replicas
     assert max(four["hsdp_bytes"]) < 0.4 * total
 
 

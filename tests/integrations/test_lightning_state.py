@@ -1,4 +1,4 @@
-"""What Lightning's strategies replace and remove on a disk is a checkpoint, and nothing that somebody put into it."""
+"""Lightning's strategies replace and remove only checkpoints on a disk, and no foreign files in them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_failed_removal_is_logged_and_not_raised(caplog: pytest.LogCaptureFixt
 
 
 def test_managed_checkpoint_needs_a_monitor_or_a_policy_to_keep_several() -> None:
-    pytest.importorskip("lightning")  # here: it takes seconds
+    pytest.importorskip("lightning")  # here, because it takes seconds
     from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
     from ckptkit.integrations.lightning_callback import ManagedCheckpoint

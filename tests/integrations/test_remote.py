@@ -1,4 +1,4 @@
-"""The callback of transformers and the hooks of Accelerate on object stores: moto, and rclone with real signatures."""
+"""The transformers callback and the Accelerate hooks on object stores: moto, and rclone with real signatures."""
 
 from __future__ import annotations
 

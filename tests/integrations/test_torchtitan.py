@@ -1,4 +1,4 @@
-"""The contract that torchtitan's trainer has with its checkpointer, kept by ours."""
+"""Our checkpointer follows the contract of torchtitan's trainer with its checkpointer."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_checkpointer_has_the_methods_of_torchtitan():
 
 @dataclasses.dataclass
 class Config:
-    """The fields of torchtitan 0.3's config, with its defaults; `enable` apart."""
+    """The fields of torchtitan 0.3's config with their defaults, without `enable`."""
 
     enable: bool = True
     folder: str = "checkpoint"
@@ -70,7 +70,7 @@ class Config:
 
 
 def newest(folder, state=None, options=None, **config):
-    """Make a checkpointer as torchtitan 0.3 does."""
+    """Create a checkpointer as torchtitan 0.3 does."""
     state = state or small()
     parts = dict(model_parts=[state.model], optimizers=[state.optimizer], lr_schedulers=Schedulers(state.optimizer))
     return TorchtitanCheckpointer(
@@ -201,7 +201,7 @@ def test_a_checkpoint_written_by_torchtitan_is_resumed_from_with_its_optimizer(t
 
 
 class Stage(torch.nn.Module):
-    """Some layers of a model of four, under the names that they have in it."""
+    """Some layers of a model of four, under their names in the model."""
 
     def __init__(self, *layers):
         super().__init__()
@@ -209,7 +209,7 @@ class Stage(torch.nn.Module):
 
 
 def _stages(folder, split, trains):
-    """This rank's stages and an optimizer for each, trained and saved, or loaded; return weights and moments."""
+    """Train and save, or load, this rank's stages with an optimizer for each; return weights and moments."""
     parts = [Stage(*layers) for layers in split[dist.get_rank()]]
     optimizers = [torch.optim.AdamW(part.parameters(), lr=0.1 if trains else 0.2) for part in parts]
     checkpointer = TorchtitanCheckpointer(

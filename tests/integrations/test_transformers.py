@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import transformers  # only that: what it has is loaded where it is used, and a Trainer takes seconds
+import transformers  # only the package: its parts are loaded when needed, and a Trainer takes seconds
 
 from ckptkit import CheckpointManager, RetentionPolicy, TrainState, open_checkpoint
 from ckptkit.errors import CheckpointMismatchError, UsageError
@@ -49,7 +49,7 @@ def trainer_of(work: Path, callback: Any, model: Any = None, **options: Any) -> 
 
 
 class Stop(CheckpointCallback):
-    """Ends training in the middle, as a job that is cut off."""
+    """Ends training in the middle, like a job that is killed."""
 
     at = 3
 
@@ -104,7 +104,7 @@ def test_attach_supports_every_option(tmp_path):
 def test_the_best_model_is_kept_and_loaded_at_the_end(tmp_path):
     callback = CheckpointCallback(tmp_path / "run")
     options = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True, "save_total_limit": 1}
-    options |= {"greater_is_better": True}  # the highest loss is easily had before the end
+    options |= {"greater_is_better": True}  # the highest loss comes before the end
     trainer = evaluated(tmp_path, callback, **options)
     trainer.train()
     losses = {e["step"]: e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e}
@@ -139,7 +139,7 @@ def test_resume_from_checkpoint_is_respected(tmp_path):
     trainer.train(resume_from_checkpoint=False)
     assert anew.loaded is None
     assert trainer.state.global_step == 8
-    trainer.train()  # a second time in one process: nothing is left to do
+    trainer.train()  # a second time in one process: no steps remain
     assert anew.loaded.step == 8
 
 
@@ -155,7 +155,7 @@ def test_a_callback_without_attach_or_with_another_trainer_is_an_error(tmp_path)
 
 
 def plain_trainer(work: Path, **options: Any) -> transformers.Trainer:
-    """A Trainer without a callback: it saves its own files."""
+    """A Trainer without our callback, which saves its own files."""
     return trainer_of(work, None, save_strategy="steps", save_steps=4, weight_decay=0.1, **options)
 
 
@@ -184,7 +184,7 @@ def test_a_manager_resumes_from_the_directory_of_a_trainer(tmp_path):
         new_states = [new.optimizer.state[p] for p in new.model.parameters()]
         assert all(torch.equal(a["exp_avg"], b["exp_avg"]) for a, b in zip(old_states, new_states, strict=True))
         assert {"rng", "scheduler"} < set(report.loaded)
-        state.optimizer = torch.optim.AdamW(new.model.parameters())  # one group for what the Trainer has in two
+        state.optimizer = torch.optim.AdamW(new.model.parameters())  # one group instead of the Trainer's two
         with pytest.raises(CheckpointMismatchError, match="weight_decay"):
             manager.load(state)
 

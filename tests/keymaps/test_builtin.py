@@ -1,4 +1,4 @@
-"""Built-in key maps against what transformers itself saves, and against torchtitan's layout."""
+"""Built-in key maps, compared with what transformers saves and with torchtitan's layout."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def tiny_model(model_type: str) -> Any:
         known = kind()
         sizes = {k: v for k, v in SIZES.items() if hasattr(known, k)}
         model = transformers.AutoModelForCausalLM.from_config(kind(**{**sizes, **MORE.get(model_type, {})}))
-        for parameter in model.parameters():  # some experts are left empty by from_config
+        for parameter in model.parameters():  # from_config leaves some experts uninitialized
             torch.nn.init.normal_(parameter)
     return model
 
 
 def saved_by_transformers(model: Any, directory: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-    """What is in memory, what save_pretrained writes, and its config.json."""
+    """Return the tensors in memory, the tensors that save_pretrained writes, and its config.json."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model.save_pretrained(directory)
@@ -91,7 +91,7 @@ def test_the_map_of_a_model_type_gives_the_names_that_transformers_saves(model_t
     assert_same(dict(there.targets), memory, hub)
     back = key_map.inverse().apply(targets_of(hub), config=config)
     assert_same(dict(back.targets), hub, memory)
-    # The same map is found from the names of a base model alone, whatever its config says.
+    # The names of a base model are enough to find the same map, whatever its config says.
     chosen = choose_map(targets_of(memory), wanted=hub, config={})
     assert_same(dict(chosen.mapped.targets), memory, hub)
 

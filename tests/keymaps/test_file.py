@@ -1,4 +1,4 @@
-"""Key-map files: what they may say, and that each fault is named by rule and key."""
+"""Key-map files: their syntax, and errors that name the rule and the key."""
 
 from __future__ import annotations
 

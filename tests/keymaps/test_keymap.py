@@ -1,4 +1,4 @@
-"""Key maps: every operation does what numpy says, one to one, and can be undone."""
+"""Key maps: every operation equals numpy, uses each element once, and can be inverted."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ def test_malformed_regexes_are_refused() -> None:
         NamePattern(regex="a(")
 
 
-# --- maps turned round
+# --- inverse maps
 
 PAIRS: list[tuple[list[Rule], dict[str, Any]]] = [
     ([Rename(pattern("l.{i:d}.{x:*}"), "model.l.{i}.{x}")], {"l.0.a.b": np.arange(3), "l.1.a.b": np.arange(2)}),
@@ -328,7 +328,7 @@ class _Numpy:
                 n = draw(st.sampled_from(heads))
                 self.rules.append(RopePermute(w, n))
                 self.array = llama_permute(self.array, n)
-        elif kind == "cut":  # split in two, and joined the other way round
+        elif kind == "cut":  # split in two and joined in the other order
             at = draw(st.integers(0, self.array.shape[dim]))
             self.rules.append(Split(w, ("l", "r"), dim, (at, self.array.shape[dim] - at)))
             self.rules.append(Concat((pattern("r"), pattern("l")), "w", dim))

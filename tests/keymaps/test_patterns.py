@@ -1,4 +1,4 @@
-"""Patterns over tensor names: templates, and regular expressions that somebody else wrote."""
+"""Patterns over tensor names: templates, and untrusted regular expressions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real headless browser for the pages: their DOM, what it complains about, and a print on paper."""
+"""A real headless browser for the pages: their DOM, console messages, and printing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 
 def dom(page: Path, tmp_path: Path) -> tuple[str, str]:
-    """Return the page's DOM after it was shown, and the browser's log (requests that were blocked, errors)."""
+    """Return the page's DOM after rendering, and the browser's log (blocked requests, errors)."""
     done = _run(tmp_path, "--enable-logging=stderr", "--v=0", "--dump-dom", page.resolve().as_uri())
     return done.stdout, done.stderr
 
@@ -27,7 +27,7 @@ def printed(page: Path, tmp_path: Path) -> bytes:
 
 def _run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     if CHROMIUM is None:
-        # A machine without a browser still parses the pages (test_pictures.py); CI installs one.
+        # Without a browser the pages are still parsed (test_pictures.py); CI installs one.
         assert not os.environ.get("CKPTKIT_REQUIRE_BROWSER"), "CI must have chromium: apt-get install chromium"
         pytest.skip("no chromium here: apt-get install chromium")
     options = [

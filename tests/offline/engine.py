@@ -1,4 +1,4 @@
-"""Checkpoints made by hand for the engine: slices in files of a folder, with digests, and what they hold."""
+"""Handmade checkpoints for the engine: slices in files of a folder, with digests, and their values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Made:
 
 
 def bits(dtype: str, shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
-    """Random bits of a dtype; floats are finite, so that casts can be compared."""
+    """Return random bits of a dtype; floats are finite, so that casts can be compared."""
     rng = np.random.default_rng(seed)
     if dtype in ("float64", "float32", "float16"):
         values = rng.standard_normal(shape).astype(dtype)
@@ -53,7 +53,7 @@ def make_source(
     codec: bool = False,
     transposed: bool = False,
 ) -> Made:
-    """Write tensors, name -> (dtype, shape, slices), into `files` files; slices take turns."""
+    """Write tensors, name -> (dtype, shape, slices), into `files` files in turn."""
     folder.mkdir()
     blobs = [bytearray(b"head") for _ in range(files)]
     arrays: dict[str, np.ndarray] = {}
@@ -102,7 +102,7 @@ def digest_of(algorithm: str | None, data: bytes, start: int) -> Digest | None:
 
 
 def plan_whole(catalog: Catalog, tensors: Sequence[OutputTensor], *, path: str = "out") -> Plan:
-    """Lay tensors one after the other in one file, a literal in front of each."""
+    """Place tensors in one file, with a literal before each."""
     at, literals, placements = 0, [], []
     for tensor in tensors:
         literals.append(Literal(at, GAP))
@@ -112,7 +112,7 @@ def plan_whole(catalog: Catalog, tensors: Sequence[OutputTensor], *, path: str =
 
 
 def read_placed(folder: Path, plan: Plan) -> dict[str, np.ndarray]:
-    """Put the boxes that lie in the files of a result together again."""
+    """Assemble the tensors from the boxes in the files of a result."""
     found = {}
     for placement in plan.placements:
         tensor = placement.tensor

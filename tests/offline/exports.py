@@ -1,4 +1,4 @@
-"""An export carried out in memory: every tensor as numpy bytes, from the source's own files."""
+"""An export computed in memory: every tensor as numpy bytes, from the source files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def carried_out(store: Store, catalog: Catalog, export: HFExport) -> dict[str, Any]:
-    """The tensors of an export as arrays of unsigned integers: bits, whatever the dtype. No cast is done."""
+    """Return the tensors of an export as arrays of unsigned integers (bits of any dtype), without casts."""
     return {tensor.name: _bits(store, catalog, tensor) for tensor in export.tensors}
 
 
@@ -35,7 +35,7 @@ def small_files(export: HFExport) -> dict[str, bytes]:
 
 
 def bits_of(path: Any) -> dict[str, Any]:
-    """The tensors of a safetensors file, as bits."""
+    """Return the tensors of a safetensors file, as bits."""
     from ckptkit.formats.hf import safetensors
     from ckptkit.storage.open import open_store
 

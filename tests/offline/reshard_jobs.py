@@ -1,4 +1,4 @@
-"""What ranks do for the tests of reshard: save a job, load it elsewhere, count what that reads."""
+"""The work of ranks in the reshard tests: save a job, load it elsewhere, count the bytes read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.checkpoint import jobs
 
 
 def save(url: str, layout: str, types: tuple[str, ...], precision: str = "fp32") -> dict[str, Any]:
-    """Train two steps and save step 2 below <url>/<type> for each type; return every number."""
+    """Train two steps and save step 2 below <url>/<type> for each type; return every value."""
     job = jobs.make(layout, precision)
     jobs.seed(7, jobs.data_rank(layout))
     job.train(2)
@@ -29,7 +29,7 @@ def save(url: str, layout: str, types: tuple[str, ...], precision: str = "fp32")
 
 
 def load(urls: list[str], layout: str, precision: str = "fp32") -> list[dict[str, Any]]:
-    """Load each checkpoint into a fresh job; return every number of each."""
+    """Load each checkpoint into a fresh job; return every value of each."""
     found = []
     for url in urls:
         job = jobs.make(layout, precision, start=99)
@@ -40,7 +40,7 @@ def load(urls: list[str], layout: str, precision: str = "fp32") -> list[dict[str
 
 
 def resume(url: str) -> tuple[int, dict[str, Any]]:
-    """Load the latest checkpoint of a run; return its step and every number."""
+    """Load the latest checkpoint of a run; return its step and every value."""
     job = jobs.make("1d", start=99)
     with CheckpointManager(url) as manager:
         report = manager.load(job.state(), per_rank_on_resize="keep")
@@ -49,7 +49,7 @@ def resume(url: str) -> tuple[int, dict[str, Any]]:
 
 
 class Wide(nn.Module):
-    """Large enough that bytes of data can be told from bytes of headers; 301 rows are uneven for any world size."""
+    """Large enough that data dominate headers; 301 rows are uneven for any world size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,14 +85,14 @@ def _local_nbytes(tensors: Any) -> int:
 
 
 def count_reads(url: str, layout: str) -> dict[str, tuple[int, int]]:
-    """Return (bytes read, bytes needed) of a load by our manager, and by plain torch DCP of the model alone."""
+    """Return (bytes read, bytes needed) of a load by our manager, and by plain torch DCP of the model only."""
     import torch.distributed.checkpoint as dcp
 
     model, optimizer = _wide(layout)
     found = {}
     with CheckpointManager(str(Path(url).parent)) as manager:
         state = TrainState(model=model, optimizer=optimizer, rng=False)
-        for _ in range(2):  # the first imports what it needs
+        for _ in range(2):  # the first load also imports
             before = _read_bytes()
             manager.load(state, url)
             read = _read_bytes() - before
@@ -138,9 +138,9 @@ def go_on(
     groups: list[list[str]],
     masters: bool = False,
 ) -> tuple[dict[str, Any], dict[str, Any], list[Any], list[str]]:
-    """Load a checkpoint strictly into a sharded model with AdamW, return its numbers, then train a step.
+    """Load a checkpoint strictly into a sharded model with AdamW, return its values, then train a step.
 
-    Returns model tensors, optimizer tensors by "<fqn>.<state>", the settings of the groups, what was loaded.
+    Returns model tensors, optimizer tensors by "<fqn>.<state>", the settings of the groups, and the loaded names.
     """
     from ckptkit.fsdp.master_weights import MasterWeightOptimizer
 

@@ -1,4 +1,4 @@
-"""Conversions killed at any point and run again: the same bytes, nothing left over, fewer bytes moved."""
+"""Conversions killed at any point and run again: the same bytes, no leftovers, fewer bytes moved."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ DATED = ("README.md",)
 
 @dataclass(frozen=True)
 class Again:
-    """What the run after a kill did.
+    """The result of the run after a kill.
 
     Attributes:
-        taken, steps: How many of the steps were done already.
-        moved, whole: Bytes that it wrote, and that a run from nothing writes.
+        taken, steps: The steps that were already done, and all steps.
+        moved, whole: The bytes that it wrote, and those that a run from scratch writes.
     """
 
     taken: int
@@ -43,7 +43,7 @@ class Again:
 
 
 def make_source(folder: Path, *, tensors: int, rows: int, ranks: int) -> Path:
-    """A DCP checkpoint of many files, so that a conversion of it takes many steps."""
+    """A DCP checkpoint of many files, so that its conversion takes many steps."""
     rng = np.random.default_rng(0)
     save_file({f"layers.{i}.w": rng.random((rows, 512), np.float32) for i in range(tensors)}, folder / "m.safetensors")
     convert(str(folder / "m.safetensors"), str(folder / "in"), to="dcp", world_size=ranks)
@@ -83,7 +83,7 @@ def _note(report: Any) -> tuple[int, int]:
 
 
 def _run(src: str, dst: str, options: Options, kills: dict[int, int]) -> tuple[int, ...]:
-    """Steps taken over, steps, bytes written, file operations of this rank."""
+    """Return the reused steps, all steps, the bytes written and the file operations of this rank."""
     operations = kill_at(kills.get(int(os.environ.get("RANK", "0")), 0))
     moved = counted_writes()
     runs._STEP = 200_000
@@ -97,7 +97,7 @@ def _alone(say: Any, src: str, dst: str, options: Options, kills: dict[int, int]
 
 
 def run(source: Path, out: Path, ranks: int, options: Options, kills: dict[int, int]) -> tuple[int, ...] | None:
-    """Steps taken over, steps, bytes written, operations of the rank that had fewest; None where it was killed."""
+    """Return the reused steps, all steps, the bytes written, and the fewest operations of a rank; None if killed."""
     if ranks == 1:
         code, said = fork(_alone, str(source), str(out), options, kills, timeout=120)
         assert code in (0, -signal.SIGKILL), code
@@ -111,7 +111,7 @@ def run(source: Path, out: Path, ranks: int, options: Options, kills: dict[int, 
 
 
 def kill_on_disk(source: Path, place: Path, first: int, second: int, options: Options, seed: int) -> Again | None:
-    """Kill a run of `first` ranks, all of them or one, and run it with `second`; None where it was published before."""
+    """Kill a run of `first` ranks, all or one, and run it with `second`; None if the result was already published."""
     rng = random.Random(seed)
     out, whole, notes = place / "out", place / "whole", place / "notes"
     if not whole.exists():
@@ -128,7 +128,7 @@ def kill_on_disk(source: Path, place: Path, first: int, second: int, options: Op
     if killed is None and not there:
         again = run(source, out, second, options, {})
         assert again is not None
-    if killed is None and there:  # it died when all was done: the next run clears what is left of it
+    if killed is None and there:  # killed after all work was done: the next run removes the leftovers
         assert run(source, out, second, {**options, "overwrite": True}, {}) is not None
     assert content(out) == content(whole)
     assert sorted(path.name for path in place.iterdir()) == ["in", "m.safetensors", "notes", "out", "whole"]
@@ -140,13 +140,13 @@ def kill_on_disk(source: Path, place: Path, first: int, second: int, options: Op
 
 
 def _upload(say: Any, src: str, url: str, s3: Options, options: Options) -> None:
-    upload.UPLOAD_BYTES = 5 << 20  # the least that S3 takes: so that there are uploads in parts
+    upload.UPLOAD_BYTES = 5 << 20  # the minimum of S3, so that uploads have parts
     report = convert(src, url, dst_storage_options=s3, **options)
     say(repr(_note(report)).encode())
 
 
 def run_remote(source: Path, url: str, s3: Options, options: Options) -> int:
-    """Run it to its end, and return how many objects it took over."""
+    """Run it to its end, and return the number of reused objects."""
     code, said = fork(_upload, str(source), url, s3, options, timeout=120)
     assert code == 0
     return int(said.decode().strip("()").split(",")[0])
@@ -155,10 +155,10 @@ def run_remote(source: Path, url: str, s3: Options, options: Options) -> int:
 def kill_remote(
     source: Path, url: str, proxy: Proxy, through: Options, options: Options, nth: int, *, carried_out: bool
 ) -> tuple[int, int] | None:
-    """Kill a run to an object store at its nth request, which is carried out or not; run it again.
+    """Kill a run to an object store before or after its nth request is carried out; run it again.
 
     Returns:
-        How many objects the second run took over, and the bytes that it sent; None where the first had ended.
+        The number of objects that the second run reused and the bytes that it sent; None if the first run had ended.
     """
     pid = source.with_name("pid")
     killed: list[int] = []

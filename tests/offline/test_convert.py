@@ -1,4 +1,4 @@
-"""convert, end to end: every kind of source that the zoo holds, every target, and what is left after a failure."""
+"""convert, end to end: every source of the zoo, every target, and the files after a failure."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from ckptkit.offline.verify import verify
 
 ZOO = Path(__file__).parents[1] / "zoo"
 CASES = {case["name"]: case for case in json.loads((ZOO / "MANIFEST.json").read_text())}
-# What needs more than a source and a destination, or has an outcome of its own, is tested beside the export.
+# Sources that need more arguments or have another outcome are tested in tests/offline/export.
 ALONE = [
     name
     for name, case in CASES.items()
@@ -79,7 +79,7 @@ def assert_expected(got: dict[str, torch.Tensor], name: str) -> None:
     missing = {key for key in expected if key not in got}
     assert missing <= {"lm_head.weight"}, missing
     assert [key for key in expected if key not in missing and not same(got[key], expected[key])] == []
-    if missing:  # a tied head whose bytes are those of the embedding is written once
+    if missing:  # a tied head equal to the embedding is written once
         assert same(expected["lm_head.weight"], got["model.embed_tokens.weight"])
 
 
@@ -112,7 +112,7 @@ def test_torch_loads_the_dcp_result(world_size, tmp_path):
     assert all(same(state["model"][key], expected[key]) for key in expected)
 
 
-@pytest.mark.parametrize("rows", [5, STREAMED])  # a CRC before the payload, and one behind it
+@pytest.mark.parametrize("rows", [5, STREAMED])  # a CRC before the payload, and one after it
 def test_records_of_dcp_carry_the_crc_of_their_bytes(rows, tmp_path):
     (tmp_path / "in").mkdir()
     save_file({"w": torch.arange(rows * 2, dtype=torch.float32)}, tmp_path / "in" / "model.safetensors")
@@ -146,7 +146,7 @@ def test_the_single_file_is_a_valid_zip(tmp_path):
 
 
 def test_offsets_and_sizes_past_4_gib_use_zip64(monkeypatch, tmp_path):
-    monkeypatch.setattr(zips, "_WIDE", 200)  # every field that could overflow does
+    monkeypatch.setattr(zips, "_WIDE", 200)  # forces zip64 for every field
     convert(str(UNEVEN / "ckpt"), str(tmp_path / "model.pt"), to="torch")
     state = torch.load(tmp_path / "model.pt", weights_only=True)
     expected = load_file(UNEVEN / "EXPECTED.safetensors")
@@ -239,7 +239,7 @@ def test_only_floats_are_cast_with_the_bits_of_torch(dtype, tmp_path):
         assert same(got[key], value.to(wanted) if value.is_floating_point() else value)
 
 
-# --- what is published, and what not
+# --- publication
 
 
 def test_an_existing_directory_is_not_replaced(tmp_path):
@@ -334,14 +334,14 @@ def test_interrupted_work_looks_unfinished_and_can_be_run_again(kind, tmp_path):
         process.kill()
         process.wait()
         process.stdout.close()
-    if (tmp_path / "out").exists():  # then it is a whole one
+    if (tmp_path / "out").exists():  # then it is complete
         got = tensors_in(tmp_path / "out")
         assert all(same(got[key], value) for key, value in tensors.items())
     convert(str(tmp_path / "in"), str(tmp_path / "out"), overwrite=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 
-# --- without torch, and by several
+# --- imports, and several ranks
 
 
 def test_conversions_with_and_without_a_cast_do_not_import_torch(tmp_path):
@@ -440,7 +440,7 @@ def test_damage_leaves_nothing_on_s3(bucket):
     assert not s3fs.S3FileSystem(**options, use_listings_cache=False).exists("convert/bad")
 
 
-# --- what is said, and who is asked
+# --- output and storage options
 
 
 def test_source_and_destination_storage_options_override_common_ones():

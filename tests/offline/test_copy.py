@@ -1,4 +1,4 @@
-"""copy: byte for byte, whole or not at all, whatever the format; a run in its order, with what keeps it as it is."""
+"""copy: byte for byte, completely or not at all, for every format; runs in their order, with pins."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ FOREIGN = [
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three checkpoints, the first of which is pinned."""
+    """Three checkpoints; the first is pinned."""
     run = tmp_path_factory.mktemp("copy") / "RUN"
     with CheckpointManager(run) as manager:
         for step in (1, 2, 3):
@@ -91,7 +91,7 @@ def flip(path: Path) -> None:
 @pytest.mark.parametrize("name", FOREIGN)
 @pytest.mark.parametrize("check", [True, False])
 def test_a_checkpoint_of_any_format_is_copied_byte_for_byte(zoo: Path, tmp_path: Path, name: str, check: bool) -> None:
-    source = zoo / name  # of verl, DeepSpeed and Megatron: with what lies around the one step
+    source = zoo / name  # for verl, DeepSpeed and Megatron: the directory around the one step
     done = copy(str(source), str(tmp_path / "out"), check=check, verify=True)
     assert tree(tmp_path / "out") == tree(source)
     (item,) = done.checkpoints
@@ -110,7 +110,7 @@ def test_a_checkpoint_of_a_run_is_copied_with_its_record_and_every_byte_is_prove
     assert item.unproved == 0 and done.nbytes == item.nbytes
     assert "not proved" not in done.proof() and f"{item.digests} source digests checked" in done.proof()
     assert verify(str(tmp_path / "out")).ok
-    assert list_pins(open_store(str(run))) == list_pins(open_store(str(run)))  # nothing of ours is left there
+    assert list_pins(open_store(str(run))) == list_pins(open_store(str(run)))  # no pin of ours is left
     assert [pin.owner for pin in list_pins(open_store(str(run)))] == [None]
 
 
@@ -126,7 +126,7 @@ def test_large_slices_and_the_bytes_between_them_are_checked(tmp_path: Path) -> 
     assert item.unproved == 0 and tree(tmp_path / "out") == tree(source)
     data = max(source.glob("*.distcp"), key=lambda path: path.stat().st_size)
     good = data.read_bytes()
-    for at in (len(good) // 2, 3):  # in a slice; in what lies around
+    for at in (len(good) // 2, 3):  # in a slice; between slices
         data.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
         with pytest.raises(IntegrityError, match=r"\.distcp"):
             copy(str(source), str(tmp_path / "bad"))
@@ -256,7 +256,7 @@ def test_a_run_is_copied_with_its_pins_and_latest_and_loads(run: Path, tmp_path:
     with CheckpointManager(tmp_path / "new") as manager:
         manager.load(loaded)
         same_as_saved(loaded, 3)
-        manager.save(4, state(4))  # and goes on
+        manager.save(4, state(4))  # the run continues
     assert steps(tmp_path / "new") == [1, 2, 3, 4]
 
 
@@ -427,7 +427,7 @@ def test_rotation_of_the_source_waits_for_what_is_being_copied(
 
     monkeypatch.setattr(copy_module, "carry_out", rotating)
     copy(str(run), str(tmp_path / "new"))
-    assert kept == [[1, 2, 3], [1, 2, 3], [1, 3]]  # the first is pinned for good; the second goes once it is copied
+    assert kept == [[1, 2, 3], [1, 2, 3], [1, 3]]  # the first is pinned; the second is deleted once it is copied
     assert steps(tmp_path / "new") == [1, 2, 3]
 
 

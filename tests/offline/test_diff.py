@@ -146,12 +146,12 @@ def test_memory_does_not_grow_with_the_tensor(tmp_path: Path) -> None:
             "from ckptkit.offline.diff import diff\n"
             f"assert not diff('{tmp_path}/a{megabytes}.safetensors', '{tmp_path}/b{megabytes}.safetensors',"
             " max_memory='64MB').equal\n"
-            # Not ru_maxrss: that starts from the peak of the process that forked this one.
+            # Not ru_maxrss, which starts from the peak of the forking process.
             "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
         )
         done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
         peaks.append(int(done.stdout) * 1024)
-    assert peaks[1] - peaks[0] < 40 << 20  # of 224 MiB more on the two sides together
+    assert peaks[1] - peaks[0] < 40 << 20  # for 224 MiB more on both sides together
 
 
 def test_an_export_is_compared_by_weights_and_missing_tensors_are_named(zoo: Path, tmp_path: Path) -> None:

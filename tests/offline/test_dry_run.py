@@ -36,7 +36,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def refused(name: str, source: Path, dst: Path, match: str, **more: Any) -> None:
-    """Assert that both runs refuse for the same reason, the dry one by name, and that neither writes."""
+    """Assert that both runs refuse for the same reason, that the dry run names it, and that neither writes."""
     run, options = RUNS[name]
     before = sorted(path for path in dst.parent.rglob("*"))
     with pytest.raises((CkptkitError, OSError), match=match):

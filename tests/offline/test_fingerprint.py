@@ -1,4 +1,4 @@
-"""Fingerprints: the same whatever the sharding, another for every damage."""
+"""Fingerprints: equal for any sharding, different for any damage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an aborted save, or a copy that was cut off, leaves behind is never called ok."""
+"""Leftovers of an aborted save or an interrupted copy are never called ok."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckptkit.offline.diff import diff
 from ckptkit.offline.reshard import reshard
 from ckptkit.offline.verify import verify
 
-ONLY = {  # what is left of the checkpoint
+ONLY = {  # the remaining files of the checkpoint
     "megatron_torch_dist_emulated/iter_0000010": ("common.pt",),
     "lightning_trainer_fsdp_w2/epoch=0-step=3.ckpt": ("meta.pt",),
     "lightrft_naive_optim_w2/global_step6": ("optim_states/.metadata", "optim_states/*.distcp"),
@@ -23,7 +23,7 @@ ONLY = {  # what is left of the checkpoint
     "verl_fsdp2_w2": ("**/extra_state_world_size_2_rank_0.pt",),
     "deepspeed_zero2_bf16_w2/ckpt/global_step2": ("mp_rank_00_model_states.pt",),
 }
-WITHOUT = {  # what is gone, and who says so
+WITHOUT = {  # the missing files, and the commands that notice it
     "megatron_torch_dist_emulated/iter_0000010": (".metadata", "save did not finish"),
     "lightning_trainer_fsdp_w2/epoch=0-step=3.ckpt": (".metadata", "save did not finish"),
     "lightrft_naive_optim_w2/global_step6": (".metadata", "save did not finish"),
@@ -52,7 +52,7 @@ def _copy(source: Path, target: Path) -> Path:
 
 
 def _found(url: Path) -> str:
-    """What verify finds; "" where it says ok."""
+    """Return verify's findings; "" if it says ok."""
     try:
         return " ".join(problem.message for problem in verify(str(url)).problems)
     except CkptkitError as error:

@@ -1,4 +1,4 @@
-"""inspect: every format of the zoo, metadata alone, cuts and shared bytes."""
+"""inspect: every format of the zoo, metadata only, shards and shared bytes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_inspect_reads_only_metadata_of_every_format(tmp_path: Path) -> None:
     save_file({"a.w": np.ones((64, 64), np.float32)}, file)
     before = inspect(str(file)).to_json()
     data = file.read_bytes()
-    with file.open("r+b") as stream:  # the tensor's bytes become a hole: a read of them would give zeros
+    with file.open("r+b") as stream:  # the tensor's bytes become a hole, so that a read would return zeros
         stream.truncate(len(data) - 64 * 64 * 4)
         stream.truncate(len(data))
     assert inspect(str(file)).to_json() == before

@@ -1,4 +1,4 @@
-"""convert, reshard and prune killed at any file operation: the source is untouched, the result whole or not there."""
+"""convert, reshard and prune killed at any file operation: the source is unchanged, the result complete or absent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ls and prune over a run that has everything in it: committed, pinned, dead, damaged, foreign."""
+"""ls and prune on a run with entries of every kind: committed, pinned, dead, damaged, foreign."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.checkpoint.killed import state
 
 @pytest.fixture
 def root(zoo: Path, tmp_path: Path) -> Path:
-    """Two checkpoints of which the older is pinned, a damaged one, a leftover, and something of somebody else."""
+    """Two checkpoints, the older pinned, a damaged one, a leftover, and a foreign entry."""
     run = tmp_path / "RUN"
     reshard(str(zoo / "verl_fsdp2_w2"), str(run / "step_00000004"), world_size=2)
     reshard(str(zoo / "lightning_real_mp_w2"), str(run / "step_00000002"), world_size=2)
@@ -135,7 +135,7 @@ def test_a_run_that_begins_with_a_reshard_counts_no_absent_saves(tmp_path: Path)
     assert list_run(str(tmp_path / "new")).absent == 0
 
 
-# --- ls, a dry run and prune are of one mind
+# --- ls, a dry run and prune agree
 
 LEFT = ".tmp-step_00000010-0123456789abcdef"
 TOLD = RetentionPolicy(keep_every=3, keep_best=("loss", "min"))
@@ -143,7 +143,7 @@ TOLD = RetentionPolicy(keep_every=3, keep_best=("loss", "min"))
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Six steps with all that may count: a best, a pin, one resumed from, files of others, saves that did not end."""
+    """Six steps with everything that matters: a best, a pin, one resumed from, foreign files, unfinished saves."""
     run = tmp_path_factory.mktemp("full") / "RUN"
     with CheckpointManager(run, retention=TOLD) as manager:
         for step in (1, 2, 3, 4):

@@ -1,4 +1,4 @@
-"""merge: the bits of the sums, which checkpoints, and what is refused."""
+"""merge: the bits of the sums, the choice of checkpoints, and refusals."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def test_metrics_of_the_sources_are_not_copied(tmp_path: Path) -> None:
         ("uniform", (0.25, 0.25, 0.25, 0.25)),
         ("0.1,0.2,0.3,0.4", (0.1, 0.2, 0.3, 0.4)),
         ((1.5, -0.5, 0, 0), (1.5, -0.5, 0, 0)),
-        # Megatron-LM, tools/checkpoint/weighted_merge.py: coefficients of "minus-sqrt" for four checkpoints.
+        # From Megatron-LM, tools/checkpoint/weighted_merge.py: coefficients of "minus-sqrt" for four checkpoints.
         ("minus-sqrt", (0.5, 0.20710678118654757, 0.1589186225978911, 0.1339745962155614)),
         ("ema:0.5", (0.125, 0.125, 0.25, 0.5)),
     ],
@@ -266,7 +266,7 @@ def test_an_interrupted_merge_is_not_continued_with_other_weights(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    def merged(weights: Any) -> str:  # DCP: it has no file in which the weights are named
+    def merged(weights: Any) -> str:  # DCP has no file that names the weights
         report = merge(many, str(tmp_path / "out"), to="dcp", weights=weights)
         return " ".join(report.notes)
 
@@ -311,7 +311,7 @@ def test_mismatches_with_the_base_are_refused(sources: list[str], tmp_path: Path
 
 
 def quantized_sources(tmp_path: Path, kind: str) -> tuple[list[str], list[dict[str, torch.Tensor]]]:
-    """Three quantized checkpoints, each with what it is in fp32 by plain torch."""
+    """Return three quantized checkpoints, each with its fp32 values computed by plain torch."""
     made, exact = [], []
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""`--overwrite` replaces one checkpoint or one export, recognised as such, and nothing else."""
+"""`--overwrite` replaces one recognised checkpoint or export, and nothing else."""
 
 from __future__ import annotations
 

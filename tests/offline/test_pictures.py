@@ -1,4 +1,4 @@
-"""The pages: in a real browser, without network, whatever the names, at any size, and on paper."""
+"""The pages: in a real browser, without network, for any names and sizes, and printed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HOSTILE = '</title><script>document.title="owned"</script><img src=http://x.inva
 
 
 class _Tags(HTMLParser):
-    """Every tag and its attributes, and what was opened and not closed."""
+    """Collects every tag and its attributes, and unclosed tags."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def test_no_rectangle_exceeds_its_picture(pages: dict[str, Path], name: str) -> 
 def test_a_page_prints_on_paper(pages: dict[str, Path], tmp_path: Path) -> None:
     pdf = printed(pages["two"], tmp_path)
     assert pdf.startswith(b"%PDF-")
-    assert len(pdf) > 20_000  # not a blank sheet: those have 1 kB
+    assert len(pdf) > 20_000  # a blank page has 1 kB
 
 
 def test_a_hostile_name_is_escaped(pages: dict[str, Path]) -> None:
@@ -127,7 +127,7 @@ def entry(name: str, rows: int, ranks: tuple[int, ...] = (0, 1), state: str = ""
 
 
 def bars(picture: str) -> dict[str, float]:
-    """The length of each bar by its name."""
+    """Return the length of each bar by its name."""
     found = {}
     for row in picture.split("<text ")[1:]:
         if name := re.match(r'x="[\d.]+" y="[\d.]+" text-anchor="end">([^<]+)', row):
@@ -222,7 +222,7 @@ def test_a_timeline_shows_where_checkpoints_are_absent() -> None:
     items = [TimelineItem("a", 1, 100, "kept", "why"), TimelineItem("b", 5, 100, "kept", "why", absent_before=3)]
     picture = timeline(items, max_num=1).picture
     assert "3 saved in between, now gone" in picture
-    assert picture.count('class="gone"') == 2  # their place, and the legend
+    assert picture.count('class="gone"') == 2  # the mark, and the legend
     assert picture.count('class="limit"') == 1
 
 

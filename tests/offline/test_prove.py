@@ -1,4 +1,4 @@
-"""--verify: which proof a tensor gets, what it reads, and that it finds what is wrong."""
+"""--verify: the proof for each tensor, what it reads, and the damage that it finds."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def proved(folder: Path) -> int:
 
 
 def place(folder: Path, name: str) -> int:
-    """Where a tensor starts in the result."""
+    """Return where a tensor starts in the result."""
     return read_header(LocalStore(str(folder / "out")), FILE).tensors[name].start
 
 
@@ -48,7 +48,7 @@ def flip(path: Path, at: int) -> None:
 
 @pytest.fixture
 def fingerprinted(monkeypatch) -> list[str]:
-    """Names of the tensors that were proved by fingerprints."""
+    """Return the names of the tensors that were proved by fingerprints."""
     names: list[str] = []
     plain = prove._Prover._expected
 
@@ -63,7 +63,7 @@ def fingerprinted(monkeypatch) -> list[str]:
 def test_slices_with_digests_are_proved_without_reading_the_source(made, fingerprinted, monkeypatch):
     monkeypatch.setattr(prove._Prover, "_has_bytes", None)
     assert proved(made) == 18
-    assert all("scalar" in name or name in ("gain", "step_count") for name in fingerprinted)  # no dimensions
+    assert all("scalar" in name or name in ("gain", "step_count") for name in fingerprinted)  # scalars
 
 
 def test_slices_without_digests_are_compared_byte_by_byte(made, tmp_path, fingerprinted):
@@ -135,7 +135,7 @@ def test_runs_of_a_slice_spread_over_files_are_in_slice_order():
     [
         ([[0, 0], [0, 3]], [[6, 3], [6, 2]]),  # columns
         ([[0, 0], [0, 0]], [[6, 5], [6, 5]]),  # replicas
-        ([[0, 0]], [[4, 5]]),  # a slice that is not all there
+        ([[0, 0]], [[4, 5]]),  # an incomplete slice
     ],
 )
 def test_slices_that_are_not_runs_are_fingerprinted(offsets, sizes):

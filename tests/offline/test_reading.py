@@ -1,4 +1,4 @@
-"""What a command reads is not rotated away under it; where no pin can be, the command lists again."""
+"""A command pins what it reads against rotation; where it cannot pin, it lists again."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def commit_another(run: Path, name: str) -> None:
 
 
 def while_reading(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None], times: int = 1) -> None:
-    """Run `act` once a source is open, before anything of it is read."""
+    """Run `act` once a source is open, before its data is read."""
     left = [times]
     real = reading._is_of
 
@@ -151,7 +151,7 @@ def test_a_newest_checkpoint_that_vanishes_before_its_pin_is_chosen_again(
 
 
 def move_on(run: Path) -> None:
-    """Rotation of another job: what was the newest is gone, and another one is there."""
+    """Rotate as another job: the newest checkpoint is replaced by a newer one."""
     delete_checkpoint(open_store(str(run)), "first", reason="test")
     commit_another(run, "second")
 
@@ -188,4 +188,4 @@ def test_a_copy_without_a_file_is_reported_as_incomplete_and_not_as_replaced(
     except CkptkitError as error:
         words = str(error)
     assert "replaced" not in words
-    assert name in words or (command == "diff" and name in (".metadata", "__0_0.distcp"))  # by digests alone
+    assert name in words or (command == "diff" and name in (".metadata", "__0_0.distcp"))  # decided by digests alone

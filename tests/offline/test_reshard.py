@@ -1,4 +1,4 @@
-"""Reshard: a checkpoint of one cluster loads, bit for bit, on any other."""
+"""Reshard: a checkpoint of one mesh loads, bit for bit, on any other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TP_PLAN = {"up.*": 0, "down.weight": 1}
 
 @pytest.fixture(scope="module")
 def runs(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Saved runs by (layout, world size), made once: (folder with "sharded" and "local", every number)."""
+    """Saved runs by (layout, world size), created once: (folder with "sharded" and "local", every value)."""
     made: dict[tuple[str, int, str], tuple[Path, dict[str, Any]]] = {}
 
     def run(layout: str, world_size: int, precision: str = "fp32") -> tuple[Path, dict[str, Any]]:

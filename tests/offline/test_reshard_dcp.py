@@ -1,4 +1,4 @@
-"""A reshard of a DCP of others is one: the state that torch loads from the source, torch loads from the result."""
+"""A reshard of a foreign DCP is a DCP: torch loads the same state from source and result."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SOURCES = (
 
 
 def _plain(url: str) -> dict[str, Any]:
-    """All that torch loads from a checkpoint, by key."""
+    """Return everything that torch loads from a checkpoint, by key."""
     reader = dcp.FileSystemReader(url)
     state: dict[str, Any] = {}
     for key, entry in reader.read_metadata().state_dict_metadata.items():

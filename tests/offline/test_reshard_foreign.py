@@ -1,4 +1,4 @@
-"""A run of another system goes on under FSDP2: weights, masters, moments, settings, schedulers, bit for bit."""
+"""A run of another system resumes under FSDP2: weights, masters, moments, settings, schedulers, bit for bit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckptkit.offline.reshard import reshard
 from tests.formats.readback import tensor_bytes
 from tests.offline import reshard_jobs
 
-# Each with whether it keeps the state of a scheduler of torch.
+# Each with whether it stores the state of a torch scheduler.
 SOURCES = {
     "deepspeed_zero1_odd_sizes_w3": False,
     "deepspeed_zero2_bf16_w2": False,
@@ -43,7 +43,7 @@ def _by_fqn(source: Source, role: Role) -> dict[str, TensorEntry]:
 
 
 def _model(source: Source) -> tuple[dict[str, tuple[str, tuple[int, ...]]], dict[str, str], list[str]]:
-    """Names and shapes of a model, which names are tied to which, which are buffers: whatever has no moments."""
+    """Return names and shapes of a model, its tied names, and its buffers."""
     trained = {entry.fqn for entry in _by_fqn(source, Role.OPTIMIZER).values()}
     shapes = {fqn: (entry.dtype, entry.shape) for fqn, entry in _by_fqn(source, Role.MODEL).items()}
     loose = [fqn for fqn in shapes if fqn not in trained]
@@ -52,7 +52,7 @@ def _model(source: Source) -> tuple[dict[str, tuple[str, tuple[int, ...]]], dict
 
 
 def _groups(source: str, place: Path) -> list[list[str]]:
-    """The parameters of each group, as a LOCAL result has them."""
+    """Return the parameters of each group in a LOCAL result."""
     reshard(source, str(place / "groups"), world_size=1, type="local")
     tree = open_source(str(place / "groups")).catalog.objects["optimizer"].value
     return [group["params"] for group in tree["param_groups"]]

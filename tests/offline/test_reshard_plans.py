@@ -1,4 +1,4 @@
-"""Reshard planned without data: world sizes beyond any machine, with full coverage proved."""
+"""Reshards planned without data: very large world sizes, with proved coverage."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def shapes(layers: int = 80) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def whole(names: Iterator[tuple[str, tuple[int, ...]]]) -> Catalog:
-    """A source in one piece: weights in bf16, a moment in fp32, a step."""
+    """A source in one piece: bf16 weights, one fp32 moment, and a step."""
     tensors: dict[str, TensorEntry] = {}
     at = 0
 

@@ -1,4 +1,4 @@
-"""Killed at any point and run again: the same bytes, nothing left over. Many more: `benchmarks/faults/resumed.py`."""
+"""Killed at any point and run again: the same bytes, no leftovers. `benchmarks/faults/resumed.py` runs many more."""
 
 from __future__ import annotations
 

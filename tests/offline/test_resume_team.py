@@ -1,4 +1,4 @@
-"""A team of ranks that was killed, or lost one, goes on where it stopped, with whatever number of ranks comes next."""
+"""A job of several ranks that was killed or lost a rank is continued by any number of ranks."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def source(tmp_path: Path) -> Path:
 
 
 def run(src: str, dst: str, options: Options) -> tuple[str, int, int]:
-    """What the report of this rank says: on what it went on from, and the bytes of the source that were read."""
-    runs._STEP = STEP  # of this process, too
+    """Return this rank's report: the work that it reused, and the bytes of the source that it read."""
+    runs._STEP = STEP  # in this process too
     command = reshard if "world_size" in options else convert
     report = command(src, dst, workers=1, **options)
     return went_on(report.notes), report.nbytes_read, report.checked
 
 
 def dies(src: str, dst: str, options: Options, victims: tuple[int, ...], steps: int) -> None:
-    """Some ranks are killed once so many of their steps are done; the others leave what they have to say in a file."""
+    """Kill some ranks once so many of their steps are done; the others write their errors to a file."""
     rank, left, done = int(os.environ["RANK"]), [steps], Journal.done
 
     def counted(self: Journal, step: int) -> None:
@@ -56,7 +56,7 @@ def dies(src: str, dst: str, options: Options, victims: tuple[int, ...], steps: 
             os.kill(os.getpid(), signal.SIGKILL)
 
     Journal.done = counted  # type: ignore[method-assign]
-    coordinator._BOARD_S = 0.5  # nobody is there to leave a verdict
+    coordinator._BOARD_S = 0.5  # no rank is left to record an error
     try:
         run(src, dst, options)
     except RankFailedError as error:
@@ -84,8 +84,8 @@ def test_any_number_of_ranks_continues_after_killed_ranks(source: Path, tmp_path
     again = run_ranks(run, ranks, str(source), str(tmp_path / "out"), MANY)
     whole = convert(str(source), str(tmp_path / "whole"), **MANY)
     assert note_of(again)
-    assert ranks > 1 or again[0][1] < whole.nbytes_read  # several read through the gaps between their small slices
-    assert again[0][2] >= whole.checked  # every digest was compared, by this run or by the one before
+    assert ranks > 1 or again[0][1] < whole.nbytes_read  # several ranks read through the gaps between slices
+    assert again[0][2] >= whole.checked  # every digest was compared, by this run or by the previous one
     assert content(tmp_path / "out") == content(tmp_path / "whole")
     assert names(tmp_path) == ["in", "out", "whole"]
 
@@ -188,7 +188,7 @@ def test_work_of_a_machine_that_is_gone_is_not_reused(source: Path, tmp_path: Pa
     assert names(tmp_path) == ["in", "out"]
 
 
-# --- what was begun anew is not done, whatever was said of it before
+# --- work that was started again does not count as done
 
 
 def test_a_restarted_file_does_not_count_as_written_by_an_earlier_run(source: Path, tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_a_restarted_file_does_not_count_as_written_by_an_earlier_run(source: Pa
     killed(source, tmp_path / "out", 1, (0,), 2, **first)
     left = next(path for path in tmp_path.iterdir() if path.name.startswith(".tmp-") and path.is_dir())
     for path in left.glob("*.safetensors"):
-        os.truncate(path, path.stat().st_size - 1)  # none of them is kept by the second run, which is killed as well
+        os.truncate(path, path.stat().st_size - 1)  # the second run, which is killed as well, keeps none of them
     killed(source, tmp_path / "out", 2, (0, 1), 1, **first)
     convert(str(source), str(tmp_path / "out"), **first)
     convert(str(source), str(tmp_path / "whole"), **first)
@@ -205,7 +205,7 @@ def test_a_restarted_file_does_not_count_as_written_by_an_earlier_run(source: Pa
 
 def test_files_of_another_plan_are_not_reused(source: Path, tmp_path: Path) -> None:
     killed(source, tmp_path / "out", 1, (0,), 2)
-    killed(source, tmp_path / "out", 1, (0,), 1, exclude=["embed.*"])  # the same file name, begun anew
+    killed(source, tmp_path / "out", 1, (0,), 1, exclude=["embed.*"])  # the same file name, started again
     report = convert(str(source), str(tmp_path / "out"))
     convert(str(source), str(tmp_path / "whole"))
     assert went_on(report.notes) == ""

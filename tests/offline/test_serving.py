@@ -1,4 +1,4 @@
-"""The line that serves an export stands only where vLLM can serve it."""
+"""The command that serves an export is printed only if vLLM can serve the export."""
 
 from __future__ import annotations
 

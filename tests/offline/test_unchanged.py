@@ -1,4 +1,4 @@
-"""A source of another format that somebody replaces while it is read: no result is made of two checkpoints."""
+"""A foreign source that is replaced while it is read: no result combines two checkpoints."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tensors that only their own class can read (quantized, sparse, subclasses): no command calls them damaged, says that
-they are equal without a look, or leaves them out of a result without a word."""
+"""Tensors that only their own class can read (quantized, sparse, subclasses): no command calls them damaged, calls
+them equal without comparing, or omits them silently."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def small() -> Any:
 
 
 def large() -> Any:
-    """One that declares four times the bytes that are stored for it."""
+    """Return a tensor that declares four times the bytes stored for it."""
     return Scaled(torch.ones(128, 64, dtype=torch.int8), torch.tensor(0.5))
 
 
@@ -44,7 +44,7 @@ def saved(url: Path, odd: Any) -> str:
 
 
 def flipped(url: str, what: bytes) -> None:
-    """Flip a bit of what is stored of the odd tensor."""
+    """Flip a bit in the stored bytes of the uninterpreted tensor."""
     path = Path(url) / "__0_0.distcp"
     data = bytearray(path.read_bytes())
     data[data.index(what)] ^= 1

@@ -1,4 +1,4 @@
-"""What verify proves, what it finds, and what it says that it could not prove."""
+"""verify: what it proves, what it finds, and what it reports as not proved."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_truncated_or_missing_file_is_named(ours: Path, change: str) -> None:
         file.write_bytes(file.read_bytes()[:-10])
     try:
         found = " ".join(problem.message for problem in verify(str(ours)).problems)
-    except CkptkitError as error:  # what can't even be opened says so
+    except CkptkitError as error:  # a checkpoint that cannot be opened is reported too
         found = str(error)
     assert "__1_0.distcp" in found
 
@@ -97,7 +97,7 @@ def test_verify_changes_nothing(ours: Path) -> None:
 
 @pytest.fixture
 def saved(ranks: Any, tmp_path: Path) -> Path:
-    """A checkpoint whose files have outlines, with a part that is there twice."""
+    """A checkpoint whose files have outlines, with one part stored twice."""
     ranks.run(save_large, 4, str(tmp_path), "sharded")
     return tmp_path / "step_00000003"
 
@@ -148,7 +148,7 @@ def test_digests_of_whole_files_are_compared(saved: Path) -> None:
 
 @pytest.fixture
 def pair(tmp_path: Path) -> tuple[Path, Path]:
-    """Steps of two runs whose files have the same names."""
+    """Steps of two runs with the same file names."""
     found = []
     for seed in (1, 2):
         torch.manual_seed(seed)
@@ -160,7 +160,7 @@ def pair(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def failures(step: Path, out: Path, **options: Any) -> list[str]:
-    """What verify, verify --quick, a conversion and its dry run say against a step; "" where they say nothing."""
+    """Return the complaints of verify, verify --quick, a conversion and its dry run about a step; "" for none."""
     calls = [
         lambda: " ".join(problem.message for problem in verify(str(step)).problems),
         lambda: " ".join(problem.message for problem in verify(str(step), quick=True).problems),
@@ -194,7 +194,7 @@ def test_each_file_that_is_not_the_committed_one_is_noticed(
     assert name in full
     assert name in converted
     assert not (tmp_path / "out").exists()
-    if (name, change) != ("__0_0.distcp", "swap"):  # what only the bytes of tensors tell is not looked at
+    if (name, change) != ("__0_0.distcp", "swap"):  # only the bytes of tensors reveal it, and these are not read
         assert name in quick
         assert name in planned
 

@@ -1,4 +1,4 @@
-"""--vocab-size: other numbers of rows in embedding and head, in exports and with an optimizer's rows in a reshard."""
+"""--vocab-size: another number of rows in embedding and head, in exports and, with optimizer states, in reshards."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def model(path: Path, state: dict[str, torch.Tensor] | None = None, **config: An
 
 
 def mean(tensor: torch.Tensor) -> torch.Tensor:
-    """The mean of the rows, added up in fp64 one after the other."""
+    """Return the mean of the rows, summed in fp64 in order."""
     total = torch.zeros(tensor.shape[1:], dtype=torch.float64)
     for row in tensor:
         total += row.double()
@@ -176,7 +176,7 @@ def test_rows_of_tokens_in_use_are_not_cut_off(tmp_path: Path, name: str, conten
 
 
 def test_rows_beyond_the_vocab_size_of_the_config_are_trimmed(tmp_path: Path) -> None:
-    """As Megatron pads them: the config has the tokenizer's number."""
+    """Padded as by Megatron: the config has the tokenizer's number."""
     source = model(tmp_path / "in", vocab_size=290)
     report = ckptkit.convert(source, str(tmp_path / "out"), vocab_size=290)
     assert load_file(tmp_path / "out" / "model.safetensors")[EMBEDDING].shape == (290, WIDTH)
@@ -243,7 +243,7 @@ def _tied(checkpoint: Any) -> bool:
 
 
 def other_programs(path: Path, key: str, state: torch.Tensor) -> str:
-    """A DCP whose weights are below a module named "model" that the names of the optimizer lack."""
+    """A DCP whose weights are below a module named "model" that the optimizer's names lack."""
     flat = {f"model.{name}": tensor for name, tensor in weights().items()}
     dcp.save({**flat, key: state}, checkpoint_id=path, no_dist=True)
     return str(path)

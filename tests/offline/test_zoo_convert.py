@@ -1,4 +1,4 @@
-"""`ckptkit convert`, as a person types it, on every sound source of the zoo: the expected weights, bit for bit."""
+"""`ckptkit convert` on every valid source of the zoo: the expected weights, bit for bit."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ ZOO = Path(__file__).parents[1] / "zoo"
 CASES = {case["name"]: case for case in json.loads((ZOO / "MANIFEST.json").read_text()) if case["outcome"] == "ok"}
 LAYOUT = ZOO / "fsdp1_local_state_dict_nomesh_w2" / "flat_param_layout_NOT_ON_DISK_NORMALLY.json"
 OPTIONS = {
-    "dcp_dtypes_w2": ["--exclude", "c64"],  # complex64 has no name in safetensors
+    "dcp_dtypes_w2": ["--exclude", "c64"],  # safetensors has no complex64
     "fsdp1_local_state_dict_nomesh_w2": ["--layout", str(LAYOUT)],
-    "torchtitan_llama3_names_w2": ["--to", "torch"],  # its own names: the default is Hugging Face's
-    "peft_lora_dcp_full_w2": ["--to", "torch"],  # all that is there: the default exports the adapter alone
+    "torchtitan_llama3_names_w2": ["--to", "torch"],  # keeps its own names: the default is Hugging Face's
+    "peft_lora_dcp_full_w2": ["--to", "torch"],  # everything: the default exports only the adapter
 }
 PEFT = ZOO / "peft_lora_dcp_full_w2"
 
 
 def converted(source: Path, out: Path, *options: str) -> dict[str, torch.Tensor]:
-    """Run the command and return what it wrote."""
+    """Run the command and return the tensors that it wrote."""
     result = CliRunner().invoke(cli, ["convert", str(source), str(out), *options], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     if (out / "pytorch_model.bin").exists():
@@ -46,7 +46,7 @@ def input_of(name: str) -> Path:
 
 
 def says_tied(*folders: Path) -> bool:
-    """Tell whether a config of the source, or of the result, ties the head to the embedding."""
+    """Return whether a config of the source, or of the result, ties the head to the embedding."""
     found = [path for folder in folders if folder.is_dir() for path in folder.rglob("config.json")]
     return any(json.loads(path.read_text()).get("tie_word_embeddings") for path in found)
 
@@ -56,7 +56,7 @@ def test_each_source_of_the_zoo_converts_to_its_expected_result(name, tmp_path):
     got = converted(input_of(name), tmp_path / "out", *OPTIONS.get(name, []))
     expected = load_file(ZOO / name / "EXPECTED.safetensors")
     if "lm_head.weight" in expected and "lm_head.weight" not in got and says_tied(ZOO / name, tmp_path / "out"):
-        expected.pop("lm_head.weight")  # it is the embedding, which is there
+        expected.pop("lm_head.weight")  # it equals the embedding, which is present
     assert_bits(got, expected)
 
 
@@ -75,7 +75,7 @@ def test_transformers_loads_a_converted_torchtitan_checkpoint(tmp_path):
 def test_masters_are_exported_on_request(tmp_path):
     got = converted(input_of("lightrft_mp_optim_w2"), tmp_path / "out", "--weights", "master")
     case = ZOO / "lightrft_mp_optim_w2"
-    # What has no master (integers, what is frozen) is the weight itself.
+    # Tensors without a master (integers, frozen weights) are exported from the weight itself.
     assert_bits(got, load_file(case / "EXPECTED.safetensors") | load_file(case / "EXPECTED_fp32_master.safetensors"))
 
 

@@ -1,4 +1,4 @@
-"""What ranks do for the tests of --vocab-size: train a model with embedding and head, save it, load a larger one."""
+"""The work of ranks in the tests of --vocab-size: train a model with embedding and head, save, load a larger one."""
 
 from __future__ import annotations
 

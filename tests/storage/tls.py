@@ -1,4 +1,4 @@
-"""Creates a self-signed certificate for the loopback address."""
+"""Create a self-signed certificate for the loopback address."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import ipaddress
 import ssl
 from pathlib import Path
 
-from cryptography import x509  # what moto needs anyway
+from cryptography import x509  # moto needs it anyway
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID

@@ -1,4 +1,4 @@
-"""A run goes on from what another system saved: `manager.load(state, URL)`, on files that those systems wrote."""
+"""`manager.load(state, URL)` resumes from checkpoints that other systems wrote."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WITH_OPTIMIZER = {
 
 
 class Net(nn.Module):
-    """A module with the given parameters and buffers by name, all zero."""
+    """A module with the given parameters and buffers, all zero."""
 
     def __init__(self, expected: dict[str, torch.Tensor], trained: set[str], dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def run_of(name: str, *, scheduler: bool = False, rng: bool = False) -> TrainSta
     model = Net(load_file(ZOO / name / "EXPECTED.safetensors"), trained(name))
     named = dict(model.named_parameters())
     groups = [{"params": list(named.values())}]
-    if scheduler and name.startswith("hf_trainer"):  # a scheduler goes by the position of the groups: its are these
+    if scheduler and name.startswith("hf_trainer"):  # a scheduler depends on the Trainer's order of groups
         norms = {fqn for fqn in named if "norm" in fqn}
         groups = [{"params": [p for fqn, p in named.items() if (fqn in norms) is apart]} for apart in (False, True)]
     optimizer = torch.optim.AdamW(groups, lr=0.5)
@@ -198,7 +198,7 @@ def test_deepspeed_masters_load_into_the_weights_of_an_fp32_model(name, tmp_path
     check_optimizer(optimizer, model, name)
     masters = {e.fqn: e for e in opened(name).catalog.tensors.values() if e.role is Role.MASTER}
     for fqn, parameter in model.named_parameters():
-        stored = fqn if fqn in masters else "model.embed_tokens.weight"  # tied: it may go by either name
+        stored = fqn if fqn in masters else "model.embed_tokens.weight"  # tied: stored under either name
         raw = entry_bytes(opened(name).store, masters[stored])
         assert parameter.detach().reshape(-1).view(torch.uint8).numpy().tobytes() == raw
     assert any("fp32 masters" in note for note in report.notes)
@@ -243,7 +243,7 @@ def test_settings_of_numbered_parameters_are_matched_by_order(tmp_path):
 
 
 class Counting(torch.optim.Optimizer):
-    """Keeps a number for each parameter, as Adafactor of transformers and the optimizers of bitsandbytes do."""
+    """Keeps a number for each parameter, like transformers' Adafactor and the optimizers of bitsandbytes."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})

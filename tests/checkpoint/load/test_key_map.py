@@ -1,4 +1,4 @@
-"""Key maps at load: weights of a model with other names, laid out otherwise, are bit-equal in the live one."""
+"""Key maps at load: weights with other names and layouts are bit-equal in the live model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One value of a checkpoint costs reading that value."""
+"""Opened checkpoints: reading one value reads only its bytes."""
 
 from __future__ import annotations
 

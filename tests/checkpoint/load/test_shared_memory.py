@@ -1,4 +1,4 @@
-"""Weights that are one tensor in the model, or share memory, and what a checkpoint holds for each of their names."""
+"""Tied weights and tensors that share memory: different saved values are refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def net(tied: bool = True) -> nn.Module:
 
 
 def saved(folder: Path, model: nn.Module, kind: str) -> str:
-    """Save the model, and return where it can be loaded from."""
+    """Save the model, and return the URL to load from."""
     if kind == "dcp":
         dcp.save({"model": model.state_dict()}, checkpoint_id=str(folder / "plain"))
     elif kind == "safetensors":
@@ -64,7 +64,7 @@ def test_different_weights_for_one_tied_tensor_are_refused_and_nothing_is_touche
     with pytest.raises(CheckpointMismatchError, match=r"model\.embed\.weight and model\.head\.weight"):
         load(tmp_path, url, model, **options)
     assert torch.equal(model["embed"].weight, before)
-    load(tmp_path, url, model, exclude=["embed.*"])  # the way out that the error names
+    load(tmp_path, url, model, exclude=["embed.*"])  # the workaround that the error names
     assert torch.equal(model["embed"].weight, source["head"].weight)
 
 
@@ -81,7 +81,7 @@ def test_equal_weights_load_into_a_model_that_ties_them_and_into_one_that_does_n
 
 
 def views(seed: int) -> nn.Module:
-    """A fused weight, and a view of a part of it under a name of its own."""
+    """A fused weight, and a view of a part of it under another name."""
     torch.manual_seed(seed)
     model = nn.Module()
     model.fused = nn.Parameter(torch.randn(6, 2))
@@ -104,7 +104,7 @@ def test_tensors_that_share_a_part_of_their_memory_load_if_they_agree_there(tmp_
 
 
 def _sharded(folder: str, kind: str) -> None:
-    """The last row alone differs: only the last rank could see it in what it reads."""
+    """Only the last row differs, so only the last rank reads the difference."""
     source, model = net(tied=False), net()
     with torch.no_grad():
         source["embed"].weight.copy_(torch.arange(12.0).view(6, 2))
@@ -155,7 +155,7 @@ def test_load_hf_refuses_different_weights_for_one_tied_tensor_on_every_rank(ran
 
 
 class Seen(nn.Module):
-    """Two buffers of one memory, of which one is seen as its conjugate, and a third as negative numbers of it."""
+    """Three buffers of one memory: plain, as its conjugate, and negated."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -27,7 +27,7 @@ KINDS = (torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.float
 
 
 def tensors(seed: int) -> dict[str, torch.Tensor]:
-    """Some of every kind, small and large (two above what is packed), none, one, and one that lies in columns."""
+    """Tensors of every kind: small, large (two above the packing limit), empty, scalar, and column-major."""
     generator = torch.Generator().manual_seed(seed)
     found = {}
     for number, dtype in enumerate(KINDS):
@@ -49,7 +49,7 @@ def save_plain(url: str) -> None:
 
 
 class Held(torch.nn.Module):
-    """Buffers, which a load fills where they are."""
+    """Buffers, which a load fills in place."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -211,7 +211,7 @@ def test_compressed_tensors_with_equal_beginnings_are_not_shared(ranks: Any, tmp
 
 
 class Seen(torch.nn.Module):
-    """Large tensors of one size; on some ranks the first lies in columns, and the numbers are seen as conjugate."""
+    """Large tensors of one size; on some ranks the first is column-major, and the values are conjugate views."""
 
     def __init__(self, value: float, otherwise: bool) -> None:
         super().__init__()
@@ -245,7 +245,7 @@ def fail_while_others_send(url: str) -> tuple[str, bool]:
         raise MemoryError("no room")
 
     land = shared_reads._Flight.land
-    shared_reads._Flight.land = lambda self, timeout_s: land(self, 0.5)  # what never comes is not waited for
+    shared_reads._Flight.land = lambda self, timeout_s: land(self, 0.5)  # does not wait long for missing messages
     if dist.get_rank() == 1:
         shared_reads._start = fail
     module = Held(2)

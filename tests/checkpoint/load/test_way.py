@@ -1,4 +1,4 @@
-"""A load passes few of our functions; docs/internals/ways.md lists them. A new hop there needs a reason."""
+"""A load calls few of our functions; docs/internals/ways.md lists them. Each additional one needs a reason."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def state() -> TrainState:
 def run(tmp_path: Path) -> str:
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, state())
-        manager.load(state())  # what is imported and made once is not counted
+        manager.load(state())  # one-time imports and allocations are not counted
     return str(tmp_path)
 
 

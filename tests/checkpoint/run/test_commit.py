@@ -1,4 +1,4 @@
-"""One attempt to save: what appears, what is refused, and that all ranks get the same answer."""
+"""One attempt to save: what is published, what is refused, and the same outcome on all ranks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_pinned_checkpoint_is_not_overwritten(tmp_path: Path, forever: bool) -
         with pytest.raises(CheckpointExistsError, match="pinned: paper"):
             save(tmp_path, 7, overwrite=True)
         return
-    with pin_while_reading(open_store(str(tmp_path)), "step_00000007"):  # our own reading does not count
+    with pin_while_reading(open_store(str(tmp_path)), "step_00000007"):  # our own pin does not block the save
         save(tmp_path, 7, overwrite=True)
 
 

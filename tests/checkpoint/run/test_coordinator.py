@@ -1,4 +1,4 @@
-"""Ranks raise the same error in bounded time, whoever fails and however."""
+"""All ranks raise the same error in bounded time, whichever rank fails."""
 
 from __future__ import annotations
 
@@ -222,18 +222,18 @@ def test_a_rank_that_hangs_is_named_on_every_rank_and_the_next_call_works() -> N
 
 
 def _one_misses_a_step() -> Any:
-    coordinator._BOARD_S = 0.5  # rank 1 asks there what rank 0 never says
+    coordinator._BOARD_S = 0.5  # rank 1 waits here for a verdict that never comes
     c = Coordinator(timeout_s=300)
     c.all_gather(None)
     if c.rank == 1:
-        c._step += 1  # it can't make sense of what rank 0 says next
+        c._step += 1  # makes the next message of rank 0 invalid
     try:
         c.decide(lambda: "x" * 100_000, "choosing")
         first = ""
         dist.barrier()
     except RankFailedError as error:
         first = type(error).__name__
-        dist.barrier()  # rank 0 comes here as well, while whoever caught the error still holds it
+        dist.barrier()  # rank 0 gets here while its caller still holds the error
     return [first, _error(lambda: c.all_gather(None))[0]]
 
 

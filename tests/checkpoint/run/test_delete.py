@@ -1,4 +1,4 @@
-"""Rotation deletes what it decided, in an order that a kill can't spoil, and never what is not ours."""
+"""Rotation deletes in an order that a kill cannot break, and never deletes foreign files."""
 
 from __future__ import annotations
 
@@ -84,11 +84,11 @@ def test_foreign_files_survive_ten_saves(tmp_path: Path) -> None:
     assert {str(p): p.stat().st_mtime_ns for name in foreign for p in (tmp_path / name).rglob("*")} == before
 
 
-# --- files of others in a checkpoint's directory
+# --- foreign files in a checkpoint's directory
 
 
 def theirs(step: Path) -> dict[str, bytes]:
-    """Put files of others into a checkpoint's directory; return what they hold."""
+    """Put foreign files into a checkpoint's directory; return their contents."""
     files = {"eval/results.json": b"{}", "eval/deep/plot.png": b"png", "notes.txt": b"mine"}
     for name, data in files.items():
         (step / name).parent.mkdir(parents=True, exist_ok=True)
@@ -103,7 +103,7 @@ def held(step: Path) -> dict[str, bytes]:
 
 @pytest.fixture(params=["swap", "no swap", "no links"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """What the file system can do."""
+    """The operations that the file system supports."""
     if request.param == "no swap":
         monkeypatch.setattr(publish, "_exchange", lambda first, second: False)
     if request.param == "no links":
@@ -139,7 +139,7 @@ def test_a_deletion_does_not_touch_foreign_files(run: Path, way: str) -> None:
     before = {p: p.stat().st_ino for p in step.rglob("*") if p.relative_to(step).parts[0] in FOREIGN}
     inside = os.open(step / "eval", os.O_RDONLY)
     assert delete_checkpoint(open_store(str(run)), "step_00000001", reason="test")
-    os.close(os.open("late.json", os.O_WRONLY | os.O_CREAT, dir_fd=inside))  # an evaluation that is still at work
+    os.close(os.open("late.json", os.O_WRONLY | os.O_CREAT, dir_fd=inside))  # an evaluation that is still running
     os.close(inside)
     assert (step / "eval" / "late.json").exists()
     (step / "eval" / "late.json").unlink()
@@ -206,7 +206,7 @@ def test_ls_and_prune_dry_run_name_the_files_that_stay(run: Path) -> None:
     row = next(row for row in list_run(str(run)).to_json()["checkpoints"] if row["name"] == "step_00000001")
     assert row["state"] == "skipped" and sorted(row["kept_files"]) == sorted(files)
     assert "was deleted" in row["why"] and "eval/results.json" in row["why"]
-    prune(str(run), policy=RetentionPolicy(max_num=1))  # and they stay
+    prune(str(run), policy=RetentionPolicy(max_num=1))  # the foreign files stay
     assert held(run / "step_00000001") == files and held(run / "step_00000002") == {}
 
 
@@ -235,7 +235,7 @@ def test_a_file_that_appears_during_the_deletion_of_its_directory_survives(
     monkeypatch.undo()
     assert {"notes.txt", "eval/results.json", "eval/deep/plot.png"} <= held(step).keys()
     assert list_checkpoints(root).find(step.name) is None or by == "overwrite"
-    save(root, 1, overwrite=True)  # and the name is free
+    save(root, 1, overwrite=True)  # the name is free
     assert (step / "notes.txt").exists() and leftovers(run) == []
 
 
@@ -426,7 +426,7 @@ def test_a_failure_to_delete_is_reported_and_not_raised(
     done = rotate(open_store(str(run)), RetentionPolicy(max_num=3))
     assert list(done.failed or {}) == ["step_00000001"] and "Input/output error" in caplog.text
     monkeypatch.undo()
-    assert check(run) == [2, 3, 4]  # it is no longer listed, though its files are still there
+    assert check(run) == [2, 3, 4]  # it is no longer listed, though its files still exist
     assert len(clean_leftovers(open_store(str(run)))) == 1 and leftovers(run) == []
 
 

@@ -1,4 +1,4 @@
-"""What a manager holds for its life: the lease of the run, and the checkpoint that it was resumed from."""
+"""What a manager holds until it is closed: the lease of the run, and the pin of the checkpoint it resumed from."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_copy_of_a_running_run_ignores_pins_deletions_and_saves_of_the_origina
             open_staging(LocalStore(run), "step_00000002", "0" * 16, leased=True)
             subprocess.run(["cp", "-r", run, copy], check=True)
         with CheckpointManager(copy, retention=RetentionPolicy(max_num=1)) as another:
-            assert another.load(state(), "step_00000001") is not None  # waits for no deletion
+            assert another.load(state(), "step_00000001") is not None  # does not wait for a deletion
             another.save(3, state())
         with CheckpointManager(copy, retention=RetentionPolicy(max_num=1)) as another:
             another.save(4, state())
@@ -290,7 +290,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_previous_one_on_request(
         assert "step_00000006 is damaged, falling back" in caplog.text
         with pytest.raises(CheckpointExistsError):
             manager.save(5, live)
-        manager.save(6, live)  # it may be saved again, in place of the damaged one
+        manager.save(6, live)  # replaces the damaged one
         assert manager.load(live) is not None
         with pytest.raises(CheckpointExistsError):
             manager.save(6, live)

@@ -1,4 +1,4 @@
-"""What is listed as a checkpoint, what is not and why, and what names people may give."""
+"""What is listed as a checkpoint, what is skipped and why, and the names of checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A reader keeps what it reads; a pin of a dead reader keeps nothing; a pin of a person stays."""
+"""A reader's pin protects what it reads; a dead reader's pin expires; a user's pin stays."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_deletion_cleans_up_what_killed_readers_left_a_day_ago(tmp_path: Path)
         (folder / f"{name}.json").write_text(json.dumps(body))
         os.utime(folder / f"{name}.json", (time.time() - 86400 * days,) * 2)
     assert len(list_pins(root)) == 1
-    assert len(list(folder.iterdir())) == 3  # to look changes nothing
+    assert len(list(folder.iterdir())) == 3  # looking changes nothing
     with deleting(root, "step_00000001"):
         assert sorted(path.stem for path in folder.iterdir()) == ["keep-step_00000001", "read-new"]
 
@@ -191,9 +191,9 @@ def test_reading_the_latest_never_fails_while_another_saves_with_max_num_1(tmp_p
                     assert root.read(f"{item.name}/shards/__0_0.distcp") == content(item.step, 0)
                     reads += 1
             except CheckpointNotFoundError:
-                continue  # it went between the listing and the pin: list again
+                continue  # it was deleted between the listing and the pin: list again
     finally:
         stop.set()
         thread.join()
-    rotate(root, RetentionPolicy(max_num=1))  # the last one of the other thread may have met our last pin
+    rotate(root, RetentionPolicy(max_num=1))  # the last rotation of the other thread may have met our last pin
     assert len(check(tmp_path)) == 1

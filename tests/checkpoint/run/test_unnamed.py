@@ -1,4 +1,4 @@
-"""Files of checkpoints and files of others, told apart by name where no record does."""
+"""Files of checkpoints and foreign files, distinguished by name if there is no record."""
 
 from __future__ import annotations
 

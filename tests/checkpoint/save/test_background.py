@@ -1,4 +1,4 @@
-"""Saves in the background: the snapshot is what it was, and no error is lost."""
+"""Background saves: the snapshot does not change, and no error is lost."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.checkpoint.saving import fork
 
 
 class Gate:
-    """Holds a save back where it would begin to write, until it is opened; or lets it fail there."""
+    """Blocks a save before it writes, until it is opened; or lets it fail there."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> None:
         self.opened = threading.Event()
@@ -118,7 +118,7 @@ def test_an_error_in_the_background_reaches_the_caller(
     }
     with pytest.raises(SaveError, match="No space left"):
         calls[ask]()
-    manager.close()  # it was seen: once is enough
+    manager.close()  # the error was raised already
     assert not list(tmp_path.glob("step_*"))
 
 
@@ -158,7 +158,7 @@ def test_a_process_that_ends_without_waiting_leaves_a_complete_checkpoint(tmp_pa
 
 @pytest.mark.parametrize("threads", ["may start", "are refused"])
 def test_a_queued_save_is_completed_after_the_main_thread_ends(tmp_path: Path, threads: str) -> None:
-    """By then Python has closed its pools, and from 3.12 on it starts no thread."""
+    """At that point Python has closed its pools, and from 3.12 on it starts no thread."""
     body = f"""
 import threading
 from ckptkit.storage import pool as workers
@@ -249,7 +249,7 @@ def test_the_report_has_the_time_of_each_phase(tmp_path: Path, kind: str, mode: 
 
 
 def overlap(one: Phase, other: Phase) -> bool:
-    """Whether the second begins within the first, in the same thread, and ends after it: no trace can show that."""
+    """Whether the second span starts within the first in one thread but ends after it, which no trace can show."""
     stop = one.start + one.seconds
     return (
         one.thread == other.thread
@@ -294,7 +294,7 @@ def test_buffers_grow_with_the_state_and_keep_every_dtype() -> None:
 
 
 def small_and_large() -> list[torch.Tensor]:
-    """What is copied side by side, and what is not: by size, dtype, strides and the negative bit."""
+    """Tensors that are copied together and tensors that are not: by size, dtype, strides and the negative bit."""
     dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
     made = [torch.randn(4, 5).mul(9).to(dtype) for dtype in dtypes for _ in range(40)]
     negative = torch.randn(6, dtype=torch.complex64).conj().imag
@@ -318,7 +318,7 @@ def test_a_snapshot_holds_the_current_values_after_any_change_of_the_tensors() -
         for tensor in tensors:
             tensor.copy_(tensor.roll(1, 0)) if tensor.dim() else tensor.fill_(turn)
         check()
-        tensors[turn] = torch.randn(5, 4).t()  # of the same shape: in another order
+        tensors[turn] = torch.randn(5, 4).t()  # the same shape in another order
         tensors[41 + turn] = torch.randn(4, 5).to(torch.bfloat16)
     tensors = [tensor.clone() for tensor in tensors]
     check()
@@ -448,7 +448,7 @@ def sharded(*sizes: int, dtype: torch.dtype = torch.float32, dim: int = 0) -> nn
 
 
 def structure_changes(url: str, mode: Any) -> list[bool]:
-    """Every save finds another structure while the one before is still written; training wipes it at once."""
+    """Every save has another structure while the previous one is still written; training overwrites it at once."""
     made: list[tuple[tuple[int, ...], dict[str, Any]]] = [
         ((64, 32), {}),
         ((64, 32), {"dtype": torch.bfloat16}),
@@ -481,7 +481,7 @@ def test_a_changed_structure_is_staged_again(ranks: Any, tmp_path: Path, mode: s
 
 
 def other_dtype_below(url: str, mode: Any) -> list[bool]:
-    """A DTensor of another dtype over the local tensor of before, whose memory was exchanged, at every save."""
+    """At every save, a DTensor gets a local tensor of another dtype with new memory."""
     first = sharded(8, dtype=torch.float16).w0
     local, right = first._local_tensor, []
     with CheckpointManager(url, async_mode=mode) as manager:
@@ -503,10 +503,10 @@ def test_a_changed_dtype_is_staged_again(ranks: Any, tmp_path: Path, mode: str) 
 
 
 def changes_below(url: str, mode: Any) -> list[Any]:
-    """What training does to the memory of DTensors in place, on one rank alone."""
+    """Change the memory of DTensors in place, on one rank only."""
     model = nn.ParameterList([sharded(8).w0 for _ in range(30)])
     names = [name for name, _ in model.named_parameters()]
-    local, model[3]._spec = model[3]._local_tensor, copy.copy(model[3]._spec)  # torch's own caches have the former spec
+    local, model[3]._spec = model[3]._local_tensor, copy.copy(model[3]._spec)  # torch's own caches have the old spec
     found: list[Any] = []
     with CheckpointManager(url, async_mode=mode, timeout_s=30) as manager:
         for step in (1, 2):

@@ -112,7 +112,7 @@ LARGEST = 48 << 20
 
 
 def peak_of_a_save(url: str) -> Any:
-    """How far a FULL save of eight tensors of 48 MB raises this rank's memory, in bytes."""
+    """Return by how many bytes a FULL save of eight tensors of 48 MB raises this rank's memory."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = nn.Module()
     rows = LARGEST // 4096
@@ -122,7 +122,7 @@ def peak_of_a_save(url: str) -> Any:
         model.register_parameter(f"w{i}", nn.Parameter(tensor))
     state = TrainState(model=model)
     with CheckpointManager(url, state_dict_type="full") as manager:
-        manager.save(1, TrainState(model=nn.Linear(2, 2)))  # imports, groups, threads
+        manager.save(1, TrainState(model=nn.Linear(2, 2)))  # for imports, groups and threads
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
         before = _memory("VmRSS")
         manager.save(2, state)

@@ -1,4 +1,4 @@
-"""LOCAL: what each rank holds, saved without communication."""
+"""LOCAL: the shards of each rank, saved without communication."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def save_counted(url: str, layout: str) -> Any:
         plan = plan.settle([plan.signature] * dist.get_world_size(), lambda _: pytest.fail("talked"))
         plan.write(store, None, sync=False)
     silent = list(counted.seen)
-    with counted:  # the counter does count
+    with counted:  # checks the counter itself
         dist.barrier()
     return silent, len(counted.seen)
 

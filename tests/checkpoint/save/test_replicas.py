@@ -1,4 +1,4 @@
-"""Plain tensors that differ between ranks: none is lost, and none becomes a mixture."""
+"""Plain tensors that differ between ranks: none is lost, and none is mixed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LARGE = 600_000  # elements: replicas of over 1 MiB are written in pieces, by se
 
 
 class Norms(nn.Module):
-    """A sharded layer between running statistics; a plain parameter that nobody synchronises."""
+    """A sharded layer with running statistics, and a plain parameter that is not synchronized."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Norms(nn.Module):
 
 
 def made(value: float | None = None) -> tuple[Norms, torch.optim.Optimizer]:
-    """A model and an optimizer; with a value, both hold this value plus the rank in every plain tensor."""
+    """Return a model and an optimizer; with a value, every plain tensor holds this value plus the rank."""
     torch.manual_seed(0)
     model = Norms()
     fully_shard(model.linear)
@@ -50,7 +50,7 @@ def fill(model: Norms, optimizer: torch.optim.Optimizer, value: float) -> None:
 
 
 def held(model: Norms, optimizer: torch.optim.Optimizer) -> dict[str, list[float]]:
-    """The distinct values of each tensor that `fill` fills."""
+    """Return the distinct values of each tensor that `fill` fills."""
     momentum = optimizer.state[model.loose]["momentum_buffer"]
     return {
         "mean": model.norm.running_mean.unique().tolist(),
@@ -154,7 +154,7 @@ def test_tensors_equal_on_all_ranks_are_stored_once(ranks: Any, tmp_path: Path) 
 
 
 class Views(nn.Module):
-    """Buffers that lie in memory with gaps, or as what they are not."""
+    """Buffers with gaps in memory, and conj and neg views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ def test_tensors_that_begin_to_differ_after_a_save_are_found_by_the_next(ranks: 
 
 
 def save_stages(url: str, kind: str) -> list[list[float]]:
-    """Rank 0 has a stage of its own, ranks 1 and 2 the next one, each with statistics of its own."""
+    """Rank 0 has its own stage, ranks 1 and 2 the next one, each rank with its own statistics."""
     rank = dist.get_rank()
     models = {f"stage{min(rank, 1)}": nn.BatchNorm1d(3)}
     model = next(iter(models.values()))

@@ -1,8 +1,8 @@
-"""The way of a save is short: how many of our functions one tensor passes, and how many are entered for it at all.
+"""The path of a save is short: how many of our functions one tensor passes, and how many a save calls.
 
     python -m tests.checkpoint.save.test_way
 
-prints them, most entered first, and the frames above the write. docs/internals/ways.md has the reason of each.
+prints the functions, most called first, and the frames above the write. docs/internals/ways.md gives their reasons.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.state.train_state import TrainState
 
 ROOT = f"{Path(ckptkit.__file__).parent}/"
-EXPRESSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")  # later Pythons enter no function for some of them
+EXPRESSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")  # later Pythons inline some of them
 MOST_FRAMES = 6
 MOST_FUNCTIONS = 370
 
 
 class Entered:
-    """What is entered of ours in this thread, and what stands above each write of a data file."""
+    """The calls of our functions in this thread, and the stack above each write of a data file."""
 
     def __init__(self) -> None:
         self.functions: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Saves written by a process of their own: the same files, and no way for it to die unnoticed."""
+"""Saves written by a separate process: the same files, and its death is always noticed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def ends(pid: int) -> bool:
 
 
 class Asked:
-    """Tells when the process was sent what to write."""
+    """Set when the process has been sent its work."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.event = threading.Event()
@@ -88,7 +88,7 @@ def test_changes_during_the_write_are_not_in_the_snapshot(tmp_path: Path) -> Non
     model = nn.Linear(600, 600)
     expected = model.weight.detach().clone()
     with CheckpointManager(tmp_path, async_mode="process") as manager:
-        manager.save_async(1, TrainState(model=nn.Linear(600, 600))).result()  # it is past its imports
+        manager.save_async(1, TrainState(model=nn.Linear(600, 600))).result()  # its imports are done
         os.kill(writer_pid(manager), signal.SIGSTOP)
         handle = manager.save_async(2, TrainState(model=model))
         nn.init.zeros_(model.weight)
@@ -261,7 +261,7 @@ def test_the_writer_process_does_not_recreate_a_missing_directory(
         os.kill(pid, signal.SIGSTOP)
         handle = manager.save_async(2, state)
         asked.wait()
-        root.rename(tmp_path / "lost")  # as a mount that goes
+        root.rename(tmp_path / "lost")  # like a mount that disappears
         os.kill(pid, signal.SIGCONT)
         with pytest.raises(CkptkitError):
             handle.result(30)

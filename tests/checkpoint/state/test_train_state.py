@@ -1,4 +1,4 @@
-"""What a capture of the training state holds, and that taking it changes nothing."""
+"""What a capture of the training state contains, and that capturing changes nothing."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_names_have_no_prefixes_of_wrappers() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.module = nn.Linear(2, 2)  # a submodule that happens to be called like DDP's
+            self.module = nn.Linear(2, 2)  # a submodule with the name that DDP uses
 
     model = nn.ModuleDict({"a": checkpoint_wrapper(Block()), "b": torch.compile(Block())})
     names = set(capture(TrainState(model=torch.compile(model))).models["model"])
@@ -223,7 +223,7 @@ def test_the_extra_state_of_modules_is_captured() -> None:
 
 
 class Computing(torch.nn.Module):
-    """Saves a weight doubled and another under an old name; undoes both when it loads. Leaves a frozen one out."""
+    """Saves one weight doubled and another under an old name, and reverts both on load. Omits a frozen weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -269,7 +269,7 @@ def load_file_of(run):
 
 
 def within(module):
-    """Wrap layers, not the model: activation checkpointing, and compilation within it."""
+    """Wrap the layers and not the model: activation checkpointing and compilation."""
     return torch.nn.Sequential(checkpoint_wrapper(torch.compile(module[0])), checkpoint_wrapper(module[1]), module[2])
 
 

@@ -104,7 +104,7 @@ def test_sparse_and_quantized_tensors_round_trip(size: int) -> None:
     assert sparse.is_sparse
     assert torch.equal(sparse.to_dense(), torch.eye(size))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch would like to see quantized tensors go
+        warnings.simplefilter("ignore")  # torch deprecates quantized tensors
         quantized = torch.quantize_per_tensor(torch.ones(size, size), 0.1, 0, torch.qint8)
         back = through(quantized)
     assert back.is_quantized

@@ -1,4 +1,4 @@
-"""The slices of all ranks come into the order of their tensors, however many are sorted together."""
+"""The slices of all ranks are sorted by tensor, for any number of tensors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FIELDS = ("start", "length", "payload", "digest")
 
 
 def ranks_of(tensors: int, count: int, seed: int) -> tuple[list[RankSlices], Any]:
-    """Ranks that hold some tensors of some dimensions each, one of them none."""
+    """Ranks that hold tensors of several dimensions each; one of them holds none."""
     random = np.random.default_rng(seed)
     widths = random.integers(0, 4, tensors)
     made, first_path = [], 0
@@ -30,7 +30,7 @@ def ranks_of(tensors: int, count: int, seed: int) -> tuple[list[RankSlices], Any
 
 
 def arrange(ranks: list[RankSlices], widths: Any) -> SaveIndex:
-    """The index of these ranks, of tensors of so many dimensions."""
+    """Return the index of these ranks, for tensors with so many dimensions."""
     found = SaveIndex()
     found._keys = {str(i): PlannedKey(str(i), "uint8", (1,) * int(n), (), None) for i, n in enumerate(widths)}
     found._arrange(ranks)
@@ -38,7 +38,7 @@ def arrange(ranks: list[RankSlices], widths: Any) -> SaveIndex:
 
 
 def told(found: SaveIndex) -> list[tuple[Any, ...]]:
-    """One tuple a slice, as it lies in the columns."""
+    """Return one tuple per slice, in the order of the columns."""
     rows = []
     for tensor, (_, span, offsets, sizes) in enumerate(found.entries()):
         for row, rank, low, size in zip(

@@ -1,4 +1,4 @@
-"""DCP checkpoints of every form read bit-exact; broken and hostile ones are refused, and the message names the file."""
+"""DCP checkpoints of every form are read bit-exactly; broken and hostile ones are refused by file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.formats.readback import assert_model_equals, tensor_bytes
 CASES = {case["name"]: case for case in json.loads((ZOO / "MANIFEST.json").read_text())}
 DCP = [n for n, c in CASES.items() if c["kind"].startswith(("dcp", "lightning", "megatron")) and c["outcome"] == "ok"]
 DCP = [n for n in DCP if (ZOO / n / CASES[n]["input"] / ".metadata").exists() or "collectives" in n]
-# What is in front of the expected names once the planner's wrapper is off.
+# The prefix of the expected names after the planner's wrapper was removed.
 FRONT = {"lightning_real_mp_w2": "model.", "lightning_trainer_fsdp_w2": "model."}
 
 
@@ -318,7 +318,7 @@ def test_a_damaged_data_file_is_named(
 
 @pytest.mark.parametrize(("rank", "text"), [(0, "__0.metadata is missing"), (1, "elements")])
 def test_a_missing_metadata_file_of_a_rank_is_noticed(zoo: Path, tmp_path: Path, rank: int, text: str) -> None:
-    """Nothing refers to the file of the last rank: its parts of the tensors are missing."""
+    """No entry refers to the file of the last rank, so its parts of the tensors are missing."""
     shutil.copytree(zoo / "dcp_no_collectives_w2/ckpt", tmp_path / "c")
     (tmp_path / "c" / f"__{rank}.metadata").unlink()
     found = refusal(tmp_path / "c")
@@ -387,7 +387,7 @@ def lengthen(m: Any, start: int, by: int) -> None:
 
 
 def test_a_checkpoint_with_more_files_than_may_be_open_is_read(zoo: Path, tmp_path: Path) -> None:
-    """One file an item (`single_file_per_rank=False`), with a low limit on descriptors."""
+    """One file per item (`single_file_per_rank=False`), with a low limit on descriptors."""
     import resource
 
     shutil.copytree(zoo / "dcp_hsdp_2x2/ckpt", tmp_path / "c")

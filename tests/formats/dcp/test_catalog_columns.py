@@ -1,4 +1,4 @@
-"""What `.metadata` says becomes columns; what no metadata say is refused by name."""
+"""The content of `.metadata` becomes columns; impossible content is refused by name."""
 
 from __future__ import annotations
 

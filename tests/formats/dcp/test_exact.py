@@ -1,4 +1,4 @@
-"""Small tensors that lie beside each other in a file: read together, checked like all others."""
+"""Small adjacent tensors in a file: read together, checked like all others."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def small() -> dict[str, torch.Tensor]:
 
 
 def saved_and_loaded_alike(layout: str, url: str) -> list[str]:
-    """Return what differs."""
+    """Return the differences."""
     store = LocalStore(url)
     options = {"rank": dist.get_rank(), "world_size": dist.get_world_size(), "sync": False}
     write_sharded(state(layout), store, gather=gather, all_gather=all_gather, **options)

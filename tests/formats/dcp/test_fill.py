@@ -1,4 +1,4 @@
-"""Any region of any slice, however it lies in the file, arrives element for element."""
+"""Any region of any slice, in any file order, is read element for element."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def cases(draw):
 
 
 def stored(shape, order, dtype):
-    """A file with some bytes before a tensor that lies in memory with its dimensions in this order."""
+    """Return a file with some bytes before a tensor whose memory has its dimensions in this order."""
     kind = getattr(torch, dtype)
     count = int(np.prod(shape)) * kind.itemsize
     raw = np.random.default_rng(0).integers(0, 100, count, dtype=np.uint8).tobytes()
@@ -103,7 +103,7 @@ def test_reads_of_one_file_are_exact_whatever_the_gaps(tmp_path, monkeypatch):
     values = torch.randn(300_000)
     (tmp_path / "f").write_bytes(values.numpy().tobytes())
     filler, targets = Filler(LocalStore(tmp_path), workers=1), []
-    # side by side, overlapping, the same twice, a small gap, a large one, longer than a piece
+    # adjacent, overlapping, the same twice, a small gap, a large one, longer than a piece
     for start, stop in [(0, 5), (5, 9), (7, 12), (7, 12), (40, 41), (100_000, 100_003), (100_003, 300_000)]:
         raw = values[start:stop].numpy().tobytes()
         digest = Digest("xxh3_64", xxhash.xxh3_64_intdigest(raw), start * 4, len(raw))

@@ -1,4 +1,4 @@
-"""The bytes of tensors that lie in another order than they are written in: by tiles, not as copies of the whole."""
+"""The bytes of tensors with other memory orders: copied in tiles, not as a whole."""
 
 from __future__ import annotations
 

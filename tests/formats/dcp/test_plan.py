@@ -1,4 +1,4 @@
-"""What a rank plans to write: names, and memory that is what it says."""
+"""What a rank plans to write: names, and memory that matches its placement."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_replicas_are_written_once_and_evenly(ranks, tmp_path):
 
 
 def changes(url: str) -> list[str]:
-    """One planner, states whose keys, shapes, dtypes and placements change on one rank or on all."""
+    """Save with one planner; keys, shapes, dtypes and placements change on one rank or on all."""
     rank, planner, failures = dist.get_rank(), DCPSavePlanner(), []
     mesh = init_device_mesh("cpu", (2,))
     for i in range(7):
@@ -94,7 +94,7 @@ def test_changes_between_saves_are_saved(ranks, tmp_path):
 
 
 def after_a_failure(url: str) -> list[str]:
-    """The first save is refused, the second one, with the same planner, must not be taken for a later one."""
+    """The first save is refused; the second, with the same planner, must not count as a later save."""
     rank, planner = dist.get_rank(), DCPSavePlanner()
     made = {"all": torch.arange(10.0), f"own.{rank}": torch.ones(2)}
     if rank == 0:
@@ -258,7 +258,7 @@ def test_a_planner_that_has_saved_can_be_sent_to_another_process(tmp_path):
 
 
 def test_keys_written_by_torch_before_2_4_need_torchs_planner(tmp_path, monkeypatch):
-    """torch saved a dict without tensors as one object until 2.4."""
+    """Until 2.4, torch saved a dict without tensors as one object."""
     from torch.distributed.checkpoint import DefaultLoadPlanner, _version
 
     monkeypatch.setattr(_version, "_derived_version", "2_3")

@@ -1,4 +1,4 @@
-"""Records and `.metadata` written without torch are what torch writes and reads."""
+"""Records and `.metadata` written without torch equal those that torch writes and reads."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ def test_a_flipped_byte_fails_the_crc():
 
 
 def test_the_overhead_of_a_small_tensor_is_about_a_quarter_of_torchs():
-    """A fifth is out of reach: the headers of the three members that torch wants take 0.19 of torch's by themselves."""
+    """A fifth is impossible: the headers of the three members that torch needs take 0.19 of torch's size."""
     file = io.BytesIO()
     torch.save(torch.zeros(8), file)
     assert frame_tensor("float32", (8,)).length - 32 < 0.29 * (len(file.getvalue()) - 32)
 
 
 class _Sparse(io.RawIOBase):
-    """Head and tail of a record around a payload of zeros that is never made."""
+    """Return head and tail of a record around a payload of zeros that is never allocated."""
 
     def __init__(self, frame):
         self.head, self.tail = frame.prefix, frame.suffix(0)

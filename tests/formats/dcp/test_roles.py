@@ -1,4 +1,4 @@
-"""The planner's path tells weights, masters, optimizer states and the rest apart, and where the wrapper ends."""
+"""The planner's paths tell weights, masters, optimizer states and other tensors apart, and where the wrapper ends."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ckptkit.formats.dcp.roles import EntryRole, Path, RoleTable
 
 
 def roles(*paths: Path) -> list[EntryRole]:
-    """The roles of tensors at these paths of one checkpoint."""
+    """Return the roles of tensors at these paths of one checkpoint."""
     keys = {".".join(map(str, path)): path for path in paths}
     table = RoleTable(keys, keys)
     return [table.of(key) for key in keys]

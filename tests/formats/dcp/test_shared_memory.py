@@ -1,4 +1,4 @@
-"""`dcp.load` into models that tie weights which the checkpoint holds apart."""
+"""`dcp.load` into models that tie weights which are separate in the checkpoint."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_equal_weights_load_into_tensors_that_share_memory(tmp_path: Path, ours:
     state = tied()
     load(tmp_path / "ckpt", state, planned, no_dist=True)
     assert torch.equal(state["head"], apart()["embed"])
-    del (half := tied())["head"]  # the way out that the error names
+    del (half := tied())["head"]  # the workaround that the error names
     load(tmp_path / "ckpt", half, planned, no_dist=True)
 
 

@@ -1,4 +1,4 @@
-"""`DCPWriter` and `DCPReader` against torch's own, both ways, over real ranks."""
+"""`DCPWriter` and `DCPReader` against torch's own, in both directions, on real ranks."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ def saved_in_the_background(url: str, planned: bool) -> list[str]:
     for i in range(2):
         writer = DCPWriter(f"{url}/{i}", sync=False)
         future = dcp.async_save(made, storage_writer=writer, planner=planner, process_group=group)
-        made["model"]["large"] += 1  # training goes on
+        made["model"]["large"] += 1  # training continues
         future.result()
         made["model"]["large"].copy_(wanted)
         failures += load_with_torch("hsdp@4", f"{url}/{i}")
@@ -297,7 +297,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 @BOTH
 @pytest.mark.parametrize("name", ZOO)
 def test_checkpoints_of_other_versions_and_writers_load(zoo, name, planned):
-    """The samples' expected values carry the names without the wrapper's prefix."""
+    """The expected values of the samples have the names without the wrapper's prefix."""
     reader = DCPReader(zoo / name / "ckpt")
     target = {n: torch.empty(e.shape, dtype=getattr(torch, e.dtype)) for n, e in reader.catalog.tensors.items()}
     dcp.load(target, storage_reader=reader, planner=load_planner(planned), no_dist=True)
@@ -312,5 +312,5 @@ def test_a_hostile_metadata_is_refused_by_name(zoo):
     folder = next(p.parent for p in (zoo / "hostile_metadata").rglob(".metadata"))
     with pytest.raises(UnsafePickleError, match=r"asks for 'builtins\.exec', which is not on the allow-list"):
         DCPReader(folder).read_metadata()
-    with pytest.raises(dcp.api.CheckpointException):  # torch 2.10 leaves the reason out
+    with pytest.raises(dcp.api.CheckpointException):  # torch 2.10 omits the reason
         dcp.load({"x": torch.zeros(1)}, storage_reader=DCPReader(folder), no_dist=True)

@@ -167,7 +167,7 @@ def test_a_second_save_of_the_same_structure_exchanges_nothing(ranks, tmp_path):
 
 
 def changes(url: str) -> list[tuple[list[str], str]]:
-    """Save tensors of one name and shape again and again, each time otherwise placed or of another dtype."""
+    """Save tensors of one name and shape repeatedly, each time with another placement or dtype."""
     meshes = [init_device_mesh("cpu", (2,), mesh_dim_names=(name,)) for name in ("dp", "tp")]
     kinds: list[tuple[int, Any, torch.dtype]] = [
         (0, Shard(0), torch.float32),
@@ -332,7 +332,7 @@ def test_a_failing_worker_fails_the_write_and_removes_its_file(tmp_path, monkeyp
     monkeypatch.setattr(files, "os", Full())
     with pytest.raises(NoSpaceError, match="No space left"):
         plan.write(LocalStore(str(tmp_path)), workers=workers)
-    assert len(list(tmp_path.iterdir())) < workers  # files that were not begun are not written
+    assert len(list(tmp_path.iterdir())) < workers  # files that were not started are not written
 
 
 def test_meshes_and_placements_are_in_the_manifest(ranks, tmp_path):
@@ -367,7 +367,7 @@ def test_a_row_reshard_reads_only_the_rows_needed(ranks, tmp_path):
 
 
 def asked_of_the_system(url: str, reader: str) -> float:
-    """Bytes that read calls of this process returned, over those that its rows have."""
+    """Return the bytes that read calls of this process returned, divided by the bytes of its rows."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     made = {"w": distribute_tensor(torch.zeros(3 << 10, 1 << 10), mesh, (Shard(0),), src_data_rank=None)}
     catalog, own = catalog_of(url), DCPReader(url)
@@ -519,7 +519,7 @@ def test_a_tensor_with_elements_that_no_rank_wrote_fails_the_save(ranks, tmp_pat
 
 
 def one_rank_changes(url: str) -> list[str]:
-    """Rank 1 alone gets another private key and another shared one between two saves: no rank may hang."""
+    """Between two saves only rank 1 gets another private key and another shared one: no rank may hang."""
     rank, failures, plan = dist.get_rank(), [], None
     for i in range(4):
         made: dict[str, Any] = {"all": torch.arange(10.0) + i, f"own.{rank}": torch.full((2,), float(i))}

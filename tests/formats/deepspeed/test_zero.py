@@ -1,4 +1,4 @@
-"""DeepSpeed checkpoints, written by DeepSpeed 0.19.8 on the CPU; what it holds in memory is the answer beside them."""
+"""DeepSpeed checkpoints, written by DeepSpeed 0.19.8 on the CPU, with its own in-memory values as the reference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ckptkit.storage import open_store
 from tests.formats.tensors import contents
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "deepspeed"
-# round_robin: DeepSpeed's own accessor returns other parameters' values; the bf16 copies of the module are right.
+# round_robin: DeepSpeed's accessor returns the values of other parameters; the bf16 copies of the module are right.
 EXACT = [path.name for path in sorted(FIXTURES.iterdir()) if "round_robin" not in path.name]
 
 
@@ -244,7 +244,7 @@ def test_the_config_can_give_neighbouring_ranks_the_same_experts():
 
 
 def test_a_split_parameter_group_counts_all_experts_of_its_rank():
-    """DeepSpeed cuts large groups into several."""
+    """DeepSpeed splits large groups into several."""
     params = {f"{LAYER}1.w": (2,)}
     parts = parts_of(params, partitions=1, world_size=2, data_first=False, counts={LAYER: 6})
     assert [list(part.renamed(params)) for part in parts] == [[f"{LAYER}1.w"], [f"{LAYER}4.w"]]
@@ -262,7 +262,7 @@ def test_groups_that_are_partitioned_differently_and_are_not_experts_are_refused
 
 
 def test_experts_without_zero_are_read_and_the_rest_is_reported(tmp_path):
-    """Without ZeRO the model file has no shapes, and each expert parallel rank an optimizer file."""
+    """Without ZeRO the model file has no shapes, and each expert-parallel rank has an optimizer file."""
     folder = _copy(tmp_path, MOE)
     for path in folder.glob("*zero_pp*"):
         path.unlink()
@@ -288,7 +288,7 @@ PIPELINE = "pipeline_zero1_tied_w2"
 
 def test_a_module_shared_by_layers_is_one_tied_parameter(tmp_path):
     folder = _copy(tmp_path, PIPELINE)
-    shutil.copy(folder / "layer_00-model_states.pt", folder / "layer_05-model_states.pt")  # a second layer of the tie
+    shutil.copy(folder / "layer_00-model_states.pt", folder / "layer_05-model_states.pt")  # of the tied module
     catalog = open_source(str(folder)).catalog
     model = catalog.by_role(Role.MODEL)
     assert list(model["0.weight"].slices) == list(model["5.weight"].slices)

@@ -1,4 +1,4 @@
-"""How much work a safetensors file of many tensors is: calls of Python functions for each tensor, never seconds."""
+"""The work for a safetensors file of many tensors: counted in function calls per tensor, never in seconds."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _write(root: Path, count: int) -> Path:
 
 
 def _calls(work: Callable[[], Any]) -> int:
-    """Return how many functions were called in this thread, C functions included."""
+    """Return the number of function calls in this thread, C functions included."""
     count = 0
 
     def on_event(frame: Any, event: str, arg: Any) -> None:
@@ -54,7 +54,7 @@ def _calls(work: Callable[[], Any]) -> int:
     return count
 
 
-_COMMANDS: dict[str, tuple[Callable[[str, str, str], Any], int]] = {  # and the most calls for a tensor
+_COMMANDS: dict[str, tuple[Callable[[str, str, str], Any], int]] = {  # and the maximum number of calls per tensor
     "open": (lambda a, b, out: open_source(a), 1),
     "verify --quick": (lambda a, b, out: verify(a, quick=True), 1),
     "inspect": (lambda a, b, out: inspect(a), 24),

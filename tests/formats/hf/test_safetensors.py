@@ -1,4 +1,4 @@
-"""Safetensors sources: headers that must be refused, and directories as Hugging Face and torch's DCP lay them out."""
+"""Safetensors sources: headers that must be refused, and directories of Hugging Face and torch's DCP."""
 
 from __future__ import annotations
 
@@ -373,7 +373,7 @@ SMALL = {"F4": (2, 16), "F6_E2M3": (2, 8), "F6_E3M2": (1, 4), "F8_E8M0": (3, 5)}
 
 
 def _small(path: Path) -> bytes:
-    """Write a file of dtypes of less than a byte, and one of exponents; return its data."""
+    """Write a file of dtypes below a byte, and one of exponents; return its data."""
     sizes = {"F4": 16, "F6_E2M3": 12, "F6_E3M2": 3, "F8_E8M0": 15}
     header, at = {}, 0
     for name, shape in SMALL.items():
@@ -389,7 +389,7 @@ def test_dtypes_below_a_byte_have_shapes_in_bytes(tmp_path):
     _small(tmp_path / "src")
     found = safetensors.open_catalog(open_store(str(tmp_path / "src"))).tensors
     assert {name: (entry.dtype, entry.shape) for name, entry in found.items()} == {
-        "F4": ("float4_e2m1fn_x2", (2, 8)),  # as torch shows it
+        "F4": ("float4_e2m1fn_x2", (2, 8)),  # the shape that torch shows
         "F6_E2M3": ("float6_e2m3fn_bytes", (2, 6)),
         "F6_E3M2": ("float6_e3m2fn_bytes", (1, 3)),
         "F8_E8M0": ("float8_e8m0fnu", (3, 5)),
@@ -397,7 +397,7 @@ def test_dtypes_below_a_byte_have_shapes_in_bytes(tmp_path):
 
 
 def test_dtypes_below_a_byte_are_copied_with_dtype_and_shape(tmp_path):
-    pytest.importorskip("safetensors", minversion="0.7")  # which knows them itself
+    pytest.importorskip("safetensors", minversion="0.7")  # supports these dtypes
     data = _small(tmp_path / "src")
     convert(str(tmp_path / "src"), str(tmp_path / "out"), verify=True)
     with safe_open(tmp_path / "out" / "model.safetensors", "np") as file:
@@ -426,7 +426,7 @@ def test_dtypes_below_a_byte_are_not_cast(tmp_path):
 
 
 def test_packed_4bit_pairs_equal_those_of_torch(tmp_path):
-    pytest.importorskip("safetensors", minversion="0.7")  # which knows them itself
+    pytest.importorskip("safetensors", minversion="0.7")  # supports these dtypes
     pairs = torch.arange(32, dtype=torch.uint8).reshape(4, 8).view(torch.float4_e2m1fn_x2)
     save_torch({"a": pairs}, tmp_path / "model.safetensors")
     convert(str(tmp_path), str(tmp_path / "dcp"), to="dcp", world_size=2)

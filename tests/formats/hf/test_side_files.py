@@ -1,4 +1,4 @@
-"""Which small files an export carries along, and what is said of those that it does not."""
+"""Which side files an export copies, and what it notes about the others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_side_file_whose_name_is_unsafe_is_left_out_and_named(tmp_path: Path) 
     assert found.carried == ("tokenizer.json",)
     note = " ".join(found.notes)
     assert all(name in note for name in ("\\x1b[31m", "tokenizer\\\\x.json", "NOTICE."))
-    assert "nobody" not in note  # not a side file, whatever its name
+    assert "nobody" not in note  # the name does not make it a side file
     assert note in open_source(str(tmp_path)).catalog.info.notes
 
 

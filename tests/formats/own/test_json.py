@@ -1,4 +1,4 @@
-"""JSON of strangers: bounded before it is parsed, and one meaning only."""
+"""Untrusted JSON: size-limited before it is parsed, and unambiguous."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The manifest keeps a catalog exactly, and refuses everything that can't be one."""
+"""The manifest keeps a catalog exactly, and refuses everything else."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_info_that_is_not_json_is_refused():
 
 
 def changed(**edits) -> bytes:
-    """The manifest with columns replaced, or edited by a function; `header` edits the header."""
+    """Return the manifest with columns replaced, or edited by a function; `header` edits the header."""
     columns = unpack(blob(), file="m")
     arrays, header = {k: v.copy() for k, v in columns.arrays.items()}, json.loads(json.dumps(columns.header))
     for name, edit in edits.items():

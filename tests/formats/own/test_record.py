@@ -1,4 +1,4 @@
-"""The commit record: written and read back, refused when it is damaged, hostile or from the future."""
+"""The commit record: round trips, and refusals of damaged, hostile and newer records."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def body_of(record: CommitRecord) -> dict[str, Any]:
 
 
 def sealed(body: dict[str, Any]) -> bytes:
-    """Return a record with a right digest, whatever its fields are: what an attacker would write."""
+    """Return a record with a valid digest for any fields, as an attacker would write it."""
     body = {name: value for name, value in body.items() if name != "self"}
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return json.dumps({**body, "self": f"xxh3_64:{xxhash.xxh3_64_hexdigest(canonical.encode())}"}).encode()

@@ -1,4 +1,4 @@
-"""C's unpickler over our allow-list: what `walk` is compared with. It must get nothing that `walk` did not read."""
+"""C's unpickler with our allow-list, as a reference for `walk`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def loads_in_c(
     unknown: Unknown = "refuse",
     max_bytes: int | None = None,
 ) -> Any:
-    """What `walk.loads` returns, by C's unpickler."""
+    """Return what `walk.loads` must return, by C's unpickler."""
     reader = _Reference(io.BytesIO(data), encoding="latin1")
     reader.functions, reader.storage, reader.unknown = functions or {}, persistent_load, unknown
     try:

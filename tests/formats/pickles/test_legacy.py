@@ -1,4 +1,4 @@
-"""The formats before the zip give the same records: byte ranges that hold what torch reads."""
+"""The formats before the zip give the same records: byte ranges with the values that torch reads."""
 
 from __future__ import annotations
 

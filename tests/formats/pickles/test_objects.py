@@ -1,4 +1,4 @@
-"""read_object gives plain Python values, runs nothing, and refuses what it does not know by name."""
+"""read_object returns plain Python values, runs no code, and refuses unknown classes by name."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_a_plain_pickle_is_read_too(tmp_path: Path) -> None:
 
 
 def test_inert_records_do_not_share_fields(tmp_path: Path) -> None:
-    """Containers that a conversion makes and drops leave their address to the next one."""
+    """Containers that a conversion creates and drops may share an address with a later one."""
     values = [argparse.Namespace(a=i, b=str(i)) for i in range(500)]
     found = read_object(*entry_of(tmp_path, values))
     assert found == [vars(value) for value in values]

@@ -1,4 +1,4 @@
-"""The unpickler runs nothing, whatever opcode asks for it; each refusal has a benign twin that is accepted."""
+"""The unpickler runs no code for any opcode; each refusal has a harmless variant that is accepted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def line_global(module: str, name: str) -> bytes:
 
 @pytest.fixture(autouse=True)
 def nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Payloads make a directory PWNED in the working directory."""
+    """Payloads create a directory PWNED in the working directory."""
     monkeypatch.chdir(tmp_path)
     yield
     assert not list(tmp_path.iterdir())
@@ -40,7 +40,7 @@ def nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 ARGS = text("PWNED") + b"\x85"
 ORDERED = ("collections", "OrderedDict")
 
-# Each way to call a global: hostile with os.mkdir, benign with a class that is allowed.
+# Each way to call a global: hostile with os.mkdir, harmless with an allowed class.
 CALLS: dict[str, Any] = {
     "REDUCE of GLOBAL": lambda g, a: line_global(*g) + a + b"R.",
     "REDUCE of STACK_GLOBAL": lambda g, a: P + stack_global(*g) + a + b"R.",
@@ -132,7 +132,7 @@ def test_getattr_of_anything_else_is_refused(target: bytes) -> None:
         loads(P + stack_global("builtins", "getattr") + target + text("X") + b"\x86R.", file="f")
 
 
-# --- stubs can't be turned into anything
+# --- stubs cannot be turned into anything else
 
 RECORD = stack_global("argparse", "Namespace")
 BUILDS = {
@@ -182,7 +182,7 @@ def test_unknown_globals_become_records_only_on_request() -> None:
     assert (found.kind, found.args) == ("posix.mkdir", ("PWNED",))
 
 
-# --- malformed, and made to exhaust: (hostile, benign twin)
+# --- malformed and exhausting pickles: (hostile, harmless variant)
 
 DEEP = b"N" + b"\x85" * 200_000
 DAG = b"N\x85" + b"2\x86" * 64
@@ -270,7 +270,7 @@ def test_pickles_that_no_pickler_writes_are_refused(what: str) -> None:
     loads(benign, file="f")
 
 
-# --- and what they do write comes back
+# --- values that picklers do write are restored
 
 VALUES: list[Any] = [
     None, True, False, 0, 1, 255, 256, 65535, 65536, -1, 1 << 31, -(1 << 31), 1 << 70, -(1 << 70), 1.5, float("inf"),

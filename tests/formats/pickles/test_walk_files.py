@@ -1,4 +1,4 @@
-"""The metadata and archives of real libraries are read as C's unpickler reads them; those made to deceive are not."""
+"""Metadata and archives of real libraries are read as by C's unpickler; deceptive ones are refused."""
 
 from __future__ import annotations
 

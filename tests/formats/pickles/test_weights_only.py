@@ -1,4 +1,4 @@
-"""The one place where torch unpickles, in a job: nothing runs, nothing unfolds."""
+"""The one place where torch unpickles objects: no code runs, and no value expands without limit."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_payload_is_named_and_not_run(modern: bool, tmp_path: Path) -> None:
     assert not (tmp_path / "PWNED").exists()
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch, that some of its tensors are new or go away
+@pytest.mark.filterwarnings("ignore")  # torch warns about prototype and deprecated tensors
 @pytest.mark.parametrize("make", [make for _, make in OBJECTS], ids=[name for name, _ in OBJECTS])
 def test_plain_data_round_trips(make: Callable[[], Any]) -> None:
     data = saved({"of": [make()] * 2})
@@ -93,7 +93,7 @@ def test_an_object_that_needs_its_own_code_is_refused_by_the_name_of_the_class(m
         parse_object(saved({"of": [deque([make()])]}), file="f")
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch, that quantized tensors go away
+@pytest.mark.filterwarnings("ignore")  # torch deprecates quantized tensors
 @pytest.mark.parametrize(("name", "make"), REFUSED, ids=[name for name, _ in REFUSED])
 def test_an_object_of_a_library_is_refused_with_advice(name: str, make: Callable[[], Any]) -> None:
     with pytest.raises(CkptkitError, match=rf"f.*{re.escape(name)}.*never runs code.*weights_only=False.*plain values"):
@@ -146,7 +146,7 @@ def test_values_that_need_code_to_load_are_not_saved() -> None:
     assert parse_object(dump_object({"a": 1}, name="x", advice=""), file="f") == {"a": 1}
 
 
-# Between the processes of one job, over their own connections.
+# Allowed: pickles between the processes of one job, over their own connections.
 OF_ONE_JOB = {"checkpoint/run/coordinator.py", "checkpoint/save/writer_child.py"}
 
 

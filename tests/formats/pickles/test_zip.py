@@ -151,7 +151,7 @@ def test_an_archive_behind_a_symlink_of_a_hub_cache_is_read(saved: Path, tmp_pat
 
 
 def patched(raw: bytes, magic: bytes, offset: int, value: bytes) -> bytes:
-    """Overwrite a field of the first record with this magic number in the directory at the end."""
+    """Overwrite a field of the first record with this magic number in the zip directory."""
     at = raw.index(magic, raw.index(b"PK\x01\x02")) + offset
     return raw[:at] + value + raw[at + len(value) :]
 

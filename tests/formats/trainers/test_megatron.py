@@ -1,4 +1,4 @@
-"""What megatron-core itself writes beside what any DCP has."""
+"""Additional metadata that megatron-core writes into a DCP."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WEIGHT = "decoder.layers.mlp.linear_fc1.weight"
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """A torch_dist checkpoint whose `.metadata` keeps the plans of all ranks, as megatron-core's writer has it."""
+    """A torch_dist checkpoint whose `.metadata` has the plans of all ranks, as megatron-core writes it."""
     state = {
         WEIGHT: torch.randn(3, 4, 5),
         f"optimizer.state.exp_avg.{WEIGHT}": torch.randn(3, 4, 5),

@@ -1,4 +1,4 @@
-"""The geometry of DTensor placements, against torch's own."""
+"""The geometry of DTensor placements, compared with torch."""
 
 from __future__ import annotations
 
@@ -70,15 +70,15 @@ def test_each_element_is_where_torch_puts_it(mesh_shape, placements, shape):
 
 
 def test_the_local_shape_reveals_fsdp_over_uneven_tp_shards():
-    # 7 rows: tp cuts 4 + 3, then dp cuts each over 3 ranks. At (2, 0) nothing is left, at (2, 1) row 6;
-    # read from left to right the placements would say the opposite.
+    # 7 rows: tp splits them into 4 + 3, then dp splits each over 3 ranks. Rank (2, 0) has nothing, rank (2, 1) row 6;
+    # reading the placements from left to right would give the opposite.
     placements = (Placement("strided_shard", 0, 2), S0)
     assert local_parts((7,), (3, 2), (2, 1), placements, local_shape=(1,))[0].box == Box((6,), (1,))
     assert local_parts((7,), (3, 2), (2, 0), placements, local_shape=(0,))[0].box.numel == 0
 
 
 def test_an_empty_part_has_any_shape_without_elements():
-    parts = local_parts((7, 1), (2, 2), (0, 1), (S0, Placement("shard", 1)), local_shape=(0, 0))  # as FSDP2 cuts [7, 0]
+    parts = local_parts((7, 1), (2, 2), (0, 1), (S0, Placement("shard", 1)), local_shape=(0, 0))  # as FSDP2 shards it
     assert [part.box for part in parts] == [Box((0, 1), (4, 0))]
     with pytest.raises(CorruptCheckpointError):
         local_parts((7, 1), (2, 2), (0, 1), (S0, Placement("shard", 1)), local_shape=(4, 1))

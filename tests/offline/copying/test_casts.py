@@ -1,4 +1,4 @@
-"""Casts in numpy against torch's, over every bit pattern of 16 bits and the hard ones of 32."""
+"""Casts in numpy compared with torch's, over every 16-bit pattern and the difficult 32-bit ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def patterns(dtype: str) -> np.ndarray:
-    """Bits of a dtype: all of them, or each upper half with the lower halves where rounding turns."""
+    """Return bits of a dtype: all of them, or each upper half with the lower halves at rounding boundaries."""
     every = np.arange(1 << 16, dtype=np.uint32)
     if SIZES[dtype] == 2:
         return every.astype(np.uint16)
@@ -28,7 +28,7 @@ def patterns(dtype: str) -> np.ndarray:
 
 
 def both(source: str, target: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Our bits, torch's bits, and which of torch's are NaN."""
+    """Return our bits, torch's bits, and which of torch's are NaN."""
     data = patterns(source).view(np.uint8)
     reference = torch.from_numpy(data.copy()).view(getattr(torch, source)).to(getattr(torch, target))
     out = np.empty(reference.numel() * SIZES[target], np.uint8)

@@ -1,4 +1,4 @@
-"""Digests of a source that several threads bring the pieces of."""
+"""Digests of a source whose pieces come from several threads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PIECES = (b"first piece", b"second piece")
 
 
 class SlowCrc:
-    """A CRC-32 that stays in its first call until somebody else has begun one, or nobody does for a while."""
+    """A CRC-32 whose first call waits until another thread has started one, or for a short time."""
 
     def __init__(self) -> None:
         self.began, self.others = threading.Event(), threading.Event()
@@ -43,7 +43,7 @@ def verifier_of(data: bytes, digest: int, algorithm: str = "crc32") -> Verifier:
 
 
 def feed_side_by_side(verifier: Verifier, slow: SlowCrc, pieces: tuple[bytes, ...]) -> list[BaseException]:
-    """Feed each piece from a thread of its own; the second one comes while the first is hashed."""
+    """Feed each piece from its own thread; the second arrives while the first is hashed."""
     failures: list[BaseException] = []
 
     def feed(start: int, piece: bytes) -> None:

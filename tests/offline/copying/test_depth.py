@@ -1,4 +1,4 @@
-"""How many of our functions stand between a worker and the read or write of a conversion: docs/internals/ways.md."""
+"""At most six of our functions are between a worker and the read or write of a conversion: docs/internals/ways.md."""
 
 from __future__ import annotations
 

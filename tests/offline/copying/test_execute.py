@@ -1,4 +1,4 @@
-"""The engine: whatever the slices, the targets and their places, every element arrives, and only undamaged ones."""
+"""The copying engine: for all slices, targets and positions every element is copied, and damage is found."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ COLUMNS = [Box((0, i * 2), (8, 2)) for i in range(3)]
 
 
 class ReadOnlyStore:
-    """A store that only offers what every store does: nothing of the local fast path."""
+    """A store with only the common interface, without the fast path for local files."""
 
     def __init__(self, root: Path) -> None:
         self.inner = LocalStore(str(root))
@@ -72,12 +72,12 @@ def expected(made: Made, target: Target) -> np.ndarray:
     return changed(array, target.source_dtype, target.dtype)
 
 
-# --- everything against numpy
+# --- random plans compared with numpy
 
 
 @st.composite
 def jobs(draw: st.DrawFn):
-    """A tensor, how it is cut, what is made of it, and how that is cut."""
+    """Draw a tensor, its source slices, its transformation, and its target boxes."""
     shape = draw(shapes.filter(lambda s: math.prod(s) > 0))
     dtype = draw(st.sampled_from(["float32", "bfloat16", "float16", "int64", "uint8"]))
     source = draw(partitions(shape))
@@ -104,7 +104,7 @@ def derived(made: Made, shape: tuple[int, ...], into: str, change: str, draw) ->
 
 
 def placed(draw, made: Made, targets: list[Target]) -> Plan:
-    """Cut the targets into boxes and lay them into two files, back to back."""
+    """Cut the targets into boxes and place them in two files, back to back."""
     ends, placements = [0, 0], []
     for target in targets:
         boxes = draw(partitions(target.shape))
@@ -168,7 +168,7 @@ def test_an_element_split_between_chunks_is_cast_correctly(tmp_path, monkeypatch
     record = replace(entry.slices[0], digest=None)
     from ckptkit.catalog.entry import Digest, SliceArray
 
-    # A digest that begins one byte before the tensor shifts the chunks against the elements.
+    # A digest that begins one byte before the tensor shifts the chunks relative to the elements.
     record = replace(record, digest=Digest("crc32", zlib.crc32(data[begin - 1 :]), begin - 1, len(data) - begin + 1))
     entry = replace(entry, slices=SliceArray.of([record], 1))
     made.catalog = replace(made.catalog, tensors={"t": entry})
@@ -277,7 +277,7 @@ def test_a_changed_result_differs_from_its_source(tmp_path):
         prove_equal(plan, LocalStore(str(made.folder)), LocalStore(str(tmp_path / "out")), max_memory=10**8)
 
 
-# --- plans that do not add up
+# --- inconsistent plans
 
 
 def test_a_gap_in_the_source_stops_before_anything_is_written(tmp_path):
@@ -313,7 +313,7 @@ def test_a_full_disk_is_reported_before_anything_is_written(tmp_path, monkeypatc
     assert list((tmp_path / "out").iterdir()) == []
 
 
-# --- how it is done
+# --- execution
 
 
 def test_writeback_starts_during_the_copy(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Plans as values: how files are laid out, what is printed, who writes what."""
+"""Plans as values: the layout of files, their printed form, and the work of each rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STORABLE = [d.name for d in DTYPES.values() if d.safetensors and d.kind != "floa
 
 
 def catalog_of(*names: str, shape: tuple[int, ...] = (4, 2), dtype: str = "float32") -> Catalog:
-    """Tensors that lie in one file in the opposite order."""
+    """Tensors stored in one file in reverse order."""
     entries = {}
     for i, name in enumerate(names):
         box = Box.whole(shape)
@@ -170,7 +170,7 @@ def test_files_are_divided_evenly_and_the_last_goes_to_the_first_rank():
     plan = Plan(Catalog({}), (*files, OutputFile("index.json", 99)), (), ("index.json",))
     owners = share_out(plan, 2)
     loads = [sum(f.nbytes for f, rank in zip(files, owners, strict=False) if rank == r) for r in (0, 1)]
-    assert max(loads) - min(loads) <= 4  # the last that was given out
+    assert max(loads) - min(loads) <= 4  # the last file
     assert owners[-1] == 0
 
 

@@ -1,4 +1,4 @@
-"""Threads that copy: none is at work once `run` is over, however it ends."""
+"""Copying threads: none is running after `run` has returned or raised."""
 
 from __future__ import annotations
 

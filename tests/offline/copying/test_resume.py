@@ -1,4 +1,4 @@
-"""A conversion that was killed, or interrupted, goes on where it stopped; anything else starts clean."""
+"""A killed or interrupted conversion continues; anything else starts from scratch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.ranks import RankError, run_ranks
 UNEVEN = Path(__file__).parents[2] / "zoo" / "dcp_fsdp2_uneven_w4"
 COLUMNS = {"tp_plan": {"*.up.weight": 1, "*.down.weight": 1}, "mesh": {"tp": 2}}
 STEP = 16_000  # so that a small checkpoint takes several steps
-# Runs one command in a process of its own, which kills itself when so many steps are stated as done.
+# Runs one command in a separate process, which kills itself after so many steps are recorded as done.
 KILLED = f"""
 import json, os, signal, sys
 from ckptkit.offline.convert import convert
@@ -63,7 +63,7 @@ def killed(command: str, source: Path, out: Path, steps: int, **options: object)
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """The files that do not say when they were made."""
+    """Return the files without timestamps."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     return {name: (folder / name).read_bytes() for name in names if name not in ("checkpoint.json", "README.md")}
 
@@ -87,7 +87,7 @@ def test_a_killed_conversion_continues_and_gives_the_same_bytes(source, tmp_path
 def test_a_step_without_proved_digests_is_not_recorded_as_done(source, tmp_path, monkeypatch):
     feed, done, stated = Verifier.feed, journal.Journal.done, []
 
-    def lost(self, record, start, data):  # once, as if another thread had to bring a piece of it
+    def lost(self, record, start, data):  # once, as if another thread had a piece of it
         monkeypatch.setattr(Verifier, "feed", feed)
 
     monkeypatch.setattr(Verifier, "feed", lost)
@@ -203,7 +203,7 @@ def test_a_replaced_file_never_counts_as_finished(source, tmp_path, monkeypatch)
     before = (tmp_path / "out" / "model.safetensors").read_bytes()
     damaged = before[:-100] + bytes(100)
     (tmp_path / "out" / "model.safetensors").write_bytes(damaged)
-    # As if killed right after the swap: the old files lie under the name of the staging directory.
+    # As if killed right after the swap: the old files are under the name of the staging directory.
     monkeypatch.setattr(publish, "close_staging", lambda *_, **__: None)
     convert(str(source), str(tmp_path / "out"), overwrite=True)
     monkeypatch.undo()
@@ -261,7 +261,7 @@ def test_killed_ranks_publish_nothing_and_the_next_run_completes_the_result(sour
     with pytest.raises(RankError):
         run_ranks(_killed_after_the_copy, 2, str(source), str(out))
     assert not out.exists()
-    assert [path for path in tmp_path.iterdir() if path.name.startswith(".tmp-out-")]  # it got that far
+    assert [path for path in tmp_path.iterdir() if path.name.startswith(".tmp-out-")]  # it had started to copy
     assert run_ranks(_converted_by_a_team, 2, str(source), str(out)) == [18, 18]
     convert(str(source), str(tmp_path / "alone"), max_shard_size="3kB")
     assert content(out) == content(tmp_path / "alone")

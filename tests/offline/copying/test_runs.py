@@ -1,4 +1,4 @@
-"""Runs of bytes: few calls, each byte read once, every digest that of the bytes."""
+"""Runs of bytes: few calls, each byte is read once, and every digest matches its bytes."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ NAMES = ("a", "b", "c")
 def all_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (runs, copier):
         monkeypatch.setattr(module, "LEAST", 0)
-    monkeypatch.setattr(copier, "_GAP", 0)  # nothing is read over, so that what is read can be counted
+    monkeypatch.setattr(copier, "_GAP", 0)  # no gaps are read, so that reads can be counted
 
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The bytes of each read, of the source and of what was written."""
+    """Return the bytes of each read of the source and of the result."""
     counted: list[int] = []
     real = SourceReader.read_many
 
@@ -67,7 +67,7 @@ def run(made: Made, plan: Plan, out: Path, **options: Any) -> CopyReport:
 
 
 def digests_of(out: Path, plan: Plan, report: CopyReport) -> dict[tuple[int, int], int]:
-    """The digests that were taken, by file and start, each compared with the bytes that were written."""
+    """Return the computed digests by file and start, each compared with the written bytes."""
     assert report.digested is not None
     found = {}
     for file, start, nbytes, digest in report.digested.table().tolist():
@@ -86,7 +86,7 @@ def boxes_of(plan: Plan) -> dict[tuple[int, int], int]:
 
 
 def placed(made: Made, boxes: list[Box], files: list[int], count: int) -> Plan:
-    """Each tensor of a source cut into boxes, which lie in files back to back, a CRC behind each box."""
+    """Return a plan that cuts each source tensor into boxes, back to back in files, with a CRC after each box."""
     ends, crcs, placements = [0] * count, [[] for _ in range(count)], []
     for name, entry in made.catalog.tensors.items():
         starts = []
@@ -200,7 +200,7 @@ def test_partly_needed_slices_are_checked_completely(tmp_path: Path, all_runs: N
 
 @pytest.fixture
 def large(tmp_path: Path) -> str:
-    """A checkpoint of four ranks whose slices are large enough to be digested on the way."""
+    """A checkpoint of four ranks whose slices are large enough to be digested during the copy."""
     rng = np.random.default_rng(0)
     save_file({name: rng.random((600, 513), np.float32) for name in NAMES}, tmp_path / "m.safetensors")
     reshard(str(tmp_path / "m.safetensors"), str(tmp_path / "large"), world_size=4)
@@ -268,7 +268,7 @@ def test_a_damaged_source_leaves_nothing(large: str, tmp_path: Path) -> None:
 
 
 def torchrun(source: str, target: str) -> int:
-    """Reshard as one of several, and return the bytes that this rank has read."""
+    """Reshard as one of several ranks, and return the bytes that this rank has read."""
     counted = []
     real = SourceReader.read_many
 
@@ -326,7 +326,7 @@ def test_many_short_runs_are_read_and_written_in_few_calls(tmp_path, monkeypatch
     assert report.records == (4 * COUNT if digest else 0)
     got = read_placed(tmp_path / "out", plan)
     assert all((got[name] == array).all() for name, array in made.arrays.items())
-    # A literal lies between two tensors, so each tensor is written by itself, and each literal; windows cut some.
+    # A literal is between two tensors, so each tensor and each literal is written separately; windows split some.
     assert calls["preadv"] < 4 * COUNT // 10
     assert calls["pwritev"] <= 2 * COUNT + 20
 

@@ -1,4 +1,4 @@
-"""Merging adapters: bit for bit what PEFT's merge_and_unload makes of the same tensors."""
+"""Merging adapters gives the bits of PEFT's merge_and_unload."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def model() -> Any:
 
 
 def trained(config: Mapping[str, Any], folder: Path, *, dtype: str, adapter_dtype: str | None = None) -> Any:
-    """A PEFT model whose adapter is not at its start any more; its state is written."""
+    """Write the state of a PEFT model whose adapter is not at its initial values."""
     torch.manual_seed(1)
     made = {key: getattr(lora_config, v)() if str(v).endswith("Config") else v for key, v in config.items()}
     with warnings.catch_warnings():
@@ -154,7 +154,7 @@ def test_an_fp32_adapter_merged_into_16_bit_weights_has_the_bits_of_peft(tmp_pat
 
 @pytest.fixture
 def apart(tmp_path: Path) -> Any:
-    """Write what PEFT saves of an adapter, and its base beside it; return the model and both places."""
+    """Write PEFT's files of an adapter and its base; return the model and both paths."""
 
     def written(case: str) -> Any:
         adapted = trained({"r": 4, "lora_alpha": 6, **CASES[case]}, tmp_path, dtype="bfloat16")
@@ -215,11 +215,11 @@ def test_fp64_weights_are_merged_with_the_bits_of_peft(tmp_path: Path) -> None:
     same_bits(merged(tmp_path, config), expected(adapted, tmp_path))
 
 
-# --- with what comes after: key maps, casts, limits of memory, the whole command
+# --- combined with key maps, casts, memory limits and the whole command
 
 
 def by_rows(tensor: Any, rows: int) -> Any:
-    """The tensor made in pieces of some rows."""
+    """Return the tensor computed in blocks of rows."""
     store, catalog, made = tensor
     pieces = [made.cut(start, min(made.shape[0], start + rows)) for start in range(0, made.shape[0], rows)]
     return [_made(store, catalog, piece) for piece in pieces]
@@ -246,7 +246,7 @@ def test_rows_merged_separately_equal_a_merge_of_the_whole_tensor(tmp_path: Path
         whole = _made(store, catalog, tensor)
         pieces = by_rows((store, catalog, tensor), 1 if len(whole) < 4 else 8)
         assert sum(map(len, pieces)) == len(whole)
-        # The product is rounded to 16 bits: edges of its kernels do not show, but for a last bit.
+        # The product is rounded to 16 bits, which hides most differences between kernels except the last bit.
         near = [np.abs(np.concatenate(pieces).astype(np.int32) - whole.astype(np.int32))]
         assert max(int(item.max()) for item in near) <= 1, tensor.name
         assert not near[0][whole.astype(np.int32) == 0].any()
@@ -304,7 +304,7 @@ def tiny(kind: str) -> Any:
 
 
 def run_of(kind: str, folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """A base, a DCP of what was trained on it, and what PEFT merges: the bits that its save_pretrained writes."""
+    """A base, a DCP of a model trained on it, and the bits that PEFT's merge and save_pretrained write."""
     import torch.distributed.checkpoint as dcp
 
     base = tiny(kind)
@@ -392,7 +392,7 @@ def test_dora_of_columns_says_how_much_memory_it_takes(tmp_path: Path) -> None:
         gatherer.make_box(embed, Box.whole(embed.shape), np.empty(embed.numel * 2, np.uint8))
 
 
-# --- what can't be merged
+# --- adapters that cannot be merged
 
 
 def plain_targets(**shapes: tuple[int, ...]) -> dict[str, Target]:

@@ -1,4 +1,4 @@
-"""LoRA adapters: exported under PEFT's names with a given config, or merged as PEFT merges."""
+"""LoRA adapters: exported under PEFT's names with a given config, or merged as by PEFT."""
 
 from __future__ import annotations
 

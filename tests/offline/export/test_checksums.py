@@ -1,4 +1,4 @@
-"""SHA256SUMS of an export: written where asked, proved by verify, no way out of the directory."""
+"""SHA256SUMS of an export: written on request, checked by verify, and confined to the directory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def export(zoo: Path, tmp_path: Path) -> Path:
 
 
 def _found(export: Path, name: str) -> list[str]:
-    """What verify says of a file; an index that names nothing sensible can't even be opened."""
+    """Return verify's problems of a file; an invalid index cannot even be opened."""
     try:
         return [problem.message for problem in verify(str(export)).problems if problem.path == name]
     except CkptkitError as error:
@@ -59,7 +59,7 @@ def test_each_flipped_bit_of_an_export_is_found_with_its_file_and_tensors(export
         good = path.read_bytes()
         tensors = path.suffix == ".safetensors"
         for _ in range(4):
-            # Beyond the header, of which a flip may say more than this.
+            # After the header, because a flip in the header gives more messages.
             at = rng.randrange(8 + int.from_bytes(good[:8], "little") if tensors else 0, len(good))
             path.write_bytes(good[:at] + bytes([good[at] ^ 1 << rng.randrange(8)]) + good[at + 1 :])
             (message,) = _found(export, path.name)

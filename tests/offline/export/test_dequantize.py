@@ -1,4 +1,4 @@
-"""FP8 weights in another dtype: the bits of transformers, over all codes, kinds of scales and edges of blocks."""
+"""FP8 weights in another dtype: the bits of transformers, for all codes, kinds of scales and edge blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def codes(*shape: int, dtype: torch.dtype = E4M3) -> torch.Tensor:
-    """A tensor in which every code occurs, NaN and infinity included."""
+    """Return a tensor with every code, including NaN and infinity."""
     numel = torch.Size(shape).numel()
     return (torch.arange(numel) % 256).to(torch.uint8).reshape(shape).view(dtype)
 
@@ -35,7 +35,7 @@ def export(path: Path, tensors: Mapping[str, torch.Tensor], settings: Mapping[st
 
 
 def same(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """NaN may have any payload."""
+    """Compare tensors; NaN may have any payload."""
     assert found.dtype == expected.dtype
     assert torch.equal(found.isnan(), expected.isnan())
     assert torch.equal(found.nan_to_num(), expected.nan_to_num())
@@ -171,7 +171,7 @@ MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
 
 
 def mxfp4(name: str, experts: int = 3) -> dict[str, torch.Tensor]:
-    """Experts in which each byte of two codes occurs with each exponent."""
+    """Return experts with each byte of two codes and each exponent."""
     blocks = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16).repeat(experts, 256, 1, 1)
     scales = torch.arange(256, dtype=torch.uint8).reshape(1, 256, 1).repeat(experts, 1, 16)
     return {f"{name}_blocks": blocks, f"{name}_scales": scales.roll(1, 0)}
@@ -229,7 +229,7 @@ def test_transformers_loads_dequantized_experts_with_its_own_values(tmp_path: Pa
 
 
 def packed(numbers: torch.Tensor, bits: int) -> torch.Tensor:
-    """Integers with a sign, each row as one number in 32-bit words, the first integer lowest."""
+    """Pack signed integers: each row is one number in 32-bit words, the first integer lowest."""
     rows = []
     for row in numbers.tolist():
         value = sum(number + (1 << bits - 1) << i * bits for i, number in enumerate(row))
@@ -284,7 +284,7 @@ def test_int8_weights_have_the_values_of_compressed_tensors(tmp_path: Path) -> N
 
 
 def nvfp4() -> dict[str, torch.Tensor]:
-    """Rows with each pair of codes, and each scale in FP8."""
+    """Return rows with each pair of codes, and each scale in FP8."""
     pairs = torch.arange(256, dtype=torch.uint8).repeat(32, 1)
     return {
         "a.weight_packed": pairs,
@@ -297,7 +297,7 @@ FP4_WEIGHTS: dict[str, Any] = {"num_bits": 4, "type": "float", "strategy": "tens
 
 
 def fp4_values(pairs: torch.Tensor) -> torch.Tensor:
-    """Sign, two bits of exponent and one of mantissa."""
+    """The FP4 values: a sign, two bits of exponent and one of mantissa."""
     code = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2).int()
     exponent, mantissa = code >> 1 & 3, (code & 1).double()
     size = torch.where(exponent > 0, (1 + mantissa / 2) * 2.0 ** (exponent - 1), mantissa / 2)

@@ -1,4 +1,4 @@
-"""`convert --weights ema`: the moving average that a checkpoint carries, by the model's names."""
+"""`convert --weights ema`: the moving average in a checkpoint, under the model's names."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_averages_stored_as_plain_values_are_refused_by_name(tmp_path: Path) -> 
 
 
 def litema(net: torch.nn.Module) -> dict[str, Any]:
-    """As latent-diffusion stores it: parameters only, names without dots, beside the model's."""
+    """The format of latent-diffusion: parameters only, names without dots, next to the model's."""
     plain = {f"model.{name}": tensor for name, tensor in net.state_dict().items()}
     averages = {f"model_ema.{name.replace('.', '')}": p.detach() + 1 for name, p in net.named_parameters()}
     return {"state_dict": {**plain, **averages}}

@@ -1,4 +1,4 @@
-"""What a Hugging Face export holds: names and bits, side files, config, card; and what is refused."""
+"""Hugging Face exports: names and bits, side files, config, model card, and refusals."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_an_explicit_key_map_is_applied_and_its_unused_rules_are_named(tmp_path:
     assert sum("matched nothing" in note for note in export.notes) == 2
 
 
-# --- held against the base
+# --- compared with the base
 
 
 def test_all_differences_from_the_base_are_listed_at_once(tmp_path: Path) -> None:
@@ -287,7 +287,7 @@ def test_complex_tensors_are_refused_by_name(zoo: Path) -> None:
 
 
 def with_masters(path: Path, names: Mapping[str, str]) -> tuple[Any, Catalog]:
-    """A catalog of a bf16 model and masters; `names`: master by key, as FQN."""
+    """Return a catalog of a bf16 model and masters; `names`: FQN by key of the master."""
     write(path, {"a": np.ones(2, np.float16), "b": np.ones(2, np.float16), "n": np.ones(2, np.int32),
                  **{f"m.{key}": np.full(2, 3, np.float32) for key in names}})  # fmt: skip
     store = open_store(str(path))
@@ -394,7 +394,7 @@ def test_symlinks_are_not_followed(tmp_path: Path) -> None:
 
 
 def hub_cache(root: Path) -> Path:
-    """A snapshot as huggingface_hub keeps it: links into blobs/."""
+    """Return a snapshot in the layout of huggingface_hub: links into blobs/."""
     repo = root / "models--org--tiny"
     snapshot = repo / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)

@@ -40,7 +40,7 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def weights(dtype: torch.dtype) -> torch.Tensor:
-    """Every number of bfloat16 that is finite and whose block has a scale; a block of zeros; and normal numbers."""
+    """Every finite bfloat16 number whose block has a scale, a block of zeros, and normal numbers."""
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     every = torch.where(every.isfinite(), every, torch.zeros_like(every)).reshape(4 * 128, 128)
     torch.manual_seed(0)
@@ -52,7 +52,7 @@ def weights(dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_codes_and_scales_have_the_bits_of_transformers(tmp_path: Path, dtype: torch.dtype) -> None:
     weight = weights(dtype)
-    weight = torch.where(weight.isfinite(), weight, torch.zeros_like(weight))  # what float16 cannot hold
+    weight = torch.where(weight.isfinite(), weight, torch.zeros_like(weight))  # float16 cannot hold these
     src = export(tmp_path / "src", {LAYER: weight, "model.norm.weight": torch.rand(4).to(dtype)})
     report = convert(src, str(tmp_path / "out"), quantize="fp8-block", verify=True, max_memory="16MB", workers=2)
     found = load_file(tmp_path / "out" / "model.safetensors")
@@ -90,7 +90,7 @@ def test_values_too_small_for_a_scale_become_zeros(tmp_path: Path) -> None:
 
 
 def model(kind: str, **settings: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """The tensors and config.json of a small model, as transformers saves it."""
+    """Return tensors and config.json of a small model, as transformers saves it."""
     transformers = pytest.importorskip("transformers")
     common: dict[str, Any] = {
         "num_hidden_layers": 1, "vocab_size": 64, "hidden_size": 128, "intermediate_size": 256, "head_dim": 64,

@@ -1,4 +1,4 @@
-"""Tied weights: left out only where config and bytes agree, never lost."""
+"""Tied weights: omitted only if config and bytes agree, never lost."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def rows(path: str, digest: int | None, algorithm: str = "xxh3_64") -> list[Tens
 @pytest.mark.parametrize(
     ("first", "second", "equal"),
     [
-        (rows("gone", 7), rows("lost", 7), True),  # the files do not exist: digests alone decide
+        (rows("gone", 7), rows("lost", 7), True),  # the files do not exist: only digests decide
         (rows("gone", 7), rows("lost", 8), False),
         (rows("gone", 7, "crc32"), rows("lost", 8, "crc32"), False),
         (rows("gone", None), rows("gone", None), True),  # the same bytes of the same file

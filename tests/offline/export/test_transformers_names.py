@@ -1,4 +1,4 @@
-"""Families whose names only the installed transformers knows: the export is what its own save_pretrained writes."""
+"""Model families whose names only transformers knows: the export equals its save_pretrained."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ KINDS = {
 
 
 def trained(kind: str, settings: dict[str, Any], folder: Path) -> dict[str, torch.Tensor]:
-    """Save a model as a run and as a release do; return what the release holds."""
+    """Save a model as a run and as a release; return the tensors of the release."""
     model_class = getattr(transformers, kind)
     torch.manual_seed(0)
     model = model_class(model_class.config_class(**settings))
@@ -110,7 +110,7 @@ def test_fused_tensors_of_unequal_parts_are_split_by_the_shapes_of_the_base(tmp_
     front = "model.layers.0.linear_attn."
     names = [f"{front}{part}_conv1d.weight" for part in "qkv"]
     joined = torch.cat([released[name] for name in names])
-    # transformers saves three almost equal parts of 8 + 8 + 16 rows; releases have what belongs to each.
+    # transformers saves three almost equal parts of 8 + 8 + 16 rows; releases split them correctly.
     assert [len(released[name]) for name in names] == [11, 11, 10]
     released.update(zip(names, (part.contiguous() for part in joined.split([8, 8, 16])), strict=True))
     save_file(released, base, {"format": "pt"})
@@ -168,7 +168,7 @@ def test_models_of_several_parts_get_the_names_of_their_release(family, tmp_path
     if not hasattr(transformers, kind):
         pytest.skip(f"transformers {transformers.__version__} has no {kind}")
     expected = trained(kind, settings, tmp_path)
-    if family == "nemo_speechlm":  # transformers saves one tensor an expert, NVIDIA's releases all in one
+    if family == "nemo_speechlm":  # transformers saves one tensor per expert, NVIDIA's releases stack them
         front = "llm.model.layers.3.mixer.experts."
         for ours, theirs in (("up_proj", "gate_and_up_projs"), ("down_proj", "down_projs")):
             experts = [expected.pop(f"{front}{i}.{ours}.weight") for i in range(4)]

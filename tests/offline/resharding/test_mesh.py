@@ -1,4 +1,4 @@
-"""Which rank holds what: the rule of FSDP2 and DTensor, against torch itself."""
+"""Which rank holds what: the rule of FSDP2 and DTensor, compared with torch."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def test_boxes_cover_every_element_once_and_belong_to_the_right_ranks(
 
 
 def _held(mesh: TargetMesh, cut: Cut, shape: tuple[int, ...], rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """What the rank holds by the placements, as trainers/shards.py replays them for tensors that torch saved."""
+    """Return the shard of a rank by its placements, as trainers/shards.py computes it for tensors that torch saved."""
     sizes = (mesh.replicate, mesh.shard, mesh.tp)
     coordinate = mesh_coordinate(rank, sizes)
     assert coordinate is not None
-    # FSDP cuts what tensor parallelism left: the same as plain shards, tensor parallelism first.
+    # FSDP shards what tensor parallelism left: equal to plain shards, tensor parallelism first.
     placements = [PlacementRecord("replicate"), _shard(cut.fsdp), _shard(cut.tp)]
     (part,) = local_parts(shape, sizes, coordinate, placements, order=[0, 2, 1])
     return part.box.offsets, part.box.sizes
@@ -52,7 +52,7 @@ def _shard(dim: int | None) -> PlacementRecord:
 
 
 def hold(shape: tuple[int, ...], style: str) -> tuple[Any, Any, Any]:
-    """Return (local rows by value, mesh shape, placements) of a parameter as FSDP2 shards it on this rank."""
+    """Return (local rows by value, mesh shape, placements) of a parameter that FSDP2 shards on this rank."""
     import torch
     from torch import nn
     from torch.distributed.device_mesh import init_device_mesh

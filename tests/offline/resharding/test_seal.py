@@ -1,4 +1,4 @@
-"""What a reshard writes about its files: digests of every slice, object and file, which name what was damaged."""
+"""The digests that a reshard records for every slice, object and file, and the damage that they find."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_ranks_of_torchrun_share_the_work_and_publish_once(ranks: Any, zoo: Path
 
 
 def converts_what_rank_0_chose(run: str, target: str) -> list[str]:
-    """Convert and reshard the run while rank 1 takes another step for its latest."""
+    """Convert and reshard the run while rank 1 chooses another step as the latest."""
     real = reading.resolve_url
 
     def outdated(url: str, **options: Any) -> str:
