@@ -128,7 +128,7 @@ class Pad:
     dim: int = 0
 
 
-_MAX_PIECES = 1 << 16  # of one tensor (experts, layers): a tensor without elements may have any number of rows
+_MAX_PIECES = 1 << 16  # per tensor: a tensor without elements may have any number of rows
 
 Rule = Rename | Drop | Split | Concat | Stack | Unstack | Transpose | RopePermute | Cast | Pad
 

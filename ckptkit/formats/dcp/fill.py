@@ -215,8 +215,8 @@ class Filler:
             most = max(_BATCH, sum(fill.needed for fill, _ in lying) // (8 * self.workers))
             jobs += [(nbytes, partial(self._read_run, batch)) for nbytes, batch in _batches(lying, most, one_file=True)]
         else:
-            # A batch may span files. The store splits each batch into requests according to its size, and would split a
-            # small batch into requests of only a few megabytes.
+            # A batch may span files. The store derives the size of its requests from the size of the batch: small
+            # batches would mean small requests (a few megabytes).
             found = _batches(lying, _BATCH_REMOTE, one_file=False)
             jobs += [(_BATCH_REMOTE, partial(self._joined, batch)) for _, batch in found]
         self._fills = []

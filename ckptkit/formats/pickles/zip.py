@@ -462,7 +462,7 @@ class _Memory:
 
 # --- writing: members are stored uncompressed; ZIP64 only if an offset or a size needs it
 
-_WIDE = _NONE32  # a larger number is in a ZIP64 field, and _NONE32 is in its place
+_WIDE = _NONE32  # numbers from here on are stored in a ZIP64 field, with _NONE32 in their place
 
 
 def _narrow(value: int) -> int:

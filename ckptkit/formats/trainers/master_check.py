@@ -94,7 +94,7 @@ def _cast(bits: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
         with np.errstate(over="ignore"):
             return bits.view("<f4").astype("<f2").view("<u2")
     if dtype == "bfloat16":
-        wide = bits.reshape(-1).astype(np.uint64)  # NumPy 1 makes a float of a scalar and an int
+        wide = bits.reshape(-1).astype(np.uint64)  # NumPy 1 turns a scalar and an int into a float
         rounded = (wide + 0x7FFF + ((wide >> 16) & 1)) >> 16
         nan = (wide & 0x7FFFFFFF) > 0x7F800000
         return np.where(nan, 0x7FC0, rounded).astype("<u2").reshape(bits.shape)

@@ -43,7 +43,7 @@ def are_rank_files(store: Store, files: Sequence[str]) -> bool:
     try:
         value = _below(read_archive(store, groups[template][0]).value, _MODEL_KEYS)
     except CkptkitError:
-        return False  # unreadable: treat the numbers as steps, and file 0 is not opened
+        return False  # unreadable: treat the numbers as steps; file 0 is not opened then
     tensors = value.values() if isinstance(value, dict) else ()
     return any(isinstance(tensor, (DTensorRecord, ShardedTensorRecord)) for tensor in tensors)
 
