@@ -93,7 +93,7 @@ def _named(key: str, tree: JSON, tensor: Tensors) -> Any:
 
 
 def _check_object(target: ObjectTarget, value: Any) -> None:
-    """Check that a value is a mapping where we need one. Other values are checked by the object that loads them."""
+    """Check that the state of a model, scheduler or scaler is a mapping. Other objects check their own state."""
     if target.kind in ("model", "scheduler", "grad_scaler") and not isinstance(value, Mapping):
         raise CorruptCheckpointError(f"{target.key}: the saved state is a {type(value).__name__}, expected a mapping.")
 

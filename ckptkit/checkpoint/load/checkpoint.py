@@ -164,8 +164,7 @@ class _RankPart:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        # `settle` raises the error on all ranks. BaseException, because torch's CheckpointException is not an
-        # Exception.
+        # `settle` raises the error on all ranks. torch's CheckpointException is only a BaseException.
         self.outcome = Outcome(self.value) if error is None else Outcome.of_error(error)
         return True
 

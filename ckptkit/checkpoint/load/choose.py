@@ -114,7 +114,7 @@ class Loader:
                 name = record.name
                 report = self._restore(path, record, state, options, resume=True, origin=origin)
             except CheckpointNotFoundError:
-                # Another job's rotation deleted it before our pin. Choose again, but give up if the same one is chosen.
+                # Another job's rotation deleted the checkpoint before our pin. Choose again, but not the same one.
                 if not name or name == rotated:
                     raise
                 rotated = name

@@ -155,7 +155,7 @@ class ModelTensor:
 
     Attributes:
         filled: The boxes that are filled, if a key map pads the tensor; None: the whole tensor.
-        shards: If the state's layout declares it: how the live tensor is a part of the checkpoint's.
+        shards: The shards that the state's layout declares for the live tensor; () if none.
     """
 
     key: str
@@ -175,16 +175,16 @@ class OptimizerPlan:
     """How one optimizer is restored.
 
     Attributes:
-        states: FQN to state name to the checkpoint's tensor.
-        masters: FQN to the checkpoint's tensor; None: the master is set from the loaded weight.
-        values: FQN to state name to JSON, for non-tensor state.
+        states: By FQN and state name: the checkpoint's tensor.
+        masters: By FQN: the checkpoint's tensor; None: the master is set from the loaded weight.
+        values: By FQN and state name: non-tensor state, as JSON.
         shared: State that belongs to no parameter, as JSON.
         held: How a state is stored, by key, if this does not follow from its parameter.
         keep: Parameters that the checkpoint's optimizer lacks. They keep their live state.
-        live: FQN to state name to live value. A tensor subclass is replaced by its parts.
-        wholes: FQN to state name to tensor subclass. Its parts are filled in place.
+        live: By FQN and state name: the live value. A tensor subclass is replaced by its parts.
+        wholes: By FQN and state name: the tensor subclass whose parts are filled in place.
         skip: Restore only masters, which must follow the weights.
-        shards: If the state's layout declares it: FQN to how the parameter is a part of a global tensor.
+        shards: By FQN: the shards that the state's layout declares.
     """
 
     key: str
@@ -230,8 +230,8 @@ class LoadPlan:
         catalog: The checkpoint as this rank sees it: with its own per-rank copies, and under our names.
         tensors: Tensors of objects that have already been read.
         padded: The keys of tensors that a key map fills only partly.
-        sources: With a key map: FQN to the checkpoint's tensors that the weight consists of.
-        filled: With a key map that pads tensors: FQN to the boxes that are filled.
+        sources: With a key map, by FQN: the checkpoint's tensors that the weight consists of.
+        filled: With a key map that pads tensors, by FQN: the boxes that are filled.
     """
 
     catalog: Catalog
@@ -888,7 +888,7 @@ def _check_states(plan: OptimizerPlan, weights: Mapping[str, TensorEntry], found
         parameter = plan.parameters[fqn]
         live = plan.live.get(fqn, {})
         wanted, weight = plan.shape(fqn), weights.get(fqn)
-        # If the saved weight has the parameter's shape, a state of another shape (a table) was saved like that.
+        # If the saved weight has the parameter's shape, a state of another shape is right: it may be a table.
         same_weight = weight is not None and weight.shape == wanted
         for name, entry in entries.items():
             shape = entry.shape
@@ -917,7 +917,7 @@ def _cuts(found: Sequence[Any]) -> str:
 def _plan_masters(
     plan: OptimizerPlan, masters: Mapping[str, TensorEntry], weights: Mapping[str, TensorEntry], found: Mismatches
 ) -> list[str]:
-    """Match fp32 masters. One that the checkpoint lacks is filled from its fp32 weight. Return unmatched masters."""
+    """Match fp32 masters. If the checkpoint lacks one, use its fp32 weight. Return unmatched masters."""
     if plan.master_name is None:
         return list(masters)
     for fqn, parameter in plan.parameters.items():
@@ -938,7 +938,7 @@ def _plan_masters(
 def plan_load(
     state: TrainState, catalog: Catalog, store: Store, options: LoadOptions, *, rank: int, world_size: int
 ) -> LoadPlan:
-    """Plan a load without changing anything. Reads no tensors except those that settings refer to.
+    """Plan a load without changing anything. Reads objects, and only the tensors that settings or extras need.
 
     The plan's `mismatches` contains all mismatches, except those below.
 

@@ -61,8 +61,7 @@ _witnessed: weakref.WeakKeyDictionary[Store, Witness] = weakref.WeakKeyDictionar
 
 
 class Place:
-    """The location of one attempt's files until they are published. A method does nothing where the store needs
-    nothing.
+    """The location of one attempt's files until they are published. Methods that a store does not need do nothing.
 
     Attributes:
         store: Where the files are written.
@@ -89,7 +88,7 @@ class Place:
         """
 
     def check_all(self, files: Mapping[str, FileRecord], own: Mapping[str, FileRecord]) -> None:
-        """Check `files`, which are those of all ranks, like `check_own`. Call on rank 0, which wrote `own`."""
+        """Check the files of all ranks like `check_own`. Call on rank 0, which wrote `own`."""
 
     def was_free(self, when: float) -> None:
         """Record that no checkpoint had this name at `when` (`time.monotonic`). Call on rank 0."""
@@ -114,7 +113,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Witness:
-    """The path and the nonce of an attempt's lease file. A rank that reads this nonce there shares rank 0's store."""
+    """The path and the nonce of an attempt's lease file. A rank that finds this nonce there uses rank 0's store."""
 
     path: str
     nonce: str
@@ -193,7 +192,7 @@ class LocalPlace(Place):
         return find_record(self.root, record_path(self.name)) is None and bool(deleted_records(self.root, self.name))
 
     def _carry_over(self) -> None:
-        """Hard-link the foreign files of the directory that is replaced into the new one."""
+        """Hard-link the foreign files of the replaced directory into the new one."""
         others = others_in(self.root, self.name)
         try:
             carry_over(self.root, self.name, self.path, others)
@@ -204,7 +203,7 @@ class LocalPlace(Place):
             logger.info(text, self.root.url, self.name, others[:5])
 
     def _replace(self) -> None:
-        """Replace the checkpoint of the same name. The old or the new one exists at any time."""
+        """Replace the checkpoint of the same name. At any time, the old or the new one exists."""
         if publish.exchange(self.root, self.path, self.name):  # the commit point, synced to disk
             return
         # NFS has no atomic swap. The new checkpoint is listed under a second name until the old one is removed.
@@ -254,8 +253,7 @@ def _settle(root: LocalStore, path: str, name: str) -> None:
 
 
 class RemotePlace(Place):
-    """A key prefix for one attempt, below the checkpoint's prefix in an object store. Uploading the record publishes
-    it.
+    """The keys of one attempt on an object store, below those of the checkpoint. Uploading the record publishes them.
 
     `step_N/checkpoint.json` names the save id; the files are `step_N/<save id>/...`. So late uploads of a dead attempt
     cannot overwrite files of another attempt, and one put replaces a checkpoint. The lease records the owner of the
@@ -286,8 +284,8 @@ class RemotePlace(Place):
         self.store.settle()
 
     def check_own(self, files: Mapping[str, FileRecord]) -> None:
-        # If a put was answered with the ETag of the whole object, the object exists. If some answer is missing (lost,
-        # sent to another process, or not provided by fsspec), one listing tells; listings of S3 and GCS are consistent.
+        # If a put was answered with the ETag of the whole object, the object exists. If an answer is missing (lost,
+        # sent to another process, or not provided by fsspec), list once. Listings of S3 and GCS are consistent.
         found = self.store.arrived()
         if not found.keys() >= files.keys():
             start = len(self.path) + 1

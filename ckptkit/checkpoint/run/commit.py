@@ -72,7 +72,7 @@ __all__ = ["SaveAttempt", "begin_save", "clean_leftovers"]
 
 logger = logging.getLogger(__name__)
 
-UPLOAD_AGE_S = 86400.0  # an unfinished upload is aborted at this age; those of a dead save, with its files
+UPLOAD_AGE_S = 86400.0  # age at which an unfinished upload is aborted; that of a dead save is aborted earlier
 _HALF_HINT = re.compile(rf"\.{LATEST_HINT}\.[0-9a-f]{{12}}\.part")  # a temporary file of LocalStore
 _OF_A_SAVE = re.compile(r"[^/]+/[0-9a-f]{16}/")  # the keys of RemotePlace
 _PROBE = re.compile(r"\.probe-[0-9a-f]{16}\.part")  # a store writes it to test conditional writes
@@ -299,7 +299,7 @@ class _Opening:
         self.place: Place | None = None
         self.view = root
         self.inventory = Inventory(root.url)
-        self.after: Inventory | None = None  # the inventory after the commit, where a new listing needs requests
+        self.after: Inventory | None = None  # on an object store: the inventory after the commit
         self._settling: Future[None] | None = None
         self.committed = False
         self._ended = False
@@ -477,8 +477,8 @@ class SaveAttempt:
         name: The directory of the future checkpoint.
         save_id: 16 hex digits, unique to this attempt.
         data: The folder of the files, next to the record: "", or the save id on an object store.
-        after: The inventory after the commit, on rank 0 and an object store. Needs no listing, because nobody else may
-            write.
+        after: On rank 0, after a commit to an object store: the new inventory. Nobody else may write, so it needs no
+            listing.
     """
 
     def __init__(
@@ -637,7 +637,7 @@ class SaveAttempt:
 
     @contextlib.contextmanager
     def _looked(self) -> Iterator[None]:
-        """Check that the lease is ours, and that the name is free unless the put itself detects that.
+        """Check that the lease is ours and the name is free. (The name is skipped if the put itself checks it.)
 
         On an object store, the checks run in parallel with the block. They are complete when the block ends.
         """

@@ -19,7 +19,7 @@ __all__ = ["Coordinator", "Outcome", "check_equal"]
 
 T = TypeVar("T")
 _GRACE_S = 10.0
-_BOARD_S = 5.0  # how long to wait for the outcome that rank 0 posts when connections break; it takes milliseconds
+_BOARD_S = 5.0  # how long to wait for the outcome that rank 0 posts when connections break
 _STOPS = (KeyboardInterrupt, SystemExit)
 _HEAD = 2  # words at the start of a message: the number of the call, and the length of the message in bytes
 _WORDS = 256  # words in the first part of a message; most messages fit in it
@@ -265,14 +265,13 @@ class Coordinator:
         except BaseException as error:  # noqa: BLE001  the boundary of a rank: `settle` raises it again
             done = Outcome.of_error(error)
         if done.error is not None:
-            # A ckptkit error of `then` is raised unchanged; any other failure is reported as rank 0's, like that of any
-            # rank.
+            # A ckptkit error of `then` is raised unchanged. Any other error is reported as a failure of rank 0.
             failed = not done.kind or (isinstance(done.cause, OSError) and done.cause.errno is not None)
             return _verdict(what, {0: done}) if failed else done, None, done
         return done, done.value, own
 
     def _collect(self, own: Outcome) -> tuple[dict[int, Outcome], dict[int, str]]:
-        """Return the outcomes by rank, and for each rank that sent none, what is known about it."""
+        """Return the outcomes by rank, and for each rank that sent none, the reason."""
         found, lost = {0: own}, {}
         deadline = time.monotonic() + self.timeout_s
         headers = {rank: self._expect(rank) for rank in range(1, self.world_size)}

@@ -34,8 +34,7 @@ class Rotation:
         deleted: Names of deleted checkpoints.
         failed: Names of checkpoints that could not be deleted, with the error. The next rotation retries.
         cleaned: Leftovers of dead saves that were removed.
-        kept_files: Files in the directories of deleted checkpoints that still exist, because no commit record names
-            them.
+        kept_files: Files that still exist in directories of deleted checkpoints. No commit record names them.
     """
 
     decisions: tuple[Decision, ...] = ()

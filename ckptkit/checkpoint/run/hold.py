@@ -33,7 +33,7 @@ class RunHold:
     """The lease and the pin of one manager, on rank 0. `release` gives up both; the lease is also released at exit.
 
     The managers of one process share the lease of a root, and their saves take turns. A manager that is never closed
-    keeps the lease held; later managers of the process share it.
+    keeps the lease; later managers of the process share it.
     """
 
     def __init__(self, root: Store) -> None:

@@ -251,7 +251,7 @@ def _look_all(root: Store, view: Store, names: Sequence[str]) -> list[Committed 
 
 
 def _look(root: Store, path: str) -> Committed | Skipped | str:
-    """Return the checkpoint in a directory, or why it is none. For a foreign directory, return its path."""
+    """Return the checkpoint in a directory, or why it is not one. For a foreign directory, return its path."""
     try:
         record = find_record(root, record_path(path))
     except CkptkitError as error:
@@ -327,7 +327,7 @@ def check_new(root: Store, inventory: Inventory) -> None:
     Leftovers of a save that was killed before the first commit do not count.
 
     Raises:
-        IncompleteCheckpointError: Names the directories that look like checkpoints, and why each is none.
+        IncompleteCheckpointError: Names the directories that look like checkpoints, and why they are not.
         StorageError: The store could not read a commit record.
         UsageError: The root is not a directory.
     """
@@ -427,7 +427,7 @@ def choose(
 ) -> tuple[str, CommitRecord] | Skipped | None:
     """Return path and record of the checkpoint `which`. None if the run has no checkpoint yet.
 
-    If a damaged checkpoint may be the newest one, "latest" returns it as `Skipped`, which must not go
+    If a damaged checkpoint may be the newest one, "latest" returns it as `Skipped`, so that it does not go
     unnoticed.
 
     Args:

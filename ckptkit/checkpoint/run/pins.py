@@ -139,8 +139,8 @@ def pin_unseen(root: Store, name: str, *, why: str = "load") -> Iterator[Callabl
         return
 
     def look() -> CommitRecord:
-        # A reader pins first, then looks for deletions. A deletion is announced first, then it reads the pins.
-        # So at least one of the two sees the other.
+        # A reader pins first, then looks for deletions. A deletion is announced before it reads the
+        # pins. So at least one of the two sees the other.
         _wait_while_deleting(root, name)
         return _record_of(root, name)
 
@@ -278,7 +278,7 @@ def pin_forever(url: str, why: str, *, storage_options: Mapping[str, Any] | None
         )
     body = {"name": record.name, "why": why, "save_id": record.save_id, "owner": None, "created": time.time()}
     root.write(f"{_PINS}/keep-{name}.json", json.dumps(body).encode(), overwrite=True)
-    # A deletion may have read the pins before this one was written; it was announced before that.
+    # Wait for a deletion that read the pins before this one was written. It has been announced.
     _wait_while_deleting(root, name)
     if find_record(root, record_path(name)) is None:
         root.delete([f"{_PINS}/keep-{name}.json"])

@@ -64,13 +64,13 @@ class CapturedOptimizer:
     """The captured state of an optimizer.
 
     Attributes:
-        tensors: (fqn, state name) to live tensor; a DTensor if the state is sharded.
-        masters: FQN to live fp32 copy of a low-precision parameter.
+        tensors: Live tensors by (fqn, state name); DTensors if the state is sharded.
+        masters: Live fp32 copies of low-precision parameters, by FQN.
         tree: JSON. "param_groups": each with "params", a list of FQNs. "values": states that are not tensors, by FQN.
             "shared": state that belongs to no parameter. "held" and "own", if needed: see `OptimizerTree`.
         loose: Tensors that `tree` refers to.
-        recipes: (fqn, state name) to the recipe of a tensor subclass, whose parts are in `tensors`.
-        cut: FQN to layout of each sharded parameter.
+        recipes: Recipes of tensor subclasses by (fqn, state name). Their parts are in `tensors`.
+        cut: Layouts of the sharded parameters, by FQN.
         unshaped: Keys of plain tensors whose shape may differ between ranks.
     """
 
@@ -87,7 +87,7 @@ def named_parameters(optimizer: Any, names: Mapping[int, str], what: str) -> dic
     """Return the parameters of all groups by FQN, in the optimizer's order.
 
     Args:
-        names: id(parameter) to FQN in the model.
+        names: FQNs in the model, by id(parameter).
         what: The optimizer's key, for errors.
 
     Raises:

@@ -180,9 +180,9 @@ class Captured:
     """A captured training state: JSON, and named tensors that share memory with the live ones.
 
     Attributes:
-        models: Section to FQN to tensor.
-        aliases: Section to FQN to the first FQN of the same tensor (tied weights).
-        optimizers: Section to the result of `capture_optimizer`.
+        models: Tensors by section and FQN.
+        aliases: Tied weights, by section and FQN: the first FQN of the same tensor.
+        optimizers: The results of `capture_optimizer`, by section.
         loose: Tensors outside of models and optimizers, by full key.
         objects: JSON by key, the same on every rank.
         rank_objects: JSON by key; the key contains the rank.
