@@ -186,7 +186,7 @@ TWICE = {
 
 
 def classes(tree: ast.Module) -> Iterator[str]:
-    """Yield the names of the classes of a module, including nested ones."""
+    """Return the names of the classes of a module, including nested ones."""
     return (node.name for node in nodes(tree) if isinstance(node, ast.ClassDef))
 
 

@@ -25,7 +25,7 @@ Row = tuple[int, int, int, int, float]  # rounds, killed, continued, moved fewer
 
 
 def on_disk(first: int, second: int, rounds: int, seed: int) -> Row:
-    """Kill at random file operations."""
+    """Kill conversions at random file operations; return a row of the table."""
     place = Path(tempfile.mkdtemp(prefix="resumed-"))
     source = make_source(place, tensors=48, rows=128, ranks=16)
     options = {"max_shard_size": "1MB", "workers": 1}
@@ -38,7 +38,7 @@ def on_disk(first: int, second: int, rounds: int, seed: int) -> Row:
 
 
 def remote(rounds: int, seed: int) -> Row:
-    """Kill at each request in turn."""
+    """Kill conversions to S3 at each request in turn; return a row of the table."""
     place = Path(tempfile.mkdtemp(prefix="resumed-"))
     source = make_source(place, tensors=48, rows=512, ranks=4)
     options = {"max_shard_size": "12.6MB", "workers": 1}

@@ -65,7 +65,7 @@ def dcp_saves(url: str, options: Options, model: Holder) -> Steps:
 
 
 def signed_saves(url: str, options: Options, model: Holder) -> Steps:
-    """Sign each body by its SHA-256, like torch, as for a server on another machine over plain HTTP."""
+    """Save through DCPWriter with a signed SHA-256 of each body, as over plain HTTP to another machine."""
     signed = {**options, "config_kwargs": {"s3": {"payload_signing_enabled": True}}}
     return dcp_saves(f"{url}/signed", signed, model)
 

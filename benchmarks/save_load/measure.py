@@ -108,7 +108,7 @@ class Job:
 
 
 def _llama(gigabytes: float, device: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A transformers model under FSDP2 whose weights and AdamW moments take `gigabytes` in all, after one step."""
+    """Return a transformers model under FSDP2 after one step; weights and AdamW moments take `gigabytes`."""
     from torch.distributed.fsdp import fully_shard
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -96,7 +96,7 @@ class Job:
 
 
 def data_rank(layout: str) -> int:
-    """Ranks of one tensor-parallel group get the same data and draw the same numbers."""
+    """Return the rank that selects data and random numbers: equal within a tensor-parallel group."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     return rank // 2 if layout == "tp" else rank
 

@@ -94,7 +94,7 @@ def made(layout: str, optimizers: str, seed: int) -> tuple[Odd, dict[str, Any]]:
 
 
 def train(model: Odd, optimizers: dict[str, Any], steps: range) -> list[float]:
-    """Every rank gets the same tokens."""
+    """Train on the same tokens on every rank; return the losses."""
     losses = []
     for index in steps:
         tokens = torch.randint(0, 7, (2, 3), generator=torch.Generator().manual_seed(index))

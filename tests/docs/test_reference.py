@@ -85,7 +85,7 @@ def test_the_reference_contains_every_export_of_a_package(package: ModuleType) -
 
 
 def test_a_package_exports_only_names_of_the_reference() -> None:
-    """Return the names that completion offers: of `ckptkit` without modules, and of the documented packages."""
+    """Checks all names that completion offers, except modules."""
     for package in PACKAGES:
         offered = [name for name in dir(package) if not name.startswith("_") and name not in package.__all__]
         assert [name for name in offered if not isinstance(getattr(package, name), ModuleType)] == []

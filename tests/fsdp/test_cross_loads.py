@@ -125,7 +125,7 @@ def test_runs_of_every_state_dict_type_load_each_other(ranks: Any, tmp_path: Pat
 
 
 def options_prepared(kind: str, seed: int, columns: bool, precision: str) -> Any:
-    """Weights sharded by columns; a trained norm and a frozen layer whole on every rank."""
+    """Return weights sharded by columns; a trained norm and a frozen layer whole on every rank."""
     config = FSDPConfig(
         state_dict_type=kind,
         mixed_precision="bf16" if precision == "master" else None,

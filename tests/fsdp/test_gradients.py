@@ -25,7 +25,7 @@ def whole_gradients():
 
 
 def parameters():
-    """One parameter of each kind: 1-D, replicated and strided shards, plain, frozen, without a gradient."""
+    """Return one parameter of each kind: 1-D, replicated and strided shards, plain, frozen, without a gradient."""
     flat = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     places = [

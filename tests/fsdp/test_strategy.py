@@ -637,7 +637,7 @@ def session(config, build):
 
 
 def train(parts, steps):
-    """Every rank takes the whole batch, so that the number of ranks does not change any sum."""
+    """Train with the whole batch on every rank, so that the number of ranks does not change any sum."""
     strategy, model, optimizer, scheduler = parts
     losses = []
     for index in steps:
@@ -877,7 +877,7 @@ def test_an_export_that_fails_fails_on_all_ranks_and_leaves_nothing(tmp_path):
 
 
 def _seeds(config):
-    """Return the numbers that each rank draws after setup, by generator, and those that the methods draw: none."""
+    """Return the first numbers of each generator after setup, and whether `prepare_model` has drawn none."""
     strategy = FSDPStrategy(FSDPConfig.from_dict(config), seed=7)
     strategy.setup_distributed()
     state = torch.get_rng_state()

@@ -204,7 +204,7 @@ def _archive_seeds() -> list[bytes]:
 
 
 def _described(value: Any) -> str:
-    """Return a string, because NaN is not equal to itself; None for a cycle."""
+    """Return the value as a string, because NaN is not equal to itself. A cycle becomes "a cycle"."""
     try:
         return re.sub(" at 0x[0-9a-f]+", "", repr(described(value)))
     except RecursionError:

@@ -48,7 +48,7 @@ class Place:
 
     @property
     def marker(self) -> Path:
-        """A directory that exists once a payload has run."""
+        """The directory that a payload creates."""
         return self.top / "PWNED"
 
     def prepare(self) -> None:

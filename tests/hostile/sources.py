@@ -41,7 +41,7 @@ def header(entries: Mapping[str, Any] | str) -> bytes:
 
 
 def safetensors(names: Mapping[str, list[int]]) -> bytes:
-    """A safetensors file of float32 zeros."""
+    """Return a safetensors file of float32 zeros."""
     entries, end = {}, 0
     for name, shape in names.items():
         nbytes = 4 * int(torch.Size(shape).numel())

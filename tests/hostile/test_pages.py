@@ -134,7 +134,7 @@ def run(*arguments: str) -> None:
 
 
 def tensors(path: Path, value: int) -> None:
-    """Return hostile names, alone and as parts of layer names."""
+    """Write tensors with hostile names, alone and as parts of layer names."""
     names = [form for name in NAMES for form in (name, f"layers.{name}.weight", f"{name}.0.weight")]
     entries = {n: {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]} for i, n in enumerate(names)}
     path.mkdir()

@@ -80,7 +80,7 @@ def test_a_checkpoint_written_by_accelerate_is_resumed_from(tmp_path):
 
 
 def loaded(stateful: bool) -> tuple[Any, Any]:
-    """An accelerator with a prepared loader of 4 batches."""
+    """Return an accelerator with a prepared loader of 4 batches."""
     torch.manual_seed(0)
     options = {"use_stateful_dataloader": True} if stateful else {"use_seedable_sampler": True}
     accelerator = accelerate.Accelerator(cpu=True, dataloader_config=accelerate.DataLoaderConfiguration(**options))

@@ -155,7 +155,7 @@ def test_a_callback_without_attach_or_with_another_trainer_is_an_error(tmp_path)
 
 
 def plain_trainer(work: Path, **options: Any) -> transformers.Trainer:
-    """A Trainer without our callback, which saves its own files."""
+    """Return a Trainer without our callback, which saves its own files."""
     return trainer_of(work, None, save_strategy="steps", save_steps=4, weight_decay=0.1, **options)
 
 

@@ -43,7 +43,7 @@ class Again:
 
 
 def make_source(folder: Path, *, tensors: int, rows: int, ranks: int) -> Path:
-    """A DCP checkpoint of many files, so that its conversion takes many steps."""
+    """Return a DCP checkpoint of many files, so that its conversion takes many steps."""
     rng = np.random.default_rng(0)
     save_file({f"layers.{i}.w": rng.random((rows, 512), np.float32) for i in range(tensors)}, folder / "m.safetensors")
     convert(str(folder / "m.safetensors"), str(folder / "in"), to="dcp", world_size=ranks)

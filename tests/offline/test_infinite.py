@@ -23,7 +23,7 @@ MOST = 65504.0  # of float16; numbers from 65520 on are rounded to infinity
 
 
 def weights(*beyond: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """Three matrices, of which the nth has `beyond[n]` elements that float16 cannot hold, and two that it can."""
+    """Return one matrix per number in `beyond`, with so many elements beyond float16."""
     made = {}
     for number, count in enumerate(beyond):
         values = torch.linspace(-3, 3, 60_000, dtype=torch.float64)

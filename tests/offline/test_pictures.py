@@ -118,7 +118,7 @@ def test_a_large_checkpoint_draws_its_largest_tensors_and_says_so(pages: dict[st
 
 
 def entry(name: str, rows: int, ranks: tuple[int, ...] = (0, 1), state: str = "") -> TensorEntry:
-    """A tensor of 4 columns whose rows are split over two ranks; with `state`, a moment of the parameter."""
+    """Return a tensor of 4 columns whose rows are split over two ranks; with `state`, a moment of the parameter."""
     half = rows // 2
     boxes = [Box((0, 0), (half, 4)), Box((half, 0), (rows - half, 4))]
     parts = [TensorSlice(box, "f", 0, box.sizes[0] * 16, rank=rank) for box, rank in zip(boxes, ranks, strict=True)]

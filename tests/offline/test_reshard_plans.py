@@ -38,7 +38,7 @@ def shapes(layers: int = 80) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def whole(names: Iterator[tuple[str, tuple[int, ...]]]) -> Catalog:
-    """A source in one piece: bf16 weights, one fp32 moment, and a step."""
+    """Return a source in one piece: bf16 weights, one fp32 moment, and a step."""
     tensors: dict[str, TensorEntry] = {}
     at = 0
 

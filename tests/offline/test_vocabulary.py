@@ -34,7 +34,7 @@ def weights(*, tied: bool = False, dtype: torch.dtype = torch.bfloat16) -> dict[
 
 
 def model(path: Path, state: dict[str, torch.Tensor] | None = None, **config: Any) -> str:
-    """A Hugging Face directory with these weights."""
+    """Return a Hugging Face directory with these weights."""
     path.mkdir()
     save_file(weights() if state is None else state, path / "model.safetensors")
     stated = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": ROWS, **config}
@@ -243,7 +243,7 @@ def _tied(checkpoint: Any) -> bool:
 
 
 def other_programs(path: Path, key: str, state: torch.Tensor) -> str:
-    """A DCP whose weights are below a module named "model" that the optimizer's names lack."""
+    """Return a DCP whose weights are below a module named "model" that the optimizer's names lack."""
     flat = {f"model.{name}": tensor for name, tensor in weights().items()}
     dcp.save({**flat, key: state}, checkpoint_id=path, no_dist=True)
     return str(path)

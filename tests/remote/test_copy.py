@@ -30,7 +30,7 @@ def files(url: str, s3: Options | None = None) -> dict[str, bytes]:
 
 
 def checkpoints(url: str, s3: Options | None = None) -> dict[str, bytes]:
-    """The files of a run's checkpoints."""
+    """Return the files of a run's checkpoints."""
     return {path: data for path, data in files(url, s3).items() if path.startswith("step_")}
 
 

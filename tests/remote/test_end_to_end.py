@@ -189,7 +189,7 @@ def test_a_checkpoint_deleted_while_it_is_opened_is_replaced_by_the_one_before(
 
 
 def elsewhere(options: Options) -> Options:
-    """The same options for another connection, as in another process."""
+    """Return the same options for another connection, as in another process."""
     return {**options, "requester_pays": False}
 
 

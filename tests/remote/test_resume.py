@@ -69,7 +69,7 @@ def killed(source: Path, url: str, s3: Options, objects: int, **options: Any) ->
 
 
 def objects(url: str, s3: Options) -> dict[str, bytes]:
-    """The objects, without those that contain timestamps."""
+    """Return the objects, without those that contain timestamps."""
     store = open_store(url, storage_options=s3)
     names = [item.path for item in store.list(recursive=True)]
     said = ("README.md", "checkpoint.json", "manifest.safetensors")

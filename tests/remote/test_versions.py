@@ -48,7 +48,7 @@ def names(root: Store) -> set[str]:
 
 
 def kept(root: Any) -> list[tuple[str, bool]]:
-    """Each version below, and whether it is a delete marker."""
+    """Return each version below, and whether it is a delete marker."""
     bucket, _, key = root._full("", root_allowed=True).partition("/")
     page = root.fs.call_s3("list_object_versions", Bucket=bucket, Prefix=f"{key}/")
     markers = [(item["Key"], True) for item in page.get("DeleteMarkers", ())]

@@ -25,7 +25,7 @@ def store(through: dict[str, Any]) -> RemoteStore:
 
 
 def elsewhere(store: RemoteStore) -> RemoteStore:
-    """The same store over another connection, as in another process."""
+    """Return the same store over another connection, as in another process."""
     return RemoteStore(store.url, storage_options={**store.storage_options, "requester_pays": False})
 
 

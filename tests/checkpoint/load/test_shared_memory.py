@@ -81,7 +81,7 @@ def test_equal_weights_load_into_a_model_that_ties_them_and_into_one_that_does_n
 
 
 def views(seed: int) -> nn.Module:
-    """A fused weight, and a view of a part of it under another name."""
+    """Return a fused weight, and a view of a part of it under another name."""
     torch.manual_seed(seed)
     model = nn.Module()
     model.fused = nn.Parameter(torch.randn(6, 2))

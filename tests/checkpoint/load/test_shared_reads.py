@@ -27,7 +27,7 @@ KINDS = (torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.float
 
 
 def tensors(seed: int) -> dict[str, torch.Tensor]:
-    """Tensors of every kind: small, large (two above the packing limit), empty, scalar, and column-major."""
+    """Return tensors of every kind: small, large (two above the packing limit), empty, scalar, and column-major."""
     generator = torch.Generator().manual_seed(seed)
     found = {}
     for number, dtype in enumerate(KINDS):

@@ -294,7 +294,7 @@ def test_buffers_grow_with_the_state_and_keep_every_dtype() -> None:
 
 
 def small_and_large() -> list[torch.Tensor]:
-    """Tensors that are copied together and tensors that are not: by size, dtype, strides and the negative bit."""
+    """Return tensors that are copied together or not: by size, dtype, strides and the negative bit."""
     dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
     made = [torch.randn(4, 5).mul(9).to(dtype) for dtype in dtypes for _ in range(40)]
     negative = torch.randn(6, dtype=torch.complex64).conj().imag

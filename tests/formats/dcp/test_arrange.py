@@ -13,7 +13,7 @@ FIELDS = ("start", "length", "payload", "digest")
 
 
 def ranks_of(tensors: int, count: int, seed: int) -> tuple[list[RankSlices], Any]:
-    """Ranks that hold tensors of several dimensions each; one of them holds none."""
+    """Return ranks that hold tensors of several dimensions each; one of them holds none."""
     random = np.random.default_rng(seed)
     widths = random.integers(0, 4, tensors)
     made, first_path = [], 0

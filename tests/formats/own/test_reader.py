@@ -37,7 +37,7 @@ def commit(
     listed: list[str] | None = None,
     nbytes: int = 1 << 30,
 ) -> LocalStore:
-    """A committed checkpoint whose data files are not needed to open it."""
+    """Return a committed checkpoint whose data files are not needed to open it."""
     place = root / data
     place.mkdir(parents=True, exist_ok=True)
     contents = {"manifest.safetensors": Manifest.of(catalog()).to_bytes()}

@@ -95,7 +95,7 @@ def reduced(value: object) -> bytes:
 
 
 def old_tar() -> dict[str, bytes]:
-    """The four members that torch 0.1 wrote for {"w": FloatTensor([[0..3],[4..7]])}."""
+    """Return the four members that torch 0.1 wrote for {"w": FloatTensor([[0..3],[4..7]])}."""
     array = np.arange(8, dtype=np.float32)
     storage = b"\x80\x02(K\nX\x03\x00\x00\x00cpuctorch\nFloatStorage\nt."
     tensor = b"\x80\x02(K\x14K\nctorch\nFloatTensor\nt."

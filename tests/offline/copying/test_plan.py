@@ -31,7 +31,7 @@ STORABLE = [d.name for d in DTYPES.values() if d.safetensors and d.kind != "floa
 
 
 def catalog_of(*names: str, shape: tuple[int, ...] = (4, 2), dtype: str = "float32") -> Catalog:
-    """Tensors stored in one file in reverse order."""
+    """Return tensors stored in one file in reverse order."""
     entries = {}
     for i, name in enumerate(names):
         box = Box.whole(shape)

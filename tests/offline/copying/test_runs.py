@@ -302,7 +302,7 @@ COUNT = 300
 
 
 def many(folder, digest: str | None = "crc32") -> Made:
-    """Three hundred tensors of four slices of a thousand bytes, in four files."""
+    """Return three hundred tensors of four slices of a thousand bytes, in four files."""
     tensors = {f"w{i:03}": ("uint8", (200, 20), QUARTERS) for i in range(COUNT)}
     return make_source(folder, tensors, digest=digest, files=4)
 

@@ -304,7 +304,7 @@ def tiny(kind: str) -> Any:
 
 
 def run_of(kind: str, folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """A base, a DCP of a model trained on it, and the bits that PEFT's merge and save_pretrained write."""
+    """Return a base, a DCP of a model trained on it, and the bits that PEFT's merge and save_pretrained write."""
     import torch.distributed.checkpoint as dcp
 
     base = tiny(kind)

@@ -297,7 +297,7 @@ FP4_WEIGHTS: dict[str, Any] = {"num_bits": 4, "type": "float", "strategy": "tens
 
 
 def fp4_values(pairs: torch.Tensor) -> torch.Tensor:
-    """The FP4 values: a sign, two bits of exponent and one of mantissa."""
+    """Return the FP4 values: a sign, two bits of exponent and one of mantissa."""
     code = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2).int()
     exponent, mantissa = code >> 1 & 3, (code & 1).double()
     size = torch.where(exponent > 0, (1 + mantissa / 2) * 2.0 ** (exponent - 1), mantissa / 2)

@@ -40,7 +40,7 @@ def same(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def weights(dtype: torch.dtype) -> torch.Tensor:
-    """Every finite bfloat16 number whose block has a scale, a block of zeros, and normal numbers."""
+    """Return every finite bfloat16 number whose block has a scale, a block of zeros, and normal numbers."""
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     every = torch.where(every.isfinite(), every, torch.zeros_like(every)).reshape(4 * 128, 128)
     torch.manual_seed(0)
