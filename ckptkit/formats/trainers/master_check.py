@@ -51,8 +51,10 @@ class MasterSampler:
         self._read = functools.cache(self._first)
 
     def fits(self, master: TensorEntry, fqn: str) -> bool:
-        """Return whether the start of a part of `master` equals the weight. Compares a part that is contiguous in the
-        weight."""
+        """Return whether the start of a part of `master`, cast, equals the weight.
+
+        Compares one part that is contiguous in the weight. Returns True if there is no such part.
+        """
         weight = self.weights[fqn]
         itemsize = dtype_of(weight.dtype).itemsize
         for mine in master.slices:
