@@ -39,7 +39,7 @@ PROGRESS_DELAY_S = 1.0  # shorter work needs no bar
 
 
 def command_frame(function: F) -> F:
-    """Give a command --quiet, --verbose and --debug, and turn its exceptions into a message and an exit code."""
+    """Add --quiet, --verbose and --debug to a command, and turn its exceptions into a message and an exit code."""
     output = grouped("Output")
 
     @output("-q", "--quiet", is_flag=True, help="Print results and errors only.")
@@ -212,7 +212,7 @@ storage_option = grouped("Output")(
 
 
 def storage_options_of_both(function: F) -> F:
-    """Give a command --storage-option, --src-storage-option and --dst-storage-option."""
+    """Add --storage-option, --src-storage-option and --dst-storage-option to a command."""
     for which, where in (("dst", "destination"), ("src", "source")):
         function = grouped("Output")(
             f"--{which}-storage-option",

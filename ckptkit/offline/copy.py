@@ -242,7 +242,7 @@ def copy(
 
 
 def run_at(url: str, *, storage_options: Mapping[str, Any] | None = None) -> Inventory | None:
-    """Return the inventory of the ckptkit run at `url`; None if it is not the root of one.
+    """Return the inventory of the ckptkit run at `url`; None if `url` is not the root of a run.
 
     Raises:
         CheckpointNotFoundError: The run has no committed checkpoint.
@@ -365,7 +365,7 @@ def _readable(store: Store, paths: Iterable[str]) -> tuple[dict[str, int], dict[
 
 
 def _below(source: Source, src: str, dst: str, how: How) -> str:
-    """Return the directory below the copied one from which the catalog was read, such as "actor/" of a verl step.
+    """Return the subdirectory from which the catalog was read, such as "actor/" of a verl step; "" for the root.
 
     Raises:
         UsageError: `src` is a directory of several steps.

@@ -37,7 +37,7 @@ from ckptkit.units import parse_size
 __all__ = ["DiffReport", "LayerDiff", "TensorDiff", "diff"]
 
 SCHEMA = "ckptkit.diff/1"
-_TILE = 4 << 20  # bytes per side
+_TILE = 4 << 20  # bytes read at a time from each side
 _SMALL = 256 << 10  # smaller tensors are read together
 _SHOWN = 10  # maximum number of differing paths listed per value
 _FLOATS = frozenset({"bfloat16", "float16", "float32", "float64"})
@@ -670,9 +670,9 @@ def _numbers(data: Bytes, name: str) -> npt.NDArray[np.float64] | None:
 
 @functools.cache
 def _float8_values(name: str) -> npt.NDArray[np.float64]:
-    """Return the value of each of the 256 bit patterns (OCP 8-bit formats; fnuz as torch documents them)."""
+    """Return the value of each of the 256 bit patterns (OCP 8-bit formats; fnuz formats as torch documents them)."""
     bits = np.arange(256)
-    if name == "float8_e8m0fnu":  # only an exponent
+    if name == "float8_e8m0fnu":  # has only an exponent
         return np.where(bits == 255, np.nan, np.ldexp(1.0, bits - 127))
     mantissa_bits, bias = _FLOAT8[name]
     sign = np.where(bits & 0x80, -1.0, 1.0)

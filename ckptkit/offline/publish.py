@@ -183,7 +183,7 @@ class OutputPlace:
                 _decide(coordinator, staging.close, "publishing the result")
 
     def local_name(self) -> tuple[str, str]:
-        """Return the local directory that the result is staged in, and its name there; "", "" if it is remote."""
+        """Return the local directory in which the result is staged, and the result's name; ("", "") if it is remote."""
         protocol, rest = split_url(self.url)
         if protocol not in ("file", "local"):
             return "", ""

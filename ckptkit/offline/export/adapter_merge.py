@@ -149,7 +149,7 @@ def changed(target: Target, changes: Mapping[str, Change], whole: Mapping[str, T
     by_rows = bool(target.shape) and all(step.change is None or step.change.by_rows for step in steps)
     label = "; ".join(dict.fromkeys(step.change.label for step in steps if step.change is not None))
     if not plain:  # different tensors made from the same sources need different labels
-        label += f", cut up [{crc32(repr(target.parts).encode()):08x}]"
+        label += f", in parts [{crc32(repr(target.parts).encode()):08x}]"
     # The result is in memory twice for a while: once in the source's dtype, or in pieces.
     scratch = sum(step.scratch + step.numel * dtype_of(target.dtype).itemsize for step in steps)
     few = by_rows and all(step.change is not None and step.change.by_element for step in steps)
@@ -317,7 +317,7 @@ class _Changes:
         for key, why in _UNMERGEABLE.items():
             if self.config.get(key):
                 raise UnsupportedFormatError(
-                    f"an adapter with {key} cannot be merged, by PEFT either: {why}. {_ADVICE}"
+                    f"an adapter with {key} cannot be merged, not even by PEFT: {why}. {_ADVICE}"
                 )
         self.left = dict(self.split.others)
         by_parameter: dict[str, list[LoraPair]] = {}
@@ -340,7 +340,7 @@ class _Changes:
         source = self.split.base[name].parts[0].source
         if source in self.made:
             raise UnsupportedFormatError(
-                f"two parts of the adapter change {name!r}, which PEFT does not define. {_ADVICE}"
+                f"two parts of the adapter change {name!r}. PEFT does not define the result. {_ADVICE}"
             )
         self.made[source] = change
 
@@ -363,7 +363,7 @@ class _Changes:
         scale = scaling(self.config, pair.patterned)
         magnitude = self.left.pop(f"{pair.key}.lora_magnitude_vector", None)
         if (magnitude is not None) != bool(self.config.get("use_dora")):
-            said = "has a magnitude of DoRA" if magnitude is not None else "lacks the magnitude of DoRA"
+            said = "has a DoRA magnitude" if magnitude is not None else "has no DoRA magnitude"
             raise CheckpointMismatchError(
                 f"{module!r} {said}, but the adapter config says use_dora={bool(self.config.get('use_dora'))}. "
                 "Give the config that was used in training."
@@ -446,8 +446,8 @@ class _Changes:
             raise CheckpointMismatchError(f"{pair.module!r}: the factors do not match the weight ({shapes}).")
         if ndim == 5 and weight.shape[2:4] == (1, 1):
             raise UnsupportedFormatError(
-                f"{pair.module!r} is a convolution in three dimensions with a flat kernel ({shapes}): PEFT fails to "
-                f"merge these. {_ADVICE}"
+                f"{pair.module!r} is a 3-D convolution with a flat kernel ({shapes}), which PEFT fails to merge. "
+                f"{_ADVICE}"
             )
         inputs = (pair.a, pair.b) if magnitude is None else (pair.a, pair.b, magnitude)
         label = f"W + {scale:g} * A convolved with B"
@@ -471,7 +471,7 @@ class _Changes:
             )
         if self.split.base[name].shape != added.shape:
             raise CheckpointMismatchError(
-                f"{name!r} has shape {list(self.split.base[name].shape)}, the adapter's {list(added.shape)}."
+                f"{name!r} has shape {list(self.split.base[name].shape)}, but the adapter's has {list(added.shape)}."
             )
         self._add(name, Change((added,), merge_formulas.bias(scale), f"bias + {scale:g} * bias of B", True, 8))
 
@@ -509,8 +509,8 @@ class _Changes:
         shapes = {name: self.split.base[name].shape for name in names}
         if len(names) != len(pairs) or len(names) > _MOST_PARAMETERS:
             raise CheckpointMismatchError(
-                f"{module!r} has {len(pairs)} adapters of parameters, and {len(names)} parameters that the adapter "
-                f"config targets: {', '.join(names)}."
+                f"{module!r} has {len(pairs)} parameter adapters, but the adapter config targets {len(names)} "
+                f"parameters: {', '.join(names)}."
             )
         found = [
             (in_first, order)
@@ -528,7 +528,7 @@ class _Changes:
                 f"{', '.join((f'{name} {list(shape)}' for name, shape in shapes.items()))})."
             )
         if len(found) > 1:
-            hint = " Its config.json may tell: give --base." if self.model_type is None else ""
+            hint = " The base model's config.json may decide it: pass --base." if self.model_type is None else ""
             raise UnsupportedFormatError(
                 f"{module!r}: neither PEFT's names nor the shapes determine which factors belong to which "
                 f"parameter of {', '.join(names)}, or their order.{hint} {_ADVICE}"
@@ -544,8 +544,8 @@ class _Changes:
         indices = _token_indices(self.config, module)
         if rows.shape != (len(indices), *weight.shape[1:]) or any(not 0 <= i < weight.shape[0] for i in indices):
             raise CheckpointMismatchError(
-                f"the adapter config's trainable_token_indices are {len(indices)} rows of {module!r} "
-                f"{list(weight.shape)}, the checkpoint's are {list(rows.shape)}."
+                f"the adapter config's trainable_token_indices select {len(indices)} rows of {module!r} "
+                f"{list(weight.shape)}, but the trained rows in the checkpoint are {list(rows.shape)}."
             )
         label = f"W with rows {', '.join(map(str, indices[:4]))}{', ...' if len(indices) > 4 else ''} of the adapter"
         self._add(f"{module}.weight", Change((rows,), merge_formulas.tokens(indices), label, True, 8))

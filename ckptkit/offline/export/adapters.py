@@ -232,7 +232,7 @@ def named_base(given: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]
     if repo_of(config):
         return []
     what = f"{now}, a path on the machine that trained it," if now else "nothing"
-    return [f"the adapter config names {what} as the base model; --base ORG/NAME puts a repo there"]
+    return [f"the adapter config names {what} as the base model; --base ORG/NAME names a repo instead"]
 
 
 def export_adapter(split: AdapterSplit, config: Mapping[str, Any]) -> tuple[dict[str, Target], tuple[str, ...]]:
@@ -250,7 +250,7 @@ def export_adapter(split: AdapterSplit, config: Mapping[str, Any]) -> tuple[dict
     changed = changes_base(config)
     notes: tuple[str, ...] = ()
     if changed:
-        notes = (f"{changed} changed the base weights at the start: the adapter matches only those base weights",)
+        notes = (f"{changed} changed the base weights before training: the adapter only fits the changed weights",)
     return {name: replace(target, name=name) for name, target in made.items()}, notes
 
 
@@ -347,7 +347,7 @@ def _name_modules(split: AdapterSplit) -> None:
 
 def _add_base(split: AdapterSplit, name: str, target: Target) -> None:
     if name in split.base:
-        raise CheckpointMismatchError(f"two tensors are the base model's {name!r}: {target.sources[0]!r} is one.")
+        raise CheckpointMismatchError(f"two tensors have the base model's name {name!r}; one is {target.sources[0]!r}.")
     split.base[name] = replace(target, name=name)
 
 

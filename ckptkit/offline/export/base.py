@@ -230,7 +230,7 @@ def _from_hub(base: str) -> BaseModel:
     try:
         metadata = get_safetensors_metadata(repo, revision=revision or None)
     except (NotASafetensorsRepoError, SafetensorsParsingError) as error:
-        note = f"the tensors of {repo} are not known: {_first_line(error)}"
+        note = f"the tensor names of {repo} could not be read: {_first_line(error)}"
     except unreachable:
         note = f"shapes of {repo} could not be read from the hub; only names are checked" if found.wanted else ""
     else:

@@ -141,8 +141,8 @@ class ExportProof:
 
     def phrases(self) -> tuple[str, ...]:
         """Return the phrases of the summary line."""
-        said = [f"names and shapes match {self.matches}"] if self.matches else ["names were compared with no model"]
-        return (*said, "index exact" if self.indexed else "single file, no index needed")
+        said = [f"names and shapes match {self.matches}"] if self.matches else ["names were not compared with a model"]
+        return (*said, "index matches the files" if self.indexed else "single file, no index needed")
 
 
 def check_export(store: Store, *, base: BaseModel | None = None, use_config: bool = False) -> ExportProof:

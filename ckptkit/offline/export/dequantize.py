@@ -110,8 +110,8 @@ def dequantize(targets: Mapping[str, Target], dtype: str, config: Mapping[str, A
     packed = [name for name in targets if name not in read and _is_packed(name, targets)]
     if packed:
         raise UnsupportedFormatError(
-            f"--dtype {dtype}: {len(packed)} tensors are packed by quantization, which ckptkit does not undo: "
-            f"{_listed(packed)}. Keep them with --dtype keep."
+            f"--dtype {dtype}: ckptkit cannot dequantize {len(packed)} packed tensors: {_listed(packed)}. Keep them "
+            "with --dtype keep."
         )
     alone = [name for name in eight if name not in scaled]
     if alone:

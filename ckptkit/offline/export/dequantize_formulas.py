@@ -120,7 +120,7 @@ def integers(
         scale, rows = inputs[0], slice(first, first + w.shape[0])
         if has_shape and tuple(inputs[-1].tolist()) != shape:
             raise UnsupportedFormatError(
-                f"{name!r} says that its weight has the shape {inputs[-1].tolist()}, but by its scales it is "
+                f"{name!r} records the shape {inputs[-1].tolist()} for its weight, but its scales imply "
                 f"{list(shape)}. Keep it with --dtype keep."
             )
         made = (_unpacked(w, bits, shape[1]) if packed else w).to(scale.dtype)

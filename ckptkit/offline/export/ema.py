@@ -40,11 +40,11 @@ def averaged(catalog: Catalog) -> tuple[dict[str, TensorEntry], tuple[str, ...]]
     if not groups:
         raise CheckpointNotFoundError(
             "--weights ema: the checkpoint contains no tensors of an EMA (such as extra.ema..., state_dict_ema..., "
-            "model_ema...). If it lies in a directory of its own, as diffusers writes it, convert that."
+            "model_ema...). If the EMA has its own directory, as diffusers writes it, convert that directory."
         )
     if len(groups) > 1:
         raise UsageError(
-            f"--weights ema: the checkpoint contains several: {', '.join(sorted(groups))}. "
+            f"--weights ema: the checkpoint contains several EMAs: {', '.join(sorted(groups))}. "
             "Export one of them with --strip-prefix."
         )
     front, found = next(iter(groups.items()))
@@ -58,8 +58,8 @@ def _named(
     """Return the averages below the prefix `front` under the model's names, completed with the model's tensors."""
     if all(name.rpartition(".")[2].isdecimal() for name in found):
         raise UnsupportedFormatError(
-            f"--weights ema: the tensors of {front!r} are numbered, so that they have no names. NeMo and "
-            "diffusers also write the same weights with names: in a file ending in -EMA, or a folder ending in _ema."
+            f"--weights ema: the tensors of {front!r} have numbers instead of names. NeMo and diffusers also write "
+            "the same weights with names: in a file ending in -EMA, or a folder ending in _ema."
         )
     names, most = {name: name for name in found}, 0
     for known in _variants(model):
@@ -73,15 +73,15 @@ def _named(
             names, most = tried, len(tried)
     if model and not most:
         raise CheckpointMismatchError(
-            f"--weights ema: no name below {front!r} is one of the model's: {', '.join(list(found)[:_NAMED])}. Is it "
-            "the average of another model?"
+            f"--weights ema: the model has none of the names below {front!r}: {', '.join(list(found)[:_NAMED])}. Is "
+            "it the average of another model?"
         )
     chosen = {target: replace(found[name], fqn=target, role=Role.MODEL) for name, target in names.items()}
     wrong = [name for name, entry in chosen.items() if name in model and model[name].shape != entry.shape]
     if wrong:
         name = wrong[0]
         raise CheckpointMismatchError(
-            f"--weights ema: {name!r} has shape {list(chosen[name].shape)} in {front!r}, and "
+            f"--weights ema: {name!r} has shape {list(chosen[name].shape)} in {front!r}, but "
             f"{list(model[name].shape)} in the model."
         )
     missing = [name for name in model if name not in chosen]
@@ -91,7 +91,7 @@ def _named(
             f"--weights ema: {', '.join(inline[:_NAMED])}: {len(inline)} averaged tensors are so small that they are "
             "stored as plain values, which are not exported. Load the checkpoint in a job and export from there."
         )
-    notes = [f"the EMA is that of {front.removesuffix('.')}"]
+    notes = [f"the EMA was found under {front.removesuffix('.')}"]
     if missing:
         shown = ", ".join(missing[:_NAMED]) + (", ..." if len(missing) > _NAMED else "")
         notes.append(

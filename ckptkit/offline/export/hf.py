@@ -188,8 +188,8 @@ def _map_names(draft: _Draft) -> None:
         mapped = key_map.apply(draft.targets, config=config)
         if padded := [name for name, target in mapped.targets.items() if target.is_padded]:
             raise UsageError(
-                f"key map {key_map.name!r} pads {', '.join(padded[:3])}. Only a load can do that: it leaves what the "
-                "live model has there. Remove the rule; --vocab-size adds rows."
+                f"key map {key_map.name!r} pads {', '.join(padded[:3])}. Only a load into a model can do that: "
+                "it keeps the model's own values there. Remove the rule; --vocab-size adds rows."
             )
     if not mapped.targets:
         raise UsageError(f"nothing to export: the key map {key_map.name} drops all {len(draft.targets)} tensors.")
@@ -201,7 +201,7 @@ def _map_names(draft: _Draft) -> None:
 
 
 def _by_transformers(draft: _Draft, chosen: Choice) -> Choice:
-    """If names of the base are missing, return the renaming by the installed transformers if more names match."""
+    """Return `chosen`, or the names that the installed transformers gives if they match the base better."""
     wanted = draft.base.wanted
     if wanted.keys() <= chosen.mapped.targets.keys() or chosen.mapped.targets.keys() <= wanted.keys():
         return chosen  # no name is missing, or none is left to rename
@@ -355,7 +355,9 @@ def _finish(draft: _Draft, tensors: dict[str, OutputTensor], kind: Literal["mode
 def _compared_with(draft: _Draft) -> str:
     if not draft.base.wanted:
         return ""
-    return draft.base.where + (f" (but for {len(draft.extra)} tensors of its own)" if draft.extra else "")
+    return draft.base.where + (
+        f" (except {len(draft.extra)} additional tensor{'s' * (len(draft.extra) != 1)})" if draft.extra else ""
+    )
 
 
 # --- rules
@@ -527,7 +529,7 @@ def _config(draft: _Draft, tensors: Mapping[str, OutputTensor], counts: Mapping[
         config["quantization_config"] = draft.quantization
     if "_diffusers_version" in config and "model_type" not in config:
         draft.notes.append(
-            "config.json belongs to diffusers, which expects diffusion_pytorch_model*.safetensors: rename"
+            "config.json belongs to diffusers, which expects diffusion_pytorch_model*.safetensors: rename the files"
         )
     return config
 

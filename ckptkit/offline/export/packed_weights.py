@@ -56,7 +56,9 @@ def unpacking(name: str, targets: Mapping[str, Target], settings: Mapping[str, A
         raise CheckpointMismatchError(f"{name!r}: its scale {weight}_scale is missing. Is the checkpoint complete?")
     scheme = _scheme(weight.removesuffix(".weight"), settings)
     if f"{weight}_g_idx" in targets:
-        raise _unsupported(name, "its columns are reordered by groups (actorder), which compressed-tensors gave up")
+        raise _unsupported(
+            name, "its columns are reordered by group (actorder), which current compressed-tensors does not support"
+        )
     if len(codes.shape) != 2 or len(scale.shape) > 2:
         raise _unsupported(name, f"it has the shape {list(codes.shape)}, and its scale {list(scale.shape)}")
     if scheme.get("type", "int") == "float":
@@ -79,7 +81,7 @@ def _scheme(module: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
                 found[named][json.dumps(weights, sort_keys=True)] = weights
     chosen = list((found[True] or found[False]).values())
     if len(chosen) != 1:
-        raise _unsupported(module, f"{len(chosen)} config_groups of its quantization_config fit; expected one")
+        raise _unsupported(module, f"{len(chosen)} config_groups of its quantization_config match; expected one")
     return chosen[0]
 
 
@@ -164,5 +166,5 @@ def _fp4(
 
 def _unsupported(name: str, what: str) -> UnsupportedFormatError:
     return UnsupportedFormatError(
-        f"{name!r} is packed in a way that ckptkit does not undo: {what}. Keep it with --dtype keep."
+        f"{name!r} is packed in a way that ckptkit cannot unpack: {what}. Keep it with --dtype keep."
     )

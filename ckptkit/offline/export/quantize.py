@@ -66,7 +66,7 @@ def quantize(tensors: Mapping[str, OutputTensor], config: Mapping[str, Any] | No
     if wanted is None:
         wanted = {name for name in tensors if _IN_LAYER.fullmatch(name) and not _KEPT.fullmatch(name)}
         notes.append(
-            "which weights to quantize was decided by their names: the installed transformers does not know the model"
+            "weights to quantize were chosen by name, because the installed transformers does not know the model"
         )
     stacked = [
         name for name, t in tensors.items() if len(t.shape) == 3 and (name in wanted or _STACKED.fullmatch(name))

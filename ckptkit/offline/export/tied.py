@@ -167,7 +167,7 @@ def settle_tied(
             untied = True
             notes.append(f"{head} and {embedding} are both kept; config.json says tie_word_embeddings: false")
     if untie and not untied:
-        notes.append("--untie had nothing to do: the checkpoint has no head of its own")
+        notes.append("--untie had no effect: the checkpoint has no separate head")
     return TiedOutcome(names, dropped, untied, tuple(notes), kept)
 
 

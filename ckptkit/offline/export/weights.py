@@ -106,7 +106,7 @@ def select_targets(catalog: Catalog, options: ExportOptions, *, wanted: Collecti
     for name, short in names.items():
         entry = chosen.entries[name]
         if short.rpartition(".")[2] == _EXTRA_STATE and short not in wanted:
-            found.dropped[entry.name] = "extra state of a module (get_extra_state), no weight"
+            found.dropped[entry.name] = "extra state of a module (get_extra_state), not a weight"
         elif options.include and not matches(options.include, short, entry.name):
             found.dropped[entry.name] = "not included"
         elif matches(options.exclude, short, entry.name):
@@ -150,8 +150,7 @@ def _refuse_opaque(catalog: Catalog, found: Selection, options: ExportOptions) -
         listed = "\n  ".join(f"{name} {why}" for name, why in opaque.items())
         raise UnsupportedFormatError(
             f"{len(opaque)} tensors cannot be read without their classes, so the result would lack "
-            f"them:\n  {listed}\nSkip them with --exclude NAME, or export what they were made from in a job "
-            "that has these classes."
+            f"them:\n  {listed}\nSkip them with --exclude NAME, or export the model in a job that has these classes."
         )
 
 

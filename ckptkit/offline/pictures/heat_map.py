@@ -51,7 +51,7 @@ def heat_maps(changes: Mapping[str, float]) -> list[Panel]:
         parts.setdefault(part, {})[fqn] = change
     counters = parts.pop(f"optimizer: {_COUNTER}", {})
     if not parts:
-        return [Panel("Change by layer", "The two have no tensor in common (by name and shape).", "")]
+        return [Panel("Change by layer", "The checkpoints have no tensor in common (by name and shape).", "")]
     words = (
         "Rows are layers, columns are modules. Colour shows the largest change relative to the "
         "largest value: grey is equal, and each step towards red is ten times more."
@@ -133,5 +133,5 @@ def _cell(x: float, y: float, width: float, height: float, change: float, *, tit
 def _heat(change: float) -> str:
     if not math.isfinite(change):
         return "hsl(300 70% 45%)"
-    heat = min(max((math.log10(change) + 7) / 7, 0.0), 1.0)  # 1e-7 .. 1
+    heat = min(max((math.log10(change) + 7) / 7, 0.0), 1.0)  # logarithmic: 1e-7 -> 0, 1 -> 1
     return f"hsl({50 - 50 * heat:.0f} {70 + 15 * heat:.0f}% {82 - 36 * heat:.0f}%)"

@@ -130,7 +130,7 @@ class _Names:
         self._prefix = prefix if isinstance(prefix, str) else ""
 
     def of(self, name: str) -> str | None:
-        """Return the FQN; None if there is no such parameter."""
+        """Return the FQN of a parameter name; None if there is no such parameter."""
         plain = strip_infixes([name])[name]
         for candidate in (name, plain, name.removeprefix(self._prefix), plain.removeprefix(self._prefix)):
             if candidate in self._known:

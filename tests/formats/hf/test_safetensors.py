@@ -421,7 +421,7 @@ def test_dtypes_below_a_byte_are_not_cast(tmp_path):
     with pytest.raises(UnsupportedFormatError, match=r"F6_E2M3.*torch has no FP6"):
         convert(str(tmp_path / "src"), str(tmp_path / "out"), to="dcp")
     (tmp_path / "src" / "config.json").write_text('{"quantization_config": {"quant_method": "other"}}')
-    with pytest.raises(UnsupportedFormatError, match=r"3 tensors are packed by quantization.*F4"):
+    with pytest.raises(UnsupportedFormatError, match=r"cannot dequantize 3 packed tensors.*F4"):
         convert(str(tmp_path / "src"), str(tmp_path / "out"), dtype="bf16")
 
 

@@ -414,7 +414,7 @@ LINEAR_Q = {"q__base_layer__weight": (6, 4), "q__lora_A__default__weight": (2, 4
 
 @pytest.mark.parametrize("flag", ["alora_invocation_tokens", "arrow_config", "layer_replication", "megatron_config"])
 def test_adapters_that_peft_cannot_merge_are_refused_with_advice(flag: str) -> None:
-    with pytest.raises(UnsupportedFormatError, match=rf"{flag} cannot be merged, by PEFT either.*Export the adapter"):
+    with pytest.raises(UnsupportedFormatError, match=rf"{flag} cannot be merged, not even by PEFT.*Export the adapter"):
         refused({flag: [1]}, **LINEAR_Q)
 
 
@@ -438,9 +438,9 @@ def test_a_lora_bias_for_a_layer_without_bias_is_refused_as_in_peft(tmp_path: Pa
 
 
 def test_a_config_that_contradicts_the_tensors_is_refused() -> None:
-    with pytest.raises(CheckpointMismatchError, match="'q' lacks the magnitude of DoRA"):
+    with pytest.raises(CheckpointMismatchError, match="'q' has no DoRA magnitude"):
         refused({"use_dora": True}, **LINEAR_Q)
-    with pytest.raises(CheckpointMismatchError, match=r"'q' has a magnitude of DoRA, .* use_dora=False"):
+    with pytest.raises(CheckpointMismatchError, match=r"'q' has a DoRA magnitude, .* use_dora=False"):
         refused({}, **LINEAR_Q, q__lora_magnitude_vector__default__weight=(6,))
     tokens = {
         "e__token_adapter__base_layer__weight": (9, 4),
@@ -464,7 +464,9 @@ def test_experts_are_merged_only_if_the_owner_of_each_factor_is_certain() -> Non
         "experts__lora_B__weight": (4, 6),
     }
     config = {"target_parameters": ["experts.up"]}
-    with pytest.raises(UnsupportedFormatError, match=r"their order\. Its config.json may tell: give --base"):
+    with pytest.raises(
+        UnsupportedFormatError, match=r"their order\. The base model's config.json may decide it: pass --base"
+    ):
         refused(config, **square)
     refused(config, "qwen3_moe", **square)
     refused(config, "gpt_oss", **square)
@@ -477,5 +479,7 @@ def test_experts_are_merged_only_if_the_owner_of_each_factor_is_certain() -> Non
         UnsupportedFormatError, match=r"which factors belong to which parameter of experts\.up, experts\.gate"
     ):
         refused({"target_parameters": ["experts.up", "experts.gate"]}, "qwen3_moe", **two)
-    with pytest.raises(CheckpointMismatchError, match="2 adapters of parameters, and 1 parameters"):
+    with pytest.raises(
+        CheckpointMismatchError, match="2 parameter adapters, but the adapter config targets 1 parameters"
+    ):
         refused({"target_parameters": ["experts.up"]}, "qwen3_moe", **two)

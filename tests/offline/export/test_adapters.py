@@ -261,7 +261,7 @@ def test_initializations_that_change_the_base_are_noted() -> None:
     split = split_adapter(lora())
     assert split is not None
     _, notes = export_adapter(split, {"init_lora_weights": "pissa_niter_16"})
-    assert "matches only those base weights" in notes[0]
+    assert "only fits the changed weights" in notes[0]
     assert np.ndim(notes) == 1
 
 

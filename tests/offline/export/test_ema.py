@@ -112,11 +112,11 @@ def test_the_average_of_lightning_is_its_state_dict(tmp_path: Path) -> None:
         (
             {"ema": {"a.w": torch.ones(2)}, "state_dict_ema": {"a.w": torch.ones(2)}},
             UsageError,
-            "several: ema., state_",
+            "several EMAs: ema., state_",
         ),
         ({"ema": {"a.w": torch.ones(3)}}, CheckpointMismatchError, r"'.*a.w' has shape \[3\]"),
-        ({"ema": {"b.v": torch.ones(2)}}, CheckpointMismatchError, "no name below 'ema.'"),
-        ({"ema": {"0": torch.ones(2), "1": torch.ones(2)}}, UnsupportedFormatError, "are numbered"),
+        ({"ema": {"b.v": torch.ones(2)}}, CheckpointMismatchError, "none of the names below 'ema.'"),
+        ({"ema": {"0": torch.ones(2), "1": torch.ones(2)}}, UnsupportedFormatError, "have numbers instead of names"),
     ],
 )
 def test_an_average_of_another_model_is_refused(

@@ -238,7 +238,7 @@ def test_tensors_that_the_base_lacks_are_kept_and_named(tmp_path: Path) -> None:
     export = plan(tmp_path / "src", base)
     assert {t.name for t in export.tensors} == {"a", "probe"}
     assert any("kept, although the base has no such tensors: probe." in note for note in export.notes)
-    assert export.checked.endswith("(but for 1 tensors of its own)")
+    assert export.checked.endswith("(except 1 additional tensor)")
 
 
 def test_buffers_that_are_computed_on_load_are_left_out(tmp_path: Path) -> None:
@@ -561,7 +561,7 @@ def test_an_exact_index_is_proved(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(two_files(tmp_path)))
     wanted = {name: WantedTensor(None, (2,)) for name in "abc"}
     proof = check(tmp_path, base=BaseModel("the base", None, {}, wanted))
-    assert proof.phrases() == ("names and shapes match the base", "index exact")
+    assert proof.phrases() == ("names and shapes match the base", "index matches the files")
 
 
 @pytest.mark.parametrize(
@@ -613,6 +613,6 @@ def test_module_extra_state_is_listed_as_unused(tmp_path: Path) -> None:
     place = write(tmp_path / "m", {**ones("layer.w"), "layer._extra_state": np.zeros(9, np.uint8)})
     export = plan(place)
     assert [tensor.name for tensor in export.tensors] == ["layer.w"]
-    assert dict(export.leftovers) == {"layer._extra_state": "extra state of a module (get_extra_state), no weight"}
+    assert dict(export.leftovers) == {"layer._extra_state": "extra state of a module (get_extra_state), not a weight"}
     told, dropped, _ = export_tensors(safetensors.open_catalog(open_store(str(place))), options=ExportOptions())
     assert (list(told), list(dropped)) == (["layer.w"], ["layer._extra_state"])

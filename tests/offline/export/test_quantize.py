@@ -113,7 +113,7 @@ def test_transformers_loads_the_export_as_its_own_quantization(tmp_path: Path, k
     live, _ = model(kind, **MODELS[kind])
     live.save_pretrained(tmp_path / "src")
     report = convert(str(tmp_path / "src"), str(tmp_path / "out"), quantize="fp8-block", verify=True)
-    assert not any("decided by their names" in note for note in report.notes)
+    assert not any("chosen by name" in note for note in report.notes)
     found = load_file(tmp_path / "out" / "model.safetensors")
     plain = load_file(tmp_path / "src" / "model.safetensors")
     eight = {name for name, tensor in found.items() if tensor.dtype == torch.float8_e4m3fn}
@@ -140,7 +140,7 @@ def test_weights_that_servers_fuse_are_quantized_together_or_not_at_all(tmp_path
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert [name for name in found if found[name].dtype == torch.float8_e4m3fn] == names[-1:]
     assert "1 weights are not quantized, because their sizes are not multiples of 128" in report.notes
-    assert any("decided by their names" in note for note in report.notes)
+    assert any("chosen by name" in note for note in report.notes)
     kept = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["modules_to_not_convert"]
     assert kept == sorted([*(name.removesuffix(".weight") for name in names[:3]), "lm_head", "model.layers.0.mlp.gate"])
 
