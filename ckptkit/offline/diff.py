@@ -214,7 +214,7 @@ class NameFilter:
     exclude: tuple[str, ...] = ()
 
     def __call__(self, *names: str) -> bool:
-        """Return whether to compare a tensor with these names. One match is enough."""
+        """Return whether to compare a tensor with these names. It has several, such as its FQN and its key."""
         wanted = not self.include or _any_matches(names, self.include)
         return wanted and not _any_matches(names, self.exclude)
 

@@ -110,7 +110,7 @@ class BoxDigest:
 
 @dataclass(slots=True)
 class Infinite:
-    """The elements that casts made infinite: (file, start of the bytes there, count). Thread-safe."""
+    """The elements that casts made infinite, as rows (file, start of their bytes, count). Thread-safe."""
 
     rows: list[tuple[int, int, int]] = field(default_factory=list)
 

@@ -195,7 +195,7 @@ def _records(work: Work, rows: Int64 | None = None) -> Iterator[_Record]:
 
 
 def _merged(lo: Int64, hi: Int64) -> tuple[Int64, Int64]:
-    """Return the ranges with those joined that touch or overlap."""
+    """Return the ranges, merged where they touch or overlap."""
     if not len(lo):
         return lo, hi
     order = np.argsort(lo, kind="stable")
