@@ -448,7 +448,10 @@ def test_a_config_that_contradicts_the_tensors_is_refused() -> None:
     }
     with pytest.raises(CheckpointMismatchError, match="do not list the rows of 'e'"):
         refused({}, **LINEAR_Q, **tokens)
-    with pytest.raises(CheckpointMismatchError, match=r"are 3 rows of 'e' \[9, 4\], the checkpoint's are \[2, 4\]"):
+    with pytest.raises(
+        CheckpointMismatchError,
+        match=r"select 3 rows of 'e' \[9, 4\], but the trained rows in the checkpoint are \[2, 4\]",
+    ):
         refused({"trainable_token_indices": [1, 2, 3]}, **LINEAR_Q, **tokens)
 
 
