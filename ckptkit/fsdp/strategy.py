@@ -1,4 +1,4 @@
-"""FSDPStrategy: prepares models and optimizers, runs training steps, and saves and loads checkpoints."""
+"""Defines FSDPStrategy: it prepares models and optimizers, runs training steps, and saves and loads checkpoints."""
 
 from __future__ import annotations
 
@@ -75,25 +75,26 @@ def is_mp_optimizer(optimizer: object) -> bool:
 
 
 class FSDPStrategy:
-    """Sharded training of one or more models. Works without arguments and in a single process. Methods take their
-    arguments in the order of LightRFT's `FSDPV2Strategy`.
+    """Trains one or more sharded models. Works without arguments and in a single process.
+
+    Methods take their arguments in the order of LightRFT's `FSDPV2Strategy`.
 
     Args:
         config: How models are sharded; default `FSDPConfig()`.
-        seed: Seed of all random generators, set by `setup_distributed`: data-parallel rank r gets `seed` + r, so
-            dropout differs between samples and is equal on the tp and cp ranks that share one.
+        seed: Seed of all random generators, set by `setup_distributed`. Data-parallel rank r gets `seed` + r, so
+            dropout differs between samples. The tp and cp ranks that share a sample get the same seed.
         max_norm: Clips the joint gradient norm; 0 or None does not clip.
         norm_type: The p of that norm, 1 to inf.
-        error_if_nonfinite: True raises on every rank if a gradient on some rank is inf or NaN, before anything is
-            stepped; False skips the step. Not with fp16, whose loss scale is found by overflows.
+        error_if_nonfinite: If a gradient on some rank is inf or NaN, True raises on every rank before the step; False
+            skips the step. Not with fp16, which finds its loss scale by overflows.
         micro_train_batch_size: Samples per backward pass on one rank.
-        train_batch_size: Samples per optimizer step over all ranks; None: one backward pass per step.
-        sync_every_micro_batch: True reduces gradients in every backward pass: more communication, but no rank holds
-            unsharded gradients while accumulating.
+        train_batch_size: Samples per optimizer step over all ranks. None means one backward pass per step.
+        sync_every_micro_batch: True reduces gradients in every backward pass. This needs more communication, but no
+            rank holds unsharded gradients during accumulation.
 
     Attributes:
         last_outcome: What the last `optimizer_step` did: "stepped", "skipped" (a gradient was not finite) or
-            "accumulating" (more backward passes to come); None before the first.
+            "accumulating" (the step needs more backward passes); None before the first call.
         last_grad_norm: The joint `norm_type`-norm of the gradients of the last step, before clipping.
 
     Raises:
@@ -164,7 +165,7 @@ class FSDPStrategy:
             manual_seed(self.seed + self.data_parallel_rank, self.data_parallel_mesh)
 
     def _join(self, timeout: datetime.timedelta | None = None) -> DeviceMesh:
-        """Do the part of `setup_distributed` that other methods need, without touching random generators."""
+        """Do the part of `setup_distributed` that other methods need. Leaves the random generators alone."""
         if self._samples is not None:
             return self._samples
         device_type = device_type_of(None, preferred=self.config.device)
@@ -187,7 +188,7 @@ class FSDPStrategy:
 
     @property
     def data_parallel_rank(self) -> int:
-        """The index of this rank's share of the data; ranks of one tp or cp group have the same index.
+        """The index of this rank's share of the data. Ranks of one tp or cp group have the same index.
 
         For a sampler: `DistributedSampler(data, strategy.data_parallel_size, strategy.data_parallel_rank)`.
         """
@@ -200,21 +201,21 @@ class FSDPStrategy:
 
     @property
     def data_parallel_mesh(self) -> DeviceMesh:
-        """The 1-D mesh of ranks with different samples, for example to average a loss over."""
+        """The 1-D mesh of the ranks that have different samples, for example to average a loss."""
         return self._join()
 
     @property
     def context_parallel_mesh(self) -> DeviceMesh | None:
         """The 1-D mesh of the ranks that share this rank's samples and split their sequences; None if `cp` is 1.
 
-        All ranks must read it first at the same point, as `prepare_model`: it makes process groups.
+        The first access creates process groups, so all ranks must make it at the same point, like `prepare_model`.
         """
         self._join()
         return self._mesh_for(None, self.config).cp
 
     @property
     def global_step(self) -> int:
-        """Number of steps taken; with several optimizers, the largest. Assign to it to continue from a given step."""
+        """Number of steps taken; the largest number if there are several optimizers. Assign to it to set the count."""
         return self._steps.total
 
     @global_step.setter
@@ -251,8 +252,8 @@ class FSDPStrategy:
     def init_model_context(self, meta_init: bool = False) -> Iterator[None]:
         """Return a context in which to build models. With `meta_init`, parameters take no memory until they get values.
 
-        After `prepare_model`, set the values with `load_ckpt`, `load_hf` or `reset_parameters`; saving before that
-        raises.
+        After `prepare_model`, set the values with `load_ckpt`, `load_hf` or `reset_parameters`. Saving before that
+        raises SaveError.
         """
         with meta.parameters_on_meta() if meta_init else contextlib.nullcontext():
             yield
@@ -269,18 +270,19 @@ class FSDPStrategy:
         ignored_params: Collection[nn.Parameter] | None = None,
         shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
     ) -> T:
-        """Shard `model` over the ranks and return it. Objects that are not modules, and sharded models, are returned
-        unchanged.
+        """Shard `model` over the ranks and return it. Sharded models, and objects that are not modules, are unchanged.
 
         Args:
             model: A module. If it was built on the meta device, it is allocated, but has no values yet.
             is_training: False computes in the stored dtype.
-            shard_size: Ranks that share one copy; -1: all, "auto": chosen by the model's size, None: as configured.
+            shard_size: Ranks that share one copy. -1: all ranks; "auto": depends on the model's size; None: as
+                configured.
             reshard_after_forward: Overrides the configuration.
             policy: Chooses the units; overrides the configuration.
             tp_plan: Tensor-parallel styles by module glob.
-            ignored_params: Parameters to leave as they are, in addition to those that the configuration names.
-            shard_placement_fn: Returns the dimension to shard a parameter on, as `Shard(1)`, or None for `Shard(0)`.
+            ignored_params: Parameters that FSDP ignores, in addition to those that the configuration names.
+            shard_placement_fn: Returns the dimension on which to shard a parameter, as `Shard(1)`, or None for
+                `Shard(0)`.
         """
         check_arguments("prepare_model(model, is_training)", is_training=is_training)
         if not isinstance(model, nn.Module) or self._is_prepared(model):
@@ -318,16 +320,16 @@ class FSDPStrategy:
         return model
 
     def reset_parameters(self, model: nn.Module, *, seed: int | None = None) -> None:
-        """Initialize a model built on the meta device with the values that a single process would draw (see
+        """Initialize a model that was built on the meta device with the values that a single process would draw (see
         `reset`)."""
         check_arguments("reset_parameters(model)", model=model)
         reset_parameters(model, seed=self.seed if seed is None else seed)
 
     def load_hf(self, model: nn.Module, url: str, *, strict: bool = True) -> HFLoadReport:
-        """Fill a prepared model from Hugging Face files; each rank reads its own shards (see `hf_load`). All ranks must
-        call it; the error of one is raised on all of them.
+        """Fill a prepared model from Hugging Face files. Each rank reads its own shards (see `hf_load`).
 
-        fp32 masters follow the loaded weights, so the optimizer may already exist.
+        All ranks must call this; all ranks raise the error of one rank. fp32 masters follow the loaded weights, so the
+        optimizer may already exist.
         """
         check_arguments("load_hf(model, url)", model=model, url=url)
         cast = self.config.mixed_precision is not None
@@ -355,18 +357,18 @@ class FSDPStrategy:
         """Return an optimizer over the trainable parameters of `model`: fused AdamW, or the result of
         `factory(groups)`.
 
-        With precision="master" it is wrapped in a MasterWeightOptimizer. All ranks must call it.
+        With precision="master" it is wrapped in a MasterWeightOptimizer. All ranks must call this.
 
         Args:
             model: A prepared model.
             lr, betas, eps: For AdamW; default 1e-3, (0.9, 0.999) and 1e-8. A factory sets its own.
-            weight_decay: For all parameters except those of `no_decay`; a factory finds it in the groups.
+            weight_decay: For all parameters that `no_decay` does not exclude. A factory finds it in the groups.
             no_decay: Name components, module classes or functions (see `param_groups`); default: biases and norms.
             factory: Creates another optimizer from the groups.
 
         Raises:
-            UsageError: Nothing is trainable, or `lr`, `betas` or `eps` is given together with a factory, which would
-                ignore it.
+            UsageError: Nothing is trainable; or `lr`, `betas` or `eps` is given together with a factory, where it would
+                have no effect.
         """
         check_arguments("create_optimizer(model)", model=model)
         groups = param_groups(model, weight_decay=weight_decay, no_decay=no_decay)
@@ -374,7 +376,7 @@ class FSDPStrategy:
             raise UsageError(f"{type(model).__name__} has no trainable parameter to make an optimizer for.")
         given = {name: value for name, value in (("lr", lr), ("betas", betas), ("eps", eps)) if value is not None}
         if factory is None:
-            # A group never mixes plain tensors and DTensors, because the fused kernel cannot.
+            # The fused kernel can't mix plain tensors and DTensors, so no group does.
             base: Optimizer = torch.optim.AdamW(groups, weight_decay=weight_decay, fused=True, **given)  # type: ignore[arg-type]
         elif given:
             raise UsageError(f"create_optimizer: {', '.join(given)} would have no effect; set it in the factory.")
@@ -401,7 +403,7 @@ class FSDPStrategy:
         return is_mp_optimizer(optimizer)
 
     def grad_scaler(self, optimizer: Optimizer) -> DynamicGradScaler | None:
-        """Return the loss scaler of `optimizer`; None unless it trains in fp16 or was created with one."""
+        """Return the loss scaler of `optimizer`, or None if it has none. Only fp16 training needs one."""
         check_arguments("grad_scaler(optimizer)", optimizer=optimizer)
         if isinstance(optimizer, MasterWeightOptimizer):
             return optimizer.grad_scaler
@@ -411,11 +413,11 @@ class FSDPStrategy:
         """Run backward from `loss`, divided by the number of accumulated passes and multiplied by the loss scale.
 
         Gradients are reduced over the ranks only in the last pass before a step: when all passes are done, or with
-        `last=True` (the end of an epoch). A step with fewer passes uses the mean over those. All ranks must pass the
-        same `last`.
+        `last=True` (the end of an epoch). A step with fewer passes uses the mean over these passes. All ranks must pass
+        the same `last`.
 
         Raises:
-            UsageError: An argument has the wrong type, as when two are swapped.
+            UsageError: An argument has the wrong type, for example because two are swapped.
         """
         check_arguments("backward(loss, model, optimizer)", loss=loss, model=model, optimizer=optimizer)
         steps = self.accumulated_gradient
@@ -431,17 +433,17 @@ class FSDPStrategy:
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Context in which backward passes add up gradients without communication, and no optimizer steps.
+        """Return a context in which backward passes add up gradients without communication, and no optimizer steps.
 
-        The next `backward` outside reduces the sum, and the step after it takes the mean over all these passes, as with
-        `train_batch_size`. Passes run by `loss.backward()` are not counted: the step takes their sum. All ranks must
-        enter it at the same pass.
+        The next `backward` outside the context reduces the sum. The step after it takes the mean over all these passes,
+        as with `train_batch_size`. Passes that `loss.backward()` runs are not counted: the step takes their sum. All
+        ranks must enter the context at the same pass.
         """
         check_arguments("no_sync(model)", model=model)
         root = _fsdp_root(model)
         if root in self._windows.held:
             raise UsageError("no_sync(model) is entered already for this model.")
-        # DistributedDataParallel has its own, for its forward too
+        # DistributedDataParallel has its own `no_sync`, which also affects its forward.
         own = getattr(root, "no_sync", None)
         with own() if callable(own) else contextlib.nullcontext():
             self._windows.held.add(root)
@@ -455,17 +457,17 @@ class FSDPStrategy:
     def optimizer_step(
         self, optimizer: Optimizer, model: nn.Module, scheduler: Any = None, name: str = "model"
     ) -> bool:
-        """After the last backward pass of a step: unscale, clip, step, advance `scheduler` and clear the gradients.
+        """Step the optimizer after the last backward pass: unscale, clip, step, advance `scheduler`, clear gradients.
 
-        Returns whether the weights changed; `last_outcome` has the reason. "accumulating": more backward passes to
-        come. "skipped": a gradient on some rank is not finite, so weights, moments and scheduler are unchanged on all
-        ranks; the loss scale may back off. All ranks must call it.
+        Returns whether the weights changed; `last_outcome` says why. "accumulating": the step needs more backward
+        passes. "skipped": a gradient on some rank is not finite. Weights, moments and scheduler are then unchanged on
+        all ranks, and the loss scale may back off. All ranks must call this.
 
         Raises:
-            UsageError: An argument has the wrong type; the optimizer holds no parameter of the model (it was created
-                before `prepare_model`); the loss was not scaled.
-            NonFiniteGradientError: With `error_if_nonfinite`, in place of "skipped". Names this rank's parameters; the
-                gradients are kept.
+            UsageError: An argument has the wrong type; the optimizer has no parameter of the model (it was created
+                before `prepare_model`); or the loss was not scaled.
+            NonFiniteGradientError: Instead of "skipped" if `error_if_nonfinite` is set. Names this rank's parameters;
+                the gradients are kept.
         """
         check_arguments(
             "optimizer_step(optimizer, model, scheduler, name)",
@@ -493,21 +495,21 @@ class FSDPStrategy:
         return stepped
 
     def maybe_offload_optimizer(self, optimizer: O) -> O:
-        """Move the optimizer's state to the host if the configuration says so; return the optimizer."""
+        """Move the optimizer's state to the host if `offload` is "optimizer". Returns the optimizer."""
         check_arguments("maybe_offload_optimizer(optimizer)", optimizer=optimizer)
         return offload.offload_optimizer(optimizer) if self.config.offload == "optimizer" else optimizer
 
     def maybe_load_optimizer(self, optimizer: O) -> O:
-        """Move the optimizer's state back to its device if `offload` is "optimizer"; return the optimizer."""
+        """Move the optimizer's state back to its device if `offload` is "optimizer". Returns the optimizer."""
         check_arguments("maybe_load_optimizer(optimizer)", optimizer=optimizer)
         return offload.load_optimizer(optimizer) if self.config.offload == "optimizer" else optimizer
 
     def offload_model(self, models: T, empty_cache: bool = True) -> T:
-        """Move a module, or each module of a list, to the host; return the argument."""
+        """Move a module, or each module of a list, to the host. Returns the argument."""
         return offload.offload_model(models, empty_cache=empty_cache)
 
     def reload_model(self, models: T) -> T:
-        """Move a module, or each module of a list, back to its device; return the argument."""
+        """Move a module, or each module of a list, back to its device. Returns the argument."""
         return offload.reload_model(models, device=device_type_of(None, preferred=self.config.device))
 
     # ------------------------------------------------------------------ checkpoints
@@ -527,20 +529,22 @@ class FSDPStrategy:
         step: int | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> SaveReport:
-        """Save model, optimizer, scheduler, loss scale and random state; commit; then rotate. All ranks must call it.
+        """Save model, optimizer, scheduler, loss scale and random state, commit, and delete old checkpoints.
+
+        All ranks must call this.
 
         Args:
             model: A prepared model.
             save_dir: The root of the run's checkpoints: a path or a URL.
-            tag: The checkpoint's name; None: its step.
-            max_num: Number of checkpoints to keep, None: all. Only checkpoints committed by ckptkit are counted or
-                deleted.
+            tag: The checkpoint's name. None uses its step.
+            max_num: Number of checkpoints to keep; None keeps all. Only checkpoints that ckptkit committed are counted
+                or deleted.
             max_mem: Maximum total size: a number of GiB, or a text such as "500GB". None: no limit.
             client_state: Any JSON value; `load_ckpt` returns it.
             save_latest: Has no effect: the latest checkpoint is always the newest committed one.
             optimizer: From `create_optimizer`, or any other.
             scheduler: Anything with `state_dict`.
-            step: The step; None: the number that `tag` ends in, else the steps taken so far.
+            step: The step. None uses the number at the end of `tag`, or else the number of steps taken so far.
             metrics: Recorded with the checkpoint, and used to keep the best.
 
         Raises:
@@ -580,15 +584,15 @@ class FSDPStrategy:
         key_map: NameMap | str | None = None,
         start_fresh: Literal["if_empty", "if_none_committed", "never"] = "if_empty",
     ) -> tuple[str | None, Any]:
-        """Load the newest committed checkpoint (or `which`) in place, on any number of ranks. All ranks must call it.
+        """Load the newest committed checkpoint (or `which`) in place, on any number of ranks. All ranks must call this.
 
         Returns its URL and the client state, or (None, {}) if there is none. `last_load` is the full report. If an
         optimizer or scheduler is passed, the checkpoint must contain it, unless its flag is False.
 
         Args:
-            key_map: From the checkpoint's names to the model's: then only weights are loaded, as by
+            key_map: Maps the checkpoint's names to the model's names. If given, only weights are loaded, as in
                 `CheckpointManager.load`.
-            start_fresh: When (None, {}) may be returned, as for `CheckpointManager`.
+            start_fresh: When (None, {}) may be returned, as in `CheckpointManager`.
 
         Raises:
             CheckpointMismatchError: Lists everything that does not match; nothing was changed.
@@ -636,8 +640,8 @@ class FSDPStrategy:
         max_shard_size: str | int = "5GB",
         overwrite: bool = False,
     ) -> None:
-        """Write the model, or the adapters of a PEFT model, as a Hugging Face directory, one tensor in memory at a time
-        (see `hf_save`)."""
+        """Write the model, or the adapters of a PEFT model, as a Hugging Face directory. Holds one tensor in memory at
+        a time (see `hf_save`)."""
         from ckptkit.fsdp.hf_save import save_hf
 
         check_arguments(
@@ -653,7 +657,7 @@ class FSDPStrategy:
             overwrite=overwrite,
         )
 
-    # ------------------------------------------------------------------ inside
+    # ------------------------------------------------------------------ helpers
 
     def _training_state(self, model: nn.Module, optimizer: Optimizer | None, scheduler: Any, step: int) -> TrainState:
         scaler = self.grad_scaler(optimizer) if optimizer is not None else None
@@ -661,7 +665,7 @@ class FSDPStrategy:
 
     def _step(self, optimizer: Optimizer, divisor: float | None) -> bool:
         if isinstance(optimizer, MasterWeightOptimizer):
-            # made elsewhere it may have a limit and a norm of its own
+            # An optimizer that was created elsewhere may have its own limit and norm.
             stepped = optimizer.step_scaled(
                 max_norm=self.max_norm or optimizer.max_norm,
                 norm_type=self.norm_type if self.max_norm else None,
@@ -693,12 +697,12 @@ class FSDPStrategy:
         return True
 
     def _check_belongs(self, optimizer: Optimizer, model: nn.Module) -> None:
-        """Raise if the optimizer's steps would change nothing in `model`, or less than before."""
+        """Raise if the optimizer has no parameter of `model`, or if parameters were replaced since the last step."""
         known = self._checked.setdefault(optimizer, WeakKeyDictionary())
         names = known.get(model)
         if names is not None and set(names.values()) <= set(map(id, model.parameters())):
             return
-        # A state dict has the sharded parameters, even while some are gathered.
+        # A state dict contains the sharded parameters even while some are gathered.
         own = {name: id(tensor) for name, tensor in nn.Module.state_dict(model, keep_vars=True).items()}
         if names is None:
             held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -724,20 +728,20 @@ class FSDPStrategy:
             self._syncing[root] = sync
 
     def _is_prepared(self, model: nn.Module) -> bool:
-        inner = getattr(model, "base_model", None)  # LightRFT's actors, and every transformers model
+        inner = getattr(model, "base_model", None)  # an attribute of LightRFT's actors and of transformers models
         return isinstance(model, FSDPModule) or (isinstance(inner, FSDPModule) and id(inner) != id(model))
 
     def _mesh_for(self, model: nn.Module | None, config: FSDPConfig) -> TrainingMesh:
         device_type = device_type_of(model, preferred=config.device)
         plan = plan_for(config, dist.get_world_size())
         key = (plan, device_type)
-        if key not in self._mesh:  # every mesh makes process groups: models of one shape share theirs
+        if key not in self._mesh:  # every mesh creates process groups, so models with equal plans share one
             self._mesh[key] = make_mesh(plan, device_type)
         return self._mesh[key]
 
 
 def _fsdp_root(model: nn.Module) -> nn.Module:
-    """Return the outermost sharded module of `model` (an actor may have it as an attribute), otherwise `model`."""
+    """Return the outermost sharded module of `model`, or `model` itself. An actor may have it as an attribute."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             return module

@@ -1,4 +1,4 @@
-"""Applies tensor-parallel plans: torch's styles by module glob, or the strings in transformers models."""
+"""Applies tensor-parallel plans: torch's styles by module glob, or the style names of transformers models."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TPPlan = Mapping[str, "ParallelStyle | str"]
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: TPPlan | None = None) -> None:
-    """Split the modules that match `plan` over `mesh`, in place. Must be called before fully_shard.
+    """Split the modules that match `plan` over `mesh`, in place. Call this before fully_shard.
 
     Raises:
         UsageError: There is no plan, a style is unknown, a glob matches nothing, or a size does not divide.
@@ -46,7 +46,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: TPPlan | Non
         found.update(dict.fromkeys(matched, style))
     tied = {name.rpartition(".")[0] for group in tied_parameters(model) for name in group}
     for name in sorted(tied & set(found)):
-        # Splitting would replace the parameter and untie it. Unsplit, the result is the same.
+        # Splitting would replace the parameter and untie it. The result is the same without splitting.
         logger.info("%s holds a tied weight: it is not split over the tensor-parallel ranks.", name)
         del found[name]
     for name, style in found.items():
@@ -62,7 +62,7 @@ def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle | str]:
     prefix = f"{inner}." if inner and isinstance(getattr(model, inner, None), nn.Module) else ""
     for glob, style in (getattr(config, "base_model_tp_plan", None) or {}).items():
         plan[prefix + glob] = style
-    # The class attribute: the instance's property has the base model's entries mixed in.
+    # Read the class attribute: the instance's property also contains the base model's entries.
     plan.update(getattr(type(model), "_tp_plan", None) or {})
     if not plan:
         raise UsageError(
@@ -73,7 +73,7 @@ def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle | str]:
 
 
 def translate_style(glob: str, style: ParallelStyle | str) -> ParallelStyle:
-    """Return torch's style for the string `style`; a ParallelStyle is returned as it is.
+    """Return torch's style for the string `style`. A ParallelStyle is returned unchanged.
 
     Raises:
         UsageError: torch has no equivalent style.

@@ -1,4 +1,4 @@
-"""Chooses which modules become FSDP units. Pure: reads the model's structure and returns names."""
+"""Chooses which modules become FSDP units. Only reads the model's structure and returns names."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ DEFAULT_CLASSES = [
 VISION_NAMES = ["visual", "vision_tower", "vision_model", "vision_encoder", "image_encoder", "vision_backbone"]
 """Names of modules that some ranks may skip in a mixed-modal batch."""
 
-# A container has no forward, so its hooks never fire; attention reads its children's weights without calling them.
+# A container has no forward, so its hooks never run. Attention reads its children's weights without calling them.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 _LEAVES = (nn.MultiheadAttention,)
 
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """The units of a model, innermost first. The modules of one unit are gathered together; the root is ""."""
+    """The units of a model, innermost first. The modules of one unit are gathered together. The root's name is ""."""
 
     groups: tuple[tuple[str, ...], ...]
     ties: tuple[tuple[str, ...], ...] = ()
@@ -63,13 +63,17 @@ class Units:
 
 
 def plan_units(model: nn.Module, policy: Policy, *, exclude: Sequence[str] = (), heads: bool = False) -> Units:
-    """Return the units that `policy` chooses in `model`; tied parameters end up in the same unit.
+    """Return the units that `policy` chooses in `model`. Tied parameters are in the same unit.
 
-    Units that share a parameter are merged; a unit that shares one with the root or an enclosing unit becomes part of
-    that. `exclude` (class names, FQN globs) wins over everything; `heads` adds the embeddings.
+    Units that share a parameter are merged. A unit that shares one with the root or an enclosing unit becomes part of
+    that unit.
+
+    Args:
+        exclude: Class names or FQN globs. Matching modules and their children never become units.
+        heads: Also make units of the embeddings and the output head.
 
     Raises:
-        UsageError: The policy names a module that isn't there or cannot be wrapped.
+        UsageError: The policy names a module that doesn't exist or can't be wrapped.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     chosen = dict.fromkeys(policy(model))
@@ -87,7 +91,7 @@ def plan_units(model: nn.Module, policy: Policy, *, exclude: Sequence[str] = (),
     shut = _excluded(modules, exclude)
     seen: set[int] = set()
     names = []
-    for name in chosen:  # a module that is registered twice is one unit
+    for name in chosen:  # a module that is registered under two names is one unit
         if not _under(name, shut) and id(modules[name]) not in seen:
             seen.add(id(modules[name]))
             names.append(name)
@@ -127,7 +131,7 @@ def no_wrap(model: nn.Module) -> list[str]:
 
 
 def blocks(model: nn.Module) -> list[str]:
-    """Return the elements of every ModuleList that is not inside another such element."""
+    """Return the elements of all outermost ModuleLists."""
     names: list[str] = []
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not _under(name, names):
@@ -136,10 +140,10 @@ def blocks(model: nn.Module) -> list[str]:
 
 
 def by_class(*classes: type[nn.Module] | str) -> Policy:
-    """Return the policy that wraps every module of one of `classes`.
+    """Return a policy that wraps every module of one of `classes`.
 
-    A class may be a type, a short name (looked up among the model's modules, then in transformers) or a dotted
-    name, which is imported.
+    A class may be a type, a short name or a dotted name. A short name is looked up among the model's modules, then in
+    transformers; a dotted name is imported.
     """
 
     def policy(model: nn.Module) -> list[str]:
@@ -156,10 +160,10 @@ def by_class(*classes: type[nn.Module] | str) -> Policy:
 
 
 def by_name(*globs: str) -> Policy:
-    """Return the policy that wraps modules whose FQN matches one of `globs`, as in "model.layers.*"."""
+    """Return a policy that wraps modules whose FQN matches one of `globs`, such as "model.layers.*"."""
 
     def policy(model: nn.Module) -> list[str]:
-        # Only names with as many dots as the glob: "layers.*" means the layers, not their children.
+        # Match only names with as many dots as the glob: "layers.*" means the layers, not their children.
         return [
             name
             for name, module in model.named_modules()
@@ -171,7 +175,7 @@ def by_name(*globs: str) -> Policy:
 
 
 def by_rule(rule: Callable[[str, nn.Module], bool]) -> Policy:
-    """Return the policy that wraps every module that `rule(fqn, module)` accepts."""
+    """Return a policy that wraps every module that `rule(fqn, module)` accepts."""
 
     def policy(model: nn.Module) -> list[str]:
         return [name for name, module in model.named_modules() if name and rule(name, module)]
@@ -180,14 +184,14 @@ def by_rule(rule: Callable[[str, nn.Module], bool]) -> Policy:
 
 
 def by_size(min_num_params: int) -> Policy:
-    """Return the policy that goes from the innermost modules outwards, and wraps each one that still has
-    `min_num_params` parameters outside of units."""
+    """Return a policy that wraps modules with at least `min_num_params` parameters. It starts with the innermost
+    modules; parameters that are already in a unit do not count."""
 
     def policy(model: nn.Module) -> list[str]:
         names: list[str] = []
 
         def visit(name: str, module: nn.Module) -> int:
-            """Return the parameters of `module` that belong to units inside it."""
+            """Return how many parameters of `module` belong to units."""
             total = sum(parameter.numel() for parameter in module.parameters())
             if total < min_num_params:
                 return 0
@@ -207,7 +211,7 @@ def by_size(min_num_params: int) -> Policy:
 
 
 def tied_parameters(model: nn.Module) -> list[tuple[str, ...]]:
-    """Return the FQNs of each parameter that has several, in the order of the model."""
+    """Return the FQNs of each parameter that has several FQNs, in the order of the model."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -216,7 +220,7 @@ def tied_parameters(model: nn.Module) -> list[tuple[str, ...]]:
 
 def _join_tied(modules: dict[str, nn.Module], names: list[str]) -> tuple[list[list[str]], tuple[tuple[str, ...], ...]]:
     ties = tied_parameters(modules[""])
-    owner = {name: name for name in names}  # unit -> the unit it went into; "" is the root
+    owner = {name: name for name in names}  # unit -> the unit that it is merged into; "" is the root
     first = {id(modules[name]): name for name in names}
     owner.update({name: first[id(module)] for name, module in modules.items() if id(module) in first})
 
@@ -237,7 +241,7 @@ def _join_tied(modules: dict[str, nn.Module], names: list[str]) -> tuple[list[li
     members: dict[str, list[str]] = {}
     for name in names:
         kept = unit_of(name + ".")
-        if kept and not (name != kept and name.startswith(kept + ".")):  # part of it already
+        if kept and not (name != kept and name.startswith(kept + ".")):  # otherwise already inside that unit
             members.setdefault(kept, []).append(name)
     return list(members.values()), tuple(ties)
 
@@ -272,7 +276,7 @@ def _head_names(model: nn.Module) -> list[str]:
 def _own_classes(model: nn.Module) -> list[str]:
     own: list[str] = []
     for module in model.modules():
-        # transformers: a list, a set or None; read, never changed
+        # In transformers models this is a list, a set or None.
         own += sorted(getattr(module, "_no_split_modules", None) or ())
     return own
 

@@ -1,4 +1,4 @@
-"""shard(): wraps a model with FSDP2, or raises an error that explains why it cannot."""
+"""Wraps a model with FSDP2 (`shard`), or raises an error that explains why this is impossible."""
 
 from __future__ import annotations
 
@@ -60,21 +60,20 @@ def shard(
     shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
     is_training: bool = True,
 ) -> M:
-    """Shard `model` in place and return it. All ranks must call it. A model that is already sharded is returned
-    unchanged.
+    """Shard `model` in place and return it. All ranks must call this. A sharded model is returned unchanged.
 
     The steps, in order: broadcast rank 0's values, cast parameters to their storage dtype, apply tensor parallelism,
     apply activation checkpointing and compilation to each block, call fully_shard from the innermost unit to the root.
 
     Args:
         config: How to shard; default `FSDPConfig()`.
-        mesh: The ranks to shard over; default: all of them, arranged by `config`. A plain DeviceMesh is used as the
-            data-parallel mesh.
+        mesh: The ranks to shard over. By default these are all ranks, arranged by `config`. A plain DeviceMesh is used
+            as the data-parallel mesh.
         policy: Chooses the units (see `units`); overrides `config`.
         tp_plan: Tensor-parallel styles by module glob; default: the model's own plan.
-        ignored_params: Parameters to leave as they are, in addition to those that `config.ignored_params` names.
-        shard_placement_fn: Returns the dimension to shard a parameter on, as `Shard(1)`; None: `Shard(0)`. Dimensions
-            other than 0 must be divisible by the number of ranks.
+        ignored_params: Parameters that FSDP ignores, in addition to those that `config.ignored_params` names.
+        shard_placement_fn: Returns the dimension on which to shard a parameter, as `Shard(1)`; None means `Shard(0)`.
+            Dimensions other than 0 must be divisible by the number of ranks.
         is_training: False computes in the stored dtype and does not reduce gradients.
 
     Raises:
@@ -129,27 +128,30 @@ def shard(
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """Return the model without wrappers such as DistributedDataParallel, torch.compile and activation checkpointing:
-    modules whose only child is called `module`."""
+    """Return the model without the wrappers of DistributedDataParallel, torch.compile or activation checkpointing.
+
+    A wrapper is a module whose only child is named "module", "_orig_mod" or "_checkpoint_wrapped_module".
+    """
     while True:
         held = {**model._modules, **model._parameters, **model._buffers}
         inner = next((m for name, m in held.items() if name in _INNER and isinstance(m, nn.Module)), None)
-        if inner is None or len(held) > 1:  # a `module` that is not the only child is a part of the model
+        if inner is None or len(held) > 1:  # with siblings, `module` is a part of the model
             return model
         model = inner
 
 
 def fsdp_units(model: nn.Module) -> list[str]:
-    """Return the names of the FSDP2 units of `model`, the root as ""."""
+    """Return the names of the FSDP2 units of `model`. The root's name is ""."""
     return [clean_fqn(name) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
 
 
 def sync_module_states(model: nn.Module, device_type: str, *, src: int = 0, ignored: Set[str] = frozenset()) -> None:
-    """Broadcast parameters and buffers from rank `src`. All ranks must call it. Meta tensors and the parameters in
-    `ignored` are skipped.
+    """Broadcast parameters and buffers from rank `src`. All ranks must call this.
+
+    Meta tensors and the parameters in `ignored` are skipped.
 
     Raises:
-        UsageError: The ranks hold different models; nothing was sent.
+        UsageError: The ranks have different models; nothing was sent.
     """
     if dist.get_world_size() == 1:
         return
@@ -162,16 +164,16 @@ def sync_module_states(model: nn.Module, device_type: str, *, src: int = 0, igno
     for tensor in tensors.values():
         if tensor.is_meta or tensor.numel() == 0:
             continue
-        # A CPU tensor goes through the accelerator: its group may have no backend for the CPU.
+        # A CPU tensor is moved to the accelerator, because the group may have no backend for the CPU.
         moved = tensor.to(device_type).resolve_conj().resolve_neg().contiguous()
-        # As bytes: a backend knows few dtypes (gloo has no float8, nccl no bool on some versions).
+        # Send bytes, because backends lack some dtypes (gloo has no float8, nccl no bool on some versions).
         dist.broadcast(moved.reshape(-1).view(torch.uint8), src)
         if moved is not tensor:
             tensor.copy_(moved)
 
 
 def _ignored(model: nn.Module, globs: Sequence[str], given: Collection[nn.Parameter] | None) -> frozenset[str]:
-    """Return the names (all of a tied one) of the parameters to leave as they are."""
+    """Return the names of the parameters that FSDP ignores, including all names of tied parameters."""
     every = dict(model.named_parameters(remove_duplicate=False))
     if given is not None and (isinstance(given, (torch.Tensor, str, Mapping)) or not isinstance(given, Iterable)):
         raise wrong("ignored_params", given, "a set of the model's parameters; names go into FSDPConfig.ignored_params")
@@ -212,8 +214,8 @@ def _warn_of_ignored(model: nn.Module, ignored: Set[str], mesh: TrainingMesh, is
 
 
 def _warn_of_different_values(parameters: Mapping[str, torch.Tensor], consequence: str) -> None:
-    """Warn if ranks hold different values: replicas would stay different forever. All ranks must call it."""
-    # Sums, as text: NaN equals NaN, and no rank sends a whole parameter.
+    """Warn if ranks have different values, because these would stay different. All ranks must call this."""
+    # Compare sums as text: NaN then equals NaN, and no rank sends a whole parameter.
     mine = [
         (name, repr(parameter.detach().sum(dtype=torch.float64).item()))
         for name, parameter in parameters.items()
@@ -299,7 +301,7 @@ def _check_placements(
         shape, ranks = list(parameter.shape), mesh.data.size(-1)
         if not -len(shape) <= found.dim < len(shape):
             raise UsageError(f"shard_placement_fn returned {found} for {name!r}, which has shape {shape}.")
-        # After tensor parallelism the dimension may be smaller: torch refuses what is not divisible then.
+        # Tensor parallelism may make the dimension smaller. torch then refuses a dimension that is not divisible.
         if found.dim % len(shape) > 0 and shape[found.dim] % ranks:
             raise UsageError(
                 f"shard_placement_fn returned {found} for {name!r} of shape {shape}: FSDP2 shards dimensions other "
@@ -370,7 +372,7 @@ def _block_modules(model: nn.Module, units: Units) -> list[nn.Module]:
     names = [name for group in units.groups for name in group if name]
     names = names or blocks(model)
     found = [model.get_submodule(name) for name in names]
-    # An embedding or a head has no activations worth recomputing, and gains nothing from compilation.
+    # Embeddings and heads have no activations worth recomputing, and gain nothing from compilation.
     return [module for module in found if next(module.children(), None) is not None] or [model]
 
 
@@ -383,7 +385,7 @@ def _fully_shard(
     ignored: Set[str],
     place: Callable[[nn.Parameter], Shard | None] | None,
 ) -> None:
-    # One dtype a unit: check_unit_dtypes has seen to it. Asked before the first unit, which replaces its parameters.
+    # check_unit_dtypes guarantees one dtype per unit. Read the dtypes now: wrapping a unit replaces its parameters.
     stored = [
         next((parameter.dtype for _, parameter in parameters if parameter.requires_grad), None)
         for _, parameters in _own_parameters(model, units, ignored)
@@ -393,7 +395,7 @@ def _fully_shard(
         mesh=mesh.data,
         offload_policy=offload_policy(config, mesh.data.device_type),
         shard_placement_fn=place,
-        # asked for here: tensor parallelism has replaced some
+        # Read the parameters here, because tensor parallelism has replaced some.
         ignored_params={model.get_parameter(name) for name in ignored} or None,
     )
     reshard = config.reshard
@@ -408,8 +410,8 @@ def _fully_shard(
             mp_policy=mixed_precision_policy(config, is_training=is_training, stored=dtype),
         )
     root = mixed_precision_policy(config, is_root=True, is_training=is_training, stored=stored[-1])
-    # Always wrap the root: parameters outside of all units would never be synchronised. It stays gathered after
-    # forward, because backward needs it first, unless the user asked to free it.
+    # Always wrap the root, because parameters outside of all units would never be synchronized. The root stays gathered
+    # after forward, because backward needs it first, unless the user asked to free it.
     stays = config.reshard_after_forward if config.reshard_after_forward is not None else None
     if stays is None and not reshard:
         stays = False
@@ -439,15 +441,15 @@ def _set_reduction(unit: FSDPModule, mesh: DeviceMesh, config: FSDPConfig) -> No
     factor = config.gradient_divide_factor
     if factor is not None:
         unit.set_gradient_divide_factor(float(factor))
-    # gloo has no operation that multiplies and sums. Where one rank holds a whole copy, a factor means sums already,
-    # and torch would divide by it twice.
+    # gloo has no operation that multiplies and sums. If one rank has a whole copy, torch already sums when a factor is
+    # set, and forced sums would divide by the factor twice.
     sums = config.force_sum_reduction_for_comms or (factor is not None and mesh.device_type == "cpu")
     if sums and not (factor is not None and mesh.size(-1) == 1):
         unit.set_force_sum_reduction_for_comms(True)
 
 
 def _prefetch(model: nn.Module, units: Units, config: FSDPConfig) -> None:
-    """Set which units each unit gathers ahead, where that is not FSDP2's default."""
+    """Set which units each unit prefetches, if this differs from FSDP2's default."""
     single = {model.get_submodule(group[0]) for group in units.groups if len(group) == 1}
     forward = list(dict.fromkeys(_in_order(model, single, backward=False)))
     backward = list(dict.fromkeys(_in_order(model, single, backward=True)))
@@ -456,15 +458,15 @@ def _prefetch(model: nn.Module, units: Units, config: FSDPConfig) -> None:
             unit.set_modules_to_forward_prefetch(following)
     if config.backward_prefetch is BackwardPrefetch.NO_PREFETCH:
         for unit in backward:
-            unit.set_modules_to_backward_prefetch([unit])  # in place of the one before; it is gathered already
+            unit.set_modules_to_backward_prefetch([unit])  # replaces the default; the unit itself is gathered already
     elif isinstance(config.backward_prefetch, int):
         for index, unit in enumerate(backward):
-            # An empty list would mean the default, and there is nothing before the last.
+            # An empty list would mean the default, so the last unit prefetches itself.
             unit.set_modules_to_backward_prefetch(backward[index + 1 :][: config.backward_prefetch] or [unit])
 
 
 def _in_order(module: nn.Module, units: Set[nn.Module], *, backward: bool) -> Iterator[FSDPModule]:
-    """Yield those of `units` in `module` in the order in which forward (or backward) reaches them."""
+    """Yield the modules of `units` inside `module` in the order in which forward (or backward) reaches them."""
     if module in units and isinstance(module, FSDPModule):
         yield module
     children = list(module.children())
