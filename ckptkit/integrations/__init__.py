@@ -1,1 +1,1 @@
-"""Integrations with other frameworks; each module imports its framework on first use."""
+"""Integrations with other frameworks. A framework is needed only when its module is imported."""

@@ -1,4 +1,4 @@
-"""Replaces `save_state` and `load_state` of an Accelerator with a CheckpointManager."""
+"""Replaces an Accelerator's `save_state` and `load_state` with a CheckpointManager."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ class AcceleratorCheckpoints:
     """Saves and loads everything that an Accelerator has prepared or registered.
 
     One committed checkpoint contains models, optimizers, schedulers, stateful dataloaders, objects of
-    `register_for_checkpointing`, and the random state of every rank. All ranks create it and call its methods together.
-    For an ordinary dataloader, the epoch and the seed of `use_seedable_sampler=True` are saved; skip the batches
+    `register_for_checkpointing`, and the random state of every rank. All ranks create this object and call its methods
+    together. The hooks of `register_save_state_pre_hook` and `register_load_state_pre_hook` run as in Accelerate.
+
+    For an ordinary dataloader, the epoch and the seed of `use_seedable_sampler=True` are saved. Skip the batches
     already seen with `skip_first_batches`, as in Accelerate. The order of any other shuffling is not saved, even with
-    `use_stateful_dataloader`: a resume inside an epoch reshuffles. The hooks of `register_save_state_pre_hook` and
-    `register_load_state_pre_hook` run as they do in Accelerate.
+    `use_stateful_dataloader`: a resume inside an epoch shuffles again.
 
     Args:
         url: The root of the run's checkpoints.
@@ -44,7 +45,7 @@ class AcceleratorCheckpoints:
         self.manager = CheckpointManager(url, **options)
 
     def save_state(self, step: int, **options: Any) -> SaveReport:
-        """Save; return once the checkpoint is durable. `options` are passed to `CheckpointManager.save`."""
+        """Save, and return once the checkpoint is durable. `options` are passed to `CheckpointManager.save`."""
 
         def collect() -> TrainState:
             for hook in self.accelerator._save_model_state_pre_hook.values():
@@ -54,10 +55,11 @@ class AcceleratorCheckpoints:
         return self.manager.save(step, self.manager.run_on_all(collect, "save_state"), **options)
 
     def load_state(self, which: str | int = "latest", **options: Any) -> LoadReport | None:
-        """Restore the newest checkpoint, or `which`: a step, a tag, or a URL (also of a checkpoint from
-        `Accelerator.save_state`).
+        """Restore the newest checkpoint or `which`. Returns None if the run has none yet.
 
-        Returns None if the run has none yet. `options` are passed to `CheckpointManager.load`.
+        Args:
+            which: A step, a tag, or a URL, also of a checkpoint from `Accelerator.save_state`.
+            options: Passed to `CheckpointManager.load`.
         """
 
         def collect() -> TrainState:
@@ -68,11 +70,12 @@ class AcceleratorCheckpoints:
         return self.manager.load(self.manager.run_on_all(collect, "load_state"), which, **options)
 
     def state(self) -> TrainState:
-        """Return the training state of a checkpoint."""
+        """Return the training state that a checkpoint contains."""
         mine = self.accelerator
         optimizers = [getattr(item, "optimizer", item) for item in mine._optimizers]
         schedulers = list(mine._schedulers)
-        # Accelerate adds the two methods to every prepared loader; they work only for torchdata's loader.
+        # Accelerate adds `state_dict` and `load_state_dict` to every prepared loader. They work only for torchdata's
+        # loader.
         stateful = [item for item in mine._dataloaders if _is_stateful(item)]
         plain = [item for item in mine._dataloaders if not _is_stateful(item)]
         extra: dict[str, Any] = {f"object_{i}": item for i, item in enumerate(mine._custom_objects)}
@@ -103,7 +106,7 @@ def _is_stateful(loader: Any) -> bool:
 
 
 class _Epoch:
-    """The epoch of an ordinary loader and the seed of its `SeedableRandomSampler`, which determine the data order."""
+    """The epoch of an ordinary loader and the seed of its `SeedableRandomSampler`. They determine the data order."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader

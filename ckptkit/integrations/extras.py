@@ -1,4 +1,4 @@
-"""The error for an integration whose framework is not installed."""
+"""Makes the error for an integration whose framework is not installed."""
 
 from __future__ import annotations
 

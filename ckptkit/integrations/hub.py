@@ -38,7 +38,7 @@ def push_folder(
     Args:
         folder: A local directory with safetensors files, as `ckptkit convert` writes it.
         repo: "user/name".
-        private: For a new repo; None leaves it to the organisation's default.
+        private: Whether a new repo is private; None uses the organization's default.
         token: Default: HF_TOKEN, or the token that `hf auth login` stored.
         show_progress: Show huggingface_hub's progress bars if stderr is a terminal.
 
@@ -46,7 +46,7 @@ def push_folder(
         UsageError: `folder` is a remote URL, or `repo` is not a repo name.
         CheckpointNotFoundError: `folder` does not exist, or contains no export.
         CorruptCheckpointError: A file of the export is missing or truncated. Nothing was sent.
-        StorageError: The Hub refused, or could not be reached.
+        StorageError: The Hub refused the request, or could not be reached.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -71,7 +71,7 @@ def push_folder(
         disable_progress_bars()
     try:
         call_with_retries(lambda: api.create_repo(repo, private=private, exist_ok=True))
-        # Large files first, so that retrying a throttled commit does not resend them.
+        # Upload large files first, so that a retried commit does not send them again.
         call_with_retries(lambda: api.preupload_lfs_files(repo, additions, revision=revision))
         done = call_with_retries(
             lambda: api.create_commit(
@@ -88,10 +88,10 @@ def push_folder(
 
 
 def _check_complete(place: Path, weights: list[Path]) -> None:
-    """Raise CorruptCheckpointError if a file with weights is truncated, or one that an index names is missing."""
+    """Raise CorruptCheckpointError if a weights file is truncated, or if a file that an index names is missing."""
     from ckptkit.offline.verify import verify
 
-    separate = len(weights) > 1 and not any(place.glob("*.safetensors.index.json"))  # each is a model of its own
+    separate = len(weights) > 1 and not any(place.glob("*.safetensors.index.json"))  # each file is a model
     for path in weights if separate else [place]:
         if problems := verify(path, quick=True).problems:
             raise CorruptCheckpointError(f"{place} is not pushed: {problems[0].message}")
@@ -105,6 +105,6 @@ def _visible(place: Path) -> Iterator[str]:
 
 
 def _is_of_the_network(error: Exception) -> bool:
-    """Whether huggingface_hub's HTTP library raised it; which library that is depends on its version."""
+    """Return whether huggingface_hub's HTTP library raised the error. The library depends on the hub's version."""
     roots = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
     return bool(roots & {"requests", "urllib3", "httpx", "httpx2", "httpcore"})

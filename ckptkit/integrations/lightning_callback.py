@@ -1,4 +1,4 @@
-"""A ModelCheckpoint that saves through a CheckpointManager and rotates by a RetentionPolicy, for any strategy."""
+"""A ModelCheckpoint, for any strategy, that saves through a CheckpointManager and rotates by a RetentionPolicy."""
 
 from __future__ import annotations
 
@@ -38,16 +38,19 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
     """Lightning's ModelCheckpoint, saved through a CheckpointManager and rotated by a RetentionPolicy.
 
     Lightning decides when to save, the names, `monitor` and `save_last`. The policy decides what to delete. By default
-    it keeps the newest and the best `save_top_k` by `monitor`; without `monitor` only the newest, because Lightning
-    then allows no `save_top_k` above 1 (pass `retention=RetentionPolicy(max_num=3)` to keep three). The policy applies
-    to this callback's checkpoints in one directory; those of other callbacks, pinned ones, and the one that the run was
-    resumed from are kept. Under Lightning's own strategies, the callback saves the live model and optimizers itself,
-    and loads such checkpoints for `ckpt_path`.
+    it keeps the newest checkpoint and the best `save_top_k` by `monitor`. Without `monitor` it keeps only the newest,
+    because Lightning then allows no `save_top_k` above 1. To keep three, pass `retention=RetentionPolicy(max_num=3)`.
+
+    The policy applies to this callback's checkpoints in one directory. It never deletes checkpoints of other callbacks,
+    pinned checkpoints, or the checkpoint that the run was resumed from.
+
+    Under Lightning's own strategies, the callback saves the live model and optimizers itself, and loads such
+    checkpoints for `ckpt_path`.
 
     Args:
         retention: Replaces the policy derived from `save_top_k`.
-        state_dict_type: For other strategies than FSDP2Strategy.
-        storage_options: Passed to fsspec; for other strategies than FSDP2Strategy.
+        state_dict_type: For strategies other than FSDP2Strategy.
+        storage_options: Passed to fsspec; for strategies other than FSDP2Strategy.
         arguments: Passed to ModelCheckpoint.
     """
 
@@ -79,7 +82,7 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
         return RetentionPolicy(max_num=1, keep_best=(self.monitor, self.mode, self.save_top_k))
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Make the strategy load this callback's checkpoints, if it cannot do so itself."""
+        """Make the strategy load this callback's checkpoints, if it cannot load them itself."""
         super().setup(trainer, pl_module, stage)
         strategy = trainer.strategy
         if isinstance(strategy, FSDP2Strategy) and strategy.checkpoint_io is None:
@@ -116,7 +119,7 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
             logger.after_save_checkpoint(self)
 
     def _save_any(self, trainer: Any, filepath: str) -> None:
-        """Save the live tensors of a Lightning strategy, without collecting them into dictionaries."""
+        """Save the live tensors under one of Lightning's strategies, without collecting them into dictionaries."""
         module = trainer.lightning_module
 
         def collect() -> tuple[dict[str, Any], TrainState, dict[str, float]]:
@@ -135,7 +138,7 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
         self._own().save(path, checkpoint, state, metrics=metrics, **self._ownership())
 
     def _ownership(self) -> dict[str, Any]:
-        """Return the owner of a save, for rotation.
+        """Return the arguments of a save that decide its rotation: the policy and the owner.
 
         A copy called "last" has its own owner, so that it does not replace the best or newest checkpoint that Lightning
         knows by another name.
@@ -145,8 +148,8 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
         return {"retention": self.retention, "owner": self.state_key}
 
     def _save_last_checkpoint(self, trainer: Any, monitor_candidates: Any) -> None:
-        """Make "last" a link to the checkpoint just saved, which rotation keeps as the newest; save a copy only if
-        links are impossible."""
+        """Make "last" a link to the checkpoint just saved, which rotation keeps because it is the newest. Save a copy
+        only if a link is impossible."""
         saved = self._last_checkpoint_saved
         fresh = bool(saved) and self._last_global_step_saved == trainer.global_step
         if not self.save_last or not fresh or "://" in saved:
@@ -162,10 +165,10 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
             raise StorageError(saved, f"linking {self.last_model_path} to it failed: {problem}")
 
     def _linked(self, saved: str, monitor_candidates: Any) -> tuple[str, str]:
-        """Create the link; return it and the error, if any. On rank 0 only.
+        """Create the link. Returns its path and the error message, "" if none. Only rank 0 calls this.
 
-        Replaces a link or a checkpoint of this callback. Another run's data, and the checkpoint this run was resumed
-        from, stay: then the link's name gets a version, as in Lightning.
+        Replaces a link or a checkpoint of this callback. Does not replace another run's data or the checkpoint that
+        this run was resumed from: the link's name then gets a version, as in Lightning.
         """
         version: int | None = None
         try:
@@ -183,20 +186,23 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
             return saved, str(error)
 
     def _remove_checkpoint(self, trainer: Any, filepath: str) -> None:
-        """Do nothing: the policy has already removed the checkpoint, or keeps it."""
+        """Remove the checkpoint if it is in another directory than the last one. Otherwise the policy has decided."""
         if os.path.dirname(filepath) != os.path.dirname(self._last_checkpoint_saved) and trainer.is_global_zero:
             remove_checkpoint(filepath, storage_options=self._storage_options)
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
-        """Return the candidates for `ckpt_path="last"`. Lightning strips the protocol from a URL and sorts candidates
-        by date. On an object store only files have dates, so each checkpoint is represented by its commit record."""
+        """Return the candidates for `ckpt_path="last"`.
+
+        Lightning strips the protocol from a URL and sorts candidates by date. On an object store only files have dates,
+        so a checkpoint is represented by its commit record.
+        """
         root = str(self.dirpath or "").rstrip("/")
         if "://" not in root:
             return set(super()._find_last_checkpoints(trainer))
         found = list_checkpoints(open_store(root, storage_options=self._storage_options)).committed
         return {f"{root}/{item.path}/{RECORD_NAME}" for item in found if self.CHECKPOINT_NAME_LAST in item.name}
 
-    # --- loading, under a strategy of Lightning's
+    # --- loading, under one of Lightning's strategies
 
     def _is_ours(self, path: str) -> bool:
         remote = "://" in path
@@ -207,7 +213,7 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
 
     def _load_any(self, trainer: Any, path: str) -> dict[str, Any]:
         strategy, module = trainer.strategy, trainer.lightning_module
-        if not isinstance(strategy, (ModelParallelStrategy, FSDPStrategy)):  # Lightning gives it to model and optimizer
+        if not isinstance(strategy, (ModelParallelStrategy, FSDPStrategy)):  # Lightning fills model and optimizer
             return CkptkitCheckpointIO(storage_options=self._storage_options).load_checkpoint(path)
         fitting = trainer.state.fn == TrainerFn.FITTING
         options: dict[str, Any] = {"strict": module.strict_loading, "per_rank_on_resize": "keep"}
@@ -231,12 +237,12 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
         strategy.process_dataloader = process_dataloader
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Restore the random state again: creating the iterator in the middle of an epoch has drawn numbers."""
+        """Restore the random state again, because creating the iterator in the middle of an epoch has drawn numbers."""
         if self._random is not None:
             restore_rng(self._random)
             self._random = None
 
-    # --- the end
+    # --- teardown
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Release all resources."""
@@ -260,7 +266,7 @@ def _state(model: Any, optimizers: list[Any], *, rng: bool = True) -> TrainState
 
 @contextmanager
 def _shown_live(strategy: Any, module: Any) -> Iterator[None]:
-    """Return a context in which a save collects references to live tensors, without gathering or copying."""
+    """Return a context in which Lightning collects references to live tensors, without gathering or copying."""
 
     def live() -> dict[str, Any]:
         tensors, extra = model_tensors(module)

@@ -1,4 +1,4 @@
-"""FSDP2FabricStrategy: runs Lightning Fabric's loops with FSDP2, and its save and load with ckptkit."""
+"""Defines FSDP2FabricStrategy, which runs Lightning Fabric's loops with FSDP2 and its save and load with ckptkit."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _STEPS = ("global_step", "step", "iteration", "iter_num")
 
 
 class FSDP2FabricStrategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's types are not followed
-    """Shards each module that `fabric.setup` gets with FSDP2, on any device; `fabric.save` and `fabric.load` are
-    committed checkpoints that resume on any number of ranks.
+    """Shards each module that `fabric.setup` gets with FSDP2, on any device. `fabric.save` and `fabric.load` write and
+    read committed checkpoints that resume on any number of ranks.
 
-    Set up the module first, then make its optimizer and set that up with `fabric.setup_optimizers`.
+    Call `fabric.setup(module)` first, then create the optimizer and pass it to `fabric.setup_optimizers`.
 
     Args:
-        config: How modules are sharded, also as a dict of its fields; its `state_dict_type` is that of the checkpoints.
-            Without `mixed_precision`, Fabric's `precision` says the compute dtype.
+        config: How modules are sharded, also as a dict of its fields. Its `state_dict_type` is the type of the
+            checkpoints. Without `mixed_precision`, Fabric's `precision` decides the compute dtype.
         process_group_backend, timeout: For the default process group.
         storage_options: Passed to fsspec.
 
@@ -59,7 +59,7 @@ class FSDP2FabricStrategy(ModelParallelStrategy):  # type: ignore[misc]  # Light
         self._checkpoints: LightningCheckpoints | None = None
 
     def setup_environment(self) -> None:
-        """Join the ranks and make the device mesh: (data_parallel, tensor_parallel)."""
+        """Join the ranks and create the device mesh: (data_parallel, tensor_parallel)."""
         self._tensor_parallel_size = self._config.tp * self._config.cp
         self._data_parallel_size = self.num_nodes * self.num_processes // self._tensor_parallel_size
         super().setup_environment()
@@ -72,7 +72,7 @@ class FSDP2FabricStrategy(ModelParallelStrategy):  # type: ignore[misc]  # Light
         self._mesh = make_mesh(plan_for(self._config, self.world_size), device)
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: Any, scheduler: Any = None) -> NoReturn:
-        """Raise: an optimizer that was made before its module is sharded would train nothing."""
+        """Raise UsageError: an optimizer that was created before its module was sharded would train nothing."""
         raise UsageError(
             f"fabric.setup({type(module).__name__}, optimizer): FSDP2 replaces the parameters that the optimizer "
             "holds. Call model = fabric.setup(model) first, make the optimizer of model.parameters(), then call "
@@ -92,7 +92,7 @@ class FSDP2FabricStrategy(ModelParallelStrategy):  # type: ignore[misc]  # Light
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        """Clip the joint norm over all ranks; return the norm before."""
+        """Clip the joint norm over all ranks. Returns the norm before the clipping."""
         self.precision.unscale_gradients(optimizer)
         parameters = list(self.precision.main_params(optimizer))
         return clip_grad_norm(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
@@ -104,17 +104,17 @@ class FSDP2FabricStrategy(ModelParallelStrategy):  # type: ignore[misc]  # Light
         storage_options: Any = None,
         filter: Mapping[str, Any] | None = None,
     ) -> None:
-        """Save the modules, optimizers and values of `state`; return once they are durable. All ranks must call it.
+        """Save the modules, optimizers and values of `state`. Returns once they are durable. All ranks must call this.
 
-        Values are saved once, those of dataloaders per rank. Its number is the value "global_step" or "step", if there
-        is one.
+        Values are saved once; the values of dataloaders are saved per rank. The checkpoint's step is the value
+        "global_step", "step", "iteration" or "iter_num", otherwise 0.
 
         Args:
-            storage_options: Not here: pass them to the strategy.
-            filter: By the key of a module, which of its tensors to save.
+            storage_options: Not supported here: pass them to the strategy.
+            filter: Maps the key of a module to a function that selects the tensors to save.
 
         Raises:
-            SaveError: Some rank failed; the same error on every rank. Nothing was published.
+            SaveError: Some rank failed. All ranks raise the same error, and nothing was published.
         """
         if storage_options is not None:
             raise UsageError(
@@ -137,11 +137,10 @@ class FSDP2FabricStrategy(ModelParallelStrategy):  # type: ignore[misc]  # Light
     def load_checkpoint(
         self, path: str | Path, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Fill the modules, optimizers and values of `state` in place; return what it has no key for. All ranks must
-        call it.
+        """Fill the modules, optimizers and values of `state` in place. Returns the values that `state` has no key for.
 
-        Reads every format that ckptkit reads. From a checkpoint that another program wrote, values under other keys are
-        also returned, and no key is required.
+        All ranks must call this. Reads every format that ckptkit reads. From a checkpoint that another program wrote,
+        values under other keys are also returned, and no key is required.
 
         Raises:
             CheckpointMismatchError: The checkpoint does not match; nothing was changed.

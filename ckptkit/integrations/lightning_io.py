@@ -1,4 +1,4 @@
-"""A CheckpointIO with ckptkit's storage, commit and rotation for any Lightning strategy."""
+"""A CheckpointIO for any Lightning strategy, with ckptkit's storage, commit and rotation."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ __all__ = ["CkptkitCheckpointIO"]
 
 
 class CkptkitCheckpointIO(CheckpointIO):  # type: ignore[misc]  # Lightning's types are not followed
-    """Saves the dictionary that a strategy gathers on rank 0 as a committed checkpoint; loads those and Lightning's
-    own.
+    """Saves the dictionary that a strategy gathers on rank 0 as a committed checkpoint. Loads such checkpoints and
+    those of Lightning.
 
     For DDP and single devices. Strategies that save shards on every rank (FSDPStrategy, ModelParallelStrategy) do not
     use a CheckpointIO: use `FSDP2Strategy` or the callback `ManagedCheckpoint` instead.
 
     Args:
-        retention: The policy for a directory of checkpoints. Lightning's own removals still happen.
+        retention: The policy for a directory of checkpoints. Lightning also removes checkpoints itself.
         state_dict_type: "full" (the model in safetensors files) or "sharded" (DCP).
         storage_options: Passed to fsspec.
     """
@@ -52,7 +52,7 @@ class CkptkitCheckpointIO(CheckpointIO):  # type: ignore[misc]  # Lightning's ty
         self._made: LightningCheckpoints | None = None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Save; return once the checkpoint is durable. Called on rank 0 only.
+        """Save, and return once the checkpoint is durable. Only rank 0 calls this.
 
         Raises:
             SaveError: Nothing was published.
@@ -66,7 +66,7 @@ class CkptkitCheckpointIO(CheckpointIO):  # type: ignore[misc]  # Lightning's ty
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Return the dictionary saved at `path`, by ckptkit or Lightning. Any rank may call it."""
+        """Return the dictionary that ckptkit or Lightning saved at `path`. Any rank may call this."""
         text = str(path) if "://" in str(path) else os.path.abspath(path)
         if os.path.isfile(text):
             return dict(TorchCheckpointIO().load_checkpoint(text, map_location, weights_only=weights_only))
@@ -85,7 +85,7 @@ class CkptkitCheckpointIO(CheckpointIO):  # type: ignore[misc]  # Lightning's ty
         return checkpoint
 
     def remove_checkpoint(self, path: str | Path) -> None:
-        """Remove the checkpoint at `path`; for a link, only the link."""
+        """Remove the checkpoint at `path`. If `path` is a link, remove only the link."""
         remove_checkpoint(path, storage_options=self._storage_options)
 
     def teardown(self) -> None:
@@ -97,7 +97,7 @@ class CkptkitCheckpointIO(CheckpointIO):  # type: ignore[misc]  # Lightning's ty
     def _checkpoints(self, storage_options: Any) -> LightningCheckpoints:
         if self._made is None:
             group = None
-            if dist.is_available() and dist.is_initialized():  # this rank only: Lightning does not call the others
+            if dist.is_available() and dist.is_initialized():  # this rank only: Lightning does not call the other ranks
                 group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
             self._made = LightningCheckpoints(
                 self._state_dict_type,
@@ -109,7 +109,7 @@ class CkptkitCheckpointIO(CheckpointIO):  # type: ignore[misc]  # Lightning's ty
 
 
 def _optimizer_states(source: Checkpoint) -> list[dict[str, Any]]:
-    """Return the optimizers in the layout of torch's `load_state_dict`, with parameters by number."""
+    """Return the optimizers' states in the layout of torch's `load_state_dict`, with parameters by number."""
     found = []
     names = [name for name in source.catalog.objects if re.fullmatch(r"optimizer(_\d+)?", name)]
     for key in sorted(names, key=lambda name: (len(name), name)):

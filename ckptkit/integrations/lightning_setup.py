@@ -31,10 +31,10 @@ _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 def group_sizes(
     world_size: int, *, dp: Size, tp: Size, cp: int = 1, has_plan: bool = False, nodes: int = 1
 ) -> tuple[int, int]:
-    """Return the numbers of (data-parallel, tensor-parallel) ranks; "auto" is computed from the other.
+    """Return the numbers of (data-parallel, tensor-parallel) ranks. An "auto" is computed from the other number.
 
-    If both are "auto": with a custom plan each node is one tensor-parallel group, as in NeMo and Lightning; without
-    one, all ranks are data-parallel.
+    If both are "auto" and there is a custom plan, each node is one tensor-parallel group, as in NeMo and Lightning.
+    Without a plan, all ranks are data-parallel.
 
     Raises:
         UsageError: dp x cp x tp is not the number of ranks.
@@ -132,8 +132,10 @@ def _accepted(rule: Callable[..., Any], module: nn.Module) -> bool:
 
 
 def roots(module: nn.Module) -> list[nn.Module]:
-    """Return the modules with parameters in a LightningModule whose forward is called: its children, or for containers
-    their children. The LightningModule itself is not an FSDP root: its steps are called, not its forward.
+    """Return the modules of a LightningModule that become FSDP roots: its children with parameters.
+
+    A container is replaced by its children. The LightningModule itself is no root: Lightning calls its steps, not its
+    forward.
     """
     found: list[nn.Module] = []
     for child in module.children():
@@ -145,7 +147,7 @@ def roots(module: nn.Module) -> list[nn.Module]:
 
 
 def loose_parameters(module: nn.Module, inside: list[nn.Module]) -> list[str]:
-    """Return the trainable parameters of a LightningModule that are in none of `inside`."""
+    """Return the names of a LightningModule's trainable parameters that are in none of the modules `inside`."""
     held = {id(parameter) for root in inside for parameter in root.parameters()}
     return [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in held]
 
@@ -158,8 +160,10 @@ def fsdp2_strategy_parallelize(
     tp_shard_plan: Mapping[str, Any] | None = None,
     offload_policy: Any = None,
 ) -> nn.Module:
-    """Shard a model like NeMo's function of this name: each block of its ModuleLists, then the whole; the last block
-    stays gathered. `device_mesh` has the dimension data_parallel, and optionally tensor_parallel."""
+    """Shard a model like NeMo's function of this name: first each block of its ModuleLists, then the whole model.
+
+    The last block stays gathered. `device_mesh` has the dimension data_parallel, and optionally tensor_parallel.
+    """
     sizes = dict(zip(device_mesh.mesh_dim_names, device_mesh.mesh.shape, strict=True))
     config = fsdp_config(
         sharding_strategy="FULL_SHARD",

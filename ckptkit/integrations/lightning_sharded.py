@@ -1,4 +1,4 @@
-"""Saves and loads for FSDP2Strategy: the checkpoint half of the strategy, independent of sharding."""
+"""Saves and loads checkpoints for FSDP2Strategy. Does not depend on how the model is sharded."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from ckptkit.integrations.lightning_state import (
 
 __all__ = ["ShardedCheckpoints"]
 
-_LIVE = "ckptkit_live"  # marks a dictionary of live tensors until the save
+_LIVE = "ckptkit_live"  # marks a dictionary of live tensors that is about to be saved
 
 
 class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's types are not followed
-    """A ModelParallelStrategy with sharded checkpoints: every rank writes and reads its part through a
+    """A ModelParallelStrategy with sharded checkpoints. Every rank writes and reads its part through a
     CheckpointManager."""
 
     def __init__(
@@ -74,12 +74,12 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
         self._random: Mapping[str, Any] | None = None
         self._checkpoints: LightningCheckpoints | None = None
         self._shown: dict[str, Any] = {}
-        self._position: dict[str, Any] = {}  # the position within epochs at which the run continues
+        self._position: dict[str, Any] = {}  # where in which epoch the run continues
 
-    # --- what waits for the first step
+    # --- deferred until the first step
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the LightningModule's step; before the first one, restore deferred optimizer state."""
+        """Run the LightningModule's step. Before the first step, restore deferred optimizer and random state."""
         self.restore_pending()
         if self._random is not None:
             restore_rng(self._random)
@@ -87,7 +87,7 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
         return super().training_step(*args, **kwargs)
 
     def restore_pending(self) -> None:
-        """Apply deferred optimizer state, once. All ranks must call it."""
+        """Apply deferred optimizer state, once. All ranks must call this."""
         pending = self._pending
         if pending is None:
             return
@@ -101,14 +101,15 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """Lightning passes the optimizer's state to `load_optimizer_state_dict`."""
+        """True: Lightning passes the optimizer's state to `load_optimizer_state_dict`."""
         return True
 
     def lightning_module_state_dict(self, kind: StateDictType | str | None = None) -> dict[str, Any]:
-        """Return the model's state by FQN, in the strategy's state-dict type or `kind`. All ranks must call it.
+        """Return the model's state by FQN. All ranks must call this.
 
-        "sharded": DTensors that alias the live ones. "full": whole tensors on the CPU of rank 0, {} elsewhere.
-        "local": this rank's parts.
+        Args:
+            kind: "sharded": DTensors that share memory with the live ones. "full": full tensors on the CPU of rank 0,
+                {} on other ranks. "local": this rank's parts. Default: the strategy's type.
         """
         check_whole(self._state(optimizers=False, rng=False))
         taken = {k: v for k, v in self._live().items() if self._filter is None or self._filter(k)}
@@ -121,7 +122,7 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
         return taken
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return an optimizer's state by FQN; for "full", complete on rank 0 and {} elsewhere. Collective."""
+        """Return an optimizer's state by FQN. For "full", complete on rank 0 and {} on other ranks. Collective."""
         self.restore_pending()
         inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if self._kind(None) is StateDictType.FULL:
@@ -136,8 +137,8 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
         return StateDictType.FULL if self._checkpoint_io is not None else self._state_dict_type
 
     def _show_live(self, trainer: Any) -> None:
-        """Make `trainer` collect live tensors for a save, for any state-dict type: `save_checkpoint` gathers them one
-        by one. A gathered dictionary would need memory for all of them on rank 0."""
+        """Make `trainer` collect live tensors for a save, for any state-dict type. `save_checkpoint` then gathers them
+        one by one, while a gathered dictionary would need memory for all of them on rank 0."""
         connector = trainer._checkpoint_connector
         dump = type(connector).dump_checkpoint
 
@@ -151,8 +152,11 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
         connector.dump_checkpoint = dump_live
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the tensors that a CheckpointIO has read. Without a CheckpointIO, `load_checkpoint` has already restored
-        the model, and only tensors replaced by an `on_load_checkpoint` hook are loaded."""
+        """Load the tensors that a CheckpointIO has read.
+
+        Without a CheckpointIO, `load_checkpoint` has already restored the model. Then only tensors that an
+        `on_load_checkpoint` hook replaced are loaded.
+        """
         given = checkpoint.get("state_dict", {})
         if self._checkpoint_io is not None:
             scatter_model(self.lightning_module, given, strict=strict)
@@ -164,7 +168,7 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
             self.lightning_module.load_state_dict(placed, strict=False)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Keep the optimizer's state for the first training step, or apply it now (`optimizer_restore`)."""
+        """Keep the optimizer's state for the first training step, or apply it now (see `optimizer_restore`)."""
         states = checkpoint["optimizer_states"]
         self._pending = states if isinstance(states, DeferredOptimizer) else checkpoint
         if self._optimizer_restore == "immediate":
@@ -196,15 +200,15 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
         retention: RetentionPolicy | None = None,
         owner: str | None = None,
     ) -> None:
-        """Save the state that Lightning collected; return once it is durable. All ranks must call it.
+        """Save the state that Lightning collected. Returns once it is durable. All ranks must call this.
 
         Args:
             storage_options: Only with a `checkpoint_io`; otherwise pass them to the strategy.
             retention: The policy for the checkpoints of this `owner`.
 
         Raises:
-            SaveError: Some rank failed; the same error on every rank. Nothing was published, and an existing checkpoint
-                is unchanged.
+            SaveError: Some rank failed. All ranks raise the same error. Nothing was published, and an existing
+                checkpoint is unchanged.
         """
         path = self.broadcast(str(filepath))
         self.restore_pending()
@@ -217,7 +221,7 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
             raise UsageError("storage_options of a save: give them to FSDP2Strategy(storage_options=...) instead.")
         names = checkpoint.pop("state_dict", {})
         whole = checkpoint.pop("optimizer_states", None)
-        if not checkpoint.pop(_LIVE, False):  # gathered on rank 0: only the keys matter
+        if not checkpoint.pop(_LIVE, False):  # the tensors were gathered on rank 0; only their keys are needed
             keys = self.broadcast(list(names))
             live = self._live()
             names = {key: live[key] for key in keys if key in live}
@@ -233,10 +237,10 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
         self.own().save(path, checkpoint, state, metrics=metrics, retention=retention, owner=owner)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Restore the model, and return Lightning's dictionary. All ranks must call it.
+        """Restore the model and return Lightning's dictionary. All ranks must call this.
 
-        Reads every format that ckptkit reads, including Lightning's sharded and full ones, independent of the
-        state-dict type. `load_optimizer_state_dict` restores the optimizers.
+        Reads every format that ckptkit reads, including Lightning's sharded and full checkpoints, whatever the
+        state-dict type is. `load_optimizer_state_dict` restores the optimizers.
 
         Raises:
             CheckpointMismatchError: The checkpoint does not match; nothing was changed.
@@ -266,14 +270,14 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
         if report.deferred is not None and checkpoint.pop("ckptkit_optimizers", 1):
             checkpoint["optimizer_states"] = report.deferred
         self._shown = self.lightning_module_state_dict(StateDictType.SHARDED)
-        checkpoint["state_dict"] = dict(self._shown)  # for the hooks that look at it
+        checkpoint["state_dict"] = dict(self._shown)  # for hooks that read it
         self._position = {"loops": checkpoint.get("loops", {})} if fitting else {}
         if "rng" in report.loaded and inside_an_epoch(checkpoint):
             self._random = capture_rng()  # creating the resumed iterator draws numbers
         return checkpoint
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove a checkpoint; for a link, only the link."""
+        """Remove a checkpoint. If the path is a link, remove only the link."""
         if not self.is_global_zero:
             return
         if self._checkpoint_io is not None:
@@ -291,7 +295,7 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
             self._checkpoint_io.teardown()
         super().teardown()
 
-    # --- inside
+    # --- helpers
 
     def own(self) -> LightningCheckpoints:
         """Return the object that saves and loads. The first call is collective."""

@@ -1,4 +1,4 @@
-"""Converts Lightning's checkpoint dictionary to a ckptkit checkpoint, and back."""
+"""Converts Lightning's checkpoint dictionary to a ckptkit checkpoint and back."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ _KEY = "lightning"
 _LOADERS = "lightning_loaders"
 _OWNER = "lightning_callback"
 _HPARAMS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_type")
-_ALIEN = ("meta.pt", ".metadata")  # a directory with one of these is a checkpoint of Lightning's
+_ALIEN = ("meta.pt", ".metadata")  # a directory with one of these files is a Lightning checkpoint
 
 
 class StateView(nn.Module):
-    """A model reduced to the given tensors of a module."""
+    """Stands in for a module: its state dict has only the given tensors."""
 
     def __init__(self, tensors: Mapping[str, Any], like: nn.Module | None = None) -> None:
         super().__init__()
         self._tensors = dict(tensors)
-        self._like = (like,)  # in a tuple: no submodule
+        self._like = (like,)  # in a tuple, so that it does not become a submodule
         self._tied_weights_keys = getattr(like, "_tied_weights_keys", None)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # of no use here
@@ -52,7 +52,7 @@ class StateView(nn.Module):
         return dict(self._tensors)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the module's own parameters: an optimizer may have some that are not saved."""
+        """Yield all parameters of the module, because an optimizer may have some that are not saved."""
         (like,) = self._like
         yield from like.named_parameters(*args, **kwargs) if like is not None else ()
 
@@ -67,11 +67,11 @@ class StateView(nn.Module):
 class LightningCheckpoints:
     """Saves and loads at Lightning's paths: the directory is the root of a run, the last component a tag.
 
-    Collective: all ranks create it and call its methods together; or a single rank with its own group.
+    All ranks create this object and call its methods together, or a single rank does so with its own group.
 
     Args:
-        retention: The policy for a directory, in addition to Lightning's own removals.
-        group: The ranks that take part; None for all.
+        retention: The policy for a directory. Lightning also removes checkpoints itself.
+        group: The ranks that take part; None means all.
     """
 
     def __init__(
@@ -103,10 +103,10 @@ class LightningCheckpoints:
         retention: RetentionPolicy | None = None,
         owner: str | None = None,
     ) -> None:
-        """Save `state` and the rest of Lightning's `checkpoint`. Replaces a checkpoint of that name.
+        """Save `state` and the rest of Lightning's `checkpoint`. Replaces an existing checkpoint with this name.
 
         Args:
-            owner: Who saves; `retention` applies to the checkpoints of this owner only.
+            owner: The callback that saves. `retention` applies only to the checkpoints of this owner.
         """
         root, name = _split(filepath)
 
@@ -126,7 +126,7 @@ class LightningCheckpoints:
 
     @contextlib.contextmanager
     def _room(self, root: str, name: str) -> Iterator[None]:
-        """Move a checkpoint that Lightning wrote itself aside; it is deleted once the new one is committed."""
+        """Move aside a checkpoint that Lightning wrote at this path. Delete it once the new one is committed."""
 
         def aside() -> str:
             place = Path(root) / name
@@ -157,21 +157,21 @@ class LightningCheckpoints:
         if moved and self._coordinator.is_main:
             try:
                 _remove_aside(Path(moved), Path(root) / name)
-            except OSError as error:  # the save is done, and the other ranks go on
+            except OSError as error:  # the save is done, and the other ranks continue
                 _log.warning("%s could not be removed: %s", moved, error)
 
     # --- loading
 
     def load(self, filepath: str | Path, state: TrainState, **options: Any) -> tuple[dict[str, Any], LoadReport]:
-        """Load `state` from any format; return Lightning's dictionary without the tensors that were loaded."""
+        """Load `state` from any format. Returns Lightning's dictionary, without the loaded tensors, and the report."""
         root, name, url = self._coordinator.decide(lambda: self.find(filepath), "looking for the checkpoint")
-        # By name if it is a ckptkit checkpoint: then it is protected from rotation while this run lasts.
+        # Load a ckptkit checkpoint by name: this protects it from rotation during this run.
         report = self._manager(root, self.retention).load(state, url or name, **options)
-        assert report is not None  # a URL is loaded, or raises
+        assert report is not None  # loading a URL returns a report or raises
         checkpoint = _as_lightnings(lightning_extras(report.extra), report.step)
         loaders = report.extra.get(f"{_LOADERS}.{self._coordinator.rank}")
         if loaders and not inside_an_epoch(checkpoint):
-            pass  # they are at their end: given back, Lightning would count an epoch without a batch
+            pass  # the loaders are at their end; if restored, Lightning would count an epoch without a batch
         elif loaders and checkpoint.get("ckptkit_world_size") == self._coordinator.world_size:
             checkpoint["loops"]["fit_loop"]["state_dict"].update(loaders)
         elif loaders:
@@ -179,7 +179,8 @@ class LightningCheckpoints:
         return checkpoint, report
 
     def find(self, filepath: str | Path) -> tuple[str, str, str]:
-        """Return directory and name of a checkpoint, following links, and its URL if ckptkit did not save it."""
+        """Return the directory and name of a checkpoint, with links resolved, and its URL if ckptkit did not save
+        it."""
         root, name = _split(str(filepath).removesuffix(f"/{RECORD_NAME}"))
         if split_url(root)[0] == "file" and "://" not in root:
             root, name = os.path.split(os.path.realpath(os.path.join(root, name)))
@@ -188,8 +189,8 @@ class LightningCheckpoints:
 
     def close(self) -> None:
         """Release all resources."""
-        # The manager that loaded closes last: it protects the checkpoint that the run was resumed from, which rotations
-        # of the others could still delete.
+        # Close the manager that loaded last. It protects the checkpoint that the run was resumed from, which a rotation
+        # by another manager could still delete.
         for manager in reversed(self._managers.values()):
             manager.close()
         self._managers.clear()
@@ -216,9 +217,10 @@ def _owner(record: CommitRecord) -> str | None:
 
 
 def remove_checkpoint(filepath: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> None:
-    """Remove the checkpoint at a path, if it is one. If it is a link, remove only the link. No communication.
+    """Remove the checkpoint at a path, if it is one. If it is a link, remove only the link. Does not communicate.
 
-    Errors are only logged, as in a rotation: rank 0 calls this alone, and the other ranks would wait for it."""
+    Errors are only logged, because rank 0 calls this alone and the other ranks would wait for it.
+    """
     try:
         _remove(filepath, storage_options)
     except (CkptkitError, OSError) as error:
@@ -254,8 +256,8 @@ def _foreign(place: Path) -> list[str]:
 
 
 def lightning_extras(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Lightning's dictionary from the non-tensor state of a load: from our key, from `meta.pt`, or from a file's
-    own keys."""
+    """Return Lightning's dictionary from the non-tensor state of a load: the value of our key or of `meta.pt`, or
+    otherwise all keys."""
     for key in (_KEY, "meta"):
         if isinstance(extra.get(key), Mapping):
             return dict(extra[key])
@@ -263,7 +265,7 @@ def lightning_extras(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_lightnings(checkpoint: dict[str, Any], step: int | None) -> dict[str, Any]:
-    """Return a dictionary with which the Trainer can continue from a checkpoint that is not Lightning's."""
+    """Add the keys that the Trainer needs to continue from a checkpoint that Lightning did not write."""
     if "pytorch-lightning_version" in checkpoint:
         return checkpoint
     import lightning.pytorch
@@ -282,7 +284,7 @@ def inside_an_epoch(checkpoint: Mapping[str, Any]) -> bool:
 def set_epoch(dataloader: Any, checkpoint: Mapping[str, Any]) -> None:
     """Set the epoch of a dataloader's samplers before anything is drawn from them.
 
-    Lightning does so later, which is too late for a stateful dataloader: it would start with the order of epoch 0.
+    Lightning sets it later. That is too late for a stateful dataloader, which would start with the order of epoch 0.
     """
     progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_progress", {}).get("current", {})
     if "ready" not in progress:
@@ -296,9 +298,9 @@ def set_epoch(dataloader: Any, checkpoint: Mapping[str, Any]) -> None:
 
 
 def _with_plain_hparams(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return the dictionary with hyperparameters that load without running code; a path or class becomes text.
+    """Return the dictionary with hyperparameters that load without running code. A path or class becomes text.
 
-    They are informational: a resuming Trainer does not use them, so they must not make a save fail.
+    Hyperparameters are only informational, because a resuming Trainer ignores them. So they must not make a save fail.
     """
     texts: list[str] = []
     plain = {key: _plain(checkpoint[key], key, texts) for key in _HPARAMS if key in checkpoint}
@@ -325,7 +327,7 @@ def _plain(value: Any, path: str, texts: list[str]) -> Any:
 
 
 def _taken_loaders(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Remove the dataloaders' state from the loops: it is per rank, the rest is shared."""
+    """Remove the dataloaders' state from the loops and return it. It is per rank; the rest is shared."""
     try:
         state = checkpoint["loops"]["fit_loop"]["state_dict"]
     except (KeyError, TypeError):
@@ -347,7 +349,7 @@ def _set_aside(place: Path) -> Path:
 
 
 def _remove_aside(aside: Path, place: Path) -> None:
-    """Delete what was set aside from `place`, unless others have added files to it."""
+    """Delete what was moved aside from `place`, unless others have added files to it."""
     if not aside.is_dir() or aside.is_symlink():
         aside.unlink()
         return

@@ -1,5 +1,5 @@
-"""FSDP2Strategy: runs Lightning's Trainer with FSDP2; accepts the arguments of NeMo's FSDP2Strategy and
-FSDPStrategy."""
+"""Defines FSDP2Strategy, which runs Lightning's Trainer with FSDP2. It accepts the arguments of NeMo's FSDP2Strategy
+and of FSDPStrategy."""
 
 from __future__ import annotations
 
@@ -40,30 +40,31 @@ _TIMEOUT = timedelta(minutes=30)
 class FSDP2Strategy(ShardedCheckpoints):
     """Trains a LightningModule under FSDP2, on any device, and checkpoints it with ckptkit's storage and commit.
 
-    Shards each child of the LightningModule that has parameters, unless `configure_model` already did. Resumes
-    checkpoints, including those of Lightning's own strategies, on any number of ranks; bit-exactly on the same number.
+    Shards each child of the LightningModule that has parameters, unless `configure_model` has already done so. Resumes
+    checkpoints, including those of Lightning's own strategies, on any number of ranks; on the same number, bit-exactly.
 
     Args:
-        data_parallel_size, tensor_parallel_size, context_parallel_size: Numbers of ranks; "auto" is computed from the
-            others. If both are "auto", all ranks are data-parallel; with a `custom_tp_plan`, each node is one
-            tensor-parallel group.
+        data_parallel_size, tensor_parallel_size, context_parallel_size: Numbers of ranks. An "auto" is computed from
+            the other numbers. If both are "auto", all ranks are data-parallel; with a `custom_tp_plan`, each node is
+            one tensor-parallel group.
         sequence_parallel: Not supported: put the sequence styles into `custom_tp_plan`.
-        offload_policy, cpu_offload: If set, parameters and gradients live on the host.
+        offload_policy, cpu_offload: If set, parameters and gradients stay on the host.
         data_sampler: Its `transform_dataloader` is applied to every dataloader.
-        checkpoint_io: None: every rank writes its part. Otherwise it receives full tensors on rank 0.
+        checkpoint_io: If None, every rank writes its part. Otherwise it receives full tensors on rank 0.
         mp_policy, mixed_precision: torch's FSDP2 or FSDP1 precision policy; overrides the Trainer's `precision`.
-        parallelize_fn: Replaces our function. Called once with the LightningModule's `model` and those of
-            `device_mesh`, `mp_policy`, `offload_policy`, `use_hf_tp_plan` and `tp_shard_plan` that it accepts.
+        parallelize_fn: Replaces our function. Called once with the LightningModule's `model`, and with those of the
+            arguments `device_mesh`, `mp_policy`, `offload_policy`, `use_hf_tp_plan` and `tp_shard_plan` that it
+            accepts.
         use_hf_tp_plan, custom_tp_plan: Use a transformers model's own tensor-parallel plan, or a custom one.
         auto_wrap_policy, activation_checkpointing_policy: A set of module classes, or FSDP1's callable.
         activation_checkpointing: Lightning's old name for activation_checkpointing_policy.
-        sharding_strategy: FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, in any spelling.
+        sharding_strategy: FULL_SHARD, SHARD_GRAD_OP, NO_SHARD or HYBRID_SHARD, in any spelling.
         state_dict_type: "sharded", "full" or "local".
         device_mesh: (replicate, shard).
-        lightning_module_filter: Selects the FQNs to save, for example only an adapter. The optimizer must have no
-            others.
+        lightning_module_filter: Selects the FQNs to save, for example only an adapter. The optimizer must have no other
+            parameters.
         optimizer_restore: "deferred" restores optimizers before the first training step, after callbacks have added
-            parameters; "immediate" restores them during the load.
+            parameters. "immediate" restores them during the load.
         process_group_backend, timeout: For the default process group.
         storage_options: Passed to fsspec.
     """
@@ -140,8 +141,8 @@ class FSDP2Strategy(ShardedCheckpoints):
     # --- setup
 
     def setup_environment(self) -> None:
-        """Join the ranks and make the device mesh: (data_parallel, context_parallel, tensor_parallel), the last
-        innermost."""
+        """Join the ranks and create the device mesh (data_parallel, context_parallel, tensor_parallel). The last
+        dimension is innermost."""
         Strategy.setup_environment(self)
         self._setup_distributed()
         dp, tp = arguments.group_sizes(
@@ -173,7 +174,7 @@ class FSDP2Strategy(ShardedCheckpoints):
         self.lightning_module._device_mesh = self._device_mesh
 
     def setup(self, trainer: Any) -> None:
-        """Shard the model, unless `configure_model` did, then create the optimizers."""
+        """Shard the model, unless `configure_model` has done so, then create the optimizers."""
         _refuse_averaging(trainer)
         self._show_live(trainer)
         self.accelerator.setup(trainer)
@@ -191,7 +192,7 @@ class FSDP2Strategy(ShardedCheckpoints):
         self.setup_precision_plugin()
 
     def parallelize(self) -> None:
-        """Shard the LightningModule's network; a second call only warns."""
+        """Shard the LightningModule's network. A second call only warns."""
         module = self.lightning_module
         if self._sharded() is module:
             rank_zero_warn("parallelize() was called before; the model stays as it is.")
@@ -209,7 +210,7 @@ class FSDP2Strategy(ShardedCheckpoints):
             model = getattr(module, "model", None)
             target = model if isinstance(model, nn.Module) else module
             self._parallelize_fn(target, **_taken(self._parallelize_fn, offered))
-        self._sharded = weakref.ref(module)  # a Trainer may fit another module later
+        self._sharded = weakref.ref(module)  # the Trainer may fit another module later
 
     def _parallelize(self, module: nn.Module) -> None:
         roots = arguments.roots(module)
@@ -247,7 +248,7 @@ class FSDP2Strategy(ShardedCheckpoints):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Context in which backward passes accumulate gradients without reducing them."""
+        """Return a context in which backward passes accumulate gradients without reducing them."""
         units = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
         for unit in units:
             unit.set_requires_gradient_sync(False, recurse=False)
@@ -259,7 +260,7 @@ class FSDP2Strategy(ShardedCheckpoints):
 
 
 def fill_meta(root: nn.Module, device: Any) -> None:
-    """Initialize meta-device parameters with the values that a single process would draw."""
+    """Initialize parameters on the meta device with the values that a single process would draw."""
     if any(tensor.is_meta for tensor in [*root.parameters(), *root.buffers()]):
         materialize(root, device)
         reset_parameters(root, seed=int(os.environ.get("PL_GLOBAL_SEED", "42")))
@@ -267,7 +268,7 @@ def fill_meta(root: nn.Module, device: Any) -> None:
 
 
 def _taken(fn: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of the arguments that the function accepts."""
+    """Return the offered arguments that the function accepts."""
     parameters = inspect.signature(fn).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return dict(offered)
@@ -275,7 +276,7 @@ def _taken(fn: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _warn_of_garbage(root: nn.Module) -> None:
-    """Return the names of modules with meta-device tensors that cannot initialize them."""
+    """Warn about modules with tensors on the meta device that nothing initializes."""
     owners: dict[str, list[str]] = {}
     for name in sorted(uninitialized(root)):
         owners.setdefault(type(root.get_submodule(name.rpartition(".")[0])).__name__, []).append(name)
@@ -290,7 +291,7 @@ def _warn_of_garbage(root: nn.Module) -> None:
 
 
 def _refuse_early(optimizers: Iterable[Any], module: nn.Module) -> None:
-    """Raise if an optimizer's parameters are not the module's any more, so that it would train nothing."""
+    """Raise if an optimizer has parameters that the module has lost, so that it would train nothing."""
     live = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:
         lost = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in live]

@@ -1,10 +1,10 @@
-"""A checkpointer for torchtitan's trainer, based on a CheckpointManager; supports object stores.
+"""A checkpointer for torchtitan's trainer that uses a CheckpointManager, so it supports object stores.
 
-torchtitan 0.3 and its main line build it from the trainer's config:
+torchtitan 0.3 and its main branch build it from the trainer's config:
 
     config.checkpoint = TorchtitanCheckpointer.Config(enable=True, url="s3://bucket/run")
 
-Earlier ones take it in place of their own:
+In earlier versions, replace the trainer's checkpointer:
 
     trainer.checkpointer = TorchtitanCheckpointer(dataloader, model_parts, optimizers, lr_schedulers, states,
                                                   checkpoint_config, url="s3://bucket/run")
@@ -33,7 +33,7 @@ __all__ = ["TorchtitanCheckpointer"]
 
 
 class _Manager:
-    """Stands in for the base class of torchtitan's managers where torchtitan has none, and does what it does."""
+    """Replaces the base class of torchtitan's managers in versions that have none, and behaves like it."""
 
     enable: bool
     save_future: Any
@@ -71,7 +71,7 @@ class _Manager:
 def _base() -> Any:
     try:
         found = importlib.import_module("torchtitan.components.checkpointer")
-    except ImportError:  # before 0.3, or none
+    except ImportError:  # torchtitan is older than 0.3 or not installed
         return _Manager
     return getattr(found, "BaseCheckpointManager", _Manager)
 
@@ -80,25 +80,26 @@ _Base = _base()
 
 
 def _config_of(base: Any) -> Any:
-    """Return torchtitan's config with ours, which its `build` makes the checkpointer of; None before 0.3."""
+    """Return torchtitan's config class extended by our fields, whose `build` creates the checkpointer; None before
+    0.3."""
     if not hasattr(base, "Config"):
         return None
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(base.Config):  # type: ignore[misc]  # known once torchtitan is there
-        """torchtitan's [checkpoint] section, and what ours has besides."""
+        """torchtitan's [checkpoint] section with the additional fields of ckptkit."""
 
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-        """Whether saves go on in the background."""
+        """Whether to save in the background."""
 
         url: str | None = None
-        """The root of the run's checkpoints; None: `folder` in the trainer's dump folder."""
+        """The root of the run's checkpoints. Default: `folder` in the trainer's dump folder."""
 
         state_dict_type: Literal["sharded", "full", "local"] = "sharded"
         """How a checkpoint is stored."""
 
         storage_options: dict[str, str] = dataclasses.field(default_factory=dict)
-        """For fsspec, such as an endpoint."""
+        """Options for fsspec, such as an endpoint."""
 
     return Config
 
@@ -107,7 +108,7 @@ _POSITIONAL = (
     "dataloader", "model_parts", "optimizers", "lr_schedulers", "states", "checkpoint_config", "sd_adapter",
     "base_folder", "ft_manager",
 )  # fmt: skip
-# The fields of torchtitan's CheckpointConfig: supported ones, and those refused unless they have no effect.
+# The supported fields of torchtitan's CheckpointConfig. The fields in _REFUSED are accepted only if they are not set.
 _HONOURED = frozenset(
     ["async_mode", "create_seed_checkpoint", "enable", "enable_checkpoint", "enable_first_step_checkpoint",
      "enable_ft_dataloader_checkpoints", "exclude_from_loading", "export_dtype", "folder", "initial_load_model_only",
@@ -123,19 +124,19 @@ _REFUSED = {
 
 
 class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # theirs, where it is
-    """torchtitan's CheckpointManager, by ckptkit: `save`, `load`, `maybe_wait_for_staging`, `close`.
+    """Replaces torchtitan's CheckpointManager: `save`, `load`, `maybe_wait_for_staging`, `close`.
 
-    Where torchtitan has a `BaseCheckpointManager` (0.3 and later), it is one, with a nested `Config`.
+    Where torchtitan has a `BaseCheckpointManager` (0.3 and later), this is a subclass of it, with a nested `Config`.
 
-    Same constructor arguments as torchtitan's: `(config, *, dataloader, model_parts, ...)` since 0.3, before that
-    `(dataloader, model_parts, optimizers, lr_schedulers, states, checkpoint_config, sd_adapter, ...)`.
+    The constructor takes the same arguments as torchtitan's: `(config, *, dataloader, model_parts, ...)` since 0.3,
+    before that `(dataloader, model_parts, optimizers, lr_schedulers, states, checkpoint_config, sd_adapter, ...)`.
 
     Args:
-        given: dataloader, model_parts (several: the pipeline stages of this rank), optimizers, lr_schedulers, states,
-            base_folder (its dump_folder) and the config, a `[checkpoint]` section. sd_adapter is not used: an export is
-            `ckptkit convert`.
-        url: The root of the run; default: that of the config, else base_folder/folder.
-        options: Of `CheckpointManager`: `retention` (in place of `keep_latest_k`), `storage_options`, ...
+        given: dataloader, model_parts (several for the pipeline stages of this rank), optimizers, lr_schedulers,
+            states, base_folder (the trainer's dump_folder) and the config, a `[checkpoint]` section. sd_adapter is
+            ignored: use `ckptkit convert` to export.
+        url: The root of the run. Default: the config's `url`, else base_folder/folder.
+        options: Passed to `CheckpointManager`: `retention` (replaces `keep_latest_k`), `storage_options`, ...
 
     Raises:
         UsageError: The config uses an unsupported feature (Hugging Face formats, a cast by `export_dtype`) or an
@@ -206,10 +207,10 @@ class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # theirs,
         options.setdefault("state_dict_type", _of(config, "state_dict_type", StateDictType.SHARDED))
         self.manager = CheckpointManager(self.folder, **options)
 
-    # Documented by torchtitan's base class, which calls these if `enable` is set.
+    # torchtitan's base class documents these methods, and calls them if `enable` is set.
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
-        """Save if the interval or the last step requires it; in the background if `async_mode` is on. Collective.
+        """Save if the interval or the last step requires it, in the background if `async_mode` is on. Collective.
 
         Returns whether this step was saved.
         """
@@ -224,7 +225,7 @@ class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # theirs,
         return True
 
     def _load(self, step: int = -1) -> bool:
-        """Restore `step`, the newest, or `initial_load_path`; return whether there was one. Collective.
+        """Restore `step`, the newest checkpoint, or `initial_load_path`. Returns whether there was one. Collective.
 
         From step 0 (a seed checkpoint) only the model is loaded.
 
@@ -240,7 +241,7 @@ class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # theirs,
         if self.last_load is None and self._initial:
             if self._initial_model_only:
                 state = TrainState(model=self._model, rng=False)
-            # Only names of this run have no slash, so append one to a directory without.
+            # A name without a slash would be a checkpoint of this run, so make a path of it.
             url = str(self._initial) if "/" in str(self._initial) else f"./{self._initial}"
             self.last_load = self.manager.load(state, url, per_rank_on_resize="keep", **options)
         return self.last_load is not None
@@ -251,7 +252,7 @@ class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # theirs,
         self.save_future = None
 
     def _maybe_wait_for_staging(self) -> None:
-        """Return at once: `save` has copied everything by the time it returns."""
+        """Return at once, because `save` returns only after it has copied everything."""
 
     def _close(self) -> None:
         """Wait for the running save and release all resources. Collective."""
@@ -277,15 +278,15 @@ class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # theirs,
 
 
 def _one_of(optimizers: list[Any], *, stages: int) -> Any:
-    """Return the optimizers as TrainState takes them: those of several stages are one, since how many stages a rank has
-    depends on the mesh."""
-    if stages > 1:  # a checkpoint records the name of the class
+    """Return the optimizers in a form that TrainState accepts. The optimizers of several stages become one, because the
+    number of stages per rank depends on the mesh."""
+    if stages > 1:  # with the name of the class, which a checkpoint records
         return type(type(optimizers[0]).__name__, (_OneOptimizer,), {})(optimizers)
     return optimizers[0] if len(optimizers) == 1 else {str(i): item for i, item in enumerate(optimizers)}
 
 
 class _OneOptimizer:
-    """Several optimizers as one with their groups and states, which a load sets in place."""
+    """Several optimizers as one. A load sets their groups and states in place."""
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
         self.state = _States(optimizers)
@@ -303,7 +304,8 @@ class _OneOptimizer:
 
 
 class _States(MutableMapping[Any, Any]):
-    """The states of several optimizers in one mapping; each parameter's is kept where the parameter is."""
+    """One mapping over the states of several optimizers. A parameter's state stays in the optimizer of the
+    parameter."""
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
         self._states = [optimizer.state for optimizer in optimizers]
@@ -314,7 +316,7 @@ class _States(MutableMapping[Any, Any]):
 
     def __getitem__(self, key: Any) -> Any:
         held = self._at(key)
-        if key not in held:  # a defaultdict would make it
+        if key not in held:  # a defaultdict would create it
             raise KeyError(key)
         return held[key]
 
@@ -351,7 +353,7 @@ def _fields(config: Any) -> list[str]:
 
 
 def _check_dtype(model_parts: Sequence[nn.Module], export_dtype: str) -> None:
-    """Raise if torchtitan would cast the last save: ours keeps the training dtype."""
+    """Raise if torchtitan would cast the last save. This checkpointer keeps the training dtype."""
     every = [parameter for part in model_parts for parameter in part.parameters()]
     stored = {str(p.dtype).removeprefix("torch.") for p in every if p.is_floating_point()}
     if export_dtype and stored - {export_dtype}:

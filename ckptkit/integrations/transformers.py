@@ -1,4 +1,4 @@
-"""A Trainer callback for transformers that saves through a CheckpointManager, resumes, and exports.
+"""A callback for transformers' Trainer that saves through a CheckpointManager, resumes, and exports.
 
 trainer = Trainer(..., args=...)
 CheckpointCallback("s3://bucket/run", retention=RetentionPolicy(max_num=2)).attach(trainer)
@@ -36,20 +36,24 @@ __all__ = ["CheckpointCallback"]
 
 
 class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers' types are not followed
-    """Saves model, optimizer, scheduler, random state and the Trainer's own state; resumes from the newest checkpoint.
+    """Saves model, optimizer, scheduler, random state and the Trainer's own state. Resumes from the newest checkpoint.
 
-    Saves when the Trainer would (`save_strategy`), and every `save_steps`. At the start of training it loads the newest
-    committed checkpoint on any number of ranks, or, if `url` has none, the newest one that a Trainer saved there. The
-    Trainer then skips the batches already seen, as usual. `train(resume_from_checkpoint=...)` works: True requires a
-    checkpoint (ckptkit's or the Trainer's), False starts a new run, a path names a Trainer checkpoint.
-    `save_total_limit` and `load_best_model_at_end` keep their meaning. At the end, the model (or the adapter of a PEFT
-    model) is exported for `from_pretrained`. All ranks need the callback; plain, DDP and FSDP2 models are supported.
+    Saves when the Trainer would (`save_strategy`), and every `save_steps`. `save_total_limit` and
+    `load_best_model_at_end` keep their meaning.
+
+    At the start of training, loads the newest committed checkpoint on any number of ranks. If `url` has none, loads the
+    newest checkpoint that a Trainer saved there. The Trainer then skips the batches already seen, as usual.
+    `train(resume_from_checkpoint=...)` works: True requires a checkpoint (ckptkit's or the Trainer's), False starts a
+    new run, a path names a Trainer checkpoint.
+
+    At the end of training, exports the model (or the adapter of a PEFT model) for `from_pretrained`. All ranks need the
+    callback. Plain, DDP and FSDP2 models are supported.
 
     Args:
         url: The root of the run's checkpoints.
-        save_steps: Save every this many steps; None: only when the Trainer saves.
+        save_steps: Save every this many steps. None saves only when the Trainer does.
         resume: Whether to load the newest checkpoint at the start.
-        export: A directory for the export at the end of training; None: no export.
+        export: A directory for the export at the end of training. None exports nothing.
         background: Save while training continues.
         options: Passed to `CheckpointManager`: `retention`, `state_dict_type`, `storage_options`, ...
     """
@@ -82,8 +86,8 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         self._limits: RetentionPolicy | None = None
 
     def attach(self, trainer: Any) -> CheckpointCallback:
-        """Make `trainer` save and resume through this callback instead of its own files, and add it to the trainer's
-        callbacks.
+        """Make `trainer` save and resume through this callback instead of its own files. Adds the callback to
+        `trainer`.
 
         Raises:
             UsageError: The callback belongs to another Trainer, or `load_best_model_at_end` is set and `retention` does
@@ -149,7 +153,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         return control
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
-        """Keep the metrics for the next save."""
+        """Store the metrics for the next save."""
         self._metrics = {k: float(v) for k, v in (metrics or {}).items() if isinstance(v, (int, float))}
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -163,7 +167,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
             tokenizer = kwargs.get("processing_class")
             save_hf(kwargs["model"], self.export, tokenizer=tokenizer, overwrite=True)
 
-    # --- in the Trainer's place
+    # --- replacements of the Trainer's methods
 
     def _save(self, model: Any, trial: Any = None) -> None:
         trainer = self._trainer
@@ -186,21 +190,21 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         save(trainer.state.global_step, state, metrics=self._metrics)
 
     def _load(self, path: Any) -> None:
-        """Restore model, optimizer, scheduler and random numbers, now that the Trainer has made them."""
+        """Restore model, optimizer, scheduler and random state, once the Trainer has created them."""
         self.loaded = self._managed().load(self._state())
         self._random = capture_rng()
         best = self._trainer.state.best_global_step
-        if best is not None and self._has(best):  # the Trainer forgets checkpoints that it does not find on disk
+        if best is not None and self._has(best):  # the Trainer drops checkpoints that it does not find on disk
             self._trainer.state.best_model_checkpoint = f"{self.url}/{checkpoint_name(best, None)}"
 
     def _load_model(self, path: Any, model: Any = None) -> None:
-        """Do nothing: `_load` restores everything at once."""
+        """Do nothing, because `_load` restores everything at once."""
 
     def _skip(self, path: Any) -> None:
         """Do nothing, because `_load` restores everything at once."""
 
     def _load_rng(self, path: Any) -> None:
-        """Restore the random state again: skipping the batches already seen has drawn numbers."""
+        """Restore the random state again, because skipping the batches already seen has drawn numbers."""
         if self._random is not None:
             restore_rng(self._random)
 
@@ -213,7 +217,8 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         return any(record.step == step for record in self._managed().list())
 
     def _instead(self, theirs: Any, ours: Any) -> Any:
-        """Return a function that calls ours for the path passed to `train`, and the Trainer's for any other path."""
+        """Return a function that calls `ours` for the path that we passed to `train`, and `theirs` for any other
+        path."""
 
         def either(path: Any = None, *arguments: Any, **named: Any) -> Any:
             mine = path is not None and path == self._ours
@@ -234,8 +239,8 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
 
 
 def _write_trainer_state(report: LoadReport, stack: contextlib.ExitStack) -> str:
-    """Write the file that the Trainer reads first; return its directory, which `stack` removes."""
-    state = report.extra.get("trainer", report.extra.get("trainer_state"))  # ours, or the Trainer's own
+    """Write the file that the Trainer reads first. Returns its directory, which `stack` removes."""
+    state = report.extra.get("trainer", report.extra.get("trainer_state"))  # from our checkpoint or the Trainer's
     if state is None:
         raise UsageError(
             f"{report.url} is not a checkpoint of a Trainer: it has no trainer_state.json. To start a new run, give "
