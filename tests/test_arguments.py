@@ -195,7 +195,7 @@ TRAINING: Mistakes = [
     (lambda: lightning(state_dict_type="dcp"), "'dcp': expected full, sharded or local"),
     (lambda: lightning(storage_options=[1]), f"storage_options is of type list, {DICT}"),
     (lambda: titan("checkpoint"), "checkpoint config is 'checkpoint', expected torchtitan's [checkpoint] section"),
-    (lambda: titan({"intervall": 5}), "intervall is not known to TorchtitanCheckpointer"),
+    (lambda: titan({"intervall": 5}), "TorchtitanCheckpointer does not know intervall"),
     (lambda: titan({"interval": "ten"}), f"interval is 'ten', {INTEGER} 1"),
     (lambda: titan({"interval": 0}), f"interval is 0, {INTEGER} 1"),
     (lambda: titan({"keep_latest_k": -1}), f"keep_latest_k is -1, {INTEGER} 0"),

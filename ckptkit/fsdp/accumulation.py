@@ -58,7 +58,8 @@ class Windows:
         """
         if last and root in self.held:
             raise UsageError(
-                "backward(last=True) in no_sync(): the last pass before a step reduces gradients. Run it outside."
+                "backward(last=True) was called in no_sync(), but the last pass before a step reduces gradients. "
+                "Call it outside of no_sync()."
             )
         window = self._advanced(root, size)
         if window.scale not in (None, scale):

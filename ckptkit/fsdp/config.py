@@ -250,7 +250,7 @@ class FSDPConfig:
                 raise UsageError(f"cpu_offload is {cpu_offload!r}; it must be True or False.")
             if cpu_offload and left.get("offload", "params") != "params":
                 raise UsageError(
-                    f"cpu_offload=True means offload='params', but offload is {left['offload']!r}. Ask for one of them."
+                    f"cpu_offload=True means offload='params', but offload is {left['offload']!r}. Set only one."
                 )
             if cpu_offload:
                 left["offload"] = "params"
@@ -435,7 +435,7 @@ def _warn(config: FSDPConfig) -> None:
         warnings.warn("use_orig_params=False has no effect: FSDP2 always keeps the original parameters.", stacklevel=4)
     if config.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
         warnings.warn(
-            "backward_prefetch BACKWARD_POST has no equal in FSDP2: it runs as BACKWARD_PRE.",
+            "backward_prefetch BACKWARD_POST does not exist in FSDP2: it runs as BACKWARD_PRE.",
             stacklevel=4,
         )
 

@@ -48,7 +48,7 @@ class DynamicGradScaler:
             )
         if growth_interval < 1 or hysteresis < 1:
             raise UsageError(
-                f"growth_interval and hysteresis count steps, 1 or more; found {growth_interval} and {hysteresis}."
+                f"growth_interval and hysteresis must be 1 or more, found {growth_interval} and {hysteresis}."
             )
         low, high = min_scale or 0.0, float("inf") if max_scale is None else max_scale
         if not (initial_scale > 0 and low <= initial_scale <= high):

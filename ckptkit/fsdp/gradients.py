@@ -153,10 +153,10 @@ def refuse_nonfinite(parameters: Iterable[tuple[str, torch.Tensor]], norm: torch
     names = [name for name, parameter in parameters if parameter.grad is not None and not _is_finite(parameter.grad)]
     rank = dist.get_rank() if dist.is_initialized() else 0
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    held = f"those of {shown} are not finite here" if names else "they are finite here, but not on another rank"
+    held = f"not finite: {shown}" if names else "this rank's gradients are finite, those of another rank are not"
     raise NonFiniteGradientError(
-        f"rank {rank}: the norm of the gradients is {norm.item()}; {held}. Nothing was stepped, and the gradients are "
-        "as they were: look at them, and clear them with optimizer.zero_grad() before you go on."
+        f"rank {rank}: the norm of the gradients is {norm.item()}; {held}. No optimizer stepped, and the gradients are "
+        "unchanged. Inspect them, and clear them with optimizer.zero_grad() before you continue."
     )
 
 

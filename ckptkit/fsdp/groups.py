@@ -97,4 +97,4 @@ def _rule(item: Any) -> Callable[[str, nn.Module, nn.Parameter], bool]:
         return lambda name, module, parameter: isinstance(module, item)
     if callable(item) and not isinstance(item, type):
         return item  # type: ignore[no-any-return]
-    raise UsageError(f"no_decay holds {item!r}; it must hold parts of names, classes of modules, or functions.")
+    raise UsageError(f"no_decay contains {item!r}; it must contain parts of names, module classes, or functions.")

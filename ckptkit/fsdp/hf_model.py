@@ -91,8 +91,9 @@ def _refuse_neighbours(model: nn.Module) -> None:
     inside = {id(p) for p in child.parameters()}
     beside = [n for n, p in model.named_parameters() if id(p) not in inside]
     raise SaveError(
-        f"{type(model).__name__} holds a {type(child).__name__} in {name!r} and {_some(beside)} beside it, which "
-        f"from_pretrained doesn't read. Export the model alone: save_model(model.{name}, ...); a checkpoint holds all."
+        f"{type(model).__name__} has a {type(child).__name__} in {name!r}, and outside of it {_some(beside)}, which "
+        f"from_pretrained doesn't read. Export only the inner model: save_model(model.{name}, ...), or save a "
+        "checkpoint, which contains everything."
     )
 
 
@@ -140,7 +141,9 @@ def adapter_tensors(source: Exported, extra: dict[str, torch.Tensor]) -> dict[st
         for key, value in made.items():
             name = names.get(id(value))
             if name is None and value.device.type == "meta":
-                raise SaveError(f"PEFT computes {key!r} of the adapter {adapter!r}: save it with its save_pretrained.")
+                raise SaveError(
+                    f"PEFT computes {key!r} of the adapter {adapter!r}. Save this adapter with its save_pretrained."
+                )
             if name is None:
                 name = f"{folder}{key} of {adapter}"
                 extra[name] = value
@@ -150,8 +153,8 @@ def adapter_tensors(source: Exported, extra: dict[str, torch.Tensor]) -> dict[st
     lost = [n for n, t in source.tensors.items() if id(t) in trained and n not in taken and n not in prompts]
     if lost:
         raise SaveError(
-            f"trained, and part of no adapter: {_some(lost)}. An export of the adapter would lose them. Name "
-            "their modules in modules_to_save of the PEFT config, or freeze them."
+            f"These trained tensors belong to no adapter: {_some(lost)}. An export of the adapter would lose them. Add "
+            "their modules to modules_to_save of the PEFT config, or freeze them."
         )
     return found
 
@@ -160,8 +163,8 @@ def _require_whole(source: Exported, names: set[str]) -> None:
     sharded = [name for name in sorted(names) if isinstance(source.tensors[name], DTensor)]
     if sharded:
         raise SaveError(
-            f"{sharded[0]!r} is sharded, and PEFT computes the file of a prompt from the whole of it. Keep the prompt "
-            "encoder out of FSDP (exclude), or export on one rank."
+            f"{sharded[0]!r} is sharded, but PEFT needs the full tensor to compute the file of a prompt. Exclude the "
+            "prompt encoder from FSDP (exclude), or export on one rank."
         )
 
 
@@ -186,17 +189,17 @@ def prove(source: Exported, targets: Sequence[Target]) -> None:
                 output_loading_info=True,
             )  # fmt: skip
     except Exception as error:  # noqa: BLE001  from a custom constructor or a quantizer: not about the names
-        _log.warning("the export of %s was not tried with from_pretrained, which fails: %s", kind.__name__, error)
+        _log.warning("the export of %s could not be checked: from_pretrained failed: %s", kind.__name__, error)
         return
     problems = [f"{what}: {_some(sorted(map(str, info[key])))}" for key, what in _PROBLEMS.items() if info.get(key)]
     if problems:
         raise SaveError(
             f"{kind.__name__}.from_pretrained does not load this export. {'; '.join(problems)}. Was the model changed "
-            "after it was made? Nothing was written."
+            "after it was created? Nothing was written."
         )
 
 
-_PROBLEMS = {"missing_keys": "missing", "unexpected_keys": "not known there", "mismatched_keys": "of another shape"}
+_PROBLEMS = {"missing_keys": "missing", "unexpected_keys": "unexpected", "mismatched_keys": "with another shape"}
 
 
 @contextmanager

@@ -440,7 +440,7 @@ def _problems(name: str, parameter: torch.Tensor, saved: dict[str, Any]) -> list
             found.append(f"The master of {name!r} has shape {list(value.shape)}, expected {list(parameter.shape)}.")
         if isinstance(parameter, DTensor) and isinstance(value, DTensor) and value.device_mesh != parameter.device_mesh:
             found.append(
-                f"{key!r} of {name!r} lies on a mesh of {value.device_mesh.size()} ranks, the parameter on one of "
+                f"{key!r} of {name!r} is on a mesh of {value.device_mesh.size()} ranks, the parameter on a mesh of "
                 f"{parameter.device_mesh.size()}. Load it with CheckpointManager, which reshards."
             )
     if _needs_master(parameter) and MASTER not in saved:

@@ -172,7 +172,7 @@ def make_sample_mesh(device_type: str, *, inside: int) -> DeviceMesh:
     world_size = dist.get_world_size()
     if world_size % inside:
         raise UsageError(
-            f"tp x cp = {inside} ranks work on one sample, but {world_size} ranks are not a multiple of that."
+            f"tp x cp = {inside} ranks share one sample, but the world size {world_size} is not a multiple of it."
         )
     if inside == 1:
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=("dp",))

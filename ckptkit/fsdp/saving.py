@@ -102,8 +102,8 @@ def load_checkpoint(
     def check() -> None:
         if waiting:
             raise UsageError(
-                f"load_ckpt: {waiting} backward passes wait for their step; their gradients would go into the first "
-                "step after the load. Pass last=True to the last backward and call optimizer_step before."
+                f"load_ckpt: {waiting} backward passes have not been used by a step; the first step after the load "
+                "would use their gradients. Pass last=True to the last backward and call optimizer_step before it."
             )
 
     wanted = "restore" if restore_optimizer else "skip"

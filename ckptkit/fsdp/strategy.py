@@ -125,7 +125,7 @@ class FSDPStrategy:
         self.config = config or FSDPConfig()
         if error_if_nonfinite and self.config.needs_grad_scaler:
             raise UsageError(
-                "error_if_nonfinite=True does not go with mixed_precision='fp16': its loss scale grows until a "
+                "error_if_nonfinite=True conflicts with mixed_precision='fp16': its loss scale grows until a "
                 "gradient overflows, and that step is skipped. Try mixed_precision='bf16', or error_if_nonfinite=False."
             )
         self.seed = seed
@@ -226,7 +226,7 @@ class FSDPStrategy:
         """Destroy the process group if this strategy created it."""
         if waiting := self._windows.open():
             logger.warning(
-                "%d backward passes came to no step: their window is not full. Pass last=True to the last backward.",
+                "%d backward passes were not used by a step: more were expected. Pass last=True to the last one.",
                 waiting,
             )
         self._windows.clear()
@@ -298,8 +298,8 @@ class FSDPStrategy:
         )
         if not config.enable_fsdp and self.data_parallel_size > 1 and is_training:
             logger.warning(
-                "enable_fsdp=False leaves the model as it is: its gradients are not averaged over the %d data-parallel "
-                "ranks, unless it does so itself, as DistributedDataParallel.",
+                "enable_fsdp=False: gradients are not averaged over the %d data-parallel ranks, unless the model does "
+                "so itself, like DistributedDataParallel.",
                 self.data_parallel_size,
             )
         mesh = self._mesh_for(model, config)
@@ -373,7 +373,7 @@ class FSDPStrategy:
         check_arguments("create_optimizer(model)", model=model)
         groups = param_groups(model, weight_decay=weight_decay, no_decay=no_decay)
         if not groups:
-            raise UsageError(f"{type(model).__name__} has no trainable parameter to make an optimizer for.")
+            raise UsageError(f"{type(model).__name__} has no trainable parameters for an optimizer.")
         given = {name: value for name, value in (("lr", lr), ("betas", betas), ("eps", eps)) if value is not None}
         if factory is None:
             # The fused kernel can't mix plain tensors and DTensors, so no group does.
@@ -442,7 +442,7 @@ class FSDPStrategy:
         check_arguments("no_sync(model)", model=model)
         root = _fsdp_root(model)
         if root in self._windows.held:
-            raise UsageError("no_sync(model) is entered already for this model.")
+            raise UsageError("no_sync(model) is already active for this model.")
         # DistributedDataParallel has its own `no_sync`, which also affects its forward.
         own = getattr(root, "no_sync", None)
         with own() if callable(own) else contextlib.nullcontext():
@@ -564,7 +564,7 @@ class FSDPStrategy:
         )
         self._join()
         if self._windows.open():
-            logger.warning("Saving between two backward passes of one step: their gradients are not in a checkpoint.")
+            logger.warning("Saving between two backward passes of one step: checkpoints do not contain gradients.")
         options = saving.CheckpointOptions(str(save_dir), self.config.state_dict_type, max_num, max_mem)
         number = saving.step_of(tag, step, self.global_step)
         state = self._training_state(model, optimizer, scheduler, number)
@@ -677,8 +677,8 @@ class FSDPStrategy:
         scaler = self.grad_scaler(optimizer)
         if scaler is not None and divisor is None:
             raise UsageError(
-                f"optimizer_step: the gradients are to be divided by the loss scale {scaler.scale:g}, but their loss "
-                "was not multiplied by it. Run backward with strategy.backward(loss, model, optimizer)."
+                f"optimizer_step would divide the gradients by the loss scale {scaler.scale:g}, but the loss was not "
+                "multiplied by it. Run backward with strategy.backward(loss, model, optimizer)."
             )
         parameters = [
             parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.requires_grad
@@ -709,16 +709,16 @@ class FSDPStrategy:
             names = known[model] = {name: tensor for name, tensor in own.items() if tensor in held}
             if not names:
                 raise UsageError(
-                    f"The optimizer holds no parameter of {type(unwrap_model(model)).__name__}: a step would "
-                    "not train that model. Is it another model's optimizer, or was it made before prepare_model? Make "
-                    "it afterwards, with create_optimizer."
+                    f"The optimizer has no parameter of {type(unwrap_model(model)).__name__}: a step would "
+                    "not train that model. Is it another model's optimizer, or was it created before prepare_model? "
+                    "Create it afterwards, with create_optimizer."
                 )
         replaced = [name for name, tensor in names.items() if own.get(name, tensor) != tensor]
         if replaced:
             raise UsageError(
-                f"{len(replaced)} parameters of {type(unwrap_model(model)).__name__} were replaced since the step "
-                f"before, and the optimizer holds the old ones: {', '.join(replaced[:3])}, ... Load with "
-                "load_state_dict(..., assign=False), which fills them, or make the optimizer anew."
+                f"{len(replaced)} parameters of {type(unwrap_model(model)).__name__} were replaced since the last "
+                f"step, and the optimizer has the old ones: {', '.join(replaced[:3])}, ... Load with "
+                "load_state_dict(..., assign=False), which fills them, or create a new optimizer."
             )
 
     def _set_sync(self, root: nn.Module, sync: bool) -> None:

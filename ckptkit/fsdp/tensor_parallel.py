@@ -47,7 +47,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: TPPlan | Non
     tied = {name.rpartition(".")[0] for group in tied_parameters(model) for name in group}
     for name in sorted(tied & set(found)):
         # Splitting would replace the parameter and untie it. The result is the same without splitting.
-        logger.info("%s holds a tied weight: it is not split over the tensor-parallel ranks.", name)
+        logger.info("%s has a tied weight: it is not split over the tensor-parallel ranks.", name)
         del found[name]
     for name, style in found.items():
         _check_divides(name, modules[name], style, mesh.size())
@@ -66,8 +66,8 @@ def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle | str]:
     plan.update(getattr(type(model), "_tp_plan", None) or {})
     if not plan:
         raise UsageError(
-            f"tp is asked for, but {type(model).__name__} carries no tensor-parallel plan. "
-            "Give one: tp_plan={'layers.*.up': ColwiseParallel(), 'layers.*.down': RowwiseParallel()}."
+            f"{type(model).__name__} has no tensor-parallel plan, but tp is greater than 1. "
+            "Pass a plan: tp_plan={'layers.*.up': ColwiseParallel(), 'layers.*.down': RowwiseParallel()}."
         )
     return plan
 
@@ -93,7 +93,7 @@ def translate_style(glob: str, style: ParallelStyle | str) -> ParallelStyle:
     }
     if style not in made:
         raise UsageError(
-            f"The tensor-parallel plan gives {glob!r} the style {style!r}, which torch has no equal for. "
+            f"The tensor-parallel plan gives {glob!r} the style {style!r}, which torch does not have. "
             f"Known: {', '.join(made)}. Leave the module out of tp_plan, or give it a ParallelStyle."
         )
     return made[style]

@@ -296,7 +296,7 @@ def _resolve(name: str, model: nn.Module) -> type[nn.Module]:
     if not (isinstance(found, type) and issubclass(found, nn.Module)):
         raise UsageError(
             f"{name!r} is not the class of a module of {type(model).__name__}, "
-            f"and {home or 'transformers'!r} has none of that name. Its classes: "
+            f"and {home or 'transformers'!r} has no such class. The model's classes: "
             + ", ".join(sorted({type(module).__name__ for module in model.modules()}))
         )
     return found

@@ -83,7 +83,7 @@ def shard(
     config = config or FSDPConfig()
     _check_is_module(model)
     if _is_sharded(model):
-        logger.warning("%s is sharded already; shard() left it as it is.", _class_name(model))
+        logger.warning("%s is already sharded; shard() did not change it.", _class_name(model))
         return model
     if not config.enable_fsdp:
         return model
@@ -106,7 +106,7 @@ def shard(
     elif mesh.plan.replicate > 1:
         _warn_of_different_values(
             managed,
-            "sync_module_states=False keeps them: replicas would train apart. Load the same values on all ranks, or "
+            "sync_module_states=False keeps them: the replicas would diverge. Load the same values on all ranks, or "
             "set sync_module_states=True.",
         )
     if ignored:
@@ -181,16 +181,16 @@ def _ignored(model: nn.Module, globs: Sequence[str], given: Collection[nn.Parame
     held = {id(parameter) for parameter in every.values()}
     for parameter in chosen:
         if not isinstance(parameter, nn.Parameter):
-            raise wrong("ignored_params holds an item that", parameter, "a parameter of the model")
+            raise wrong("an item of ignored_params", parameter, "a parameter of the model")
         if id(parameter) not in held:
             raise UsageError(
-                f"ignored_params holds a parameter of shape {list(parameter.shape)} that {_class_name(model)} does not "
-                "have. Was the model changed or copied since?"
+                f"ignored_params contains a parameter of shape {list(parameter.shape)} that {_class_name(model)} does "
+                "not have. Was the model changed or copied since?"
             )
     for glob in globs:
         found = [parameter for name, parameter in every.items() if fnmatch.fnmatchcase(clean_fqn(name), glob)]
         if not found:
-            raise UsageError(f"ignored_params names {glob!r}, which is no parameter of {_class_name(model)}.")
+            raise UsageError(f"ignored_params contains {glob!r}, which matches no parameter of {_class_name(model)}.")
         chosen += found
     ignored = set(map(id, chosen))
     return frozenset(name for name, parameter in every.items() if id(parameter) in ignored)
@@ -200,7 +200,7 @@ def _warn_of_ignored(model: nn.Module, ignored: Set[str], mesh: TrainingMesh, is
     parameters = {name: model.get_parameter(name) for name in sorted(ignored)}
     if dist.get_world_size() > 1:
         _warn_of_different_values(
-            parameters, "ignored_params keeps them. Load the same values, unless each rank is to have its own."
+            parameters, "ignored_params keeps them. Load the same values, unless each rank should have its own."
         )
     trained = [name for name, parameter in parameters.items() if parameter.requires_grad]
     if trained and is_training and mesh.data.size() > 1 and dist.get_rank() == 0:
@@ -348,7 +348,7 @@ def _check_divided_once(parameters: list[tuple[str, nn.Parameter]], config: FSDP
         if parameter.requires_grad and reduced not in (torch.float32, torch.bfloat16):
             raise UsageError(
                 f"gradient_divide_factor={config.gradient_divide_factor}: the gradient of {name!r} is reduced in "
-                f"{str(reduced).removeprefix('torch.')}, which torch divides twice where one rank holds a whole copy. "
+                f"{str(reduced).removeprefix('torch.')}, which torch divides twice if one rank has a whole copy. "
                 "Try reduce_dtype='fp32', or shard over several ranks."
             )
 

@@ -60,7 +60,7 @@ def push_folder(
     weights = [path for path in place.glob("*.safetensors") if path.is_file()]
     if not weights:
         raise CheckpointNotFoundError(
-            f"{folder} holds no .safetensors file to push. Make an export of it first: "
+            f"{folder} has no .safetensors file to push. Export it first: "
             f"{command_line('convert', str(folder), 'EXPORT')} && {command_line('push', 'EXPORT', repo)}"
         )
     _check_complete(place, weights)
@@ -94,7 +94,7 @@ def _check_complete(place: Path, weights: list[Path]) -> None:
     separate = len(weights) > 1 and not any(place.glob("*.safetensors.index.json"))  # each file is a model
     for path in weights if separate else [place]:
         if problems := verify(path, quick=True).problems:
-            raise CorruptCheckpointError(f"{place} is not pushed: {problems[0].message}")
+            raise CorruptCheckpointError(f"{place} was not pushed: {problems[0].message}")
 
 
 def _visible(place: Path) -> Iterator[str]:

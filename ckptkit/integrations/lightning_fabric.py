@@ -74,8 +74,8 @@ class FSDP2FabricStrategy(ModelParallelStrategy):  # type: ignore[misc]  # Light
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: Any, scheduler: Any = None) -> NoReturn:
         """Raise UsageError: an optimizer that was created before its module was sharded would train nothing."""
         raise UsageError(
-            f"fabric.setup({type(module).__name__}, optimizer): FSDP2 replaces the parameters that the optimizer "
-            "holds. Call model = fabric.setup(model) first, make the optimizer of model.parameters(), then call "
+            f"fabric.setup({type(module).__name__}, optimizer): FSDP2 replaces the parameters of the optimizer. "
+            "Call model = fabric.setup(model) first, create the optimizer from model.parameters(), then call "
             "optimizer = fabric.setup_optimizers(optimizer)."
         )
 
@@ -117,9 +117,7 @@ class FSDP2FabricStrategy(ModelParallelStrategy):  # type: ignore[misc]  # Light
             SaveError: Some rank failed. All ranks raise the same error, and nothing was published.
         """
         if storage_options is not None:
-            raise UsageError(
-                "storage_options of a save: give them to FSDP2FabricStrategy(storage_options=...) instead."
-            )
+            raise UsageError("A save takes no storage_options: pass them to FSDP2FabricStrategy(storage_options=...).")
         url = self.broadcast(str(path))
 
         filters = filter or {}

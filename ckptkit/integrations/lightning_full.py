@@ -79,15 +79,15 @@ def scatter_model(module: torch.nn.Module, whole: Mapping[str, Any], *, strict: 
     shapes, different = _from_main(look)
     if different:
         raise CheckpointMismatchError(
-            "weights that are one tensor in this model (tied weights) have different values in the checkpoint: "
-            f"{', '.join(different)}. Nothing was loaded. Try: a model that does not tie them."
+            "weights that are tied in this model have different values in the checkpoint: "
+            f"{', '.join(different)}. Nothing was loaded. Use a model that does not tie them."
         )
     missing, unexpected = sorted(set(live) - set(shapes)), sorted(set(shapes) - set(live))
     wrong = [name for name in live if name in shapes and shapes[name] != tuple(live[name].shape)]
     if wrong or (strict and (missing or unexpected)):
         raise CheckpointMismatchError(
-            f"the checkpoint does not fit the model: missing {missing[:5]}, unexpected {unexpected[:5]}, other shapes "
-            f"{wrong[:5]} ({len(missing)}, {len(unexpected)}, {len(wrong)} in all). Nothing was loaded."
+            f"the checkpoint does not fit the model: {len(missing)} missing: {missing[:5]}, {len(unexpected)} "
+            f"unexpected: {unexpected[:5]}, {len(wrong)} with another shape: {wrong[:5]}. Nothing was loaded."
         )
     cast = [n for n, t in live.items() if isinstance(whole.get(n), torch.Tensor) and whole[n].dtype != t.dtype]
     if cast:
@@ -143,7 +143,7 @@ def scatter_optimizer(optimizer: Any, state: TrainState, whole: Mapping[str, Any
             states.setdefault(fqn, {})[name] = _placed(mine, like, value[1], value[0])
     if len(settings) != len(optimizer.param_groups):
         raise CheckpointMismatchError(
-            f"the checkpoint's optimizer has {len(settings)} groups, the live one {len(optimizer.param_groups)}."
+            f"the checkpoint's optimizer has {len(settings)} groups, the live one has {len(optimizer.param_groups)}."
         )
     apply_state(optimizer, parameters, states, {})
     apply_settings(optimizer, settings)

@@ -46,8 +46,8 @@ def group_sizes(
     sizes = (left if dp == "auto" else dp, left if tp == "auto" else tp)
     if sizes[0] * sizes[1] * cp != world_size or min(sizes) < 1:
         raise UsageError(
-            f"data_parallel_size={dp} x context_parallel_size={cp} x tensor_parallel_size={tp} does not make the "
-            f"{world_size} ranks of this run."
+            f"data_parallel_size={dp} x context_parallel_size={cp} x tensor_parallel_size={tp} is not the number "
+            f"of ranks of this run, {world_size}."
         )
     return sizes
 
@@ -98,7 +98,7 @@ def _low(dtype: torch.dtype | None) -> str | None:
 
 def _name(dtype: torch.dtype | None) -> str | None:
     if dtype is not None and dtype not in _DTYPES:
-        raise UsageError(f"mp_policy has {dtype}; it may have bfloat16, float16 and float32.")
+        raise UsageError(f"mp_policy has {dtype}; it supports bfloat16, float16 and float32.")
     return None if dtype is None else _DTYPES[dtype]
 
 

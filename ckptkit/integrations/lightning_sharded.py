@@ -63,7 +63,7 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
             timeout=timeout,
         )
         if optimizer_restore not in ("deferred", "immediate"):
-            raise UsageError(f"optimizer_restore={optimizer_restore!r}: it is 'deferred' or 'immediate'.")
+            raise UsageError(f"optimizer_restore is {optimizer_restore!r}; it must be 'deferred' or 'immediate'.")
         self._checkpoint_io = checkpoint_io
         self._state_dict_type = StateDictType.parse(state_dict_type)
         self._filter = lightning_module_filter
@@ -218,7 +218,7 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
             self.own().decide(save, f"saving {path}")
             return
         if storage_options is not None:
-            raise UsageError("storage_options of a save: give them to FSDP2Strategy(storage_options=...) instead.")
+            raise UsageError("A save takes no storage_options: pass them to FSDP2Strategy(storage_options=...).")
         names = checkpoint.pop("state_dict", {})
         whole = checkpoint.pop("optimizer_states", None)
         if not checkpoint.pop(_LIVE, False):  # the tensors were gathered on rank 0; only their keys are needed

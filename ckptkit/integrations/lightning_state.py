@@ -142,7 +142,7 @@ class LightningCheckpoints:
                 foreign = _foreign(place)
                 if foreign:
                     raise CheckpointExistsError(
-                        f"{place} is not replaced: it holds files that belong to no checkpoint: "
+                        f"{place} was not replaced: it contains files that belong to no checkpoint: "
                         f"{', '.join(foreign[:3])}. Move it away, or save under another name."
                     )
             return str(_set_aside(place))
@@ -242,7 +242,7 @@ def _remove(filepath: str | Path, storage_options: Mapping[str, Any] | None) -> 
         foreign = _foreign(place)
         if foreign:
             _log.warning(
-                "%s is not removed: it holds files that belong to no checkpoint: %s", place, ", ".join(foreign[:3])
+                "%s was not removed: it contains files that belong to no checkpoint: %s", place, ", ".join(foreign[:3])
             )
         elif any((place / mark).exists() for mark in _ALIEN):
             _remove_aside(_set_aside(place), place)
@@ -306,7 +306,7 @@ def _with_plain_hparams(checkpoint: dict[str, Any]) -> dict[str, Any]:
     plain = {key: _plain(checkpoint[key], key, texts) for key in _HPARAMS if key in checkpoint}
     if not _told.issuperset(texts):
         _told.update(texts)
-        _log.warning("Saved as text, as they are not plain values: %s.", ", ".join(texts))
+        _log.warning("Saved as text, because they are not plain values: %s.", ", ".join(texts))
     return {**checkpoint, **plain}
 
 
@@ -358,4 +358,4 @@ def _remove_aside(aside: Path, place: Path) -> None:
         shutil.rmtree(aside)
         return
     kept = aside.rename(aside.with_name(aside.name.removeprefix(".")))
-    _log.warning("what was at %s is kept as %s: it holds %s", place, kept, ", ".join(foreign[:3]))
+    _log.warning("the old content of %s was kept as %s: it contains %s", place, kept, ", ".join(foreign[:3]))

@@ -195,7 +195,7 @@ class FSDP2Strategy(ShardedCheckpoints):
         """Shard the LightningModule's network. A second call only warns."""
         module = self.lightning_module
         if self._sharded() is module:
-            rank_zero_warn("parallelize() was called before; the model stays as it is.")
+            rank_zero_warn("parallelize() was called before; the model is not changed.")
             return
         if self._parallelize_fn is None:
             self._parallelize(module)
@@ -217,8 +217,8 @@ class FSDP2Strategy(ShardedCheckpoints):
         loose = arguments.loose_parameters(module, roots)
         if loose:
             raise UsageError(
-                f"{type(module).__name__} has trainable parameters of its own ({', '.join(loose[:5])}), whose "
-                "gradients nobody would reduce. Put them into a module of their own, or shard in configure_model()."
+                f"{type(module).__name__} has trainable parameters of its own ({', '.join(loose[:5])}). Their "
+                "gradients would not be reduced. Put them into a child module, or shard in configure_model()."
             )
         if self._tensor_parallel_size > 1 and self._custom_tp_plan is None and not self._use_hf_tp_plan:
             raise UsageError(f"tensor_parallel_size={self._tensor_parallel_size} needs a custom_tp_plan.")
@@ -285,8 +285,8 @@ def _warn_of_garbage(root: nn.Module) -> None:
             f"{cls} ({', '.join(names[:3])}{', ...' * (len(names) > 3)})" for cls, names in owners.items()
         )
         rank_zero_warn(
-            "these modules were made on the meta device and have no reset_parameters(): their values are whatever "
-            f"was in memory, until a checkpoint is loaded: {listed}."
+            "these modules were created on the meta device and have no reset_parameters(), so their values are "
+            f"arbitrary until a checkpoint is loaded: {listed}."
         )
 
 
@@ -297,8 +297,8 @@ def _refuse_early(optimizers: Iterable[Any], module: nn.Module) -> None:
         lost = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in live]
         if lost:
             raise UsageError(
-                f"{type(optimizer).__name__} holds {len(lost)} parameters that {type(module).__name__} has no more: it "
-                "was made before the model was sharded, and would train nothing. Make it in configure_optimizers()."
+                f"{type(optimizer).__name__} has {len(lost)} parameters that {type(module).__name__} does not have: it "
+                "was created before the model was sharded and would train nothing. Create it in configure_optimizers()."
             )
 
 
@@ -307,8 +307,8 @@ def _refuse_averaging(trainer: Any) -> None:
     for callback in trainer.callbacks:
         if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
             raise UsageError(
-                f"{type(callback).__name__} averages an unsharded copy of the model, which does not go with FSDP2. "
-                "Average in a module of your own (torch.optim.swa_utils.AveragedModel of what configure_model() "
+                f"{type(callback).__name__} averages an unsharded copy of the model, which FSDP2 does not support. "
+                "Average in your own module (torch.optim.swa_utils.AveragedModel of what configure_model() "
                 "sharded), or use DDPStrategy with CkptkitCheckpointIO."
             )
 

@@ -162,7 +162,7 @@ class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # theirs,
             return
         missing = [name for name in ("model_parts", "optimizers", "states") if named.get(name) is None]
         if missing:
-            raise UsageError(f"TorchtitanCheckpointer: {', '.join(missing)} must be given; see its arguments.")
+            raise UsageError(f"TorchtitanCheckpointer: {', '.join(missing)} must be given.")
         model_parts, optimizers = named["model_parts"], named["optimizers"]
         _check(config, named.get("ft_manager"))
         if not isinstance(model_parts, (list, tuple)) or not model_parts:
@@ -338,12 +338,12 @@ def _check(config: Any, ft_manager: Any) -> None:
     names = config if isinstance(config, Mapping) else _fields(config)
     unknown = sorted(set(names) - _HONOURED - _REFUSED.keys())
     if unknown:
-        raise UsageError(f"checkpoint config: {', '.join(unknown)} is not known to TorchtitanCheckpointer.")
+        raise UsageError(f"checkpoint config: TorchtitanCheckpointer does not know {', '.join(unknown)}.")
     for name, instead in _REFUSED.items():
         if _of(config, name, False):
-            raise UsageError(f"checkpoint config: {name}={_of(config, name, False)!r} is not done here: {instead}.")
+            raise UsageError(f"checkpoint config: {name}={_of(config, name, False)!r} is not supported: {instead}.")
     if getattr(ft_manager, "enabled", False):
-        raise UsageError("ft_manager: checkpoints of torchft's replicas are not done here.")
+        raise UsageError("ft_manager: checkpoints of torchft's replicas are not supported.")
 
 
 def _fields(config: Any) -> list[str]:
@@ -358,8 +358,8 @@ def _check_dtype(model_parts: Sequence[nn.Module], export_dtype: str) -> None:
     stored = {str(p.dtype).removeprefix("torch.") for p in every if p.is_floating_point()}
     if export_dtype and stored - {export_dtype}:
         raise UsageError(
-            f"checkpoint config: export_dtype={export_dtype!r} with last_save_model_only=True is a cast from "
-            f"{', '.join(sorted(stored))}, not done here: give the model's dtype, and cast with convert --dtype."
+            f"checkpoint config: export_dtype={export_dtype!r} with last_save_model_only=True would cast "
+            f"{', '.join(sorted(stored))}, which is not supported: set the model's dtype and cast with convert --dtype."
         )
 
 

@@ -96,7 +96,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         if self._trainer is trainer:
             return self
         if self._trainer is not None:
-            raise UsageError("this CheckpointCallback belongs to another Trainer; make one for each.")
+            raise UsageError("this CheckpointCallback belongs to another Trainer; create one per Trainer.")
         self._limits = self._retention(trainer.args)
         self._trainer = trainer
         if self not in trainer.callback_handler.callbacks:
@@ -134,8 +134,8 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
             return RetentionPolicy(max_num=args.save_total_limit, keep_best=best) if args.save_total_limit else None
         if best is not None and (given.keep_best or ("",))[0] != metric and _limits(given):
             raise UsageError(
-                f"load_best_model_at_end=True: retention must keep the best model, as in keep_best={best}; it would "
-                "be deleted by the time it is loaded."
+                f"load_best_model_at_end=True: retention must keep the best model, as in keep_best={best}. Otherwise "
+                "the best model would be deleted before it is loaded."
             )
         return given
 

@@ -103,7 +103,7 @@ def test_torch_enums_are_accepted():
         ({"force_sum_reduction_for_comms": 1}, "force_sum_reduction_for_comms is 1"),
         ({"precision": "double"}, "mixed, master"),
         ({"offload": "disk"}, "none, params, optimizer"),
-        ({"cpu_offload": True, "offload": "optimizer"}, "Ask for one of them"),
+        ({"cpu_offload": True, "offload": "optimizer"}, "Set only one"),
         ({"precision": "master"}, "mixed_precision='bf16'"),
         ({"sharding_strategy": "NO_SHARD", "shard": 2}, "shard is 2"),
         ({"sharding_strategy": "NO_SHARD", "cp": 2}, "NO_SHARD excludes"),
@@ -144,7 +144,7 @@ def test_impossible_settings_are_refused_at_construction(values, message):
 
 
 def test_prefetch_without_an_equal_is_accepted_with_a_warning():
-    with pytest.warns(UserWarning, match="BACKWARD_POST has no equal in FSDP2"):
+    with pytest.warns(UserWarning, match="BACKWARD_POST does not exist in FSDP2"):
         assert FSDPConfig(backward_prefetch="BACKWARD_POST").backward_prefetch is BackwardPrefetch.BACKWARD_POST
 
 

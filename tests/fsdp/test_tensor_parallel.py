@@ -55,7 +55,7 @@ def test_a_custom_plan_equals_a_single_process(ranks):
 def _refused():
     strategy = FSDPStrategy(FSDPConfig(tp=2))
     for plan, message in (
-        (None, "carries no tensor-parallel plan"),
+        (None, "has no tensor-parallel plan"),
         ({"layers.*.sideways": "colwise"}, r"'layers\.\*\.sideways', which matches no module"),
         ({"layers.*.up": "packed_colwise"}, r"'layers\.\*\.up' the style 'packed_colwise'"),
         ({"lm_head": "colwise"}, r"'lm_head' splits dimension 0 of its weight \[19, 12\] over tp=2"),

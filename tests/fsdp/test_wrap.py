@@ -30,7 +30,7 @@ def _twice(records=None):
     logger.addHandler(handler)
     assert shard(model) is model
     logger.removeHandler(handler)
-    assert seen == ["TinyLM is sharded already; shard() left it as it is."]
+    assert seen == ["TinyLM is already sharded; shard() did not change it."]
 
 
 def test_sharding_a_second_time_changes_nothing_and_warns(ranks):
@@ -385,10 +385,10 @@ def test_ignored_parameters_are_left_as_they_are(ranks, config, by_name):
 def _refused_options():
     model = models.untied()
     calls = [
-        ("ignored_params names 'nothing.*', which is no parameter", {"config": FSDPConfig(ignored_params="nothing.*")}),
+        ("'nothing.*', which matches no parameter", {"config": FSDPConfig(ignored_params="nothing.*")}),
         ("ignored_params is .*expected a set of the model's parameters", {"ignored_params": model.lm_head.weight}),
         ("ignored_params is 'embed', expected", {"ignored_params": "embed"}),
-        ("item that is 'embed', expected a parameter", {"ignored_params": ["embed"]}),
+        ("an item of ignored_params is 'embed', expected a parameter", {"ignored_params": ["embed"]}),
         ("a parameter of shape .* that TinyLM does not have", {"ignored_params": {nn.Parameter(torch.ones(2))}}),
         ("shard_placement_fn is 1, expected a function", {"shard_placement_fn": 1}),
         ("returned 1 for 'embed.weight', expected", {"shard_placement_fn": lambda parameter: 1}),

@@ -318,4 +318,4 @@ def test_a_token_in_the_query_of_a_hub_url_is_refused_with_advice(command: list[
     rest = [str(tmp_path / "out")] if command == ["convert"] else []
     found = CliRunner().invoke(cli, [*command, "hf://x/y?token=hf_0123456789", *rest])
     assert found.exit_code == 2 and "hf_0123456789" not in found.output
-    assert "Give the plain URL, and the login in the environment or in storage options" in found.output
+    assert "put the login into the environment or storage options" in found.output

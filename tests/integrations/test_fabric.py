@@ -100,7 +100,7 @@ def test_a_fabric_run_resumes_bit_equal_with_the_registered_strategy(framework_r
 def _refused(folder):
     fabric = _fabric(precision="bf16-mixed")
     model = models.untied()
-    with pytest.raises(UsageError, match=r"make the optimizer of model\.parameters"):
+    with pytest.raises(UsageError, match=r"create the optimizer from model\.parameters"):
         fabric.setup(model, torch.optim.SGD(model.parameters()))
     model = fabric.setup(model)
     out = model(models.batch(0))

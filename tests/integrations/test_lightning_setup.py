@@ -29,7 +29,7 @@ def test_an_auto_size_is_computed_from_the_other_sizes(arguments, sizes):
 
 @pytest.mark.parametrize("arguments", [{"dp": 3, "tp": 2}, {"dp": 3, "tp": "auto"}, {"dp": 16, "tp": "auto"}])
 def test_sizes_that_do_not_multiply_to_the_world_size_are_refused(arguments):
-    with pytest.raises(UsageError, match="does not make the 8 ranks"):
+    with pytest.raises(UsageError, match="is not the number of ranks of this run, 8"):
         group_sizes(8, **arguments)
 
 
