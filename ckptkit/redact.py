@@ -57,7 +57,7 @@ _LONG = 12  # values of at least this length are also masked inside longer words
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*:/{1,3})([^\s'\"<>`\\]+)")
 _QUERY = re.compile(r"([?&;]|^)([^=&;?]+)=([^&;]*)")
 _PLAIN_QUERY = frozenset(["versionid", "version", "revision", "region", "endpoint_url", "download"])
-# "token" must be the whole name: a model's cls_token is no secret.
+# "token" must be the whole name: a model's cls_token is not a secret.
 _ASSIGNED = re.compile(rf"(?i)((?<![\w-])(?:[\w-]*(?:{_NAMES})[\w-]*|token|sig|sas)=)(?!\*\*\*)[^\s\"'&,;)}}\]]+")
 _QUOTED = re.compile(rf"(?i)([\"'][\w-]*(?:{_NAMES})[\w-]*[\"']\s*[:=]\s*[\"'])(?!\*\*\*)[^\"']+")
 _BEARER = re.compile(r"(?i)\b(authorization:?\s+\w+\s+|bearer\s+|basic\s+(?=[a-z0-9+/=_-]{16}))[^\s\"',;)]+")

@@ -153,7 +153,7 @@ def _with_base(
     together: bool,
     storage_options: Mapping[str, Any] | None,
 ) -> tuple[Source, ExportOptions, str]:
-    """Return the source. If it is an adapter without the weights that it changes, join it with those of --base."""
+    """Return the source; if it is an adapter without base weights, joined with the weights of --base."""
     from ckptkit.catalog.entry import Role
     from ckptkit.offline.export.adapters import base_name, changes_base, without_base
     from ckptkit.offline.export.base import beside_source

@@ -117,7 +117,7 @@ def _missing_ranks(files: Mapping[str, int], world_size: int) -> list[str]:
 
 
 def _is_file(entry: ObjectEntry, files: Mapping[str, int]) -> bool:
-    """Return whether an object is a file of its own, not a record in a data file."""
+    """Return whether an object has its own file, instead of a record in a data file."""
     return entry.encoding != "value" and entry.start == 0 and files.get(entry.path) == entry.nbytes
 
 

@@ -25,12 +25,12 @@ def key_in(index: int, key: str) -> str:
 
 
 def taken_from(target: Target, index: int) -> Target:
-    """Return a target of source `index` with its keys replaced by those of the joined catalog."""
+    """Return a target of source `index` with the keys of the joined catalog."""
     return replace(target, parts=tuple(replace(part, source=key_in(index, part.source)) for part in target.parts))
 
 
 def computed_from(tensor: ComputedTensor, index: int) -> ComputedTensor:
-    """Return a computed tensor of source `index` with its keys replaced by those of the joined catalog."""
+    """Return a computed tensor of source `index` with the keys of the joined catalog."""
 
     def cut(start: int, stop: int) -> ComputedTensor:
         return computed_from(tensor.rows(start, stop), index)

@@ -255,7 +255,7 @@ def _combined(
     sum_dtype: Sums,
     said: str,
 ) -> HFExport:
-    """Return the export with the summed tensors. Its other fields are those of the last source."""
+    """Return the export with the summed tensors. Its other fields come from the last source."""
     _check_names(opened, named)
     result: list[OutputTensor] = []
     copied: list[str] = []

@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-_BESIDE = (MANIFEST_NAME, RECORD_NAME, SUMS_NAME)  # files that may be written in addition to those of the plan
+_BESIDE = (MANIFEST_NAME, RECORD_NAME, SUMS_NAME)  # files that may be written in addition to the plan's
 _FILE_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
 
 

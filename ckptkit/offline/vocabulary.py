@@ -42,7 +42,7 @@ NewRows = Literal["mean", "zeros"]
 _TILE = 4 << 20  # bytes of a tensor read at a time
 _NAMED = 5
 _TOKEN = re.compile(r".*token_(?:id|ids|index)")
-# Other names of heads are ambiguous: modules that are no heads may have them too.
+# Other names of heads are ambiguous: modules that are not heads may have them too.
 _SURELY_HEADS = ("lm_head.weight", "embed_out.weight")
 
 

@@ -66,7 +66,7 @@ class LoraPair:
 
     @property
     def patterned(self) -> str:
-        """The name that rank and alpha patterns match. An attention's out_proj has that of its parent module."""
+        """The module name that rank and alpha patterns match; for an attention's out_proj, its parent's name."""
         return self.module.rpartition(".")[0] if self.key.endswith(".base_layer.out_proj") else self.module
 
 
@@ -116,7 +116,7 @@ def split_adapter(targets: Mapping[str, Target]) -> AdapterSplit | None:
     """Split a checkpoint into adapter and base tensors; return None if there is no adapter.
 
     Raises:
-        CheckpointMismatchError: A factor lacks the other one, or names collide.
+        CheckpointMismatchError: A factor lacks its counterpart, or names collide.
         UnsupportedFormatError: There are several adapters.
     """
     if not any(".lora_" in name and _LORA.fullmatch(name) for name in targets):

@@ -55,7 +55,7 @@ def by_block(high: int, wide: int, dtype: str) -> Formula:
         import torch
 
         scale = _factors(inputs[0])
-        start = first if w.ndim == 2 and high > 1 else 0  # with more dimensions, rows are those of the outermost
+        start = first if w.ndim == 2 and high > 1 else 0  # with more dimensions, only the outermost is sliced
         rows = torch.arange(start, start + w.shape[-2]) // high
         columns = torch.arange(w.shape[-1]) // wide
         return _rounded(w.float() * scale[..., rows, :][..., columns], dtype)

@@ -22,7 +22,7 @@ _NAMED = 3
 def averaged(catalog: Catalog) -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
     """Return the averaged weights by FQN, and notes.
 
-    Tensors without an average (integers, buffers, frozen parameters) are those of the model.
+    Tensors without an average (integers, buffers, frozen parameters) come from the model.
 
     Raises:
         CheckpointNotFoundError: There is no EMA.

@@ -290,7 +290,7 @@ def _quantized(draft: _Draft) -> bool:
 
 
 def _model_type(config: Mapping[str, Any] | None) -> str | None:
-    """Return the model type in the config. Of a multimodal model, that of its text model."""
+    """Return the model type in the config; for a multimodal model, the type of its text model."""
     config = config or {}
     text = config.get("text_config")
     found = (text if isinstance(text, Mapping) else config).get("model_type") or config.get("model_type")

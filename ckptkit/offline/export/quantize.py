@@ -52,7 +52,7 @@ class Quantized:
 def quantize(tensors: Mapping[str, OutputTensor], config: Mapping[str, Any] | None) -> Quantized:
     """Return the tensors, with codes and scales for the weights that transformers' FP8 quantizer would quantize.
 
-    As with transformers, these weights keep their dtype: those with a size that is no multiple of 128, those that
+    As with transformers, these weights keep their dtype: those with a size that is not a multiple of 128, those that
     servers fuse with such a weight, and experts that are stacked into one tensor. If the installed transformers does
     not know the config, weights are chosen by name, and a note says so.
 

@@ -86,6 +86,6 @@ def _state(row: Listed) -> str:
 
 
 def write_diff_page(title: str, changes: Mapping[str, float], facts: list[tuple[str, str]], path: str) -> None:
-    """Write the heat maps of a diff to the file `path`. `changes` are those of `heat_maps`."""
+    """Write the heat maps of a diff to the file `path`. `changes`: see `heat_maps`."""
     shown = page(f"Changed since {title}", heat_maps(changes), facts=facts, source="tensors and digests")
     Path(path).write_text(shown, encoding="utf-8")

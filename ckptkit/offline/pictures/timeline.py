@@ -135,7 +135,7 @@ def _bars(items: Sequence[TimelineItem], slot: float, base: float) -> list[str]:
             count = label(item.name, width + 4)
             parts.append(text(x + width / 2, base - BARS / 6 + 4, count, kind="soft", anchor="middle"))
             continue
-        height = max(BARS * item.nbytes / largest, 3)  # the size is 0 for items that are no checkpoints
+        height = max(BARS * item.nbytes / largest, 3)  # the size is 0 for items that are not checkpoints
         title = f"{item.name}\n{format_size(item.nbytes)} · {item.state}\n{item.reason}"
         parts.append(rect(x, base - height, width, height, fill=_COLOURS.get(item.state, "#9aa4b5"), title=title))
         if x + width / 2 >= free:
