@@ -189,7 +189,7 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int, str], None] | None]
     ) as bar:
 
         def update(done: int, total: int, what: str) -> None:
-            if done < bar.n:  # the next phase: the result is read back
+            if done < bar.n:  # a new phase has begun, such as reading the result back
                 bar.reset()
             bar.total = total
             phase, _, file = what.rpartition(": ")

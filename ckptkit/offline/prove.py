@@ -143,7 +143,7 @@ class _Prover:
 
     def compare(self, index: int, worker: Worker) -> None:
         placement = self._plan.placements[index]
-        # Fingerprints decide if slices differ: the digests may be wrong because the source is damaged.
+        # If digests differ, fingerprints decide: the source may be damaged and the result still equal to it.
         if self._is_same_by_slices(placement, worker):
             return
         if self._found(placement, worker) != self._expected(placement.tensor, worker):

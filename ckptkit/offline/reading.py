@@ -335,7 +335,7 @@ def earlier_checkpoint(url: str, *, storage_options: Mapping[str, Any] | None = 
         return ""
     if name in committed:
         older = committed[: committed.index(name)]
-    else:  # the checkpoint is damaged, or does not belong to the run at its place
+    else:  # the checkpoint is damaged, or is not part of this run
         step = step_of_name(name)
         older = [other for other in committed if step is not None and (step_of_name(other) or 0) < step]
     return f"{url.rstrip('/').rpartition('/')[0]}/{older[-1]}" if older else ""

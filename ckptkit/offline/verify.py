@@ -82,7 +82,7 @@ class VerifyReport:
     unproved_files: tuple[str, ...]  # the files with these bytes
     algorithms: tuple[str, ...]
     problems: tuple[Problem, ...]
-    doubt: str = ""  # what these files cannot prove
+    doubt: str = ""  # what the checkpoint's files cannot prove
     uninterpreted: Mapping[str, str] = field(default_factory=dict)  # tensors of unknown classes -> why not read
 
     @property

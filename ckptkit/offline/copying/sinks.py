@@ -77,7 +77,7 @@ class LocalSink:
         total = sum(len(view) for view in views)
         try:
             done = os.pwritev(descriptor, views, start)
-            if done < total:  # a signal or a full disk; the next write raises for the latter
+            if done < total:  # a signal, or a full disk, for which the next write raises
                 rest = memoryview(b"".join(views))[done:]
                 while len(rest):
                     count = os.pwrite(descriptor, rest, start + total - len(rest))

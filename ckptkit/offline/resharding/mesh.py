@@ -314,7 +314,7 @@ class TPPlan:
             )
 
 
-# --- the cut of each tensor of a source on the new mesh: as recorded, or by FSDP2 and a plan
+# --- the cut of each tensor of a source on the new mesh: as recorded, or by FSDP2's rule and a plan
 
 
 _WHOLE = Cut(None)
