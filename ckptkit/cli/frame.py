@@ -219,7 +219,7 @@ def storage_options_of_both(function: F) -> F:
             f"{which}_storage_options",
             multiple=True,
             metavar="K=V",
-            help=f"The same, for the {where} only.",
+            help=f"Like --storage-option, for the {where} only.",
             callback=lambda _context, _option, pairs: with_storage_options(pairs),
         )(function)
     return storage_option(function)

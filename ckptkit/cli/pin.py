@@ -9,7 +9,7 @@ from ckptkit.cli.frame import command_frame, print_json, storage_option, with_st
 
 @click.command("pin")
 @click.argument("url")
-@click.option("--why", default="by hand", show_default=True, metavar="TEXT", help="Shown by ls and prune.")
+@click.option("--why", default="by hand", show_default=True, metavar="TEXT", help="Reason, shown by ls and prune.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @storage_option
 @command_frame

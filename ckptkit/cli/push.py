@@ -10,7 +10,7 @@ from ckptkit.cli.frame import command_frame, if_interrupted, is_quiet, print_jso
 @click.command("push")
 @click.argument("folder")
 @click.argument("repo")
-@click.option("--private/--public", default=None, help="For a new repo. Default: the owner's setting.")
+@click.option("--private/--public", default=None, help="Visibility of a new repo. Default: the owner's setting.")
 @click.option("--revision", metavar="BRANCH", help="Branch to commit to.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 @command_frame
