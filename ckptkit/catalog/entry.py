@@ -416,7 +416,7 @@ class TensorEntry:
             raise CorruptCheckpointError(f"tensor {self.name!r}: its slices overlap partly.")
         if covered != self.numel:
             raise IncompleteCheckpointError(
-                f"tensor {self.name!r} of shape {list(self.shape)}: its slices hold {covered} of {self.numel} elements."
+                f"tensor {self.name!r} of shape {list(self.shape)}: its slices have {covered} of {self.numel} elements."
             )
 
     def _cut_in_rows(self) -> bool:

@@ -66,8 +66,8 @@ class PhaseClock:
     def add_in_turn(self, found: Sequence[tuple[str, float, int]]) -> None:
         """Record consecutive phases (name, seconds, bytes) of this thread. The last one ends now.
 
-        If several threads did the work, pass the longest time of each phase. The sum may then exceed the elapsed time;
-        it is scaled down to that.
+        If several threads did the work, pass the longest time of each phase. If their sum exceeds the elapsed time,
+        they are scaled down.
         """
         thread, now = threading.current_thread().name, time.perf_counter()
         with self._lock:
@@ -293,7 +293,7 @@ def write_trace_file(folder: Path | None, what: str, report: SaveReport | LoadRe
         _log.warning("the trace of a %s could not be written: %s", what, error)
 
 
-# A load may leave the optimizer for later, when it and added parameters exist.
+# A load can defer the optimizer until it and added parameters exist.
 
 
 class DeferredOptimizer:

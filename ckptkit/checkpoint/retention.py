@@ -32,8 +32,8 @@ class RetentionPolicy:
             checkpoint, including exempt ones. The oldest are deleted first.
         keep_every: Keep each checkpoint whose step is a multiple of this.
         keep_best: (metric, "min" | "max", count); the default count is 1.
-        keep_daily: Keep the newest checkpoint of each day, for the last so many days that have a checkpoint. Days are
-            in UTC, according to the time in the commit record.
+        keep_daily: Keep one checkpoint per day, the newest, for this many days. Only days with a checkpoint count. Days
+            are in UTC, according to the time in the commit record.
     """
 
     max_num: int | None = None

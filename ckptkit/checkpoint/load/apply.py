@@ -99,7 +99,7 @@ def _check_object(target: ObjectTarget, value: Any) -> None:
 
 
 def apply_objects(state: TrainState, plan: LoadPlan, decoded: Decoded | None, report: LoadReport) -> None:
-    """Restore the user's objects. Must come before the tensors, because only an object can still fail."""
+    """Restore the user's objects. Must run before `apply_tensors`, because an object may refuse its state."""
     assert decoded is not None
     for target, values in zip(plan.objects, decoded.objects, strict=True):
         _apply_object(state, target, values)

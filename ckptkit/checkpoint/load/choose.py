@@ -1,4 +1,4 @@
-"""Loads for a manager: chooses a checkpoint, pins it while it is read, and falls back from a damaged one."""
+"""Loads checkpoints for a manager: chooses one, pins it while it is read, and falls back if it is damaged."""
 
 from __future__ import annotations
 
@@ -359,8 +359,8 @@ def _refuse_unread(url: str, root: Store, inventory: Inventory, storage_options:
         listing = ", ".join(found[:4]) + ", ..." * (len(found) > 4)
         raise UsageError(
             f"{url} contains {listing}, and it is not clear which is the run's newest checkpoint. Name "
-            f"it, for example load(state, '{url.rstrip('/')}/{found[-1]}'). Read a checkpoint that is "
-            f"split over several files with torch.load. {_ANEW}"
+            f"it, for example load(state, '{url.rstrip('/')}/{found[-1]}'). If a checkpoint is split over "
+            f"several files, read it with torch.load. {_ANEW}"
         )
 
 

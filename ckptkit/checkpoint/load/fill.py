@@ -82,8 +82,8 @@ def naming(filler: Filler) -> Iterator[None]:
 def share_checks(wanted: Sequence[Sequence[SliceCheck]]) -> list[list[SliceCheck]]:
     """Assign each slice that ranks read only partly to one of these ranks: the one with the least to check so far.
 
-    So one rank reads every slice completely and checks it, before any rank uses it. The work is distributed evenly, and
-    each slice is read at most once more.
+    So some rank reads and checks the whole slice before any rank uses it. The work is distributed evenly, and each
+    slice is read at most once more.
     """
     readers: dict[tuple[str, int], list[int]] = {}
     slices: dict[tuple[str, int], SliceCheck] = {}

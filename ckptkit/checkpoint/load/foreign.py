@@ -33,7 +33,7 @@ _OBJECT = re.compile(r"(scheduler|random_states_\d+|rng_state(?:_\d+)?|trainer_s
 
 
 def with_files_beside(catalog: Catalog, store: Store) -> Catalog:
-    """Add the files next to the weights to their catalog. Return it unchanged if it already has an optimizer."""
+    """Return the catalog with the files next to the weights added; unchanged if it already has an optimizer."""
     if not catalog.info.format.startswith("safetensors") and catalog.info.format not in ("torch", "hf"):
         return catalog
     if any(entry.role is Role.OPTIMIZER for entry in catalog.tensors.values()):
@@ -319,8 +319,8 @@ def _sections(owners: Sequence[str], live: Sequence[str], url: str) -> dict[str,
         return {}
     if len(owners) != len(live):
         raise CheckpointMismatchError(
-            f"{url} contains {len(owners)} optimizers ({', '.join(owners)}), the training state has "
-            f"{len(live)}. Pass the same number, by name: TrainState(optimizer={{...}}); or skip them: "
+            f"{url} contains {len(owners)} optimizers ({', '.join(owners)}), but the training state has "
+            f"{len(live)}. Pass as many optimizers, by name: TrainState(optimizer={{...}}). Or skip them: "
             'optimizer="skip".'
         )
     return {owner: section("optimizer", name) for owner, name in zip(owners, live, strict=True)}

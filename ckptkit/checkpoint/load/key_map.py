@@ -62,8 +62,8 @@ def map_weights(catalog: Catalog, key_map: NameMap, *, live: set[str], config: M
     if key_map.rules and len(mapped.unused) == len(key_map.rules):
         names = ", ".join(map(repr, list(targets)[:_SHOWN]))
         raise CheckpointMismatchError(
-            f"key map {key_map.name!r} matches none of {len(targets)} weights; nothing was loaded. Their names are "
-            f"like {names}."
+            f"key map {key_map.name!r} matches none of {len(targets)} weights; nothing was loaded. Examples "
+            f"of their names: {names}."
         )
     found = dict(mapped.targets)
     if tied := _tied(catalog, targets):

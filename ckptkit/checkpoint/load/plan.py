@@ -1070,7 +1070,7 @@ def _moved(state: TrainState, catalog: Catalog) -> str:
             layout = layout_of(view) if isinstance(view, DTensor) else None
             now = None if layout is None else _cut(layout.mesh_shape, layout.texts())
             if was != now:
-                return f"{key} was placed {was or 'whole on each rank'}, here it is {now or 'whole on each rank'}"
+                return f"{key} was placed {was or 'whole on each rank'}, but is {now or 'whole on each rank'} here"
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Runs saves in the background. Makes sure that somebody sees their errors."""
+"""Runs saves in the background. Their errors are always raised or logged."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def part_ways(captured: Captured, keepers: Mapping[str, int] | None, rank: int) 
     """
     if keepers is None:
         return
-    # Every rank saves this dict, even if it is empty: a load counts them to get the number of ranks that saved.
+    # Every rank saves this dict, even if it is empty: a load counts these dicts to get the number of ranks.
     own = captured.rank_objects.setdefault(f"{PER_RANK}.{rank}", {})
     for section, taken in captured.optimizers.items():
         taken.tree.setdefault("own", {"layouts": layouts(taken.cut), "states": []})
@@ -172,7 +172,7 @@ def part_ways(captured: Captured, keepers: Mapping[str, int] | None, rank: int) 
 
 
 def _bound(captured: Captured) -> set[str]:
-    """Return the keys of plain optimizer states that are computed from this rank's shards of the parameters."""
+    """Return the keys of plain optimizer states that may be computed from this rank's shards of the parameters."""
     found: set[str] = set()
     for section, taken in captured.optimizers.items():
         found.update(taken.loose)
@@ -205,7 +205,7 @@ def warn_of(keys: Collection[str], captured: Captured) -> None:
     other = sorted(keys - {*own, *extra})
     if extra:
         _log.warning(
-            "%s differ between ranks; one rank's values are saved. Wrap them in ckptkit.PerRank.",
+            "%s differ between ranks; one rank's values are saved. To save all, wrap them in ckptkit.PerRank.",
             _listed(extra),
         )
     if own:

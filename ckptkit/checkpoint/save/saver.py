@@ -187,7 +187,7 @@ class Saver:
         self._transfers: Any = None
         # Plain tensors that differ between ranks, each with the rank that keeps the shared copy; None: there are none.
         self._keepers: dict[str, int] | None = None
-        self._holdings: list[bytes] = []  # digest of each rank's plain keys at the last comparison one by one
+        self._holdings: list[bytes] = []  # digest of each rank's plain keys when they were last compared
 
     def prepare(self, state: TrainState, request: SaveRequest) -> Prepared:
         """Capture, plan and agree, without writing. All ranks must call it, in the training thread.
@@ -231,9 +231,9 @@ class Saver:
 
     @patient()
     def publish(self, prepared: Prepared) -> CommitRecord:
-        """Write the staged or live tensors, and commit once every rank has written. All ranks must call it.
+        """Write the staged or live tensors, and commit once every rank has written.
 
-        The thread does not matter.
+        All ranks must call it, in any thread.
 
         Raises:
             RankFailedError: Some rank failed, and nothing was published; the same error on every rank.
@@ -296,7 +296,7 @@ class Saver:
     # --- steps
 
     def _check_ranked(self, request: SaveRequest) -> None:
-        """Check that the save has the metric of `keep_best`. Raise if there are no metrics, warn if it is missing.
+        """Check that the save has the metric of `keep_best`. Raise if there are no metrics; warn if others are given.
 
         Does nothing once a save had metrics: the last save before a job ends may have none.
         """

@@ -127,8 +127,8 @@ def _allocate(nbytes: int, *, pinned: bool) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8)
     if pinned:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    # Without huge pages: if memory is fragmented or new to a virtual machine, they made the first touch five times
-    # slower.
+    # No huge pages: in fragmented memory, or memory new to a virtual machine, they made the first access
+    # five times slower.
     populate = getattr(mmap, "MAP_POPULATE", 0)
     return torch.frombuffer(
         mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | populate), dtype=torch.uint8

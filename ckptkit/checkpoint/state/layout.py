@@ -39,7 +39,7 @@ class Shard:
 
 
 Layout = Mapping[str, "Shard | Sequence[Shard] | Literal['per_rank']"]
-"""Maps globs of FQNs to the shards that make a tensor a part of a global one, the outermost first.
+"""Maps globs of FQNs to shards (outermost first), which declare a tensor as a part of a global one.
 
 The value "per_rank" means that each rank keeps its own tensor.
 """
@@ -62,7 +62,7 @@ def check_layout(layout: object) -> None:
         for shard in shards:
             if getattr(shard.mesh, "ndim", None) != 1:
                 raise UsageError(
-                    f"TrainState(layout=...): {glob!r} needs a mesh of one dimension, as device_mesh['ep']; found "
+                    f"TrainState(layout=...): {glob!r} needs a mesh of one dimension, such as device_mesh['ep']; found "
                     f"{shard.mesh!r:.80}."
                 )
 

@@ -168,7 +168,7 @@ class _Capturing:
     """Sorts the states of an optimizer's parameters into tensors, masters and values.
 
     Attributes:
-        shards: Names of states that are plain tensors, but shards.
+        shards: Names of states whose plain tensors are shards.
         held: How a state is stored, by key, if this does not follow from its parameter.
         plain: "<fqn>.<name>" of states with plain tensors whose values may differ between ranks.
     """
@@ -353,7 +353,7 @@ def _beside(parameter: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch
     from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 
     def follows(placement: Any) -> bool:
-        # Only Shard itself, not its subclasses: with tensor parallelism in front, the parts differ.
+        # Exactly Shard: a strided shard (FSDP over tensor parallelism) has other parts.
         dim = placement.dim if type(placement) is Shard else len(shape)
         return bool(dim < min(len(shape), parameter.dim()) and shape[dim] == parameter.shape[dim])
 
@@ -452,7 +452,7 @@ def group_changes(
 ) -> GroupChanges:
     """Return the changes to the live groups. Their settings come from the saved groups, matched by parameter name.
 
-    Groups may be reordered, split or merged, unless a live group would need two different learning rates, for example.
+    Groups may be reordered, split or merged. It is a conflict if a live group would need two learning rates.
     """
     live_names = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     saved_of = {fqn: i for i, group in enumerate(saved) for fqn in group["params"]}
@@ -493,12 +493,12 @@ def _group_settings(
             continue
         if not _fits(live.get(key), value):
             changes.conflicts.append(
-                f"{what} group {index}: {key} is {reprlib.repr(value)} in the checkpoint, here it is {live[key]!r}"
+                f"{what} group {index}: {key} is {reprlib.repr(value)} in the checkpoint, but {live[key]!r} here"
             )
         elif isinstance(value, bool) and isinstance(live.get(key), bool) and value is not live[key]:
             changes.switches.append(f"{key}={value} of group {index} (here it is {live[key]})")
         if key not in live:
-            changes.notes.append(f"{what} group {index}: {key}={value!r} is new from the checkpoint")
+            changes.notes.append(f"{what} group {index}: added {key}={value!r} from the checkpoint")
         new[key] = value
     for key in live:
         if key not in first and key not in _GROUP_NAMES:

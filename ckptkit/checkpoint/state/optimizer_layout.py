@@ -48,7 +48,7 @@ def layouts(cut: Mapping[str, ShardLayout]) -> list[Any]:
 
 
 def shard_names(states: Iterable[tuple[torch.Tensor, Mapping[str, Any]]]) -> frozenset[str]:
-    """Return the names of the states that are plain tensors, but shards. `states`: (parameter, its states) pairs."""
+    """Return the names of the states whose plain tensors are shards. `states`: (parameter, its states) pairs."""
     names = set()
     for parameter, state in states:
         if not _is_sharded(parameter):

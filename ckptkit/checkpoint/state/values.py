@@ -119,7 +119,9 @@ class _Encoder:
         kind = type(value)
         if kind in (dict, collections.OrderedDict):
             known = self._seen.find(path, value)
-            if known is not None and known.table.keys().isdisjoint(self._tensors):  # iterates over the few in _tensors
+            if known is not None and known.table.keys().isdisjoint(
+                self._tensors
+            ):  # isdisjoint loops over _tensors: few
                 self._tensors.update(known.table)
                 return known.tree
             plain = kind is dict and _STRINGS.issuperset(map(type, value))
