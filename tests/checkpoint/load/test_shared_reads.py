@@ -253,7 +253,7 @@ def fail_while_others_send(url: str) -> tuple[str, bool]:
     with contextlib.ExitStack() as stack:
         manager = CheckpointManager(url, timeout_s=40)
         stack.callback(manager.close)
-        with pytest.raises(RankFailedError, match="replicas share") as caught:
+        with pytest.raises(RankFailedError, match="replicated data") as caught:
             manager.load(TrainState(model=module, rng=False), replicas="broadcast", atomic=True)
     return str(caught.value), raw(dict(module.named_buffers())) == before
 
