@@ -72,7 +72,7 @@ def _fits(name: str, value: object) -> bool:
     if name == "optimizer":
         return hasattr(value, "param_groups") and callable(getattr(value, "zero_grad", None))
     if name == "scheduler":
-        # An optimizer has `step` too. In place of a scheduler it would step twice.
+        # An optimizer has `step` too, but is refused as a scheduler: it would step twice.
         return callable(getattr(value, "step", None)) and not hasattr(value, "param_groups")
     if name == "tokenizer":
         return callable(getattr(value, "save_pretrained", None)) and not isinstance(value, nn.Module)

@@ -172,7 +172,8 @@ class FSDPConfig:
     """True reduces gradients by sums only and divides separately. NCCL's zero-copy transfers need this."""
 
     offload: Offload = "none"
-    """"params": parameters and gradients stay on the host. "optimizer": `maybe_offload_optimizer` moves its state."""
+    """"params": parameters and gradients stay on the host. "optimizer": `maybe_offload_optimizer` moves the
+    optimizer's state to the host."""
 
     backward_prefetch: BackwardPrefetch | int = BackwardPrefetch.BACKWARD_PRE
     """When the next unit is gathered in backward. A number prefetches that many units explicitly."""
@@ -223,8 +224,8 @@ class FSDPConfig:
     """FSDP2 always keeps the original parameters; False is accepted with a warning."""
 
     device: str = "auto"
-    """The model's device: "cpu", "cuda" ...; "auto": its current accelerator, otherwise one that the process group
-    supports."""
+    """The device to train on: "cpu", "cuda", ... "auto" means the accelerator that the model is on, otherwise the
+    machine's accelerator if the process group supports it, otherwise "cpu"."""
 
     def __post_init__(self) -> None:
         _coerce(self)

@@ -41,7 +41,7 @@ class GradientReport:
     Attributes:
         norm: The unscaled norm.
         finite: Whether the norm is finite on all ranks.
-        factor: The factor for the gradients before the step.
+        factor: Multiply the gradients by this before the step.
     """
 
     norm: torch.Tensor

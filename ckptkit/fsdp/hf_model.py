@@ -117,7 +117,7 @@ def adapter_tensors(source: Exported, extra: dict[str, torch.Tensor]) -> dict[st
 
     model = source.model
     adapters = adapters_of(model)
-    # PEFT looks up module names with the names of wrappers.
+    # PEFT looks up raw module names, which include the names of wrappers.
     raw = {
         clean_fqn(f"{module}.{leaf}"): f"{module}.{leaf}"
         for module, owner in model.named_modules()

@@ -25,8 +25,8 @@ def reset_parameters(model: nn.Module, *, seed: int | None = None) -> None:
     rank 0), and keeps its own shards. So ranks need not communicate parameters. (Drawing directly into DTensors would
     give every rank the same numbers.)
 
-    Children come before their parents. transformers' `_init_weights` initializes a module, or its own
-    `reset_parameters`; a module with neither keeps its values. A tied weight is drawn once per name and keeps the first
+    Children come before their parents. A module is initialized by transformers' `_init_weights` or by its own
+    `reset_parameters`; without either it keeps its values. A tied weight is drawn once per name and keeps the first
     result, as if it were tied after construction.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0

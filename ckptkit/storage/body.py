@@ -54,7 +54,7 @@ class Content:
         return b"".join(self.pieces)
 
     def crc32_base64(self) -> str:
-        """Return the CRC-32 in the form of HTTP headers."""
+        """Return the CRC-32 in base64, the form that HTTP headers use."""
         found = self.crc32
         if found is None:
             found = 0
@@ -147,7 +147,7 @@ class Collected:
 def _block() -> memoryview:
     """Return a buffer whose memory goes back to the system when it is freed.
 
-    With many threads malloc would fragment its arenas: eight files would take twice their size.
+    malloc would fragment its arenas if many threads allocate: eight files would take twice their size in memory.
     """
     private = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
     return memoryview(mmap.mmap(-1, _BLOCK, **private))

@@ -18,7 +18,7 @@ __all__ = ["Job", "Scatter", "Span", "coalesce", "cut_reads", "BlockReader"]
 
 _MAX_GAP = 512 << 10  # reading this many bytes takes about as long as one more request
 _LITTLE = 24 << 20  # a total of up to this many bytes is split into smaller requests
-_LEAST = 4 << 20  # of at least this many bytes each
+_LEAST = 4 << 20  # the smallest of these requests
 
 Job = tuple[str, int, int, list[ReadInto]]
 """One request: (path, start, stop, the reads that overlap it)."""
@@ -130,7 +130,7 @@ def _stop(item: ReadInto) -> int:
 _LEAST_BLOCK = 64 << 10
 _MOST = 2 << 20
 _HELD = 64 << 20  # bytes of cached blocks
-_WASTE = 8  # once blocks have read this many times the bytes that were asked for, they are not used
+_WASTE = 8  # blocks are not used once they have read this many times the requested bytes
 _AT_ONCE = 8
 
 _Key = tuple[str, int]

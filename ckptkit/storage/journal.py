@@ -56,7 +56,11 @@ class Journal:
     """The journal of one rank in one run. Safe for several threads."""
 
     def __init__(self, staging: str, *, world_size: int = 1, rank: int = 0) -> None:
-        """Open nothing yet. The owner file of `rank` must exist next to `staging`, an absolute path."""
+        """Set the paths; `begin` opens the owner file of `rank`, which must exist.
+
+        Args:
+            staging: Absolute path of the staging directory.
+        """
         self._staging = staging
         self._path = owner_path(staging, rank)
         self.world_size, self.rank = world_size, rank

@@ -68,7 +68,7 @@ class Ledger:
         self.done: dict[str, Finished] = {}
 
     def is_worth(self, nbytes: int) -> bool:
-        """Tell whether an object is large enough to be recorded."""
+        """Return whether an object is large enough to be recorded."""
         return nbytes >= WORTH
 
     def finished(self, path: str, nbytes: int, content: str, *, checked: bool) -> None:

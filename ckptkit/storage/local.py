@@ -384,7 +384,7 @@ class LocalStore(Store):
 
     @contextlib.contextmanager
     def opened(self, path: str) -> Iterator[OpenDirectory]:
-        """Open a directory for work through its descriptor. A directory that later gets its name is not touched."""
+        """Yield an open directory. If another directory gets its name later, that directory is not touched."""
         full = self._to_change(path)
         with _errors(full):
             fd = os.open(full, _DIRECTORY)

@@ -55,7 +55,7 @@ _held_leases: weakref.WeakValueDictionary[str, Lease] = weakref.WeakValueDiction
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """The content of one lease file. A new owner adds a file with the next generation and edits no other file."""
+    """The content of one lease file. A new owner adds a file with the next generation and never edits another file."""
 
     generation: int
     nonce: str
@@ -163,7 +163,7 @@ class Lease:
                 self._spare = True
 
     def tidy(self) -> None:
-        """Delete the files of earlier generations, and files that a kill left half-written."""
+        """Delete the files of earlier generations, and files that a killed process left half-written."""
         old, self._old = self._old, []
         with contextlib.suppress(OSError):
             self.root.delete(old)
@@ -289,7 +289,7 @@ def acquire_lease(root: Store, *, patience_s: float | None = None, look: Callabl
         newest = _newest(view)
         if newest is not None and not newest.released:
             _refuse_if_alive(root, newest, TTL_S if patience_s is None else patience_s)
-        # A damaged file is not a lease, but its generation is taken. A power cut damages leases: they are not synced.
+        # A power cut can damage a lease. A damaged file is not a lease, but its generation is taken.
         generation = max((generation for generation, _ in _generations(view)), default=0)
         if generation > (newest.generation if newest else 0) and _newest(root) != newest:
             continue  # another contender was faster
@@ -425,7 +425,7 @@ def _generations(root: Store) -> list[tuple[int, str]]:
 
 
 def _old_files(view: Store, state: _State) -> list[str]:
-    """Return the files of earlier generations, and files that a kill left half-written."""
+    """Return the files of earlier generations, and files that a killed process left half-written."""
     old = [path for generation, path in _generations(view) if generation < state.generation]
     parts = [i.path for i in view.list(STATE_DIRECTORY) if i.path.endswith(".part") or "/clock-" in i.path]
     return old + parts
@@ -478,7 +478,7 @@ class HeldDirectory:
 
 
 def hold(store: Store) -> HeldDirectory | None:
-    """Lock the directory of a store; None on an object store."""
+    """Lock the directory of a store. Returns None on an object store."""
     return HeldDirectory(store.url) if is_directory(store) else None
 
 

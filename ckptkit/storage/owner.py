@@ -55,9 +55,9 @@ class Owner:
     def alive(self) -> bool | None:
         """Return whether the process is alive and writes here; None if unknown.
 
-        Unknown are processes on another machine, and all processes if the directory may be a copy. A process from
-        before the last reboot of this machine is dead. A machine without an id, like most containers, may be another
-        machine with the same name.
+        This is unknown for a process on another machine, and for every process if the directory may be a copy. A
+        process from before the last reboot of this machine is dead. A machine without an id, like most containers,
+        may be another machine with the same name.
         """
         if self.machine != _machine():
             same = self.machine.split("/")[1:] == _machine().split("/")[1:] and self.host == _host()

@@ -53,7 +53,7 @@ def stage_remote(
     names: Mapping[str, int] | None = None,
     resume: bool = False,
 ) -> Iterator[Store]:
-    """Yield a store that writes to `target`, or to a folder below it if `target` is replaced. Writes `last` at the end.
+    """Yield a store that writes to `target`, or to a folder below it if `target` is replaced. Holds back `last`.
 
     Args:
         names: Every path that may be written, with its size, or -1 if unknown. None allows any path.
@@ -235,7 +235,7 @@ class _Place:
                 self._check(items, previous, overwrite=replaceable is not None)
             elif previous.alive:
                 raise self._written_by(previous)
-            # If the names of a dead writer are known, only its objects are deleted, and nothing else needs this check.
+            # Check all objects first, unless a dead writer's names are known: then only its own are deleted.
             if items and previous.names is None and replaceable is not None and not private:
                 replaceable(self.store, "", (OWNER_NAME,))
             self._write_owner(previous.number + 1, list(items) if previous.names is None else previous.names)
@@ -265,7 +265,8 @@ class _Place:
         return {path: item for path, item in found.items() if path not in self._probes}
 
     def _take_over(self, items: Mapping[str, FileInfo], previous: _Previous, *, resume: bool) -> dict[str, Finished]:
-        """Keep the finished objects of a dead writer and delete its others; all others if its names are unknown."""
+        """Keep the finished objects of a dead writer and delete its other objects. If its names are unknown, delete all
+        other objects."""
         if previous.writer is not None:
             _end_uploads(self.store, previous.names)
         earlier = read_ledger(self.store, items) if resume and previous.writer is not None else {}

@@ -244,7 +244,11 @@ class FsspecApi:
         return ""
 
     def is_mine(self, name: str, data: bytes | Content, *, mark: str, tries: int) -> bool:
-        """Return whether a refused put found an object that an earlier try of it wrote. `tries` counts the tries."""
+        """Return whether an earlier try of the same put wrote the object that made this put fail.
+
+        Args:
+            tries: How many tries were made.
+        """
         data = Content.of(data).joined()
         return tries > 1 and self.get(name, 0, len(data) + 1) == data
 
@@ -257,7 +261,7 @@ class FsspecApi:
         return _FileUpload(self.fs.open(name, "wb", autocommit=False, block_size=PART_BYTES))
 
     def delete(self, names: Sequence[str], *, folder: str = "") -> None:
-        """Delete objects, ignoring missing ones. `folder` is one of the names and may stay."""
+        """Delete objects. Ignores missing objects, and a failure to delete `folder`, one of the names."""
         for name in names:
             with contextlib.suppress(OSError if name == folder else FileNotFoundError):
                 self.fs.rm_file(name)

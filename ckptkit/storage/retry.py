@@ -1,4 +1,4 @@
-"""Retries failed requests to a remote store. Decides which and for how long, and words the final error."""
+"""Retries failed requests to a remote store. Decides which and for how long, and writes the final message."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def advice_on(error: BaseException, protocol: str) -> str:
 
 
 def _is_redirect_loop(error: BaseException) -> bool:
-    """Tell whether botocore followed redirects in a loop until the stack overflowed."""
+    """Return whether botocore followed redirects in a loop until the stack overflowed."""
     inner = getattr(error, "kwargs", None)
     return isinstance(error, RecursionError) or (
         isinstance(inner, dict) and isinstance(inner.get("error"), RecursionError)
@@ -272,7 +272,7 @@ _TRANSIENT_NAMES = frozenset(
 
 
 def is_transient(error: BaseException) -> bool:
-    """Tell whether a retry may succeed (throttling, connection resets, timeouts, 5xx).
+    """Return whether a retry may succeed (throttling, connection resets, timeouts, 5xx).
 
     False for missing objects, denied access, existing names and malformed requests.
     """
@@ -289,7 +289,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def is_outage(error: BaseException) -> bool:
-    """Tell whether a store was unreachable despite retries, so that nothing is known about its content."""
+    """Return whether a store was unreachable despite retries, so that nothing is known about its content."""
     cause = error.__cause__ if isinstance(error, StorageError) else None
     return cause is not None and is_transient(cause)
 
@@ -307,7 +307,7 @@ def may_yet_happen(error: BaseException) -> bool:
 
 
 def _is_silence(error: BaseException) -> bool:
-    """Tell whether a try timed out after it had reached the server."""
+    """Return whether a try timed out after it had reached the server."""
     names = {base.__name__ for base in type(error).__mro__}
     timed_out = isinstance(error, (SilenceError, TimeoutError)) and not isinstance(error, ConnectionError)
     return timed_out or not names.isdisjoint(("FSTimeoutError", "ReadTimeoutError", "ServerTimeoutError"))
@@ -354,7 +354,7 @@ class Patience:
 
     def __init__(self, limit_s: float | None = None) -> None:
         self.limit_s = timeout_s() if limit_s is None else limit_s
-        self.gave_up = False  # a call failed for good, and none has been answered since
+        self.gave_up = False  # a call has given up, and no call has been answered since
         self._hurried = threading.Event()
         self._warned_at: float | None = None
 

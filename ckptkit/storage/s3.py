@@ -38,7 +38,7 @@ _AT_ONCE = 16  # concurrent ranges of one caller
 
 
 class S3Api(FsspecApi):
-    """Makes S3 requests with s3fs's client, directly where s3fs itself would make more requests.
+    """Makes S3 requests through s3fs, or directly with its client if s3fs would make more requests.
 
     The session, the credentials and the translation of errors are those of s3fs.
     """
@@ -345,7 +345,7 @@ class S3Upload:
         return made
 
     def _is_ours(self, name: str) -> bool:
-        """Tell whether the existing object consists of our parts."""
+        """Return whether the existing object consists of our parts."""
         try:
             tag = str(self._api.info(name).get("ETag", "")).strip('"')
         except FileNotFoundError:

@@ -171,5 +171,5 @@ def is_dead(store: Store, path: str, *, leased: bool = False) -> bool | None:
 
 
 def is_interruption(error: BaseException) -> bool:
-    """Tell whether the work was stopped (Ctrl-C, a dead rank) rather than failed."""
+    """Return whether the work was stopped (Ctrl-C, a dead rank) rather than failed."""
     return isinstance(error, KeyboardInterrupt) or (isinstance(error, RankFailedError) and error.interrupted)

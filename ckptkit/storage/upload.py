@@ -61,7 +61,7 @@ class PartWriter:
         self._upload: Upload | None = None
         self._sent: list[Future[object]] = []
         self._count = 0
-        self._lent: list[Content] | None = []  # everything sent; None once copied data was sent, which is gone
+        self._lent: list[Content] | None = []  # everything sent; None once copied data was sent, which is not kept
         self._lost: LostUploadError | None = None
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
