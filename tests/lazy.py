@@ -14,4 +14,6 @@ class LazyModule:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
+        if attribute.startswith("_"):  # pytest asks each global of a test file for some of those while it collects
+            raise AttributeError(attribute)
         return getattr(pytest.importorskip(self._name), attribute)

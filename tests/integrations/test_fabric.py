@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -11,8 +12,7 @@ import torch
 from ckptkit.errors import CheckpointMismatchError, UsageError
 from tests.fsdp import models
 
-pytest.importorskip("lightning")
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.skipif(not find_spec("lightning"), reason="no lightning")]
 
 
 def _fabric(strategy="fsdp2", **options):
