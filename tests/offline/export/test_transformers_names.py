@@ -150,7 +150,10 @@ OF_SEVERAL_PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "nemo_speechlm": (
         "Nemotron3_5TranscribeForConditionalGeneration",
         {
-            "audio_config": {"asr_config": AUDIO, "diarization_config": {}},
+            "audio_config": {
+                "asr_config": AUDIO,
+                "diarization_config": {"audio_config": AUDIO, "head_config": {"audio_hidden_size": 16}},
+            },
             "text_config": {
                 **TEXT, "model_type": "nemotron_h", "num_hidden_layers": 4, "hybrid_override_pattern": "M*-E",
                 "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 1, "ssm_state_size": 4, "n_routed_experts": 4,
