@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, settings
 from tests.split import at_night, in_order, only_at_night, sweeps
 
 # No timed assertions: a busy machine must not turn a test red.
-settings.register_profile("ckptkit", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("ckptkit")
+settings.register_profile("night", deadline=None, suppress_health_check=list(HealthCheck), max_examples=200)
+settings.register_profile("day", settings.get_profile("night"), max_examples=25)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -25,15 +25,25 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+DAY = "not night"  # what `make test` selects
 ZOO = Path(__file__).parent / "zoo"
 
 gc.disable()  # until collection is done: none of the million objects of modules is garbage
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let Hypothesis try fewer examples by day."""
+    settings.load_profile("day" if config.option.markexpr == DAY else "night")
+
+
 def pytest_collection_finish() -> None:
-    """Exclude all loaded objects from later garbage collections; they stay alive anyway."""
-    gc.freeze()
+    """Exclude all loaded objects from later garbage collections, and let all loaded loggers propagate."""
+    gc.freeze()  # the objects stay alive anyway
     gc.enable()
+    # pytest adds its handlers to each logger that does not propagate, dozens of them torch's, three times a test.
+    for logger in list(logging.root.manager.loggerDict.values()):
+        if isinstance(logger, logging.Logger):
+            logger.propagate = True
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m deselects
@@ -48,7 +58,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Ignore files with only nightly tests, unless the night runs: some take seconds to import."""
-    if config.option.markexpr != "not night" or collection_path.suffix != ".py":
+    if config.option.markexpr != DAY or collection_path.suffix != ".py":
         return None
     return only_at_night(collection_path.relative_to(config.rootpath).as_posix()) or None
 

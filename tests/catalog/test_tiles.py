@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.catalog import tiles
@@ -52,7 +52,6 @@ def test_pieces_fill_each_box_once_from_the_right_bytes(case):
 
 
 @given(cases)
-@settings(max_examples=50)
 def test_the_search_by_intervals_finds_what_comparing_all_pairs_finds(case):
     shape, parts, wanted = case
     if not shape:

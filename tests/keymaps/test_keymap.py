@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.catalog.box import Box
@@ -348,7 +348,6 @@ def test_permuted_rows_that_became_columns_can_be_split() -> None:
     assert np.array_equal(apply(rules, {"w": source})["w"], np.roll(permuted, -1, axis=1))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_chain_of_operations_equals_numpy(data: Any) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4)))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.catalog.box import Box, row_major_strides
@@ -65,7 +65,6 @@ def bits(tensor):
 @pytest.mark.parametrize(
     "limits", [{}, {"_TILE": 64, "_RUN": 8}, {"_TILE": 16, "_RUN": 1 << 30}, {"_SMALL": 1, "_PIECE": 7}]
 )
-@settings(max_examples=60, deadline=None)
 @given(case=cases(), verify=st.sampled_from(list(Verify)), flipped=st.booleans())
 def test_any_region_of_a_slice_is_read(limits, case, verify, flipped):
     shape, order, starts, sizes, dtype = case

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.catalog.box import Box
@@ -120,7 +120,6 @@ def placed(draw, made: Made, targets: list[Target]) -> Plan:
 
 
 @given(job=jobs(), data=st.data())
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 def test_any_source_slicing_is_copied_to_any_target_slicing(tmp_path_factory, job, data):
     shape, dtype, source, into, change = job
     folder = tmp_path_factory.mktemp("engine")

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import xxhash
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
@@ -106,7 +106,6 @@ def placed(made: Made, boxes: list[Box], files: list[int], count: int) -> Plan:
 
 
 @given(data=st.data())
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 def test_digests_match_the_bytes_for_any_sharding(
     tmp_path_factory: pytest.TempPathFactory, all_runs: None, data: st.DataObject
 ) -> None:
