@@ -143,7 +143,7 @@ def test_the_strategy_reduces_and_broadcasts_values(two):
 
 
 def test_storage_options_of_a_save_are_refused(two):
-    assert two["options_of_a_save"].startswith("UsageError: storage_options")
+    assert two["options_of_a_save"].startswith("UsageError: A save takes no storage_options")
 
 
 @pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "no_shard"])
