@@ -111,7 +111,7 @@ def test_two_jobs_that_take_the_lease_at_once_get_an_error(ceph: tuple[Ceph16, O
     body = {"nonce": "0" * 16, "beat": 0, "released": False, **this_process().to_json()}
     open_store(url, storage_options=s3).write(lease.path, json.dumps(body).encode(), overwrite=True)
     assert lease.path.startswith(STATE_DIRECTORY)
-    with pytest.raises(LeaseHeldError, match="took the lease at once") as caught:
+    with pytest.raises(LeaseHeldError, match="took the lease at the same time") as caught:
         lease.check()
     assert "did not renew" not in str(caught.value)
 
