@@ -69,7 +69,7 @@ def tiles_exactly(offsets: Int64, sizes: Int64, shape: Int64) -> bool:
     """Return whether these non-empty boxes cover each element of a shape exactly once, in linear time.
 
     Each box adds +1 or -1 at each of its corners (a d-dimensional difference). The cover is exact if and only if the
-    sum equals the corners of the whole shape. The sums are compared as hashes with a random key of this process: a
+    sum over all boxes is that of the whole shape. The sums are compared as hashes with a random key of this process: a
     wrong answer has a probability of 2**-64, and no crafted file can raise it.
     """
     cut = np.flatnonzero(((offsets != 0) | (sizes != shape)).any(axis=0))

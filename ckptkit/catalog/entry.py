@@ -273,7 +273,7 @@ class SliceArray(Sequence[TensorSlice]):
     def is_all_of(self, shape: tuple[int, ...]) -> bool:
         """Return whether this is one row-major slice that covers a tensor of this shape.
 
-        May return False if only the columns could tell, because creating them is slow.
+        May also return False if the answer needs the columns, which are slow to create.
         """
         return False
 
@@ -525,7 +525,7 @@ class CatalogInfo:
 
 
 class WholeTensors(Mapping[str, TensorEntry]):
-    """Tensors of one slice each. The type says so without creating up to 300,000 entries."""
+    """Tensors that consist of one slice each. The type tells so without creating up to 300,000 entries."""
 
 
 @dataclass(frozen=True, slots=True)

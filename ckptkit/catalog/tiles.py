@@ -145,7 +145,7 @@ class Boxes(Protocol):
     """Boxes of one tensor: its slices in a checkpoint, or the boxes that a plan writes.
 
     `offsets` and `sizes` are [n, ndim], in elements. `is_all_of` returns whether there is one box, and it covers a
-    tensor of this shape. It may return False if only the columns could tell, because creating them is slow.
+    tensor of this shape. It may also return False if the answer needs the columns, which are slow to create.
     """
 
     @property
