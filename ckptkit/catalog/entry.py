@@ -525,7 +525,7 @@ class CatalogInfo:
 
 
 class WholeTensors(Mapping[str, TensorEntry]):
-    """Tensors that consist of one slice each. The type tells so without creating up to 300,000 entries."""
+    """Tensors that consist of one slice each. Code can check the type instead of creating up to 300,000 entries."""
 
 
 @dataclass(frozen=True, slots=True)
