@@ -184,7 +184,7 @@ NIGHT: dict[str, int] = {
     "tests/storage/test_remote_faults.py::test_a_silent_server_ends_in_an_error": 0,
     "tests/storage/test_remote_faults.py::test_lent_bytes_are_identical_when_every_third_request_fails": 0,
     "tests/storage/test_remote_faults.py::test_gcs_survives_every_third_request_failing": 0,
-    "tests/storage/test_listing.py::test_a_snapshot_lists_and_finds_what_the_store_does": 2,
+    "tests/storage/test_listing.py::test_a_snapshot_lists_and_finds_the_same_files_as_the_store": 2,
     "tests/storage/test_tls.py::test_a_file_round_trips_on_gcs_over_tls": 0,
     "tests/formats/dcp/test_fill.py": 4,
     "tests/formats/dcp/test_catalog.py": 4,

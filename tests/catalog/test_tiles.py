@@ -52,7 +52,7 @@ def test_pieces_fill_each_box_once_from_the_right_bytes(case):
 
 
 @given(cases)
-def test_the_search_by_intervals_finds_what_comparing_all_pairs_finds(case):
+def test_the_interval_search_finds_the_same_pieces_as_comparing_all_pairs(case):
     shape, parts, wanted = case
     if not shape:
         return

@@ -139,7 +139,7 @@ def test_damage_is_found_before_anything_changes_with_atomic(run: CheckpointMana
 
 
 @pytest.mark.parametrize("verify", [True, "read", False])
-def test_a_truncated_file_is_found_before_anything_is_touched(sharded: CheckpointManager, verify: Any) -> None:
+def test_a_truncated_file_is_found_before_anything_changes(sharded: CheckpointManager, verify: Any) -> None:
     (file,) = Path(sharded.url).rglob("*.distcp")
     os.truncate(file, _size(file) // 2)
     state = state_of(2)
@@ -149,7 +149,7 @@ def test_a_truncated_file_is_found_before_anything_is_touched(sharded: Checkpoin
     assert same(bits(state), before) and not state.half_loaded
 
 
-def test_a_missing_file_is_found_before_anything_is_touched(sharded: CheckpointManager) -> None:
+def test_a_missing_file_is_found_before_anything_changes(sharded: CheckpointManager) -> None:
     (file,) = Path(sharded.url).rglob("*.distcp")
     file.unlink()
     state = state_of(2)

@@ -38,7 +38,7 @@ def returned() -> int:
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full", "local"])
-def test_a_save_reads_nothing_of_what_it_wrote(tmp_path: Path, kind: str) -> None:
+def test_a_save_does_not_read_its_own_files(tmp_path: Path, kind: str) -> None:
     saved = TrainState(model=model(torch.arange(float(ROWS * COLUMNS)).reshape(ROWS, COLUMNS)))
     with CheckpointManager(tmp_path, state_dict_type=kind) as manager:
         manager.save(1, saved)  # imports also read files

@@ -68,7 +68,9 @@ def test_a_missing_keep_best_metric_is_warned_about_once(tmp_path: Path, caplog:
     ]
 
 
-def test_a_save_logs_one_line_and_names_what_a_load_skips(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_save_logs_one_line_and_a_load_report_names_what_it_skipped(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model = linear()
     optimizer = torch.optim.AdamW(model.parameters())
     with CheckpointManager(tmp_path) as manager, caplog.at_level(logging.INFO, "ckptkit"):

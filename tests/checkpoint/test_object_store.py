@@ -462,7 +462,7 @@ def test_an_object_that_appears_during_an_overwrite_is_kept_and_named(
     assert keys(root) == ["b", "notes.txt"] and "were added while it was replaced: notes.txt" in caplog.text
 
 
-def test_a_single_object_that_changed_meanwhile_is_not_replaced(root: Store, options: dict[str, Any]) -> None:
+def test_a_single_object_that_changed_during_the_write_is_not_replaced(root: Store, options: dict[str, Any]) -> None:
     def rule(store: Store, path: str, known: Any) -> None:
         if store.read(path) == b"mine":
             raise CheckpointExistsError("theirs")

@@ -50,7 +50,7 @@ def save(root: str, kind: str) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full", "local"])
-def test_a_reader_written_from_the_text_alone_gives_every_tensor_bit_for_bit(
+def test_a_reader_written_from_the_page_alone_returns_every_tensor_bit_for_bit(
     ranks: Any, tmp_path: Path, kind: str
 ) -> None:
     saved = ranks.run(save, 3, str(tmp_path), kind)[0]
@@ -61,7 +61,7 @@ def test_a_reader_written_from_the_text_alone_gives_every_tensor_bit_for_bit(
         assert found[name].tobytes() == value.tobytes(), name
 
 
-def test_that_reader_also_gives_values_that_are_not_tensors(ranks: Any, tmp_path: Path) -> None:
+def test_the_reader_written_from_the_page_also_returns_values_other_than_tensors(ranks: Any, tmp_path: Path) -> None:
     ranks.run(save, 3, str(tmp_path), "sharded")
     objects = read_objects(tmp_path / "step_00000003")
     assert objects["step"] == 3
@@ -90,7 +90,7 @@ def save_large(root: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full", "local"])
-def test_every_file_digest_covers_what_the_text_says(ranks: Any, tmp_path: Path, kind: str) -> None:
+def test_every_file_digest_covers_the_bytes_that_the_page_states(ranks: Any, tmp_path: Path, kind: str) -> None:
     ranks.run(save_large, 4, str(tmp_path), kind)
     found = outlines(tmp_path / "step_00000003")
     for path, (data, digest) in found.items():
@@ -99,7 +99,7 @@ def test_every_file_digest_covers_what_the_text_says(ranks: Any, tmp_path: Path,
         assert (len(data) < nbytes) == (nbytes > 65536), path
 
 
-def test_that_reader_imports_only_the_standard_library_and_numpy() -> None:
+def test_the_reader_written_from_the_page_imports_only_the_standard_library_and_numpy() -> None:
     tree = ast.parse((Path(__file__).parent / "reader.py").read_text(encoding="utf-8"))
     names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}

@@ -42,7 +42,7 @@ def test_the_weights_are_bit_exact(zoo: Path, name: str) -> None:
         tensor_bytes(store, entry)
 
 
-def test_a_lightning_file_gives_step_optimizer_and_the_rest(zoo: Path) -> None:
+def test_a_lightning_file_has_step_optimizer_and_other_state(zoo: Path) -> None:
     catalog = open_file(LocalStore(zoo / "lightning_trainer_full"), "epoch=0-step=3.ckpt")
     assert catalog.info.step == 3
     assert catalog.info.producer.startswith("lightning ")

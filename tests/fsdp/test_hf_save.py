@@ -99,7 +99,7 @@ ADAPTERS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("kind", ADAPTERS)
-def test_an_adapter_is_exported_as_peft_reads_it(tmp_path: Path, kind: str) -> None:
+def test_peft_reads_an_exported_adapter(tmp_path: Path, kind: str) -> None:
     model = ADAPTERS[kind]()
     save_hf(model, str(tmp_path / "out"))
     assert not (tmp_path / "out" / "model.safetensors").exists()

@@ -48,7 +48,7 @@ def test_a_mixed_precision_policy_overrides_the_trainers_precision():
     assert (config.mixed_precision, config.reduce_dtype) == ("bf16", "fp32")
 
 
-def test_a_mesh_of_two_dimensions_replicates():
+def test_a_2d_mesh_replicates_over_its_first_dimension():
     made = {**MADE, "mesh": (2, 2), "dp": 4}
     config = fsdp_config(sharding_strategy="FULL_SHARD", precision="32-true", mp_policy=None, **made)
     assert (config.sharding_strategy.name, config.replicate, config.shard) == ("HYBRID_SHARD", 2, 2)

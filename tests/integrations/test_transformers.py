@@ -80,7 +80,7 @@ def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(at, tmp_path, monkey
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), straight.model.parameters(), strict=True))
 
 
-def test_rotation_keeps_what_the_policy_says(tmp_path):
+def test_rotation_follows_the_policy_of_the_callback(tmp_path):
     callback = CheckpointCallback(tmp_path / "run", save_steps=2, retention=RetentionPolicy(max_num=2), background=True)
     trainer_of(tmp_path, callback).train()
     assert sorted(p.name for p in (tmp_path / "run").glob("step_*")) == ["step_00000006", "step_00000008"]

@@ -414,7 +414,7 @@ def _copied(say: Callable[[bytes], None], src: str, dst: str) -> None:
         os._exit(1)
 
 
-def test_rotation_of_the_source_waits_for_what_is_being_copied(
+def test_rotation_of_the_source_waits_for_the_copy_of_a_checkpoint(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[list[int]] = []

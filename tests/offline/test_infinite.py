@@ -61,7 +61,7 @@ def test_elements_that_a_cast_makes_infinite_are_counted_by_tensor(tmp_path: Pat
         (torch.float64, "fp16", 7e4, "bf16"),
     ],
 )
-def test_the_warning_says_how_many_where_and_which_dtype_holds_them(
+def test_the_overflow_warning_gives_count_tensor_and_a_sufficient_dtype(
     tmp_path: Path, dtype: torch.dtype, wanted: str, beyond: float, instead: str
 ) -> None:
     source = export(tmp_path / "in", {"w": torch.tensor([1.0, beyond, -beyond, torch.inf, torch.nan], dtype=dtype)})
@@ -74,7 +74,7 @@ def test_the_warning_says_how_many_where_and_which_dtype_holds_them(
 
 
 @pytest.mark.parametrize("flags", [[], ["--quiet"], ["--json"]])
-def test_the_command_shows_the_warning(tmp_path: Path, flags: list[str]) -> None:
+def test_the_command_prints_the_overflow_warning(tmp_path: Path, flags: list[str]) -> None:
     source = export(tmp_path / "in", weights(0, 1))
     done = CliRunner().invoke(cli, ["convert", source, str(tmp_path / "out"), "--dtype", "fp16", *flags])
     text = json.loads(done.stdout)["warnings"][0] if "--json" in flags else done.stdout
@@ -82,12 +82,12 @@ def test_the_command_shows_the_warning(tmp_path: Path, flags: list[str]) -> None
     assert "--json" in flags or "warning: 1 element" in text
 
 
-def test_a_cast_that_holds_all_numbers_warns_of_nothing(tmp_path: Path) -> None:
+def test_a_cast_without_overflow_gives_no_warning(tmp_path: Path) -> None:
     report = convert(export(tmp_path / "in", weights(5, 5)), str(tmp_path / "out"), dtype="bf16")
     assert (report.infinite, report.warnings) == ({}, ())
 
 
-def test_a_sum_that_is_beyond_the_range_is_counted(tmp_path: Path) -> None:
+def test_a_sum_beyond_the_range_of_the_dtype_is_counted(tmp_path: Path) -> None:
     sources = [export(tmp_path / f"m{i}", {"w": torch.tensor([MOST, 1.0]).half()}) for i in range(2)]
     report = merge(sources, str(tmp_path / "out"), weights=[2.0, -1.0])
     assert report.infinite == {}
@@ -95,7 +95,7 @@ def test_a_sum_that_is_beyond_the_range_is_counted(tmp_path: Path) -> None:
     assert merge([sources[0], other], str(tmp_path / "far"), weights=[2.0, -1.0]).infinite == {"w": 1}
 
 
-def test_rows_that_are_added_do_not_hide_infinite_ones(tmp_path: Path) -> None:
+def test_added_rows_do_not_hide_infinite_elements(tmp_path: Path) -> None:
     source = export(tmp_path / "in", {"model.embed_tokens.weight": weights(4)["w0"]})
     report = convert(source, str(tmp_path / "out"), dtype="fp16", vocab_size=220, new_rows="zeros")
     assert report.infinite == {"model.embed_tokens.weight": 4}

@@ -240,7 +240,7 @@ def test_fewer_than_two_checkpoints_are_refused(run: str, tmp_path: Path, which:
         merge([run], str(tmp_path / "out"), **which)
 
 
-def test_a_head_that_only_one_source_trained_is_refused_with_a_command_that_keeps_it(tmp_path: Path) -> None:
+def test_a_head_in_only_one_source_is_refused_with_a_command_that_keeps_it(tmp_path: Path) -> None:
     tied = {"model.embed_tokens.weight": torch.ones(2, 2), "lm_head.weight": torch.ones(2, 2)}
     own = {**tied, "lm_head.weight": torch.zeros(2, 2)}
     sources = [export(tmp_path / "tied", tied), export(tmp_path / "own", own)]

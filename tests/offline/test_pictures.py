@@ -111,7 +111,7 @@ def test_a_hostile_name_is_escaped(pages: dict[str, Path]) -> None:
     assert "&lt;script&gt;" in pages["one"].read_text(encoding="utf-8")
 
 
-def test_a_large_checkpoint_draws_its_largest_tensors_and_says_so(pages: dict[str, Path]) -> None:
+def test_a_page_of_a_large_checkpoint_draws_only_the_largest_tensors_and_says_so(pages: dict[str, Path]) -> None:
     page = pages["many"].read_text(encoding="utf-8")
     assert "The 300 largest of 2000 tensors are drawn." in page
     assert len(page) < 1_000_000
@@ -210,7 +210,7 @@ def test_areas_are_in_proportion_to_sizes() -> None:
     assert [round(w * h) for _, _, w, h in placed] == [3000, 1500, 500]
 
 
-def test_the_timeline_draws_each_limit_where_it_falls() -> None:
+def test_the_timeline_draws_each_limit_at_its_position() -> None:
     items = [TimelineItem(f"step_{i}", i, 100, "kept" if i > 6 else "delete", "why") for i in range(10)]
     picture = timeline(items, max_num=3, max_mem=500).picture
     lines = [float(x) for x in re.findall(r'class="limit" d="M([\d.]+) ', picture)]
@@ -226,7 +226,7 @@ def test_a_timeline_shows_where_checkpoints_are_absent() -> None:
     assert picture.count('class="limit"') == 1
 
 
-def test_the_timeline_draws_each_metric_above_the_bars_and_breaks_its_line_where_it_is_not_a_number() -> None:
+def test_the_timeline_draws_metrics_above_the_bars_with_gaps_for_nan() -> None:
     losses = [3.0, 2.0, float("nan"), 1.0]
     items = [TimelineItem(f"s{i}", i, 9, "kept", "why", metrics={"loss": loss}) for i, loss in enumerate(losses)]
     picture = timeline(items).picture

@@ -178,9 +178,7 @@ def failures(step: Path, out: Path, **options: Any) -> list[str]:
 
 @pytest.mark.parametrize("change", ["swap", "remove", "truncate", "append"])
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "manifest.safetensors", "objects.json"])
-def test_each_file_that_is_not_the_committed_one_is_noticed(
-    pair: tuple[Path, Path], tmp_path: Path, name: str, change: str
-) -> None:
+def test_each_file_of_another_save_is_found(pair: tuple[Path, Path], tmp_path: Path, name: str, change: str) -> None:
     ours, other = (step / name for step in pair)
     data = {
         "swap": other.read_bytes(),

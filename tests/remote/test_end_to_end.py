@@ -176,7 +176,7 @@ def deleted_once_it_was_chosen(url: str, options: Options) -> tuple[int | None, 
         loader.choose = chosen
 
 
-def test_a_checkpoint_deleted_while_it_is_opened_is_replaced_by_the_one_before(
+def test_opening_a_checkpoint_that_is_deleted_meanwhile_opens_the_previous_one(
     ranks: Any, url: str, s3: Options
 ) -> None:
     answers = ranks.run(saved, 1, url, s3)

@@ -97,7 +97,7 @@ def _saves(say: Any, url: str, gcs: Options) -> None:
         say(type(error).__name__.encode())
 
 
-def test_of_two_jobs_on_one_prefix_one_saves_and_the_other_gets_an_error(gcs: Options, url: str) -> None:
+def test_one_of_two_jobs_on_one_prefix_saves_and_the_other_gets_an_error(gcs: Options, url: str) -> None:
     with ThreadPoolExecutor(2) as pool:
         said = sorted(words for _, words in pool.map(lambda _: fork(_saves, url, gcs, timeout=120), range(2)))
     assert said[1] == b"saved" and said[0] in (b"LeaseHeldError", b"CheckpointExistsError"), said
@@ -151,7 +151,7 @@ def _has(handler: Any) -> bool:
     return True
 
 
-def test_a_large_object_written_meanwhile_is_not_replaced(
+def test_a_large_object_written_by_another_process_is_not_replaced(
     gcs: Options, via: tuple[Proxy, Options], url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ckptkit.storage.upload.UPLOAD_BYTES", 1 << 20)
@@ -196,7 +196,7 @@ def _converts(say: Any, url: str, gcs: Options) -> None:
         say(type(error).__name__.encode())
 
 
-def test_of_two_conversions_to_one_url_one_finishes_and_the_other_gets_an_error(gcs: Options, url: str) -> None:
+def test_one_of_two_conversions_to_one_url_finishes_and_the_other_gets_an_error(gcs: Options, url: str) -> None:
     with ThreadPoolExecutor(2) as pool:
         said = sorted(words for _, words in pool.map(lambda _: fork(_converts, url, gcs, timeout=120), range(2)))
     assert said == [b"CheckpointExistsError", b"done"]

@@ -116,7 +116,7 @@ def test_two_jobs_that_take_the_lease_at_once_get_an_error(ceph: tuple[Ceph16, O
     assert "did not renew" not in str(caught.value)
 
 
-def test_of_two_writers_with_the_same_owner_file_the_first_publishes_nothing(
+def test_the_first_of_two_writers_with_the_same_owner_file_publishes_nothing(
     ceph: tuple[Ceph16, Options], s3: Options, url: str
 ) -> None:
     _, options = ceph

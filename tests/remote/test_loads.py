@@ -78,7 +78,7 @@ def test_small_files_take_one_request_each(counted: tuple[Proxy, Options], url: 
 
 
 @pytest.mark.parametrize("atomic", [False, True])
-def test_a_load_whose_checkpoint_is_rotated_away_takes_the_next_one(
+def test_a_load_whose_checkpoint_is_rotated_away_loads_the_next_one(
     counted: tuple[Proxy, Options], url: str, atomic: bool
 ) -> None:
     proxy, options = counted

@@ -217,7 +217,7 @@ def test_a_writer_that_lost_the_directory_publishes_and_deletes_nothing(
     assert objects(url, s3) == objects(f"{url}-whole", s3)
 
 
-def test_on_another_machine_it_continues_only_with_overwrite(
+def test_a_conversion_continues_on_another_machine_only_with_overwrite(
     source: Path, url: str, s3: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed(source, url, s3, 3, **MANY)

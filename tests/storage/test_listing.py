@@ -30,7 +30,7 @@ def elsewhere(store: RemoteStore) -> RemoteStore:
 
 
 @pytest.mark.parametrize("below", ["", "a"])
-def test_a_snapshot_lists_and_finds_what_the_store_does(store: RemoteStore, below: str) -> None:
+def test_a_snapshot_lists_and_finds_the_same_files_as_the_store(store: RemoteStore, below: str) -> None:
     for name in NAMES:
         store.write(name, name.encode(), overwrite=True)
     view = snapshot(store, below)

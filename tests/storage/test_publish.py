@@ -217,7 +217,7 @@ def test_a_foreign_file_at_the_place_of_a_single_file_result_is_kept(tmp_path: P
     assert tree(tmp_path) == {"x.bin": b"new", kept: b"mine"}
 
 
-def test_a_target_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+def test_a_target_that_appears_during_the_write_is_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(CheckpointExistsError, match="by another process"), stage(str(tmp_path / "out")) as store:
         store.write("x", b"1")
         (tmp_path / "out").mkdir()

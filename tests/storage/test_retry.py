@@ -84,7 +84,7 @@ def test_hurry_ends_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     thread.join()
 
 
-def test_hurry_just_before_a_wait_shortens_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hurry_just_before_a_wait_shortens_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     patience, slept = Patience(LONG_S), []
     wait = patience.wait_before(1, 0.0, ConnectionRefusedError("nobody there"))
     patience.hurry()

@@ -55,7 +55,7 @@ def load(folder: Path, url: str, model: nn.Module, **options: Any) -> Any:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", [{}, {"strict": False}, {"atomic": True}], ids=["", "lenient", "atomic"])
-def test_different_weights_for_one_tied_tensor_are_refused_and_nothing_is_touched(
+def test_different_weights_for_one_tied_tensor_are_refused_and_nothing_changes(
     tmp_path: Path, kind: str, options: dict[str, Any]
 ) -> None:
     source, model = net(tied=False), net()

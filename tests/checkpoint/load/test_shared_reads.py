@@ -265,7 +265,7 @@ def test_a_rank_that_fails_while_others_send_fails_all_and_ends_no_process(tmp_p
     assert found[0][0] == found[1][0]
 
 
-def test_ranks_without_a_signature_share_with_nobody() -> None:
+def test_ranks_without_a_signature_do_not_share_reads() -> None:
     assert groups_of([b"a", b"b", b"a", b"", b""]) == [[0, 2], [1], [0, 2], [3], [4]]
 
 

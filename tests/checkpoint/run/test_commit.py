@@ -238,7 +238,7 @@ def test_a_lower_step_after_a_rollback_is_the_latest(tmp_path: Path) -> None:
     assert check(tmp_path) == [20, 30, 10, 15]
 
 
-def test_the_next_save_removes_what_dead_saves_left(tmp_path: Path) -> None:
+def test_the_next_save_removes_leftovers_of_dead_saves(tmp_path: Path) -> None:
     (tmp_path / ".tmp-step_00000001-0123456789abcdef").mkdir()
     (tmp_path / ".trash-step_00000001-0123456789abcdef" / "sub").mkdir(parents=True)
     save(tmp_path, 3)

@@ -42,7 +42,7 @@ def turn(root: Path, protected: dict[str, str] | None = None, **policy: Any) -> 
     return check(root)
 
 
-def test_rotation_keeps_what_the_policy_keeps_and_leaves_no_trash(run: Path) -> None:
+def test_rotation_follows_the_policy_and_leaves_no_trash(run: Path) -> None:
     assert turn(run, max_num=2) == [3, 4] and leftovers(run) == []
 
 

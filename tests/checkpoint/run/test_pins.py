@@ -62,7 +62,7 @@ def test_the_pin_of_a_reader_on_another_machine_counts_until_it_expires(
     assert bool(list_pins(open_store(str(tmp_path)))) is holds
 
 
-def test_a_deletion_cleans_up_what_killed_readers_left_a_day_ago(tmp_path: Path) -> None:
+def test_a_deletion_removes_day_old_pins_of_killed_readers(tmp_path: Path) -> None:
     save(tmp_path, 1)
     root = open_store(str(tmp_path))
     owner = {"host": "h", "pid": 1, "started": "never", "machine": _machine()}

@@ -165,7 +165,7 @@ def test_optimizer_state_without_tensor_or_parameter_is_captured() -> None:
     assert set(taken.tensors) == {("0.weight", "big")}
 
 
-def test_several_models_and_optimizers_are_told_apart_by_name() -> None:
+def test_several_models_and_optimizers_are_distinguished_by_name() -> None:
     actor, critic = net(), net()
     state = TrainState(
         model={"actor": actor, "critic": critic},

@@ -317,7 +317,7 @@ def test_a_damaged_data_file_is_named(
 
 
 @pytest.mark.parametrize(("rank", "text"), [(0, "__0.metadata is missing"), (1, "elements")])
-def test_a_missing_metadata_file_of_a_rank_is_noticed(zoo: Path, tmp_path: Path, rank: int, text: str) -> None:
+def test_a_missing_metadata_file_of_a_rank_is_found(zoo: Path, tmp_path: Path, rank: int, text: str) -> None:
     """No entry refers to the file of the last rank, so its parts of the tensors are missing."""
     shutil.copytree(zoo / "dcp_no_collectives_w2/ckpt", tmp_path / "c")
     (tmp_path / "c" / f"__{rank}.metadata").unlink()

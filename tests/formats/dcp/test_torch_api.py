@@ -200,7 +200,7 @@ def test_sparse_tensors_are_saved_whole(tmp_path):
     assert torch.equal(found["s"].to_dense(), torch.eye(5))
 
 
-def test_non_contiguous_tensors_come_back_equal(tmp_path):
+def test_non_contiguous_tensors_round_trip(tmp_path):
     made = {"t": torch.arange(12.0).reshape(3, 4).T, "c": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)}
     dcp.save(made, storage_writer=DCPWriter(tmp_path), no_dist=True)
     for reader in (DCPReader(tmp_path), dcp.FileSystemReader(tmp_path)):

@@ -10,7 +10,7 @@ from ckptkit.storage.local import LocalStore
 from tests.hostile.sources import safetensors
 
 
-def test_a_side_file_whose_name_is_unsafe_is_left_out_and_named(tmp_path: Path) -> None:
+def test_a_side_file_with_an_unsafe_name_is_skipped_and_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(safetensors({"a": [1]}))
     for name in ("tokenizer.json", "tokenizer\x1b[31m.json", "tokenizer\\x.json", "NOTICE.", "nobody\nasked"):
         (tmp_path / name).write_text("{}")

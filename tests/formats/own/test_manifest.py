@@ -121,7 +121,7 @@ def blob() -> bytes:
     return Manifest.of(catalog()).to_bytes()
 
 
-def test_a_catalog_comes_back_equal():
+def test_a_catalog_round_trips():
     found, expected = read_manifest(blob()), catalog()
     assert list(found.tensors) == list(expected.tensors)
     for name, entry in expected.tensors.items():
@@ -132,14 +132,14 @@ def test_a_catalog_comes_back_equal():
     assert found.objects == expected.objects
 
 
-def test_info_meshes_and_placements_come_back_equal():
+def test_info_meshes_and_placements_round_trip():
     found, expected = read_manifest(blob()).info, catalog().info
     fields = ("format", "producer", "step", "world_size", "mesh", "files", "side_files", "notes")
     assert [getattr(found, f) for f in fields] == [getattr(expected, f) for f in fields]
     assert {k: dict(v) if k == PLACEMENTS else v for k, v in found.extra.items()} == expected.extra
 
 
-def test_any_safetensors_reader_opens_it():
+def test_any_safetensors_reader_opens_a_manifest():
     arrays = safetensors.numpy.load(blob())
     assert arrays["slice.start"].tolist()[:2] == [320, 64]
 
@@ -301,7 +301,7 @@ BLOB = blob()
 
 
 @given(st.lists(st.tuples(st.integers(0, len(BLOB) - 1), st.integers(0, 255)), min_size=1, max_size=4))
-def test_any_damage_gives_a_catalog_or_a_clean_error(edits):
+def test_any_damaged_manifest_gives_a_catalog_or_a_ckptkit_error(edits):
     data = bytearray(BLOB)
     for position, value in edits:
         data[position] = value

@@ -174,12 +174,12 @@ json_values = st.recursive(
 
 
 @given(st.sampled_from(sorted(body_of(FULL))), json_values)
-def test_any_json_in_any_field_is_read_or_refused_with_an_error_of_ours(name: str, value: Any) -> None:
+def test_any_json_in_any_field_is_read_or_refused_with_a_ckptkit_error(name: str, value: Any) -> None:
     with contextlib.suppress(CkptkitError):
         read(sealed({**body_of(FULL), name: value}))
 
 
-def test_a_record_that_can_not_be_written_is_a_usage_error() -> None:
+def test_a_record_that_cannot_be_written_is_a_usage_error() -> None:
     for fields in (
         {"client_state": {1, 2}},
         {"client_state": {"x": math.nan}},

@@ -18,7 +18,7 @@ from ckptkit.formats.pickles.objects import read_tensor
 from ckptkit.storage.local import LocalStore
 
 
-def test_a_legacy_file_gives_every_tensor_bit_exact(zoo: Path) -> None:
+def test_every_tensor_of_a_legacy_file_is_bit_exact(zoo: Path) -> None:
     store = LocalStore(zoo / "torchsave_legacy_nonzip")
     value = read_legacy(store, "pytorch_model.bin").value
     expected = load_file(zoo / "torchsave_legacy_nonzip" / "EXPECTED.safetensors")
@@ -48,7 +48,7 @@ def test_a_truncated_legacy_file_is_refused(legacy: Path, cut: int) -> None:
         read_legacy(LocalStore(legacy.parent), "x.bin")
 
 
-def test_a_storage_of_another_size_than_the_pickle_says_is_refused(legacy: Path) -> None:
+def test_a_storage_whose_size_contradicts_the_pickle_is_refused(legacy: Path) -> None:
     raw = legacy.read_bytes()
     assert raw[-32:-24] == struct.pack("<q", 6)
     legacy.write_bytes(raw[:-32] + struct.pack("<q", 1 << 40) + raw[-24:])
@@ -107,7 +107,7 @@ def old_tar() -> dict[str, bytes]:
     }
 
 
-def test_a_tar_file_gives_its_tensors(tmp_path: Path) -> None:
+def test_a_tar_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "x.pt").write_bytes(tar_of(old_tar()))
     assert is_tar((tmp_path / "x.pt").read_bytes()[:512])
     store = LocalStore(tmp_path)

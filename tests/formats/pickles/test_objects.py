@@ -47,7 +47,7 @@ PLAIN = {
 
 
 @pytest.mark.parametrize("protocol", [0, 1, 2, 3, 4, 5])
-def test_the_values_of_training_states_come_back_equal(tmp_path: Path, protocol: int) -> None:
+def test_the_values_of_training_states_are_read_correctly(tmp_path: Path, protocol: int) -> None:
     found = read_object(*entry_of(tmp_path, PLAIN, protocol=protocol))
     assert found["rng"][0] == "MT19937"
     assert (found["rng"][1] == PLAIN["rng"][1]).all()

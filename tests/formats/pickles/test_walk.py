@@ -114,20 +114,20 @@ def getattr_of(*names: str) -> bytes:
     return P + made + b"."
 
 
-def test_getattr_may_return_a_nested_class_of_torch_distributed() -> None:
+def test_getattr_in_a_pickle_may_return_a_nested_class_of_torch_distributed() -> None:
     found = loads(getattr_of("ProcessGroupState"), file="f")
     assert issubclass(found, Record)
     assert found.kind.endswith(".ShardedTensor.ProcessGroupState")
 
 
 @pytest.mark.parametrize("names", [("__init__",), ("__class__", "__base__"), ("__subclasses__",), ("kind",), ("a b",)])
-def test_getattr_returns_nothing_else(names: tuple[str, ...]) -> None:
+def test_getattr_in_a_pickle_returns_nothing_else(names: tuple[str, ...]) -> None:
     with pytest.raises((UnsafePickleError, CorruptCheckpointError)):
         loads(getattr_of(*names), file="f")
 
 
 @pytest.mark.parametrize("target", [text("x"), stack_global("collections", "OrderedDict"), b"K\x01", b"]"])
-def test_getattr_of_anything_else_is_refused(target: bytes) -> None:
+def test_getattr_in_a_pickle_of_anything_else_is_refused(target: bytes) -> None:
     with pytest.raises((UnsafePickleError, CorruptCheckpointError)):
         loads(P + stack_global("builtins", "getattr") + target + text("X") + b"\x86R.", file="f")
 
@@ -281,7 +281,7 @@ VALUES: list[Any] = [
 
 
 @pytest.mark.parametrize("protocol", range(6))
-def test_plain_values_come_back_equal(protocol: int) -> None:
+def test_plain_pickled_values_are_read_correctly(protocol: int) -> None:
     for value in VALUES:
         found = loads(pickle.dumps(value, protocol), file="f")
         assert found == value

@@ -379,7 +379,7 @@ def test_tensors_larger_than_the_memory_limit_are_merged_by_rows(tmp_path: Path)
     same_bits(bits_of(tmp_path / "out" / "model.safetensors"), expected(adapted, tmp_path))
 
 
-def test_dora_of_columns_says_how_much_memory_it_takes(tmp_path: Path) -> None:
+def test_the_error_for_dora_above_the_memory_limit_says_how_much_it_needs(tmp_path: Path) -> None:
     config = {"r": 4, "lora_alpha": 6, "target_modules": ["embed"], "use_dora": True}
     trained(config, tmp_path / "run", dtype="bfloat16")
     store = open_store(str(tmp_path / "run"))

@@ -76,7 +76,7 @@ def test_the_zoos_adapter_merges_bit_for_bit(zoo: Path) -> None:
     {"target_modules": ["q"], "monteclora_config": "MontecloraConfig"},
     {"target_modules": ["q"], "velora_config": "VeloraConfig"},
 ], ids=lambda case: "-".join(map(str, case)))  # fmt: skip
-def test_an_adapter_file_is_what_peft_saves(tmp_path: Path, case: dict[str, Any]) -> None:
+def test_an_adapter_file_equals_what_peft_saves(tmp_path: Path, case: dict[str, Any]) -> None:
     torch, peft = pytest.importorskip("torch"), pytest.importorskip("peft")
     from peft.tuners.lora import config as lora_config
     from safetensors.torch import save_file

@@ -224,7 +224,7 @@ def test_a_missing_head_of_an_untied_model_is_an_error(tmp_path: Path, zoo: Path
         plan(tmp_path, zoo / "hf_ref_llama_untied")
 
 
-def test_a_missing_head_of_a_tied_model_is_fine_though_the_base_stores_it(tmp_path: Path) -> None:
+def test_a_missing_head_of_a_tied_model_is_accepted_even_if_the_base_stores_it(tmp_path: Path) -> None:
     embed = {"model.embed_tokens.weight": np.ones((4, 2), np.float32)}
     write(tmp_path / "src", embed)
     both = {**embed, "lm_head.weight": embed["model.embed_tokens.weight"]}

@@ -118,7 +118,7 @@ def test_embeddings_of_another_shape_are_not_paired() -> None:
     assert tied_pairs({HEAD: (9, 4), EMBED: (8, 4)}) == []
 
 
-def test_an_encoder_decoder_shares_its_embedding() -> None:
+def test_the_embedding_of_an_encoder_decoder_is_shared() -> None:
     shapes = dict.fromkeys(("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"), (8, 4))
     assert set(tied_pairs(shapes)) == {
         ("encoder.embed_tokens.weight", "shared.weight"),

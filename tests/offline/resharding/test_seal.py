@@ -113,7 +113,7 @@ def test_ranks_of_torchrun_read_the_checkpoint_that_rank_0_has_chosen(ranks: Any
     assert list_pins(open_store(run)) == []
 
 
-def test_an_object_store_takes_the_result(zoo: Path) -> None:
+def test_a_reshard_can_write_to_an_object_store(zoo: Path) -> None:
     import uuid
 
     target = f"memory://reshard-{uuid.uuid4().hex}/step_00000000"
