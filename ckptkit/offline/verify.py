@@ -419,11 +419,8 @@ def _recorded(catalog: Catalog) -> Iterator[tuple[str, str, int, Digest | None, 
         slices = entry.slices
         if slices.opaque:
             continue
-        if slices.digests is None:
-            yield from ((entry.name, path, nbytes, None, None) for path, _, nbytes in slices.records())
-            continue
-        for part in slices:
-            yield entry.name, part.path, part.nbytes, part.digest, part.codec
+        for row, (path, _, nbytes) in enumerate(slices.records()):
+            yield entry.name, path, nbytes, slices.digest(row), slices.codecs.get(row)
     opaque = catalog.info.extra.get("opaque", {})
     for item in catalog.objects.values():
         if item.name not in opaque and isinstance(item, ObjectEntry) and item.encoding != "value":
@@ -437,8 +434,7 @@ def compare_digests(
     total = sum(check.nbytes for check in checks)
     done = 0
     workers = max(1, min(workers or 4, max_memory // _CHUNK))
-    # On object stores, many small slices are read at once.
-    reader = BlockReader(store, workers) if store.asking_costs else store
+    reader = BlockReader(store, workers)
     problems: list[Problem] = []
     with WorkerPool(workers, thread_name_prefix="ckptkit-verify") as pool:
         batches = list(_batches(checks))

@@ -131,6 +131,7 @@ _LEAST_BLOCK = 64 << 10
 _MOST = 2 << 20
 _HELD = 64 << 20  # bytes of cached blocks
 _WASTE = 8  # blocks are not used once they have read this many times the requested bytes
+_CALL = 8 << 10  # each read counts as this many requested bytes in addition: the cost of a call
 _AT_ONCE = 8
 
 _Key = tuple[str, int]
@@ -158,7 +159,7 @@ class BlockReader:
         """Fill many views. Raises the errors of the store."""
         small = [read for read in reads if self._is_small(read)]
         with self._lock:
-            self._asked += sum(read.view.nbytes for read in small)
+            self._asked += sum(read.view.nbytes + _CALL for read in small)
             wasteful = self._fetched > _HELD + _WASTE * self._asked
         if wasteful:
             self._store.read_many(reads)

@@ -41,6 +41,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counting:
     monkeypatch.setattr(coalesce, "_LEAST_BLOCK", 256)
     monkeypatch.setattr(coalesce, "_MOST", 1024)
     monkeypatch.setattr(coalesce, "_HELD", 8192)
+    monkeypatch.setattr(coalesce, "_CALL", 0)
     for name in ("a", "b", "c"):
         (tmp_path / name).write_bytes(random.Random(name).randbytes(50_000))
     return Counting(tmp_path)
@@ -88,6 +89,17 @@ def test_random_access_does_not_read_much_more_than_needed(store: Counting) -> N
         data = bytearray(4)
         reader.read_into("abc"[rng.randrange(3)], start, memoryview(data))
     assert sum(store.requests) <= 8192 + 9 * 4 * 2000 + 2 * 1024
+
+
+def test_small_reads_far_apart_in_order_use_blocks(store: Counting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read of a few bytes costs a call, so reading the bytes between such reads is no waste."""
+    monkeypatch.setattr(coalesce, "_CALL", 64)
+    reader, data = BlockReader(store), bytearray(4)
+    for _ in range(3):
+        for path in "abc":
+            for start in range(0, 50_000, 400):
+                reader.read_into(path, start, memoryview(data))
+    assert len(store.requests) <= 3 * 3 * (50_000 // 1024 + 1)
 
 
 def test_a_range_past_the_end_reports_a_short_file(store: Counting) -> None:
