@@ -248,9 +248,9 @@ def _opened(
             source = open_source(
                 resolve_url(url, storage_options=storage_options), storage_options=storage_options, options=options
             )
-            if not source.catalog.info.format.startswith("ckptkit-"):
+            if "digests" not in source.catalog.info.extra:
                 reading.sources.append(source)
-                return source  # ckptkit never deletes checkpoints of other systems
+                return source  # not committed by ckptkit, which therefore never deletes it
             from ckptkit.checkpoint.run.pins import pin_url
 
             pin = pin_url(source.url, why=reading.why, storage_options=storage_options)

@@ -257,7 +257,7 @@ class Loader:
             for name, reason in report.skipped.items():
                 _log.info("not loaded: %s (%s)", name, reason)
             for note in report.notes:
-                _log.info("%s", note)
+                _log.log(logging.WARNING if note.startswith("not proved: ") else logging.INFO, "%s", note)
             _log.debug("step %s: %s", report.step, report.phase_line())
         write_trace_file(self._trace, "load", report, rank=self._coordinator.rank)
 

@@ -217,6 +217,8 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
         values = {key: value for key, value in values.items() if not key.startswith(f"{name}.")}
     foreign_extras(values, objects, refs, notes)
     notes += [f"{name} was not read: {why}" for name, why in unread.items()]
+    if doubt := catalog.info.extra.get("unproved"):
+        notes.append(f"not proved: {doubt}")
     if catalog.info.step is None and sections:
         notes.append("the checkpoint records no step; TrainState.step is unchanged, set it yourself.")
     return Adopted(Catalog(tensors, catalog.objects, catalog.info), objects, refs, notes)

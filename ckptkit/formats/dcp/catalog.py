@@ -29,7 +29,7 @@ from ckptkit.errors import (
 from ckptkit.formats.dcp.locate import Items, LocatedSlices, TensorColumns, find_opaque, item_batches
 from ckptkit.formats.dcp.roles import RoleTable
 from ckptkit.formats.options import ReadOptions
-from ckptkit.formats.own.record import step_of_name
+from ckptkit.formats.own.record import NO_RECORD, step_of_name
 from ckptkit.formats.pickles.inert import ChunkMetadata, Index, Record, StorageInfo, TensorMetadata, TorchDType
 from ckptkit.formats.pickles.walk import loads
 from ckptkit.gc_pause import collector_paused
@@ -124,6 +124,12 @@ class _Part:
         self.storage = self._dict(fields, "storage_data")
         self.planner = self._dict(fields, "planner_data")
         self.version = fields.get("version")
+        meta = fields.get("storage_meta")
+        place, save = (
+            meta.fields.get(key) if isinstance(meta, Record) else None for key in ("checkpoint_id", "save_id")
+        )
+        # A save that ends with a commit record writes to a directory named after itself; a reshard leaves both empty.
+        self.is_of_a_save = isinstance(place, str) and isinstance(save, str) and place.rstrip("/").endswith(save)
 
     def _dict(self, fields: Mapping[str, Any], key: str) -> dict[Any, Any]:
         value = fields.get(key)
@@ -486,6 +492,10 @@ class _Builder:
         files = dict(zip(self.files.paths, self.files.sizes, strict=True))
         files.update({part.name: part.nbytes for part in self.parts})
         extra: dict[str, Any] = {}
+        notes: tuple[str, ...] = ()
+        if any(part.is_of_a_save for part in self.parts):
+            extra["unproved"] = NO_RECORD
+            notes = (f"not proved: {NO_RECORD}",)
         version = self.parts[0].version
         if isinstance(version, str):
             extra["dcp_version"] = version[:32]
@@ -500,7 +510,7 @@ class _Builder:
             world_size=len(self.parts) if per_rank else None,
             files=files,
             extra=extra,
-            notes=(f"not interpreted: {shown}{more}",) if self.opaque else (),
+            notes=(*notes, f"not interpreted: {shown}{more}") if self.opaque else notes,
         )
 
 

@@ -24,6 +24,7 @@ from ckptkit.formats.hf.header import SafetensorsHeader, read_header
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.json import parse
 from ckptkit.formats.own.manifest import MESHES, PLACEMENTS
+from ckptkit.formats.own.record import NO_RECORD
 from ckptkit.formats.own.slice_table import entries_of
 from ckptkit.storage.store import Store
 
@@ -112,7 +113,8 @@ def open_catalog(store: Store, *, options: ReadOptions = ReadOptions()) -> Catal
         producer="ckptkit",
         world_size=world_size,
         files={item.path: item.size for item in found.values()},
-        extra={MESHES: meshes, PLACEMENTS: placements},
+        extra={MESHES: meshes, PLACEMENTS: placements, "unproved": NO_RECORD},
+        notes=(f"not proved: {NO_RECORD}",),
     )
     return Catalog(entries, {}, info)
 

@@ -31,6 +31,7 @@ __all__ = [
     "FORMAT",
     "LATEST_HINT",
     "MANIFEST_NAME",
+    "NO_RECORD",
     "RECORD_NAME",
     "CommitRecord",
     "FileRecord",
@@ -49,6 +50,11 @@ __all__ = [
 FORMAT = "ckptkit/1"
 RECORD_NAME = "checkpoint.json"
 MANIFEST_NAME = "manifest.safetensors"
+NO_RECORD = (
+    "that this copy is complete: the commit record and the manifest that ckptkit wrote are missing, and with them the "
+    "digests and values that are not tensors"
+)
+"""`extra["unproved"]` of files of a committed checkpoint that were found without their record."""
 LATEST_HINT = "latest"
 MAX_RECORD_BYTES = 256 << 20  # 4096 ranks with 8 files each need about 4 MB
 _FIRST_READ = 1 << 20

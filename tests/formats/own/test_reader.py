@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 import xxhash
 from torch import nn
 
@@ -117,6 +119,27 @@ def test_a_step_that_lost_its_record_is_not_read_as_something_else(tmp_path, kin
         for url in (tmp_path, tmp_path / "step_00000001"):
             with pytest.raises(IncompleteCheckpointError, match=expected):
                 read(str(url))
+
+
+@pytest.mark.parametrize("kind", ["sharded", "local"])
+def test_files_of_a_step_without_record_and_manifest_are_read_with_a_warning(tmp_path, kind, caplog):
+    model = nn.Linear(2, 2)
+    with CheckpointManager(tmp_path, state_dict_type=kind) as manager:
+        manager.save(1, TrainState(model=model))
+    step = tmp_path / "step_00000001"
+    for name in ("checkpoint.json", "manifest.safetensors", "objects.json"):
+        (step / name).unlink()
+    assert "that this copy is complete" in ckptkit.verify(str(step)).doubt
+    assert any("commit record and the manifest" in note for note in ckptkit.inspect(str(step)).notes)
+    with caplog.at_level("WARNING"):
+        report = CheckpointManager(tmp_path / "new").load(TrainState(model=nn.Linear(2, 2)), str(step))
+    assert any("that this copy is complete" in note for note in report.notes)
+    assert "that this copy is complete" in caplog.text
+
+
+def test_a_plain_dcp_is_not_taken_for_half_a_copy(tmp_path):
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=str(tmp_path / "step_00000001"), no_dist=True)
+    assert ckptkit.verify(str(tmp_path / "step_00000001")).doubt == ""
 
 
 @pytest.mark.parametrize("name", ["manifest.safetensors", "objects.json"])
