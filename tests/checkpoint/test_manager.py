@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import os
@@ -97,6 +98,21 @@ def test_the_log_line_counts_newest_and_exempt_checkpoints(tmp_path: Path, caplo
         for step in (2, 4, 5):
             manager.save(step, state())
     assert "keeping 3 (1 newest, 2 exempt)" in caplog.text
+
+
+def test_the_log_line_counts_checkpoints_that_could_not_be_deleted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(root: Any, name: str, record: Any) -> list[str]:
+        raise PermissionError(errno.EACCES, "Permission denied", name)
+
+    monkeypatch.setattr("ckptkit.checkpoint.run.delete._delete_local", refuse)
+    caplog.set_level(logging.INFO, logger=manager_module.__name__)
+    with CheckpointManager(tmp_path, retention=RetentionPolicy(max_num=1)) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state())
+    assert "keeping 3 (1 newest, 0 exempt, 2 could not be deleted)" in caplog.text
+    assert steps(tmp_path) == ["step_00000001", "step_00000002", "step_00000003"]
 
 
 def test_the_checkpoint_that_a_run_was_resumed_from_is_never_deleted(tmp_path: Path) -> None:

@@ -112,6 +112,51 @@ def test_a_prepared_loader_resumes_in_the_middle_of_an_epoch(tmp_path, stateful)
     assert [batch.tolist() for batch in data] == batches[2:]
 
 
+def with_generator() -> tuple[Any, Any, Any, Any]:
+    """A model with dropout, and a shuffling loader with a generator of its own."""
+    torch.manual_seed(0)
+    seedable = accelerate.DataLoaderConfiguration(use_seedable_sampler=True)
+    accelerator = accelerate.Accelerator(cpu=True, dataloader_config=seedable)
+    model = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Dropout(0.5), torch.nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    data = torch.utils.data.DataLoader(
+        torch.arange(16.0).reshape(16, 1), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(7)
+    )
+    return (accelerator, *accelerator.prepare(model, optimizer, data))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_loader_with_a_generator_and_dropout_resume_in_the_middle_of_an_epoch(tmp_path):
+    def step(run: Any, batch: torch.Tensor) -> list[float]:
+        accelerator, model, optimizer, _ = run
+        accelerator.backward(model(batch).pow(2).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        return list(batch.flatten().tolist())
+
+    run = with_generator()
+    checkpoints = AcceleratorCheckpoints(run[0], tmp_path)
+    seen = []
+    for epoch in range(3):
+        for number, batch in enumerate(run[3]):
+            seen.append(step(run, batch))
+            if (epoch, number) == (1, 2):
+                checkpoints.save_state(11)
+    checkpoints.close()
+    again = with_generator()
+    torch.manual_seed(5)
+    checkpoints = AcceleratorCheckpoints(again[0], tmp_path)
+    assert checkpoints.load_state().step == 11
+    checkpoints.close()
+    rest_of_epoch = again[0].skip_first_batches(again[3], 3)
+    rest_of_epoch.set_epoch(1)
+    rest = [step(again, batch) for batch in rest_of_epoch]
+    again[3].iteration = 2
+    rest += [step(again, batch) for batch in again[3]]
+    assert rest == seen[11:]
+    assert all(torch.equal(a, b) for a, b in zip(again[1].parameters(), run[1].parameters(), strict=True))
+
+
 def test_a_run_whose_load_failed_half_way_is_not_saved(tmp_path):
     run = prepared()
     checkpoints = AcceleratorCheckpoints(run[0], tmp_path)

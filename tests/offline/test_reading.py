@@ -189,3 +189,24 @@ def test_a_copy_without_a_file_is_reported_as_incomplete_and_not_as_replaced(
         words = str(error)
     assert "replaced" not in words
     assert name in words or (command == "diff" and name in (".metadata", "__0_0.distcp"))  # decided by digests alone
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_step_that_is_replaced_at_each_opening_is_named(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    step, other = run / "step_00000004", tmp_path / "run_2" / "step_00000004"
+    reshard(str(step), str(other), world_size=2)
+    real = reading.open_source
+
+    def opened(*args: Any, **kwargs: Any) -> Any:
+        source = real(*args, **kwargs)
+        step.rename(tmp_path / "parked")
+        other.rename(step)
+        (tmp_path / "parked").rename(other)
+        return source
+
+    monkeypatch.setattr(reading, "open_source", opened)
+    with pytest.raises(CheckpointNotFoundError, match=r"step_00000004 was replaced while it was opened"):
+        COMMANDS[command](str(step), str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
