@@ -95,6 +95,16 @@ def test_a_sum_beyond_the_range_of_the_dtype_is_counted(tmp_path: Path) -> None:
     assert merge([sources[0], other], str(tmp_path / "far"), weights=[2.0, -1.0]).infinite == {"w": 1}
 
 
+def test_a_dequantized_weight_beyond_the_range_is_counted(tmp_path: Path) -> None:
+    tensors = {"l.weight": torch.full((128, 256), 448.0).to(torch.float8_e4m3fn)}
+    tensors["l.weight"][0, 0] = 1.0
+    tensors["l.weight_scale_inv"] = torch.tensor([[1000.0, 1.0]])
+    source = export(tmp_path / "in", tensors)
+    settings = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    Path(source, "config.json").write_text(json.dumps(settings))
+    assert convert(source, str(tmp_path / "out"), dtype="fp16").infinite == {"l.weight": 128 * 128 - 1}
+
+
 def test_added_rows_do_not_hide_infinite_elements(tmp_path: Path) -> None:
     source = export(tmp_path / "in", {"model.embed_tokens.weight": weights(4)["w0"]})
     report = convert(source, str(tmp_path / "out"), dtype="fp16", vocab_size=220, new_rows="zeros")

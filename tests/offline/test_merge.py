@@ -18,6 +18,7 @@ from ckptkit.cli.merge import command
 from ckptkit.errors import CheckpointMismatchError, CkptkitError, CorruptCheckpointError, UsageError
 from ckptkit.offline.convert import convert
 from ckptkit.offline.merge import merge, weights_of
+from tests.offline.export.test_dequantize import FP4_WEIGHTS, by_groups, fp4_values, packed
 
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "matrix": ((300, 257), torch.bfloat16),
@@ -326,6 +327,22 @@ def quantized_sources(tmp_path: Path, kind: str) -> tuple[list[str], list[dict[s
             wide = scale = torch.rand((1,) if kind == "tensor" else (130, 1), generator=generator) + 0.01
             state, name = {"w.weight": codes, "w.weight_scale": scale}, "w.weight"
             config = {"quantization_config": {"quant_method": "compressed-tensors"}}
+        elif kind in ("int4", "int8"):
+            bits = int(kind[3:])
+            q = torch.randint(-(1 << bits - 1), 1 << bits - 1, (36, 64), generator=generator)
+            grid = (36, 2) if bits == 4 else (36, 1)
+            scale = (torch.rand(grid, generator=generator) + 0.01).bfloat16()
+            wide = scale.repeat_interleave(64 // grid[1], 1)
+            state, name = {"w.weight_packed": packed(q, bits), "w.weight_scale": scale}, "w.weight"
+            how = {"strategy": "group", "group_size": 32} if bits == 4 else {"strategy": "channel"}
+            config = {"quantization_config": by_groups(num_bits=bits, type="int", symmetric=True, **how)}
+        elif kind == "nvfp4":
+            pairs = torch.randint(0, 256, (6, 32), dtype=torch.uint8, generator=generator)
+            scale = (torch.rand(6, 4, generator=generator) * 9 + 1).to(torch.float8_e4m3fn)
+            overall = torch.tensor([173.0 + seed])
+            state = {"w.weight_packed": pairs, "w.weight_scale": scale, "w.weight_global_scale": overall}
+            wide, name = (scale.float() / overall).repeat_interleave(16, 1), "w.weight"
+            config = {"quantization_config": by_groups(**FP4_WEIGHTS)}
         else:
             blocks = torch.randint(0, 256, (2, 5, 3, 16), dtype=torch.uint8, generator=generator)
             scales = torch.randint(120, 135, (2, 5, 3), dtype=torch.uint8, generator=generator)
@@ -337,6 +354,10 @@ def quantized_sources(tmp_path: Path, kind: str) -> tuple[list[str], list[dict[s
             table = torch.cat([table, -table])
             both = torch.stack([table[(blocks & 15).int()], table[(blocks >> 4).int()]], -1)
             value = (both * 2.0 ** (scales.float() - 127)[..., None, None]).reshape(2, 5, 96).transpose(1, 2)
+        elif kind.startswith("int"):  # compressed-tensors multiplies in the dtype of the scale
+            value = (q.bfloat16() * wide).float()
+        elif kind == "nvfp4":  # and rounds FP4 to bf16
+            value = (fp4_values(pairs).float() * wide).bfloat16().float()
         else:
             value = codes.float() * wide
         made.append(export(tmp_path / f"q{seed}", {**state, "norm.weight": norm}))
@@ -348,7 +369,7 @@ def quantized_sources(tmp_path: Path, kind: str) -> tuple[list[str], list[dict[s
 @pytest.mark.parametrize(
     ("dtype", "wanted"), [("keep", torch.bfloat16), ("fp32", torch.float32), ("fp16", torch.float16)]
 )
-@pytest.mark.parametrize("kind", ["block", "tensor", "row", "mxfp4"])
+@pytest.mark.parametrize("kind", ["block", "tensor", "row", "mxfp4", "int4", "int8", "nvfp4"])
 def test_quantized_weights_are_dequantized_summed_and_rounded_once(
     tmp_path: Path, kind: str, dtype: str, wanted: torch.dtype
 ) -> None:

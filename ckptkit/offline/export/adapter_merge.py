@@ -16,15 +16,17 @@ from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.targets import Part, Target
 from ckptkit.digests import crc32
 from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError
+from ckptkit.offline.copying.casts import cast_into
 from ckptkit.offline.copying.plan import Computed, ComputedTensor
 from ckptkit.offline.export import merge_formulas
 from ckptkit.offline.export.adapters import AdapterSplit, LoraPair, is_of_parameter, scaling, target_parameters
+from ckptkit.offline.export.dequantize_formulas import Dequantization, Stored
 from ckptkit.offline.export.merge_formulas import Formula
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["merge_adapter", "Change", "changed"]
+__all__ = ["merge_adapter", "Change", "Decode", "changed"]
 
 # --- tensors assembled (split, joined, permuted) from sources that a formula changes first, in full or by rows
 
@@ -35,43 +37,63 @@ _UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
-    """The change that an adapter makes to one tensor of the base.
+class Decode:
+    """How a quantized weight is decoded.
 
     Attributes:
-        inputs: The formula's inputs besides the weight.
+        count: Number of its inputs.
+        dtype: The dtype of the decoded weight.
+    """
+
+    formula: Dequantization
+    count: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """The change that is made to one tensor of the base: it is decoded, an adapter is merged into it, or both.
+
+    Attributes:
+        inputs: The inputs besides the weight: those of `decode`, then those of `formula`.
+        formula: Merges an adapter; None if there is none.
         by_rows: Whether rows of the weight can be changed separately.
         scratch: Temporary memory of the formula, in bytes per element of the weight.
         stored: The tensor that the weight is read from, if it has another dtype or shape. It has as many rows as the
             weight. None reads the weight itself.
         aligned: Number of leading inputs that have one row per row of the weight, and are sliced like it.
         by_element: Whether changing a few rows at a time is as fast as many.
+        decode: Applied before `formula`; None for a weight that is not quantized.
     """
 
     inputs: tuple[Target, ...]
-    formula: Formula
+    formula: Formula | None
     label: str
     by_rows: bool = True
     scratch: int = 0
     stored: Target | None = None
     aligned: int = 0
     by_element: bool = False
+    decode: Decode | None = None
 
     def then(self, other: Change) -> Change:
         """Return the change that applies this change first and then `other`."""
-        own = len(self.inputs)
+        first, second = self.formula, other.formula
+        own = len(self.inputs) - (self.decode.count if self.decode is not None else 0)
 
-        def both(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
-            return other.formula(self.formula(w, inputs[:own], first), inputs[own:], first)
+        def both(w: torch.Tensor, inputs: Sequence[torch.Tensor], row: int) -> torch.Tensor:
+            assert first is not None and second is not None
+            return second(first(w, inputs[:own], row), inputs[own:], row)
 
         return Change(
             (*self.inputs, *other.inputs),
-            both,
+            second if first is None else both,
             f"{self.label}, then {other.label}",
             self.by_rows and other.by_rows,
             max(self.scratch, other.scratch),
             self.stored,
             self.aligned,
+            decode=self.decode,
         )
 
 
@@ -104,12 +126,25 @@ class _Step:
     def carry_out(self, data: Sequence[Bytes], dtype: str) -> tuple[npt.NDArray[Any], int]:
         """Return the changed rows in `dtype`, as unsigned integers with the same bits, and how many elements the cast
         to it made infinite."""
-        tensors = [_tensor(raw, target) for raw, target in zip(data, self.inputs, strict=True)]
-        made = tensors[0]
-        if self.change is not None:
-            made = self.change.formula(made, tensors[1:], self.first)
-        bits, infinite = _bits(made, dtype)
-        return bits.reshape(self.shape), infinite
+        made, dtypes, infinite = list(data), [item.dtype for item in self.inputs], 0
+        shapes = [item.shape for item in self.inputs]
+        change = self.change
+        if change is not None and change.decode is not None:
+            decode = change.decode
+            stored = [Stored(*item) for item in zip(made, dtypes, shapes, strict=True)]
+            decoded, infinite = decode.formula(stored[0], stored[1 : 1 + decode.count], self.first)
+            rest = slice(1 + decode.count, None)
+            shape = (shapes[0][0], *self.shape[1:]) if self.shape else self.shape
+            made, dtypes, shapes = [decoded, *made[rest]], [decode.dtype, *dtypes[rest]], [shape, *shapes[rest]]
+        if change is None or change.formula is None:
+            out = made[0]
+            if dtypes[0] != dtype:
+                out = np.empty(len(out) // dtype_of(dtypes[0]).itemsize * dtype_of(dtype).itemsize, np.uint8)
+                infinite += cast_into(made[0], out, dtypes[0], dtype)
+            return out.view(_UNITS[dtype_of(dtype).itemsize]).reshape(self.shape), infinite
+        tensors = [_tensor(*item) for item in zip(made, dtypes, shapes, strict=True)]
+        bits, more = _bits(change.formula(tensors[0], tensors[1:], self.first), dtype)
+        return bits.reshape(self.shape), infinite + more
 
 
 def changed(target: Target, changes: Mapping[str, Change], whole: Mapping[str, Target]) -> ComputedTensor:
@@ -206,13 +241,13 @@ def _slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(start, stop) for start, stop in zip(box.offsets, box.stops, strict=True))
 
 
-def _tensor(raw: Bytes, target: Target) -> torch.Tensor:
+def _tensor(raw: Bytes, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     import torch
 
     if not raw.flags.writeable or raw.size == 0:
         raw = raw.copy()
-    flat: torch.Tensor = torch.from_numpy(raw).view(getattr(torch, dtype_of(target.dtype).name))
-    return flat.reshape(target.shape)
+    flat: torch.Tensor = torch.from_numpy(raw).view(getattr(torch, dtype_of(dtype).name))
+    return flat.reshape(shape)
 
 
 def _bits(tensor: torch.Tensor, dtype: str) -> tuple[npt.NDArray[Any], int]:

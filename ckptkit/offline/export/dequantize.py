@@ -18,8 +18,7 @@ from ckptkit.catalog.targets import Part, Target
 from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError
 from ckptkit.offline.copying.plan import OutputTensor
 from ckptkit.offline.export import dequantize_formulas as formulas
-from ckptkit.offline.export.adapter_merge import Change, changed
-from ckptkit.offline.export.merge_formulas import Formula
+from ckptkit.offline.export.adapter_merge import Change, Decode, changed
 from ckptkit.offline.export.packed_weights import is_packed_weight, unpacking
 
 __all__ = ["Dequantized", "dequantize"]
@@ -180,12 +179,13 @@ def _eight(name: str, targets: Mapping[str, Target], blocks: Any, dtype: str) ->
     scale, weight = _scale_of(name, targets), targets[name]
     formula, label, aligned = _formula(weight, targets[scale], blocks, dtype)
     change = Change(
-        (_stored(targets[scale]),), formula, label, bool(weight.shape), 12, aligned=aligned, by_element=True
-    )
+        (_stored(targets[scale]),), None, label, bool(weight.shape), 4, aligned=aligned, by_element=True,
+        decode=Decode(formula, 1, dtype),
+    )  # fmt: skip
     return _Weight(name, name, (scale,), replace(weight, dtype=dtype), change)
 
 
-def _formula(weight: Target, scale: Target, blocks: Any, dtype: str) -> tuple[Formula, str, int]:
+def _formula(weight: Target, scale: Target, blocks: Any, dtype: str) -> tuple[formulas.Dequantization, str, int]:
     """Return the formula of a weight, its label in a plan, and the number of inputs that are sliced with its rows."""
     if scale.numel == 1:
         return formulas.whole(dtype), f"FP8 weight * scale in {scale.dtype}", 0
@@ -236,7 +236,8 @@ def _mxfp4(name: str, targets: Mapping[str, Target], dtype: str) -> _Weight:
         )
     made = _source(weight, dtype, blocks.sources[0], (blocks.shape[0], blocks.shape[2] * 32, blocks.shape[1]))
     label = "MXFP4 weight * 2 ** (scale of the group - 127), transposed"
-    change = Change((_stored(scales),), formulas.mxfp4(dtype), label, True, dtype_of(dtype).itemsize + 2, aligned=1)
+    decode = Decode(formulas.mxfp4(dtype), 1, dtype)
+    change = Change((_stored(scales),), None, label, True, dtype_of(dtype).itemsize + 2, aligned=1, decode=decode)
     return _Weight(weight, name, (scales.name,), made, change)
 
 
@@ -245,15 +246,9 @@ def _mxfp4(name: str, targets: Mapping[str, Target], dtype: str) -> _Weight:
 
 def _packed(name: str, targets: Mapping[str, Target], settings: Mapping[str, Any], dtype: str) -> _Weight:
     made, weight = unpacking(name, targets, settings, dtype), name.removesuffix("_packed")
-    change = Change(
-        tuple(_stored(targets[part]) for part in made.parts),
-        made.formula,
-        made.label,
-        True,
-        12,
-        aligned=int(made.by_rows),
-        by_element=True,
-    )
+    inputs = tuple(_stored(targets[part]) for part in made.parts)
+    decode = Decode(made.formula, len(inputs), dtype)
+    change = Change(inputs, None, made.label, True, 8, aligned=int(made.by_rows), by_element=True, decode=decode)
     return _Weight(weight, name, made.parts, _source(weight, dtype, targets[name].sources[0], made.shape), change)
 
 

@@ -1,89 +1,137 @@
-"""Computes dequantized weights as transformers and compressed-tensors do on a CPU, operation by operation.
+"""Computes dequantized weights in numpy, as transformers and compressed-tensors do on a CPU, operation by operation.
 
-Each formula is a function (stored weight, inputs, first row) -> weight in the wanted dtype, as in `merge_formulas`. The
-stored weight may be only some rows, starting at `first`. Inputs are complete, but scales with one row per row of the
-weight are sliced like it.
+Each formula is a function (stored weight, inputs, first row) -> weight in the wanted dtype. The stored weight may be
+only some rows, starting at `first`. Inputs are complete, but scales with one row per row of the weight are sliced like
+it.
+Nothing here imports torch, which alone takes more memory than a conversion.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.errors import UnsupportedFormatError
-from ckptkit.offline.export.merge_formulas import Formula
+from ckptkit.offline.copying.casts import cast_into, float_values
+from ckptkit.offline.copying.plan import Computed
 
-if TYPE_CHECKING:
-    import torch
+__all__ = ["E2M1", "Dequantization", "Stored", "by_block", "by_row", "fp4", "integers", "mxfp4", "whole"]
 
-__all__ = ["E2M1", "by_block", "by_row", "fp4", "integers", "mxfp4", "whole"]
+Array = npt.NDArray[Any]
+Floats: TypeAlias = npt.NDArray[np.floating[Any]]
 
-_BLOCK = 1 << 14  # elements at a time: temporaries stay in the cache
+_BLOCK = 1 << 16  # elements at a time: temporaries stay in the cache
 
 # The values of FP4 codes (E2M1) without their sign, which is bit 3.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
-def whole(dtype: str) -> Formula:
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor as it is stored: its bytes, row-major.
+
+    Attributes:
+        dtype: torch's name for it.
+    """
+
+    data: npt.NDArray[np.uint8]
+    dtype: str
+    shape: tuple[int, ...]
+
+    def bytes_of_rows(self) -> npt.NDArray[np.uint8]:
+        """Return [rows, bytes of a row]; the rows of a tensor without dimensions are one."""
+        return self.data.reshape(self.shape[0] if self.shape else 1, -1)
+
+    def numbers(self) -> Array:
+        """Return the elements, in their shape: integers as they are, floats in float32 or float64."""
+        if dtype_of(self.dtype).kind in ("float", "float8"):
+            return float_values(self.data, self.dtype).reshape(self.shape)
+        return self.data.view(self.dtype).reshape(self.shape)
+
+
+Dequantization: TypeAlias = Callable[[Stored, Sequence[Stored], int], Computed]
+
+
+def whole(dtype: str) -> Dequantization:
     """Return W * scale. Inputs: one scale for the tensor."""
 
-    def scaled(w: torch.Tensor, inputs: Any, first: int) -> torch.Tensor:
-        return _rounded(w.float() * _factors(inputs[0]).reshape(()), dtype)
+    def scaled(w: Stored, inputs: Sequence[Stored], first: int) -> Computed:
+        factor = _factors(inputs[0]).reshape(())
+        return _scaled(w, lambda rows: factor, dtype)
 
     return scaled
 
 
-def by_row(dtype: str) -> Formula:
+def by_row(dtype: str) -> Dequantization:
     """Return W with each row multiplied by its scale. Inputs: the scales of all rows."""
 
-    def scaled(w: torch.Tensor, inputs: Any, first: int) -> torch.Tensor:
-        return _rounded(w.float() * _factors(inputs[0]).reshape(-1, 1)[first : first + w.shape[0]], dtype)
+    def scaled(w: Stored, inputs: Sequence[Stored], first: int) -> Computed:
+        factors = _factors(inputs[0]).reshape(-1, 1)[first:]
+        return _scaled(w, lambda rows: factors[rows], dtype)
 
     return scaled
 
 
-def by_block(high: int, wide: int, dtype: str) -> Formula:
+def by_block(high: int, wide: int, dtype: str) -> Dequantization:
     """Return W with each block of `high` x `wide` elements multiplied by its scale.
 
     Inputs: [..., blocks down, blocks across]. If blocks have several rows, the inputs are all scales, otherwise those
     of the given rows.
     """
 
-    def scaled(w: torch.Tensor, inputs: Any, first: int) -> torch.Tensor:
-        import torch
+    def scaled(w: Stored, inputs: Sequence[Stored], first: int) -> Computed:
+        start = first if len(w.shape) == 2 and high > 1 else 0  # with more dimensions, only the outermost is sliced
+        height, width = w.shape[-2:]
+        scales = _factors(inputs[0])
+        down = scales.shape[-2]
+        scales = scales.reshape(-1, scales.shape[-1])
 
-        scale = _factors(inputs[0])
-        start = first if w.ndim == 2 and high > 1 else 0  # with more dimensions, only the outermost is sliced
-        rows = torch.arange(start, start + w.shape[-2]) // high
-        columns = torch.arange(w.shape[-1]) // wide
-        return _rounded(w.float() * scale[..., rows, :][..., columns], dtype)
+        def of_rows(rows: slice) -> Array:
+            at = np.arange(rows.start, rows.stop)
+            at = at // height * down + (start + at % height) // high
+            if at[0] == at[-1]:
+                at = at[:1]
+            return np.repeat(scales[at], wide, axis=1)[:, :width]
+
+        return _scaled(w, of_rows, dtype)
 
     return scaled
 
 
-def mxfp4(dtype: str) -> Formula:
-    """Return [experts, groups * 32, out] from blocks [experts, out, groups, 16]. Inputs: [experts, out, groups].
+def mxfp4(dtype: str) -> Dequantization:
+    """Return [experts, groups * 32, out] of blocks [experts, out, groups, 16]: Each byte has two FP4 codes, the lower
+    one first; each value is multiplied by two to the power of its group's exponent. Inputs: exponents plus 127, as
+    bytes [experts, out, groups].
 
-    Each byte of a block has two FP4 codes, the lower one first. An input byte is the exponent of a group plus 127; the
-    group's values are multiplied by two to the power of the exponent. As `convert_moe_packed_tensors` of transformers
-    (integrations/mxfp4.py).
+    As `convert_moe_packed_tensors` of transformers (integrations/mxfp4.py).
     """
 
-    def unpacked(w: torch.Tensor, inputs: Any, first: int) -> torch.Tensor:
-        import torch
-
-        # Two weights depend on only two bytes. Looking them up is many times faster than computing them.
-        kind = getattr(torch, dtype)
-        codes = torch.tensor((*E2M1, *(-value for value in E2M1)), dtype=kind)
-        code = torch.arange(256)
-        table = torch.stack((codes[code & 15], codes[code >> 4]), dim=-1).repeat(256, 1, 1)
-        exponents = torch.arange(256, dtype=torch.int32).reshape(-1, 1, 1) - 127
-        torch.ldexp(table, exponents, out=table)
-        scales = inputs[0].unsqueeze(-1)
-        made = _looked_up(table.reshape(1 << 16, 2), scales, w).reshape(*w.shape[:2], -1)
-        return made.transpose(1, 2)
+    def unpacked(w: Stored, inputs: Sequence[Stored], first: int) -> Computed:
+        experts, out, groups, _ = w.shape
+        # Two weights depend on two bytes only: looking them up is many times as fast as computing them.
+        table, beyond = _pairs_by_exponent(dtype)
+        rows, exponents = w.data.reshape(-1, 16), inputs[0].data.reshape(-1, 1)
+        made = np.empty(rows.shape, table.dtype)
+        infinite = 0
+        step = _BLOCK // 4 // 16
+        for start in range(0, len(rows), step):  # indices are eight times as wide as what they are made of
+            index = exponents[start : start + step].astype(np.intp) << 8
+            index = index | rows[start : start + step]
+            np.take(table, index, out=made[start : start + step], mode="clip")
+            if beyond is not None:
+                infinite += int(np.take(beyond, index).sum())
+        unit = {2: np.uint16, 4: np.uint32, 8: np.uint64}[dtype_of(dtype).itemsize]
+        values = made.view(unit).reshape(experts, out, groups * 32)
+        turned = np.empty((experts, groups * 32, out), unit)
+        for start in range(0, out, _ROWS):  # by blocks of rows: otherwise each element is a miss of the cache
+            turned[:, :, start : start + _ROWS] = values[:, start : start + _ROWS].transpose(0, 2, 1)
+        return turned.reshape(-1).view(np.uint8), infinite
 
     return unpacked
 
@@ -100,8 +148,8 @@ def integers(
     has_zero: bool,
     has_shape: bool,
     dtype: str,
-) -> Formula:
-    """Return (W - zero point) * scale for a matrix of integers, computed in the scale's dtype.
+) -> Dequantization:
+    """Return (W - zero point) * scale for a matrix of integers, rounded to the scale's dtype.
 
     As `dequantize` of compressed-tensors (quantization/lifecycle/forward.py). Inputs: scales, then zero points and the
     shape if present.
@@ -110,98 +158,183 @@ def integers(
         name: For messages.
         bits: Bits per integer.
         shape: Shape of the weight.
-        group: Number of columns that share a scale; 0 for one scale per row, or one in all.
+        group: Number of columns that share a scale; 0 for one scale per row or per tensor.
         by_rows: Whether scales have one row per row of the weight.
-        packed: Whether integers are packed along rows; otherwise each is a byte.
-        packed_zero: Whether zero points are packed along columns; otherwise each is a byte.
+        packed: Integers are packed along rows; otherwise each has a byte.
+        packed_zero: Zero points are packed along columns; otherwise each has a byte.
     """
 
-    def unpacked(w: torch.Tensor, inputs: Any, first: int) -> torch.Tensor:
-        scale, rows = inputs[0], slice(first, first + w.shape[0])
-        if has_shape and tuple(inputs[-1].tolist()) != shape:
+    def unpacked(w: Stored, inputs: Sequence[Stored], first: int) -> Computed:
+        if has_shape and tuple(inputs[-1].numbers().tolist()) != shape:
             raise UnsupportedFormatError(
-                f"{name!r} records the shape {inputs[-1].tolist()} for its weight, but its scales imply "
+                f"{name!r} records the shape {inputs[-1].numbers().tolist()} for its weight, but its scales imply "
                 f"{list(shape)}. Keep it with --dtype keep."
             )
-        made = (_unpacked(w, bits, shape[1]) if packed else w).to(scale.dtype)
-        made = made.reshape(len(w), -1, group) if group else made
-        zero = inputs[1] if has_zero else None
-        if zero is not None and packed_zero:
-            zero = _unpacked(zero.T, bits, shape[0]).T
-        if zero is not None:
-            made -= _of_rows(zero, rows, shape[0], bool(group)).to(scale.dtype)
-        made *= scale.unsqueeze(-1) if group else scale.reshape(-1, 1) if by_rows else scale.reshape(())
-        return _rounded(made.flatten(start_dim=1), dtype)
+        height, width, held = w.shape[0], shape[1], inputs[0].dtype
+        scale = inputs[0].numbers()
+        scale = scale if group else scale.reshape(-1, 1) if by_rows else scale.reshape(1, 1)
+        zero = None
+        if has_zero:
+            zero = _integers(inputs[1], bits, shape[0], columns=True) if packed_zero else inputs[1].numbers()
+            zero = zero.astype(scale.dtype)
+            zero = zero[first : first + height] if group else _per_row(zero, first, height, shape[0])
+        numbers = _integers(w, bits, width) if packed else w.numbers()
+        result = _Result(height * width, dtype)
+        for rows in _blocks(height, width):
+            # Exact, in 16 bits too: differences of integers of 8 bits, and their products in float32.
+            made = numbers[rows].astype(scale.dtype)
+            made = made.reshape(len(made), -1, group) if group else made
+            if zero is not None:
+                of_rows = zero if len(zero) == 1 and not group else zero[rows]
+                made -= of_rows[:, :, None] if group else of_rows
+            of_rows = scale[rows] if len(scale) > 1 or group else scale
+            made *= of_rows[:, :, None] if group else of_rows
+            result.add(made, held)
+        return result.done()
 
     return unpacked
 
 
-def fp4(group: int, dtype: str) -> Formula:
+def fp4(group: int, dtype: str) -> Dequantization:
     """Return W * scale for FP4 (two codes per byte, the lower one first), rounded to bfloat16 like compressed-tensors.
 
-    Inputs: a scale for each `group` columns, in FP8 or as a byte (the exponent plus 127). For NVFP4 also a number that
-    divides all scales. Follows `decompress` of compressed-tensors' NVFP4 and MXFP4 compressors.
+    Inputs: a scale for each `group` columns, in FP8 or as a byte (the exponent plus 127); then, for NVFP4, a number by
+        which all scales are divided. Follows `decompress` of its NVFP4 and MXFP4 compressors.
     """
 
-    def unpacked(w: torch.Tensor, inputs: Any, first: int) -> torch.Tensor:
-        import torch
-
-        scale = inputs[0].unsqueeze(-1)
-        exponents = scale.dtype == torch.uint8
-        scale = 2.0 ** (scale.to(torch.int32) - 127).to(torch.bfloat16) if exponents else scale.to(torch.bfloat16)
+    def unpacked(w: Stored, inputs: Sequence[Stored], first: int) -> Computed:
+        exponents = inputs[0].dtype == "uint8"
+        scale = _powers()[inputs[0].numbers()] if exponents else inputs[0].numbers()
         if len(inputs) > 1:
-            scale = scale / inputs[1]
-        codes = torch.tensor((*E2M1, *(-value for value in E2M1)), dtype=scale.dtype)
-        values = torch.stack((codes[(w & 15).int()], codes[(w >> 4).int()]), dim=-1).reshape(w.shape[0], -1, group)
-        return _rounded((values * scale).to(torch.bfloat16).flatten(start_dim=1), dtype)
+            overall = inputs[1]
+            with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+                scale = scale / overall.numbers().reshape(())
+            if not overall.shape or overall.dtype == "bfloat16":  # then torch does not divide in float32
+                scale = _held(scale, "bfloat16")
+        height, width = w.shape[0], w.shape[1] * 2
+        result = _Result(height * width, dtype)
+        codes = w.data.reshape(w.shape)
+        for rows in _blocks(height, width):
+            pairs = np.empty(codes[rows].shape, np.complex64)
+            np.take(_pairs(), codes[rows], out=pairs, mode="clip")
+            made = pairs.view(np.float32).astype(scale.dtype, copy=False).reshape(len(pairs), -1, group)
+            with np.errstate(invalid="ignore", over="ignore"):
+                made *= scale[rows][:, :, None]
+            result.add(made, "bfloat16")
+        return result.done()
 
     return unpacked
 
 
-def _unpacked(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """Return the first `count` integers of each row of 32-bit words (2, 4 or 8 bits each, lowest first), as int8."""
-    import torch
+# --- what the formulas share
 
-    stored = words.contiguous().view(torch.uint8)  # little endian, as on every machine that torch supports
+_ROWS = 64
+
+
+class _Result:
+    """The bytes of a result in a dtype, filled from the first element to the last.
+
+    Attributes:
+        infinite: How many finite elements became infinite.
+    """
+
+    def __init__(self, numel: int, dtype: str) -> None:
+        self._dtype, self._itemsize = dtype, dtype_of(dtype).itemsize
+        self._data = np.empty(numel * self._itemsize, np.uint8)
+        self._at = self.infinite = 0
+
+    def add(self, values: Floats, held: str = "") -> None:
+        """Add the next elements, in float32 or float64; `held`: the dtype that they are rounded to first."""
+        if dtype_of(held or self._dtype).itemsize == 2 and held not in ("", self._dtype):
+            before = np.isfinite(values)
+            values = _held(values, held)
+            self.infinite += int((before & np.isinf(values)).sum())
+        stop = self._at + values.size * self._itemsize
+        raw = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+        self.infinite += cast_into(raw, self._data[self._at : stop], values.dtype.name, self._dtype)
+        self._at = stop
+
+    def done(self) -> Computed:
+        return self._data, self.infinite
+
+
+def _scaled(w: Stored, factors: Callable[[slice], Array], dtype: str) -> Computed:
+    """Return W in float32 times the factors of its rows ([rows or 1, columns or 1]), rounded."""
+    rows = w.bytes_of_rows() if len(w.shape) < 3 else w.data.reshape(-1, w.shape[-1])
+    result = _Result(rows.size, dtype)
+    for part in _blocks(*rows.shape):
+        values = float_values(rows[part].reshape(-1), w.dtype).reshape(-1, rows.shape[1])
+        with np.errstate(invalid="ignore", over="ignore", under="ignore"):
+            values *= factors(part)
+        result.add(values)
+    return result.done()
+
+
+def _blocks(rows: int, columns: int) -> Iterator[slice]:
+    step = max(1, _BLOCK // max(1, columns))
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
+
+
+def _held(values: Floats, dtype: str) -> Floats:
+    """Return values rounded to a dtype, in float32."""
+    raw = np.ascontiguousarray(values).reshape(-1)
+    data = np.empty(raw.size * dtype_of(dtype).itemsize, np.uint8)
+    cast_into(raw.view(np.uint8), data, raw.dtype.name, dtype)
+    return float_values(data, dtype).reshape(values.shape)
+
+
+def _integers(words: Stored, bits: int, count: int, *, columns: bool = False) -> Array:
+    """Return the first `count` integers (2, 4 or 8 bits, lowest first) of each row, or column, of 32-bit words, as
+    int8."""
+    made: Array
+    if columns:
+        turned = np.ascontiguousarray(words.numbers().T)
+        made = _integers(Stored(turned.reshape(-1).view(np.uint8), words.dtype, turned.shape), bits, count).T
+        return made
+    stored = words.bytes_of_rows()  # little endian, as every machine that torch runs on
     if bits == 8:
-        return (stored ^ 128).view(torch.int8)[:, :count]
-    codes = torch.stack([stored >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)], dim=-1)
-    return codes.view(torch.int8).flatten(start_dim=1)[:, :count] - (1 << bits - 1)
-
-
-def _of_rows(values: torch.Tensor, rows: slice, height: int, grouped: bool) -> torch.Tensor:
-    """Return the scales or zero points of some rows, shaped to broadcast over all columns or over each group."""
-    if grouped:
-        return values[rows].unsqueeze(-1)
-    return values.reshape(-1, 1)[rows] if values.numel() == height and height > 1 else values.reshape(())
-
-
-def _looked_up(table: torch.Tensor, high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """Return the rows of a table at the indices high * 256 + low, which are bytes."""
-    import torch
-
-    unit = {4: np.uint32, 8: np.uint64, 16: np.complex128}[table.shape[-1] * table.element_size()]
-    entries: npt.NDArray[Any] = table.view(torch.uint8).numpy().reshape(-1).view(unit)
-    out: npt.NDArray[Any] = np.empty(low.numel(), unit)
-    highs, lows = high.reshape(-1, high.shape[-1]).numpy(), low.reshape(-1, low.shape[-1]).numpy()
-    step = max(1, _BLOCK // lows.shape[-1])
-    for start in range(0, len(lows), step):  # in steps: indices take eight times the memory of the bytes
-        index = highs[start : start + step].astype(np.intp) << 8
-        index = (index | lows[start : start + step]).reshape(-1)
-        at = start * lows.shape[-1]
-        np.take(entries, index, out=out[at : at + len(index)], mode="clip")
-    return torch.from_numpy(out.view(np.uint8)).view(table.dtype)
-
-
-def _factors(scale: torch.Tensor) -> torch.Tensor:
-    """Return scales as float32. Bytes are exponents of two (E8M0)."""
-    import torch
-
-    return (scale.to(torch.float32) - 127.0).exp2() if scale.dtype == torch.uint8 else scale.to(torch.float32)
-
-
-def _rounded(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
-    import torch
-
-    made: torch.Tensor = tensor.to(getattr(torch, dtype))
+        made = (stored ^ 128).view(np.int8)
+        return made[:, :count]
+    codes = [stored >> shift & (1 << bits) - 1 for shift in range(0, 8, bits)]
+    made = np.stack(codes, axis=-1).view(np.int8).reshape(len(stored), -1)[:, :count]
+    made -= np.int8(1 << bits - 1)
     return made
+
+
+def _per_row(values: Array, first: int, height: int, rows: int) -> Array:
+    """Return the zero points of some rows as a column, or the only one there is."""
+    values = values.reshape(-1, 1)
+    return values[first : first + height] if len(values) == rows and rows > 1 else values[:1]
+
+
+def _factors(scale: Stored) -> Array:
+    """Return scales in float32. Bytes are exponents of two (E8M0)."""
+    return _powers()[scale.numbers()] if scale.dtype == "uint8" else scale.numbers().astype(np.float32, copy=False)
+
+
+@functools.cache
+def _powers() -> npt.NDArray[np.float32]:
+    """Return 2 ** (code - 127) for all codes of a byte; the last is infinite in float32."""
+    with np.errstate(over="ignore"):
+        powers: npt.NDArray[np.float32] = np.ldexp(1.0, np.arange(256) - 127).astype(np.float32)
+    return powers
+
+
+@functools.cache
+def _pairs() -> npt.NDArray[np.complex64]:
+    """Return the two values of each byte of FP4 codes, as the halves of a number."""
+    codes = np.array((*E2M1, *(-value for value in E2M1)), np.float32)
+    byte = np.arange(256)
+    return np.stack((codes[byte & 15], codes[byte >> 4]), axis=-1).view(np.complex64).reshape(-1)
+
+
+@functools.cache
+def _pairs_by_exponent(dtype: str) -> tuple[Array, npt.NDArray[np.uint8] | None]:
+    """Return the two values in a dtype of (exponent of the group + 127) * 256 + byte, and how many of them are infinite
+    there; None if none is."""
+    values = np.ldexp(_pairs().view(np.float32).astype(np.float64), np.arange(-127, 129)[:, None]).reshape(-1)
+    data = np.empty(values.size * dtype_of(dtype).itemsize, np.uint8)
+    cast_into(values.view(np.uint8), data, "float64", dtype)
+    unit = {4: np.uint32, 8: np.uint64, 16: np.complex128}[2 * dtype_of(dtype).itemsize]
+    infinite = np.isinf(float_values(data, dtype)).reshape(-1, 2).sum(axis=1).astype(np.uint8)
+    return data.view(unit), infinite if infinite.any() else None

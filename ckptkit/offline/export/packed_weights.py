@@ -11,7 +11,6 @@ from typing import Any
 from ckptkit.catalog.targets import Target
 from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError
 from ckptkit.offline.export import dequantize_formulas as formulas
-from ckptkit.offline.export.merge_formulas import Formula
 
 __all__ = ["Unpacking", "is_packed_weight", "unpacking"]
 
@@ -30,7 +29,7 @@ class Unpacking:
 
     shape: tuple[int, ...]
     parts: tuple[str, ...]
-    formula: Formula
+    formula: formulas.Dequantization
     label: str
     by_rows: bool
 

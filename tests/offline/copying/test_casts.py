@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ckptkit.errors import UnsupportedFormatError
-from ckptkit.offline.copying.casts import cast_into, is_cast
+from ckptkit.offline.copying.casts import cast_into, float_values, is_cast
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 SIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
@@ -92,3 +92,13 @@ def test_the_same_dtype_needs_no_cast():
 def test_only_plain_floats_are_cast(pair):
     with pytest.raises(UnsupportedFormatError, match="only floats"):
         is_cast(*pair)
+
+
+@pytest.mark.parametrize("dtype", ["e4m3fn", "e5m2", "e4m3fnuz", "e5m2fnuz", "e8m0fnu"])
+def test_every_code_of_8_bits_has_the_value_that_torch_gives_it(dtype):
+    every = np.arange(256, dtype=np.uint8)
+    expected = torch.from_numpy(every.copy()).view(getattr(torch, f"float8_{dtype}")).float()
+    assert torch.equal(
+        torch.nan_to_num(torch.from_numpy(float_values(every, f"float8_{dtype}")), nan=-7.7),
+        torch.nan_to_num(expected, nan=-7.7),
+    )

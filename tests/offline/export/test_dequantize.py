@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -371,3 +373,26 @@ def test_a_quantization_group_that_names_a_module_is_preferred(tmp_path: Path) -
     tensors = {**{f"x.mlp.{key[2:]}": tensor for key, tensor in INT4.items()}, "b.weight": torch.ones(2, 4).char()}
     src = export(tmp_path / "src", {**tensors, "b.weight_scale": torch.ones(2, 1)}, settings)
     assert "2 INT4 and INT8 weights dequantized to bf16" in convert(src, str(tmp_path / "out"), dtype="bf16").notes
+
+
+@pytest.mark.parametrize("kind", ["fp8", "mxfp4", "int4", "nvfp4"])
+def test_dequantizing_does_not_import_torch(tmp_path: Path, kind: str) -> None:
+    tensors: dict[str, torch.Tensor]
+    if kind == "fp8":
+        tensors, settings = {"a.weight": codes(256, 256), "a.weight_scale_inv": torch.rand(2, 2)}, BLOCKS
+    elif kind == "mxfp4":
+        tensors, settings = mxfp4("experts.down_proj"), MXFP4
+    elif kind == "int4":
+        numbers = torch.ones(4, 32, dtype=torch.int64)
+        tensors = {"a.weight_packed": packed(numbers, 4), "a.weight_scale": torch.ones(4, 1)}
+        settings = by_groups(num_bits=4, type="int", strategy="channel", symmetric=True)
+    else:
+        tensors, settings = nvfp4(), by_groups(**FP4_WEIGHTS)
+    src = export(tmp_path / "src", tensors, settings)
+    code = (
+        "import sys; from ckptkit import convert, merge;"
+        "convert(sys.argv[1], sys.argv[2] + '/a', dtype='bf16', verify=True);"
+        "merge([sys.argv[1]] * 2, sys.argv[2] + '/b', verify=True);"
+        "sys.exit(1 if 'torch' in sys.modules else 0)"
+    )
+    subprocess.run([sys.executable, "-c", code, src, str(tmp_path)], check=True)
