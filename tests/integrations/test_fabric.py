@@ -63,6 +63,8 @@ def _saved(folder, strategy):
     fabric = _fabric(strategy)
     state = _made(fabric, 1)
     assert all(isinstance(parameter, DTensor) for parameter in state["model"].parameters())
+    group = state["model"].layers[0]._get_fsdp_state()._fsdp_param_group
+    assert group.offload_policy.__class__.__name__ == ("CPUOffloadPolicy" if "offload" in strategy else "OffloadPolicy")
     _trained(fabric, state, 2)
     fabric.save(f"{folder}/step-2", {**state, "note": "mine"})
     fabric.save(f"{folder}/head", {"model": state["model"]}, filter={"model": lambda name, value: "head" in name})
@@ -71,8 +73,8 @@ def _saved(folder, strategy):
     return _trained(fabric, state, 4)
 
 
-def _resumed(folder, seed):
-    fabric = _fabric()
+def _resumed(folder, strategy, seed):
+    fabric = _fabric(strategy)
     state = _made(fabric, seed)
     left = fabric.load(f"{folder}/step-2", state)
     assert (left, state["step"]) == ({"note": "mine"}, 2)
@@ -82,17 +84,17 @@ def _resumed(folder, seed):
     return _trained(fabric, state, 4)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp2_full"])
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp2_full", "fsdp2_cpu_offload"])
 def test_a_fabric_run_resumes_bit_equal_with_the_registered_strategy(framework_ranks, tmp_path, strategy):
     saved = framework_ranks.run(_saved, 2, str(tmp_path), strategy, timeout=240)
     for seed in (2, None):  # None: on the meta device
         for (weights, rates), (expected, other_rates) in zip(
-            framework_ranks.run(_resumed, 2, str(tmp_path), seed, timeout=240), saved, strict=True
+            framework_ranks.run(_resumed, 2, str(tmp_path), strategy, seed, timeout=240), saved, strict=True
         ):
             assert rates == other_rates
             assert all(torch.equal(weights[name], value) for name, value in expected.items())
     # another number of ranks: sums are taken in another order
-    weights, rates = framework_ranks.run(_resumed, 1, str(tmp_path), 2, timeout=240)[0]
+    weights, rates = framework_ranks.run(_resumed, 1, str(tmp_path), strategy, 2, timeout=240)[0]
     assert rates == saved[0][1]
     assert all(torch.allclose(weights[name], value, rtol=0, atol=5e-5) for name, value in saved[0][0].items())
 
