@@ -85,6 +85,7 @@ NIGHT: dict[str, int] = {
     "tests/checkpoint/test_resume.py::test_every_mesh_resumes_bit_exactly": 0,
     "tests/checkpoint/test_resume.py::test_a_save_in_the_background_resumes_bit_exactly": 0,
     "tests/checkpoint/test_meshes.py::test_any_mesh_loads_what_any_other_saved": 21,
+    "tests/checkpoint/test_meshes.py::test_plain_torch_and_exports_see_whole_tensors": 3,
     "tests/checkpoint/test_world_sizes.py": 50,
     "tests/checkpoint/test_world_sizes.py::test_an_odd_sized_model_loads_on_any_number_of_ranks": 0,
     "tests/checkpoint/test_world_sizes.py::test_masters_load_on_any_number_of_ranks": 0,

@@ -81,18 +81,23 @@ def test_local_checkpoints_load_on_their_mesh_only(ranks: Any, tmp_path: Path) -
         assert "was placed" in message
 
 
-def test_plain_torch_and_exports_see_whole_experts(ranks: Any, tmp_path: Path) -> None:
-    ranks.run(save, 2, str(tmp_path / "run"), "ep2", "sharded")
+@pytest.mark.parametrize("mesh", ["ep2", "pp2 fsdp2 ep2", "fsdp2 ep2 tp2"])  # the first runs by day
+def test_plain_torch_and_exports_see_whole_tensors(ranks: Any, tmp_path: Path, mesh: str) -> None:
+    size = meshes.world_size(mesh)
+    (ranks.run if size <= 4 else run_ranks)(save, size, str(tmp_path / "run"), mesh, "sharded")
     url = str(tmp_path / "run" / "step_00000001")
-    name = "layers.3.experts.w2"
-    whole = meshes.value(name, (4, 5, 6), 1)
-    target = {"model": {name: torch.zeros(4, 5, 6)}}
-    dcp.load(target, checkpoint_id=url)
-    assert torch.equal(target["model"][name], whole)
-    moment = open_checkpoint(url)[f"optimizer.state.{name}.exp_avg"].to_torch()
-    assert torch.equal(moment, meshes.value(f"{name}.exp_avg", (4, 5, 6), 1))
     convert(url, str(tmp_path / "hf"))
-    assert torch.equal(open_checkpoint(str(tmp_path / "hf"))[name].to_torch(), whole)
+    for name, shape in {"layers.3.experts.w2": (4, 5, 6), "layers.1.up.weight": (8, 6)}.items():
+        weight, moment = meshes.value(name, shape, 1), meshes.value(f"{name}.exp_avg", shape, 1)
+        target = {
+            "model": {name: torch.zeros(shape)},
+            "optimizer": {"state": {name: {"exp_avg": torch.zeros(shape)}}},
+        }
+        dcp.load(target, checkpoint_id=url)
+        assert torch.equal(target["model"][name], weight)
+        assert torch.equal(target["optimizer"]["state"][name]["exp_avg"], moment)
+        assert torch.equal(open_checkpoint(url)[f"optimizer.state.{name}.exp_avg"].to_torch(), moment)
+        assert torch.equal(open_checkpoint(str(tmp_path / "hf"))[name].to_torch(), weight)
 
 
 class Odd(nn.Module):

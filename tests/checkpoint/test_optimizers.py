@@ -66,7 +66,7 @@ REPLICATED: dict[str, Refused] = {
     "SOAP": {},
     "GaLore": {},
     "AggMo": {},
-    "ZeRO": {2: "up.weight, "},
+    "ZeRO": {2: "up.weight, ", 3: "up.weight, "},
 }
 """Parameters whole on each rank, as under DDP; some of these optimizers support no others."""
 
@@ -184,7 +184,7 @@ def test_an_optimizer_under_fully_shard_resumes_bit_exactly(ranks: Any, tmp_path
     check(ranks, tmp_path, name, size, True, SHARDED[name].get(size, ""))
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("name", REPLICATED)
 def test_an_optimizer_on_replicas_resumes_bit_exactly(ranks: Any, tmp_path: Path, name: str, size: int) -> None:
     check(ranks, tmp_path, name, size, False, REPLICATED[name].get(size, ""))
