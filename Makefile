@@ -17,7 +17,7 @@ GPU_PYTHON ?= $(shell $(PYTHON) -c "import importlib.util as u; exit(not u.find_
 # `make gpu DEVICE=cpu` runs the same code on the host.
 DEVICE ?= cuda
 
-.PHONY: demo test test-night test-ci test-all test-floor coverage gpu gpu-wheels lint docs clean
+.PHONY: demo test test-night test-ci test-all test-floor test-torchtitan coverage gpu gpu-wheels lint docs clean
 
 demo: .venv/demo.stamp
 	.venv/bin/python examples/train_and_export.py
@@ -63,14 +63,24 @@ gpu: .venv-gpu/stamp
 	.venv-gpu/bin/python -m pytest tests/gpu -v -W default $(if $(filter cuda,$(DEVICE)),-m gpu)
 	.venv-gpu/bin/python -m benchmarks.gpu --device $(DEVICE)
 
-# An environment over that of GPU_PYTHON, which may be one itself: `--system-site-packages` shows only the system's.
-.venv-gpu/stamp: tests/gpu/requirements.txt
-	$(GPU_PYTHON) -m venv --clear --without-pip .venv-gpu
-	$(GPU_PYTHON) -c "import sys; print(*(p for p in sys.path if p.endswith('-packages')), sep='\n')" \
-	  > $$(.venv-gpu/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/below.pth
-	$(GPU_PYTHON) -m pip --python .venv-gpu/bin/python install --quiet --disable-pip-version-check \
-	  --no-index --find-links $(WHEELS) -r $<
+# An environment over that of a Python, which may be one itself: `--system-site-packages` shows only the system's.
+define environment_over
+	$(1) -m venv --clear --without-pip $(@D)
+	$(1) -c "import sys; print(*(p for p in sys.path if p.endswith('-packages')), sep='\n')" \
+	  > $$($(@D)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/below.pth
+	$(1) -m pip --python $(@D)/bin/python install --quiet --disable-pip-version-check $(2) -r $<
 	touch $@
+endef
+
+.venv-gpu/stamp: tests/gpu/requirements.txt
+	$(call environment_over,$(GPU_PYTHON),--no-index --find-links $(WHEELS))
+
+# torchtitan's own trainer, on the CPU, in an environment over that of `make test`: it needs triton, which is large.
+test-torchtitan: .venv-torchtitan/stamp
+	.venv-torchtitan/bin/python -m pytest tests/integrations/test_torchtitan.py tests/integrations/test_torchtitan_trainer.py
+
+.venv-torchtitan/stamp: tests/integrations/torchtitan.txt .venv/test.stamp
+	$(call environment_over,.venv/bin/python,--no-deps)
 
 gpu-wheels:
 	$(PYTHON) -m pip download --quiet --disable-pip-version-check --dest $(WHEELS) --only-binary :all: \
@@ -106,4 +116,4 @@ docs: .venv/docs.stamp
 	touch $@
 
 clean:
-	rm -rf .venv .venv-gpu .venv-floor
+	rm -rf .venv .venv-gpu .venv-floor .venv-torchtitan

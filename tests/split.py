@@ -141,6 +141,7 @@ NIGHT: dict[str, int] = {
     "tests/integrations/test_lightning_shapes.py": 0,
     "tests/integrations/test_hf_ranks.py": 0,
     "tests/integrations/test_remote.py": 0,
+    "tests/integrations/test_torchtitan_trainer.py": 0,
     # Sources of every kind, from every system: some by day.
     "tests/formats/test_rank_sources.py": 8,
     "tests/formats/test_many_slices.py::test_a_hundred_thousand_slices_open_without_an_object_for_each": 0,
