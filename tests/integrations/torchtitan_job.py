@@ -3,9 +3,11 @@
     python -m tests.integrations.torchtitan_job FOLDER STEPS CHECKPOINT PARALLELISM [KILL]
 
 CHECKPOINT and PARALLELISM are JSON: fields of those sections of the trainer's config. In step KILL rank 1 ends with
-SIGKILL. torchtitan 0.3 says "cuda" where it finds no accelerator, and expects a torch that is newer than the release it
-runs on here. As its own tests on a CPU do, this sets `device_type` and the attention, as the default one has no backward
-on a CPU. All else is torchtitan's: trainer, model, optimizer, schedule, dataloader and loop.
+SIGKILL.
+
+The trainer, model, optimizer, schedule, data and loop are torchtitan's. torchtitan 0.3 takes "cuda" where it finds
+no accelerator; as its own tests on the CPU do, this sets `device_type`, and an attention that has a backward there. Two
+calls that released torch does not have yet are translated.
 """
 
 from __future__ import annotations
