@@ -1,6 +1,6 @@
 """Plan a save, write its index and open it for very many ranks: ckptkit and torch DCP.
 
-    python -m benchmarks.save_load.scale [--ranks 64 2816 16384] [--tensors 300] [--torch-up-to 2816]
+    python -m benchmarks.save_load.scale [--cases 2816:300 16384:300 16384:60] [--torch-up-to 1000000]
 
 torch's fake process group simulates the ranks. One process acts as rank 1 for the work of every rank, and as rank 0
 for the work on the parts of all ranks, which are shifted copies of rank 1's. No data files are written. Each row runs
@@ -204,13 +204,14 @@ HEADS = (
     "memory for it",
     "plan of a load, each rank",
 )
+CASES = ("2816:300", "16384:300", "16384:60")
+"""Ranks and tensors: the rows of docs/planning-at-scale.md."""
 PARTS = {function.__name__: function for function in (save_ours, open_ours, save_torch, open_torch)}
 
 
 def run(name: str, directory: str, world: int, tensors: int) -> dict[str, float]:
     """Measure one of `PARTS` in a separate process."""
-    command = [sys.executable, "-m", "benchmarks.save_load.scale", "--part", name, directory]
-    command += ["--ranks", str(world), "--tensors", str(tensors)]
+    command = [sys.executable, "-m", "benchmarks.save_load.scale", "--part", name, directory, str(world), str(tensors)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -237,24 +238,24 @@ def size(nbytes: float) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.save_load.scale", description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 2816, 16384])
-    parser.add_argument("--tensors", type=int, default=300)
-    parser.add_argument("--torch-up-to", type=int, default=2816, help="ranks; torch needs 2 kB of memory per slice")
+    parser.add_argument("--cases", nargs="+", default=CASES, metavar="RANKS:TENSORS")
+    parser.add_argument("--torch-up-to", type=int, default=1_000_000, help="slices; torch needs 3 kB for each")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--part", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--part", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.part:
-        print(json.dumps(PARTS[options.part[0]](options.part[1], options.ranks[0], options.tensors)))
+        name, directory, world, tensors = options.part
+        print(json.dumps(PARTS[name](directory, int(world), int(tensors))))
         return 0
     if not options.json:
         print("| " + " | ".join(HEADS) + " |\n" + "|---" * len(HEADS) + "|")
-    for world in options.ranks:
+    for world, tensors in (map(int, case.split(":")) for case in options.cases):
         for who in ("ours", "torch"):
-            if who == "torch" and world > options.torch_up_to:
+            if who == "torch" and world * tensors > options.torch_up_to:
                 continue
-            found = measured(who, world, options.tensors)
+            found = measured(who, world, tensors)
             if options.json:
-                print(json.dumps({"ranks": world, "who": who, **found}), flush=True)
+                print(json.dumps({"ranks": world, "tensors": tensors, "who": who, **found}), flush=True)
                 continue
             cells = [f"{world:,}", f"{found['slices']:,.0f}", "ckptkit" if who == "ours" else who]
             cells += [
