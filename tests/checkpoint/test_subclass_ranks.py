@@ -12,6 +12,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -242,3 +244,59 @@ def test_a_4bit_weight_sharded_by_fsdp2_is_refused_on_every_rank(ranks: Any, tmp
             in message
         )
     assert not list(tmp_path.glob("run/step_*"))
+
+
+def dcp_state(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    return {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+
+
+def save_by_torch(url: str, name: str) -> Any:
+    model, optimizer = made(name)
+    dcp.save(dcp_state(model, optimizer), checkpoint_id=url)
+    with pytest.raises(CheckpointException, match=r"weight.exp_avg.*: it is a torchao"):  # by name, not one part of it
+        dcp.save(dcp_state(model, optimizer), storage_writer=DCPWriter(f"{url}-ours"))
+    return state_of(model, optimizer)
+
+
+def read_what_torch_saved(url: str, name: str) -> Any:
+    model, optimizer = made(name, seed=5)
+    state = dcp_state(model, optimizer)
+    try:
+        dcp.load(state, storage_reader=DCPReader(url))
+    except CheckpointException as error:
+        return str(error)
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    model.load_state_dict(state["model"])
+    return state_of(model, optimizer)
+
+
+def load_what_torch_saved(url: str, name: str) -> str:
+    model, optimizer = made(name, seed=5)
+    before = state_of(model, optimizer)
+    with CheckpointManager(f"{url}-run") as manager, pytest.raises(CkptkitError) as found:
+        manager.load(TrainState(model=model, optimizer=optimizer, rng=False), url)
+    assert state_of(model, optimizer) == before
+    return str(found.value)
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+def test_shards_that_torch_wrote_as_records_of_a_class_are_read_or_refused_by_name(
+    ranks: Any, tmp_path: Path, name: str
+) -> None:
+    url = str(tmp_path / "theirs")
+    saved = ranks.run(save_by_torch, 2, url, name)
+    assert not (tmp_path / "theirs-ours/.metadata").exists()
+    assert ranks.run(read_what_torch_saved, 2, url, name) == saved
+    for said in ranks.run(load_what_torch_saved, 2, url, name):
+        assert "1.weight.exp_avg is a torchao" in said and "load with dcp.load and DCPReader" in said
+    for said in ranks.run(read_what_torch_saved, 1, url, name):
+        assert "0.weight.exp_avg" in said and "OptimState" in said
+    other = "AdamWFp8" if name != "AdamWFp8" else "AdamW8bit"
+    for said in ranks.run(read_what_torch_saved, 2, url, other):
+        assert "1.weight.exp_avg" in said and "load only into the same shards" in said
+    assert command("verify", url) == 0
+    assert command("reshard", url, str(tmp_path / "resharded"), "--world-size", "3") == 1
+    assert not (tmp_path / "resharded").exists()
+    assert command("convert", url, str(tmp_path / "hf")) == 0
+    weight = load_file(tmp_path / "hf" / "model.safetensors")["1.weight"]
+    assert weight.view(torch.uint8).tolist() == saved[0][0][2]

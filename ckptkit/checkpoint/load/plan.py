@@ -614,7 +614,7 @@ class _Planner:
                 for part, tensor in opened.items()
                 if part in entries and entries[part].dtype != dtype_name(tensor.dtype)
             ]
-        others += [unlike(f"{fqn}.{n}", recipe, None) for n, recipe in recipes.items() if n in entries]
+        others += [_unlike_entry(f"{fqn}.{n}", recipe, entries[n]) for n, recipe in recipes.items() if n in entries]
         plan.wholes[fqn] = {name: tensor for name, tensor in wholes.items() if name in stored}
         self.plan.mismatches.add("others", plan.key, others)
 
@@ -812,6 +812,16 @@ def is_recipe(recipe: JSON) -> bool:
 def unlike(name: str, here: Recipe | None, saved: Recipe | None) -> str:
     """Describe a tensor whose recipes differ. None is the recipe of a plain tensor."""
     return f"{name} is {describe(here)} here, but {describe(saved)} in the checkpoint"
+
+
+def _unlike_entry(name: str, here: Recipe, entry: TensorEntry) -> str:
+    """Describe a tensor of a subclass here that the checkpoint has as one tensor."""
+    if not entry.slices.opaque:
+        return unlike(name, here, None)
+    return (
+        f"{name} {entry.slices.opaque} in the checkpoint, whose shards torch's dcp.save has stored as records of the "
+        "class: load with dcp.load and DCPReader on as many ranks, and save it again"
+    )
 
 
 def _outers(entries: Mapping[str, TensorEntry], recipes: Mapping[str, Recipe], head: str) -> list[str]:

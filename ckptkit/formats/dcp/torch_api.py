@@ -48,7 +48,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from ckptkit.arguments import check_flags, check_int, check_storage_options, location, wrong
-from ckptkit.catalog.entry import Catalog, TensorEntry
+from ckptkit.catalog.entry import Catalog, ObjectEntry, TensorEntry
 from ckptkit.digests import hex_digest_of
 from ckptkit.errors import (
     CheckpointExistsError,
@@ -74,6 +74,7 @@ from ckptkit.formats.dcp.read import (
     plan_read,
 )
 from ckptkit.formats.dcp.records import frame_tensor
+from ckptkit.formats.dcp.subclasses import Opened, describe, open_tensor
 from ckptkit.formats.own import reader as own
 from ckptkit.formats.own.manifest import Entries
 from ckptkit.formats.own.outline import LEAST
@@ -596,6 +597,7 @@ class DCPReader(StorageReader):
         catalog, store = self.catalog, self.store
         filler = Filler(store, verify=self.verify, workers=self.workers, cast=self.cast)
         filled: list[tuple[ReadItem, torch.Tensor]] = []
+        by_class: list[tuple[ReadItem, torch.Tensor]] = []  # shards of a tensor subclass, as torch writes them
         entries: dict[str, TensorEntry] = {}
         destinations: dict[str, TensorEntry] = {}
         for item in plan.items:
@@ -607,12 +609,16 @@ class DCPReader(StorageReader):
                 entry = entries[name] = catalog.tensors[name]
             destinations[item.dest_index.fqn] = entry
             target = planner.resolve_tensor(item).detach()
+            if entry.slices.opaque:
+                by_class.append((item, target))
+                continue
             memory = own_memory(target)
             filler.add(entry, _row(entry, item), tuple(item.storage_offsets), memory)
             if not is_dense(memory):
                 raise CheckpointMismatchError(f"tensor {item.dest_index.fqn!r} of the state {why_not_dense(memory)}.")
             filled.append((item, target))
         _check_filled(filled, planner)
+        shards = [_shard(store, entries[i.storage_index.fqn], i, target) for i, target in by_class]
         whole = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
         values = load_objects(store, {i.storage_index.fqn: catalog.objects[i.storage_index.fqn] for i in whole})
         state = getattr(planner, "state_dict", {})
@@ -620,7 +626,10 @@ class DCPReader(StorageReader):
         for item in whole:
             check_fits(state.get(item.dest_index.fqn), values[item.storage_index.fqn], item.dest_index.fqn)
         filler.run()
-        for item, target in filled:
+        for pairs in shards:
+            for part, saved in pairs:
+                part.copy_(saved)
+        for item, target in filled + by_class:
             planner.commit_tensor(item, target)
         for item in whole:
             _load_bytes(planner, item, values[item.storage_index.fqn])
@@ -645,6 +654,31 @@ def _row(entry: TensorEntry, item: ReadItem) -> int:
         if tuple(found) == tuple(offset or ()):
             return i
     raise IncompleteCheckpointError(f"tensor {entry.name!r}: there is no slice at {list(offset or ())}.")
+
+
+def _shard(
+    store: Store, entry: TensorEntry, item: ReadItem, target: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the tensors that a shard of a tensor subclass is made of, each with its values from the checkpoint.
+
+    Raises:
+        CheckpointMismatchError: The shard here is another one, or of another class or with other settings.
+    """
+    path, start, nbytes = entry.slices.records()[_row(entry, item)]
+    value = load_objects(store, {entry.name: ObjectEntry(entry.name, path, start, nbytes)})[entry.name]
+    saved, here = open_tensor(value), open_tensor(target)
+    if saved is None or here is None or saved.recipe != here.recipe:
+        raise CheckpointMismatchError(
+            f"{item.dest_index.fqn}: the stored shard {list(item.storage_index.offset or ())} "
+            f"{_described(value, saved)}, the one to be filled {_described(target, here)}. Shards of such a "
+            "class load only into the same shards: load on as many ranks, into an optimizer of the same settings."
+        )
+    return [(part, saved.parts[name]) for name, part in here.parts.items()]
+
+
+def _described(tensor: torch.Tensor, opened: Opened | None) -> str:
+    """Return what a shard is, as the end of a sentence."""
+    return f"is {describe(opened.recipe)}" if opened else f"is a {type(tensor).__name__} {list(tensor.shape)}"
 
 
 def _check_filled(filled: Sequence[tuple[ReadItem, torch.Tensor]], planner: LoadPlanner) -> None:
