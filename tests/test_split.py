@@ -47,10 +47,19 @@ def test_a_file_with_only_nightly_tests_is_not_imported_by_day(monkeypatch: pyte
     assert [only_at_night(file) for file in ("a/w.py", "a/x.py", "a/y.py", "b/z.py")] == [True, False, False, False]
 
 
-def test_rules_checked_only_at_night_are_listed() -> None:
+def _listed(heading: str) -> list[str]:
     page = (ROOT / "tests" / "README.md").read_text(encoding="utf-8")
-    listed = re.findall(r"^\| `(tests/[^`]+)` \|", page, re.MULTILINE)
-    assert listed == [place for place, every in NIGHT.items() if every == 0]
+    section = page.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    return re.findall(r"^\| `(tests/[^`]+)`", section, re.MULTILINE)
+
+
+def test_rules_checked_only_at_night_are_listed() -> None:
+    assert _listed("Rules checked only at night") == [place for place, every in NIGHT.items() if every == 0]
+
+
+def test_slow_tests_that_are_listed_exist_and_run_by_day() -> None:
+    places = _listed("Tests of the day that take more than 2 s")
+    assert places and [place for place in places if not _exists(place) or NIGHT.get(place) == 0] == []
 
 
 def test_every_nth_case_of_each_test_runs_by_day(monkeypatch: pytest.MonkeyPatch) -> None:
