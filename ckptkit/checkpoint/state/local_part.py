@@ -77,14 +77,6 @@ class ShardLayout:
                 index = index * size + position
         return index
 
-    def describe(self) -> str:
-        """Return a description of the layout for people."""
-        dims = ", ".join(f"{n}={s}" for n, s in zip(self.mesh_names, self.mesh_shape, strict=True))
-        words = {"shard": "Shard({0})", "strided": "_StridedShard({0}, {1})", "replicate": "Replicate()"}
-        return (
-            f"{', '.join(words.get(p.kind, p.kind).format(p.dim, p.split_factor) for p in self.placements)} on ({dims})"
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class PartView:

@@ -422,7 +422,7 @@ def test_grouped_and_degenerate_3d_convolutions_are_refused_as_in_peft(tmp_path:
     for module, message in (("grouped", "grouped convolution"), ("flat3", "flat kernel")):
         config = {"r": 4, "lora_alpha": 6, "target_modules": [module]}
         adapted = trained(config, tmp_path / module, dtype="float32")
-        with pytest.raises(UnsupportedFormatError, match=f"'{module}' is a convolution .*{message}|{message}"):
+        with pytest.raises(UnsupportedFormatError, match=message):
             merged(tmp_path / module, config)
         with pytest.raises((NotImplementedError, RuntimeError)):
             expected(adapted, tmp_path / module)
