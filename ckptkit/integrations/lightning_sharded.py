@@ -74,7 +74,7 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
         self._random: Mapping[str, Any] | None = None
         self._checkpoints: LightningCheckpoints | None = None
         self._shown: dict[str, Any] = {}
-        self._position: dict[str, Any] = {}  # where in which epoch the run continues
+        self._position: dict[str, Any] = {}  # the position within epochs at which the run continues
 
     # --- deferred until the first step
 

@@ -189,8 +189,8 @@ class LightningCheckpoints:
 
     def close(self) -> None:
         """Release all resources."""
-        # Close the manager that loaded last. It protects the checkpoint that the run was resumed from, which a rotation
-        # by another manager could still delete.
+        # The manager that loaded is closed last. It protects the checkpoint that the run was resumed from, which a
+        # rotation by another manager could still delete.
         for manager in reversed(self._managers.values()):
             manager.close()
         self._managers.clear()
