@@ -95,6 +95,8 @@ def parse_object(data: bytes | bytearray | memoryview, *, file: str, name: str =
     label = f"{file}: the object {name!r:.120}" if name else file
     raw = bytes(data)
     archive = Archive(memory_store(label, raw), label) if raw[:2] == b"PK" else None
+    if archive is not None:  # torch.load compares no CRC-32
+        archive.check()
     try:
         value = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:

@@ -343,6 +343,12 @@ class Archive:
         members = self.layout.members.values()
         return [(self._start(member, self._header(member)), member.nbytes, member.crc32) for member in members]
 
+    def check(self) -> None:
+        """Read all members and compare their CRC-32. Raises CorruptCheckpointError for the first that differs."""
+        for name, member in self.layout.members.items():
+            if member.crc32:  # 0: torch.serialization.set_crc32_options(False)
+                self.member(name)
+
     def value(self, *, unknown: Unknown = "refuse") -> Any:
         """Return what was saved, with tensors as records."""
         rebuilder = TensorRebuilder()

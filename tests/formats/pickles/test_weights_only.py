@@ -160,3 +160,14 @@ def test_torch_load_is_called_in_one_place_and_with_weights_only() -> None:
                 found.setdefault(path.relative_to(top).as_posix(), []).append(ast.unparse(node))
     assert set(found) == {"formats/pickles/weights_only.py"} | OF_ONE_JOB
     assert all("weights_only=True" in call for call in found["formats/pickles/weights_only.py"])
+
+
+def test_a_flipped_bit_in_a_tensor_of_an_object_is_found() -> None:
+    tensor = torch.arange(100.0)
+    buffer = io.BytesIO()
+    torch.save({"x": tensor, "words": ["a"]}, buffer)
+    data = bytearray(buffer.getvalue())
+    assert torch.equal(parse_object(data, file="f", name="o")["x"], tensor)
+    data[data.index(tensor.numpy().tobytes()) + 7] ^= 1
+    with pytest.raises(CorruptCheckpointError, match=r"f: the object 'o'.*data/0' does not match its CRC-32"):
+        parse_object(data, file="f", name="o")
