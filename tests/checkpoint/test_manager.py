@@ -377,7 +377,7 @@ def test_a_save_that_would_replace_a_foreign_file_is_refused_on_every_rank(
     (tmp_path / "step_00000001" / name).write_bytes(b"mine")
     before = os.stat(tmp_path).st_mtime_ns
     first, second = ranks.run(over_a_file_of_others, 2, str(tmp_path), kind)
-    assert first == second and name in first and "Move it away" in first
+    assert first == second and name in first and "Move that file away" in first
     assert os.stat(tmp_path).st_mtime_ns == before  # not even a directory was created
     assert (tmp_path / "step_00000001" / name).read_bytes() == b"mine"
     (tmp_path / "step_00000001" / name).rename(tmp_path / "step_00000001" / "theirs.bin")
