@@ -237,7 +237,9 @@ def _mxfp4(name: str, targets: Mapping[str, Target], dtype: str) -> _Weight:
     made = _source(weight, dtype, blocks.sources[0], (blocks.shape[0], blocks.shape[2] * 32, blocks.shape[1]))
     label = "MXFP4 weight * 2 ** (scale of the group - 127), transposed"
     decode = Decode(formulas.mxfp4(dtype), 1, dtype)
-    change = Change((_stored(scales),), None, label, True, dtype_of(dtype).itemsize + 2, aligned=1, decode=decode)
+    change = Change(
+        (_stored(scales),), None, label, True, dtype_of(dtype).itemsize + 2, aligned=1, by_element=True, decode=decode
+    )
     return _Weight(weight, name, (scales.name,), made, change)
 
 
