@@ -10,7 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from ckptkit.offline import conversion
 from ckptkit.offline.convert import convert
@@ -116,6 +118,23 @@ def test_a_killed_conversion_to_one_file_continues(source, tmp_path):
     convert(str(source), str(tmp_path / "whole.pt"), to="torch")
     assert (tmp_path / "out.pt").read_bytes() == (tmp_path / "whole.pt").read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out.pt", "whole.pt"]
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_a_killed_conversion_with_another_vocabulary_continues(tmp_path, steps):
+    rng = np.random.default_rng(0)
+    (tmp_path / "in").mkdir()
+    names = {"model.embed_tokens.weight": 70, "model.layers.0.mlp.up_proj.weight": 90, "lm_head.weight": 70}
+    tensors = {name: rng.random((rows, 100), np.float32) for name, rows in names.items()}
+    save_file(tensors, tmp_path / "in" / "model.safetensors")
+    options = {"vocab_size": 75}
+    killed("convert", tmp_path / "in", tmp_path / "out", steps, **options)
+    report = convert(str(tmp_path / "in"), str(tmp_path / "out"), verify=True, **options)
+    assert went_on(report.notes)
+    convert(str(tmp_path / "in"), str(tmp_path / "whole"), **options)
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    made = load_file(tmp_path / "out" / "model.safetensors")
+    assert {name: len(tensor) for name, tensor in made.items()} == {**dict.fromkeys(names, 75), list(names)[1]: 90}
 
 
 def test_a_run_killed_twice_continues_from_both(source, tmp_path):
