@@ -45,7 +45,7 @@ def test_a_trainer_saves_rotates_and_resumes_bit_equal_on_s3(rclone: dict[str, A
     straight = test_transformers.trainer_of(tmp_path, CheckpointCallback(tmp_path / "straight"))
     straight.train()
     options: dict[str, Any] = {"storage_options": rclone, "retention": RetentionPolicy(max_num=2)}
-    test_transformers.trainer_of(tmp_path, test_transformers.Stop(url, save_steps=1, **options)).train()
+    test_transformers.trainer_of(tmp_path, test_transformers.stopping(url, save_steps=1, **options)).train()
     assert kept(url, rclone) == ["step_00000002", "step_00000003"]
     callback = CheckpointCallback(url, **options)
     resumed = test_transformers.trainer_of(tmp_path, callback)

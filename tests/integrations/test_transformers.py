@@ -13,8 +13,10 @@ import transformers  # only the package: its parts are loaded when needed, and a
 
 from ckptkit import CheckpointManager, RetentionPolicy, TrainState, open_checkpoint
 from ckptkit.errors import CheckpointMismatchError, UsageError
-from ckptkit.integrations.transformers import CheckpointCallback
 from ckptkit.offline.convert import convert
+from tests.lazy import LazyModule
+
+integration = LazyModule("ckptkit.integrations.transformers")
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 
@@ -48,23 +50,23 @@ def trainer_of(work: Path, callback: Any, model: Any = None, **options: Any) -> 
     return trainer
 
 
-class Stop(CheckpointCallback):
-    """Ends training in the middle, like a job that is killed."""
+def stopping(url: Any, at: int = 3, **options: Any) -> Any:
+    """A callback that ends training in the middle, like a job that is killed."""
 
-    at = 3
+    class Stop(integration.CheckpointCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            control.should_training_stop = state.global_step == at
+            return super().on_step_end(args, state, control, **kwargs)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        control.should_training_stop = state.global_step == self.at
-        return super().on_step_end(args, state, control, **kwargs)
+    return Stop(url, **options)
 
 
 @pytest.mark.parametrize("at", [3, 5])  # in the middle of an epoch of 5 steps, and at its end
-def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(at, tmp_path, monkeypatch):
-    straight = trainer_of(tmp_path, CheckpointCallback(tmp_path / "straight", resume=False))
+def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(at, tmp_path):
+    straight = trainer_of(tmp_path, integration.CheckpointCallback(tmp_path / "straight", resume=False))
     straight.train()
-    monkeypatch.setattr(Stop, "at", at)
-    trainer_of(tmp_path, Stop(tmp_path / "run", save_steps=at)).train()
-    callback = CheckpointCallback(tmp_path / "run", export=tmp_path / "export")
+    trainer_of(tmp_path, stopping(tmp_path / "run", at, save_steps=at)).train()
+    callback = integration.CheckpointCallback(tmp_path / "run", export=tmp_path / "export")
     resumed = trainer_of(tmp_path, callback)
     resumed.train()
     assert callback.loaded.step == at
@@ -81,7 +83,9 @@ def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(at, tmp_path, monkey
 
 
 def test_rotation_follows_the_policy_of_the_callback(tmp_path):
-    callback = CheckpointCallback(tmp_path / "run", save_steps=2, retention=RetentionPolicy(max_num=2), background=True)
+    callback = integration.CheckpointCallback(
+        tmp_path / "run", save_steps=2, retention=RetentionPolicy(max_num=2), background=True
+    )
     trainer_of(tmp_path, callback).train()
     assert sorted(p.name for p in (tmp_path / "run").glob("step_*")) == ["step_00000006", "step_00000008"]
     assert open_checkpoint(str(tmp_path / "run")).step == 8
@@ -94,7 +98,9 @@ def evaluated(work: Path, callback: Any, **options: Any) -> transformers.Trainer
 
 def test_attach_supports_every_option(tmp_path):
     trainer = trainer_of(tmp_path, None)
-    CheckpointCallback(tmp_path / "run", save_steps=3, export=tmp_path / "export", background=True).attach(trainer)
+    integration.CheckpointCallback(tmp_path / "run", save_steps=3, export=tmp_path / "export", background=True).attach(
+        trainer
+    )
     trainer.train()
     assert sorted(path.name for path in (tmp_path / "run").glob("step_*")) == ["step_00000003", "step_00000006"]
     loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "export")
@@ -102,7 +108,7 @@ def test_attach_supports_every_option(tmp_path):
 
 
 def test_the_best_model_is_kept_and_loaded_at_the_end(tmp_path):
-    callback = CheckpointCallback(tmp_path / "run")
+    callback = integration.CheckpointCallback(tmp_path / "run")
     options = {"save_strategy": "steps", "save_steps": 2, "load_best_model_at_end": True, "save_total_limit": 1}
     options |= {"greater_is_better": True}  # the highest loss comes before the end
     trainer = evaluated(tmp_path, callback, **options)
@@ -116,25 +122,25 @@ def test_the_best_model_is_kept_and_loaded_at_the_end(tmp_path):
 
 
 def test_a_retention_that_would_delete_the_best_model_is_refused(tmp_path):
-    callback = CheckpointCallback(tmp_path / "run", retention=RetentionPolicy(max_num=2))
+    callback = integration.CheckpointCallback(tmp_path / "run", retention=RetentionPolicy(max_num=2))
     with pytest.raises(UsageError, match=r"keep_best=\('eval_loss', 'min', 1\)"):
         evaluated(tmp_path, callback, save_strategy="steps", save_steps=2, load_best_model_at_end=True)
 
 
 def test_save_total_limit_limits_the_checkpoints_kept(tmp_path):
-    trainer_of(tmp_path, CheckpointCallback(tmp_path / "run", save_steps=1), save_total_limit=3).train()
+    trainer_of(tmp_path, integration.CheckpointCallback(tmp_path / "run", save_steps=1), save_total_limit=3).train()
     assert sorted(p.name[-1] for p in (tmp_path / "run").glob("step_*")) == ["6", "7", "8"]
 
 
 def test_resume_from_checkpoint_is_respected(tmp_path):
-    callback = CheckpointCallback(tmp_path / "run", save_steps=4)
+    callback = integration.CheckpointCallback(tmp_path / "run", save_steps=4)
     with pytest.raises(ValueError, match="No valid checkpoint found"):
         trainer_of(tmp_path, callback).train(resume_from_checkpoint=True)
-    trainer_of(tmp_path, CheckpointCallback(tmp_path / "run", save_steps=4)).train()
-    again = CheckpointCallback(tmp_path / "run", resume=False)
+    trainer_of(tmp_path, integration.CheckpointCallback(tmp_path / "run", save_steps=4)).train()
+    again = integration.CheckpointCallback(tmp_path / "run", resume=False)
     trainer_of(tmp_path, again).train(True)
     assert again.loaded.step == 8
-    anew = CheckpointCallback(tmp_path / "other", save_steps=8)
+    anew = integration.CheckpointCallback(tmp_path / "other", save_steps=8)
     trainer = trainer_of(tmp_path, anew)
     trainer.train(resume_from_checkpoint=False)
     assert anew.loaded is None
@@ -144,12 +150,12 @@ def test_resume_from_checkpoint_is_respected(tmp_path):
 
 
 def test_a_callback_without_attach_or_with_another_trainer_is_an_error(tmp_path):
-    callback = CheckpointCallback(tmp_path / "run")
+    callback = integration.CheckpointCallback(tmp_path / "run")
     trainer = trainer_of(tmp_path, callback)
     assert callback.attach(trainer) is callback
     with pytest.raises(UsageError, match="belongs to another Trainer"):
         trainer_of(tmp_path, callback)
-    trainer.add_callback(CheckpointCallback(tmp_path / "loose"))
+    trainer.add_callback(integration.CheckpointCallback(tmp_path / "loose"))
     with pytest.raises(UsageError, match=r"callback\.attach\(trainer\)"):
         trainer.train()
 
@@ -163,7 +169,7 @@ def test_checkpoints_written_by_a_trainer_are_resumed_from(tmp_path):
     straight = plain_trainer(tmp_path / "old")
     straight.train()
     shutil.rmtree(tmp_path / "old" / "out" / "checkpoint-8")
-    callback = CheckpointCallback(tmp_path / "old" / "out", save_steps=100)
+    callback = integration.CheckpointCallback(tmp_path / "old" / "out", save_steps=100)
     resumed = trainer_of(tmp_path, callback, weight_decay=0.1)
     resumed.train()
     assert callback.loaded.step == 4
@@ -192,12 +198,12 @@ def test_a_manager_resumes_from_the_directory_of_a_trainer(tmp_path):
 def test_a_trainer_does_not_start_fresh_over_another_systems_checkpoint(zoo, tmp_path):
     shutil.copytree(zoo / "verl_fsdp2_w2", tmp_path / "run")
     with pytest.raises(UsageError, match=r"no trainer_state\.json"):
-        trainer_of(tmp_path, CheckpointCallback(tmp_path / "run")).train()
+        trainer_of(tmp_path, integration.CheckpointCallback(tmp_path / "run")).train()
 
 
 def test_an_adapter_is_exported_and_converted_as_one(tmp_path):
     peft = pytest.importorskip("peft")
-    callback = CheckpointCallback(tmp_path / "run", save_steps=4, export=tmp_path / "out")
+    callback = integration.CheckpointCallback(tmp_path / "run", save_steps=4, export=tmp_path / "out")
     model = trainer_of(tmp_path, None).model
     base = copy.deepcopy(model)
     config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], lora_alpha=32)
