@@ -579,6 +579,8 @@ class _Planner:
         plan.states = {fqn: entries for fqn, entries in states.items() if fqn in plan.parameters}
         for fqn, parameter in plan.parameters.items():
             self.opened_states(plan, fqn, parameter)
+        if self.foreign:  # ckptkit's checkpoints record which states there were
+            found.add("missing", plan.key, _lacking_states(plan))
         weights = self.entries(Role.MODEL)
         _check_states(plan, weights, found)
         return _plan_masters(plan, masters, weights, found)
@@ -917,6 +919,28 @@ def _check_states(plan: OptimizerPlan, weights: Mapping[str, TensorEntry], found
                     plan.key,
                     [f"{fqn}.{name} ({list(entry.shape)} in the checkpoint, expected {list(shape)})"],
                 )
+
+
+def _lacking_states(plan: OptimizerPlan) -> list[str]:
+    """Return the states that the checkpoint lacks for parameters that have other states in it.
+
+    A state is expected if the live parameter has it, or if another parameter in the same group has all of this
+    parameter's states and more.
+    """
+    lacking: list[str] = []
+    names = {id(parameter): fqn for fqn, parameter in plan.parameters.items()}
+    for group in plan.optimizer.param_groups:
+        fqns = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
+        states = {fqn: frozenset(plan.states.get(fqn, ())) | frozenset(plan.values.get(fqn, ())) for fqn in fqns}
+        kinds = set(states.values())
+        for fqn, own in states.items():
+            if not own:
+                continue  # never stepped
+            shape = plan.parameters[fqn].shape
+            live = {name for name, value in plan.live[fqn].items() if getattr(value, "shape", None) == shape}
+            wider = next((kind for kind in kinds if own < kind), own)
+            lacking += [f"{fqn}.{name}" for name in sorted((live | wider) - own - {plan.master_name})]
+    return lacking
 
 
 def _cuts(found: Sequence[Any]) -> str:

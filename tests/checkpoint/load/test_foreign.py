@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from ckptkit import CheckpointManager, TrainState
 from ckptkit.catalog.entry import Role
@@ -277,3 +279,28 @@ def test_optimizer_states_that_are_plain_numbers_are_restored(kind: Any, tmp_pat
         state = resumed.state[parameter]
         assert state["step"] == 5 and isinstance(state["step"], int if kind is Counting else torch.Tensor)
         assert kind is not Counting or state["RMS"] == 0.25
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_a_moment_that_one_parameter_lacks_is_named(stepped: bool, tmp_path: Path) -> None:
+    def trained(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(steps):
+            model(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+        return model, optimizer
+
+    model, optimizer = trained(2)
+    states = get_optimizer_state_dict(model, optimizer)
+    del states["state"]["weight"]["exp_avg"]
+    saved = {"model": model.state_dict(), "optim": states}
+    dcp.save(saved, checkpoint_id=str(tmp_path / "theirs"), no_dist=True)
+    model, optimizer = trained(int(stepped))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with CheckpointManager(tmp_path / "run") as manager:
+        with pytest.raises(CheckpointMismatchError, match=r"1 missing in the checkpoint: weight\.exp_avg\b"):
+            manager.load(TrainState(model=model, optimizer=optimizer), str(tmp_path / "theirs"))
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        report = manager.load(TrainState(model=model, optimizer=optimizer), str(tmp_path / "theirs"), strict=False)
+    assert any("weight.exp_avg" in key for key in report.missing)
