@@ -1,4 +1,4 @@
-"""Runs the command line: `python -m ckptkit`."""
+"""Run the command line: `python -m ckptkit`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Checks the arguments of public calls. The UsageError for a mistake states the expected and the found value."""
+"""Checks the arguments of public functions. Each error states the expected and the actual value."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def location(name: str, value: object) -> str:
     """Return a path or URL as a str.
 
     Raises:
-        UsageError: `value` is neither a str nor a path, or it is a URL that `Path` has damaged.
+        UsageError: `value` is neither a str nor a path, or it is a URL that was damaged by conversion to a `Path`.
     """
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(text, str):
@@ -54,21 +54,21 @@ def globs(name: str, value: object) -> tuple[str, ...]:
 
 
 def check_flags(**values: object) -> None:
-    """Raise UsageError for a value that is not a bool. Testing for truth would accept the string "no"."""
+    """Raise UsageError if any value is not a bool. A truth test would accept the string "no"."""
     for name, value in values.items():
         if not isinstance(value, bool):
             raise wrong(name, value, "True or False")
 
 
 def check_int(name: str, value: object, *, least: int) -> None:
-    """Raise UsageError unless `value` is an integer of at least `least`."""
+    """Raise UsageError unless `value` is an integer and at least `least`."""
     index: Any = getattr(type(value), "__index__", None)
     if index is None or isinstance(value, bool) or index(value) < least:
         raise wrong(name, value, f"an integer of at least {least}")
 
 
 def check_storage_options(**values: object) -> None:
-    """Raise UsageError for a value that is neither None nor a mapping."""
+    """Raise UsageError if any value is neither None nor a mapping."""
     for name, value in values.items():
         if value is not None and not isinstance(value, Mapping):
             raise wrong(name, value, "a dict of options for fsspec")

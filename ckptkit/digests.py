@@ -1,7 +1,7 @@
-"""Computes digests. No other module names an algorithm; ckptkit writes all its digests with `DIGEST`.
+"""Computes digests. No other module names an algorithm; every digest that ckptkit writes is a `DIGEST`.
 
 To change the algorithm, add a row to `_HASHERS` and change `DIGEST`, `digest_of` and `hex_digest_of`. Columns and
-fields on disk are named after `DIGEST`, so the change needs a new version of the format (docs/format.md).
+fields on disk are named after `DIGEST`, so the change needs a new format version (docs/format.md).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import xxhash
 
 from ckptkit.errors import UnsupportedFormatError
 
-if TYPE_CHECKING:  # imported lazily: `ckptkit ls` needs no numpy
+if TYPE_CHECKING:  # numpy is imported lazily, because `ckptkit ls` does not need it
     import numpy as np
     import numpy.typing as npt
 
@@ -42,19 +42,19 @@ __all__ = [
 ]
 
 DIGEST = "xxh3_64"
-"""The digest of slices and files that ckptkit writes: 64 bits, not cryptographic."""
+"""The digest that ckptkit records for slices and files: 64 bits, not cryptographic."""
 CRC = "crc32"
-"""The digest inside zip archives, and so in everything that torch writes."""
+"""The digest inside zip archives, which `torch.save` writes."""
 SHA256 = "sha256"
 """The digest of whole files in SHA256SUMS."""
 
-try:  # three to four times as fast as zlib's, but without wheels for some platforms
+try:  # isal's is three to four times as fast as zlib's, but some platforms have no wheel
     from isal.isal_zlib import crc32 as _crc32
 except ImportError:
     from zlib import crc32 as _crc32
 
 crc32: Callable[..., int] = _crc32
-"""crc32(data, value=0): the CRC-32 of zip and zlib. `value` is the CRC-32 of the preceding bytes."""
+"""crc32(data, value=0): the CRC-32 that zip and zlib use. `value` is the CRC-32 of the preceding bytes."""
 
 
 class Hasher(Protocol):
@@ -107,7 +107,7 @@ class _Sha256:
 
 _HASHERS: dict[str, Callable[[], Hasher]] = {CRC: _Crc32, DIGEST: xxhash.xxh3_64, SHA256: _Sha256}
 NAMES = tuple(_HASHERS)
-"""The known algorithms. Tables store an algorithm as its index here."""
+"""The known algorithms. Tables store an algorithm as its index in this tuple."""
 
 digest_of: Callable[[Any], int] = xxhash.xxh3_64_intdigest
 """The `DIGEST` of some bytes, as a number below 2^64."""
@@ -143,22 +143,22 @@ def sha256_of(data: bytes) -> bytes:
 
 
 def hex_width(algorithm: str) -> int:
-    """Return the minimum number of hex digits with which messages show a digest."""
+    """Return the minimum number of hex digits that messages show for a digest."""
     return 64 if algorithm == SHA256 else 1
 
 
 def proves_equality(algorithm: str | None) -> bool:
-    """Return whether equal digests prove equal bytes, unless the bytes were chosen to collide. 32 bits are too few."""
+    """Return whether equal digests prove equal bytes, barring deliberate collisions. CRC-32 is too short."""
     return algorithm == DIGEST
 
 
-# --- The CRC-32 of two concatenated pieces from the CRC-32 of each: Adler and Plank's x^(8 n) mod p (zlib's crc32.c)
+# --- Combining the CRC-32s of two adjacent pieces: multiply by x^(8 n) mod p, after Adler and Plank (zlib's crc32.c)
 
 _POLYNOMIAL = 0xEDB88320
 
 
 def _multiply(a: int, b: int) -> int:
-    """Return the product of two polynomials modulo the CRC's, with reflected bits."""
+    """Return the product of two polynomials modulo the CRC polynomial, with reflected bits."""
     product = 0
     bit = 1 << 31
     while a:
@@ -172,7 +172,7 @@ def _multiply(a: int, b: int) -> int:
 
 @functools.lru_cache(maxsize=64)
 def _square(power: int) -> int:
-    """Return x^(2^power) modulo the polynomial."""
+    """Return x^(2^power) modulo the CRC polynomial."""
     return 1 << 30 if power == 0 else _multiply(_square(power - 1), _square(power - 1))
 
 
@@ -188,18 +188,18 @@ def _shift(nbytes: int) -> int:
 
 
 def crc32_combine(first: int, second: int, second_nbytes: int) -> int:
-    """Return the CRC-32 of two concatenated pieces, from the CRC-32 of each."""
+    """Return the CRC-32 of two pieces concatenated, given the CRC-32 of each."""
     return _multiply(_shift(second_nbytes), first) ^ second if second_nbytes else first
 
 
-# --- A fingerprint of a tensor's bits that is additive over its parts, so every sharding gives the same one.
+# --- A fingerprint of a tensor's bits. It is additive over parts, so it does not depend on the sharding.
 #
-# F1 = sum of bits, F2 = sum of bits times the row-major index in the whole tensor, both modulo 2^64
-# (bits: an element as an unsigned number). It detects every flipped bit, swapped rows and misplaced shards.
-# It is not a cryptographic digest.
+# F1 = sum of bits, F2 = sum of bits times the row-major index in the whole tensor, both modulo 2^64, where "bits" is an
+# element read as an unsigned integer. It detects every flipped bit, swapped rows and misplaced shards. It is not a
+# cryptographic digest.
 
 _MODULUS = 1 << 64
-_BLOCK = 1 << 14  # elements: widened to 64 bits, a block still fits in the cache
+_BLOCK = 1 << 14  # elements; even widened to 64 bits, a block fits in the cache
 
 
 @functools.cache
@@ -211,7 +211,8 @@ def _ramp(count: int) -> npt.NDArray[np.uint64]:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """The sums (f1, f2) over all or part of a tensor. `a + b` is the fingerprint of two disjoint parts together."""
+    """The sums (f1, f2) over a tensor or a part of it. For disjoint parts, `a + b` is the fingerprint of both
+    together."""
 
     f1: int = 0
     f2: int = 0
@@ -221,11 +222,11 @@ class Fingerprint:
 
 
 def fingerprint_of_runs(bits: npt.NDArray[Any], starts: npt.NDArray[np.uint64], run: int) -> Fingerprint:
-    """Return the contribution of some runs of elements to their tensor's fingerprint.
+    """Return what several runs of elements contribute to their tensor's fingerprint. All runs have the same length.
 
     Args:
-        bits: Elements as unsigned numbers, one run after the other.
-        starts: [n] the index in the tensor of each run's first element.
+        bits: The elements as unsigned integers, one run after the other.
+        starts: [n] each run's first element, as an index into the tensor.
         run: Number of elements in each run.
     """
     import numpy as np

@@ -1,7 +1,7 @@
 """The exceptions of ckptkit, in one tree. Each class also derives from the matching built-in exception.
 
-A message says what went wrong, in which file, tensor or rank, what was expected and found, and what to
-try next. The command line prints it as one paragraph and exits with `exit_code`.
+A message says what went wrong, in which file, tensor or rank, what was expected and found, and what to try next. The
+command line prints the message as one paragraph and exits with `exit_code`.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ __all__ = [
 
 
 def command_line(*words: str) -> str:
-    """Return a ckptkit command line to show in a message, quoted for the shell, with the storage options of its URLs.
+    """Return a ckptkit command line for a message: quoted for the shell, with the storage options of the URLs in it.
 
     Within a sentence, put it in backticks, so that users do not copy the punctuation after it.
     """
-    import shlex  # imported lazily: only errors need it
+    import shlex  # imported lazily, because only errors need it
 
     given = [found for found in map(_options_of, words) if found is not None]
     if not given or all(options == given[0] for options in given):
@@ -70,7 +70,7 @@ def remember_options(url: str, options: Mapping[str, Any]) -> None:
 
 
 def _text(value: object) -> str:
-    """Return a value as the argument of --storage-option: JSON, or plain text if that is not valid JSON."""
+    """Format a value for --storage-option: as JSON, or as plain text if that could not be mistaken for JSON."""
     try:
         json.loads(str(value))
     except ValueError:
@@ -80,7 +80,7 @@ def _text(value: object) -> str:
 
 
 def _options_of(word: str) -> list[str] | None:
-    """Return the storage options of the nearest opened URL in the same bucket; None if there is no such URL."""
+    """Return the storage options of the opened URL closest to `word` in its bucket; None if there is no such URL."""
     if "://" not in word:
         return None
     bucket = "/".join(word.split("/")[:3]) + "/"
@@ -92,9 +92,9 @@ _MAX_LINE = 1000
 
 
 class CkptkitError(Exception):
-    """Base of all errors that ckptkit raises on purpose.
+    """Base class of all errors that ckptkit raises deliberately.
 
-    Credentials are removed from the message. Lines of more than a thousand characters are shortened, because names in
+    Credentials are removed from the message. Lines longer than a thousand characters are shortened, because names in
     damaged files may be megabytes long.
     """
 
@@ -115,7 +115,7 @@ def _cut(text: str) -> str:
 
 
 class UsageError(CkptkitError, ValueError):
-    """An argument or option is wrong for any checkpoint."""
+    """An argument or option is wrong, whatever the checkpoint."""
 
     exit_code = 2
 
@@ -128,7 +128,7 @@ class CheckpointExistsError(CkptkitError, FileExistsError):
     """The destination already exists; nothing was written.
 
     Attributes:
-        reason: Why the existing content may not be replaced; "" if it was not examined.
+        reason: Why the existing content may not be replaced; "" if that content was not examined.
     """
 
     reason = ""
@@ -142,7 +142,7 @@ class CorruptCheckpointError(CkptkitError, ValueError):
     """A file of the checkpoint violates its format.
 
     Attributes:
-        checkpoint: The URL of the checkpoint that contains the file; "" if it is not known.
+        checkpoint: The URL of the checkpoint that contains the file; "" if unknown.
     """
 
     checkpoint = ""
@@ -153,11 +153,11 @@ class IncompleteCheckpointError(CorruptCheckpointError):
 
 
 class IntegrityError(CorruptCheckpointError):
-    """Bytes differ from the digest that was recorded when they were written."""
+    """Bytes do not match the digest that was recorded when they were written."""
 
 
 class UnsafePickleError(CorruptCheckpointError):
-    """A pickle asks for a global that is not on the allow-list. No part of the pickle was run."""
+    """A pickle refers to a global that is not on the allow-list. No part of the pickle was executed."""
 
 
 class UnsafePathError(CorruptCheckpointError):
@@ -181,7 +181,7 @@ class RankFailedError(SaveError):
 
     Attributes:
         causes: What each failed rank reported, by rank.
-        interrupted: True if no rank found a defect: the failed ranks died, hung, or were stopped by Ctrl-C.
+        interrupted: True if the failed ranks died, hung or were stopped by Ctrl-C, and none of them found a defect.
     """
 
     def __init__(self, message: str, causes: Mapping[int, str] | None = None, *, interrupted: bool = False) -> None:
@@ -191,7 +191,7 @@ class RankFailedError(SaveError):
 
 
 class NoSpaceError(SaveError, OSError):
-    """The storage has too little free space for the data to write."""
+    """There is not enough free space for the data to write."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
@@ -200,11 +200,11 @@ class NoSpaceError(SaveError, OSError):
 
 
 class LeaseHeldError(SaveError):
-    """Another live job writes to this root."""
+    """A different live job holds the lease and writes to this root."""
 
 
 class StorageError(CkptkitError, OSError):
-    """The storage failed, and retries did not help or were pointless."""
+    """The storage failed. Retries did not help, or would have been pointless."""
 
 
 class NonFiniteGradientError(CkptkitError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Pauses Python's garbage collector while many objects are created, such as those of a catalog or a plan."""
+"""Pauses Python's garbage collector while many objects are created, such as those in a catalog or a plan."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _was_on = False
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause the cycle collector, for short work that creates many objects but no cycles.
+    """Pause the cyclic garbage collector during short work that creates many objects but no cycles.
 
-    Each collection would visit every object created so far, which takes a quarter of the total time. Contexts may be
-    nested and run in several threads; the last one to exit resumes collection.
+    Otherwise collections visit all objects created so far again and again, which takes a quarter of the total time.
+    Contexts may be nested, and may run in several threads; the last one to exit resumes collection.
     """
     global _depth, _was_on
     with _lock:

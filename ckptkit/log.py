@@ -14,17 +14,18 @@ _warned: set[tuple[str, str]] = set()
 
 
 def warn_once(logger: logging.Logger, what: str, text: str, *args: object) -> None:
-    """Log a warning once per process for each pair of `what` and `text`. For conditions that last, such as a file that
-    cannot be deleted."""
+    """Log a warning only once per process for each pair of `what` and `text`. Use it for persistent conditions, such as
+    a file that cannot be deleted."""
     if (what, text) not in _warned:
         _warned.add((what, text))
         logger.warning(f"%s {text}", what, *args)
 
 
 class RankHandler(logging.NullHandler):
-    """Adds `rank` to each record of ckptkit, for the formats of later handlers, and removes credentials.
+    """Adds `rank` to each record that ckptkit logs, so that later handlers can format it, and removes credentials.
 
-    Prints nothing. Not a filter, because a logger's filters do not see the records of child loggers.
+    It prints nothing. It is a handler rather than a filter, because a logger's filters do not see its child loggers'
+    records.
     """
 
     def handle(self, record: logging.LogRecord) -> bool:
@@ -33,13 +34,13 @@ class RankHandler(logging.NullHandler):
         clean = without_secrets(said)
         if clean != said:
             record.msg, record.args = clean, None
-        if record.exc_info:  # formatters print exc_text if it is set
+        if record.exc_info:  # formatters print exc_text if it is set, instead of formatting exc_info
             record.exc_text = without_secrets(record.exc_text or logging.Formatter().formatException(record.exc_info))
         return True
 
 
 def _rank() -> int:
-    distributed = sys.modules.get("torch.distributed")  # only if it is already imported
+    distributed = sys.modules.get("torch.distributed")  # never import it just for the rank
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank())
     rank = os.environ.get("RANK", "0")

@@ -52,7 +52,7 @@ _NO_SECRETS = frozenset(  # login methods and placeholders
 )
 _SHORTEST_OPTION, _SHORTEST_VARIABLE = 4, 8  # shorter values would match ordinary words
 _START = r"(?:(?<!\w)|(?<=%[0-9A-Fa-f]{2}))"
-_LONG = 12  # values of at least this length are also masked inside longer words
+_LONG = 12  # values at least this long are also masked inside longer words
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*:/{1,3})([^\s'\"<>`\\]+)")
 _QUERY = re.compile(r"([?&;]|^)([^=&;?]+)=([^&;]*)")
@@ -61,7 +61,8 @@ _PLAIN_QUERY = frozenset(["versionid", "version", "revision", "region", "endpoin
 _ASSIGNED = re.compile(rf"(?i)((?<![\w-])(?:[\w-]*(?:{_NAMES})[\w-]*|token|sig|sas)=)(?!\*\*\*)[^\s\"'&,;)}}\]]+")
 _QUOTED = re.compile(rf"(?i)([\"'][\w-]*(?:{_NAMES})[\w-]*[\"']\s*[:=]\s*[\"'])(?!\*\*\*)[^\"']+")
 _BEARER = re.compile(r"(?i)\b(authorization:?\s+\w+\s+|bearer\s+|basic\s+(?=[a-z0-9+/=_-]{16}))[^\s\"',;)]+")
-# For these schemes the text before "@" is a container or a repo (container@account, repo@revision), not a login.
+# In URLs with these schemes, the text before "@" is a container or a repo (container@account, repo@revision), not a
+# login.
 _PLACE_BEFORE_AT = frozenset(
     ["file", "local", "abfs", "abfss", "wasb", "wasbs", "az", "adl", "hf", "git", "git+https", "git+ssh"]
 )
@@ -72,15 +73,15 @@ _known: dict[str, None] = {}  # an ordered set
 
 
 def keep_secret(options: Any) -> None:
-    """Remember option values whose names look secret, at any depth. `without_secrets` then removes them from any text,
-    such as a library's message."""
+    """Remember the option values whose names look secret, at any depth. `without_secrets` then removes those values
+    from any text, such as another library's error message."""
     for value in _values(options, secret=False):
         if len(value) >= _SHORTEST_OPTION and value.lower() not in _NO_SECRETS and len(_known) < _MAX_KNOWN:
             _known[value] = None
 
 
 def masked(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options with "***" for values whose names look secret, at any depth."""
+    """Return the options with "***" in place of values whose names look secret, at any depth."""
     return {
         name: MASK
         if _SECRET_OPTION.search(str(name)) and str(value).lower() not in _NO_SECRETS
@@ -114,7 +115,7 @@ def _values(options: Any, *, secret: bool, depth: int = 0) -> Iterable[str]:
 
 
 def carries_credentials(url: str) -> bool:
-    """Return whether a URL contains a login or a signed query. A login counts as a secret from now on."""
+    """Return whether a URL contains a login or a signed query. Also remember the login as a secret."""
     if "://" not in url or url.partition("://")[0].lower() in _LOCAL:
         return False
     keep_secret({"url": url})
@@ -124,8 +125,8 @@ def carries_credentials(url: str) -> bool:
 
 
 def without_known_secrets(text: str) -> str:
-    """Return `text` without the logins and query values of URLs and without the secret values of options and
-    environment variables. JSON stays valid JSON."""
+    """Return `text` without the logins and query values in its URLs, except harmless query values such as a region, and
+    without secret values from options and environment variables. JSON stays valid JSON."""
     for value in sorted((*_known, *_of_environment()), key=len, reverse=True):
         for form in _forms(value):
             if form in text:
@@ -135,7 +136,7 @@ def without_known_secrets(text: str) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """Return `text` without known secrets and without values that are assigned to names of secrets."""
+    """Return `text` without known secrets, and without values assigned to names that look secret."""
     text = without_known_secrets(text)
     if "=" in text or ":" in text:
         text = _QUOTED.sub(rf"\1{MASK}", _ASSIGNED.sub(rf"\1{MASK}", text))
@@ -150,7 +151,7 @@ def printable(text: str) -> str:
 
 
 def _forms(value: str) -> set[str]:
-    """Return the spellings of a value to search for: plain, escaped as by `repr`, and both of them URL-encoded."""
+    """Return the spellings of a value to search for: plain and as escaped by `repr`, each also URL-encoded."""
     plain = {value, value.encode("unicode_escape").decode("ascii")}
     return plain | {quote(form, safe=safe) for form in plain for safe in ("", "/")}
 
@@ -164,8 +165,8 @@ def _of_environment() -> list[str]:
 
 
 def _login(url: str) -> str:
-    """Return the login in a URL; "" if there is none. It ends at the last "@", because a password may contain "/" and
-    "@"."""
+    """Return the login in a URL; "" if there is none. The login ends at the last "@", because a password may contain
+    "/" and "@"."""
     scheme, separator, rest = url.partition("://")
     at = rest.rfind("@")
     if not separator or at < 0:

@@ -16,7 +16,7 @@ _SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 864
 
 
 def parse_size(text: str | int | float) -> int:
-    """Return a size in bytes: "40GiB", "512MB", "1.5T", 1024.
+    """Return a size in bytes. Accepts "40GiB", "512MB", "1.5T" or 1024.
 
     A bare number counts bytes. Prefixes without an "i" are powers of ten: "5G" equals "5GB".
 
@@ -49,7 +49,7 @@ def format_size(nbytes: int) -> str:
 
 
 def parse_duration(text: str | int | float) -> float:
-    """Return a duration in seconds: "90s", "5m", "1.5h", "2d", 30.
+    """Return a duration in seconds. Accepts "90s", "5m", "1.5h", "2d" or 30.
 
     Raises:
         UsageError: `text` is negative, infinite or not a duration.

@@ -34,7 +34,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def export_options(function: F, *, weights: str = "--weights") -> F:
-    """Add the options that select the exported tensors and files. `weights` names the flag that selects the masters."""
+    """Add the options that select the tensors and files to export.
+
+    Args:
+        weights: Name of the flag that chooses between model weights and fp32 masters.
+    """
     options = [
         _what(
             "--to",

@@ -20,7 +20,7 @@ from ckptkit.cli.frame import (
 if TYPE_CHECKING:
     from ckptkit.offline.diff import DiffReport, LayerDiff, TensorDiff
 
-_FIRST = 5  # number shown of each kind of difference, unless --verbose
+_FIRST = 5  # differences shown per kind, unless --verbose
 
 
 @click.command("diff")
@@ -44,10 +44,10 @@ def command(
     as_json: bool,
     storage_options: tuple[str, ...],
 ) -> None:
-    """Compare the tensors of the checkpoints at A and B, whose formats and shardings may differ. Exit code 1 if the
-    tensors differ.
+    """Compare the tensors of the checkpoints at A and B, whose formats and shardings may differ. The exit code is 1 if
+    any tensors differ.
 
-    Prints a summary by layer. --verbose lists every tensor; --quiet prints the last line only.
+    Prints a summary by layer. --verbose lists every tensor; --quiet prints only the last line.
     """
     from ckptkit.offline.diff import diff
 

@@ -1,4 +1,4 @@
-"""Wraps every command: common options, error messages, exit codes, JSON, progress bar."""
+"""Gives every command the common options, error messages, exit codes, JSON output and progress bar."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
 
 F = TypeVar("F", bound=Callable[..., Any])
 INTERRUPTED = 130  # 128 + SIGINT, as shells report it
-PROGRESS_DELAY_S = 1.0  # shorter work needs no bar
+PROGRESS_DELAY_S = 1.0  # shorter operations show no bar
 
 
 def command_frame(function: F) -> F:
@@ -74,7 +74,7 @@ def command_frame(function: F) -> F:
 
 
 def _refuse_empty(context: click.Context) -> None:
-    """Raise UsageError if an option is "", as from an unset shell variable. It would be ignored silently."""
+    """Raise UsageError if an option is "" (usually an unset shell variable), which commands would silently ignore."""
     for option in context.command.params:
         value = context.params.get(option.name or "")
         if isinstance(option, click.Option) and (value == "" or (isinstance(value, tuple) and "" in value)):
@@ -82,7 +82,7 @@ def _refuse_empty(context: click.Context) -> None:
 
 
 def if_interrupted(words: str | Callable[[], str]) -> None:
-    """Set the message to print on Ctrl-C: what is left, and how to continue. A function is called at Ctrl-C."""
+    """Set the message to print on Ctrl-C: what is left and how to continue. A callable is called on Ctrl-C."""
     click.get_current_context().meta["ckptkit.interrupted"] = words
 
 
@@ -98,7 +98,7 @@ def _message(error: Exception) -> str:
 
 
 def _older(error: Exception) -> str:
-    """Return a line that names the run's previous checkpoint if the error is about a damaged one, else ""."""
+    """Return a line that names the run's previous checkpoint if the error reports a damaged one; otherwise ""."""
     if not isinstance(error, CorruptCheckpointError) or not error.checkpoint:
         return ""
     from ckptkit.offline.reading import earlier_checkpoint
@@ -151,14 +151,14 @@ def _colour(stream: Any) -> bool:
 def _set_up_logging(*, quiet: bool, verbose: bool) -> None:
     level = logging.ERROR if quiet else logging.DEBUG if verbose else logging.WARNING
     ranks = "rank %(rank)s " if int(os.environ.get("WORLD_SIZE") or 1) > 1 else ""
-    # Only --verbose shows the name of the module.
+    # Show the module name only with --verbose.
     words = f"%(levelname)s {ranks}%(name)s: %(message)s" if verbose else f"Warning: {ranks}%(message)s"
     logging.basicConfig(level=logging.WARNING, format=words, stream=sys.stderr)
     logging.getLogger("ckptkit").setLevel(level)
 
 
 def is_quiet() -> bool:
-    """Return whether --quiet was given: print results and errors only."""
+    """Return whether --quiet was given. Then commands print only results and errors."""
     return bool(click.get_current_context().meta.get("ckptkit.quiet", False))
 
 
@@ -175,7 +175,7 @@ def print_json(document: Any) -> None:
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int, str], None] | None]:
-    """Yield a callback that draws a progress bar, or None with --quiet or without a terminal.
+    """Yield a callback that draws a progress bar. Yield None with --quiet, or if stderr is not a terminal.
 
     The callback takes the bytes done, the total bytes, and "FILE" or "PHASE: FILE".
     """
@@ -226,7 +226,7 @@ def storage_options_of_both(function: F) -> F:
 
 
 def with_storage_options(pairs: tuple[str, ...]) -> Mapping[str, Any] | None:
-    """Return KEY=VALUE pairs as a mapping, or None if there are none. Values that are valid JSON are parsed.
+    """Parse KEY=VALUE pairs into a mapping; return None if there are none. Values may be JSON.
 
     Raises:
         UsageError: A pair has no "=" or no key.

@@ -39,8 +39,8 @@ def command(
     as_json: bool,
     storage_options: tuple[str, ...],
 ) -> None:
-    """Show the contents of the checkpoint at URL: format, mesh, parameters and bytes by section, the largest
-    tensors and a tree of modules. Reads metadata only."""
+    """Show the contents of the checkpoint at URL: format, mesh, parameters and bytes by section, the largest tensors,
+    and the module tree. Reads only metadata."""
     from ckptkit.formats.options import ReadOptions
     from ckptkit.offline.inspect import inspect
 

@@ -41,7 +41,7 @@ def command(
     """List the checkpoints of the run at ROOT: step, age, size, type, ranks, metrics, and why rotation keeps or would
     delete each one.
 
-    Uses the policy that the run recorded; limits given here replace its limits. With --quiet, prints names only.
+    Uses the policy that the run recorded; limits given here override its limits. With --quiet, prints only names.
     """
     from ckptkit.offline.listing import list_run
 
@@ -83,12 +83,12 @@ def _lines(listing: Listing, *, every: bool) -> list[str]:
 
 
 def _columns() -> int:
-    """Return the maximum line width; 0 if stdout is not a terminal."""
+    """Return the terminal's width; 0 if stdout is not a terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
 
 
 def _aligned(table: list[list[str]], columns: int) -> list[str]:
-    """Return the table as aligned lines. If one is too wide for the terminal, the last cells go on separate lines."""
+    """Return the table as aligned lines. If any line is too wide, each row's last cell goes on a line of its own."""
     widths = [max(len(cells[i]) for cells in table) for i in range(len(table[0]) - 1)]
     heads = ["  ".join(c.ljust(w) for c, w in zip(cells, widths, strict=False)) for cells in table]
     lines = [f"{head}  {cells[-1]}".rstrip() for head, cells in zip(heads, table, strict=True)]

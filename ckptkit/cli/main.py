@@ -1,4 +1,4 @@
-"""The `ckptkit` command. It imports a subcommand's module only when it is called, so that --help is fast."""
+"""The `ckptkit` command. It imports a subcommand's module only when that subcommand is called; so --help is fast."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ _EXAMPLES = {
 }
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 _SAME_PRESS_S = 5.0  # interrupts within this many seconds count as one
-_PLACE = re.compile("FILE|URL|DIR|html")  # in the metavars of options that take a path or URL
+_PLACE = re.compile("FILE|URL|DIR|html")  # metavars of the options that take a path or URL
 
 
 class _Commands(click.Group):
-    """A group that imports a subcommand when it is called."""
+    """A click group that imports a subcommand only when it is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -99,7 +99,7 @@ class _Commands(click.Group):
 
 
 class _PathArgument(click.types.StringParamType):
-    """A path or URL. The shell completes it as a path."""
+    """A path or URL. Shells complete it as a path."""
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         return [CompletionItem(incomplete, type="file")]
@@ -130,15 +130,16 @@ def cli() -> None:
 
     After a crash: `ckptkit ls RUN` lists the checkpoints, `ckptkit verify RUN` checks the newest.
 
-    A URL is a path, or anything fsspec opens (s3://, gs://). The directory of a run means its newest committed
+    A URL is a path, or anything that fsspec opens (s3://, gs://). A run's directory means the run's newest committed
     checkpoint. Exit codes: 0 success, 1 the checkpoint is damaged, missing or does not match, 2 wrong usage, 130
     interrupted.
     """
 
 
 class _InterruptOnce:
-    """Raises KeyboardInterrupt on SIGINT, but ignores further signals for 5 seconds, so that they do not stop the
-    cleanup: launchers forward the terminal's signal once more, and people press Ctrl-C twice.
+    """Raises KeyboardInterrupt on SIGINT, then ignores SIGINT for 5 seconds, because another would stop the cleanup.
+
+    Duplicates are common: launchers forward the terminal's signal once more, and people press Ctrl-C twice.
     """
 
     def __init__(self) -> None:
@@ -160,7 +161,7 @@ def main(args: list[str] | None = None) -> Any:
         return cli.main(args=args, prog_name="ckptkit")
     except SystemExit as end:
         if ours and end.code == _INTERRUPTED:
-            # The cleanup is done. Another Ctrl-C while Python exits would change the exit code.
+            # The cleanup is done. Another Ctrl-C while Python exits would change the exit code, so ignore it.
             before = signal.SIG_IGN
         raise
     finally:

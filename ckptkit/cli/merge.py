@@ -1,4 +1,4 @@
-"""`ckptkit merge`: average several checkpoints, or the last ones of a run."""
+"""`ckptkit merge`: average several checkpoints, or the newest ones of a run."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def command(
     """Write the weighted average of the checkpoints SRC... (oldest first) to DST.
 
     The sources may have different formats and world sizes, but must have the same tensors. Only model weights are
-    averaged; optimizer states are left out. The result has the same bits for any --workers and --max-memory.
+    averaged; optimizer states are left out. The result is bit-identical for any --workers and --max-memory.
     """
     from ckptkit.offline.merge import merge
 

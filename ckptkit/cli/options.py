@@ -1,4 +1,4 @@
-"""Defines click options that help lists in groups, and choices that suggest a spelling."""
+"""Defines click options that --help lists in groups, and choices that suggest a spelling."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LAST = "Output"
 
 
 class _GroupedOption(click.Option):
-    """An option with the heading under which help lists it."""
+    """An option that knows the heading under which --help lists it."""
 
     def __init__(self, *args: Any, group: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -23,7 +23,7 @@ class _GroupedOption(click.Option):
 
 
 def grouped(group: str) -> Callable[..., Callable[[F], F]]:
-    """Return a `click.option` whose options are listed under the heading `group`."""
+    """Return a variant of `click.option` whose options --help lists under the heading `group`."""
 
     def option(*names: str, **settings: Any) -> Callable[[F], F]:
         return click.option(*names, cls=_GroupedOption, group=group, **settings)
@@ -56,7 +56,7 @@ def allow_pickle(group: str = "") -> Callable[[F], F]:
 
 
 class GroupedCommand(click.Command):
-    """A command whose help lists options under group headings, in order of declaration, with "Output" last."""
+    """A command whose --help lists options under group headings, in order of declaration, with "Output" last."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
@@ -72,17 +72,17 @@ class GroupedCommand(click.Command):
 
 
 class Count(click.IntRange):
-    """An integer of at least `min`. Errors call it a whole number."""
+    """An integer of at least `min`. Error messages call it a "whole number"."""
 
     name = "whole number"
 
 
 class OneOf(click.Choice):  # type: ignore[type-arg, unused-ignore]
-    """A choice whose error suggests the closest spelling.
+    """A choice whose error message suggests the closest spelling.
 
     Args:
         hidden: Values that are accepted but not listed.
-        meant: Maps a wrong value to the choice to suggest.
+        meant: For known wrong values, the choices to suggest.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The options and the output that `convert`, `merge`, `reshard` and `copy` share."""
+"""Options and output that `convert`, `merge`, `reshard` and `copy` share."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ def vocabulary_options(function: F) -> F:
 
 
 def explain_interrupts(dst: str, *, overwrite: bool) -> None:
-    """On Ctrl-C, print the state of DST, what is staged, and how to continue."""
+    """On Ctrl-C, print whether DST changed, what is staged, and how to continue."""
     if_interrupted(lambda: interrupted_words(dst, overwrite=overwrite))
 
 
 def interrupted_words(dst: str, *, overwrite: bool) -> str:
-    """Return the state of DST, what is staged, and how to continue, as text."""
+    """Return text that says whether DST changed, what is staged, and how to continue."""
     from ckptkit.offline.copying.resume import left_beside
     from ckptkit.storage.store import split_url
 
@@ -89,10 +89,10 @@ def interrupted_words(dst: str, *, overwrite: bool) -> str:
 
 
 def show_outcome(report: ConvertReport, *, as_json: bool) -> None:
-    """Print a report: the plan of a dry run, otherwise what was done and verified, and how to use the result.
+    """Print a report: for a dry run, the plan; otherwise what was done and verified, and how to use the result.
 
     Raises:
-        SystemExit: With 1 if a dry run found that the real run would fail.
+        SystemExit: The dry run found that the real run would fail. The exit code is 1.
     """
     from ckptkit.offline.publish import is_one_of_many
 

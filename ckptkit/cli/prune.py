@@ -25,10 +25,10 @@ def command(
     recorded: bool,
     storage_options: tuple[str, ...],
 ) -> None:
-    """Delete the checkpoints of the run at ROOT that the policy does not keep, and leftovers of killed saves.
+    """Delete the checkpoints that the policy of the run at ROOT does not keep, and the leftovers of killed saves.
 
-    Never deletes the newest, the best or a pinned checkpoint, or files that ckptkit did not write. Uses the policy that
-    the run recorded; limits given here replace its limits.
+    Never deletes the newest checkpoint, the best, or a pinned one, nor files that ckptkit did not write. Uses the
+    policy that the run recorded; limits given here override its limits.
     """
     from ckptkit.offline.prune import prune
 
@@ -52,7 +52,7 @@ def command(
                 click.echo(f"{'':<12}  {report.failed[decision.name]}")
         for path in report.cleaned:
             if path.endswith(".owner"):
-                continue  # the owner file of the staging directory in the line before
+                continue  # this owner file belongs to the staging directory on the previous line
             click.echo(f"{'would clean' if dry_run else 'cleaned':<12}  {path}  left by a save whose process is gone")
         for path in report.kept_files:
             click.echo(f"{'would stay' if dry_run else 'stayed':<12}  {path}  no commit record names it")

@@ -1,4 +1,4 @@
-"""`ckptkit reshard`: rewrite a checkpoint for another cluster size."""
+"""`ckptkit reshard`: rewrite a checkpoint for a different number of ranks."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ _what = grouped("What")
 def command(
     src: str, dst: str, *, world_size: int, type_: str, as_json: bool, storage_options: tuple[str, ...], **options: Any
 ) -> None:
-    """Rewrite the checkpoint at SRC for another number of ranks or another mesh, with model, optimizer, master weights
-    and schedulers. File r of DST contains exactly what rank r of the new job loads."""
+    """Rewrite the checkpoint at SRC for a different number of ranks or a different mesh, including optimizer, master
+    weights and schedulers. File r of DST contains exactly what rank r of the new job loads."""
     from ckptkit.offline.reshard import reshard
 
     explain_interrupts(dst, overwrite=options["overwrite"])

@@ -49,17 +49,17 @@ _OPTIONS = [
 
 
 def policy_options(function: F) -> F:
-    """Add the retention options to a command. It receives `recorded` only; `stated_policy` reads the others."""
+    """Add the retention options to a command, which receives only `recorded`; `stated_policy` reads the others."""
     for option in reversed(_OPTIONS):
         function = option(function)
     return function
 
 
 def stated_policy() -> RetentionPolicy | None:
-    """Return the policy that this command's options state; None if none was given.
+    """Return the policy that the command's options state; None if none of them was given.
 
     Raises:
-        UsageError: A value is wrong.
+        UsageError: A value is invalid.
     """
     stated = {name: value for name, value in click.get_current_context().meta[_STATED].items() if value is not None}
     if not stated:

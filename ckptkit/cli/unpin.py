@@ -13,7 +13,7 @@ from ckptkit.cli.frame import command_frame, print_json, storage_option, with_st
 @storage_option
 @command_frame
 def command(url: str, as_json: bool, storage_options: tuple[str, ...]) -> None:
-    """Remove the pin of the checkpoint at URL, so that rotation may delete it.
+    """Unpin the checkpoint at URL, so that rotation may delete it.
 
     RUN alone means its newest checkpoint.
     """

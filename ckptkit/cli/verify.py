@@ -15,7 +15,7 @@ from ckptkit.errors import CorruptCheckpointError, command_line
 if TYPE_CHECKING:
     from ckptkit.offline.verify import Problem, VerifyReport
 
-SHOWN_OF_A_FILE = 10  # problems; a failing disk may damage ten thousand tensors of one file
+SHOWN_OF_A_FILE = 10  # problems shown per file; a failing disk may damage ten thousand tensors in one file
 
 
 @click.command("verify")
@@ -39,9 +39,9 @@ def command(
     as_json: bool,
     storage_options: tuple[str, ...],
 ) -> None:
-    """Check that the checkpoint at URL is complete and undamaged. Exit code 1 if it is damaged.
+    """Check that the checkpoint at URL is complete and undamaged. The exit code is 1 if it is damaged.
 
-    Tensors of unknown classes are listed and do not count as damage. Only their checksums are compared.
+    For tensors of unknown classes, only checksums are compared. They are listed, and do not count as damage.
     """
     from ckptkit.formats.options import ReadOptions
     from ckptkit.offline.verify import verify
@@ -57,7 +57,7 @@ def command(
                 progress=progress,
                 options=ReadOptions(layout=layout, allow_pickle=allow_pickle),
             )
-        except CorruptCheckpointError as error:  # too damaged to open: a result of verify, not a failure
+        except CorruptCheckpointError as error:  # too damaged to open, which is a result for `verify`, not a failure
             report = _unreadable(error.checkpoint or url, str(error), quick=quick)
     if as_json:
         print_json(report.to_json())
@@ -93,7 +93,7 @@ def _lines(report: VerifyReport) -> list[str]:
 
 
 def _what_to_try(report: VerifyReport, options: Mapping[str, Any] | None) -> list[str]:
-    """Return a hint to verify the previous checkpoint, or nothing if there is none."""
+    """Return a hint to verify the previous checkpoint, as a list; empty if there is none."""
     from ckptkit.offline.reading import earlier_checkpoint
 
     older = earlier_checkpoint(report.url, storage_options=options)
