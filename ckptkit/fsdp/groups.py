@@ -97,4 +97,7 @@ def _rule(item: Any) -> Callable[[str, nn.Module, nn.Parameter], bool]:
         return lambda name, module, parameter: isinstance(module, item)
     if callable(item) and not isinstance(item, type):
         return item  # type: ignore[no-any-return]
-    raise UsageError(f"no_decay contains {item!r}; it must contain parts of names, module classes, or functions.")
+    raise UsageError(
+        f"no_decay contains {item!r}; each item must be components of a parameter name ('bias', 'norm.weight'), a "
+        "module class, or a function."
+    )

@@ -163,8 +163,8 @@ def _require_whole(source: Exported, names: set[str]) -> None:
     sharded = [name for name in sorted(names) if isinstance(source.tensors[name], DTensor)]
     if sharded:
         raise SaveError(
-            f"{sharded[0]!r} is sharded, but PEFT needs the full tensor to compute the file of a prompt. Exclude the "
-            "prompt encoder from FSDP (exclude), or export on one rank."
+            f"{sharded[0]!r} is sharded, but PEFT needs the full tensor to write the prompt's adapter file. Exclude "
+            "the prompt encoder from FSDP (exclude=[...]), or export on one rank."
         )
 
 

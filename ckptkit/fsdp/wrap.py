@@ -348,8 +348,8 @@ def _check_divided_once(parameters: list[tuple[str, nn.Parameter]], config: FSDP
         if parameter.requires_grad and reduced not in (torch.float32, torch.bfloat16):
             raise UsageError(
                 f"gradient_divide_factor={config.gradient_divide_factor}: the gradient of {name!r} is reduced in "
-                f"{str(reduced).removeprefix('torch.')}, which torch divides twice if one rank has a whole copy. "
-                "Try reduce_dtype='fp32', or shard over several ranks."
+                f"{str(reduced).removeprefix('torch.')}, and torch applies the factor twice to this dtype if a "
+                "parameter is not sharded. Use reduce_dtype='fp32', or shard over several ranks."
             )
 
 

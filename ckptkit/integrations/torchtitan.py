@@ -359,7 +359,8 @@ def _check_dtype(model_parts: Sequence[nn.Module], export_dtype: str) -> None:
     if export_dtype and stored - {export_dtype}:
         raise UsageError(
             f"checkpoint config: export_dtype={export_dtype!r} with last_save_model_only=True would cast "
-            f"{', '.join(sorted(stored))}, which is not supported: set the model's dtype and cast with convert --dtype."
+            f"{', '.join(sorted(stored))}, which is not supported. Set export_dtype "
+            "to the model's dtype, and cast the checkpoint afterwards with `ckptkit convert --dtype`."
         )
 
 

@@ -148,7 +148,9 @@ def test_gradients_are_divided_by_the_factor_instead_of_the_world_size(ranks, wo
 
 def _divided_twice():
     model = models.made(models.untied).double()
-    with pytest.raises(UsageError, match=r"'.*' is reduced in float64, which torch divides twice.*reduce_dtype"):
+    with pytest.raises(
+        UsageError, match=r"'.*' is reduced in float64, and torch applies the factor twice.*reduce_dtype"
+    ):
         FSDPStrategy(FSDPConfig(gradient_divide_factor=2.0)).prepare_model(model)
 
 

@@ -182,7 +182,7 @@ def _complete(found: Mapping[tuple[int, int], str], model: Mapping[str, Any]) ->
     layers = sorted({layer for layer, _ in found})
     if isinstance(counts, list) and layers != [-1]:
         if not all(type(count) is int and 0 <= count < 1 << 20 for count in counts) or len(counts) > 1 << 20:
-            raise CorruptCheckpointError(f"the model file's num_experts is {counts!r:.80}.")
+            raise CorruptCheckpointError(f"the model file's num_experts is {counts!r:.80}, expected a list of counts.")
         wanted = [(layer, expert) for layer, count in enumerate(counts) for expert in range(count)]
     else:
         most = {layer: max(expert for other, expert in found if other == layer) for layer in layers}

@@ -218,7 +218,7 @@ def _shapes(group: Any, file: str) -> dict[str, Shape]:
     found = {}
     for name, shape in group.items():
         if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
-            raise CorruptCheckpointError(f"{file}: the shape of {name!r} is {shape!r:.80}.")
+            raise CorruptCheckpointError(f"{file}: the shape of {name!r} is {shape!r:.80}, expected a tuple of sizes.")
         found[str(name)] = shape
     return found
 
@@ -240,7 +240,7 @@ def _partitions(inner: Mapping[str, Any], files: int, file: str) -> list[int]:
     counts = recorded if isinstance(recorded, list) and recorded else [recorded or files]
     for count in counts:
         if type(count) is not int or not 0 < count < 1 << 24:
-            raise CorruptCheckpointError(f"{file}: partition_count is {count!r:.40}.")
+            raise CorruptCheckpointError(f"{file}: partition_count is {count!r:.40}, expected a positive integer.")
     if files > max(counts):
         raise CorruptCheckpointError(
             f"there are optimizer files of {files} ranks, but {file} says {max(counts)}: they are from two saves."

@@ -135,12 +135,12 @@ def unpack_texts(columns: Columns, name: str) -> list[str]:
     data = columns.get(name, "uint8").tobytes()
     ends = columns.get(f"{name}.ends", "int64")
     if (len(ends) and (ends[0] < 0 or (np.diff(ends) < 0).any())) or (int(ends[-1]) if len(ends) else 0) != len(data):
-        raise CorruptCheckpointError(f"{columns.file}: the table of texts {name!r} is damaged.")
+        raise CorruptCheckpointError(f"{columns.file}: the string table {name!r} is damaged.")
     try:
         start, texts = 0, []
         for end in ends.tolist():
             texts.append(data[start:end].decode("utf-8", "surrogatepass"))
             start = end
     except UnicodeDecodeError as error:
-        raise CorruptCheckpointError(f"{columns.file}: the table of texts {name!r} is not UTF-8.") from error
+        raise CorruptCheckpointError(f"{columns.file}: the string table {name!r} is not valid UTF-8.") from error
     return texts

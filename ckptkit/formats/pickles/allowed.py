@@ -113,7 +113,7 @@ def _reconstructor(cls: Any, base: Any = None, state: Any = None) -> Record:
 def _layout(name: Any) -> str:
     """Replace torch.serialization._get_layout."""
     if not isinstance(name, str):
-        raise ValueError("a layout's name is not text")
+        raise ValueError("a layout name is not a string")
     return name.removeprefix("torch.")
 
 

@@ -127,11 +127,13 @@ class _Legacy:
             count = self.store.read(self.path, pos, pos + 8)
             itemsize = known_dtype(storage.dtype or "uint8").itemsize
             if len(count) != 8 or int.from_bytes(count, "little") * itemsize != storage.nbytes:
-                raise ValueError(f"storage {key!r:.40} is truncated or has another size than the pickle says")
+                raise ValueError(f"storage {key!r:.40} is truncated, or does not have the size recorded in the pickle")
             storage.start = pos + 8
             pos = storage.start + storage.nbytes
         if pos > self.nbytes:
-            raise ValueError(f"the file ends at byte {self.nbytes}, but its storages at {pos}: it is truncated")
+            raise ValueError(
+                f"the file is truncated: it ends at byte {self.nbytes}, but its storages extend to byte {pos}"
+            )
         missing = self.storages.keys() - set(keys)
         if missing:
             raise ValueError(f"storage {min(missing)!r:.40} is not in the file")

@@ -261,7 +261,7 @@ def _torch_calls() -> dict[Any, Callable[..., Any]]:
 
 def _text(value: Any) -> str:
     if type(value) is not str:
-        raise ValueError("a version is not text")
+        raise ValueError("a version is not a string")
     return value
 
 

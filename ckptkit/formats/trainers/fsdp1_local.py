@@ -309,8 +309,9 @@ def _layout(
         found[unit] = FlatParam(tuple(_end_to_end(members)))
         if found[unit].numel != vectors[unit].numel:
             raise CorruptCheckpointError(
-                f"{unit!r} has {vectors[unit].numel} elements on the ranks, but the known shapes of its {len(members)} "
-                f"parameters have {found[unit].numel}. Frozen parameters have no optimizer state: give a layout."
+                f"FSDP unit {unit!r}: the ranks store {vectors[unit].numel} elements, but the known shapes of its "
+                f"{len(members)} parameters add up to {found[unit].numel}. The rest may be frozen parameters, "
+                "which have no optimizer state. Pass a layout that lists them."
             )
     return found
 

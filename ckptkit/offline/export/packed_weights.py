@@ -113,8 +113,8 @@ def _integers(
     if not fits:
         zeros = "" if zero is None else f", and zero points {list(zero.shape)}"
         raise CheckpointMismatchError(
-            f"{codes.name!r} {list(codes.shape)} has a scale {list(scale.shape)}{zeros}: expected those of {bits} bits "
-            f"by {strategy}{f' of {group}' if group else ''}."
+            f"{codes.name!r}: codes {list(codes.shape)}, scale {list(scale.shape)}{zeros} do not fit {bits}-bit "
+            f"quantization by {strategy}{f' of {group}' if group else ''}."
         )
     parts = [scale.name, *([zero.name] if zero is not None else [])]
     shape = targets.get(f"{weight}_shape")
