@@ -1,1 +1,1 @@
-"""Describes the tensors of a checkpoint and where their parts are stored. No I/O, no torch, no fsspec."""
+"""Describes a checkpoint's tensors and where their slices are stored. Uses no I/O, no torch and no fsspec."""

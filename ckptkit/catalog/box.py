@@ -1,4 +1,4 @@
-"""Computes with boxes (rectangular parts of a tensor) and flat element ranges. Counts elements, never bytes."""
+"""Does arithmetic on boxes (rectangular regions of a tensor) and flat index ranges. Counts elements, never bytes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["Box", "chunk_box", "flat_range_boxes", "row_major_strides"]
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """The part of a tensor that starts at `offsets` and has `sizes`, one number per dimension.
+    """A rectangular region of a tensor: its first index (`offsets`) and its size (`sizes`) in each dimension.
 
-    A 0-dim tensor is `Box((), ())`, one element. A size of 0 in any dimension makes an empty box.
+    A 0-dim tensor is `Box((), ())` and has one element. A box is empty if any of its sizes is 0.
     """
 
     offsets: tuple[int, ...]
@@ -26,7 +26,7 @@ class Box:
         return cls((0,) * len(shape), tuple(shape))
 
     def is_whole(self, shape: tuple[int, ...]) -> bool:
-        """Return whether the box covers a tensor of this shape."""
+        """Return whether the box is a whole tensor of this shape."""
         return self.sizes == shape and not any(self.offsets)
 
     @property
@@ -39,7 +39,7 @@ class Box:
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """The first index after the box, per dimension."""
+        """The first index after the box in each dimension."""
         return tuple(o + s for o, s in zip(self.offsets, self.sizes, strict=True))
 
     def within(self, shape: tuple[int, ...]) -> bool:
@@ -51,21 +51,21 @@ class Box:
         )
 
     def intersect(self, other: Box) -> Box | None:
-        """Return the part that both boxes share, or None if they share no element."""
+        """Return the intersection of the two boxes, or None if it is empty."""
         offsets = tuple(map(max, self.offsets, other.offsets))
         spans = zip(self.offsets, self.sizes, other.offsets, other.sizes, offsets, strict=True)
         sizes = tuple([min(a + m, b + n) - o for a, m, b, n, o in spans])
         return Box(offsets, sizes) if min(sizes, default=1) > 0 else None
 
     def relative_to(self, outer: Box) -> Box:
-        """Return this box with offsets counted from the first element of `outer`."""
+        """Return this box with offsets relative to those of `outer`."""
         return Box(tuple(map(operator.sub, self.offsets, outer.offsets)), self.sizes)
 
     def is_contiguous_in(self, shape: tuple[int, ...]) -> bool:
-        """Return whether the box is one contiguous run of elements in a row-major tensor of this shape."""
+        """Return whether the box's elements are contiguous in a row-major tensor of this shape."""
         if self.numel <= 1:
             return True
-        partial = False  # once an inner dimension is covered only partly, all outer sizes must be 1
+        partial = False  # True after a dimension that the box covers only partly: then all outer sizes must be 1
         for size, extent in zip(reversed(self.sizes), reversed(shape), strict=True):
             if partial and size != 1:
                 return False
@@ -86,7 +86,7 @@ class Box:
         if self.numel <= max_numel or self.ndim == 0:
             yield self
             return
-        inner = 1  # number of elements per index of the dimension that is split
+        inner = 1  # elements per index of the dimension to split
         dim = self.ndim - 1
         while inner * self.sizes[dim] <= max_numel:
             inner *= self.sizes[dim]
@@ -113,9 +113,9 @@ def row_major_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def chunk_box(shape: tuple[int, ...], dim: int, parts: int, index: int) -> Box:
-    """Return chunk `index` of `parts` chunks along `dim`, split like `torch.chunk`, as FSDP2 does.
+    """Return chunk `index` when `torch.chunk` splits a tensor into `parts` along `dim`. FSDP2 shards this way.
 
-    Each chunk has ceil(n / parts) rows; the last chunks are shorter or empty. An empty chunk starts at n.
+    Each chunk has ceil(n / parts) rows. The last chunks may be shorter or empty; an empty chunk starts at n.
     """
     n = shape[dim]
     length = -(-n // parts)
@@ -126,10 +126,10 @@ def chunk_box(shape: tuple[int, ...], dim: int, parts: int, index: int) -> Box:
 
 
 def flat_range_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    """Return the flat elements [start, stop) of a row-major tensor as at most 2 * ndim - 1 boxes, in order.
+    """Convert the flat range [start, stop) of a row-major tensor to at most 2 * ndim - 1 boxes, in order.
 
-    Each box is contiguous in the tensor and in the flat range. FSDP1's flat parameters and ZeRO's partitions are
-    flat ranges.
+    Each box is contiguous in the tensor and in the flat range. FSDP1's flat parameters and ZeRO's partitions are flat
+    ranges.
     """
     if start >= stop:
         return []

@@ -1,4 +1,4 @@
-"""Checks arrays of boxes ([n, ndim] offsets and sizes) for duplicates, overlaps and gaps. A million take a second."""
+"""Finds duplicates, overlaps and gaps in arrays of boxes ([n, ndim] offsets and sizes): a million in about a second."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ Bool = npt.NDArray[np.bool_]
 
 
 def distinct(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the distinct values of a column, ascending. Not `np.unique`: it imports numpy.ma, which is slow."""
+    """Return an array's distinct values, ascending. Avoids `np.unique`, which imports numpy.ma, a slow import."""
     ordered = np.sort(values, axis=None)
     return ordered[np.concatenate([[True], ordered[1:] != ordered[:-1]])] if len(ordered) else ordered
 
 
 def first_of_equal(table: Int64) -> Int64 | None:
-    """Return the index of the first occurrence of each distinct row, ascending. None if all rows are distinct."""
+    """Return the index of each distinct row's first occurrence, ascending; None if all rows are distinct."""
     # Compare hashes first: sorting one column of numbers is ten times faster than sorting rows.
     hashes = (table.astype(np.uint64) * _weights(table.shape[1])).sum(axis=1, dtype=np.uint64)
     hashes.sort()
     if not (hashes[1:] == hashes[:-1]).any():
         return None
-    order = np.lexsort(table.T[::-1])  # a stable sort: of equal rows, the first one comes first
+    order = np.lexsort(table.T[::-1])  # stable: equal rows keep their order
     ranked = table[order]
     new = np.ones(len(order), bool)
     new[1:] = (ranked[1:] != ranked[:-1]).any(axis=1)
@@ -37,7 +37,7 @@ def first_of_equal(table: Int64) -> Int64 | None:
 
 
 def _weights(count: int) -> UInt64:
-    """Return one odd pseudo-random 64-bit number (splitmix64) per column."""
+    """Return an odd pseudo-random 64-bit factor for each column (splitmix64)."""
     result = []
     for i in range(1, count + 1):
         z = i * 0x9E3779B97F4A7C15 % 2**64
@@ -48,7 +48,7 @@ def _weights(count: int) -> UInt64:
 
 
 def row_major(sizes: Int64) -> Int64:
-    """Return the strides, in elements, of row-major tensors of these sizes, [n, ndim]."""
+    """Return the row-major strides, in elements, of tensors with these sizes. Both arrays are [n, ndim]."""
     strides = np.ones_like(sizes)
     for dim in range(sizes.shape[1] - 2, -1, -1):
         np.multiply(strides[:, dim + 1], sizes[:, dim + 1], out=strides[:, dim])
@@ -56,7 +56,7 @@ def row_major(sizes: Int64) -> Int64:
 
 
 def is_dense(sizes: Int64, strides: Int64) -> Bool:
-    """Return for each row whether a box with these strides is contiguous in row-major order."""
+    """Return, for each row, whether a box with these sizes and strides is contiguous in row-major order."""
     dense = np.ones(len(sizes), bool)
     expected = np.ones(len(sizes), np.int64)
     for dim in range(sizes.shape[1] - 1, -1, -1):
@@ -68,9 +68,9 @@ def is_dense(sizes: Int64, strides: Int64) -> Bool:
 def tiles_exactly(offsets: Int64, sizes: Int64, shape: Int64) -> bool:
     """Return whether these non-empty boxes cover each element of a shape exactly once, in linear time.
 
-    Each box adds +1 or -1 at each of its corners (a d-dimensional difference). The cover is exact if and only if the
-    sum over all boxes is that of the whole shape. The sums are compared as hashes with a random key of this process: a
-    wrong answer has a probability of 2**-64, and no crafted file can raise it.
+    Each box adds +1 or -1 at each of its corners, as in a d-dimensional difference array. The boxes cover the shape
+    exactly once if and only if these sums equal the sums for a single box of the whole shape. The comparison uses
+    hashes with a random key, so it is wrong with a probability of 2**-64, even for a malicious file.
     """
     cut = np.flatnonzero(((offsets != 0) | (sizes != shape)).any(axis=0))
     if not len(cut):
@@ -86,7 +86,7 @@ def tiles_exactly(offsets: Int64, sizes: Int64, shape: Int64) -> bool:
 
 
 def _steps(places: UInt64, key: UInt64) -> UInt64:
-    """Return the sum of the hashes of corners, [n, dims], as a one-element array: arrays overflow without a warning."""
+    """Hash the corners ([n, dims]) and return the sum, as a one-element array: arrays overflow without warnings."""
     z = (places * (key[:-1] | np.uint64(1))).sum(axis=1, dtype=np.uint64) + key[-1:]
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -94,11 +94,11 @@ def _steps(places: UInt64, key: UInt64) -> UInt64:
 
 
 def overlapping(offsets: Int64, sizes: Int64) -> bool:
-    """Return whether any two of these distinct, non-empty boxes share an element.
+    """Return whether any two of these boxes share an element. The boxes must be distinct and non-empty.
 
-    Grids take O(n log n): if all intervals along a dimension are equal or disjoint, only boxes with equal intervals
-    are compared, recursively. Other boxes are compared in pairs in a sweep along dimension 0, which is fast enough
-    for thousands of boxes.
+    Grids take O(n log n): if any two intervals along some dimension are equal or disjoint, only boxes with the same
+    interval are compared, recursively. Otherwise a sweep along dimension 0 compares pairs of boxes, which is fast
+    enough for thousands of boxes.
     """
     n, ndim = sizes.shape
     if n < 2:
@@ -112,7 +112,7 @@ def overlapping(offsets: Int64, sizes: Int64) -> bool:
         s, e = starts[order], stops[order]
         same = (s[1:] == s[:-1]) & (e[1:] == e[:-1])
         if same.all() or not (same | (s[1:] >= e[:-1])).all():
-            continue  # all intervals are equal, or some overlap partly: this dimension separates no boxes
+            continue  # this dimension separates no boxes: its intervals are all equal, or some overlap partially
         begins = np.concatenate([[0], np.flatnonzero(~same) + 1, [n]])
         several = np.flatnonzero(np.diff(begins) > 1)
         groups = (order[begins[i] : begins[i + 1]] for i in several.tolist())

@@ -1,4 +1,4 @@
-"""Defines tensor dtypes (name, size, kind) and the casts that an export may do. Needs no torch."""
+"""Defines tensor dtypes (name, size, kind) and the casts that an export may make. Does not need torch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class DType:
     """A tensor dtype.
 
     Attributes:
-        name: torch's name without the prefix: "bfloat16", "float8_e4m3fn", ...
+        name: torch's name without "torch.": "bfloat16", "float8_e4m3fn", ...
         itemsize: Bytes per element of a torch tensor.
         kind: "float", "float8" (8 bits or fewer; never cast), "int", "bool" or "complex".
         safetensors: The name in a safetensors header; None if the format lacks this dtype.
-        bits: Bits per number. If less than 8, the last dimension counts bytes in torch's shape and numbers in the
-            shape of a safetensors header.
+        bits: Bits per number. If less than 8, numbers are packed: the last dimension counts bytes in torch's shape and
+            numbers in a safetensors header.
     """
 
     name: str
@@ -48,7 +48,7 @@ class DType:
         """Convert torch's shape to the shape in a safetensors header.
 
         Raises:
-            UnsupportedFormatError: The bytes of the last dimension do not hold a whole number of values.
+            UnsupportedFormatError: The last dimension does not hold a whole number of values.
         """
         if self.bits == 8:
             return tuple(shape)
@@ -73,7 +73,7 @@ DTYPES: dict[str, DType] = {
         DType("float8_e4m3fnuz", 1, "float8", "F8_E4M3FNUZ"),
         DType("float8_e5m2fnuz", 1, "float8", "F8_E5M2FNUZ"),
         DType("float4_e2m1fn_x2", 1, "float8", "F4", 4),
-        DType("float6_e2m3fn_bytes", 1, "float8", "F6_E2M3", 6),  # our name, torch has none; 4 numbers fill 3 bytes
+        DType("float6_e2m3fn_bytes", 1, "float8", "F6_E2M3", 6),  # our own name: torch has none; 3 bytes per 4 numbers
         DType("float6_e3m2fn_bytes", 1, "float8", "F6_E3M2", 6),
         DType("int64", 8, "int", "I64"),
         DType("int32", 4, "int", "I32"),
@@ -95,7 +95,7 @@ _ALIASES = {"half": "float16", "float": "float32", "double": "float64", "bf16": 
 
 
 def dtype(name: str) -> DType:
-    """Return the dtype with torch's name `name`. The prefix "torch." is optional, and aliases such as "bf16" work.
+    """Look up a dtype by torch's name, with or without "torch.", or by an alias such as "bf16".
 
     Raises:
         UnsupportedFormatError: The dtype is unknown.
@@ -110,7 +110,7 @@ def dtype(name: str) -> DType:
 
 
 def from_safetensors(name: str) -> DType:
-    """Return the dtype with this name in a safetensors header.
+    """Look up a dtype by its name in safetensors headers.
 
     Raises:
         UnsupportedFormatError: The name is unknown.
@@ -122,12 +122,12 @@ def from_safetensors(name: str) -> DType:
 
 
 def export_dtype(source: str, wanted: str) -> str:
-    """Return the dtype that a tensor gets in an export to `wanted`. Only plain floats are cast.
+    """Return the dtype that a tensor has after an export to `wanted`. Only plain floats are cast.
 
     Integers, bools, complex numbers and 8-bit floats keep their dtype, because a cast would change their meaning.
 
     Args:
-        source: The tensor's own dtype.
+        source: The tensor's current dtype.
         wanted: "keep", or a float dtype such as "bf16".
     """
     if wanted == "keep":

@@ -1,7 +1,7 @@
-"""Describes the contents of a checkpoint: tensors as slices at byte ranges, other objects, and the origin.
+"""Describes a checkpoint's contents: tensors (as slices, each a byte range of a file), other objects, and the origin.
 
-The readers of all formats return a `Catalog`, and all offline commands work on one. Slices are stored as columns of
-numbers, because there may be a million; a `TensorSlice` is a view of one row.
+Every format reader returns a `Catalog`, and every offline command works on one. Slices are stored as columns of
+numbers, because a checkpoint may have a million; a `TensorSlice` is a view of one row.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
     "same_by_record",
 ]
 
-_FEW_SLICES = 2048  # up to this many slices are compared in pairs if they form no grid
+_FEW_SLICES = 2048  # up to this many slices, comparing them in pairs is fast enough
 _ROWS_BY_HAND = 128
 _MOST_CORNERS = 1 << 28
 Int64 = npt.NDArray[np.int64]
@@ -44,7 +44,7 @@ UInt64 = npt.NDArray[np.uint64]
 
 
 class Role(str, enum.Enum):
-    """The role of an entry in a training run."""
+    """What an entry is used for in training."""
 
     MODEL = "model"  # parameters and persistent buffers
     MASTER = "master"  # fp32 copies of low-precision parameters
@@ -54,10 +54,9 @@ class Role(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """A digest of the bytes [start, start + nbytes) of a slice's file, or of its decoded record.
-
-    The range may be larger than the slice. For example, the CRC-32 of a zip record covers a whole storage, and the
-    slice may be a part of that storage.
+    """A digest of the bytes [start, start + nbytes) of a slice's file, or of its decoded record if it has a codec.
+    The range may be larger than the slice. For example, a zip record's CRC-32 covers a whole storage, and the slice may
+    be only a part of that storage.
     """
 
     algorithm: str  # one of `digests.NAMES`
@@ -70,7 +69,7 @@ class Digest:
 class Codec:
     """The encoding of the record that contains a slice. The record is the bytes [start, start + nbytes) of the file.
 
-    With a codec, `TensorSlice.start` counts from the first byte of the decoded record.
+    For a slice with a codec, `TensorSlice.start` counts from the first byte of the decoded record.
     """
 
     name: str  # "zstd"
@@ -80,16 +79,16 @@ class Codec:
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """A box of a tensor and its bytes in a file.
+    """A box of a tensor, and where its bytes are stored.
 
     Attributes:
-        box: The part of the tensor.
-        path: The file, relative to the store of the checkpoint.
-        start: Byte offset of the first element of the box.
+        box: The region of the tensor.
+        path: The file, relative to the checkpoint's store.
+        start: Byte offset of the box's first element.
         nbytes: Bytes from the start of the first element to the end of the last: numel * itemsize if contiguous.
         strides: In elements; None if the box is stored row-major.
         digest: The recorded digest; None if there is none.
-        codec: Set if the bytes are compressed, or signs must be flipped.
+        codec: Set if the bytes are compressed, or if their signs must be flipped.
         rank: The rank that wrote the slice; -1 if unknown.
     """
 
@@ -107,20 +106,20 @@ class SliceArray(Sequence[TensorSlice]):
     """The slices of one tensor as columns; `self[i]` is a view of row i.
 
     Attributes:
-        paths: A table of file names, which the tensors of a catalog may share.
+        paths: A table of file names. The tensors of a catalog may share it.
         files: [n] index into `paths`.
-        starts, nbytes: [n] bytes.
-        offsets, sizes: [n, ndim] elements.
-        ranks: [n] rank that wrote the slice, -1 if unknown. None if all are unknown.
+        starts, nbytes: [n] in bytes.
+        offsets, sizes: [n, ndim] in elements.
+        ranks: [n] the rank that wrote the slice, -1 if unknown. None if all are unknown.
         algorithm: The digest algorithm of all rows; None if there are no digests.
         digests: [n] digest values; None if there are none.
-        digest_starts, digest_nbytes: [n] the byte range that each digest covers; `digest_nbytes` is 0 for a row
-            without a digest. None if each digest covers exactly its slice.
-        strides, codecs: By row; only rows that have one.
+        digest_starts, digest_nbytes: [n] the byte range that each digest covers; `digest_nbytes` is 0 for a row without
+            a digest. None if each digest covers exactly its slice.
+        strides, codecs: By row. Contiguous or unencoded rows are omitted.
     """
 
     opaque: str = ""
-    """Why the tensor's bytes cannot be located, as a predicate ("is a quantized tensor"). "" if they can."""
+    """Why the tensor's bytes cannot be located, as a predicate ("is a quantized tensor"); "" if they can."""
 
     __slots__ = (
         "algorithm",
@@ -171,7 +170,7 @@ class SliceArray(Sequence[TensorSlice]):
 
     @classmethod
     def of(cls, slices: Sequence[TensorSlice], ndim: int) -> SliceArray:
-        """Return these slices as columns. Digests (of one algorithm) are kept only if every slice has one."""
+        """Convert slices to columns. Digests must share one algorithm, and are kept only if every slice has one."""
         n = len(slices)
         paths = list(dict.fromkeys(s.path for s in slices))
         index = {path: i for i, path in enumerate(paths)}
@@ -195,7 +194,7 @@ class SliceArray(Sequence[TensorSlice]):
         )
 
     def under(self, paths: Sequence[str]) -> SliceArray:
-        """Return the same slices in renamed files. `paths` are the new names, in the order of `self.paths`."""
+        """Return the same slices with renamed files. `paths` are the new names, in the order of `self.paths`."""
         return SliceArray(
             paths,
             self.files,
@@ -216,11 +215,11 @@ class SliceArray(Sequence[TensorSlice]):
         return len(self.starts)
 
     def record(self, row: int) -> tuple[str, int, int]:
-        """Return (path, start, nbytes) of one row. Faster than `self[row]`."""
+        """Return (path, start, nbytes) for one row. Faster than `self[row]`."""
         return self.paths[int(self.files[row])], int(self.starts[row]), int(self.nbytes[row])
 
     def records(self) -> list[tuple[str, int, int]]:
-        """Return (path, start, nbytes) of each stored slice, even if the tensor is opaque."""
+        """Return (path, start, nbytes) for each stored slice, even if the tensor is opaque."""
         files = [self.paths[file] for file in self.files.tolist()]
         return list(zip(files, self.starts.tolist(), self.nbytes.tolist(), strict=True))
 
@@ -251,7 +250,7 @@ class SliceArray(Sequence[TensorSlice]):
         return (self[i] for i in range(len(self)))
 
     def distinct(self) -> Int64:
-        """Return the rows of the distinct non-empty boxes, ascending. Of replicas, only the first counts."""
+        """Return the rows with distinct, non-empty boxes, ascending. Includes only the first of several replicas."""
         rows = np.flatnonzero((self.sizes != 0).all(axis=1))
         if self.sizes.shape[1] == 0 or len(rows) < 2:
             return rows[:1]
@@ -264,29 +263,29 @@ class SliceArray(Sequence[TensorSlice]):
 
     @staticmethod
     def whole(paths: tuple[str], start: int, nbytes: int, shape: tuple[int, ...]) -> SliceArray:
-        """Return the single slice of a contiguous tensor. Creates no columns, because most files contain only these.
+        """Return a contiguous tensor's single slice. Creates no columns, because most files contain only such tensors.
 
-        `paths` contains the tensor's file. The tensors of a file share this tuple.
+        `paths` contains the tensor's file. All tensors in a file share this tuple.
         """
         return _WholeSlice(paths, start, nbytes, shape)
 
     def is_all_of(self, shape: tuple[int, ...]) -> bool:
         """Return whether this is one row-major slice that covers a tensor of this shape.
 
-        May also return False if the answer needs the columns, which are slow to create.
+        False may also mean "unknown": finding out could require the columns, which are slow to create.
         """
         return False
 
     @staticmethod
     def joined(columns: Sequence[SliceArray]) -> tuple[Int64, Int64]:
-        """Return the `starts` and the `nbytes` of several tensors, each concatenated."""
-        if all(isinstance(item, _WholeSlice) for item in columns):  # 300,000 one-element arrays would take seconds
+        """Concatenate the `starts` of several tensors, and likewise their `nbytes`."""
+        if all(isinstance(item, _WholeSlice) for item in columns):  # creating 300,000 tiny arrays would take seconds
             rows = [item.record(0) for item in columns]
             return np.array([row[1] for row in rows], np.int64), np.array([row[2] for row in rows], np.int64)
         return np.concatenate([item.starts for item in columns]), np.concatenate([item.nbytes for item in columns])
 
     def digest(self, row: int) -> Digest | None:
-        """Return the recorded digest of one row; None if there is none."""
+        """Return one row's recorded digest; None if there is none."""
         if self.algorithm is None or self.digests is None:
             return None
         starts, lengths = self.digest_starts, self.digest_nbytes
@@ -296,7 +295,7 @@ class SliceArray(Sequence[TensorSlice]):
 
 
 class _WholeSlice(SliceArray):
-    """The slice of a contiguous tensor. Creates columns on demand: they cost more than reading a header entry."""
+    """A contiguous tensor's single slice. Creates columns on demand: that takes longer than reading a header entry."""
 
     __slots__ = ("_nbytes", "_paths", "_shape", "_start")
 
@@ -367,13 +366,13 @@ class TensorEntry:
 
     Attributes:
         name: The unique key in the catalog, as the format stores it.
-        dtype: torch's name without the prefix.
-        shape: Shape of the whole tensor.
-        slices: The stored parts. They must cover the shape, and may include replicas.
-        role: Role in the run.
-        fqn: For MODEL and MASTER: the parameter's name in the model, without wrappers. For OPTIMIZER: the name of the
-            parameter that the state belongs to, or "". For OTHER: "".
-        state: For OPTIMIZER: the name of the state, such as "exp_avg". Otherwise "".
+        dtype: torch's name without "torch.".
+        shape: The whole tensor's shape.
+        slices: The stored slices. They must cover the shape, and may include replicas.
+        role: Its role in the run.
+        fqn: For MODEL and MASTER: the parameter's name in the model, without wrappers' prefixes. For OPTIMIZER: the
+            name of the parameter that the state belongs to, or "". For OTHER: "".
+        state: For OPTIMIZER: the state's name, such as "exp_avg". Otherwise "".
         key: The path in the nested state dict, if the format records it.
     """
 
@@ -392,14 +391,14 @@ class TensorEntry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor, without replicas."""
+        """Size of the whole tensor in bytes, without replicas."""
         return math.prod(self.shape) * dtype_of(self.dtype).itemsize
 
     def check_coverage(self) -> None:
-        """Check that the slices cover every element, and overlap only as whole replicas.
+        """Check that the slices cover every element, and that only replicas (identical slices) overlap.
 
         Raises:
-            CorruptCheckpointError: A slice is outside the shape, or two slices overlap partly.
+            CorruptCheckpointError: A slice is outside the shape, or two slices overlap partially.
             IncompleteCheckpointError: Elements are missing.
         """
         if self._cut_in_rows():
@@ -409,7 +408,7 @@ class TensorEntry:
         shape = np.asarray(self.shape, np.int64)
         if ((offsets < 0) | (sizes < 0) | (sizes > shape) | (offsets > shape - sizes)).any():
             raise CorruptCheckpointError(f"tensor {self.name!r}: a slice is outside its shape {list(self.shape)}.")
-        # Use Python's integers if 64 bits could overflow: the shape may be malicious.
+        # Use Python's integers where 64 bits could overflow, because the shape may be malicious.
         exact = np.int64 if self.numel * max(1, len(rows)) < 2**63 else object
         covered = int(np.prod(sizes.astype(exact), axis=1).sum()) if len(rows) else 0
         if covered > self.numel or (covered == self.numel and not self._tiled(offsets, sizes)):
@@ -420,7 +419,10 @@ class TensorEntry:
             )
 
     def _cut_in_rows(self) -> bool:
-        """Return whether a few slices split the tensor along dimension 0, in order. Faster without numpy."""
+        """Return whether the slices split the tensor along dimension 0, in order.
+
+        Checks only a small number of slices, without numpy, which would be slower. Returns False if there are more.
+        """
         if self.slices.is_all_of(self.shape):
             return True
         if not self.shape or len(self.slices) > _ROWS_BY_HAND:
@@ -433,7 +435,7 @@ class TensorEntry:
         return bool(row == self.shape[0])
 
     def _tiled(self, offsets: Int64, sizes: Int64) -> bool:
-        """Return whether these slices, which have as many elements as the tensor, do not overlap."""
+        """Return whether no two of these slices overlap. Together they must have as many elements as the tensor."""
         if len(sizes) <= _FEW_SLICES or self.numel == 0:
             return not overlapping(offsets, sizes)
         if len(sizes) << len(self.shape) > _MOST_CORNERS:
@@ -444,9 +446,10 @@ class TensorEntry:
 
 
 def same_by_record(first: TensorEntry, second: TensorEntry) -> bool | None:
-    """Return whether two tensors have equal bytes, without reading them. None if that is unknown.
+    """Return whether two tensors have equal bytes, without reading them; None if that cannot be known.
 
-    Tensors are equal if they share the same byte ranges of the same files, or if their boxes and digests are equal.
+    They are equal if they are stored in the same byte ranges of the same files, or if their boxes and digests are equal
+    and the digest is strong enough. They differ if the digests of equal boxes differ.
     """
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return None
@@ -491,7 +494,7 @@ class ObjectEntry:
 
 @dataclass(frozen=True, slots=True)
 class MeshInfo:
-    """The device mesh that wrote a checkpoint: sizes and names of the dimensions, outermost first."""
+    """The device mesh of the job that wrote a checkpoint: sizes and names of its dimensions, outermost first."""
 
     shape: tuple[int, ...]
     names: tuple[str, ...]
@@ -499,7 +502,7 @@ class MeshInfo:
 
 @dataclass(frozen=True, slots=True)
 class CatalogInfo:
-    """The origin of a catalog.
+    """The origin of a checkpoint.
 
     Attributes:
         format: The reader's name: "dcp", "safetensors", "ckptkit-sharded", "verl", ...
@@ -525,34 +528,34 @@ class CatalogInfo:
 
 
 class WholeTensors(Mapping[str, TensorEntry]):
-    """Tensors that consist of one slice each. Code can check the type instead of creating up to 300,000 entries."""
+    """A mapping in which every tensor has one slice. Code checks for this type instead of visiting 300,000 entries."""
 
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """The contents of a checkpoint: tensors and objects by name, and the origin."""
+    """The contents of a checkpoint: its tensors and objects by name, and its origin."""
 
     tensors: Mapping[str, TensorEntry]
     objects: Mapping[str, ObjectEntry] = field(default_factory=dict)
     info: CatalogInfo = field(default_factory=lambda: CatalogInfo("unknown"))
 
     def opaque(self) -> dict[str, str]:
-        """Return the tensors that cannot be read without their Python classes: name to reason. Reads all records."""
+        """Return why tensors cannot be read without their Python classes (name to reason). Reads all records."""
         found = dict(self.info.extra.get("opaque", {}))
         found.update((e.name, why) for e in self.in_parts() if (why := e.slices.opaque))
         return found
 
     def in_parts(self) -> Iterable[TensorEntry]:
-        """Return the tensors that may have gaps or be opaque: all, unless every tensor is one slice."""
+        """Return the tensors that may have gaps or be opaque: none if every tensor is one slice, otherwise all."""
         return () if isinstance(self.tensors, WholeTensors) else self.tensors.values()
 
     def paths(self) -> set[str]:
         """Return the files that contain slices."""
-        tables = {id(entry.slices.paths): entry.slices.paths for entry in self.tensors.values()}  # usually shared
+        tables = {id(entry.slices.paths): entry.slices.paths for entry in self.tensors.values()}  # often shared
         return {path for table in tables.values() for path in table}
 
     def by_role(self, role: Role) -> dict[str, TensorEntry]:
-        """Return the tensors of one role: by FQN for MODEL and MASTER, by name for the other roles."""
+        """Return the tensors with this role, keyed by FQN for MODEL and MASTER, and by name for the other roles."""
         keyed = role in (Role.MODEL, Role.MASTER)
         found: dict[str, TensorEntry] = {}
         for entry in self.tensors.values():
@@ -567,7 +570,7 @@ class Catalog:
 
 
 def contiguous_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Return whether a tensor with these strides is row-major. Strides of dimensions of size 1 do not matter."""
+    """Return whether a tensor with these strides is row-major. Ignores the strides of dimensions of size 1."""
     if 0 in shape:
         return True
     return all(n == 1 or a == b for n, a, b in zip(shape, strides, row_major_strides(shape), strict=True))

@@ -1,10 +1,10 @@
 """Describes target tensors as boxes of source tensors: splits, transposes and concatenations. Moves no data.
 
-A `Part` means, in numpy notation (an empty `unfold` or `axes` drops its step):
+A `Part` means, in numpy notation (an empty `unfold` or `axes` skips its step):
 
     target[part.target_box] = source[part.source_box].reshape(unfold).transpose(axes).reshape(target_box.sizes)
 
-A plain part (no unfold, no axes) keeps the row-major order, so a contiguous box is one run of bytes.
+A plain part (no `unfold`, no `axes`) keeps the row-major order, so a contiguous box is one run of bytes.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from ckptkit.catalog.entry import TensorEntry
 __all__ = ["NO_SOURCE", "Part", "Target", "concatenated"]
 
 NO_SOURCE = ""
-"""The source of a part that is padding."""
+"""The `source` of a part that is padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A box of a target that is filled from an equally large box of one source.
+    """Fills a box of a target from an equally large box of one source.
 
     Attributes:
-        target_box: The box of the target that is filled.
-        source: The key of the source in `Catalog.tensors`.
-        source_box: The box of the source. Without `unfold`, its sizes are those of `target_box`, permuted by `axes`;
-            dimensions of size 1 may differ.
+        target_box: The box of the target to fill.
+        source: The source's key in `Catalog.tensors`.
+        source_box: The box of the source. Without `unfold`, its sizes permuted by `axes` are those of `target_box`,
+            apart from dimensions of size 1.
         unfold: The shape to which the source box is reshaped before `axes` is applied; () keeps the shape. A part with
             `unfold` is small: one attention head.
         axes: A permutation as for numpy.transpose; () keeps the order.
@@ -49,11 +49,11 @@ class Part:
         return not self.unfold and not self.axes
 
     def moved(self, target_box: Box) -> Part:
-        """Return the part with another target box, which must have as many elements in the same order."""
+        """Return the part with a different target box, which must hold as many elements in the same order."""
         return Part(target_box, self.source, self.source_box, self.unfold, self.axes)
 
     def cut(self, box: Box) -> list[Part]:
-        """Return the parts that fill the intersection of `target_box` and `box`, a box of the target."""
+        """Return the parts that fill only the elements that are also in `box`, a box of the target."""
         shared = self.target_box.intersect(box)
         if shared is None:
             return []
@@ -70,7 +70,7 @@ class Part:
         return [Part(shared, self.source, Box(tuple(offsets), tuple(sizes)), (), self.axes)]
 
     def permuted(self, dims: tuple[int, ...]) -> list[Part]:
-        """Return the parts of the transposed target, whose dimension d is the old dimension dims[d]."""
+        """Return the parts for the target with permuted dimensions: its dimension d is the old dimension dims[d]."""
         if self.unfold:
             return [piece for row in self.rows() for piece in row.permuted(dims)]
         matched = self.source_dims()
@@ -83,9 +83,9 @@ class Part:
         return [Part(box, self.source, self.source_box, (), () if wide == sorted(wide) else tuple(axes))]
 
     def source_dims(self) -> list[int | None]:
-        """Return the source dimension for each dimension of the target; None for a dimension of size 1.
+        """Return, for each target dimension, the matching source dimension; None for a dimension of size 1.
 
-        Only for parts without `unfold`.
+        The part must have no `unfold`.
         """
         axes = self.axes or tuple(range(self.source_box.ndim))
         wide = iter([d for d in axes if self.source_box.sizes[d] != 1])
@@ -94,8 +94,8 @@ class Part:
     def rows(self) -> Iterator[Part]:
         """Split the part into plain parts of one row each.
 
-        Only for the parts that `rope_permuted` makes: unfold (a, b, *rest), axes (1, 0, *rest), with a * b > 1 rows.
-        The row dimension is the first dimension larger than 1, in either box.
+        The part must come from `rope_permuted`: unfold (a, b, *rest), axes (1, 0, *rest), and a * b > 1 rows. In each
+        box, the rows run along the first dimension that is larger than 1.
         """
         a, b = self.unfold[:2]
         row_dim = next(d for d, size in enumerate(self.source_box.sizes) if size != 1)
@@ -112,11 +112,11 @@ _source_of = attrgetter("source")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A tensor to write. The parts cover the tensor exactly once.
+    """A tensor to write. Its parts cover it exactly once.
 
     Attributes:
         name: Name in the result.
-        dtype: Dtype in the result; sources with another dtype are cast.
+        dtype: Dtype in the result. Sources with a different dtype are cast.
         shape: Shape of the whole tensor.
         parts: In any order.
         source_dtype: The dtype that all sources share.
@@ -130,7 +130,7 @@ class Target:
 
     @classmethod
     def of(cls, entry: TensorEntry, name: str | None = None) -> Target:
-        """Return the target that is a copy of `entry`."""
+        """Return a target that copies `entry`."""
         box = Box.whole(entry.shape)
         return cls(
             name or entry.fqn or entry.name, entry.dtype, entry.shape, (Part(box, entry.name, box),), entry.dtype
@@ -142,18 +142,18 @@ class Target:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The keys of the sources, without duplicates."""
+        """The keys of the source tensors, without duplicates."""
         if len(self.parts) == 1:
             return (self.parts[0].source,)
         return tuple(key for key in dict.fromkeys(map(_source_of, self.parts)) if key != NO_SOURCE)
 
     @property
     def is_padded(self) -> bool:
-        """Whether some part is padding."""
+        """Whether any part is padding."""
         return any(part.source == NO_SOURCE for part in self.parts)
 
     def renamed(self, name: str) -> Target:
-        """Return the target under another name."""
+        """Return the target with a different name."""
         return self if name == self.name else Target(name, self.dtype, self.shape, self.parts, self.source_dtype)
 
     def rows(self, start: int, stop: int) -> Target:
@@ -163,7 +163,7 @@ class Target:
         return replace(self, shape=box.sizes, parts=parts)
 
     def resized(self, dim: int, size: int) -> Target:
-        """Return the target with `size` elements along `dim`: truncated or padded at the end."""
+        """Return the target, truncated or padded at the end to `size` along `dim`."""
         if size <= self.shape[dim]:
             return self.split(dim, [size, self.shape[dim] - size])[0]
         box = Box.whole(tuple(size - n if d == dim else n for d, n in enumerate(self.shape)))
@@ -171,7 +171,7 @@ class Target:
         return concatenated(self.name, [self, replace(self, shape=box.sizes, parts=parts)], dim)
 
     def split(self, dim: int, sizes: Sequence[int]) -> list[Target]:
-        """Split the target along `dim` into targets of the same name. `sizes` must add up to the old size."""
+        """Split the target along `dim`. The pieces keep its name, and `sizes` must add up to its size."""
         pieces: list[Target] = []
         start = 0
         for size in sizes:
@@ -198,16 +198,16 @@ class Target:
         return Target(self.name, self.dtype, _with(self.shape, dim, 1), parts, self.source_dtype)
 
     def transposed(self, dims: tuple[int, ...]) -> Target:
-        """Return the transposed target, whose dimension d is the old dimension dims[d]."""
+        """Return the target with permuted dimensions: its dimension d is the old dimension dims[d]."""
         parts = tuple(piece for part in self.parts for piece in part.permuted(dims))
         return replace(self, shape=tuple(self.shape[d] for d in dims), parts=parts)
 
     def rope_permuted(self, heads: int, *, to_halves: bool) -> Target:
-        """Return the target with the rows of each head reordered from one RoPE layout to the other.
+        """Return the target with each head's rows reordered from one RoPE layout to the other.
 
-        Meta's code and torchtitan store the two rows of a rotated pair next to each other; transformers stores them in
-        the two halves of the head. `to_halves` converts to the layout of transformers, like `permute` in its llama
-        conversion script; False converts back.
+        Meta's code and torchtitan store the two rows of a rotated pair next to each other; transformers stores one in
+        each half of the head. `to_halves=True` converts to transformers' layout, like `permute` in its llama conversion
+        script; False converts back.
         """
         rows = self.shape[0] // heads
         a, b = (rows // 2, 2) if to_halves else (2, rows // 2)
@@ -230,7 +230,7 @@ def concatenated(name: str, targets: Sequence[Target], dim: int) -> Target:
 
 
 def _rope_head(head: Target, a: int, b: int) -> list[Part]:
-    """Return the parts of one head after its rows, viewed as (a, b), are transposed. `head.parts` start at row 0."""
+    """Return the parts of one head whose rows are viewed as (a, b) and then transposed. `head.parts` start at row 0."""
     only = head.parts[0] if len(head.parts) == 1 else None
     if only is not None and only.is_plain and a * b > 1:
         order = (1, 0, *range(2, 1 + len(head.shape)))

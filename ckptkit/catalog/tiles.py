@@ -1,6 +1,6 @@
-"""Finds the slices that contain given boxes of a tensor, and the positions of the parts in the files, with numpy.
+"""Finds, with numpy, which slices contain given boxes of a tensor, and where in the files the boxes are stored.
 
-There are two steps: `pieces` finds the parts, in elements; `source_layout` finds their positions, in bytes.
+There are two steps: `pieces` intersects boxes with slices, in elements; `source_layout` locates the pieces, in bytes.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ __all__ = ["Boxes", "Pieces", "RowCuts", "are_rows", "check_coverage", "pieces",
 
 Int64 = npt.NDArray[np.int64]
 
-_MAX_PAIRS = 1 << 20  # number of (box, slice) pairs that are compared at once
+_MAX_PAIRS = 1 << 20  # how many (box, slice) pairs are compared at once
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """The intersections of requested boxes with the slices of a tensor. One row per part, in the order of the boxes.
+    """The intersections of requested boxes with a tensor's slices, one per row, in the order of the boxes.
 
     Attributes:
         boxes: [n] index of the requested box.
         rows: [n] row of the slice.
-        offsets, sizes: [n, ndim] the part, in elements of the whole tensor.
+        offsets, sizes: [n, ndim] the intersection, in elements of the whole tensor.
     """
 
     boxes: Int64
@@ -42,16 +42,16 @@ class Pieces:
         return len(self.rows)
 
     def numel(self) -> Int64:
-        """Return the number of elements of each part, [n]."""
+        """Return the number of elements in each intersection, [n]."""
         result: Int64 = np.prod(self.sizes, axis=1, dtype=np.int64)
         return result
 
 
 def pieces(entry: TensorEntry, offsets: Int64, sizes: Int64) -> Pieces:
-    """Return the parts of slices that fill these boxes ([m, ndim] each). Each element of a box is filled once.
+    """Intersect these boxes ([m, ndim] each) with the tensor's slices, so that each element of a box is filled once.
 
-    Of several replicas, the first is used. The slices must cover the tensor without partial overlap
-    (`TensorEntry.check_coverage`); boxes may overlap or be empty.
+    Uses the first of several replicas. The slices must cover the tensor without partial overlap
+    (`TensorEntry.check_coverage`). The boxes may overlap or be empty.
     """
     slices = entry.slices
     rows = slices.distinct()
@@ -77,7 +77,7 @@ def pieces(entry: TensorEntry, offsets: Int64, sizes: Int64) -> Pieces:
 
 
 def _candidates(starts: Int64, stops: Int64, lo: Int64, hi: Int64) -> Iterator[tuple[Int64, Int64]]:
-    """Yield index pairs (box, slice) that may overlap, ordered by box. No overlapping pair is left out."""
+    """Yield index pairs (box, slice) that may overlap, ordered by box. Includes every pair that does overlap."""
     n, m = len(starts), len(lo)
     if n * m > 4096:
         split = _splitting_dim(starts, stops)
@@ -91,11 +91,13 @@ def _candidates(starts: Int64, stops: Int64, lo: Int64, hi: Int64) -> Iterator[t
 
 
 def _splitting_dim(starts: Int64, stops: Int64) -> tuple[int, Int64, Int64, Int64, Int64] | None:
-    """Return the dimension that splits the slices into the most groups. Its intervals must be disjoint or equal.
+    """Find the dimension that splits the slices into the most groups; None if no dimension qualifies.
 
-    Returns (dim, order, first, begins, ends). `order` sorts the slices along the dimension; `first` is where each group
-    starts in that order, plus the total number; `begins` and `ends` are the groups' intervals. None if no dimension
-    qualifies.
+    A dimension qualifies if any two slices have equal or disjoint intervals along it. A group is the slices with the
+    same interval.
+
+    Returns (dim, order, first, begins, ends). `order` sorts the slices along the dimension. `first` contains the index
+    in `order` at which each group starts, then the number of slices. `begins` and `ends` are the groups' intervals.
     """
     best = None
     for dim in range(starts.shape[1]):
@@ -121,7 +123,7 @@ def _by_intervals(
 
 
 def source_layout(entry: TensorEntry, parts: Pieces) -> tuple[Int64, Int64]:
-    """Return where parts are stored: the byte offset of the first element, [n], and the strides in elements, [n, ndim].
+    """Locate the parts in the files: byte offset of the first element, [n], and strides in elements, [n, ndim].
 
     The offset counts from the start of the slice's file, or of the decoded record if the slice has a codec.
     """
@@ -135,7 +137,7 @@ def source_layout(entry: TensorEntry, parts: Pieces) -> tuple[Int64, Int64]:
     return slices.starts[parts.rows] + index * dtype_of(entry.dtype).itemsize, strides
 
 
-# Most tensors are split along dimension 0, in order. The code below checks thousands of them at once.
+# Most tensors are split along dimension 0, in order. The code below checks thousands of such tensors at once.
 
 
 Bool = npt.NDArray[np.bool_]
@@ -144,8 +146,8 @@ Bool = npt.NDArray[np.bool_]
 class Boxes(Protocol):
     """Boxes of one tensor: its slices in a checkpoint, or the boxes that a plan writes.
 
-    `offsets` and `sizes` are [n, ndim], in elements. `is_all_of` returns whether there is one box, and it covers a
-    tensor of this shape. It may also return False if the answer needs the columns, which are slow to create.
+    `offsets` and `sizes` are [n, ndim], in elements. `is_all_of` returns whether a single box covers a tensor of this
+    shape. False may also mean "unknown": finding out could require the columns, which are slow to create.
     """
 
     @property
@@ -158,12 +160,12 @@ class Boxes(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RowCuts:
-    """The boxes of several tensors along dimension 0.
+    """Several tensors' boxes, reduced to their intervals along dimension 0.
 
     Attributes:
         cut: [t] whether the tensor's boxes are consecutive rows that cover it exactly. A scalar counts as one row.
-        bounds: [t + 1] tensor i has the entries [bounds[i], bounds[i + 1]) of the other columns.
-        offsets, sizes: [n] along dimension 0; undefined for tensors that are not `cut`.
+        bounds: [t + 1] the boxes of tensor i are the rows [bounds[i], bounds[i + 1]) of `offsets` and `sizes`.
+        offsets, sizes: [n] the interval along dimension 0; undefined for tensors that are not `cut`.
     """
 
     cut: Bool
@@ -173,14 +175,14 @@ class RowCuts:
 
 
 def check_coverage(entries: Sequence[TensorEntry]) -> None:
-    """Run `TensorEntry.check_coverage` on each entry, with the same errors. Faster for thousands of entries."""
+    """Run `TensorEntry.check_coverage` on each entry, and raise its errors. Fast even for thousands of entries."""
     cuts = row_cuts([entry.shape for entry in entries], [entry.slices for entry in entries])
     for index in np.flatnonzero(~cuts.cut).tolist():
         entries[index].check_coverage()
 
 
 def row_cuts(shapes: Sequence[tuple[int, ...]], boxes: Sequence[Boxes]) -> RowCuts:
-    """Return the boxes of several tensors along dimension 0, and whether they cover each tensor in consecutive rows."""
+    """Return each box's interval along dimension 0, and whether consecutive rows cover each tensor."""
     counts = np.fromiter(map(len, boxes), np.int64, len(boxes))
     ndims = np.fromiter(map(len, shapes), np.int64, len(shapes))
     bounds = np.concatenate([[0], np.cumsum(counts)])
@@ -195,7 +197,7 @@ def row_cuts(shapes: Sequence[tuple[int, ...]], boxes: Sequence[Boxes]) -> RowCu
         try:
             wanted = np.array([shapes[index] for index in chosen.tolist()], np.int64)
         except OverflowError:
-            continue  # a shape beyond 64 bits: its tensor counts as not cut
+            continue  # a size exceeds 64 bits: none of these tensors count as cut
         owners = np.repeat(np.arange(len(chosen)), counts[chosen])
         if len(owners):
             low = np.concatenate([item.offsets for item in members])
@@ -209,14 +211,14 @@ def row_cuts(shapes: Sequence[tuple[int, ...]], boxes: Sequence[Boxes]) -> RowCu
 
 
 def are_rows(owners: Int64, low: Int64, size: Int64, shapes: Int64) -> Bool:
-    """Return, for each tensor, whether its boxes are consecutive rows that cover it. All have the same `ndim`.
+    """Return, for each tensor, whether its boxes are consecutive rows that cover it.
 
-    `owners`: [n] the tensor of each box. `low`, `size`: [n, ndim] the boxes.
+    All tensors must have the same `ndim`. `owners`: [n] index of each box's tensor. `low`, `size`: [n, ndim] the boxes.
     """
     shape = shapes[owners]
     fits = ((low[:, 1:] == 0) & (size[:, 1:] == shape[:, 1:])).all(axis=1)
     begin, height = low[:, 0], shape[:, 0]
-    # This order of the comparisons avoids overflow: only rows within the shape are added.
+    # Don't compare `begin + size` with `height`: the sum could overflow.
     fits &= (begin >= 0) & (size[:, 0] >= 0) & (begin <= height) & (size[:, 0] <= height - begin)
     ends = begin + size[:, 0]
     first = np.ones(len(owners), bool)

@@ -43,7 +43,7 @@ __all__ = ["CheckpointManager", "SAVE_SIGNALS", "SignalWatch"]
 
 T = TypeVar("T")
 
-# A signal on any rank must become a decision that all ranks make between the same two training steps.
+# If any rank receives a signal, all ranks must act on it between the same two training steps.
 
 
 logger = logging.getLogger(__name__)
@@ -57,16 +57,16 @@ class SignalWatch:
     """Records signals, and lets the ranks agree on them between two steps.
 
     The handlers only set a flag, because a save inside a handler would run in the middle of a collective. A previously
-    installed handler also runs, except the default one, which would end the process.
+    installed handler also runs, unless it is the default one, which would end the process.
 
     In forked processes (DataLoader workers, multiprocessing pools) the original handlers are restored, so SIGTERM ends
     them. They ignore SIGUSR1 and SIGUSR2: a scheduler may send these to all processes of a job, and training needs its
     workers until it has saved.
 
     Args:
-        coordinator: The ranks that must agree. No other thread may use it.
-        signals: Default: SIGTERM (preemption) and SIGUSR1 (`sbatch --signal=USR1@300`).
-        every: Communicate only on every `every`-th call of `agreed`. Must be equal on all ranks.
+        coordinator: Connects the ranks that must agree. No other thread may use it.
+        signals: The signals to record. Default: SIGTERM (preemption) and SIGUSR1 (`sbatch --signal=USR1@300`).
+        every: Communicate only at every `every`-th call of `agreed`. Must be equal on all ranks.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class SignalWatch:
             before(number, frame)
 
     def agreed(self) -> bool:
-        """Return True once any rank has received a signal, at the same call on every rank. All ranks must call it.
+        """Return True once any rank has received a signal. All ranks must call it, and get the same result.
 
         The result stays True until `clear`.
         """
@@ -110,7 +110,7 @@ class SignalWatch:
         return seen
 
     def clear(self) -> None:
-        """Forget the signal. Call it after handling the signal."""
+        """Forget the received signal. Call it after handling the signal."""
         self.received = None
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ _forking = threading.local()
 def _before_fork() -> None:
     """Block the watched signals in this thread.
 
-    Python loses signals that a child receives before its fork hooks have run.
+    Otherwise Python would lose signals that the child receives before its fork hooks have run.
     """
     numbers = {number for watch in _watches for number in watch._before}
     _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
@@ -167,23 +167,23 @@ class CheckpointManager:
     Args:
         url: The root of the run: a path, or a URL that fsspec can open ("s3://bucket/run").
         retention: The rotation policy; None keeps everything.
-        state_dict_type: The type of saved checkpoints. A load detects the type.
+        state_dict_type: The type of checkpoint that `save` writes. `load` detects the type.
         max_shard_size: Maximum size of one file of a FULL checkpoint.
-        timeout_s: How long to wait for a rank before all ranks raise: seconds, or a text such as "30min".
-        async_policy: What `save_async` does while another save is running: "wait" for it, or "refuse" (raise).
+        timeout_s: How long to wait for a rank before all ranks raise: seconds, or a string such as "30min".
+        async_policy: What `save_async` does while another save is running: "wait" for it, or "refuse" and raise.
         async_mode: How `save_async` writes staged data: in a "thread", or in a separate "process", which does not share
             the interpreter lock with training (SHARDED and Linux only).
-        on_signal: Signals for `interrupted` and `save_on_signal`. "save" means SIGTERM (preemption) and SIGUSR1
-            (`sbatch --signal=USR1@300`).
+        on_signal: The signals that `interrupted` and `save_on_signal` react to. "save" means SIGTERM (preemption) and
+            SIGUSR1 (`sbatch --signal=USR1@300`).
         on_commit: A function that is called on every rank with the report of each committed save, for logging (W&B,
             TensorBoard, MLflow).
         trace: A directory for Chrome traces, one file per rank and operation.
         process_group: The ranks that take part; None for all.
-        side_files: A directory with config, tokenizer, chat template and licence. Every checkpoint stores a copy of
-            them, so that it can be exported without other files. The config of a transformers model is always stored.
-        start_fresh: When `load` may return None to start a new run. "if_empty": if nothing was saved yet; it is an
-            error if there are step directories but none is committed (an interrupted copy, for example).
-            "if_none_committed": in that case too. "never": not at all; `load` raises instead.
+        side_files: A directory with config, tokenizer, chat template and licence. Every checkpoint stores copies of
+            these files, so that it can be exported on its own. A transformers model's config is always stored.
+        start_fresh: When `load` may return None to start a new run. "if_empty": only if nothing was saved yet. If there
+            are step directories but none is committed (an interrupted copy, for example), `load` raises.
+            "if_none_committed": whenever nothing is committed. "never": `load` raises instead.
         storage_options: Passed to fsspec.
     """
 
@@ -208,8 +208,8 @@ class CheckpointManager:
         start_fresh: Literal["if_empty", "if_none_committed", "never"] = "if_empty",
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        # First check what the ranks need in order to connect. All other arguments are checked after that, so that all
-        # ranks raise if one rank has a wrong argument.
+        # First check only the arguments that are needed to connect the ranks. The others are checked once the ranks are
+        # connected, so that all ranks raise if one of them got a wrong argument.
         limit_s, signals = parse_duration(timeout_s), _signals(on_signal)
         _check_group(process_group)
         self._pid = os.getpid()
@@ -218,7 +218,7 @@ class CheckpointManager:
         self._last_saved: int | None = None
         self._buffers = StagingBuffers()
         self._coordinator = Coordinator(process_group, timeout_s=limit_s)
-        # A second coordinator is needed while a save is using the first one.
+        # While a save uses the first coordinator, `async_policy="refuse"` and signals need another one.
         alone = async_policy == "refuse" or bool(signals)
         self._control = Coordinator(process_group, timeout_s=60.0) if alone else None
 
@@ -256,7 +256,7 @@ class CheckpointManager:
         self.url = given.url
         self.retention = retention
         self.rotates: Callable[[CommitRecord], bool] | None = None
-        """The owner whose checkpoints `retention` applies to; None: all."""
+        """Returns whether `retention` applies to a checkpoint. None: it applies to all."""
         self.state_dict_type = given.state_dict_type
         self._async_policy = async_policy
         self._on_commit = on_commit
@@ -289,14 +289,14 @@ class CheckpointManager:
     def run_on_all(self, fn: Callable[[], T], what: str) -> T:
         """Run `fn` on every rank. Return this rank's result once all have succeeded. All ranks must call it.
 
-        Use it for work before a save or load that may fail on one rank only. Otherwise the other ranks would wait for
-        that rank in their next call, until the timeout.
+        Use it for work before a save or load that may fail on some ranks. If such a rank just raised, the others would
+        wait for it in their next call until the timeout.
 
         Args:
             what: Names the work in errors.
 
         Raises:
-            RankFailedError: `fn` raised on some rank; the same error on every rank.
+            RankFailedError: `fn` raised on some rank. Every rank raises the same error.
         """
         self._settle()
         return self._coordinator.run_on_all(fn, what)
@@ -316,7 +316,7 @@ class CheckpointManager:
         """Save `state`, and return once the checkpoint is durable. All ranks must call it.
 
         Raises:
-            RankFailedError: A rank failed, died or hung; the same error on every rank. Nothing was published.
+            RankFailedError: A rank failed, died or hung. Every rank raises the same error. Nothing was published.
             CheckpointExistsError: The step or tag was saved before.
         """
         self._settle()
@@ -336,8 +336,8 @@ class CheckpointManager:
     ) -> SaveHandle:
         """Copy `state` to host memory and return; the save continues in the background. All ranks must call it.
 
-        Later changes of `state` do not affect the checkpoint. If the background work fails, the handle's `result`
-        raises the error. If you do not call `result`, the next call of this manager raises it.
+        Later changes to `state` do not affect the checkpoint. If the background work fails, the handle's `result`
+        raises the error. If you do not call `result`, the next call to this manager raises it.
 
         Raises:
             SaveError: The previous save failed, or it is still running and `async_policy` is "refuse".
@@ -358,13 +358,13 @@ class CheckpointManager:
             return self._in_flight.start()
 
     def wait(self) -> SaveReport | None:
-        """Wait for the running save and return its report; None if no save is running. Raises the save's error."""
+        """Wait for the running save and return its report, or None if no save is running. Raises the save's error."""
         self._check_open()
         handle, self._in_flight = self._in_flight, None
         return None if handle is None else handle.result()
 
     def interrupted(self) -> bool:
-        """Return True once any rank has received a signal of `on_signal`: then save and exit.
+        """Return True once any rank has received one of the `on_signal` signals. Then save and exit.
 
         Every rank returns True at the same step. All ranks must call it between two steps; it costs one small
         all-reduce. The result stays True.
@@ -375,10 +375,10 @@ class CheckpointManager:
     def save_on_signal(
         self, step: int, state: TrainState, *, metrics: Mapping[str, float] | None = None, client_state: Any = None
     ) -> bool:
-        """If any rank has received a signal of `on_signal`, save `state` and return True: then end the job.
+        """Save `state` and return True if any rank has received one of the `on_signal` signals. Then end the job.
 
-        All ranks must call it between two steps, after a regular save of that step. It waits for a running save. It
-        does not save a step again that this manager has already saved.
+        All ranks must call it between two steps, after the step's regular save, if there is one. It waits for a running
+        save, and does not save a step that this manager has already saved.
 
         Raises:
             UsageError: The manager was created without `on_signal`.
@@ -388,7 +388,7 @@ class CheckpointManager:
             raise UsageError("save_on_signal: create the manager with on_signal='save'.")
         if not self._watch.agreed():
             return False
-        # Wait for the running save first: it may be a save of this step that is done on some ranks only.
+        # Wait for the running save first: it may be saving this step, and be done on only some ranks.
         try:
             self._settle()
         except SaveError as error:
@@ -410,12 +410,12 @@ class CheckpointManager:
     ) -> LoadReport | None:
         """Restore `state` in place. Return a report, or None if the run is new (see `start_fresh`).
 
-        All ranks must call it; rank 0 chooses the checkpoint. Any state-dict type loads on any world size and mesh,
-        except LOCAL, which needs its own. Nothing is changed unless all keys, shapes and dtypes match. Then tensors are
-        read straight into the state, without a second copy. If damage is found while reading, the load raises, and the
-        half-loaded state cannot be saved until a load succeeds. With `atomic=True` nothing is changed until everything
-        is read and checked. If the root holds no checkpoint of ckptkit but another system's run (Lightning, verl, ...),
-        the newest checkpoint of that run is loaded.
+        All ranks must call it; rank 0 chooses the checkpoint. A checkpoint of any state-dict type loads on any world
+        size and mesh, except a LOCAL one, which needs its own. Nothing is changed unless all keys, shapes and dtypes
+        match. Then tensors are read straight into the state, without a second copy. If damage is found while reading,
+        the load raises, and the half-loaded state cannot be saved until a load succeeds. With `atomic=True` nothing is
+        changed until everything is read and checked. If the root holds another system's run (Lightning, verl, ...) and
+        no ckptkit checkpoint, the newest checkpoint of that run is loaded.
 
         Args:
             which: "latest", "latest~1", "best", a step, a tag, or the URL of a checkpoint in any format that ckptkit
@@ -455,7 +455,7 @@ class CheckpointManager:
         return self._coordinator.decide(self._loader.latest, "looking for the latest checkpoint")
 
     def list(self) -> list[CommitRecord]:
-        """Return the commit records, oldest first, without their file lists. All ranks must call it."""
+        """Return the commit records, without their file lists, oldest first. All ranks must call it."""
 
         self._check_open()
 
@@ -516,7 +516,7 @@ class CheckpointManager:
             self.close()
             return
         if os.getpid() != self._pid:
-            return  # this is a fork; the resources belong to the parent
+            return  # in a fork: the resources belong to the parent
         # Training failed on this rank. Other ranks may never get here, so collective calls are impossible.
         handle, self._in_flight = self._in_flight, None
         if handle is not None:
@@ -526,7 +526,7 @@ class CheckpointManager:
             if failure is not None:
                 report_failure(handle.step, failure)
         self._hold.release()
-        self._release()  # closes the connections too, so that a rank that waits for this one fails before the timeout
+        self._release()  # also closes the connections, so that ranks waiting for this one fail before the timeout
 
     # --- internals
 
@@ -546,12 +546,12 @@ class CheckpointManager:
         )
 
     def _patience(self) -> Patience:
-        """Return how long a background save retries storage calls: less than the other ranks wait."""
+        """Return how long a background save retries storage calls: not as long as the other ranks wait for it."""
         limit_s = timeout_s(BACKGROUND_S)
         return Patience(limit_s if self._coordinator.world_size == 1 else min(limit_s, self._coordinator.timeout_s / 2))
 
     def _stage(self, prepared: Prepared) -> None:
-        """Copy the data to write. `publish` raises errors of the copy, because other ranks have started."""
+        """Stage the data to write. Errors are left to `publish`, because the other ranks have already started."""
         started = prepared.clock.seconds()
         try:
             prepared.staged = (self._writer or self._buffers).copy(prepared.plan.tensors)
@@ -573,7 +573,7 @@ class CheckpointManager:
             handle.result()
 
     def _check_open(self) -> None:
-        if self._closed:  # its group is gone, and torch would use the group of all ranks instead
+        if self._closed:  # the group was destroyed, and torch would silently use the default group
             raise UsageError(f"the manager of {self.url} is closed. Create a new one.")
         if os.getpid() != self._pid:
             raise UsageError(
@@ -589,7 +589,7 @@ class CheckpointManager:
         """Rotate after a committed save, and return its report.
 
         Args:
-            stall: How long training was blocked. None: during the whole save.
+            stall: How many seconds training was blocked. None: during the whole save.
         """
         self._last_saved = record.step
         self._loader.given_up.discard(record.name)
@@ -627,8 +627,8 @@ class CheckpointManager:
     def _rotate(self, record: CommitRecord) -> tuple[tuple[tuple[int, int], ...], int | None, int]:
         """Delete old checkpoints. Never raises, because the save is already committed.
 
-        Returns (step, bytes) of the deleted checkpoints, the number kept, and how many of these are exempt from the
-        limit.
+        Returns (step, bytes) for each deleted checkpoint, the number of checkpoints left, and how many of these are
+        kept only because they are exempt.
         """
         try:
             seen = self._saver.seen
@@ -677,7 +677,7 @@ def check_options(
     start_fresh: object = "if_empty",
     storage_options: object = None,
 ) -> _Checked:
-    """Check the arguments of a CheckpointManager without creating one. For integrations that create it later.
+    """Check a CheckpointManager's arguments without creating one, for integrations that create it later.
 
     Raises:
         UsageError: An argument is wrong.
@@ -712,7 +712,8 @@ def check_options(
 
 
 def _check_group(process_group: object) -> None:
-    # Allows negative ints: torch's GroupMember.NON_GROUP_MEMBER is one, and the Coordinator refuses it on that rank.
+    # Accept negative ints: torch's GroupMember.NON_GROUP_MEMBER is one, and the Coordinator refuses it with a better
+    # error.
     if (
         isinstance(process_group, Sequence)
         or hasattr(process_group, "get_group")
@@ -733,9 +734,9 @@ def _signals(given: Any) -> tuple[int, ...]:
 
 
 def _which(value: Any) -> str | int:
-    """Return the step, or the text that names a checkpoint.
+    """Return the step, or the string that names a checkpoint.
 
-    A path without a slash gets one, because text without a slash is a tag.
+    A path without a slash becomes "./PATH", because a string without a slash means a tag.
     """
     if isinstance(value, os.PathLike):
         text = location("which", value)
@@ -746,7 +747,7 @@ def _which(value: Any) -> str | int:
 
 
 def _outcome(handle: SaveHandle) -> Exception | None:
-    """Wait for a save, and return its error; None if it succeeded."""
+    """Wait for a save. Return its error, or None if it succeeded."""
     try:
         handle.result()
     except (CkptkitError, OSError) as error:

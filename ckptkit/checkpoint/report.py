@@ -1,4 +1,4 @@
-"""Reports what saves and loads did: bytes, seconds and phases; keys that were loaded, skipped or missing."""
+"""Reports what saves and loads did: bytes, seconds and phases, and which keys were loaded, skipped or missing."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ __all__ = ["LoadReport", "Phase", "PhaseClock", "SaveReport", "write_trace_file"
 
 _log = logging.getLogger(__name__)
 _TURNS = ("write", "digest", "sync")
-_NAMED = 3  # how many items of each kind `LoadReport.line` names
-_TOLD = 0.0005  # seconds; no rate is printed for shorter phases
+_NAMED = 3  # `LoadReport.line` names at most this many items of each kind
+_TOLD = 0.0005  # seconds; shorter phases are printed without a rate
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """One phase in one thread: the interval [start, start + seconds) of the monotonic clock, and the bytes moved."""
+    """One phase of an operation in one thread: start (of `time.perf_counter`), duration, and bytes moved."""
 
     name: str
     start: float
@@ -41,7 +41,7 @@ class Phase:
 
 
 class PhaseClock:
-    """Collects the phases of one operation. Any thread may add phases."""
+    """Collects an operation's phases. Any thread may add phases."""
 
     def __init__(self) -> None:
         self.started = time.perf_counter()
@@ -50,7 +50,7 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str, nbytes: int = 0) -> Iterator[None]:
-        """Record the block as a phase."""
+        """Record the `with` block as a phase."""
         start = time.perf_counter()
         try:
             yield
@@ -64,10 +64,10 @@ class PhaseClock:
             self._phases.append(phase)
 
     def add_in_turn(self, found: Sequence[tuple[str, float, int]]) -> None:
-        """Record consecutive phases (name, seconds, bytes) of this thread. The last one ends now.
+        """Record consecutive phases (name, seconds, bytes) of this thread, the last of which ends now.
 
-        If several threads did the work, pass the longest time of each phase. If their sum exceeds the elapsed time,
-        they are scaled down.
+        If several threads did the work, pass each phase's longest time. Times that add up to more than the elapsed time
+        are scaled down.
         """
         thread, now = threading.current_thread().name, time.perf_counter()
         with self._lock:
@@ -97,14 +97,14 @@ class SaveReport:
 
     Attributes:
         url: URL of the checkpoint.
-        total_bytes: Bytes of the whole checkpoint, from all ranks.
+        total_bytes: Size of the whole checkpoint in bytes, over all ranks.
         rank_bytes: Bytes that this rank wrote.
         stall_seconds: How long training was blocked on this rank.
         seconds: Time from the call to the commit.
-        deleted: (step, bytes) of the checkpoints that rotation deleted.
-        kept: Number of checkpoints now; None on ranks other than 0, or if rotation failed.
-        limit: `max_num` of the policy, which does not count exempt checkpoints; None without a limit.
-        exempt: How many of `kept` are older than the `limit` newest, but exempt (best, pinned, ...).
+        deleted: (step, bytes) of each checkpoint that rotation deleted.
+        kept: Number of checkpoints after rotation; None on ranks other than 0, or if rotation failed.
+        limit: The policy's `max_num`, which exempt checkpoints may exceed; None without a limit.
+        exempt: How many of `kept` are not among the `limit` newest, but exempt (best, pinned, ...).
         phases: Where the time went: plan, stage, write, digest, sync, commit, ...
     """
 
@@ -143,14 +143,14 @@ class SaveReport:
         return f"keeping {kept} ({min(self.limit, kept - self.exempt)} newest, {self.exempt} exempt{also})"
 
     def totals(self) -> dict[str, dict[str, float]]:
-        """Return seconds, bytes and GB/s of each phase, for a logger: {"write": {"seconds": ..., ...}}.
+        """Return each phase's seconds, bytes and GB/s, for a logger: {"write": {"seconds": ..., ...}}.
 
         The time of a nested phase ("index" in "commit") is counted only once, so the seconds add up.
         """
         return _totals(self.phases)
 
     def phase_line(self) -> str:
-        """Return the phases and their times in one line."""
+        """Return a one-line summary of the phases and their times."""
         return _phase_line(self.phases)
 
     def write_trace(self, path: str, *, rank: int = 0) -> None:
@@ -170,7 +170,7 @@ def _totals(phases: Sequence[Phase]) -> dict[str, dict[str, float]]:
 
 
 def _own_seconds(phases: Sequence[Phase]) -> list[float]:
-    """Return the seconds of each phase without its nested phases in the same thread."""
+    """Return each phase's seconds, without those of the phases nested in it (in the same thread)."""
     own = [phase.seconds for phase in phases]
     for row, phase in enumerate(phases):
         around = [
@@ -210,23 +210,23 @@ def _write_trace(path: str, phases: Sequence[Phase], *, rank: int, step: int | N
 
 @dataclass(slots=True)
 class LoadReport:
-    """The result of a load. Keys are those of the checkpoint.
+    """The result of a load. Keys are named as in the checkpoint.
 
     Attributes:
         url: URL of the checkpoint.
-        step: Step of the checkpoint; None if it records none.
+        step: The checkpoint's step; None if it records none.
         loaded: Restored keys.
-        sources: With a key map: for each restored key, the checkpoint's tensors that it was made of.
+        sources: With a key map: the checkpoint's tensors that each restored key was made from.
         padded: Restored keys with padding that a key map declares. The padding was left unchanged.
         missing: Keys that the training state needs but the checkpoint lacks (only with strict=False).
         unexpected: Keys of loaded sections that the training state lacks.
         skipped: Sections and tensors that were skipped on purpose, each with the reason.
-        notes: Hyperparameters that only one side has, casts, reseeded random number generators.
-        extra: Values of the checkpoint's `extra` that the training state lacks.
+        notes: Messages about hyperparameters that only one side has, casts, and reseeded random number generators.
+        extra: Values in the checkpoint's `extra` that the training state lacks.
         metrics, client_state: From the checkpoint's commit record.
         nbytes: Tensor bytes that this rank read.
         received: Tensor bytes that other ranks read and sent to this one.
-        held: Tensor bytes of the second copy that `atomic` needs.
+        held: Size in bytes of the second copy that `atomic` needs.
         phases: plan, read (includes checking), exchange, apply.
         deferred: With optimizer="deferred": the handle that restores the optimizer later.
     """
@@ -267,11 +267,11 @@ class LoadReport:
         return " · ".join(parts)
 
     def totals(self) -> dict[str, dict[str, float]]:
-        """Return seconds, bytes and GB/s of each phase, for a logger."""
+        """Return each phase's seconds, bytes and GB/s, for a logger."""
         return _totals(self.phases)
 
     def phase_line(self) -> str:
-        """Return the phases and their times in one line."""
+        """Return a one-line summary of the phases and their times."""
         return _phase_line(self.phases)
 
     def write_trace(self, path: str, *, rank: int = 0) -> None:
@@ -293,14 +293,14 @@ def write_trace_file(folder: Path | None, what: str, report: SaveReport | LoadRe
         _log.warning("the trace of a %s could not be written: %s", what, error)
 
 
-# A load can defer the optimizer until it and added parameters exist.
+# A load can leave the optimizer to be restored later, once adapters have been added and the optimizer exists.
 
 
 class DeferredOptimizer:
     """Restores the optimizers later, once, from the checkpoint that the model was loaded from.
 
-    Add parameters (adapters) to the model and build the optimizer, then call `apply` before the first step. Until then
-    the handle holds only the URL. Rotation does not delete the checkpoint that a run was resumed from.
+    Add parameters (adapters) to the model and build the optimizer, then call `apply` before the first step. Nothing is
+    read before that. Rotation keeps the checkpoint, because the run was resumed from it.
     """
 
     def __init__(
@@ -316,7 +316,7 @@ class DeferredOptimizer:
         return self._restore is not None
 
     def apply(self, state: TrainState | None = None, *, strict: bool = True) -> LoadReport | None:
-        """Restore the optimizers. All ranks must call it. Once it has succeeded, further calls return None.
+        """Restore the optimizers. All ranks must call it. After a success, further calls do nothing and return None.
 
         Args:
             state: The current model and optimizer, if they are not the objects that were passed to the load.

@@ -1,4 +1,4 @@
-"""Decides which checkpoints to keep. A pure function of the committed checkpoints; gives a reason for each decision."""
+"""Decides which checkpoints to keep, and why. A pure function of the policy and the committed checkpoints."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
-    """The limits and exemptions of rotation.
+    """The limits of rotation, and what is exempt from them.
 
     `max_num` and `max_mem` are limits; without them, nothing is ever deleted. `keep_every`, `keep_daily` and
-    `keep_best` exempt checkpoints from both limits. Always exempt are the newest checkpoint, pinned ones, and the one
-    that the run was resumed from.
+    `keep_best` exempt checkpoints from both limits. The newest checkpoint, pinned ones, and the one that the run was
+    resumed from are always exempt.
 
     Attributes:
         max_num: Keep this many of the newest checkpoints, plus older exempt ones.
-        max_mem: Keep the total size below this: "1TB" is 10^12 bytes, "1TiB" is 2^40. Counts every committed
+        max_mem: Keep the total size at or below this: "1TB" is 10^12 bytes, "1TiB" is 2^40. Counts every committed
             checkpoint, including exempt ones. The oldest are deleted first.
         keep_every: Keep each checkpoint whose step is a multiple of this.
         keep_best: (metric, "min" | "max", count); the default count is 1.
-        keep_daily: Keep one checkpoint per day, the newest, for this many days. Only days with a checkpoint count. Days
+        keep_daily: Keep each day's newest checkpoint for this many days, not counting days without a checkpoint. Days
             are in UTC, according to the time in the commit record.
     """
 
@@ -59,7 +59,7 @@ class RetentionPolicy:
         """Return the policy that a commit record contains.
 
         Raises:
-            UsageError: It has a rule that this version does not know, or an invalid value.
+            UsageError: The policy has a rule that this version does not know, or an invalid value.
         """
         fields = {name: value for name, value in stated.items() if value is not None}
         unknown = sorted(fields.keys() - set(cls.__slots__))
@@ -70,13 +70,13 @@ class RetentionPolicy:
         return cls(**fields)
 
     def with_exemptions_of(self, other: RetentionPolicy) -> RetentionPolicy:
-        """Return this policy. Exemptions (`keep_...`) that it does not set are taken from `other`."""
+        """Return this policy, with the exemptions (`keep_...`) that it does not set taken from `other`."""
         silent = [name for name in self.__slots__ if name.startswith("keep_") and getattr(self, name) is None]
         return replace(self, **{name: getattr(other, name) for name in silent})
 
     @property
     def exemptions(self) -> tuple[str, ...]:
-        """Descriptions of what is kept regardless of the limits."""
+        """Phrases that say what is kept regardless of the limits."""
         words = []
         if self.keep_every is not None:
             words.append(f"keeps every {self.keep_every} steps")
@@ -88,7 +88,7 @@ class RetentionPolicy:
 
     @property
     def objective(self) -> tuple[str, str] | None:
-        """The (metric, mode) that defines `best`, for the commit record."""
+        """The (metric, mode) that defines "best", for the commit record."""
         return None if self.keep_best is None else (self.keep_best[0], self.keep_best[1])
 
 
@@ -134,11 +134,13 @@ class Decision:
 def decide(
     records: Sequence[CommitRecord], policy: RetentionPolicy, *, protected: Mapping[str, str] | None = None
 ) -> list[Decision]:
-    """Return what to keep and what to delete, in the order of `records`. Has no side effects except a logged warning.
+    """Decide for each checkpoint whether to keep it. The decisions are in the order of `records`.
+
+    Logs a warning if exempt checkpoints exceed `max_mem`. Has no other side effects.
 
     Args:
         records: The committed checkpoints, newest last, as in `Inventory.committed`.
-        protected: Names that must stay, each with the reason: pinned, resumed from, being read.
+        protected: Names of checkpoints that must stay, each with the reason: pinned, resumed from, being read.
     """
     exempt = _exempt(records, policy, protected or {})
     newest_first = list(reversed(records))
@@ -171,7 +173,7 @@ def decide(
 def _exempt(
     records: Sequence[CommitRecord], policy: RetentionPolicy, protected: Mapping[str, str]
 ) -> dict[str, list[str]]:
-    """Return the names of checkpoints that are exempt from all limits, with the reasons."""
+    """Return the checkpoints that are exempt from all limits: name to reasons."""
     exempt: dict[str, list[str]] = {}
     if records:
         exempt[records[-1].name] = ["the newest"]
