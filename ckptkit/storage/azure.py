@@ -15,7 +15,7 @@ __all__ = ["AzureApi"]
 
 
 class AzureApi(FsspecApi):
-    """Makes conditional puts and uploads in parts. fsspec makes all other requests."""
+    """Sends conditional puts and block uploads through adlfs's client. All other requests go through fsspec."""
 
     streams = True
 
@@ -25,7 +25,7 @@ class AzureApi(FsspecApi):
         return ""
 
     def is_mine(self, name: str, data: bytes | Content, *, mark: str, tries: int) -> bool:
-        # tries + 1: Azure's client repeats requests itself, so our own blob may exist even at the first try.
+        # tries + 1: Azure's client retries by itself, so even our first try may fail because of a blob that it wrote.
         return super().is_mine(name, data, mark=mark, tries=tries + 1)
 
     def upload(self, name: str) -> Upload:
@@ -35,7 +35,7 @@ class AzureApi(FsspecApi):
         return True
 
     def call(self, name: str, request: Callable[[Any], Coroutine[Any, Any, Any]]) -> Any:
-        """Send a request about one blob and return the answer. Raises FileExistsError, LostUploadError."""
+        """Run one request with a blob's client and return its result. Raises FileExistsError or LostUploadError."""
         from fsspec.asyn import sync
 
         container, path, _ = self.fs.split_path(name)
@@ -49,14 +49,14 @@ class AzureApi(FsspecApi):
 
 
 class AzureUpload:
-    """An upload of blocks in any order. Azure deletes the blocks of an abandoned upload after a week."""
+    """An upload whose blocks may be sent in any order. Azure discards uncommitted blocks after a week."""
 
     in_order = False
 
     def __init__(self, api: AzureApi, name: str) -> None:
         self._api = api
         self._name = name
-        self._own = secrets.token_hex(8)  # unique, because all uploads to one name share their block names
+        self._own = secrets.token_hex(8)  # keeps our block ids apart from other uploads to the same blob
         self._nbytes: dict[int, int] = {}
         self._completing = False
 
@@ -77,13 +77,13 @@ class AzureUpload:
         try:
             self._api.call(self._name, lambda blob: blob.commit_block_list(blocks, headers=absent))
         except (FileExistsError, LostUploadError):
-            # An earlier try may have succeeded, but its answer was lost.
+            # An earlier try may have succeeded, but its response was lost.
             if not (again and self._is_ours()):
                 raise
         return ""
 
     def _is_ours(self) -> bool:
-        """Return whether the existing blob consists of our blocks."""
+        """Return whether the existing blob consists of exactly our blocks."""
         committed, _ = self._api.call(self._name, lambda blob: blob.get_block_list("committed"))
         return [item.id for item in committed] == [self._block(number) for number in sorted(self._nbytes)]
 
@@ -91,7 +91,7 @@ class AzureUpload:
         return AzureUpload(self._api, self._name)
 
     def abort(self) -> None:
-        """Do nothing: blocks that were never committed are invisible."""
+        """Do nothing: uncommitted blocks are invisible, and Azure discards them."""
 
 
 @contextlib.contextmanager

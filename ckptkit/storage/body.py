@@ -1,4 +1,4 @@
-"""Request bodies for uploads: lists of buffers that are sent without joining or copying them."""
+"""Request bodies for uploads, as lists of buffers that are sent without being joined or copied."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["Body", "Collected", "Content"]
 
 _LITTLE = 256 << 10
 _BLOCK = 4 << 20
-_PIECE = 512 << 10  # pieces that `read` returns should be about this large: each has a fixed cost
+_PIECE = 512 << 10  # target size of the pieces that `read` returns, because each piece has a fixed cost
 
 
 class Content:
-    """The bytes of an object or of one part of it.
+    """The content of an object, or of one of its upload parts.
 
     Attributes:
-        nbytes: Size of the whole content.
-        copied: Bytes that were copied for this request: its cost in memory.
-        crc32: CRC-32 of the whole content, if it was computed during the writes; else None.
+        nbytes: Size of the whole content in bytes.
+        copied: How many bytes were copied for this request; this is the memory that it needs.
+        crc32: CRC-32 of the whole content if it was computed during the writes; otherwise None.
     """
 
     __slots__ = ("_owners", "copied", "crc32", "nbytes", "pieces")
@@ -48,13 +48,13 @@ class Content:
         return data if isinstance(data, Content) else cls([data], copied=len(data))
 
     def joined(self) -> bytes:
-        """Return the bytes in one piece, copied if necessary."""
+        """Return the content as one bytes object, copying only if necessary."""
         if len(self.pieces) == 1 and isinstance(self.pieces[0], bytes):
             return self.pieces[0]
         return b"".join(self.pieces)
 
     def crc32_base64(self) -> str:
-        """Return the CRC-32 in base64, the form that HTTP headers use."""
+        """Return the CRC-32 in base64, as HTTP headers carry it."""
         found = self.crc32
         if found is None:
             found = 0
@@ -64,7 +64,7 @@ class Content:
 
 
 class Collected:
-    """Collects the pieces of one request. Each piece is either copied or lent (used without a copy)."""
+    """Collects the pieces of one request. Each piece is either copied or lent (used in place)."""
 
     def __init__(self, *, checked: bool) -> None:
         self.nbytes = 0
@@ -96,7 +96,7 @@ class Collected:
             data = data[len(room) :]
 
     def lend(self, source: memoryview, start: int, stop: int, owner: object) -> None:
-        """Append source[start:stop] without a copy. These bytes must not change until they are sent."""
+        """Append source[start:stop] without copying it. The memory must not change until it has been sent."""
         self._flush_buffer()
         if self._lent is not None and self._lent[0] is source and self._lent[2] == start:
             self._lent = (source, self._lent[1], stop)
@@ -126,10 +126,10 @@ class Collected:
             self._block, self._filled = None, 0
 
     def content(self, *, after: Sequence[Collected] = (), crc32: int | None = None) -> Content:
-        """Return the pieces of `after` followed by the pieces of this object.
+        """Return a Content with the pieces of `after`, followed by our own.
 
         Args:
-            crc32: CRC-32 of all these pieces together. Ignored if `after` is empty.
+            crc32: CRC-32 of all these pieces together. Not needed if `after` is empty.
         """
         collected = (*after, self)
         for one in collected:
@@ -145,16 +145,16 @@ class Collected:
 
 
 def _block() -> memoryview:
-    """Return a buffer whose memory goes back to the system when it is freed.
+    """Return a buffer whose memory goes back to the system when the buffer is freed.
 
-    malloc would fragment its arenas if many threads allocate: eight files would take twice their size in memory.
+    With malloc, allocations from many threads would fragment its arenas: eight files would take twice their size.
     """
     private = {} if sys.platform == "win32" else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
     return memoryview(mmap.mmap(-1, _BLOCK, **private))
 
 
 class Body(io.BytesIO):
-    """A file object that reads a Content. It is a BytesIO because HTTP clients copy any other kind."""
+    """A file object over a Content. Subclasses BytesIO because HTTP clients copy any other file object."""
 
     def __init__(self, content: Content) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class Body(io.BytesIO):
         return self._content.nbytes
 
     def getbuffer(self) -> memoryview:
-        # HTTP clients only ask the buffer for its length.
+        # HTTP clients use this buffer only to get the length.
         return _Length(self._content.nbytes)  # type: ignore[return-value]
 
     def seekable(self) -> bool:
@@ -188,7 +188,7 @@ class Body(io.BytesIO):
         return self._at
 
     def read(self, size: int | None = -1, /) -> bytes:
-        """Return the next bytes: at least half of _PIECE, if that many remain, even if fewer were requested."""
+        """Return the next bytes: at least _PIECE / 2 if that many remain, even if fewer were requested."""
         if size is None or size < 0:
             size = self._content.nbytes
         wanted, found = max(size, _PIECE), list[memoryview]()
@@ -206,7 +206,7 @@ class Body(io.BytesIO):
 
 
 class _Length:
-    """Stands in for a buffer: it has a length but no content."""
+    """A stand-in for a buffer: it has a length but no content."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes

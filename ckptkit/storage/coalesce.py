@@ -17,8 +17,8 @@ from ckptkit.storage.store import ReadInto, Store
 __all__ = ["Job", "Scatter", "Span", "coalesce", "cut_reads", "BlockReader"]
 
 _MAX_GAP = 512 << 10  # reading this many bytes takes about as long as one more request
-_LITTLE = 24 << 20  # a total of up to this many bytes is split into smaller requests
-_LEAST = 4 << 20  # the smallest of these requests
+_LITTLE = 24 << 20  # up to this many bytes in total, requests may be smaller than `large`
+_LEAST = 4 << 20  # the smallest size limit of such requests
 
 Job = tuple[str, int, int, list[ReadInto]]
 """One request: (path, start, stop, the reads that overlap it)."""
@@ -26,7 +26,7 @@ Job = tuple[str, int, int, list[ReadInto]]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One read of the bytes [start, stop) of a file. `members` are the indices of the ranges that it covers."""
+    """One read of a file's bytes [start, stop). `members` are the indices of the ranges that it covers."""
 
     start: int
     stop: int
@@ -37,7 +37,7 @@ def coalesce(ranges: Sequence[tuple[int, int]], *, max_gap: int, max_span: int) 
     """Join nearby ranges of one file into spans, sorted by start.
 
     Args:
-        ranges: Half-open (start, stop) in bytes, in any order; they may overlap.
+        ranges: Half-open byte ranges (start, stop), in any order; they may overlap.
         max_gap: Gaps up to this size are read and discarded.
         max_span: Ranges are not joined into a span longer than this. A single longer range stays one span.
     """
@@ -60,18 +60,18 @@ def coalesce(ranges: Sequence[tuple[int, int]], *, max_gap: int, max_span: int) 
 
 
 class Scatter:
-    """Copies the bytes of a file, from offset `start` on, into the views of `reads` as the bytes arrive.
+    """Copies a file's bytes, starting at offset `start`, into the views of `reads` as the bytes arrive.
 
-    A read may extend beyond the bytes that arrive, at either end.
+    A read may begin before the first byte that arrives, or end after the last one.
     """
 
     def __init__(self, reads: Sequence[ReadInto], start: int) -> None:
         self._start = start
-        self._waiting = sorted(reads, key=lambda read: -read.start)  # reversed: `pop` returns the next read
+        self._waiting = sorted(reads, key=lambda read: -read.start)  # in reverse order: `pop` returns the next read
         self._open: list[tuple[int, memoryview]] = []
 
     def __call__(self, at: int, piece: bytes | memoryview) -> None:
-        """Copy the next bytes. `at` is their offset from `start`."""
+        """Copy the bytes that have just arrived. `at` is their offset from `start`."""
         low = self._start + at
         high = low + len(piece)
         while self._waiting and self._waiting[-1].start < high:
@@ -91,7 +91,8 @@ def cut_reads(reads: Sequence[ReadInto], *, large: int) -> list[Job]:
     """Split reads into requests: enough to keep the connections busy, but no more.
 
     Args:
-        large: Size of one request in bytes if there are few requests; otherwise requests may be twice as large.
+        large: Usual size limit of a request in bytes. Up to twice as much if there is much to read, less if there is
+            little.
     """
     by_file: dict[str, list[ReadInto]] = {}
     for read in reads:
@@ -104,7 +105,7 @@ def cut_reads(reads: Sequence[ReadInto], *, large: int) -> list[Job]:
         ranges = [(item.start, item.start + item.view.nbytes) for item in items]
         for span in coalesce(ranges, max_gap=_MAX_GAP, max_span=sys.maxsize):
             members = sorted((items[i] for i in span.members), key=_start)
-            # Two requests may fill one view.
+            # A read that spans two requests belongs to both.
             for start, stop in _cut(span.start, span.stop, most):
                 later = bisect_left(members, stop, key=_start)
                 jobs.append((path, start, stop, members[:later]))
@@ -113,7 +114,7 @@ def cut_reads(reads: Sequence[ReadInto], *, large: int) -> list[Job]:
 
 
 def _cut(start: int, stop: int, most: int) -> Iterator[tuple[int, int]]:
-    """Cut a range into the fewest equal parts of at most `most` bytes."""
+    """Split a range into the fewest parts of at most `most` bytes, equal in size."""
     count = -(-(stop - start) // most)
     for i in range(count):
         yield start + i * (stop - start) // count, start + (i + 1) * (stop - start) // count
@@ -129,19 +130,19 @@ def _stop(item: ReadInto) -> int:
 
 _LEAST_BLOCK = 64 << 10
 _MOST = 2 << 20
-_HELD = 64 << 20  # bytes of cached blocks
-_WASTE = 8  # blocks are not used once they have read this many times the requested bytes
-_CALL = 8 << 10  # each read counts as this many requested bytes in addition: the cost of a call
+_HELD = 64 << 20  # size limit of the cache in bytes
+_WASTE = 8  # blocks are no longer used once they have read this many times the requested bytes
+_CALL = 8 << 10  # added to the requested bytes for each read: the cost of a call
 _AT_ONCE = 8
 
 _Key = tuple[str, int]
 
 
 class BlockReader:
-    """Serves small reads from cached blocks, so that one request answers many reads. Safe for several threads.
+    """Serves small reads from cached blocks, so that one request answers many reads. Thread-safe.
 
-    The files must not change. Ranges shorter than a quarter of a block come from blocks; longer ranges are read
-    directly. The cache takes at most 64 MiB, so blocks are smaller if there are many files.
+    The files must not change. Reads shorter than a quarter of a block come from blocks; longer reads go directly to the
+    store. The cache holds at most 64 MiB, so blocks are smaller if there are many files.
     """
 
     def __init__(self, store: Store, files: int = 1) -> None:
@@ -152,11 +153,11 @@ class BlockReader:
         self._asked = self._fetched = 0
 
     def read_into(self, path: str, start: int, view: memoryview) -> None:
-        """Fill `view` with the bytes from `start` on. Raises the errors of the store."""
+        """Fill `view` with the file's bytes from offset `start` on. Errors from the store propagate."""
         self.read_many([ReadInto(path, start, view)])
 
     def read_many(self, reads: Sequence[ReadInto]) -> None:
-        """Fill many views. Raises the errors of the store."""
+        """Fill many views. Errors from the store propagate."""
         small = [read for read in reads if self._is_small(read)]
         with self._lock:
             self._asked += sum(read.view.nbytes + _CALL for read in small)
@@ -178,7 +179,7 @@ class BlockReader:
         return [(read.path, index) for index in range(read.start // self._block, last + 1)]
 
     def _take(self, keys: Iterable[_Key]) -> dict[_Key, bytes]:
-        """Return blocks from the cache. Reads missing blocks, and waits for blocks that other threads are reading."""
+        """Return blocks from the cache. Read missing blocks, and wait for blocks that other threads are reading."""
         found: dict[_Key, Future[bytes]] = {}
         missing: list[_Key] = []
         with self._lock:
@@ -198,7 +199,7 @@ class BlockReader:
                 with WorkerPool(min(_AT_ONCE, len(missing)), thread_name_prefix="ckptkit-block") as pool:
                     for key in missing:
                         pool.submit(self._fetch, key, found[key])
-        except BaseException as error:  # such as Ctrl-C: other threads must not wait for these blocks for ever
+        except BaseException as error:  # such as Ctrl-C: other threads must not wait for these blocks forever
             for key in missing:
                 self._give_up(key, found[key], error)
             raise
@@ -224,7 +225,7 @@ class BlockReader:
                 del self._blocks[key]
 
     def _serve(self, read: ReadInto, blocks: dict[_Key, bytes]) -> bool:
-        """Fill a view from blocks; False if the file is too short."""
+        """Fill a view from blocks. Return False if the file is too short."""
         out, at = read.view.cast("B"), read.start
         stop = read.start + len(out)
         while at < stop:

@@ -26,17 +26,17 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 PART_BYTES = 16 << 20  # size of one ranged read if there are few reads
-UPLOAD_BYTES = 36 << 20  # one part of an upload; a small object is sent as one request of up to two parts
-LARGE_BODY = 1 << 20  # after a body of at least this many bytes, a server may wait for its disk before it answers
+UPLOAD_BYTES = 36 << 20  # size of an upload part; a small object is sent as one request of up to two parts
+LARGE_BODY = 1 << 20  # after receiving at least this many bytes, a server may wait for its disk before it responds
 _THREADS = 16
 _READS = _THREADS + 4  # concurrent ranged reads
 _UPLOADS = 8  # concurrent upload requests per process
-_HELD_BYTES = 144 << 20  # memory of these requests: four parts, or two objects sent in one request each
+_HELD_BYTES = 144 << 20  # memory that these requests may hold: four parts, or two single-request objects
 _WORKS = "Use a path, s3://, gs:// or abfs://; for reading also hf://, http:// or https://."
 
 # Prefixes of the environment variables that file systems read when they connect.
 _ENVIRONMENT = ("HF_", "FSSPEC_", "HOME", *(name for service in SERVICES.values() for name in service.environment))
-_inherited: list[Any] = []  # a child never closes its parent's file systems: that would use the parent's sockets
+_inherited: list[Any] = []  # kept alive in a child: closing its parent's file systems would use the parent's sockets
 _connections: weakref.WeakValueDictionary[bytes, Connection] = weakref.WeakValueDictionary()
 _latest: collections.deque[Connection] = collections.deque(maxlen=2)  # kept open for the next store
 
@@ -77,7 +77,7 @@ class Known:
 
 
 class Budget:
-    """Limits the number and the memory of concurrent uploads, and counts the bytes that writers have buffered."""
+    """Limits the number of concurrent uploads and their memory. Also counts the bytes that writers have buffered."""
 
     def __init__(self, most: int, most_bytes: int) -> None:
         self._free, self._free_bytes = most, most_bytes
@@ -95,14 +95,14 @@ class Budget:
             self._free_bytes -= nbytes
 
     def release(self, nbytes: int) -> None:
-        """Release one request of `nbytes`."""
+        """Release the room that a request of `nbytes` took."""
         with self._changed:
             self._free += 1
             self._free_bytes += nbytes
             self._changed.notify_all()
 
     def collect(self, nbytes: int) -> None:
-        """Add to the count of buffered bytes. `nbytes` is negative when a writer releases them."""
+        """Add `nbytes` to the count of buffered bytes. It is negative when a writer releases its buffers."""
         with self._changed:
             self.collected += nbytes
 
@@ -114,13 +114,13 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class _OfProcess:
-    """The part of a connection that belongs to one process.
+    """The state of a connection that is never shared between processes.
 
     Attributes:
         budget: Limits the memory of uploads.
-        known: Small files that were recently read or written, by tag.
-        turns: Limits the number of concurrent ranged reads. Without it, reads would wait for a free HTTP connection and
-            time out as if the server were silent.
+        known: Caches small files that were recently read or written.
+        turns: Limits the number of concurrent ranged reads. Without it, the time that a read waits for a free HTTP
+            connection would count as silence of the server, and the read would time out.
     """
 
     pid: int
@@ -132,10 +132,10 @@ class _OfProcess:
 
 
 class Connection:
-    """A connection that all stores with the same protocol and options share. A forked child opens its own at first use.
+    """A connection shared by all stores with the same protocol and options. A forked child opens its own at first use.
 
-    A child does not have the thread that runs fsspec's event loop. A lock that another thread held at the fork stays
-    locked in the child. So everything, including the locks, is kept per process id.
+    A child lacks the thread that runs fsspec's event loop. A lock that another thread held during the fork stays locked
+    in the child. So everything, including the locks, is kept per process id.
     """
 
     def __init__(self, protocol: str, options: Mapping[str, Any]) -> None:
@@ -143,17 +143,17 @@ class Connection:
         self.options = dict(options)
         self._locks: dict[int, threading.Lock] = {}
         self._held: _OfProcess | None = None
-        # By bucket: whether put-if-absent works, once tried. A server may support it in some buckets only.
+        # Whether put-if-absent works, by bucket, once it has been tried. A server may support it in only some buckets.
         self.conditional: dict[str, bool] = {}
 
     @classmethod
     def shared(cls, protocol: str, options: Mapping[str, Any]) -> Connection:
-        """Return the open connection with these options and this environment, or a new one."""
+        """Return the open connection for these options and the current environment, or a new one."""
         given = [(name, value) for name, value in os.environ.items() if name.startswith(_ENVIRONMENT)]
         text = repr((protocol, sorted(options.items(), key=lambda item: item[0]), sorted(given)))
-        key = sha256_of(text.encode(errors="surrogateescape"))  # a hash, so that no secret is stored
+        key = sha256_of(text.encode(errors="surrogateescape"))  # hashed, so that no secret is stored
         found = _connections.get(key)
-        if found is None:  # no lock, because a fork could keep it locked; two connections at once are harmless
+        if found is None:  # no lock, because a fork could leave it locked; two connections at once are harmless
             found = _connections[key] = cls(protocol, options)
         if found not in _latest:
             _latest.append(found)
@@ -161,7 +161,7 @@ class Connection:
 
     @property
     def own(self) -> _OfProcess:
-        """This process's part of the connection, opened at first use."""
+        """This process's state of the connection, created at first use."""
         held, pid = self._held, os.getpid()
         if held is not None and held.pid == pid:
             return held
@@ -180,13 +180,13 @@ class Connection:
 
     @property
     def fs(self) -> Any:
-        """The fsspec file system of this process."""
+        """This process's fsspec file system."""
         return self.own.fs
 
     def upload(self, function: Callable[[], T], nbytes: int) -> Future[T]:
-        """Run `function` in a thread as soon as the budget allows it. `function` holds `nbytes` until it returns.
+        """Run `function` in a thread as soon as the budget has room for `nbytes`, which it holds until it returns.
 
-        `function` must not wait for another function of the pool.
+        `function` must not wait for other work in the pool.
         """
         own = self.own
         own.budget.acquire(nbytes)
@@ -199,7 +199,10 @@ class Connection:
         return future
 
     def each(self, function: Callable[[T], R], items: Iterable[T]) -> list[R]:
-        """Return `function` of each item, several at once. Raises the first failure after all calls have ended."""
+        """Return `function(item)` for each item; calls run concurrently.
+
+        If any call fails, the first failure is raised once all calls have ended.
+        """
         todo = list(items)
         if len(todo) <= 1:
             return [function(item) for item in todo]
@@ -214,7 +217,7 @@ class Connection:
             finally:
                 for future in futures:
                     future.cancel()
-                for future in futures:  # after this method no thread may still write into the caller's views
+                for future in futures:  # no thread may still write into the caller's views after we return
                     if not future.cancelled():
                         future.exception()
 
@@ -225,11 +228,11 @@ def _open_file_system(protocol: str, options: Mapping[str, Any]) -> Any:
     settings: dict[str, Any] = {"use_listings_cache": False, **options}
     if protocol in ("s3", "s3a"):
         settings["config_kwargs"] = {
-            # Some servers send the checksum of the whole object with a range, where it never matches.
+            # With a range, some servers send the checksum of the whole object, which never matches the range.
             "response_checksum_validation": "when_required",
             "max_pool_connections": _READS + 4,  # a few more for the callers' threads
             "read_timeout": BACKSTOP_S,
-            # retry.py retries for all stores. Retries inside retries would add up to minutes.
+            # retry.py retries for all stores. Nested retries would add up to minutes.
             "retries": {"max_attempts": 0, "mode": "standard"},
             **settings.get("config_kwargs", {}),
         }
@@ -258,7 +261,7 @@ def _open_file_system(protocol: str, options: Mapping[str, Any]) -> Any:
 
 
 def _close_only_here(fs: Any) -> None:
-    """Keep a forked child from closing its parent's sessions at exit: the two share the selector and the sockets."""
+    """Keep a forked child from closing its parent's sessions at exit: both share the selector and the sockets."""
     close, mine = getattr(type(fs), "close_session", None), os.getpid()
     if close is None:
         return
@@ -271,10 +274,10 @@ def _close_only_here(fs: Any) -> None:
 
 
 def _leave_unsigned(settings: Mapping[str, Any]) -> None:
-    """Protect bodies that are sent to a server on this machine by a CRC-32 only.
+    """Protect bodies sent to a server on this machine with only a CRC-32.
 
-    Over plain HTTP botocore also signs the SHA-256 of each body, to detect changes on the network. Over TLS it does
-    not. `config_kwargs={"s3": {"payload_signing_enabled": True}}` turns the signature on.
+    Over plain HTTP, botocore also signs each body's SHA-256, to detect changes on the network; over TLS it does not.
+    `config_kwargs={"s3": {"payload_signing_enabled": True}}` turns the signature back on.
     """
     given = settings["config_kwargs"]
     checksums = given.get("request_checksum_calculation", os.environ.get("AWS_REQUEST_CHECKSUM_CALCULATION", ""))
@@ -293,7 +296,7 @@ def _is_here(host: str) -> bool:
 
 def _prepare_gcs(settings: dict[str, Any]) -> None:
     if os.environ.get("STORAGE_EMULATOR_HOST") or str(settings.get("endpoint_url", "")).startswith("http://"):
-        # gcsfs asks for the bucket's type over gRPC. Emulators do not answer, and gcsfs waits for a minute.
+        # gcsfs queries the bucket's type over gRPC. Emulators don't respond, so gcsfs would wait for a minute.
         os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     try:
         import aiohttp
@@ -304,7 +307,7 @@ def _prepare_gcs(settings: dict[str, Any]) -> None:
 
 
 def _without_inner_retries(fs: Any, *, given: bool) -> None:
-    """Remove gcsfs's own retries, so that one call is one request. Does nothing if this version has none.
+    """Remove gcsfs's own retries, so that one call is one request. Does nothing if this gcsfs version has none.
 
     Args:
         given: Whether the user has set a timeout.

@@ -19,14 +19,14 @@ from ckptkit.storage.requests import Entries, Entry, FsspecApi, LostUploadError
 
 __all__ = ["GcsApi", "MOST", "batch_answers", "batch_of_deletions"]
 
-MOST = 100  # deletions that Google accepts in one batch
+MOST = 100  # deletions that Google accepts per batch
 _BATCH_BOUNDARY = "ckptkit-batch-5d1e0c7ab39f4286"
 _STATUS = re.compile(rb"HTTP/[0-9.]+ ([0-9]{3})")
 _NUMBER = re.compile(r"\+([0-9]{1,3})>?$")
 
 
 def batch_of_deletions(objects: Sequence[tuple[str, str]]) -> tuple[str, bytes]:
-    """Return the content type and the body of one request that deletes many objects, given as (bucket, key)."""
+    """Return the content type and body of a batch request that deletes `objects`, given as (bucket, key)."""
     body = b""
     for i, (bucket, key) in enumerate(objects):
         lines = (
@@ -45,7 +45,7 @@ def batch_of_deletions(objects: Sequence[tuple[str, str]]) -> tuple[str, bytes]:
 
 
 def batch_answers(content_type: str, body: bytes) -> dict[int, tuple[int, str]]:
-    """Parse the answer to a batch request. Returns {request number: (status, message)}; some numbers may be missing."""
+    """Parse the response to a batch request into {request number: (status, message)}. Numbers may be missing."""
     message = BytesParser().parsebytes(f"Content-Type: {content_type}\r\n\r\n".encode() + body)
     found = {}
     for i, part in enumerate(message.get_payload() if message.is_multipart() else ()):
@@ -66,13 +66,13 @@ _FORM_END = f"\r\n--{_BOUNDARY}--\r\n".encode()
 
 
 class GcsApi(FsspecApi):
-    """Makes requests through gcsfs. Raises PermissionError if access is denied; upload parts can be sent again."""
+    """Makes requests through gcsfs. Denied access raises PermissionError. Failed upload parts can be retried."""
 
     paged = True
     streams = True
 
     def info(self, name: str) -> Entry:
-        """Return the entry at `name`. Makes one request, or two if there is no object; gcsfs makes three."""
+        """Return the entry at `name`. Makes one request, or two if `name` is not an object; gcsfs makes three."""
         bucket, key, _ = self.fs.split_path(name)
         with _denied():
             if key:
@@ -101,7 +101,7 @@ class GcsApi(FsspecApi):
         try:
             with _denied():
                 page = self.fs.call("GET", "b/{}/o", bucket, json_out=True, **asked)
-        except FileNotFoundError as error:  # gcsfs's message shows its request path, not the bucket
+        except FileNotFoundError as error:  # gcsfs's message shows its request path instead of the bucket
             raise FileNotFoundError(errno.ENOENT, f"the bucket does not exist: {bucket}") from error
         if not isinstance(page, dict) or page.get("kind") != "storage#objects":
             raise StorageError(
@@ -120,7 +120,7 @@ class GcsApi(FsspecApi):
         place = f"{self.fs._location}/upload/storage/v1/b/{quote(bucket, safe='')}/o"
         condition = {"ifGenerationMatch": "0"} if if_absent else {}
         about = json.dumps({"name": key, "metadata": {_MARK: mark} if mark else {}}).encode()
-        # Send the two-part form as a file object. gcsfs's own put passes bytes, which blocks the event loop.
+        # Send the two-part form as a file object: gcsfs's own put passes bytes, which blocks the event loop.
         content = Content.of(data)
         form = Content([_FORM_START, about, _FORM_NEXT, *content.pieces, _FORM_END], copied=0, owners=[content])
         headers = {"Content-Type": f"multipart/related; boundary={_BOUNDARY}"}
@@ -134,7 +134,7 @@ class GcsApi(FsspecApi):
         return self.has_mark(name, mark)
 
     def has_mark(self, name: str, mark: str, *, nbytes: int = -1) -> bool:
-        """Return whether the object was put with this mark and, if `nbytes` is given, has this size."""
+        """Return whether the object was put with this mark and, if `nbytes` is given, has that size."""
         with contextlib.suppress(FileNotFoundError):
             found = self.info(name)
             marked = bool(mark) and dict(found.get("metadata") or {}).get(_MARK) == mark
@@ -161,9 +161,9 @@ class GcsApi(FsspecApi):
                         self.fs.call("DELETE", "b/{}/o/{}", bucket, key)
 
     def _delete_batch(self, objects: Sequence[tuple[str, str]]) -> bool:
-        """Delete objects in one request. Returns False if the server does not support batches, like some emulators.
+        """Delete objects in one request. Return False if the server does not support batches, as some emulators don't.
 
-        gcsfs's own batch deletion is not used: it treats a missing object as a failure and has its own retries.
+        gcsfs's own batch deletion is not used, because it treats a missing object as a failure and has its own retries.
         """
         kind, body = batch_of_deletions(objects)
         url = self.fs.base.removesuffix("/storage/v1/") + "/batch/storage/v1"  # old gcsfs has no attribute for this URL
@@ -172,7 +172,7 @@ class GcsApi(FsspecApi):
                 headers, answer = self.fs.call("POST", url, headers={"Content-Type": kind}, data=io.BytesIO(body))
         except FileNotFoundError:
             return False
-        except Exception as error:  # the HttpError of gcsfs is not an OSError
+        except Exception as error:  # gcsfs's HttpError is not an OSError
             if str(getattr(error, "code", "")) in ("405", "501"):
                 return False
             raise
@@ -188,7 +188,7 @@ class GcsApi(FsspecApi):
 
 
 class GcsUpload:
-    """A resumable upload with ordered parts. To retry a part, it first asks the server how much of it has arrived."""
+    """A resumable upload, whose parts are sent in order. Before retrying a part, it asks how much of it has arrived."""
 
     in_order = True
 
@@ -230,18 +230,18 @@ class GcsUpload:
         """Raise LostUploadError if the upload session has ended."""
         try:
             yield
-        except Exception as error:  # the HttpError of gcsfs is not an OSError
+        except Exception as error:  # gcsfs's HttpError is not an OSError
             if isinstance(error, FileNotFoundError) or str(getattr(error, "code", "")) in ("404", "410"):
                 raise LostUploadError(errno.ENOENT, f"{self._name}: the upload session has ended: {error}") from error
             raise
 
     def _received(self, start: int, stop: int, *, last: bool) -> int:
-        """Return the offset up to which the server has received a failed part."""
+        """Ask the server how much of a failed part it has received. Return the offset where the received bytes end."""
         try:
             with _denied():
                 answer, body = self._api.fs.call("PUT", self._place, headers={"Content-Range": "bytes */*"})
         except FileNotFoundError:
-            # Some servers forget a completed session; others do not support this request.
+            # Some servers forget a completed session; others don't support this request.
             if last and self._api.has_mark(self._name, self._mark, nbytes=stop):
                 self._published = stop
             return start if self._published is None else stop
@@ -258,14 +258,14 @@ class GcsUpload:
         return received
 
     def complete(self) -> str:
-        """Check the size of the object, which the last part has published. Returns the size in place of a tag."""
+        """Check the size of the object that the last part has published. Return this size in place of a tag."""
         size = self._published
         if size is None:
             size = int(self._api.info(self._name).get("size") or 0)
         if size != self._nbytes:
             self._take_back()
             raise OSError(errno.EINVAL, f"{self._name} has {size} bytes, not the {self._nbytes} sent")
-        return f"{size} bytes"  # not empty, because the object is confirmed
+        return f"{size} bytes"  # not empty: an empty tag would mean that the object is not confirmed
 
     def anew(self) -> GcsUpload:
         return self._api.upload(self._name)
@@ -279,7 +279,7 @@ class GcsUpload:
         # Google answers 499 to a cancelled upload, and gcsfs accepts this status.
         with contextlib.suppress(FileNotFoundError):  # the session has ended
             self._api.fs.call("DELETE", self._place)
-        self._take_back()  # an emulator publishes an incomplete upload when its state is queried
+        self._take_back()  # an emulator publishes an incomplete upload when queried for its state
 
 
 def _after(content: Content, skipped: int) -> Content:
@@ -296,7 +296,7 @@ def _size(body: bytes) -> int:
 
 
 def _stop_of(answer: Any) -> int | None:
-    """Return how many bytes the server has, from the Range header; None without that header."""
+    """Return how many bytes the server has, according to the Range header; None if there is no such header."""
     kept = answer.get("Range")
     return int(kept.rpartition("-")[2]) + 1 if kept else None
 
@@ -318,7 +318,7 @@ def _denied() -> Iterator[None]:
         if error.errno is None and str(error).startswith("Forbidden"):
             raise PermissionError(errno.EACCES, str(error).replace("\n", ": ")) from error
         raise
-    except Exception as error:  # the HttpError of gcsfs is not an OSError
+    except Exception as error:  # gcsfs's HttpError is not an OSError
         status: Any = getattr(error, "code", None)
         if str(status) in ("401", "403"):
             raise PermissionError(errno.EACCES, str(error)) from error

@@ -1,8 +1,8 @@
-"""Records the finished steps of a staging directory, so that the same command can continue after an interruption.
+"""Records which steps of a command are finished, so that the same command can continue after an interruption.
 
-Each rank has an owner file next to the staging directory. Its first line is JSON. The journal follows: a head line
-(plan, world size, rank) and one line per finished step. The file is never synced: it survives a killed process, and
-work from before a reboot is never continued.
+Each rank has an owner file next to the staging directory. The file's first line is JSON. The journal follows: a header
+line (plan, world size, rank), then one line per finished step. The file is never synced. It survives if the process is
+killed; work from before a reboot is never continued.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ __all__ = ["Journal", "Section", "adopt", "dead_owner_files", "give_up", "resuma
 logger = logging.getLogger(__name__)
 
 _HEAD = re.compile(r"([0-9a-f]{32}) (\d{1,6}) (\d{1,6})")
-_EARLIER = "#"  # sections above this line are from earlier runs
+_EARLIER = "#"  # the sections above this line are from earlier attempts
 _VOID = "x "
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """The progress of one rank in one run.
+    """One rank's progress in one attempt.
 
     Attributes:
         plan: Fingerprint of the source and of all bytes to write.
-        world_size, rank: The share of the plan.
-        steps: The finished steps of that share.
-        void: Paths of files that a later run started over. Their steps do not count.
+        world_size, rank: Which share of the plan this is.
+        steps: The finished steps of this share.
+        void: Files whose steps do not count, because a later attempt started them over. In the section of an attempt
+            that is still running, the files that it starts over itself.
     """
 
     plan: str
@@ -53,10 +54,10 @@ class Section:
 
 
 class Journal:
-    """The journal of one rank in one run. Safe for several threads."""
+    """One rank's journal in one attempt. Thread-safe."""
 
     def __init__(self, staging: str, *, world_size: int = 1, rank: int = 0) -> None:
-        """Set the paths; `begin` opens the owner file of `rank`, which must exist.
+        """Set the paths. The owner file of `rank` must exist before `begin` opens it.
 
         Args:
             staging: Absolute path of the staging directory.
@@ -68,15 +69,15 @@ class Journal:
         self._lock = threading.Lock()
 
     def earlier(self) -> list[Section]:
-        """Return the progress of earlier runs."""
+        """Return the progress of earlier attempts."""
         return _parse(_read(owner_path(self._staging)))[0]
 
     def begin(self, plan: str, *, steps: Collection[int] = (), anew: Iterable[str] = ()) -> None:
-        """Begin this run's section.
+        """Begin this attempt's section.
 
         Args:
-            steps: The steps that are finished already.
-            anew: Files that this run starts over. Earlier records about them become void.
+            steps: Steps that are already finished.
+            anew: Files that this attempt starts over. Earlier records about them become void.
         """
         section = Section(plan, self.world_size, self.rank, frozenset(steps), frozenset(anew))
         text = _text(section.lines())
@@ -87,15 +88,15 @@ class Journal:
             text = text[os.write(self._fd, text) :]
 
     def done(self, step: int) -> None:
-        """Record a finished step: its bytes are written and will not be written again."""
+        """Record that a step is finished: its bytes are written and will not be written again."""
         line = b"%d\n" % step
         with self._lock:
             written = os.write(self._fd, line)
-            if written < len(line):  # a torn number would merge with the next one; a lost step is harmless
+            if written < len(line):  # a partial number would merge with the next one; losing a step is harmless
                 os.ftruncate(self._fd, os.lseek(self._fd, -written, os.SEEK_CUR))
 
     def end(self) -> None:
-        """Delete the journals of all ranks. Rank 0 calls this when all are done, before the result is published."""
+        """Remove the journals of all ranks. Rank 0 calls this when all are done, before the result is published."""
         self.close()
         folder, staging = os.path.split(self._staging)
         parent = LocalStore(folder)
@@ -104,9 +105,9 @@ class Journal:
             os.truncate(self._path, len(_read(self._path).partition(b"\n")[0]))
 
     def leave(self) -> None:
-        """Mark this process as dead, although it may continue to run: the next writer can take over the finished steps.
+        """Mark this process as dead although it may keep running, so that another writer can take over its steps.
 
-        Overwrites one byte in place, so that a deleted owner file stays deleted.
+        Overwrites one byte in place, because this cannot recreate an owner file that was deleted.
         """
         self.close()
         with contextlib.suppress(FileNotFoundError):
@@ -121,7 +122,7 @@ class Journal:
                 os.close(fd)
 
     def close(self) -> None:
-        """Close the file and keep its content."""
+        """Close the file without deleting it."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -137,11 +138,11 @@ def _text(lines: Iterable[str]) -> bytes:
 
 
 def _parse(content: bytes) -> tuple[list[Section], list[Section]]:
-    """Return the sections of earlier runs and of this run. Both are empty if the text is not a journal."""
+    """Return the sections of earlier attempts and of this attempt. Both lists are empty if this is not a journal."""
     earlier: list[tuple[re.Match[str], set[int], set[str]]] = []  # head, steps, void
     found = earlier[:]
     try:
-        for raw in content.split(b"\n")[1:-1]:  # what follows the last newline is empty or a torn line
+        for raw in content.split(b"\n")[1:-1]:  # after the last newline there is nothing, or a torn line
             line = raw.decode("utf-8", "surrogateescape")
             head = _HEAD.fullmatch(line)
             if head is not None:
@@ -164,7 +165,7 @@ def _parse(content: bytes) -> tuple[list[Section], list[Section]]:
 
 
 def _merged(parent: LocalStore, paths: Sequence[str]) -> list[Section]:
-    """Return the progress of all runs that is still valid, combined from the owner files of all ranks."""
+    """Return the valid progress of all attempts, combined from the owner files of all ranks."""
     parsed = [_parse(parent.read(path)) for path in paths]
     current = [section for _, found in parsed for section in found]
     void = frozenset(path for section in current for path in section.void)
@@ -176,14 +177,14 @@ def _merged(parent: LocalStore, paths: Sequence[str]) -> list[Section]:
     return [replace(key, steps=steps) for key, steps in merged.items() if steps]
 
 
-# --- taking over an earlier run
+# --- taking over an earlier attempt
 
 
 def resumable(parent: LocalStore, name: str, *, dead: Collection[str] = ()) -> Leftover | None:
-    """Return the newest staging directory of `name` that has finished steps and whose writers are all dead.
+    """Return the newest staging directory for `name` that has finished steps and only dead writers; None if none has.
 
     Args:
-        dead: Owner files of writers on other machines that are known to be dead (`dead_owner_files`).
+        dead: Owner files whose writers, on other machines, are known to be dead (from `dead_owner_files`).
     """
     found = []
     for left in _staging_directories(parent, name):
@@ -196,7 +197,7 @@ def resumable(parent: LocalStore, name: str, *, dead: Collection[str] = ()) -> L
 
 
 def dead_owner_files(parent: LocalStore, name: str) -> dict[str, str]:
-    """Return {owner file: staging directory} of dead writers of `name` that ran on this machine since it booted."""
+    """Return {owner file: staging directory} for dead writers of `name` that ran on this machine since it booted."""
     found = [
         (path, left.path) for left in _staging_directories(parent, name) for path in owner_files(parent, left.path)
     ]
@@ -218,7 +219,7 @@ def _is_dead(parent: LocalStore, path: str) -> bool:
 
 
 def adopt(parent: LocalStore, left: Leftover, name: str, nonce: str) -> LocalStore | None:
-    """Take over a dead writer's staging directory. Returns None if another process was faster."""
+    """Take over a dead writer's staging directory and return it. Return None if another process was faster."""
     path = staging_name(name, nonce)
     old = owner_files(parent, left.path)
     try:
@@ -234,7 +235,7 @@ def adopt(parent: LocalStore, left: Leftover, name: str, nonce: str) -> LocalSto
 
 
 def give_up(parent: LocalStore, name: str, nonce: str) -> bool:
-    """Leave a staging directory with finished steps to the next writer. Returns False if no step is finished."""
+    """Leave the staging directory to the next writer if it has finished steps. Return whether it has."""
     staging = staging_name(name, nonce)
     if not _merged(parent, owner_files(parent, staging)):
         return False

@@ -1,7 +1,7 @@
-"""Records the finished objects of a remote directory, so that an interrupted command can continue.
+"""Records which objects of a remote directory are finished, so that an interrupted command can continue.
 
-A record holds the size of an object, a fingerprint of its content, and the store's tag. An unchanged tag proves that
-the object is unchanged. A store without tags gets no records.
+A record holds an object's size, a fingerprint of its content, and its tag in the store. An unchanged tag proves that
+the object is unchanged. On a store without tags, nothing is recorded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Finished:
 
     Attributes:
         content: Fingerprint of the content.
-        checked: Whether all of its bytes were compared with the source's digests.
+        checked: Whether the whole content was compared with the source's digests.
     """
 
     path: str
@@ -41,7 +41,7 @@ class Finished:
 
     @classmethod
     def from_json(cls, body: Any) -> Finished | None:
-        """Return the record in `body`, or None if it is damaged. Never raises."""
+        """Return the record that `body` describes, or None if it is damaged. Never raises."""
         if not isinstance(body, Mapping):
             return None
         path, nbytes, tag, content, checked = (body.get(name) for name in cls.__slots__)
@@ -50,16 +50,16 @@ class Finished:
         return cls(path, nbytes, tag, content, checked is True)
 
     def is_there(self, found: FileInfo | None) -> bool:
-        """Return whether `found`, an entry of a listing, is the recorded object."""
+        """Return whether `found`, a listing's entry, is the recorded object."""
         return found is not None and found.size == self.nbytes and bool(self.tag) and found.tag == self.tag
 
 
 class Ledger:
-    """The finished objects of one directory. Safe for several threads.
+    """A directory's finished objects, by path. Thread-safe.
 
     Attributes:
-        earlier: Objects that an interrupted run finished and that still exist, by path.
-        done: Objects that are finished in this run, by path.
+        earlier: Objects that an interrupted attempt finished and that still exist.
+        done: Objects that are finished in this attempt.
     """
 
     def __init__(self, store: Store, earlier: Mapping[str, Finished] | None = None) -> None:
@@ -72,7 +72,7 @@ class Ledger:
         return nbytes >= WORTH
 
     def finished(self, path: str, nbytes: int, content: str, *, checked: bool) -> None:
-        """Record that an object is complete. A lost record is harmless: the object is written again."""
+        """Record that an object is complete. If the record is lost, the object is written again."""
         try:
             found = self._store.info(path)
             if found is None or not found.tag or found.size != nbytes:
@@ -85,11 +85,11 @@ class Ledger:
             logger.warning("%s/%s is complete, but a later run will write it again: %s", self._store.url, path, error)
 
     def keep(self, path: str) -> None:
-        """Count an object of an interrupted run as finished in this run."""
+        """Count an object that an interrupted attempt finished as finished in this one."""
         self.done[path] = self.earlier[path]
 
     def drop(self, paths: Iterable[str]) -> None:
-        """Delete the records of objects that an interrupted run finished, then the objects."""
+        """Delete objects that an interrupted attempt finished: first their records, then the objects."""
         dropped = [path for path in paths if path in self.earlier]
         self._store.delete([_record_path(path) for path in dropped])
         self._store.delete(dropped)
@@ -102,7 +102,7 @@ def _record_path(path: str) -> str:
 
 
 def read_ledger(store: Store, items: Mapping[str, FileInfo]) -> dict[str, Finished]:
-    """Return the records of unchanged objects, by path. `items` is a listing of `store`, by path."""
+    """Return the records whose objects are unchanged, by path. `items` is a listing of `store`, by path."""
 
     def read(path: str) -> Finished | None:
         try:

@@ -97,9 +97,9 @@ class View:
 
 
 def snapshot(store: Store, below: str = "") -> Store:
-    """Return a view of `store` that shows everything below `below` as it is now.
+    """Return a view of `store` that keeps showing everything under `below` as it is now.
 
-    Costs one request per thousand objects. Returns `store` itself if lookups are free, as on a file system, or if the
+    Makes one request per thousand objects. Returns `store` itself if lookups are free, as on a file system, or if the
     listing would take too many requests.
     """
     from ckptkit.storage.objects import RemoteStore
@@ -111,12 +111,12 @@ def snapshot(store: Store, below: str = "") -> Store:
 
 
 class Snapshot(View):
-    """A Store whose `info` and `list` answer from a listing. A small file is downloaded once per version.
+    """A Store that answers `info` and `list` from one listing, and downloads each version of a small file only once.
 
-    Paths outside the listing, and all writes, go to the store. Writes do not change the snapshot.
+    Paths outside the listing are looked up in the store, and all writes go there. Writes do not change the snapshot.
 
     Args:
-        found: All files below `below`, sorted by path. Paths are relative to the store.
+        found: All files under `below`, sorted by path. Paths are relative to the store.
     """
 
     def __init__(self, store: RemoteStore, below: str, found: Sequence[FileInfo]) -> None:
@@ -153,7 +153,7 @@ class Snapshot(View):
             return self._store.list(path, recursive=recursive)
         checked_path(path, root_allowed=True)
         start = len(path) + 1 if path else 0
-        found: dict[tuple[str, bool], FileInfo] = {}  # an object and a folder may have the same name
+        found: dict[tuple[str, bool], FileInfo] = {}  # an object and a folder can have the same name
         for item in self._inside(path):
             head, separator, _ = item.path[start:].partition("/")
             if recursive or not separator:
@@ -173,6 +173,6 @@ class Snapshot(View):
         return self._remote.read_listed(found, start, stop)
 
     def fetch(self, paths: Iterable[str]) -> None:
-        """Download small files concurrently before they are read. Skips files that are cached."""
+        """Download small files concurrently, before they are read. Skips files that are already cached."""
         found = [self._file(path) for path in paths]
         self._remote.fetch_listed([item for item in found if item is not None])

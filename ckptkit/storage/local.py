@@ -30,21 +30,21 @@ _PASSED_ON = (FileNotFoundError, FileExistsError, PermissionError)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _RENAME_NOREPLACE = 1  # linux/fs.h
 _AT_FDCWD = -100
-_MAX_GAP = 64 << 10  # reading a smaller gap is cheaper than another system call
+_MAX_GAP = 64 << 10  # reading across a smaller gap is cheaper than another system call
 _MAX_SPAN = 8 << 20
-_SHORT = 256 << 10  # bytes; reading fewer from the page cache takes less time than starting a thread
-_WAIT_S = 100e-6  # a read that takes longer counts as a read from disk
-_MAX_WAITS = 8  # slow reads before threads are used; other load on the machine also makes reads slow
-_DIRTY = 16 << 20  # bytes in the page cache at which writeback begins
+_SHORT = 256 << 10  # bytes; a read of fewer from the page cache takes less time than starting a thread
+_WAIT_S = 100e-6  # a slower read counts as a read from disk
+_MAX_WAITS = 8  # slow reads to tolerate before using threads; other load on the machine also slows down reads
+_DIRTY = 16 << 20  # writeback starts each time this many bytes have been written
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _Names = list[str]
-_Infos = list[FileInfo]  # the class has a method called list
+_Infos = list[FileInfo]  # inside the class, `list` is a method
 _Jobs = list[tuple[int, str, Span, list[ReadInto]]]
 _Reads = list[ReadInto]
 
 
 def start_writing(descriptor: int) -> None:
-    """Start writeback of a file without waiting, so that a later fsync is faster. Does nothing where unsupported."""
+    """Start writeback of a file without waiting, so that a later fsync is faster. Does nothing if unsupported."""
     begin = _sync_file_range()
     if begin is not None:
         begin(descriptor, 0, 0, _SYNC_FILE_RANGE_WRITE)
@@ -61,7 +61,7 @@ def _sync_file_range() -> Any:
 
 @contextlib.contextmanager
 def _errors(path: str) -> Iterator[None]:
-    """Translate system errors into the errors of a Store, with the path in the message."""
+    """Translate system errors into a Store's errors, with the path in the message."""
     try:
         yield
     except _PASSED_ON:
@@ -78,11 +78,11 @@ def _errors(path: str) -> Iterator[None]:
 
 
 class LocalStore(Store):
-    """Files below a local directory or below a mounted shared file system.
+    """Files in a directory, on a local disk or on a mounted shared file system.
 
-    Symbolic links are followed only to targets below the root, or from a snapshot of a Hugging Face cache to its blobs.
-    Other links raise UnsafePathError. Nothing is written or deleted through a link that leads out of the root. For a
-    child, this root is the one of the store that was opened first.
+    Symbolic links are followed only to targets under the root, or from a snapshot in a Hugging Face cache to the
+    cache's blobs. Other links raise UnsafePathError. Nothing is written or deleted through a link that leads out of the
+    root. If this store is a child, links may lead anywhere under the root of the store that was opened first.
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
@@ -104,16 +104,16 @@ class LocalStore(Store):
     def child(self, path: str) -> LocalStore:
         return self._below(self.path_of(path))
 
-    def _below(self, url: str) -> LocalStore:  # symlinks may not leave the root that was opened first
+    def _below(self, url: str) -> LocalStore:  # links may lead anywhere under the root that was opened first
         store = LocalStore(url)
         store._top = self._top
         return store
 
     def existing(self) -> LocalStore:
-        """Return the same store, for writing only while its directory exists.
+        """Return a view of this store that writes only while its directory exists.
 
-        A write creates missing directories below the root but not the root itself: after a lost mount, a new root would
-        be on another disk. The write raises FileNotFoundError instead.
+        A write creates missing directories under the root, but not the root itself: after a lost mount, a new root
+        would be on a different disk. The write raises FileNotFoundError instead.
         """
         store = self._below(self.url)
         store._must_exist = True
@@ -152,11 +152,11 @@ class LocalStore(Store):
                     found.append(item)
                 elif is_path(name):
                     self._scan(name, found, recursive=True)
-                else:  # its name has a control character or a backslash: listed, but never entered
+                else:  # a name with a control character or a backslash: listed, but not entered
                     found.append(FileInfo(name, "other", 0, 0.0))
 
     def stat_file(self, path: str) -> os.stat_result:
-        """Return the stat result of a file, or of its target if it is a link that `read` would follow."""
+        """Return the stat result of a file. If it is a link that `read` would follow, stat its target."""
         full = self.path_of(path)
         with _errors(full):
             return os.stat(self._resolved(full))
@@ -175,7 +175,7 @@ class LocalStore(Store):
         """Return a read-only descriptor of a regular file. The caller closes it."""
         full = self.path_of(path)
         with _errors(full):
-            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # O_NONBLOCK: opening a FIFO must not wait
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # O_NONBLOCK: opening a FIFO must not block
             fd = os.open(self._resolved(full), flags)
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 os.close(fd)
@@ -200,7 +200,7 @@ class LocalStore(Store):
             with _errors(path):
                 size = os.fstat(fd).st_size
                 length = max(0, min(size if stop is None else stop, size) - start)
-                parts = [os.pread(fd, length, start)]  # one call and no copy up to 2 GiB
+                parts = [os.pread(fd, length, start)]  # up to 2 GiB, this is one call without a copy
                 done = len(parts[0])
                 while done < length and parts[-1]:
                     parts.append(os.pread(fd, length - done, start + done))
@@ -251,10 +251,10 @@ class LocalStore(Store):
                     future.result()
 
     def _read_quick(self, jobs: _Jobs) -> int:
-        """Do short reads in this thread while they come from the page cache. Returns how many were done.
+        """Do short reads in this thread while they come from the page cache. Return how many were done.
 
-        Several threads would take five times as long, because they wait for Python's global lock. Reads from a disk are
-        faster in threads.
+        With several threads they would take five times as long, because the threads wait for the GIL. Reads from a disk
+        are faster in threads.
         """
         waits = 0
         for done, (fd, path, span, items) in enumerate(jobs):
@@ -278,7 +278,7 @@ class LocalStore(Store):
             target[:] = buffer[item.start - span.start : item.start - span.start + len(target)]
 
     def _check_inside(self, folder: str) -> None:
-        """Raise UnsafePathError if a symbolic link leads from `folder` out of the store that was opened first."""
+        """Raise UnsafePathError if `folder` leads, through a symbolic link, out of the store that was opened first."""
         real, top = os.path.realpath(folder), os.path.realpath(self._top)
         if real != top and not real.startswith(top.rstrip("/") + "/"):
             raise UnsafePathError(
@@ -306,7 +306,7 @@ class LocalStore(Store):
                     self._make_parents(full)
                     fd = os.open(full, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
                     break
-                except FileNotFoundError:  # another process has just removed the empty directory
+                except FileNotFoundError:  # another process has just removed the directory, which was empty
                     if not tries_left:
                         raise
             try:
@@ -329,7 +329,7 @@ class LocalStore(Store):
 
     @contextlib.contextmanager
     def _new_file(self, path: str, *, overwrite: bool, sync: bool) -> Iterator[int]:
-        """Yield the descriptor of a temporary file, which is renamed to `path` when the block succeeds."""
+        """Yield a temporary file's descriptor. The file is renamed to `path` if the block succeeds."""
         full = self.path_of(path)
         if not overwrite and os.path.lexists(full):
             raise FileExistsError(errno.EEXIST, f"{full} exists already")
@@ -359,15 +359,15 @@ class LocalStore(Store):
         self.write(path, data, sync=False)
 
     def rename(self, source: str, target: str) -> None:
-        """Rename a file or a directory without replacing anything. Raises FileExistsError."""
+        """Rename a file or a directory. Never replaces anything: raises FileExistsError."""
         old, new = self._to_change(source), self._to_change(target)
         with _errors(new):
             _rename_noreplace(old, new)
 
     def link(self, source: str, target: str) -> None:
-        """Hard-link a file, or all files of a directory. Copies them durably if the file system has no hard links.
+        """Hard-link a file, or all files in a directory. Makes durable copies if the file system has no hard links.
 
-        The last part of both paths may be any name that the file system allows. Raises FileExistsError.
+        The last component of both paths may be any name that the file system allows. Raises FileExistsError.
         """
         old, new = self._entry(source), self._entry(target)
         with _errors(new):
@@ -384,7 +384,7 @@ class LocalStore(Store):
 
     @contextlib.contextmanager
     def opened(self, path: str) -> Iterator[OpenDirectory]:
-        """Yield an open directory. If another directory gets its name later, that directory is not touched."""
+        """Yield an open directory. If a different directory gets its name later, that one is not touched."""
         full = self._to_change(path)
         with _errors(full):
             fd = os.open(full, _DIRECTORY)
@@ -401,7 +401,7 @@ class LocalStore(Store):
             os.mkdir(full)
 
     def sync_file(self, path: str) -> None:
-        """Make the content of a file durable."""
+        """Make a file's content durable."""
         with _errors(self.path_of(path)):
             fd = self.open_file(path)
             try:
@@ -410,7 +410,7 @@ class LocalStore(Store):
                 os.close(fd)
 
     def sync_directory(self, path: str = "") -> None:
-        """Make the names in a directory durable."""
+        """Make a directory's entries durable."""
         full = self.path_of(path)
         with _errors(full):
             fd = os.open(full, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -458,7 +458,7 @@ class LocalStore(Store):
             shutil.rmtree(full)  # uses directory descriptors: never follows a symlink
 
     def remove_empty_directories(self) -> None:
-        """Remove the empty directories below this one, and this one if it is then empty."""
+        """Remove all empty directories under this one, then this one if it is empty."""
         with _errors(self.url):
             for folder, _, _ in os.walk(self.url, topdown=False):  # symlinks are not followed
                 with contextlib.suppress(OSError):
@@ -466,21 +466,21 @@ class LocalStore(Store):
 
 
 def is_directory(store: Store) -> TypeIs[LocalStore]:
-    """Return whether `store` is a directory, whose `url` is its path. It can be renamed, locked, linked and opened.
+    """Return whether `store` is a directory, at the path `store.url`. It can be renamed, locked, linked and opened.
 
-    Any other store has keys instead of names. A file appears under its key once it is complete.
+    Any other store has keys instead of directory entries. A file appears under its key once it is complete.
     """
     return isinstance(store, LocalStore)
 
 
 class OpenDirectory:
-    """An open directory. Work below it follows no symbolic link."""
+    """An open directory. Operations under it follow no symbolic links."""
 
     def __init__(self, url: str, fd: int) -> None:
         self.url, self._fd = url, fd
 
     def read(self, name: str) -> bytes | None:
-        """Return the content of a file in this directory, or None if it does not exist."""
+        """Return the content of a file in this directory, or None if there is no such file."""
         try:
             fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=self._fd)
         except FileNotFoundError:
@@ -489,12 +489,12 @@ class OpenDirectory:
             return file.read()
 
     def rename(self, name: str, new: str) -> None:
-        """Rename a file in this directory durably. May replace another file."""
+        """Rename a file in this directory durably. May replace an existing file."""
         os.rename(name, new, src_dir_fd=self._fd, dst_dir_fd=self._fd)
         _sync(self._fd)
 
     def delete(self, paths: Iterable[str]) -> None:
-        """Delete files below this directory, then the directories that became empty. Ignores missing files."""
+        """Delete files under this directory, then the directories that have become empty. Ignores missing files."""
         names: dict[str, _Names] = {}
         for path in paths:
             folder, _, name = path.rpartition("/")
@@ -515,7 +515,7 @@ class OpenDirectory:
 
     @contextlib.contextmanager
     def _below(self, folder: str) -> Iterator[int | None]:
-        """Yield the descriptor of a directory below this one, or None if it does not exist or is a link."""
+        """Yield the descriptor of a directory under this one, or None if it does not exist or is a link."""
         with contextlib.ExitStack() as stack:
             fd: int | None = self._fd
             for name in folder.split("/") if folder else ():
@@ -534,7 +534,7 @@ def _sync(fd: int) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network mounts do not support it
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network mounts can't sync a directory
             raise
 
 
@@ -568,7 +568,7 @@ def _link(old: str, new: str) -> None:
 
 
 class _LocalWriter:
-    """Appends to a descriptor. With `writeback`, writing to the disk starts before the final sync."""
+    """Appends to a file descriptor. With `writeback`, writing to disk starts before the final sync."""
 
     def __init__(self, fd: int, *, writeback: bool = False) -> None:
         self.fd = fd
@@ -609,7 +609,7 @@ def _libc_renameat2() -> Any:
 
 
 def renameat2(source: str, target: str, flags: int) -> bool:
-    """Call renameat2(2). Returns False if the system or the file system does not support the flags."""
+    """Call renameat2(2). Return False if the system or the file system does not support the flags."""
     function = _libc_renameat2()
     if function is None:
         return False
@@ -625,13 +625,14 @@ def _rename_noreplace(source: str, target: str) -> None:
     if renameat2(source, target, _RENAME_NOREPLACE):
         return
     if os.path.isdir(source):
-        # Without renameat2 (NFS): rename(2) itself refuses to replace a file or a directory that is not empty.
+        # Without renameat2 (NFS), rely on rename(2): it refuses to replace a file or a non-empty directory with a
+        # directory.
         if os.path.lexists(target):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
         try:
             os.rename(source, target)
         except OSError as error:
-            if error.errno in (errno.ENOTEMPTY, errno.ENOTDIR):  # the target has just appeared
+            if error.errno in (errno.ENOTEMPTY, errno.ENOTDIR):  # the target has just been created
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target) from error
             raise
         return

@@ -1,4 +1,4 @@
-"""Admits one writer at a time: by a lease on a run, which a heartbeat renews, or by a system lock on a directory."""
+"""Admits one writer at a time, by a lease on a run (renewed by a heartbeat) or by a system lock on a directory."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-STATE_DIRECTORY = ".ckptkit"  # below the root of a run: lease, pins, pending deletions
+STATE_DIRECTORY = ".ckptkit"  # in a run's root: holds the lease, pins and pending deletions
 BEAT_S = 10.0
-TTL_S = 45.0  # a lease of another machine expires after this long without a heartbeat
+TTL_S = 45.0  # another machine's lease expires after this long without a heartbeat
 _POLL_S = 1.0
 _FRESH_S = 5.0
-_MOST_ATTEMPTS = 64  # failed attempts to remember, because a slow server may still store their files
+_MOST_ATTEMPTS = 64  # how many failed attempts to remember, because a slow server may still store their files
 _GENERATION = re.compile(r"[0-9]{1,18}")
 _held_leases: weakref.WeakValueDictionary[str, Lease] = weakref.WeakValueDictionary()  # this process's, by nonce
 
@@ -74,34 +74,36 @@ class _State:
 
 
 class Lease:
-    """The exclusive right to write below a root. A thread renews it until `release` or the end of the process."""
+    """The exclusive right to write under a root. A thread renews it until `release` or the end of the process."""
 
     def __init__(self, root: Store, state: _State, *, since: float, old: Sequence[str] = ()) -> None:
-        """Start to renew a lease whose file exists.
+        """Start to renew a lease whose file has been written.
 
         Args:
-            since: Time just before its file was written, by the clock `_now`.
-            old: Files of earlier generations, for `tidy`.
+            since: The time just before the file was written, as returned by `_now`.
+            old: Files of earlier generations, for `tidy` to delete.
         """
         self.root = root
         self.nonce = state.nonce
-        self.inventory: Any = None  # an Inventory; importing the class would be circular
-        """What existed on an object store after the last save under this lease; None if unknown. Only the owner of
-        the lease saves, but other processes may have deleted files since."""
+        self.inventory: Any = None  # an Inventory, which can't be imported here (circular import)
+        """What an object store contained after the last save under this lease; None if unknown.
+
+        Only the lease's owner saves, but other processes may have deleted files since.
+        """
         self.wrote_hint = False
-        """Whether the last save under this lease wrote `latest` on an object store. Then `latest` need not be read."""
+        """Whether the last save under this lease wrote `latest` to an object store, so that it need not be read."""
         self.sequence = 0
         """The sequence number of the last save under this lease."""
         self._state = state
         self._renewed = since
-        self._seen = since - TTL_S  # when the store was last seen to hold our lease
+        self._seen = since - TTL_S  # when a check last found our lease in the store
         self._old = list(old)
-        self._spare = True  # whether the file lists the id of an attempt that has not begun
+        self._spare = True  # whether the file already lists an id for the next attempt
         self._identity = _identity(root)
-        self.turn = threading.Lock()  # the saves of this process take turns
+        self.turn = threading.Lock()  # held during a save, so that this process's saves take turns
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._patience = Patience(min(TTL_S, timeout_s()))  # for each renewal, because the next one follows soon
+        self._patience = Patience(min(TTL_S, timeout_s()))  # for each renewal; short, because the next one follows soon
         _held_leases[state.nonce] = self
         thread = threading.Thread(
             target=_beat, args=(weakref.ref(self), self._stop, BEAT_S), name="ckptkit-lease", daemon=True
@@ -111,42 +113,43 @@ class Lease:
 
     @property
     def path(self) -> str:
-        """Path of the lease's file, relative to the root."""
+        """The lease's file, relative to the root."""
         return self._state.path
 
     def is_surely_ours(self) -> bool:
-        """Return whether nobody can have taken the lease: it was renewed less than TTL_S / 3 ago. Makes no request.
+        """Return whether nobody can have taken the lease, because it was renewed less than TTL_S / 3 ago.
 
-        Always False on a directory, and on a store without conditional writes, where two jobs can take the lease at
-        once.
+        Makes no request. Always False on a directory, and on a store without conditional writes, where two jobs can
+        take the lease at once.
         """
         root = self.root
         one_owner = root.asking_costs and root.has_conditional_writes is True
         return one_owner and not self._stop.is_set() and _now() - self._renewed < TTL_S / 3
 
     def make_sure(self) -> None:
-        """Call `check`, unless the lease is surely ours."""
+        """Call `check` unless the lease is surely ours."""
         if not self.is_surely_ours():
             self.check()
 
     def try_conditional(self) -> None:
-        """Use the lease's file to find out whether the store has conditional writes."""
+        """Find out whether the store has conditional writes, by trying one on the lease's file."""
         with self._lock:
             if not self._stop.is_set():
                 self.root.try_conditional(self._state.path, self._state.to_json(self.root))
 
     def new_attempt(self) -> str:
-        """Return the id of a new save attempt. The lease's file lists the id before the attempt writes anything."""
+        """Return the id of a new save attempt. It is in the lease's file before the attempt writes anything."""
         if not self._spare:
             self._add_spare("")
         self._spare = False
         return self._state.attempts[-1]
 
     def end_attempt(self, save_id: str, *, committed: bool) -> None:
-        """Write the id of the next attempt to the lease's file, so that the next save need not wait. Never raises.
+        """Write the next attempt's id to the lease's file now, so that the next save need not wait. Never raises.
 
         Args:
-            committed: Whether the attempt was committed and left nothing behind. Then its id is removed from the file.
+            committed: Whether the attempt was committed and left nothing behind. If so, its id is removed from the
+                file.
         """
         try:
             with self._patience.entered():
@@ -163,13 +166,13 @@ class Lease:
                 self._spare = True
 
     def tidy(self) -> None:
-        """Delete the files of earlier generations, and files that a killed process left half-written."""
+        """Delete files of earlier generations, and files that killed processes left half-written."""
         old, self._old = self._old, []
         with contextlib.suppress(OSError):
             self.root.delete(old)
 
     def check(self, *, view: Store | None = None) -> None:
-        """Raise SaveError if the lease is lost: the root is gone, or another job took over.
+        """Raise SaveError if the lease is lost, because the root is gone or another job took over.
 
         Args:
             view: A snapshot of the root that was taken just now.
@@ -186,7 +189,7 @@ class Lease:
         self._seen = started if view is None else self._seen
 
     def _why_lost(self, newest: _State) -> str:
-        """Return the most likely reason why another job has the lease."""
+        """Return the most likely reason why another job holds the lease."""
         silent = _now() - self._renewed
         if newest.generation == self._state.generation:
             return (
@@ -198,7 +201,7 @@ class Lease:
         return "that job took the lease over, although this one renewed it. This job may no longer write."
 
     def _put_back(self) -> _State | None:
-        """Write the lease again if only its file was deleted and the root is still the same directory.
+        """Write the lease's file again if only this file was deleted and the root is still the same directory.
 
         Returns the newest lease, which may be another job's; None if nothing was written.
         """
@@ -221,7 +224,7 @@ class Lease:
                 self._renewed = started
 
     def release(self) -> None:
-        """Release the lease, so that the next writer need not wait for it to expire. Never raises."""
+        """Release the lease, so that the next writer need not wait until it expires. Never raises."""
         self._patience.hurry()  # a renewal may be waiting for an unreachable store
         with Patience(min(BRIEF_S, timeout_s())).entered(), self._lock:
             if self._stop.is_set():
@@ -242,14 +245,14 @@ class Lease:
         return newest is not None and newest.nonce == self.nonce
 
     def _write(self, state: _State) -> None:
-        # Invariant: a lost root is never recreated. Otherwise the next `check` would accept another disk.
+        # Invariant: a lost root is never recreated. Otherwise the next `check` would accept a different disk.
         folder, _, name = state.path.rpartition("/")
         store = self.root.child(folder).existing()
         store.write(name, state.to_json(self.root), overwrite=True, sync=False)
 
 
 def _identity(root: Store) -> tuple[int, int] | None:
-    """Return the device and inode of a directory; None if it is gone or if `root` is an object store."""
+    """Return a directory's device and inode; None if it is gone or if `root` is an object store."""
     if is_directory(root):
         with contextlib.suppress(OSError):
             found = os.stat(root.url)
@@ -265,16 +268,17 @@ def _beat(reference: weakref.ref[Lease], stop: threading.Event, seconds: float) 
         try:
             with lease._patience.entered():
                 lease.renew()
-        except OSError as error:  # the store may answer at the next heartbeat
+        except OSError as error:  # the store may respond at the next heartbeat
             logger.warning("the lease of %s could not be renewed: %s", lease.root.url, error)
         del lease
 
 
 @patient()
 def acquire_lease(root: Store, *, patience_s: float | None = None, look: Callable[[], Store] | None = None) -> Lease:
-    """Take the lease of `root` and return it: at once if nobody has it or its owner is known to be dead.
+    """Take the lease of `root` and return it; at once if it is free or if its owner is known to be dead.
 
-    An owner on another machine is watched for up to `patience_s` (default 45 s). If it renews the lease, it keeps it.
+    An owner on another machine is watched for up to `patience_s` (default 45 s). It keeps the lease if it renews it in
+    that time.
 
     Args:
         look: Returns a new snapshot of `root`. If given, the caller must call `try_conditional` and `tidy` itself, at a
@@ -289,7 +293,7 @@ def acquire_lease(root: Store, *, patience_s: float | None = None, look: Callabl
         newest = _newest(view)
         if newest is not None and not newest.released:
             _refuse_if_alive(root, newest, TTL_S if patience_s is None else patience_s)
-        # A power cut can damage a lease. A damaged file is not a lease, but its generation is taken.
+        # A power cut can damage a lease's file. Its content is ignored, but its generation counts as taken.
         generation = max((generation for generation, _ in _generations(view)), default=0)
         if generation > (newest.generation if newest else 0) and _newest(root) != newest:
             continue  # another contender was faster
@@ -302,7 +306,7 @@ def acquire_lease(root: Store, *, patience_s: float | None = None, look: Callabl
                     root.make_directory(STATE_DIRECTORY)
                 except FileExistsError:
                     check_state_directory(root)
-            # Put-if-absent: one of many contenders wins.
+            # Put-if-absent: exactly one of several contenders wins.
             root.claim(state.path, state.to_json(root), looked=since - started < _FRESH_S)
         except FileExistsError:
             continue
@@ -316,7 +320,7 @@ def acquire_lease(root: Store, *, patience_s: float | None = None, look: Callabl
 
 
 def check_state_directory(root: Store) -> None:
-    """Raise NotADirectoryError if a file has the name of the directory that holds the lease."""
+    """Raise NotADirectoryError if a file is where the directory with the lease should be."""
     found = root.info(STATE_DIRECTORY) if is_directory(root) else None
     if found is not None and found.kind == "file":
         raise NotADirectoryError(
@@ -327,14 +331,14 @@ def check_state_directory(root: Store) -> None:
 
 
 def lease_holder(root: Store) -> Owner | None:
-    """Return the owner in the lease's file, alive or not; None if the lease is free."""
+    """Return the owner in the lease's file, whether alive or dead; None if the lease is free."""
     newest = _newest(root)
     return None if newest is None or newest.released else newest.owner
 
 
 @dataclass(frozen=True, slots=True)
 class Attempts:
-    """Save attempts in the lease's file that began and are not known to be committed.
+    """The save attempts in the lease's file: all that are not known to be committed, and the next one.
 
     Attributes:
         owner: The process that runs them; None if the lease was released.
@@ -345,7 +349,10 @@ class Attempts:
 
 
 def open_attempts(root: Store) -> Attempts:
-    """Return the attempts that began below `root` itself, not below a directory that it was copied from."""
+    """Return the save attempts recorded in `root`.
+
+    Returns none if `root` is or may be a copy of another directory, because those attempts belong to the original.
+    """
     newest = _newest(snapshot(root, STATE_DIRECTORY))
     if newest is None or newest.owner.copied is not False:
         return Attempts()
@@ -355,7 +362,7 @@ def open_attempts(root: Store) -> Attempts:
 def _refuse_if_alive(root: Store, state: _State, patience_s: float) -> None:
     owner, alive = state.owner, state.owner.alive()
     if owner == this_process():
-        alive = state.nonce in _held_leases  # otherwise an earlier manager of this process left it
+        alive = state.nonce in _held_leases  # if it is not there, an earlier manager in this process left it
     if alive is None:
         alive = _has_heartbeat(root, state, patience_s)
     if alive:
@@ -371,7 +378,7 @@ def _refuse_if_alive(root: Store, state: _State, patience_s: float) -> None:
 def _has_heartbeat(root: Store, state: _State, patience_s: float) -> bool:
     """Return whether an owner on another machine renews its lease within `patience_s`.
 
-    Compares times of the store's clock, and measures the wait with a monotonic clock.
+    The lease's age is measured on the store's clock, the wait on a monotonic clock.
     """
     found = root.info(state.path)
     if found is not None and found.mtime:
@@ -391,19 +398,19 @@ def _has_heartbeat(root: Store, state: _State, patience_s: float) -> bool:
 
 
 def store_clock(root: Store) -> float:
-    """Return the time on the store's clock in seconds since the epoch, or our own time if its files have none."""
+    """Return the time in seconds since the epoch: on the store's clock, or on ours if its files have no mtime."""
     for _ in range(3):
         path = f"{STATE_DIRECTORY}/clock-{new_nonce()}"
         root.write(path, b"?", sync=False)
         found = root.info(path)
         root.delete([path])
-        if found is not None:  # otherwise a new owner of the lease has deleted the file
+        if found is not None:  # if the file is gone, a new owner of the lease has deleted it
             break
     return found.mtime if found is not None and found.mtime else time.time()
 
 
 def _newest(root: Store) -> _State | None:
-    """Return the newest lease that can be read."""
+    """Return the newest readable lease."""
     for generation, path in sorted(_generations(root), reverse=True):
         with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):
             body: Any = json.loads(root.read(path, 0, 4096))
@@ -425,29 +432,29 @@ def _generations(root: Store) -> list[tuple[int, str]]:
 
 
 def _old_files(view: Store, state: _State) -> list[str]:
-    """Return the files of earlier generations, and files that a killed process left half-written."""
+    """Return the files of earlier generations, and files that killed processes left half-written."""
     old = [path for generation, path in _generations(view) if generation < state.generation]
     parts = [i.path for i in view.list(STATE_DIRECTORY) if i.path.endswith(".part") or "/clock-" in i.path]
     return old + parts
 
 
 def _now() -> float:
-    """Return the seconds of a clock that is never adjusted and keeps running while the machine sleeps."""
+    """Return the seconds on a clock that is never adjusted and keeps running while the machine sleeps."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 # --- system locks, for writers without a run; a lock ends with its process
 
 
-_held: dict[tuple[int, int], Callable[[], object]] = {}  # by (device, inode): the function that unlocks it
+_held: dict[tuple[int, int], Callable[[], object]] = {}  # by (device, inode): the function that unlocks the directory
 _held_lock = threading.Lock()
 
 
 class HeldDirectory:
-    """A locked directory. The lock ends with `release` or when this object is garbage-collected.
+    """A locked directory. The lock ends with `release`, or when this object is garbage-collected.
 
-    The same process may lock the directory again, because its previous save may have failed on another rank. Does
-    nothing on file systems without locks.
+    If the same process locks the directory again, its earlier lock ends first: a save that failed on another rank may
+    not have released it. Does nothing on file systems without locks.
     """
 
     def __init__(self, path: str) -> None:
@@ -473,12 +480,12 @@ class HeldDirectory:
             self._release.atexit = False  # the system unlocks it at exit
 
     def release(self) -> None:
-        """Unlock the directory; does nothing the second time."""
+        """Unlock the directory. The second call does nothing."""
         self._release()
 
 
 def hold(store: Store) -> HeldDirectory | None:
-    """Lock the directory of a store. Returns None on an object store."""
+    """Lock a store's directory. Return None on an object store."""
     return HeldDirectory(store.url) if is_directory(store) else None
 
 
@@ -494,6 +501,6 @@ def _flock(fd: int) -> None:
 
 def _unlock(fd: int, owner: int) -> None:
     with contextlib.suppress(OSError):
-        if sys.platform != "win32" and os.getpid() == owner:  # not in a child, which shares the lock
+        if sys.platform != "win32" and os.getpid() == owner:  # not in a child, because it shares the lock
             fcntl.flock(fd, fcntl.LOCK_UN)  # explicitly, because children hold the descriptor too
         os.close(fd)

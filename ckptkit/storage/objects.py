@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_PAGES = 16  # most pages (1000 names each) of one listing; beyond that, one request per folder is faster
+_PAGES = 16  # most pages (of 1000 names) to list; beyond that, one request per folder is faster
 _ERRNO: dict[type[OSError], int] = {  # fsspec's errors have no errno
     FileNotFoundError: errno.ENOENT,
     FileExistsError: errno.EEXIST,
@@ -49,13 +49,13 @@ _ERRNO: dict[type[OSError], int] = {  # fsspec's errors have no errno
 }
 _PASSED_ON = tuple(_ERRNO)
 _KNOWN_BYTES = 4 << 20  # larger files are not cached
-_Infos = list[FileInfo]  # the class has a method called list
+_Infos = list[FileInfo]  # inside the class, `list` is a method
 
 
 class RemoteStore(Store):
-    """Files below a URL that fsspec opens.
+    """Files under a URL that fsspec opens.
 
-    Listings are never cached: a reader sees a checkpoint as soon as it is committed.
+    Listings are never cached, so a reader sees a checkpoint as soon as it is committed.
 
     Attributes:
         url: The URL without secrets, for errors, logs and records.
@@ -80,7 +80,7 @@ class RemoteStore(Store):
 
     @property
     def fs(self) -> Any:
-        """The fsspec file system of this process."""
+        """This process's fsspec file system."""
         return self._connection.fs
 
     def child(self, path: str) -> RemoteStore:
@@ -118,13 +118,13 @@ class RemoteStore(Store):
         return f"{self.url} (at {endpoint})" if endpoint else self.url
 
     def _call(self, path: str, function: Callable[[], T]) -> T:
-        """Call `function` and return its result. Retries transient errors; raises the errors of a Store."""
+        """Call `function`, with retries, and return its result. Errors are translated into a Store's errors."""
         with self._errors(path):
             return call_with_retries(function, place=self._server())
 
     @contextlib.contextmanager
     def _errors(self, path: str) -> Iterator[None]:
-        """Translate errors into those of a Store."""
+        """Translate errors into a Store's errors."""
         started = time.monotonic()
         try:
             yield
@@ -162,7 +162,7 @@ class RemoteStore(Store):
         return [item for item in self._listed(found) if item.path != path]
 
     def list_at_once(self, path: str = "") -> _Infos | None:
-        """Return every file below `path`, sorted by path; None if that takes too many requests."""
+        """Return every file under `path`, sorted by path; None if that would take too many requests."""
         full = self._full(path, root_allowed=True)
         if not self._api.paged:
             return None
@@ -174,14 +174,16 @@ class RemoteStore(Store):
         return self._listed(found)
 
     def _listed(self, found: Entries) -> _Infos:
-        """Return the entries of a listing, sorted by path, without keys that are not valid paths."""
+        """Return a listing's entries, sorted by path, without keys that are not valid paths."""
         start = len(self._full("", root_allowed=True))
         named = ((item["name"][start:].removeprefix("/").removesuffix("/"), item) for item in found)
         return sorted((_file_info(path, item) for path, item in named if is_path(path)), key=lambda item: item.path)
 
     def _pages(self, path: str, full: str, *, recursive: bool) -> Iterator[Entries]:
-        """Yield a listing page by page. Each page is retried separately, because retries of a whole long listing might
-        never succeed."""
+        """Yield a listing page by page.
+
+        Each page is retried on its own: if a long listing were retried as a whole, it might never succeed.
+        """
         after = ""
         while True:
             page, after = self._call(
@@ -193,14 +195,15 @@ class RemoteStore(Store):
                 return
 
     def read_listed(self, item: FileInfo, start: int = 0, stop: int | None = None) -> bytes:
-        """Return bytes of a listed file. A small file is downloaded only if its tag is not cached."""
+        """Return bytes of a listed file. A small file is downloaded only if this version of it is not cached."""
         if item.size > _KNOWN_BYTES:
             return self.read(item.path, start, stop)
         full, known = self._full(item.path), self._connection.own.known
         data = known.get(full, item.tag)
         if data is None:
             data = self.read(item.path, 0, item.size + 1) if item.size else self.read(item.path)
-            # If the length differs, the file was replaced after the listing, and the tag does not belong to `data`.
+            # A different length means that the file was replaced after the listing, so the tag does not belong to
+            # `data`.
             if len(data) == item.size:
                 known.put(full, item.tag, data)
             else:
@@ -234,13 +237,13 @@ class RemoteStore(Store):
         if answers is None:
             self._connection.each(self._read_job, jobs)
             return
-        # Failed and short answers are retried in threads.
+        # Reads that failed or came back short are retried in threads.
         got = [item[0] if isinstance(item, tuple) else item for item in answers]
         again = [(job, first) for job, first in zip(jobs, got, strict=True) if first != job[2] - job[1]]
         self._connection.each(lambda tried: self._read_job(*tried), again)
 
     def _at_once(self, jobs: Sequence[Job]) -> Sequence[tuple[int, int] | BaseException] | None:
-        """Try each read once, all at the same time, without threads. Returns None if the store can't do that."""
+        """Try all reads once, concurrently and without threads. Return None if there is just one, or no support."""
         if len(jobs) <= 1:
             return None
         ranges = [(self._full(path), start, stop, Scatter(items, start)) for path, start, stop, items in jobs]
@@ -248,7 +251,7 @@ class RemoteStore(Store):
         return None if begun is None else begun.answers()
 
     def fetch_listed(self, items: Sequence[FileInfo]) -> None:
-        """Download small listed files concurrently, unless they are cached. `read_listed` then serves them."""
+        """Download small listed files concurrently into the cache, for `read_listed`. Skips files already there."""
         known = self._connection.own.known
         new = [(item, self._full(item.path)) for item in items if item.tag and 0 < item.size <= _KNOWN_BYTES]
         new = [(item, full) for item, full in new if known.get(full, item.tag) is None]
@@ -260,7 +263,7 @@ class RemoteStore(Store):
                 known.put(full, item.tag, bytes(view))
 
     def _read_job(self, job: Job, first: int | BaseException | None = None) -> None:
-        """Read a range, with retries. `first` is the result of a try that was made before."""
+        """Read a range, with retries. `first` is the result of a try that was already made; it counts as the first."""
         path, start, stop, items = job
         full, tried = self._full(path), [] if first is None else [first]
 
@@ -287,7 +290,7 @@ class RemoteStore(Store):
             try:
                 yield writer
                 left = writer.finish()
-                if isinstance(left, Content):  # it fits into one request
+                if isinstance(left, Content):  # the whole object fits into one request
                     self._put(path, full, left)
                 else:
                     self._confirmed(full, writer.nbytes, left)
@@ -298,7 +301,7 @@ class RemoteStore(Store):
                 raise
 
     def _confirmed(self, full: str, nbytes: int, tag: str) -> None:
-        """Do nothing. Called when the store has confirmed that an object is complete; subclasses may record it."""
+        """Do nothing. Called once the store has confirmed that an object is complete; subclasses may record this."""
 
     def write(self, path: str, data: bytes | memoryview, *, overwrite: bool = False, sync: bool = True) -> None:
         full, body = self._full(path), bytes(data)
@@ -311,12 +314,12 @@ class RemoteStore(Store):
         self._note(full, self._put(path, full, body), body)
 
     def copy_to(self, path: str, target: RemoteStore, name: str) -> None:
-        """Copy an object inside the store to `name` below `target`. Replaces an existing object."""
+        """Copy an object within the store to `name` under `target`. Replaces an existing object."""
         source, full = self._full(path), target._full(name)
         self._call(path, lambda: self._api.copy(source, full))
 
     def claim(self, path: str, data: bytes, *, looked: bool) -> None:
-        # No test for conditional writes here: `try_conditional` follows.
+        # Don't test for conditional writes here: the caller does so next, with `try_conditional`.
         if self.has_conditional_writes is False and not looked:
             self.write(path, data)
         else:
@@ -324,7 +327,7 @@ class RemoteStore(Store):
             self._note(full, self._put(path, full, data), data)
 
     def try_conditional(self, path: str, data: bytes) -> None:
-        # Put the same content again: even if the store accepts the put, nothing changes.
+        # Put the same content again, so that nothing changes even if the store accepts the put.
         if self.has_conditional_writes is None:
             self._learn(lambda: self._refuses(path, data))
 
@@ -337,7 +340,10 @@ class RemoteStore(Store):
             self._connection.own.known.put(full, _plain(tag), data)
 
     def _put(self, path: str, full: str, data: bytes | Content) -> str:
-        """Create an object. A store without create-only puts replaces an existing one. Returns the tag or ""."""
+        """Create an object and return its tag, "" if unknown.
+
+        A store without create-only puts replaces an existing object.
+        """
         tries, mark, around = 0, secrets.token_hex(8), self._around
 
         def put() -> str:
@@ -348,12 +354,12 @@ class RemoteStore(Store):
             except NotConditionalError:
                 return self._api.put(full, data, if_absent=False)
             except FileExistsError:
-                # An earlier try may have succeeded, but its answer was lost.
+                # An earlier try may have succeeded, but its response was lost.
                 if not self._api.is_mine(full, data, mark=mark, tries=tries):
                     raise
                 return ""
 
-        with self._errors(path):  # not `_call`: at most eight of our functions may be on the stack of a put
+        with self._errors(path):  # not `_call`: a put's call stack may have at most eight of our functions
             return call_with_retries(put if around is None else partial(around, put), place=self._server())
 
     def _conditional(self) -> bool:
@@ -387,7 +393,7 @@ class RemoteStore(Store):
     def _refuses(self, path: str, data: bytes) -> bool | None:
         """Return whether the store refuses to replace the object at `path`; None if the store can't be reached.
 
-        Tries it with an existing object, whatever the server claims to support.
+        Tries it on an existing object, whatever the server claims to support.
         """
         full = self._full(path)
         try:
@@ -411,7 +417,7 @@ class RemoteStore(Store):
             self._call(names[0], lambda: self._api.delete(full, folder=folder))
 
     def delete_tree(self, path: str) -> None:
-        """Delete everything below `path`, and abort unfinished uploads below it."""
+        """Delete everything under `path`, and abort its unfinished uploads."""
         folder = self._full(path)
         self._delete([*(item.path for item in self.list(path, recursive=True)), path], folder=folder)
         self.end_uploads(self.unfinished_uploads(path))
@@ -421,7 +427,7 @@ class RemoteStore(Store):
         try:
             found = self._call(path, lambda: self._api.unfinished(full))
         except (FileNotFoundError, PermissionError, StorageError) as error:
-            # Listing uploads needs a permission of its own (s3:ListBucketMultipartUploads).
+            # Listing uploads needs a separate permission (s3:ListBucketMultipartUploads).
             log = logger.warning if isinstance(error, PermissionError) else logger.debug
             log("%s does not list unfinished uploads. If some are left, they cost money: %s", self.url, error)
             return []
@@ -456,6 +462,6 @@ def _plain(tag: str) -> str:
 
 
 def _without_secrets(error: BaseException) -> BaseException | None:
-    """Return `error`, or None if it or one of its causes contains a secret, so that it can't be shown as our cause."""
+    """Return `error` if it can be shown as our error's cause; None if it, or a cause of its own, contains a secret."""
     text = "".join(traceback.format_exception(error))
     return error if without_secrets(text) == text else None

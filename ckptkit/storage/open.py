@@ -18,7 +18,7 @@ __all__ = ["open_store", "refuse_credentials"]
 
 
 def open_store(url: str, *, storage_options: Mapping[str, Any] | None = None) -> LocalStore | RemoteStore:
-    """Return the store at `url`: a path, "file://...", or anything fsspec opens ("s3://", "gs://", ...).
+    """Return the store at `url`: a path, "file://...", or anything else that fsspec opens ("s3://", "gs://", ...).
 
     Nothing is created or contacted until the store is used.
 
@@ -26,8 +26,8 @@ def open_store(url: str, *, storage_options: Mapping[str, Any] | None = None) ->
         storage_options: Passed to the fsspec file system.
 
     Raises:
-        UsageError: The URL is empty, lacks its bucket, or contains a password, a token or a signature, which process
-            lists, shell histories and logs would show.
+        UsageError: The URL is empty, lacks its bucket, or contains a password, a token or a signature. Process lists,
+            shell histories and logs would show such secrets.
     """
     check_storage_options(storage_options=storage_options)
     protocol, rest = split_url(url)
@@ -44,7 +44,7 @@ def open_store(url: str, *, storage_options: Mapping[str, Any] | None = None) ->
 
 
 def refuse_credentials(url: str) -> None:
-    """Raise UsageError if a URL contains a login, a token or a signature. Call it before parsing a URL."""
+    """Raise UsageError if a URL contains a login, a token or a signature. Call this before parsing the URL."""
     if carries_credentials(url):
         raise UsageError(
             f"{without_secrets(url)} contains a login or a signature, which others can see in process lists and shell "

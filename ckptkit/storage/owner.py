@@ -19,14 +19,14 @@ __all__ = ["Owner", "owner_in", "owner_json", "this_process"]
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A process on some machine.
+    """A process on a particular machine.
 
     Attributes:
-        started: Start time of the process in clock ticks. It distinguishes processes with the same pid.
-        machine: Boot id, pid namespace and machine id. They distinguish containers with the same name, and a machine
-            before and after a reboot.
-        copied: Whether the owner's file was copied with its directory, so that the owner writes elsewhere; None if
-            unknown.
+        started: Start time of the process in clock ticks. It tells apart processes with the same pid.
+        machine: Boot id, pid namespace and machine id. They tell apart containers with the same host name, and one
+            machine before and after a reboot.
+        copied: Whether the owner's file was copied along with its directory, so that the owner writes elsewhere; None
+            if unknown.
     """
 
     host: str
@@ -53,11 +53,11 @@ class Owner:
         return cls(host[:256], pid, started, machine)
 
     def alive(self) -> bool | None:
-        """Return whether the process is alive and writes here; None if unknown.
+        """Return whether the process is alive and writes to this directory; None if unknown.
 
-        This is unknown for a process on another machine, and for every process if the directory may be a copy. A
-        process from before the last reboot of this machine is dead. A machine without an id, like most containers,
-        may be another machine with the same name.
+        This is unknown for a process on another machine, and for any process if the directory may be a copy. A process
+        from before this machine's last reboot is dead. If a machine has no id, as in most containers, an equal host
+        name does not prove that it is this machine.
         """
         if self.machine != _machine():
             same = self.machine.split("/")[1:] == _machine().split("/")[1:] and self.host == _host()
@@ -78,7 +78,7 @@ def owner_json(store: Store) -> dict[str, Any]:
 
 
 def owner_in(store: Store, body: Any) -> Owner | None:
-    """Return the owner in `body`, which was read below `store`; None if `body` is damaged. Never raises."""
+    """Return the owner that `body`, read from `store`, describes; None if `body` is damaged. Never raises."""
     owner = Owner.from_json(body)
     if owner is None:
         return None
@@ -89,12 +89,12 @@ def owner_in(store: Store, body: Any) -> Owner | None:
     if not is_directory(store):
         # One bucket can have several names. Only the heartbeat shows whether two names mean the same bucket.
         return replace(owner, copied=None) if path_differs else owner
-    # A move or a second mount changes only the path. Some FUSE file systems change only inode numbers.
+    # A move or a second mount changes only the path. On some FUSE file systems, only inode numbers change.
     return replace(owner, copied=True if path_differs else None) if inode_differs else owner
 
 
 def _place(store: Store) -> list[Any] | None:
-    """Return what distinguishes a directory from its copy: its path, device and inode, or its bucket and key."""
+    """Return what tells a directory from its copy: its path, device and inode, or its bucket and key."""
     if not is_directory(store):
         return [store.url.partition("://")[2].strip("/")]
     try:
@@ -124,7 +124,7 @@ def _machine() -> str:
 
 
 def _start_of(pid: int) -> str | None:
-    """Return the start time of a process in ticks, None if it does not exist or is a zombie."""
+    """Return a process's start time in ticks; None if the process does not exist or is a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:

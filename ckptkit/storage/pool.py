@@ -1,4 +1,4 @@
-"""Thread pools that work until the process ends. Once no thread can be started, they run work in the caller."""
+"""Thread pools that accept work until the process ends. If no thread can be started, the caller does the work."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from concurrent.futures import thread as _futures  # imported first: its exit hook must be registered before ours
+from concurrent.futures import thread as _futures  # must come first: its exit hook must be registered before ours
 from contextvars import copy_context
 from functools import partial
 from types import TracebackType
@@ -18,7 +18,7 @@ __all__ = ["WorkerPool", "before_end", "result_of", "start_or_do_without"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
-_MAY_START = sys.version_info < (3, 12)  # later versions start no threads after the main thread has ended
+_MAY_START = sys.version_info < (3, 12)  # later versions start no threads once the main thread has ended
 _calls: list[Callable[[], object]] = []
 _ending = False
 
@@ -26,8 +26,8 @@ _ending = False
 class WorkerPool(ThreadPoolExecutor):
     """A pool that accepts work until the last thread of the process has ended.
 
-    Python closes its own pools when the main thread ends, even if another thread, such as a background save, still
-    needs them. Work runs in the context (`contextvars`) of its caller, as part of the same operation.
+    Python's own pools close when the main thread ends, even if another thread, such as a background save, still needs
+    them. Work runs in its caller's context (`contextvars`), as part of the same operation.
     """
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
@@ -51,7 +51,7 @@ class WorkerPool(ThreadPoolExecutor):
 def result_of(future: Future[T]) -> T:
     """Wait for a future and return its result.
 
-    Wakes up every second: Ctrl-C may reach another thread, and then it does not end the main thread's wait.
+    Waits one second at a time: if another thread receives Ctrl-C, the main thread would otherwise keep waiting.
     """
     while not future.done():
         wait((future,), timeout=1)
@@ -59,7 +59,7 @@ def result_of(future: Future[T]) -> T:
 
 
 def start_or_do_without(thread: threading.Thread) -> None:
-    """Start a thread. Does nothing if the process is ending and cannot start one."""
+    """Start a thread, or do nothing if the process is ending and can't start one."""
     try:
         thread.start()
     except RuntimeError:
@@ -68,9 +68,9 @@ def start_or_do_without(thread: threading.Thread) -> None:
 
 
 def before_end(call: Callable[[], object]) -> None:
-    """Register `call` to run after the main thread has ended, while pools still work. Does not run after a kill."""
+    """Register `call` to run after the main thread has ended, while pools still work. Not called after a kill."""
     if not _calls:
-        # `atexit` is too late: it runs after pools are closed and threads are joined.
+        # `atexit` is too late: its functions run after pools are closed and threads are joined.
         register: Any = getattr(threading, "_register_atexit", None)
         if register is not None:
             register(_end)

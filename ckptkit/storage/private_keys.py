@@ -1,4 +1,4 @@
-"""Writes under keys that only one writer uses: small files are sent in parallel and without prior checks."""
+"""Writes under keys that have only one writer. Small files are sent in parallel, without first checking the keys."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["AttemptStore", "attempt_store"]
 
 
 def attempt_store(root: Store, path: str) -> Store:
-    """Return the store of the folder `path` below `root`, for its only writer."""
+    """Return a store for the folder `path` under `root`, which has no other writer."""
     return AttemptStore.of(root, path) if isinstance(root, RemoteStore) else root.child(path)
 
 
 class AttemptStore(RemoteStore):
-    """The folder of a save attempt on an object store.
+    """A save attempt's folder on an object store.
 
     `write` and `writer` return while a small file is still being sent. `settle` waits for all files and raises the
     first failure. Until then, memory that was lent to a writer must not change. Every read calls `settle` first.
@@ -29,7 +29,7 @@ class AttemptStore(RemoteStore):
 
     @classmethod
     def of(cls, root: RemoteStore, path: str) -> AttemptStore:
-        """Return the store of `path` below `root`, over the same connection."""
+        """Return the store of `path` under `root`, which uses the same connection."""
         return cls._at(root.child(path), _Pending())
 
     @classmethod
@@ -42,13 +42,13 @@ class AttemptStore(RemoteStore):
         return self._at(super().child(path), self._pending)
 
     def settle(self) -> None:
-        """Wait for all writes. Raises the first failure, to every caller."""
+        """Wait for all writes. If one failed, every call raises the first failure."""
         self._pending.wait()
 
     def arrived(self) -> dict[str, int]:
-        """Return the size of each file that this process wrote and whose tag the store has returned.
+        """Return the sizes of the files that this process wrote and for which the store returned a tag.
 
-        A tag confirms that the object is complete, not only that it was requested.
+        The tag confirms that the object is complete, not just that it was sent.
         """
         start = len(self._full("", root_allowed=True)) + 1
         return {full[start:]: nbytes for full, nbytes in self._pending.arrived.items()}
@@ -62,7 +62,7 @@ class AttemptStore(RemoteStore):
             self._pending.arrived.pop(full, None)
 
     def write(self, path: str, data: bytes | memoryview, *, overwrite: bool = False, sync: bool = True) -> None:
-        if overwrite:  # the write that it replaces must end first
+        if overwrite:  # an earlier write of the same file must end first
             self.settle()
             super().write(path, data, overwrite=True)
             self._confirmed(self._full(path), len(data), "")
@@ -79,7 +79,7 @@ class AttemptStore(RemoteStore):
         return ""  # the tag is not known yet
 
     def _delete(self, names: Sequence[str], *, folder: str = "") -> None:
-        self.settle()  # an object that arrives after the deletion would stay
+        self.settle()  # an object that arrives after the deletion would remain
         super()._delete(names, folder=folder)
         for name in names:
             self._confirmed(self._full(name), 0, "")

@@ -58,7 +58,7 @@ _RENAME_EXCHANGE = 2  # linux/fs.h
 
 
 def open_staging(parent: LocalStore, name: str, nonce: str, *, leased: bool = False) -> LocalStore:
-    """Create the staging directory of `name` below `parent`, and its owner file next to it."""
+    """Create the staging directory for `name` under `parent`, and its owner file next to it."""
     path = staging_name(name, nonce)
     try:
         write_owner(parent, owner_path(path), nonce, leased=leased)
@@ -71,7 +71,7 @@ def open_staging(parent: LocalStore, name: str, nonce: str, *, leased: bool = Fa
 
 
 def close_staging(parent: LocalStore, name: str, nonce: str, *, replaceable: Replaceable | None = None) -> None:
-    """Delete a staging directory, or what is left of it after publication, and its owner files.
+    """Delete a staging directory (or, after publication, what is left of it) and its owner files.
 
     If it contains replaced content that `replaceable` refuses to delete, that content is renamed and kept.
     """
@@ -84,8 +84,10 @@ def close_staging(parent: LocalStore, name: str, nonce: str, *, replaceable: Rep
 
 
 def _keep_foreign(parent: LocalStore, path: str, replaceable: Replaceable | None) -> None:
-    """Rename the content that a staging directory replaced, if it may not be deleted: others may have added files
-    before the swap."""
+    """Rename the content that a staging directory has replaced, unless that content may be deleted.
+
+    Others may have added files to it before the swap.
+    """
     leftover, writer = leftover_of(path), read_owner(parent, owner_path(path))
     if leftover is None or writer is None or not writer.old.startswith(path) or parent.info(writer.old) is None:
         return
@@ -105,13 +107,13 @@ def _keep_foreign(parent: LocalStore, path: str, replaceable: Replaceable | None
 
 
 def sync_tree(store: LocalStore) -> None:
-    """Make every file and directory below `store` durable."""
+    """Make every file and directory under `store` durable."""
     sync_files(store, [item.path for item in store.list(recursive=True) if item.kind == "file"])
     sync_directories(store)
 
 
 def sync_directories(store: LocalStore) -> None:
-    """Make every name below `store` durable."""
+    """Make the entries of every directory under `store` durable."""
     paths = [item.path for item in store.list(recursive=True)]
     folders = {path[:at] for path in paths for at, c in enumerate(path) if c == "/"}
     for folder in (*sorted(folders, reverse=True), ""):  # children before their parent
@@ -130,19 +132,19 @@ def publish(parent: LocalStore, staging: str, name: str) -> None:
     try:
         parent.rename(staging, name)
     except (FileExistsError, FileNotFoundError):
-        # NFS repeats a request whose answer was lost. If `name` is what was staged, the first try succeeded.
+        # NFS repeats a request whose response was lost. If `name` is now what was staged, the first request succeeded.
         if not (os.path.lexists(parent.path_of(name)) and os.path.samestat(staged, os.lstat(parent.path_of(name)))):
             raise
     try:
         parent.sync_directory()
-    except OSError:  # a name that a power cut may undo must not look published
+    except OSError:  # undo it: a name that could disappear in a power cut must not look published
         with contextlib.suppress(OSError):
             parent.rename(name, staging)
         raise
 
 
 def exchange(parent: LocalStore, first: str, second: str) -> bool:
-    """Swap two names below `parent` atomically and durably. Returns False if the file system can't (NFS)."""
+    """Swap two names under `parent` atomically and durably. Return False if the file system can't (NFS)."""
     done = _exchange(parent.path_of(first), parent.path_of(second))
     if done:
         try:
@@ -160,7 +162,7 @@ def _exchange(first: str, second: str) -> bool:
 def drop(parent: LocalStore, name: str) -> str | None:
     """Move `name` to the trash in one durable step and return its new name; None if it does not exist.
 
-    A kill at any moment leaves `name` complete or absent, never half deleted.
+    If the process is killed, `name` is either complete or absent, never half deleted.
     """
     leftover = leftover_of(name)
     target = trash_name(leftover.name if leftover else name, new_nonce())
@@ -175,19 +177,21 @@ def drop(parent: LocalStore, name: str) -> str | None:
 def clean_siblings(
     parent: LocalStore, name: str, *, keep: Leftover | None = None, replaceable: Replaceable | None = None
 ) -> None:
-    """Delete what dead writers of `name` left below `parent`, except `keep`. Replaced content is kept if `replaceable`
-    raises for it."""
+    """Delete what dead writers of `name` left under `parent`, except `keep`.
+
+    Content that they replaced is kept if `replaceable` raises for it.
+    """
     for leftover in leftovers(parent, name):
         if (keep is not None and leftover.nonce == keep.nonce) or not is_abandoned(parent, leftover):
             continue
         try:
             _clean(parent, leftover, replaceable)
-        except PermissionError as error:  # it belongs to another user; `name` can still be written
+        except PermissionError as error:  # it belongs to a different user; `name` can still be written
             logger.warning("%s/%s, left by a dead process, could not be removed: %s", parent.url, leftover.path, error)
 
 
 def _clean(parent: LocalStore, leftover: Leftover, replaceable: Replaceable | None) -> None:
-    """Publish the staging directory of a dead writer if it is complete and its target is gone. Otherwise delete it."""
+    """Publish a dead writer's staging directory if it is complete and its target is gone; otherwise delete it."""
     if finish_replacement(parent, leftover):
         return
     _keep_foreign(parent, leftover.path, replaceable)
@@ -200,7 +204,7 @@ def _clean(parent: LocalStore, leftover: Leftover, replaceable: Replaceable | No
 
 
 def finish_replacement(parent: LocalStore, leftover: Leftover) -> bool:
-    """Publish a complete staging directory if its writer died after moving the target away. Returns whether it did."""
+    """Publish a staging directory if its writer died after moving the target away. Return whether this was so."""
     writer = read_owner(parent, owner_path(leftover.path)) if leftover.kind == "tmp" else None
     name = writer.replaces if writer is not None else ""
     if not name or "/" in name or staging_name(name, leftover.nonce) != leftover.path or parent.info(name) is not None:
@@ -229,19 +233,20 @@ def stage(
 ) -> Iterator[Store]:
     """Yield a store in which to write a directory. If the block succeeds, the directory is durable at `url`.
 
-    After an exception nothing of the new directory remains, and the old content of `url` is untouched. For object
-    stores, which have no rename, see `publish_remote`.
+    If the block fails, the old content of `url` is untouched, and nothing of the new directory remains (but see
+    `resume`). For object stores, which have no rename, see `publish_remote`.
 
     Args:
-        file: Publish only this file below `url`. Other files may exist next to it.
-        replaceable: Raises if the existing target may not be replaced or, afterwards, deleted.
+        file: Publish only this file under `url`. Other files may exist next to it.
+        replaceable: Raises if the existing target may not be replaced or if, after the swap, its content may not be
+            deleted.
         overwrite: Replace an existing target.
         last: Names by which readers find the directory. On an object store they are written last.
-        resume: Continue the finished work of a dead writer: the store may contain its files. If this writer is
-            interrupted (Ctrl-C, a dead rank), its work is kept for the next writer. Not for a single object.
-        dead: Owner files of writers on other machines that are known to be dead.
-        names: Every path that may be written, with its size, or -1 if unknown. On an object store these names
-            distinguish a dead writer's objects from other objects.
+        resume: Continue a dead writer's work: the yielded store may already contain finished files. If this writer is
+            interrupted (Ctrl-C, a dead rank), its work is kept for the next writer. Has no effect on a single object.
+        dead: Owner files whose writers, on other machines, are known to be dead.
+        names: Every path that may be written, with its size (-1 if unknown). On an object store, these names tell a
+            dead writer's objects from other objects.
 
     Raises:
         CheckpointExistsError: The target exists; nothing was written.
@@ -291,8 +296,8 @@ def _stage_local(
         parent.sync_directory()
         # Invariant: everything is durable before it gets the name that readers look for.
         if resume:
-            Journal(staging.url).end()  # from here on the staging directory may contain the replaced content
-        if rule is not None:  # again: hours may have passed
+            Journal(staging.url).end()  # after this, the staging directory may contain the replaced content
+        if rule is not None:  # check again, because hours may have passed
             check_target(parent, name, replaceable=rule)
         _put_in_place(parent, nonce, name, file=file, overwrite=overwrite)
     except BaseException as error:
@@ -331,7 +336,7 @@ def check_target(parent: LocalStore, name: str, *, replaceable: Replaceable | No
 
 
 def check_writable(store: LocalStore) -> None:
-    """Raise if a directory, or the parent in which it would be created, is not writable. Writes nothing."""
+    """Raise if a directory (or, if it is missing, the parent to create it in) is not writable. Writes nothing."""
     place = store.url
     while not os.path.lexists(place):
         place = os.path.dirname(place)
@@ -342,15 +347,15 @@ def check_writable(store: LocalStore) -> None:
 
 
 def _replace_in_two_steps(parent: LocalStore, nonce: str, name: str) -> None:
-    """Replace `name` without an atomic swap (NFS). For a moment the name does not exist; the content always does.
+    """Replace `name` without an atomic swap (NFS). For a moment `name` does not exist, but its content always does.
 
-    After a kill in that moment, the next writer learns from the owner file that the staging directory is complete, and
-    publishes it (`finish_replacement`). After an error the old content is moved back.
+    If the process is killed in that moment, the next writer learns from the owner file that the staging directory is
+    complete, and publishes it (`finish_replacement`). After an error, the old content is moved back.
     """
     staging, old_nonce = staging_name(name, nonce), new_nonce()
     old = staging_name(name, old_nonce)
     _state(parent, name, old_nonce, old=old)
-    _state(parent, name, nonce, replaces=name)  # not atomic, but the old content is still in place
+    _state(parent, name, nonce, replaces=name)  # this write is not atomic, but the old content is still in place
     try:
         with contextlib.suppress(FileNotFoundError):
             parent.rename(name, old)
@@ -375,15 +380,15 @@ def _state(parent: LocalStore, name: str, nonce: str, *, replaces: str = "", old
 
 
 def _put_in_place(parent: LocalStore, nonce: str, name: str, *, file: str = "", overwrite: bool) -> None:
-    """Publish a synced staging directory, or the `file` in it. The replaced content gets the staging name."""
+    """Publish a synced staging directory, or the `file` in it. Content that it replaces gets the staging name."""
     staging, found = staging_name(name, nonce), parent.info(name)
     if found is not None and found.kind == "directory":
-        with contextlib.suppress(OSError):  # an empty directory is removed; any other stays
+        with contextlib.suppress(OSError):  # removes an empty directory; any other stays
             os.rmdir(parent.path_of(name))
             found = None
     source = f"{staging}/{file}" if file else staging
     if found is not None and overwrite:
-        # Invariant: even after a kill, replaced content is checked before it is deleted.
+        # Invariant: replaced content is checked before it is deleted, even if this process is killed.
         _state(parent, name, nonce, old=source)
         if exchange(parent, source, name):
             return

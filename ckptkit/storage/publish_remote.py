@@ -2,10 +2,10 @@
 
 A writer owns the whole directory until it is done. It creates its owner file with a create-only put. If the owner is
 dead, the next writer takes over: it writes an owner file with the next number, aborts the dead writer's uploads, and
-keeps the finished objects. All puts are create-only, so a late put of a dead writer can only fill a free name. All
-objects are checked before the names that readers look for are written.
+keeps the objects that were finished. All puts are create-only, so a dead writer's late put can only fill a free name.
+All objects are checked before the names that readers look for are written.
 
-To replace a finished directory, the new one is staged in a folder below it and then copied over it.
+To replace a finished directory, the new one is staged in a folder under it and then copied over it.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ __all__ = ["OWNER_NAME", "check_object", "check_remote", "stage_object", "stage_
 
 logger = logging.getLogger(__name__)
 
-NEW = ".ckptkit-new"  # staging folder below a directory that is being replaced
+NEW = ".ckptkit-new"  # staging folder inside a directory that is being replaced
 OWNER_NAME = ".ckptkit-owner.json"  # written first and deleted last: it marks an unfinished directory
-_OWNER = re.compile(r"\.ckptkit-owner(?:-(\d{1,9}))?\.json")  # the n-th takeover has the number n
+_OWNER = re.compile(r"\.ckptkit-owner(?:-(\d{1,9}))?\.json")  # the n-th takeover writes the file with the number n
 _PROBE = re.compile(r"\.probe-[0-9a-f]{16}\.part")
 _LOOKED_FOR = frozenset(["checkpoint.json", ".metadata", "manifest.safetensors", "config.json", "adapter_config.json"])
-_TURNS = 3  # tries to take a directory; a try fails if another writer came and went during it
+_TURNS = 3  # how often to try to take a directory; a try fails if another writer came and went meanwhile
 
 
 @contextlib.contextmanager
@@ -53,10 +53,10 @@ def stage_remote(
     names: Mapping[str, int] | None = None,
     resume: bool = False,
 ) -> Iterator[Store]:
-    """Yield a store that writes to `target`, or to a folder below it if `target` is replaced. Holds back `last`.
+    """Yield a store that writes to `target` or, to replace `target`, to a folder under it. Holds back `last`.
 
     Args:
-        names: Every path that may be written, with its size, or -1 if unknown. None allows any path.
+        names: Every path that may be written, with its size (-1 if unknown). None allows any path.
         resume: See `stage`. The yielded store has a `ledger`.
     """
     replaces = replaceable if replaceable is not None and _is_finished(target) else None
@@ -73,11 +73,12 @@ def stage_remote(
         staged.put_last()
         if replaces is not None:
             old = [item.path for item in target.list(recursive=True) if not item.path.startswith(f"{NEW}/")]
-            replaces(target, "", ())  # again: hours may have passed
+            replaces(target, "", ())  # check again, because hours may have passed
             place.check_copies()
     except BaseException as error:
         with contextlib.suppress(OSError):
-            # If a failed put may still be carried out, the objects that it makes visible must exist.
+            # A put that failed here may still take effect on the server. Then it publishes these objects, so don't
+            # delete them.
             left = staged.may_appear and place.leave(always=True)
             if not left and not (resume and is_interruption(error) and place.leave()):
                 place.clear([*staged.written, *staged.ledger.earlier])
@@ -90,7 +91,7 @@ def stage_remote(
 
 
 def check_remote(target: RemoteStore, replaceable: Replaceable | None) -> None:
-    """Raise CheckpointExistsError if `stage_remote` would raise it. Writes nothing."""
+    """Raise CheckpointExistsError if `stage_remote` would. Writes nothing."""
     if replaceable is not None and _is_finished(target):
         replaceable(target, "", ())
     else:
@@ -104,10 +105,10 @@ def _is_finished(target: RemoteStore) -> bool:
 
 
 def _copy_over(target: RemoteStore, place: _Place, last: frozenset[str], old: Sequence[str]) -> list[str]:
-    """Replace the objects `old` of `target` with the staged objects, and return the names of the staged objects.
+    """Replace the objects `old` in `target` with the staged objects. Return the staged objects' paths.
 
-    The names that readers look for are deleted first and copied last, so that readers never find a mixed checkpoint.
-    After a kill the new content is still complete in the staging folder, and the same command continues.
+    The names that readers look for are deleted first and copied last, so readers never find a mixed checkpoint. If the
+    process is killed, the new content is still complete in the staging folder, and the same command continues.
     """
     try:
         paths = [path for path in place.look() if not _OWNER.fullmatch(path) and not path.startswith(f"{FOLDER}/")]
@@ -147,12 +148,12 @@ def _taken(url: str) -> str:
 
 @contextlib.contextmanager
 def stage_object(target: RemoteStore, name: str, *, replaceable: Replaceable | None) -> Iterator[Store]:
-    """Yield a store in which to write the single object `name`. First aborts the uploads of a dead writer.
+    """Yield a store in which to write the single object `name`. First aborts a dead writer's uploads of it.
 
-    An existing object stays until the block succeeds. Then one copy request replaces it.
+    An existing object remains until the block succeeds. Then a single copy request replaces it.
 
     Raises:
-        CheckpointExistsError: The object may not be replaced, or another process is or may be writing it.
+        CheckpointExistsError: The object may not be replaced, or another process is (or may be) writing it.
     """
     check_object(target, name, replaceable)
     overwrite = replaceable is not None
@@ -176,7 +177,7 @@ def stage_object(target: RemoteStore, name: str, *, replaceable: Replaceable | N
             where.delete_tree(name)  # left by a dead writer
         yield where
         if overwrite:
-            check_object(target, name, replaceable)  # again: hours may have passed
+            check_object(target, name, replaceable)  # check again, because hours may have passed
             where.copy_to(name, target, name)
     finally:
         if overwrite:
@@ -185,8 +186,10 @@ def stage_object(target: RemoteStore, name: str, *, replaceable: Replaceable | N
 
 
 def _end_uploads(target: RemoteStore, names: frozenset[str] | None) -> None:
-    """Abort a dead writer's uploads of the objects `names`, or of all objects if None. Unfinished uploads cost money
-    and could still be completed."""
+    """Abort a dead writer's uploads of the objects `names`; None aborts all its uploads.
+
+    Unfinished uploads cost money and could still be completed.
+    """
     target.end_uploads([upload for upload in target.unfinished_uploads() if names is None or upload.path in names])
 
 
@@ -195,8 +198,8 @@ class _Previous:
     """The newest owner file in a directory.
 
     Attributes:
-        number: The number of the file; -1 if there is none.
-        names: Paths that its writer may have written; None if unknown.
+        number: The file's number; -1 if there is no owner file.
+        names: Paths that the file's writer may have written; None if unknown.
     """
 
     number: int
@@ -209,7 +212,7 @@ class _Previous:
 
 
 class _Place:
-    """A directory on an object store, and its owner."""
+    """A directory on an object store, which one process at a time owns."""
 
     def __init__(self, target: RemoteStore, last: frozenset[str], names: Mapping[str, int] | None) -> None:
         self.store = target
@@ -220,13 +223,13 @@ class _Place:
         self._probes: list[str] = []
 
     def take(self, *, replaceable: Replaceable | None, resume: bool, private: bool) -> dict[str, Finished]:
-        """Make this process the owner of the directory. Returns the objects that a dead writer finished, by path.
+        """Make this process the directory's owner. Return the objects that a dead writer finished, by path.
 
         Args:
             private: Whether only ckptkit commands write there.
 
         Raises:
-            CheckpointExistsError: The directory has another owner or is not empty.
+            CheckpointExistsError: The directory has a different owner or is not empty.
         """
         for _ in range(_TURNS):
             items = self.look()
@@ -235,17 +238,18 @@ class _Place:
                 self._check(items, previous, overwrite=replaceable is not None)
             elif previous.alive:
                 raise self._written_by(previous)
-            # Check all objects first, unless a dead writer's names are known: then only its own are deleted.
+            # Check all objects first. Not necessary if a dead writer's names are known: then only its objects are
+            # deleted.
             if items and previous.names is None and replaceable is not None and not private:
                 replaceable(self.store, "", (OWNER_NAME,))
             self._write_owner(previous.number + 1, list(items) if previous.names is None else previous.names)
             try:
-                # Another writer may have come, finished and gone since the listing.
+                # Since `items` was listed, another writer may have come, finished and gone.
                 now = {path: item.size for path, item in self.look().items() if path != self._own}
                 if now == {path: item.size for path, item in items.items()}:
                     return self._take_over(items, previous, resume=resume)
             except BaseException:
-                # Otherwise the owner file would stop this process when it tries again.
+                # Otherwise our owner file would block this process when it tries again.
                 with contextlib.suppress(OSError):
                     self.store.delete([self._own])
                 raise
@@ -253,20 +257,22 @@ class _Place:
         raise CheckpointExistsError(f"{self.store.url} is being written by another process.")
 
     def check_free(self, replaceable: Replaceable | None) -> None:
-        """Raise CheckpointExistsError if `take` would raise it."""
+        """Raise CheckpointExistsError if `take` would."""
         items = self.look()
         self._check(items, self._previous(items), overwrite=replaceable is not None)
 
     def look(self) -> dict[str, FileInfo]:
-        """Return the objects in the directory, by path, without probes."""
+        """Return the directory's objects, by path, without probe objects."""
         found = {item.path: item for item in self.store.list(recursive=True)}
-        # A process that is killed while it tests the store for conditional writes leaves a probe object.
+        # A process that is killed while testing for conditional writes leaves a probe object behind.
         self._probes = [path for path in found if _PROBE.fullmatch(path)]
         return {path: item for path, item in found.items() if path not in self._probes}
 
     def _take_over(self, items: Mapping[str, FileInfo], previous: _Previous, *, resume: bool) -> dict[str, Finished]:
-        """Keep the finished objects of a dead writer and delete its other objects. If its names are unknown, delete all
-        other objects."""
+        """Keep the objects that a dead writer finished, and delete the rest of its objects.
+
+        If the names that it wrote are unknown, delete all other objects.
+        """
         if previous.writer is not None:
             _end_uploads(self.store, previous.names)
         earlier = read_ledger(self.store, items) if resume and previous.writer is not None else {}
@@ -277,7 +283,7 @@ class _Place:
         if kept:
             logger.info("continuing with %d objects that %s left at %s", len(kept), previous.writer, self.store.url)
             others = [path for path in others if not path.startswith(f"{FOLDER}/")]
-        # Delete first the names that readers look for: without them the rest is not a checkpoint.
+        # First delete the names that readers look for: without them, the rest is not a checkpoint.
         self.store.delete([path for path in others if path in self._last])
         self.store.delete([path for path in others if path not in self._last])
         self.store.delete([path for path in items if _OWNER.fullmatch(path)])
@@ -320,10 +326,10 @@ class _Place:
         return CheckpointExistsError(f"{self.store.url} is being written by {owner}.")
 
     def _write_owner(self, number: int, found: Iterable[str]) -> None:
-        """Write this process's owner file with a create-only put: only one of several contenders wins.
+        """Write this process's owner file with a create-only put, so that only one of several contenders wins.
 
         Args:
-            found: Existing paths that will be deleted. The file lists them for the next writer.
+            found: Existing paths that will be deleted. They are listed in the file for the next writer.
         """
         self._own = f".ckptkit-owner-{number}.json" if number else OWNER_NAME
         text = json.dumps({"nonce": new_nonce(), "leased": False, **owner_json(self.store)})
@@ -336,7 +342,7 @@ class _Place:
             raise CheckpointExistsError(f"{self.store.url} is being written by another process.") from error
 
     def check_copies(self) -> None:
-        """Raise StorageError if the store can't copy objects. Call it before any old object is touched."""
+        """Raise StorageError if the store can't copy objects. Call this before touching any old object."""
         probe = f".probe-{new_nonce()}.part"
         try:
             self.store.copy_to(self._own, self.store, probe)
@@ -344,7 +350,7 @@ class _Place:
             self.store.delete([probe])
 
     def check(self, finished: Ledger) -> None:
-        """Compare the existing objects with what was written.
+        """Check that the existing objects are what was written.
 
         Raises:
             StorageError: Another process writes here, or an object was replaced.
@@ -355,13 +361,13 @@ class _Place:
         records = [record for record in finished.done.values() if record.path not in wrong]
         wrong += [r.path for r in records if not (r.is_there(items.get(r.path)) or self._is_unchanged(r))]
         others = [path for path in items if _OWNER.fullmatch(path) and path != self._own]
-        # On a store that ignores conditions, two writers may write the same owner file: the last one is the owner.
+        # On a store that ignores conditions, two writers may write the same owner file. The later one is the owner.
         if wrong or others or not self._is_ours():
             what = f"{wrong[0]} is not what was written" if wrong else "another process has taken it over"
             raise StorageError(f"{self.store.url} was changed while it was written: {what}. Nothing was published.")
 
     def _is_unchanged(self, record: Finished) -> bool:
-        """Return whether an object is unchanged, although the listing shows another tag than the recorded one.
+        """Return whether an object is unchanged although its tag in the listing differs from the recorded one.
 
         Some gateways return different tags in headers and in listings, or a new tag for every request.
         """
@@ -371,9 +377,10 @@ class _Place:
         return record.is_there(looks[1]) or (looks[0].tag != looks[1].tag and looks[1].size == record.nbytes)
 
     def leave(self, *, always: bool = False) -> bool:
-        """Mark this process as dead, although it may continue to run: the next writer can take over its objects.
+        """Mark this process as dead although it may keep running, so that another writer can take over its objects.
 
-        Does nothing and returns False if no object is recorded as finished, unless `always`.
+        Returns False, and does nothing, if another process has taken over or if no object is recorded as finished. With
+        `always`, finished objects are not required.
         """
         if not (always or self.store.list(FOLDER)) or not self._is_ours():
             return False
@@ -389,7 +396,7 @@ class _Place:
             return False
 
     def clear(self, paths: Iterable[str]) -> None:
-        """Delete objects, all records, and the owner file. Deletes nothing if another process has taken over."""
+        """Delete `paths`, all records, and the owner file. Deletes nothing if another process has taken over."""
         names = list(paths)
         if names and not self._is_ours():
             return
@@ -399,7 +406,7 @@ class _Place:
 
 
 class _Staged(View):
-    """A store that remembers what it wrote. It keeps the names in `last` in memory until `put_last`."""
+    """A store that remembers what it wrote. Files named in `last` stay in memory until `put_last`."""
 
     def __init__(
         self, inner: Store, last: frozenset[str], prefix: str = "", root: _Staged | None = None, *, ledger: Ledger
@@ -412,7 +419,7 @@ class _Staged(View):
         self.written: list[str] = []
         self.held: dict[str, bytes] = {}
         self.may_appear = False
-        """Whether a name in `last` may still appear, although its put failed."""
+        """Whether a put of a name in `last` failed but may still take effect."""
         self._lock = threading.Lock()
 
     def child(self, path: str) -> _Staged:
@@ -423,7 +430,7 @@ class _Staged(View):
             self.root.written.append(self.prefix + path)
 
     def put_last(self) -> None:
-        """Write the names that were held back."""
+        """Write the files that were held back."""
         inner = self._store.with_each_put(self._try)
         for path, data in sorted(self.held.items()):
             self._note(path)
@@ -436,7 +443,7 @@ class _Staged(View):
             self.may_appear |= may_yet_happen(error)
             raise
 
-    # --- reading: the writer can read the names that are held back
+    # --- reading: the writer can read the files that are held back
 
     def info(self, path: str) -> FileInfo | None:
         held = self.root.held.get(self.prefix + path)

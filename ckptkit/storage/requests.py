@@ -32,10 +32,10 @@ T = TypeVar("T")
 Entry = Mapping[str, Any]
 """One entry of a listing, as fsspec returns it: name, type, size, a time, a tag."""
 
-Entries = list[Entry]  # classes here have a method called list
+Entries = list[Entry]  # inside these classes, `list` is a method
 
 Sink = Callable[[int, "bytes | memoryview"], None]
-"""Receives (offset in the range, piece)."""
+"""Called with each piece of a range, as (offset in the range, piece)."""
 
 Range = tuple[str, int, int, Sink]
 """(name, start, stop, sink)."""
@@ -46,14 +46,14 @@ class NotConditionalError(StorageError):
 
 
 class LostUploadError(StorageError, FileNotFoundError):
-    """The store has lost an upload, or refuses to complete it: all parts must be sent again."""
+    """The store has lost an upload, or refuses to complete it. All parts must be sent again."""
 
 
 class ConcurrentRequests(Generic[T]):
-    """Requests that run concurrently on the event loop of one other thread.
+    """Requests that run concurrently on an event loop in another thread.
 
     Args:
-        requests: Each returns the coroutine of one request.
+        requests: Functions, each of which returns one request's coroutine.
         most: How many requests run at a time.
     """
 
@@ -90,8 +90,10 @@ class ConcurrentRequests(Generic[T]):
             self._task.cancel()
 
     def answers(self) -> list[T | BaseException]:
-        """Wait for all requests and return their results or errors, in order. Leaves none running, even after
-        Ctrl-C."""
+        """Wait for all requests and return their results or errors, in order.
+
+        No request is still running afterwards, even after Ctrl-C.
+        """
         try:
             while not self._ended.wait(1):  # with a timeout, so that signals are handled
                 pass
@@ -104,7 +106,7 @@ class ConcurrentRequests(Generic[T]):
 
 
 class Upload(Protocol):
-    """An upload in parts. The object appears when `complete` is called."""
+    """An upload in parts. `complete` makes the object appear."""
 
     in_order: bool  # whether a part may start only after the previous one has ended
 
@@ -114,30 +116,30 @@ class Upload(Protocol):
     def complete(self) -> str:
         """Publish the object and return its tag, "" if unknown. May be called again after a failure.
 
-        Raises FileExistsError, LostUploadError.
+        Raises FileExistsError or LostUploadError.
         """
 
     def anew(self) -> Upload:
-        """Begin the same upload again after this one was lost."""
+        """Start the same upload again after this one was lost."""
 
     def abort(self) -> None:
         """Discard the upload."""
 
 
 class FsspecApi:
-    """Makes requests through fsspec's general interface. Subclasses override what they can do better.
+    """Makes requests through fsspec's generic interface. Subclasses override what they can do better.
 
-    Names are complete ("bucket/key"). Nothing is retried here: the caller repeats a whole method.
+    Names are complete ("bucket/key"). Nothing is retried here: callers repeat the whole method.
     """
 
     read_bytes = PART_BYTES
-    """Size of one ranged read in bytes if there are few reads."""
+    """Size of one ranged read in bytes, if there are few reads."""
 
     checked = False
     """Whether a CRC-32 is sent with each put."""
 
     paged = False
-    """Whether `page` returns a listing in pages of one request each."""
+    """Whether `page` returns a listing page by page, with one request per page."""
 
     streams = False
     """Whether a put sends lent memory without copying it."""
@@ -150,11 +152,11 @@ class FsspecApi:
         return self.connection.fs
 
     def endpoint(self) -> str:
-        """Return the address of the server, "" if unknown. Makes no request."""
+        """Return the server's address, "" if unknown. Makes no request."""
         return ""
 
     def held(self, content: Content) -> int:
-        """Return the memory in bytes that a request needs to send `content`."""
+        """Return how many bytes of memory a request needs in order to send `content`."""
         return content.copied if self.streams else content.nbytes
 
     def info(self, name: str) -> Entry:
@@ -169,9 +171,9 @@ class FsspecApi:
         return False
 
     def page(self, name: str, *, recursive: bool, after: str) -> tuple[Entries, str]:
-        """Return one page of the entries below `name`, and the `after` of the next page.
+        """Return one page of the entries under `name`, and the `after` with which to request the next page.
 
-        `after` is "" for the first page. "" is returned with the last page.
+        Pass "" as `after` for the first page. "" is returned along with the last page.
         """
         self.fs.invalidate_cache()
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -181,7 +183,7 @@ class FsspecApi:
         return [], ""
 
     def get(self, name: str, start: int, stop: int) -> bytes:
-        """Return the bytes [start, stop); fewer only at the end of the object."""
+        """Return the bytes [start, stop), or fewer at the end of the object."""
         try:
             data = bytes(self.fs.cat_file(name, start=start, end=stop))
             whole = len(data) > stop - start
@@ -192,7 +194,7 @@ class FsspecApi:
             if start and int(self.info(name).get("size") or 0) <= start:
                 return b""  # many stores refuse a range that starts past the end (416)
             raise
-        except Exception as error:  # each fsspec file system has its own class for a refused range
+        except Exception as error:  # each fsspec file system has its own error class for a refused range
             if "416" in (str(getattr(error, "code", "")), str(getattr(error, "status_code", ""))):
                 return b""
             raise
@@ -209,20 +211,20 @@ class FsspecApi:
         return data[start:stop]
 
     def get_into(self, name: str, start: int, stop: int, sink: Sink) -> int:
-        """Pass the bytes [start, stop) to `sink` in order, as they arrive, and return their number."""
+        """Pass the bytes [start, stop) to `sink`, in order and as they arrive. Return how many there were."""
         data = self.get(name, start, stop)
         sink(0, data)
         return len(data)
 
     def begin(self, ranges: Sequence[Range]) -> ConcurrentRequests[tuple[int, int]] | None:
-        """Start to read all ranges without threads. Returns None if each range needs a thread.
+        """Start reading all ranges without threads. Return None if each range needs a thread.
 
-        Each answer is (bytes read, size of the object).
+        Each result is (bytes read, size of the object).
         """
         return None
 
     def get_whole(self, name: str) -> tuple[bytes, int]:
-        """Return the first bytes of an object, usually all of them, and its size."""
+        """Return an object's first bytes, usually all of them, and its size."""
         data = bytes(self.fs.cat_file(name))
         return data, len(data)
 
@@ -231,7 +233,7 @@ class FsspecApi:
 
         Args:
             if_absent: Raise FileExistsError if the object exists, or NotConditionalError if the store can't tell.
-            mark: Identifies this put in the object's metadata, if the store has such metadata.
+            mark: Stored in the object's metadata, if the store has such metadata, to identify this put.
         """
         data = Content.of(data).joined()
         if not if_absent:
@@ -244,16 +246,16 @@ class FsspecApi:
         return ""
 
     def is_mine(self, name: str, data: bytes | Content, *, mark: str, tries: int) -> bool:
-        """Return whether an earlier try of the same put wrote the object that made this put fail.
+        """Return whether the object that made this put fail was written by an earlier try of the same put.
 
         Args:
-            tries: How many tries were made.
+            tries: How many tries were made, including the one that failed.
         """
         data = Content.of(data).joined()
         return tries > 1 and self.get(name, 0, len(data) + 1) == data
 
     def copy(self, name: str, target: str) -> None:
-        """Copy an object inside the store in one step. Replaces `target`."""
+        """Copy an object within the store in one step. Replaces `target`."""
         self.fs.cp_file(name, target)
 
     def upload(self, name: str) -> Upload:
@@ -261,13 +263,13 @@ class FsspecApi:
         return _FileUpload(self.fs.open(name, "wb", autocommit=False, block_size=PART_BYTES))
 
     def delete(self, names: Sequence[str], *, folder: str = "") -> None:
-        """Delete objects. Ignores missing objects, and a failure to delete `folder`, one of the names."""
+        """Delete objects. Ignores missing objects, and any failure to delete `folder`, which is one of `names`."""
         for name in names:
             with contextlib.suppress(OSError if name == folder else FileNotFoundError):
                 self.fs.rm_file(name)
 
     def unfinished(self, name: str) -> Uploads:
-        """Return the unfinished uploads below `name`."""
+        """Return the unfinished uploads under `name`."""
         return []
 
     def abort(self, upload: UnfinishedUpload) -> None:
@@ -275,17 +277,17 @@ class FsspecApi:
         raise StorageError(errno.ENOTSUP, f"{upload.name}: fsspec can't abort uploads here")
 
     def is_conditional(self) -> bool | None:
-        """Return whether put-if-absent is known to work or to fail; None if the caller must try."""
+        """Return whether put-if-absent is known to work (True) or to fail (False); None if the caller must try."""
         return None
 
 
 class _FileUpload:
-    """An upload through an fsspec file that is committed at the end."""
+    """An upload through an fsspec file, which is committed at the end."""
 
     in_order = True
 
     def __init__(self, handle: Any) -> None:
-        # Not fs.transaction: that is one switch for every thread that shares the file system object.
+        # Not fs.transaction, which would apply to every thread that shares the file system object.
         self._handle = handle
         self._failure: str | None = None
 

@@ -1,4 +1,4 @@
-"""Retries failed requests to a remote store. Decides which and for how long, and writes the final message."""
+"""Retries failed requests to a remote store: decides which and for how long, and writes the final message."""
 
 from __future__ import annotations
 
@@ -48,25 +48,25 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Timeouts of one try: a slow server is tolerated; a silent one fails after a bounded time.
-SOON_S = 15.0  # for the answer to a small request: a lease must be renewed within 45 s, if necessary by a second try
-BODY_S = 60.0  # for progress of an upload, and for the answer after its end: the server may wait for its disk
-WHOLE_S = 300.0  # for the completion of an upload: some stores assemble the object before they answer
-BACKSTOP_S = 300.0  # of the HTTP client, which does not know the kind of request
+# Timeouts of one try. A slow server is tolerated; a silent one fails after a bounded time.
+SOON_S = 15.0  # for the response to a small request; leaves time for a second try within a lease's 45 s
+BODY_S = 60.0  # for progress of an upload, and for the response after its end: the server may wait for its disk
+WHOLE_S = 300.0  # for completing an upload: some stores assemble the object before they respond
+BACKSTOP_S = 300.0  # for the HTTP client, which does not know the kind of request
 
 silences: ContextVar[int] = ContextVar("ckptkit_silences", default=0)
-"""How many tries of the current call have timed out. Each try has a longer timeout than the one before.
+"""How many tries of the current call have timed out. Each timeout doubles the next one, up to four times the first.
 
 This is a context variable because fsspec runs requests in its own thread and copies the context there.
 """
 
 
 class SilenceError(OSError):
-    """A try timed out. Not a TimeoutError: fsspec replaces such errors with one that has no message."""
+    """A try timed out. Not a TimeoutError, because fsspec replaces those with an error that has no message."""
 
 
 class Progress(Protocol):
-    """A body that is being transferred."""
+    """A body that is being transferred. `tell` returns the position that the transfer has reached."""
 
     def tell(self) -> int: ...
 
@@ -78,18 +78,19 @@ async def patiently(
     body: Progress | None = None,
     given_s: float | None = None,
 ) -> T:
-    """Await `request` for as long as it makes progress.
+    """Await `request` as long as it makes progress.
 
     Args:
         least_s: Timeout of the first try. Later tries wait up to four times as long.
-        body: The body that is transferred. The request does not time out while the position of the body advances. HTTP
-            clients limit only the wait for an answer, not an upload to a server that stops reading.
+        body: The body that is being transferred. The request does not time out while the body's position advances. This
+            is needed because HTTP clients have a timeout for the response, but none for an upload to a server that
+            stops reading.
         given_s: The user's own timeout, which replaces all others.
 
     Raises:
-        SilenceError: Neither an answer nor progress came in time. The server may still carry out the request.
+        SilenceError: Neither a response nor progress came in time. The server may still carry out the request.
     """
-    import asyncio  # lazy: with ssl it takes 40 ms, and a command on a local disk needs neither
+    import asyncio  # lazy: together with ssl it takes 40 ms, and commands on a local disk need neither
 
     limit = given_s or min(WHOLE_S, min(4, 2 ** silences.get()) * least_s)
     task = asyncio.ensure_future(request)
@@ -102,7 +103,7 @@ async def patiently(
             if body is None or body.tell() == before:
                 break
     finally:
-        task.cancel()  # does nothing if it is done
+        task.cancel()  # does nothing if the task is done
     await asyncio.wait({task}, timeout=1)
     raise SilenceError(errno.ETIMEDOUT, f"the server made no progress for {limit:g} s")
 
@@ -135,7 +136,7 @@ _ELSEWHERE = (
 
 
 def advice_on(error: BaseException, protocol: str) -> str:
-    """Return advice to append to the message of the store; "" if there is none."""
+    """Return advice to append to the store's message; "" if there is none."""
     answer = _answer(error)
     code = error_code(error) or str(getattr(error.__cause__, "code", ""))
     credentials = SERVICES[protocol].credentials if protocol in SERVICES else "storage_options={...}"
@@ -160,7 +161,7 @@ def advice_on(error: BaseException, protocol: str) -> str:
             f". {what} is not allowed here. Provide credentials that may list, read, write and delete below this "
             f"URL with {given}"
         )
-    if code == "400" and answer:  # an answer to HEAD has no body
+    if code == "400" and answer:  # a response to HEAD has no body
         return ". The store gives no reason. Possible causes: an expired token, or a bucket in another region"
     return ""
 
@@ -174,7 +175,7 @@ def _is_redirect_loop(error: BaseException) -> bool:
 
 
 def words_of(error: BaseException) -> str:
-    """Return the message of a store's error or a connection error. It is never empty and contains no secrets."""
+    """Return the message of an error from a store or a connection. It is never empty and contains no secrets."""
     if _is_redirect_loop(error):
         return "a redirect loop"
     text = str(error.args[1] if isinstance(error, OSError) and len(error.args) > 1 else error).strip()
@@ -216,12 +217,12 @@ def _answer(error: BaseException) -> Any:
 
 TIMEOUT_S = 120.0  # no try starts later than this, except the first _LEAST tries
 BACKGROUND_S = 600.0  # for a save in the background
-BRIEF_S = 5.0  # for releasing leases and pins at the end: they expire anyway
-_LEAST = 3  # tries in any case, because one large upload can take all of TIMEOUT_S
-WAIT_S = 0.1  # wait before the second try; doubles with each try
+BRIEF_S = 5.0  # for releasing leases and pins at the end; they expire anyway
+_LEAST = 3  # minimum number of tries: one large upload can take all of TIMEOUT_S
+WAIT_S = 0.1  # wait before the second try; doubles with each further try
 WAIT_MAX_S = 8.0
 _HURRIED_WAIT_S = 0.1  # before the last try of an operation that should end
-_QUIET_S = 2.0  # retries during this time are not logged as warnings
+_QUIET_S = 2.0  # in this time, retries are not logged as warnings
 _WARN_EVERY_S = 30.0
 TIMEOUT_VARIABLE = "CKPTKIT_STORAGE_TIMEOUT"
 
@@ -238,12 +239,12 @@ _TRANSIENT_ERRNO = frozenset(
         errno.ECONNABORTED,
         errno.ENETUNREACH,
         errno.EHOSTUNREACH,
-        getattr(errno, "EREMOTEIO", errno.EIO),  # s3fs, for 500
+        getattr(errno, "EREMOTEIO", errno.EIO),  # s3fs raises it for 500
     ]
 )
 _TRANSIENT_STATUS = frozenset([408, 425, 429, 500, 502, 503, 504])
 _FINAL_STATUS = range(400, 500)
-# Names of classes, because aiohttp, botocore, urllib3 and gcsfs may not be installed.
+# Class names, because aiohttp, botocore, urllib3 and gcsfs may not be installed.
 _TRANSIENT_NAMES = frozenset(
     [
         "ClientConnectionError",
@@ -257,15 +258,15 @@ _TRANSIENT_NAMES = frozenset(
         "HTTPClientError",
         "IncompleteRead",
         "IncompleteReadError",
-        "ProxyError",  # gcsfs, for 502
+        "ProxyError",  # gcsfs raises it for 502
         "ReadTimeoutError",
-        "ResponseParserError",  # XML that was cut off
+        "ResponseParserError",  # truncated XML
         "ResponseStreamingError",
         "ServerDisconnectedError",
         "ServerTimeoutError",
         "ChecksumError",
-        "TimeoutError",  # of asyncio in Python 3.10
-        "TransportError",  # httpx and google-auth
+        "TimeoutError",  # asyncio's, in Python 3.10
+        "TransportError",  # raised by httpx and google-auth
         *(name for service in SERVICES.values() for name in service.transient),
     ]
 )
@@ -289,7 +290,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def is_outage(error: BaseException) -> bool:
-    """Return whether a store was unreachable despite retries, so that nothing is known about its content."""
+    """Return whether a store stayed unreachable despite retries, so that nothing is known about its content."""
     cause = error.__cause__ if isinstance(error, StorageError) else None
     return cause is not None and is_transient(cause)
 
@@ -298,7 +299,7 @@ def may_yet_happen(error: BaseException) -> bool:
     """Return whether the store may have carried out a failed request, or may still do so.
 
     Only a refusal by the store rules this out. A gateway that answers 5xx may have forwarded the request, an HTTP
-    client may have repeated it, and after an interrupt the answer is unknown.
+    client may have repeated it, and after an interrupt the outcome is unknown.
     """
     if not isinstance(error, Exception):
         return True
@@ -307,14 +308,14 @@ def may_yet_happen(error: BaseException) -> bool:
 
 
 def _is_silence(error: BaseException) -> bool:
-    """Return whether a try timed out after it had reached the server."""
+    """Return whether a try timed out after its request had reached the server."""
     names = {base.__name__ for base in type(error).__mro__}
     timed_out = isinstance(error, (SilenceError, TimeoutError)) and not isinstance(error, ConnectionError)
     return timed_out or not names.isdisjoint(("FSTimeoutError", "ReadTimeoutError", "ServerTimeoutError"))
 
 
 def http_status(error: BaseException) -> int | None:
-    """Return the HTTP status of an error of gcsfs, aiohttp, botocore or huggingface_hub; None if it has none."""
+    """Return the HTTP status of an error from gcsfs, aiohttp, botocore or huggingface_hub; None if it has none."""
     for candidate in (getattr(error, "code", None), getattr(error, "status", None)):
         if isinstance(candidate, (int, str)) and str(candidate).isdigit():
             return int(candidate)
@@ -327,12 +328,12 @@ def http_status(error: BaseException) -> int | None:
 
 
 def error_code(error: BaseException) -> str:
-    """Return S3's error code, "" if there is none."""
+    """Return S3's error code; "" if there is none."""
     return str(_answer(error).get("Error", {}).get("Code", ""))
 
 
 def timeout_s(default: float | None = None) -> float:
-    """Return how long a call is retried, in seconds: CKPTKIT_STORAGE_TIMEOUT ("90s") or the default."""
+    """Return for how many seconds a call is retried: CKPTKIT_STORAGE_TIMEOUT ("90s") or the default."""
     text = os.environ.get(TIMEOUT_VARIABLE)
     if not text:
         return TIMEOUT_S if default is None else default
@@ -345,39 +346,39 @@ def timeout_s(default: float | None = None) -> float:
 class Patience:
     """Decides how long the storage calls of one operation (a save, a load, a command) are retried.
 
-    All calls of an operation share one Patience, in all threads. Once one call has given up, all other calls, including
-    cleanup, give up soon. The next operation has a new Patience.
+    An operation's calls share one Patience, across all threads. Once one call has given up, all other calls, including
+    cleanup, give up soon. The next operation gets a new Patience.
 
     Args:
-        limit_s: No try starts later than this many seconds after the first try of its call. Default `timeout_s()`.
+        limit_s: Each call starts no new try later than this many seconds after its first one. Default `timeout_s()`.
     """
 
     def __init__(self, limit_s: float | None = None) -> None:
         self.limit_s = timeout_s() if limit_s is None else limit_s
-        self.gave_up = False  # a call has given up, and no call has been answered since
+        self.gave_up = False  # a call has given up, and the store has not responded to any call since
         self._hurried = threading.Event()
         self._warned_at: float | None = None
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[Patience]:
-        """Apply this Patience to the calls inside the block, also in pools that get work from the block."""
+        """Apply this Patience to the calls inside the block, also when they run in pools."""
         token = _current.set(self)
         try:
             yield self
         finally:
-            with contextlib.suppress(ValueError):  # the block may be left in another context
+            with contextlib.suppress(ValueError):  # the block may be left in a different context
                 _current.reset(token)
 
     def hurry(self) -> None:
-        """Stop waiting: a waiting call tries once more now, and later calls try at most twice."""
+        """Stop waiting: a call that waits now tries once more at once, and later calls try at most twice."""
         self._hurried.set()
 
     def wait_before(self, failures: int, waited_s: float, error: Exception) -> float | None:
         """Return how many seconds to wait before the next try, or None to give up.
 
         Args:
-            failures: How many tries of the call have failed. The last one failed with `error`.
-            waited_s: Seconds since the first try of the call.
+            failures: How many tries of this call have failed. The last one failed with `error`.
+            waited_s: Seconds since this call's first try.
         """
         silent = _is_silence(error)
         if silent:
@@ -391,14 +392,14 @@ class Patience:
         return min(wait, left) if left > 0 else None
 
     def sleep(self, seconds: float) -> None:
-        """Wait before the next try. `hurry` ends the wait, even if it was called just before."""
+        """Wait before the next try. `hurry` cuts the wait short, even if it was called beforehand."""
         if self._hurried.is_set():
             time.sleep(min(seconds, _HURRIED_WAIT_S))
         else:
             self._hurried.wait(seconds)
 
     def log(self, place: str, error: Exception, waited_s: float, wait: float) -> None:
-        """Log a retry: as a warning every 30 s if the retries take long, otherwise at level DEBUG."""
+        """Log a retry: as a warning, at most every 30 s, if retrying takes long; otherwise at level DEBUG."""
         now, left = time.monotonic(), max(wait, self.limit_s - waited_s)
         late = waited_s + wait > _QUIET_S and (self._warned_at is None or now - self._warned_at > _WARN_EVERY_S)
         if late:
@@ -419,27 +420,27 @@ _current: ContextVar[Patience | None] = ContextVar("ckptkit_patience", default=N
 
 @contextlib.contextmanager
 def patient() -> Iterator[Patience]:
-    """Make the calls inside the block one operation, or join the enclosing one. Works as a decorator too."""
+    """Make the calls inside the block one operation, or part of the enclosing operation. Works as a decorator too."""
     now = _current.get()
     with contextlib.nullcontext(now) if now is not None else Patience().entered() as patience:
         yield patience
 
 
 def current_limit_s() -> float:
-    """Return how many seconds a call is retried in the current operation."""
+    """Return for how many seconds a call in the current operation is retried."""
     patience = _current.get()
     return timeout_s() if patience is None else patience.limit_s
 
 
 def hurry() -> None:
-    """Make the current operation stop waiting, because it should end."""
+    """Tell the current operation to stop waiting for the store, because it should end."""
     patience = _current.get()
     if patience is not None:
         patience.hurry()
 
 
 def call_with_retries(function: Callable[[], T], *, place: str = "") -> T:
-    """Call `function` and return its result. Retries transient errors after growing, random waits.
+    """Call `function` and return its result. Retries transient errors after increasing, randomized waits.
 
     Args:
         place: The server, for the log.
@@ -452,7 +453,7 @@ def call_with_retries(function: Callable[[], T], *, place: str = "") -> T:
                 result = function()
             except Exception as error:
                 if not is_transient(error):
-                    patience.gave_up = False  # the store answers
+                    patience.gave_up = False  # the store responds
                     raise
                 failures, waited = failures + 1, time.monotonic() - started
                 wait = patience.wait_before(failures, waited, error)

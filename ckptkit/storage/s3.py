@@ -32,24 +32,24 @@ __all__ = ["S3Api"]
 _GONE = ("NoSuchKey", "NoSuchUpload")
 _HEAD_BYTES = 16 << 20  # first range when a whole object is read; nearly all objects are smaller
 _MARK = "ckptkit-put"  # metadata key: identifies the call that put an object
-_PER_REQUEST = 1000  # keys that one request deletes
-_CHUNK = 1 << 20  # bytes of an answer that are read at once
-_AT_ONCE = 16  # concurrent ranges of one caller
+_PER_REQUEST = 1000  # keys to delete per request
+_CHUNK = 1 << 20  # bytes of a response to read at a time
+_AT_ONCE = 16  # concurrent ranges per caller
 
 
 class S3Api(FsspecApi):
-    """Makes S3 requests through s3fs, or directly with its client if s3fs would make more requests.
+    """Makes S3 requests through s3fs, or directly with its client where s3fs would make more requests.
 
-    The session, the credentials and the translation of errors are those of s3fs.
+    The session, the credentials and the translation of errors are always s3fs's.
     """
 
-    read_bytes = UPLOAD_BYTES  # large, because bytes go to their destination as they arrive and need no memory
+    read_bytes = UPLOAD_BYTES  # large, because the bytes need no buffer: they go to their destination as they arrive
     checked = True
     paged = True
     streams = True
 
     def endpoint(self) -> str:
-        client = getattr(self.fs, "_s3", None)  # none before the first call
+        client = getattr(self.fs, "_s3", None)  # there is no client before the first call
         return str(client.meta.endpoint_url) if client is not None else str(self.fs.endpoint_url or "")
 
     def __init__(self, connection: Connection) -> None:
@@ -72,7 +72,7 @@ class S3Api(FsspecApi):
         return answer
 
     def _prepare(self, client: Any) -> None:
-        """Make `client` send bodies without "Expect: 100-continue" and, over TLS, with only our CRC-32 as checksum."""
+        """Make `client` send bodies without "Expect: 100-continue" and, over TLS, with no checksum but our CRC-32."""
         if client is not self._prepared and hasattr(client, "meta"):
             from botocore.handlers import add_expect_header  # type: ignore[import-untyped]
 
@@ -81,7 +81,7 @@ class S3Api(FsspecApi):
             self._prepared = client
 
     def _given_s(self) -> float | None:
-        """Return the read timeout that the user has set, or None."""
+        """Return the read timeout set by the user; None if there is none."""
         found = self.connection.options.get("config_kwargs", {}).get("read_timeout")
         return float(found) if found else None
 
@@ -141,7 +141,7 @@ class S3Api(FsspecApi):
         return self._get_into(name, start, stop, sink)[0]
 
     def _get_into(self, name: str, start: int, stop: int, sink: Sink) -> tuple[int, int]:
-        # Not fsspec's `sync`: after Ctrl-C it would leave the read running.
+        # Not fsspec's `sync`, which would leave the read running after Ctrl-C.
         (answer,) = self.begin([(name, start, stop, sink)]).answers()
         if isinstance(answer, BaseException):
             raise answer
@@ -161,7 +161,7 @@ class S3Api(FsspecApi):
             raise
 
     async def _fetch(self, name: str, start: int, stop: int, sink: Sink) -> tuple[int, int]:
-        """Pass an answer to `sink` piece by piece, so that it is never completely in memory."""
+        """Pass a response to `sink` piece by piece, so that it is never in memory as a whole."""
         bucket, key = self._split(name)
         where = {"Bucket": bucket, "Key": key, "Range": f"bytes={start}-{stop - 1}"}
         answer, given_s = await self._ask("get_object", where), self._given_s()
@@ -170,20 +170,22 @@ class S3Api(FsspecApi):
         download = _Download(answer["Body"], low, low + stop - start, sink)
         await patiently(download.run(), body=download, given_s=given_s)
         got, expected = download.got, answer.get("ContentLength", download.got)
-        if got != expected:  # a cut connection can look like a short answer
+        if got != expected:  # a dropped connection can look like a short response
             raise ConnectionError(f"the answer has {got} of {expected} bytes")
         return max(0, min(got, low + stop - start) - low), int(total) if total.isdigit() else got
 
     def is_mine(self, name: str, data: bytes | Content, *, mark: str, tries: int) -> bool:
-        # True even at the first try if the HTTP client itself repeated the PUT after a reused connection broke.
+        # Even the first try may find its own object: the HTTP client repeats a PUT if a reused connection breaks.
         bucket, key = self._split(name)
         with contextlib.suppress(FileNotFoundError):
             return bool(mark) and self._call("head_object", Bucket=bucket, Key=key)["Metadata"].get(_MARK) == mark
         return False
 
     def condition(self, name: str) -> dict[str, Any]:
-        """Return the argument that makes a put create-only. It is {} for a server without such puts, because some of
-        these servers reject the header."""
+        """Return the argument that makes a put create-only.
+
+        It is {} for a server that has no create-only puts, because some such servers reject the header.
+        """
         return {} if self.connection.conditional.get(name.partition("/")[0]) is False else {"IfNoneMatch": "*"}
 
     def put(self, name: str, data: bytes | Content, *, if_absent: bool, mark: str = "") -> str:
@@ -202,9 +204,9 @@ class S3Api(FsspecApi):
         return str(answer.get("ETag", ""))
 
     def _body(self, content: Content) -> dict[str, Any]:
-        """Return the arguments for a body. Our CRC-32 makes the store refuse a damaged body.
+        """Return the arguments for sending `content`, with our CRC-32, so that the store refuses a damaged body.
 
-        Without our CRC-32, the client would compute a digest in the thread that all connections share.
+        If we passed no CRC-32, the client would compute a digest in the thread that all connections share.
         """
         checked = getattr(self.fs.s3.meta.config, "request_checksum_calculation", None) != "when_required"
         return {"Body": Body(content), **({"ChecksumCRC32": content.crc32_base64()} if checked else {})}
@@ -262,7 +264,7 @@ def _sign_by_crc(params: Any, context: Any, **_: Any) -> None:
 
 
 def _refuse_page(answer: Any, name: str, endpoint: str) -> None:
-    """Raise if the answer is the web page of a portal or a proxy, which looks like success."""
+    """Raise if the response is a web page from a portal or a proxy, which would look like success."""
     headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}) if isinstance(answer, dict) else {}
     is_page = str(headers.get("content-type", "")).startswith("text/html")
     if is_page and "etag" not in headers and not any(header.startswith("x-amz") for header in headers):
@@ -274,7 +276,7 @@ def _refuse_page(answer: Any, name: str, endpoint: str) -> None:
 
 
 class _Download:
-    """Passes the bytes [low, high) of an answer's body to a sink."""
+    """Passes the bytes [low, high) of a response's body to a sink."""
 
     def __init__(self, body: Any, low: int, high: int, sink: Sink) -> None:
         self.got = 0
@@ -332,10 +334,10 @@ class S3Upload:
             lost = isinstance(error, FileNotFoundError) or error_code(error) == "InvalidPart"
             if not lost and not isinstance(error, FileExistsError):
                 raise
-            # An earlier try may have succeeded, but its answer was lost.
+            # An earlier try may have succeeded, but its response was lost.
             if again and self._is_ours(name):
                 return ""
-            if lost:  # rclone rejects an interrupted part and all other parts with it
+            if lost:  # rclone rejects an interrupted part, and then all other parts too
                 raise _lost_by(error) from error
             raise
 
@@ -358,7 +360,7 @@ class S3Upload:
 
 
 def _files(bucket: str, page: Any) -> list[Entry]:
-    """Return the objects of one page of a listing."""
+    """Return the objects in one page of a listing."""
     return [
         {
             **{name: item[name] for name in ("LastModified", "ETag") if name in item},
@@ -372,13 +374,13 @@ def _files(bucket: str, page: Any) -> list[Entry]:
 
 
 def _combined_tag(tags: Sequence[str]) -> str:
-    """Return the tag of an S3 object with these parts: the MD5 of their MD5s, "-", and their number."""
+    """Return the ETag of an S3 object that has these parts: the MD5 of their MD5s, "-", and their number."""
     import hashlib
 
     try:
         digests = b"".join(bytes.fromhex(tag.strip('"')) for tag in tags)
     except ValueError:
-        return ""  # encrypted with a customer's key: tags are not MD5s
+        return ""  # encrypted with a customer's key, so the tags are not MD5s
     return f"{hashlib.md5(digests, usedforsecurity=False).hexdigest()}-{len(tags)}"
 
 

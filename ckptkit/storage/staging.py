@@ -1,4 +1,4 @@
-"""Names staging and trash directories and their owner files, and tells whether a writer is dead."""
+"""Names staging and trash directories and their owner files, and tells whether their writers are dead."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ STARTING_S = 60.0  # how long a writer may take between creating its owner file 
 _LEFTOVER = re.compile(r"\.(tmp|trash)-(.+)-([0-9a-f]{16})((?:\.[0-9]{1,6})?\.owner)?", re.DOTALL)
 
 Replaceable: TypeAlias = Callable[[Store, str, Collection[str]], None]
-"""Raises CheckpointExistsError unless the path is exactly one checkpoint or one export, which may be replaced.
+"""Raises CheckpointExistsError unless the path is exactly one checkpoint or export, and so may be replaced.
 
 Called with a store, the path in it, and names to ignore there because an interrupted command wrote them. It is a
-callback because the storage layer knows no formats."""
+callback because the storage layer knows no formats.
+"""
 
 
 def new_nonce() -> str:
@@ -50,17 +51,17 @@ def new_nonce() -> str:
 
 
 def staging_name(name: str, nonce: str) -> str:
-    """Return the name of the staging directory of `name`. It never looks like a checkpoint's name."""
+    """Return a name for a staging directory of `name`. It never looks like a checkpoint's name."""
     return f".tmp-{_truncated(name)}-{nonce}"
 
 
 def trash_name(name: str, nonce: str) -> str:
-    """Return the name that `name` gets before it is deleted."""
+    """Return what to rename `name` to before it is deleted."""
     return f".trash-{_truncated(name)}-{nonce}"
 
 
 def _truncated(name: str) -> str:
-    return os.fsencode(name)[:200].decode("utf-8", "ignore")  # with prefix and nonce: file systems allow 255 bytes
+    return os.fsencode(name)[:200].decode("utf-8", "ignore")  # prefix and nonce must also fit into 255 bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,28 +75,28 @@ class Leftover:
 
 
 def leftover_of(path: str) -> Leftover | None:
-    """Parse the name of a directory entry. Returns None if it is not a leftover of ckptkit."""
+    """Parse the name of a directory entry. Return None if it is not one of ckptkit's leftovers."""
     match = _LEFTOVER.fullmatch(path)
     return Leftover(path, "owner" if match[4] else match[1], match[2], match[3]) if match else None
 
 
 def leftovers(parent: LocalStore, name: str) -> list[Leftover]:
-    """Return the staging directories, trash directories and owner files of `name` below `parent`."""
+    """Return the staging directories, trash directories and owner files of `name` under `parent`."""
     found = (leftover_of(item.path) for item in parent.list())
     return [leftover for leftover in found if leftover is not None and leftover.name == _truncated(name)]
 
 
 def owner_path(staging: str, rank: int = 0) -> str:
-    """Return the path of a rank's owner file. It names the writer of a staging directory.
+    """Return the path of a rank's owner file, which names the writer of a staging directory.
 
-    Rank 0 creates its file before the directory and deletes it after the directory. So a staging directory without an
-    owner file has no writer. The file is next to the directory because everything inside will be published.
+    Rank 0 creates its file before the directory and deletes it after the directory, so a staging directory without an
+    owner file has no writer. The file is not inside the directory, because everything there will be published.
     """
     return f"{staging}.{rank}.owner" if rank else f"{staging}.owner"
 
 
 def owner_files(parent: LocalStore, staging: str) -> list[str]:
-    """Return the owner files of a staging directory, rank 0's first."""
+    """Return a staging directory's owner files, rank 0's first."""
     pattern = re.compile(re.escape(staging) + r"(?:\.[0-9]{1,6})?\.owner", re.DOTALL)
     found = [item.path for item in parent.list() if pattern.fullmatch(item.path)]
     return sorted(found, key=lambda path: path != owner_path(staging))
@@ -106,9 +107,9 @@ class Writer:
     """The content of an owner file.
 
     Attributes:
-        leased: Whether the writer held the run's lease. If so, the next owner of the lease knows that it is dead.
-        replaces: Name of the target that was moved away after the staging directory was complete; "" if none.
-        old: Path that may contain the replaced content: the staging directory or the file in it.
+        leased: Whether the writer held the run's lease. If so, it is dead once another process holds the lease.
+        replaces: Name of the target, which was moved away once the staging directory was complete; "" if none was.
+        old: Path that may contain the replaced content: the staging directory, or the file in it.
     """
 
     nonce: str
@@ -124,7 +125,7 @@ def write_owner(store: Store, path: str, nonce: str, *, leased: bool = False) ->
     if not isinstance(store, LocalStore):
         store.write(path, body)
         return
-    fd = store.create(path)  # not synced: a power cut ends the writer too
+    fd = store.create(path)  # not synced, because a power cut ends the writer too
     try:
         while body:
             body = body[os.write(fd, body) :]
@@ -146,30 +147,30 @@ def read_owner(store: Store, path: str) -> Writer | None:
 
 
 def is_abandoned(parent: Store, leftover: Leftover, *, leased: bool = False) -> bool | None:
-    """Return whether the writer of a leftover is dead; None if unknown, as on another machine.
+    """Return whether a leftover's writer is dead; None if unknown, as on another machine.
 
     Args:
         leased: Whether the caller holds the run's lease. If so, no other leased writer is alive.
     """
     if leftover.kind == "trash":
-        return True  # any process may continue a deletion
+        return True  # any process may finish a deletion
     return is_dead(parent, owner_path(staging_name(leftover.name, leftover.nonce)), leased=leased)
 
 
 def is_dead(store: Store, path: str, *, leased: bool = False) -> bool | None:
-    """Return whether the writer that an owner file names is dead; None if unknown."""
+    """Return whether the writer named in an owner file is dead; None if unknown."""
     writer = read_owner(store, path)
     if writer is not None:
         if leased and writer.leased and writer.owner == this_process():
-            return True  # an earlier save of this process, which failed and could not clean up: saves take turns
+            return True  # left by an earlier save in this process, which must have failed: saves take turns
         alive = writer.owner.alive()
         if alive is None:
             return True if leased and writer.leased else None
         return not alive
-    found = store.info(path)  # an empty file: its writer has just created it, or died right after that
+    found = store.info(path)  # the file is empty: its writer has just created it, or died right after that
     return found is None or time.time() - found.mtime > STARTING_S
 
 
 def is_interruption(error: BaseException) -> bool:
-    """Return whether the work was stopped (Ctrl-C, a dead rank) rather than failed."""
+    """Return whether the work was interrupted (Ctrl-C, a dead rank), as opposed to failing."""
     return isinstance(error, KeyboardInterrupt) or (isinstance(error, RankFailedError) and error.interrupted)

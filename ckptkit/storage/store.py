@@ -32,9 +32,9 @@ class FileInfo:
     """One entry of a listing.
 
     Attributes:
-        path: Relative to the store, with "/" between parts.
+        path: Relative to the store, with "/" between components.
         kind: "file", "directory", "symlink" or "other" (FIFO, device, socket). Symlinks are not followed.
-        size: Size of a file in bytes, otherwise 0.
+        size: Size in bytes if it is a file, otherwise 0.
         mtime: Seconds since the epoch; 0.0 if the store has none.
         tag: Changes whenever the content does (an ETag, a generation); "" if the store has none.
     """
@@ -48,7 +48,7 @@ class FileInfo:
 
 @dataclass(frozen=True, slots=True)
 class ReadInto:
-    """One range to read: fills `view` with the bytes of `path` from `start` on."""
+    """One range to read: fills `view` with the bytes of `path` that start at `start`."""
 
     path: str
     start: int
@@ -60,7 +60,7 @@ class UnfinishedUpload:
     """A multipart upload that was neither completed nor aborted. It costs money, and listings do not show it.
 
     Attributes:
-        path: The path of its object, relative to the store.
+        path: The path of the object, relative to the store.
     """
 
     name: str
@@ -69,34 +69,34 @@ class UnfinishedUpload:
     path: str = ""
 
 
-Uploads = list[UnfinishedUpload]  # a Store has a method called list
+Uploads = list[UnfinishedUpload]  # inside a Store, `list` is a method
 
 
 class BlobWriter(Protocol):
-    """A new file. It appears complete when the `with` block succeeds, or not at all."""
+    """A new file. If the `with` block succeeds, it appears complete; otherwise it does not appear at all."""
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Append all of `data`."""
 
 
 class Store(Protocol):
-    """Files below one URL. Paths are relative, with "/" between parts; "" is the root itself.
+    """Files under one URL. Paths are relative, with "/" between components; "" is the root itself.
 
-    Every method may be called from several threads, and retries transient failures. Methods with a body are defaults
-    for stores that have nothing to do.
+    Every method may be called from several threads, and retries transient failures. Methods that have a body are
+    defaults, for stores that have nothing to do there.
 
     Raises (all methods):
         FileNotFoundError: The path does not exist.
         PermissionError: Access is denied.
-        UnsafePathError: The path is absolute, has "..", NUL or a backslash, or is empty where a file is meant.
+        UnsafePathError: The path is absolute, contains "..", NUL or a backslash, or is empty where a file is meant.
         StorageError: Any other failure of the storage.
     """
 
     url: str
     asking_costs: bool
-    """Whether each lookup and each read is a request to a server. If so, callers batch them."""
+    """Whether every lookup and every read is a request to a server. If so, callers batch them."""
     sizes_are_free: bool
-    """Whether lookups of names and sizes cost nothing."""
+    """Whether looking up names and sizes costs nothing."""
 
     def child(self, path: str) -> Store:
         """Return the store of the directory at `path`."""
@@ -108,9 +108,9 @@ class Store(Protocol):
         """Return whether there is a file at `path`. Makes one request."""
 
     def list(self, path: str = "", *, recursive: bool = False) -> list[FileInfo]:
-        """Return the entries below `path`, sorted by path; [] if it is not a directory.
+        """Return the entries under `path`, sorted by path; [] if it is not a directory.
 
-        Paths are relative to the store. Never cached; symlinks are not followed. With `recursive`, returns files only.
+        Paths are relative to the store. Never cached; symlinks are not followed. With `recursive`, returns only files.
         """
 
     def free_bytes(self) -> int | None:
@@ -118,21 +118,24 @@ class Store(Protocol):
         return None
 
     def read(self, path: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Return the bytes [start, stop) of a regular file; fewer only at the end of the file."""
+        """Return the bytes [start, stop) of a regular file, or fewer at the end of the file."""
 
     def read_into(self, path: str, start: int, view: memoryview) -> None:
-        """Fill `view` with the bytes from `start` on. Raises IncompleteCheckpointError if the file is too short."""
+        """Fill `view` with the bytes from offset `start` on.
+
+        Raises IncompleteCheckpointError if the file is too short.
+        """
         self.read_many([ReadInto(path, start, view)])
 
     def read_many(self, reads: Sequence[ReadInto], *, workers: int = 0) -> None:
-        """Fill many views. Nearby ranges of a file become one read, and several reads run at once."""
+        """Fill many views. Nearby ranges of one file are read together, and several reads run at a time."""
 
     def fetch(self, paths: Iterable[str]) -> None:
-        """Download small files concurrently before they are read, if that saves time."""
+        """Download small files concurrently, before they are read, if that saves time."""
         return
 
     def writer(self, path: str, *, sync: bool = True) -> AbstractContextManager[BlobWriter]:
-        """Open a new file that appears complete or not at all. With `sync` it is durable when the block ends.
+        """Open a new file, which appears either complete or not at all. With `sync` it is durable when the block ends.
 
         Raises:
             FileExistsError: The path exists (if the store can tell).
@@ -146,21 +149,23 @@ class Store(Protocol):
 
     @property
     def has_conditional_writes(self) -> bool | None:
-        """Whether the store refuses to replace a file without `overwrite`; None if not tried yet."""
+        """Whether the store itself refuses to replace a file unless `overwrite` is given; None if not tested yet."""
 
     def try_conditional(self, path: str, data: bytes) -> None:
-        """Find out whether the store has conditional writes, if that is unknown. The file at `path` must exist and
-        contain `data`."""
+        """Find out whether the store has conditional writes, unless this is already known.
+
+        The file at `path` must exist and contain `data`.
+        """
         return
 
     def claim(self, path: str, data: bytes, *, looked: bool) -> None:
-        """Create a file for which several writers compete. Not synced, because a power cut also ends its owner.
+        """Create a file that several writers compete for. Not synced, because a power cut also ends its owner.
 
         Args:
             looked: Whether the caller has just seen that the path is free.
 
         Raises:
-            FileExistsError: Another writer was first, if the store can tell.
+            FileExistsError: Another writer was first (if the store can tell).
         """
 
     def settle(self) -> None:
@@ -168,15 +173,15 @@ class Store(Protocol):
         return
 
     def arrived(self) -> dict[str, int]:
-        """Return the sizes, by path, of the files that the store has confirmed to be complete."""
+        """Return the sizes, by path, of files that the store has confirmed to be complete."""
         return {}
 
     def with_each_put(self, around: Callable[[Callable[[], str]], str]) -> Store:
-        """Return the same store with `around` called for each try of each put. A file system has no puts."""
+        """Return a view of this store that wraps each try of each put in `around`. A file system has no puts."""
         return self
 
     def unfinished_uploads(self, path: str = "", *, older_than_s: float = 0.0) -> Uploads:
-        """Return the unfinished multipart uploads below `path`. They cost money, and listings do not show them."""
+        """Return the unfinished multipart uploads under `path`. They cost money, and listings do not show them."""
         return []
 
     def end_uploads(self, found: Sequence[UnfinishedUpload]) -> None:
@@ -187,34 +192,35 @@ class Store(Protocol):
         """Delete files, ignoring missing ones."""
 
     def delete_tree(self, path: str) -> None:
-        """Delete a directory and everything below it, without following symlinks."""
+        """Delete a directory and everything under it, without following symlinks."""
 
     def existing(self) -> Store:
-        """Return the same store, for writing only while its directory exists: a lost directory is never recreated."""
+        """Return a view of this store that writes only while its directory exists, and never recreates it."""
         return self
 
     def with_free_names(self) -> Store:
-        """Return the same store, for writing to names that are known to be free, so that no request checks them.
+        """Return a view of this store for writing to names that are known to be free, without requests to check them.
 
-        A name that exists is still refused, if the store can tell.
+        An existing name is still refused, if the store can tell.
         """
         return self
 
     def sync_directory(self, path: str = "") -> None:
-        """Make the names in a directory durable, unless the store always does so."""
+        """Make a directory's entries durable, unless the store always does so."""
         return
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """An object store with its own module here.
+    """An object store that has its own module here.
 
     Attributes:
-        api: Module and class of its `FsspecApi`, below ckptkit.storage.
-        extra: The extra of this package that installs its client.
-        credentials: Where its client finds credentials, for error messages.
-        environment: Prefixes of the environment variables that its client reads.
-        transient: Names of client errors that are worth a retry. Not classes, because the client may not be installed.
+        api: Module and class of its `FsspecApi`, relative to ckptkit.storage.
+        extra: This package's extra that installs the store's client.
+        credentials: Where the client finds credentials, for error messages.
+        environment: Prefixes of the environment variables that the client reads.
+        transient: Names of the client's error classes that are worth a retry. Not the classes themselves, because the
+            client may not be installed.
     """
 
     api: str
@@ -244,7 +250,7 @@ _AZURE = Service(
     ("ServiceRequestError", "ServiceResponseError"),
 )
 SERVICES = {"s3": _S3, "s3a": _S3, "gs": _GCS, "gcs": _GCS, "abfs": _AZURE, "abfss": _AZURE, "az": _AZURE}
-"""Object stores by URL protocol. For all others, fsspec's plain interface is used."""
+"""Object stores by URL protocol. All others go through fsspec's generic interface."""
 
 
 def split_url(url: str) -> tuple[str, str]:
@@ -268,8 +274,8 @@ def require_bucket(url: str) -> None:
         raise UsageError(f"{url} has no bucket. Write {protocol}://BUCKET/{rest.strip('/') or 'PATH'}")
 
 
-# Matches empty parts, "." and "..", and characters that no path may have. Among these are lone surrogates, except those
-# that stand for the bytes of a name that is not UTF-8.
+# Matches empty components, "." and "..", and characters that no path may contain. These include lone surrogates, except
+# for the ones that represent bytes of a name that is not UTF-8.
 _REFUSED = re.compile("(?:^|/)[.]{0,2}(?:/|\\Z)|[\\\\\\x00-\\x1f\\x7f\ud800-\udc7f\udd00-\udfff]")
 
 # Windows reserves these names, with any extension. Checkpoints must be portable.
@@ -287,11 +293,11 @@ _DEVICES = frozenset(
 
 
 def checked_path(path: str, *, root_allowed: bool = False) -> str:
-    """Return `path` if it is a valid path below a store.
+    """Return `path` if it is a valid path under a store.
 
     Raises:
-        UnsafePathError: The path is absolute or empty, or has "." or "..", an empty part, NUL, a control character or a
-            backslash.
+        UnsafePathError: The path is absolute or empty, or contains ".", "..", an empty component, NUL, a control
+            character or a backslash.
     """
     if not (is_path(path) or (path == "" and root_allowed)):
         raise UnsafePathError(
@@ -302,12 +308,12 @@ def checked_path(path: str, *, root_allowed: bool = False) -> str:
 
 
 def is_path(path: str) -> bool:
-    """Return whether `path` is a valid path below a store. Other programs may have written keys that are not."""
+    """Return whether `path` is valid under a store. Other programs may have written keys that are not valid paths."""
     return len(path) <= 4096 and not _REFUSED.search(path)
 
 
 def is_safe_name(name: str) -> bool:
-    """Return whether `name` is one plain file name on any system: no separator, drive, device or trailing dot."""
+    """Return whether `name` is one plain file name on every system: no separator, drive, device or trailing dot."""
     return (
         0 < len(name.encode("utf-8", "surrogatepass")) <= 255
         and name not in (".", "..")

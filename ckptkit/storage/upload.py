@@ -1,4 +1,4 @@
-"""Uploads one object from a stream of writes: in one request if it is small, else in parallel parts."""
+"""Uploads one object from a stream of writes: in one request if it is small, otherwise in parallel parts."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_MANY = 8000  # after this many parts, parts get larger, because S3 accepts at most 10 000
+_MANY = 8000  # from this many parts on, parts are larger, because S3 accepts at most 10 000
 _LARGE = 512 << 20
 _LEAST = 5 << 20  # the smallest part that S3 accepts, except for the last
-_TIMES = 3  # how often an object is sent if the store loses the upload
+_TIMES = 3  # how often to send an object at most, if the store loses the upload
 
 
 class PartWriter:
-    """Splits a stream of writes into parts and sends them, several at once unless the store needs them in order.
+    """Splits a stream of writes into parts and sends several at once, or one by one if the store needs them in order.
 
-    `write` copies its data, and a writer buffers at most two parts. `Connection.own.budget` limits the memory in flight
-    of all writers of the process. While all writers together buffer a lot, a new upload uses smaller parts and buffers
-    one.
+    `write` copies its data. A writer buffers at most two parts. `Connection.own.budget` limits the memory that all
+    writers of the process have in flight. While they buffer a lot together, new uploads use smaller parts and buffer
+    only one.
 
-    `lend` does not copy. An object that was only lent can be sent again if the store loses the upload.
+    `lend` does not copy. If the store loses an upload whose data was all lent, it is sent again.
 
-    The next write, or `finish`, raises the error of a failed part. Only one thread may use a writer.
+    If a part fails, the next write, or `finish`, raises its error. Only one thread may use a writer.
 
     Attributes:
-        nbytes: All bytes written.
+        nbytes: Number of bytes written so far.
 
     Args:
-        attempt: Calls a function with retries, and raises the errors of a Store.
+        attempt: Calls a function with retries. Raises a Store's errors.
     """
 
     def __init__(
@@ -53,15 +53,15 @@ class PartWriter:
         self._name = name
         self._attempt = attempt
         self.nbytes = 0
-        self._parts = [self._collected()]  # not sent yet; a few of them may become one request
+        self._parts = [self._collected()]  # not sent yet; several may become one request
         self._crc32 = 0  # of these parts together
         self._part_bytes = UPLOAD_BYTES  # size of all parts but the last: some stores require equal sizes
-        self._most = 2  # most parts that may become one request
-        self._copied = 0  # bytes buffered and not sent
+        self._most = 2  # how many parts may become one request
+        self._copied = 0  # bytes that are buffered and not sent
         self._upload: Upload | None = None
         self._sent: list[Future[object]] = []
         self._count = 0
-        self._lent: list[Content] | None = []  # everything sent; None once copied data was sent, which is not kept
+        self._lent: list[Content] | None = []  # everything sent; None once copied data was sent, because it is not kept
         self._lost: LostUploadError | None = None
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
@@ -77,13 +77,13 @@ class PartWriter:
             at += len(piece)
 
     def lend(self, data: memoryview, start: int, stop: int, *, owner: object) -> None:
-        """Append the bytes [start, stop) of `data` without a copy.
+        """Append the bytes [start, stop) of `data` without copying them.
 
         They must not change until the writer's block has ended and the store's `settle` has returned. `owner` keeps the
         memory alive until then.
         """
         if self._upload is None and len(self._parts) == 1 and self._parts[0].nbytes < UPLOAD_BYTES:
-            self._part_bytes, self._most = _part_of(len(data)), 2  # large parts cost no memory here
+            self._part_bytes, self._most = _part_of(len(data)), 2  # lent memory needs no buffer, so parts may be large
         while start < stop:
             end = min(stop, start + self._room())
             self._parts[-1].lend(data, start, end, owner)
@@ -103,14 +103,14 @@ class PartWriter:
         self._connection.own.budget.collect(nbytes)
 
     def _room(self, *, copying: bool = False) -> int:
-        """Return how many bytes fit into the current part. A full part is sent once more data follows."""
+        """Return how many more bytes fit into the current part. A full part is sent once more data follows."""
         if copying and self._is_crowded():
             self._part_bytes = self._parts[0].nbytes
         most = self._part_bytes if self._count < _MANY else _LARGE
         room = most - self._parts[-1].nbytes
         if room > 0:
             return room
-        # One request instead of two parts saves two requests and a wait.
+        # Sending both parts in one request saves two requests and a wait.
         if self._upload is not None or len(self._parts) == self._most or self._is_crowded():
             self._send(last=False)
         elif len(self._parts) == 1:
@@ -126,7 +126,10 @@ class PartWriter:
         return nbytes > 0 and nbytes % _step() == 0 and self._connection.own.budget.crowded
 
     def finish(self) -> str | Content:
-        """Complete the object and return its tag. If one request is enough, return the content: the caller puts it."""
+        """Complete the object and return its tag.
+
+        If one request is enough, return the content for the caller to put.
+        """
         if self._upload is None:
             *before, last = self._parts
             self._collect(-self._copied)
@@ -154,13 +157,13 @@ class PartWriter:
         raise self._lost
 
     def _lose(self, error: LostUploadError) -> None:
-        """Record that the upload is lost; raise the error if its parts cannot be sent again."""
+        """Record that the upload is lost. Raises the error if its parts can't be sent again."""
         if self._lent is None:
             raise error
         self._lost = error
 
     def _begin_again(self) -> None:
-        """Send everything again."""
+        """Start the upload again and send everything."""
         assert self._upload is not None and self._lent is not None
         logger.info("the store lost an upload (%s); sending it again", self._lost)
         self._end_upload()
@@ -172,10 +175,10 @@ class PartWriter:
             self._send_part(content, last=content is lent[-1])
 
     def abort(self) -> None:
-        """Discard the upload. Never raises: the caller has an error already."""
+        """Discard the upload. Never raises, because the caller already has an error."""
         for future in self._sent:
             future.cancel()
-        for future in self._sent:  # a part that arrives after the abort would cost money again
+        for future in self._sent:  # a part that arrives after the abort would cost money
             if not future.cancelled():
                 future.exception()
         self._end_upload()
@@ -218,7 +221,7 @@ class PartWriter:
         self._sent.append(self._connection.upload(lambda: self._attempt(job), self._api.held(content)))
 
     def _raise_early(self) -> None:
-        """Raise the error of a failed part, and forget the parts that are done."""
+        """Raise a failed part's error. Forget the parts that are done."""
         waiting = []
         for future in self._sent:
             if not future.done():
@@ -238,13 +241,13 @@ class PartWriter:
 
 
 def _step() -> int:
-    """Return the unit of part sizes in bytes. A part may end early after any unit. GCS wants multiples of 256 KiB."""
+    """Return the granularity of parts in bytes: a part may end at any multiple. GCS requires multiples of 256 KiB."""
     return max(_LEAST, UPLOAD_BYTES // 3)
 
 
 def _part_of(nbytes: int) -> int:
     """Return the part size for `nbytes` of lent memory: an eighth, for eight connections, but 108 to 216 MiB.
 
-    Larger parts need fewer requests, but a failed part is sent again as a whole.
+    Larger parts need fewer requests, but if a part fails, all of it is sent again.
     """
     return max(3 * UPLOAD_BYTES, min(6 * UPLOAD_BYTES, -(-nbytes // (8 * _step())) * _step()))
