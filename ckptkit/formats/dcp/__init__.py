@@ -1,1 +1,1 @@
-"""torch.distributed.checkpoint: reads and writes `.metadata` and `*.distcp` files."""
+"""torch.distributed.checkpoint (DCP): reads and writes `.metadata` and `*.distcp` files."""

@@ -1,7 +1,7 @@
-"""Reads torch.distributed.checkpoint (DCP) checkpoints: `.metadata`, or one `__R.metadata` per rank, and data files.
+"""Reads torch.distributed.checkpoint (DCP) checkpoints: `.metadata` (or one `__R.metadata` per rank) and data files.
 
-Opening a checkpoint reads only metadata. Finding a tensor's bytes inside its data file takes another read per slice, so
-`locate` does that on first access.
+Opening a checkpoint reads only metadata. `locate` finds where a tensor's bytes are in its data file on first access,
+because that takes another read per slice.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _BYTES_KIND = "torch.distributed.checkpoint.metadata.BytesStorageMetadata"
 _ZSTD = "stream.zstd/1"
 _MAX_NDIM = 64
 _MAX_COUNT = 1 << 62
-_MOST_PACKED = 64  # the largest ratio of declared to stored bytes: float64 values packed into one bit each
+_MOST_PACKED = 64  # highest ratio of declared to stored bytes: float64 values packed into one bit each
 _KINDS = {"other": "FIFO, a socket or a device"}
 
 Int64 = npt.NDArray[np.int64]
@@ -55,7 +55,7 @@ Int32 = npt.NDArray[np.int32]
 
 @collector_paused()
 def open_catalog(store: Store, *, options: ReadOptions = ReadOptions()) -> Catalog:  # noqa: B008 - frozen
-    """Return the catalog of the DCP checkpoint at the store's root. Reads only metadata, no data file.
+    """Return the catalog of the DCP checkpoint at the store's root. Reads only metadata, no data files.
 
     Raises:
         CheckpointNotFoundError: There is no metadata file.
@@ -70,11 +70,11 @@ def open_catalog(store: Store, *, options: ReadOptions = ReadOptions()) -> Catal
 
 
 def metadata_files(listing: Mapping[str, FileInfo]) -> list[str]:
-    """Return the names of a directory's metadata files: `.metadata`, or the files of all ranks in rank order.
+    """Return the names of a directory's metadata files: `.metadata`, or one file per rank, in rank order.
 
     Raises:
         CheckpointNotFoundError: There is no metadata file.
-        IncompleteCheckpointError: The save did not finish, or the metadata files of some ranks are missing.
+        IncompleteCheckpointError: The save did not finish, or some ranks' metadata files are missing.
     """
     if METADATA in listing:
         return [METADATA]
@@ -112,7 +112,7 @@ def _load(store: Store, info: FileInfo) -> Any:
 
 
 class _Part:
-    """A metadata file. The constructor checks the top-level fields."""
+    """An unpickled metadata file. The constructor checks its top-level fields."""
 
     def __init__(self, info: FileInfo, value: Any) -> None:
         self.name = info.path
@@ -128,7 +128,8 @@ class _Part:
         place, save = (
             meta.fields.get(key) if isinstance(meta, Record) else None for key in ("checkpoint_id", "save_id")
         )
-        # A save that ends with a commit record writes to a directory named after itself; a reshard leaves both empty.
+        # A save that ends with a commit record writes to a directory that ends with the save's id. A reshard leaves
+        # both fields empty.
         self.is_of_a_save = isinstance(place, str) and isinstance(save, str) and place.rstrip("/").endswith(save)
 
     def _dict(self, fields: Mapping[str, Any], key: str) -> dict[Any, Any]:
@@ -143,7 +144,7 @@ class _Part:
         return CorruptCheckpointError(f"{self.name}: {text}.")
 
     def paths(self) -> dict[str, tuple[str | int, ...]]:
-        """Return the path of each key in the nested state dict."""
+        """Return each key's path in the nested state dict."""
         found: dict[str, tuple[str | int, ...]] = {}
         for key, path in self.planner.items():
             if not isinstance(key, str):
@@ -154,7 +155,7 @@ class _Part:
         return found
 
     def grouped_storage(self) -> dict[str, dict[tuple[int, ...] | None, StorageInfo]]:
-        """Return where each item is stored, by key and then by offset (None for entries that are bytes)."""
+        """Return each item's location, by key and then by offset (None for entries that are plain bytes)."""
         infos = list(self.storage.values())
         try:
             names, offsets = _fields(self.storage, "fqn"), _fields(self.storage, "offset")
@@ -178,8 +179,8 @@ class _Part:
         return grouped
 
 
-# These helpers make a few passes in C over whole lists. For a million slices, a Python loop would take as long as
-# unpickling.
+# Each of these helpers checks a whole list in a few passes that run in C. With a million slices, a Python loop would
+# take as long as unpickling them.
 
 
 def _fields(values: Iterable[Any], name: str) -> list[Any]:
@@ -196,7 +197,7 @@ def _are_counts(values: Sequence[Any]) -> bool:
 
 
 class _Files:
-    """Numbers the data files, and checks each file once."""
+    """Numbers the data files, and checks each file the first time it is named."""
 
     def __init__(self, store: Store, listing: Mapping[str, FileInfo]) -> None:
         self._store = store
@@ -346,7 +347,7 @@ class _Builder:
     def _gather_whole(
         self, part: _Part, name: str, entry: TensorMetadata, places: dict[tuple[int, ...] | None, StorageInfo]
     ) -> bool:
-        """Record a quantized or sparse tensor as an object if it was saved in one piece. Return whether it was."""
+        """If a quantized or sparse tensor was saved in one piece, record it as an object. Return whether it was."""
         chunks = entry.chunks
         if type(chunks) is not list or len(chunks) != 1 or len(places) != 1 or name in self.rows:
             return False
@@ -361,7 +362,7 @@ class _Builder:
     # --- columns
 
     def _joined_rows(self) -> TensorColumns:
-        """Return the rows of all tensors as columns."""
+        """Return the slices of all tensors as columns."""
         rows = self.rows.values()
 
         def column(field: str, dtype: Any) -> npt.NDArray[Any]:
@@ -408,7 +409,7 @@ class _Builder:
         return entries
 
     def _check_opaque(self, entry: TensorEntry, error: CorruptCheckpointError) -> None:
-        """Raise `error` (too few stored bytes) unless the tensor is of a subclass, which may pack its values."""
+        """Raise `error` (too few stored bytes) unless the tensor belongs to a subclass, which may pack its values."""
         slices = entry.slices
         assert isinstance(slices, LocatedSlices)
         try:
@@ -432,12 +433,12 @@ class _Builder:
             )
 
     def _check_bytes(self, columns: TensorColumns) -> tuple[npt.NDArray[np.float64], dict[str, CorruptCheckpointError]]:
-        """Check that no slice declares more bytes than are stored for it, because memory is allocated for the declared
+        """Check that no slice declares more bytes than the file stores for it. A load allocates memory for the declared
         size.
 
         Returns:
-            The number of elements of each slice, and an error for each tensor that declares too many bytes but may be
-            of a subclass that packs its values.
+            Each slice's number of elements, and an error for each tensor that declares too many bytes but may belong to
+            a subclass that packs its values.
         """
         owners, numels = columns.owners, columns.numels()
         negative = np.flatnonzero(columns.sizes < 0)
@@ -515,7 +516,7 @@ class _Builder:
 
 
 def _ranges(infos: Sequence[StorageInfo], part: _Part, name: str) -> tuple[list[int], list[int]]:
-    """Return the start and the length of each item, in bytes."""
+    """Return each item's start and length in bytes."""
     try:
         starts, lengths = _fields(infos, "offset"), _fields(infos, "length")
     except AttributeError:
@@ -538,9 +539,9 @@ def _is_zstd(info: StorageInfo, part: _Part, name: str) -> bool:
 
 
 def _tensor_dtype(properties: Any) -> str:
-    """Return the dtype of pickled TensorProperties.
+    """Return the dtype from an unpickled TensorProperties.
 
-    Their pickled state is a tuple (dtype, layout, requires_grad, memory format, pinned).
+    Its pickled state is the tuple (dtype, layout, requires_grad, memory format, pinned).
 
     Raises:
         AttributeError: There is no dtype.

@@ -1,4 +1,4 @@
-"""Checks slices against their digests, during a load or with reads made only for the check."""
+"""Checks slices against their digests, either during a load or by reads that serve only the check."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["Running", "SliceCheck", "all_of", "check_bytes", "check_slices", "re
 
 T = TypeVar("T")
 
-_PIECE = 1 << 20  # bytes hashed at once; more than the writer's, because each piece is also a disk read
-_GAP = 64 << 10  # gaps up to this size are read and discarded
-_VECTOR = 512  # buffers per preadv call; the system allows 1,024
+_PIECE = 1 << 20  # bytes hashed at once: more than in the writer, because each piece is also a disk read
+_GAP = 64 << 10  # a gap of at most this size is read and discarded
+_VECTOR = 512  # buffers per preadv call; the system allows up to 1,024
 _REMOTE = 16 << 20  # bytes per request to a remote store
-CHECK_BYTES = 32 << 20  # buffer size of each thread that checks slices of a remote store
+CHECK_BYTES = 32 << 20  # each thread's buffer size when it checks slices in a remote store
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class SliceCheck:
 
 
 class Running:
-    """Hashes the pieces of a slice, and compares the hash with the slice's digest if there is one."""
+    """Hashes a slice piece by piece, then compares the hash with the slice's digest if it has one."""
 
     def __init__(self, digest: Digest | None, path: str, name: str) -> None:
         self._digest, self._path, self._name = digest, path, name
@@ -49,13 +49,13 @@ class Running:
             self._hasher.update(piece)
 
     def check(self) -> None:
-        """Compare the hash with the digest. Raises IntegrityError, which names the file and the tensor."""
+        """Raise an IntegrityError that names the file and the tensor if the hash differs from the digest."""
         if self._digest is not None and self._hasher is not None:
             _compare(self._digest, self._hasher.intdigest(), self._path, self._name)
 
 
 def check_bytes(digest: Digest | None, data: memoryview, path: str, name: str) -> None:
-    """Compare bytes with their digest, if there is one. Raises IntegrityError, which names the file and the entry."""
+    """Raise an IntegrityError that names the file and the entry if the bytes differ from their digest (if any)."""
     if digest is not None:
         _compare(digest, hash_of((data,), digest.algorithm), path, name)
 
@@ -69,8 +69,8 @@ def _compare(digest: Digest, found: int, path: str, name: str) -> None:
 
 
 def all_of(calls: Sequence[Callable[[], T]], workers: int, *, name: str = "ckptkit-read") -> list[T]:
-    """Make the calls in several threads and return their results. After all threads have ended, raises the first
-    failure."""
+    """Make the calls in several threads and return their results. If any call fails, raise the first failure once all
+    threads have ended."""
     if workers <= 1 or len(calls) <= 1:
         return [call() for call in calls]
     with WorkerPool(min(workers, len(calls)), thread_name_prefix=name) as pool:
@@ -84,12 +84,12 @@ def all_of(calls: Sequence[Callable[[], T]], workers: int, *, name: str = "ckptk
 
 
 def read_pieces(store: Store, path: str, parts: Sequence[tuple[int, memoryview, Running]]) -> None:
-    """Read parts of one file into memory, and hash each piece while it is in the CPU cache.
+    """Read parts of one file into memory, and hash each piece while it is still in the CPU cache.
 
-    Parts with small gaps between them are read by one call.
+    If the gaps between parts are small, one call reads these parts together.
 
     Args:
-        parts: (position in the file, memory to fill, running hash) of each part, in file order.
+        parts: (position in the file, memory to fill, running hash) per part, in file order.
 
     Raises:
         IncompleteCheckpointError: The file is too short.
@@ -147,7 +147,7 @@ def _read_vector(
 def check_slices(store: Store, slices: Iterable[SliceCheck], workers: int) -> int:
     """Read whole slices in small pieces, compare them with their digests, and return the number of bytes read.
 
-    Each worker holds at most 1 MiB of a local store, or `CHECK_BYTES` of a remote one.
+    Each worker holds at most 1 MiB if the store is local, or `CHECK_BYTES` if it is remote.
 
     Raises:
         IntegrityError: Bytes differ from their digest. The message names the tensor and the file.
@@ -158,7 +158,7 @@ def check_slices(store: Store, slices: Iterable[SliceCheck], workers: int) -> in
 
 
 def _batches(slices: Iterable[SliceCheck], size: int) -> Iterator[list[SliceCheck]]:
-    """Yield batches of at most `size` bytes, or of one larger slice. Each batch is from one file, in file order."""
+    """Yield batches of at most `size` bytes, or of one larger slice. A batch reads one file, in file order."""
     batch: list[SliceCheck] = []
     nbytes = 0
     for item in sorted(slices, key=lambda item: (item.path, item.start)):

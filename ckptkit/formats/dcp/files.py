@@ -1,4 +1,4 @@
-"""Writes DCP data files: distributes the records over a few files, and computes digests and CRCs while writing."""
+"""Writes DCP data files: distributes records over a few files, and computes digests and CRCs while writing."""
 
 from __future__ import annotations
 
@@ -33,25 +33,25 @@ Phase = tuple[str, float, int]
 ROW = np.dtype(
     [("key", "<i4"), ("file", "<i4"), ("start", "<i8"), ("length", "<i8"), ("payload", "<i8"), ("digest", "<u8")]
 )
-"""The location of the record of a slice or an object. `start` and `payload` are byte positions in the file. `digest`
+"""Where a slice's or an object's record was written. `start` and `payload` are byte positions in the file. `digest`
 covers the payload. `key` is the tensor's number in the rank's table, or -1 for an object."""
 
 _PACK = 1 << 20  # small records are joined into writes of this size
-_FILE = 16 << 20  # fewer bytes are not worth another file, or another request to an object store
-_SMALL_FILE = 1 << 20  # on an object store, a smaller file is merged into another one
+_FILE = 16 << 20  # a new file, or another request to an object store, is not worth it for fewer bytes
+_SMALL_FILE = 1 << 20  # on an object store, a smaller file is merged into a larger one
 _ONE_REQUEST = 216 << 20  # a larger file is uploaded in parts while it is written
-_COPIED_FILES = 4  # files at once on an object store if tensors must be copied: the copies use memory during the upload
-_DIRTY = 16 << 20  # bytes between writebacks: 1 GiB takes 0.36 s on a disk (32 MiB: 0.38 s; only at fsync: 0.47 s)
+_COPIED_FILES = 4  # concurrent uploads if tensors must be copied, because the copies take up memory
+_DIRTY = 16 << 20  # bytes between writebacks: 1 GiB took 0.36 s on a disk (32 MiB: 0.38 s; fsync alone: 0.47 s)
 _FULL = (28, 122, 27)  # ENOSPC, EDQUOT, EFBIG
 
 
 @dataclass(slots=True)
 class Written:
-    """Where the records were written, in the order in which they were given.
+    """Where the records were written, in the order in which they were passed.
 
     Attributes:
         paths: The files.
-        files: The size of each file and the digest of its outline.
+        files: Each file's size, and the digest of its outline.
         rows: [n] of `ROW`. The keys are not set yet (-1).
         phases: Where the time was spent.
     """
@@ -63,7 +63,7 @@ class Written:
 
 
 def default_workers(store: Store) -> int:
-    """Return how many files a rank writes at once: 8 on an object store, else its share of the cores, at most 4."""
+    """Return how many files a rank writes at once: 8 on an object store, else its share of the cores, up to 4."""
     return 8 if store.asking_costs else _cores()
 
 
@@ -73,7 +73,7 @@ def _workers(store: Store, tensors: Sequence[torch.Tensor] | Sequence[memoryview
     from ckptkit.formats.dcp.host_bytes import lies_row_major
 
     nbytes = copied = 0
-    for tensor in tensors:  # one pass only: some sequences create their tensors on access
+    for tensor in tensors:  # iterate only once: some sequences create their tensors on access
         nbytes += tensor.nbytes
         copied += 0 if isinstance(tensor, memoryview) or lies_row_major(tensor) else tensor.nbytes
     return _COPIED_FILES if 2 * copied > nbytes else default_workers(store)
@@ -95,13 +95,13 @@ def write_records(
     workers: int = 0,
     sync: bool = True,
 ) -> Written:
-    """Write tensors and finished records to files `<prefix><n>.distcp`, and return where they are.
+    """Write tensors and already framed records to files `<prefix><n>.distcp`, and return where they are.
 
-    Each worker writes its own file, because file systems allow one writer at a time per file. A failure is raised after
-    all workers have stopped.
+    Each worker writes its own file, because file systems let only one thread at a time write to a file. If a worker
+    fails, the error is raised after all workers have stopped.
 
     Args:
-        frames, tensors: The tensors, and the frame of each tensor.
+        frames, tensors: The tensors, and each tensor's frame.
         records: Objects, already framed.
     """
     from ckptkit.formats.dcp.host_bytes import settle_device
@@ -130,7 +130,7 @@ def write_records(
 
 
 def _bins(lengths: Sequence[int], count: int) -> list[list[int]]:
-    """Distribute the records over files: the longest first, each to the file with the fewest bytes so far."""
+    """Distribute the records over files, longest record first, always to the file with the fewest bytes so far."""
     order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
     if count <= 1 or len(lengths) <= 1:
         return [order] if order else []
@@ -144,7 +144,7 @@ def _bins(lengths: Sequence[int], count: int) -> list[list[int]]:
 
 
 def _worth_a_request(bins: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
-    """Merge small files into the smallest of the other files. Small files are left over if one tensor is huge."""
+    """Merge the small files into the smallest large file. Small files are left over when one tensor is huge."""
     loads = [sum(lengths[row] for row in rows) for rows in bins]
     large = [(load, rows) for rows, load in zip(bins, loads, strict=True) if load >= _SMALL_FILE]
     small = [row for rows, load in zip(bins, loads, strict=True) if load < _SMALL_FILE for row in rows]
@@ -159,12 +159,12 @@ class FileJob:
     """Writes one file.
 
     Attributes:
-        number: Index of the file in `result.paths`.
+        number: The file's index in `result.paths`.
         rows: The indices of the file's records, in order. Indices from `len(frames)` on refer to `records`.
-        result: Filled in with the location of each record.
-        turn: Limits how many files are hashed at once, among files that are uploaded in one request. The first files
-            are then uploaded while others are hashed.
-        seconds: Time spent so far in the phases "digest" and "sync".
+        result: Filled in with each record's location.
+        turn: Limits how many files are hashed at once, among those that are uploaded in a single request. The first
+            files are thus uploaded while others are still hashed.
+        seconds: The time spent so far in the phases "digest" and "sync".
     """
 
     store: Store
@@ -182,7 +182,7 @@ class FileJob:
     _dirty: int = 0
 
     def run(self) -> None:
-        """Write the file, and fsync it if `sync`. If writing fails, remove the file."""
+        """Write the file, and fsync it if `sync` is set. If writing fails, remove the file."""
         from ckptkit.formats.dcp.host_bytes import HostBytes
 
         result, clock, source = self.result, time.perf_counter, HostBytes()
@@ -235,7 +235,7 @@ class FileJob:
         result.files[self.path] = FileRecord(at, outline.hexdigest(), outlined=True)
 
     def append(self, data: bytes | bytearray | memoryview) -> None:
-        """Write the next bytes of the file. Start writeback to the disk long before the fsync."""
+        """Write the file's next bytes. Start writeback to the disk early, so that the final fsync is short."""
         if self._remote is not None:
             self._remote.write(memoryview(data))
             return
@@ -261,7 +261,8 @@ class FileJob:
             with self.store.writer(self.path, sync=self.sync) as self._remote, turn:
                 yield
             return
-        # No fallocate: free space was checked before, appending does not fragment, and fallocate costs 3 % on tmpfs.
+        # No fallocate: free space has been checked, appending does not fragment the file, and fallocate costs 3 % on
+        # tmpfs.
         self._fd = self.store.create(self.path)
         try:
             yield
@@ -280,7 +281,7 @@ class FileJob:
 
 @contextlib.contextmanager
 def _naming(path: str) -> Iterator[None]:
-    """Add the file's name to errors of the operating system."""
+    """Add the file's name to errors raised by the operating system."""
     try:
         yield
     except OSError as error:

@@ -1,5 +1,5 @@
-"""Fills tensors from the slices of a checkpoint: reads only the bytes needed, into the tensors' memory, and checks
-digests."""
+"""Fills tensors from a checkpoint's slices. Reads only the bytes needed, straight into the tensors' memory where
+possible, and checks digests."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from ckptkit.storage.store import ReadInto, Store
 
 __all__ = ["Filler", "SliceCheck", "Verify", "add_box", "check_bytes", "check_slices", "part_of", "read_workers"]
 
-_FEW = 16  # up to this many slices, a loop is faster than numpy
+_FEW = 16  # for at most this many slices, a loop is faster than numpy
 
-_SMALL = 1 << 20  # up to this size, a tensor that must be cast or copied is read whole into its own buffer
+_SMALL = 1 << 20  # a tensor of at most this size that must be cast or copied is read whole into its own buffer
 _BATCH = 8 << 20
 _BATCH_REMOTE = 64 << 20  # read by several concurrent requests
-_TILE = 32 << 20  # size of the buffer for larger regions
+_TILE = 32 << 20  # buffer size for larger regions
 _RUN = 32 << 10  # shorter runs of needed bytes are read together with the gaps between them
 
 
@@ -46,22 +46,22 @@ class Verify(str, enum.Enum):
     """Which slices to check against their digests during a load."""
 
     READ = "read"  # slices that are read whole: needs no additional reads
-    FULL = "full"  # all slices: a slice that is only partly needed is read whole
+    FULL = "full"  # all slices: even a slice that is needed only in part is read whole
     OFF = "off"
 
 
 def read_workers(store: Store) -> int:
-    """Return the number of concurrent reads: 8 on an object store, else two per core of this rank, at most 8."""
+    """Return how many reads a rank does at once: 8 on an object store, else twice its share of the cores, up to 8."""
     if store.asking_costs:
         return 8
     ranks_here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
     return max(1, min(8, 2 * (os.cpu_count() or 1) // ranks_here))
 
 
-@dataclass(slots=True, eq=False)  # not frozen: creation would take twice as long, and a model has thousands
+@dataclass(slots=True, eq=False)  # not frozen: creating one would take twice as long, and a model has thousands
 class _Fill:
-    """A read of the region [offsets, offsets + sizes) of a slice into `target`: `needed` of the slice's `nbytes`
-    bytes."""
+    """A planned read of the region [offsets, offsets + sizes) of a slice into `target`. It needs `needed` of the
+    slice's `nbytes` bytes."""
 
     name: str
     path: str
@@ -84,16 +84,16 @@ class _Fill:
 
     @property
     def checkable(self) -> bool:
-        """Whether the digest covers exactly this slice."""
+        """Whether the digest covers exactly this slice's bytes."""
         d = self.digest
         return d is not None and d.start == self.start and d.nbytes == self.nbytes
 
 
 class Filler:
-    """Collects tensors to fill, then fills them all with concurrent reads.
+    """Collects tensors to fill, then fills all of them with concurrent reads.
 
     Attributes:
-        nbytes: Bytes of tensor data that were read.
+        nbytes: How many bytes of tensor data were read.
     """
 
     def __init__(self, store: Store, *, verify: Verify = Verify.READ, workers: int = 0, cast: bool = False) -> None:
@@ -105,7 +105,7 @@ class Filler:
         self._fills: list[_Fill] = []
 
     def add(self, entry: TensorEntry, row: int, offsets: tuple[int, ...], target: torch.Tensor) -> None:
-        """Schedule a read of slice `row` of a tensor into `target`, starting at `offsets` within the slice.
+        """Schedule a read from a tensor's slice `row` into `target`, starting at `offsets` within the slice.
 
         Raises:
             CheckpointMismatchError: The dtypes differ, and casts are not allowed.
@@ -141,7 +141,7 @@ class Filler:
         )
 
     def unchecked(self) -> list[SliceCheck]:
-        """Return the slices that will be read only in part. Their digests cannot be checked during the load."""
+        """Return the slices that the load will read only in part, and whose digests it therefore can't check."""
         found = {
             (fill.path, d.start): SliceCheck(fill.name, fill.path, d.start, d.nbytes, d)
             for fill in self._fills
@@ -151,34 +151,35 @@ class Filler:
         return list(found.values())
 
     def signature(self) -> bytes:
-        """Return a 16-byte hash of the planned reads. It is equal on ranks that read the same bytes into tensors of the
-        same dtype and layout."""
+        """Return a 16-byte hash of the planned reads. Two ranks have the same hash if they read the same bytes into
+        tensors with the same dtype and layout."""
         found = new_signer()
         for fill in self._fills:
-            # The codec is included because it makes `start` relative to the record. The layout decides how a tensor is
-            # sent.
+            # The codec is included because it decides what `start` is relative to. The target's layout is included
+            # because it decides how the tensor is sent.
             where = fill.path, fill.start, fill.nbytes, fill.offsets, fill.sizes, fill.strides, fill.codec
             found.update(repr((where, str(fill.target.dtype), lies_row_major(fill.target))).encode())
         return found.digest()
 
     def share_out(self, own: int, count: int) -> list[list[torch.Tensor]]:
-        """Divide the reads into `count` shares, keep share `own`, and return the tensors of each share.
+        """Divide the reads into `count` shares and keep only share `own`. Return each share's tensors.
 
-        Ranks with equal signatures get the same shares in the same order. Each share is contiguous in the files.
+        Ranks with equal signatures get the same shares in the same order. Each share is a contiguous range in the
+        files.
         """
         fills = sorted(self._fills, key=lambda fill: (fill.path, fill.start, fill.offsets))  # stable
         whole, before = max(1, sum(fill.needed for fill in fills)), 0
         shares: list[list[_Fill]] = [[] for _ in range(count)]
         for fill in fills:
-            # A tensor belongs to the share that contains its middle.
+            # A tensor goes to the share that its middle byte falls into.
             shares[min(count - 1, (before + fill.needed // 2) * count // whole)].append(fill)
             before += fill.needed
         self._fills = shares[own]
         return [[fill.target for fill in share] for share in shares]
 
     def last(self) -> dict[str, tuple[int, str]]:
-        """Return, for each file, where the last read ends and which tensor it reads. A truncated file lacks that
-        tensor."""
+        """Return, for each file, where its last read ends and which tensor that read fills. If the file was truncated,
+        that tensor is lost."""
         found: dict[str, tuple[int, str]] = {}
         for fill in self._fills:
             stop = fill.start + fill.nbytes if fill.codec is None else fill.codec.start + fill.codec.nbytes
@@ -187,7 +188,7 @@ class Filler:
         return found
 
     def run(self) -> float:
-        """Fill all tensors that were added, and return the seconds it took.
+        """Fill all tensors that were added, and return how many seconds it took.
 
         Raises:
             IntegrityError: Bytes differ from their digest. The message names the tensor and the file.
@@ -195,8 +196,8 @@ class Filler:
         """
         started = time.perf_counter()
         near = not self.store.asking_costs
-        # Requests to an object store are expensive. Several concurrent requests read a large tensor; one request reads
-        # several small adjacent tensors.
+        # Requests to an object store are expensive. A large tensor is read by several concurrent requests, and small
+        # adjacent tensors share one request.
         direct_most = _BATCH_REMOTE if not near else 1 << 62
         lying: list[tuple[_Fill, int]] = []
         jobs: list[tuple[int, Callable[[], int]]] = []
@@ -215,8 +216,8 @@ class Filler:
             most = max(_BATCH, sum(fill.needed for fill, _ in lying) // (8 * self.workers))
             jobs += [(nbytes, partial(self._read_run, batch)) for nbytes, batch in _batches(lying, most, one_file=True)]
         else:
-            # A batch may span files. The store derives the size of its requests from the size of the batch: small
-            # batches would mean small requests (a few megabytes).
+            # A batch may span files. The store derives its request size from the batch size, so small batches would
+            # mean small requests (a few megabytes).
             found = _batches(lying, _BATCH_REMOTE, one_file=False)
             jobs += [(_BATCH_REMOTE, partial(self._joined, batch)) for _, batch in found]
         self._fills = []
@@ -228,11 +229,11 @@ class Filler:
                 self.nbytes += job()
         return time.perf_counter() - started
 
-    # --- into the target's own memory
+    # --- reads straight into the target's memory
 
     def _read_run(self, batch: Sequence[tuple[_Fill, int]]) -> int:
-        """Read tensors of one file, in file order, and hash the bytes while reading. Tensors that can't be read in
-        place are copied."""
+        """Read a batch of tensors from one file, in file order, and hash the bytes while reading. Tensors that can't be
+        read in place go through a buffer."""
         parts, into = [], [f.target if _is_direct(f) else torch.empty(f.sizes, dtype=f.dtype) for f, _ in batch]
         for (fill, at), tensor in zip(batch, into, strict=True):
             running = Running(fill.digest if fill.whole and fill.checkable else None, fill.path, fill.name)
@@ -245,8 +246,8 @@ class Filler:
         return sum(len(view) for _, view, _ in parts)
 
     def _joined(self, batch: Sequence[tuple[_Fill, int]]) -> int:
-        """Read a batch of tensors from an object store, and check their digests. Tensors that can't be read in place
-        are copied."""
+        """Read a batch of tensors from an object store, and check their digests. Tensors that can't be read in place go
+        through a buffer."""
         into = [f.target if _is_direct(f) else torch.empty(f.sizes, dtype=f.dtype) for f, _ in batch]
         views = [host_view(tensor, writable=True) for tensor in into]
         reads = [ReadInto(fill.path, at, view) for (fill, at), view in zip(batch, views, strict=True)]
@@ -259,7 +260,7 @@ class Filler:
                 _copy(fill.target, tensor)
         return sum(map(len, views))
 
-    # --- through a buffer: casts, devices, columns, strides, codecs
+    # --- reads through a buffer: casts, other devices, columns, strides, codecs
 
     def _through_buffer(self, fill: _Fill, full: bool) -> int:
         if fill.codec is not None or full or (fill.strides is not None and fill.whole):
@@ -317,8 +318,8 @@ class Filler:
         return fill.nbytes
 
     def _span(self, fill: _Fill, box: Box) -> int:
-        """Read a box of the slice. Read long contiguous runs one by one, and short runs together with the gaps between
-        them."""
+        """Read a box of the slice. Long contiguous runs are read one by one, and short runs together with the gaps
+        between them."""
         strides = fill.strides or row_major_strides(fill.shape)
         at = fill.start + fill.itemsize * sum(o * s for o, s in zip(box.offsets, strides, strict=True))
         target = part_of(fill.target, tuple(o - f for o, f in zip(box.offsets, fill.offsets, strict=True)), box.sizes)
@@ -346,7 +347,7 @@ def _is_direct(fill: _Fill) -> bool:
 
 
 def _start_in_file(fill: _Fill) -> int | None:
-    """Return where the region starts in the file, or None if its bytes in the file are not contiguous and row-major."""
+    """Return where the region starts in the file, or None if its bytes there are not contiguous and row-major."""
     if fill.codec is not None or fill.strides is not None:
         return None
     if fill.whole:
@@ -358,7 +359,7 @@ def _start_in_file(fill: _Fill) -> int | None:
 def _batches(
     lying: Sequence[tuple[_Fill, int]], most: int, *, one_file: bool
 ) -> Iterator[tuple[int, list[tuple[_Fill, int]]]]:
-    """Yield (number of bytes, reads) of batches of about `most` bytes, in file order."""
+    """Yield (number of bytes, reads) per batch of about `most` bytes, in file order."""
     batch: list[tuple[_Fill, int]] = []
     nbytes = 0
     for item in lying:
@@ -372,7 +373,7 @@ def _batches(
 
 
 def _spans(tile: Box, fill: _Fill) -> Iterator[Box]:
-    """Split a tile into boxes whose bytes, including gaps, fit into the buffer."""
+    """Split a tile into boxes so that each box, with the gaps between its runs, fits into the buffer."""
     strides = fill.strides or row_major_strides(fill.shape)
     numel = 1 + sum((n - 1) * s for n, s in zip(tile.sizes, strides, strict=True))
     dim = next((d for d, n in enumerate(tile.sizes) if n > 1), None)
@@ -388,7 +389,7 @@ def _spans(tile: Box, fill: _Fill) -> Iterator[Box]:
 
 
 def _run_numel(box: Box, fill: _Fill) -> int:
-    """Return the length, in elements, of the box's contiguous runs in the slice."""
+    """Return how many elements each of the box's contiguous runs in the slice has."""
     run = 1
     for size, extent in zip(reversed(box.sizes), reversed(fill.shape), strict=True):
         run *= size
@@ -398,7 +399,7 @@ def _run_numel(box: Box, fill: _Fill) -> int:
 
 
 def _run_starts(box: Box, strides: Sequence[int], run: int) -> list[int]:
-    """Return the position of each run's first element, relative to the box's first element, in row-major order."""
+    """Return each run's first position, relative to the box's first element, in row-major order."""
     starts, left = [0], box.numel // run
     for size, stride in zip(box.sizes, strides, strict=True):
         if left <= 1:
@@ -414,7 +415,7 @@ def _buffer(sizes: tuple[int, ...], fill: _Fill) -> torch.Tensor:
 
 
 def part_of(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    """Return a view of a box of a tensor."""
+    """Return a view of a box within a tensor."""
     for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         if size != tensor.shape[dim]:
             tensor = tensor.narrow(dim, offset, size)
@@ -429,7 +430,8 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def add_box(filler: Filler, entry: TensorEntry, box: Box, target: torch.Tensor) -> None:
-    """Schedule the reads that fill `target` with a box of the tensor. Replicas are read once.
+    """Schedule the reads that fill `target` with a box of the tensor. A region that several slices hold is read only
+    once.
 
     Raises:
         IncompleteCheckpointError: The slices do not cover the whole box.
@@ -454,7 +456,7 @@ def add_box(filler: Filler, entry: TensorEntry, box: Box, target: torch.Tensor) 
 
 
 def _overlapping(entry: TensorEntry, box: Box) -> Iterator[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Yield (row, offsets, sizes) of the slices that may share elements with a box."""
+    """Yield (row, offsets, sizes) for each slice that may share elements with a box."""
     offsets, sizes = entry.slices.offsets, entry.slices.sizes
     rows = range(len(offsets))
     if len(offsets) > _FEW:

@@ -1,5 +1,5 @@
-"""Returns the bytes of tensors: in place if they are row-major on the host, otherwise through a buffer. Also tells
-which tensors keep all their values in their own memory ("dense" tensors)."""
+"""Returns tensors' bytes: in place if they are row-major on the host, otherwise through a buffer. Also tells which
+tensors are "dense", that is, keep all their values in their own memory."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ __all__ = [
     "without_subclass",
 ]
 
-PIECE = 512 << 10  # stays in the cache while it is hashed and written; smaller pieces need more calls
+PIECE = 512 << 10  # fits into the CPU cache while it is hashed and written; smaller pieces need more calls
 _STAGE = 16 << 20
-_TILE = 4 << 20  # buffer for tensors on the host that are not row-major
+_TILE = 4 << 20  # buffer size for host tensors that are not row-major
 _READ, _WRITE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
 
-# Subclasses that keep their values in one attribute: class -> (that attribute, an attribute computed from the values).
+# Subclasses that keep their values in one attribute: class -> (that attribute, an attribute derived from the values).
 _ONE_TENSOR = {"torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor": ("_tensor", "_precomputed_scale")}
 
 _view = ctypes.pythonapi.PyMemoryView_FromMemory
@@ -49,7 +49,7 @@ _view.restype = ctypes.py_object
 
 
 def host_view(tensor: torch.Tensor, *, writable: bool = False) -> memoryview:
-    """Return the memory of a contiguous CPU tensor. The caller must keep the tensor alive."""
+    """Return a contiguous CPU tensor's memory. The caller must keep the tensor alive."""
     nbytes = tensor.numel() * tensor.element_size()
     if not nbytes:
         return memoryview(b"")
@@ -58,12 +58,12 @@ def host_view(tensor: torch.Tensor, *, writable: bool = False) -> memoryview:
 
 
 def why_not_dense(tensor: Any) -> str:
-    """Return why a tensor can't be saved as the bytes of its own memory, or "" if it can. The text continues "the
-    tensor ...".
+    """Return why a tensor can't be saved as the bytes of its own memory, or "" if it can. The reason completes the
+    sentence "the tensor ...".
 
     Every save checks every tensor before it writes anything. A DTensor or ShardedTensor is checked through its local
-    parts. A subclass can be saved unless it defines `__torch_dispatch__` (only then can it keep its values elsewhere)
-    or has tensors as attributes.
+    parts. A subclass is refused if it defines `__torch_dispatch__` (only then can it keep its values elsewhere) or has
+    tensors as attributes.
     """
     import torch
 
@@ -86,7 +86,7 @@ def why_not_dense(tensor: Any) -> str:
 
 
 def _why_not_subclass(tensor: Any) -> str | None:
-    """Return the result of `why_not_dense` if the class alone determines it, otherwise None."""
+    """Return the result of `why_not_dense` if the tensor's class decides it, otherwise None."""
     import torch
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
@@ -135,7 +135,7 @@ def _holds_tensors(value: Any, depth: int) -> bool:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's values are the bytes of its own memory. On the meta device: whether they will be."""
+    """Return whether a tensor's values are the bytes of its own memory (for a meta tensor: whether they will be)."""
     import torch
 
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and _why_not_subclass(tensor):
@@ -144,7 +144,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def is_sparse_or_quantized(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor of torch's own class is sparse or quantized. torch.save restores such a tensor
+    """Return whether a tensor of torch's own class is sparse or quantized. torch.save can restore such a tensor
     exactly."""
     import torch
 
@@ -155,8 +155,8 @@ def is_sparse_or_quantized(tensor: torch.Tensor) -> bool:
 def are_dense(tensors: Collection[Any]) -> bool:
     """Return whether all tensors are dense and of torch's own classes.
 
-    Makes only a few calls for all tensors together. If the result is False, `why_not_dense` tells which tensors and
-    why.
+    Makes only a few calls, however many tensors there are. If the result is False, `why_not_dense` tells which tensors
+    are not dense and why.
     """
     import torch
 
@@ -170,7 +170,7 @@ def are_dense(tensors: Collection[Any]) -> bool:
 
 
 def hidden_ones(tensors: Mapping[Any, Any]) -> dict[Any, str]:
-    """Return the tensors of a table that are not dense, each with the reason from `why_not_dense`."""
+    """Return the tensors in a table that are not dense, by key, with the reason that `why_not_dense` gives."""
     from torch.distributed.tensor import DTensor
 
     if are_dense([value._local_tensor if type(value) is DTensor else value for value in tensors.values()]):
@@ -179,7 +179,8 @@ def hidden_ones(tensors: Mapping[Any, Any]) -> dict[Any, str]:
 
 
 def expanded_ones(tensors: Mapping[Any, Any]) -> dict[Any, str]:
-    """Return the tensors that torch refuses to write into because their elements share memory, with the reason."""
+    """Return the tensors that torch refuses to write into because their elements share memory, by key, with the
+    reason."""
     why = "is an expanded view, whose elements share memory: copy it with .clone()"
     return {key: why for key, value in tensors.items() if _is_expanded(value)}
 
@@ -212,8 +213,7 @@ def _dtype_name(tensor: torch.Tensor) -> str:
 
 
 def placed_like(whole: DTensor, local: torch.Tensor) -> DTensor:
-    """Return a DTensor with the local part `local` and the shape, mesh and placements of `whole`. Does not
-    communicate."""
+    """Return a DTensor around `local` with the shape, mesh and placements of `whole`. Does not communicate."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
@@ -222,7 +222,7 @@ def placed_like(whole: DTensor, local: torch.Tensor) -> DTensor:
 
 
 def without_subclass(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as a tensor of torch's own class. The tensor must be dense."""
+    """Return a tensor of torch's own class that shares this tensor's memory. The tensor must be dense."""
     import torch
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
@@ -236,14 +236,13 @@ def without_subclass(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def own_memory(tensor: Any) -> Any:
-    """Return the inner tensor if the class keeps its values in one attribute, otherwise the tensor itself."""
+    """Return the inner tensor if the class keeps its values in a single attribute, otherwise the tensor itself."""
     known = _ONE_TENSOR.get(f"{type(tensor).__module__}.{type(tensor).__qualname__}")
     return tensor if known is None else getattr(tensor, known[0])
 
 
 def forget_computed(tensor: Any) -> None:
-    """Clear what a tensor, or its local part, has computed from its values. Call it after a load has changed the
-    values."""
+    """Clear what a tensor, or its local part, has cached about its values. Call it after a load has changed them."""
     local = getattr(tensor, "_local_tensor", tensor)
     known = _ONE_TENSOR.get(f"{type(local).__module__}.{type(local).__qualname__}")
     if known is not None:
@@ -251,10 +250,10 @@ def forget_computed(tensor: Any) -> None:
 
 
 class HostBytes:
-    """Returns the bytes of tensors in pieces. Not thread-safe: each writing thread needs its own instance.
+    """Returns tensors' bytes in pieces. Not thread-safe: each writing thread needs its own instance.
 
-    On first use, allocates two pinned buffers for tensors on a device, and one buffer for tensors that are not
-    row-major. Returns a memoryview unchanged: processes without torch pass memoryviews instead of tensors.
+    On first use, allocates two pinned buffers for device tensors, and one buffer for tensors that are not row-major. A
+    memoryview is returned unchanged: processes without torch pass memoryviews instead of tensors.
     """
 
     def __init__(self) -> None:
@@ -264,7 +263,7 @@ class HostBytes:
         self._tile: torch.Tensor | None = None
 
     def pieces(self, tensor: torch.Tensor | memoryview) -> Iterator[memoryview]:
-        """Yield the row-major bytes of a tensor. Each piece is valid until the next piece is requested."""
+        """Yield a tensor's row-major bytes. Each piece is valid until the next one is requested."""
         for view in self._views(tensor):
             for start in range(0, len(view), PIECE):
                 yield view[start : start + PIECE]
@@ -281,7 +280,7 @@ class HostBytes:
                 yield self._copy(part)
 
     def _copy(self, part: torch.Tensor) -> memoryview:
-        """Copy a part of a tensor into a reused buffer. A new buffer per part would fragment memory."""
+        """Copy part of a tensor into a reused buffer. Allocating a buffer per part would fragment memory."""
         import torch
 
         if self._tile is None:
@@ -291,7 +290,7 @@ class HostBytes:
         return host_view(view)
 
     def at_rest(self, tensor: torch.Tensor | memoryview) -> memoryview | None:
-        """Return the row-major bytes of a tensor without a copy, or None if it is on a device or not row-major.
+        """Return a tensor's row-major bytes without a copy, or None if it is on a device or not row-major.
 
         The caller must keep the tensor alive.
         """
@@ -300,21 +299,21 @@ class HostBytes:
         return host_view(tensor) if lies_row_major(tensor) else None
 
     def whole(self, tensor: torch.Tensor | memoryview) -> memoryview:
-        """Return all bytes of a small tensor, valid until the next call."""
+        """Return all bytes of a small tensor. They are valid until the next call."""
         if isinstance(tensor, memoryview):
             return tensor
         self._kept = row_major(tensor).cpu()
         return host_view(self._kept)
 
     def _staged(self, tensor: torch.Tensor) -> Iterator[memoryview]:
-        """Copy to the host through two buffers: one is filled while the other is written."""
+        """Copy to the host through two buffers, so that one can be filled while the other is being written."""
         import torch
 
         flat = tensor.reshape(-1).view(torch.uint8)
         device = torch.get_device_module(flat.device)
         buffers = self._buffers(flat.device)
         stream = self._streams.setdefault(flat.device, device.Stream(flat.device))
-        stream.wait_stream(device.current_stream(flat.device))  # after the kernels that compute the tensor
+        stream.wait_stream(device.current_stream(flat.device))  # start after the kernels that compute the tensor
         starts = range(0, flat.numel(), _STAGE)
         events: list[Any] = []
         for turn in range(len(starts) + 1):
@@ -339,7 +338,7 @@ class HostBytes:
 
 
 def settle_device() -> None:
-    """Wait for the work that this thread has queued on the accelerator, because other threads read the memory next."""
+    """Wait for the work that this thread has queued on the accelerator. Other threads are about to read its results."""
     if "torch" not in sys.modules:
         return
     import torch
@@ -349,7 +348,7 @@ def settle_device() -> None:
 
 
 def row_major(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor detached and contiguous. Copies it only if necessary."""
+    """Return the tensor detached and contiguous. Copies only if necessary."""
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():
         tensor = tensor.resolve_conj().resolve_neg()
@@ -357,12 +356,12 @@ def row_major(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def lies_row_major(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor is on the host and its memory contains the bytes to write, in order."""
+    """Return whether the tensor is on the host and its memory is exactly the bytes to write, in order."""
     return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield views of a tensor in row-major order, each at most as large as a tile."""
+    """Yield row-major views that together cover a tensor, each no larger than a tile."""
     nbytes = tensor.numel() * tensor.element_size()
     if nbytes <= _TILE:
         yield tensor

@@ -1,5 +1,4 @@
-"""Builds the index of a sharded save: merges and checks the parts of all ranks, and writes `.metadata` and the
-manifest."""
+"""Builds a sharded save's index: merges and checks what all ranks wrote, and writes `.metadata` and the manifest."""
 
 from __future__ import annotations
 
@@ -39,11 +38,11 @@ class RankSlices:
     """The slices that a rank wrote.
 
     Attributes:
-        tensors: [n] the tensor number of each slice.
-        rows: [n] of `ROW`: where each slice is.
-        boxes: The offsets and sizes of each slice, concatenated.
-        ranks: [n] the rank that wrote each slice, or one rank for all slices.
-        first_path: The number of the rank's first file among the files of all ranks.
+        tensors: [n] each slice's tensor number.
+        rows: [n] of `ROW`: each slice's location.
+        boxes: Each slice's offsets and sizes, concatenated.
+        ranks: [n] the rank that wrote each slice, or a single rank that wrote all of them.
+        first_path: The number of the rank's first file, counted over all ranks' files.
     """
 
     tensors: Int64
@@ -56,15 +55,15 @@ class RankSlices:
 _log = logging.getLogger(__name__)
 Path = tuple["str | int", ...]
 Kind = Literal["ckptkit-sharded", "dcp"]
-"""Who chose the names: a `CheckpointManager`, or the caller of `dcp.save`."""
+"""Who chose the tensor names: a `CheckpointManager`, or the caller of `dcp.save`."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedKey:
-    """A tensor of the state. Every rank that holds a part of the tensor describes it with the same values.
+    """A tensor in the saved state. All ranks that hold part of it describe it with the same values.
 
     Attributes:
-        placement: (mesh index, the placement on each mesh dimension as text); None for plain tensors.
+        placement: (mesh index, the placement on each mesh dimension as a string), or None for a plain tensor.
     """
 
     name: str
@@ -80,7 +79,7 @@ class PlannedKey:
 
 @dataclass(frozen=True, slots=True)
 class _Object:
-    """An object's location (file, start, length), its digest, and its path in the state."""
+    """An object's location (file, start, length), digest, and path in the state."""
 
     place: tuple[int, int, int]
     digest: int
@@ -96,7 +95,7 @@ class SaveIndex:
         self.meshes: list[dict[str, Any]] = []
         self.world_size = 1
         self._keys: dict[str, PlannedKey] = {}
-        self._numbers: dict[str, int] = {}  # position of each name in `_keys`
+        self._numbers: dict[str, int] = {}  # each name's position in `_keys`
         self._tables: dict[str, tuple[Int64, list[int]]] = {}
         self._objects: dict[str, _Object] = {}
         self._tensor: Int64 = np.zeros(0, np.int64)
@@ -106,11 +105,11 @@ class SaveIndex:
         self._offsets: Int64 = np.zeros(0, np.int64)
         self._sizes: Int64 = np.zeros(0, np.int64)
         self._spares: list[Spare] = []
-        self._unproved: set[str] = set()  # tensors that are not simply cut into blocks of rows
+        self._unproved: set[str] = set()  # tensors whose slices are not simply blocks of rows
 
     @classmethod
     def of(cls, parts: Sequence[bytes]) -> SaveIndex:
-        """Return the index of a save, given the result of `ShardedPlan.write` of each rank.
+        """Return a save's index, given each rank's result of `ShardedPlan.write`.
 
         Raises:
             SaveError: Two ranks disagree about a tensor.
@@ -130,12 +129,12 @@ class SaveIndex:
         spares: Sequence[Spare],
         world_size: int,
     ) -> SaveIndex:
-        """Return the index of a save that was planned by torch's planner, which has checked that the ranks agree.
+        """Return the index of a save planned by torch's planner, which has already checked that the ranks agree.
 
         Args:
-            keys: (name, dtype, shape, path) of each tensor, in the order of their numbers.
-            objects: (file, start, length), digest and path of each object, by name.
-            files: In the order of their numbers. May include `.metadata`.
+            keys: (name, dtype, shape, path) for each tensor, in order of tensor number.
+            objects: (file, start, length), digest and path for each object, by name.
+            files: In order of file number. May include `.metadata`.
         """
         self = cls()
         self.world_size, self.files, self._spares = world_size, dict(files), list(spares)
@@ -147,16 +146,16 @@ class SaveIndex:
         return self
 
     def _arrange(self, found: Sequence[RankSlices]) -> None:
-        """Sort the slices of all ranks by tensor. The slices of one tensor stay in rank order."""
+        """Sort all ranks' slices by tensor. A tensor's slices stay in rank order."""
         widths = self._widths()
         empty = RankSlices(np.zeros(0, np.int64), np.zeros(0, ROW), np.zeros(0, np.int64), 0, 0)
         found = [empty, *found]
         lengths = [len(item.rows) for item in found]
         tensors = np.concatenate([item.tensors for item in found])
-        # numpy's stable sort is a radix sort for 16-bit integers, and slower for wider integers.
+        # numpy's stable sort is a radix sort for 16-bit integers, but slower for wider ones.
         order = np.argsort(tensors.astype(np.uint16) if len(widths) <= 1 << 16 else tensors, kind="stable")
         ndims = widths[tensors]
-        begins = (2 * (np.cumsum(ndims) - ndims))[order]  # where the offsets of each row start in `boxes`
+        begins = (2 * (np.cumsum(ndims) - ndims))[order]  # where each row's offsets start in `boxes`
         self._tensor, ndims = tensors[order], ndims[order]
         self.stops = np.cumsum(np.bincount(self._tensor, minlength=len(widths)), dtype=np.int64)
         rows = np.concatenate([item.rows for item in found])
@@ -170,7 +169,7 @@ class SaveIndex:
         self._offsets, self._sizes = boxes[source], boxes[source + np.repeat(ndims, ndims)]
 
     def _widths(self) -> Int64:
-        """Return the number of dimensions of each tensor."""
+        """Return each tensor's number of dimensions."""
         return np.fromiter((len(key.shape) for key in self._keys.values()), np.int64, len(self._keys))
 
     def _take(self, data: bytes, rank: int) -> RankSlices:
@@ -192,7 +191,7 @@ class SaveIndex:
         return RankSlices(keys[rows["key"][:count]], rows[:count], part.get("box", "int64"), rank, first_path)
 
     def _table(self, part: Columns, rank: int) -> tuple[Int64, list[int]]:
-        """Return the numbers of the keys, and the meshes, from the table that a part contains or refers to."""
+        """Return the key numbers and the meshes from the table that this part contains or refers to."""
         name = str(part.header["table"])
         known = self._tables.get(name)
         if known is None:
@@ -225,10 +224,10 @@ class SaveIndex:
         return self._numbers[name]
 
     def _drop_replicas(self) -> None:
-        """Keep only the lowest rank's slice of each box that several ranks wrote.
+        """Where several ranks wrote the same box, keep only the lowest rank's slice.
 
         This happens with DTensors on a submesh. With FSDP over "dp" and tensor parallelism over "tp", a parameter
-        without tensor parallelism has one "dp" mesh per "tp" rank, and each of these meshes writes the parameter.
+        without tensor parallelism lives on one "dp" mesh per "tp" rank, and is written once by each of these meshes.
         """
         plain = self._cut_in_rows()
         if all(plain):
@@ -255,7 +254,7 @@ class SaveIndex:
         self.stops = np.cumsum(np.bincount(self._tensor, minlength=len(self._keys)), dtype=np.int64)
 
     def _cut_in_rows(self) -> list[bool]:
-        """Return, for each tensor, whether its slices are consecutive blocks of rows that make up the whole tensor.
+        """Return, for each tensor, whether its slices are consecutive blocks of rows that add up to the whole tensor.
 
         Checks all tensors at once.
         """
@@ -285,7 +284,7 @@ class SaveIndex:
     # --- contents
 
     def entries(self) -> Iterator[tuple[PlannedKey, slice, Int64, Int64]]:
-        """Yield (key, rows, offsets, sizes) of each tensor."""
+        """Yield (key, rows, offsets, sizes) for each tensor."""
         start, element = 0, 0
         for key, stop in zip(self._keys.values(), self.stops.tolist(), strict=True):
             ndim = len(key.shape)
@@ -300,10 +299,10 @@ class SaveIndex:
             start, element = stop, end
 
     def check(self) -> None:
-        """Check that the slices of each tensor cover each of its elements once.
+        """Check that each tensor's slices cover each of its elements exactly once.
 
         Raises:
-            SaveError: They do not, because a rank's placements do not describe the elements that the rank holds.
+            SaveError: They do not, because a rank's placements do not match the elements that it holds.
         """
         if not self._unproved:
             return
@@ -350,7 +349,7 @@ class SaveIndex:
     def manifest(
         self, files: Mapping[str, FileRecord], save_id: str, extra: Mapping[str, Any], kind: Kind = "ckptkit-sharded"
     ) -> Manifest:
-        """Return the manifest. `files` are all files of the checkpoint except the manifest."""
+        """Return the manifest. `files` must list all of the checkpoint's files except the manifest itself."""
         keys = list(self._keys.values())
         distinct: dict[tuple[int, tuple[str, ...]], int] = {}
         chosen = [-1 if k.placement is None else distinct.setdefault(k.placement, len(distinct)) for k in keys]
@@ -389,7 +388,7 @@ class SaveIndex:
         return Manifest(self.paths, tensors, slices, objects, info, list(distinct))
 
     def _nbytes(self) -> Int64:
-        """Return the number of bytes of each slice."""
+        """Return each slice's size in bytes."""
         widths = self._widths()
         itemsizes = np.array([dtype_of(key.dtype).itemsize for key in self._keys.values()], np.int64)
         if not len(self._tensor):
@@ -402,8 +401,8 @@ class SaveIndex:
         return found
 
     def _roles(self, kind: Kind) -> dict[str, tuple[Role, str, str]]:
-        """Return (role, FQN, optimizer state) of each key. Names chosen by ckptkit state all three; users' names are
-        interpreted as a whole set."""
+        """Return each key's (role, FQN, optimizer state). Names chosen by ckptkit spell out all three. Names chosen by
+        the user are interpreted all together."""
         paths = self._key_paths()
         if kind == "ckptkit-sharded":
             return {name: role_of(name, path) for name, path in paths.items()}
@@ -421,10 +420,10 @@ def write_index(
     extra: Mapping[str, Any] | None = None,
     kind: Kind = "ckptkit-sharded",
 ) -> Mapping[str, FileRecord]:
-    """Write `manifest.safetensors` and `.metadata` for all ranks' slices; return all files. Only rank 0 calls this.
+    """Write `manifest.safetensors` and `.metadata` for all ranks' slices, and return all files. Only rank 0 calls this.
 
     Args:
-        parts: The result of `ShardedPlan.write` of each rank.
+        parts: Each rank's result of `ShardedPlan.write`.
         save_id: Recorded in both files.
         extra: JSON for the manifest's `info.extra`.
         kind: The format name recorded in the manifest.
@@ -435,7 +434,7 @@ def write_index(
     index = SaveIndex.of(parts)
     index.check()
     state, size = new_hasher(), 0
-    with store.writer(METADATA_NAME, sync=sync) as writer:  # published when the block ends, after the manifest
+    with store.writer(METADATA_NAME, sync=sync) as writer:  # published when the block ends, which is after the manifest
         for chunk in index.metadata(store.url, save_id):
             state.update(chunk)
             size += len(chunk)

@@ -1,9 +1,9 @@
-"""Locates the bytes of tensors inside the items of `.distcp` files: on demand, many items at once.
+"""Locates tensors' bytes inside the items of `.distcp` files, on demand and for many items at once.
 
-An item is a torch.save zip, about 1.5 KB longer than its tensor. A file may instead be one safetensors blob. Only the
-first kilobyte of a zip (pickle and storage header) and the last (directory, with the storage's CRC-32) are read. Items
-with the same dtype, shape and length usually differ only in checksums: one item is parsed, and numpy compares the rest
-with it.
+An item is a torch.save zip, about 1.5 KB longer than its tensor; or a whole file is one safetensors blob. Only a zip's
+first kilobyte (pickle and storage header) and last kilobyte (directory, with the storage's CRC-32) are read. Items with
+the same dtype, shape and length usually differ only in their checksums, so one item is parsed, and numpy compares the
+others with it.
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ UInt8 = npt.NDArray[np.uint8]
 
 ENDS = 1024  # bytes read at each end of an item
 _BATCH_ROWS = 1 << 16
-_BLOCK_ROWS = 1 << 12  # number of items whose ends are in memory at once
+_BLOCK_ROWS = 1 << 12  # number of items whose two ends are in memory at once
 _BLOCK_FILES = 128  # number of files that are open at once
-_HEAD = 9  # first bytes of a safetensors blob: header length, "{"
+_HEAD = 9  # length of a safetensors blob's start that identifies it: header length, "{"
 _ZIP = b"PK\x03\x04"
-_FEW = 2  # comparing fewer items is not worth it
-_MAX_FRAMES = 8  # layouts per dtype, shape and length: they differ if the pickles name different devices
-_SLACK = 1 << 20  # how much longer than its tensor a decompressed item may be
+_FEW = 2  # with fewer items, comparing is not worth it
+_MAX_FRAMES = 8  # layouts per dtype, shape and length: pickles that name different devices differ
+_SLACK = 1 << 20  # a decompressed item may be this much longer than its tensor
 
 
 @dataclass(frozen=True, slots=True)
 class TensorColumns:
-    """Tensors, and their slices as columns: rows [bounds[i], bounds[i + 1]) belong to tensor i.
+    """Tensors, with their slices as columns: rows [bounds[i], bounds[i + 1]) belong to tensor i.
 
     Attributes:
         ndims: [t] number of dimensions.
-        files: [n] number of the data file.
-        starts, lengths: [n] bytes of the slice's item in its file.
+        files: [n] data file number.
+        starts, lengths: [n] byte range of the slice's item in its file.
         zstd: [n] whether the item is compressed.
-        offsets, sizes: One number per dimension of each slice, for all slices, concatenated.
+        offsets, sizes: One number per dimension per slice, concatenated over all slices.
     """
 
     names: list[str]
@@ -80,23 +80,23 @@ class TensorColumns:
 
     @property
     def owners(self) -> Int64:
-        """The index of each slice's tensor, [n]."""
+        """[n] the index of the tensor that each slice belongs to."""
         return np.repeat(np.arange(len(self.names)), np.diff(self.bounds))
 
     def elements(self) -> Int64:
-        """Return where each slice starts in `offsets` and `sizes`, and where the last one ends, [n + 1]."""
+        """Return [n + 1]: where each slice's numbers start in `offsets` and `sizes`, and where the last slice's end."""
         result: Int64 = np.concatenate([[0], np.cumsum(self.ndims[self.owners])])
         return result
 
     def numels(self) -> npt.NDArray[np.float64]:
-        """Return the number of elements of each slice, [n]. As floats, because a hostile size must not overflow."""
+        """Return [n]: each slice's number of elements. They are floats so that a hostile size can't overflow."""
         result = np.ones(len(self.files), np.float64)
         for rows, at in _by_ndim(self.ndims[self.owners]):
             result[rows] = np.prod(self.sizes[at].astype(np.float64), axis=1)
         return result
 
     def take(self, keep: npt.NDArray[np.bool_]) -> TensorColumns:
-        """Return the columns with only the slices in `keep`."""
+        """Return the columns of the slices that the mask `keep` selects."""
         wide = np.repeat(keep, self.ndims[self.owners])
         counts = np.bincount(self.owners[keep], minlength=len(self.names))
         return TensorColumns(
@@ -107,7 +107,8 @@ class TensorColumns:
 
 
 def _by_ndim(widths: Int64) -> Iterator[tuple[Int64, Int64]]:
-    """Yield, for each number of dimensions, the rows with so many and the [n, ndim] positions of their numbers."""
+    """Yield (rows, positions) for each distinct number of dimensions: the rows that have it, and the [n, ndim]
+    positions of their numbers."""
     begins = np.cumsum(widths) - widths
     for ndim in distinct(widths).tolist():
         rows = np.flatnonzero(widths == ndim)
@@ -115,14 +116,14 @@ def _by_ndim(widths: Int64) -> Iterator[tuple[Int64, Int64]]:
 
 
 class Items:
-    """All tensor items of a checkpoint, one row per item, as in `columns`.
+    """A checkpoint's tensor items, one row per item. The rows are those of `columns`.
 
     Attributes:
         columns: What `.metadata` says about the items.
         starts, nbytes, digests, digest_starts, digest_nbytes: As in `SliceArray`, once located.
         checked: [n] whether the slice has a digest.
-        strides, codecs: By tensor, as in `SliceArray`.
-        opaque: By tensor: why its records can't be read as plain memory, once that is known.
+        strides, codecs: As in `SliceArray`, by tensor.
+        opaque: Why a tensor's records can't be read as plain memory, by tensor, once that is known.
     """
 
     def __init__(self, store: Store, paths: Sequence[str], ranks: Sequence[int], columns: TensorColumns) -> None:
@@ -141,9 +142,9 @@ class Items:
 
 
 class LocatedSlices(SliceArray):
-    """The slices of one tensor. The first access to byte ranges locates a whole batch of tensors.
+    """The slices of one tensor. The first access to their byte ranges locates a whole batch of tensors.
 
-    Boxes, files and ranks are known from the start. All attributes are views of the columns of all tensors.
+    Boxes, files and ranks are known from the start. The attributes are views into columns that all tensors share.
     """
 
     __slots__ = ("batch", "hi", "items", "lo", "tensor")
@@ -246,13 +247,13 @@ class LocatedSlices(SliceArray):
 
 
 def find_opaque(slices: LocatedSlices) -> bool:
-    """Locate only this tensor. Return whether it can't be read as plain memory."""
+    """Locate only this tensor's slices. Return whether the tensor can't be read as plain memory."""
     _Locator(slices.items, [slices.tensor]).run()
     return slices.tensor in slices.items.opaque
 
 
 def item_batches(tensors: Iterable[tuple[Role, SliceArray]]) -> None:
-    """Group the slices by role into batches of up to 65,536 slices. Each batch is located at once."""
+    """Group slices with the same role into batches of up to 65,536. A batch is later located all at once."""
     by_role: dict[Role, _Batch] = {}
     for role, slices in tensors:
         assert isinstance(slices, LocatedSlices)
@@ -265,7 +266,7 @@ def item_batches(tensors: Iterable[tuple[Role, SliceArray]]) -> None:
 
 
 class _Batch:
-    """Tensors that are located at once."""
+    """A group of tensors that are located together."""
 
     def __init__(self, items: Items) -> None:
         self.items = items
@@ -281,7 +282,7 @@ class _Batch:
 
 
 class _Locator:
-    """Locates the items of some tensors, and fills in their rows of `Items`."""
+    """Locates some tensors' items, and fills in their rows of `Items`."""
 
     def __init__(self, items: Items, tensors: Sequence[int]) -> None:
         self.items = items
@@ -324,17 +325,17 @@ class _Locator:
     def _check_disjoint(self, rows: Int64) -> None:
         files, starts = self.columns.files[rows], self.columns.starts[rows]
         stops = starts + self.columns.lengths[rows]
-        # Items that start at the same byte are the same item, or are in one safetensors blob.
+        # Items that start at the same byte are either the same item or parts of one safetensors blob.
         bad = (files[1:] == files[:-1]) & (starts[1:] < stops[:-1]) & (starts[1:] != starts[:-1])
         if bad.any():
             row = int(rows[int(np.flatnonzero(bad)[0]) + 1])
             text = f"{self._path(row)}: the item of {self._name(row)!r:.80} overlaps the one before it."
             raise CorruptCheckpointError(text)
 
-    # --- files that are one safetensors blob
+    # --- files that consist of one safetensors blob
 
     def _safetensors(self, rows: Int64, head: bytes) -> None:
-        """Locate the items of a file that is one safetensors blob."""
+        """Locate the items in a file that consists of one safetensors blob."""
         columns, path, start = self.columns, self._path(int(rows[0])), int(self.columns.starts[rows[0]])
         if head[8:9] != b"{":
             raise CorruptCheckpointError(
@@ -364,7 +365,7 @@ class _Locator:
     # --- zips
 
     def _read(self, rows: Int64) -> None:
-        """Locate items, sorted by file and start: read both ends of each item, and parse one zip of each kind."""
+        """Locate items, given in order of file and start. Reads both ends of each item, and parses one zip per kind."""
         columns, paths = self.columns, self.items.paths
         owners = np.searchsorted(columns.bounds, rows, side="right") - 1
         begins, ends = self.items.elements[rows].tolist(), self.items.elements[rows + 1].tolist()
@@ -375,7 +376,7 @@ class _Locator:
         alike: dict[tuple[str, bytes, int], list[int]] = {}
         for i, (owner, file, start, length) in enumerate(zip(owners.tolist(), files, starts, lengths, strict=True)):
             at, nbytes = i * ENDS, min(length, ENDS)
-            # An item of a safetensors blob may be shorter than the bytes that identify the blob.
+            # An item in a safetensors blob may be shorter than the bytes that identify the blob.
             reads.append(ReadInto(paths[file], start, front[at : at + max(nbytes, _HEAD)]))
             reads.append(ReadInto(paths[file], start + length - nbytes, tail[at + ENDS - nbytes : at + ENDS]))
             sizes = columns.sizes[begins[i] : ends[i]].tobytes()
@@ -400,7 +401,7 @@ class _Locator:
                     left = left[~same]
 
     def _alone(self, row: int, front: bytes, tail: bytes) -> Frame | None:
-        """Locate one item by parsing it. Return a frame that other items of its kind may share, or None."""
+        """Locate one item by parsing it. Return a frame to compare other items with, or None if there is none."""
         path, start, length = self._path(row), int(self.columns.starts[row]), int(self.columns.lengths[row])
         label, tensor = self._label(row), self._tensor(row)
         try:
@@ -419,7 +420,7 @@ class _Locator:
         return frame
 
     def _class_of(self, path: str, start: int, length: int) -> str:
-        """Return the class of the tensor in a record if the class is the only reason not to read it, otherwise ""."""
+        """Return the class of the tensor in a record if that class is the only reason not to read it, otherwise ""."""
         try:
             read_archive(self.store, path, start, length, unknown="record")
         except OpaqueTensorError as error:
@@ -429,7 +430,7 @@ class _Locator:
         return ""
 
     def _compressed(self, row: int) -> None:
-        """Locate a zstd item. The whole item is decompressed."""
+        """Locate a zstd-compressed item by decompressing all of it."""
         columns, path, label = self.columns, self._path(row), self._label(row)
         start, length = int(columns.starts[row]), int(columns.lengths[row])
         wanted = math.prod(self._box(row)[1]) * dtype_of(columns.dtypes[self._tensor(row)]).itemsize
@@ -448,7 +449,7 @@ class _Locator:
             )
 
     def _put(self, rows: Int64, tensor: StoredTensor, begins: Int64 | int, crcs: UInt64 | int | None) -> None:
-        """Fill in the rows of items that have the layout of `tensor` and whose storages begin at `begins`."""
+        """Fill in the rows of items that have the same layout as `tensor` and whose storages start at `begins`."""
         items = self.items
         items.starts[rows], items.nbytes[rows] = begins + tensor.offset * tensor.itemsize, tensor.nbytes
         items.digest_starts[rows], items.digest_nbytes[rows] = begins, tensor.storage.nbytes
@@ -464,19 +465,18 @@ class _Locator:
         self.items.codecs.setdefault(owner, {})[row - int(self.columns.bounds[owner])] = codec
 
 
-# --- one item, given both ends
+# --- parsing one item from its two ends
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A parsed item that other items of the same length are compared with. Items of the same kind differ only in
-    checksums.
+    """A parsed item that others of the same length are compared with. Items of one kind differ only in their checksums.
 
     Attributes:
         begin: Where the storage begins in the item.
         front, tail: The bytes up to the storage, and the zip directory.
-        same_front, same_tail: Which of these bytes must be equal.
-        crc_at: Where the CRC-32 of the storage is in `tail`.
+        same_front, same_tail: Masks of the bytes that must be equal.
+        crc_at: Where `tail` holds the storage's CRC-32.
     """
 
     tensor: StoredTensor
@@ -489,8 +489,8 @@ class Frame:
 
     @classmethod
     def of(cls, tensor: StoredTensor, start: int, front: bytes, tail: bytes, layout: Layout) -> Frame | None:
-        """Return the frame of an item that begins at `start`, or None if its pickle or directory was not read
-        completely."""
+        """Return the frame of an item that starts at `start`, or None if the ends do not include its whole pickle and
+        directory."""
         storage, begin = layout.members[f"data/{tensor.storage.key}"], tensor.storage.start - start
         if begin > len(front) or layout.directory_nbytes > len(tail):
             return None
@@ -498,7 +498,7 @@ class Frame:
         same_front, same_tail = np.ones(begin, bool), np.ones(len(tail), bool)
         same_front[storage.header + 14 : storage.header + 18] = False  # CRC-32 in a local header (APPNOTE.TXT 4.3.7)
         pos, crc_at = 0, {}
-        while tail[pos : pos + 4] == b"PK\x01\x02":  # entries of the directory (APPNOTE.TXT 4.3.12)
+        while tail[pos : pos + 4] == b"PK\x01\x02":  # directory entries (APPNOTE.TXT 4.3.12)
             name, extra, comment = struct.unpack_from("<3H", tail, pos + 28)
             crc_at[tail[pos + 46 : pos + 46 + name].decode()] = pos + 16
             pos += 46 + name + extra + comment
@@ -509,20 +509,21 @@ class Frame:
         return cls(tensor, begin, *arrays, same_front, same_tail, crc_at[storage.name])
 
     def same(self, fronts: UInt8, tails: UInt8) -> npt.NDArray[np.bool_]:
-        """Return which items have the layout of this one. Each row has the `ENDS` bytes of one end of an item."""
+        """Return which items have the same layout as this one. Each row holds the `ENDS` bytes at one end of an
+        item."""
         tails = tails[:, ENDS - len(self.tail) :]
         front = (fronts[:, : self.begin][:, self.same_front] == self.front[self.same_front]).all(axis=1)
         found: npt.NDArray[np.bool_] = front & (tails[:, self.same_tail] == self.tail[self.same_tail]).all(axis=1)
         return found
 
     def crcs(self, tails: UInt8) -> UInt64:
-        """Return the CRC-32 of the storages of items that have the layout of this one."""
+        """Return the storages' CRC-32s for items that have the same layout as this one."""
         at = ENDS - len(self.tail) + self.crc_at
         return np.ascontiguousarray(tails[:, at : at + 4]).view("<u4").reshape(-1).astype(np.uint64)
 
 
 class _Ends:
-    """A store that has both ends of an item in memory, and reads the rest from another store."""
+    """A store that has an item's two ends in memory, and reads anything else from an underlying store."""
 
     def __init__(self, store: Store, at: int, front: bytes, tail: bytes, length: int) -> None:
         self.store = store
@@ -543,7 +544,7 @@ class _Ends:
 def parse_item(
     store: Store, path: str, start: int, front: bytes, tail: bytes, length: int, label: str
 ) -> tuple[StoredTensor, Frame | None]:
-    """Parse an item, given both its ends. Return its tensor, and a frame that other items may share (or None)."""
+    """Parse an item, given both its ends. Return its tensor, and a frame to compare other items with (or None)."""
     archive = Archive(cast(Store, _Ends(store, start, front, tail, length)), path, start, length, file=label, tail=ENDS)
     tensor = one_tensor(archive.value(), label)
     return tensor, Frame.of(tensor, start, front, tail, archive.layout)

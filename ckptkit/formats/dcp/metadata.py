@@ -1,7 +1,7 @@
-"""Writes the `.metadata` pickle of a DCP checkpoint without torch, opcode by opcode.
+"""Writes a DCP checkpoint's `.metadata` pickle without torch, opcode by opcode.
 
-With torch installed, `pickle.load` returns the objects of `torch.distributed.checkpoint.metadata`. All slices of a
-tensor take the same number of bytes, so numpy fills in the opcodes of a million slices column by column.
+If torch is installed, `pickle.load` returns objects from `torch.distributed.checkpoint.metadata`. All slices of a
+tensor take the same number of bytes, so numpy can fill in the opcodes for a million slices column by column.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _MODULE = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _VERSION = "1.0.0"  # torch/distributed/checkpoint/filesystem.py CURRENT_DCP_VERSION
 _FLUSH = 1 << 20
-_FEW = 8  # for fewer slices, a call per slice is faster than numpy
+_FEW = 8  # with fewer slices, one call per slice is faster than numpy
 
 
 @dataclass(frozen=True, slots=True)
 class RecordColumns:
-    """A tensor of `.metadata`, with its slices as columns.
+    """A tensor in `.metadata`, with its slices as columns.
 
     Attributes:
-        offsets, sizes: [n, ndim] elements.
+        offsets, sizes: [n, ndim] in elements.
         files: [n] index into the list of paths.
-        starts, lengths: [n] bytes of the whole record in its file.
+        starts, lengths: [n] byte range of the whole record in its file.
     """
 
     name: str
@@ -56,15 +56,15 @@ def encode_metadata(
     """Yield the bytes of `.metadata`, about a megabyte at a time.
 
     Args:
-        objects: (file, start, length) of each BYTE item, by name.
-        planner_data: The path of each key in the nested state dict, or None.
+        objects: (file, start, length) for each BYTE item, by name.
+        planner_data: Each key's path in the nested state dict, or None.
     """
     return _Writer(tensors, paths, objects, planner_data, checkpoint_id, save_id).chunks()
 
 
 @dataclass(slots=True)
 class _Writer:
-    """Writes one pickle into a buffer, and keeps the pickle's memo."""
+    """Writes one pickle into a buffer, and keeps track of its memo."""
 
     tensors: Sequence[RecordColumns]
     paths: Sequence[str]
@@ -80,7 +80,7 @@ class _Writer:
     def chunks(self) -> Iterator[bytes]:
         """Yield the pickle, about a megabyte at a time."""
         out = self._out
-        out += b"\x80\x04("  # memoize what every slice refers to: MARK, the values, POP_MARK
+        out += b"\x80\x04("  # memoize the values that every slice refers to: MARK, the values, POP_MARK
         for name in ("ChunkStorageMetadata", "MetadataIndex"):
             self._global(_MODULE, name)
         self._global(_FILESYSTEM, "_StorageInfo")
@@ -91,7 +91,7 @@ class _Writer:
         self._new("Metadata")
         self._text("state_dict_metadata")
         out += b"}("
-        first_offset: list[int] = []  # memo index of the first slice's offsets, by tensor
+        first_offset: list[int] = []  # memo index of the offsets of each tensor's first slice
         yield from self._described(first_offset)
         out += b"u"
         self._text("planner_data")
@@ -128,7 +128,7 @@ class _Writer:
         yield bytes(out)
 
     def _described(self, first_offset: list[int]) -> Iterator[bytes]:
-        """Yield the description of each tensor and of its boxes."""
+        """Yield the description of each tensor and its boxes."""
         out = self._out
         for tensor in self.tensors:
             self._text(tensor.name)
@@ -141,7 +141,8 @@ class _Writer:
             out += b"(" + b"".join(map(_int, tensor.shape)) + b"t\x85R"
             self._text("chunks")
             out += b"]("
-            # One ChunkStorageMetadata per slice. Its offsets are memoized for the MetadataIndex below.
+            # Write one ChunkStorageMetadata per slice. Its offsets are memoized because the MetadataIndex below reuses
+            # them.
             first_offset.append(self._next)
             self._next += len(tensor.starts)
             out += self._chunk_row(tensor.shape).fill([*tensor.offsets.T, *tensor.sizes.T], len(tensor.starts))
@@ -155,11 +156,11 @@ class _Writer:
             out += b"}b"
 
     def _located(self, first_offset: list[int]) -> Iterator[bytes]:
-        """Yield the location of each slice."""
+        """Yield each slice's location."""
         out = self._out
         path_ids = np.array([self._memo[path] for path in self.paths], np.int64)
         for tensor, first in zip(self.tensors, first_offset, strict=True):
-            # One MetadataIndex -> _StorageInfo per slice.
+            # Write one MetadataIndex -> _StorageInfo pair per slice.
             order = np.arange(len(tensor.starts), dtype=np.int64)
             name_id = np.full(len(order), self._memo[tensor.name])
             columns = [name_id, first + order, order, path_ids[tensor.files], tensor.starts, tensor.lengths]
@@ -223,7 +224,7 @@ class _Writer:
         return self._rows[None]
 
     def _taken(self, mark: int) -> bytes:
-        """Remove the bytes written since `mark`, and return them. Every value that they refer to is in the memo."""
+        """Remove the bytes written since `mark`, and return them. They refer only to values that are in the memo."""
         text = bytes(self._out[mark:])
         del self._out[mark:]
         return text
@@ -242,7 +243,8 @@ class _Writer:
             self._put((module, name))
 
     def _properties(self, dtype: str) -> None:
-        """Write (dtype, layout, requires_grad, memory format, pin_memory) and BUILD. The caller has written the `(`."""
+        """Write (dtype, layout, requires_grad, memory format, pin_memory) and BUILD. The caller has already written the
+        `(`."""
         self._global("torch", dtype)
         if not self._get("strided"):
             self._global("torch.serialization", "_get_layout")
@@ -277,7 +279,7 @@ class _Writer:
 
 
 class _Row:
-    """A template of opcodes. Its number fields (numpy type codes) have fixed positions and are filled in for each
+    """A template of opcodes. Its number fields (numpy type codes) are at fixed positions, and are filled in per
     slice."""
 
     def __init__(self, parts: list[bytes | str]) -> None:
@@ -290,7 +292,7 @@ class _Row:
         self._template = np.array([values], np.dtype(types))
 
     def fill(self, columns: Sequence[Int64], count: int) -> bytes:
-        """Return `count` rows. The columns are in the order of the fields."""
+        """Return `count` filled-in rows. The columns are in field order."""
         if count < _FEW:
             arguments: list[Any] = list(self._parts)
             rows = []

@@ -1,7 +1,7 @@
 """Plans which rank writes which part of a training state. Each rank plans its own writes locally.
 
-Replicas (plain tensors, HSDP) are written once, spread evenly over the ranks that hold them. A hash of its name decides
-which rank writes a small tensor. A large tensor is split into at most one piece per rank.
+Replicas (plain tensors, HSDP) are written once, spread evenly over the ranks that hold them. A small tensor is written
+by the rank that a hash of the tensor's name selects. A large one is split into at most one piece per rank.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ __all__ = [
     "whole_record",
 ]
 
-_SPLIT = 1 << 20  # replicas of fewer bytes are not split
+_SPLIT = 1 << 20  # smaller replicas are not split
 _DIGEST = 16
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, DTensor))
 _UNKNOWN: Any = object()
@@ -69,7 +69,7 @@ _NO_PROTOCOL = _PLAIN | {dict}
 
 @dataclass(frozen=True, slots=True)
 class PlannedSlice:
-    """A box that this rank writes. `key` is the index of its tensor in the plan."""
+    """A box that this rank writes. `key` is its tensor's index in the plan."""
 
     key: int
     offsets: tuple[int, ...]
@@ -81,9 +81,9 @@ class _Cut:
     """How a tensor is sharded. Tensors with the same dtype, shape and placements share one instance.
 
     Attributes:
-        boxes: (offsets, sizes) of the boxes that this rank holds.
+        boxes: (offsets, sizes) of each box that this rank holds.
         within: Where each box begins in the local tensor, if there are several.
-        place: (this rank's index among the ranks that hold the same boxes, the number of these ranks).
+        place: (this rank's index among the ranks that hold the same boxes, how many such ranks there are).
     """
 
     dtype: torch.dtype
@@ -100,19 +100,18 @@ class ShardedPlan:
     """What this rank writes.
 
     Attributes:
-        keys: The tensors of this rank's state. The first `shared` keys are on other ranks, too; private keys follow.
+        keys: The tensors in this rank's state. The first `shared` keys also exist on other ranks; private keys follow.
         meshes: The meshes that placements refer to.
         slices: The boxes of these tensors that this rank writes.
-        tensors: The memory of each slice: the local tensors of the live state, or views of them.
+        tensors: The memory of each slice: the live state's local tensors, or views of them.
         objects: (name, path) of each object that this rank writes.
-        records: The encoded bytes of each object.
-        table: The shared keys as bytes. They are equal on all ranks of an SPMD job, so only one rank sends them.
-        digest: A 16-byte hash of the table and of the names of objects.
-        flat, paths: The state, and the path of each value in it.
-        holders: For replicated keys that only some ranks hold: which ranks.
-        settled: The digests of all ranks at the time `holders` was computed. `holders` is valid while they stay the
-            same.
-        sends_table: Whether no lower rank has the same table. Higher ranks only refer to it.
+        records: Each object's encoded bytes.
+        table: The shared keys as bytes. They are the same on all ranks of an SPMD job, so only one rank sends them.
+        digest: A 16-byte hash of the table and the objects' names.
+        flat, paths: The state, and each value's path in it.
+        holders: For each replicated key that only some ranks hold, the ranks that hold it.
+        settled: All ranks' digests when `holders` was computed. `holders` stays valid as long as they do not change.
+        sends_table: Whether no lower rank has the same table. Higher ranks send a reference instead of the table.
     """
 
     rank: int
@@ -135,20 +134,20 @@ class ShardedPlan:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes that this rank writes, including frames but not alignment."""
+        """How many bytes this rank writes, including frames but not alignment."""
         frames = (frame_tensor(self.keys[s.key].dtype, s.sizes) for s in self.slices)
         return sum(frame.length for frame in frames) + sum(map(len, self.records))
 
     @property
     def signature(self) -> bytes:
-        """24 bytes to exchange before a save: `digest`, and a hash of `settled`."""
+        """The 24 bytes that ranks exchange before a save: `digest`, and a hash of `settled`."""
         return self.digest + _settlement(self.settled)
 
     def settle(self, signatures: Sequence[bytes], all_gather: Callable[[bytes], list[bytes]]) -> ShardedPlan:
-        """Return the plan adjusted to what the other ranks hold. All ranks call this with the same signatures.
+        """Return the plan, adjusted to what the other ranks hold. All ranks call this with the same signatures.
 
-        Ranks exchange nothing if all signatures are equal, or if they equal those of the previous save. Otherwise every
-        rank sends the hashes of its replicated keys.
+        The ranks exchange nothing if all signatures are equal, or if none has changed since the previous save.
+        Otherwise each rank sends the hashes of its replicated keys.
         """
         known = tuple(signature[:_DIGEST] for signature in signatures)
         if len(set(known)) == 1:
@@ -164,7 +163,7 @@ class ShardedPlan:
         return replace(plan, settled=known, sends_table=known.index(self.digest) == self.rank)
 
     def replicated(self) -> dict[str, int]:
-        """Return a hash of name, dtype and shape for each key that all ranks are assumed to hold."""
+        """Return a hash of the name, dtype and shape for each key that is assumed to be on all ranks."""
         found = {}
         for name, value in self.flat.items():
             if name not in self.private and not isinstance(value, (DTensor, ShardedTensor)):
@@ -180,7 +179,7 @@ class ShardedPlan:
         world_size: int | None = None,
         holders: Mapping[str, tuple[int, ...]],
     ) -> ShardedPlan:
-        """Return the plan for another rank, world size or `holders`."""
+        """Return this plan changed to another rank, world size or `holders`."""
         rank = self.rank if rank is None else rank
         world_size = self.world_size if world_size is None else world_size
         if (self.rank, self.world_size, dict(self.holders)) == (rank, world_size, dict(holders)):
@@ -189,7 +188,7 @@ class ShardedPlan:
 
     @property
     def file_names(self) -> str:
-        """A pattern that matches the paths of all files of the checkpoint except the manifest and commit record."""
+        """A pattern that matches the paths of all the checkpoint's files except the manifest and the commit record."""
         return r"__\d+_\d+\.distcp|\.metadata"
 
     def write(
@@ -198,10 +197,10 @@ class ShardedPlan:
         """Write this rank's files `__<rank>_<n>.distcp`. Does not communicate.
 
         Args:
-            tensors: Copies of the planned tensors, in the same order, to write instead. If this sequence has a method
-                `write_records`, that method writes them (in another process).
+            tensors: Copies of the planned tensors, in the same order, to write in their place. If this sequence has a
+                method `write_records`, that method writes them (in another process).
             sync: Fsync the files and their directory.
-            workers: Files to write at once; 0 means `default_workers`.
+            workers: How many files to write at once; 0 means `default_workers`.
 
         Raises:
             NoSpaceError: The storage is full.
@@ -223,10 +222,10 @@ class ShardedPlan:
         return WrittenTensors(self._part(written), written.files, written.phases)
 
     def _part(self, written: Written) -> bytes:
-        """Return what rank 0 needs for the index: 40 bytes per slice, and 16 per dimension of each slice.
+        """Return what rank 0 needs for the index: 40 bytes per slice, plus 16 per dimension of each slice.
 
-        Rows have a fixed width, so rank 0 can concatenate the rows of all ranks at once. Among ranks with the same
-        table of keys, only the lowest sends it.
+        Rows have a fixed width, so rank 0 can concatenate all ranks' rows at once. If several ranks have the same table
+        of keys, only the lowest of them sends it.
         """
         slices, private = self.slices, self.keys[self.shared :]
         rows = written.rows
@@ -252,14 +251,14 @@ class ShardedPlan:
     def index(
         self, parts: Sequence[bytes], store: Store, *, save_id: str, extra: Mapping[str, Any], sync: bool
     ) -> Mapping[str, FileRecord]:
-        """Write `.metadata` and the manifest from the parts of all ranks, and return these two files. Only rank 0 calls
+        """Write `.metadata` and the manifest from all ranks' parts, and return these two files. Only rank 0 calls
         this."""
         files = write_index(parts, store, save_id=save_id, extra=extra, sync=sync)
         return {name: files[name] for name in (METADATA_NAME, MANIFEST_NAME)}
 
 
 def partial_holders(tables: Sequence[npt.NDArray[np.uint64]]) -> dict[int, tuple[int, ...]]:
-    """Return, for each key that only some ranks hold, which ranks hold it. Keys are given by their hashes.
+    """Return, by its hash, each key that only some ranks hold, with the ranks that hold it.
 
     Args:
         tables: For each rank, the hashes of its replicated keys.
@@ -272,7 +271,7 @@ def partial_holders(tables: Sequence[npt.NDArray[np.uint64]]) -> dict[int, tuple
     found = {}
     for i in np.flatnonzero(counts != len(tables)).tolist():
         held = ranks[starts[i] : starts[i] + counts[i]]
-        # Equal groups share one tuple, so a pickle of the result contains it once.
+        # Keys held by the same ranks share one tuple, so that a pickle of the result contains it only once.
         found[int(keys[i])] = groups.setdefault(held.tobytes(), tuple(held.tolist()))
     return found
 
@@ -285,14 +284,14 @@ def plan_sharded(
     previous: ShardedPlan | None = None,
     private: Collection[str] = (),
 ) -> ShardedPlan:
-    """Return the plan of what this rank writes. Plain tensors and objects are assumed to be replicated on all ranks.
+    """Return what this rank will write. Plain tensors and objects are assumed to be replicated on all ranks.
 
-    Does not communicate. The plan keeps views of the tensors, and encodes the objects immediately.
+    Does not communicate. The plan keeps views of the tensors, but encodes the objects immediately.
 
     Args:
-        state_dict: Nested or flat: DTensors, tensors, objects.
-        previous: The plan of the previous save, whose `holders` remain valid if no rank's keys have changed.
-        private: Flattened keys that only this rank has ("rng.3.torch"). This rank writes them in any case.
+        state_dict: Nested or flat. Its values are DTensors, tensors and objects.
+        previous: The previous save's plan. Its `holders` remain valid if no rank's keys have changed.
+        private: Flattened keys that only this rank has ("rng.3.torch"). They are always written by this rank.
 
     Raises:
         SaveError: A tensor is a partial sum, or an object could not be loaded without running code.
@@ -319,7 +318,8 @@ def _laid_out(
     private: frozenset[str],
     holders: Mapping[str, tuple[int, ...]],
 ) -> ShardedPlan:
-    """Return the plan of this rank, given the holders of replicated keys that only some ranks hold."""
+    """Return this rank's plan, given `holders`: for each replicated key that only some ranks hold, the ranks that hold
+    it."""
     keys: list[PlannedKey] = []
     slices: list[PlannedSlice] = []
     tensors: list[torch.Tensor] = []
@@ -327,7 +327,7 @@ def _laid_out(
     cuts: dict[Any, _Cut | None] = {}
     meshes: dict[DeviceMesh, int] = {}
     memory = [v._local_tensor if type(v) is DTensor else v for v in flat.values() if isinstance(v, torch.Tensor)]
-    plain = are_dense(memory)  # one call for all: calls per tensor would double the time
+    plain = are_dense(memory)  # one call for all tensors: a call per tensor would double the time
     rows = list(zip(flat, paths, strict=True))
     if private:
         rows.sort(key=lambda row: row[0] in private)
@@ -342,7 +342,7 @@ def _laid_out(
         if not sharded and not (isinstance(value, torch.Tensor) and (plain or is_dense(value))):
             if name not in private:
                 shared_objects.append(name)
-            if place[0] == 0:  # if objects differ, the lowest rank's is saved, as torch does
+            if place[0] == 0:  # where ranks have different objects, the lowest rank's is saved, as in torch
                 objects.append((name, path))
             continue
         cut = _cut_of(name, value, place, cuts, meshes)
@@ -397,7 +397,7 @@ def _cut_of(
     name: str, value: Any, place: tuple[int, int], cuts: dict[Any, _Cut | None], meshes: dict[DeviceMesh, int]
 ) -> _Cut | None:
     """Return how a tensor is sharded, or None if this rank is not in its mesh. Updates `cuts` and `meshes`."""
-    if isinstance(value, ShardedTensor):  # its metadata lists its boxes
+    if isinstance(value, ShardedTensor):  # its metadata already lists its boxes
         metas = [shard.metadata for shard in value.local_shards()]
         boxes = [(tuple(meta.shard_offsets), tuple(meta.shard_sizes)) for meta in metas]
         return _Cut(value.dtype, _dtype_name(value.dtype), tuple(value.size()), None, boxes, (0, 1))
@@ -445,13 +445,13 @@ def _cut_by_mesh(name: str, value: DTensor, meshes: dict[DeviceMesh, int]) -> _C
 def _mine(
     name: str, cut: _Cut, offsets: tuple[int, ...], sizes: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, int, int] | None] | None:
-    """Return the part of a local box that this rank writes, as (offsets, sizes, arguments of `narrow`), or None."""
+    """Return the part of a local box that this rank writes, as (offsets, sizes, arguments for `narrow`), or None."""
     number, count = cut.place
     if 0 in sizes:
         return (offsets, sizes, None) if 0 in cut.shape and number == 0 else None
     if count == 1:
         return offsets, sizes, None
-    turn = crc32(name.encode("utf-8", "surrogatepass")) % count  # spreads names over ranks
+    turn = crc32(name.encode("utf-8", "surrogatepass")) % count  # spreads small tensors over the ranks
     dim = next((d for d, n in enumerate(sizes) if n > 1), 0)
     nbytes = math.prod(sizes) * cut.dtype.itemsize
     parts = min(count, nbytes // _SPLIT, sizes[dim] if sizes else 1)
@@ -476,9 +476,9 @@ def local_box(
 
 
 def _held(value: DTensor) -> list[tuple[Box, tuple[int, ...]]]:
-    """Return the boxes of a DTensor that this rank holds, each with its offsets in the local tensor.
+    """Return the boxes that this rank holds of a DTensor, each with its offsets in the local tensor.
 
-    A strided shard has several boxes if its rows are not adjacent.
+    A strided shard consists of several boxes if its rows are not adjacent.
     """
     mesh, placements, shape = value.device_mesh, tuple(value.placements), tuple(value.shape)
     if any(hasattr(placement, "split_factor") for placement in placements):
@@ -492,7 +492,7 @@ def _held(value: DTensor) -> list[tuple[Box, tuple[int, ...]]]:
 
 
 def placement_record(placement: Any) -> PlacementRecord:
-    """Return a torch placement as a PlacementRecord."""
+    """Convert a torch placement to a PlacementRecord."""
     if placement.is_replicate():
         return PlacementRecord("replicate")
     split_factor = getattr(placement, "split_factor", None)
@@ -502,10 +502,10 @@ def placement_record(placement: Any) -> PlacementRecord:
 
 
 def joined_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """Join meshes that are slices of one mesh: return the mesh with all their dimensions, in this order.
+    """Join meshes that are slices of one mesh. Return a mesh with all their dimensions, in the order given.
 
     Raises:
-        UsageError: The meshes are slices of different meshes, or share a dimension.
+        UsageError: The meshes are not slices of the same mesh, or have a dimension in common.
     """
     if len(meshes) == 1:
         return meshes[0]
@@ -546,7 +546,7 @@ def _settlement(digests: Sequence[bytes]) -> bytes:
 
 
 def flatten(nested: Mapping[str, Any]) -> tuple[dict[str, Any], list[Path]]:
-    """Return the values of a nested state by name, and the path of each value. Names are as in torch's
+    """Return a nested state's values by name, and each value's path. The names are those of torch's
     `flatten_state_dict`."""
     values: dict[str, Any] = {}
     paths: list[Path] = []
@@ -573,7 +573,8 @@ def _flatten(
 
 
 def _is_leaf(items: list[Any]) -> bool:
-    """Return whether a list is a single value: it contains no tensors and no dicts, at any depth of lists."""
+    """Return whether a list counts as a single value, because it and the lists nested in it contain no tensors and no
+    dicts."""
     return not any(
         isinstance(item, (Mapping, torch.Tensor)) or (isinstance(item, list) and not _is_leaf(item)) for item in items
     )
@@ -583,7 +584,7 @@ def _is_leaf(items: list[Any]) -> bool:
 
 
 def local_boxes(value: Any) -> list[tuple[Box, torch.Tensor]]:
-    """Return the boxes of a tensor that this rank holds, each with its (detached) memory."""
+    """Return the boxes that this rank holds of a tensor, each with its (detached) memory."""
     if isinstance(value, DTensor):
         if value.device_mesh.get_coordinate() is None:
             return []
@@ -614,7 +615,7 @@ def _local(value: Any, index: int) -> torch.Tensor:
 
 
 def _encode(name: str, value: Any) -> bytes:
-    """Return the record of an object in the format of torch.save. Our reader can load it."""
+    """Return an object's record in torch.save format, provided that our reader can load it."""
     if is_plain(value):
         return frame_object(value)
     if isinstance(value, torch.Tensor):
@@ -623,8 +624,8 @@ def _encode(name: str, value: Any) -> bytes:
 
 
 def whole_record(name: str, tensor: torch.Tensor) -> bytes:
-    """Return the record, in the format of torch.save, of a tensor that is not dense: sparse, quantized, or of a class
-    that torch's weights_only loader can load.
+    """Return the record, in torch.save format, of a tensor that is not dense: it is sparse or quantized, or its class
+    is one that torch's weights_only loader can load.
 
     Raises:
         SaveError: No load could restore the tensor.

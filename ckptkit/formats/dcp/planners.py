@@ -1,4 +1,5 @@
-"""Planners for `dcp.save` and `dcp.load` that create and send no per-tensor objects, for our writer and reader.
+"""Planners for `dcp.save` and `dcp.load` that neither create nor send per-tensor objects. They require our writer and
+reader.
 
     dcp.save(state, storage_writer=ckptkit.DCPWriter(url), planner=ckptkit.DCPSavePlanner())
     dcp.load(state, storage_reader=ckptkit.DCPReader(url), planner=ckptkit.DCPLoadPlanner())
@@ -37,10 +38,10 @@ _LOAD = ("set_up_planner", "create_local_plan", "create_global_plan", "finish_pl
 
 @dataclass
 class WriterMeta(StorageMeta):
-    """Tells a planner that it plans for a `DCPWriter`.
+    """Tells a planner that it is planning for a `DCPWriter`.
 
     Attributes:
-        rank: This rank's index in the group that saves. Set by `set_up_storage_writer`.
+        rank: This rank's index in the process group that saves. Set by `set_up_storage_writer`.
         collective: Whether the ranks plan together.
     """
 
@@ -50,13 +51,13 @@ class WriterMeta(StorageMeta):
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """A rank's state as the coordinator sees it: the digest of its plan and the hashes of its replicated keys."""
+    """What a rank sends to the coordinator: its plan's digest and the hashes of its replicated keys."""
 
     digest: bytes
     hashes: bytes
 
     def __iter__(self) -> Iterator[str]:
-        raise SaveError(_MIXED)  # torch's planner iterates over this field, which it expects to be a dict
+        raise SaveError(_MIXED)  # torch's planner iterates over this field because it expects a dict
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ class _Turn:
 
     Attributes:
         sends_table: Whether no lower rank has the same keys.
-        holders: For each replicated key of this rank that some ranks lack: its hash, and the ranks that hold it.
+        holders: The ranks that hold each replicated key that this rank has but some others lack, by the key's hash.
     """
 
     rank: int
@@ -75,13 +76,13 @@ class _Turn:
 
 
 class DCPSavePlanner(DefaultSavePlanner):
-    """Plans a `dcp.save` on each rank alone, without sending an object per tensor.
+    """Plans a `dcp.save` on each rank by itself, without sending an object per tensor.
 
     Replicas are written once, spread evenly over the ranks that hold them. With any writer other than `DCPWriter`, or
-    without collectives, this is torch's `DefaultSavePlanner`.
+    without collectives, this planner behaves like torch's `DefaultSavePlanner`.
 
-    Objects must be plain data, or of classes allowed by `torch.serialization.add_safe_globals`. Other objects raise a
-    SaveError.
+    Objects must be plain data, or of classes allowed by `torch.serialization.add_safe_globals`. Any other object raises
+    a SaveError.
     """
 
     def set_up_planner(
@@ -102,7 +103,7 @@ class DCPSavePlanner(DefaultSavePlanner):
             self._meta = None
         if self._meta is None:
             return super().create_local_plan()
-        # The size of the default group. The group that saves is not known here; `finish_plan` corrects the size.
+        # This is the default group's size. The group that saves is not known here; `finish_plan` corrects the size.
         world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         rank = self._meta.rank
         plan = self._sharded = plan_sharded(self._values, rank=rank, world_size=max(world_size, rank + 1))
@@ -123,7 +124,7 @@ class DCPSavePlanner(DefaultSavePlanner):
         turn, plan = new_plan.planner_data, self._sharded
         if not isinstance(turn, _Turn) or plan is None:
             return super().finish_plan(new_plan)
-        self._sharded = None  # an idle planner must not keep the tensors alive
+        self._sharded = None  # a planner that is no longer in use must not keep the tensors alive
         holders = {}
         if turn.holders:
             holders = {name: turn.holders[key] for name, key in plan.replicated().items() if key in turn.holders}
@@ -143,11 +144,12 @@ def _turns(shares: Sequence[_Share]) -> list[_Turn]:
 
 
 class DCPLoadPlanner(DefaultLoadPlanner):
-    """Plans a `dcp.load` without an object per tensor. With any reader other than `DCPReader`, this is torch's
-    `DefaultLoadPlanner`.
+    """Plans a `dcp.load` without an object per tensor.
+
+    With any reader other than `DCPReader`, this planner behaves like torch's `DefaultLoadPlanner`.
 
     Args:
-        allow_partial_load: Leave keys that the checkpoint lacks as they are. If False, raise one error that lists every
+        allow_partial_load: Leave keys that the checkpoint lacks unchanged. If False, raise one error that lists every
             mismatch, before any rank reads.
     """
 
@@ -179,7 +181,7 @@ class DCPLoadPlanner(DefaultLoadPlanner):
 
 
 def is_itself(made: object, ours: type, steps: Sequence[str]) -> bool:
-    """Return whether `made` overrides none of these methods of `ours`. An override must not be skipped."""
+    """Return whether `made` inherits all these methods of `ours` unchanged. An override must not be bypassed."""
     return all(getattr(type(made), step) is getattr(ours, step) for step in steps)
 
 

@@ -1,4 +1,4 @@
-"""Loads a sharded state without torch's planners: each rank reads what its own tensors need, without communication."""
+"""Loads a sharded state without torch's planners. Each rank reads what its own tensors need, without communicating."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ __all__ = [
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-_LISTED = 20  # keys listed in an error
+_LISTED = 20  # an error lists at most this many keys
 
-# Objects are loaded first: unsafe ones are reported together, before any tensor of the state is changed.
+# Objects are loaded first, so that unsafe ones are all reported together before any tensor in the state is changed.
 
 
 def load_objects(store: Store, entries: Mapping[str, ObjectEntry]) -> dict[str, Any]:
-    """Load objects, check their digests, and return their values by key. Executes nothing in them.
+    """Load objects, check their digests, and return their values by key. Runs no code from the objects.
 
     Raises:
         UnsafePickleError: Objects need classes that the caller has not allowed. The message names each object.
@@ -63,7 +63,7 @@ def load_objects(store: Store, entries: Mapping[str, ObjectEntry]) -> dict[str, 
 
 
 def _read(store: Store, entries: Mapping[str, ObjectEntry]) -> dict[str, bytearray]:
-    """Read the objects that torch.save wrote uncompressed, all at once. Return their bytes by key."""
+    """Read all objects that torch.save wrote uncompressed, together. Return their bytes by key."""
     raw = {
         name: bytearray(entry.nbytes)
         for name, entry in entries.items()
@@ -79,7 +79,7 @@ def _read(store: Store, entries: Mapping[str, ObjectEntry]) -> dict[str, bytearr
 
 
 def check_fits(current: Any, value: Any, name: str) -> None:
-    """Check that a loaded tensor fits the tensor at its place in the state, if there is one.
+    """Check that a loaded tensor fits the tensor that is now at that key in the state, if any.
 
     Raises:
         CheckpointMismatchError: Shapes, dtypes or layouts differ.
@@ -94,12 +94,12 @@ def check_fits(current: Any, value: Any, name: str) -> None:
 
 
 def filled_by(current: Any, value: Any) -> Any:
-    """Return the state's new value: the current tensor, filled with `value`, or `value` if there is no tensor to
-    fill."""
+    """Return the state's new value. If the current value is a tensor to fill, fill it with `value` and return it;
+    otherwise return `value`."""
     if not _is_filled(current, value):
         return value
     with torch.no_grad():
-        current.copy_(value)  # not current.detach(): a quantized tensor would keep its old scale
+        current.copy_(value)  # current.detach() would not do: a quantized tensor would keep its old scale
     return current
 
 
@@ -113,8 +113,8 @@ class ReadPlan:
     """The reads that a load will do on this rank. Nothing has been read or changed yet.
 
     Attributes:
-        objects: For each key, the path of its value in the state, and the current value.
-        missing: Keys of the state that the checkpoint lacks. Their values are left as they are.
+        objects: By key, the path to an object's value in the state, and the current value.
+        missing: Keys in the state that the checkpoint lacks. Their values are left unchanged.
     """
 
     catalog: Catalog
@@ -149,18 +149,18 @@ def plan_read(
     strict: bool = True,
     workers: int = 0,
 ) -> ReadPlan:
-    """Plan to fill the tensors of a nested or flat state in place, and to replace its objects. Changes nothing.
+    """Plan a load that fills a nested or flat state's tensors in place and replaces its objects. Changes nothing.
 
     Each rank reads only the bytes that its own tensors need, however the checkpoint is sharded.
 
     Args:
         verify: Which slices to check against their digests.
         cast: Convert a tensor if its dtype differs. If False, a different dtype is an error.
-        strict: Raise an error if the checkpoint lacks a key. If False, leave its value as it is.
+        strict: Raise an error if the checkpoint lacks a key. If False, leave that key's value unchanged.
 
     Raises:
         CheckpointMismatchError: Keys are missing, or shapes, dtypes or kinds differ. Lists all mismatches.
-        IncompleteCheckpointError: The checkpoint lacks a part of a tensor.
+        IncompleteCheckpointError: The checkpoint lacks part of a tensor.
     """
     flat, of_each = flatten(state_dict)
     paths = dict(zip(flat, of_each, strict=True))
@@ -178,10 +178,10 @@ def plan_read(
 def check_shared_memory(
     store: Store, state: Mapping[str, Any], entries: Mapping[str, TensorEntry], *, cast: bool
 ) -> None:
-    """Check that tensors of a flat state that share memory (tied weights) will be filled with equal values.
+    """Check that tensors in a flat state that share memory (tied weights) will be filled with equal values.
 
     Args:
-        entries: The tensors of the checkpoint by key of the state. Tensors that do not fit are ignored here.
+        entries: The checkpoint's tensors, by key in the state. Tensors that do not fit are ignored here.
 
     Raises:
         CheckpointMismatchError: The checkpoint has different values for such tensors. The message names them.
@@ -205,7 +205,7 @@ def check_shared_memory(
     for group in overlapping([local for *_, (_, local) in fitting]):
         first = fitting[group[0]][2]
         claims = [fitting[i] for i in group]
-        if all(_is_placed_like(first, value) for _, _, value, _ in claims):  # all ranks get the same result
+        if all(_is_placed_like(first, value) for _, _, value, _ in claims):  # so all ranks get the same result
             groups.append([Claim.whole(name, entry, value) for name, entry, value, _ in claims])
             continue
         groups.append([
@@ -233,7 +233,8 @@ def _locals(value: Any) -> list[torch.Tensor]:
 def _matched(
     catalog: Catalog, flat: Mapping[str, Any], *, cast: bool, strict: bool
 ) -> tuple[dict[str, TensorEntry | None], list[str]]:
-    """Return the keys to load with their tensors, and the missing keys. Raise one error that lists every mismatch."""
+    """Return the keys to load with their tensors, and the missing keys. A mismatch raises an error that lists every
+    mismatch."""
     found: dict[str, TensorEntry | None] = {}
     missing, wrong = [], []
     for name, value in flat.items():
@@ -241,7 +242,7 @@ def _matched(
         if entry is None and name not in catalog.objects:
             missing.append(name)
         elif entry is None:
-            found[name] = None  # may be a tensor that is not dense
+            found[name] = None  # the entry may still be a tensor that is not dense
         elif not tensor:
             wrong.append(f"{name}: the checkpoint has a tensor, the state has {type(value).__name__}")
         else:

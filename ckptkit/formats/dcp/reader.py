@@ -12,6 +12,6 @@ __all__ = ["open_catalog"]
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Return the catalog of the DCP checkpoint at the store's root. Prefers the manifest: it has digests and no
-    pickle."""
+    """Return the catalog of the DCP checkpoint at the store's root. Prefers the manifest, which has digests and needs
+    no unpickling."""
     return open_manifest(store) or catalog.open_catalog(store, options=options or ReadOptions())

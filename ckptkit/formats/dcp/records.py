@@ -1,8 +1,8 @@
-"""Frames the items of a DCP data file: each item is a torch.save zip around tensor bytes, written without torch.
+"""Frames the items of a DCP data file. Each item is a torch.save zip around a tensor's bytes, written without torch.
 
 A record is the smallest zip that `torch.load` accepts: `data.pkl`, `version` and the storage `data/0`, uncompressed and
-without timestamps. The frame of a dtype and sizes is therefore always the same. A file is a sequence of records.
-Source of the format: torch/serialization.py (`_save`, `_load`) and the zip specification (APPNOTE 6.3.10).
+without timestamps. The frame therefore depends only on the dtype and sizes. A file is a sequence of records. Sources
+for the format: torch/serialization.py (`_save`, `_load`) and the zip specification (APPNOTE 6.3.10).
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ __all__ = [
     "is_plain",
 ]
 
-ALIGNMENT = 64  # of large payloads: they may be mapped, or copied in the kernel
-STREAMED = 64 << 10  # from this payload size on, the CRC follows the payload, so that one pass can write it
+ALIGNMENT = 64  # of large payloads, so that they can be mapped, or copied by the kernel
+STREAMED = 64 << 10  # from this size on, the CRC follows the payload, so that one pass can write both
 _ALIGNED = 4 << 10
 _MAX32 = 0xFFFFFFFF
-_ROOT = b"a/"  # torch accepts any name before the slash; a short name makes every record smaller
+_ROOT = b"a/"  # torch accepts any name before the slash; a short one keeps records small
 
 
 @dataclass(frozen=True, slots=True)
 class RecordFrame:
-    """The bytes around a payload. A record consists of `prefix`, `nbytes` of payload and `suffix(crc)`.
+    """The bytes around a payload. A record consists of `prefix`, `nbytes` bytes of payload, and `suffix(crc)`.
 
     Attributes:
-        prefix: The bytes before the payload. If not `streamed`, they contain the CRC: see `head`.
-        nbytes: Bytes of the payload.
-        length: Bytes of the whole record.
+        prefix: The bytes before the payload. Unless `streamed`, they contain the CRC: see `head`.
+        nbytes: Size of the payload in bytes.
+        length: Size of the whole record in bytes.
         alignment: The record must start at a multiple of this in its file, so that the payload is aligned.
-        streamed: Whether the CRC is only after the payload.
+        streamed: Whether the CRC is stored only after the payload.
     """
 
     prefix: bytes
@@ -57,13 +57,13 @@ class RecordFrame:
     tail: tuple[bytes, bytes]
 
     def head(self, crc: int) -> bytes:
-        """Return the bytes before the payload, given its CRC-32 (ignored if streamed)."""
+        """Return the bytes before the payload, given the payload's CRC-32 (ignored if streamed)."""
         if self.streamed:
             return self.prefix
         return self.prefix[: self.crc_at] + crc.to_bytes(4, "little") + self.prefix[self.crc_at + 4 :]
 
     def suffix(self, crc: int) -> bytes:
-        """Return the bytes after the payload, given its CRC-32."""
+        """Return the bytes after the payload, given the payload's CRC-32."""
         value = crc.to_bytes(4, "little")
         if not self.streamed:
             return self.tail[0] + value + self.tail[1]
@@ -72,7 +72,7 @@ class RecordFrame:
         return b"PK\x07\x08" + value + sizes + self.tail[0] + value + self.tail[1]
 
     def record(self, payload: bytes | bytearray | memoryview) -> bytes:
-        """Return the whole record of a payload in memory."""
+        """Return the whole record for a payload that is in memory."""
         crc = crc32(payload)
         return b"".join((self.head(crc), payload, self.suffix(crc)))
 
@@ -82,29 +82,29 @@ def frame_tensor(dtype: str, sizes: tuple[int, ...]) -> RecordFrame:
     """Return the frame that makes a tensor's row-major bytes readable by `torch.load(weights_only=True)`.
 
     Args:
-        dtype: torch's name without "torch.".
+        dtype: torch's name for it, without "torch.".
     """
     kind = dtype_of(dtype)
     return _frame(_pickle_tensor(kind.name, sizes, kind.itemsize), math.prod(sizes) * kind.itemsize)
 
 
 def frame_object(value: Any) -> bytes:
-    """Return the record of a value that `is_plain`, in the format of `torch.save`.
+    """Return a record, in torch.save format, of a value for which `is_plain` is True.
 
-    Uses pickle protocol 2: `torch.load(weights_only=True)` refuses the framing of later protocols.
+    Uses pickle protocol 2, because `torch.load(weights_only=True)` refuses the framing of later protocols.
     """
     pickled = pickle.dumps(value, protocol=2)
     return _zip_objects((b"data.pkl", pickled), (b"version", b"3\n"))
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a value consists of None, bools, numbers, strings, bytes, lists, tuples and dicts only.
+    """Return whether a value consists only of None, bools, numbers, strings, bytes, lists, tuples and dicts.
 
-    Types must match exactly, because an instance of a subclass could hold more than its contents.
+    The types must match exactly, because an instance of a subclass could hold more than its contents.
     """
     kind = type(value)
     if kind in (bool, int, float, str, bytes, type(None)):
-        return kind is not int or -(1 << 1023) < value < 1 << 1023  # LONG1 holds 255 bytes
+        return kind is not int or -(1 << 1023) < value < 1 << 1023  # LONG1 holds at most 255 bytes
     if kind in (list, tuple):
         return all(map(is_plain, value))
     if kind is dict:
@@ -133,7 +133,7 @@ def _pickle_tensor(name: str, sizes: tuple[int, ...], itemsize: int) -> bytes:
 
 
 def _text(value: bytes) -> bytes:
-    return b"U" + struct.pack("<B", len(value)) + value  # SHORT_BINSTRING: a string of Python 2 with a one-byte length
+    return b"U" + struct.pack("<B", len(value)) + value  # SHORT_BINSTRING: a Python 2 string with a one-byte length
 
 
 def _int(value: int) -> bytes:
@@ -157,7 +157,8 @@ def _int_tuple(values: tuple[int, ...]) -> bytes:
 
 
 def _frame(pickled: bytes, nbytes: int) -> RecordFrame:
-    """Return the frame of a zip of data.pkl, version and (last) the storage. The payload's CRC is filled in later."""
+    """Return the frame of a zip that contains data.pkl, version and, last, the storage. The payload's CRC is filled in
+    later."""
     streamed, alignment = nbytes >= STREAMED, ALIGNMENT if nbytes >= _ALIGNED else 1
     pickle_crc, version = crc32(pickled), b"3\n"
     head = local_header(_ROOT + b"data.pkl", pickle_crc, len(pickled)) + pickled

@@ -1,7 +1,8 @@
-"""Derives the role of a DCP entry (weight, moment, ...) from the path that the planner recorded.
+"""Derives a DCP entry's role (weight, moment, ...) from the path that the planner recorded.
 
-The flattened key does not show where a wrapper ends and a parameter's name begins: accelerate's ("model",
-"model.embed_tokens.weight") and LightRFT's ("model.embed_tokens.weight",) differ only in the path.
+The flattened key does not show where a wrapper ends and the parameter's name begins. For example, accelerate's path
+("model", "model.embed_tokens.weight") and LightRFT's ("model.embed_tokens.weight",) tell apart what the keys alone do
+not.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _STATES = _MASTER_STATES | {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum
 
 @dataclass(frozen=True, slots=True)
 class EntryRole:
-    """The role, parameter and state of an entry, as in `TensorEntry`."""
+    """An entry's role, parameter and state, as in `TensorEntry`."""
 
     role: Role
     fqn: str = ""
@@ -42,17 +43,17 @@ class EntryRole:
 
 
 class RoleTable:
-    """The roles of all entries of a checkpoint. An entry's role can depend on which other entries exist.
+    """The roles of a checkpoint's entries. An entry's role can depend on which other entries exist.
 
     Args:
-        paths: The planner's path of each key. A key without one is its own path.
+        paths: The planner's path for each key. A key without one is its own path.
         tensors: The keys that are tensors.
     """
 
     def __init__(self, paths: Mapping[str, Path], tensors: Iterable[str]) -> None:
         tops = {_top(path) for path in paths.values() if path}
-        # An optimizer's state and param_groups at the top level: LightRFT's `optim_states/`, or a DCP checkpoint of
-        # get_optimizer_state_dict.
+        # An optimizer's state and param_groups may be at the top level, as in LightRFT's `optim_states/` or a DCP
+        # checkpoint of what get_optimizer_state_dict returns.
         alone = "state" in tops and tops <= {"state", _PARAM_GROUPS}
         self._bare_optimizer = alone and not any(map(_holds_run, paths.values()))
         wrappers = {key: _model_wrapper(paths.get(key) or (key,)) for key in tensors}
@@ -63,7 +64,8 @@ class RoleTable:
         if len(known) > 1 and _collide(paths, wrappers, known):
             known = set()
         bare = any(wrapper == () for wrapper in wrappers.values())
-        # Weights are at the top level or below a known key. A user's own key counts only if there is no other such key.
+        # Weights are at the top level or under a known key. A key that the user chose counts only if it is the only
+        # such key.
         self._wrappers = known or (set() if bare else named if len(named) == 1 else set())
         self._bare_model = not known
         self._many = not known and not bare and len(named) > 1
@@ -83,8 +85,8 @@ class RoleTable:
             return EntryRole(Role.MODEL, _joined(path)) if self._bare_model else EntryRole(Role.OTHER)
         if wrapper in self._wrappers:
             return EntryRole(Role.MODEL, _joined(path[len(wrapper) :]))
-        # There are several models under the user's own keys (a GAN, a teacher and a student), or nested dicts of
-        # weights next to weights at the top level. The whole path is the name.
+        # Either several models are stored under keys that the user chose (a GAN, a teacher and a student), or nested
+        # dicts of weights are stored beside top-level weights. The name is then the whole path.
         return EntryRole(Role.MODEL, _joined(path)) if self._many or self._bare_model else EntryRole(Role.OTHER)
 
     def _optimizer(self, path: Path) -> EntryRole | None:
@@ -104,27 +106,28 @@ class RoleTable:
 
 
 def _holds_run(path: Path) -> bool:
-    """Return whether a path shows that the key "state" contains model and optimizers, instead of an optimizer's
+    """Return whether a path shows that the key "state" holds a model and optimizers rather than one optimizer's
     state."""
     part = path[1] if len(path) > 2 and path[0] == "state" else None
     return isinstance(part, str) and (part in _MODEL_KEYS or bool(_OPTIMIZER_KEY.fullmatch(part)))
 
 
 def _collide(paths: Mapping[str, Path], wrappers: Mapping[str, Path | None], known: Iterable[Path]) -> bool:
-    """Return whether two models below different keys have a parameter of the same name."""
+    """Return whether two models under different keys have parameters with the same name."""
     chosen = set(known)
     names = [(paths.get(key) or (key,))[len(w) :] for key, w in wrappers.items() if w is not None and w in chosen]
     return len(set(names)) < len(names)
 
 
 def optimizer_role(path: Path) -> EntryRole:
-    """Return the role of an entry of an optimizer, given its path below the optimizer: ("state", fqn, "exp_avg").
+    """Return an optimizer entry's role, given its path within the optimizer: ("state", fqn, "exp_avg").
 
-    The path is nested or flattened: torch's `flatten_optimizer_state_dict` joins the three parts with dots. State names
-    contain no dots. With several optimizers in a list or dict, the path begins with the optimizer's index or key.
+    The path is nested, or flattened: torch's `flatten_optimizer_state_dict` joins the three components with dots. State
+    names contain no dots. If several optimizers are in a list or dict, the path starts with the optimizer's index or
+    key.
     """
     while len(path) > 1 and path[0] not in _PARTS and not (isinstance(path[0], str) and path[0].startswith("state.")):
-        path = path[1:]  # the index or key of one of several optimizers
+        path = path[1:]  # drop the index or key that selects one of several optimizers
     head = path[0] if path else ""
     if head == "master" and len(path) > 1:
         return EntryRole(Role.MASTER, _joined(path[1:]))
@@ -134,7 +137,7 @@ def optimizer_role(path: Path) -> EntryRole:
         kind, _, rest = head.partition(".")
         if kind == "state" and "." in rest:
             first, _, after = rest.partition(".")
-            if first in _STATES:  # Megatron puts the state's name first
+            if first in _STATES:  # Megatron puts the state name first
                 return _state(after, first)
             fqn, _, state = rest.rpartition(".")
             return _state(fqn, state)
@@ -158,8 +161,8 @@ def _top(path: Path) -> str:
 
 
 def _model_wrapper(path: Path) -> tuple[str | int, ...] | None:
-    """Return the part of a tensor's path before the parameter's name: () at the top level, None if it is in no
-    model."""
+    """Return the part of a tensor's path that precedes the parameter's name: () at the top level, or None if the tensor
+    is not in a model."""
     for i, part in enumerate(path[:-1]):
         if not isinstance(part, str):
             continue
@@ -176,8 +179,8 @@ def _model_wrapper(path: Path) -> tuple[str | int, ...] | None:
 
 
 def _inner_wrappers(paths: Mapping[str, Path], wrappers: Mapping[str, Path | None]) -> dict[Path | None, Path]:
-    """Return, for each wrapper, a longer wrapper that all its tensors share, as in {"model": {"model": state_dict}} or
-    {"models": [state_dict]}. Only list indices and known keys extend a wrapper."""
+    """Return, for each wrapper, the longer wrapper that all its tensors share, if any, as in {"model": {"model":
+    state_dict}} or {"models": [state_dict]}. Only list indices and known keys extend a wrapper."""
     members: dict[Path, list[Path]] = {}
     for key, wrapper in wrappers.items():
         if wrapper:

@@ -1,4 +1,4 @@
-"""Checks that live tensors that share memory (tied weights, views) have equal values in a checkpoint."""
+"""Checks that the checkpoint has equal values for live tensors that share memory (tied weights, views)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["Claim", "check_claims", "overlapping"]
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A tensor of the checkpoint, and this rank's part of the live tensor to load it into.
+    """A tensor in the checkpoint, and this rank's part of the live tensor that it will be loaded into.
 
     Attributes:
-        shape: The shape of the whole live tensor.
+        shape: The whole live tensor's shape.
         local: The part that this rank holds.
         parts: Boxes of the whole tensor, each with its offsets in `local`.
     """
@@ -44,7 +44,7 @@ class Claim:
 
 
 def overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Return groups of tensors that share memory, as lists of indices."""
+    """Return groups of tensors whose memory overlaps, as lists of indices."""
     spans = sorted((t.data_ptr(), t.nbytes if t.is_contiguous() else _extent(t), i) for i, t in enumerate(tensors))
     groups: list[list[int]] = []
     stop = 0
@@ -60,8 +60,8 @@ def overlapping(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 
 
 def check_claims(store: Store, groups: Iterable[Sequence[Claim]]) -> None:
-    """Check that the checkpoint has equal values for tensors that share memory. Reads values only if comparing
-    locations and digests is not enough.
+    """Check that the checkpoint has equal values for tensors that share memory. Reads the values only if comparing
+    locations and digests does not settle it.
 
     Raises:
         CheckpointMismatchError: Values differ, so one tensor would overwrite another. Names all such tensors.
@@ -91,8 +91,8 @@ def _is_one(store: Store, group: Sequence[Claim]) -> bool:
 
 
 def _reads_alike(store: Store, group: Sequence[Claim]) -> bool:
-    """Read this rank's part of each tensor into memory laid out like the live tensors. Return whether no values were
-    overwritten."""
+    """Read this rank's part of each tensor into memory laid out like the live tensors. Return whether each tensor kept
+    the values that were read into it."""
     import torch
 
     from ckptkit.formats.dcp.fill import Filler, add_box, part_of
@@ -129,7 +129,7 @@ def _place(local: torch.Tensor) -> tuple[object, ...]:
 
 
 def _extent(local: torch.Tensor) -> int:
-    """Return the number of bytes from the start of the tensor's first element to the end of its last."""
+    """Return the number of bytes from the start of the tensor's first element to the end of its last in memory."""
     itemsize = local.element_size()
     if local.is_contiguous():
         return local.numel() * itemsize

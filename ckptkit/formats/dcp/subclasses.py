@@ -1,8 +1,8 @@
-"""Splits tensor subclasses into plain tensors by torch's `__tensor_flatten__` protocol, and creates them again.
+"""Splits tensor subclasses into plain tensors by torch's `__tensor_flatten__` protocol, and rebuilds them.
 
 A class with `__tensor_flatten__` names its inner tensors. They are stored as plain tensors named `<name>::<attribute>`,
-and a recipe (JSON) records the class and the rest. A load fills the inner tensors of a live tensor with the same
-recipe. A class is never imported because a checkpoint names it.
+and a recipe (JSON) records the class and everything else. A load fills the inner tensors of a live tensor that has the
+same recipe. A class is never imported just because a checkpoint names it.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ __all__ = [
 
 SEPARATOR = "::"
 SUBCLASSES = "subclasses"
-"""The key of the recipes in objects.json. They are listed by the tensor's key."""
+"""The key in objects.json under which recipes are stored, by tensor key."""
 
 Recipe = Any  # JSON
 
-# How an inner tensor relates to the whole tensor: "like" (as many dimensions; one element per block), "flat" (one
-# dimension; one element per run of the flattened tensor) or "whole" (a table that every shard has).
+# How an inner tensor relates to the whole tensor. "like": it has as many dimensions, and one element per block. "flat":
+# it has one dimension, and one element per run of the flattened tensor. "whole": it is a table that every shard has.
 _KNOWN: Mapping[str, Mapping[str, str]] = {
     "torchao.optim.subclass_8bit.OptimState8bit": {"codes": "like", "scale": "flat", "qmap": "whole"},
     "torchao.optim.subclass_4bit.OptimState4bit": {"codes": "flat", "scale": "flat", "qmap": "whole"},
@@ -54,11 +54,11 @@ _KNOWN: Mapping[str, Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The parts of a tensor.
+    """A tensor's parts and recipe.
 
     Attributes:
-        parts: The inner tensors by attribute ("a::b" if the inner tensor is itself of a subclass). They share the outer
-            tensor's memory, and are DTensors if it is sharded.
+        parts: The inner tensors by attribute ("a::b" if an inner tensor itself belongs to a subclass). They share the
+            outer tensor's memory, and are DTensors if it is sharded.
         recipe: JSON: "class", "shape", "stride", "dtype", "context" and "inner".
     """
 
@@ -67,8 +67,7 @@ class Opened:
 
 
 def outer_name(name: str, recipes: Mapping[str, Recipe], prefix: str = "") -> str:
-    """Return the name of the tensor that `name` is a part of, or `name` if it is not a part of any tensor with a
-    recipe."""
+    """Return the name of the tensor that `name` is a part of, or `name` itself if no recipe has such a part."""
     head = name
     while SEPARATOR in head:
         head = head.rpartition(SEPARATOR)[0]
@@ -78,7 +77,7 @@ def outer_name(name: str, recipes: Mapping[str, Recipe], prefix: str = "") -> st
 
 
 def describe(recipe: Recipe) -> str:
-    """Return a recipe on one line, for error messages."""
+    """Return a recipe as one line, for error messages."""
     if not isinstance(recipe, Mapping):
         return "a plain tensor"
     name = str(recipe.get("class", "")).rpartition(".")[2]
@@ -86,13 +85,13 @@ def describe(recipe: Recipe) -> str:
 
 
 def open_all(tensors: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Recipe], dict[Any, str]]:
-    """Replace the tensors that are not dense with their parts, in a table of tensors.
+    """Replace the tensors in a table that are not dense with their parts.
 
     Args:
-        tensors: By name, or by (FQN, state name). Tensors that cannot be split stay as they are.
+        tensors: By name, or by (FQN, state name). Tensors that can't be split stay as they are.
 
     Returns:
-        The table with the parts, the recipes by name, and the reason for each tensor that could not be split.
+        The table with the parts, the recipes by name, and, for each tensor that could not be split, the reason.
     """
     from torch.distributed.tensor import DTensor
 
@@ -123,10 +122,10 @@ def open_all(tensors: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Reci
 
 
 def open_tensor(tensor: Any) -> Opened | None:
-    """Return the parts of a tensor, or None if it is dense or its class does not name its inner tensors.
+    """Return a tensor's parts, or None if it is dense or its class does not name its inner tensors.
 
     Raises:
-        SaveError: The tensor can't be stored in parts. The message continues "the tensor ...".
+        SaveError: The tensor can't be stored in parts. The message completes the sentence "the tensor ...".
     """
     from torch.distributed.tensor import DTensor
 
@@ -190,15 +189,15 @@ def _class_of(tensor: Any) -> str:
 
 
 def _flattened(tensor: Any) -> tuple[dict[str, torch.Tensor], Any]:
-    """Return the inner tensors of a tensor by attribute, and its context."""
+    """Return a tensor's inner tensors by attribute, and its context."""
     if _is_4bit(tensor):
         return _of_4bit(tensor)
     names, context = tensor.__tensor_flatten__()
     return {name: getattr(tensor, name) for name in names}, context
 
 
-# bitsandbytes' 4-bit weights do not implement the protocol: they have packed values, and a `quant_state` with scales
-# and tables.
+# bitsandbytes' 4-bit weights do not implement the protocol. They consist of packed values and a `quant_state` with
+# scales and tables.
 _4BIT = "bitsandbytes.nn.modules.Params4bit"
 _4BIT_ENTRIES = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
 
@@ -222,8 +221,7 @@ def _of_4bit(tensor: Any) -> tuple[dict[str, torch.Tensor], Any]:
 
 
 def repeated(tensors: Mapping[str, Any]) -> set[str]:
-    """Return the entries that a 4-bit layer of bitsandbytes adds to a state dict. They are copies of its weight's
-    parts."""
+    """Return the entries that bitsandbytes' 4-bit layers add to a state dict. They are copies of the weights' parts."""
     weights = [name for name, value in tensors.items() if type(value).__name__ == "Params4bit" and _is_4bit(value)]
     if not weights:
         return set()
@@ -233,10 +231,10 @@ def repeated(tensors: Mapping[str, Any]) -> set[str]:
 
 
 def left_behind(modules: Mapping[str, torch.nn.Module]) -> dict[str, str]:
-    """Return the 4-bit weights of bitsandbytes that FSDP2 has sharded, each with the reason why it can't be saved.
+    """Return bitsandbytes' 4-bit weights that FSDP2 has sharded, by name, with the reason why they can't be saved.
 
-    The parameter holds only the packed values. Their scales stay in an attribute of the layer that no state dict
-    contains.
+    Such a parameter holds only the packed values. Its scales stay behind in an attribute of the layer, which no state
+    dict contains.
     """
     found = {}
     for name, module in modules.items():
@@ -251,7 +249,7 @@ def left_behind(modules: Mapping[str, torch.nn.Module]) -> dict[str, str]:
 
 
 def _is_kept(one: Any, other: Any) -> bool:
-    """Return whether two reads of an attribute gave the same tensor, or the same memory."""
+    """Return whether reading an attribute twice gave the same tensor, or at least the same memory."""
     if one is other or not one.numel():
         return True
     return why_not_dense(one) == "" == why_not_dense(other) and one.data_ptr() == other.data_ptr()
@@ -268,7 +266,7 @@ def _rule(kind: str, name: str, shape: tuple[int, ...], inner: tuple[int, ...]) 
 
 
 def _plain(name: str, inner: Any, local: Any, rule: str) -> tuple[Any, Any]:
-    """Return the tensor to store for an inner tensor of a plain tensor, and its entry in the recipe."""
+    """Return the tensor to store for an inner tensor of an unsharded tensor, and its entry in the recipe."""
     shape = tuple(local.shape)
     if rule == "flat":
         run, rows = _run(name, inner, local)
@@ -279,8 +277,8 @@ def _plain(name: str, inner: Any, local: Any, rule: str) -> tuple[Any, Any]:
 
 
 def _run(name: str, inner: Any, local: Any) -> tuple[int, int]:
-    """Return the length of a run (elements of the flattened tensor per inner element), and the fewest rows that consist
-    of whole runs (0: the tensor has no rows)."""
+    """Return how many elements of the flattened tensor each inner element stands for (a run), and the smallest number
+    of rows that consists of whole runs (0 if the tensor has no rows)."""
     numel = local.numel()
     if inner.dim() != 1 or not inner.numel() or numel % inner.numel():
         raise SaveError(f"has {numel} elements on this rank, not a multiple of its {name} {list(inner.shape)}")
@@ -293,8 +291,8 @@ def _rows(block: int, shape: Sequence[int]) -> int:
 
 
 def _sharded(whole: Any, name: str, inner: Any, local: Any, rule: str) -> tuple[Any, Any]:
-    """Return the tensor to store for an inner tensor of a sharded tensor (a DTensor with the same placements), and its
-    entry in the recipe. A block must not be split between shards."""
+    """Return the tensor to store for an inner tensor of a sharded tensor, and its entry in the recipe. The stored
+    tensor is a DTensor with the same placements. No block may be split between shards."""
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -342,18 +340,18 @@ def _split(whole: Any, name: str, block: Any, where: str) -> str:
 
 
 def _blocks(block: int, shape: Sequence[int]) -> list[int]:
-    """Return, for each dimension, the multiples at which a tensor can be split between runs of `block` elements (0:
-    none)."""
+    """Return, for each dimension, the step at which a tensor may be cut without splitting a run of `block` elements, or
+    0 if it can't be cut in that dimension."""
     rows = _rows(block, shape)
     return [rows, block if rows == 1 and len(shape) == 2 else 0, *[0] * len(shape)][: len(shape)]
 
 
-# --- the context of a recipe
+# --- a recipe's context
 
 
 def _context(value: Any, shape: tuple[int, ...], kind: str) -> Any:
-    """Return the context of a class as JSON. A tuple that equals the tensor's shape is stored as `$shape`, because a
-    shard has another shape."""
+    """Return a class's context as JSON. A tuple that equals the tensor's shape is stored as `$shape`, because a shard's
+    shape is different."""
     import torch
 
     if isinstance(value, enum.Enum):
@@ -382,10 +380,10 @@ def _context(value: Any, shape: tuple[int, ...], kind: str) -> Any:
 
 
 def _value(tree: Any, shape: tuple[int, ...]) -> Any:
-    """Return the context of a recipe, for a tensor of this shape.
+    """Return a recipe's context for a tensor with this shape.
 
     Raises:
-        ValueError: The context contains instances of classes, which only a live tensor can supply.
+        ValueError: The context contains class instances, which only a live tensor can supply.
     """
     import torch
 
@@ -415,16 +413,16 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def new_tensor(recipe: Recipe, parameter: torch.Tensor, entries: Mapping[str, TensorEntry]) -> torch.Tensor:
-    """Create an uninitialized tensor of a recipe, with the placement of a parameter, for an optimizer without state.
+    """Create an uninitialized tensor from a recipe, placed like a parameter, for an optimizer that has no state yet.
 
-    Nothing is imported: this process must have allowed torch to load the class (`torch.serialization.add_safe_globals`,
-    which torchao calls for its optimizer states).
+    Nothing is imported. This process must have allowed torch to load the class with
+    `torch.serialization.add_safe_globals`, which torchao does for its optimizer states.
 
     Args:
         entries: The inner tensors in the checkpoint, by attribute.
 
     Raises:
-        SaveError: The tensor cannot be created here. The message continues "the tensor ...".
+        SaveError: The tensor can't be created here. The message completes the sentence "the tensor ...".
     """
     import torch
     from torch.distributed.tensor import DTensor
@@ -469,7 +467,7 @@ def _allowed() -> list[Any]:
 def _local_shape(
     name: str, spec: Mapping[str, Any], shape: tuple[int, ...], stored: tuple[int, ...]
 ) -> tuple[int, ...]:
-    """Return the shape of an inner tensor, for a shard of this shape."""
+    """Return an inner tensor's shape, given the shape of the shard."""
     block = spec.get("block")
     if spec.get("placed") == "whole":
         return stored

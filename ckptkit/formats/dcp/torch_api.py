@@ -1,4 +1,4 @@
-"""`DCPWriter` and `DCPReader`: storage writer and reader for torch's `dcp.save` and `dcp.load`.
+"""`DCPWriter` and `DCPReader`: a storage writer and reader for torch's `dcp.save` and `dcp.load`.
 
     dcp.save(state, storage_writer=ckptkit.DCPWriter(url))
     dcp.load(state, storage_reader=ckptkit.DCPReader(url))
@@ -95,10 +95,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class WrittenItem:
-    """Where an item was written: its record, the payload in the record, and the payload's digest.
+    """Where an item was written: the location of its record, of the payload in the record, and the payload's digest.
 
     Attributes:
-        payload, nbytes: -1 and 0 for an item that is not a plain tensor.
+        payload, nbytes: -1 and 0 if the item is not a plain tensor.
     """
 
     path: str
@@ -119,9 +119,10 @@ def write_finish(
     sync: bool,
     manifest: bool,
 ) -> None:
-    """Write the manifest, then the metadata file `name`, of a save that was planned by torch's planner.
+    """Write the manifest, then the metadata file `name`, for a save planned by torch's planner.
 
-    Does not add the storage data to `metadata`: torch broadcasts it to all ranks, which do not need these data.
+    Does not add the storage data to `metadata`, because torch would broadcast them to all ranks, which do not need
+    them.
     """
     places = {result.index: result.storage_data for found in results for result in found}
     infos = {index: _StorageInfo(p.path, p.offset, p.length) for index, p in places.items()}
@@ -138,7 +139,7 @@ def write_finish(
 def _index(
     metadata: Metadata, places: Mapping[Any, WrittenItem], files: Mapping[str, FileRecord], world_size: int
 ) -> SaveIndex:
-    """Return the index of a save that was planned by torch's planner. Tensors that are not plain memory count as
+    """Return the index of a save planned by torch's planner. Tensors that can't be read as plain memory count as
     objects."""
     paths: Any = metadata.planner_data
     if not isinstance(paths, dict) or not all(map(_is_path, paths.values())):
@@ -177,14 +178,14 @@ def _is_path(path: Any) -> bool:
 
 
 class CatalogMetadata(Mapping[str, Any]):
-    """`Metadata.state_dict_metadata` that creates chunk objects only for the tensors that a planner asks about.
+    """A `Metadata.state_dict_metadata` that creates chunk objects only for the tensors that a planner asks about.
 
-    Its pickle contains only the checkpoint's address: after a save, the other ranks open the checkpoint on first
-    access.
+    Its pickle contains only the checkpoint's URL: after a save, the other ranks open the checkpoint when they first use
+    it.
 
     Attributes:
-        is_plannable: Whether `DCPLoadPlanner` may plan with it. False if a subclass of the reader overrides how it
-            reads.
+        is_plannable: Whether `DCPLoadPlanner` may use it for planning. False if a subclass of the reader overrides how
+            the reader reads.
     """
 
     def __init__(self, reader: DCPReader, *, is_plannable: bool = False) -> None:
@@ -229,7 +230,8 @@ class CatalogMetadata(Mapping[str, Any]):
 
 
 class CatalogPaths(Mapping[str, "tuple[str | int, ...]"]):
-    """`Metadata.planner_data`: the path of each key that has one. Its pickle contains only an address, too."""
+    """A `Metadata.planner_data`: the path of each key that has one. Its pickle, too, contains only the checkpoint's
+    URL."""
 
     def __init__(self, reader: DCPReader) -> None:
         self._reader = reader
@@ -265,11 +267,12 @@ _DATA = re.compile(r"__\d+_\d+\.distcp")
 
 
 class DCPWriter(StorageWriter):
-    """Writes DCP checkpoints that torch reads: several files at once, digests and CRC in the same pass, fsynced.
+    """Writes DCP checkpoints that torch can read. Writes several files at once, computes digests and CRCs in the same
+    pass, and fsyncs the files.
 
-    `.metadata` is written last; the checkpoint exists once `.metadata` does. `manifest.safetensors` holds a digest of
-    every slice. If any worker fails, the save fails. A local directory is locked during the save: a second job that
-    saves to it gets a LeaseHeldError.
+    `.metadata` is written last: once it exists, the checkpoint exists. `manifest.safetensors` holds a digest of every
+    slice. If any worker fails, the save fails. A local directory is locked during the save, so a second job that saves
+    to it gets a LeaseHeldError.
     """
 
     def __init__(
@@ -284,10 +287,10 @@ class DCPWriter(StorageWriter):
         """Write to the directory at `url`, which is created if needed.
 
         Args:
-            storage_options: For the fsspec file system of a remote URL.
+            storage_options: For a remote URL's fsspec file system.
             sync: Make the files and their names durable before `dcp.save` returns.
-            workers: Files that a rank writes at once; 0 means its share of the cores, at most 4, or 8 on an object
-                store.
+            workers: How many files a rank writes at once. 0 means 8 on an object store, otherwise the rank's share of
+                the cores (at most 4).
             overwrite: Replace an existing checkpoint. If False, an existing checkpoint is a CheckpointExistsError.
         """
         super().__init__()
@@ -315,7 +318,7 @@ class DCPWriter(StorageWriter):
 
     @property
     def checkpoint_id(self) -> str:
-        """The URL of the checkpoint."""
+        """The checkpoint's URL."""
         return self.url
 
     @classmethod
@@ -349,11 +352,11 @@ class DCPWriter(StorageWriter):
         ]
 
     def _store(self) -> Store:
-        return open_store(self.url, storage_options=self.storage_options).with_free_names()  # `_clear` checked it
+        return open_store(self.url, storage_options=self.storage_options).with_free_names()  # checked by `_clear`
 
     def _clear(self, prefix: str, metadata: str) -> None:
-        """Delete what an unfinished save left, and with `overwrite` an existing checkpoint. Deletes metadata before
-        data."""
+        """Delete what an unfinished save left behind and, with `overwrite`, an existing checkpoint. Metadata is deleted
+        before data."""
         store = self._store()
         names = [item.path for item in store.list() if item.kind == "file"]
         if RECORD_NAME in names:
@@ -432,19 +435,21 @@ class DCPWriter(StorageWriter):
 
 
 class _Resolved(Sequence[torch.Tensor]):
-    """The tensors of write items. Each is resolved only when it is written, because a planner may allocate memory for
-    it."""
+    """The tensors for a list of write items. Each is resolved only when it is written, because a planner may allocate
+    memory to resolve it."""
 
     def __init__(self, planner: SavePlanner) -> None:
         self.planner = planner
         self.items: list[WriteItem] = []
-        self._known: dict[int, torch.Tensor] = {}  # by identity of the item, which `items` keeps alive
-        # Only the default planner returns views. Another planner may copy: resolving in advance would copy everything.
+        self._known: dict[int, torch.Tensor] = {}  # by the item's id(); `items` keeps the item alive
+        # Only the default planner is known to return views. Any other planner may copy, and resolving ahead would then
+        # copy everything.
         self._views = getattr(type(planner), "transform_object", None) is DefaultSavePlanner.transform_object
         self._views = self._views and type(planner).resolve_data is DefaultSavePlanner.resolve_data
 
     def whole_record(self, item: WriteItem) -> bytes | None:
-        """Return the record of a tensor that is not dense, or None for a dense tensor.
+        """Return the record of a tensor that is not dense. Return None if the tensor is dense, or if the planner might
+        copy it.
 
         Raises:
             SaveError: No load could restore the tensor.
@@ -489,10 +494,10 @@ def _dtype_of(item: WriteItem) -> str:
 
 
 class DCPReader(StorageReader):
-    """Reads DCP checkpoints, ours and torch's. Reads only the bytes needed, into the tensors' own memory, and checks
-    digests.
+    """Reads DCP checkpoints, ours and torch's. Reads only the bytes needed, straight into the tensors' own memory where
+    possible, and checks digests.
 
-    Executes nothing in the checkpoint: `.metadata` is parsed, and objects are loaded by torch's weights_only rules.
+    Runs no code from the checkpoint: `.metadata` is parsed, and objects are loaded by torch's weights_only rules.
     """
 
     def __init__(
@@ -507,9 +512,11 @@ class DCPReader(StorageReader):
         """Read the checkpoint at `url`.
 
         Args:
-            storage_options: For the fsspec file system of a remote URL.
-            verify: "read" checks the slices that are read whole; "full" reads all slices whole; "off" checks none.
-            workers: Concurrent reads; 0 means two per core of this rank, at most 8, or 8 on an object store.
+            storage_options: For a remote URL's fsspec file system.
+            verify: "read" checks the slices that are read whole anyway; "full" reads all slices whole; "off" checks
+                none.
+            workers: Concurrent reads. 0 means 8 on an object store, otherwise twice this rank's share of the cores, up
+                to 8.
             cast: Convert a tensor if its dtype differs. If False, a different dtype is a CheckpointMismatchError.
         """
         super().__init__()
@@ -538,7 +545,7 @@ class DCPReader(StorageReader):
 
     @property
     def checkpoint_id(self) -> str:
-        """The URL of the checkpoint."""
+        """The checkpoint's URL."""
         return self.url
 
     @classmethod
@@ -547,7 +554,7 @@ class DCPReader(StorageReader):
 
     @property
     def catalog(self) -> Catalog:
-        """The contents of the checkpoint."""
+        """The checkpoint's contents."""
         if self._catalog is None:
             try:
                 self._catalog = _open(self.store)
@@ -557,7 +564,7 @@ class DCPReader(StorageReader):
 
     @property
     def store(self) -> Store:
-        """The directory of the checkpoint."""
+        """The checkpoint's directory."""
         if self._base is None:
             self._base = open_store(self.url, storage_options=self.storage_options)
         return self._base
@@ -597,7 +604,7 @@ class DCPReader(StorageReader):
         catalog, store = self.catalog, self.store
         filler = Filler(store, verify=self.verify, workers=self.workers, cast=self.cast)
         filled: list[tuple[ReadItem, torch.Tensor]] = []
-        by_class: list[tuple[ReadItem, torch.Tensor]] = []  # shards of a tensor subclass, as torch writes them
+        by_class: list[tuple[ReadItem, torch.Tensor]] = []  # shards of tensor subclasses, as torch writes them
         entries: dict[str, TensorEntry] = {}
         destinations: dict[str, TensorEntry] = {}
         for item in plan.items:
@@ -638,14 +645,14 @@ class DCPReader(StorageReader):
 def _open(store: Store) -> Catalog:
     catalog = own.open_manifest(store) if store.asking_costs else None
     if catalog is not None and catalog.info.format == "dcp":
-        return catalog  # `DCPWriter` refuses a directory with a commit record, so there is none to look for
+        return catalog  # there is no commit record to look for: `DCPWriter` refuses a directory that has one
     if find_record(store) is not None:
         return own.open_catalog(store)
     return catalog or own.open_manifest(store) or dcp.open_catalog(store)
 
 
 def _row(entry: TensorEntry, item: ReadItem) -> int:
-    """Return the row of the slice that an item is read from. The planner's index is only a hint; the offsets decide."""
+    """Return the row of the slice to read an item from. The planner's index is only a hint: the offsets decide."""
     row, offset = item.storage_index.index, item.storage_index.offset
     offsets = entry.slices.offsets
     if row is not None and row < len(offsets) and tuple(offsets[row].tolist()) == tuple(offset or ()):
@@ -659,10 +666,10 @@ def _row(entry: TensorEntry, item: ReadItem) -> int:
 def _shard(
     store: Store, entry: TensorEntry, item: ReadItem, target: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the tensors that a shard of a tensor subclass is made of, each with its values from the checkpoint.
+    """Return the inner tensors of a tensor subclass's shard, each with its values from the checkpoint.
 
     Raises:
-        CheckpointMismatchError: The shard here is another one, or of another class or with other settings.
+        CheckpointMismatchError: The stored shard covers a different region, or differs in class or settings.
     """
     path, start, nbytes = entry.slices.records()[_row(entry, item)]
     value = load_objects(store, {entry.name: ObjectEntry(entry.name, path, start, nbytes)})[entry.name]
@@ -677,12 +684,12 @@ def _shard(
 
 
 def _described(tensor: torch.Tensor, opened: Opened | None) -> str:
-    """Return what a shard is, as the end of a sentence."""
+    """Describe a shard, as the end of a sentence."""
     return f"is {describe(opened.recipe)}" if opened else f"is a {type(tensor).__name__} {list(tensor.shape)}"
 
 
 def _check_filled(filled: Sequence[tuple[ReadItem, torch.Tensor]], planner: LoadPlanner) -> None:
-    """Check that the items fill each target completely. A gap would leave old values in memory."""
+    """Check that the items fill each target completely. Otherwise a gap would keep the old values."""
     state = getattr(planner, "state_dict", None)
     if state is None:
         return
@@ -707,7 +714,7 @@ def _check_filled(filled: Sequence[tuple[ReadItem, torch.Tensor]], planner: Load
 def _load_bytes(planner: LoadPlanner, item: ReadItem, value: Any) -> None:
     """Pass an object to the planner.
 
-    torch's own planner would unpickle the bytes of the file without restrictions, so it gets the value instead. Any
+    torch's own planner would unpickle the file's bytes without restrictions, so it gets the loaded value instead. Any
     other planner gets bytes that we pickled.
     """
     name = item.dest_index.fqn
