@@ -44,20 +44,20 @@ class ConvertReport:
     """The result of `convert`, `merge` and `reshard`.
 
     Attributes:
-        src, dst: As given.
-        opened: The checkpoint that `src` resolved to.
-        format, to: Format of the source and of the result.
+        src, dst: The URLs as given.
+        opened: URL of the checkpoint that `src` resolved to.
+        format, to: Formats of the source and of the result.
         plan: The plan that was executed, or that a dry run would execute.
         tensors: Number of tensors.
         nbytes, nbytes_read: Bytes written and bytes read.
         checked: Number of source digests that were checked.
         verified: Number of tensors that were read back and equal the source; None without `verify`.
         proved: What was checked, as phrases with counts.
-        notes: Decisions that the user should know.
-        infinite: How many finite elements of a tensor the cast made infinite, by the tensor's name.
-        warnings: What is probably wrong with the result: the infinite elements, and which option avoids them.
+        notes: Decisions that the user should know about.
+        infinite: How many finite elements the cast made infinite, by tensor name.
+        warnings: Likely problems in the result: elements that became infinite, and the option that avoids this.
         seconds: Wall time; 0.0 for a dry run.
-        faults: In a dry run: errors that the real run would raise.
+        faults: In a dry run, the errors that the real run would raise.
         serving: One line on how to serve the export with vLLM; "" if vLLM cannot serve it, or if that is unknown.
         peak_memory: Peak resident memory of this process in bytes; 0 for a dry run.
     """
@@ -84,7 +84,7 @@ class ConvertReport:
     serving: str = ""
 
     def lines(self) -> list[str]:
-        """Return the text for a terminal: notes, what was done, and as the last line what was checked."""
+        """Return the lines for a terminal: notes, what was done and, last, what was checked."""
         rate = format_size(int(self.nbytes / self.seconds)) if self.seconds else "0 B"
         done = (
             f"{self.opened} ({self.format}) -> {self.dst} ({self.to}) · {self.tensors} tensors · "
@@ -95,11 +95,11 @@ class ConvertReport:
         return [*said, done, self.proof()]
 
     def proof(self) -> str:
-        """Return one line with all checks that passed."""
+        """Return one line that lists the checks that passed."""
         return "proved: " + "; ".join(self.proved)
 
     def plan_lines(self) -> list[str]:
-        """Return the text of --dry-run: every source and target, and the tensors that are unused or missing."""
+        """Return the lines that --dry-run prints: each tensor's sources and target, and unused or missing tensors."""
         return list(self._plan_lines())
 
     def _plan_lines(self) -> Iterator[str]:
@@ -144,11 +144,11 @@ def peak_memory() -> int:
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """The options that `convert`, `merge`, `reshard` and `copy` share: see `convert`.
+    """The options that `convert`, `merge`, `reshard` and `copy` share; `convert` explains them.
 
     Attributes:
         there, here: Storage options of the source and of the destination.
-        started: Start of the command, from time.perf_counter.
+        started: When the command started, by time.perf_counter.
     """
 
     workers: int
@@ -172,10 +172,10 @@ class Converted:
     """The result of executing a plan.
 
     Attributes:
-        masters: Number of weights proved equal to their cast fp32 masters.
+        masters: Number of weights proved equal to their fp32 masters, cast to the weights' dtype.
         looked: The phrase that `look` returned; "" without `look`.
-        verified: Number of result tensors proved equal to the source; None without `verify`.
-        record: The commit record of a ckptkit checkpoint; None for another format.
+        verified: Number of written tensors that were proved equal to the source; None without `verify`.
+        record: The result's commit record; None if the result is not a ckptkit checkpoint.
     """
 
     copied: CopyReport
@@ -196,10 +196,11 @@ def conclude(
     look: Callable[[Store], str] | None = None,
     sealing: Seal | None = None,
 ) -> ConvertReport:
-    """Execute the plan of a report and return the complete report. A dry run only adds the errors of the real run.
+    """Execute a report's plan and return the complete report. A dry run only adds the errors that the real run would
+    raise.
 
     Args:
-        compared: The model whose names and shapes the plan was compared with; "" for none.
+        compared: The model with which the plan's names and shapes were compared; "" for none.
         masters_of, look, sealing: See `carry_out`.
     """
     if how.dry_run:
@@ -245,11 +246,12 @@ def carry_out(
     look: Callable[[Store], str] | None = None,
     sealing: Seal | None = None,
 ) -> Converted:
-    """Execute a plan and publish the result atomically. If there are several ranks, all must call it.
+    """Execute a plan and publish the result atomically. If there are several ranks, all must call this.
 
     Args:
-        masters_of: Source tensors whose masters are compared with the weights; None for all.
-        look: Called once with the result. It raises if the result is wrong, and returns what it checked as a phrase.
+        masters_of: The source tensors to compare with their fp32 masters; None for all.
+        look: Called once with the written files. It raises if they are wrong; otherwise it returns a phrase that says
+            what it checked.
         sealing: Makes the result a committed ckptkit checkpoint.
     """
 
@@ -283,14 +285,15 @@ def carry_out(
     return Converted(CopyReport.joined(copies), masters, looked, verified, record)
 
 
-# --- The dry run: finds the errors that a real run would raise. Writes nothing.
+# --- The dry run: finds the errors that the real run would raise. Writes nothing.
 
 
 def refusals(plan: Plan, source: Source, place: OutputPlace, *, check: bool) -> Iterator[str]:
-    """Yield the reasons why a real run would fail.
+    """Yield the reasons why the real run would fail.
 
-    Finds a DST that exists, is not writable or has too little space. Finds source files that are missing, truncated or,
-    with `check`, not the committed ones. Does not test whether an object store accepts writes.
+    It would fail if DST exists, is not writable or has too little space, or if source files are missing or truncated.
+    With `check`, source files must also be the ones that were committed. Does not test whether an object store accepts
+    writes.
     """
     used = [plan.catalog.tensors[key] for key in used_sources(plan)]
     checks: list[Callable[[], None]] = [partial(check_source_files, source.store, used), partial(place.check, plan)]
@@ -304,7 +307,7 @@ def refusals(plan: Plan, source: Source, place: OutputPlace, *, check: bool) -> 
 
 
 def check_source_files(store: Store, entries: Iterable[TensorEntry]) -> None:
-    """Raise if a file with slices is missing or truncated. Called before anything is written.
+    """Raise if a file that contains slices is missing or truncated. Called before anything is written.
 
     Raises:
         IncompleteCheckpointError: Names the file, and the ranks that wrote it.
@@ -327,7 +330,7 @@ def check_source_files(store: Store, entries: Iterable[TensorEntry]) -> None:
     there = {item.path: item.size for folder in folders for item in store.list(folder)}
     for path, end in ends.items():
         size = there.get(path, -1)
-        if size < 0:  # the listing has no size for links
+        if size < 0:  # links have no size in the listing
             info = store.info(path)
             size = -1 if info is None else info.size
         if size < end:

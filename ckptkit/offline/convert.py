@@ -1,4 +1,4 @@
-"""Converts any checkpoint to Hugging Face, DCP, torch or LOCAL files: catalog -> names -> plan -> copy."""
+"""Converts any checkpoint to Hugging Face, DCP, torch or LOCAL files. Steps: catalog -> names -> plan -> copy."""
 
 from __future__ import annotations
 
@@ -85,32 +85,33 @@ def convert(  # noqa: PLR0913 - one argument per option
 ) -> ConvertReport:
     """Convert the checkpoint at `src` and publish the result at `dst` atomically.
 
-    Holds at most `max_memory` bytes of tensor data. Needs no process group and no model class. Under `torchrun` every
-    rank must call it: the ranks share the work and publish once.
+    Holds at most `max_memory` bytes of tensor data in memory. Needs no process group and no model class. Under
+    `torchrun`, every rank must call this; the ranks share the work and publish once.
 
     Args:
-        to: "hf" (a directory of model*.safetensors), "dcp" (for `world_size` ranks), "torch" (one file of
-            `torch.save`; `dst` names the file, or a directory for pytorch_model.bin), "local" (a committed
-            ckptkit checkpoint of the model only: one file for each of `world_size` ranks).
-        dtype: "keep", or the float dtype that floats are cast to.
+        to: "hf" (a directory of model*.safetensors), "dcp" (for `world_size` ranks), "torch" (one `torch.save` file;
+            `dst` names the file, or the directory that will contain pytorch_model.bin), or "local" (a committed ckptkit
+            checkpoint of only the model: one file for each of `world_size` ranks).
+        dtype: "keep", or a float dtype to which all floats are cast.
         vocab_size: Trim or pad the embedding and the output head to this many rows, and change config.json to match.
-        new_rows: Values of added rows: "mean" (the default) averages the old rows in fp64 and rounds to the dtype that
-            the tensor is stored in; or "zeros".
+        new_rows: How to fill added rows: "mean" (the default) averages the old rows in fp64 and rounds to the tensor's
+            stored dtype; or "zeros".
         quantize: "fp8-block" writes the weights of linear layers in FP8, in blocks of 128 x 128, for transformers, vLLM
             and SGLang. Weights that are quantized already are dequantized first, to `dtype` or bf16.
-        weights: "model"; "master" exports the fp32 copies that some optimizers keep; "auto" does so if `dtype` casts;
-            "ema" exports the moving average of the weights that the checkpoint contains.
+        weights: "model" exports the model's weights; "master", the fp32 copies that some optimizers keep; "auto", those
+            copies if `dtype` casts, otherwise the model's weights; "ema", the weights' moving average, if the
+            checkpoint contains one.
         base: Hugging Face directory or repo that provides config, tokenizer, and the expected names and shapes.
         key_map: A built-in name, a TOML or JSON file, or a NameMap.
-        layout: URL of a layout of flat parameters, for formats that need one.
-        allow_pickle: Read torch.save files that name unknown classes. Omits the objects of these classes; runs no code.
+        layout: URL of a file that describes the layout of flat parameters, for formats that need one.
+        allow_pickle: Read torch.save files that name unknown classes. Omits these classes' objects; runs no code.
         check: Check the source's recorded digests while reading.
         verify: Read the result back and compare every element with the source.
         dry_run: Only plan; see `ConvertReport.plan_lines()` and `ConvertReport.faults`.
-        storage_options: For the file systems of source, destination and base.
+        storage_options: Options for the file systems of the source, the destination and the base.
         src_storage_options, dst_storage_options: Override `storage_options` for the source or the destination.
         adapter_config: PEFT's adapter config, if neither the source nor the base has one.
-        sha256: Write SHA256SUMS for a Hugging Face export, for `verify` and `sha256sum -c`.
+        sha256: Write SHA256SUMS into a Hugging Face export, for `verify` and `sha256sum -c`.
 
     Raises:
         UsageError: Options conflict, or a token would lose its row.
@@ -124,7 +125,7 @@ def convert(  # noqa: PLR0913 - one argument per option
     memory = parse_size(max_memory)
     how = How(workers, memory, check, verify, dry_run, overwrite, there, here, progress, started)
     dtype = str(dtype)  # accepts torch.bfloat16
-    export_dtype("float32", dtype)  # raises for an unknown dtype before the source is opened
+    export_dtype("float32", dtype)  # raises for an unknown dtype, before the source is opened
     output = Output(dst, to, parse_size(max_shard_size), world_size, sha256, how)
     output.check(max_memory, max_shard_size)
     reading = ReadOptions(layout=layout, base=base, strip_prefix=strip_prefix, allow_pickle=allow_pickle)
@@ -153,7 +154,7 @@ def _with_base(
     together: bool,
     storage_options: Mapping[str, Any] | None,
 ) -> tuple[Source, ExportOptions, str]:
-    """Return the source; if it is an adapter without base weights, joined with the weights of --base."""
+    """Return the source. If it is an adapter without base weights, join it with the weights at --base."""
     from ckptkit.catalog.entry import Role
     from ckptkit.offline.export.adapters import base_name, changes_base, without_base
     from ckptkit.offline.export.base import beside_source
@@ -166,7 +167,7 @@ def _with_base(
     try:
         base = open_pinned(base_url, storage_options=storage_options, together=together)
     except CheckpointNotFoundError:
-        return source, options, base_url  # --base is a Hub repo, or a directory without weights
+        return source, options, base_url  # --base is a Hub repo or a directory without weights
     config = options.adapter_config or beside_source(source.store, source.catalog).adapter_config or {}
     if changed := changes_base(config):
         raise UnsupportedFormatError(
@@ -175,7 +176,7 @@ def _with_base(
             "adapter_config.json and pass it with --adapter-config; otherwise merge with PEFT."
         )
     weights = choose_weights(base.catalog, options.weights, dtype=options.dtype)
-    # The adapter has the modules that PEFT trained in full (modules_to_save, biases), under the base model's names.
+    # The adapter contains the modules that PEFT trained in full (modules_to_save, biases) under the base model's names.
     trained = {base_name(name) for name in adapter}
     kept = [replace(entry, fqn=name, role=Role.MODEL) for name, entry in weights.entries.items() if name not in trained]
     joined = join([base, source], [kept, adapter.values()])
@@ -185,7 +186,7 @@ def _with_base(
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """The options for writing the result: see `convert`."""
+    """The options for writing the result; `convert` explains them."""
 
     dst: str
     to: Format
@@ -195,7 +196,7 @@ class Output:
     how: How
 
     def check(self, max_memory: str | int, max_shard_size: str | int) -> None:
-        """Raise UsageError if options conflict. The sizes are as the user gave them, for the messages."""
+        """Raise UsageError if options conflict. The sizes are given as the user wrote them, for error messages."""
         if self.to not in _FORMATS:
             raise UsageError(f"to={self.to!r} is unknown. Known: {', '.join(_FORMATS)}.")
         if self.how.max_memory < _MIN_MEMORY:
@@ -244,7 +245,7 @@ def _look(plan: Plan, sha256: bool, store: Store) -> str:
 
 
 def _serving(export: HFExport, options: ExportOptions, dst: str) -> str:
-    """Return the line on vLLM. If a key map or a filter changed names, it is "" unless a base confirmed the names."""
+    """Return the line about vLLM. It is "" if a key map or a filter changed names that no base confirmed."""
     if "://" in dst:  # vLLM reads local directories only
         return ""
     touched = options.key_map or options.strip_prefix is not None or options.include or options.exclude
@@ -256,7 +257,7 @@ def _serving(export: HFExport, options: ExportOptions, dst: str) -> str:
 
 
 def vocab_size_of(rows: int | None, new_rows: NewRows | None, *, dry_run: bool) -> VocabSize | None:
-    """Return the options for the vocabulary as one value; None if its size stays."""
+    """Return the vocabulary options as one value; None if the vocabulary's size does not change."""
     if rows is None and new_rows is None:
         return None
     from ckptkit.offline.vocabulary import VocabSize
@@ -315,7 +316,7 @@ def choose(
         if name not in used
     ]
     files: tuple[OutputFile, ...] = ()
-    if to == "dcp" and side is not None:  # a later conversion to hf restores the model's side files
+    if to == "dcp" and side is not None:  # so that a later conversion to hf restores the model's side files
         files = tuple(OutputFile.of_bytes(name, data) for name, data in side.contents().items())
     return HFExport(tuple(tensors.values()), files, "model", config, "", tuple(leftovers), notes=notes)
 
@@ -365,6 +366,6 @@ def _notes(source: Source, plan: Plan) -> tuple[str, ...]:
 
 
 def _groups(names: Sequence[str], reason: str) -> str:
-    """Return ": " and the first name components, or "" if the reason already contains them."""
+    """Return ": " and the first name components; "" if the reason already contains all of them."""
     found = [group for group in dict.fromkeys(name.partition(".")[0] for name in names) if group not in reason]
     return ": " + ", ".join(found[:3]) + (", ..." if len(found) > 3 else "") if found else ""

@@ -58,27 +58,27 @@ from ckptkit.units import format_duration, format_size, parse_size
 __all__ = ["Copied", "CopiedCheckpoint", "copy", "run_at"]
 
 SCHEMA = "ckptkit.copy/1"
-_PINNED = 64  # maximum number of a run's checkpoints pinned at once; each pin needs a thread that renews it
-_MOST_HELD = 64 << 20  # bytes; larger files are not kept in memory to be written last
+_PINNED = 64  # maximum number of checkpoints of a run pinned at once; each pin needs a thread that renews it
+_MOST_HELD = 64 << 20  # bytes; larger files are not held back in memory to be written last
 _MARKS = (".metadata", "config.json", "adapter_config.json", "metadata.json", "meta.pt", "latest", ".index.json")
-"""Endings of the files by which a reader recognizes a checkpoint. An object store gets these files last."""
+"""Endings of the files by which readers recognize a checkpoint. On an object store, these files are written last."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopiedCheckpoint:
-    """The result for one checkpoint.
+    """The result of copying one checkpoint.
 
     Attributes:
         src, dst: URLs of the opened checkpoint and of the copy.
-        files, nbytes: Number of files and bytes of the copy.
+        files, nbytes: The copy's number of files and its size in bytes.
         nbytes_read: Bytes read from the source.
         digests: Number of source digests that were compared.
-        unproved: Bytes that no digest covers, or that were not compared.
-        verified: Whether the copy was read again and equals the source; None without `verify`.
-        there: Whether an earlier run of the command had already copied it.
-        left_out: Path -> why it was not copied.
+        unproved: Number of bytes that no compared digest covers.
+        verified: Whether the copy was read back and equals the source; None without `verify`.
+        there: Whether `dst` already had this checkpoint.
+        left_out: Files that were not copied, with the reason.
         notes: Notes for the user.
-        faults: In a dry run: errors that the real run would raise.
+        faults: In a dry run, the errors that the real run would raise.
     """
 
     src: str
@@ -101,14 +101,14 @@ class Copied:
     """The result of `copy`.
 
     Attributes:
-        src, dst: The given URLs.
+        src, dst: The URLs as given.
         run: Whether a whole run was copied.
-        checkpoints: The results in order of the run, the newest last.
-        left_out: Entry of a run -> why it was not copied.
+        checkpoints: One result per checkpoint, in the run's order (the newest last).
+        left_out: Entries of a run that were not copied, with the reason.
         pins: Names of the checkpoints whose pins were copied.
         seconds: Wall time; 0.0 for a dry run.
         peak_memory: Peak resident memory of this process in bytes; 0 for a dry run.
-        faults: In a dry run: errors that the real run would raise.
+        faults: In a dry run, the errors that the real run would raise.
     """
 
     src: str
@@ -125,11 +125,11 @@ class Copied:
 
     @property
     def nbytes(self) -> int:
-        """The bytes written; in a dry run, the bytes that would be written."""
+        """Number of bytes written; in a dry run, the number that would be written."""
         return sum(item.nbytes for item in self.checkpoints if not item.there)
 
     def lines(self) -> list[str]:
-        """Return the lines for a terminal: notes, omitted entries, what was copied, and last the checks that passed."""
+        """Return the lines for a terminal: notes, omitted entries, what was copied and, last, the passed checks."""
         lines = [f"note: {note}" for note in self.notes]
         lines += [f"left out: {name}: {why}" for name, why in self.left_out.items()]
         for item in self.checkpoints:
@@ -156,7 +156,7 @@ class Copied:
         return f"{len(new)} checkpoint{'s' * (len(new) != 1)}, {counts}" if self.run else counts
 
     def proof(self) -> str:
-        """Return one line with all checks that passed."""
+        """Return one line that lists the checks that passed."""
         new = [item for item in self.checkpoints if not item.there]
         digests, unproved = sum(item.digests for item in new), sum(item.unproved for item in new)
         facts = [f"{_files(sum(item.files for item in new))}, {format_size(self.nbytes)}, each byte written once"]
@@ -202,27 +202,27 @@ def copy(
     """Copy the checkpoint at `src` to `dst`; if `src` is the root of a run, copy all its committed checkpoints.
 
     All files are copied byte for byte, optimizer and commit record included. Each checkpoint appears completely or not
-    at all. A run is copied oldest first: after an interruption `dst` is a valid run that ends earlier, and the same
-    call continues. Checkpoints that `dst` already has from the same save are kept. The source is pinned while it is
-    read, and the lease of the destination is held. Pins made by people are copied.
+    at all. A run is copied oldest first, so an interruption leaves a valid run that ends earlier, and repeating the
+    call copies the rest. Checkpoints that `dst` already has from the same save are kept. The source is pinned while it
+    is read, and the destination's lease is held. Pins that people set are copied.
 
     Args:
         dst: The copy's own directory; for a single file, the file or its directory; for a run, its root. A directory
             named step_<N> must be a copy of that step.
-        all_files: Also copy files that the commit record does not name.
+        all_files: Also copy files that are not listed in the commit record.
         allow_pickle: As for `convert`.
         check: Compare the source's recorded digests while reading.
-        verify: Read the copy again and compare it with the source.
-        overwrite: Replace the checkpoint at `dst`, as `convert` does. For a run: also replace checkpoints from other
-            saves.
+        verify: Read the copy back and compare it with the source.
+        overwrite: Replace the checkpoint at `dst`, as `convert` does. For a run, also replace checkpoints of the same
+            name that a different save wrote.
         dry_run: Only report what would be copied and what would be refused.
         src_storage_options, dst_storage_options: Override `storage_options` for the source or the destination.
 
     Raises:
         CheckpointNotFoundError: There is nothing to copy.
         CheckpointExistsError: `dst` already exists.
-        CorruptCheckpointError: The source is damaged or incomplete. The other checkpoints of a run were copied.
-        UsageError: `dst` has the name of another step, or `src` is a directory of another system's checkpoints.
+        CorruptCheckpointError: The source is damaged or incomplete. If it is a run, its other checkpoints were copied.
+        UsageError: `dst` is named after a different step, or `src` contains several checkpoints of another system.
     """
     started = time.perf_counter()
     src, dst = location("src", src), location("dst", dst)
@@ -242,7 +242,7 @@ def copy(
 
 
 def run_at(url: str, *, storage_options: Mapping[str, Any] | None = None) -> Inventory | None:
-    """Return the inventory of the ckptkit run at `url`; None if `url` is not the root of a run.
+    """Return the inventory of the ckptkit run at `url`; None if `url` is not a run's root directory.
 
     Raises:
         CheckpointNotFoundError: The run has no committed checkpoint.
@@ -268,7 +268,7 @@ def run_at(url: str, *, storage_options: Mapping[str, Any] | None = None) -> Inv
 
 @reads_checkpoints
 def copy_checkpoint(src: str, dst: str, how: How, reading: ReadOptions, *, all_files: bool) -> CopiedCheckpoint:
-    """Copy one checkpoint and keep it pinned until the end. Raises the errors of `copy`."""
+    """Copy one checkpoint and keep it pinned until the end. Errors are those of `copy`."""
     source = open_pinned(src, storage_options=how.there, options=reading, together=not how.dry_run)
     what = _contents(source, src, dst, how, all_files=all_files)
     _check_complete(source, check=how.check)
@@ -283,7 +283,7 @@ def copy_checkpoint(src: str, dst: str, how: How, reading: ReadOptions, *, all_f
         notes=tuple(filter(None, [source.note])),
     )  # fmt: skip
     raw = Source(what.store, plan.catalog, source.url)
-    if not what.record:  # ckptkit's checkpoints have digests and never change
+    if not what.record:  # a ckptkit checkpoint has digests and never changes, so it needs no watching
         watch(raw)
     if how.dry_run:
         return replace(copied, faults=tuple(refusals(plan, raw, place, check=how.check)))
@@ -292,7 +292,7 @@ def copy_checkpoint(src: str, dst: str, how: How, reading: ReadOptions, *, all_f
     try:
         outcome = carry_out(plan, raw, place, how)
     except IntegrityError as error:
-        # The copy's error names only the file; `compare_digests` names the tensor too.
+        # The copier's error names only the file. `compare_digests` also names the tensor.
         of_file = [item for item in inline if str(error).startswith(f"{what.prefix}{item.path}:")]
         for problem in compare_digests(source.store, of_file, how.workers, how.max_memory, None):
             raise IntegrityError(problem.message) from error
@@ -314,10 +314,10 @@ class _Contents:
     """The files to copy.
 
     Attributes:
-        store: Its root is the copied directory.
+        store: The store whose root is the copied directory.
         prefix: The directory in `store` from which the catalog was read; "" for the root.
-        sizes: Path relative to the root of `store` -> bytes.
-        record: The bytes of the commit record; b"" if there is none.
+        sizes: File sizes in bytes, by path relative to the root of `store`.
+        record: The commit record as bytes; b"" if there is none.
         single: Whether the checkpoint is one file, not a directory.
     """
 
@@ -332,7 +332,7 @@ class _Contents:
 
 def _contents(source: Source, src: str, dst: str, how: How, *, all_files: bool) -> _Contents:
     store, catalog = source.store, source.catalog
-    if store.info(RECORD_NAME) is not None:  # a ckptkit checkpoint: the commit record lists its files
+    if store.info(RECORD_NAME) is not None:  # a ckptkit checkpoint, whose commit record lists its files
         record = store.read(RECORD_NAME)
         stated = CommitRecord.from_json(record, file=f"{source.url}/{RECORD_NAME}")
         others = unnamed_files(store, "", stated)
@@ -353,7 +353,7 @@ def _contents(source: Source, src: str, dst: str, how: How, *, all_files: bool) 
 
 
 def _readable(store: Store, paths: Iterable[str]) -> tuple[dict[str, int], dict[str, str]]:
-    """Return the sizes of the files to copy, and the reason for each other: broken links, links to outside, pipes."""
+    """Return the sizes of the files to copy, and why the others are left out: broken links, links to outside, pipes."""
     sizes: dict[str, int] = {}
     left: dict[str, str] = {}
     for path in paths:
@@ -365,10 +365,10 @@ def _readable(store: Store, paths: Iterable[str]) -> tuple[dict[str, int], dict[
 
 
 def _below(source: Source, src: str, dst: str, how: How) -> str:
-    """Return the subdirectory from which the catalog was read, such as "actor/" of a verl step; "" for the root.
+    """Return the subdirectory from which the catalog was read, such as "actor/" for a verl step; "" for the root.
 
     Raises:
-        UsageError: `src` is a directory of several steps.
+        UsageError: `src` is a directory with several steps.
     """
     local = split_url(src)[0] in ("file", "local")
     base, opened = (os.path.realpath(split_url(url)[1]) if local else url.rstrip("/") for url in (src, source.url))
@@ -387,7 +387,7 @@ def _below(source: Source, src: str, dst: str, how: How) -> str:
 
 
 def _check_complete(source: Source, *, check: bool) -> None:
-    """Raise if a file is missing or truncated: an incomplete checkpoint is not copied."""
+    """Raise if a file is missing or truncated. Incomplete checkpoints are not copied."""
     for problem in file_problems(source.store, source.catalog):
         raise IncompleteCheckpointError(f"{problem.message} Nothing was copied.")
     if not check:
@@ -412,7 +412,7 @@ def _place(what: _Contents, url: str, dst: str, how: How) -> OutputPlace:
 
 
 def _split(checks: Iterable[Check]) -> tuple[list[Check], list[Check]]:
-    """Split checks into two groups: disjoint ranges are compared during the copy, the others separately."""
+    """Split checks into those done during the copy, over disjoint ranges, and those done separately."""
     inline: list[Check] = []
     apart: list[Check] = []
     by_path: dict[str, list[Check]] = {}
@@ -456,8 +456,8 @@ def _plan(what: _Contents, inline: Sequence[Check], file_name: str) -> Plan:
 
 
 def _slices(path: str, size: int, digests: Sequence[Digest]) -> SliceArray:
-    """Return a file as slices: the ranges with digests, and the gaps between them."""
-    rows: list[tuple[int, int, int, int]] = []  # start, bytes, digest, bytes that the digest covers
+    """Return a file as slices: one for each range with a digest, and one for each gap between them."""
+    rows: list[tuple[int, int, int, int]] = []  # start, size in bytes, digest, number of bytes that the digest covers
     at = 0
     for digest in digests:
         if digest.start > at:
@@ -480,7 +480,7 @@ def _slices(path: str, size: int, digests: Sequence[Digest]) -> SliceArray:
 
 
 def _copy_run(src: str, dst: str, inventory: Inventory, how: How, reading: ReadOptions, *, all_files: bool) -> Copied:
-    """Copy the checkpoints of a run, the newest last. Raises for damaged ones after all others are copied."""
+    """Copy the checkpoints of a run, the newest last. If some are damaged, raise only after all others are copied."""
     if is_one_of_many():
         raise UsageError(f"{src} is a run, which only one process can copy. Start the command without torchrun.")
     place = open_target(dst, source=src, single_file=False, overwrite=how.overwrite, storage_options=how.here)
@@ -497,7 +497,7 @@ def _copy_run(src: str, dst: str, inventory: Inventory, how: How, reading: ReadO
     faults += _taken(here, dst, [item for item in todo if item.name in known], half, overwrite=how.overwrite)
     faults += _too_small(here, dst, todo)
     report = Copied(src, dst, True, (), notes=_others(inventory, known), dry_run=how.dry_run)
-    if not how.dry_run:  # a dry run checks the destination of each checkpoint separately
+    if not how.dry_run:  # a dry run checks each checkpoint's destination separately
         if faults:
             raise faults[0]
         _check_free(place, view, [item for item in todo if item.name not in known])
@@ -511,7 +511,7 @@ def _copy_run(src: str, dst: str, inventory: Inventory, how: How, reading: ReadO
             held.callback(acquire_lease(here).release)
             for item in todo[:_PINNED]:
                 pin = pin_url(f"{src.rstrip('/')}/{item.path}", why="copy", storage_options=how.there)
-                with suppress(CheckpointNotFoundError):  # deleted since the listing: reported below
+                with suppress(CheckpointNotFoundError):  # it was deleted after the listing; reported below
                     pinned[item.name].enter_context(pin)
         total, done = sum(item.record.total_bytes for item in inventory.committed), 0
         for item in inventory.committed:
@@ -552,14 +552,14 @@ def _copy_run(src: str, dst: str, inventory: Inventory, how: How, reading: ReadO
 
 
 def _part(progress: Progress | None, before: int, total: int) -> Progress | None:
-    """Return a callback that reports the progress of one checkpoint as progress of the run."""
+    """Return a callback that turns the progress of one checkpoint into progress of the whole run."""
     if progress is None:
         return None
     return lambda done, _, what: progress(min(before + done, total), total, what)
 
 
 def _found(item: Committed, at: str, to: str, how: How) -> CopiedCheckpoint:
-    """Return the result for a checkpoint that `dst` already has. With `verify`, compare its bytes first.
+    """Return the result for a checkpoint that `dst` already has. With `verify`, check it against its digests first.
 
     Raises:
         IntegrityError: The checkpoint in `dst` is damaged.
@@ -572,7 +572,7 @@ def _found(item: Committed, at: str, to: str, how: How) -> CopiedCheckpoint:
 
 
 def _check_free(place: OutputPlace, view: Store, todo: Sequence[Committed]) -> None:
-    """Raise if something else has the name of a checkpoint to copy. Called before anything is written."""
+    """Raise if something else already has the name of a checkpoint to copy. Called before anything is written."""
     names = {item.path for item in view.list()}
     for item in todo:
         if item.name in names:
@@ -580,7 +580,7 @@ def _check_free(place: OutputPlace, view: Store, todo: Sequence[Committed]) -> N
 
 
 def _left_out(inventory: Inventory) -> dict[str, str]:
-    """Return the entries of a run that are not committed checkpoints, each with the reason."""
+    """Return the run's entries that are not committed checkpoints, with the reason for each."""
     found = {item.path: f"{item.name} is being saved by {item.owner}" for item in inventory.in_progress}
     found |= {item.path: f"{item.name} was not committed: its save was killed" for item in inventory.abandoned}
     found |= {item.path: item.reason for item in inventory.skipped}
@@ -595,7 +595,7 @@ def _others(inventory: Inventory, known: Mapping[str, Committed]) -> tuple[str, 
 
 
 def _damage(view: Store, item: Committed) -> str:
-    """Return the first missing or truncated file of a committed checkpoint, and what is wrong; "" if all are fine."""
+    """Return a description of the first missing or truncated file of a committed checkpoint; "" if there is none."""
     for path, file in zip(named_paths(item.record), item.record.files.values(), strict=True):
         found, size = view.info(f"{item.path}/{path}"), file.nbytes
         if found is None:

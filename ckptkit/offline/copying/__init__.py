@@ -1,1 +1,1 @@
-"""Copies tensors from one checkpoint to another: plans the copy, executes the plan, checks digests."""
+"""Copies tensors between checkpoints: plans the copy, executes the plan and checks digests."""

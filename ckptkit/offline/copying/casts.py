@@ -1,4 +1,4 @@
-"""Casts between float dtypes in numpy, with torch's rounding (to nearest, ties to even). Needs no torch."""
+"""Casts between float dtypes in numpy with torch's rounding (to nearest, ties to even). Does not need torch."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ Bytes = npt.NDArray[np.uint8]
 Array = npt.NDArray[Any]
 
 _NUMPY = {"float64": np.float64, "float32": np.float32, "float16": np.float16}
-_EIGHT_BITS = {  # bits of the fraction, bias of the exponent
+_EIGHT_BITS = {  # (fraction bits, exponent bias)
     "float8_e4m3fn": (3, 7),
     "float8_e5m2": (2, 15),
     "float8_e4m3fnuz": (3, 8),
     "float8_e5m2fnuz": (2, 16),
     "float8_e8m0fnu": (0, 127),
 }
-_BLOCK = 1 << 16  # elements per block: temporaries stay in the cache
-_BEYOND_BFLOAT16 = np.array(0x7F7F8000, np.uint32).view(np.float32)[()]  # rounds to infinity
+_BLOCK = 1 << 16  # elements per block; temporaries stay in the cache
+_BEYOND_BFLOAT16 = np.array(0x7F7F8000, np.uint32).view(np.float32)[()]  # the smallest float32 that rounds to infinity
 
 
 def is_cast(source: str, target: str) -> bool:
     """Return whether bytes must change to convert one dtype to the other.
 
     Raises:
-        UnsupportedFormatError: The cast is not supported: only plain floats are cast.
+        UnsupportedFormatError: The cast is not supported. Only plain floats can be cast.
     """
     if source == target:
         return False
@@ -42,12 +42,12 @@ def is_cast(source: str, target: str) -> bool:
 
 
 def cast_into(source: Bytes, target: Bytes, source_dtype: str, target_dtype: str) -> int:
-    """Cast the elements of `source` into `target`. Both hold whole elements, contiguously.
+    """Cast the elements of `source` into `target`. Both are contiguous and contain whole elements.
 
     float64 is cast to 16 bits through float32, as torch does.
 
     Returns:
-        How many finite elements became infinite, because they are beyond the range of the target's dtype.
+        How many finite elements became infinite because the target's dtype cannot represent them.
     """
     if source_dtype == target_dtype:
         target[:] = source
@@ -62,12 +62,13 @@ def cast_into(source: Bytes, target: Bytes, source_dtype: str, target_dtype: str
 
 
 def float_values(data: Bytes, dtype: str) -> Array:
-    """Return elements as an array of float32, or of float64 if that is their dtype. Those of 8 bits are decoded."""
+    """Return the elements as float64 if that is their dtype, otherwise as float32. Decodes 8-bit floats."""
     if dtype == "float64":
         return data.view(np.float64)
     if dtype in _EIGHT_BITS:
         values: Array = np.empty(len(data), np.float32)
-        # Every code is in the table: without the check, which copies, a lookup takes a fifth of the time.
+        # Every code is in the table, so clipping changes nothing. The default mode="raise" makes a copy to check
+        # bounds, and is five times as slow.
         return np.take(_float8_values(dtype), data, out=values, mode="clip")
     return _to_float32(data.view(np.uint16 if dtype == "bfloat16" else _NUMPY[dtype]), dtype)
 
@@ -99,13 +100,13 @@ def _to_float32(source: Array, source_dtype: str) -> Array:
 def _float16_values() -> Array:
     """Return all float16 values as float32. A table lookup is four times as fast as numpy's conversion."""
     values = np.arange(1 << 16, dtype=np.uint16).view(np.float16).astype(np.float32)
-    values.view(np.uint32)[np.isnan(values)] |= 0x00400000  # hardware casts make NaNs quiet
+    values.view(np.uint32)[np.isnan(values)] |= 0x00400000  # make NaNs quiet, as hardware casts do
     return values
 
 
 @functools.cache
 def _float8_values(dtype: str) -> Array:
-    """Return the values of all 256 codes of a dtype as float32."""
+    """Return a float32 table of the values of all 256 codes of a dtype."""
     code = np.arange(256)
     if dtype == "float8_e8m0fnu":
         values = np.ldexp(1.0, code - 127)
@@ -119,7 +120,7 @@ def _float8_values(dtype: str) -> Array:
         values[0x80] = np.nan
     elif dtype.endswith("fn"):
         values[[0x7F, 0xFF]] = np.nan
-    else:  # as in IEEE 754
+    else:  # as IEEE 754 does
         values[[0x7C, 0xFC]] = np.inf, -np.inf
         values[(code & 0x7F) > 0x7C] = np.nan
     narrow: Array = values.astype(np.float32)
@@ -134,16 +135,16 @@ def _round_to_bfloat16(source: Array, out: Array) -> int:
     rounded += bits
     rounded >>= 16
     out[...] = rounded
-    if source.max() < _BEYOND_BFLOAT16 and source.min() > -_BEYOND_BFLOAT16:  # False if there is a NaN
+    if source.max() < _BEYOND_BFLOAT16 and source.min() > -_BEYOND_BFLOAT16:  # also False if there is a NaN
         return 0
-    out[np.isnan(source)] = 0x7FC0  # c10::BFloat16 maps every NaN to this one; rounding could turn it into infinity
+    out[np.isnan(source)] = 0x7FC0  # c10::BFloat16 maps every NaN to 0x7FC0; rounding could turn a NaN into infinity
     return int(((np.abs(source) >= _BEYOND_BFLOAT16) & np.isfinite(source)).sum())
 
 
 def _round_to_float16(source: Array, out: Array) -> int:
     bits: npt.NDArray[np.uint32] = source.view(np.uint32)
     magnitude = bits & 0x7FFFFFFF
-    rounded = magnitude - np.uint32(0x38000000)  # exponent bias 127 -> 15; small values wrap around and are fixed below
+    rounded = magnitude - np.uint32(0x38000000)  # exponent bias 127 -> 15; small values wrap around (fixed below)
     odd = rounded >> 13
     odd &= 1
     rounded += odd

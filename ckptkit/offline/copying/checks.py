@@ -18,14 +18,14 @@ UInt64 = npt.NDArray[np.uint64]
 
 
 class RecordTable:
-    """The byte ranges that digests cover, as columns. Equal ranges of one source are one record.
+    """The byte ranges that digests cover, as columns. Ranges that are equal within one source share one record.
 
     Attributes:
-        sources: [n] index of the source (a file or a decoded record).
-        starts, nbytes: [n] bytes.
+        sources: [n] index of the source: a file, or a decoded record in a file.
+        starts, nbytes: [n] where the range starts, and its size in bytes.
         values: [n] digests.
         algorithms: [n] index into `NAMES`.
-        owners: [n] index of a tensor with bytes in the record, for messages. The caller defines the indices.
+        owners: [n] index of a tensor with bytes in the range, for messages. The caller defines these indices.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class RecordTable:
         return len(self.starts)
 
     def find(self, sources: Int64, starts: Int64, nbytes: Int64) -> Int64:
-        """Return the record of each range; -1 if none matches exactly. Needs records sorted by source and start."""
+        """Return the index of the record equal to each range; -1 if none. Needs records sorted by source and start."""
         if not len(self) or not len(starts):
             return np.full(len(starts), -1, np.int64)
         span = int(max(self.starts.max(), starts.max())) + 1
@@ -55,7 +55,7 @@ class RecordTable:
 
 
 class Crcs:
-    """Computes CRC-32 of the parts of a file. Parts may come in any order from any thread; adjacent ones are joined."""
+    """Computes a file's CRC-32 in pieces, which may come in any order from any thread. Joins adjacent pieces."""
 
     def __init__(self) -> None:
         self._by_stop: dict[int, tuple[int, int]] = {}  # stop -> start, CRC
@@ -63,24 +63,24 @@ class Crcs:
         self._lock = threading.Lock()
 
     def feed(self, start: int, data: memoryview) -> tuple[int, int, int]:
-        """Add bytes at `start`; return the joined part that contains them: start, stop, CRC-32."""
+        """Add bytes at `start`; return the joined piece that now contains them: (start, stop, CRC-32)."""
         with self._lock:
             first, value = self._by_stop.pop(start, (start, 0))
             self._by_start.pop(first, None)
-        value, stop = crc32(data, value), start + len(data)  # without the lock: threads hash in parallel
+        value, stop = crc32(data, value), start + len(data)  # outside the lock, so that threads hash in parallel
         with self._lock:
-            if first in self._by_stop:  # another thread has added the preceding part
+            if first in self._by_stop:  # meanwhile, another thread added the preceding piece
                 before, crc = self._by_stop.pop(first)
                 self._by_start.pop(before, None)
                 value, first = crc32_combine(crc, value, stop - first), before
             end = self._by_start.pop(stop, -1)
-            if self._by_stop.get(end, (-1, 0))[0] == stop:  # parts may overlap, so another one may end here
+            if self._by_stop.get(end, (-1, 0))[0] == stop:  # pieces may overlap, so a different piece may end here
                 value, stop = crc32_combine(value, self._by_stop.pop(end)[1], end - stop), end
             self._by_stop[stop], self._by_start[first] = (first, value), stop
         return first, stop, value
 
     def parts(self) -> list[tuple[int, int, int]]:
-        """Return the known parts in order: (start, bytes, CRC-32)."""
+        """Return the joined pieces in order: (start, size in bytes, CRC-32)."""
         with self._lock:
             return sorted((start, stop - start, crc) for stop, (start, crc) in self._by_stop.items())
 
@@ -88,7 +88,7 @@ class Crcs:
 class Verifier:
     """Checks records against their digests while their bytes are copied. Thread-safe.
 
-    A CRC-32 record is checked once all its bytes were added, in any order. Other records are checked only if their
+    A CRC-32 record is checked once all its bytes have been added, in any order. Other records are checked only if their
     bytes come in order. Records in `unproved` must be read again.
     """
 
@@ -96,12 +96,12 @@ class Verifier:
         self._table = table
         self._describe = describe
         self._crcs: dict[int, Crcs] = {}
-        self._begun: dict[tuple[int, int], Hasher] = {}  # (record, start of its next bytes)
+        self._begun: dict[tuple[int, int], Hasher] = {}  # (record, where its next bytes start)
         self._lock = threading.Lock()
         self.proved = table.nbytes == 0
 
     def feed(self, record: int, start: int, data: memoryview) -> None:
-        """Add bytes at `start` of a record's source. They must be inside the record.
+        """Add bytes at `start` of a record's source. They must lie inside the record.
 
         Raises:
             IntegrityError: The record is complete and its digest does not match.
@@ -115,7 +115,8 @@ class Verifier:
         if algorithm == CRC and (start, stop) != (first, end):
             with self._lock:
                 crcs = self._crcs.setdefault(record, Crcs())
-            # Not `crcs.parts()`: if a thread reads a part twice, that part may have replaced the joined one there.
+            # Use what `feed` returns, not `crcs.parts()`: if a thread reads a piece twice, that piece may have replaced
+            # the joined one there.
             *joined, value = crcs.feed(start, data)
             if joined == [first, end]:
                 self._finish(record, value)
@@ -141,7 +142,7 @@ class Verifier:
         self.proved[record] = True
 
     def fail(self, record: int, value: int) -> None:
-        """Raise the checksum error of a record whose bytes have the digest `value`."""
+        """Raise the checksum error for a record whose bytes have the digest `value`."""
         table = self._table
         name = NAMES[int(table.algorithms[record])]
         raise IntegrityError(
@@ -151,7 +152,7 @@ class Verifier:
         )
 
     def unproved(self) -> Int64:
-        """Return the records that were not checked, and drop their partial digests."""
+        """Return the records that were not checked. Drop their partial digests."""
         with self._lock:
             self._crcs.clear()
             self._begun.clear()

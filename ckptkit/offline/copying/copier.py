@@ -1,4 +1,4 @@
-"""Executes the steps of a plan in the worker's buffers: contiguous runs of bytes, and boxes that are not contiguous."""
+"""Executes a plan's steps in each worker's buffers: contiguous runs of bytes, and boxes that are not contiguous."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ Progress = Callable[[int, int, str], None]
 Int64 = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 
-_SHORT = 32 << 10  # shorter local runs are read together: system calls cost more than the extra bytes
+_SHORT = 32 << 10  # bytes; shorter local runs are read together, because a system call costs more than reading the gaps
 _ROWS = 256  # maximum number of short runs read together
-_GAP = 2 << 10  # bytes; gaps up to this size (between records of torch.save or DCP) are read too
+_GAP = 2 << 10  # bytes; gaps up to this size (between records in torch.save or DCP files) are read too
 _ROW = struct.Struct("<qqqQ")
 _COLUMNS = np.dtype([("file", "<i8"), ("start", "<i8"), ("nbytes", "<i8"), ("digest", "<u8")])
 
 
 class Tally:
-    """Counts bytes, reports progress, and stops a worker after another worker has failed.
+    """Counts bytes and reports progress. Also stops a worker after another one has failed.
 
     Attributes:
-        nbytes: Bytes read so far.
+        nbytes: Number of bytes read so far.
     """
 
     def __init__(self, total: int, progress: Progress | None, stopped: threading.Event) -> None:
@@ -53,7 +53,7 @@ class Tally:
         self._lock = threading.Lock()
 
     def add(self, nbytes: int, path: str) -> None:
-        """Add to the count bytes that were read of the file at `path`."""
+        """Count bytes read from the file at `path`. Raises `Stopped` if the workers are to stop."""
         if self._stopped.is_set():
             raise Stopped
         with self._lock:
@@ -64,12 +64,12 @@ class Tally:
 
 @dataclass(slots=True)
 class Digested:
-    """The digests of written boxes. Thread-safe: rows are added atomically."""
+    """Digests of written boxes. Thread-safe, because rows are added atomically."""
 
     rows: bytearray = field(default_factory=bytearray)
 
     def add(self, file: int, start: int, nbytes: int, digest: int) -> None:
-        """Record the digest of `nbytes` at `start` of a file."""
+        """Record the digest of the `nbytes` bytes at `start` of a file."""
         self.rows += _ROW.pack(file, start, nbytes, digest)
 
     def table(self) -> npt.NDArray[np.void]:
@@ -85,7 +85,7 @@ class Digested:
 
     @classmethod
     def joined(cls, parts: Iterable[Digested | None]) -> Digested:
-        """Return the combined digests of several processes."""
+        """Return the digests of several processes as one table."""
         return cls(bytearray(b"").join(part.rows for part in parts if part is not None))
 
 
@@ -110,17 +110,17 @@ class BoxDigest:
 
 @dataclass(slots=True)
 class Infinite:
-    """The elements that casts made infinite, as rows (file, start of their bytes, count). Thread-safe."""
+    """Counts of elements that casts made infinite, in rows (file, start of the bytes, count). Thread-safe."""
 
     rows: list[tuple[int, int, int]] = field(default_factory=list)
 
     def add(self, file: int, start: int, count: int) -> None:
-        """Record that a cast made `count` elements infinite; `start` is inside the tensor's bytes in a file."""
+        """Record that a cast made `count` elements infinite. `start` is any byte of the tensor in the file."""
         if count:
             self.rows.append((file, start, count))
 
     def by_tensor(self, plan: Plan) -> dict[tuple[str, str], int]:
-        """Return the number of infinite elements by name and dtype of a tensor."""
+        """Return the number of infinite elements in each tensor, by tensor name and dtype."""
         found: dict[tuple[str, str], int] = {}
         if not self.rows:
             return found
@@ -140,11 +140,11 @@ class Infinite:
 
 
 class Copier:
-    """Executes the steps of a work plan. Thread-safe.
+    """Executes a plan's steps. Thread-safe.
 
     Attributes:
-        digested: The digests of written boxes, if the work was prepared for them.
-        infinite: The elements that casts made infinite.
+        digested: Digests of written boxes, if `digests` was set.
+        infinite: Counts of elements that casts made infinite.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Copier:
         digests: bool = False,
         journal: Journal | None = None,
     ) -> None:
-        """`chunk`: bytes per read. `sink`: None only computes digests. `journal`: records finished steps."""
+        """`chunk`: bytes per read. `sink`: None only checks digests. `journal`: records finished steps."""
         self._work = work
         self._reader = reader
         self._verifier = verifier
@@ -184,8 +184,8 @@ class Copier:
             infinite = self._copy_runs(cut_runs(runs, self._chunk, self._ratios), worker)
             for origin in distinct(runs.origins).tolist():
                 self._reader.forget(origin)
-        # Records whose bytes came out of order are not checked yet, so the journal must not list them. Nor must it list
-        # a step with infinite elements: a continued run must count them too.
+        # The journal must not list steps whose records came out of order, because those are not checked yet. Nor must
+        # it list steps with infinite elements, because a resumed command must count these too.
         proved = self._verifier is None or self._verifier.proved[step.records].all()
         if self._journal is not None and proved and not infinite:
             self._journal.done(index)
@@ -193,9 +193,9 @@ class Copier:
     # --- runs
 
     def _copy_runs(self, runs: Runs, worker: Worker) -> int:
-        """Read, check, cast, digest and write runs of at most a chunk each. Short runs are read together. Return how
-        many elements became infinite."""
-        # Lists are faster here: taking one number from a numpy array costs more than the rest of the loop body.
+        """Read, check, cast, digest and write runs of at most one chunk each; return how many elements became infinite.
+        Short runs are read together."""
+        # Lists are faster here, because taking one number from a numpy array costs more than the rest of the loop body.
         origins, starts, nbytes, files, targets, casts, records, ends = (
             getattr(runs, name).tolist() for name in Runs.__slots__
         )
@@ -206,7 +206,7 @@ class Copier:
             views = self._read(runs, first, stop, worker)
             cast = [nbytes[i] // ratios[casts[i]][0] * ratios[casts[i]][1] for i in range(first, stop) if casts[i]]
             room, made = worker.room(sum(cast)), 0
-            pending: list[memoryview] = []  # adjacent target ranges are written in one call
+            pending: list[memoryview] = []  # data for adjacent target ranges, written in one call
             begin = end = 0
             for i, view in enumerate(views, first):
                 if records[i] >= 0 and self._verifier is not None:
@@ -236,7 +236,8 @@ class Copier:
         return total
 
     def _batches(self, nbytes: Int64) -> list[int]:
-        """Return batches of runs to read together: long runs alone, short ones up to about half a chunk."""
+        """Return where batches of runs to read together begin, and where the last one ends. Long runs are batches of
+        their own; short runs are combined up to about half a chunk."""
         short = nbytes < (_SHORT if self._reader.is_local else self._chunk)
         turns = (np.cumsum(nbytes) - nbytes) // max(1, self._chunk // 2)
         new = np.append(True, ~short[1:] | ~short[:-1] | (turns[1:] != turns[:-1]))
@@ -245,7 +246,7 @@ class Copier:
         return [*np.flatnonzero(new).tolist(), len(nbytes)]
 
     def _read(self, runs: Runs, first: int, stop: int, worker: Worker) -> list[Bytes]:
-        """Return the bytes of the runs [first, stop), read into the worker's buffer. Nearby runs are read together."""
+        """Read the runs [first, stop) into the worker's buffer; return each run's bytes. Nearby runs share one read."""
         if stop - first == 1:
             buffer = worker.buffer(int(runs.nbytes[first]))
             self._reader.read_many([Range(int(runs.origins[first]), int(runs.starts[first]), buffer.data)])
@@ -271,10 +272,10 @@ class Copier:
     # --- boxes
 
     def _copy_boxes(self, step: BoxStep, worker: Worker) -> int:
-        """Assemble a tensor tile by tile, and write the parts of each tile to all boxes that need them. Return how many
+        """Assemble a tensor tile by tile and write each tile's parts to all boxes that need them. Return how many
         elements became infinite.
 
-        Tiles are row-major, so the bytes of each box are written in order.
+        Tiles are row-major, so each box's bytes are written in order.
         """
         assert self._sink is not None
         tensor, itemsize = step.tensor, dtype_of(step.tensor.dtype).itemsize
@@ -307,7 +308,7 @@ class Copier:
 
 
 def _cut(data: Bytes, tile: Box, shared: Box, itemsize: int) -> Bytes:
-    """Return the row-major bytes of `shared`, a box inside a tile."""
+    """Return the row-major bytes of `shared`, a box inside the tile."""
     inside = shared.relative_to(tile)
     first = inside.flat_start(tile.sizes) * itemsize
     if inside.is_contiguous_in(tile.sizes):

@@ -21,13 +21,13 @@ Int64 = npt.NDArray[np.int64]
 
 
 def used_sources(plan: Plan) -> list[str]:
-    """Return the keys of the source tensors that the plan reads, each once."""
+    """Return the keys of the source tensors that the plan reads, without duplicates."""
     return list(dict.fromkeys(key for placement in plan.placements for key in placement.tensor.sources))
 
 
 @dataclass(frozen=True, slots=True)
 class Covered:
-    """The counts of a coverage check: tensors, elements and file bytes, each written exactly once."""
+    """What a coverage check counted: tensors, elements and file bytes, each of which is written exactly once."""
 
     tensors: int
     elements: int
@@ -40,11 +40,12 @@ class Covered:
 
 @collector_paused()
 def check_plan(plan: Plan) -> Covered:
-    """Check that sources are complete, targets covered exactly once, and files filled exactly; return the counts.
+    """Check that sources are complete, targets are covered exactly once and files are filled exactly; return the
+    counts.
 
     Raises:
         CorruptCheckpointError, IncompleteCheckpointError: A source tensor has gaps or overlaps.
-        CheckpointMismatchError: The plan is inconsistent; nothing was written.
+        CheckpointMismatchError: The plan is inconsistent. Nothing was written.
     """
     sources = used_sources(plan)
     for key in sources:
@@ -80,7 +81,7 @@ def _check_parts(catalog: Catalog, tensor: OutputTensor) -> None:
 def _check_sources(catalog: Catalog, tensor: Target) -> None:
     for part in tensor.parts:
         shape = catalog.tensors[part.source].shape
-        if part.source_box is part.target_box and part.source_box.is_whole(shape):  # fast: most are plain copies
+        if part.source_box is part.target_box and part.source_box.is_whole(shape):  # most parts are plain copies
             continue
         if not part.source_box.within(shape) or part.source_box.numel != part.target_box.numel:
             raise CheckpointMismatchError(
@@ -101,7 +102,7 @@ def _check_boxes(tensor: OutputTensor, offsets: Int64, sizes: Int64, what: str) 
 
 
 def _check_files(plan: Plan) -> int:
-    """Check that literals and boxes fill each file exactly; return the total bytes."""
+    """Check that literals and boxes fill each file exactly; return the total number of bytes."""
     files, starts, lengths = Placement.joined(plan.placements)
     order = np.lexsort((starts, files))
     files, starts, lengths = files[order], starts[order], lengths[order]
@@ -114,7 +115,7 @@ def _check_files(plan: Plan) -> int:
 
 def _check_file(file: OutputFile, starts: Int64, lengths: Int64) -> None:
     extents = getattr(file.literals, "extents", None)
-    if extents is not None:  # ranges sorted by start, one per box: avoids creating a million literals
+    if extents is not None:  # one range per box, sorted by start, to avoid creating a million literals
         own, sizes = extents(lengths)
     else:
         table = np.array([(item.start, len(item.data)) for item in file.literals], np.int64).reshape(-1, 2)

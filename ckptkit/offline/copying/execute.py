@@ -1,4 +1,4 @@
-"""Executes a plan: copies bytes between stores, checked and in bounded memory. Independent of formats."""
+"""Executes a plan for any formats: copies bytes between stores, checks them, and bounds memory."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 __all__ = ["CopyReport", "execute"]
 
 DEFAULT_MAX_MEMORY = 512_000_000
-# Large enough for few calls, small enough to stay in the cache between read, digest and write. Not 1 MiB: ext4 would
-# then allocate memory in pieces of 1 MiB. If memory is fragmented, that takes three times as long as the copy.
+# Large enough that few calls are needed, small enough that data stays in the cache between read, digest and write. With
+# 1 MiB, ext4 would allocate memory in pieces of 1 MiB; in fragmented memory, that takes three times as long as copying.
 _CHUNK = 512 << 10
 _REMOTE_CHUNK = 8 << 20
 _TILE = 4 << 20
@@ -47,15 +47,15 @@ class CopyReport:
     """The result of an execution.
 
     Attributes:
-        nbytes: Bytes written.
-        nbytes_read: Source bytes read, including those read only for checks.
+        nbytes: Number of bytes written.
+        nbytes_read: Number of source bytes read, including those read only for checks.
         records: Number of source digests checked.
-        covered: The counts of the whole plan's coverage check.
+        covered: The counts from the coverage check of the whole plan.
         seconds: Wall time.
         steps: Number of steps.
-        taken_over: Number of steps that an interrupted run had already done.
-        digested: Digests of boxes computed during the copy. `file` is an index into the plan's files.
-        infinite: How many finite elements casts made infinite, by name and dtype of the tensor.
+        taken_over: Number of steps that an interrupted command had already finished.
+        digested: Box digests computed during the copy. `file` is an index into the plan's files.
+        infinite: How many finite elements casts made infinite, by tensor name and dtype.
     """
 
     nbytes: int
@@ -70,7 +70,7 @@ class CopyReport:
 
     @classmethod
     def joined(cls, reports: Sequence[CopyReport]) -> CopyReport:
-        """Combine the results of several ranks, without their box digests."""
+        """Combine the results of several ranks, without box digests."""
         infinite: Counter[tuple[str, str]] = Counter()
         for report in reports:
             infinite.update(report.infinite)
@@ -92,7 +92,7 @@ class CopyReport:
         return (f"continued an interrupted run: {self.taken_over} of {self.steps} steps were already done",)
 
     def warnings(self) -> tuple[str, ...]:
-        """Return a sentence for each dtype with elements that became infinite."""
+        """Return one sentence for each dtype in which elements became infinite."""
         return tuple(
             _beyond(dtype, {name: count for (name, of), count in self.infinite.items() if of == dtype})
             for dtype in dict.fromkeys(dtype for _, dtype in self.infinite)
@@ -124,32 +124,34 @@ def execute(
     ledger: Ledger | None = None,
     digests: bool = False,
 ) -> CopyReport:
-    """Write the files of a plan to `destination`, which must not contain any of them.
+    """Write a plan's files to `destination`, which must not contain any of them.
 
-    Coverage is checked before anything is written. The destination's publisher makes the files durable.
+    Coverage is checked before anything is written. Making the files durable is the job of the code that publishes the
+    destination.
 
     Args:
-        workers: Parallel copies; 0 chooses for this machine.
+        workers: Number of parallel copies; 0 chooses one that suits this machine.
         max_memory: Maximum bytes of tensor data in memory, over all workers.
-        check: Check the source's recorded digests of all bytes read.
-        progress: Called with (bytes done, total bytes, file), from any thread, one call at a time.
+        check: Check all bytes read against the source's recorded digests.
+        progress: Called with (bytes done, total bytes, file), from any thread, but never concurrently.
         files: Indices of the files that this process writes; None for all.
-        journal: The journal of a local destination. Finished steps are skipped, and files that are not in the plan are
-            deleted.
-        ledger: The ledger of a remote destination. Matching objects of an interrupted run are not written again.
-        digests: Compute the digests of written boxes if their bytes are written in order.
+        journal: The journal of a local destination. Finished steps are skipped, and files that cannot be continued
+            start over.
+        ledger: The ledger of a remote destination. Objects that an interrupted command finished are not written again
+            if they match.
+        digests: Compute the digest of each written box whose bytes are written in order.
 
     Raises:
         IntegrityError: A digest differs. The message names file and tensor.
         IncompleteCheckpointError: The source has gaps, or a file is truncated.
-        NoSpaceError: There is not enough space at the destination.
+        NoSpaceError: The destination has too little space.
     """
     started = time.perf_counter()
     covered = check_plan(plan)
     kept = list(range(len(plan.files)) if files is None else files)
     own = restricted(plan, kept)
     local = is_directory(destination)
-    # A local copy uses one processor fully. More copies than processors would wait for an output file's lock.
+    # A local copy keeps one core busy. Copies beyond the number of cores would only wait for an output file's lock.
     least = 2 if local and is_directory(source) else 4
     workers = workers or min(16, max(least, os.cpu_count() or 1))
     if max_memory < workers * (64 << 10):
@@ -180,7 +182,7 @@ def execute(
                 pool.run(copier.do, [index for index in range(steps) if index not in taken.steps])
                 pool.run(lambda index, _: sink.finish(index), own_files)
                 digested, infinite = copier.digested.renumbered(kept), copier.infinite
-            if verifier is not None:  # the interrupted run has checked these records
+            if verifier is not None:  # the interrupted command checked these records
                 verifier.proved[list(taken.records)] = True
             taken_over = len(taken.steps)
         else:
@@ -188,12 +190,12 @@ def execute(
             spoken = None if ledger is None else Spoken(own, work, source, verifier, ledger)
             there = frozenset() if spoken is None else spoken.take_over()
             streams, late = StreamWriter(own, gatherer, tally, destination, spoken), set(own.last)
-            for wanted in (False, True):  # the files of `Plan.last` come after the others
+            for wanted in (False, True):  # the files in `Plan.last` come after all others
                 pool.run(
                     streams.write, [i for i in own_files if i not in there and (own.files[i].path in late) is wanted]
                 )
             steps, taken_over, infinite = len(own_files), len(there), streams.infinite
-        if verifier is not None:  # read the records that the copy could not check again, only for their digests
+        if verifier is not None:  # read the records that the copy could not check again, only to check their digests
             rest = checking(work, verifier.unproved())
             pool.run(Copier(rest, reader, verifier, gatherer, tally, chunk=chunk).do, range(len(rest.steps)))
     finally:

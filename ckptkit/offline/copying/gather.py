@@ -30,15 +30,15 @@ Bytes = npt.NDArray[np.uint8]
 Array = npt.NDArray[Any]
 
 _UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
-_BLOCK = 128  # rows
+_BLOCK = 128  # rows; `rows_at_once` rounds down to a multiple
 _TILE = 4 << 20
-_READ = 64 << 10  # minimum bytes to read from each slice if a tile needs a part of every slice
-_ALIGNED = 64  # bytes: enough for any dtype and for vector instructions
-_SMALL_SPAN = 1 << 20  # bytes; spans up to this size are read in one call, even if most of the bytes are not needed
+_READ = 64 << 10  # bytes to read from each slice, at least, if a tile needs part of every slice
+_ALIGNED = 64  # bytes; enough for any dtype and for vector instructions
+_SMALL_SPAN = 1 << 20  # bytes; spans up to this size are read in one call, even if most of their bytes are not needed
 
 
 def strided(buffer: Bytes, first: int, sizes: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> Array:
-    """Return a strided view of `buffer` from byte `first` on. Strides count elements."""
+    """Return a strided view of `buffer` that starts at byte `first`. Strides count elements."""
     view: Array = np.ndarray(
         sizes, _UNITS[itemsize], buffer=buffer, offset=first, strides=tuple(stride * itemsize for stride in strides)
     )
@@ -49,8 +49,8 @@ class Gatherer:
     """Assembles boxes of tensors. Thread-safe.
 
     Attributes:
-        max_bytes: Maximum memory for one computed tensor and its inputs.
-        small, big: Bytes per tile: `small` by default, up to `big` if small tiles would read the source many times.
+        max_bytes: Maximum memory for one computed tensor and its inputs, in bytes.
+        small, big: Tile size in bytes: `small` by default, up to `big` if small tiles would read the source many times.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Gatherer:
         self._max_bytes = max_bytes
         self._computing = threading.Lock()
         self._local = threading.local()
-        self._kept: OrderedDict[Target, Bytes] = OrderedDict()  # cache of small inputs, which every tile needs
+        self._kept: OrderedDict[Target, Bytes] = OrderedDict()  # cache of small inputs, because every tile needs them
 
     def read_box(self, key: str, box: Box, out: Bytes) -> None:
         """Fill `out` with a box of a source tensor, row-major, in the source's dtype."""
@@ -122,7 +122,7 @@ class Gatherer:
             self._read_strided(origin, start + i * strides[outer] * itemsize, moved[i], rest, itemsize)
 
     def tile_numel(self, tensor: OutputTensor) -> int:
-        """Return the elements per tile of a target. Tiles are larger if each reads from many places of the source."""
+        """Return the number of elements per tile of a target. Larger if a tile reads from many parts of the source."""
         if isinstance(tensor, ComputedTensor):
             rows = self.rows_at_once(tensor, self._small if tensor.by_element else 2 * self._big)
             return max(1, tensor.numel // max(1, tensor.shape[0] if tensor.shape else 1) * rows)
@@ -135,8 +135,8 @@ class Gatherer:
         return max(1, nbytes // widest)
 
     def make_box(self, tensor: OutputTensor, box: Box, out: Bytes) -> int:
-        """Fill `out` with a box of a target tensor, row-major, in its dtype; return how many elements the cast to that
-        dtype made infinite."""
+        """Fill `out` with a box of a target tensor, row-major, in the target's dtype. Return how many elements the cast
+        to that dtype made infinite."""
         if isinstance(tensor, ComputedTensor):
             out[:], infinite = self._computed(tensor, box)
             return infinite
@@ -165,8 +165,8 @@ class Gatherer:
         return infinite
 
     def rows_at_once(self, tensor: ComputedTensor, most: int) -> int:
-        """Return how many rows to compute at once. They use at most half of the memory, and at most `most` bytes of the
-        result and of the first input."""
+        """Return how many rows to compute at once: as many as need at most half of the memory, and at most `most` bytes
+        each for the result and the first input."""
         rows = tensor.shape[0] if tensor.shape else 1
         if tensor.cut is None:
             return rows
@@ -176,11 +176,11 @@ class Gatherer:
             if _taken(part) <= self._max_bytes // 2 and max(_nbytes(part), _nbytes(part.inputs[0])) <= most:
                 break
             step = (step + 1) // 2
-        # Multiples of a block, because matrix kernels may round the rows of a partial block differently.
+        # Use multiples of a block, because matrix kernels may round the rows of a partial block differently.
         return step if step == rows or step < _BLOCK else step // _BLOCK * _BLOCK
 
     def _computed(self, tensor: ComputedTensor, box: Box) -> Computed:
-        """Return a box, row-major. Computes its rows; if rows cannot be computed separately, the whole tensor."""
+        """Return a box, row-major. Computes only its rows; the whole tensor if rows cannot be computed separately."""
         first = 0
         if tensor.cut is not None and box.sizes and box.sizes[0] < tensor.shape[0]:
             first = box.offsets[0]
@@ -190,7 +190,7 @@ class Gatherer:
                 f"tensor {tensor.name!r} ({tensor.label}) needs {format_size(_taken(tensor))} at once, but "
                 f"the memory limit is {format_size(self._max_bytes)}. Pass a larger --max-memory."
             )
-        alone = not tensor.by_element or _taken(tensor) > self._big  # several tensors at once could exceed the limit
+        alone = not tensor.by_element or _taken(tensor) > self._big  # several at once could exceed the memory limit
         with self._computing if alone else contextlib.nullcontext():
             inputs, infinite = self._inputs(tensor)
             made, more = tensor.compute(inputs)
@@ -211,7 +211,7 @@ class Gatherer:
                 found.append(data)
                 infinite += more
             return found, infinite
-        # Each thread reuses one buffer: allocating memory for each tile would cost more than the read.
+        # Each thread reuses one buffer, because allocating memory for each tile would cost more than the read.
         ends = list(itertools.accumulate(-(-_nbytes(target) // _ALIGNED) * _ALIGNED for target in tensor.inputs))
         buffer: Bytes | None = getattr(self._local, "buffer", None)
         most = ends[-1] if ends else 0
@@ -224,8 +224,8 @@ class Gatherer:
         return found, infinite
 
     def _input(self, target: Target) -> Computed:
-        """Return a whole input tensor. Small inputs are cached, and their casts are counted once. The caller gets a
-        copy, which it may change."""
+        """Return a whole input tensor, as a copy that the caller may change. Small inputs are cached, so their casts
+        are counted only once."""
         kept = self._kept.get(target)
         if kept is not None:
             self._kept.move_to_end(target)
@@ -245,7 +245,7 @@ def _nbytes(tensor: OutputTensor) -> int:
 
 
 def _taken(tensor: ComputedTensor) -> int:
-    """Return the memory needed to compute a tensor, including inputs and result."""
+    """Return the memory in bytes that computing a tensor needs, including its inputs and the result."""
     return _nbytes(tensor) + sum(_nbytes(item) for item in tensor.inputs) + tensor.scratch
 
 

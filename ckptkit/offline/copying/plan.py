@@ -1,7 +1,7 @@
 """The plan of a conversion: files made of literal bytes and of boxes of tensors. --dry-run prints it.
 
-A plan is a value; nothing here does I/O. Boxes are stored as columns of numbers, because a checkpoint for 1,024 ranks
-has a million of them.
+A plan is plain data; nothing in this module does I/O. Boxes are stored as columns of numbers, because a checkpoint for
+1,024 ranks has a million of them.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ __all__ = [
 
 Bytes = npt.NDArray[np.uint8]
 _Int64 = npt.NDArray[np.int64]
-# Bytes of a result, row-major, and how many finite elements its last cast made infinite.
+# The row-major bytes of a result, and how many finite elements its last cast made infinite.
 Computed: TypeAlias = tuple[Bytes, int]
-_NAMED = 8  # maximum number of leftovers listed by name per reason; beyond this only the first is named
+_NAMED = 8  # maximum number of leftovers listed by name per reason; if there are more, only the first is named
 
 
 @dataclass(frozen=True, slots=True)
 class ComputedTensor:
-    """A tensor computed from others, such as a weight with a merged adapter. It may be computed by rows.
+    """A tensor computed from others, such as a weight with a merged adapter. Rows may be computed separately.
 
     Attributes:
-        inputs: The arguments of `compute`, in this order: full tensors as row-major bytes of their dtype.
+        inputs: The arguments of `compute`, in order. Each is a full tensor, passed as row-major bytes in its dtype.
         compute: Returns the tensor in `dtype`. May be called from any thread.
-        label: The formula, shown in the plan: "W + 2.0 * B @ A".
+        label: The formula that the plan shows: "W + 2.0 * B @ A".
         scratch: Additional bytes that `compute` needs, beyond inputs and result.
         cut: Returns the tensor of only the rows [start, stop); None if rows cannot be computed separately.
         by_element: Whether each element depends only on the inputs' elements at the same position. If so, computing a
-            few rows at a time is as fast as many.
+            few rows at a time is as fast as computing many.
     """
 
     name: str
@@ -73,11 +73,11 @@ class ComputedTensor:
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """The catalog keys of the inputs, each once."""
+        """The inputs' catalog keys, without duplicates."""
         return tuple(dict.fromkeys(key for target in self.inputs for key in target.sources))
 
     def rows(self, start: int, stop: int) -> ComputedTensor:
-        """Return the tensor of only the rows [start, stop). Unless these are all rows, `cut` must not be None."""
+        """Return the tensor of only the rows [start, stop). `cut` must not be None unless these are all the rows."""
         if (start, stop) == (0, self.shape[0]):
             return self
         assert self.cut is not None
@@ -97,11 +97,11 @@ class Literal:
 
 @dataclass(frozen=True, slots=True)
 class CrcField:
-    """A CRC-32 field: four bytes, little endian, over the file's bytes [start, start + nbytes). It is written last.
+    """A CRC-32 field: four bytes, little-endian, over the file's bytes [start, start + nbytes). It is written last.
 
     Attributes:
-        at: Positions of the field (local header, data descriptor, central directory). It overwrites literals. No
-            position may be in a range that a CRC covers.
+        at: Offsets of the field's copies (local header, data descriptor, central directory). They overwrite literals.
+            No offset may be in a range that a CRC covers.
     """
 
     at: tuple[int, ...]
@@ -111,10 +111,10 @@ class CrcField:
 
 @dataclass(frozen=True, slots=True)
 class OutputFile:
-    """A file of the result. Its literals and the boxes placed in it must cover each byte exactly once.
+    """A file of the result. Its literals and the boxes placed in it must together cover each byte exactly once.
 
     Attributes:
-        literals, crcs: May be lazy. They can be iterated several times.
+        literals, crcs: May be lazy, but can be iterated several times.
     """
 
     path: str
@@ -124,18 +124,18 @@ class OutputFile:
 
     @classmethod
     def of_bytes(cls, path: str, data: bytes) -> OutputFile:
-        """Return a file with the content `data`, such as a config or an index."""
+        """Return a file whose content is `data`, such as a config or an index."""
         return cls(path, len(data), (Literal(0, data),))
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the boxes of one tensor are written, each row-major and without gaps. One row per box.
+    """Where one tensor's boxes are written, each row-major and without gaps. One row per box.
 
     Attributes:
         files: [n] index into `Plan.files`.
         starts: [n] byte offset in the file.
-        offsets, sizes: [n, ndim] elements. Boxes may repeat (replicas) but must cover the tensor.
+        offsets, sizes: [n, ndim] the box, in elements. Boxes may repeat (replicas), but must cover the tensor.
     """
 
     tensor: OutputTensor
@@ -146,12 +146,12 @@ class Placement:
 
     @staticmethod
     def whole(tensor: OutputTensor, file: int, start: int) -> Placement:
-        """Return the placement of a whole tensor as one box, without columns."""
+        """Return a placement that writes the whole tensor as one box. It stores no columns."""
         return _WholePlacement(tensor, file, start)
 
     @staticmethod
     def joined(placements: Sequence[Placement]) -> tuple[_Int64, _Int64, _Int64]:
-        """Return file, start and bytes of the boxes of several placements, concatenated."""
+        """Return the file, start and size in bytes of each box of several placements, concatenated."""
         if all(isinstance(item, _WholePlacement) for item in placements):
             columns = np.array([item.only() for item in placements], np.int64).reshape(-1, 3).T
             return columns[0], columns[1], columns[2]
@@ -160,7 +160,7 @@ class Placement:
         counts = [len(item) for item in placements]
         nbytes = np.zeros(sum(counts), np.int64)
         ndims = np.repeat([len(item.tensor.shape) for item in placements], counts)
-        for ndim in sorted({len(item.tensor.shape) for item in placements}):  # in groups: one by one takes seconds
+        for ndim in sorted({len(item.tensor.shape) for item in placements}):  # group by ndim: one by one takes seconds
             alike = [item for item in placements if len(item.tensor.shape) == ndim]
             itemsizes = [dtype_of(item.tensor.dtype).itemsize for item in alike]
             sizes = np.concatenate([item.sizes for item in alike])
@@ -172,11 +172,11 @@ class Placement:
         )
 
     def is_all_of(self, shape: tuple[int, ...]) -> bool:
-        """Return whether this is known to be one box with the whole tensor of this shape. Does not create columns."""
+        """Return whether this is known to be one box with a whole tensor of this shape. Creates no columns."""
         return False
 
     def only(self) -> tuple[int, int, int]:
-        """Return file, start and bytes of the first box."""
+        """Return the first box's file, start and size in bytes."""
         return int(self.files[0]), int(self.starts[0]), int(self.nbytes()[0])
 
     def __len__(self) -> int:
@@ -186,14 +186,14 @@ class Placement:
         return Box(tuple(self.offsets[row].tolist()), tuple(self.sizes[row].tolist()))
 
     def nbytes(self) -> npt.NDArray[np.int64]:
-        """Return the bytes of each box, [n]."""
+        """Return the size of each box in bytes, [n]."""
         itemsize = dtype_of(self.tensor.dtype).itemsize
         numel: npt.NDArray[np.int64] = np.prod(self.sizes, axis=1, dtype=np.int64)
         return numel * itemsize
 
 
 class _WholePlacement(Placement):
-    """The placement of a whole tensor as one box. Creates columns only on demand, because there may be many."""
+    """The placement of a whole tensor as one box. There may be many, so it creates columns only on demand."""
 
     __slots__ = ("_file", "_start")
 
@@ -239,11 +239,11 @@ class _WholePlacement(Placement):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that will be written, and its sources.
+    """Everything that will be written, and where it comes from.
 
     Attributes:
-        catalog: The source. The parts of the tensors refer to its entries.
-        last: Paths that are published last, because they make the directory readable.
+        catalog: The source's catalog. Tensor parts refer to its entries.
+        last: Paths of files to publish last, because they make the directory readable.
         leftovers: Unused source tensors, with the reason: [("optimizer.state...", "not the model's"), ...].
         missing: Names that the target needs but no source provides.
         notes: Notes for the user about the choices made.
@@ -259,11 +259,11 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all files."""
+        """The total size of all files in bytes."""
         return sum(file.nbytes for file in self.files)
 
     def lines(self) -> Iterator[str]:
-        """Yield one line per tensor: source -> target with dtype, shape, bytes and files; then the leftovers."""
+        """Yield one line per tensor (source -> target with dtype, shape, bytes and files), then the leftovers."""
         for placement in self.placements:
             tensor = placement.tensor
             entries = [self.catalog.tensors[name] for name in tensor.sources]
@@ -283,14 +283,14 @@ class Plan:
         yield from (f"note: {note}" for note in self.notes)
 
     def left_over(self) -> dict[str, list[str]]:
-        """Return the names of the leftovers by reason."""
+        """Return the leftovers' names, grouped by reason."""
         names: dict[str, list[str]] = {}
         for name, reason in self.leftovers:
             names.setdefault(reason, []).append(name)
         return names
 
     def to_json(self) -> dict[str, Any]:
-        """Return the plan as JSON values, box by box. For small plans only."""
+        """Return the plan as JSON values, box by box. Use it only for small plans."""
         return {
             "files": [{"path": file.path, "nbytes": file.nbytes} for file in self.files],
             "tensors": [_placement_json(self, placement) for placement in self.placements],
@@ -301,7 +301,7 @@ class Plan:
 
 
 def _renamed(tensor: OutputTensor) -> str:
-    """Return "source -> name", or only the name if it is unchanged."""
+    """Return "source -> name", or only the name if it does not change."""
     sources = tensor.sources
     if isinstance(tensor, ComputedTensor):
         shown = f"{tensor.label} of ({', '.join(sources)})"
@@ -316,7 +316,7 @@ def _dtypes(entries: Sequence[TensorEntry], tensor: OutputTensor) -> str:
 
 
 def _places(plan: Plan, placement: Placement) -> tuple[str, str]:
-    """Return the size and the files of a tensor as text."""
+    """Return a tensor's size and its files as text."""
     if len(placement) == 1:
         file, start, nbytes = placement.only()
         return format_size(nbytes), f"{plan.files[file].path} @ {start}"
@@ -329,7 +329,7 @@ def _listed(files: Sequence[str]) -> str:
 
 
 def _source_files(entries: Sequence[TensorEntry]) -> list[str]:
-    """Return the files that hold the slices of these tensors, in order."""
+    """Return the paths of the files that contain these tensors' slices, sorted."""
     return sorted({path for entry in entries for path, _, _ in entry.slices.records()})
 
 
@@ -368,7 +368,7 @@ def _source_json(catalog: Catalog, key: str) -> dict[str, Any]:
 
 
 def check_room(plan: Plan, destination: Store, *, held: int = 0) -> None:
-    """Raise if there is not enough space for the files of a plan. `held` bytes of them already exist."""
+    """Raise if there is not enough space for a plan's files. `held` bytes of them are already on disk."""
     free, wanted = destination.free_bytes(), max(0, plan.nbytes - held)
     if free is not None and free < wanted:
         raise NoSpaceError(
@@ -377,7 +377,7 @@ def check_room(plan: Plan, destination: Store, *, held: int = 0) -> None:
         )
 
 
-# --- distribution of the files over ranks
+# --- distribution of files over ranks
 
 
 def share_out(plan: Plan, world_size: int) -> list[int]:

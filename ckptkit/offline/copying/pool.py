@@ -19,11 +19,11 @@ T = TypeVar("T")
 
 
 class Stopped(Exception):
-    """Stops a worker after another worker failed or the user interrupted."""
+    """Raised in a worker to stop it, after another worker failed or the user interrupted."""
 
 
 class Worker:
-    """The two buffers of one thread, reused for each item."""
+    """One thread's two buffers, reused for each item."""
 
     def __init__(self) -> None:
         self._buffer = self._room = np.empty(0, np.uint8)
@@ -52,25 +52,25 @@ class Pool:
 
     @patient()
     def run(self, do: Callable[[T, Worker], None], items: Sequence[T]) -> None:
-        """Call `do` with each item. Raises the first error, after all threads have stopped."""
+        """Call `do` with each item. If any call fails, raise the first error after all threads have stopped."""
         waiting: queue.SimpleQueue[T] = queue.SimpleQueue()
         for item in items:
             waiting.put(item)
         failures: list[BaseException] = []
-        # Not Thread.join: up to Python 3.12, a join interrupted by a signal marks the thread as ended. Cleanup would
-        # then delete files, or exit, while threads still write. Not WorkerPool either: it loses a thread if the
-        # interrupt comes while the thread starts.
+        # Not Thread.join: up to Python 3.12, a join that a signal interrupts marks the thread as ended. Cleanup would
+        # then delete files, or the process would exit, while threads still write. Not WorkerPool either: it loses a
+        # thread if it is interrupted while that thread starts.
         try:
             for i in range(min(self._workers, len(items))):
                 name = f"ckptkit-copy-{i}"
-                work = (copy_context().run, self._work, do, waiting, failures)  # with the caller's context
+                work = (copy_context().run, self._work, do, waiting, failures)  # in the caller's context
                 threading.Thread(target=work[0], args=work[1:], name=name, daemon=True).start()
             with self._change:
                 self._change.wait_for(lambda: not self._running and (waiting.empty() or self.stopped.is_set()))
         except BaseException:
-            hurry()  # workers must not keep waiting for unreachable storage
+            hurry()  # so that workers do not keep waiting for unreachable storage
             with self._change:
-                self.stopped.set()  # workers begin no more items
+                self.stopped.set()  # so that workers begin no more items
                 self._change.wait_for(lambda: not self._running)
             raise
         if failures:

@@ -1,7 +1,7 @@
-"""Resumes an interrupted run: finds the steps that are done and whose files still exist.
+"""Resumes an interrupted command: finds the steps that are finished and whose files still exist.
 
-The interrupted run may have had any number of ranks. Its journal records written byte ranges and checked digests, not
-steps. So a run with another number of ranks, and other steps, can continue.
+The interrupted command may have had any number of ranks. Its journal records the byte ranges it wrote and the digests
+it checked, not steps, so a command with a different number of ranks, and so different steps, can continue.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _MAX_RANKS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """The steps of one rank.
+    """One rank's share of a plan.
 
     Attributes:
         plan: Fingerprint of the source and of all bytes that this rank writes.
-        files: Indices in the whole plan of the files that this rank writes.
+        files: The files that this rank writes, as indices in the whole plan.
     """
 
     plan: str
@@ -63,7 +63,7 @@ class Taken:
     Attributes:
         steps, records: Indices of the share's finished steps and checked digests.
         files: Indices of the share's files that exist with their full size. All other files start over.
-        held: Disk space that these files use, in bytes.
+        held: Disk space that these files occupy, in bytes.
     """
 
     steps: frozenset[int] = frozenset()
@@ -79,10 +79,10 @@ def _fingerprint(plan: Plan, work: Work, source: Store, *, check: bool) -> str:
     """Return a fingerprint (32 hex digits) of the source and of all bytes to write.
 
     It includes ckptkit's version, because each version numbers steps in its own order. A source file is identified by
-    size and modification time, and a local one by its inode too.
+    its size and modification time, a local one also by its inode.
     """
     found = identities(source, sorted({origin.path for origin in work.origins}))
-    if not is_directory(source):  # without the ETag: some gateways return a new one for each request
+    if not is_directory(source):  # omit the ETag: some gateways return a new one for each request
         found = {path: item and item[:2] for path, item in found.items()}
     steps = [
         (step.first, step.stop) if isinstance(step, RunStep) else (step.boxes, *_made(step.tensor))
@@ -101,31 +101,31 @@ def _fingerprint(plan: Plan, work: Work, source: Store, *, check: bool) -> str:
 _RECORDS = ("sources", "starts", "nbytes", "values", "algorithms")
 
 
-# --- local directories: a journal records finished steps
+# --- local directories: a journal records the finished steps
 
 
 def take_over(
     store: LocalStore, whole: Plan, share: Share, journal: Journal, source: Store, *, check: bool, digests: bool
 ) -> Taken:
-    """Return the finished part of a share, delete the share's other files, and begin the journal.
+    """Return the finished part of a share. Delete the share's other files, and begin the journal.
 
     Args:
-        whole: The plan of all ranks.
-        check, digests: The arguments of `prepare` for the share.
+        whole: The plan for all ranks.
+        check, digests: The arguments with which `prepare` was called for the share.
     """
     past, shares = _Past(whole), {share.plan: share}
     earlier = [section for section in journal.earlier() if section.rank < section.world_size <= _MAX_RANKS]
     tried: set[tuple[int, int]] = set()
     for section in earlier:
         key = (section.world_size, section.rank)
-        # The earlier run may have had another number of ranks: find the plans of its shares.
+        # The earlier command may have had a different number of ranks, so compute the plans of its shares.
         if section.plan not in shares and key not in tried:
             tried.add(key)
             files = [index for index, rank in enumerate(share_out(whole, section.world_size)) if rank == section.rank]
             work = prepare(restricted(whole, files), check=check, digests=digests)
             made = Share.of(whole, files, work, source, check=check)
             shares[made.plan] = made
-        if section.plan in shares:  # other sections belong to another plan or source
+        if section.plan in shares:  # all other sections belong to a different plan or source
             past.add(shares[section.plan], section)
     taken = past.of(share, store)
     anew = [whole.files[index].path for at, index in enumerate(share.files) if at not in taken.files]
@@ -135,15 +135,15 @@ def take_over(
 
 
 class _Past:
-    """The byte ranges that earlier runs have written durably, and the digests that they have checked."""
+    """The byte ranges that earlier commands wrote durably, and the digests that they checked."""
 
     def __init__(self, whole: Plan) -> None:
         self._paths = [file.path for file in whole.files]
         sizes = np.array([file.nbytes for file in whole.files], np.int64)
         self._sizes = sizes
-        # Number the bytes of all files consecutively. One unused number between files keeps their ranges apart.
+        # Number the bytes of all files consecutively. One unused number between files keeps their ranges from touching.
         self._bases = np.concatenate([[0], np.cumsum(sizes + 1)[:-1]]) if len(sizes) else sizes
-        self._ranges: list[tuple[Int64, Int64, Int64]] = []  # file, start, stop
+        self._ranges: list[tuple[Int64, Int64, Int64]] = []  # (file, start, stop)
         self._records: set[_Record] = set()
 
     def add(self, share: Share, section: Section) -> None:
@@ -163,7 +163,7 @@ class _Past:
         return files[nbytes > 0], lo[nbytes > 0], (lo + nbytes)[nbytes > 0]
 
     def of(self, share: Share, store: LocalStore) -> Taken:
-        """Return the part of a share that is finished and whose files exist."""
+        """Return the part of a share that is finished and whose files still exist."""
         if not self._ranges:
             return Taken()
         files, lo, hi = (np.concatenate(column) for column in zip(*self._ranges, strict=True))
@@ -186,7 +186,7 @@ class _Past:
 
 
 def _records(work: Work, rows: Int64 | None = None) -> Iterator[_Record]:
-    """Yield the identity of each digest: the location of its bytes, which is the same in all processes."""
+    """Yield an identity for each digest: where its bytes are, which is the same in all processes."""
     table = work.records
     columns = (table.sources, table.starts, table.nbytes)
     taken = columns if rows is None else tuple(column[rows] for column in columns)
@@ -195,7 +195,7 @@ def _records(work: Work, rows: Int64 | None = None) -> Iterator[_Record]:
 
 
 def _merged(lo: Int64, hi: Int64) -> tuple[Int64, Int64]:
-    """Return the ranges, merged where they touch or overlap."""
+    """Return the ranges, with those that touch or overlap merged."""
     if not len(lo):
         return lo, hi
     order = np.argsort(lo, kind="stable")
@@ -205,7 +205,7 @@ def _merged(lo: Int64, hi: Int64) -> tuple[Int64, Int64]:
 
 
 def _covered(lo: Int64, hi: Int64, starts: Int64, stops: Int64) -> bool:
-    """Return whether each range is inside one of the merged ranges."""
+    """Return whether each range lies inside one of the merged ranges."""
     if not len(lo):
         return True
     if not len(starts):
@@ -218,13 +218,13 @@ def _covered(lo: Int64, hi: Int64, starts: Int64, stops: Int64) -> bool:
 
 
 def clear_strays(store: Store, plan: Plan) -> None:
-    """Delete the files in a staging directory that are not in the plan. An interrupted run left them."""
+    """Delete the files in a staging directory that are not in the plan. An interrupted command left them."""
     if not is_directory(store) or leftover_of(os.path.basename(store.url)) is None:
         return
     wanted = {file.path for file in plan.files}
     folders = {path[: i + 1] for path in wanted for i, char in enumerate(path) if char == "/"}
     pending = [""]
-    for folder in pending:  # the loop appends to it
+    for folder in pending:  # the loop appends to the list
         for item in store.list(folder):
             if item.kind == "directory" and f"{item.path}/" in folders:
                 pending.append(item.path)
@@ -233,9 +233,10 @@ def clear_strays(store: Store, plan: Plan) -> None:
 
 
 def left_beside(url: str) -> tuple[str, int] | None:
-    """Return the staging directory that an interrupted run left next to its local target, and the bytes in it.
+    """Return the staging directory that an interrupted command left next to its local target, and its disk usage in
+    bytes.
 
-    None if there is none, or if the target is remote. The next run continues from this directory.
+    None if there is no such directory, or if the target is remote. The next command continues from it.
     """
     protocol, rest = split_url(url)
     if protocol != "file":
@@ -254,7 +255,7 @@ def left_beside(url: str) -> tuple[str, int] | None:
 
 
 class Spoken:
-    """Records the finished objects of a run in its ledger, and finds those that an interrupted run finished."""
+    """Records a command's finished objects in its ledger, and finds those that an interrupted command finished."""
 
     def __init__(self, plan: Plan, work: Work, source: Store, verifier: Verifier | None, ledger: Ledger) -> None:
         self._plan = plan
@@ -266,7 +267,7 @@ class Spoken:
         self._contents = {index: contents.of(index) for index in worth}
 
     def take_over(self) -> frozenset[int]:
-        """Return the files that exist and match; delete all other files of an interrupted run."""
+        """Return the files that already exist and match. Delete all other files that an interrupted command left."""
         earlier = self._ledger.earlier
         paths = {file.path: index for index, file in enumerate(self._plan.files) if file.path in earlier}
         taken = {index for path, index in paths.items() if earlier[path].content == self._contents.get(index)}
@@ -279,7 +280,7 @@ class Spoken:
         return frozenset(taken)
 
     def finished(self, index: int) -> None:
-        """Record a file as complete."""
+        """Record that a file is complete."""
         content, file, checked = self._contents.get(index), self._plan.files[index], False
         if content is None:
             return
@@ -290,7 +291,7 @@ class Spoken:
 
 
 class _Contents:
-    """Computes fingerprints of the contents of a plan's files. They do not depend on the rank that writes a file."""
+    """Computes fingerprints of the contents of a plan's files. They do not depend on which rank writes a file."""
 
     def __init__(self, plan: Plan, source: Store, *, check: bool) -> None:
         self._plan = plan
@@ -299,7 +300,7 @@ class _Contents:
         self._files = identities(source, plan.catalog.paths())
 
     def of(self, index: int) -> str:
-        """Return a fingerprint (32 hex digits) of a file's contents and their source."""
+        """Return a fingerprint (32 hex digits) of a file's contents and of the source that they come from."""
         file, state = self._plan.files[index], new_signer()
         state.update(_words((*self._begin, file.path, file.nbytes)))
         for literal in file.literals:
@@ -339,7 +340,7 @@ def _made(tensor: OutputTensor) -> tuple[Any, ...]:
 
 
 def _records_of(plan: Plan, index: int, maps: Mapping[str, EntryMap]) -> Int64:
-    """Return the source's digests of all bytes in a file, as record indices. It contains -1 if some bytes have none."""
+    """Return the records (indices) of the source digests that cover a file's bytes; includes -1 if some have none."""
     found: list[Int64] = [np.zeros(0, np.int64)]
     for placement in plan.placements:
         rows = np.flatnonzero(placement.files == index)

@@ -1,9 +1,9 @@
 """Splits a plan into steps for workers: runs of bytes, and boxes that are not contiguous.
 
-A run is contiguous in the source and in the target. Runs are ordered by tensor and element, so each digest (of the
-source or of a written box) is computed in one pass. All other parts (column shards, transposes, arithmetic) become a
-`BoxStep`: it assembles the tensor tile by tile and writes each tile's parts to the boxes. No I/O here. Runs are stored
-as columns of numbers, one row per run.
+A run is contiguous both in the source and in the target. Runs are ordered by tensor and element, so each digest (of the
+source or of a written box) is computed in one pass. Everything else (column shards, transposes, arithmetic) becomes a
+`BoxStep`, which assembles the tensor tile by tile and writes each tile's parts to the boxes. Runs are stored as columns
+of numbers, one row per run. No I/O happens here.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ Int64 = npt.NDArray[np.int64]
 Bool = npt.NDArray[np.bool_]
 
 
-# --- geometry: the bytes of the source slices that the plain parts of a target need
+# --- geometry: which bytes of the source slices a target's plain parts need
 
 
 @dataclass(frozen=True, slots=True)
 class PartPieces:
-    """The pieces of slices that one plain part of a target needs, for all boxes of a placement. One row per piece."""
+    """The pieces of source slices that a target's plain part needs, for all boxes of a placement. One row per piece."""
 
     entry: TensorEntry
     rows: Int64  # index of the box in the placement
@@ -69,7 +69,7 @@ class PartPieces:
         found = pieces(entry, offsets, sizes)
         rows = rows[found.boxes]
         starts, strides = source_layout(entry, found)
-        # Where the pieces are in the target: their first element, and the target's stride for each source dimension.
+        # Where each piece goes in the target: its first element, and the target's stride for each source dimension.
         place = row_major(placement.sizes[rows])
         index, steps = _in_target(part, found.offsets, placement.offsets[rows], place)
         itemsize = dtype_of(target.dtype).itemsize
@@ -85,7 +85,7 @@ class PartPieces:
 
 
 def _shared(placement: Placement, box: Box) -> tuple[Int64, Int64, Int64]:
-    """Return the rows of the boxes that intersect `box`, and the intersections as [lo, hi) in the target."""
+    """Return the rows of the boxes that intersect `box`, and these intersections as [lo, hi) in the target."""
     lo = np.maximum(placement.offsets, np.array(box.offsets, np.int64))
     hi = np.minimum(placement.offsets + placement.sizes, np.array(box.stops, np.int64))
     rows = np.flatnonzero((hi > lo).all(axis=1))
@@ -93,7 +93,7 @@ def _shared(placement: Placement, box: Box) -> tuple[Int64, Int64, Int64]:
 
 
 def _in_source(part: Part, lo: Int64, hi: Int64) -> tuple[Int64, Int64]:
-    """Return the source boxes of target boxes that are inside a plain part."""
+    """Return the source boxes that correspond to target boxes inside a plain part."""
     n = len(lo)
     offsets = np.tile(np.array(part.source_box.offsets, np.int64), (n, 1))
     sizes = np.tile(np.array(part.source_box.sizes, np.int64), (n, 1))
@@ -105,9 +105,9 @@ def _in_source(part: Part, lo: Int64, hi: Int64) -> tuple[Int64, Int64]:
 
 
 def _in_target(part: Part, offsets: Int64, origin: Int64, strides: Int64) -> tuple[Int64, Int64]:
-    """Return the flat index of each source offset in its target box, and the box's stride for each source dimension.
+    """Return each source offset's flat index in its target box, and that box's stride for each source dimension.
 
-    `origin` and `strides` are those of the target boxes.
+    `origin` and `strides` describe the target boxes.
     """
     steps = np.zeros_like(offsets)
     index = ((np.array(part.target_box.offsets, np.int64) - origin) * strides).sum(axis=1)
@@ -121,7 +121,7 @@ def _in_target(part: Part, offsets: Int64, origin: Int64, strides: Int64) -> tup
 # --- steps
 
 _STEP = 32 << 20  # bytes that a worker processes at a time
-_ROW = 1 << 10  # bytes added to each run's size, to limit the number of runs per step too
+_ROW = 1 << 10  # bytes added to each run's size, which also limits the number of runs per step
 _LONG = 128 << 20  # bytes; steps at least this long start first
 LEAST = 64 << 10  # bytes; smaller boxes are not digested while they are written
 _Written: TypeAlias = tuple[Int64, Int64, Int64]
@@ -129,14 +129,14 @@ _Written: TypeAlias = tuple[Int64, Int64, Int64]
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Runs of bytes, one row per run. The runs of one box are consecutive.
+    """Runs of bytes, one row per run. Runs of the same box are consecutive.
 
     Attributes:
         origins, starts, nbytes: [n] the bytes to read.
-        files, targets: [n] file and offset to write to; file -1 means that the bytes are only checked.
-        casts: [n] index into `Work.casts`; 0 copies.
-        records: [n] the source's digest that covers these bytes; -1 for none.
-        ends: [n] if the run's box is to be digested, the end of the box in its file; otherwise 0.
+        files, targets: [n] the file and offset to write to; file -1 means that the bytes are only checked.
+        casts: [n] index into `Work.casts`; 0 means a plain copy.
+        records: [n] the source digest that covers these bytes; -1 if there is none.
+        ends: [n] where the run's box ends in its file, if the box is to be digested; otherwise 0.
     """
 
     origins: Int64
@@ -157,7 +157,7 @@ class Runs:
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
-    """The runs [first, stop). `records` are the digests whose bytes are all in this step."""
+    """The runs [first, stop). `records` are the digests whose bytes all belong to this step."""
 
     first: int
     stop: int
@@ -166,7 +166,7 @@ class RunStep:
 
 @dataclass(frozen=True, slots=True)
 class BoxStep:
-    """Boxes of a tensor as (box, file, start). Each box is written row-major at `start` of the file."""
+    """Boxes of a tensor, as (box, file, start). Each box is written row-major, from `start` of the file."""
 
     tensor: OutputTensor
     boxes: tuple[tuple[Box, int, int], ...]
@@ -178,7 +178,7 @@ Step: TypeAlias = RunStep | BoxStep
 
 @dataclass(frozen=True, slots=True)
 class EntryMap:
-    """Where the slices of one tensor are: the origin of each slice, and its digest record (-1: none)."""
+    """Where one tensor's slices are: the origin of each slice, and its digest record (-1 for none)."""
 
     entry: TensorEntry
     origins: Int64
@@ -187,7 +187,7 @@ class EntryMap:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The steps of a plan. `maps` has the source tensors that `BoxStep`s read, by key."""
+    """A plan's steps. `maps` describes the source tensors that `BoxStep`s read, by key."""
 
     origins: Sequence[Origin]
     runs: Runs
@@ -198,16 +198,16 @@ class Work:
     names: Sequence[str]
 
     def describe(self, record: int) -> str:
-        """Return the file of a record and a tensor with bytes in it, for messages."""
+        """Return the file that contains a record, and a tensor with bytes in the record, for messages."""
         path = self.origins[int(self.records.sources[record])].path
         return f"{path}: tensor {self.names[int(self.records.owners[record])]!r}"
 
     def ratios(self) -> Int64:
-        """Return the itemsizes before and after each cast, [n, 2]; 1 and 1 for a copy."""
+        """Return the itemsizes before and after each cast, [n, 2]; 1 and 1 for a plain copy."""
         return _ratios(self.casts)
 
     def written(self, step: Step) -> _Written:
-        """Return the ranges that a step writes, as columns: file, start, bytes."""
+        """Return the ranges that a step writes, as columns: file, start, size in bytes."""
         if isinstance(step, RunStep):
             runs = self.runs.take(slice(step.first, step.stop))
             into, out = self.ratios()[runs.casts].T
@@ -234,8 +234,8 @@ def prepare(plan: Plan, *, check: bool, by_boxes: bool = False, digests: bool = 
     """Split a plan into steps.
 
     Args:
-        check: Check the digests of all source bytes that are read.
-        by_boxes: Create no steps, only prepare the sources. The caller assembles the boxes.
+        check: Check the digests that cover the source bytes that are read.
+        by_boxes: Only prepare the sources, without creating steps. The caller then assembles the boxes.
         digests: Digest boxes while they are written.
     """
     builder = _WorkBuilder(plan.catalog, check=check, digests=digests)
@@ -255,7 +255,7 @@ class _WorkBuilder:
     origins: list[Origin] = field(default_factory=list)
     _index: dict[Origin, int] = field(default_factory=dict)
     _tables: dict[int, tuple[Sequence[str], Int64]] = field(default_factory=dict)
-    # The columns of Runs, but with the start and bytes of each record instead of its index.
+    # The columns of Runs, but with each record's start and size in bytes instead of its index.
     _columns: list[list[Int64]] = field(default_factory=list)
     _records: list[list[npt.NDArray[np.generic]]] = field(default_factory=list)
     _casts: dict[tuple[str, str], int] = field(default_factory=lambda: {("", ""): 0})
@@ -266,7 +266,7 @@ class _WorkBuilder:
     # --- placements
 
     def add_rows(self, placements: Sequence[Placement]) -> list[Placement]:
-        """Add the runs of all tensors that both source and result split only along dimension 0, or not at all.
+        """Add the runs of all tensors that the source and the result both split only along dimension 0, or not at all.
 
         Returns the other placements. Handles thousands of tensors at once, because most are of this kind and adding
         them one by one is much slower.
@@ -276,7 +276,7 @@ class _WorkBuilder:
         entries = [entry for entry in copied if entry is not None]
         shapes = [entry.shape for entry in entries]
         if sum(shape[0] if shape else 1 for shape in shapes) >= 1 << 62:
-            return list(placements)  # hostile shapes: there are too many rows to number
+            return list(placements)  # the shapes are hostile: there are too many rows to number
         read_from, write_to = row_cuts(shapes, [entry.slices for entry in entries]), row_cuts(shapes, some)
         both = read_from.cut & write_to.cut
         taken = iter(both.tolist())
@@ -336,7 +336,7 @@ class _WorkBuilder:
             self._add_boxes(placement, strided)
 
     def _add_runs(self, found: Sequence[PartPieces], placement: Placement, strided: Int64) -> None:
-        """Add the runs of a tensor's boxes in the order of its elements. Skips the `strided` boxes."""
+        """Add the runs for a tensor's boxes, in the order of its elements. Skip the `strided` boxes."""
         taken: list[list[Int64]] = []
         rows_of: list[Int64] = []
         for part in found:
@@ -365,7 +365,7 @@ class _WorkBuilder:
         self._columns.append([column[order] for column in columns])
 
     def _ends(self, starts: Int64, nbytes: Int64) -> Int64:
-        """Return for each box its end in the file if the box is to be digested, otherwise 0."""
+        """Return where each box ends in its file if the box is to be digested; otherwise 0."""
         ends: Int64 = np.where((nbytes >= LEAST) & self.digests, starts + nbytes, 0)
         return ends
 
@@ -378,7 +378,7 @@ class _WorkBuilder:
             self._boxes.append(BoxStep(tensor, tuple(boxes), np.zeros(0, np.int64)))
 
     def look_up(self, tensor: OutputTensor) -> None:
-        """Prepare the sources of a tensor for `BoxStep`s. All their slices count as read."""
+        """Prepare a tensor's sources for `BoxStep`s. All their slices count as read."""
         for key in tensor.sources:
             if key not in self._by_row:
                 entry = self.catalog.tensors[key]
@@ -411,9 +411,9 @@ class _WorkBuilder:
         return result
 
     def _path_origins(self, paths: Sequence[str]) -> Int64:
-        """Return the origin of each path of a table."""
+        """Return the origin of each path in a path table."""
         known = self._tables.get(id(paths))
-        if known is None:  # the entry keeps the table alive, so that its id is not reused
+        if known is None:  # `_tables` keeps `paths` alive, so that its id is not reused
             known = self._tables[id(paths)] = (paths, np.array([self._origin(Origin(p)) for p in paths], np.int64))
         return known[1]
 
@@ -476,12 +476,12 @@ class _WorkBuilder:
 
 @dataclass(frozen=True, slots=True)
 class _Numbered:
-    """The boxes of several tensors, in order, with the rows of all tensors numbered consecutively.
+    """The boxes of several tensors, in order, with all tensors' rows numbered consecutively.
 
     Attributes:
-        kept: [n] index of the box among all boxes of the tensors.
-        owners: [n] the tensor of the box.
-        first: [n] the first row of the box.
+        kept: [n] the box's index among all boxes of these tensors.
+        owners: [n] the box's tensor.
+        first: [n] the box's first row.
     """
 
     kept: Int64
@@ -499,7 +499,7 @@ class _Numbered:
 
 
 def _copied(catalog: Catalog, placement: Placement) -> TensorEntry | None:
-    """Return the entry that a placement copies as a whole, element by element; None if it does not."""
+    """Return the source entry that a placement copies whole and element by element; None if it does anything else."""
     tensor = placement.tensor
     if not isinstance(tensor, Target) or len(tensor.parts) != 1:
         return None
@@ -517,13 +517,13 @@ def _ratios(casts: Sequence[tuple[str, str]]) -> Int64:
 
 
 def _algorithm(slices: SliceArray) -> int:
-    """Return the index in `NAMES` of the slices' digest algorithm; -1 if they have no digests."""
+    """Return the slices' digest algorithm as an index into `NAMES`; -1 if they have no digests."""
     has = slices.algorithm is not None and slices.digests is not None
     return NAMES.index(slices.algorithm) if has and slices.algorithm else -1
 
 
 def _joined_digests(columns: Sequence[SliceArray]) -> tuple[Int64, Int64, npt.NDArray[np.uint64]]:
-    """Return the results of `_digests` for several tensors, concatenated."""
+    """Return `_digests` of several tensors, concatenated."""
     if all(slices.digests is None for slices in columns):
         starts, nbytes = SliceArray.joined(columns)
         return starts, nbytes, np.zeros(len(starts), np.uint64)
@@ -532,7 +532,7 @@ def _joined_digests(columns: Sequence[SliceArray]) -> tuple[Int64, Int64, npt.ND
 
 
 def _digests(slices: SliceArray) -> tuple[Int64, Int64, npt.NDArray[np.uint64]]:
-    """Return start and bytes of the range that each slice's digest covers, and the digests (0 if there are none)."""
+    """Return the start and size of the range that each slice's digest covers, and the digests (0 if there are none)."""
     values = slices.digests if slices.digests is not None else np.zeros(len(slices), np.uint64)
     if slices.digest_starts is None or slices.digest_nbytes is None:
         return slices.starts, slices.nbytes, values
@@ -543,7 +543,7 @@ def _digests(slices: SliceArray) -> tuple[Int64, Int64, npt.NDArray[np.uint64]]:
 
 
 def _in_order(runs: Runs, origins: Sequence[Origin], records: RecordTable) -> tuple[Bool, Bool]:
-    """Return two masks: the runs that a decoder reads, and the runs with a digest that needs its bytes in order."""
+    """Return two masks: which runs a decoder reads, and which runs have a digest that needs its bytes in order."""
     decoded = np.array([origin.codec is not None for origin in origins], bool)
     forwards = np.zeros(len(runs), bool)
     checked = runs.records >= 0
@@ -552,7 +552,7 @@ def _in_order(runs: Runs, origins: Sequence[Origin], records: RecordTable) -> tu
 
 
 def _split(runs: Runs, origins: Sequence[Origin], records: RecordTable, ratios: Int64) -> Runs:
-    """Split long runs so that workers can share them, between elements. Skips runs whose bytes must be in order."""
+    """Split long runs between elements, so that workers can share them. Skip runs whose bytes must stay in order."""
     decoded, forwards = _in_order(runs, origins, records)
     counts = np.where(decoded | forwards | (runs.ends > 0), 1, np.maximum(1, -(-runs.nbytes // _STEP)))
     return _cut(runs, counts, np.zeros(len(runs), np.int64), _STEP, ratios)
@@ -561,15 +561,15 @@ def _split(runs: Runs, origins: Sequence[Origin], records: RecordTable, ratios: 
 def cut_runs(runs: Runs, size: int, ratios: Int64) -> Runs:
     """Cut runs into pieces of at most `size` bytes that end at multiples of `size` in the target.
 
-    So no page of the target is written twice, which would take 20% longer on a disk. Runs with a cast are cut between
-    elements.
+    Otherwise pages of the target would be written twice, which takes 20% longer on a disk. Runs with a cast are cut
+    between elements.
     """
     before = np.where(runs.casts > 0, 0, runs.targets % size)
     return _cut(runs, np.maximum(1, -(-(runs.nbytes + before) // size)), before, size, ratios)
 
 
 def _cut(runs: Runs, counts: Int64, before: Int64, size: int, ratios: Int64) -> Runs:
-    """Cut each run into `counts` pieces of `size` bytes. The first is shorter by `before`; the last has the rest."""
+    """Cut each run into `counts` pieces of `size` bytes. The first is `before` bytes shorter; the last has the rest."""
     if not len(runs) or counts.max() <= 1:
         return runs
     rows = np.repeat(np.arange(len(runs)), counts)
@@ -584,7 +584,7 @@ def _cut(runs: Runs, counts: Int64, before: Int64, size: int, ratios: Int64) -> 
 
 
 def _run_steps(runs: Runs, origins: Sequence[Origin], records: RecordTable) -> list[RunStep]:
-    """Group runs into steps, long steps first, so that no worker starts a long step at the end.
+    """Group runs into steps and put long steps first, so that no worker starts a long step at the end.
 
     No step ends inside a box that is digested, or inside a source digest that needs its bytes in order.
     """
@@ -610,7 +610,7 @@ def _run_steps(runs: Runs, origins: Sequence[Origin], records: RecordTable) -> l
 
 
 def _proved(runs: Runs, records: RecordTable, bounds: Int64) -> list[Int64]:
-    """Return for each step the digest records whose bytes are all in it."""
+    """Return, for each step, the digest records whose bytes are all in that step."""
     steps = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
     kept = np.flatnonzero(runs.records >= 0)
     which, steps = runs.records[kept], steps[kept]

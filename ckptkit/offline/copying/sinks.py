@@ -1,4 +1,4 @@
-"""Writes the files of a plan in any order on a local file system, and fills in their CRC fields."""
+"""Writes a plan's files in any order on a local file system, and fills in their CRC fields."""
 
 from __future__ import annotations
 
@@ -21,32 +21,33 @@ __all__ = ["LocalSink", "combined_crc"]
 
 _MAX_VECTOR = 512  # buffers per pwritev; Linux allows 1024
 _READ_BACK = 1 << 20
-_DIRTY = 32 << 20  # bytes written to a file before writeback is started
+_DIRTY = 32 << 20  # bytes written to a file before its writeback is started
 
 
 class LocalSink:
-    """The files of a plan in a local store. Each is created with its full size. Thread-safe."""
+    """A plan's files in a local store. Each file is created with its full size. Thread-safe."""
 
     def __init__(self, store: LocalStore, files: Sequence[OutputFile]) -> None:
         self._store = store
         self._files = files
         self._descriptors = Descriptors(self._reopen)
-        self._crcs = {i: Crcs() for i, file in enumerate(files) if _any(file.crcs)}  # only files with CRC fields
-        # The kernel allows one writing thread per file; a second one would spin on the file's lock and waste a core.
+        self._crcs = {i: Crcs() for i, file in enumerate(files) if _any(file.crcs)}  # only for files with CRC fields
+        # Lock each file: the kernel lets only one thread write to it, and a second one would spin on that lock and
+        # waste a core.
         self._turns = [threading.Lock() for _ in files]
-        self._dirty = [0] * len(files)  # approximate bytes written to each file since writeback was started
+        self._dirty = [0] * len(files)  # approximate bytes written to each file since its writeback was started
 
     def _reopen(self, path: str) -> int:
         return os.open(self._store.path_of(path), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
 
     def begin(self, index: int, *, anew: bool = True) -> None:
-        """Create a file and write its literals, unless an interrupted run left it with its full size."""
+        """Create a file unless an interrupted command left it with its full size, and write its literals."""
         file = self._files[index]
         if anew:
             descriptor = self._store.create(file.path)
             try:
-                # Not posix_fallocate: tmpfs would fill every page with zeros first, which adds half the time of the
-                # copy. `execute` has already checked the free space.
+                # Not posix_fallocate: on tmpfs it would fill every page with zeros first, which adds half the copy's
+                # time. `execute` has already checked the free space.
                 os.ftruncate(descriptor, file.nbytes)
             except OSError as error:
                 raise self._failure(file.path, error) from error
@@ -57,7 +58,7 @@ class LocalSink:
                 self._write(descriptor, file.path, literal.start, [memoryview(literal.data)])
 
     def write(self, index: int, start: int, views: Sequence[Any]) -> None:
-        """Write views one after the other, from `start` of a file on."""
+        """Write views one after the other, starting at `start` of a file."""
         path, crcs, end = self._files[index].path, self._crcs.get(index), start
         if crcs is not None:
             for view in views:
@@ -77,7 +78,7 @@ class LocalSink:
         total = sum(len(view) for view in views)
         try:
             done = os.pwritev(descriptor, views, start)
-            if done < total:  # a signal, or a full disk, for which the next write raises
+            if done < total:  # a signal interrupted it; or the disk is full, and the next write raises
                 rest = memoryview(b"".join(views))[done:]
                 while len(rest):
                     count = os.pwrite(descriptor, rest, start + total - len(rest))
@@ -93,14 +94,14 @@ class LocalSink:
         return StorageError(error.errno, f"{full}: {error.strerror}")
 
     def finish(self, index: int) -> None:
-        """Fill in the CRC fields of a file, after everything else was written."""
+        """Fill in a file's CRC fields, after everything else was written."""
         crcs = self._crcs.pop(index, None)
         if crcs is None:
             return
         file = self._files[index]
         known = crcs.parts()
         missed = [item for item in file.crcs if not self._fill(file, item, combined_crc(known, item))]
-        if missed:  # CRCs over ranges that include literals
+        if missed:  # CRC fields whose ranges include literals
             known = sorted([*known, *((item.start, len(item.data), crc32(item.data)) for item in file.literals)])
         for item in missed:
             value = combined_crc(known, item)
@@ -130,7 +131,7 @@ class LocalSink:
 
 
 def combined_crc(known: Sequence[tuple[int, int, int]], item: CrcField) -> int | None:
-    """Return the CRC-32 of a field's range from those of its sorted pieces; None if they do not tile the range."""
+    """Return the CRC-32 of a field's range, combined from sorted pieces; None if these do not tile the range."""
     at, value = item.start, 0
     stop = item.start + item.nbytes
     for i in range(bisect.bisect_left(known, (at, 0, 0)), len(known)):

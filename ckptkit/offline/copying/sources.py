@@ -1,4 +1,4 @@
-"""Reads byte ranges of a checkpoint: from local files, from remote files in batches, from compressed records."""
+"""Reads byte ranges of a checkpoint: from local files, in batches from remote files, and from compressed records."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PIECE = 1 << 20  # compressed bytes read at a time
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What the offsets of a source count from: a file, or the decoded bytes of a compressed record in it."""
+    """What a source's offsets are relative to: a file, or the decoded bytes of a compressed record in a file."""
 
     path: str
     codec: Codec | None = None
@@ -36,7 +36,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """A read of len(view) bytes from `start` of an origin into `view`. `record`: the digest record, or -1."""
+    """A read of len(view) bytes from `start` of an origin into `view`. `record` is the digest record; -1 for none."""
 
     origin: int
     start: int
@@ -45,9 +45,9 @@ class Range:
 
 
 def identities(store: Store, paths: Collection[str]) -> dict[str, tuple[Any, ...] | None]:
-    """Return the identity of each file, by path: size, modification time, and inode or ETag.
+    """Return each file's identity by path: size, modification time, and inode or ETag.
 
-    It changes when the file is replaced. None if the store cannot tell.
+    A file's identity changes when the file is replaced. It is None if the store cannot tell.
     """
     if is_directory(store):
         known: dict[str, tuple[Any, ...] | None] = dict.fromkeys(paths)
@@ -68,7 +68,7 @@ def identities(store: Store, paths: Collection[str]) -> dict[str, tuple[Any, ...
 
 
 class Descriptors:
-    """Open file descriptors by path. Only a few unused ones stay open."""
+    """Open file descriptors, by path. If there are more than `limit`, unused ones are closed."""
 
     def __init__(self, opener: Callable[[str], int], limit: int = 256) -> None:
         self._opener = opener
@@ -78,7 +78,7 @@ class Descriptors:
 
     @contextmanager
     def using(self, path: str) -> Iterator[int]:
-        """Yield a descriptor of the file at `path`."""
+        """Yield a descriptor for the file at `path`."""
         with self._lock:
             held = self._open.pop(path, None) or [self._opener(path), 0]
             held[1] += 1
@@ -107,7 +107,7 @@ class Descriptors:
 
 
 class SourceReader:
-    """Reads ranges of the origins of one checkpoint. Thread-safe."""
+    """Reads ranges of one checkpoint's origins. Thread-safe."""
 
     def __init__(self, store: Store, origins: Sequence[Origin]) -> None:
         self._store = store
@@ -126,11 +126,11 @@ class SourceReader:
         return self._origins[index]
 
     def read(self, origin: int, start: int, view: memoryview) -> None:
-        """Fill `view` from `start` of an origin. Raises IncompleteCheckpointError if the file ends early."""
+        """Fill `view` with an origin's bytes from `start` on. Raises IncompleteCheckpointError if they end early."""
         self.read_many([Range(origin, start, view)])
 
     def read_many(self, ranges: Sequence[Range]) -> None:
-        """Fill many views. A remote store reads them in one batch."""
+        """Fill several views. Reads of a remote store are batched."""
         batch: list[ReadInto] = []
         for item in ranges:
             where = self._origins[item.origin]
@@ -149,7 +149,7 @@ class SourceReader:
             self._blocks.read_many(batch)
 
     def _decode(self, origin: int, codec: Codec, start: int, view: memoryview) -> None:
-        # Reads of a record mostly go forwards. Each record has one decoder, which starts over only to go back.
+        # A record is mostly read forwards. Its decoder is kept between reads, and replaced only to go back.
         with self._lock:
             decoder = self._decoders.pop(origin, None)
         if decoder is None or decoder.at > start:
@@ -181,7 +181,7 @@ def _read_on(descriptor: int, path: str, start: int, view: memoryview, done: int
         done += got
 
 
-_MAX_WINDOW = 128 << 20  # bytes, zstd's default limit; a damaged or hostile frame may ask for gigabytes
+_MAX_WINDOW = 128 << 20  # bytes; zstd's default limit, because a damaged or hostile frame may ask for gigabytes
 
 
 class _Compressed:

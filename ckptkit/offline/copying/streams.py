@@ -1,4 +1,4 @@
-"""Writes each file of a plan from its first to its last byte, for stores that cannot seek."""
+"""Writes each file of a plan from beginning to end, for stores that cannot seek."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _Event = tuple[int, Literal | tuple[Placement, int]]
 
 
 class StreamWriter:
-    """Writes files to a store, several at a time, each in order. `spoken` records the finished files.
+    """Writes several files to a store at a time, each from beginning to end. `spoken` records the finished files.
 
     Attributes:
-        infinite: The elements that casts made infinite.
+        infinite: Counts of elements that casts made infinite.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class StreamWriter:
         if any(True for _ in file.crcs):
             literals = self._with_crcs(file, literals, placed, worker)
         infinite = Infinite()
-        last = 0  # progress counts each block when the next one is sent, because its upload may take long
+        last = 0  # a block is counted when the next one is sent, because its upload may take long
         with self._destination.writer(file.path) as writer:
             for block in self._blocks(index, _events(literals, placed), worker, infinite):
                 self._tally.add(last, file.path)
@@ -55,7 +55,7 @@ class StreamWriter:
                 last = len(block)
         self._tally.add(last, file.path)
         self.infinite.rows += infinite.rows
-        if self._spoken is not None and not infinite.rows:  # the next run must count them too
+        if self._spoken is not None and not infinite.rows:  # a resumed command must count infinite elements again
             self._spoken.finished(index)
 
     def _blocks(self, index: int, events: list[_Event], worker: Worker, infinite: Infinite) -> Iterator[memoryview]:
@@ -73,7 +73,7 @@ class StreamWriter:
     def _with_crcs(
         self, file: OutputFile, literals: list[Literal], placed: list[_Event], worker: Worker
     ) -> list[Literal]:
-        """Return the literals with their CRC fields filled in. The covered bytes are produced twice for this."""
+        """Return the literals with their CRC fields filled in, by producing the bytes that CRCs cover once more."""
         changed = [(item.start, bytearray(item.data)) for item in literals]
         events = _events(literals, placed)
         for item in file.crcs:
@@ -99,7 +99,7 @@ def _placed(plan: Plan, index: int) -> list[_Event]:
 
 
 def _events(literals: list[Literal], placed: list[_Event]) -> list[_Event]:
-    """Return the literals and boxes of a file in order, without empty ones."""
+    """Return a file's literals and boxes in order, without empty ones."""
     events: list[_Event] = [(item.start, item) for item in literals if item.data]
     events += [event for event in placed if isinstance(event[1], tuple) and event[1][0].box(event[1][1]).numel]
     return sorted(events, key=lambda event: event[0])
