@@ -19,7 +19,13 @@ from ckptkit.catalog.dtypes import export_dtype
 from ckptkit.catalog.entry import TensorEntry
 from ckptkit.catalog.targets import Target
 from ckptkit.digests import crc32
-from ckptkit.errors import CheckpointMismatchError, CorruptCheckpointError, UnsupportedFormatError, UsageError
+from ckptkit.errors import (
+    CheckpointMismatchError,
+    CkptkitError,
+    CorruptCheckpointError,
+    UnsupportedFormatError,
+    UsageError,
+)
 from ckptkit.formats.options import ReadOptions
 from ckptkit.offline.conversion import ConvertReport, How
 from ckptkit.offline.convert import Format, Output, Weights, choose, key_map_of, write
@@ -116,7 +122,7 @@ def merge(  # noqa: PLR0913 - one argument an option
     urls = _of_run(sources, last, steps, there)
     factors = weights_of(weights, len(urls))
     reading = ReadOptions(base=base, strip_prefix=strip_prefix)
-    opened = [open_pinned(url, storage_options=there, options=reading, together=not dry_run) for url in urls]
+    opened = _opened(urls, partial(open_pinned, storage_options=there, options=reading, together=not dry_run))
     options = ExportOptions(
         dtype, "bf16", take, key_map_of(key_map), strip_prefix, globs("include", include), globs("exclude", exclude),
         strict=not dry_run,
@@ -135,6 +141,22 @@ def merge(  # noqa: PLR0913 - one argument an option
     export = _combined(opened, parts, named, factors, sum_dtype, said)
     joined = join(opened, [_used(source, part) for source, part in zip(opened, parts, strict=True)])
     return write(", ".join(sources), joined, export, options, output)
+
+
+def _opened(urls: Sequence[str], open_one: Callable[[str], Source]) -> list[Source]:
+    """Open every source. Errors name it, and no checkpoint may be given twice."""
+    opened: list[Source] = []
+    for url in urls:
+        try:
+            source = open_one(url)
+        except CkptkitError as error:
+            if url in str(error):
+                raise
+            raise type(error)(f"{url}: {error}") from error
+        if source.url in [other.url for other in opened]:
+            raise UsageError(f"{source.url} is given twice. Give it once, with the sum of its weights.")
+        opened.append(source)
+    return opened
 
 
 def _is_quantized(part: HFExport) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -151,6 +152,21 @@ def test_a_damaged_source_is_an_error_and_not_skipped(run: str, tmp_path: Path) 
     assert not (tmp_path / "out").exists()
 
 
+def test_a_truncated_source_is_named(sources: list[str], tmp_path: Path) -> None:
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    save_file({"model.w": torch.ones(64)}, bad / "model.safetensors")
+    os.truncate(bad / "model.safetensors", 200)
+    with pytest.raises(CkptkitError, match=rf"{bad}: model\.safetensors: .*truncated"):
+        merge([sources[0], str(bad)], tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_source_given_twice_is_refused(sources: list[str], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="is given twice"):
+        merge([sources[0], sources[1], sources[0]], tmp_path / "out")
+
+
 def test_metrics_of_the_sources_are_not_copied(tmp_path: Path) -> None:
     run = str(tmp_path / "run")
     with CheckpointManager(run) as manager:
@@ -262,7 +278,7 @@ def test_an_interrupted_merge_is_not_continued_with_other_weights(
 ) -> None:
     from ckptkit.offline import conversion
 
-    many = [sources[i % 3] for i in range(6)]
+    many = [str(shutil.copytree(sources[i % 3], tmp_path / f"copy_{i}")) for i in range(6)]
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
