@@ -1,1 +1,1 @@
-"""Manages the directory of one run, which its ranks share: commits, lease, pins, deletion."""
+"""Manages a run's directory, which its ranks share: commits, lease, pins, deletion."""

@@ -1,4 +1,4 @@
-"""Resolves names of checkpoints to URLs: RUN/latest, RUN/latest~1, RUN/best, RUN/1200."""
+"""Resolves checkpoint names to URLs: RUN/latest, RUN/latest~1, RUN/best, RUN/1200."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def resolve_url(url: str, *, storage_options: Mapping[str, Any] | None = None) -
     """Return the URL of the checkpoint that `url` names (RUN/latest, RUN/1200). Return any other URL unchanged.
 
     Raises:
-        CheckpointNotFoundError: The run has no such checkpoint; lists the existing ones.
-        CorruptCheckpointError: `url` is "latest", but the record of the latest checkpoint cannot be read.
+        CheckpointNotFoundError: The run has no such checkpoint; the error lists those that exist.
+        CorruptCheckpointError: `url` is "latest", but the latest checkpoint's record cannot be read.
     """
     half = _HALF_PROTOCOL.fullmatch(url)
     if half and not os.path.exists(url):
@@ -41,7 +41,7 @@ def resolve_url(url: str, *, storage_options: Mapping[str, Any] | None = None) -
     if name.isdigit() or name.startswith("best:"):
         found = root.info(name) if name.isdigit() else None
         if found is not None and found.kind == "directory":
-            return url  # a directory has this name
+            return url  # a directory with this name exists
     from ckptkit.checkpoint.run.inventory import (  # a lazy import: most URLs do not need it
         list_checkpoints,
         resolve,
@@ -64,7 +64,7 @@ def resolve_url(url: str, *, storage_options: Mapping[str, Any] | None = None) -
 
 
 def resolve_checkpoint(url: str, *, storage_options: Mapping[str, Any] | None = None) -> str:
-    """Return the URL of the checkpoint that `url` names, like `resolve_url`. The root of a run names its newest one."""
+    """Return the URL of the checkpoint that `url` names, like `resolve_url`. A run's root means its newest one."""
     from ckptkit.checkpoint.run.inventory import list_checkpoints
 
     address = resolve_url(url, storage_options=storage_options)
@@ -79,7 +79,7 @@ def resolve_checkpoint(url: str, *, storage_options: Mapping[str, Any] | None = 
 
 
 def _refuse_nothing(root: Store, inventory: Inventory, name: str) -> None:
-    """Raise because "latest" or "best" names nothing, unless a directory (or a link to one) has that name."""
+    """Raise because the run has no "latest" or "best". Do nothing if a directory (or a link to one) has that name."""
     found = root.info(name)
     if found is not None and found.kind == "directory":
         return
@@ -95,7 +95,7 @@ def _refuse_nothing(root: Store, inventory: Inventory, name: str) -> None:
 
 
 def _refuse_unknown(head: str, name: str) -> None:
-    """If `head` is a run, raise an error that lists its checkpoints. That helps more than "does not exist"."""
+    """If `head` is a run, raise an error that lists its checkpoints, which is more helpful than "does not exist"."""
     if not os.path.isdir(head):
         return
     import difflib

@@ -1,4 +1,4 @@
-"""Stores the files of an attempt to save until one atomic step publishes them.
+"""Stores the files of one attempt to save until a single atomic step publishes them.
 
 Local and remote stores give the same guarantee: a checkpoint exists if and only if its commit record exists, and the
 record is written last, once all files that it names are durable.
@@ -55,13 +55,13 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 5.0  # how long a check of the lease or of the name stays valid before the record is uploaded
+LOOK_S = 5.0  # how long a check of the lease or the name may be relied on before the record is uploaded
 
 _witnessed: weakref.WeakKeyDictionary[Store, Witness] = weakref.WeakKeyDictionary()
 
 
 class Place:
-    """The location of one attempt's files until they are published. Methods that a store does not need do nothing.
+    """Where one attempt's files are stored until they are published. Methods that a store does not need do nothing.
 
     Attributes:
         store: Where the files are written.
@@ -73,22 +73,22 @@ class Place:
     store: Store
 
     def open(self) -> None:
-        """Create the place, and record its owner. Call on rank 0."""
+        """Create the location, and record its owner. Call on rank 0."""
 
     def look(self) -> None:
-        """Raise SaveError unless this rank sees the place that rank 0 created. Any rank may call it at any time."""
+        """Raise SaveError unless this rank sees the location that rank 0 created. Any rank may call it at any time."""
 
     def sync(self, paths: Iterable[str]) -> None:
-        """Make files that this rank wrote durable."""
+        """Make the given files, which this rank wrote, durable."""
 
     def check_own(self, files: Mapping[str, FileRecord]) -> None:
-        """Raise SaveError unless the files of this rank are exactly `files`, each with its size. Call on every rank.
+        """Raise SaveError unless this rank's files are exactly `files`, each with its size. Call on every rank.
 
         Does nothing on a file system, where `check_all` checks the files of all ranks.
         """
 
     def check_all(self, files: Mapping[str, FileRecord], own: Mapping[str, FileRecord]) -> None:
-        """Check the files of all ranks like `check_own`. Call on rank 0, which wrote `own`."""
+        """Check all ranks' files like `check_own`. Call on rank 0, which wrote `own`."""
 
     def was_free(self, when: float) -> None:
         """Record that no checkpoint had this name at `when` (`time.monotonic`). Call on rank 0."""
@@ -96,14 +96,14 @@ class Place:
     def look_free(self) -> None:
         """Raise CheckpointExistsError if a checkpoint has this name. Call on rank 0, just before `publish`.
 
-        Skips the check if `publish` detects it anyway, or if it was done a moment ago.
+        Skips the check if `publish` itself detects such a checkpoint, or if the name was free a moment ago.
         """
 
     def publish(self, record: bytes, *, overwrite: bool, again: Callable[[], None] | None = None) -> None:
-        """Write the record and make the checkpoint visible. The checkpoint is durable on return. Call on rank 0.
+        """Write the record and make the checkpoint visible. On return, the checkpoint is durable. Call on rank 0.
 
         Args:
-            again: Called before a retry of the record's upload, which may be a minute after the first try. Raises if
+            again: Called before the record's upload is retried, which may be a minute after the first try. Raises if
                 this writer may no longer write.
         """
 
@@ -113,14 +113,14 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Witness:
-    """The path and the nonce of an attempt's lease file. A rank that finds this nonce there uses rank 0's store."""
+    """The path and nonce of an attempt's lease file. A rank that finds the nonce there uses rank 0's store."""
 
     path: str
     nonce: str
 
 
 def place_of(root: Store, name: str, save_id: str, *, witness: Witness | None = None) -> Place:
-    """Return the place of an attempt to save `name`, without creating it.
+    """Return the location for an attempt to save `name`, without creating it.
 
     Args:
         witness: Lets a rank check that it writes to the same store as rank 0; None on rank 0.
@@ -141,16 +141,17 @@ def _check_owner(root: Store, path: str, save_id: str) -> None:
 
 
 class LocalPlace(Place):
-    """A staging directory next to the checkpoint, on a file system. One rename publishes it."""
+    """A staging directory next to the checkpoint, on a file system. A single rename publishes it."""
 
     data = ""
 
     def __init__(self, root: LocalStore, name: str, save_id: str) -> None:
-        # Invariant: a missing root or staging directory is never recreated, because that could be on another disk.
+        # Invariant: a missing root or staging directory is never recreated, because the new one could be on a different
+        # disk.
         self.root, self.name, self.save_id = root.existing(), name, save_id
         self.path = staging.staging_name(name, save_id)
         self.store: LocalStore = root.child(self.path).existing()
-        self._replacement = f"{name}@{save_id}"  # is listed as a checkpoint; "@" cannot occur in a tag
+        self._replacement = f"{name}@{save_id}"  # is listed as a checkpoint; "@" cannot be part of a tag
 
     def open(self) -> None:
         publish.open_staging(self.root, self.name, self.save_id, leased=True)
@@ -161,7 +162,7 @@ class LocalPlace(Place):
             raise SaveError(f"{self.store.url} was removed while it was being written.")
 
     def sync(self, paths: Iterable[str]) -> None:
-        # Includes files that were already synced: a second sync costs nothing, a missing one may lose the checkpoint.
+        # Syncs even files that were already synced: that costs nothing, but a missing sync may lose the checkpoint.
         for path in paths:
             self.store.sync_file(path)
 
@@ -173,7 +174,7 @@ class LocalPlace(Place):
         replaces = self.root.info(self.name) is not None and (overwrite or self._is_deleted())
         if replaces:
             self._carry_over()
-        # Invariant: from here on the staging directory is complete, but it is not listed as a checkpoint.
+        # Invariant: from here on the staging directory is complete, but not yet listed as a checkpoint.
         publish.sync_directories(self.store)
         self.root.sync_directory()
         # Invariant: all bytes and file names in the staging directory survive a power failure.
@@ -192,7 +193,7 @@ class LocalPlace(Place):
         return find_record(self.root, record_path(self.name)) is None and bool(deleted_records(self.root, self.name))
 
     def _carry_over(self) -> None:
-        """Hard-link the foreign files of the replaced directory into the new one."""
+        """Hard-link the replaced directory's foreign files into the new one."""
         others = others_in(self.root, self.name)
         try:
             carry_over(self.root, self.name, self.path, others)
@@ -203,26 +204,27 @@ class LocalPlace(Place):
             logger.info(text, self.root.url, self.name, others[:5])
 
     def _replace(self) -> None:
-        """Replace the checkpoint of the same name. At any time, the old or the new one exists."""
+        """Replace the checkpoint of this name. At every moment, either the old or the new one exists."""
         if publish.exchange(self.root, self.path, self.name):  # the commit point, synced to disk
             return
-        # NFS has no atomic swap. The new checkpoint is listed under a second name until the old one is removed.
+        # NFS cannot swap directories atomically. List the new checkpoint under a second name until the old one is
+        # removed.
         publish.publish(self.root, self.path, self._replacement)  # the commit point
         _settle(self.root, self._replacement, self.name)
 
     def close(self) -> None:
-        # Even after publishing: a swap moved the old checkpoint into the staging directory.
+        # Needed even after publishing: a swap moved the old checkpoint into the staging directory.
         give_up(self.root, self.path, self.name)
         self.root.delete(reversed(staging.owner_files(self.root, self.path)))
 
 
 def check_names(root: Store, name: str, file_names: str) -> None:
-    """Raise CheckpointExistsError if a foreign file in the directory `name` has a path that the save would write.
+    """Raise CheckpointExistsError if the save would overwrite a foreign file in the directory `name`.
 
     Args:
-        file_names: A regular expression that matches the paths the save writes.
+        file_names: A regular expression for the paths that the save writes.
     """
-    if not is_directory(root):  # on an object store, the attempt has its own folder
+    if not is_directory(root):  # on an object store, each attempt has its own folder
         return
     taken = [path for path in others_in(root, name) if re.fullmatch(file_names, path)]
     if taken:
@@ -253,11 +255,12 @@ def _settle(root: LocalStore, path: str, name: str) -> None:
 
 
 class RemotePlace(Place):
-    """The keys of one attempt on an object store, below those of the checkpoint. Uploading the record publishes them.
+    """One attempt's keys on an object store, under the checkpoint's prefix. Uploading the record publishes them.
 
-    `step_N/checkpoint.json` names the save id; the files are `step_N/<save id>/...`. So late uploads of a dead attempt
-    cannot overwrite files of another attempt, and one put replaces a checkpoint. The lease records the owner of the
-    attempt. It exists before the attempt's first file, and is held until all files are committed or deleted.
+    `step_N/checkpoint.json` names the save id; the files are `step_N/<save id>/...`. So late uploads from a dead
+    attempt cannot overwrite another attempt's files, and a single put replaces a checkpoint. The lease records which
+    process owns the attempt. It is acquired before the attempt's first file is written, and held until all files are
+    committed or deleted.
     """
 
     def __init__(self, root: Store, name: str, save_id: str, *, witness: Witness | None = None) -> None:
@@ -268,24 +271,24 @@ class RemotePlace(Place):
         self.store = attempt_store(root, self.path)
         self._replaced: CommitRecord | None = None
         self._published = False
-        self._may_appear = False  # whether the record may still appear after a failed upload
+        self._may_appear = False  # whether a failed upload of the record may still take effect
         self._tried = False
-        self._free_at = -LOOK_S  # the last time at which no record existed
+        self._free_at = -LOOK_S  # when the name was last seen to be free
 
     def look(self) -> None:
-        # Once per lease is enough: unlike a directory, a key prefix cannot be moved or unmounted.
+        # Once per lease is enough, because a key prefix cannot be moved or unmounted like a directory.
         witness = self._witness
         if witness is not None and _witnessed.get(self.root) != witness:
             _check_owner(self.root, witness.path, witness.nonce)
             _witnessed[self.root] = witness
 
     def sync(self, paths: Iterable[str]) -> None:
-        # Waits for small objects that are still uploading. Objects that exist are durable.
+        # Wait for small objects that are still uploading. An object is durable as soon as it exists.
         self.store.settle()
 
     def check_own(self, files: Mapping[str, FileRecord]) -> None:
-        # If a put was answered with the ETag of the whole object, the object exists. If an answer is missing (lost,
-        # sent to another process, or not provided by fsspec), list once. Listings of S3 and GCS are consistent.
+        # An object exists if its put returned the ETag of the whole object. If that answer is missing (lost, sent to
+        # another process, or not provided by fsspec), list once: listings of S3 and GCS are consistent.
         found = self.store.arrived()
         if not found.keys() >= files.keys():
             start = len(self.path) + 1
@@ -313,7 +316,7 @@ class RemotePlace(Place):
         return time.monotonic() - self._free_at < LOOK_S
 
     def publish(self, record: bytes, *, overwrite: bool, again: Callable[[], None] | None = None) -> None:
-        # Invariant: all objects that the record names are complete, and nobody else writes to their keys.
+        # Invariant: all objects that the record names are complete, and no other process writes to their keys.
         old = self._old() if overwrite else None
         if old is not None and old.data:
             self.root.write(f"{self.name}/{mark_of(old)}", old.to_json(), overwrite=True)
@@ -325,7 +328,8 @@ class RemotePlace(Place):
         try:
             root.write(record_path(self.name), record, overwrite=overwrite)  # the commit point
         except OSError as error:
-            # The answer to a successful put may have been lost, and the put retried: then the existing record is ours.
+            # The put may have succeeded although its answer was lost. Then its retry failed because our own record
+            # exists.
             self._may_appear |= may_yet_happen(error)
             found = find_record(self.root, record_path(self.name))
             if found is None or found.save_id != self.save_id:
@@ -339,11 +343,11 @@ class RemotePlace(Place):
     def _old(self) -> CommitRecord | None:
         try:
             return find_record(self.root, record_path(self.name))
-        except CorruptCheckpointError:  # the record's files are unknown
+        except CorruptCheckpointError:  # the names of the record's files are unknown
             return None
 
     def _read_back(self) -> None:
-        """Raise if another writer replaced our record. A store without conditional writes does not report that."""
+        """Raise if another writer replaced our record. A store without conditional writes does not detect that."""
         if self.root.has_conditional_writes is not True:
             found = find_record(self.root, record_path(self.name))
             if found is None or found.save_id != self.save_id:
@@ -367,11 +371,11 @@ class RemotePlace(Place):
 
     def close(self) -> None:
         with contextlib.suppress(OSError, CkptkitError):
-            self.sync(())  # an upload that ends after the deletion would leave its object behind
+            self.sync(())  # an upload that finishes after the deletion would leave its object behind
         old = self._replaced
         if not self._published and not self._is_record_ours():
-            # Invariant: no record ever names deleted files. If the record may still appear, its files are kept; if it
-            # does not appear, the next save removes them.
+            # Invariant: no record ever names deleted files. If the record may still appear, keep its files. If it never
+            # appears, the next save removes them.
             if not self._may_appear:
                 clear(self.root, self.path)
                 self.root.delete([f"{self.name}/{mark_of(old)}"] if old is not None else [])
@@ -384,9 +388,10 @@ class RemotePlace(Place):
 
 
 def write_hint(root: Store, name: str, *, view: Store | None = None, ours: bool = False) -> bool:
-    """Write the newest checkpoint's name to the file `latest` as a hint for people. Never raises.
+    """Write the newest checkpoint's name to the file `latest`, as a hint for people. Never raises.
 
-    ckptkit does not read the file. Returns whether it was written: a foreign file of that name is left unchanged.
+    Returns whether the file was written: a foreign file of that name is left unchanged. ckptkit does not rely on the
+    hint.
 
     Args:
         view: A snapshot of `root`.
@@ -408,7 +413,7 @@ def write_hint(root: Store, name: str, *, view: Store | None = None, ours: bool 
 
 
 def _check_files(url: str, files: Mapping[str, FileRecord], found: Mapping[str, int]) -> None:
-    """Raise SaveError unless `found` (path to size) has exactly the paths and sizes of `files`."""
+    """Raise SaveError unless `found` (path to size) has exactly the paths and sizes in `files`."""
     for path, item in sorted(files.items()):
         if path not in found:
             raise SaveError(f"{url}/{path} is missing, although a rank wrote it. Nothing was published.")

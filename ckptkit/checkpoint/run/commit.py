@@ -1,4 +1,4 @@
-"""The commit protocol: all ranks write their files, then one record turns them into a checkpoint.
+"""The commit protocol: all ranks write their files, then a single record turns them into a checkpoint.
 
 The numbered comments are the steps of the protocol, each with the invariant that holds after it. If a save fails, its
 files are removed. This module also removes what dead writers left in a run.
@@ -72,10 +72,10 @@ __all__ = ["SaveAttempt", "begin_save", "clean_leftovers"]
 
 logger = logging.getLogger(__name__)
 
-UPLOAD_AGE_S = 86400.0  # age at which an unfinished upload is aborted; that of a dead save is aborted earlier
-_HALF_HINT = re.compile(rf"\.{LATEST_HINT}\.[0-9a-f]{{12}}\.part")  # a temporary file of LocalStore
-_OF_A_SAVE = re.compile(r"[^/]+/[0-9a-f]{16}/")  # the keys of RemotePlace
-_PROBE = re.compile(r"\.probe-[0-9a-f]{16}\.part")  # a store writes it to test conditional writes
+UPLOAD_AGE_S = 86400.0  # abort unfinished uploads at this age; those of dead saves are aborted earlier
+_HALF_HINT = re.compile(rf"\.{LATEST_HINT}\.[0-9a-f]{{12}}\.part")  # a temporary file that LocalStore writes
+_OF_A_SAVE = re.compile(r"[^/]+/[0-9a-f]{16}/")  # the prefix of RemotePlace's keys
+_PROBE = re.compile(r"\.probe-[0-9a-f]{16}\.part")  # stores write it to test conditional writes
 
 
 def clean_leftovers(
@@ -87,15 +87,15 @@ def clean_leftovers(
     view: Store | None = None,
     but: str = "",
 ) -> list[str]:
-    """Remove staging directories, trash and uploads of dead writers, and return their paths.
+    """Remove what dead writers left (staging directories, trash, uploads), and return the removed paths.
 
-    Also finishes replacements that were killed. A failed deletion is logged; the next call retries it.
+    Also finishes killed replacements. A failed deletion is logged, and the next call retries it.
 
     Args:
-        leased: Whether the caller holds the lease of the run, so that no other save is running on any machine.
+        leased: Whether the caller holds the run's lease, so that no other save is running on any machine.
         inventory: The current inventory, if known.
-        view: The snapshot of `root` that `inventory` was listed from. If given, old uploads are not searched, because
-            that needs a request; uploads of dead saves are removed anyway.
+        view: The snapshot of `root` that `inventory` was listed from. If given, old uploads are not searched for,
+            because that needs a request; uploads of dead saves are removed anyway.
         but: The path of the caller's own attempt, which is kept.
     """
     given, view = view, view or snapshot(root)
@@ -128,21 +128,21 @@ def clean_leftovers(
 
 
 def _void_marks(inventory: Inventory, view: Store) -> list[str]:
-    """Return deletion marks that are of no use: nothing was deleted yet, or everything except the mark was."""
+    """Return deletion marks that are no longer needed: nothing was deleted yet, or only the mark is left."""
     if is_directory(view):
         return []
     ended = [item.path for item in inventory.skipped if item.deleted and not item.kept_files]
     found = [item.path for path in ended for item in view.list(path) if item.kind == "file"]
-    if view.sizes_are_free:  # otherwise each mark needs a request; it is deleted with its checkpoint anyway
+    if view.sizes_are_free:  # otherwise looking for each mark needs a request; it is deleted with its checkpoint anyway
         marks = [f"{item.path}/{mark_of(item.record)}" for item in inventory.committed]
         found += [path for path in marks if view.info(path) is not None]
     return found
 
 
 def _old_uploads(root: Store, *, dry_run: bool) -> list[str]:
-    """Abort multipart uploads that saves began at least a day ago. They appear in no listing, but cost money.
+    """Abort multipart uploads that saves started at least a day ago. Listings do not show them, but they cost money.
 
-    Uploads of other programs are left alone, because they may take longer.
+    Leaves other programs' uploads alone, because they may take longer.
     """
     found = [upload for upload in root.unfinished_uploads(older_than_s=UPLOAD_AGE_S) if _OF_A_SAVE.match(upload.path)]
     if found and not dry_run:
@@ -156,22 +156,22 @@ def _is_dead(root: Store, attempt: Attempt, *, leased: bool) -> bool:
     kept = leftover_of(attempt.path)
     if kept is not None:
         return bool(is_abandoned(root, kept, leased=leased))
-    return leased  # only the holder of the lease writes attempts
+    return leased  # only the lease's holder writes attempts, and the caller holds the lease
 
 
 def _lone_owners(root: Store, items: list[FileInfo]) -> list[str]:
-    """Return the owner files of dead writers whose directory was removed or never created."""
+    """Return the owner files of dead writers whose staging directory was removed or never created."""
     found = [leftover_of(item.path) for item in items]
     return [item.path for item in found if item is not None and item.kind == "owner" and is_abandoned(root, item)]
 
 
 def _half_written(items: list[FileInfo], *, leased: bool) -> list[str]:
-    """Return half-written `latest` files and probes that a killed process left in the root."""
+    """Return temporary files that killed processes left in the root: half-written `latest` files, and probes."""
 
     def is_left(item: FileInfo) -> bool:
         if _HALF_HINT.fullmatch(item.path) and leased:
             return True
-        # A probe is written without a lease, so only its age shows that its writer is dead.
+        # Probes are written without a lease, so only their age shows that the writer is dead.
         old = time.time() - item.mtime > staging.STARTING_S
         return old and bool(_HALF_HINT.fullmatch(item.path) or _PROBE.fullmatch(item.path))
 
@@ -179,7 +179,7 @@ def _half_written(items: list[FileInfo], *, leased: bool) -> list[str]:
 
 
 def _remove(root: Store, path: str) -> list[str]:
-    """Remove what a dead writer left at `path`, and return the foreign files, which stay."""
+    """Remove what a dead writer left at `path`. Return the foreign files in it, which stay."""
     name, _, folder = path.rpartition("/")
     if folder == DELETING and is_directory(root):
         finish_deletion(root, name)
@@ -193,7 +193,7 @@ def _remove(root: Store, path: str) -> list[str]:
         return []
     logger.info("removing %s/%s, left by a dead process", root.url, path)
     gone = [record for record in deleted_records(root, name) if record.data == folder] if is_attempt else []
-    if gone:  # this deletion was killed
+    if gone:  # the process was killed while it deleted a checkpoint
         delete_marked(root, snapshot(root, name), name, gone[0])
         return []
     left = give_up(root, path, kept.name) if is_directory(root) and kept is not None else clear(root, path)
@@ -202,12 +202,12 @@ def _remove(root: Store, path: str) -> list[str]:
     return left
 
 
-_SLACK = 1 << 20  # bytes for the record and directories
+_SLACK = 1 << 20  # bytes to allow for the record and directories
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What one rank asks to save. Step, tag and overwrite must be equal on all ranks."""
+    """One rank's arguments of `begin_save`. Step, tag and overwrite must be equal on all ranks."""
 
     step: int
     tag: str | None
@@ -218,7 +218,7 @@ class _Request:
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """What rank 0 tells all ranks about the attempt."""
+    """What rank 0 tells the other ranks about the attempt."""
 
     save_id: str
     witness: Witness | None = None
@@ -236,19 +236,19 @@ def begin_save(
     file_names: str = "",
     lease: Lease | Callable[..., Lease] | None = None,
 ) -> SaveAttempt:
-    """Start an attempt to save `step`, with a private place for its files. All ranks must call it.
+    """Start an attempt to save `step`, with its own location for files. All ranks must call it.
 
-    Afterwards every rank must call `commit` or `abort` of the attempt, once.
+    Afterwards every rank must call the attempt's `commit` or `abort`, once.
 
     Args:
         planned_bytes: The bytes that this rank will write. None: unknown, so free space is not checked.
         overwrite: Replace a committed checkpoint of that name once the new one is complete.
-        set_aside: If a directory that is not a checkpoint has the name of the step, rename it. Rank 0's value counts.
+        set_aside: Rename a directory that has the step's name but is not a checkpoint. Rank 0's value counts.
         file_names: A regular expression for the paths that all ranks will write. Foreign files with such a path are
             detected before anything is written. Rank 0's value counts.
-        lease: The lease of the run, or a function that returns it. Rank 0 calls the function, on an object store with
-            the argument `look` of `acquire_lease`. None: the attempt acquires its own lease. Attempts with the same
-            lease take turns.
+        lease: The run's lease, or a function that returns it. Rank 0 calls the function, on an object store with the
+            argument `look` of `acquire_lease`. None: the attempt acquires its own lease. Attempts with the same lease
+            take turns.
 
     Raises:
         CheckpointExistsError: A checkpoint or something else has that name. On an object store, `commit` may raise it
@@ -269,11 +269,11 @@ def begin_save(
     opening = _Opening(root, lease, coordinator.timeout_s, file_names)
     what = f"starting to save step {step!r:.40}"
     try:
-        # 1. Invariant: all ranks continue with the same attempt, or none continues.
+        # 1. Invariant: either all ranks continue with the same attempt, or none does.
         start: _Start = coordinator.settle(Outcome.of(request), what, then=opening.open)
-        # 2. Invariant: every rank sees the place that rank 0 created, so no rank writes to another disk.
+        # 2. Invariant: every rank sees the location that rank 0 created, so no rank writes to a different disk.
         place = opening.place or place_of(root, checkpoint_name(step, tag), start.save_id, witness=start.witness)
-        if not root.asking_costs:  # on an object store, a rank checks this before it reports its files
+        if not root.asking_costs:  # on an object store, each rank checks this before it reports its files
             coordinator.all_ok(place.look, what)
     except BaseException:
         opening.close()
@@ -282,11 +282,11 @@ def begin_save(
 
 
 class _Opening:
-    """Rank 0's part at the start and end of a save: acquires lease, turn and place, and releases them.
+    """Rank 0's work at the start and end of a save: acquires lease, turn and location, and releases them.
 
     On an object store, the first save under a lease lists the run in the background, while the ranks upload to private
-    keys. Only the commit needs the result (`wait`). The two most likely reasons to refuse the save, another job's lease
-    and an existing name, are checked before the uploads. Later saves under the same lease reuse the inventory.
+    keys; only the commit waits for the result (`wait`). The two most likely reasons to refuse a save are checked before
+    the uploads: another job's lease, and an existing name. Later saves under the same lease reuse the inventory.
     """
 
     def __init__(
@@ -333,7 +333,7 @@ class _Opening:
             self._settling = pool.submit(settle)
             pool.shutdown(wait=False)
         _check_space(self.root, [request.planned_bytes for request in requests])
-        # Invariant: if there is not enough space, the save fails before anything is written.
+        # Invariant: if there is too little space, the save fails before it writes anything.
         self.place = place
         self.place.open()
         witness = Witness(self.lease.path, self.lease.nonce)
@@ -351,16 +351,16 @@ class _Opening:
         """List the run and clean it up, before anything is published.
 
         Args:
-            view: The snapshot that was used to acquire the lease; None if the lease was held already.
+            view: The snapshot that the lease was acquired with; None if the lease was already held.
         """
         assert self.lease is not None
         if view is None:
-            # On an object store, one listing serves all checks.
+            # On an object store, a single listing serves all checks.
             view = snapshot(self.root)
             self.lease.check(view=view)
         self.lease.try_conditional()
         self.lease.tidy()
-        # Invariant: no other attempt is running here. Remove leftovers of dead attempts first, to free space.
+        # Invariant: no other attempt is running here. Remove what dead attempts left first, to free space.
         own = f"{place.name}/{place.data}" if place.data else ""
         inventory = list_checkpoints(self.root, view=view)
         half_replaced = any(item.path != item.name for item in inventory.committed)
@@ -372,7 +372,7 @@ class _Opening:
         check_names(self.root, place.name, self._file_names)
 
     def wait(self) -> None:
-        """Wait for the checks that must precede a commit, and raise their error."""
+        """Wait for the checks that must precede a commit. Their errors propagate."""
         if self._settling is not None:
             self._settling.result()
 
@@ -385,7 +385,7 @@ class _Opening:
             )
 
     def end_attempt(self) -> None:
-        """Record in the lease whether this attempt was committed or failed, before the next attempt begins."""
+        """Record in the lease whether this attempt was committed, before the next attempt begins."""
         if self.lease is not None and self.place is not None and self.root.asking_costs and not self._ended:
             self._ended = True
             self.lease.end_attempt(self.place.data, committed=self.committed)
@@ -396,18 +396,18 @@ class _Opening:
         A failure is only logged: the save has already succeeded or failed, and the next save cleans up.
         """
         if self._settling is not None:
-            self._settling.exception()  # wait, because the background thread may still be cleaning up
+            self._settling.exception()  # waits, because the background thread may still be cleaning up
         try:
             if self.place is not None:
                 self.place.close()
-        except (OSError, CkptkitError) as error:  # CkptkitError: the record that names the files' owner is unreadable
+        except (OSError, CkptkitError) as error:  # CkptkitError: the record cannot be read, so the owner is unknown
             logger.warning("%s could not be cleaned up: %s. The next save tries again.", self.root.url, error)
             self.after = None
         finally:
             self.end_attempt()
             if self.lease is not None and self._has_turn:
                 self._has_turn = False
-                self.lease.inventory = self.after  # None after a failure: then the next save lists and cleans up
+                self.lease.inventory = self.after  # None after a failure, so the next save lists and cleans up
                 self.lease.turn.release()
             if self._own_lease is not None:
                 self._own_lease.release()
@@ -427,7 +427,7 @@ def _check_free_name(root: Store, view: Store, inventory: Inventory, name: str, 
         return
     skipped = next((item for item in inventory.skipped if item.path == name), None)
     if skipped is not None and skipped.deleted:
-        return  # the directory holds only foreign files, which stay
+        return  # the directory contains only foreign files, which stay
     taken = root.info(name) if is_directory(root) else view.info(f"{name}/{RECORD_NAME}")
     if skipped is not None and taken is not None:
         if request.set_aside and not skipped.unanswered and (request.overwrite or not skipped.damaged):
@@ -439,9 +439,9 @@ def _check_free_name(root: Store, view: Store, inventory: Inventory, name: str, 
 
 
 def _set_aside(root: Store, skipped: Skipped) -> None:
-    """Rename a directory that has the checkpoint's name but is not a checkpoint. Deletes nothing in it.
+    """Rename a directory that has the checkpoint's name but is not a checkpoint. Deletes none of its files.
 
-    On an object store nothing is renamed; the commit replaces the record there.
+    On an object store nothing is renamed, because the commit replaces the record there.
     """
     if is_directory(root):
         aside = f"{skipped.path}.aside-{new_nonce()}"
@@ -477,8 +477,8 @@ class SaveAttempt:
         name: The directory of the future checkpoint.
         save_id: 16 hex digits, unique to this attempt.
         data: The folder of the files, next to the record: "", or the save id on an object store.
-        after: On rank 0, after a commit to an object store: the new inventory. Nobody else may write, so it needs no
-            listing.
+        after: On rank 0, after a commit to an object store: the new inventory. It needs no listing, because no other
+            process may write.
     """
 
     def __init__(
@@ -510,7 +510,7 @@ class SaveAttempt:
         """Tell all ranks that this rank failed. Their `commit` raises the same error, and nothing is published.
 
         Raises:
-            RankFailedError: Always. With a single rank, its ckptkit error is raised unchanged.
+            RankFailedError: Always, except that a single rank's ckptkit error is raised unchanged.
         """
         with contextlib.suppress(Exception):  # finish this rank's uploads before rank 0 deletes everything
             self._place.sync(())
@@ -530,15 +530,15 @@ class SaveAttempt:
         On ranks other than 0 the record lists no files.
 
         Args:
-            files: The files that this rank wrote in `store`, by path.
+            files: The files that this rank wrote to `store`, by path.
             record_fields: Fields of `CommitRecord`, at least `state_dict_type`. Rank 0's values count.
-            payload: Any value; `complete` gets it.
+            payload: Any value to pass to `complete`.
             complete: Called on rank 0 with the payloads of all ranks, unless a rank failed. Writes index and manifest
                 to `store`, and returns these files.
 
         Raises:
-            RankFailedError: A rank failed, died or hung; the same error on every rank. Nothing was published, and the
-                files were deleted.
+            RankFailedError: A rank failed, died or hung. Every rank raises the same error. Nothing was published, and
+                the files were deleted.
         """
         with WorkerPool(2, thread_name_prefix="ckptkit-hints") as self._hints:
             try:
@@ -564,13 +564,13 @@ class SaveAttempt:
 
     def _settle(self, outcome: Outcome, publish: Callable[[list[Any]], Any]) -> Any:
         try:
-            # 4. Invariant: nothing is published unless the files of all ranks are durable. If one rank raises, all do.
+            # 4. Invariant: nothing is published unless all ranks' files are durable. If one rank raises, all do.
             return self.coordinator.settle(outcome, f"saving {self.name}", then=publish)
         finally:
             self._opening.close()  # does nothing on ranks other than 0
 
     def _durable(self, files: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
-        # 3. Invariant: a rank that reports success has durable files, in the store that rank 0 will check.
+        # 3. Invariant: if a rank reports success, its files are durable, and in the store that rank 0 will check.
         self._place.look()
         if self.coordinator.world_size > 1 or not self.root.asking_costs:
             self._place.sync(files)
@@ -583,7 +583,7 @@ class SaveAttempt:
         complete: Callable[[list[Any]], Mapping[str, FileRecord]] | None,
         reports: list[tuple[dict[str, FileRecord], Any]],
     ) -> CommitRecord:
-        """Commit on rank 0, and return the record without its file list."""
+        """Commit the checkpoint. Runs on rank 0, and returns the record without its file list."""
         self._opening.wait()
         files: dict[str, FileRecord] = {}
         for rank, (mine, _) in enumerate(reports):
@@ -594,15 +594,15 @@ class SaveAttempt:
         own, of_ranks = dict(reports[0][0]), files.keys() - reports[0][0].keys()
         with self._looked():
             if complete is not None:
-                # `complete` may also return files of other ranks, which those ranks have checked.
+                # `complete` may also return other ranks' files, which those ranks have already checked.
                 found = complete([payload for _, payload in reports])
                 own |= {path: item for path, item in found.items() if path not in of_ranks}
             self._place.sync(path for path in own if path not in files)
             files |= own
-            # 5. Invariant: the files that the record will name exist and are complete, and there are no others.
+            # 5. Invariant: the files that the record will name exist and are complete, and there are no other files.
             self._place.check_all(files, own)
         lease = self._opening.lease
-        last = lease.sequence if lease is not None else 0  # the inventory may lack this writer's last save
+        last = lease.sequence if lease is not None else 0  # the inventory may not include this writer's last save
         record = CommitRecord(
             **{
                 "created": time.time(),
@@ -618,28 +618,28 @@ class SaveAttempt:
             }
         )
         self._place.look()
-        # 6. and 7.: the commit. Invariant: once `save` has returned, the checkpoint survives a power failure.
+        # 6. and 7.: the commit. Invariant: when `save` returns, the checkpoint survives a power failure.
         data = record.to_json()
         self._place.publish(data, overwrite=self._overwrite, again=lease.make_sure if lease else None)
         self._opening.committed = True
         if lease is not None:
             lease.sequence = record.sequence
-        self._record = CommitRecord.from_json(data, file=f"{self.name}/{RECORD_NAME}")  # the record that a reader gets
+        self._record = CommitRecord.from_json(data, file=f"{self.name}/{RECORD_NAME}")  # the record as a reader gets it
         if self.root.asking_costs:
             before = self._opening.inventory
             others = [item for item in before.committed if item.name != self.name]
             committed = in_order([*others, Committed(self.name, self._record)])
             self._opening.after = replace(before, committed=committed)
-            # In parallel with closing the place, because each of these needs a request.
+            # While the location is being closed, because each of these needs a request.
             self._hinted = self._hints.submit(self._write_hint)
             self._hints.submit(self._opening.end_attempt)
         return self._record.without_files()
 
     @contextlib.contextmanager
     def _looked(self) -> Iterator[None]:
-        """Check that the lease is ours and the name is free. (The name is skipped if the put itself checks it.)
+        """Check that we still hold the lease, and that the name is free unless the put itself checks that.
 
-        On an object store, the checks run in parallel with the block. They are complete when the block ends.
+        On an object store, the checks run in parallel with the `with` block, and are complete when it ends.
         """
         lease, started = self._opening.lease, time.monotonic()
         looks: list[Callable[[], None]] = []
@@ -650,7 +650,7 @@ class SaveAttempt:
             yield
             for future in futures:
                 future.result()
-        # Invariant: a writer that has lost the lease does not commit: its files may have been deleted.
+        # Invariant: a writer that has lost the lease does not commit, because its files may have been deleted.
         fresh = bool(looks) and time.monotonic() - started < LOOK_S
         if lease is not None and not fresh:
             lease.make_sure()

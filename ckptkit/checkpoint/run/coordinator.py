@@ -1,4 +1,4 @@
-"""Gives all ranks the same outcome of a call in bounded time, whichever ranks fail."""
+"""Gives all ranks the same outcome of a call within bounded time, whichever ranks fail."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ __all__ = ["Coordinator", "Outcome", "check_equal"]
 
 T = TypeVar("T")
 _GRACE_S = 10.0
-_BOARD_S = 5.0  # how long to wait for the outcome that rank 0 posts when connections break
+_BOARD_S = 5.0  # how long to wait for the outcome that rank 0 posts if connections break
 _STOPS = (KeyboardInterrupt, SystemExit)
-_HEAD = 2  # words at the start of a message: the number of the call, and the length of the message in bytes
-_WORDS = 256  # words in the first part of a message; most messages fit in it
+_HEAD = 2  # header words: the number of the call, and the message's length in bytes
+_WORDS = 256  # words in the first part of a message, including the header; most messages fit in it
 _INLINE = 8 * (_WORDS - _HEAD)
-_TAGS = (0, 1)  # gloo tags of the first part of a message and of the rest, to tell them apart
-_MAX_NAMED = 4  # how many ranks a message names; `RankFailedError.causes` has all of them
+_TAGS = (0, 1)  # gloo tags that distinguish the first part of a message from the rest
+_MAX_NAMED = 4  # an error names at most this many ranks; `RankFailedError.causes` has all of them
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of one rank's part of a call: a value, or the error that stopped it. Also the result for all ranks.
+    """The result of a call on one rank, or on all ranks together: a value, or the error that stopped it.
 
     Attributes:
         kind: The class name of a ckptkit error, so that every rank can raise that class.
-        causes: In the result for all ranks: the error of each failed rank.
+        causes: In the result for all ranks: each failed rank's error.
         cause: The exception itself, on the rank that raised it.
-        interrupted: Whether the rank was lost or stopped by Ctrl-C. In the result for all ranks: whether this applies
-            to every failed rank.
+        interrupted: Whether the rank was lost or stopped by Ctrl-C. In the result for all ranks: whether that is true
+            of every failed rank.
     """
 
     value: Any = None
@@ -49,7 +49,7 @@ class Outcome:
 
     @classmethod
     def of(cls, fn: Callable[[], Any]) -> Outcome:
-        """Run `fn` and return its outcome. Never raises: even catches torch's CheckpointException, a BaseException."""
+        """Run `fn` and return its outcome. Never raises; catches even torch's CheckpointException, a BaseException."""
         try:
             return cls(fn())
         except BaseException as error:  # noqa: BLE001  the boundary of a rank: `settle` raises it again
@@ -65,16 +65,16 @@ class Outcome:
         return cls(error=text[:20_000], kind=kind, cause=error, interrupted=stopped)
 
     def message(self) -> Outcome:
-        """Return the outcome without the exception object, to send to other ranks."""
+        """Return the outcome without the exception object, ready to be sent to other ranks."""
         return dataclasses.replace(self, cause=None)
 
 
 class Coordinator:
-    """Coordinates the ranks of a job, or this process alone. All ranks must call its methods in the same order.
+    """Coordinates the ranks of a job. All ranks must call its methods in the same order.
 
     If `torch.distributed` is not initialized, this process is the only rank, and torch is not imported. Otherwise the
-    coordinator creates its own gloo group (collective), so its messages never mix with those of the training. Do not
-    use one coordinator in two threads at once: create another for a background thread.
+    coordinator creates its own gloo group (a collective call), so its messages never mix with training's. Two threads
+    must not use one coordinator at the same time: create another for a background thread.
 
     Args:
         group: The ranks that take part; None for all.
@@ -89,12 +89,12 @@ class Coordinator:
         self.rank, self.world_size = 0, 1
         self.group: Any = None  # the gloo group; None with a single rank
         self._parent = group
-        self._ranks: list[int] = [0]  # the number of each rank in the default group
+        self._ranks: list[int] = [0]  # each rank's number in the default group
         self._step = 0
         self._broken = False
         self._closed = False
         self._lost = False
-        self._kept: list[Any] = []  # buffers that gloo may still read or write
+        self._kept: list[Any] = []  # buffers that gloo may still be reading or writing
         if _is_distributed():
             self._join()
 
@@ -136,7 +136,7 @@ class Coordinator:
     def close(self) -> None:
         """Destroy the group. Other methods raise afterwards."""
         self._closed = True
-        self._kept.clear()  # buffers keep the connections open
+        self._kept.clear()  # these buffers keep the connections open
         self._leave()
 
     def _leave(self) -> None:
@@ -148,7 +148,7 @@ class Coordinator:
             self.group = None
 
     def _give_up(self) -> None:
-        """Close this rank's connections, so that ranks that wait for this one fail at once."""
+        """Close this rank's connections, so that ranks waiting for this one fail at once."""
         self._kept.clear()
         self._leave()
         self._lost = self.world_size > 1
@@ -156,7 +156,7 @@ class Coordinator:
     # --- agreeing
 
     def all_gather(self, value: T) -> list[T]:
-        """Return the values of all ranks on every rank. If a rank fails, every rank raises RankFailedError."""
+        """Return all ranks' values on every rank. If a rank fails, every rank raises RankFailedError."""
         values: list[T] = self.settle(Outcome(value), "exchanging values", then=list)
         return values
 
@@ -167,8 +167,8 @@ class Coordinator:
             what: Names the work in errors.
 
         Raises:
-            RankFailedError: `fn` raised on some rank, or a rank died or hung; the same error on every rank. With a
-                single rank, its ckptkit error is raised unchanged.
+            RankFailedError: `fn` raised on some rank, or a rank died or hung. Every rank raises the same error. A
+                single rank's ckptkit error is raised unchanged.
         """
         results: list[T] | None = self.settle(Outcome.of(fn), what)
         return results
@@ -176,8 +176,8 @@ class Coordinator:
     def run_on_all(self, fn: Callable[[], T], what: str) -> T:
         """Run `fn` on every rank. Return this rank's result once `fn` has succeeded on every rank.
 
-        Raises like `all_ok`, but with a single rank any error is raised unchanged. So is a ckptkit error that is the
-        same on all ranks.
+        Raises like `all_ok`, with two exceptions: a single rank's error is always raised unchanged, and so is a ckptkit
+        error that is the same on all ranks.
         """
         if self.world_size == 1:
             self._check_open()
@@ -186,19 +186,20 @@ class Coordinator:
         try:
             self.settle(dataclasses.replace(own, value=None), what)
         except RankFailedError as error:
-            if own.kind and list(error.causes.values()) == [own.error] * self.world_size:  # one error on all ranks
+            if own.kind and list(error.causes.values()) == [own.error] * self.world_size:  # the same error on all ranks
                 raise own.cause from None  # type: ignore[misc]
             raise
         return own.value  # type: ignore[no-any-return]
 
     def settle(self, outcome: Outcome, what: str, *, then: Callable[[list[Any]], Any] | None = None) -> Any:
-        """Exchange outcomes, and return the same result on every rank: that of `then`.
+        """Exchange outcomes. Call `then` on rank 0, and return its result on every rank.
 
         Without `then`, return the values of all ranks on rank 0, and None on the other ranks.
 
         Args:
-            then: Called on rank 0 with all values, unless a rank failed. Its result is sent to all ranks: keep it
-                small. If it raises, all ranks fail; a ckptkit error without an errno is raised unchanged on every rank.
+            then: Called on rank 0 with all values, unless a rank failed. Its result is sent to all ranks, so it should
+                be small. If it raises, all ranks fail; a ckptkit error without an errno is raised unchanged on every
+                rank.
 
         Raises:
             RankFailedError: As for `all_ok`.
@@ -220,7 +221,7 @@ class Coordinator:
         raise _exception(verdict) from outcome.cause
 
     def decide(self, fn: Callable[[], T], what: str) -> T:
-        """Run `fn` on rank 0 only, and return its result on every rank. Its ckptkit errors are raised on every rank."""
+        """Run `fn` on rank 0, and return its result on every rank. Its ckptkit errors are raised on every rank."""
         self._begin()
         if self.is_main:
             own = Outcome.of(fn)
@@ -235,7 +236,7 @@ class Coordinator:
         return verdict.value  # type: ignore[no-any-return]
 
     def any(self, flag: bool) -> bool:
-        """Return whether `flag` is set on any rank. One small all-reduce, cheap enough for every training step."""
+        """Return whether any rank sets `flag`. One small all-reduce, cheap enough for every training step."""
         self._check_open()
         if self.world_size == 1:
             return flag
@@ -265,13 +266,13 @@ class Coordinator:
         except BaseException as error:  # noqa: BLE001  the boundary of a rank: `settle` raises it again
             done = Outcome.of_error(error)
         if done.error is not None:
-            # A ckptkit error of `then` is raised unchanged. Any other error is reported as a failure of rank 0.
+            # Raise a ckptkit error from `then` unchanged. Report any other error as a failure of rank 0.
             failed = not done.kind or (isinstance(done.cause, OSError) and done.cause.errno is not None)
             return _verdict(what, {0: done}) if failed else done, None, done
         return done, done.value, own
 
     def _collect(self, own: Outcome) -> tuple[dict[int, Outcome], dict[int, str]]:
-        """Return the outcomes by rank, and for each rank that sent none, the reason."""
+        """Return the outcomes by rank, and the reasons why other ranks sent none."""
         found, lost = {0: own}, {}
         deadline = time.monotonic() + self.timeout_s
         headers = {rank: self._expect(rank) for rank in range(1, self.world_size)}
@@ -283,24 +284,24 @@ class Coordinator:
                 if time.monotonic() < deadline:
                     lost[rank] = f"it died, or its connection broke ({_reason(error)})"
                     continue
-                # After one timeout gloo closes all connections of the group, so nothing more can arrive.
+                # After a timeout gloo closes all of the group's connections, so nothing more can arrive.
                 self._broken = True
                 silent = [other for other, (head, _) in headers.items() if other not in found and int(head[0]) < 0]
                 text = f"no answer within {self.timeout_s:g} s: it hangs, or needs a longer timeout_s"
                 return found, lost | dict.fromkeys(silent or [rank], text)
         return found, lost
 
-    # --- messages, always between rank 0 and one other rank, so that a lost rank does not affect the others
+    # --- messages, always between rank 0 and one other rank, so that losing a rank does not affect the others
 
     def _check_open(self) -> None:
-        if self._closed:  # the group is gone, and torch would use that of the training instead
+        if self._closed:  # the group is gone, and torch would use training's group instead
             raise UsageError("the CheckpointManager is closed. Create a new one.")
         if self._lost:
             raise RankFailedError("an earlier call lost the connection to rank 0. Restart the job.")
 
     def _begin(self) -> None:
         self._check_open()
-        if self._broken:  # the last outcome told all ranks, so all of them create a new group here
+        if self._broken:  # rank 0's last message said so, and every rank creates a new group here
             self._leave()
             self._join()
             self._broken = False
@@ -308,7 +309,7 @@ class Coordinator:
         self._kept.clear()
 
     def _expect(self, rank: int) -> tuple[Any, Any]:
-        """Start to receive from `rank`. Return the buffer of the first part (-1 until then), and what to wait on."""
+        """Start to receive from `rank`. Return the buffer for the first part (-1 until it arrives), and the work."""
         import torch
         import torch.distributed as dist
 
@@ -342,7 +343,7 @@ class Coordinator:
         return pickle.loads(start + body.numpy().tobytes())
 
     def _send(self, value: Any, ranks: list[int], seconds: float) -> bool:
-        """Send `value` to `ranks`. Return False if one of them could not be reached."""
+        """Send `value` to `ranks`. Return False if any of them could not be reached."""
         deadline = time.monotonic() + seconds
         works, reached = self._post(value, ranks)
         for work in works:
@@ -353,7 +354,7 @@ class Coordinator:
         return reached
 
     def _post(self, value: Any, ranks: list[int]) -> tuple[list[Any], bool]:
-        """Start to send `value` to `ranks`. Return what to wait on, and whether all of them are connected."""
+        """Start to send `value` to `ranks`. Return the works to wait for, and whether all ranks are connected."""
         import numpy as np
         import torch
         import torch.distributed as dist
@@ -376,7 +377,7 @@ class Coordinator:
         return works, reached
 
     def _tell_main(self, value: Any) -> None:
-        # Does not wait, because rank 0 may be busy. `_hear` notices a lost message: rank 0 does not answer.
+        # Don't wait, because rank 0 may be busy. If the message is lost, `_hear` notices that rank 0 does not answer.
         self._post(value, [0])
 
     def _tell_all(self, value: Any) -> None:
@@ -396,7 +397,7 @@ class Coordinator:
                 self._board().wait([self._key()], timedelta(seconds=_BOARD_S))
                 value, self._broken = pickle.loads(self._board().get(self._key()))
             except RuntimeError:
-                # The traceback refers to these buffers, which keep the connections open.
+                # The traceback refers to these buffers, and they keep the connections open.
                 del header, work
                 self._give_up()
                 raise RankFailedError(
@@ -408,7 +409,7 @@ class Coordinator:
             return value
 
     def _board(self) -> Any:
-        """Return the key-value store that the group was created with. It works even after the connections broke."""
+        """Return the key-value store that the group was created with. It still works after the connections break."""
         return self.group.get_group_store()
 
     def _key(self) -> str:
@@ -434,7 +435,7 @@ def _is_distributed() -> bool:
 
 
 def _reason(error: BaseException) -> str:
-    """Return gloo's message without source lines and port numbers, because these differ between ranks."""
+    """Return gloo's message without source lines and port numbers, which differ between ranks."""
     text = str(error)
     if any(phrase in text for phrase in ("closed by peer", "reset by peer", "refused", "roken pipe")):
         return "connection lost"

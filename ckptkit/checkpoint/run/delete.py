@@ -1,4 +1,4 @@
-"""Deletes checkpoints according to a retention policy: the commit record first, then the data; never foreign files."""
+"""Deletes checkpoints according to a retention policy: first the commit record, then the data, never foreign files."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Rotation:
     Attributes:
         decisions: One per committed checkpoint, in the order of the run.
         deleted: Names of deleted checkpoints.
-        failed: Names of checkpoints that could not be deleted, with the error. The next rotation retries.
-        cleaned: Leftovers of dead saves that were removed.
-        kept_files: Files that still exist in directories of deleted checkpoints. No commit record names them.
+        failed: Names of checkpoints that could not be deleted, each with the error. The next rotation retries.
+        cleaned: Removed paths that dead saves had left behind.
+        kept_files: Foreign files that still exist in directories of deleted checkpoints.
     """
 
     decisions: tuple[Decision, ...] = ()
@@ -45,14 +45,14 @@ class Rotation:
 
     @property
     def left(self) -> frozenset[str]:
-        """The names of the remaining checkpoints."""
+        """The remaining checkpoints' names."""
         return frozenset(item.name for item in self.decisions) - frozenset(self.deleted)
 
 
 def plan_rotation(
     inventory: Inventory, root: Store, policy: RetentionPolicy, *, protected: Mapping[str, str] | None = None
 ) -> list[Decision]:
-    """Return what a rotation would do now. `protected`: names that must stay, with reasons."""
+    """Return what a rotation would do now. `protected`: names that must stay, each with the reason."""
     keep = dict(protected or {})
     for pin in list_pins(root):
         keep[pin.name] = f"{keep[pin.name]}; {pin.reason}" if pin.name in keep else pin.reason
@@ -74,11 +74,11 @@ def rotate(
     A failed deletion is logged and reported instead of raised, because the save is already committed.
 
     Args:
-        protected: Names that must stay in addition to pinned checkpoints, with reasons.
+        protected: Names that must stay in addition to pinned checkpoints, each with the reason.
         among: Returns whether the policy applies to a checkpoint. None: it applies to all.
-        clean: Also remove leftovers of dead saves.
-        seen: An earlier inventory, listed under the current lease. If the policy deletes nothing in it, the root is not
-            listed again.
+        clean: Also remove what dead saves left.
+        seen: An earlier inventory, listed under the current lease. If the policy would delete nothing from it, the root
+            is not listed again.
     """
     if seen is not None and not clean:
         records = [item.record for item in seen.committed if among is None or among(item.record)]
@@ -99,7 +99,7 @@ def rotate(
                 deleted.append(decision.name)
         except (OSError, CkptkitError) as error:
             failed[decision.name] = str(error)
-    if failed:  # one line for all: without permission to delete, every deletion fails after every save
+    if failed:  # log one line for all: without permission to delete, every deletion fails after every save
         more = f", nor {len(failed) - 1} others" * (len(failed) > 1)
         name, why = next(iter(failed.items()))
         logger.warning("%s/%s could not be deleted%s: %s. The next save tries again", root.url, name, more, why)
@@ -111,18 +111,19 @@ def rotate(
 def delete_checkpoint(root: Store, name: str, *, reason: str, kept: list[str] | None = None) -> bool:
     """Delete one committed checkpoint. Return False if it is pinned.
 
-    If the deletion is killed halfway, the rest is not a checkpoint, and the next save or prune removes it. Files that
-    the commit record does not name stay in the directory.
+    If the deletion is killed halfway, what is left is not a checkpoint, and the next save or prune removes it. Foreign
+    files stay in the directory.
 
     Args:
-        kept: The paths of the files that stay are appended to this list.
+        kept: A list to which the paths of the files that stay are added.
 
     Raises:
         CheckpointNotFoundError: No committed checkpoint has that name.
         StorageError: The storage failed.
     """
     with deleting(root, name) as pins:
-        # Invariant: a reader that starts now sees the announced deletion and waits. Then it finds all files or none.
+        # Invariant: a reader that starts now sees the announced deletion and waits. Afterwards it finds all files or
+        # none.
         if pins:
             logger.info("kept %s/%s: %s", root.url, name, pins[0].reason)
             return False
@@ -151,7 +152,7 @@ def _own_record(root: Store, name: str) -> CommitRecord:
 def _delete_local(root: LocalStore, name: str, record: CommitRecord) -> list[str]:
     unnamed = unnamed_files(root, name, record)
     if not unnamed:
-        trash = drop(root, name)  # Invariant: the checkpoint is durably unlisted; nobody sees it half-deleted.
+        trash = drop(root, name)  # Invariant: the checkpoint is durably unlisted, and nobody sees it half deleted.
         return [] if trash is None else give_up(root, trash, name)
     delete_in_place(root, name, record)
     return unnamed
@@ -160,6 +161,6 @@ def _delete_local(root: LocalStore, name: str, record: CommitRecord) -> list[str
 def _delete_remote(root: Store, view: Store, record: CommitRecord) -> list[str]:
     name = record.name
     root.write(f"{name}/{mark_of(record)}", record.to_json(), overwrite=True)
-    # Invariant: once the record is gone, the mark names the files to delete.
+    # Invariant: when the record is gone, the mark names the files to delete.
     root.delete([record_path(name)])
     return delete_marked(root, view, name, record)

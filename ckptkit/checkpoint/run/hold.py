@@ -1,4 +1,4 @@
-"""Holds the write lease of a run, and a pin on the checkpoint that the run was resumed from."""
+"""Holds a run's write lease, and a pin on the checkpoint that the run was resumed from."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ckptkit.storage.store import Store
 
 __all__ = ["RunHold"]
 
-_LEAVING_S = 10.0  # how long `release` waits for the removal of a pin; a pin that stays expires
+_LEAVING_S = 10.0  # how long `release` waits for a pin to be removed; a pin that stays expires
 _lock = threading.Lock()
-_shared: dict[tuple[int, str], _Shared] = {}  # by process (a fork holds no leases) and root
+_shared: dict[tuple[int, str], _Shared] = {}  # by process id (a fork holds no leases) and root
 
 
 class _Shared:
-    """This process's lease of a root, and the number of managers that use it."""
+    """This process's lease on a root, and the number of managers that use it."""
 
     def __init__(self, lease: Lease) -> None:
         self.lease = lease
@@ -30,10 +30,10 @@ class _Shared:
 
 
 class RunHold:
-    """The lease and the pin of one manager, on rank 0. `release` gives up both; the lease is also released at exit.
+    """One manager's lease and pin, on rank 0. `release` gives up both; the lease is also released at exit.
 
-    The managers of one process share the lease of a root, and their saves take turns. A manager that is never closed
-    keeps the lease; later managers of the process share it.
+    All managers in a process share the lease on a root, and their saves take turns. A manager that is never closed
+    keeps the lease; later managers in the process share it.
     """
 
     def __init__(self, root: Store) -> None:
@@ -59,7 +59,7 @@ class RunHold:
     def remember(self, left: Collection[str], *, among: Callable[[CommitRecord], bool] | None = None) -> None:
         """Remove deleted checkpoints from the lease's inventory.
 
-        They are the checkpoints that `among` selects (None: all) and `left` lacks.
+        A checkpoint was deleted if it is not in `left` and `among` returns True for it (None: for all).
         """
         lease = self._taken.lease if self._taken is not None else None
         if lease is not None and lease.inventory is not None:
@@ -68,7 +68,7 @@ class RunHold:
             lease.inventory = replace(lease.inventory, committed=tuple(kept))
 
     def keep(self, pin: ExitStack) -> None:
-        """Keep a pin that was already entered, and release the previous one."""
+        """Keep a pin that is already in place, and release the previous one."""
         before, self._pin = self._pin, pin
         if before is None:
             return
@@ -80,7 +80,7 @@ class RunHold:
         leaving.start()
 
     def release(self) -> None:
-        """Release lease and pin. May be called again. Does nothing in a fork, because the parent owns both."""
+        """Release the lease and the pin. May be called again. Does nothing in a fork, because the parent owns both."""
         if os.getpid() != self._pid:
             return
         pin, self._pin = self._pin, None

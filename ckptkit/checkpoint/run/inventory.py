@@ -1,4 +1,4 @@
-"""Lists the root of a run: committed checkpoints, and the other entries with the reason why each was skipped."""
+"""Lists a run's root: committed checkpoints, and all other entries, with the reasons why they were skipped."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 _NONCE = re.compile(r"[0-9a-f]{16}")
-_REPLACEMENT = re.compile(r"(.+)@([0-9a-f]{16})")  # "@" cannot occur in a tag
+_REPLACEMENT = re.compile(r"(.+)@([0-9a-f]{16})")  # "@" cannot be part of a tag
 _LATEST = re.compile(r"latest(?:~([0-9]{1,6}))?")
 _MAX_LISTINGS = 10
 _MAX_NAMED = 3
@@ -66,7 +66,8 @@ class Committed:
 
     Attributes:
         path: The directory, relative to the root. Equals the name, unless a replacement was killed halfway.
-        superseded: The run was rolled back: a later save has a lower step, so this is on the abandoned branch.
+        superseded: The run was rolled back to a lower step and saved again, so this checkpoint is on the abandoned
+            branch.
     """
 
     path: str
@@ -96,10 +97,10 @@ class Skipped:
     """A directory that looks like a checkpoint but is not one.
 
     Attributes:
-        damaged: It may be a checkpoint: its commit record cannot be read, or is that of another checkpoint.
-        unanswered: The record may be undamaged: the store failed or refused to read it.
-        kept_files: If a checkpoint was deleted there: the remaining files, which its record did not name.
-        deleted: A checkpoint was deleted there, so the name is free.
+        damaged: It may be a checkpoint, but its commit record cannot be read or belongs to a different checkpoint.
+        unanswered: The record may be undamaged, because the store failed or refused to read it.
+        kept_files: If a checkpoint was deleted from the directory: the files left in it, which the record did not name.
+        deleted: A checkpoint was deleted from the directory, so the name is free.
         unknown: No known save wrote it, and it has no record.
     """
 
@@ -114,7 +115,7 @@ class Skipped:
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """All entries of a root. `committed` is in the order of the run, the latest last."""
+    """All entries of a run's root. `committed` is in the order of the run, the latest last."""
 
     url: str
     committed: tuple[Committed, ...] = ()
@@ -130,7 +131,7 @@ class Inventory:
 
     @property
     def newest_damaged(self) -> Skipped | None:
-        """The damaged directory whose name has the highest step, if that is above the step of `latest`.
+        """The damaged directory with the highest step in its name; None if `latest` has a higher one.
 
         It may have been the latest checkpoint.
         """
@@ -140,7 +141,7 @@ class Inventory:
 
     @property
     def next_sequence(self) -> int:
-        """The sequence number of the next save."""
+        """The next save's sequence number."""
         return 1 + max((item.record.sequence for item in self.committed), default=0)
 
     def find(self, name: str) -> Committed | None:
@@ -160,7 +161,7 @@ def list_checkpoints(root: Store, *, view: Store | None = None) -> Inventory:
         view: A fresh snapshot of `root`.
     """
     found, names = _list_once(root, view or snapshot(root))
-    # List again if nothing was found: rotation may delete the only checkpoint before its record is read.
+    # If nothing was found, list again: rotation may have deleted the only checkpoint before its record was read.
     for _ in range(_MAX_LISTINGS):
         if found.committed or not names:
             break
@@ -174,7 +175,7 @@ def list_checkpoints(root: Store, *, view: Store | None = None) -> Inventory:
 def _list_once(root: Store, view: Store) -> tuple[Inventory, list[str]]:
     """Return the inventory of `root`, and the names of the directories that were searched.
 
-    Reads from `view`. Reads from the root itself only what may have appeared since the snapshot.
+    Reads from `view`, and from the root itself only what may have appeared since the snapshot.
     """
     candidates: list[str] = []
     running: list[Attempt] = []
@@ -191,7 +192,7 @@ def _list_once(root: Store, view: Store) -> tuple[Inventory, list[str]]:
             stated = read_owner(view, owner_path(item.path))
             inside = [] if stated or kept.kind != "tmp" else view.list(item.path, recursive=True)
             if inside and not any(may_be_saved(file.path) for file in inside):
-                foreign.append(item.path)  # an attempt was here, but only foreign files are left
+                foreign.append(item.path)  # the attempt's own files are gone, and only foreign files are left
                 continue
             attempt = Attempt(item.path, kept.name, stated.owner if stated else None)
             (abandoned if is_abandoned(root, kept) else running).append(attempt)
@@ -210,7 +211,7 @@ def _list_once(root: Store, view: Store) -> tuple[Inventory, list[str]]:
             unknown += look.unknown
     explained = {attempt.name for attempt in running + abandoned if "/" in attempt.path}
     skipped = [look for look in looks if isinstance(look, Skipped) and look.path not in explained] + replaced + odd
-    alone = {item.path for item in skipped}  # the reason for a directory also covers the folders in it
+    alone = {item.path for item in skipped}  # a directory's reason also covers the folders in it
     skipped += [item for item in unknown if item.path.rpartition("/")[0] not in alone]
     foreign += [look for look in looks if isinstance(look, str) and look not in explained]
     found = Inventory(
@@ -221,7 +222,7 @@ def _list_once(root: Store, view: Store) -> tuple[Inventory, list[str]]:
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """The attempts in a checkpoint's folder on an object store, other than the committed one."""
+    """The uncommitted attempts in a checkpoint's folder on an object store."""
 
     running: list[Attempt]
     abandoned: list[Attempt]
@@ -251,11 +252,11 @@ def _look_all(root: Store, view: Store, names: Sequence[str]) -> list[Committed 
 
 
 def _look(root: Store, path: str) -> Committed | Skipped | str:
-    """Return the checkpoint in a directory, or why it is not one. For a foreign directory, return its path."""
+    """Return the checkpoint in a directory, or why it is not one. Return a foreign directory's path."""
     try:
         record = find_record(root, record_path(path))
     except CkptkitError as error:
-        # Also reached if a later version of ckptkit wrote the record.
+        # A later version of ckptkit may also have written the record.
         return Skipped(path, str(error), damaged=True, unanswered=is_outage(error))
     except OSError as error:
         reason = f"its checkpoint.json cannot be read: {error}"
@@ -270,7 +271,7 @@ def _look(root: Store, path: str) -> Committed | Skipped | str:
     replacement = _REPLACEMENT.fullmatch(path)
     if record.name == path or (replacement and replacement.groups() == (record.name, record.save_id)):
         return Committed(path, record)
-    # If the directory is named after a step, it is a copy, or its record was overwritten.
+    # A directory named after a step is damaged: it is a copy, or its record was overwritten.
     reason = f"its record is that of {record.name}, so it was copied or renamed; left unchanged"
     return Skipped(path, reason, damaged=step_of_name(path) is not None)
 
@@ -283,10 +284,10 @@ def _deleted(root: Store, path: str, records: Sequence[CommitRecord]) -> Skipped
 
 
 def _look_inside(root: Store, view: Store, name: str, folders: Sequence[str], attempts: Attempts) -> _Look:
-    """Return the attempts with files under `name` on an object store, other than the committed one.
+    """Return the uncommitted attempts that have files under `name` on an object store.
 
     Args:
-        folders: The folders under `name`, without that of the committed checkpoint.
+        folders: The folders under `name`, without the committed checkpoint's.
         attempts: The attempts that the lease records. Must be read after `view` was taken: the lease records an attempt
             before its first file exists.
     """
@@ -294,7 +295,7 @@ def _look_inside(root: Store, view: Store, name: str, folders: Sequence[str], at
     found = _Look([], [], [])
     for path in folders:
         folder = path.rpartition("/")[2]
-        if folder in gone:  # a deleted checkpoint: abandoned if some of its own files are left
+        if folder in gone:  # a deleted checkpoint, whose deletion is unfinished if any of its own files are left
             if any(view.info(f"{name}/{inner}") for inner in named_paths(gone[folder])):
                 found.abandoned.append(Attempt(path, name, None))
         elif folder in attempts.ids and any(map(may_be_saved, (i.path for i in view.list(path, recursive=True)))):
@@ -303,7 +304,7 @@ def _look_inside(root: Store, view: Store, name: str, folders: Sequence[str], at
         else:
             found.unknown.append(Skipped(path, _NO_ATTEMPT, unknown=True))
     if found.running or found.abandoned or found.unknown:
-        # Read the record last: an attempt may have been committed since the snapshot.
+        # Read the record last, because an attempt may have been committed since the snapshot.
         try:
             record = find_record(root, record_path(name))
         except (CkptkitError, OSError):
@@ -324,7 +325,7 @@ def _attempt_folders(view: Store, name: str) -> list[str]:
 def check_new(root: Store, inventory: Inventory) -> None:
     """Raise if a new run must not start in `root`: nothing is committed there, but something looks like a checkpoint.
 
-    Leftovers of a save that was killed before the first commit do not count.
+    Files left by a save that was killed before the first commit do not count.
 
     Raises:
         IncompleteCheckpointError: Names the directories that look like checkpoints, and why they are not.
@@ -361,7 +362,7 @@ def _check_directory(path: Path) -> None:
 def about_new(root: Store, inventory: Inventory) -> str:
     """Return the log message for a new run.
 
-    Mentions leftovers of killed saves, and runs that the user may have meant.
+    It mentions what killed saves left, and runs that the user may have meant.
     """
     text = f"{root.url} has no checkpoint yet"
     left = [item.path for item in inventory.abandoned + inventory.in_progress]
@@ -380,22 +381,22 @@ def about_new(root: Store, inventory: Inventory) -> str:
 
 
 def _is_run(store: Store) -> bool:
-    """Return whether a directory seems to contain checkpoints. Looks at names only."""
+    """Return whether a directory seems to contain checkpoints. Looks only at names."""
     with contextlib.suppress(OSError):
         return any(step_of_name(i.path) is not None and store.info(record_path(i.path)) for i in store.list())
     return False
 
 
 def in_order(found: Sequence[Committed]) -> tuple[Committed, ...]:
-    """Sort checkpoints with distinct names in the order of the run."""
+    """Sort checkpoints with distinct names into the order of the run."""
     return tuple(_order(list(found))[0])
 
 
 def _order(found: list[Committed]) -> tuple[list[Committed], list[Skipped]]:
-    """Return the checkpoints in the order of the run, and those replaced by another one of the same name.
+    """Return the checkpoints in the order of the run, and those that a newer one of the same name replaced.
 
-    The order is that of the saves' sequence numbers, not of their times. After a rollback (a later save has a lower
-    step) the abandoned branch comes first, so "latest~1" is the previous checkpoint on the current branch.
+    The order follows the saves' sequence numbers, not their times. After a rollback (a later save has a lower step) the
+    abandoned branch comes first, so "latest~1" is the previous checkpoint on the current branch.
     """
     key = sorted(found, key=lambda item: (item.record.sequence, item.step, item.record.created, item.record.save_id))
     newest_of = {item.name: item for item in key}
@@ -425,10 +426,10 @@ def choose(
     best: tuple[str, str] | None = None,
     view: Store | None = None,
 ) -> tuple[str, CommitRecord] | Skipped | None:
-    """Return path and record of the checkpoint `which`. None if the run has no checkpoint yet.
+    """Return the path and the record of the checkpoint `which`, or None if the run has no checkpoint yet.
 
-    If a damaged checkpoint may be the newest one, "latest" returns it as `Skipped`, so that it does not go
-    unnoticed.
+    For "latest", return a damaged directory (`Skipped`) if it may have been the newest checkpoint, so that the damage
+    does not go unnoticed.
 
     Args:
         damaged: Names of checkpoints that cannot be loaded. The newest checkpoint before them is chosen instead.
@@ -451,7 +452,7 @@ def choose(
 
 
 def _warn_of_newer(root: Store, inventory: Inventory, latest: Committed | None) -> None:
-    """Log each skipped directory that was saved after `latest`, judging by its name."""
+    """Log each skipped directory that seems to be newer than `latest`, judging by its name."""
     for item in inventory.skipped if latest is not None else ():
         step = step_of_name(item.path)
         if latest is not None and (item.damaged if step is None else step > latest.step):
@@ -463,11 +464,11 @@ def resolve(root: Store | Inventory, name: str = "latest", *, best: tuple[str, s
 
     Args:
         name: "latest", "latest~1" (the one before), "best", "best:loss:min", a directory's name, or a step.
-        best: (metric, "min" | "max") for "best". Default: as in the newest record that has one.
+        best: (metric, "min" | "max") for "best". Default: that of the newest record that has one.
 
     Raises:
         CheckpointNotFoundError: There is none. Lists existing checkpoints, and what was skipped and why.
-        UsageError: The metric of "best" is unknown.
+        UsageError: The metric for "best" is unknown.
     """
     inventory = root if isinstance(root, Inventory) else list_checkpoints(root)
     found = _resolve(inventory, name, best)
@@ -514,7 +515,7 @@ def _objective(
 
 
 def check_metric(inventory: Inventory, metric: str) -> None:
-    """Raise UsageError if there are checkpoints but none has the metric. Names the existing metrics."""
+    """Raise UsageError if there are checkpoints but none has the metric. The error names the metrics that exist."""
     known = sorted({name for item in inventory.committed for name in item.record.metrics})
     if inventory.committed and metric not in known:
         near = difflib.get_close_matches(metric, known, n=1)
@@ -524,14 +525,14 @@ def check_metric(inventory: Inventory, metric: str) -> None:
 
 
 def rank_by(records: Sequence[CommitRecord], metric: str, mode: str) -> list[CommitRecord]:
-    """Return the records that have `metric`, best first. Of equal values, the newest comes first. Omits NaN."""
+    """Return the records that have `metric`, best first. Omits NaN. On a tie, the newest comes first."""
     sign = 1 if mode == "min" else -1
     known = [record for record in reversed(records) if not math.isnan(record.metrics.get(metric, math.nan))]
     return sorted(known, key=lambda record: sign * record.metrics[metric])
 
 
 def said_of(committed: Sequence[Committed]) -> str:
-    """Return a sentence with the number of checkpoints and the names of the last five, without a full stop.
+    """Return a phrase with the number of checkpoints and the last five names, without a full stop.
 
     `committed` must not be empty.
     """

@@ -38,17 +38,17 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-TTL_S = 600.0  # a reader's pin expires unless the reader renews it
+TTL_S = 600.0  # a reader's pin expires after this time unless the reader renews it
 _PINS = f"{STATE_DIRECTORY}/pins"
 _DELETING = f"{STATE_DIRECTORY}/deleting"
-_LEFT_S = 86400.0  # an expired pin is deleted at this age
-_STALE_S = 60.0  # a deletion that another machine announced counts for this long
+_LEFT_S = 86400.0  # expired pins are deleted at this age
+_STALE_S = 60.0  # how long another machine's announcement of a deletion is respected
 _FOREVER = re.compile(r"keep-(.+)\.json")
 
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A reason not to delete checkpoint `name`; `owner` is None if a user pinned it."""
+    """A reason not to delete checkpoint `name`. `owner` is the reader, or None for a user's pin."""
 
     name: str
     why: str
@@ -61,7 +61,7 @@ class Pin:
 
 
 def list_pins(root: Store, *, clean: bool = False) -> list[Pin]:
-    """Return the pins in force: those of users, and unexpired ones of readers.
+    """Return the pins in force: all users' pins, and readers' pins that have not expired.
 
     Args:
         clean: Delete pins that killed readers left more than a day ago.
@@ -77,7 +77,8 @@ def list_pins(root: Store, *, clean: bool = False) -> list[Pin]:
         with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):
             body = json.loads(view.read(item.path, 0, 65536))
         if not isinstance(body, dict) or not isinstance(body.get("name"), str):
-            # A damaged pin of a user still names the checkpoint in its file name. Keeping too much is the safe choice.
+            # A user's pin names the checkpoint in its file name, too, so a damaged pin still counts: better keep too
+            # much.
             match = _FOREVER.fullmatch(item.path.rpartition("/")[2])
             if match:
                 pins.append(Pin(match[1], "(the pin's file is damaged)"))
@@ -91,27 +92,28 @@ def list_pins(root: Store, *, clean: bool = False) -> list[Pin]:
         pins.append(Pin(body["name"], str(body.get("why", ""))[:1000], owner))
     if clean and left:
         now = store_clock(root) if now is None else now
-        with contextlib.suppress(OSError):  # an expired pin has no effect, so it may stay
+        with contextlib.suppress(OSError):  # an expired pin has no effect, so it does no harm if it stays
             root.delete([item.path for item in left if item.mtime and now - item.mtime > _LEFT_S])
     return pins
 
 
 def _holds(owner: Owner, renewed: float, now: float | None) -> bool:
     alive = owner.alive()
-    if alive is None:  # on another machine: compare only times of the store's clock
+    if alive is None:  # on another machine: compare only times from the store's clock
         return now is None or not renewed or now - renewed < TTL_S
     return alive
 
 
 @contextlib.contextmanager
 def pin_while_reading(root: Store, name: str, *, why: str = "load") -> Iterator[CommitRecord]:
-    """Protect checkpoint `name` from deletion inside the block.
+    """Protect checkpoint `name` from deletion during the `with` block.
 
-    A thread renews the pin; it expires if this process dies. Yields the commit record, read after the pin was written.
-    If the root is not writable, there is only a warning and no pin. Directories created for the pin are removed again.
+    A thread renews the pin, which expires if this process dies. Yields the commit record, read after the pin was
+    written. If the root is not writable, logs a warning and goes on without a pin. Directories created for the pin are
+    removed afterwards.
 
     Raises:
-        CheckpointNotFoundError: The checkpoint was deleted, or is being deleted. List again and choose another one.
+        CheckpointNotFoundError: The checkpoint was deleted, or is being deleted. List again and choose a different one.
     """
     with pin_unseen(root, name, why=why) as look:
         yield look()
@@ -119,11 +121,11 @@ def pin_while_reading(root: Store, name: str, *, why: str = "load") -> Iterator[
 
 @contextlib.contextmanager
 def pin_unseen(root: Store, name: str, *, why: str = "load") -> Iterator[Callable[[], CommitRecord]]:
-    """Pin checkpoint `name` like `pin_while_reading`, but let the caller check whether the pin was in time.
+    """Pin checkpoint `name` like `pin_while_reading`, but let the caller check that the pin took effect.
 
-    A deletion that was announced before the pin continues, so files may disappear until the check. A reader that has
-    read everything does not need the check. Yields the check: a function that returns the commit record, or raises
-    CheckpointNotFoundError.
+    Yields the check: a function that returns the commit record, or raises CheckpointNotFoundError. A deletion that was
+    announced before the pin goes on, so files may disappear before the check. A reader that has already read everything
+    does not need the check.
     """
     path = f"{_PINS}/read-{new_nonce()}.json"
     body = json.dumps({"name": name, "why": why, "owner": owner_json(root)}).encode()
@@ -139,8 +141,8 @@ def pin_unseen(root: Store, name: str, *, why: str = "load") -> Iterator[Callabl
         return
 
     def look() -> CommitRecord:
-        # A reader pins first, then looks for deletions. A deletion is announced before it reads the
-        # pins. So at least one of the two sees the other.
+        # A reader first pins, then looks for announced deletions. A deletion is first announced, then looks for pins.
+        # So at least one of the two sees the other.
         _wait_while_deleting(root, name)
         return _record_of(root, name)
 
@@ -168,7 +170,7 @@ def _record_of(root: Store, name: str) -> CommitRecord:
 
 
 def _tidy(root: LocalStore) -> None:
-    """Remove the directories that were created for a pin, if they are empty."""
+    """Remove the directories that were created for a pin, unless they contain something."""
     for folder in (_PINS, STATE_DIRECTORY):
         with contextlib.suppress(OSError):
             os.rmdir(root.path_of(folder))
@@ -178,9 +180,9 @@ def _tidy(root: LocalStore) -> None:
 def pin_url(
     url: str, *, why: str = "load", storage_options: Mapping[str, Any] | None = None
 ) -> Iterator[CommitRecord | None]:
-    """Protect the checkpoint at `url` from deletion inside the block, if ckptkit saved it.
+    """Protect the checkpoint at `url` from deletion during the `with` block, if ckptkit saved it.
 
-    Yields the commit record. Yields None for anything else, because ckptkit does not delete it.
+    Yields the commit record, or None for anything else, which ckptkit never deletes.
 
     Raises:
         CheckpointNotFoundError: The checkpoint was deleted while it was being pinned.
@@ -188,7 +190,7 @@ def pin_url(
     try:
         root, name = split_checkpoint_url(url, storage_options=storage_options)
         record = find_record(root, record_path(name))
-    except (CkptkitError, OSError, ValueError):  # the URL is a file, or has another format
+    except (CkptkitError, OSError, ValueError):  # the URL is a file, or has a different format
         record = None
     if record is None or record.name != name:
         yield None
@@ -230,12 +232,12 @@ def _announced(root: Store, name: str) -> bool:
 
 @contextlib.contextmanager
 def deleting(root: Store, name: str) -> Iterator[list[Pin]]:
-    """Announce the deletion of `name`, and yield the pins that forbid it. An empty list allows the deletion."""
+    """Announce the deletion of `name`, and yield the pins that forbid it. It is allowed if there are none."""
     path = f"{_DELETING}/{name}.json"
     try:
         root.write(path, json.dumps(owner_json(root)).encode(), overwrite=True, sync=False)
     except NoSpaceError as error:
-        # Go on, because the deletion frees space. On a full disk, readers cannot write pins either.
+        # Go on, because the deletion frees space. On a full disk, readers cannot write pins, either.
         logger.warning("%s: could not announce the deletion of %s: %s", root.url, name, error)
     try:
         yield [pin for pin in list_pins(root, clean=True) if pin.name == name]
@@ -253,7 +255,7 @@ def deleting(root: Store, name: str) -> Iterator[list[Pin]]:
 
 
 def split_checkpoint_url(url: str, *, storage_options: Mapping[str, Any] | None = None) -> tuple[Store, str]:
-    """Split a checkpoint's URL into the store of the run and the checkpoint's name. Raises UsageError."""
+    """Split a checkpoint's URL into the run's store and the checkpoint's name. Raises UsageError."""
     head, separator, name = url.rstrip("/").rpartition("/")
     if name in ("", ".", "..") or head.endswith(":/"):
         raise UsageError(f"{url} does not name a checkpoint: give its directory, for example RUN/step_00001000.")
@@ -264,7 +266,7 @@ def split_checkpoint_url(url: str, *, storage_options: Mapping[str, Any] | None 
 def pin_forever(url: str, why: str, *, storage_options: Mapping[str, Any] | None = None) -> str:
     """Protect the checkpoint at `url` from rotation until it is unpinned. Return its name.
 
-    Pinning again changes `why`.
+    Pinning it again updates `why`.
 
     Raises:
         CheckpointNotFoundError: `url` is not a committed checkpoint.
@@ -278,7 +280,7 @@ def pin_forever(url: str, why: str, *, storage_options: Mapping[str, Any] | None
         )
     body = {"name": record.name, "why": why, "save_id": record.save_id, "owner": None, "created": time.time()}
     root.write(f"{_PINS}/keep-{name}.json", json.dumps(body).encode(), overwrite=True)
-    # Wait for a deletion that read the pins before this one was written. It has been announced.
+    # A deletion may have read the pins before this one was written. Such a deletion has been announced: wait for it.
     _wait_while_deleting(root, name)
     if find_record(root, record_path(name)) is None:
         root.delete([f"{_PINS}/keep-{name}.json"])
@@ -287,7 +289,7 @@ def pin_forever(url: str, why: str, *, storage_options: Mapping[str, Any] | None
 
 
 def unpin(url: str, *, storage_options: Mapping[str, Any] | None = None) -> bool:
-    """Remove the pin of the checkpoint at `url`. Return False if there is none."""
+    """Remove a user's pin from the checkpoint at `url`. Return False if there is none."""
     root, name = split_checkpoint_url(url, storage_options=storage_options)
     path = f"{_PINS}/keep-{name}.json"
     if root.info(path) is None:

@@ -1,4 +1,4 @@
-"""Deletes the files of a checkpoint, but keeps foreign files in its directory: those that no commit record names."""
+"""Deletes a checkpoint's files, but keeps the foreign files in its directory: those that no commit record names."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-DELETING = ".ckptkit-deleting.json"  # the commit record while the checkpoint's files are being deleted
+DELETING = ".ckptkit-deleting.json"  # name of the commit record while the checkpoint's files are being deleted
 _DELETED = ".ckptkit-deleted.json"
 _MARK = re.compile(r"\.ckptkit-(?:deleting|deleted(?:-[0-9a-f]{16})?)\.json")
 _ATTEMPT = re.compile(r"[0-9a-f]{16}/")
@@ -45,7 +45,7 @@ def mark_of(record: CommitRecord) -> str:
 
 
 def named_paths(record: CommitRecord) -> list[str]:
-    """Return the paths of a checkpoint's files relative to its directory. The commit record is not included."""
+    """Return the paths of a checkpoint's files relative to its directory, without the commit record."""
     below = f"{record.data}/" if record.data else ""
     return [f"{below}{path}" for path in record.files]
 
@@ -53,10 +53,10 @@ def named_paths(record: CommitRecord) -> list[str]:
 def unnamed_files(root: Store, path: str, record: CommitRecord) -> list[str]:
     """Return the files in the directory at `path` that do not belong to the checkpoint, relative to the directory.
 
-    On an object store these include the files of other attempts to save the same checkpoint.
+    On an object store these include files from other attempts to save the same checkpoint.
 
     Args:
-        record: The commit record of the checkpoint.
+        record: The checkpoint's commit record.
     """
     named = {RECORD_NAME, *named_paths(record)}
     found = [item.path[len(path) + 1 if path else 0 :] for item in root.list(path, recursive=True)]
@@ -64,9 +64,9 @@ def unnamed_files(root: Store, path: str, record: CommitRecord) -> list[str]:
 
 
 def clear(root: Store, path: str) -> list[str]:
-    """Delete the files of a dead attempt, which are recognized by their names. Return the other files, which stay.
+    """Delete a dead attempt's files, recognized by their names. Return the other files, which stay.
 
-    Files that appear during the deletion stay, too.
+    Files that appear during the deletion also stay.
     """
     place = root.child(path)
     listed = place.list(recursive=True)
@@ -89,7 +89,7 @@ def give_up(root: LocalStore, path: str, name: str) -> list[str]:
 
     Args:
         path: A directory that is not listed as a checkpoint.
-        name: The checkpoint's name. Foreign files are moved back to the directory of this name.
+        name: The checkpoint's name. Foreign files are moved back to the directory with this name.
     """
     marks = [mark for mark in (DELETING, _DELETED, RECORD_NAME) if root.info(f"{path}/{mark}") is not None]
     if not marks:
@@ -97,30 +97,30 @@ def give_up(root: LocalStore, path: str, name: str) -> list[str]:
     source, target = root.path_of(path), root.path_of(name)
     others = others_in(root, path)  # other programs wrote them, so they can have any name
     lost = [inner for inner in others if not _is_there(f"{source}/{inner}", f"{target}/{inner}")]
-    for inner in lost:  # a different file may have this name by now
+    for inner in lost:  # by now, a different file may have this name
         aside = f".replaced-{path[-16:]}" if os.path.lexists(f"{target}/{inner}") else ""
-        with contextlib.suppress(FileExistsError):  # linked before an earlier call was killed
+        with contextlib.suppress(FileExistsError):  # an earlier call linked it, and was then killed
             root.link(f"{path}/{inner}", f"{name}/{inner}{aside}")
     if lost and not os.path.lexists(f"{target}/{RECORD_NAME}"):
         with contextlib.suppress(FileExistsError):  # the mark explains why there are files but no checkpoint
             root.link(f"{path}/{marks[-1]}", f"{name}/{_DELETED}")
-    # Invariant: as long as files are left, the record tells which belong to the checkpoint, even after a kill.
+    # Invariant: as long as files are left, the record says which belong to the checkpoint, even after a kill.
     root.delete_tree(path, last=marks[-1])
     return []
 
 
 def _is_there(path: str, other: str) -> bool:
-    """Return whether `other` exists and is a link or copy of `path`. For anything but files, only existence counts."""
+    """Return whether `other` is a link to or a copy of `path`. If `path` is not a file, `other` only has to exist."""
     if not os.path.isfile(path) or not os.path.lexists(other):
         return os.path.lexists(other)
     return filecmp.cmp(path, other, shallow=False)
 
 
 def others_in(root: LocalStore, path: str) -> list[str]:
-    """Return the relative paths of foreign files in the directory of a checkpoint that exists or was deleted."""
+    """Return the relative paths of foreign files in the directory of a checkpoint, which may have been deleted."""
     try:
         record = find_record(root, record_path(path))
-    except (CkptkitError, OSError):  # unreadable record: recognize the checkpoint's files by their names
+    except (CkptkitError, OSError):  # the record is unreadable: recognize the checkpoint's files by their names
         found = [item.path[len(path) + 1 :] for item in root.list(path, recursive=True)]
         return [inner for inner in found if not (may_be_saved(inner) or _MARK.fullmatch(inner))]
     records = deleted_records(root, path) if record is None else [record]
@@ -128,9 +128,9 @@ def others_in(root: LocalStore, path: str) -> list[str]:
 
 
 def deleted_records(root: Store, name: str) -> list[CommitRecord]:
-    """Return the records of checkpoints that were deleted from a directory, as long as files are left in it."""
+    """Return the records of checkpoints that were deleted from a directory in which files are left."""
     paths = [f"{name}/{DELETING}", f"{name}/{_DELETED}"]
-    if not is_directory(root):  # each attempt has its own folder, and its own mark
+    if not is_directory(root):  # each attempt has its own folder and its own mark
         paths = [item.path for item in root.list(name) if _MARK.fullmatch(item.path[len(name) + 1 :])]
     found = []
     for path in paths:
@@ -140,10 +140,10 @@ def deleted_records(root: Store, name: str) -> list[CommitRecord]:
 
 
 def delete_marked(root: Store, view: Store, name: str, record: CommitRecord) -> list[str]:
-    """Delete the files of a checkpoint on an object store, and return the foreign files.
+    """Delete a checkpoint's files from an object store, and return the foreign files.
 
-    The record must have been deleted or replaced, and the mark (`mark_of`) written before that: after a kill, the mark
-    lists what is left to delete. The mark stays as long as foreign files do.
+    The mark (`mark_of`) must have been written first, and then the record deleted or replaced. After a kill, the mark
+    lists what is left to delete. It stays as long as there are foreign files.
     """
     found = (f"{name}/{path}" for path in named_paths(record))
     root.delete(path for path in found if view.info(path) is not None)
@@ -156,12 +156,12 @@ def delete_marked(root: Store, view: Store, name: str, record: CommitRecord) -> 
 def delete_in_place(root: LocalStore, name: str, record: CommitRecord) -> None:
     """Delete a checkpoint's files from its directory, and leave foreign files untouched.
 
-    First the record is renamed, which is durable and needs no space. From then on the directory is not a checkpoint,
-    and after a kill `finish_deletion` knows which files to delete. The deletion uses the directory's descriptor, so a
-    new checkpoint that replaces the directory keeps its files.
+    The record is renamed first, which is durable and needs no space. From then on the directory is not a checkpoint,
+    and after a kill `finish_deletion` knows which files to delete. The deletion goes through the directory's file
+    descriptor, so if a new checkpoint replaces the directory, its files stay.
 
     Raises:
-        CheckpointNotFoundError: The checkpoint was deleted or replaced by another process.
+        CheckpointNotFoundError: Another process deleted or replaced the checkpoint.
     """
     with root.opened(name) as folder:
         found = folder.read(RECORD_NAME)
@@ -183,14 +183,14 @@ def finish_deletion(root: LocalStore, name: str) -> None:
 
 def _delete_named(folder: OpenDirectory, record: CommitRecord) -> None:
     folder.delete(named_paths(record))
-    with contextlib.suppress(FileNotFoundError):  # another process has finished the deletion
+    with contextlib.suppress(FileNotFoundError):  # another process has already finished the deletion
         folder.rename(DELETING, _DELETED)
 
 
 def carry_over(root: LocalStore, source: str, target: str, paths: Iterable[str]) -> None:
-    """Hard-link files of one directory into another one, at the same paths.
+    """Hard-link files from one directory into another, at the same paths.
 
-    Links instead of renames: whichever of the two directories survives a kill, it contains the files.
+    Links them instead of renaming them, so that after a kill either directory contains the files.
 
     Raises:
         FileExistsError: The other directory already has a file of that name.
