@@ -1,1 +1,1 @@
-"""Reads DeepSpeed checkpoints: ZeRO 0 to 3, experts, pipelines and universal checkpoints."""
+"""Reads DeepSpeed checkpoints: ZeRO-0 to ZeRO-3, experts, pipelines and universal checkpoints."""

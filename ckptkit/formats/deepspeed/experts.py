@@ -1,9 +1,10 @@
-"""Reads the experts of DeepSpeed's MoE layers: one file per expert, and optimizer partitions over the expert's ranks.
+"""Reads the experts in DeepSpeed's MoE layers: one file per expert, and optimizer partitions on the ranks that share
+it.
 
-The optimizer files and `param_shapes` number the experts of each rank from 0. The experts' own files, and the names
-returned here, number all experts of a layer (deepspeed/runtime/engine.py: _save_moe_checkpoint). With E expert parallel
-ranks, rank r of the job has the experts of expert rank r % E, or r // (ranks / E) if the job's config sets
-use_data_before_expert_parallelism (deepspeed/utils/groups.py).
+In the optimizer files and `param_shapes`, each rank's experts are numbered from 0. The experts' own files, and the
+names returned here, number a layer's experts across all ranks (deepspeed/runtime/engine.py: _save_moe_checkpoint). With
+E expert parallel ranks, the job's rank r has the experts of expert parallel rank r % E, or of r // (ranks / E) if the
+job's config sets use_data_before_expert_parallelism (deepspeed/utils/groups.py).
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ __all__ = [
 ]
 
 EXPERT_FILE = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
-EXPERT_OPTIMIZER = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")  # without ZeRO
+EXPERT_OPTIMIZER = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")  # for jobs without ZeRO
 _EXPERT = re.compile(r"((?:.*\.)?deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..+)")
 Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """The ranks over which a parameter group is partitioned, in order, and their experts.
+    """The ranks over which a parameter group is partitioned, in order, and the experts that they hold.
 
     Attributes:
-        number: The expert parallel rank; None if the parameters are the same on all ranks.
-        experts: The number of experts per rank, by name prefix of the layer.
+        number: The expert parallel rank, or None if all ranks have the same parameters.
+        experts: The number of experts per rank, by the layer's name prefix.
     """
 
     ranks: Sequence[int]
@@ -49,7 +50,7 @@ class Partition:
     experts: Mapping[str, int] | None = None
 
     def renamed(self, values: Mapping[str, Value]) -> dict[str, Value]:
-        """Return the values under names that number all experts of a layer."""
+        """Rename the values from a rank's expert numbers to numbers across all ranks."""
         return {self._name(name): value for name, value in values.items()}
 
     def _name(self, name: str) -> str:
@@ -65,7 +66,7 @@ def is_expert(name: str) -> bool:
 
 
 def data_first(model: Mapping[str, Any]) -> bool:
-    """Return whether adjacent ranks have the same experts. `model`: the contents of a model file."""
+    """Return whether adjacent ranks have the same experts. `model` is a model file's contents."""
     config = model.get("ds_config")
     return isinstance(config, dict) and config.get("use_data_before_expert_parallelism") is True
 
@@ -78,14 +79,14 @@ def parts_of(
     data_first: bool,
     counts: Mapping[str, int],
 ) -> list[Partition]:
-    """Return the parts of a parameter group that has `partitions` partitions: one part per rank of expert parallelism.
+    """Divide a parameter group that has `partitions` partitions into parts, one per expert parallel rank.
 
     Args:
-        counts: The number of experts of each layer, from `counted`.
+        counts: The number of experts in each layer, from `counted`.
 
     Raises:
-        UnsupportedFormatError: The group has fewer partitions than ranks, and its parameters are not experts.
-        CorruptCheckpointError: The number of experts is not a multiple of the number of ranks.
+        UnsupportedFormatError: The group has fewer partitions than there are ranks, and its parameters are not experts.
+        CorruptCheckpointError: The number of experts is not a multiple of the number of expert parallel ranks.
     """
     if partitions == world_size:
         return [Partition(range(world_size))]
@@ -112,7 +113,8 @@ def parts_of(
 
 
 def counted(experts: Iterable[str]) -> dict[str, int]:
-    """Return the number of experts of each layer, by name prefix. `experts`: names of the experts' weights."""
+    """Return the number of experts in each layer, by the layer's name prefix. `experts` are the experts' weight
+    names."""
     found: dict[str, int] = {}
     for name in experts:
         match = _EXPERT.fullmatch(name)
@@ -122,13 +124,13 @@ def counted(experts: Iterable[str]) -> dict[str, int]:
 
 
 def group_order(first: Mapping[str, Any], other: Mapping[str, Any], *, file: str) -> list[int]:
-    """Return, for each parameter group of rank 0, its index on another rank.
+    """Return, for each of rank 0's parameter groups, its index on another rank.
 
-    DeepSpeed creates the groups of experts from a set, so their order differs between processes
-    (deepspeed/moe/utils.py). Groups are matched by name; groups with equal names have the same order on all ranks.
+    DeepSpeed creates the groups of experts from a set, so different processes have them in a different order
+    (deepspeed/moe/utils.py). Groups are matched by name. Groups with the same name have the same order on all ranks.
 
     Args:
-        first, other: The optimizer's state in the files of rank 0 and of the other rank.
+        first, other: The optimizer's state from rank 0's file and from the other rank's.
     """
     there: dict[tuple[Any, Any], list[int]] = {}
     for index, key in enumerate(_group_keys(other)):
@@ -140,7 +142,7 @@ def group_order(first: Mapping[str, Any], other: Mapping[str, Any], *, file: str
 
 
 def _group_keys(inner: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    """Return the name and the number of partitions of each group of a rank."""
+    """Return the name and the number of partitions of each parameter group on a rank."""
     counts = inner.get("partition_count")
     counts = counts if isinstance(counts, list) else []
     base = inner.get("base_optimizer_state")
@@ -152,11 +154,11 @@ def _group_keys(inner: Mapping[str, Any]) -> list[tuple[Any, Any]]:
 
 
 def read_experts(store: Store, files: Sequence[str], model: Mapping[str, Any]) -> dict[str, Joined]:
-    """Return the weights in the experts' files. `model`: the contents of the model file.
+    """Return the weights in the experts' files. `model` is the model file's contents.
 
     Raises:
         IncompleteCheckpointError: An expert's file is missing. The message names it.
-        CorruptCheckpointError: A file holds another expert's weights.
+        CorruptCheckpointError: A file holds a different expert's weights.
     """
     found = {(int(match[1] or -1), int(match[2])): match[0] for file in files if (match := EXPERT_FILE.fullmatch(file))}
     names = _complete(found, model)
@@ -177,7 +179,7 @@ def read_experts(store: Store, files: Sequence[str], model: Mapping[str, Any]) -
 
 
 def _complete(found: Mapping[tuple[int, int], str], model: Mapping[str, Any]) -> dict[tuple[int, int], str]:
-    """Check that no expert's file is missing, and return the files by layer and expert, in order."""
+    """Check that no expert's file is missing. Return the files by (layer, expert), in order."""
     counts = model.get("num_experts")
     layers = sorted({layer for layer, _ in found})
     if isinstance(counts, list) and layers != [-1]:

@@ -1,4 +1,4 @@
-"""Reads the two kinds of DeepSpeed files into typed values: model states and optimizer states."""
+"""Reads DeepSpeed's two kinds of files, model states and optimizer states, into typed values."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _OURS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class ModelStates:
-    """The contents of the model files.
+    """The model files' contents.
 
     Attributes:
-        values: The files' contents: one per rank with ZeRO-3, otherwise one.
-        file: The name of the first file.
-        param_shapes: For each parameter group, name -> shape in the order of the flat layout.
-        shared: Tied name -> the name under which it is stored.
-        frozen: Name -> shape of frozen parameters.
+        values: Each file's contents. There is one file per rank with ZeRO-3, otherwise a single one.
+        file: The first file's name.
+        param_shapes: For each parameter group, name -> shape in flat order.
+        shared: A tied weight's name -> the name under which it is stored.
+        frozen: A frozen parameter's name -> its shape.
     """
 
     values: Sequence[Mapping[str, Any]]
@@ -85,12 +85,12 @@ class ModelStates:
         }
 
     def whole(self, *, elsewhere: frozenset[str]) -> dict[str, Joined]:
-        """Return the tensors of `module` that are stored in full: buffers, frozen parameters, and others.
+        """Return the tensors in `module` that are stored in full: buffers, frozen parameters, and others.
 
         With ZeRO-3, `module` has empty placeholders for the partitioned parameters.
 
         Args:
-            elsewhere: Names to omit, because other files have them.
+            elsewhere: Names to omit because other files have these tensors.
         """
         module = self.values[0]["module"]
         skip = elsewhere | self.shared.keys() | (self.frozen.keys() if self.stage3 else frozenset())
@@ -107,15 +107,15 @@ class ModelStates:
 
 @dataclass(frozen=True, slots=True)
 class OptimStates:
-    """The contents of the optimizer files, in rank order.
+    """The optimizer files' contents, in rank order.
 
     Attributes:
-        weights: The flat fp32 tensors of each rank, one per group.
-        states: The base optimizer's states of each rank, one dict per group.
-        param_groups: Settings of the base optimizer's groups.
+        weights: Each rank's flat fp32 tensors, one per group.
+        states: Each rank's base optimizer states, one dict per group.
+        param_groups: The settings of the base optimizer's groups.
         paddings: Alignment padding after each parameter, by group; [] if not recorded.
         fragments: For each rank, by group: name -> (numel, start); [] if not recorded.
-        partitions: Number of partitions of each group. Groups of experts have fewer partitions than there are ranks.
+        partitions: Each group's number of partitions. Groups of experts have fewer partitions than there are ranks.
     """
 
     world_size: int
@@ -131,7 +131,7 @@ class OptimStates:
 def read_model_states(
     store: Store, files: Sequence[str], pattern: re.Pattern[str], *, without_module: bool = False
 ) -> ModelStates:
-    """Read the model files at the root. `without_module`: the weights are in other files."""
+    """Read the model files at the root. Pass `without_module` if the weights are in other files."""
     matches = [match for name in files if (match := pattern.fullmatch(name))]
     stage3 = all(match[1] is not None for match in matches)
     names = sorted((match[0] for match in matches if stage3 or match[1] is None), key=_numbers)
@@ -165,7 +165,7 @@ def read_model_states(
 def read_optim_states(
     store: Store, files: Sequence[str], pattern: re.Pattern[str], models: ModelStates
 ) -> OptimStates | None:
-    """Read the optimizer files at the root; return None if there are none."""
+    """Read the optimizer files at the root, or return None if there are none."""
     matches = sorted((m for name in files if (m := pattern.fullmatch(name))), key=lambda m: int(m[2]))
     if not matches:
         return None
@@ -183,7 +183,7 @@ def read_optim_states(
     groups = base[0].get("param_groups") if isinstance(base[0], dict) else None
     states = [_states(state) for state in base]
     fragments = [[_fragments(group) for group in value.get("param_slice_mappings") or []] for value in inner]
-    if len(set(partitions)) > 1:  # with experts, the order of the groups may differ between ranks
+    if len(set(partitions)) > 1:  # with experts, the groups' order may differ between ranks
         for rank, value in enumerate(inner):
             order = group_order(inner[0], value, file=matches[rank][0])
             weights[rank] = _in_order(weights[rank], order)
@@ -235,7 +235,7 @@ def _optimizer_dict(value: Any, file: str) -> Mapping[str, Any]:
 
 
 def _partitions(inner: Mapping[str, Any], files: int, file: str) -> list[int]:
-    """Return the number of partitions of each group. For groups without experts, it is the number of ranks."""
+    """Return each group's number of partitions. For a group without experts, it is the number of ranks."""
     recorded = inner.get("partition_count", files)
     counts = recorded if isinstance(recorded, list) and recorded else [recorded or files]
     for count in counts:
@@ -272,7 +272,7 @@ def _flat_list(value: Any, file: str, key: str) -> list[StoredTensor]:
 def _states(base: Any) -> list[Mapping[str, Any]]:
     """Return one dict of states per group.
 
-    The file has a list (elastic checkpoints), or a dict by the index of the group's flat parameter.
+    The file has either a list (elastic checkpoints), or a dict keyed by the index of each group's flat parameter.
     """
     if isinstance(base, list):
         return [state if isinstance(state, dict) else {} for state in base]
@@ -286,7 +286,7 @@ def _states(base: Any) -> list[Mapping[str, Any]]:
 def _fragments(group: Any) -> dict[str, tuple[int, int]]:
     found = {}
     for name, address in dict(group).items():
-        # fragment_address is a dataclass (numel, start), pickled by position or by field.
+        # fragment_address is a dataclass (numel, start), pickled with positional values or with fields.
         numbers = address.args if isinstance(address, Record) and address.args else address
         if isinstance(address, Record) and address.fields:
             numbers = (address.fields.get("numel"), address.fields.get("start"))

@@ -1,4 +1,4 @@
-"""Reads the flat groups of DeepSpeed's optimizer files: their parameters, moments and settings."""
+"""Reads the flat groups in DeepSpeed's optimizer files: their parameters, moments and settings."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Groups: TypeAlias = Sequence[Zero12Group | Zero3Group]
 
 
 def groups_of(models: ModelStates, optims: OptimStates | None, experts: Iterable[str] = ()) -> Sequence[Groups]:
-    """Return the flat groups of each parameter group: one flat group, or for experts one per rank of expert
-    parallelism.
+    """Return each parameter group's flat groups. There is one per parameter group, or, for experts, one per expert
+    parallel rank.
 
     Args:
         experts: The names of the weights in the experts' files.
@@ -93,17 +93,17 @@ def _zero3(models: ModelStates, optims: OptimStates) -> Zero3Group:
 def check_layout(
     store: Store, groups: Groups, masters: Mapping[str, Joined], copies: Callable[[], Mapping[str, Joined]]
 ) -> None:
-    """Compare parameters whose position is in doubt with their low-precision copies.
+    """Compare the parameters whose position in the flat group is in doubt with their low-precision copies.
 
-    A position is in doubt if the recorded positions of its group differ from those computed from the shapes. One
-    parameter per partition of experts is compared too, because no file records which experts a rank has. Reads a few
-    kilobytes per parameter.
+    A position is in doubt if the positions recorded for its group differ from those computed from the shapes. One
+    parameter per partition of experts is compared as well, because no file records which experts a rank has. Reads a
+    few kilobytes per parameter.
 
     Args:
-        copies: Returns the low-precision weights by name. Called only if a parameter must be compared.
+        copies: Returns the low-precision weights by name. Called only if there is a parameter to compare.
 
     Raises:
-        CorruptCheckpointError: A copy does not equal the cast master.
+        CorruptCheckpointError: A copy differs from the cast master.
     """
     asked: list[str] = []
     for group in groups:
@@ -123,7 +123,7 @@ def check_layout(
 
 
 def check_experts(experts: Mapping[str, Joined], masters: Mapping[str, Joined]) -> None:
-    """Check that each expert's master has a weight with the same shape in the experts' files."""
+    """Check that for each expert's master, the experts' files have a weight with the same shape."""
     for name, master in masters.items():
         if is_expert(name) and (name not in experts or experts[name].shape != master.shape):
             shape = f"has shape {list(experts[name].shape)}" if name in experts else "is missing"
@@ -136,10 +136,10 @@ def check_experts(experts: Mapping[str, Joined], masters: Mapping[str, Joined]) 
 def add_moments(
     optimizer: OptimizerState, group: Zero12Group | Zero3Group, names: Mapping[str, str] | None = None
 ) -> None:
-    """Add the moments and steps of a group's parameters.
+    """Add the moments and steps of a group's parameters to the optimizer.
 
     Args:
-        names: Old name -> new name; others are omitted. None keeps all names.
+        names: Old name -> new name. Parameters that are not listed are omitted. None keeps all names.
     """
     names = {name: name for name in group.params} if names is None else names
     for state in group.vectors:
@@ -157,6 +157,6 @@ def add_moments(
 
 
 def settings(params: Sequence[Iterable[str]], optims: OptimStates) -> dict[str, ObjectEntry]:
-    """Return the settings of the parameter groups. Their "params" are the given names."""
+    """Return the parameter groups' settings, with the given names as their "params"."""
     groups = [{**given, "params": list(names)} for given, names in zip(optims.param_groups, params, strict=False)]
     return group_objects(groups, {})

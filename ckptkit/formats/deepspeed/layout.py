@@ -1,8 +1,8 @@
 """Finds parameters in ZeRO's flat groups, which are split over the ranks.
 
-ZeRO-1/2 concatenate the parameters of a group and split the vector over the ranks (the last part may lack its padding).
-ZeRO-3 splits each parameter into ceil(numel / ranks) elements per rank and concatenates each rank's parts
-(deepspeed/utils/zero_to_fp32.py).
+ZeRO-1/2 concatenate a group's parameters and split the resulting vector over the ranks (the last rank's part may lack
+its padding). ZeRO-3 splits each parameter into ceil(numel / ranks) elements per rank, and each rank concatenates its
+parts (deepspeed/utils/zero_to_fp32.py).
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Shape: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Zero12Group:
-    """One parameter group of ZeRO-1/2.
+    """One ZeRO-1/2 parameter group.
 
     Attributes:
-        params: Names and shapes in the order of the layout.
+        params: Names and shapes, in flat order.
         vectors: State -> the group's flat vector; "" is the fp32 weights.
-        scalars: States that are not flat, such as the step.
-        paddings: Padding elements after each parameter.
+        scalars: States that are not flat vectors, such as the step.
+        paddings: The number of padding elements after each parameter.
         fragments: For each rank, the parameters that it recorded: name -> (numel, start in its partition).
-        slack: Maximum number of padding elements after the last parameter.
+        slack: The most padding elements that may follow the last parameter.
     """
 
     params: Mapping[str, Shape]
@@ -44,7 +44,7 @@ class Zero12Group:
     slack: int
 
     def cut(self, state: str) -> Iterator[tuple[str, Joined]]:
-        """Yield each parameter's name and its part of the vector of `state`."""
+        """Yield each parameter's name and its part of the vector for `state`."""
         vector = self.vectors[state]
         position = 0
         for (name, shape), padding in zip(self.params.items(), self.paddings, strict=True):
@@ -61,11 +61,11 @@ class Zero12Group:
             )
 
     def agrees(self) -> bool:
-        """Return whether the positions recorded by the ranks (newer versions only) equal those computed from the
+        """Return whether the positions that the ranks recorded (newer versions only) equal those computed from the
         shapes.
 
-        A difference alone proves nothing: with round_robin_gradients, DeepSpeed records wrong positions, because
-        link_hp_params gets the parameters in another order than the flat group has.
+        A difference alone proves nothing. With round_robin_gradients, DeepSpeed records wrong positions, because
+        link_hp_params gets the parameters in a different order from the flat group's.
         """
         position = 0
         for (name, shape), padding in zip(self.params.items(), self.paddings, strict=True):
@@ -82,10 +82,11 @@ class Zero12Group:
 
 @dataclass(frozen=True, slots=True)
 class Zero3Group:
-    """All parameters of ZeRO-3, as one vector per rank, because ZeRO-3's subgroups may split a parameter.
+    """All of a ZeRO-3 job's parameters, as one vector per rank. ZeRO-3's subgroups are joined because one parameter may
+    span several of them.
 
     Attributes:
-        vectors: State -> the flat vector of each rank.
+        vectors: State -> each rank's flat vector.
     """
 
     params: Mapping[str, Shape]
@@ -93,7 +94,7 @@ class Zero3Group:
     scalars: Mapping[str, Any] = field(default_factory=dict)
 
     def cut(self, state: str) -> Iterator[tuple[str, Joined]]:
-        """Yield each parameter's name and its parts of the vectors of `state`."""
+        """Yield each parameter's name and its parts of the ranks' vectors for `state`."""
         vectors = self.vectors[state]
         position = 0
         for name, shape in self.params.items():
@@ -129,6 +130,6 @@ def _rank_part(
 
 
 def flat_states(states: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the names of the states that are 1-D tensors in all of `states`: moments, not steps."""
+    """Return the names of states that are 1-D tensors in every one of `states` (moments, but not steps)."""
     names = list(states[0]) if states else []
     return [n for n in names if all(isinstance(s.get(n), StoredTensor) and len(s[n].shape) == 1 for s in states)]

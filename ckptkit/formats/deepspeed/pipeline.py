@@ -1,8 +1,8 @@
-"""Reads DeepSpeed pipelines: one file per layer, and for each stage a model file and the optimizer's partitions.
+"""Reads DeepSpeed pipelines: one file per layer and, for each stage, a model file and the optimizer's partitions.
 
-Names follow PipelineModule: the layer's number, then the name in the layer. A module may be shared by several layers.
-The optimizer of each stage names its parameters `tied_modules.<key>.<name>`, and the file of each of these layers
-contains them, too (deepspeed/runtime/pipe/module.py).
+Names are PipelineModule's: the layer's number, then the name within the layer. Several layers may share a module. Each
+stage's optimizer names the module's parameters `tied_modules.<key>.<name>`, and the file of each layer that shares the
+module contains them as well (deepspeed/runtime/pipe/module.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _FILE = "mp_rank_{rank:02d}_model_states.pt"
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """The contents of one stage's files. `masters` are listed by the names in the files."""
+    """The contents of one stage's files. `masters` has the names that the files use."""
 
     models: ModelStates
     optims: OptimStates | None
@@ -46,7 +46,7 @@ class _Stage:
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Read the checkpoint of one tag at the store's root: any number of stages, without tensor parallelism.
+    """Read one tag's checkpoint at the store's root. It may have any number of stages, but no tensor parallelism.
 
     Raises:
         IncompleteCheckpointError: A file is missing. The message names it.
@@ -89,7 +89,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 
 
 def _layers(store: Store, files: Sequence[str]) -> dict[str, Joined]:
-    """Return the tensors of all layers, in layer order, in the job's compute dtype."""
+    """Return all layers' tensors, in layer order, in the job's compute dtype."""
     found: dict[int, str] = {}
     for match in filter(None, map(LAYER_FILE.fullmatch, files)):
         if int(match[2] or 0) > 0:
@@ -134,7 +134,7 @@ def _stage(store: Store, files: Sequence[str], number: int, layers: Mapping[str,
 
 
 def _check_layers(stages: Sequence[_Stage], layers: Mapping[str, Joined]) -> None:
-    """Check that each trained parameter is in the file of its layer, with the same shape."""
+    """Check that each trained parameter is in its layer's file, with the same shape."""
     for stage in stages:
         for name, master in stage.masters.items():
             if _TIED.fullmatch(name):
@@ -152,8 +152,8 @@ def _check_layers(stages: Sequence[_Stage], layers: Mapping[str, Joined]) -> Non
 def _ties(store: Store, stages: Sequence[_Stage], layers: Mapping[str, Joined]) -> dict[str, list[str]]:
     """Return, for each parameter of a shared module, its names in the layers that share the module.
 
-    These layers have no parameters of their own. If there are several shared modules, shapes and values show which one
-    a layer uses.
+    Such layers have no parameters of their own. If there are several shared modules, shapes and values tell which of
+    them a layer uses.
     """
     names = {name for stage in stages for name in stage.masters}
     own = {name.partition(".")[0] for name in names if not _TIED.fullmatch(name)}
@@ -184,7 +184,7 @@ def _is_layer(sampler: MasterSampler, layers: Mapping[str, Joined], layer: str, 
 
 
 def _add_settings(optimizer: OptimizerState, stages: Sequence[_Stage], ties: Mapping[str, Sequence[str]]) -> None:
-    """Add the settings of the groups, with the parameters of all stages."""
+    """Add the groups' settings, with all stages' parameters."""
     plain = [stage.models.file for stage in stages if stage.models.values[0].get("optimizer") is not None]
     if plain:
         optimizer.notes.append(f"the optimizer in {plain[0]} was not read: it is from a pipeline without ZeRO.")

@@ -1,4 +1,4 @@
-"""Reads the Hugging Face Trainer's DeepSpeed checkpoints: config at the root, the rest in `global_step<N>/`."""
+"""Reads the Hugging Face Trainer's DeepSpeed checkpoints: the config is at the root, the rest in `global_step<N>/`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _OBJECTS = {"trainer_state": "trainer_state.json", "scheduler": "scheduler.pt", 
 
 
 def is_trainer_directory(files: Sequence[str], directories: Sequence[str]) -> bool:
-    """Return whether these names are one checkpoint of the Trainer, instead of a run with several tags."""
+    """Return whether these names are those of one Trainer checkpoint, rather than of a run with several tags."""
     return "trainer_state.json" in files and any(name.startswith("global_step") for name in directories)
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Read the newest `global_step<N>/`, with the side files of the root."""
-    from ckptkit.formats.deepspeed import zero  # lazy: `is_trainer_directory` is called for every directory
+    """Read the newest `global_step<N>/`, with the side files at the root."""
+    from ckptkit.formats.deepspeed import zero  # lazy, because `is_trainer_directory` is called for every directory
     from ckptkit.formats.hf.side_files import find_side_files, read_json
     from ckptkit.formats.trainers.merge import file_objects, merged, open_part
 

@@ -1,6 +1,6 @@
-"""Reads DeepSpeed's universal checkpoints: `zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt`, full tensors.
+"""Reads DeepSpeed's universal checkpoints: `zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt`, with full tensors.
 
-The converted job's model states are next to `zero/` (deepspeed/checkpoint/ds_to_universal.py).
+The converted job's model states are stored beside `zero/` (deepspeed/checkpoint/ds_to_universal.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _WEIGHT = "fp32"
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Read the universal checkpoint at the store's root, without tensor bytes.
+    """Read the universal checkpoint at the store's root, but no tensor bytes.
 
     Raises:
         IncompleteCheckpointError: A parameter has no weights.
@@ -70,7 +70,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 
 
 def _parameters(store: Store, files: dict[str, int]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each parameter with the contents of its files. Adds the files' sizes to `files`."""
+    """Yield each parameter with its files' contents. Adds the files' sizes to `files`."""
     for item in store.list(_ROOT):
         if item.kind != "directory":
             continue
@@ -91,7 +91,7 @@ def _joined(value: Any, shape: Shape | None, file: str, state: str) -> Joined:
     if not isinstance(tensor, StoredTensor):
         raise CorruptCheckpointError(f"{file} contains no tensor.")
     if state != "step" and shape is not None and tensor.shape != shape:
-        # ZeRO-3's tensors are flat, perhaps with the padding of the last rank.
+        # ZeRO-3's tensors are flat, and may include the last ranks' padding.
         if len(tensor.shape) != 1 or tensor.numel < math.prod(shape):
             raise CorruptCheckpointError(
                 f"{file} has shape {list(tensor.shape)}, but the model file says {list(shape)}."

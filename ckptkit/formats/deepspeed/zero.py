@@ -1,7 +1,7 @@
-"""Reads DeepSpeed ZeRO-1, 2 and 3: splits each rank's flat fp32 partition into parameters. Needs no DeepSpeed.
+"""Reads DeepSpeed ZeRO-1, 2 and 3: splits each rank's flat fp32 partition into parameters. Does not need DeepSpeed.
 
-The weights of the catalog are the fp32 masters, as in DeepSpeed's own exporter. They are listed both as MODEL and as
-MASTER. The low-precision copies in the model file equal the cast masters and are not listed.
+As in DeepSpeed's own exporter, the catalog's weights are the fp32 masters. They are listed both as MODEL and as MASTER.
+The low-precision copies in the model file equal the cast masters, and are not listed.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ __all__ = [
     "read_plain_optimizer",
 ]
 
-# Without ZeRO, DeepSpeed stores the optimizer in the model file: torch's state, and fp32 masters. The masters are full
-# tensors in the order of the parameter groups (deepspeed/runtime/fp16/unfused_optimizer.py).
+# Without ZeRO, DeepSpeed stores the optimizer in the model file: torch's optimizer state, and fp32 masters. The masters
+# are full tensors in parameter group order (deepspeed/runtime/fp16/unfused_optimizer.py).
 
 
 Masters = dict[str, Joined]
@@ -54,10 +54,10 @@ def read_plain_optimizer(
 ) -> tuple[OptimizerState, Masters]:
     """Return the optimizer in the model file, and its fp32 masters by parameter.
 
-    Adds a note about state that cannot be read, such as the concatenated state of a fused optimizer.
+    Adds a note about state that can't be read, such as a fused optimizer's concatenated state.
 
     Args:
-        model: The contents of the model file.
+        model: The model file's contents.
         weights: The model's tensors by name.
     """
     given = model.get("optimizer")
@@ -100,7 +100,7 @@ def _assigned(
     weights: Mapping[str, TensorEntry],
     file: str,
 ) -> list[list[str]] | None:
-    """Return the parameter of each master, or None if names, shapes and the weights' values do not prove it."""
+    """Return each master's parameter name, or None if names, shapes and the weights' values do not prove it."""
     if [len(group["params"]) for group in settings] != [len(group) for group in groups]:
         return None
     shapes = [[tensor.shape for tensor in group] for group in groups]
@@ -116,10 +116,10 @@ OPTIM_FILE = re.compile(r"((?:bf16_|fp16_)?)zero_pp_rank_(\d+)_mp_rank_(\d+)_opt
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Read the DeepSpeed checkpoint of one tag at the store's root, without tensor bytes.
+    """Read one tag's DeepSpeed checkpoint at the store's root, but no tensor bytes.
 
     Raises:
-        IncompleteCheckpointError: The file of a rank is missing. The message names it.
+        IncompleteCheckpointError: A rank's file is missing. The message names it.
         UnsupportedFormatError: The checkpoint was written with tensor parallelism.
         CorruptCheckpointError: The files contradict each other.
     """
@@ -170,7 +170,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 
 
 def _missing(models: ModelStates, has_optimizer: bool) -> list[str]:
-    """Return messages about files that are missing according to the job's settings."""
+    """Return messages about files that should exist according to the job's settings, but are missing."""
     config = models.values[0].get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, dict) else None
     stage = zero.get("stage") if isinstance(zero, dict) else None
@@ -206,7 +206,7 @@ def _experts(store: Store, files: Sequence[str], models: ModelStates) -> dict[st
 def _add_plain(
     store: Store, files: Sequence[str], models: ModelStates, weights: Mapping[str, Joined], optimizer: OptimizerState
 ) -> dict[str, Joined]:
-    """Add the optimizer of a job without ZeRO; return its masters."""
+    """For a job without ZeRO, add the optimizer, and return its masters."""
     experts = [name for name in files if EXPERT_OPTIMIZER.fullmatch(name)]
     if experts:
         optimizer.notes.append(
@@ -222,7 +222,7 @@ def _add_plain(
 
 
 def frozen_weights(models: ModelStates) -> dict[str, Joined]:
-    """Return the frozen parameters. ZeRO-3 stores a part of each in every rank's model file."""
+    """Return the frozen parameters. With ZeRO-3, every rank's model file has a part of each."""
     if not models.stage3:
         return {}
     found = {}
@@ -254,7 +254,7 @@ def weight_entries(
     """Return MODEL entries for all weights, and MASTER entries for the fp32 masters.
 
     Args:
-        shared: Tied name -> the name under which it is stored.
+        shared: A tied weight's name -> the name under which it is stored.
     """
     found = {name: joined.entry(name, Role.MODEL, fqn=name) for name, joined in weights.items()}
     for alias, kept in shared.items():

@@ -1,1 +1,1 @@
-"""Reads Hugging Face files: safetensors, config and tokenizer."""
+"""Reads Hugging Face files: safetensors, configs and tokenizers."""

@@ -1,7 +1,7 @@
-"""Reads safetensors shards of torch's DCP: `shard-R-model-i-of-n`, one set of files per rank, no `.metadata`.
+"""Reads the safetensors shards that torch's DCP writes: `shard-R-model-i-of-n`, one set per rank, without `.metadata`.
 
-Each header has the tensors' offsets in `DCP_SHARDING_INFO`. The full shape is not recorded; it is computed as the
-largest end of any shard (torch/distributed/checkpoint/_consolidate_hf_safetensors.py).
+Each header has the tensors' offsets in `DCP_SHARDING_INFO`. The full shape is not recorded: it is the largest end of
+any shard (torch/distributed/checkpoint/_consolidate_hf_safetensors.py).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _VOCABULARY = ("embed_tokens.weight", "word_embeddings.weight", "wte.weight", "t
 
 
 def open_shards(store: Store, names: Sequence[str]) -> Catalog:
-    """Return the catalog of the shards `names`, all at the store's root.
+    """Return the catalog of the shards `names`, which are all at the store's root.
 
     Raises:
-        IncompleteCheckpointError: Parts of a tensor, or the shards of a rank, are missing.
+        IncompleteCheckpointError: Parts of a tensor, or a rank's shards, are missing.
         CorruptCheckpointError: Shards come from two saves, or contradict each other.
     """
     ranks = _ranks(names)
@@ -67,7 +67,7 @@ def open_shards(store: Store, names: Sequence[str]) -> Catalog:
 
 
 def saved_offsets(header: SafetensorsHeader, path: str) -> dict[str, tuple[int, ...]]:
-    """Return, for each tensor of a shard, its offsets in the full tensor, from the header."""
+    """Return, from a shard's header, each tensor's offsets in the full tensor."""
     text = header.metadata.get(_KEY)
     if text is None:
         return {}
@@ -92,7 +92,7 @@ def _offsets(name: str, value: Any, ndim: int, path: str) -> tuple[int, ...]:
 
 
 def _ranks(names: Sequence[str]) -> dict[str, int]:
-    """Return the rank that wrote each file, from 0. File names count ranks from 1 (torch, transformers)."""
+    """Return the rank that wrote each file, counted from 0. The file names (torch, transformers) count from 1."""
     found: dict[str, int] = {}
     totals: set[str] = set()
     for name in names:
@@ -136,9 +136,9 @@ def _check_coverage(entries: Mapping[str, TensorEntry], ranks: Mapping[str, int]
 
 
 def _check_vocabulary(entries: Mapping[str, TensorEntry], config: Mapping[str, Any], world_size: int) -> bool:
-    """Check the embedding's rows against config.json. Return whether there was an embedding.
+    """Check the embedding's number of rows against config.json. Return whether there was an embedding.
 
-    This is the only way to detect missing shards of the last ranks.
+    Nothing else shows that the last ranks' shards are missing.
     """
     wanted, checked = config.get("vocab_size"), False
     if type(wanted) is not int:

@@ -1,9 +1,9 @@
-"""Parses and strictly validates the header of a safetensors file.
+"""Parses a safetensors file's header, and validates it strictly.
 
-Layout: 8 bytes little-endian header length n, n bytes of JSON, then the data. The rules are those of the
-reference implementation (huggingface/safetensors, tensor.rs): n is at most 100 MB and ends inside the
-file; the JSON is one object without duplicate keys; every tensor's byte range has exactly the length that
-its dtype and shape require; the ranges cover the data completely, without gaps.
+The file consists of the header length n (8 bytes, little-endian), n bytes of JSON, and the data. The rules are those of
+the reference implementation (huggingface/safetensors, tensor.rs): n is at most 100 MB and does not exceed the file; the
+JSON is one object without duplicate keys; every tensor's byte range has exactly the length that its dtype and shape
+require; the ranges cover the data completely, without gaps.
 """
 
 from __future__ import annotations
@@ -46,19 +46,20 @@ __all__ = [
 ]
 
 MAX_HEADER_BYTES = 100_000_000
-_MAX_DIMS = 64  # torch's own limit; keeps the product of a hostile shape small
+_MAX_DIMS = 64  # torch's own limit; it also bounds the product of a hostile shape
 _MAX_EXTENT = 2**63 - 1
-_MOST_NUMEL = 2.0**50  # elements of a tensor; beyond this, 64-bit products overflow
+_MOST_NUMEL = 2.0**50  # most elements that a tensor may have; with more, 64-bit products overflow
 _FIELDS = ("dtype", "shape", "data_offsets")
 _FIRST_READ = 64 << 10
 _HALF = re.compile(r"(?<!\\)(?:\\\\)*\\u[dD][89a-fA-F]")  # a lone surrogate, as repr writes it
 _first, _second = itemgetter(0), itemgetter(1)
-UInt64 = npt.NDArray[np.uint64]  # a header's offsets are below 2^63 in the data, but not necessarily in the file
-_THREADS = 8  # headers are small: on object stores latency dominates
+UInt64 = npt.NDArray[np.uint64]  # offsets are below 2^63 relative to the data, but not necessarily relative to the file
+_THREADS = 8  # headers are small, so latency dominates on object stores
 
 
 class HeaderTensor(NamedTuple):
-    """One tensor of a header: torch's dtype name, the shape, and its bytes [start, start + nbytes) in the file."""
+    """One tensor in a header: torch's dtype name, the shape, and the tensor's bytes [start, start + nbytes) in the
+    file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -67,11 +68,12 @@ class HeaderTensor(NamedTuple):
 
 
 class HeaderTensors(Mapping[str, HeaderTensor]):
-    """The tensors of a header by name, as columns. A header may have 300,000 tensors, and a command needs few of them.
+    """A header's tensors by name, stored as columns. A header may have 300,000 tensors, of which a command needs only a
+    few.
 
     Attributes:
-        dtypes, shapes: By row; torch's dtype names.
-        starts, nbytes: [n] bytes, counted from the start of the file.
+        dtypes, shapes: By row. The dtypes are torch's names.
+        starts, nbytes: [n] byte ranges, counted from the start of the file.
     """
 
     __slots__ = ("_rows", "dtypes", "nbytes", "shapes", "starts")
@@ -93,7 +95,7 @@ class HeaderTensors(Mapping[str, HeaderTensor]):
         return HeaderTensor(self.dtypes[row], tuple(self.shapes[row]), self.starts.item(row), self.nbytes.item(row))
 
     def columns(self) -> Iterator[tuple[str, str, tuple[int, ...], int, int]]:
-        """Yield (name, dtype, shape, start, bytes) of all tensors, in the order of the header."""
+        """Yield (name, dtype, shape, start, bytes) for each tensor, in header order."""
         shapes = map(tuple, self.shapes)
         return zip(self._rows, self.dtypes, shapes, self.starts.tolist(), self.nbytes.tolist(), strict=True)
 
@@ -112,9 +114,9 @@ class SafetensorsHeader:
     """A parsed header.
 
     Attributes:
-        tensors: By name; byte ranges count from the start of the file.
+        tensors: By name. Byte ranges are counted from the start of the file.
         metadata: The `__metadata__` strings.
-        nbytes: Size of the file (or of the blob in it).
+        nbytes: Size of the file (or of the safetensors blob in it).
     """
 
     tensors: HeaderTensors
@@ -126,12 +128,12 @@ def read_header(store: Store, path: str, *, start: int = 0, nbytes: int | None =
     """Read and check the header of `path`. Reads no tensor bytes.
 
     Args:
-        start: Offset of the safetensors blob in the file.
-        nbytes: Length of the blob; by default it ends with the file.
+        start: Where the safetensors blob starts in the file.
+        nbytes: The blob's length. By default, it extends to the end of the file.
 
     Raises:
         IncompleteCheckpointError: The file is shorter than its header says.
-        CorruptCheckpointError: The header breaks a rule of the format.
+        CorruptCheckpointError: The header violates the format.
         UnsupportedFormatError: A dtype is unknown.
     """
     head = store.read(path, start, start + _FIRST_READ)
@@ -153,7 +155,7 @@ def read_header(store: Store, path: str, *, start: int = 0, nbytes: int | None =
 
 
 def read_headers(store: Store, paths: Iterable[str]) -> dict[str, SafetensorsHeader]:
-    """Return the checked headers of these files, in their order."""
+    """Return these files' headers, checked, in the same order."""
     paths = list(paths)
     if len(paths) < 3:
         return {path: read_header(store, path) for path in paths}
@@ -162,10 +164,10 @@ def read_headers(store: Store, paths: Iterable[str]) -> dict[str, SafetensorsHea
 
 
 def parse_header(raw: bytes, path: str, *, start: int = 0) -> SafetensorsHeader:
-    """Parse the JSON bytes `raw` of the header of a blob that begins at byte `start` of the file.
+    """Parse `raw`, the JSON bytes in the header of a blob that begins at byte `start` of the file.
 
     Args:
-        path: For messages.
+        path: File name for error messages.
     """
     if not raw.startswith(b"{"):
         raise CorruptCheckpointError(f"{path} is not a safetensors file: its header does not start with '{{'.")
@@ -190,7 +192,7 @@ def _header_length(raw: bytes, path: str) -> int:
 
 
 def _load_json(raw: bytes, path: str) -> dict[str, Any]:
-    # Nested objects are kept as pairs: a tuple per tensor is cheaper than a dict.
+    # Nested objects are kept as tuples of pairs, because a tuple per tensor is cheaper than a dict.
     pairs = parse(raw, file=f"{path}: the safetensors header", pairs=tuple)
     if b"\\u" in raw and _HALF.search(repr(pairs)):
         raise CorruptCheckpointError(f"{path}: the safetensors header has a lone surrogate, which is not valid UTF-8.")
@@ -217,8 +219,8 @@ def _metadata(value: Any, path: str) -> dict[str, str]:
 
 
 def _columns(members: Mapping[str, Any], data_start: int) -> HeaderTensors | None:
-    """Parse all tensors in a few passes over lists. Return None if anything is unusual; `_tensor` then reports the
-    error."""
+    """Parse all tensors in a few passes over whole lists. Return None if anything is unusual, so that `_tensor` reports
+    it."""
     entries = list(members.values())
     if not _all_of(entries, tuple) or set(map(len, entries)) - {len(_FIELDS)}:
         return None
@@ -260,7 +262,7 @@ def _all_of(values: Iterable[Any], kind: type[Any]) -> bool:
 
 
 def _numbers(lists: Sequence[list[Any]]) -> UInt64 | None:
-    """Return the concatenated lists; None if an item is not a natural number below 2^63."""
+    """Return the lists concatenated, or None if an item is not an integer in [0, 2^63)."""
     values = list(itertools.chain.from_iterable(lists))
     if not _all_of(values, int) or (values and (min(values) < 0 or max(values) > _MAX_EXTENT)):
         return None  # JSON true is a bool
@@ -315,7 +317,7 @@ def _dtype(name: str, value: Any, path: str) -> DType:
 
 
 def _naturals(value: Any, what: str, name: str, path: str) -> tuple[int, ...]:
-    # `type(x) is int` because JSON true is a Python int, too.
+    # `type(x) is int` excludes JSON's true, which is an int to isinstance.
     if isinstance(value, list):
         for x in value:
             if type(x) is not int or not 0 <= x <= _MAX_EXTENT:
@@ -326,7 +328,7 @@ def _naturals(value: Any, what: str, name: str, path: str) -> tuple[int, ...]:
 
 
 def _check_contiguous(tensors: HeaderTensors, data_start: int, path: str) -> int:
-    """Check that the ranges have no gap or overlap; return the end of the last one."""
+    """Check that the byte ranges have no gaps or overlaps, and return where the last one ends."""
     order = np.lexsort((tensors.nbytes, tensors.starts))
     starts, nbytes = tensors.starts[order], tensors.nbytes[order]
     ends = np.concatenate([np.array([data_start], np.uint64), starts + nbytes])
@@ -348,7 +350,7 @@ def _check_end(store: Store, path: str, end: int, expected: int | None) -> None:
         info = store.info(path)
         if info is not None and info.kind == "file":
             expected = info.size
-        else:  # a symlink's size is unknown: read the last byte and the byte after it
+        else:  # a symlink's size is unknown: read the last byte and the one after it
             expected = end - 1 + len(store.read(path, end - 1, end + 1))
     if expected < end:
         raise IncompleteCheckpointError(
@@ -360,7 +362,7 @@ def _check_end(store: Store, path: str, end: int, expected: int | None) -> None:
         )
 
 
-# --- writing headers, and distributing tensors over the shards of a Hugging Face model
+# --- writing headers, and distributing a Hugging Face model's tensors over shards
 
 
 INDEX = "model.safetensors.index.json"
@@ -369,7 +371,7 @@ SINGLE = "model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class TensorToWrite:
-    """One tensor of a file, as its header describes it."""
+    """A tensor to write to a file, as the file's header describes it."""
 
     name: str
     dtype: str
@@ -382,11 +384,11 @@ class TensorToWrite:
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """The layout of a file.
+    """A file's layout.
 
     Attributes:
         header: The bytes before the data: length, JSON, padding to a multiple of 8.
-        starts: Byte offset of each tensor in the file, in the order in which the tensors were given.
+        starts: Each tensor's byte offset in the file, in the order in which the tensors were passed.
         nbytes: Size of the whole file.
     """
 
@@ -396,10 +398,10 @@ class FileLayout:
 
 
 def encode_names(text: str, names: Iterable[str]) -> bytes:
-    """Return the JSON of a header as UTF-8.
+    """Encode a header's JSON `text` as UTF-8.
 
     Raises:
-        UnsupportedFormatError: A name has a lone surrogate, which UTF-8 cannot hold.
+        UnsupportedFormatError: A name has a lone surrogate, which UTF-8 can't represent.
     """
     try:
         return text.encode()
@@ -413,10 +415,10 @@ def encode_names(text: str, names: Iterable[str]) -> bytes:
 def encode_header(
     tensors: Sequence[TensorToWrite], starts: Sequence[int], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """Return the header for tensors that start at these bytes of the data section.
+    """Return the header for tensors that start at these byte offsets in the data.
 
     Raises:
-        UnsupportedFormatError: safetensors does not support a dtype, or a name is not allowed or duplicate.
+        UnsupportedFormatError: safetensors does not support a dtype, or a name is not allowed or occurs twice.
     """
     fields: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
     for tensor, start in zip(tensors, starts, strict=True):
@@ -428,12 +430,12 @@ def encode_header(
         span, shape = [start, start + tensor.nbytes], list(dtype.in_numbers(tensor.shape))
         fields[tensor.name] = {"dtype": dtype.safetensors, "shape": shape, "data_offsets": span}
     text = encode_names(json.dumps(fields, separators=(",", ":"), ensure_ascii=False), fields)
-    text += b" " * (-len(text) % 8)  # the format's own writer also aligns the data to 8 bytes
+    text += b" " * (-len(text) % 8)  # like the reference implementation, aligns the data to 8 bytes
     return len(text).to_bytes(8, "little") + text
 
 
 def lay_out(tensors: Sequence[TensorToWrite], metadata: Mapping[str, str] | None = None) -> FileLayout:
-    """Lay out a file with the widest elements first, so that each tensor is aligned. Otherwise keep the given order."""
+    """Lay out a file, widest elements first so that each tensor is aligned, otherwise in the given order."""
     widths = {name: min(8, dtype_of(name).itemsize) for name in {tensor.dtype for tensor in tensors}}
     order = sorted(range(len(tensors)), key=lambda i: -widths[tensors[i].dtype])
     starts = [0] * len(tensors)
@@ -446,9 +448,10 @@ def lay_out(tensors: Sequence[TensorToWrite], metadata: Mapping[str, str] | None
 
 
 def split_into_shards(nbytes: Sequence[int], max_shard_size: int) -> list[list[int]]:
-    """Return the tensors of each shard, in the given order. A shard is closed before it would become too large.
+    """Return each shard's tensors. Tensors keep their order, and a new shard is started when the next tensor would not
+    fit.
 
-    A tensor larger than a shard gets its own shard.
+    A tensor larger than a shard gets a shard of its own.
     """
     shards: list[list[int]] = [[]]
     size = 0
@@ -469,7 +472,7 @@ def shard_names(count: int) -> list[str]:
 
 
 def encode_index(weight_map: Mapping[str, str], *, total_size: int, total_parameters: int) -> bytes:
-    """Return the text of `model.safetensors.index.json`."""
+    """Return the contents of `model.safetensors.index.json`."""
     metadata = {"total_parameters": total_parameters, "total_size": total_size}
     document = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
     return (json.dumps(document, indent=2, ensure_ascii=False) + "\n").encode()

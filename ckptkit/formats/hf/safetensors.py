@@ -1,6 +1,6 @@
-"""Reads safetensors: one file, a Hugging Face directory, or the shards that torch's DCP writes.
+"""Reads safetensors: a single file, a Hugging Face directory, or the shards that torch's DCP writes.
 
-Reads only headers, the index and config.json, never tensor bytes.
+Reads only the headers, the index and config.json, never tensor bytes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def open_file(store: Store, path: str) -> Catalog:
 
 
 class _LazyTensors(WholeTensors):
-    """The tensors of some files; entries are created on demand and cached."""
+    """The tensors in some files. Entries are created on demand, then cached."""
 
     def __init__(self, headers: Mapping[str, SafetensorsHeader]) -> None:
         self._headers = headers
@@ -102,7 +102,7 @@ class _LazyTensors(WholeTensors):
         return self._all().items()
 
     def _all(self) -> dict[str, TensorEntry]:
-        """Create all entries at once, which is five times as fast as one by one."""
+        """Create all entries at once, which is five times faster than one by one."""
         if len(self._made) < len(self._paths):
             columns = (((path,), header.tensors.columns()) for path, header in self._headers.items())
             made = {row[0]: _entry(paths, *row) for paths, rows in columns for row in rows}
@@ -135,7 +135,7 @@ def _info(
 
 
 def _modules(store: Store) -> tuple[str, ...]:
-    """Return a note about sentence-transformers modules with separate weights. Those weights are not part of the
+    """Return a note about sentence-transformers modules whose weights are in separate files, and not part of the
     model."""
     modules = read_json(store, "modules.json")
     places = [item.get("path") for item in modules if isinstance(item, dict)] if isinstance(modules, list) else []
@@ -149,11 +149,11 @@ def _modules(store: Store) -> tuple[str, ...]:
     )
 
 
-# --- which files make up the checkpoint
+# --- choosing the files that make up the checkpoint
 
 
 def _choose(store: Store, names: list[str]) -> tuple[dict[str, SafetensorsHeader], tuple[str, ...]]:
-    """Return the headers of the checkpoint's files, and notes. Files are preferred in the same order as by
+    """Return the headers of the checkpoint's files, and notes. The order of preference among files is that of
     transformers."""
     indices = [name for name in names if name.endswith(_INDEX)]
     tensors = [name for name in names if name.endswith(".safetensors")]
@@ -196,7 +196,7 @@ def _unused(names: list[str], used: list[str]) -> tuple[str, ...]:
 
 
 def _indexed(store: Store, index: str, tensors: list[str]) -> dict[str, SafetensorsHeader]:
-    """Return the headers of the shards in the index. Index and shards must match exactly."""
+    """Return the headers of the shards that an index lists. Index and shards must match exactly."""
     weight_map = _weight_map(store, index)
     shards = sorted(set(weight_map.values()))
     missing = [shard for shard in shards if shard not in tensors]

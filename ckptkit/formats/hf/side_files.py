@@ -1,4 +1,4 @@
-"""Selects the additional files of an export: config, tokenizer, chat template, licence."""
+"""Selects the files that accompany the weights in an export: config, tokenizer, chat template, licence."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _OPTIMIZER = re.compile(r"optimizer(?:_\d+)?\.(?:pt|bin)")
 _STATE = (".pt", ".pth", ".bin", ".ckpt", ".pkl", "trainer_state.json")
 _NAMED = 16
 _MAX_JSON_BYTES = 32 << 20
-# The weight-related entries of transformers' config, for tied heads and expected shapes.
+# The entries in a transformers config that concern weights: they tell which heads are tied and which shapes to expect.
 _CONFIG_KEYS = (
     "architectures",
     "model_type",
@@ -63,12 +63,12 @@ _CONFIG_KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class SideFiles:
-    """The side files of a checkpoint.
+    """A checkpoint's side files.
 
     Attributes:
-        carried: config.json, tokenizer files and the like, relative to the store.
-        code: Python files of the model's author; listed, never run.
-        config: The contents of config.json; None if it is missing or cannot be read.
+        carried: config.json, tokenizer files and the like. Paths are relative to the store.
+        code: Python files by the model's author. They are listed, but never run.
+        config: The contents of config.json, or None if it is missing or can't be read.
         notes: What could not be read.
     """
 
@@ -89,12 +89,12 @@ class SideFiles:
 
 
 def find_side_files(store: Store, directory: str = "") -> SideFiles:
-    """Return the side files in `directory`; only config.json is read."""
+    """Return the side files in `directory`. Of these, only config.json is read."""
     entries = store.list(directory)
     templates = f"{directory}/additional_chat_templates" if directory else "additional_chat_templates"
     if any(entry.path == templates for entry in entries):
         entries += store.list(templates)
-    # Unsafe names are not copied: they could fail or mislead elsewhere.
+    # Files with unsafe names are not copied, because these names could fail or mislead elsewhere.
     found = [entry.path for entry in entries if entry.kind in ("file", "symlink")]
     files = [path for path in found if is_safe_name(path.rpartition("/")[2])]
     notes = _unsafe(found, files, directory)
@@ -125,12 +125,13 @@ def is_side_file(path: str) -> bool:
 
 
 def is_code(path: str) -> bool:
-    """Return whether a file at a checkpoint's root is Python code of the model's author, judging by its name."""
+    """Return whether a file at a checkpoint's root is Python code by the model's author, judging by its name."""
     return _matches(path, "", _CODE)
 
 
 def unread_state(names: Iterable[str]) -> tuple[str, ...]:
-    """Return notes about unread training state (from the Trainer or accelerate) next to full weights.
+    """Return notes about training state (from the Trainer or accelerate) that is stored beside full weights but is not
+    read.
 
     The optimizer's states are numbered, and no file records the order of the parameters.
     """
@@ -145,7 +146,7 @@ def unread_state(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def read_json(store: Store, path: str) -> Any:
-    """Return the parsed JSON file; None if it is missing, too large or invalid."""
+    """Return a JSON file's parsed contents, or None if it is missing, too large or invalid."""
     try:
         raw = store.read(path, 0, _MAX_JSON_BYTES + 1)
         check_density(raw, file=path)
@@ -155,7 +156,7 @@ def read_json(store: Store, path: str) -> Any:
 
 
 def file_names(entries: Iterable[FileInfo]) -> list[str]:
-    """Return the paths of readable files: regular files, and links that the store may follow."""
+    """Return the paths of readable files: regular files, and symlinks that the store may follow."""
     return [entry.path for entry in entries if entry.kind in ("file", "symlink")]
 
 

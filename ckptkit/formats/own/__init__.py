@@ -1,1 +1,1 @@
-"""ckptkit's own files: the commit record, the manifest, LOCAL shards."""
+"""ckptkit's own file formats: the commit record, the manifest, LOCAL shards."""

@@ -1,7 +1,7 @@
-"""Reads and writes numpy columns and a JSON header as one safetensors block, strictly validated.
+"""Reads and writes numpy columns and a JSON header as one safetensors block, with strict validation.
 
-The layout follows safetensors: eight bytes of header length, a JSON header, and the columns. All columns are
-one-dimensional and of integers, so no pickle or other parser is needed.
+The layout is that of safetensors: the header length in eight bytes, a JSON header, and the columns. All columns are
+one-dimensional arrays of integers, so no pickle or other parser is needed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Columns:
     file: str
 
     def get(self, name: str, dtype: str, count: int | None = None) -> Column:
-        """Return a column after checking its dtype and length. Raises CorruptCheckpointError."""
+        """Return a column, or raise CorruptCheckpointError if its dtype or length is wrong."""
         found = self.arrays.get(name)
         if found is None:
             raise CorruptCheckpointError(f"{self.file}: the column {name!r} is missing.")
@@ -49,7 +49,7 @@ class Columns:
         return found
 
     def field(self, name: str, kind: type[Any]) -> Any:
-        """Return a field of the header after checking its type. Raises CorruptCheckpointError."""
+        """Return a field of the header, or raise CorruptCheckpointError if its type is wrong."""
         value = self.header.get(name)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise CorruptCheckpointError(
@@ -59,7 +59,7 @@ class Columns:
 
 
 def pack(arrays: Mapping[str, Column], header: Mapping[str, Any]) -> bytes:
-    """Pack columns and a JSON header into bytes. Wider columns come first, which aligns all columns."""
+    """Pack columns and a JSON header into bytes. Putting wider columns first aligns all of them."""
     order = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
     fields: dict[str, Any] = {"__metadata__": {_KEY: json.dumps(header, separators=(",", ":"), allow_nan=False)}}
     at, parts = 0, []
@@ -75,7 +75,7 @@ def pack(arrays: Mapping[str, Column], header: Mapping[str, Any]) -> bytes:
 
 
 def unpack(data: bytes | bytearray | memoryview, *, file: str) -> Columns:
-    """Return the columns in `data`, as views of it. `file` names the data in errors.
+    """Return the columns in `data` as views of it. Error messages call the data `file`.
 
     Raises:
         CorruptCheckpointError: `pack` did not write these bytes.
@@ -95,7 +95,7 @@ def unpack(data: bytes | bytearray | memoryview, *, file: str) -> Columns:
 
 
 def fields_of(text: bytes, file: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the description of each column, and the packed header. Raises CorruptCheckpointError."""
+    """Return the columns' descriptions, and the header that was passed to `pack`. Raises CorruptCheckpointError."""
     fields = _json(text, file)
     metadata = fields.pop("__metadata__", None)
     if not isinstance(metadata, dict) or not isinstance(metadata.get(_KEY), str):
@@ -124,14 +124,14 @@ def _column(name: str, spec: Any, body: memoryview, file: str) -> Column:
 
 
 def pack_texts(texts: Sequence[str], name: str) -> dict[str, Column]:
-    """Return the two columns of a table of texts: `name` (concatenated UTF-8) and `name.ends`."""
+    """Return the two columns that store a list of strings: `name` (concatenated UTF-8) and `name.ends`."""
     encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
     ends = np.cumsum(np.fromiter(map(len, encoded), np.int64, len(encoded)), dtype=np.int64)
     return {name: np.frombuffer(b"".join(encoded), np.uint8), f"{name}.ends": ends}
 
 
 def unpack_texts(columns: Columns, name: str) -> list[str]:
-    """Return a table of texts. Raises CorruptCheckpointError."""
+    """Return a list of strings from its two columns. Raises CorruptCheckpointError."""
     data = columns.get(name, "uint8").tobytes()
     ends = columns.get(f"{name}.ends", "int64")
     if (len(ends) and (ends[0] < 0 or (np.diff(ends) < 0).any())) or (int(ends[-1]) if len(ends) else 0) != len(data):

@@ -1,4 +1,4 @@
-"""Parses untrusted JSON: limits its size first, and refuses ambiguous documents, for example with duplicate keys."""
+"""Parses untrusted JSON. Limits its size first, and refuses ambiguous documents, for example with duplicate keys."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from ckptkit.errors import CorruptCheckpointError
 
 __all__ = ["check_density", "parse"]
 
-# A list or object needs 64 bytes of memory, but only two bytes in a file. Real files have at most one per 17 bytes (a
-# safetensors header with very short tensor names).
+# A list or object takes 64 bytes in memory, but may take only two in a file. Real files have at most one per 17 bytes
+# (a safetensors header with very short tensor names).
 _FREE = 1 << 20
 _BYTES_A_CONTAINER = 12
 _BYTES_A_VALUE = 2.5
 
 
 def parse(data: bytes | str, *, file: str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Parse the JSON in `data`: UTF-8, no duplicate keys, no NaN, no numbers beyond a float's range.
+    """Parse the JSON in `data`. It must be UTF-8, without duplicate keys, NaN, or numbers beyond the range of a float.
 
     Args:
-        file: File name for errors.
-        pairs: Builds the value of a JSON object from its pairs. By default, a dict without duplicate keys.
+        file: File name for error messages.
+        pairs: Builds a JSON object's value from its key-value pairs. By default, a dict that refuses duplicate keys.
 
     Raises:
-        CorruptCheckpointError: `data` is not such JSON, or would need far more memory than its size.
+        CorruptCheckpointError: `data` is not such JSON, or would need far more memory than its size suggests.
     """
     raw = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
     check_density(raw, file=file)
@@ -38,7 +38,7 @@ def parse(data: bytes | str, *, file: str, pairs: Callable[[list[tuple[str, Any]
 
 
 def check_density(raw: bytes, *, file: str) -> None:
-    """Raise CorruptCheckpointError if JSON text has more lists, objects or values than any real file of its size."""
+    """Raise CorruptCheckpointError if JSON has more lists, objects or values than any real file of the same size."""
     if b"\0" in raw:  # before decoding: a hole in a sparse file reads as NUL bytes
         raise CorruptCheckpointError(f"{file} is not JSON: it contains NUL bytes. It is truncated or damaged.")
     if len(raw) < _FREE:

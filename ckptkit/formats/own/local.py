@@ -1,10 +1,10 @@
-"""LOCAL: one safetensors file per rank with its local tensors, and their positions in the full tensors.
+"""LOCAL: one safetensors file per rank, with its local tensors and where they belong in the full tensors.
 
     local_<rank, five digits>.safetensors
 
 The header's `__metadata__["ckptkit.local"]` is JSON: `{"version": 1, "rank", "world_size", "meshes", "tensors"}`.
-"meshes" has the form that it has in the manifest (`{"shape", "names", "ranks"}`). "tensors" has for each tensor of the
-file `[key, shape of the whole, offsets, [mesh, placements] or null]`. A part with several boxes (a strided shard) is
+"meshes" looks as in the manifest (`{"shape", "names", "ranks"}`). "tensors" has an item for each tensor in the file:
+`[key, full shape, offsets, [mesh, placements] or null]`. A part that consists of several boxes (a strided shard) is
 stored as one tensor per box, named `<key>#<box>`.
 """
 
@@ -32,20 +32,20 @@ __all__ = ["METADATA_KEY", "LocalTensor", "file_metadata", "file_name", "is_loca
 
 METADATA_KEY = "ckptkit.local"
 _MAX_RANKS = 1 << 20
-_SHOWN = 8  # missing ranks in a message
+_SHOWN = 8  # most missing ranks that a message lists
 _FILE = re.compile(r"local_([0-9]{5,9})\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """One tensor of a rank's file.
+    """One tensor in a rank's file.
 
     Attributes:
         name: The tensor's name in the file.
         key: The tensor's name in the checkpoint.
-        shape: The shape of the whole tensor.
-        box: The part in this file.
-        placement: (mesh index, one text per mesh dimension); None for a tensor that is not sharded.
+        shape: The full tensor's shape.
+        box: The part that this file holds.
+        placement: (mesh index, one string per mesh dimension), or None if the tensor is not sharded.
     """
 
     name: str
@@ -74,15 +74,15 @@ def file_metadata(
 
 
 def is_local(store: Store) -> bool:
-    """Return whether the store's root has rank files of this format."""
+    """Return whether the store's root has rank files in this format."""
     return any(_FILE.fullmatch(item.path) for item in store.list())
 
 
 def open_catalog(store: Store, *, options: ReadOptions = ReadOptions()) -> Catalog:  # noqa: B008 - frozen
-    """Read the headers of all rank files. For a directory without our manifest.
+    """Read the headers of all rank files. Meant for directories without our manifest.
 
     Raises:
-        CheckpointNotFoundError: There is no such file.
+        CheckpointNotFoundError: There are no rank files.
         IncompleteCheckpointError: A rank's file is missing.
         CorruptCheckpointError: A header violates this format.
     """

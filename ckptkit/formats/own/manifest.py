@@ -1,17 +1,18 @@
-"""`manifest.safetensors`: the contents of a ckptkit checkpoint as columns: every slice, its location, its digest.
+"""`manifest.safetensors`: a ckptkit checkpoint's contents as columns, that is, every slice with its location and
+digest.
 
-It contains no pickle and needs no Python objects per row: a million slices are a few arrays, and catalog entries are
-created on demand. The columns (T tensors; N slices in the order of their tensors; E one number per dimension of each
+It contains no pickle and needs no Python object per row: a million slices are a few arrays, and catalog entries are
+created on demand. These are the columns (T: tensors; N: slices, in tensor order; E: one number per dimension of each
 tensor or slice):
 
-    names, paths                 tables of texts (UTF-8, and `.ends`)
-    tensor.dtype, .ndim          [T] u8    index into the header's "dtypes"; dimensions
+    names, paths                 lists of strings (UTF-8, and `.ends`)
+    tensor.dtype, .ndim          [T] u8    index into the header's "dtypes"; number of dimensions
     tensor.shape                 [E] i64
-    tensor.stop                  [T] i64   past the tensor's last slice
-    tensor.role, .state          [T] u8, i32   `Role` by its order; index into the header's "states"
-    tensor.fqn                   [2T] i32  start and stop of the FQN in the name
+    tensor.stop                  [T] i64   index after the tensor's last slice
+    tensor.role, .state          [T] u8, i32   the `Role`'s position in the enum; index into the header's "states"
+    tensor.fqn                   [2T] i32  where the FQN starts and stops in the name
     tensor.placement             [T] i32   index into the header's "placements", -1 for none
-    tensor.parts, .part          parts of the planner's path: how many; length, or -1 - index for a list index
+    tensor.parts, .part          components of the planner's path: how many; length, or -1 - index for a list index
     slice.file, .rank            [N] i32
     slice.start, .nbytes         [N] i64
     slice.offset, .size          [E] i64
@@ -19,7 +20,7 @@ tensor or slice):
     stride.row, .value           the few slices that are not row-major
     objects, object.*            the same for non-tensor entries; small values are in the header
 
-`info.extra["meshes"]` and `info.extra["placements"]` of the catalog (see `MESHES`, `PLACEMENTS`) describe how each
+The catalog's `info.extra["meshes"]` and `info.extra["placements"]` (see `MESHES`, `PLACEMENTS`) describe how each
 tensor was placed. Resharding a LOCAL checkpoint needs them.
 """
 
@@ -61,7 +62,7 @@ __all__ = [
     "format_in_header",
 ]
 
-# --- validation, whole columns at a time
+# --- validation of whole columns at a time
 
 
 _MAX_NDIM = 64  # torch's own limit
@@ -70,7 +71,7 @@ _BLOCK = 1 << 16
 
 
 def _check_tables(columns: Columns, version: int) -> None:
-    """Check all indices, so that decoding cannot fail halfway.
+    """Check all indices up front, so that decoding can't fail halfway.
 
     Raises:
         CorruptCheckpointError: A table or an index is impossible.
@@ -115,7 +116,7 @@ def _check_tables(columns: Columns, version: int) -> None:
 
 
 def _check_manifest(manifest: Manifest, columns: Columns) -> None:
-    """Check paths and names. Check that each slice is inside its tensor and has as many bytes as its box.
+    """Check paths and names, and that each slice lies inside its tensor and has as many bytes as its box requires.
 
     Raises:
         CorruptCheckpointError: A row is impossible.
@@ -142,7 +143,7 @@ def _check_manifest(manifest: Manifest, columns: Columns) -> None:
 
 
 class _Geometry:
-    """The positions of each tensor's slices in the ragged columns."""
+    """Checks slices. Knows where each tensor's slices are in the ragged columns."""
 
     def __init__(self, manifest: Manifest, columns: Columns, itemsizes: npt.NDArray[np.int64]) -> None:
         self.manifest = manifest
@@ -157,7 +158,7 @@ class _Geometry:
         self.first_shape = np.cumsum(self.ndims) - self.ndims
 
     def check(self, start: int, stop: int) -> None:
-        """Check the slices [start, stop). The caller passes blocks, because the temporary arrays are large."""
+        """Check the slices [start, stop). Callers pass blocks of slices, because the temporary arrays are large."""
         rows = np.arange(start, stop)
         owner = np.searchsorted(self.stops, rows, side="right")
         first = self.first_element[owner] + (rows - self.starts[owner]) * self.ndims[owner]
@@ -187,7 +188,7 @@ class _Geometry:
         return self.manifest.tensors.names[tensor]
 
     def check_strided(self) -> None:
-        """Check that slices with strides have as many bytes as the strides span."""
+        """Check that each slice with strides has as many bytes as its strides span."""
         slices = self.manifest.slices
         for row, strides in slices.strides.items():
             owner = int(np.searchsorted(self.stops, row, side="right"))
@@ -262,11 +263,11 @@ Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
 VERSION = 1
 MESHES = "meshes"
-"""Key of `info.extra`: [{"shape": [...], "names": [...], "ranks": [...]}, ...]. "ranks" is row-major, and absent if the
-ranks count from 0."""
+"""Key in `info.extra`: [{"shape": [...], "names": [...], "ranks": [...]}, ...]. "ranks" is row-major, and is left out
+if the ranks are 0, 1, 2, ..."""
 PLACEMENTS = "placements"
-"""Key of `info.extra`: {tensor name: [mesh index, ["S(0)", "R", "SS(0,2)", ...]]}. There is one text per mesh
-dimension: Shard, Replicate, or _StridedShard with its split factor."""
+"""Key in `info.extra`: {tensor name: [mesh index, ["S(0)", "R", "SS(0,2)", ...]]}. There is one string per mesh
+dimension, for Shard, Replicate, or _StridedShard with its split factor."""
 _ROLES = tuple(Role)
 _SLICE_DIGEST = f"slice.{DIGEST}"
 _ENCODINGS = ("torch_save", "json", "value")
@@ -274,7 +275,7 @@ _ENCODINGS = ("torch_save", "json", "value")
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """One row per tensor. `slice_stop` is the index after the tensor's last row in `Slices`."""
+    """One row per tensor. `slice_stop` is the index after its last row in `Slices`."""
 
     names: list[str]
     dtypes: list[str]
@@ -289,7 +290,7 @@ class Tensors:
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """One row per slice, in tensor order. `offsets` and `sizes` are ragged: ndim numbers per row."""
+    """One row per slice, in tensor order. `offsets` and `sizes` are ragged: each row has ndim numbers."""
 
     files: Int32
     starts: Int64
@@ -306,7 +307,7 @@ class Manifest:
     """A catalog as columns.
 
     Attributes:
-        placements: Distinct (mesh index, placements). `tensors.placements` has indices into this list.
+        placements: The distinct (mesh index, placements) pairs. `tensors.placements` holds indices into this list.
     """
 
     paths: list[str]
@@ -316,11 +317,11 @@ class Manifest:
     info: CatalogInfo
     placements: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
 
-    # --- catalogs
+    # --- conversion from and to catalogs
 
     @classmethod
     def of(cls, catalog: Catalog) -> Manifest:
-        """Return the columns of a catalog. The order of its tensors is kept.
+        """Return a catalog as columns. The tensors keep their order.
 
         Raises:
             UnsupportedFormatError: A slice is compressed, or its digest is not the `DIGEST` of exactly its own bytes.
@@ -351,17 +352,16 @@ class Manifest:
         info = replace(self.info, extra={**self.info.extra, **placements})
         return Catalog(Entries(self), self.objects, info)
 
-    # --- bytes
+    # --- conversion from and to bytes
 
     def to_bytes(self) -> bytes:
-        """Return the bytes of `manifest.safetensors`. Raises UsageError if something in `info.extra` is not JSON."""
+        """Return the bytes of `manifest.safetensors`. Raises UsageError if a value in `info.extra` is not JSON."""
         arrays, header = _encode(self)
         return pack(arrays, {"format": VERSION, **header})
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray | memoryview, *, file: str = "manifest.safetensors") -> Manifest:
-        """Parse and check every row of `data`. The manifest keeps `data` in memory, because its columns are views of
-        it.
+        """Parse `data` and check every row. The manifest keeps `data` in memory, because its columns are views of it.
 
         Raises:
             CorruptCheckpointError: A column is missing or has a wrong length, or a row is impossible.
@@ -376,7 +376,7 @@ class Manifest:
 
 
 def format_in_header(header: bytes) -> str:
-    """Return the catalog's `format` from the JSON at the start of its manifest. Raises CorruptCheckpointError."""
+    """Return the catalog's `format`, given its manifest's JSON header. Raises CorruptCheckpointError."""
     fields = fields_of(header, "manifest.safetensors")[1]
     info = fields.get("info")
     return str(info.get("format", "")) if isinstance(info, dict) else ""
@@ -428,7 +428,7 @@ def _split_rows(flat: Column, widths: Int64) -> list[tuple[int, ...]]:
 
 
 def _decode_keys(columns: Columns, prefix: str, names: list[str]) -> list[tuple[str | int, ...]]:
-    """Return the planner's paths, split from the names. A part of -1 - i is the list index i."""
+    """Return the planner's paths, cut out of the names. A length of -1 - i stands for the list index i."""
     counts = columns.get(f"{prefix}.parts", "uint8", len(names))
     parts = columns.get(f"{prefix}.part", "int32", int(counts.sum(dtype=np.int64))).tolist()
     keys: list[tuple[str | int, ...]] = []
@@ -496,11 +496,11 @@ def _decode_info(columns: Columns) -> CatalogInfo:
 
 
 class Entries(Mapping[str, TensorEntry]):
-    """The tensors of a manifest, created on demand.
+    """A manifest's tensors, created on demand.
 
     Attributes:
-        columns: For each tensor: its first slice, the index after its last slice, and the start of its boxes in the
-            ragged columns.
+        columns: Three columns with one item per tensor: its first slice, the index after its last slice, and where its
+            boxes start in the ragged columns.
     """
 
     def __init__(self, manifest: Manifest) -> None:
@@ -558,7 +558,7 @@ class Entries(Mapping[str, TensorEntry]):
 
 
 class _Placements(Mapping[str, "list[Any]"]):
-    """`info.extra["placements"]`, without a list for every tensor."""
+    """`info.extra["placements"]` as a mapping that does not hold a list per tensor."""
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
@@ -576,7 +576,7 @@ class _Placements(Mapping[str, "list[Any]"]):
         return [mesh, list(texts)]
 
 
-# --- from a catalog to columns, and from columns to what is packed
+# --- from a catalog to columns, and from columns to the arrays to pack
 
 
 _ROLE_CODES = {role: i for i, role in enumerate(Role)}
@@ -588,7 +588,7 @@ def _slices(entries: Sequence[TensorEntry], paths: dict[str, int]) -> Slices:
         k: [] for k in ("files", "starts", "nbytes", "offsets", "sizes", "ranks", "digests")
     }
     strides: dict[int, tuple[int, ...]] = {}
-    tables: dict[int, Column] = {}  # keyed by id(array.paths): a catalog shares one table
+    tables: dict[int, Column] = {}  # by id(array.paths): all of a catalog's tensors share one list
     row, digested, total = 0, 0, 0
     for entry in entries:
         array = entry.slices
@@ -744,7 +744,7 @@ def _pack_objects(entries: Mapping[str, ObjectEntry], paths: list[str]) -> tuple
         "object.encoding": np.array([_ENCODING_CODES[e.encoding] for e in items], np.uint8),
         **_pack_keys("object", [e.name for e in items], [tuple(e.key) for e in items]),
     }
-    # Objects in separate files stay there. Only values that are stored nowhere else are included.
+    # Objects in separate files stay there. Values are included only if they are stored nowhere else.
     return arrays, {e.name: e.value for e in items if e.encoding != "torch_save" and not e.path}
 
 

@@ -1,7 +1,7 @@
-"""The outline of a file: its bytes, with each large slice replaced by the 8 bytes of its digest.
+"""A file's outline: its bytes, with each large slice replaced by that slice's 8-byte digest.
 
-A file's digest is the hash of its outline, so that a writer hashes each byte once: it needs the slices' digests anyway.
-Together, these digests cover every byte of the file.
+A file's digest is the hash of its outline. This way a writer hashes each byte only once, since it needs the slices'
+digests anyway, and yet the digests together cover every byte of the file.
 """
 
 from __future__ import annotations
@@ -16,29 +16,30 @@ __all__ = ["LEAST", "PREFIX", "SPARES", "Part", "Spare", "outline", "parts_of", 
 LEAST = 64 << 10
 """Slices of at least this many bytes are replaced by their digests."""
 PREFIX = "outline:"
-"""Prefix of the 16 hex digits in a text that may have either digest of a file."""
+"""Marks the digest of an outline, in strings that otherwise hold the digest of a whole file (16 hex digits)."""
 SPARES = "spares"
-"""Key of the manifest's `info.extra`: large records that are not slices (omitted replicas), as [path, start, bytes, 16
-hex digits]. An outline contains their digests, too."""
+"""Key in the manifest's `info.extra`: large records that are not slices (omitted replicas), as [path, start, bytes, 16
+hex digits]. In an outline, they too are replaced by their digests."""
 Spare = tuple[str, int, int, int]
 Part = tuple[int, int, int]
-"""(start, bytes, digest) of a slice or a spare."""
+"""A slice or a spare: (start, bytes, digest)."""
 _Bytes = memoryview | bytes
 
 
 def parts_of(found: Iterable[Part]) -> list[Part]:
-    """Return the slices and spares of a file that its outline replaces by digests, in file order."""
+    """Return, in file order, the slices and spares that a file's outline replaces by digests."""
     parts: list[Part] = []
     at = 0
     for start, nbytes, digest in sorted(set(found)):
-        if nbytes >= LEAST and start >= at:  # tied tensors may share their bytes
+        if nbytes >= LEAST and start >= at:  # tied tensors may share bytes
             parts.append((start, nbytes, digest))
             at = start + nbytes
     return parts
 
 
 def outline(nbytes: int, parts: Iterable[Part], read: Callable[[int, int], Iterable[_Bytes]]) -> Iterator[_Bytes]:
-    """Yield the outline of a file of `nbytes`, piece by piece. `read` returns the bytes [start, stop) of the file."""
+    """Yield the outline of a file with `nbytes` bytes, piece by piece. `read` returns the file's bytes [start,
+    stop)."""
     at = 0
     for start, length, digest in parts:
         yield from read(at, start)
@@ -48,13 +49,14 @@ def outline(nbytes: int, parts: Iterable[Part], read: Callable[[int, int], Itera
 
 
 def spare_fields(spares: Iterable[Spare]) -> dict[str, Any]:
-    """Return the `info.extra` entry for large records that are not slices, or {} if there are none."""
+    """Return the `info.extra` entry that lists large records that are not slices, or {} if there are none."""
     rows = [[path, start, nbytes, f"{digest:016x}"] for path, start, nbytes, digest in spares]
     return {SPARES: rows} if rows else {}
 
 
 def spares_of(extra: Mapping[str, Any], prefix: str = "") -> list[Spare]:
-    """Return the large records that are not slices. `prefix` is added to their paths. Raises CorruptCheckpointError."""
+    """Return the large records that are not slices, with `prefix` added to their paths. Raises
+    CorruptCheckpointError."""
     found: list[Spare] = []
     try:
         for path, start, nbytes, digest in extra.get(SPARES, ()):

@@ -1,4 +1,4 @@
-"""Reads ckptkit checkpoints: turns the commit record, the manifest and the objects into a catalog."""
+"""Opens ckptkit checkpoints: builds a catalog from the commit record, the manifest and the objects."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ _OBJECTS_FORMAT = 1
 _METADATA_NAME = ".metadata"
 _DIGEST_PIECE = 8 << 20
 _FIRST_HEADER = 64 << 10
-_FIRST_READ = 16 << 20  # bytes of the first read of a file whose size is unknown
+_FIRST_READ = 16 << 20  # bytes to read first from a file whose size is unknown
 _MAX_INDEX_BYTES = 8 << 30
-_MAX_OBJECTS_BYTES = 256 << 20  # JSON costs up to twenty times its size in memory
+_MAX_OBJECTS_BYTES = 256 << 20  # JSON takes up to twenty times its size in memory
 
 
 def open_catalog(
@@ -51,16 +51,16 @@ def open_catalog(
 ) -> Catalog:
     """Open the committed checkpoint (SHARDED, FULL or LOCAL) at the store's root.
 
-    Reads and verifies the record, the manifest and `objects.json`, but no tensor bytes. Paths are relative to `store`,
-    independent of the record's `data`.
+    Reads and verifies the record, the manifest and `objects.json`, but no tensor bytes. Paths in the catalog are
+    relative to `store`, whatever the record's `data` is.
 
     Args:
-        record: The commit record, if it was just read.
+        record: The commit record, if the caller has just read it.
 
     Raises:
         CheckpointNotFoundError: There is no commit record, so no checkpoint.
         IncompleteCheckpointError: The manifest is missing, or the record is missing although a save left its manifest.
-        IntegrityError: A file is not the committed one.
+        IntegrityError: A file is not the one that was committed.
         CorruptCheckpointError: A file is malformed.
         UnsafePathError: The directory's name and its record belong to different checkpoints.
     """
@@ -95,7 +95,7 @@ def open_catalog(
 
 
 def _index_files(place: Store, record: CommitRecord, manifest: str) -> tuple[bytes, bytes | None]:
-    """Return the manifest and `objects.json` (if any). Reads both in parallel on object stores."""
+    """Return the manifest, and `objects.json` or None. On object stores, reads both at the same time."""
 
     def objects() -> bytes | None:
         found = record.files.get(OBJECTS_NAME)
@@ -109,9 +109,10 @@ def _index_files(place: Store, record: CommitRecord, manifest: str) -> tuple[byt
 
 
 def is_of_a_save(store: Store) -> bool:
-    """Return whether the header of the manifest at the store's root shows a save that ends with a commit record.
+    """Return whether the manifest at the store's root is from a save that ends with a commit record, judging by its
+    header.
 
-    Returns False for a manifest of `DCPWriter` (which commits with `.metadata`) and for an unreadable manifest.
+    Returns False for a manifest from `DCPWriter` (which commits with `.metadata`), and if the manifest can't be read.
     """
     try:
         data = store.read(MANIFEST_NAME, 0, _FIRST_HEADER)
@@ -126,7 +127,7 @@ def is_of_a_save(store: Store) -> bool:
 def open_manifest(store: Store) -> Catalog | None:
     """Return the catalog of a DCP directory that `DCPWriter` wrote.
 
-    Returns None if there is no manifest, or if another writer has replaced the `.metadata` that belongs to it.
+    Returns None if there is no manifest, or if another writer has since replaced the `.metadata` that belongs to it.
 
     Raises:
         CorruptCheckpointError: The manifest is damaged.
@@ -144,14 +145,15 @@ def open_manifest(store: Store) -> Catalog | None:
 
 
 def _is_of(catalog: Catalog, nbytes: int, digest: Callable[[], str]) -> bool:
-    """Return whether a manifest belongs to the `.metadata` with this size and digest."""
+    """Return whether the catalog's manifest belongs to a `.metadata` with this size and digest."""
     digests = catalog.info.extra.get("digests")
     expected = digests.get(_METADATA_NAME) if isinstance(digests, dict) else None
     return expected is not None and catalog.info.files.get(_METADATA_NAME) == nbytes and digest() == expected
 
 
 def _open_manifest_remote(store: Store) -> Catalog | None:
-    """Like `open_manifest`, with two concurrent requests if both files are small (nearly always)."""
+    """Do the same as `open_manifest`, with two concurrent requests if both files are small (as they nearly always
+    are)."""
 
     def read(path: str) -> bytes:
         data = store.read(path, 0, _FIRST_READ)
@@ -174,7 +176,8 @@ def _open_manifest_remote(store: Store) -> Catalog | None:
 
 
 def _check_name(store: Store, record: CommitRecord) -> tuple[str, ...]:
-    """Return a note if the directory's name is not the checkpoint's, as in a copy. Refuse the name of another step."""
+    """Return a note if the directory is named differently from its checkpoint, as in a copy. Refuse another step's
+    name."""
     name = store.url.rstrip("/").rpartition("/")[2]
     if name in (record.name, f"{record.name}@{record.save_id}") or leftover_of(name) is not None:
         return ()
@@ -188,7 +191,7 @@ def _check_name(store: Store, record: CommitRecord) -> tuple[str, ...]:
 
 
 def _digest(store: Store, path: str, size: int) -> str:
-    """Return the digest of a file. Reads it in small pieces."""
+    """Return a file's digest, reading the file in small pieces."""
     state = new_hasher()
     buffer = memoryview(bytearray(min(size, _DIGEST_PIECE)))
     for start in range(0, size, _DIGEST_PIECE):
@@ -199,7 +202,7 @@ def _digest(store: Store, path: str, size: int) -> str:
 
 
 def _check_places(manifest: Manifest, record: CommitRecord, place: str) -> None:
-    """Check that every slice is inside a committed file, before memory is allocated for its shape."""
+    """Check that every slice lies inside a committed file, before anyone allocates memory for its shape."""
     sizes = []
     for path in manifest.paths:
         if path not in record.files:
@@ -238,7 +241,7 @@ def _moved(entry: ObjectEntry, prefix: str) -> ObjectEntry:
 
 
 def _differing(names: Iterable[str]) -> tuple[str, ...]:
-    """Return a note if ranks saved different values of a model tensor (under `per_rank.<rank>.<key>`)."""
+    """Return a note if ranks saved different values for a model tensor (under `per_rank.<rank>.<key>`)."""
     own = {name.split(".", 2)[2] for name in names if name.startswith("per_rank.") and name.count(".") > 2}
     found = sorted(key for key in own if role_of(key)[0] is Role.MODEL)
     if not found:
@@ -265,9 +268,9 @@ def _json_objects(data: bytes, path: str) -> dict[str, ObjectEntry]:
 
 
 def _opaque(records: Iterable[str], trees: Mapping[str, ObjectEntry]) -> dict[str, str]:
-    """Return the tensors that early versions stored as objects of their classes. No code reads such objects.
+    """Return the tensors that early versions stored as objects, which ckptkit can't read, each with a reason.
 
-    Other stored objects are also in the trees of `objects.json`.
+    Objects that are still stored as such are also in the trees in `objects.json`.
     """
     found = {}
     for name in records:
@@ -307,15 +310,15 @@ def _info(info: CatalogInfo, record: CommitRecord, prefix: str) -> CatalogInfo:
     )
 
 
-# --- interpreting keys: parameter, master, moment or other
+# --- what a key stands for: parameter, master, moment or other
 
 
 def role_of(name: str, path: tuple[str | int, ...] = ()) -> tuple[Role, str, str]:
-    """Return (role, FQN, state name) of a key.
+    """Return a key's (role, FQN, state name).
 
     Keys are `model.<fqn>`, `optimizer.state.<fqn>.<name>` and `optimizer.master.<fqn>`. If there are several models,
-    `model_<name>.<fqn>` has the FQN `<name>.<fqn>`. `path`, if known, separates the parts of a nested state, because
-    names contain dots.
+    the key `model_<name>.<fqn>` has the FQN `<name>.<fqn>`. `path`, if known, tells where one component of a nested key
+    ends and the next begins, because names contain dots.
     """
     top, _, rest = name.partition(".")
     kind, _, label = top.partition("_")

@@ -1,4 +1,4 @@
-"""File names, and the commit record. A directory with a commit record is a ckptkit checkpoint."""
+"""File names and the commit record. A directory is a ckptkit checkpoint if it has a commit record."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ NO_RECORD = (
     "that this copy is complete: the commit record and the manifest that ckptkit wrote are missing, and with them the "
     "digests and values that are not tensors"
 )
-"""`extra["unproved"]` of files of a committed checkpoint that were found without their record."""
+"""The `extra["unproved"]` of a committed checkpoint's files that were found without their record."""
 LATEST_HINT = "latest"
-MAX_RECORD_BYTES = 256 << 20  # 4096 ranks with 8 files each need about 4 MB
+MAX_RECORD_BYTES = 256 << 20  # 4096 ranks with 8 files each need only about 4 MB
 _FIRST_READ = 1 << 20
 
 _FORMAT = re.compile(r"ckptkit/([0-9]{1,6})")
 _STEP = re.compile(r"step_([0-9]{8,18})")
-_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=-]{0,127}")  # "=": Lightning's "epoch=1-step=40.ckpt"
+_TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=-]{0,127}")  # "=" occurs in Lightning's "epoch=1-step=40.ckpt"
 _NONCE = re.compile(r"[0-9a-f]{16}")
 _DIGEST = re.compile(r"[0-9a-f]{16}")
 _MAX_STEP = 10**18 - 1
@@ -70,24 +70,24 @@ _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def step_name(step: int) -> str:
-    """Return the name of the directory of `step`: 1200 -> "step_00001200". Raises UsageError."""
+    """Return the directory name for `step`: 1200 -> "step_00001200". Raises UsageError."""
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step <= _MAX_STEP:
         raise UsageError(f"step is {step!r:.80}, expected an int from 0 to {_MAX_STEP}.")
     return f"step_{step:08d}"
 
 
 def step_of_name(name: str) -> int | None:
-    """Return the step that a directory name states, or None if it is not the name of a step directory."""
+    """Return the step in a directory's name, or None if it does not have the form of a step directory's name."""
     match = _STEP.fullmatch(name)
     return int(match[1]) if match and step_name(int(match[1])) == name else None
 
 
 def check_tag(tag: str, step: int | None = None) -> str:
-    """Return `tag` if it is a valid and unreserved directory name on every system.
+    """Return `tag` if it can be a directory name on every system and is not reserved.
 
     Raises:
-        UsageError: The tag has other characters than letters, digits, ".", "_", "-" and "=", is too long, starts with
-            "." or "-", is a device name or a word that `resolve` knows, or states another step than `step`.
+        UsageError: The tag contains characters other than letters, digits, ".", "_", "-" and "=", is too long, starts
+            with "." or "-", is a device name or a word that `resolve` knows, or names a step other than `step`.
     """
     if not isinstance(tag, str) or not _TAG.fullmatch(tag) or not is_safe_name(tag):
         raise UsageError(
@@ -103,17 +103,18 @@ def check_tag(tag: str, step: int | None = None) -> str:
 
 
 def checkpoint_name(step: int, tag: str | None = None) -> str:
-    """Return the name of a checkpoint's directory: its tag, or the name of its step. Raises UsageError."""
+    """Return a checkpoint's directory name: its tag if it has one, otherwise the name for its step. Raises
+    UsageError."""
     name = step_name(step)
     return name if tag is None else check_tag(tag, step)
 
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """A file of a checkpoint: its size, and the digest of its bytes or of its outline (16 hex digits).
+    """A file in a checkpoint: its size, and the digest of its bytes or of its outline (16 hex digits).
 
     Attributes:
-        outlined: The digest is that of the file's outline: see `outline`.
+        outlined: Whether the digest is that of the file's outline: see `outline`.
     """
 
     nbytes: int
@@ -122,7 +123,7 @@ class FileRecord:
 
     @property
     def digest(self) -> str:
-        """The digest as text, with the prefix "outline:" if it is of the outline."""
+        """The digest as a string, prefixed with "outline:" if it is the outline's."""
         return f"{PREFIX}{self.checksum}" if self.outlined else self.checksum
 
     def to_json(self) -> dict[str, int | str]:
@@ -135,8 +136,8 @@ class WrittenTensors:
     """The files that one rank wrote.
 
     Attributes:
-        part: The description that rank 0 needs for the index.
-        files: Size and digest of each file.
+        part: What rank 0 needs to know about them for the index.
+        files: Each file's size and digest.
         phases: (phase, seconds, bytes).
     """
 
@@ -151,17 +152,18 @@ class CommitRecord:
 
     Attributes:
         step: The training step.
-        tag: The directory's name; None if it is derived from the step.
+        tag: The directory's name, or None if it is derived from the step.
         save_id: 16 hex digits, new for every attempt to save.
-        sequence: Counts the saves of a root. Checkpoints are ordered by it, not by clocks: see `inventory`.
-        data: Location of the files relative to the record: "" (same directory), or `save_id` on an object store.
-        created: Seconds since the epoch, by the clock of rank 0. Only `keep_daily` uses it, to count days.
+        sequence: Numbers the saves under a root. It determines the order of checkpoints; clocks do not: see
+            `inventory`.
+        data: Where the files are, relative to the record: "" (the same directory), or `save_id` on an object store.
+        created: Seconds since the epoch, by rank 0's clock. Only `keep_daily` uses it, to tell days apart.
         state_dict_type: "sharded", "full" or "local".
-        mesh: {"shape": [...], "names": [...]}, None if there was no mesh.
-        files: Every file below `data` except the record, by path. All are required.
-        manifest: The path of the manifest in `files`; None if the format has none.
-        metrics: Values measured by the caller; they determine `best`. May be NaN or infinite.
-        objective: (metric, "min" | "max") that defines the run's `best`; None if not set.
+        mesh: {"shape": [...], "names": [...]}, or None if there was no mesh.
+        files: Every file under `data` except the record, by path. All are required.
+        manifest: The manifest's path in `files`, or None if the format has no manifest.
+        metrics: Values that the caller measured; they determine `best`. They may be NaN or infinite.
+        objective: (metric, "min" | "max") that defines the run's `best`, or None if it is not set.
         client_state: JSON from the caller.
         writer: Who saved: {"host": ..., "pid": ...}.
         versions: Library versions, by name.
@@ -185,7 +187,7 @@ class CommitRecord:
     writer: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
-    total_bytes: int = -1  # sum over all ranks, each file once; -1: the sum of `files`
+    total_bytes: int = -1  # sum over all ranks, counting each file once; -1: the sum of `files`
 
     def __post_init__(self) -> None:
         if self.total_bytes < 0:
@@ -193,11 +195,11 @@ class CommitRecord:
 
     @property
     def name(self) -> str:
-        """The name of the checkpoint's directory in its run."""
+        """The name of the checkpoint's directory within its run."""
         return self.tag if self.tag is not None else step_name(self.step)
 
     def without_files(self) -> CommitRecord:
-        """Return the record without its table of files, which grows with the number of ranks."""
+        """Return the record without its list of files, which grows with the number of ranks."""
         return dataclasses.replace(self, files={})
 
     def to_json(self) -> bytes:
@@ -233,14 +235,14 @@ class CommitRecord:
                 f"the record of step {self.step} can't be written as JSON: {error}. Metrics must be numbers, and "
                 "client_state JSON: strings, finite numbers, lists, dicts with string keys, None."
             ) from error
-        # Parse the result, so that a field with a wrong type fails the save and not the load.
+        # Parse the result, so that a field with a wrong type fails the save instead of a later load.
         data = (text + "\n").encode()
         CommitRecord.from_json(data, file=f"{self.name}/{RECORD_NAME}")
         return data
 
     @classmethod
     def from_json(cls, data: bytes, *, file: str) -> CommitRecord:
-        """Return the record in `data`. `file` names the record in errors.
+        """Parse a record. Error messages call it `file`.
 
         Raises:
             UnsupportedFormatError: A newer ckptkit wrote the record.
@@ -277,7 +279,7 @@ class CommitRecord:
         return record
 
 
-# The requirement on a field: in words, and as a test of the parsed JSON.
+# What a field must be: in words, and as a test on the parsed JSON.
 _Check = tuple[str, Callable[[Any], Any]]
 
 
@@ -337,7 +339,7 @@ _FIELDS: Mapping[str, _Check] = {
 
 
 def _field(body: Mapping[str, Any], name: str, check: _Check, file: str) -> Any:
-    """Return a field of a JSON object that `file` names in errors. Raises CorruptCheckpointError."""
+    """Return a field of the JSON object that error messages call `file`. Raises CorruptCheckpointError."""
     if name not in body:
         raise CorruptCheckpointError(f"{file}: the field {name!r} is missing.")
     expected, fits = check
@@ -388,13 +390,13 @@ def _files(table: Mapping[str, Any], file: str) -> Mapping[str, FileRecord]:
 
 
 def _self_digest(body: Mapping[str, Any]) -> str:
-    """Return the digest of `body` in canonical form: sorted keys, no spaces, ASCII."""
+    """Return the digest of `body` as canonical JSON: sorted keys, no spaces, ASCII."""
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return f"{DIGEST}:{hex_digest_of(canonical.encode())}"
 
 
 def check_given(metrics: Mapping[str, Any], client_state: Any) -> None:
-    """Check the caller's values for a commit record, before anything is written.
+    """Check the values that the caller passed for a commit record, before anything is written.
 
     Raises:
         UsageError: A metric is not a number, or a value in `client_state` is not JSON. The message names it.
@@ -413,7 +415,7 @@ def check_given(metrics: Mapping[str, Any], client_state: Any) -> None:
 
 
 def _check_keys(value: Any, place: str) -> None:
-    """Raise UsageError if a key is not a string: JSON would silently turn {1: ...} into {"1": ...}."""
+    """Raise UsageError if a key is not a string. JSON would silently turn {1: ...} into {"1": ...}."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if not isinstance(key, str):
@@ -433,7 +435,7 @@ def _number_text(name: str, value: Any) -> float | str:
     try:
         if isinstance(value, (bool, str)):
             raise TypeError
-        number = float(value)  # also for numpy scalars and 0-d tensors
+        number = float(value)  # also accepts numpy scalars and 0-d tensors
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise UsageError(
             f"metric {name!r} is {value!r:.80} ({type(value).__name__}), expected a number. Leave it out of `metrics` "
@@ -457,7 +459,7 @@ def _time_value(text: Any) -> float | None:
 
 
 def record_path(name: str) -> str:
-    """Return the path of the record of checkpoint `name`, relative to the root of its run."""
+    """Return the path to checkpoint `name`'s record, relative to the run's root."""
     return f"{name}/{RECORD_NAME}"
 
 
@@ -477,7 +479,7 @@ def find_record(store: Store, path: str = RECORD_NAME) -> CommitRecord | None:
 
 def _find_remote(store: Store, path: str, place: str) -> CommitRecord | None:
     try:
-        data = store.read(path, 0, _FIRST_READ)  # one request; asking for the size first would take three
+        data = store.read(path, 0, _FIRST_READ)  # a single request; asking for the size first would take three
     except FileNotFoundError:
         return None
     if len(data) == _FIRST_READ:
@@ -493,7 +495,7 @@ def _check_size(nbytes: int, place: str) -> None:
 
 
 def read_record(store: Store, path: str = RECORD_NAME) -> CommitRecord:
-    """Return the commit record at `path`. Raises CheckpointNotFoundError, CorruptCheckpointError."""
+    """Return the commit record at `path`. Raises CheckpointNotFoundError or CorruptCheckpointError."""
     record = find_record(store, path)
     if record is None:
         raise CheckpointNotFoundError(
@@ -504,10 +506,10 @@ def read_record(store: Store, path: str = RECORD_NAME) -> CommitRecord:
 
 
 def _run_of(store: Store, path: str) -> str:
-    """Return the URL of the run, given the path of a commit record in one of the run's checkpoints."""
+    """Return a run's URL, given the path to the commit record of one of its checkpoints."""
     return store.url if "/" in path else store.url.rstrip("/").rpartition("/")[0] or "/"
 
 
 def data_store(store: Store, record: CommitRecord) -> Store:
-    """Return the store that holds the checkpoint's files. The record is at the root of `store`."""
+    """Return the store that holds the checkpoint's files, given the `store` that has the record at its root."""
     return store.child(record.data) if record.data else store

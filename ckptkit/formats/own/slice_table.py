@@ -1,4 +1,4 @@
-"""The slices that ranks wrote, as reported to rank 0, and the manifest built from them (FULL, LOCAL)."""
+"""The slices that ranks wrote, as they report them to rank 0, and the manifest built from them (FULL, LOCAL)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["SliceRow", "TablePart", "entries_of", "mesh_index", "write_manifest"
 
 
 class SliceRow(NamedTuple):
-    """A slice that a rank wrote: the row-major bytes of a box, and their digest."""
+    """A slice that a rank wrote: a box's row-major bytes, and their digest."""
 
     key: str
     dtype: str
@@ -50,7 +50,7 @@ class TablePart:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> TablePart:
-        """Parse the part sent by another rank of this save."""
+        """Parse a part that a rank in this save has sent."""
         rank, rows, meshes, files = json.loads(data)
         found = {path: FileRecord(*item) for path, item in files.items()}
         return cls(rank, [SliceRow(*row) for row in rows], meshes, found)
@@ -65,7 +65,7 @@ def write_manifest(
     extra: Mapping[str, Any],
     sync: bool = True,
 ) -> dict[str, FileRecord]:
-    """Write `manifest.safetensors` for the slices of all ranks. Return the files of all ranks and the manifest.
+    """Write `manifest.safetensors` for all ranks' slices. Return all ranks' files and the manifest.
 
     Raises:
         SaveError: Ranks disagree about a tensor, or some of its elements are missing.
@@ -109,14 +109,15 @@ def write_manifest(
 
 
 def mesh_index(mesh: dict[str, Any], meshes: list[dict[str, Any]]) -> int:
-    """Return the index of a mesh in the list. Append the mesh if it is new."""
+    """Return a mesh's index in the list, after appending the mesh if it is new."""
     if mesh not in meshes:
         meshes.append(mesh)
     return meshes.index(mesh)
 
 
 def entries_of(table: Mapping[str, tuple[str, tuple[int, ...], Sequence[TensorSlice]]]) -> dict[str, TensorEntry]:
-    """Return catalog entries from (dtype, shape, slices) by key. Roles are derived from our own names."""
+    """Return catalog entries by key, given each key's (dtype, shape, slices). Keys must be our own: they determine the
+    roles."""
     entries = {}
     for key, (dtype, shape, slices) in table.items():
         role, fqn, state = role_of(key)
