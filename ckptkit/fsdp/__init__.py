@@ -1,6 +1,6 @@
 """The FSDP2 runtime of a training process: mesh, wrapping, precision, optimizer, offload.
 
-Public names are imported when they are first used, so `import ckptkit.fsdp` does not import torch.
+Public names are imported on first use, so `import ckptkit.fsdp` does not import torch.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'ckptkit.fsdp' has no attribute {name!r}")
-    # No module may have the name of a public function: importing the module would replace the function.
+    # No module may be named like a public function, because importing it would replace the function.
     return getattr(importlib.import_module(_WHERE[name]), name)
 
 

@@ -33,16 +33,15 @@ class Window:
 
     @property
     def divisor(self) -> float | None:
-        """The number that gradients must be divided by, to unscale them and to average over the passes so far; None if
-        unknown."""
+        """Divide gradients by this to unscale them and to average over the passes so far. None if unknown."""
         return None if self.scale is None else self.scale * (self.count / self.size)
 
 
 class Windows:
-    """The current window of each model. Several optimizers may step in one window.
+    """Each model's current window. Several optimizers may step in one window.
 
     Attributes:
-        held: Models whose window stays open after any number of passes.
+        held: Models whose windows stay open after any number of passes.
     """
 
     def __init__(self) -> None:
@@ -53,8 +52,8 @@ class Windows:
         """Count one backward pass of `root` with loss scale `scale`. `last` closes the window early.
 
         Raises:
-            UsageError: The window has a pass with another scale, so the gradients cannot be added; or `last` is given
-                while the window is held open.
+            UsageError: An earlier pass in this window has a different scale, so the gradients can't be added; or `last`
+                is given while the window is held open.
         """
         if last and root in self.held:
             raise UsageError(
@@ -74,8 +73,8 @@ class Windows:
     def step(self, root: nn.Module, size: int, optimizer: Optimizer) -> Window:
         """Return the window in which `optimizer` asks to step.
 
-        If no pass was counted since the last call, a pass ran outside of `backward` (for example, a loss of two
-        models). That pass is counted now.
+        If no pass was counted since its last call, then a pass ran outside of `backward` (for example, for a loss of
+        two models), and it is counted now.
         """
         window = self._of.get(root)
         if window is None or optimizer in window.seen:
@@ -84,7 +83,7 @@ class Windows:
         return window
 
     def open(self, *roots: nn.Module) -> int:
-        """Return the number of backward passes that no step has used yet, for the models `roots` (default: all)."""
+        """Return how many backward passes no step has used yet, for the models `roots` (default: all)."""
         windows = [window for root, window in self._of.items() if not roots or root in roots]
         return sum(window.count for window in windows if not window.closed)
 
@@ -103,7 +102,7 @@ class Windows:
 
 
 class StepCounter:
-    """Counts the steps of a run: the maximum over all optimizers, not the sum."""
+    """Counts a run's steps: the maximum over all optimizers, not the sum."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -111,12 +110,13 @@ class StepCounter:
         self._base = 0
 
     def start(self, optimizer: Optimizer) -> None:
-        """Start counting a new optimizer from the current total, because it may replace another."""
+        """Count a new optimizer's steps from the current total, because it may replace an earlier optimizer."""
         self._of[optimizer] = self.total
 
     def count(self, optimizer: Optimizer) -> None:
         """Count one step of `optimizer`."""
-        # An optimizer created elsewhere counts from the last restart if others have stepped, otherwise from the total.
+        # An optimizer created elsewhere counts from the last restart if others have stepped since, otherwise from the
+        # total.
         before = self._of.get(optimizer, self._base if self._of else self.total)
         self._of[optimizer] = before + 1
         self.total = max(self.total, before + 1)

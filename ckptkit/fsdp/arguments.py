@@ -31,10 +31,11 @@ _OPTIONAL = frozenset({"scheduler", "tokenizer", "tag", "step"})
 
 
 def check_arguments(call: str, *, optional: frozenset[str] | set[str] = frozenset(), **values: object) -> None:
-    """Check that each argument has the type that its name implies. Arguments in `optional` may be None.
+    """Check that each argument has the type that its name implies. Arguments named in `optional` may be None.
 
     Raises:
-        UsageError: Names the call, each wrong argument, and whether two of them look swapped.
+        UsageError: An argument has the wrong type. Names the call and each wrong argument, and says whether two of them
+            look swapped.
     """
     wrong = {
         name: value
@@ -66,13 +67,13 @@ def _fits(name: str, value: object) -> bool:
     if name == "loss":
         return isinstance(value, torch.Tensor)
     if name == "model":
-        # a mapping of several models by name, which TrainState also accepts
+        # a mapping from names to models, which TrainState also accepts
         several = list(value.values()) if isinstance(value, Mapping) else [value]
         return bool(several) and all(isinstance(model, nn.Module) for model in several)
     if name == "optimizer":
         return hasattr(value, "param_groups") and callable(getattr(value, "zero_grad", None))
     if name == "scheduler":
-        # An optimizer has `step` too, but is refused as a scheduler: it would step twice.
+        # An optimizer also has `step`, but as a scheduler it would step twice, so it is refused.
         return callable(getattr(value, "step", None)) and not hasattr(value, "param_groups")
     if name == "tokenizer":
         return callable(getattr(value, "save_pretrained", None)) and not isinstance(value, nn.Module)

@@ -1,4 +1,4 @@
-"""Applies activation checkpointing and compilation to single blocks, without renaming parameters."""
+"""Applies activation checkpointing and compilation to individual blocks, without renaming parameters."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["checkpoint_blocks", "compile_blocks", "fill_unused_gradients", "fill
 def checkpoint_blocks(model: Any, modules: Sequence[nn.Module]) -> None:
     """Recompute the activations of `modules` in backward. transformers models use their own implementation.
 
-    Replaces the forward method, not the module: a wrapper module would add its name to every FQN.
+    This replaces the forward method, not the module, because a wrapper module would add its name to every FQN.
     """
     if getattr(model, "supports_gradient_checkpointing", False):
-        # transformers knows what must not run twice, for example filling a key-value cache.
+        # transformers knows what must not run twice, such as filling a key-value cache.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return
     for module in modules:
@@ -29,16 +29,16 @@ def checkpoint_blocks(model: Any, modules: Sequence[nn.Module]) -> None:
 
 
 def compile_blocks(modules: Sequence[nn.Module], *, backend: str = "inductor") -> None:
-    """Compile the forward of `modules`. FSDP's hooks stay outside of the graph, and FQNs do not change."""
+    """Compile the forward of `modules`. FSDP's hooks stay outside the graph, and FQNs don't change."""
     for module in modules:
         module.forward = torch.compile(module.forward, backend=backend)
 
 
 def fill_unused_gradients(model: FSDPModule) -> None:
-    """Allow ranks to skip different modules of the root unit in one step.
+    """Let ranks skip different modules of the root unit in the same step.
 
-    FSDP2 reduces only existing gradients: if one rank lacks some, buffer sizes differ and the reduction hangs. Zeros
-    replace the missing gradients.
+    FSDP2 reduces only the gradients that exist. If one rank lacks some, its buffer has a different size and the
+    reduction hangs, so missing gradients are replaced with zeros.
     """
     if hasattr(model, "set_reduce_scatter_unused_params"):
         model.set_reduce_scatter_unused_params(True)
@@ -47,14 +47,14 @@ def fill_unused_gradients(model: FSDPModule) -> None:
 
 
 def fill_unused_gradients_by_hook(model: FSDPModule) -> None:
-    """Do the work of `fill_unused_gradients` with a hook that runs when the backward pass of the root unit begins."""
+    """Do what `fill_unused_gradients` does, with a hook that runs when the root unit's backward begins."""
     root: Any = model
     inner = [module for module in root.modules() if isinstance(module, FSDPModule) and module is not root]
     inside = {id(child) for module in inner for child in module.modules()}  # type: ignore[attr-defined]
     owners = [module for module in root.modules() if id(module) not in inside]
 
     def fill(gradient: torch.Tensor) -> torch.Tensor:
-        # FSDP's own hook on the output ran first, so the parameters registered now are the gathered ones.
+        # FSDP's own hook on the output has already run, so the parameters registered now are the gathered ones.
         for owner in owners:
             for parameter in owner.parameters(recurse=False):
                 if parameter.requires_grad and parameter.grad is None:

@@ -1,6 +1,6 @@
-"""Defines FSDPConfig: all settings of an FSDP2 run, validated together.
+"""Defines FSDPConfig: all settings for training with FSDP2, validated together.
 
-Also accepts the field names and strings of Oumi's `FSDPParams` and the environment variables of accelerate. Does not
+Also accepts the field names and string values of Oumi's `FSDPParams`, and accelerate's environment variables. Does not
 import torch.
 """
 
@@ -42,12 +42,12 @@ Offload = Literal["none", "params", "optimizer"]
 
 
 class ShardingStrategy(str, enum.Enum):
-    """What to shard over the data-parallel ranks, with FSDP1's names."""
+    """What to shard over the data-parallel ranks. The names are FSDP1's."""
 
     FULL_SHARD = "FULL_SHARD"  # 1-D mesh; parameters are freed after forward (ZeRO-3)
     SHARD_GRAD_OP = "SHARD_GRAD_OP"  # 1-D mesh; parameters stay until backward is done (ZeRO-2)
-    HYBRID_SHARD = "HYBRID_SHARD"  # replicate x shard mesh; freed after forward
-    HYBRID_SHARD_ZERO2 = "HYBRID_SHARD_ZERO2"  # replicate x shard mesh; kept until backward is done
+    HYBRID_SHARD = "HYBRID_SHARD"  # mesh replicate x shard; parameters are freed after forward
+    HYBRID_SHARD_ZERO2 = "HYBRID_SHARD_ZERO2"  # mesh replicate x shard; parameters stay until backward is done
     NO_SHARD = "NO_SHARD"  # every rank keeps the full model, as with DDP
 
     @property
@@ -57,26 +57,26 @@ class ShardingStrategy(str, enum.Enum):
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether sharded groups are replicated."""
+        """Whether the shard groups are replicated."""
         return self in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2)
 
 
 class WrapPolicy(str, enum.Enum):
-    """Which modules become units. The parameters of a unit are gathered and freed together."""
+    """Which modules become units. A unit's parameters are gathered and freed together."""
 
-    AUTO = "AUTO"  # the block classes that the model names, otherwise the elements of its ModuleLists
+    AUTO = "AUTO"  # the block classes named by the model, otherwise the elements of its ModuleLists
     TRANSFORMER_BASED_WRAP = "TRANSFORMER_BASED_WRAP"  # modules of the classes in `transformer_layer_cls`
-    SIZE_BASED_WRAP = "SIZE_BASED_WRAP"  # modules that own at least `min_num_params` parameters
+    SIZE_BASED_WRAP = "SIZE_BASED_WRAP"  # modules that have at least `min_num_params` parameters of their own
     BLOCKS = "BLOCKS"  # every element of every outermost ModuleList
-    NO_WRAP = "NO_WRAP"  # one unit: the model
+    NO_WRAP = "NO_WRAP"  # the whole model is one unit
 
 
 class BackwardPrefetch(str, enum.Enum):
-    """When the next unit is gathered in backward."""
+    """When backward gathers the next unit."""
 
     BACKWARD_PRE = "BACKWARD_PRE"  # FSDP2's default: before the current unit computes
-    BACKWARD_POST = "BACKWARD_POST"  # not in FSDP2: accepted with a warning, runs as BACKWARD_PRE
-    NO_PREFETCH = "NO_PREFETCH"  # when it is needed: least memory, no overlap
+    BACKWARD_POST = "BACKWARD_POST"  # not in FSDP2: accepted with a warning, then treated as BACKWARD_PRE
+    NO_PREFETCH = "NO_PREFETCH"  # only when it is needed: least memory, no overlap
 
 
 _STATE_DICT_TYPES = {
@@ -111,7 +111,7 @@ _E = TypeVar("_E", bound=enum.Enum)
 
 @dataclass(frozen=True, slots=True)
 class FSDPConfig:
-    """Validated settings of an FSDP2 run. Strings are case-insensitive; the aliases of Oumi and torch are accepted.
+    """Validated settings for training with FSDP2. Strings are case-insensitive; aliases of Oumi and torch work too.
 
     Raises:
         UsageError: A value is unknown, or two settings conflict.
@@ -124,20 +124,25 @@ class FSDPConfig:
     """What to shard, and whether to free parameters after forward."""
 
     replicate: Size = "auto"
-    """Copies of each sharded group. "auto": the number of nodes for HYBRID_*, all ranks for NO_SHARD, otherwise 1."""
+    """Number of copies of each shard group.
+
+    "auto": the number of nodes for HYBRID_*, all ranks for NO_SHARD, else 1.
+    """
 
     shard: Size = "auto"
-    """Ranks that share one copy of the parameters. "auto": the world size divided by the other sizes."""
+    """Number of ranks that share one copy of the parameters. "auto": the world size divided by the other sizes."""
 
     tp: int = 1
-    """Tensor-parallel ranks, innermost in the mesh."""
+    """Number of tensor-parallel ranks; the innermost mesh dimension."""
 
     cp: int = 1
-    """Context-parallel ranks. Parameters are sharded over them too; the model must split the sequences."""
+    """Number of context-parallel ranks. Parameters are sharded over them too; the model must split the sequences."""
 
     reshard_after_forward: bool | int | None = None
-    """Overrides the strategy after forward: True frees parameters, False keeps them, a number reshards to that many
-    ranks."""
+    """What to do with parameters after forward; None leaves this to the sharding strategy.
+
+    True frees them, False keeps them, a number reshards them to that many ranks.
+    """
 
     keep_last_block: bool = False
     """True keeps the last block gathered after forward, because backward needs it first."""
@@ -149,34 +154,40 @@ class FSDPConfig:
     """The compute dtype: "bf16" or "fp16" (which enables a gradient scaler); None uses the model's dtype."""
 
     reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = "fp32"
-    """The dtype of gradient reduction; None: the compute dtype. With "fp32", fp64 gradients are still reduced in
-    fp64."""
+    """The dtype in which gradients are reduced; None: the compute dtype.
+
+    With "fp32", fp64 gradients are still reduced in fp64.
+    """
 
     initial_loss_scale: float = 2.0**16
     """The initial loss scale for fp16, from 1 to 2**24."""
 
     loss_scale_hysteresis: int = 2
-    """Number of fp16 overflows before the loss scale backs off; 1 backs off at every overflow."""
+    """How many fp16 overflows it takes until the loss scale backs off; 1 backs off at every overflow."""
 
     output_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """The dtype of the model's floating-point outputs; None: as computed."""
 
     cast_forward_inputs: bool = True
-    """True casts the floating-point inputs of every unit to the compute dtype; False passes them unchanged."""
+    """True casts each unit's floating-point inputs to the compute dtype; False leaves them unchanged."""
 
     gradient_divide_factor: float | None = None
-    """Divisor of the gradients' sum over the data-parallel and context-parallel ranks; None: the number of these ranks.
-    Use 1.0 if the loss is already divided by the number of tokens on all ranks."""
+    """What to divide the sum of the gradients by. None: the number of data-parallel and context-parallel ranks.
+
+    The sum is over these ranks. Use 1.0 if the loss is already divided by the number of tokens on all ranks.
+    """
 
     force_sum_reduction_for_comms: bool = False
-    """True reduces gradients by sums only and divides separately. NCCL's zero-copy transfers need this."""
+    """True reduces gradients only by sums and divides them separately, as NCCL's zero-copy transfers require."""
 
     offload: Offload = "none"
-    """"params": parameters and gradients stay on the host. "optimizer": `maybe_offload_optimizer` moves the
-    optimizer's state to the host."""
+    """"params": parameters and gradients stay on the host. "optimizer": only the optimizer's state is moved there.
+
+    `maybe_offload_optimizer` moves the state.
+    """
 
     backward_prefetch: BackwardPrefetch | int = BackwardPrefetch.BACKWARD_PRE
-    """When the next unit is gathered in backward. A number prefetches that many units explicitly."""
+    """When backward gathers the next unit. A number explicitly prefetches that many units."""
 
     forward_prefetch: bool | int = False
     """True prefetches the next unit during forward; a number prefetches that many units."""
@@ -188,7 +199,7 @@ class FSDPConfig:
     """Which modules become units."""
 
     min_num_params: int = 100_000
-    """SIZE_BASED_WRAP: minimum number of parameters of a unit."""
+    """SIZE_BASED_WRAP: the minimum number of parameters in a unit."""
 
     transformer_layer_cls: tuple[str, ...] = ()
     """TRANSFORMER_BASED_WRAP: class names, short or dotted. A comma-separated string is split."""
@@ -197,35 +208,46 @@ class FSDPConfig:
     """Class names or FQN globs. Matching modules and their children never become units."""
 
     ignored_params: tuple[str, ...] = ()
-    """FQN globs of parameters that FSDP ignores. Each rank keeps its own full values in their own dtype, and their
-    gradients are not reduced. `prepare_model(ignored_params=)` takes the parameters themselves."""
+    """FQN globs of parameters that FSDP ignores.
+
+    Each rank keeps their full values, in their own dtype, and their gradients are not reduced. To pass the parameters
+    themselves, use `prepare_model(ignored_params=)`.
+    """
 
     mixed_modal: bool = False
     """True keeps vision towers in the root unit, so that ranks may run different branches of them."""
 
     wrap_lm_head: bool = False
-    """True wraps the embedding and the output head as units (a single one if they are tied)."""
+    """True makes units of the embedding and the output head (a single unit if they are tied)."""
 
     forward_methods: tuple[str, ...] = ("generate",)
-    """Methods of the model or of a unit, other than `forward`, that need gathered parameters. Missing methods are
-    ignored."""
+    """Methods besides `forward` that need gathered parameters.
+
+    They belong to the model or to a unit. Names of methods that don't exist are ignored.
+    """
 
     activation_checkpointing: bool = False
     """True recomputes each block's activations in backward."""
 
     compile: bool | str = False
-    """True compiles each block's forward; a string names the backend of torch.compile."""
+    """True compiles each block's forward; a string names the backend for torch.compile."""
 
     sync_module_states: bool = True
-    """True broadcasts rank 0's parameters and buffers before sharding. With False, initialize all ranks equally (from
-    one seed or file), because data-parallel ranks are seeded differently by default."""
+    """True broadcasts rank 0's parameters and buffers before sharding.
+
+    With False, give all ranks the same initial values (from one seed or file): by default, data-parallel ranks have
+    different seeds.
+    """
 
     use_orig_params: bool | None = None
-    """FSDP2 always keeps the original parameters; False is accepted with a warning."""
+    """FSDP2 always keeps the original parameters, so False is accepted with a warning."""
 
     device: str = "auto"
-    """The device to train on: "cpu", "cuda", ... "auto" means the accelerator that the model is on, otherwise the
-    machine's accelerator if the process group supports it, otherwise "cpu"."""
+    """The device to train on: "cpu", "cuda", ...
+
+    "auto" means the accelerator that the model is on. If it is on none, "auto" means the machine's accelerator if the
+    process group supports it, otherwise "cpu".
+    """
 
     def __post_init__(self) -> None:
         _coerce(self)
@@ -237,7 +259,7 @@ class FSDPConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> FSDPConfig:
-        """Return a config from a mapping. Also accepts Oumi's keys (`cpu_offload`).
+        """Return the config with the values of a mapping. Also accepts Oumi's keys (`cpu_offload`).
 
         Raises:
             UsageError: A key is unknown, or a value is invalid.
@@ -265,10 +287,10 @@ class FSDPConfig:
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> FSDPConfig:
-        """Return the config in a YAML file: its `fsdp` section if it has one, else all of it.
+        """Return the config in a YAML file. It is in the file's `fsdp` section or, if there is none, at the top level.
 
         Raises:
-            UsageError: The file is not YAML, not a mapping of fields, or a value is invalid.
+            UsageError: The file is not YAML or not a mapping of fields, or a value is invalid.
         """
         try:
             import yaml
@@ -286,7 +308,7 @@ class FSDPConfig:
         return cls.from_dict(values)
 
     def to_accelerate_env(self, *, fsdp_version: Literal[1, 2] = 2) -> dict[str, str]:
-        """Return the environment variables that configure accelerate's FSDP in the same way."""
+        """Return the environment variables that configure accelerate's FSDP like this config."""
 
         return to_env(self, fsdp_version)
 
@@ -298,20 +320,22 @@ class FSDPConfig:
 
     @property
     def reshard(self) -> bool | int:
-        """What non-root units do with parameters after forward: free them (True), keep them (False), or reshard them to
-        this number of ranks."""
+        """What units other than the root do with their parameters after forward.
+
+        True frees them, False keeps them, a number reshards them to that many ranks.
+        """
         if self.reshard_after_forward is not None:
             return self.reshard_after_forward
         return self.sharding_strategy.reshards_after_forward
 
     @property
     def needs_grad_scaler(self) -> bool:
-        """Whether gradients are fp16 and can underflow."""
+        """Whether gradients are fp16 and so can underflow."""
         return self.mixed_precision == "fp16"
 
 
 def _coerce(config: FSDPConfig) -> None:
-    put = object.__setattr__  # the class is frozen; fields are set only here
+    put = object.__setattr__  # the class is frozen; this is the only place that sets fields
     put(config, "sharding_strategy", _enum(ShardingStrategy, config.sharding_strategy, "sharding_strategy"))
     put(config, "auto_wrap_policy", _enum(WrapPolicy, config.auto_wrap_policy, "auto_wrap_policy"))
     if not isinstance(config.backward_prefetch, int):
@@ -337,7 +361,7 @@ def _coerce(config: FSDPConfig) -> None:
 
 
 def _check_flags(config: FSDPConfig) -> None:
-    # Check the type, because the string "false" (from the environment or quoted YAML) is truthy.
+    # Check the type, because the string "false" (from the environment or from quoted YAML) is truthy.
     for name in _FLAGS:
         if not isinstance(getattr(config, name), bool):
             raise UsageError(f"{name} is {getattr(config, name)!r}; it must be True or False.")
@@ -442,7 +466,7 @@ def _warn(config: FSDPConfig) -> None:
 
 
 def _enum(kind: type[_E], value: object, name: str) -> _E:
-    text = str(getattr(value, "name", value)).strip().upper().lstrip("_")  # torch has _HYBRID_SHARD_ZERO2
+    text = str(getattr(value, "name", value)).strip().upper().lstrip("_")  # torch's name is _HYBRID_SHARD_ZERO2
     if text == "NONE" and kind is BackwardPrefetch:
         text = "NO_PREFETCH"
     if text not in kind.__members__:
@@ -472,7 +496,7 @@ def _names(value: object, name: str) -> tuple[str, ...]:
 # --- conversion to and from the environment variables of `accelerate launch`; imports neither torch nor accelerate
 
 
-# accelerate numbers these from 1, in this order (accelerate.utils.constants).
+# accelerate numbers these values from 1, in this order (accelerate.utils.constants).
 _STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 _PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
 _WRAPS = {"AUTO": "TRANSFORMER_BASED_WRAP", "BLOCKS": "TRANSFORMER_BASED_WRAP"}  # accelerate guesses the classes itself
@@ -490,7 +514,7 @@ def to_env(config: FSDPConfig, fsdp_version: int) -> dict[str, str]:
         "ACCELERATE_USE_FSDP": _bool(config.enable_fsdp),
         "FSDP_SHARDING_STRATEGY": config.sharding_strategy.value,
         "FSDP_OFFLOAD_PARAMS": _bool(config.offload == "params"),
-        # accelerate prefetches one unit or none
+        # accelerate prefetches either one unit or none
         "FSDP_BACKWARD_PREFETCH": getattr(config.backward_prefetch, "value", "BACKWARD_PRE"),
         "FSDP_FORWARD_PREFETCH": _bool(bool(config.forward_prefetch)),
         "FSDP_STATE_DICT_TYPE": config.state_dict_type + "_STATE_DICT",
@@ -504,7 +528,7 @@ def to_env(config: FSDPConfig, fsdp_version: int) -> dict[str, str]:
     if config.mixed_precision is not None:
         env["ACCELERATE_MIXED_PRECISION"] = config.mixed_precision
     if config.transformer_layer_cls:
-        # accelerate looks classes up by their short names in the model
+        # accelerate finds classes in the model by their short names
         env["FSDP_TRANSFORMER_CLS_TO_WRAP"] = ",".join(name.rpartition(".")[2] for name in config.transformer_layer_cls)
     if fsdp_version == 2:
         env["FSDP_VERSION"] = "2"
@@ -513,10 +537,10 @@ def to_env(config: FSDPConfig, fsdp_version: int) -> dict[str, str]:
 
 
 def from_env(env: Mapping[str, str]) -> dict[str, Any]:
-    """Return the FSDPConfig fields that `env` sets, and accelerate's defaults for the others.
+    """Return the FSDPConfig fields set by `env`, with accelerate's defaults for all others.
 
     Raises:
-        UsageError: A variable has a value that accelerate would also refuse.
+        UsageError: A variable has a value that accelerate would refuse, too.
     """
     fields: dict[str, Any] = {
         "enable_fsdp": _flag(env, "ACCELERATE_USE_FSDP", "false"),

@@ -1,4 +1,4 @@
-"""Scales the loss of fp16 training. The scale grows while gradients are finite and backs off on overflow."""
+"""Scales the loss for fp16 training. The scale grows while gradients are finite and backs off on overflow."""
 
 from __future__ import annotations
 
@@ -37,7 +37,11 @@ class DynamicGradScaler:
         hysteresis: int = 2,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        """Raises UsageError if an argument is invalid. fp16 needs growth_factor > 1 and 0 < backoff_factor < 1."""
+        """Start with `initial_scale`, within [min_scale, max_scale].
+
+        Raises:
+            UsageError: An argument is invalid. fp16 needs growth_factor > 1 and 0 < backoff_factor < 1.
+        """
         if dtype == torch.float16 and not (growth_factor > 1 and 0 < backoff_factor < 1):
             raise UsageError(
                 f"fp16 needs growth_factor > 1 and 0 < backoff_factor < 1, found {growth_factor} and {backoff_factor}."
@@ -63,12 +67,12 @@ class DynamicGradScaler:
 
     @property
     def scale(self) -> float:
-        """The factor by which to multiply the loss."""
+        """What to multiply the loss by."""
         return self._scale
 
     @property
     def inv_scale(self) -> float:
-        """The factor that unscales gradients."""
+        """What to multiply gradients by to unscale them."""
         return 1.0 / self._scale
 
     def update(self, overflow: bool) -> None:

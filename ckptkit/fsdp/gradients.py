@@ -36,12 +36,12 @@ _Key = tuple[DeviceMesh, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class GradientReport:
-    """The gradients of one step.
+    """What is known about the gradients before a step.
 
     Attributes:
-        norm: The unscaled norm.
+        norm: Their joint norm, unscaled.
         finite: Whether the norm is finite on all ranks.
-        factor: Multiply the gradients by this before the step.
+        factor: What to multiply the gradients by before the step.
     """
 
     norm: torch.Tensor
@@ -55,7 +55,7 @@ def grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], p: float = 2.0)
 
     The result is fp64 if any parameter or gradient is, otherwise fp32. It is NaN on every rank if any rank has a NaN.
     Replicated shards and plain gradients (equal on all ranks) count once. Parameters without a gradient count as zero.
-    All ranks must call this with the same parameters in the same order. It makes one small all-reduce per kind of
+    All ranks must call this with the same parameters in the same order. It makes one small all-reduce for each distinct
     sharding.
     """
     p = checked_norm_type(p)
@@ -66,7 +66,8 @@ def grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], p: float = 2.0)
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(parameter, DTensor):
-            # The parameter decides the group, so that a rank without a gradient still joins the all-reduce.
+            # The parameter, not its gradient, decides the group, so that a rank without a gradient still joins the
+            # all-reduce.
             key, local = _place(parameter, gradient)
             bucket = sharded.setdefault(key, [])
             if local is not None:
@@ -85,7 +86,7 @@ def grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], p: float = 2.0)
         parts.append(_reduced(_power(locals_, p, device), mesh, dims, p))
     total = torch.stack(parts)
     norm = total.max() if p == math.inf else total.sum().pow(1.0 / p)
-    # Include the parameters, so that a rank without a gradient uses the same dtype.
+    # The parameters' dtypes count too, so that a rank without a gradient returns the same dtype.
     found = {parameter.dtype for parameter in parameters}
     found |= {parameter.grad.dtype for parameter in parameters if parameter.grad is not None}
     return norm if torch.float64 in found else norm.float()
@@ -99,9 +100,9 @@ def clip_grad_norm(
     *,
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """Scale all gradients so that their joint p-norm is at most `max_norm`. Returns the norm before the scaling.
+    """Scale all gradients so that their joint p-norm is at most `max_norm`. Return the norm before scaling.
 
-    If `max_norm` is 0 or None, only returns the norm. All ranks must call this.
+    If `max_norm` is 0 or None, this only returns the norm. All ranks must call this.
 
     Raises:
         NonFiniteGradientError: `error_if_nonfinite` is set, and the norm is inf or NaN on some rank. Raised on every
@@ -114,14 +115,14 @@ def clip_grad_norm(
     if error_if_nonfinite and not is_finite_everywhere(norm, parameters):
         refuse_nonfinite(((f"parameter {index}", parameter) for index, parameter in enumerate(parameters)), norm)
     if max_norm:
-        # No branch on the value, because that would wait for the device. torch adds the same 1e-6.
+        # Don't branch on the value, because that would wait for the device. torch adds the same 1e-6.
         scale_gradients(parameters, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
 
 
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[torch.Tensor], factor: torch.Tensor | float) -> None:
-    """Multiply all gradients by `factor` in place, with a few kernels in total."""
+    """Multiply all gradients by `factor` in place, with only a few kernels."""
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for parameter in parameters:
         gradient = parameter.grad
@@ -134,9 +135,10 @@ def scale_gradients(parameters: Iterable[torch.Tensor], factor: torch.Tensor | f
 
 
 def is_finite_everywhere(norm: torch.Tensor, parameters: Iterable[torch.Tensor]) -> bool:
-    """Return whether `norm` is finite on all ranks. All ranks must call this and get the same answer.
+    """Return whether `norm` is finite on all ranks. All ranks must call this; all get the same result.
 
-    If every gradient is a shard of one mesh over all ranks, no communication is needed: the norm is equal everywhere.
+    No communication is needed if all gradients are sharded over one mesh of all ranks, because then the norm is the
+    same everywhere.
     """
     finite = torch.isfinite(norm)
     if dist.is_initialized() and dist.get_world_size() > 1 and not _norm_is_global(parameters):
@@ -149,7 +151,7 @@ def is_finite_everywhere(norm: torch.Tensor, parameters: Iterable[torch.Tensor])
 
 
 def refuse_nonfinite(parameters: Iterable[tuple[str, torch.Tensor]], norm: torch.Tensor) -> NoReturn:
-    """Raise NonFiniteGradientError. The message names this rank's gradients that are inf or NaN."""
+    """Raise NonFiniteGradientError. The message names the gradients on this rank that are inf or NaN."""
     names = [name for name, parameter in parameters if parameter.grad is not None and not _is_finite(parameter.grad)]
     rank = dist.get_rank() if dist.is_initialized() else 0
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
@@ -161,7 +163,7 @@ def refuse_nonfinite(parameters: Iterable[tuple[str, torch.Tensor]], norm: torch
 
 
 def named_parameters_of(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, parameter) for each parameter of `optimizer`. Uses positions if its groups have no names."""
+    """Yield (name, parameter) for each parameter of `optimizer`. If its groups have no names, positions are used."""
     for index, group in enumerate(optimizer.param_groups):
         names = group.get("param_names") or [f"group {index}, parameter {i}" for i in range(len(group["params"]))]
         yield from zip(names, group["params"], strict=True)
@@ -180,10 +182,10 @@ def inspect_gradients(
     norm_type: float = 2.0,
     divisor: float | None = None,
 ) -> GradientReport:
-    """Return the joint norm of the unscaled gradients, whether all ranks may step, and the factor for the gradients.
+    """Return the gradients' joint norm, unscaled, whether all ranks may step, and what to multiply the gradients by.
 
-    `divisor` is the factor by which the gradients are too large (default: the scaler's scale). Updates the scaler; does
-    not change the gradients. All ranks must call this.
+    `divisor` says how many times too large the gradients are (default: the scaler's scale). This updates the scaler but
+    does not change the gradients. All ranks must call this.
     """
     max_norm = checked_max_norm(max_norm)
     scale = scaler.scale if scaler is not None else 1.0
@@ -223,12 +225,12 @@ def _listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> Sequence[torch
 
 
 def widened(loss: torch.Tensor) -> torch.Tensor:
-    """Return `loss` in at least fp32, because scaling or dividing a narrower value would round."""
+    """Return `loss` in at least fp32, because a narrower value would be rounded when it is scaled or divided."""
     return loss if loss.dtype == torch.float64 else loss.float()
 
 
 def checked_norm_type(p: float) -> float:
-    """Return `p` as a float. Raises UsageError if it is not a valid norm type."""
+    """Return `p` as a float. Raises UsageError if `p` is not a valid norm type."""
     try:
         value = float(p)
     except (TypeError, ValueError):
@@ -239,8 +241,10 @@ def checked_norm_type(p: float) -> float:
 
 
 def checked_max_norm(max_norm: float | None) -> float | None:
-    """Return `max_norm`. Raises UsageError unless it is None or a number >= 0: a negative number would reverse the
-    gradients."""
+    """Return `max_norm`. Raises UsageError unless it is None or a number >= 0.
+
+    A negative number would reverse the gradients.
+    """
     if max_norm is None:
         return None
     if isinstance(max_norm, (str, bool)) or not float(max_norm) >= 0:
@@ -261,14 +265,14 @@ def _place(parameter: DTensor, gradient: Any) -> tuple[_Key, torch.Tensor | None
 
 
 def _power(tensors: Sequence[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:
-    """Return the sum of the p-th powers (for inf: the largest magnitude) over `tensors`, in fp64."""
+    """Return the sum of the p-th powers over `tensors`, in fp64. If p is inf, return the largest magnitude."""
     full = [tensor for tensor in tensors if tensor.numel()]  # an empty shard has no maximum
     total = torch.zeros((), dtype=_wide(device), device=device)
     groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in full:
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     for (_, dtype), group in groups.items():
-        # each norm in fp32, because a bf16 norm has three digits
+        # compute each norm in fp32, because in bf16 it would have only three digits
         wide = dtype if dtype == torch.float64 else torch.float32
         norms = torch.stack(torch._foreach_norm(group, p, dtype=wide)).to(device, _wide(device))
         total = torch.maximum(total, norms.max()) if p == math.inf else total + norms.pow(p).sum()
@@ -278,7 +282,7 @@ def _power(tensors: Sequence[torch.Tensor], p: float, device: torch.device) -> t
 def _reduced(value: torch.Tensor, mesh: DeviceMesh, dims: tuple[int, ...], p: float) -> torch.Tensor:
     moved = value.to(mesh.device_type) if value.device.type != mesh.device_type else value
     if p == math.inf:
-        # A backend's MAX may drop NaN (gloo's does), so a NaN flag is reduced together with the value.
+        # A backend's MAX may drop NaN (gloo's does), so a NaN flag is reduced along with the value.
         nan = torch.isnan(moved)
         moved = torch.stack([moved.nan_to_num(nan=0.0, posinf=math.inf), nan.to(moved.dtype)])
     for dim in dims:

@@ -1,4 +1,4 @@
-"""Splits parameters into optimizer groups by weight decay, dtype, mesh and placement, with names."""
+"""Splits parameters, with their names, into optimizer groups by weight decay, dtype, mesh and placement."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from ckptkit.errors import UsageError
 __all__ = ["NO_DECAY", "NoDecay", "is_norm", "param_groups", "clean_fqn"]
 
 NoDecay = str | type[nn.Module] | Callable[[str, nn.Module, nn.Parameter], bool]
-"""Excludes parameters from weight decay: a component of a name, a module class, or a function of FQN, owning module
-and parameter."""
+"""Which parameters to exclude from weight decay.
+
+A name component, a module class, or a function that takes the FQN, the owning module and the parameter.
+"""
 
 _NORM_CLASS = re.compile(r"norm(?:act|\d+d)*$", re.IGNORECASE)  # LlamaRMSNorm, LayerNorm2d
 _NORM_NAME = re.compile(r"(?:^|_)(?:(?:layer|rms|batch|group)?norm|ln|bn|gn)\d*(?:_|$)", re.IGNORECASE)
@@ -25,12 +27,13 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase
 def is_norm(name: str, module: nn.Module, parameter: nn.Parameter) -> bool:
     """Return whether `parameter` of `module` is the scale or shift of a normalization.
 
-    True for torch's norm classes, classes whose name ends with "Norm", and one-dimensional parameters with a matching
-    component in the module's or parameter's name: `ln_1.weight`, `bn.weight`, `norm1.scale`.
+    It is if the module is one of torch's norm classes, if its class name ends with "Norm", or if the parameter is
+    one-dimensional and a component of the module's or parameter's name matches: `ln_1.weight`, `bn.weight`,
+    `norm1.scale`.
     """
     if isinstance(module, _NORMS):
         return True
-    if parameter.ndim > 1:  # a projection whose name is `norm`, or that is inside a normalization
+    if parameter.ndim > 1:  # a projection that is named `norm` or is part of a normalization
         return False
     return bool(
         _NORM_CLASS.search(type(module).__name__) or any(_NORM_NAME.search(part) for part in name.split(".")[-2:])
@@ -38,7 +41,7 @@ def is_norm(name: str, module: nn.Module, parameter: nn.Parameter) -> bool:
 
 
 NO_DECAY: tuple[NoDecay, ...] = ("bias", is_norm)
-"""Biases and normalizations. To exclude more: `no_decay=(*NO_DECAY, "embed", MyScale)`."""
+"""Biases and normalizations. To exclude more, pass `no_decay=(*NO_DECAY, "embed", MyScale)`."""
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
@@ -48,13 +51,13 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Return groups `{"params", "param_names", "weight_decay"}` that together contain each trainable parameter once.
 
-    A group never mixes dtypes, meshes, placements, or plain tensors with DTensors, because fused and foreach kernels
-    can't. Names are checkpoint FQNs, without the prefixes of torch.compile and checkpoint wrappers.
+    A group has only one dtype, mesh and placement, and never mixes plain tensors with DTensors: fused and foreach
+    kernels need this. Names are checkpoint FQNs, without the prefixes that torch.compile and checkpoint wrappers add.
 
     Args:
         no_decay: Parameters that match any of these are not decayed. A string matches whole components of the name,
-            separated by "." or "_", and may have several ("lm_head.weight"): "bias" matches `up.bias` and `bias_ih_l0`,
-            not `unbiased.weight`.
+            separated by "." or "_": "bias" matches `up.bias` and `bias_ih_l0`, but not `unbiased.weight`. A string may
+            have several components ("lm_head.weight").
 
     Raises:
         UsageError: An item of `no_decay` is not a string, a module class or a function.
@@ -88,8 +91,8 @@ def _several(no_decay: object) -> Sequence[Any]:
 
 def _rule(item: Any) -> Callable[[str, nn.Module, nn.Parameter], bool]:
     if isinstance(item, str) and item.strip("._"):
-        # "norm.weight" must match two adjacent parts: as in `attention_norm.weight` and `norm1.weight`, not
-        # `norm.proj.weight`
+        # "norm.weight" must match two adjacent components, as in `attention_norm.weight` and `norm1.weight`, but not in
+        # `norm.proj.weight`.
         parts = [rf"(?:[^.]*_)?{re.escape(part)}\d*(?:_[^.]*)?" for part in item.strip("._").split(".")]
         pattern = re.compile(r"(?:^|\.)" + r"\.".join(parts) + r"(?:\.|$)", re.IGNORECASE)
         return lambda name, module, parameter: pattern.search(name) is not None

@@ -1,4 +1,4 @@
-"""Loads a Hugging Face directory into a sharded model; each rank reads only its own slices."""
+"""Loads a Hugging Face directory into a sharded model. Each rank reads only its own slices."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["HFLoad", "HFLoadReport", "load_hf", "plan_load"]
 
 @dataclass(frozen=True, slots=True)
 class HFLoadReport:
-    """What `load_hf` did: names loaded, names missing in the files, and names in the files that the model lacks."""
+    """What `load_hf` did: which names it loaded, which the files lack, and which only the files have."""
 
     loaded: tuple[str, ...]
     missing: tuple[str, ...] = ()
@@ -46,17 +46,17 @@ def load_hf(
     strict: bool = True,
     storage_options: Mapping[str, Any] | None = None,
 ) -> HFLoadReport:
-    """Fill `model`, sharded or not, from the safetensors at `url`. Each rank reads the bytes of its own shards.
+    """Fill `model`, sharded or not, from the safetensors at `url`. Each rank reads only the bytes of its own shards.
 
-    Ranks do not communicate: only `FSDPStrategy.load_hf` raises the error of one rank on all ranks. The host holds one
-    shard of one tensor at a time. If transformers uses other names in memory than in files (stacked experts), the names
-    are mapped. Tied weights load under either name; if the files contain both, they must be equal.
+    Ranks do not communicate, so an error on one rank is raised only there; `FSDPStrategy.load_hf` raises it on all. The
+    host holds one shard of one tensor at a time. If transformers uses different names in memory than in files (stacked
+    experts), the names are mapped. Tied weights load under either name; if the files contain both, they must be equal.
 
     Args:
-        model: A prepared model: parameters are allocated (by `prepare_model`), with or without values.
+        model: A prepared model, whose parameters `prepare_model` has allocated. They need not have values.
         url: A directory or a bucket prefix with config.json and *.safetensors.
         cast: Allow lossy casts (fp32 files into bf16 parameters). Widening is always allowed.
-        strict: Raise if the files lack names or have names that the model lacks. Otherwise these are only reported.
+        strict: Raise if names are missing in the files or in the model. Otherwise such names are only reported.
         storage_options: Passed to the file system, as in `open_store`.
 
     Raises:
@@ -67,7 +67,7 @@ def load_hf(
 
 @dataclass(frozen=True, slots=True)
 class HFLoad:
-    """A checked load: the opened files, and the source of each tensor."""
+    """A load that has been checked: the opened files, and where each tensor comes from."""
 
     model: nn.Module
     url: str
@@ -79,7 +79,7 @@ class HFLoad:
 
     @torch.no_grad()
     def run(self) -> HFLoadReport:
-        """Read this rank's shards. After an error the model is half loaded, and saving it raises."""
+        """Read this rank's shards. After an error, the model is half loaded, and saving it raises."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         nbytes = 0
         state = TrainState(model=self.model, rng=False)
@@ -104,7 +104,10 @@ class HFLoad:
 def plan_load(
     model: nn.Module, url: str, *, cast: bool, strict: bool, storage_options: Mapping[str, Any] | None = None
 ) -> HFLoad:
-    """Open the files and check, for `load_hf`, that they fit the model. Reads only tensors with several names."""
+    """Open the files and check, for `load_hf`, that they fit the model.
+
+    The only tensors read are tied ones stored twice.
+    """
     store = open_store(url, storage_options=storage_options)
     catalog = safetensors.open_catalog(store)
     live, _ = model_tensors(model)
@@ -122,7 +125,7 @@ def _targets(model: nn.Module, live: Mapping[str, torch.Tensor], catalog: Catalo
     entries = {name: Target.of(entry, name) for name, entry in catalog.tensors.items()}
     prefix = getattr(model, "base_model_prefix", "")
     if prefix and not set(entries) & set(live):
-        # A base model's files for a model with a head, or the reverse: transformers supports both.
+        # The files are a base model's and the model has a head, or the reverse; transformers supports both.
         dot = prefix + "."
         inside = any(name.startswith(dot) for name in live)
         entries = {dot + name if inside else name.removeprefix(dot): target for name, target in entries.items()}
@@ -139,7 +142,7 @@ def _names_by_tensor(live: Mapping[str, torch.Tensor]) -> dict[int, list[str]]:
 
 
 def _matched(live: Mapping[str, torch.Tensor], targets: Mapping[str, Target]) -> tuple[dict[str, str], list[str]]:
-    """Return {first name of a tensor: name of its target}, and the first names of tensors without a target."""
+    """Return {a tensor's first name: its name in `targets`}, and the first names of tensors without a target."""
     chosen: dict[str, str] = {}
     missing: list[str] = []
     for names in _names_by_tensor(live).values():
@@ -154,7 +157,10 @@ def _matched(live: Mapping[str, torch.Tensor], targets: Mapping[str, Target]) ->
 def _several_names(
     live: Mapping[str, torch.Tensor], targets: Mapping[str, Target], catalog: Catalog
 ) -> list[list[Claim]]:
-    """Return the whole file contents for all names of each tied tensor, so that every rank compares the same bytes."""
+    """Return, for each tied tensor, what the files contain under each of its names.
+
+    These are whole tensors, so that every rank compares the same bytes.
+    """
     groups = []
     for names in _names_by_tensor(live).values():
         found = [name for name in names if name in targets]

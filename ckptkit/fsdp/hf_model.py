@@ -1,4 +1,4 @@
-"""Collects the tensors to export: those of a transformers model or of a PEFT model's adapters."""
+"""Collects the tensors to export, either a transformers model's or those of a PEFT model's adapters."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _PEFT_ROOT = "base_model.model."
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The exportable part of a model that may be wrapped.
+    """What to export of a model that may be wrapped.
 
     Attributes:
-        model: The transformers or PEFT model inside the wrappers; the model itself if it is neither.
-        tensors: Its tensors by name. Tied tensors appear once.
+        model: The transformers or PEFT model inside the wrappers; the given model itself if there is none.
+        tensors: The tensors by name. Tied tensors appear once.
     """
 
     model: nn.Module
@@ -44,10 +44,10 @@ class Exported:
 
 
 def exported(model: nn.Module) -> Exported:
-    """Return the model inside its wrappers, with its live tensors. Collective if FSDP1 gathers them.
+    """Return the model inside its wrappers, with its live tensors. Collective if FSDP1 has to gather them.
 
     Raises:
-        SaveError: The model has parameters outside the transformers model (a value head, for example), which
+        SaveError: The model has parameters outside the transformers model (for example, a value head), which
             `from_pretrained` does not read.
     """
     inner = unwrap_model(model)
@@ -86,7 +86,7 @@ def _is_pretrained(module: nn.Module) -> bool:
 def _refuse_neighbours(model: nn.Module) -> None:
     found = next(((name, child) for name, child in model.named_modules() if _is_pretrained(child)), None)
     if found is None:
-        return  # there is no transformers model inside
+        return  # no transformers model inside
     name, child = found
     inside = {id(p) for p in child.parameters()}
     beside = [n for n, p in model.named_parameters() if id(p) not in inside]
@@ -105,10 +105,10 @@ def _some(names: Sequence[str]) -> str:
 
 
 def adapter_tensors(source: Exported, extra: dict[str, torch.Tensor]) -> dict[str, dict[str, str]]:
-    """Return {folder: {key in the file: tensor name}} for each adapter. Only rank 0 calls this.
+    """Return {folder: {key in the file: tensor name}} for all adapters. Only rank 0 calls this.
 
     Args:
-        extra: Receives tensors that are computed for the file (prompt embeddings), by name.
+        extra: Receives tensors, by name, that are computed for the file (prompt embeddings).
 
     Raises:
         SaveError: A trained tensor belongs to no adapter, or a tensor cannot be derived from the live tensors.
@@ -117,7 +117,7 @@ def adapter_tensors(source: Exported, extra: dict[str, torch.Tensor]) -> dict[st
 
     model = source.model
     adapters = adapters_of(model)
-    # PEFT looks up raw module names, which include the names of wrappers.
+    # PEFT looks tensors up by raw module names, which include the names of wrappers.
     raw = {
         clean_fqn(f"{module}.{leaf}"): f"{module}.{leaf}"
         for module, owner in model.named_modules()
@@ -128,7 +128,7 @@ def adapter_tensors(source: Exported, extra: dict[str, torch.Tensor]) -> dict[st
         for name, tensor in source.tensors.items()
     }
     names = {id(stand_in): name for name, stand_in in zip(source.tensors, stand_ins.values(), strict=True)}
-    root = "" if hasattr(model, "get_base_model") else _PEFT_ROOT  # for adapters inside a transformers model
+    root = "" if hasattr(model, "get_base_model") else _PEFT_ROOT  # for adapters that are inside a transformers model
     found: dict[str, dict[str, str]] = {}
     prompts: set[str] = set()
     for adapter, config in adapters.items():
@@ -172,7 +172,7 @@ def _require_whole(source: Exported, names: set[str]) -> None:
 
 
 def prove(source: Exported, targets: Sequence[Target]) -> None:
-    """Check on the meta device that transformers loads tensors with these names and shapes. Only rank 0 calls this.
+    """Check on the meta device that transformers can load tensors with these names and shapes. Only rank 0 calls this.
 
     Raises:
         SaveError: `from_pretrained` would initialize some weights randomly, or ignore some.
@@ -204,7 +204,7 @@ _PROBLEMS = {"missing_keys": "missing", "unexpected_keys": "unexpected", "mismat
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence transformers during a trial load."""
+    """Silence transformers while it loads a model on trial."""
     logging_of: Any = sys.modules["transformers"].utils.logging
     level = logging_of.get_verbosity()
     logging_of.set_verbosity(logging.CRITICAL)

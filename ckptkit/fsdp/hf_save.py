@@ -56,20 +56,21 @@ def save_hf(
     """Write `model` to `url` for `from_pretrained`. All ranks must call this; rank 0 writes.
 
     Each rank holds one full tensor at a time. Tied weights are written once; stacked experts are written in the Hub's
-    layout. The export includes config.json, generation_config.json and the tokenizer's files. For a PEFT model only the
-    adapters are written, for PEFT's `from_pretrained`. To export the whole model, merge the adapters first
-    (`merge_and_unload`).
+    layout. The export includes config.json, generation_config.json and the tokenizer's files. If `model` is a PEFT
+    model, only its adapters are written, for PEFT's `from_pretrained`. To export the whole model, first merge the
+    adapters (`merge_and_unload`).
 
-    Before anything is written, `from_pretrained` checks the names on the meta device. The directory appears complete or
-    not at all.
+    Before anything is written, the names are checked with `from_pretrained` on the meta device. The directory appears
+    complete or not at all.
 
     Args:
         model: Sharded or not, wrapped or not.
-        url: A path, or anything that fsspec opens.
+        url: A path, or anything else that fsspec opens.
         tokenizer: Anything with `save_pretrained`, or None.
-        dtype: "keep", or the dtype of floating-point tensors: "bf16", "fp16", "fp32".
+        dtype: The dtype in which to write floating-point tensors, "bf16", "fp16" or "fp32"; "keep" writes them as they
+            are.
         max_shard_size: Maximum size of one file.
-        overwrite: Replace the export or checkpoint at `url`. A directory with anything else is refused.
+        overwrite: Replace the export or checkpoint at `url`. A directory that contains anything else is refused.
         storage_options: Passed to the file system.
 
     Raises:
@@ -115,11 +116,11 @@ def save_hf(
 
 
 def _nothing() -> None:
-    """Do nothing: only rank 0 has a directory to publish."""
+    """Do nothing, because only rank 0 has a directory to publish."""
 
 
 def _targets(source: Exported, dtype: str) -> list[Target]:
-    """Return the tensors of a model's files."""
+    """Return the tensors as they will be in the files."""
     to_dict = getattr(getattr(source.model, "config", None), "to_dict", None)
     sources = {name: _whole(name, tensor) for name, tensor in source.tensors.items()}
     mapped = choose_map(sources, config=to_dict() if callable(to_dict) else {}).mapped.targets
@@ -129,7 +130,7 @@ def _targets(source: Exported, dtype: str) -> list[Target]:
 def _adapters(
     source: Exported, dtype: str, coordinator: Coordinator
 ) -> tuple[dict[str, torch.Tensor], list[_WeightsFile]]:
-    """Return the tensors and the files of a PEFT model's adapters. Collective."""
+    """Return a PEFT model's adapters: their tensors, and the files to write. Collective."""
     tensors = dict(source.tensors)
     computed: dict[str, torch.Tensor] = {}
 
@@ -183,8 +184,10 @@ def _files(targets: list[Target], max_bytes: int) -> list[_WeightsFile]:
 
 @torch.no_grad()
 def _write_file(store: Store | None, file: _WeightsFile, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Gather the file's tensors one by one on all ranks and write them on rank 0. After a failure rank 0 keeps
-    gathering, because the other ranks do."""
+    """Gather the file's tensors one by one on all ranks and write them on rank 0.
+
+    If rank 0 fails, it keeps gathering, because the other ranks do.
+    """
     error: Exception | None = None
     name, whole = "", torch.empty(0)
     with contextlib.ExitStack() as stack:
@@ -198,7 +201,7 @@ def _write_file(store: Store | None, file: _WeightsFile, tensors: Mapping[str, t
         for target in file.targets:
             made: torch.Tensor | None = None
             for part in target.parts:
-                if part.source != name:  # several targets may be slices of one tensor (the experts of a layer)
+                if part.source != name:  # several targets may be slices of one tensor (a layer's experts)
                     whole = torch.empty(0)  # free the tensor before the next one is gathered
                     name, live = part.source, tensors[part.source].detach()
                     whole = live.full_tensor() if isinstance(live, DTensor) else live
@@ -211,11 +214,11 @@ def _write_file(store: Store | None, file: _WeightsFile, tensors: Mapping[str, t
                 except Exception as caught:  # noqa: BLE001  raised below
                     error = caught
         if error is not None:
-            raise error  # inside the stack, so that the file is not finished
+            raise error  # raised inside the stack, so that the file is not finished
 
 
 def _filled(made: torch.Tensor | None, target: Target, part: Part, value: torch.Tensor) -> torch.Tensor:
-    """Copy one part into the tensor of `target` in host memory. The first part creates this tensor."""
+    """Copy one part into the tensor for `target` in host memory. For the first part, the tensor is created."""
     dtype = getattr(torch, target.dtype)
     if len(target.parts) == 1 and part.is_plain:
         return value.reshape(target.shape).to("cpu", dtype)
@@ -255,7 +258,7 @@ def _write_small(store: Store, small: Mapping[str, bytes]) -> None:
 
 
 def _with_dtype(config: bytes, files: list[_WeightsFile]) -> bytes:
-    """Return config.json with the dtype that was written."""
+    """Return config.json with the dtype in which the model was written."""
     found = [t.dtype for file in files for t in file.targets if dtype_of(t.dtype).kind == "float"]
     fields = json.loads(config)
     if found:

@@ -31,8 +31,8 @@ __all__ = ["MasterWeightOptimizer"]
 _log = logging.getLogger(__name__)
 
 MASTER = "master"
-# These optimizers work elementwise: they can step a shard without the rest of the parameter. Subclasses do not count,
-# because they may do more.
+# Optimizers that work elementwise, so they can step a shard without the rest of the parameter. Their subclasses don't
+# count, because they may do more.
 _ELEMENTWISE = frozenset(
     getattr(torch.optim, name)
     for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -40,16 +40,15 @@ _ELEMENTWISE = frozenset(
 
 
 class MasterWeightOptimizer(Optimizer):
-    """Steps fp32 copies of the parameters with `base` and rounds them into the parameters.
+    """Steps fp32 copies of the parameters with `base`, then rounds the copies into the parameters.
 
-    `state[p]` contains the state of `base` in fp32. Under "master" it contains the fp32 copy of `p`, with the same
-    placement. After each step `master.to(p.dtype)` equals `p` bit for bit. Parameters in fp32 or wider are stepped
-    directly and have no master. `param_groups` contain the model's parameters, so schedulers work as with any
-    optimizer.
+    `state[p]` contains the state of `base` in fp32 and, under "master", the fp32 copy of `p` with the same placement.
+    After each step, `master.to(p.dtype)` is bit-identical to `p`. Parameters in fp32 or wider are stepped directly and
+    have no master. `param_groups` contain the model's parameters, so schedulers work as with any optimizer.
 
     Args:
         base: An optimizer over the model's parameters. Do not use it directly afterwards.
-        grad_scaler: Scales the loss in `backward` and is updated after every step; None does not scale.
+        grad_scaler: Scales the loss in `backward` and is updated after every step. None does not scale.
         max_norm: Clips the joint gradient norm in `step`; 0 or None does not clip.
         norm_type: The p of that norm.
 
@@ -79,33 +78,36 @@ class MasterWeightOptimizer(Optimizer):
         self.last_grad_norm: torch.Tensor | None = None
         had = base.state
         super().__init__([{**group, "params": list(group["params"])} for group in base.param_groups], base.defaults)
-        for parameter, state in had.items():  # `base` has stepped before: convert its moments to fp32
+        for parameter, state in had.items():  # if `base` has stepped before, convert its moments to fp32
             self.state[parameter].update({key: _widened(key, value) for key, value in state.items()})
         base.state = defaultdict(dict)
 
     @property
     def loss_scale(self) -> float:
-        """The factor that `backward` applies to the loss."""
+        """What `backward` multiplies the loss by."""
         return self.grad_scaler.scale if self.grad_scaler is not None else 1.0
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
-        """Multiply the loss by the loss scale, in fp32 or wider, and run backward."""
+        """Multiply the loss by the loss scale, in at least fp32, and run backward."""
         torch.autograd.backward(widened(loss) * self.loss_scale, retain_graph=retain_graph)
 
     def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
-        """Run backward from `tensor` with gradient `grad`, which must already include the loss scale."""
+        """Run backward from `tensor` with the gradient `grad`, which must already include the loss scale."""
         torch.autograd.backward(tensor, grad)
 
     def clip_grad_norm(self, max_norm: float | None, p: float = 2.0) -> torch.Tensor:
-        """Clip the (unscaled) gradients of all groups to one joint norm. Returns the norm before the clipping."""
+        """Clip the gradients, which must be unscaled, to one joint norm over all groups.
+
+        Return the norm before clipping.
+        """
         return clip_grad_norm(list(self._parameters()), max_norm, p)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> bool:  # type: ignore[override]
-        """Unscale and clip the gradients, step the masters and round them into the parameters. Returns True.
+        """Unscale and clip the gradients, step the masters and round them into the parameters. Return True.
 
-        If a gradient on any rank is not finite, returns False and changes no parameter, master or moment. The gradients
-        are then cleared, and the loss scale may back off. All ranks must call this.
+        If a gradient on any rank is not finite, return False instead. No parameter, master or moment is then changed,
+        the gradients are cleared, and the loss scale may back off. All ranks must call this.
         """
         if closure is not None:
             with torch.enable_grad():
@@ -121,10 +123,10 @@ class MasterWeightOptimizer(Optimizer):
         divisor: float | None = None,
         error_if_nonfinite: bool = False,
     ) -> bool:
-        """Do the same as `step`, with another norm and limit.
+        """Do what `step` does, with this `max_norm` and `norm_type`.
 
         Args:
-            divisor: The factor by which the gradients are too large (default: the loss scale).
+            divisor: How many times too large the gradients are (default: the loss scale).
 
         Raises:
             NonFiniteGradientError: `error_if_nonfinite` is set, and a gradient on some rank is not finite. Raised on
@@ -153,8 +155,10 @@ class MasterWeightOptimizer(Optimizer):
 
     @torch.no_grad()
     def step_masters(self, factor: float = 1.0) -> None:
-        """Multiply gradients by `factor`, step the masters, and round them into the parameters. Checks nothing; not
-        collective."""
+        """Multiply gradients by `factor`, step the masters, and round them into the parameters.
+
+        This checks nothing and is not collective.
+        """
         self.follow_weights()
         with _Lent(self, factor) as lent:
             self.base.step()
@@ -173,14 +177,16 @@ class MasterWeightOptimizer(Optimizer):
                 self.state[parameter][MASTER] = parameter.detach().to(torch.float32)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a state dict in torch's layout, in which masters are stored like moments. It does not include the
-        scaler, which has its own `state_dict`."""
+        """Return a state dict in torch's layout, with the masters stored like moments.
+
+        It does not include the scaler, which has its own `state_dict`.
+        """
         self.follow_weights()
         return super().state_dict()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state without casting it down, then round the masters into the parameters.
+        """Load a state without narrowing its dtypes, then round the masters into the parameters.
 
         Raises:
             CheckpointMismatchError: Groups, counts, shapes or masters do not match; nothing was loaded.
@@ -188,7 +194,7 @@ class MasterWeightOptimizer(Optimizer):
         pairs = self._paired(state_dict)
         masters = {parameter: state.get(MASTER) for parameter, state in self.state.items()}
         super().load_state_dict(state_dict)
-        # torch casts every floating-point state to the parameter's dtype; use the saved values instead.
+        # torch casts all floating-point state to the parameter's dtype; replace it with the saved values.
         for parameter, saved in pairs:
             state = self.state[parameter]
             for key, value in saved.items():
@@ -200,7 +206,7 @@ class MasterWeightOptimizer(Optimizer):
             if master is not None:
                 state[MASTER] = master.copy_(_moved(saved[MASTER], parameter)) if MASTER in saved else master
         kept = {parameter for parameter, _ in pairs}
-        for parameter, master in masters.items():  # keep the masters of parameters that the state does not include
+        for parameter, master in masters.items():  # keep the masters of parameters that are not in the state dict
             if master is not None and parameter not in kept:
                 self.state[parameter][MASTER] = master
         held = [(parameter, self.state[parameter][MASTER]) for parameter in masters if masters[parameter] is not None]
@@ -208,11 +214,11 @@ class MasterWeightOptimizer(Optimizer):
 
     @torch.no_grad()
     def follow_weights(self) -> int:
-        """Update the masters of weights that were changed outside of this optimizer (a load, an edit).
+        """Update the masters of weights that were changed outside this optimizer (a load, an edit).
 
-        Returns the number of such parameters. Does not communicate. Each element of a parameter that differs from its
-        rounded master overwrites the master, so code that writes weights need not know about masters. `step`,
-        `state_dict` and every save call this first.
+        Return how many parameters were changed. An element that differs from its rounded master overwrites the master,
+        so code that writes weights need not know about masters. `step`, `state_dict` and every save call this first. It
+        does not communicate.
         """
         held = [
             (index, _local(parameter).detach(), _local(self.state[parameter][MASTER]))
@@ -241,7 +247,7 @@ class MasterWeightOptimizer(Optimizer):
         return all(MASTER in self.state[parameter] for parameter in parameters if parameter.grad is not None)
 
     def _paired(self, state_dict: dict[str, Any]) -> list[tuple[torch.Tensor, dict[str, Any]]]:
-        """Check that groups, counts, shapes and masters match. Returns pairs of a parameter and its saved state."""
+        """Check that groups, counts, shapes and masters match. Return (parameter, its saved state) pairs."""
         groups = state_dict.get("param_groups")
         if groups is None or "state" not in state_dict:
             raise CheckpointMismatchError(
@@ -272,10 +278,9 @@ class MasterWeightOptimizer(Optimizer):
 
 
 def _follow(held: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> list[int]:
-    """Overwrite masters with the parameter elements that differ from the rounded master. Returns the indices of the
-    changed parameters.
+    """Overwrite masters where the parameter differs from the rounded master. Return the changed parameters' indices.
 
-    All items of `held` have one dtype and device. If nothing has changed, this waits for the device only once.
+    All items of `held` have the same dtype and device. If nothing has changed, this waits for the device only once.
     """
     dtype, device = held[0][1].dtype, held[0][2].device
     weights = [weight.to(device) for _, weight, _ in held]  # the masters may be on the host
@@ -300,7 +305,7 @@ def _follow(held: Sequence[tuple[int, torch.Tensor, torch.Tensor]]) -> list[int]
 
 @dataclass(slots=True)
 class _Loan:
-    """One parameter during a step of `base`: the tensor and state that `base` sees."""
+    """One parameter during a step of `base`, with the tensor and the state that `base` sees for it."""
 
     parameter: torch.Tensor
     master: torch.Tensor | None
@@ -309,9 +314,10 @@ class _Loan:
 
 
 class _Lent:
-    """Lends the masters and their state to `base` while open. On exit they move back to the wrapper.
+    """Lends the masters and their state to `base` until exit, then takes them back.
 
-    An elementwise base gets local tensors instead of DTensors: the result is the same, without DTensor dispatch.
+    An elementwise `base` gets local tensors instead of DTensors. The result is the same, without DTensor's dispatch
+    overhead.
     """
 
     def __init__(self, optimizer: MasterWeightOptimizer, factor: float) -> None:
@@ -339,19 +345,19 @@ class _Lent:
                 loan.stepped.grad = None
             self._take_back(loan)
         for group, lent in zip(self.optimizer.param_groups, self.optimizer.base.param_groups, strict=False):
-            # `base` may write values into its group, for example a step count. Copy them to our group.
+            # `base` may write values into its group, such as a step count. Copy them into our group.
             group.update({key: value for key, value in lent.items() if key != "params"})
 
     def round(self) -> None:
-        """Copy the masters into their parameters, in one kernel."""
+        """Copy all masters into their parameters, in one kernel."""
         held = [loan for loan in self.loans if loan.master is not None]
         _foreach_copy([loan.parameter for loan in held], [loan.master for loan in held])
 
     def _lend(self, parameter: torch.Tensor) -> torch.Tensor:
         state = self.optimizer.state[parameter]
-        # Remove the master during the step, because `base` initializes only an empty state.
+        # Take the master out of the state during the step, because `base` initializes a state only if it is empty.
         master = state.pop(MASTER, None)
-        if master is None and _needs_master(parameter):  # the state was cleared: start again from the parameter
+        if master is None and _needs_master(parameter):  # the state was cleared, so start again from the parameter
             master = parameter.detach().to(torch.float32)
         stepped: torch.Tensor = parameter if master is None else master
         seen = state
@@ -372,7 +378,7 @@ class _Lent:
             state[MASTER] = loan.master
 
     def _lend_gradients(self) -> None:
-        """Give each master its gradient in fp32, with one buffer and one kernel in total."""
+        """Give all masters their gradients in fp32, using one buffer and one kernel."""
         have = [loan for loan in self.loans if loan.parameter.grad is not None]
         for loan in have:
             if loan.master is None and loan.stepped is not loan.parameter:
@@ -392,7 +398,7 @@ class _Lent:
 
 
 def _placed(value: Any, loan: _Loan) -> Any:
-    """Return a state that `base` created for a local tensor as a DTensor with the parameter's placements."""
+    """Turn state that `base` created for a local tensor into a DTensor with the parameter's placements."""
     if isinstance(value, torch.Tensor) and value.shape == loan.stepped.shape:
         return _like(value, loan.parameter)
     return value
@@ -425,7 +431,7 @@ def _widened(key: str, value: Any) -> Any:
 
 
 def _moved(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return `value` on the device and with the placements of `parameter`, in its own dtype."""
+    """Return `value` with the device and the placements of `parameter`, but with its own dtype."""
     if isinstance(parameter, DTensor) and isinstance(value, DTensor):
         if value.device_mesh == parameter.device_mesh and value.placements != parameter.placements:
             return value.redistribute(placements=parameter.placements)

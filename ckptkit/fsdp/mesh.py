@@ -1,4 +1,4 @@
-"""Arranges ranks into the dimensions replicate, shard, cp and tp. Computes the sizes, then creates device meshes."""
+"""Arranges ranks into the dimensions replicate, shard, cp and tp: computes their sizes and creates the meshes."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class ParallelPlan:
     def resolve(
         cls, world_size: int, *, replicate: Size = 1, shard: Size = "auto", tp: int = 1, cp: int = 1
     ) -> ParallelPlan:
-        """Return the plan with its "auto" size computed from `world_size` and the other sizes.
+        """Return the plan, with an "auto" size computed from `world_size` and the other sizes.
 
         Raises:
-            UsageError: The sizes don't multiply to `world_size`, or both are "auto".
+            UsageError: The product of the sizes is not `world_size`, or more than one size is "auto".
         """
         sizes = {"replicate": replicate, "shard": shard, "cp": cp, "tp": tp}
         open_sizes = [name for name, size in sizes.items() if size == "auto"]
@@ -72,8 +72,10 @@ class ParallelPlan:
 
     @property
     def dims(self) -> dict[str, int]:
-        """The sizes of the mesh dimensions by name. "shard" includes cp; "replicate" and "tp" exist if they exceed
-        1."""
+        """The sizes of the mesh dimensions by name.
+
+        "shard" includes cp. "replicate" and "tp" are present only if they are greater than 1.
+        """
         dims = {"shard": self.shard * self.cp}
         if self.replicate > 1:
             dims = {"replicate": self.replicate, **dims}
@@ -84,7 +86,7 @@ class ParallelPlan:
 
 @dataclass(frozen=True, slots=True)
 class TrainingMesh:
-    """A plan and its meshes: `data` for fully_shard, and `tp` and `cp` if those sizes exceed 1."""
+    """A plan and its meshes: `data` is for fully_shard; `tp` and `cp` exist if their sizes are greater than 1."""
 
     plan: ParallelPlan
     root: DeviceMesh
@@ -94,10 +96,10 @@ class TrainingMesh:
 
 
 def plan_for(config: FSDPConfig, world_size: int, *, local_world_size: int | None = None) -> ParallelPlan:
-    """Return the mesh plan of `config` for `world_size` ranks.
+    """Return the mesh plan that `config` describes for `world_size` ranks.
 
     HYBRID_* with both sizes "auto" shards inside a node and replicates across nodes, as FSDP1 does. `local_world_size`
-    is the number of ranks per node (default: LOCAL_WORLD_SIZE, otherwise all ranks).
+    is the number of ranks per node (default: LOCAL_WORLD_SIZE, or else all ranks).
     """
     replicate, shard = config.replicate, config.shard
     if config.sharding_strategy is ShardingStrategy.NO_SHARD:
@@ -119,8 +121,8 @@ def plan_for(config: FSDPConfig, world_size: int, *, local_world_size: int | Non
 def auto_shard_size(numel: int, is_training: bool) -> int:
     """Return how many ranks should share a model of `numel` parameters; -1 means all of them.
 
-    Training shards over all ranks. Inference does not shard models under 10e9 parameters. It shards models under 80e9
-    over eight ranks, so that no gather crosses nodes.
+    For training, this is all ranks. For inference, a model under 10e9 parameters is not sharded, and one under 80e9 is
+    sharded over eight ranks, so that no gather crosses nodes.
     """
     if is_training:
         return -1
@@ -133,7 +135,7 @@ def make_mesh(plan: ParallelPlan, device_type: str) -> TrainingMesh:
     """Return the meshes for `plan` over the default process group. All ranks must call this.
 
     Raises:
-        UsageError: The group has another number of ranks than the plan; nothing was communicated.
+        UsageError: The group and the plan have different numbers of ranks; nothing was communicated.
     """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -152,14 +154,14 @@ def make_mesh(plan: ParallelPlan, device_type: str) -> TrainingMesh:
         data = root["shard"]
     cp = None
     if plan.cp > 1:
-        # A separate mesh over the same rank order: fully_shard needs shard x cp as one dimension.
+        # This mesh must be separate (with the same rank order), because fully_shard needs shard x cp as one dimension.
         whole = (plan.replicate, plan.shard, plan.cp, plan.tp)
         cp = init_device_mesh(device_type, whole, mesh_dim_names=("replicate", "shard", "cp", "tp"))["cp"]
     return TrainingMesh(plan, root, data, root["tp"] if plan.tp > 1 else None, cp)
 
 
 def make_sample_mesh(device_type: str, *, inside: int) -> DeviceMesh:
-    """Return the 1-D mesh "dp" of this rank: the ranks that have different samples. All ranks must call this.
+    """Return this rank's 1-D mesh "dp", the ranks that have different samples. All ranks must call this.
 
     `inside` consecutive ranks work on the same samples.
 
@@ -180,10 +182,10 @@ def make_sample_mesh(device_type: str, *, inside: int) -> DeviceMesh:
 
 
 def device_type_of(model: torch.nn.Module | None, *, preferred: str = "auto") -> str:
-    """Return the type of device on which `model` will train.
+    """Return the type of the device on which `model` will train.
 
-    A `preferred` value other than "auto" is returned. Otherwise it is the accelerator that the model is on. For a model
-    on the CPU or meta device it is the machine's accelerator if the process group has a backend for it, otherwise
+    This is `preferred`, unless that is "auto". Otherwise it is the accelerator that the model is on. If the model is on
+    the CPU or meta device, it is the machine's accelerator if the process group has a backend for it, and otherwise
     "cpu".
     """
     import torch
@@ -203,9 +205,9 @@ def device_type_of(model: torch.nn.Module | None, *, preferred: str = "auto") ->
 
 
 def ensure_process_group(device_type: str, *, timeout: datetime.timedelta | None = None) -> bool:
-    """Create the default process group if there is none. Returns whether it was created.
+    """Create the default process group if there is none. Return whether it was created.
 
-    With torchrun's variables the group spans the job. Without them it contains only this process.
+    With torchrun's variables, the group spans the job. Without them, it contains only this process.
     """
     import torch
     import torch.distributed as dist
@@ -214,7 +216,7 @@ def ensure_process_group(device_type: str, *, timeout: datetime.timedelta | None
         return False
     backend = "gloo"
     if device_type != "cpu":
-        # Also gloo for the CPU: checkpoints and objects must not go through the accelerator.
+        # Add gloo for the CPU, because checkpoints and objects must not go through the accelerator.
         backend = f"cpu:gloo,{device_type}:{dist.get_default_backend_for_device(device_type)}"
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:

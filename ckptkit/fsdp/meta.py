@@ -22,7 +22,8 @@ __all__ = [
     "unsaved_buffers",
 ]
 
-# Names of the tensors without values, by model. Keys are weak, so that a deleted model is forgotten.
+# Names of the tensors that have no values, by model. The references to models are weak, so that deleted models are
+# forgotten.
 _uninitialized: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
 
 
@@ -30,8 +31,8 @@ _uninitialized: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary
 def parameters_on_meta() -> Iterator[None]:
     """Put the parameters of modules that are built inside the block on the meta device.
 
-    Buffers stay real: no checkpoint stores non-persistent buffers, so the module's own values are the only copy. At
-    most one parameter is allocated at a time, and its memory is never written.
+    Buffers keep their values: non-persistent buffers are in no checkpoint, so the module has the only copy. At most one
+    parameter is allocated at a time, and its memory is never written.
     """
     register = nn.Module.register_parameter
 
@@ -50,8 +51,10 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def materialize(model: nn.Module, device: torch.device | str) -> None:
-    """Allocate the meta tensors of `model` on `device`, without values, and record their names. Other tensors keep
-    their values."""
+    """Allocate the model's meta tensors on `device`, without values, and record their names.
+
+    All other tensors keep their values.
+    """
     empty = frozenset(clean_fqn(name) for name, tensor in _named(model) if tensor.is_meta)
     if not empty:
         return
@@ -66,15 +69,15 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
 
 
 def restore_buffers(model: nn.Module) -> None:
-    """Recompute non-persistent buffers without values, if the model can, because no checkpoint stores them.
+    """Recompute non-persistent buffers that have no values, if the model can do so: no checkpoint contains them.
 
-    transformers models can (`_init_weights`), and so can a module with a method `reset_buffers`.
+    transformers models can do so (`_init_weights`), as can modules that have a method `reset_buffers`.
     """
     missing = _uninitialized.get(model, frozenset())
     init_weights = getattr(model, "_init_weights", None)
     restored = []
     for raw_name, module in model.named_modules():
-        # State dicts skip these names, and no public function lists them.
+        # State dicts leave these buffers out, and no public function lists their names.
         names = [
             name
             for buffer in sorted(module._non_persistent_buffers_set)
@@ -106,12 +109,12 @@ def unsaved_buffers(model: nn.Module) -> frozenset[str]:
 
 
 def uninitialized(model: nn.Module) -> frozenset[str]:
-    """Return the names of parameters and buffers of `model` that have no values yet."""
+    """Return the names of the model's parameters and buffers that have no values yet."""
     return _uninitialized.get(model, frozenset()) | {clean_fqn(name) for name, t in _named(model) if t.is_meta}
 
 
 def mark_initialized(model: nn.Module, *names: str) -> None:
-    """Record that the tensors `names` of `model` (default: all) now have values."""
+    """Record that the model's tensors `names` (default: all) have values now."""
     left = _uninitialized.get(model, frozenset()) - set(names) if names else frozenset()
     if left:
         _uninitialized[model] = left
@@ -120,7 +123,7 @@ def mark_initialized(model: nn.Module, *names: str) -> None:
 
 
 def require_initialized(model: nn.Module) -> None:
-    """Check that all tensors of `model` have values.
+    """Check that all of the model's tensors have values.
 
     Raises:
         SaveError: Some tensors have no values. Names them and says how to set them.

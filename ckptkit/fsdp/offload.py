@@ -19,9 +19,10 @@ T = TypeVar("T")
 
 
 def offload_optimizer(optimizer: O) -> O:
-    """Move every tensor of the optimizer's state to the host and return the optimizer.
+    """Move all tensors in the optimizer's state to the host. Return the optimizer.
 
-    This includes the masters of a MasterWeightOptimizer. Saving works while offloaded; stepping needs `load_optimizer`.
+    This includes a MasterWeightOptimizer's masters. Saving works while the state is offloaded; before the next step,
+    call `load_optimizer`.
     """
     for state in optimizer.state.values():
         for name, value in state.items():
@@ -33,7 +34,7 @@ def offload_optimizer(optimizer: O) -> O:
 
 
 def load_optimizer(optimizer: O) -> O:
-    """Move the optimizer's state back to the device of its parameters and return the optimizer."""
+    """Move the optimizer's state back to the device of its parameters. Return the optimizer."""
     on_device = _step_on_device(optimizer)
     for parameter, state in optimizer.state.items():
         device = parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device
@@ -46,7 +47,7 @@ def load_optimizer(optimizer: O) -> O:
 
 
 def offload_model(models: T, *, empty_cache: bool = True) -> T:
-    """Move one or several modules to the host and return the argument. Ignores other objects."""
+    """Move one module, or several, to the host. Return the argument. Ignores objects of other types."""
     for module in _modules(models):
         module.to("cpu")
     _finish()
@@ -58,7 +59,7 @@ def offload_model(models: T, *, empty_cache: bool = True) -> T:
 
 
 def reload_model(models: T, *, device: torch.device | str | None = None) -> T:
-    """Move one or several modules back to `device` (default: the accelerator, if any) and return the argument."""
+    """Move one module, or several, back to `device` (default: the accelerator, if any). Return the argument."""
     if device is None:
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         device = found if found is not None else "cpu"
@@ -69,7 +70,7 @@ def reload_model(models: T, *, device: torch.device | str | None = None) -> T:
 
 
 def _modules(models: object) -> Iterable[nn.Module]:
-    # A ModuleList is one module, a list is several.
+    # A ModuleList counts as one module, a list as several.
     several = models if isinstance(models, (list, tuple)) else [models]
     if any(isinstance(given, Optimizer) for given in several):
         raise UsageError("offload_model and reload_model move modules, found an optimizer. Try offload_optimizer.")
@@ -77,7 +78,7 @@ def _modules(models: object) -> Iterable[nn.Module]:
 
 
 def _step_on_device(optimizer: Optimizer) -> set[int]:
-    """Return the ids of parameters whose step count must be on the device, because a device kernel reads it."""
+    """Return the ids of parameters whose step count must be on the device because a device kernel reads it."""
     groups = [group for group in optimizer.param_groups if group.get("fused") or group.get("capturable")]
     return {id(parameter) for group in groups for parameter in group["params"]}
 

@@ -1,4 +1,4 @@
-"""Chooses the dtypes for storage, compute and reduction, and refuses combinations that cannot work."""
+"""Chooses the dtypes for storage, compute and reduction, and refuses combinations that can't work."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _TORCH = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def mixed_precision_policy(
     config: FSDPConfig, *, is_root: bool = False, is_training: bool = True, stored: torch.dtype | None = None
 ) -> MixedPrecisionPolicy:
-    """Return fully_shard's policy for a unit whose trainable parameters have the dtype `stored`.
+    """Return fully_shard's precision policy for a unit whose trainable parameters have the dtype `stored`.
 
     Inference computes in the stored dtype. fp64 gradients are not reduced in fp32.
     """
-    # output_dtype only on the root: a block that returned fp32 would pass it to the bf16 weights of the next block.
+    # Only the root gets output_dtype: a block that returned fp32 would pass it to the next block's bf16 weights.
     output = _TORCH[config.output_dtype] if is_root and config.output_dtype else None
     casts = config.cast_forward_inputs
     if not is_training:
         return MixedPrecisionPolicy(output_dtype=output, cast_forward_inputs=casts)
     reduce = _TORCH[config.reduce_dtype] if config.reduce_dtype else None
-    # Also for "master": trainable parameters are stored in this dtype, and frozen ones are cast when they are gathered.
+    # Also set for "master": trainable parameters already have this dtype, but frozen ones are cast when gathered.
     compute = _TORCH[config.mixed_precision] if config.mixed_precision else None
     if stored == torch.float64 and compute is None and reduce == torch.float32:
         reduce = torch.float64
@@ -42,14 +42,14 @@ def mixed_precision_policy(
 
 
 def offload_policy(config: FSDPConfig, device_type: str) -> OffloadPolicy:
-    """Return fully_shard's offload policy. Pins memory only if a device copies from it."""
+    """Return fully_shard's offload policy. Memory is pinned only if a device copies from it."""
     if config.offload != "params":
         return OffloadPolicy()
     return CPUOffloadPolicy(pin_memory=device_type != "cpu")
 
 
 def storage_dtype(config: FSDPConfig) -> torch.dtype | None:
-    """Return the storage dtype of trainable parameters, or None if they keep their own dtype."""
+    """Return the dtype in which to store trainable parameters; None means that they keep their own."""
     if config.mixed_precision is None:
         return None
     return _TORCH[config.mixed_precision] if config.precision == "master" else torch.float32
@@ -58,8 +58,8 @@ def storage_dtype(config: FSDPConfig) -> torch.dtype | None:
 def set_storage_dtype(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
     """Cast the trainable floating-point parameters to `dtype`, in place.
 
-    Frozen parameters keep their dtype: they are never updated, so a wider copy has no benefit. Buffers also keep their
-    dtype, because rotary frequencies and running statistics lose too much in bf16.
+    Frozen parameters keep their dtype, because they are never updated and would gain nothing from a wider one. Buffers
+    keep theirs, because rotary frequencies and running statistics lose too much in bf16.
     """
     for parameter in parameters:
         if parameter.requires_grad and parameter.is_floating_point() and parameter.dtype != dtype:

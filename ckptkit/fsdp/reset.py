@@ -21,13 +21,13 @@ __all__ = ["reset_parameters"]
 def reset_parameters(model: nn.Module, *, seed: int | None = None) -> None:
     """Initialize every parameter with the values that a single process would draw. All ranks must call this.
 
-    Every rank draws the full parameters of one module at a time on the host, from one random state (`seed`, or that of
-    rank 0), and keeps its own shards. So ranks need not communicate parameters. (Drawing directly into DTensors would
-    give every rank the same numbers.)
+    Every rank draws one module's full parameters at a time on the host, and keeps only its own shards. All ranks draw
+    from the same random state (`seed`, or rank 0's state), so they need not communicate parameters. (Drawing directly
+    into DTensors would give every rank the same numbers.)
 
     Children come before their parents. A module is initialized by transformers' `_init_weights` or by its own
     `reset_parameters`; without either it keeps its values. A tied weight is drawn once per name and keeps the first
-    result, as if it were tied after construction.
+    result, as if it had been tied after construction.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     buffers = _empty_buffers(model)
@@ -38,8 +38,8 @@ def reset_parameters(model: nn.Module, *, seed: int | None = None) -> None:
             draw = _method(module, init_weights)
             if draw is None:
                 continue
-            # `_init_weights` writes only the module's own parameters. torch's attention also writes those of its
-            # projection.
+            # `_init_weights` writes only the module's own parameters. torch's attention is an exception: it also writes
+            # its projection's parameters.
             own_only = init_weights is not None and not isinstance(module, nn.MultiheadAttention)
             with _full_parameters([module] if own_only else list(module.modules()), done, rank):
                 draw()
@@ -60,7 +60,7 @@ def _seed(seed: int | None) -> None:
 
 
 def _children_first(model: nn.Module) -> list[tuple[nn.Module, Any]]:
-    """Return the modules in the order of `Module.apply`, each with the nearest enclosing `_init_weights`, or None."""
+    """Return the modules in the order of `Module.apply`, each with the nearest enclosing `_init_weights` (or None)."""
     order: list[tuple[nn.Module, Any]] = []
     seen: set[int] = set()
 
@@ -68,7 +68,7 @@ def _children_first(model: nn.Module) -> list[tuple[nn.Module, Any]]:
         if id(module) in seen:
             return
         seen.add(id(module))
-        own = getattr(module, "_init_weights", None)  # an inner model uses its own method
+        own = getattr(module, "_init_weights", None)  # a nested model uses its own method
         init_weights = own if callable(own) else init_weights
         for child in module.children():
             visit(child, init_weights)
@@ -90,8 +90,10 @@ def _method(module: nn.Module, init_weights: Any) -> Callable[[], object] | None
 
 @contextlib.contextmanager
 def _full_parameters(owners: list[nn.Module], done: dict[int, tuple[int, str]], rank: int) -> Iterator[None]:
-    """Replace the parameters in `owners` with full, empty host tensors. On exit, copy this rank's shards of the
-    tensors that were written."""
+    """Inside the block, replace the parameters in `owners` with full, uninitialized host tensors.
+
+    On exit, copy this rank's shards of those tensors that were written.
+    """
     swapped: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
     whole: dict[int, nn.Parameter] = {}
     for owner in owners:
@@ -99,7 +101,7 @@ def _full_parameters(owners: list[nn.Module], done: dict[int, tuple[int, str]], 
             if parameter is None:
                 continue
             if id(parameter) not in whole:
-                # The system allocates memory only when it is written, so parameters that the method ignores cost
+                # The system allocates memory only when it is written to, so parameters that `draw` ignores cost
                 # nothing.
                 full = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
                 whole[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)
@@ -113,7 +115,7 @@ def _full_parameters(owners: list[nn.Module], done: dict[int, tuple[int, str]], 
         for owner, name, parameter, _ in swapped:
             owner._parameters[name] = parameter
     for owner, name, parameter, full in swapped:
-        # Copy a parameter only under its first name. Under that name a parent may overwrite what its child drew.
+        # Copy a parameter only under its first name. Under this name, a parent may overwrite what its child drew.
         if full._version != before[id(full)] and done.setdefault(id(parameter), (id(owner), name)) == (id(owner), name):
             view = part_view(name, parameter, rank)
             for part in view.parts:
@@ -125,7 +127,7 @@ def _full_parameters(owners: list[nn.Module], done: dict[int, tuple[int, str]], 
 
 
 def _empty_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str, int]]:
-    """Return the buffers without values, with their tensor versions. Filling a buffer increments its version."""
+    """Return the buffers that have no values, with their tensor versions. Filling a buffer increments its version."""
     left = meta.uninitialized(model)
     found = {}
     for name, module in model.named_modules():

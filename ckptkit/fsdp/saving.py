@@ -1,4 +1,4 @@
-"""Implements the checkpoint methods of FSDPStrategy with a CheckpointManager."""
+"""Implements FSDPStrategy's checkpoint methods with a CheckpointManager."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ StartFresh: TypeAlias = Literal["if_empty", "if_none_committed", "never"]
 
 @dataclass(frozen=True, slots=True)
 class CheckpointOptions:
-    """The directory of a run and its retention limits. `max_mem` as a plain number is in GiB, as in LightRFT."""
+    """A run's directory and its retention limits. If `max_mem` is a plain number, it is in GiB, as in LightRFT."""
 
     url: str
     state_dict_type: str = "SHARDED"
@@ -48,7 +48,7 @@ class CheckpointOptions:
 
 
 def step_of(tag: str | None, step: int | None, fallback: int) -> int:
-    """Return the step to save under: `step`, else the number at the end of `tag`, else `fallback`."""
+    """Return the step to save under: `step`, or else the number at the end of `tag`, or else `fallback`."""
     if step is not None:
         return step
     found = _STEP.search(tag or "")
@@ -90,13 +90,12 @@ def load_checkpoint(
     start_fresh: StartFresh = "if_empty",
     waiting: int = 0,
 ) -> LoadReport | None:
-    """Load a committed checkpoint of the run, or else another system's checkpoint at the URL. Returns None if there is
-    neither.
+    """Load a committed checkpoint of the run. If there is none, load a checkpoint in a foreign format at the URL.
 
-    Models on the meta device have values afterwards.
+    Returns None if there is neither. Models on the meta device have values afterwards.
 
     Args:
-        waiting: Backward passes of this rank that no optimizer step has used. Any number above 0 is an error.
+        waiting: How many backward passes on this rank no optimizer step has used. Any number above 0 is an error.
     """
 
     def check() -> None:
@@ -139,7 +138,7 @@ def _as_url(url: str) -> str:
 
 
 def _note_values(model: nn.Module, report: LoadReport) -> None:
-    """Record that all tensors have values now, except those that the report lists as missing, skipped or padded."""
+    """Record that all tensors have values now, except those that `report` lists as missing, skipped or padded."""
     absent = [*report.missing, *report.skipped, *report.padded]
     left = {name for name in meta.uninitialized(model) if any(key.endswith(name) for key in absent)}
     filled = meta.uninitialized(model) - left

@@ -1,4 +1,4 @@
-"""Validates batch sizes, seeds random generators, and sets the shard size of a model."""
+"""Validates batch sizes, seeds random generators, and sets the number of ranks that share a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["accumulation_steps", "check_batch_sizes", "configured", "set_seed"]
 
 
 def accumulation_steps(train_batch_size: int | None, *, micro: int, world_size: int) -> int:
-    """Return the number of backward passes per optimizer step on each rank.
+    """Return how many backward passes each rank makes per optimizer step.
 
     Raises:
         UsageError: The sizes do not divide evenly.
@@ -41,10 +41,10 @@ def check_batch_sizes(train_batch_size: int | None, *, micro: int) -> None:
 
 
 def set_seed(seed: int, *, offset: int = 0) -> None:
-    """Seed the generators of Python, numpy and torch, on all devices, with `seed` + `offset`.
+    """Seed the random generators of Python, numpy and torch (on all devices) with `seed` + `offset`.
 
     Raises:
-        UsageError: `seed` is not an integer of at least 0.
+        UsageError: `seed` is negative or not an integer.
     """
     import numpy as np
 
@@ -65,7 +65,7 @@ def configured(
     shard_size: int | str | None,
     reshard_after_forward: bool | int | None,
 ) -> FSDPConfig:
-    """Return `config` changed by the arguments of `prepare_model` for one model.
+    """Return `config` with the changes that `prepare_model`'s arguments make for one model.
 
     Raises:
         UsageError: `shard_size` does not divide the number of data-parallel ranks.

@@ -1,4 +1,4 @@
-"""Applies tensor-parallel plans: torch's styles by module glob, or the style names of transformers models."""
+"""Applies tensor-parallel plans, which map module globs to torch's styles or to transformers' style names."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ __all__ = ["TPPlan", "apply_tensor_parallel", "tensor_parallel_plan", "translate
 
 logger = logging.getLogger(__name__)
 TPPlan = Mapping[str, "ParallelStyle | str"]
-"""Module glob -> a torch ParallelStyle, or transformers' name for one."""
+"""Maps module globs to torch ParallelStyles, or to transformers' names for them."""
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: TPPlan | None = None) -> None:
     """Split the modules that match `plan` over `mesh`, in place. Call this before fully_shard.
 
     Raises:
-        UsageError: There is no plan, a style is unknown, a glob matches nothing, or a size does not divide.
+        UsageError: There is no plan, a style is unknown, a glob matches nothing, or a size does not divide evenly.
     """
     plan = plan if plan is not None else tensor_parallel_plan(model)
     styles = {glob: translate_style(glob, style) for glob, style in plan.items()}
@@ -46,7 +46,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: DeviceMesh, plan: TPPlan | Non
         found.update(dict.fromkeys(matched, style))
     tied = {name.rpartition(".")[0] for group in tied_parameters(model) for name in group}
     for name in sorted(tied & set(found)):
-        # Splitting would replace the parameter and untie it. The result is the same without splitting.
+        # Splitting would replace the parameter and so untie it. The result is the same without splitting.
         logger.info("%s has a tied weight: it is not split over the tensor-parallel ranks.", name)
         del found[name]
     for name, style in found.items():
@@ -73,7 +73,7 @@ def tensor_parallel_plan(model: nn.Module) -> dict[str, ParallelStyle | str]:
 
 
 def translate_style(glob: str, style: ParallelStyle | str) -> ParallelStyle:
-    """Return torch's style for the string `style`. A ParallelStyle is returned unchanged.
+    """Return torch's style for the name `style`. A ParallelStyle is returned unchanged.
 
     Raises:
         UsageError: torch has no equivalent style.

@@ -1,4 +1,4 @@
-"""Chooses which modules become FSDP units. Only reads the model's structure and returns names."""
+"""Chooses which modules become FSDP units. This only reads the model's structure and returns names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 Policy = Callable[[nn.Module], list[str]]
-"""Returns the names of the modules to wrap, besides the root."""
+"""Returns the names of the modules to wrap. The root is always wrapped and need not be named."""
 
 DEFAULT_CLASSES = [
     "Qwen2VLDecoderLayer",
@@ -41,19 +41,20 @@ DEFAULT_CLASSES = [
     "LlamaDecoderLayer",
     "DeepseekDecoderLayer",
 ]
-"""Block classes that AUTO looks for, in addition to those that the model names. Add your own."""
+"""Block classes that AUTO looks for, in addition to those that the model names. You can add your own."""
 
 VISION_NAMES = ["visual", "vision_tower", "vision_model", "vision_encoder", "image_encoder", "vision_backbone"]
 """Names of modules that some ranks may skip in a mixed-modal batch."""
 
-# A container has no forward, so its hooks never run. Attention reads its children's weights without calling them.
+# A unit's hooks must run, but a container has no forward to hook, and attention reads its children's weights without
+# calling the children.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 _LEAVES = (nn.MultiheadAttention,)
 
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """The units of a model, innermost first. The modules of one unit are gathered together. The root's name is ""."""
+    """A model's units, innermost first. A unit's modules are gathered together. The root's name is ""."""
 
     groups: tuple[tuple[str, ...], ...]
     ties: tuple[tuple[str, ...], ...] = ()
@@ -63,10 +64,10 @@ class Units:
 
 
 def plan_units(model: nn.Module, policy: Policy, *, exclude: Sequence[str] = (), heads: bool = False) -> Units:
-    """Return the units that `policy` chooses in `model`. Tied parameters are in the same unit.
+    """Return the units that `policy` chooses in `model`. Tied parameters are always in the same unit.
 
-    Units that share a parameter are merged. A unit that shares one with the root or an enclosing unit becomes part of
-    that unit.
+    Units that share a parameter are merged. A unit that shares a parameter with the root or with an enclosing unit
+    becomes part of it.
 
     Args:
         exclude: Class names or FQN globs. Matching modules and their children never become units.
@@ -91,12 +92,12 @@ def plan_units(model: nn.Module, policy: Policy, *, exclude: Sequence[str] = (),
     shut = _excluded(modules, exclude)
     seen: set[int] = set()
     names = []
-    for name in chosen:  # a module that is registered under two names is one unit
+    for name in chosen:  # a module registered under two names is one unit
         if not _under(name, shut) and id(modules[name]) not in seen:
             seen.add(id(modules[name]))
             names.append(name)
     groups, ties = _join_tied(modules, names)
-    groups.sort(key=lambda group: -max(name.count(".") for name in group))  # fully_shard goes bottom-up
+    groups.sort(key=lambda group: -max(name.count(".") for name in group))  # fully_shard must go bottom-up
     return Units((*(tuple(group) for group in groups), ("",)), ties)
 
 
@@ -125,13 +126,13 @@ def policy_of(config: FSDPConfig, model: nn.Module) -> Policy:
 
 
 def no_wrap(model: nn.Module) -> list[str]:
-    """Return no names: the model is one unit."""
+    """Return no names, so that the whole model is one unit."""
     del model
     return []
 
 
 def blocks(model: nn.Module) -> list[str]:
-    """Return the elements of all outermost ModuleLists."""
+    """Return the names of the elements of all outermost ModuleLists."""
     names: list[str] = []
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not _under(name, names):
@@ -140,16 +141,16 @@ def blocks(model: nn.Module) -> list[str]:
 
 
 def by_class(*classes: type[nn.Module] | str) -> Policy:
-    """Return a policy that wraps every module of one of `classes`.
+    """Return a policy that wraps every module that is an instance of one of `classes`.
 
-    A class may be a type, a short name or a dotted name. A short name is looked up among the model's modules, then in
-    transformers; a dotted name is imported.
+    A class may be given as a type, a short name or a dotted name. A short name is looked up among the model's modules,
+    then in transformers; a dotted name is imported.
     """
 
     def policy(model: nn.Module) -> list[str]:
         wanted = tuple(kind if isinstance(kind, type) else _resolve(kind, model) for kind in classes)
         found = [name for name, module in model.named_modules() if name and isinstance(module, wanted)]
-        if not found and not isinstance(model, wanted):  # otherwise the whole model would silently become one unit
+        if not found and not isinstance(model, wanted):  # or the whole model would silently become one unit
             raise UsageError(
                 f"No module of {type(model).__name__} is a {' or '.join(kind.__name__ for kind in wanted)}. "
                 "Its classes: " + ", ".join(sorted({type(module).__name__ for module in model.modules()}))
@@ -184,14 +185,16 @@ def by_rule(rule: Callable[[str, nn.Module], bool]) -> Policy:
 
 
 def by_size(min_num_params: int) -> Policy:
-    """Return a policy that wraps modules with at least `min_num_params` parameters. It starts with the innermost
-    modules; parameters that are already in a unit do not count."""
+    """Return a policy that wraps modules with at least `min_num_params` parameters, innermost modules first.
+
+    Parameters that are already in a unit do not count.
+    """
 
     def policy(model: nn.Module) -> list[str]:
         names: list[str] = []
 
         def visit(name: str, module: nn.Module) -> int:
-            """Return how many parameters of `module` belong to units."""
+            """Return how many of the module's parameters belong to units."""
             total = sum(parameter.numel() for parameter in module.parameters())
             if total < min_num_params:
                 return 0
@@ -211,7 +214,7 @@ def by_size(min_num_params: int) -> Policy:
 
 
 def tied_parameters(model: nn.Module) -> list[tuple[str, ...]]:
-    """Return the FQNs of each parameter that has several FQNs, in the order of the model."""
+    """Return, for each parameter that has several FQNs, all of them, in the model's order."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -220,7 +223,7 @@ def tied_parameters(model: nn.Module) -> list[tuple[str, ...]]:
 
 def _join_tied(modules: dict[str, nn.Module], names: list[str]) -> tuple[list[list[str]], tuple[tuple[str, ...], ...]]:
     ties = tied_parameters(modules[""])
-    owner = {name: name for name in names}  # unit -> the unit that it is merged into; "" is the root
+    owner = {name: name for name in names}  # maps a unit to the unit that it is merged into; "" is the root
     first = {id(modules[name]): name for name in names}
     owner.update({name: first[id(module)] for name, module in modules.items() if id(module) in first})
 
@@ -241,7 +244,7 @@ def _join_tied(modules: dict[str, nn.Module], names: list[str]) -> tuple[list[li
     members: dict[str, list[str]] = {}
     for name in names:
         kept = unit_of(name + ".")
-        if kept and not (name != kept and name.startswith(kept + ".")):  # otherwise already inside that unit
+        if kept and not (name != kept and name.startswith(kept + ".")):  # skip what is already inside that unit
             members.setdefault(kept, []).append(name)
     return list(members.values()), tuple(ties)
 

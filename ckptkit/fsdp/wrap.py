@@ -1,4 +1,4 @@
-"""Wraps a model with FSDP2 (`shard`), or raises an error that explains why this is impossible."""
+"""Wraps a model with FSDP2 (`shard`), or raises an error that explains why that is impossible."""
 
 from __future__ import annotations
 
@@ -62,8 +62,9 @@ def shard(
 ) -> M:
     """Shard `model` in place and return it. All ranks must call this. A sharded model is returned unchanged.
 
-    The steps, in order: broadcast rank 0's values, cast parameters to their storage dtype, apply tensor parallelism,
-    apply activation checkpointing and compilation to each block, call fully_shard from the innermost unit to the root.
+    The steps are, in order: broadcast rank 0's values, cast parameters to their storage dtype, apply tensor
+    parallelism, apply activation checkpointing and compilation to each block, call fully_shard from the innermost unit
+    to the root.
 
     Args:
         config: How to shard; default `FSDPConfig()`.
@@ -128,27 +129,27 @@ def shard(
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """Return the model without the wrappers of DistributedDataParallel, torch.compile or activation checkpointing.
+    """Return the model inside the wrappers of DistributedDataParallel, torch.compile and activation checkpointing.
 
     A wrapper is a module whose only child is named "module", "_orig_mod" or "_checkpoint_wrapped_module".
     """
     while True:
         held = {**model._modules, **model._parameters, **model._buffers}
         inner = next((m for name, m in held.items() if name in _INNER and isinstance(m, nn.Module)), None)
-        if inner is None or len(held) > 1:  # with siblings, `module` is a part of the model
+        if inner is None or len(held) > 1:  # if it has siblings, `module` is just a part of the model
             return model
         model = inner
 
 
 def fsdp_units(model: nn.Module) -> list[str]:
-    """Return the names of the FSDP2 units of `model`. The root's name is ""."""
+    """Return the names of the model's FSDP2 units. The root's name is ""."""
     return [clean_fqn(name) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
 
 
 def sync_module_states(model: nn.Module, device_type: str, *, src: int = 0, ignored: Set[str] = frozenset()) -> None:
     """Broadcast parameters and buffers from rank `src`. All ranks must call this.
 
-    Meta tensors and the parameters in `ignored` are skipped.
+    Meta tensors and the parameters named in `ignored` are skipped.
 
     Raises:
         UsageError: The ranks have different models; nothing was sent.
@@ -164,9 +165,9 @@ def sync_module_states(model: nn.Module, device_type: str, *, src: int = 0, igno
     for tensor in tensors.values():
         if tensor.is_meta or tensor.numel() == 0:
             continue
-        # A CPU tensor is moved to the accelerator, because the group may have no backend for the CPU.
+        # Move CPU tensors to the accelerator first, because the group may have no backend for the CPU.
         moved = tensor.to(device_type).resolve_conj().resolve_neg().contiguous()
-        # Send bytes, because backends lack some dtypes (gloo has no float8, nccl no bool on some versions).
+        # Send bytes, because some backends lack some dtypes (gloo has no float8, nccl no bool in some versions).
         dist.broadcast(moved.reshape(-1).view(torch.uint8), src)
         if moved is not tensor:
             tensor.copy_(moved)
@@ -214,8 +215,8 @@ def _warn_of_ignored(model: nn.Module, ignored: Set[str], mesh: TrainingMesh, is
 
 
 def _warn_of_different_values(parameters: Mapping[str, torch.Tensor], consequence: str) -> None:
-    """Warn if ranks have different values, because these would stay different. All ranks must call this."""
-    # Compare sums as text: NaN then equals NaN, and no rank sends a whole parameter.
+    """Warn if ranks have different values, because they would remain different. All ranks must call this."""
+    # Compare sums as strings, so that NaN equals NaN and no rank has to send a whole parameter.
     mine = [
         (name, repr(parameter.detach().sum(dtype=torch.float64).item()))
         for name, parameter in parameters.items()
@@ -301,7 +302,8 @@ def _check_placements(
         shape, ranks = list(parameter.shape), mesh.data.size(-1)
         if not -len(shape) <= found.dim < len(shape):
             raise UsageError(f"shard_placement_fn returned {found} for {name!r}, which has shape {shape}.")
-        # Tensor parallelism may make the dimension smaller. torch then refuses a dimension that is not divisible.
+        # This is the size before tensor parallelism, which may make it smaller. torch then refuses it if it is not
+        # divisible.
         if found.dim % len(shape) > 0 and shape[found.dim] % ranks:
             raise UsageError(
                 f"shard_placement_fn returned {found} for {name!r} of shape {shape}: FSDP2 shards dimensions other "
@@ -356,7 +358,7 @@ def _check_divided_once(parameters: list[tuple[str, nn.Parameter]], config: FSDP
 def _own_parameters(
     model: nn.Module, units: Units, ignored: Set[str]
 ) -> Iterator[tuple[tuple[str, ...], list[tuple[str, nn.Parameter]]]]:
-    """Yield each unit, innermost first, with the parameters to shard that belong to no unit inside it."""
+    """Yield each unit, innermost first, with the parameters to shard in it that no inner unit has."""
     taken = {id(model.get_parameter(name)) for name in ignored}
     for group in units.groups:
         mine: list[tuple[str, nn.Parameter]] = []
@@ -372,7 +374,7 @@ def _block_modules(model: nn.Module, units: Units) -> list[nn.Module]:
     names = [name for group in units.groups for name in group if name]
     names = names or blocks(model)
     found = [model.get_submodule(name) for name in names]
-    # Embeddings and heads have no activations worth recomputing, and gain nothing from compilation.
+    # Embeddings and heads have no activations worth recomputing, and they gain nothing from compilation.
     return [module for module in found if next(module.children(), None) is not None] or [model]
 
 
@@ -385,7 +387,7 @@ def _fully_shard(
     ignored: Set[str],
     place: Callable[[nn.Parameter], Shard | None] | None,
 ) -> None:
-    # check_unit_dtypes guarantees one dtype per unit. Read the dtypes now: wrapping a unit replaces its parameters.
+    # check_unit_dtypes has ensured one dtype per unit. Read it now, because wrapping a unit replaces its parameters.
     stored = [
         next((parameter.dtype for _, parameter in parameters if parameter.requires_grad), None)
         for _, parameters in _own_parameters(model, units, ignored)
@@ -395,7 +397,7 @@ def _fully_shard(
         mesh=mesh.data,
         offload_policy=offload_policy(config, mesh.data.device_type),
         shard_placement_fn=place,
-        # Read the parameters here, because tensor parallelism has replaced some.
+        # Look the parameters up now, because tensor parallelism has replaced some.
         ignored_params={model.get_parameter(name) for name in ignored} or None,
     )
     reshard = config.reshard
@@ -410,7 +412,7 @@ def _fully_shard(
             mp_policy=mixed_precision_policy(config, is_training=is_training, stored=dtype),
         )
     root = mixed_precision_policy(config, is_root=True, is_training=is_training, stored=stored[-1])
-    # Always wrap the root, because parameters outside of all units would never be synchronized. The root stays gathered
+    # Always wrap the root, because parameters outside all units would never be synchronized. The root stays gathered
     # after forward, because backward needs it first, unless the user asked to free it.
     stays = config.reshard_after_forward if config.reshard_after_forward is not None else None
     if stays is None and not reshard:
@@ -441,15 +443,15 @@ def _set_reduction(unit: FSDPModule, mesh: DeviceMesh, config: FSDPConfig) -> No
     factor = config.gradient_divide_factor
     if factor is not None:
         unit.set_gradient_divide_factor(float(factor))
-    # gloo has no operation that multiplies and sums. If one rank has a whole copy, torch already sums when a factor is
-    # set, and forced sums would divide by the factor twice.
+    # gloo has no reduction that multiplies and sums, so force sums. But if the shard size is 1 and a factor is set,
+    # torch already sums, and forced sums would divide by the factor twice.
     sums = config.force_sum_reduction_for_comms or (factor is not None and mesh.device_type == "cpu")
     if sums and not (factor is not None and mesh.size(-1) == 1):
         unit.set_force_sum_reduction_for_comms(True)
 
 
 def _prefetch(model: nn.Module, units: Units, config: FSDPConfig) -> None:
-    """Set which units each unit prefetches, if this differs from FSDP2's default."""
+    """Set which units each unit prefetches, where this differs from FSDP2's default."""
     single = {model.get_submodule(group[0]) for group in units.groups if len(group) == 1}
     forward = list(dict.fromkeys(_in_order(model, single, backward=False)))
     backward = list(dict.fromkeys(_in_order(model, single, backward=True)))
@@ -458,15 +460,15 @@ def _prefetch(model: nn.Module, units: Units, config: FSDPConfig) -> None:
             unit.set_modules_to_forward_prefetch(following)
     if config.backward_prefetch is BackwardPrefetch.NO_PREFETCH:
         for unit in backward:
-            unit.set_modules_to_backward_prefetch([unit])  # replaces the default; the unit itself is gathered already
+            unit.set_modules_to_backward_prefetch([unit])  # replaces the default; the unit itself is already gathered
     elif isinstance(config.backward_prefetch, int):
         for index, unit in enumerate(backward):
-            # An empty list would mean the default, so the last unit prefetches itself.
+            # An empty list would mean the default, so the last unit gets itself.
             unit.set_modules_to_backward_prefetch(backward[index + 1 :][: config.backward_prefetch] or [unit])
 
 
 def _in_order(module: nn.Module, units: Set[nn.Module], *, backward: bool) -> Iterator[FSDPModule]:
-    """Yield the modules of `units` inside `module` in the order in which forward (or backward) reaches them."""
+    """Yield the modules in `module` that are in `units`, in the order in which forward (or backward) reaches them."""
     if module in units and isinstance(module, FSDPModule):
         yield module
     children = list(module.children())
