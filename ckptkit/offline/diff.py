@@ -39,10 +39,10 @@ __all__ = ["DiffReport", "LayerDiff", "TensorDiff", "diff"]
 SCHEMA = "ckptkit.diff/1"
 _TILE = 4 << 20  # bytes read at a time from each side
 _SMALL = 256 << 10  # smaller tensors are read together
-_SHOWN = 10  # maximum number of differing paths listed per value
+_SHOWN = 10  # maximum number of differing paths to list per value
 _FLOATS = frozenset({"bfloat16", "float16", "float32", "float64"})
 _COMPLEX = {"complex32": np.float16, "complex64": np.float32, "complex128": np.float64}
-_FLOAT8 = {  # bits of the mantissa, bias of the exponent
+_FLOAT8 = {  # (mantissa bits, exponent bias)
     "float8_e4m3fn": (3, 7),
     "float8_e4m3fnuz": (3, 8),
     "float8_e5m2": (2, 15),
@@ -57,12 +57,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class TensorDiff:
-    """The difference between two tensors with the same name.
+    """The difference between two tensors of the same name.
 
     Attributes:
-        name: "lm_head.weight" (the FQN of a weight), "master: <fqn>", "optimizer: <fqn> exp_avg", or the key.
-        elements: Number of elements that differ in bits or, if the dtypes differ, in value.
-        max_abs: max |a - b| (per component of complex numbers); None if the dtype has no arithmetic here.
+        name: "lm_head.weight" (a weight's FQN), "master: <fqn>", "optimizer: <fqn> exp_avg", or the catalog key.
+        elements: Number of elements whose bits differ, or, if the dtypes differ, whose values differ.
+        max_abs: max |a - b|, per component of complex numbers; None if ckptkit cannot compute with the dtype.
         max_rel: max |a - b| / max |a|.
         cosine: Cosine similarity of the two tensors as vectors; None if either is all zeros.
     """
@@ -74,12 +74,12 @@ class TensorDiff:
     max_abs: float | None
     max_rel: float | None
     cosine: float | None
-    sums: tuple[float, float, float] = (0.0, 0.0, 0.0)  # a.b, a.a, b.b: for the cosine of several tensors together
+    sums: tuple[float, float, float] = (0.0, 0.0, 0.0)  # a.b, a.a, b.b, from which a layer's cosine is computed
 
 
 @dataclass(frozen=True, slots=True)
 class LayerDiff:
-    """The differing tensors of a layer: the largest differences, and the cosine of all tensors as one vector."""
+    """The differing tensors of a layer: their largest differences, and the cosine of all of them as one vector."""
 
     tensors: int
     elements: int
@@ -93,29 +93,29 @@ class DiffReport:
     """The result of `diff`.
 
     Attributes:
-        values: Differing non-tensor values: path ("optimizer.param_groups[0].lr") -> both values as text.
-        left_out: Names that were not compared because one side has only weights.
+        values: Differing values other than tensors: path ("optimizer.param_groups[0].lr") -> both values as text.
+        left_out: Names that were not compared, because one side has only weights.
     """
 
     a: str
     b: str
     same: int  # tensors that are bit-equal
-    by_digest: int  # how many of `same` were compared by recorded digest only
+    by_digest: int  # how many of `same` were compared only by their recorded digests
     different: tuple[TensorDiff, ...]
     only_a: tuple[str, ...]
     only_b: tuple[str, ...]
     shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=dict)
     dtypes: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    changes: Mapping[str, float] = field(default_factory=dict)  # relative change of every compared tensor; 0.0 if equal
+    changes: Mapping[str, float] = field(default_factory=dict)  # relative change of each compared tensor; 0.0 if equal
     values: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    same_values: int = 0  # equal objects, such as a step or an optimizer's settings
+    same_values: int = 0  # equal objects, such as a step or optimizer settings
     left_out: tuple[str, ...] = ()
     records: Mapping[str, str] = field(default_factory=dict)  # tensors of unknown classes -> how they differ
-    by_record: int = 0  # how many of `same` are of unknown classes and were compared byte for byte
+    by_record: int = 0  # how many of `same` have unknown classes and were compared byte for byte
 
     @property
     def differs(self) -> bool:
-        """Whether any compared item differs."""
+        """Whether anything that was compared differs."""
         lists = (self.different, self.only_a, self.only_b, self.shapes, self.dtypes, self.values, self.records)
         return any(lists)
 
@@ -150,9 +150,10 @@ class DiffReport:
         return f"different: {different}; equal: {self.same} tensors{values}"
 
     def layers(self) -> dict[str, LayerDiff]:
-        """Return the differences by layer of the model and by optimizer state: the model first, then by largest change.
+        """Return the differences by model layer and by optimizer state, the model's first, each sorted by largest
+        change.
 
-        A model tensor outside of layers has its own entry.
+        A model tensor outside of the layers has an entry of its own.
         """
         from ckptkit.offline.pictures.heat_map import layer_of
 
@@ -185,13 +186,13 @@ def diff(
 ) -> DiffReport:
     """Compare the checkpoints at `a` and `b`, tensor by tensor and value by value. Formats and shardings may differ.
 
-    Weights are matched by FQN, optimizer states by parameter and name, everything else by key. If one side has only
-    weights, only weights are compared, and the rest is listed as omitted. Tensors with digests on both sides are
-    compared by digest; others are read in tiles.
+    Weights are matched by FQN, optimizer states by parameter and state name, everything else by key. If one side has
+    only weights, only weights are compared, and the rest is listed in `left_out`. Tensors with recorded digests on both
+    sides are compared by digest; all others are read in tiles.
 
     Args:
-        include: Globs of names; empty for all.
-        exclude: Globs of names to skip.
+        include: Globs of the names to compare; empty for all.
+        exclude: Globs of the names to skip.
 
     Raises:
         IncompleteCheckpointError: A file is missing or does not have its recorded size.
@@ -208,13 +209,13 @@ def diff(
 
 @dataclass(frozen=True, slots=True)
 class NameFilter:
-    """A filter for names that match a glob of `include` (all if empty) and none of `exclude`."""
+    """Accepts names that match a glob in `include` (any name if it is empty) and no glob in `exclude`."""
 
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
 
     def __call__(self, *names: str) -> bool:
-        """Return whether to compare a tensor with these names. It has several, such as its FQN and its key."""
+        """Return whether to compare a tensor that has these names, such as its FQN and its key."""
         wanted = not self.include or _any_matches(names, self.include)
         return wanted and not _any_matches(names, self.exclude)
 
@@ -228,11 +229,11 @@ def _any_matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """One checkpoint: its reader, and its readable tensors by the name under which they are compared."""
+    """One checkpoint: its reader, and its readable tensors by the names under which they are compared."""
 
     source: Source
     tensors: Mapping[str, TensorEntry]
-    opaque: Mapping[str, str]  # key of each tensor that needs its class to be read -> the reason
+    opaque: Mapping[str, str]  # tensors that can only be read with their class: key -> the reason
     reader: SourceReader
     gatherer: Gatherer
 
@@ -240,7 +241,7 @@ class _Side:
     @collector_paused()
     def open(cls, url: str, max_memory: str | int, storage_options: Mapping[str, Any] | None) -> _Side:
         source = open_pinned(url, storage_options=storage_options)
-        committed = "digests" in source.catalog.info.extra  # in other formats, the read finds a missing file
+        committed = "digests" in source.catalog.info.extra  # in other formats, reading detects a missing file
         for problem in file_problems(source.store, source.catalog) if committed else ():
             raise IncompleteCheckpointError(f"{problem.message} To list all problems: {command_line('verify', url)}")
         opaque = source.catalog.opaque()
@@ -253,14 +254,14 @@ class _Side:
         return cls(source, _named(readable), opaque, reader, gatherer)
 
     def read(self, entries: Sequence[TensorEntry]) -> tuple[Bytes, list[int]]:
-        """Return the concatenated bytes of small tensors, and the end of each.
+        """Return the bytes of small tensors, concatenated, and where each tensor ends.
 
-        Adjacent tensors of a file are read together, because there may be 300,000 tensors of a few bytes.
+        Adjacent tensors in a file are read together, because there may be 300,000 tensors of a few bytes.
         """
         sizes = [entry.nbytes for entry in entries]
         ends = list(itertools.accumulate(sizes))
         data = np.empty(ends[-1] if ends else 0, np.uint8)
-        runs: list[tuple[str, int, int, int]] = []  # file, offset in the file, start and end in `data`
+        runs: list[tuple[str, int, int, int]] = []  # (file, offset in the file, start and end in `data`)
         path, at, first, last = "", 0, 0, 0
         for entry, size, end in zip(entries, sizes, ends, strict=True):
             piece = _piece(entry, size)
@@ -279,7 +280,7 @@ class _Side:
 
 
 def _piece(entry: TensorEntry, size: int) -> tuple[str, int] | None:
-    """Return the file and offset of a tensor of `size` bytes if it is contiguous; otherwise None."""
+    """Return the file and offset of a tensor of `size` bytes if it is contiguous; None otherwise."""
     slices = entry.slices
     if len(slices) != 1 or slices.strides or slices.codecs:
         return None
@@ -322,7 +323,7 @@ def _compare(a: _Side, b: _Side, wanted: NameFilter, progress: Progress | None) 
     shapes = {n: (left[n].shape, right[n].shape) for n in both if left[n].shape != right[n].shape}
     dtypes = {n: (left[n].dtype, right[n].dtype) for n in both if left[n].dtype != right[n].dtype}
     both = [name for name in both if name not in shapes]
-    sizes = {n: max(left[n].nbytes, right[n].nbytes) for n in both}  # computed once: there may be 300,000
+    sizes = {n: max(left[n].nbytes, right[n].nbytes) for n in both}  # computed once, because there may be 300,000
     total = sum(sizes.values())
     done = same = by_digest = 0
     different: list[TensorDiff] = []
@@ -364,9 +365,9 @@ def _compare(a: _Side, b: _Side, wanted: NameFilter, progress: Progress | None) 
 
 
 def _with_tied(side: _Side, other: _Side) -> dict[str, TensorEntry]:
-    """Return the tensors of a side under every name that the other side has for them.
+    """Return one side's tensors under every name that the other side has for them.
 
-    FULL and LOCAL checkpoints store tied tensors once, under one name.
+    FULL and LOCAL checkpoints store tied tensors only once, under one name.
     """
     found, catalog = dict(side.tensors), side.source.catalog
     tables = catalog.info.extra.get("aliases", {})
@@ -385,7 +386,7 @@ def _only_in(
     objects: Mapping[str, ObjectEntry],
     other_objects: Mapping[str, ObjectEntry],
 ) -> tuple[str, ...]:
-    """Return the names of one side that the other lacks.
+    """Return the names on one side that the other side lacks.
 
     SHARDED checkpoints store the optimizer's settings twice: as one object, and as separate values for torch. The
     separate values are ignored if both sides have the object.
@@ -396,7 +397,7 @@ def _only_in(
 
 
 def _compare_records(a: _Side, b: _Side, wanted: NameFilter) -> tuple[dict[str, str], int]:
-    """Compare the records of unreadable tensors byte for byte; return the differences and the number of equal ones."""
+    """Compare unreadable tensors by their records' bytes; return the differences, and the number of equal tensors."""
     differ, same = {}, 0
     for name in dict.fromkeys([*a.opaque, *b.opaque]):
         names = (name, name.partition(".")[2])
@@ -441,7 +442,7 @@ def _weights_alone(tensors: Mapping[str, TensorEntry], objects: Mapping[str, Obj
 
 
 def _batches(sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """Yield batches of names, in order: many small tensors together, large ones alone. `sizes`: bytes by name."""
+    """Yield batches of names in order: small tensors together, each large one alone. `sizes`: size in bytes by name."""
     batch: list[str] = []
     held = 0
     for name, nbytes in sizes.items():
@@ -457,10 +458,10 @@ def _batches(sizes: Mapping[str, int]) -> Iterator[list[str]]:
 def _compared(
     sizes: Mapping[str, int], a: tuple[_Side, Mapping[str, TensorEntry]], b: tuple[_Side, Mapping[str, TensorEntry]]
 ) -> Iterator[tuple[str, TensorDiff | None]]:
-    """Yield the difference of each tensor of a batch; None if the tensor is equal."""
+    """Yield (name, difference) for each tensor of a batch; the difference is None if the tensors are equal."""
     (first, left), (second, right) = a, b
     small = [name for name, nbytes in sizes.items() if nbytes <= _SMALL]
-    for name in sizes.keys() - set(small):  # at most one, and the first: see _batches
+    for name in sizes.keys() - set(small):  # at most one, which is alone in its batch (see _batches)
         found = _Comparison(name, left[name], right[name])
         found.read(first.gatherer, second.gatherer)
         yield name, found.result()
@@ -483,7 +484,7 @@ def _compared(
 def _value_differences(
     name: str, a: tuple[_Side, ObjectEntry], b: tuple[_Side, ObjectEntry]
 ) -> dict[str, tuple[str, str]]:
-    """Return the paths at which two objects with one name differ, with both values as text. Runs no code from them."""
+    """Return the paths at which two objects of the same name differ, with both values as text. Runs no code in them."""
     told = [
         (e.encoding, e.codec, e.digest.value, e.digest.nbytes)
         for _, e in (a, b)
@@ -500,7 +501,7 @@ def _value_differences(
 
 
 def _differing(place: str, x: Any, y: Any) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield the paths at which two decoded values differ. Numbers with different types or bits differ."""
+    """Yield the paths at which two decoded values differ. Numbers differ if their types or bits do."""
     if type(x) is not type(y):
         yield place, (_text(x), _text(y))
     elif isinstance(x, dict):
@@ -540,7 +541,7 @@ def _chosen(entries: Mapping[str, T], wanted: NameFilter) -> dict[str, T]:
 
 
 def _same_digests(x: TensorEntry, y: TensorEntry) -> bool:
-    """Return whether both tensors have the same slices with equal digests."""
+    """Return whether both tensors are sliced in the same way, with equal digests."""
     p, q = x.slices, y.slices
     if x.dtype != y.dtype or p.algorithm != q.algorithm or not proves_equality(p.algorithm) or len(p) != len(q):
         return False
@@ -552,7 +553,7 @@ def _same_digests(x: TensorEntry, y: TensorEntry) -> bool:
 
 
 class _Comparison:
-    """Accumulates the comparison of one pair of tensors, tile by tile."""
+    """Accumulates the comparison of two tensors, tile by tile."""
 
     def __init__(self, name: str, a: TensorEntry, b: TensorEntry) -> None:
         self.name, self.a, self.b = name, a, b
@@ -562,7 +563,7 @@ class _Comparison:
         self.counted = False
 
     def read(self, first: Gatherer, second: Gatherer) -> None:
-        """Compare both tensors completely, tile by tile."""
+        """Compare the two tensors completely, tile by tile."""
         sizes = [dtype_of(entry.dtype).itemsize for entry in (self.a, self.b)]
         whole = Box.whole(self.a.shape)
         for box in whole.tiles(_TILE // max(sizes)) if whole.numel else ():
@@ -588,7 +589,7 @@ class _Comparison:
         )
 
     def add(self, x: Bytes, y: Bytes) -> None:
-        """Compare one non-empty tile, at the same place in both tensors."""
+        """Compare a non-empty tile: the same box of both tensors."""
         u, v = _numbers(x, self.a.dtype), _numbers(y, self.b.dtype)
         if u is None or v is None or len(u) != len(v):
             size = dtype_of(self.a.dtype).itemsize
@@ -613,7 +614,7 @@ class _Comparison:
             self.norm_b += float(v @ v)
 
     def _integer_gap(self, x: Bytes, y: Bytes) -> npt.NDArray[np.float64] | None:
-        """Return |a - b| of 64-bit integers, exactly (float64 has only 53 bits); None for other dtypes."""
+        """Return |a - b| exactly for 64-bit integers (float64 has only 53 bits); None for other dtypes."""
         if self.a.dtype != self.b.dtype or self.a.dtype not in ("int64", "uint64"):
             return None
         i, j = x.view(np.dtype(self.a.dtype)), y.view(np.dtype(self.b.dtype))
@@ -646,12 +647,12 @@ def _together(items: Sequence[TensorDiff]) -> LayerDiff:
 
 
 def _order(value: float | None) -> float:
-    """Return the sort key of a change. None and NaN sort first."""
+    """Return the sort key of a change. None and NaN count as larger than any number."""
     return math.inf if value is None or math.isnan(value) else value
 
 
 def _numbers(data: Bytes, name: str) -> npt.NDArray[np.float64] | None:
-    """Return the elements as float64, complex numbers as pairs; None for unsupported dtypes (4-bit floats)."""
+    """Return the elements as float64, with complex numbers as pairs; None for unsupported dtypes (4-bit floats)."""
     kind = dtype_of(name).kind
     if name in _COMPLEX:
         return data.view(_COMPLEX[name]).astype(np.float64)
@@ -670,9 +671,9 @@ def _numbers(data: Bytes, name: str) -> npt.NDArray[np.float64] | None:
 
 @functools.cache
 def _float8_values(name: str) -> npt.NDArray[np.float64]:
-    """Return the value of each of the 256 bit patterns (OCP 8-bit formats; fnuz formats as torch documents them)."""
+    """Return the values of all 256 bit patterns (OCP's 8-bit formats; fnuz formats as torch documents them)."""
     bits = np.arange(256)
-    if name == "float8_e8m0fnu":  # has only an exponent
+    if name == "float8_e8m0fnu":  # it has only an exponent
         return np.where(bits == 255, np.nan, np.ldexp(1.0, bits - 127))
     mantissa_bits, bias = _FLOAT8[name]
     sign = np.where(bits & 0x80, -1.0, 1.0)

@@ -1,4 +1,4 @@
-"""Merges a LoRA adapter into its base: finds the affected tensors and the formula for each, and computes them."""
+"""Merges a LoRA adapter into its base: finds the affected tensors and each one's formula, and computes the tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["merge_adapter", "Change", "Decode", "changed"]
 
-# --- tensors assembled (split, joined, permuted) from sources that a formula changes first, in full or by rows
+# --- tensors assembled (split, joined, permuted) from sources to which a formula is applied first, in full or by rows
 
 
 Bytes = npt.NDArray[np.uint8]
@@ -38,11 +38,11 @@ _UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """How a quantized weight is decoded.
+    """How to decode a quantized weight.
 
     Attributes:
-        count: Number of its inputs.
-        dtype: The dtype of the decoded weight.
+        count: Number of inputs besides the weight.
+        dtype: Dtype of the decoded weight.
     """
 
     formula: Dequantization
@@ -52,17 +52,17 @@ class Decode:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The change that is made to one tensor of the base: it is decoded, an adapter is merged into it, or both.
+    """The change made to one base tensor: it is decoded, an adapter is merged into it, or both.
 
     Attributes:
-        inputs: The inputs besides the weight: those of `decode`, then those of `formula`.
-        formula: Merges an adapter; None if there is none.
+        inputs: Inputs besides the weight, first those of `decode`, then those of `formula`.
+        formula: Merges an adapter; None if there is none to merge.
         by_rows: Whether rows of the weight can be changed separately.
-        scratch: Temporary memory of the formula, in bytes per element of the weight.
-        stored: The tensor that the weight is read from, if it has another dtype or shape. It has as many rows as the
-            weight. None reads the weight itself.
-        aligned: Number of leading inputs that have one row per row of the weight, and are sliced like it.
-        by_element: Whether changing a few rows at a time is as fast as many.
+        scratch: Temporary memory that the formula needs, in bytes per element of the weight.
+        stored: The tensor from which the weight is read, if its dtype or shape differs from the weight's. It has as
+            many rows as the weight. None means that the weight itself is read.
+        aligned: How many of the first inputs have one row per row of the weight, and so are sliced like it.
+        by_element: Whether changing a few rows at a time is as fast as changing many.
         decode: Applied before `formula`; None for a weight that is not quantized.
     """
 
@@ -77,7 +77,7 @@ class Change:
     decode: Decode | None = None
 
     def then(self, other: Change) -> Change:
-        """Return the change that applies this change first and then `other`."""
+        """Return a change that applies this change first, then `other`."""
         first, second = self.formula, other.formula
         own = len(self.inputs) - (self.decode.count if self.decode is not None else 0)
 
@@ -125,7 +125,7 @@ class _Step:
 
     def carry_out(self, data: Sequence[Bytes], dtype: str) -> tuple[npt.NDArray[Any], int]:
         """Return the changed rows in `dtype`, as unsigned integers with the same bits, and how many elements the cast
-        to it made infinite."""
+        to `dtype` made infinite."""
         made, dtypes, infinite = list(data), [item.dtype for item in self.inputs], 0
         shapes = [item.shape for item in self.inputs]
         change = self.change
@@ -148,13 +148,13 @@ class _Step:
 
 
 def changed(target: Target, changes: Mapping[str, Change], whole: Mapping[str, Target]) -> ComputedTensor:
-    """Return a tensor made of parts of changed sources.
+    """Return a tensor assembled from parts of changed sources.
 
-    Sources are changed in their own dtype and then cast to the target's. If the change allows it, only the rows that
+    Sources are changed in their own dtype, then cast to the target's. If the change works by rows, only the rows that
     the parts need are read.
 
     Args:
-        whole: Each source as a target.
+        whole: A target for each whole source, by source.
     """
     steps = [
         _step(source, whole[source], first, stop, changes.get(source))
@@ -183,9 +183,9 @@ def changed(target: Target, changes: Mapping[str, Change], whole: Mapping[str, T
 
     by_rows = bool(target.shape) and all(step.change is None or step.change.by_rows for step in steps)
     label = "; ".join(dict.fromkeys(step.change.label for step in steps if step.change is not None))
-    if not plain:  # different tensors made from the same sources need different labels
+    if not plain:  # different tensors made from the same sources must have different labels
         label += f", in parts [{crc32(repr(target.parts).encode()):08x}]"
-    # The result is in memory twice for a while: once in the source's dtype, or in pieces.
+    # The result is temporarily in memory twice, the second time in the source's dtype or in pieces.
     scratch = sum(step.scratch + step.numel * dtype_of(target.dtype).itemsize for step in steps)
     few = by_rows and all(step.change is not None and step.change.by_element for step in steps)
     return ComputedTensor(
@@ -200,7 +200,7 @@ def _step(source: str, whole: Target, first: int, stop: int, change: Change | No
 
 
 def _ranges(target: Target, changes: Mapping[str, Change], whole: Mapping[str, Target]) -> dict[str, tuple[int, int]]:
-    """Return the rows [first, stop) of each source that the target needs."""
+    """Return, for each source, the rows [first, stop) that the target needs."""
     found: dict[str, tuple[int, int]] = {}
     for part in target.parts:
         change = changes.get(part.source)
@@ -214,7 +214,7 @@ def _ranges(target: Target, changes: Mapping[str, Change], whole: Mapping[str, T
 
 
 def _rows_of(source: Target, first: int, stop: int) -> Target:
-    """Return all or some rows of a source, in its own dtype."""
+    """Return the rows [first, stop) of a source, in its own dtype. A scalar is returned whole."""
     if not source.shape:
         return replace(source, dtype=source.source_dtype)
     shape = (stop - first, *source.shape[1:])
@@ -223,7 +223,7 @@ def _rows_of(source: Target, first: int, stop: int) -> Target:
 
 
 def _is_plain(target: Target, step: _Step) -> bool:
-    """Return whether a target consists of the rows of a single source."""
+    """Return whether the target is simply the rows of a single source."""
     part = target.parts[0]
     same = len(target.parts) == 1 and part.is_plain and part.source_box.numel == step.numel
     return same and part.target_box == Box.whole(target.shape)
@@ -267,14 +267,14 @@ Put: TypeAlias = Callable[
 ]
 
 _ADVICE = "Export the adapter without --merge-adapter."
-# Adapters that PEFT cannot merge either, because the result depends on the input or on layers that the base lacks.
+# Adapters that even PEFT cannot merge, because the result depends on the input or on layers that the base lacks.
 _UNMERGEABLE = {
     "alora_invocation_tokens": "it is active only after its invocation tokens",
     "arrow_config": "its router decides for each token",
     "layer_replication": "its base layers are replicated",
     "megatron_config": "its factors belong to a single rank of Megatron's tensor parallelism",
 }
-# Models of transformers that store experts as [experts, in, out].
+# transformers models that store experts as [experts, in, out].
 _IN_FIRST = frozenset({"gpt_oss", "openai_privacy_filter", "aria", "aria_text"})
 _MOST_PARAMETERS = 6  # per module
 
@@ -286,14 +286,15 @@ def merge_adapter(
     model_type: str | None = None,
     before: Mapping[str, Change] | None = None,
 ) -> Put:
-    """Return the function that replaces base tensors by merged ones.
+    """Return a function that replaces base tensors with merged ones.
 
-    It takes (targets, omitted tied source -> kept source, notes to extend). It is applied after the key map, so that
-    the key map's changes apply to the merged tensors. The arithmetic is that of PEFT's `merge_and_unload` on a CPU.
+    The function takes (targets, omitted tied source -> kept source, notes to extend). Apply it after the key map, so
+    that the key map's changes also apply to the merged tensors. The arithmetic is that of PEFT's `merge_and_unload` on
+    a CPU.
 
     Args:
-        model_type: The base config's model type, if known.
-        before: Changes to apply first (dequantization, for example), by source of the base weight.
+        model_type: The model type in the base's config, if known.
+        before: Changes to apply first, such as dequantization, by source of the base weight.
 
     Raises:
         UnsupportedFormatError: PEFT cannot merge the adapter either, or its names are ambiguous.
@@ -319,8 +320,7 @@ def merge_adapter(
 def _of_tied(
     changes: Mapping[str, Change], tied: Mapping[str, str], notes: MutableSequence[str], names: Mapping[str, str]
 ) -> dict[str, Change]:
-    """Return the changes by kept source. PEFT changes tied tensors in place, so a change to one name applies to
-    both."""
+    """Return the changes by kept source. PEFT changes tied tensors in place, so changing one name changes the other."""
     made = dict(changes)
     for source, kept in tied.items():
         if source not in changes:
@@ -340,13 +340,13 @@ def _of_tied(
 
 @dataclass(slots=True)
 class _Changes:
-    """Computes the changes of all parts of an adapter. `made` has them by source."""
+    """Computes the changes that all parts of an adapter make. They are in `made`, by source."""
 
     split: AdapterSplit
     config: Mapping[str, Any]
     model_type: str | None
     made: dict[str, Change] = field(default_factory=dict)
-    left: dict[str, Target] = field(default_factory=dict)  # tensors of `split.others` that no formula has used yet
+    left: dict[str, Target] = field(default_factory=dict)  # tensors in `split.others` that no formula has used yet
 
     def __post_init__(self) -> None:
         for key, why in _UNMERGEABLE.items():
@@ -443,7 +443,7 @@ class _Changes:
         return Change(inputs, made(scale, transposed=transposed), label, True, scratch)
 
     def _blocks(self, pair: LoraPair, weight: Target) -> tuple[int, int]:
-        """Return the number of diagonal blocks of A and of B."""
+        """Return how many diagonal blocks A has, and how many B has."""
         assert pair.a is not None and pair.b is not None
         if not self.config.get("use_bdlora") or any(
             len(t.shape) != 2 or 0 in t.shape for t in (weight, pair.a, pair.b)
@@ -455,8 +455,8 @@ class _Changes:
     def _is_transposed(self) -> bool:
         """Return whether square weights are stored as [in, out].
 
-        The checkpoint's non-square weights decide, or else the config. PEFT decides by the module's class, and corrects
-        `fan_in_fan_out` to match.
+        The checkpoint's non-square weights decide; if they do not tell, the config does. PEFT decides by the module's
+        class, and corrects `fan_in_fan_out` to match.
         """
         proved = set()
         for pair in self.split.pairs.values():
@@ -532,10 +532,10 @@ class _Changes:
             self._add(name, Change((pair.a, pair.b), formula, label, True, _scratch(pair, 5)))
 
     def _assigned(self, module: str, pairs: Sequence[LoraPair]) -> tuple[bool, Sequence[str]]:
-        """Return whether experts are stored as [experts, in, out], and the parameter of each pair.
+        """Return whether experts are stored as [experts, in, out], and the parameter that each pair belongs to.
 
-        PEFT nests the wrappers of a module in the order of its parameters. The names do not say which pair belongs to
-        which parameter; only the shapes do.
+        PEFT nests a module's wrappers in the order of its parameters. The names do not say which pair belongs to which
+        parameter; only the shapes do.
 
         Raises:
             UnsupportedFormatError: The shapes allow several assignments.
@@ -570,7 +570,7 @@ class _Changes:
             )
         return found[0]
 
-    # --- embeddings of which some rows were trained
+    # --- embeddings with some rows trained
 
     def _add_tokens(self, name: str) -> None:
         rows = self.left.pop(name)
@@ -587,14 +587,14 @@ class _Changes:
 
 
 def _is_for_training(name: str) -> bool:
-    """Return whether a tensor is only used in training. PEFT's merge ignores such tensors."""
+    """Return whether a tensor is only used during training. PEFT's merge ignores such tensors."""
     return ".lora_monteclora_sampler." in name or name.endswith(".lora_velora_embed")
 
 
 def _token_indices(config: Mapping[str, Any], module: str) -> list[int]:
     given = config.get("trainable_token_indices")
     if isinstance(given, Mapping):
-        given = next((rows for key, rows in given.items() if module.endswith(str(key))), None)  # PEFT's rule
+        given = next((rows for key, rows in given.items() if module.endswith(str(key))), None)  # as PEFT matches
     if not isinstance(given, (list, tuple)) or not all(isinstance(i, int) and not isinstance(i, bool) for i in given):
         raise CheckpointMismatchError(
             f"the adapter config's trainable_token_indices do not list the rows of {module!r} that were trained."
@@ -610,7 +610,8 @@ def _product(scale: float) -> str:
 
 
 def _scratch(pair: LoraPair, times: int) -> int:
-    """Return the temporary bytes per element of a weight. 16-bit factors are multiplied in float32."""
+    """Return the temporary memory that a formula needs, in bytes per element of the weight. 16-bit factors are
+    multiplied in float32."""
     assert pair.b is not None
     return times * max(4, dtype_of(pair.b.dtype).itemsize)
 
@@ -634,7 +635,7 @@ def _check_dtypes(pair: LoraPair, weight: Target) -> None:
 def _check_shapes(
     pair: LoraPair, weight: Target, kinds: Sequence[bool], blocks: tuple[int, int] = (1, 1)
 ) -> list[bool]:
-    """Return (matches, matches transposed): whether the factors have the shape of the weight."""
+    """Return the orientations among `kinds` (transposed or not) in which the factors' product fits the weight."""
     assert pair.a is not None and pair.b is not None
     a, b = pair.a.shape, pair.b.shape
     fits: list[bool] = []
@@ -650,7 +651,7 @@ def _check_shapes(
 
 
 def _fits(pair: LoraPair, shape: tuple[int, ...], in_first: bool) -> bool:
-    """Return whether the factors match a parameter's shape."""
+    """Return whether the factors fit a parameter of this shape."""
     assert pair.a is not None and pair.b is not None
     a, b = pair.a.shape, pair.b.shape
     if len(a) != 2 or len(b) != 2 or b[1] != a[0] or len(shape) not in (2, 3):

@@ -31,8 +31,8 @@ __all__ = [
 ]
 
 _ROOT = "base_model.model."
-_WRAPPED = re.compile(r"(?:.+?\.)?base_model\.model\.")  # optionally after the name of a trainer's attribute
-# base_model.model.<module>.lora_A.<adapter>.weight. Adapter files omit <adapter>.
+_WRAPPED = re.compile(r"(?:.+?\.)?base_model\.model\.")  # may follow the name of a trainer's attribute
+# base_model.model.<module>.lora_A.<adapter>.weight, but without <adapter> in adapter files.
 _LORA = re.compile(
     r"(?P<module>.+)\.(?P<kind>lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)"
     r"(?:\.(?P<adapter>(?!weight$|bias$)[^.]+))?(?:\.(?P<leaf>weight|bias))?"
@@ -40,7 +40,7 @@ _LORA = re.compile(
 _BASE_LAYER = re.compile(r"(?:\.token_adapter)?(?:\.base_layer)+\.")
 _SAVED = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<adapter>[^.]+)\.(?P<rest>.+)")
 _ORIGINAL = re.compile(r"(?P<module>.+)\.original_module\.(?P<rest>.+)")
-# Trained rows of an embedding (trainable_token_indices), and additional tensors of KaSA, MonteCLoRA and VeLoRA.
+# Trained rows of an embedding (trainable_token_indices), and the additional tensors of KaSA, MonteCLoRA and VeLoRA.
 _OTHER = re.compile(
     r"(?P<module>.+)\.(?P<kind>trainable_tokens_delta|lora_diag|lora_velora_embed|lora_monteclora_sampler)"
     r"(?:\.(?P<adapter>(?!std_prior$|expert_weights(?:_prior)?$|gaussian_var_prior$)[^.]+))?(?:\.(?P<rest>[^.]+))?"
@@ -51,11 +51,11 @@ _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "orthogonal")
 
 @dataclass(slots=True)
 class LoraPair:
-    """The two factors of one module.
+    """The two LoRA factors of one module.
 
     Attributes:
-        key: Its stored name below PEFT's root. It contains `base_layer` if adapters are nested.
-        module: Its name in the base model.
+        key: The module's stored name under PEFT's root. It contains `base_layer` if adapters are nested.
+        module: The module's name in the base model.
     """
 
     key: str
@@ -66,7 +66,7 @@ class LoraPair:
 
     @property
     def patterned(self) -> str:
-        """The module name that rank and alpha patterns match; for an attention's out_proj, its parent's name."""
+        """The module name to match against rank and alpha patterns; for an attention's out_proj, the attention."""
         return self.module.rpartition(".")[0] if self.key.endswith(".base_layer.out_proj") else self.module
 
 
@@ -75,13 +75,12 @@ class AdapterSplit:
     """The tensors of a PEFT checkpoint, split into adapter and base.
 
     Attributes:
-        base: Tensors of the base model, under its own names.
+        base: The base model's tensors, under its own names.
         pairs: The LoRA factors, by module.
-        others: Adapter tensors that are not pairs (DoRA magnitudes, LoRA biases, trained tokens), by name in an adapter
-            file.
-        saved: Fully trained modules (modules_to_save), by name in an adapter file.
-        biases: Trained biases of the base model, by name in an adapter file.
-        names: Names of the adapters, usually "default".
+        others: Other adapter tensors (DoRA magnitudes, LoRA biases, trained tokens), by their names in an adapter file.
+        saved: Tensors of fully trained modules (modules_to_save), by their names in an adapter file.
+        biases: Trained biases of the base model, by their names in an adapter file.
+        names: The adapters' names, usually just "default".
         dropped: Unused sources, with the reason.
     """
 
@@ -95,7 +94,7 @@ class AdapterSplit:
 
 
 def without_base(names: Iterable[str]) -> bool:
-    """Return whether these are the names of only a LoRA adapter, without base weights."""
+    """Return whether these are the names of a LoRA adapter alone, without base weights."""
     adapted: set[str] = set()
     others: set[str] = set()
     for name in names:
@@ -108,12 +107,12 @@ def without_base(names: Iterable[str]) -> bool:
 
 
 def base_name(name: str) -> str:
-    """Return the name in the base model of a PEFT model's tensor."""
+    """Return the base model's name for a PEFT model's tensor."""
     return _BASE_LAYER.sub(".", _WRAPPED.sub("", name, count=1) if _WRAPPED.match(name) else name)
 
 
 def split_adapter(targets: Mapping[str, Target]) -> AdapterSplit | None:
-    """Split a checkpoint into adapter and base tensors; return None if there is no adapter.
+    """Split a checkpoint into adapter and base tensors. Return None if it contains no adapter.
 
     Raises:
         CheckpointMismatchError: A factor lacks its counterpart, or names collide.
@@ -156,7 +155,7 @@ def split_adapter(targets: Mapping[str, Target]) -> AdapterSplit | None:
 
 
 def refuse_other_kinds(targets: Mapping[str, Target]) -> None:
-    """Raise for a PEFT model with an adapter that is not LoRA. No loader accepts it as a model.
+    """Raise if a PEFT model has an adapter other than LoRA. No loader accepts it as a model.
 
     Raises:
         UnsupportedFormatError: Names the module with the adapter.
@@ -178,7 +177,7 @@ def adapter_config(given: Mapping[str, Any] | None, split: AdapterSplit, *, base
     """Return the given adapter_config.json after checking it against the tensors. Values are never guessed.
 
     Raises:
-        UsageError: There is no config, or it has no lora_alpha.
+        UsageError: There is no config, or it lacks lora_alpha.
         CheckpointMismatchError: Its rank differs from the tensors'.
     """
     ranks = sorted({_rank(pair) for pair in split.pairs.values()})
@@ -202,7 +201,7 @@ def adapter_config(given: Mapping[str, Any] | None, split: AdapterSplit, *, base
         raise UnsupportedFormatError(f"the adapter is of type {given['peft_type']!r}; only LORA is supported.")
     made = {"peft_type": "LORA", **given}
     if len(ranks) == 1 and "r" not in made:
-        made["r"] = ranks[0]  # derived from the tensors
+        made["r"] = ranks[0]  # taken from the tensors
     for pair in split.pairs.values():
         said = _by_pattern(made.get("rank_pattern"), pair.patterned, made.get("r"))
         if said != _rank(pair) and not _is_stacked(made, pair):
@@ -219,7 +218,7 @@ def adapter_config(given: Mapping[str, Any] | None, split: AdapterSplit, *, base
 
 
 def repo_of(config: Mapping[str, Any]) -> str | None:
-    """Return the Hub repo that an adapter config names as its base; None if it names a local path."""
+    """Return the Hub repo that an adapter config names as its base model; None if it names a local path."""
     named = str(config.get("base_model_name_or_path") or "")
     return named if _REPO.fullmatch(named) and not os.path.lexists(named) else None
 
@@ -255,7 +254,7 @@ def export_adapter(split: AdapterSplit, config: Mapping[str, Any]) -> tuple[dict
 
 
 def changes_base(config: Mapping[str, Any]) -> str:
-    """Return the setting that makes PEFT change base weights when it creates the adapter; "" if there is none."""
+    """Return the setting with which PEFT changes base weights when it creates an adapter; "" if there is none."""
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
         return f"init_lora_weights={start!r}"
@@ -263,7 +262,8 @@ def changes_base(config: Mapping[str, Any]) -> str:
 
 
 def _is_tied_token_adapter(name: str, split: AdapterSplit, config: Mapping[str, Any]) -> bool:
-    """Return whether PEFT stores a tied head's trained rows only with the embedding. A list of indices implies it."""
+    """Return whether PEFT stores a tied head's trained rows only as the embedding's. A plain list of indices implies
+    it."""
     indices = config.get("trainable_token_indices")
     head = name.endswith("lm_head.token_adapter.trainable_tokens_delta")
     return (
@@ -274,10 +274,10 @@ def _is_tied_token_adapter(name: str, split: AdapterSplit, config: Mapping[str, 
 
 
 def _trained_biases(split: AdapterSplit, config: Mapping[str, Any]) -> dict[str, Target]:
-    """Return the biases of the base model that belong to the adapter: all of them, or those of adapted modules.
+    """Return the base model's biases that belong to the adapter: all of them, or those of adapted modules.
 
     Raises:
-        UnsupportedFormatError: The config's `bias` is unknown to PEFT.
+        UnsupportedFormatError: PEFT does not know the config's `bias`.
     """
     kind = config.get("bias", "none")
     if kind not in ("none", "all", "lora_only"):
@@ -291,7 +291,7 @@ def _trained_biases(split: AdapterSplit, config: Mapping[str, Any]) -> dict[str,
 
 
 def target_parameters(config: Mapping[str, Any]) -> list[str]:
-    """Return the config's target_parameters. Raises CorruptCheckpointError if it is not a list of names."""
+    """Return the config's target_parameters. Raises CorruptCheckpointError if they are not a list of names."""
     given = config.get("target_parameters") or []
     if not isinstance(given, (list, tuple, set)) or not all(isinstance(key, str) for key in given):
         raise CorruptCheckpointError(
@@ -301,13 +301,13 @@ def target_parameters(config: Mapping[str, Any]) -> list[str]:
 
 
 def is_of_parameter(config: Mapping[str, Any], module: str) -> bool:
-    """Return whether the config targets parameters (target_parameters) of a module."""
+    """Return whether the config's target_parameters include parameters of a module."""
     owners = [key.rpartition(".")[0] for key in target_parameters(config)]
     return any(not owner or module == owner or module.endswith(f".{owner}") for owner in owners)
 
 
 def scaling(config: Mapping[str, Any], module: str) -> float:
-    """Return the scale of B @ A: alpha / r, or alpha / sqrt(r) with rslora. Patterns may set both for a module."""
+    """Return the scale of B @ A: alpha / r, or alpha / sqrt(r) with rslora. Patterns may override alpha and r."""
     rank = _by_pattern(config.get("rank_pattern"), module, config.get("r"))
     alpha = _by_pattern(config.get("alpha_pattern"), module, config.get("lora_alpha"))
     if not all(isinstance(n, (int, float)) and math.isfinite(n) for n in (rank, alpha)) or rank <= 0:
@@ -333,10 +333,10 @@ def _add_factor(split: AdapterSplit, match: re.Match[str], target: Target) -> No
 
 
 def _name_modules(split: AdapterSplit) -> None:
-    """Set the base-model module name of each pair.
+    """Set each pair's `module` to its name in the base model.
 
-    If several parameters of a module have adapters (target_parameters), the adapters are nested and keep distinct
-    names.
+    If several parameters of a module have adapters (target_parameters), the adapters are nested and their names stay
+    distinct.
     """
     plain = [module.replace(".base_layer", "") for module in split.pairs]
     for module, name in zip(list(split.pairs), plain, strict=True):
@@ -357,7 +357,8 @@ def _rank(pair: LoraPair) -> int:
 
 
 def _is_stacked(config: Mapping[str, Any], pair: LoraPair) -> bool:
-    """Return whether the factors may belong to a parameter: they have a rank per expert, or a pattern names them."""
+    """Return whether the factors may belong to a parameter that is targeted: their rank is a multiple of a configured
+    one."""
     if not is_of_parameter(config, pair.key.replace(".base_layer", "")):
         return False
     patterns = config.get("rank_pattern")
@@ -366,10 +367,10 @@ def _is_stacked(config: Mapping[str, Any], pair: LoraPair) -> bool:
 
 
 def _by_pattern(patterns: Any, module: str, default: Any) -> Any:
-    """Return the first key that matches the module's name, or a suffix of it after a dot, as PEFT does."""
+    """Return the value of the first pattern that matches the module's name or a dotted suffix of it, as PEFT does."""
     if isinstance(patterns, Mapping):
         for key, value in patterns.items():
-            compile_regex(str(key))  # compiled alone first: an unbalanced ")" must not close our group
+            compile_regex(str(key))  # first on its own, because an unbalanced ")" must not close our group
             if fullmatch(compile_regex(rf"(.*\.)?({key})"), module):
                 return value
     return default

@@ -1,4 +1,4 @@
-"""Reads the base model of an export: config, tokenizer, other small files, and its names, shapes and dtypes."""
+"""Reads the base model of an export: config, tokenizer and other small files, and tensor names, shapes and dtypes."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class BaseModel:
     """The base of an export: everything except the weights.
 
     Attributes:
-        where: A path or repo, for messages.
-        config: config.json; None if there is none.
-        files: Contents of small files by name in the export, without config.json.
+        where: The path or repo, for messages.
+        config: Contents of config.json; None if there is none.
+        files: Contents of the small files except config.json, by their names in the export.
         wanted: The base model's tensors; {} if it has no weights.
-        adapter_config: adapter_config.json or peft_config.json; None if there is none.
+        adapter_config: Contents of adapter_config.json or peft_config.json; None if there is neither.
         repo: The repo id, if --base is a repo.
         notes: What was omitted.
     """
@@ -61,7 +61,7 @@ class BaseModel:
     notes: tuple[str, ...] = ()
 
     def over(self, other: BaseModel) -> BaseModel:
-        """Return this base with its gaps filled from `other`, which has the checkpoint's own config and tokenizer."""
+        """Return this base, with what it lacks taken from `other`: the checkpoint's own config and tokenizer."""
         return BaseModel(
             self.where if self.config is not None or not other.config else other.where,
             self.config if self.config is not None else other.config,
@@ -73,15 +73,15 @@ class BaseModel:
         )
 
     def contents(self) -> dict[str, bytes]:
-        """Return the small files by name, including config.json."""
+        """Return the contents of the small files by name, including config.json."""
         config = {} if self.config is None else {"config.json": f"{json.dumps(dict(self.config), indent=2)}\n".encode()}
         return {**self.files, **config}
 
 
 def open_base(base: str, *, storage_options: Mapping[str, Any] | None = None) -> BaseModel:
-    """Read `--base`: a directory, the URL of a directory, or a repo of the Hugging Face hub, "org/name[@revision]".
+    """Read `--base`: a directory, a directory's URL, or a Hugging Face Hub repo, "org/name[@revision]".
 
-    An existing directory takes precedence. Reads small files and safetensors headers, no tensor bytes.
+    An existing directory takes precedence. Reads small files and safetensors headers, but no tensors.
 
     Raises:
         CheckpointNotFoundError: `base` is none of these, or the Hub is unreachable and nothing is cached.
@@ -96,7 +96,7 @@ def open_base(base: str, *, storage_options: Mapping[str, Any] | None = None) ->
 
 
 def beside_source(store: Store, catalog: Catalog) -> BaseModel:
-    """Return the side files in the checkpoint itself, as its reader lists them, such as verl's `huggingface/`.
+    """Return the checkpoint's own side files, as its reader lists them, such as those in verl's `huggingface/`.
 
     In a plain DCP directory, side files are next to `.metadata`.
     """
@@ -125,7 +125,7 @@ def export_config(
 
     Args:
         dtype: The dtype of most float weights; None if there are none.
-        untied: Whether the head differs from the embedding.
+        untied: Whether the head and the embedding differ.
         quantized: Whether the export contains quantized weights or their scales.
     """
     made = dict(config)
@@ -140,7 +140,7 @@ def export_config(
         notes.append("config.json: tie_word_embeddings is now false")
     names = made.get("architectures")
     if isinstance(names, list) and any(isinstance(name, str) and name.startswith("FSDP") for name in names):
-        # fully_shard changes the class name of the module that it wraps.
+        # fully_shard changes the class name of the module that it wraps, so change it back.
         made["architectures"] = [n.removeprefix("FSDP") if isinstance(n, str) else n for n in names]
         notes.append("config.json: the FSDP prefix of the architecture was removed")
     if "quantization_config" in made and not quantized:
@@ -188,7 +188,7 @@ def _read_directory(store: Store, where: str, repo: str | None = None) -> BaseMo
 
 
 def _wanted(store: Store, notes: list[str]) -> dict[str, WantedTensor]:
-    """Return the base's tensors: names, shapes and dtypes from headers; if these are missing, names from the index."""
+    """Return the base's tensors: names, shapes and dtypes from headers, or only names from the index."""
     try:
         catalog = safetensors.open_catalog(store)
     except (CheckpointNotFoundError, UnsupportedFormatError):
@@ -214,8 +214,8 @@ def _from_hub(base: str) -> BaseModel:
     from huggingface_hub import get_safetensors_metadata, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, NotASafetensorsRepoError, SafetensorsParsingError
 
-    # huggingface_hub's HTTP error derives from that of its HTTP library (requests or httpx). The library's connection
-    # errors are not OSErrors.
+    # huggingface_hub's HTTP error derives from its HTTP library's (requests or httpx). Connection errors of that
+    # library are not OSErrors.
     unreachable: tuple[type[Exception], ...] = (OSError, ValueError, KeyError, *HfHubHTTPError.__bases__)
     repo, _, revision = base.partition("@")
     try:
@@ -248,7 +248,7 @@ def _from_hub(base: str) -> BaseModel:
 
 
 def _read_small(store: Store, path: str, notes: list[str]) -> bytes | None:
-    """Return the file's bytes. If the file is not copied, add a note and return None."""
+    """Return the file's bytes. If the file is not to be copied, add a note and return None."""
     if _WEIGHTS.search(path):
         notes.append(f"{path} was not copied: it looks like weights")
         return None
@@ -271,7 +271,7 @@ def _read_regular(store: Store, path: str, notes: list[str]) -> bytes | None:
 
 
 def _in_hub_cache(store: Store, path: str) -> bool:
-    """Return whether a link is the Hub cache's: .../models--x/snapshots/<revision>/file -> ../../blobs/<hash>."""
+    """Return whether a link belongs to the Hub cache: .../models--x/snapshots/<revision>/file -> ../../blobs/<hash>."""
     root = store.url
     if not is_directory(store):
         return False
@@ -288,8 +288,8 @@ def _read_link(store: Store, path: str) -> bytes | None:
 
 
 def _adapter_config(store: Store, notes: list[str]) -> dict[str, Any] | None:
-    """Return PEFT's config from the checkpoint, verl's lora_adapter/ or the parent directory. If there is none, return
-    the values that verl recorded (rank, alpha, task)."""
+    """Return PEFT's config from the checkpoint, from verl's lora_adapter/ or from the parent directory. If there is
+    none, return the values that verl recorded (rank, alpha, task)."""
     places = [(store, ""), (store, "lora_adapter/")]
     if is_directory(store):
         places.append((open_store(os.path.dirname(store.url)), ""))
@@ -303,7 +303,7 @@ def _adapter_config(store: Store, notes: list[str]) -> dict[str, Any] | None:
 
 
 def _export_name(path: str) -> str:
-    """Return a file's name in the export: the last component, but with the folder for extra chat templates."""
+    """Return a file's name in the export: the last component, after the folder for extra chat templates if any."""
     marker = "additional_chat_templates/"
     return marker + path.rpartition(marker)[2] if marker in path else path.rpartition("/")[2]
 

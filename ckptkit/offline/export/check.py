@@ -31,17 +31,17 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
-_SHOWN = 5  # maximum number of faults shown of each kind
-# Buffers that old versions of transformers stored, and that every version computes.
+_SHOWN = 5  # maximum number of faults to show per kind
+# Buffers that old versions of transformers stored, but every version computes on load.
 _LAYER = re.compile(r"(?:.*\.)?(?:layers?|blocks?|h)\.(\d+)\..*")
 _COMPUTED = re.compile(r".*(rotary_emb\.inv_freq|rotary_emb\.(cos|sin)_cached|\.attn\.(bias|masked_bias)|position_ids)")
-# Sinusoidal positions of one model family, which its save_pretrained omits (_keys_to_ignore_on_save).
+# One model family's sinusoidal positions, which its save_pretrained omits (_keys_to_ignore_on_save).
 _COMPUTED_BY = {"marian": re.compile(r"model\.(?:encoder|decoder)\.embed_positions\.weight")}
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Differences between an export and a model. Other dtypes are only noted, because an export keeps its source's."""
+    """Differences between an export and a model. Dtypes are only noted, because an export keeps its source's dtypes."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -50,9 +50,9 @@ class Comparison:
 
 
 def compare_with_base(targets: Mapping[str, Target], base: BaseModel, *, untied: bool) -> Comparison:
-    """Return all names and shapes that differ from the base model.
+    """Return every name and shape that differs from the base model's.
 
-    A tied head may be missing on one side. `untied`: the export has a separate head.
+    A tied head may be missing on either side. `untied`: whether the export has a separate head.
     """
     wanted = base.wanted
     shapes = {name: target.shape for name, target in targets.items()}
@@ -77,7 +77,7 @@ def compare_with_base(targets: Mapping[str, Target], base: BaseModel, *, untied:
 def unexpected_buffers(
     targets: Mapping[str, Target], wanted: Mapping[str, WantedTensor], model_type: str | None
 ) -> dict[str, str]:
-    """Return the buffers that transformers computes and the base does not store."""
+    """Return the buffers that transformers computes on load and the base does not store, with the reason."""
     if not wanted:
         return {}
     kinds = [_COMPUTED, *([_COMPUTED_BY[model_type]] if model_type in _COMPUTED_BY else [])]
@@ -89,9 +89,9 @@ def unexpected_buffers(
 
 
 def absent_layers(names: Iterable[str], config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the layers that are missing according to the config's layer count, if there is no base to compare with.
+    """Return a fault that names the layers missing according to the config's layer count. Used if there is no base.
 
-    transformers would initialize them randomly. Only numbered layers can be checked.
+    transformers would initialize those layers randomly. Only numbered layers can be checked.
     """
     inner = config.get("text_config")
     count = config.get("num_hidden_layers", inner.get("num_hidden_layers") if isinstance(inner, Mapping) else None)
@@ -140,7 +140,7 @@ class ExportProof:
     indexed: bool
 
     def phrases(self) -> tuple[str, ...]:
-        """Return the phrases of the summary line."""
+        """Return the phrases for the summary line."""
         said = [f"names and shapes match {self.matches}"] if self.matches else ["names were not compared with a model"]
         return (*said, "index matches the files" if self.indexed else "single file, no index needed")
 
@@ -154,9 +154,9 @@ def check_export(store: Store, *, base: BaseModel | None = None, use_config: boo
             and transformers). Without transformers, compare with `base`.
 
     Raises:
-        CorruptCheckpointError: Index and files differ, or a file is not in the index.
-        CheckpointMismatchError: Names or shapes differ. The message lists the first of each kind.
-        MissingExtraError: `use_config` without transformers and without a base.
+        CorruptCheckpointError: The index and the files differ, or a file is not in the index.
+        CheckpointMismatchError: Names or shapes differ. The message lists the first ones of each kind.
+        MissingExtraError: `use_config` is set, but there is neither transformers nor a base.
     """
     catalog = safetensors.open_catalog(store)
     indexed = _check_index(store, catalog)
@@ -178,9 +178,10 @@ def check_export(store: Store, *, base: BaseModel | None = None, use_config: boo
 
 
 def names_of_config(store: Store) -> tuple[dict[str, WantedTensor], dict[str, Any]]:
-    """Return the Hub names and shapes of the model that transformers builds for config.json, and the config.
+    """Return (names and shapes of the model that transformers builds from config.json, under Hub names; the config).
 
-    No code of the export is executed: all classes are those of transformers. Returns ({}, config) for an unknown model.
+    None of the export's code is executed, because only classes of transformers are used. Returns ({}, config) for an
+    unknown model.
     """
     import torch
     import transformers
@@ -215,7 +216,7 @@ def _check_names(catalog: Catalog, base: BaseModel) -> None:
 
 
 def shown(faults: Sequence[str]) -> list[str]:
-    """Return the first five faults of each kind, and the number of the others. The debug log (-v) lists all."""
+    """Return the first five faults of each kind, and how many more there are. The debug log (-v) lists all."""
     kinds: dict[str, list[str]] = {}
     for fault in faults:
         kinds.setdefault(fault.partition(":")[0], []).append(fault)
@@ -229,7 +230,7 @@ def shown(faults: Sequence[str]) -> list[str]:
 
 
 def _check_index(store: Store, catalog: Catalog) -> bool:
-    """Check that the index matches the headers, and that loaders would read no other file."""
+    """Check that the index matches the headers, and that loaders would not read any other file."""
     on_disk = {item.path for item in store.list() if item.path.endswith(".safetensors")}
     stray = sorted(on_disk - set(catalog.info.files))
     if stray:

@@ -1,4 +1,4 @@
-"""Writes and reads the SHA256SUMS of an export: one line per file, for `sha256sum --check`."""
+"""Writes and reads an export's SHA256SUMS: one line per file, for `sha256sum --check`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 
 
 def write_checksums(store: Store, paths: Iterable[str], *, workers: int = 0) -> None:
-    """Read the files back and write SHA256SUMS. The digests equal the Hub's LFS ids."""
+    """Read the files back and write SHA256SUMS. The digests equal the LFS ids on the Hub."""
     names = sorted(paths)
     with WorkerPool(workers or 4, thread_name_prefix="ckptkit-sha256") as pool:
         lines = [
@@ -30,10 +30,10 @@ def write_checksums(store: Store, paths: Iterable[str], *, workers: int = 0) -> 
 
 
 def read_checksums(store: Store) -> dict[str, str]:
-    """Return the sha256 (hex) of each file in the directory's SHA256SUMS; {} if there is no SHA256SUMS.
+    """Return the SHA-256 (hex) of each file listed in the directory's SHA256SUMS; {} if there is no SHA256SUMS.
 
     Raises:
-        CorruptCheckpointError: It is not a valid SHA256SUMS file.
+        CorruptCheckpointError: SHA256SUMS is not valid.
         UnsafePathError: It names a file outside of the directory.
     """
     info = store.info(SUMS_NAME)

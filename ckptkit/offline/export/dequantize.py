@@ -1,8 +1,8 @@
-"""Plans the dequantization of weights: finds the scale of each weight and the formula that applies it.
+"""Plans the dequantization of weights: finds each weight's scale and the formula that applies it.
 
-Formats: block FP8 (`weight_scale_inv`, DeepSeek-V3 and transformers' `fp8`), FP8 with one scale per tensor or row
-(`weight_scale`, compressed-tensors and fbgemm), and MXFP4 (`_blocks` and `_scales`, gpt-oss). `dequantize_formulas` has
-the arithmetic.
+Formats: block FP8 (`weight_scale_inv`; DeepSeek-V3 and transformers' `fp8`), FP8 with one scale per tensor or row
+(`weight_scale`; compressed-tensors and fbgemm), and MXFP4 (`_blocks` and `_scales`; gpt-oss). The arithmetic is in
+`dequantize_formulas`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ckptkit.offline.export.packed_weights import is_packed_weight, unpacking
 __all__ = ["Dequantized", "dequantize"]
 
 _SCALES = ("_scale_inv", "_scale")
-# Scales of activations. Only a quantized model uses them.
+# Scales of activations, which only a quantized model uses.
 _OF_INPUTS = re.compile(r".+\.(?:input_scale|input_scale_ub|input_global_scale|activation_scale)")
 # Weights stored as integers: GPTQ, AWQ, compressed-tensors, MXFP4, bitsandbytes.
 _PACKED = re.compile(
@@ -35,13 +35,13 @@ _NAMED = 5
 
 @dataclass(frozen=True, slots=True)
 class Dequantized:
-    """The targets without scales. `computed` then replaces the quantized weights by dequantized ones.
+    """The targets without scales. `computed` then replaces quantized weights with dequantized ones.
 
     Attributes:
-        changes: The dequantization of each weight, by source.
-        whole: The whole weight, by source, for targets that need parts of it.
-        dropped: The reason why each scale was dropped, by source.
-        names: Stored name -> the weight that the tensor belongs to; "" for activation scales.
+        changes: Each weight's dequantization, by source.
+        whole: Each whole weight by source, for targets that need only parts of it.
+        dropped: Why each scale was dropped, by source.
+        names: The weight that each stored tensor belongs to, by stored name; "" for activation scales.
     """
 
     targets: dict[str, Target]
@@ -56,7 +56,7 @@ class Dequantized:
         return f"{len(self.changes)} {kinds} weights dequantized to {self.dtype}"
 
     def computed(self, tensors: Mapping[str, OutputTensor]) -> dict[str, OutputTensor]:
-        """Return the tensors, with dequantized weights instead of those with quantized sources."""
+        """Return the tensors, with each one that has quantized sources replaced by a dequantized one."""
         return {
             name: changed(tensor, self.changes, self.whole)
             if isinstance(tensor, Target) and any(key in self.changes for key in tensor.sources)
@@ -71,8 +71,8 @@ class _Weight:
 
     Attributes:
         name: The weight's name in an unquantized model.
-        stored: The name of the tensor with its codes.
-        parts: The names of its scales, zero points and so on.
+        stored: Name of the tensor that contains its codes.
+        parts: Names of its scales, zero points and so on.
         target: The dequantized weight.
     """
 
@@ -87,10 +87,10 @@ def dequantize(targets: Mapping[str, Target], dtype: str, config: Mapping[str, A
     """Return the targets with quantized weights in `dtype`. Does nothing for "keep", or if nothing is quantized.
 
     Args:
-        config: config.json of the model, which states the block size.
+        config: The model's config.json, which states the block size.
 
     Raises:
-        CheckpointMismatchError: A weight lacks its scale, or the scale has another shape.
+        CheckpointMismatchError: A weight's scale is missing or has the wrong shape.
         UnsupportedFormatError: ckptkit cannot dequantize the weights.
     """
     if dtype == "keep":
@@ -150,7 +150,7 @@ def _dequantized(targets: Mapping[str, Target], weights: list[_Weight]) -> Dequa
 
 
 def _source(name: str, dtype: str, source: str, shape: tuple[int, ...]) -> Target:
-    """Return a whole source as a target, in the shape that the formula expects."""
+    """Return a target for a whole source, in the shape that the formula expects."""
     return Target(name, dtype, shape, (Part(Box.whole(shape), source, Box.whole(shape)),), dtype)
 
 
@@ -162,7 +162,7 @@ def _stored(target: Target) -> Target:
 
 
 def _is_packed(name: str, targets: Mapping[str, Target]) -> bool:
-    """Return whether a tensor holds packed weights or belongs to them (scales, zero points, shapes)."""
+    """Return whether a tensor contains packed weights or belongs to them (scales, zero points, shapes)."""
     coded = targets[name].source_dtype in ("int8", "uint8") and bool(_scale_of(name, targets))
     return coded or _is_small(targets[name]) or _PACKED.fullmatch(name) is not None
 
@@ -186,7 +186,7 @@ def _eight(name: str, targets: Mapping[str, Target], blocks: Any, dtype: str) ->
 
 
 def _formula(weight: Target, scale: Target, blocks: Any, dtype: str) -> tuple[formulas.Dequantization, str, int]:
-    """Return the formula of a weight, its label in a plan, and the number of inputs that are sliced with its rows."""
+    """Return a weight's formula, its label in a plan, and how many inputs are sliced along with its rows."""
     if scale.numel == 1:
         return formulas.whole(dtype), f"FP8 weight * scale in {scale.dtype}", 0
     rows, columns = weight.shape[-2:] if len(weight.shape) > 1 else (weight.shape[0], 1)
@@ -222,7 +222,7 @@ def _is_mxfp4(name: str, targets: Mapping[str, Target]) -> bool:
 
 
 def _mxfp4(name: str, targets: Mapping[str, Target], dtype: str) -> _Weight:
-    """Return the weights of experts: blocks [experts, out, groups, 16] become [experts, in, out], like transformers."""
+    """Return expert weights. Blocks [experts, out, groups, 16] become [experts, in, out], as in transformers."""
     weight = name.removesuffix("_blocks")
     blocks, scales = targets[name], targets[f"{weight}_scales"]
     if (

@@ -1,9 +1,10 @@
 """Computes dequantized weights in numpy, as transformers and compressed-tensors do on a CPU, operation by operation.
 
 Each formula is a function (stored weight, inputs, first row) -> weight in the wanted dtype. The stored weight may be
-only some rows, starting at `first`. Inputs are complete, but scales with one row per row of the weight are sliced like
-it.
-Nothing here imports torch, which alone takes more memory than a conversion.
+only some rows, starting at `first`. Inputs are complete, except that scales with one row per row of the weight are
+sliced like the weight.
+
+Nothing here imports torch, because torch alone takes more memory than a conversion.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ __all__ = ["E2M1", "Dequantization", "Stored", "by_block", "by_row", "fp4", "int
 Array = npt.NDArray[Any]
 Floats: TypeAlias = npt.NDArray[np.floating[Any]]
 
-_BLOCK = 1 << 16  # elements at a time: temporaries stay in the cache
+_BLOCK = 1 << 16  # elements at a time; temporaries stay in the cache
 
-# The values of FP4 codes (E2M1) without their sign, which is bit 3.
+# The values of FP4 codes (E2M1) without their sign, which is in bit 3.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor as it is stored: its bytes, row-major.
+    """A tensor as it is stored: row-major bytes.
 
     Attributes:
-        dtype: torch's name for it.
+        dtype: The dtype's name in torch.
     """
 
     data: npt.NDArray[np.uint8]
@@ -45,11 +46,11 @@ class Stored:
     shape: tuple[int, ...]
 
     def bytes_of_rows(self) -> npt.NDArray[np.uint8]:
-        """Return [rows, bytes of a row]; the rows of a tensor without dimensions are one."""
+        """Return the bytes as [rows, bytes per row]. A scalar is one row."""
         return self.data.reshape(self.shape[0] if self.shape else 1, -1)
 
     def numbers(self) -> Array:
-        """Return the elements, in their shape: integers as they are, floats in float32 or float64."""
+        """Return the elements in the tensor's shape. Integers keep their dtype; floats become float32 or float64."""
         if dtype_of(self.dtype).kind in ("float", "float8"):
             return float_values(self.data, self.dtype).reshape(self.shape)
         return self.data.view(self.dtype).reshape(self.shape)
@@ -59,7 +60,7 @@ Dequantization: TypeAlias = Callable[[Stored, Sequence[Stored], int], Computed]
 
 
 def whole(dtype: str) -> Dequantization:
-    """Return W * scale. Inputs: one scale for the tensor."""
+    """Return the formula W * scale. Inputs: the tensor's scale."""
 
     def scaled(w: Stored, inputs: Sequence[Stored], first: int) -> Computed:
         factor = _factors(inputs[0]).reshape(())
@@ -69,7 +70,7 @@ def whole(dtype: str) -> Dequantization:
 
 
 def by_row(dtype: str) -> Dequantization:
-    """Return W with each row multiplied by its scale. Inputs: the scales of all rows."""
+    """Return the formula that multiplies each row of W by its scale. Inputs: the scales of all rows."""
 
     def scaled(w: Stored, inputs: Sequence[Stored], first: int) -> Computed:
         factors = _factors(inputs[0]).reshape(-1, 1)[first:]
@@ -79,14 +80,14 @@ def by_row(dtype: str) -> Dequantization:
 
 
 def by_block(high: int, wide: int, dtype: str) -> Dequantization:
-    """Return W with each block of `high` x `wide` elements multiplied by its scale.
+    """Return the formula that multiplies each block of `high` x `wide` elements by its scale.
 
-    Inputs: [..., blocks down, blocks across]. If blocks have several rows, the inputs are all scales, otherwise those
-    of the given rows.
+    Inputs: scales, [..., blocks down, blocks across]. If blocks span several rows, these are all scales; otherwise,
+    only the given rows' scales.
     """
 
     def scaled(w: Stored, inputs: Sequence[Stored], first: int) -> Computed:
-        start = first if len(w.shape) == 2 and high > 1 else 0  # with more dimensions, only the outermost is sliced
+        start = first if len(w.shape) == 2 and high > 1 else 0  # in higher dimensions, only the outermost is sliced
         height, width = w.shape[-2:]
         scales = _factors(inputs[0])
         down = scales.shape[-2]
@@ -105,22 +106,23 @@ def by_block(high: int, wide: int, dtype: str) -> Dequantization:
 
 
 def mxfp4(dtype: str) -> Dequantization:
-    """Return [experts, groups * 32, out] of blocks [experts, out, groups, 16]: Each byte has two FP4 codes, the lower
-    one first; each value is multiplied by two to the power of its group's exponent. Inputs: exponents plus 127, as
-    bytes [experts, out, groups].
+    """Return the formula that turns MXFP4 blocks [experts, out, groups, 16] into weights [experts, groups * 32, out].
 
-    As `convert_moe_packed_tensors` of transformers (integrations/mxfp4.py).
+    Each byte contains two FP4 codes, the lower one first. Each value is multiplied by two to the power of its group's
+    exponent. Inputs: the exponents plus 127, as bytes [experts, out, groups].
+
+    Follows `convert_moe_packed_tensors` in transformers (integrations/mxfp4.py).
     """
 
     def unpacked(w: Stored, inputs: Sequence[Stored], first: int) -> Computed:
         experts, out, groups, _ = w.shape
-        # Two weights depend on two bytes only: looking them up is many times as fast as computing them.
+        # Two weights depend on only two bytes, so looking them up is many times as fast as computing them.
         table, beyond = _pairs_by_exponent(dtype)
         rows, exponents = w.data.reshape(-1, 16), inputs[0].data.reshape(-1, 1)
         made = np.empty(rows.shape, table.dtype)
         infinite = 0
         step = _BLOCK // 4 // 16
-        for start in range(0, len(rows), step):  # indices are eight times as wide as what they are made of
+        for start in range(0, len(rows), step):  # indices are eight times as wide as these bytes
             index = exponents[start : start + step].astype(np.intp) << 8
             index = index | rows[start : start + step]
             np.take(table, index, out=made[start : start + step], mode="clip")
@@ -129,7 +131,7 @@ def mxfp4(dtype: str) -> Dequantization:
         unit = {2: np.uint16, 4: np.uint32, 8: np.uint64}[dtype_of(dtype).itemsize]
         values = made.view(unit).reshape(experts, out, groups * 32)
         turned = np.empty((experts, groups * 32, out), unit)
-        for start in range(0, out, _ROWS):  # by blocks of rows: otherwise each element is a miss of the cache
+        for start in range(0, out, _ROWS):  # by blocks of rows, because otherwise each element would be a cache miss
             turned[:, :, start : start + _ROWS] = values[:, start : start + _ROWS].transpose(0, 2, 1)
         return turned.reshape(-1).view(np.uint8), infinite
 
@@ -149,19 +151,19 @@ def integers(
     has_shape: bool,
     dtype: str,
 ) -> Dequantization:
-    """Return (W - zero point) * scale for a matrix of integers, rounded to the scale's dtype.
+    """Return the formula (W - zero point) * scale for a matrix of integers, rounded to the scale's dtype.
 
-    As `dequantize` of compressed-tensors (quantization/lifecycle/forward.py). Inputs: scales, then zero points and the
-    shape if present.
+    Follows `dequantize` in compressed-tensors (quantization/lifecycle/forward.py). Inputs: scales, then zero points and
+    the shape if present.
 
     Args:
-        name: For messages.
+        name: The weight's name, for messages.
         bits: Bits per integer.
         shape: Shape of the weight.
         group: Number of columns that share a scale; 0 for one scale per row or per tensor.
         by_rows: Whether scales have one row per row of the weight.
-        packed: Integers are packed along rows; otherwise each has a byte.
-        packed_zero: Zero points are packed along columns; otherwise each has a byte.
+        packed: Whether integers are packed along rows. Otherwise each takes a byte.
+        packed_zero: Whether zero points are packed along columns. Otherwise each takes a byte.
     """
 
     def unpacked(w: Stored, inputs: Sequence[Stored], first: int) -> Computed:
@@ -181,7 +183,7 @@ def integers(
         numbers = _integers(w, bits, width) if packed else w.numbers()
         result = _Result(height * width, dtype)
         for rows in _blocks(height, width):
-            # Exact, in 16 bits too: differences of integers of 8 bits, and their products in float32.
+            # This is exact even in 16 bits: differences of 8-bit integers, and their products in float32.
             made = numbers[rows].astype(scale.dtype)
             made = made.reshape(len(made), -1, group) if group else made
             if zero is not None:
@@ -196,10 +198,10 @@ def integers(
 
 
 def fp4(group: int, dtype: str) -> Dequantization:
-    """Return W * scale for FP4 (two codes per byte, the lower one first), rounded to bfloat16 like compressed-tensors.
+    """Return the formula W * scale for FP4 (two codes per byte, the lower one first), rounded to bfloat16.
 
-    Inputs: a scale for each `group` columns, in FP8 or as a byte (the exponent plus 127); then, for NVFP4, a number by
-        which all scales are divided. Follows `decompress` of its NVFP4 and MXFP4 compressors.
+    Inputs: one scale for every `group` columns, in FP8 or as a byte (the exponent plus 127); then, for NVFP4, a number
+    by which all scales are divided. Follows `decompress` in the NVFP4 and MXFP4 compressors of compressed-tensors.
     """
 
     def unpacked(w: Stored, inputs: Sequence[Stored], first: int) -> Computed:
@@ -209,7 +211,7 @@ def fp4(group: int, dtype: str) -> Dequantization:
             overall = inputs[1]
             with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
                 scale = scale / overall.numbers().reshape(())
-            if not overall.shape or overall.dtype == "bfloat16":  # then torch does not divide in float32
+            if not overall.shape or overall.dtype == "bfloat16":  # in this case, torch does not divide in float32
                 scale = _held(scale, "bfloat16")
         height, width = w.shape[0], w.shape[1] * 2
         result = _Result(height * width, dtype)
@@ -232,7 +234,7 @@ _ROWS = 64
 
 
 class _Result:
-    """The bytes of a result in a dtype, filled from the first element to the last.
+    """A result's bytes in its dtype, filled from the first element to the last.
 
     Attributes:
         infinite: How many finite elements became infinite.
@@ -244,7 +246,7 @@ class _Result:
         self._at = self.infinite = 0
 
     def add(self, values: Floats, held: str = "") -> None:
-        """Add the next elements, in float32 or float64; `held`: the dtype that they are rounded to first."""
+        """Add the next elements, in float32 or float64. They are first rounded to `held`, if given."""
         if dtype_of(held or self._dtype).itemsize == 2 and held not in ("", self._dtype):
             before = np.isfinite(values)
             values = _held(values, held)
@@ -259,7 +261,7 @@ class _Result:
 
 
 def _scaled(w: Stored, factors: Callable[[slice], Array], dtype: str) -> Computed:
-    """Return W in float32 times the factors of its rows ([rows or 1, columns or 1]), rounded."""
+    """Return W in float32 times factors for its rows ([rows or 1, columns or 1]), rounded to `dtype`."""
     rows = w.bytes_of_rows() if len(w.shape) < 3 else w.data.reshape(-1, w.shape[-1])
     result = _Result(rows.size, dtype)
     for part in _blocks(*rows.shape):
@@ -276,7 +278,7 @@ def _blocks(rows: int, columns: int) -> Iterator[slice]:
 
 
 def _held(values: Floats, dtype: str) -> Floats:
-    """Return values rounded to a dtype, in float32."""
+    """Return the values rounded to `dtype`, as float32 (float64 if `dtype` is float64)."""
     raw = np.ascontiguousarray(values).reshape(-1)
     data = np.empty(raw.size * dtype_of(dtype).itemsize, np.uint8)
     cast_into(raw.view(np.uint8), data, raw.dtype.name, dtype)
@@ -284,14 +286,14 @@ def _held(values: Floats, dtype: str) -> Floats:
 
 
 def _integers(words: Stored, bits: int, count: int, *, columns: bool = False) -> Array:
-    """Return the first `count` integers (2, 4 or 8 bits, lowest first) of each row, or column, of 32-bit words, as
-    int8."""
+    """Unpack 32-bit words: return the first `count` integers (2, 4 or 8 bits, lowest first) of each row, or of each
+    column, as int8."""
     made: Array
     if columns:
         turned = np.ascontiguousarray(words.numbers().T)
         made = _integers(Stored(turned.reshape(-1).view(np.uint8), words.dtype, turned.shape), bits, count).T
         return made
-    stored = words.bytes_of_rows()  # little endian, as every machine that torch runs on
+    stored = words.bytes_of_rows()  # little-endian, like every machine that torch runs on
     if bits == 8:
         made = (stored ^ 128).view(np.int8)
         return made[:, :count]
@@ -302,19 +304,19 @@ def _integers(words: Stored, bits: int, count: int, *, columns: bool = False) ->
 
 
 def _per_row(values: Array, first: int, height: int, rows: int) -> Array:
-    """Return the zero points of some rows as a column, or the only one there is."""
+    """Return the zero points of some rows as a column; if all rows share one zero point, return only that."""
     values = values.reshape(-1, 1)
     return values[first : first + height] if len(values) == rows and rows > 1 else values[:1]
 
 
 def _factors(scale: Stored) -> Array:
-    """Return scales in float32. Bytes are exponents of two (E8M0)."""
+    """Return scales as float32. Bytes are exponents of two (E8M0)."""
     return _powers()[scale.numbers()] if scale.dtype == "uint8" else scale.numbers().astype(np.float32, copy=False)
 
 
 @functools.cache
 def _powers() -> npt.NDArray[np.float32]:
-    """Return 2 ** (code - 127) for all codes of a byte; the last is infinite in float32."""
+    """Return 2 ** (code - 127) for each of the 256 codes in a byte. The last is infinite in float32."""
     with np.errstate(over="ignore"):
         powers: npt.NDArray[np.float32] = np.ldexp(1.0, np.arange(256) - 127).astype(np.float32)
     return powers
@@ -322,7 +324,7 @@ def _powers() -> npt.NDArray[np.float32]:
 
 @functools.cache
 def _pairs() -> npt.NDArray[np.complex64]:
-    """Return the two values of each byte of FP4 codes, as the halves of a number."""
+    """Return, for each byte of two FP4 codes, both values as the two halves of a complex number."""
     codes = np.array((*E2M1, *(-value for value in E2M1)), np.float32)
     byte = np.arange(256)
     return np.stack((codes[byte & 15], codes[byte >> 4]), axis=-1).view(np.complex64).reshape(-1)
@@ -330,8 +332,8 @@ def _pairs() -> npt.NDArray[np.complex64]:
 
 @functools.cache
 def _pairs_by_exponent(dtype: str) -> tuple[Array, npt.NDArray[np.uint8] | None]:
-    """Return the two values in a dtype of (exponent of the group + 127) * 256 + byte, and how many of them are infinite
-    there; None if none is."""
+    """Return a table of pairs of values in a dtype, indexed by (group exponent + 127) * 256 + byte; and how many values
+    of each pair are infinite in that dtype, or None if none are."""
     values = np.ldexp(_pairs().view(np.float32).astype(np.float64), np.arange(-127, 129)[:, None]).reshape(-1)
     data = np.empty(values.size * dtype_of(dtype).itemsize, np.uint8)
     cast_into(values.view(np.uint8), data, "float64", dtype)

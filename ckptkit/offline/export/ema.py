@@ -15,7 +15,7 @@ __all__ = ["averaged"]
 # Prefixes of averaged tensors: ckptkit's `extra`, timm's state_dict_ema, LitEma's buffers, and others.
 _FRONT = re.compile(r"(?:.*?[._])??(?:ema|model_ema|ema_model|ema_weights|(?:model_)?ema_state_dict|state_dict_ema)\.")
 _LIGHTNING = "current_model_state."  # where Lightning's WeightAveraging stores the trained weights
-_WRAPPERS = 3  # maximum number of components between the prefix and the model's names: "module.", "shadow."
+_WRAPPERS = 3  # maximum number of name components between the prefix and the model's names: "module.", "shadow."
 _NAMED = 3
 
 
@@ -27,8 +27,8 @@ def averaged(catalog: Catalog) -> tuple[dict[str, TensorEntry], tuple[str, ...]]
     Raises:
         CheckpointNotFoundError: There is no EMA.
         UsageError: There are several EMAs.
-        CheckpointMismatchError: The EMA is not of this model.
-        UnsupportedFormatError: Its tensors have no names, or are too small to be stored as tensors.
+        CheckpointMismatchError: The EMA does not belong to this model.
+        UnsupportedFormatError: The EMA's tensors have no names, or are so small that they are not stored as tensors.
     """
     model = catalog.by_role(Role.MODEL)
     if any(name.startswith(_LIGHTNING) for name in catalog.tensors):
@@ -55,7 +55,7 @@ def averaged(catalog: Catalog) -> tuple[dict[str, TensorEntry], tuple[str, ...]]
 def _named(
     catalog: Catalog, front: str, found: Mapping[str, TensorEntry], model: Mapping[str, TensorEntry]
 ) -> tuple[dict[str, TensorEntry], tuple[str, ...]]:
-    """Return the averages below the prefix `front` under the model's names, completed with the model's tensors."""
+    """Return the averages under the prefix `front` by the model's names, completed with the model's tensors."""
     if all(name.rpartition(".")[2].isdecimal() for name in found):
         raise UnsupportedFormatError(
             f"--weights ema: the tensors of {front!r} have numbers instead of names. NeMo and diffusers also write "
@@ -102,14 +102,14 @@ def _named(
 
 
 def _variants(model: Mapping[str, TensorEntry]) -> list[dict[str, str]]:
-    """Return the names that an EMA may use for the model's tensors (with or without a container) -> their FQNs."""
+    """Return the names that an EMA may use for the model's tensors (with and without a container) -> their FQNs."""
     whole = {name: name for name in model}
     inner = {name.partition(".")[2]: name for name in model}
     return [whole, inner] if len(inner) == len(whole) else [whole]
 
 
 def _is_inline(catalog: Catalog, front: str, name: str) -> bool:
-    """Return whether the object that contains an EMA contains the value of this tensor."""
+    """Return whether the object that contains the EMA contains this tensor's value."""
     holder = catalog.objects.get(front.removesuffix("."))
     if holder is None or holder.encoding != "value":
         return False

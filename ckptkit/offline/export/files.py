@@ -1,4 +1,4 @@
-"""Lays out the files of a Hugging Face model: safetensors shards, and an index if there are several."""
+"""Lays out the files of a Hugging Face model: safetensors shards, and an index if there are several shards."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def hf_files(
 
 
 def in_disk_order(catalog: Catalog, tensors: Sequence[OutputTensor]) -> list[OutputTensor]:
-    """Return the tensors in the disk order of their first sources, for sequential reads."""
+    """Return the tensors in the order in which their first sources are on disk, so that reads are sequential."""
 
     def place(tensor: OutputTensor) -> tuple[str, int]:
         for key in tensor.sources:
@@ -70,7 +70,7 @@ def in_disk_order(catalog: Catalog, tensors: Sequence[OutputTensor]) -> list[Out
 def adapter_files(
     catalog: Catalog, tensors: Sequence[OutputTensor]
 ) -> tuple[list[OutputFile], list[Placement], tuple[str, ...]]:
-    """Lay out tensors as `adapter_model.safetensors`, the file that PEFT loads."""
+    """Lay out tensors in `adapter_model.safetensors`, the file that PEFT loads."""
     ordered = in_disk_order(catalog, tensors)
     layout = lay_out([TensorToWrite(t.name, t.dtype, t.shape) for t in ordered], METADATA)
     file = OutputFile(ADAPTER, layout.nbytes, (Literal(0, layout.header),))
@@ -79,10 +79,10 @@ def adapter_files(
 
 
 def check_headers(plan: Plan, store: Store) -> int:
-    """Read the headers and the index of a result back, and compare them with the plan by name.
+    """Read the headers and the index of a written export back, and compare them with the plan by name.
 
     Returns:
-        The number of entries compared, including those of the index.
+        The number of entries compared, including those in the index.
 
     Raises:
         IntegrityError: A header or the index differs from the plan.

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["ExportOptions", "HFExport", "export_tensors", "plan_export"]
 
 
-# If no name contains any of these, there is no adapter, and no layout that needs a built-in key map. The modules for
-# those are then not imported, which saves a tenth of the time of a short run.
+# Without these strings in any name, there is no adapter, and no layout that needs a built-in key map. The modules for
+# them are then not imported, which saves a tenth of the time of a small export.
 _ADAPTER = ".lora_"
 _PEFT = "base_model.model."
 _MAPPED = (".experts.", "tok_embeddings.weight", "model.language_model.", "gpt_neox.")
@@ -43,16 +43,16 @@ class HFExport:
     """A planned export, before it is laid out in files.
 
     Attributes:
-        tensors: By name, in the order of the source.
+        tensors: The tensors to write, in the source's order.
         files: Small files: config.json, tokenizer, README.md.
-        kind: "model" (model*.safetensors) or "adapter" (adapter_model.safetensors, one file).
+        kind: "model" (model*.safetensors) or "adapter" (a single adapter_model.safetensors).
         config: The config to write; None if there is none.
         key_map: Name of the applied key map.
         leftovers: Unused source tensors, with the reason.
         missing: Names that the base has but no source provides.
         faults: Mismatches with the base; empty unless `strict` is off.
         notes: Notes for the user about decisions.
-        checked: What names and shapes were compared with: a path or repo, or "" for nothing.
+        checked: What names and shapes were compared with: a path or repo; "" for nothing.
     """
 
     tensors: tuple[OutputTensor, ...]
@@ -69,7 +69,7 @@ class HFExport:
 
 @dataclass(slots=True)
 class _Draft:
-    """The state of an export while it is planned."""
+    """The state of an export while it is being planned."""
 
     catalog: Catalog
     base: BaseModel
@@ -82,10 +82,10 @@ class _Draft:
     key_map: str = "hf"
     weights: str = "model"
     untied: bool = False
-    quantization: dict[str, Any] | None = None  # quantization_config of the export, if requested
+    quantization: dict[str, Any] | None = None  # the export's quantization_config, if quantization was requested
     extra: list[str] = field(default_factory=list)
-    live: dict[str, str] = field(default_factory=dict)  # source -> its name before the key map
-    tied: dict[str, str] = field(default_factory=dict)  # source of an omitted tied name -> source of the kept name
+    live: dict[str, str] = field(default_factory=dict)  # source -> its tensor's name before the key map
+    tied: dict[str, str] = field(default_factory=dict)  # source of an omitted tied tensor -> source of the kept one
 
 
 def plan_export(
@@ -99,11 +99,11 @@ def plan_export(
     """Plan the export of a checkpoint. Reads side files, and tied tensors if their bytes must be compared.
 
     Args:
-        base: The model of --base, completed with the checkpoint's own side files.
-        own: The checkpoint's own side files; None reads them from `store`.
+        base: The model at --base, completed with the checkpoint's own side files.
+        own: The checkpoint's own side files. If None, they are read from `store`.
 
     Raises:
-        CheckpointMismatchError: Names collide; names or shapes differ from the base; a tied head differs.
+        CheckpointMismatchError: Names collide, names or shapes differ from the base, or a tied head differs.
         UnsupportedFormatError: safetensors does not support a dtype, or an adapter has an unknown type.
         UsageError: Options contradict the checkpoint.
     """
@@ -130,10 +130,10 @@ def plan_export(
 def export_tensors(
     catalog: Catalog, *, options: ExportOptions, config: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, OutputTensor], dict[str, str], tuple[str, ...]]:
-    """Return the tensors for targets other than `hf`: (tensors by name, omitted ones with the reason, notes).
+    """Return the tensors for targets other than `hf`: (tensors by name, omitted tensors with the reason, notes).
 
     Applies roles, prefixes, globs, the given key map and casts. Does not choose a key map, drop tied tensors, or
-    compare with a base. Without `config`, rules use the checkpoint's own config.
+    compare with a base. If `config` is None, rules use the checkpoint's own config.
     """
     own = catalog.info.extra.get("config")
     draft = _draft(catalog, BaseModel("", config or (own if isinstance(own, Mapping) else None)), options)
@@ -201,10 +201,10 @@ def _map_names(draft: _Draft) -> None:
 
 
 def _by_transformers(draft: _Draft, chosen: Choice) -> Choice:
-    """Return `chosen`, or the names that the installed transformers gives if they match the base better."""
+    """Return `chosen`, or the installed transformers' names if they match the base better."""
     wanted = draft.base.wanted
     if wanted.keys() <= chosen.mapped.targets.keys() or chosen.mapped.targets.keys() <= wanted.keys():
-        return chosen  # no name is missing, or none is left to rename
+        return chosen  # nothing is missing, or nothing is left to rename
     from ckptkit.offline.export.transformers_names import live_model
 
     model = live_model(draft.base.config, wanted)
@@ -278,7 +278,7 @@ def _dequantized(draft: _Draft) -> Dequantized | None:
     draft.dropped.update(found.dropped)
     wanted = {name: want for name, want in draft.base.wanted.items() if name not in found.names}
     for stored, name in found.names.items():
-        if stored in draft.base.wanted and name in found.targets:  # the base has the same quantization
+        if stored in draft.base.wanted and name in found.targets:  # the base is quantized in the same way
             wanted[name] = WantedTensor(found.targets[name].dtype, found.targets[name].shape)
     draft.base = replace(draft.base, wanted=wanted)
     return found
@@ -290,7 +290,7 @@ def _quantized(draft: _Draft) -> bool:
 
 
 def _model_type(config: Mapping[str, Any] | None) -> str | None:
-    """Return the model type in the config; for a multimodal model, the type of its text model."""
+    """Return the config's model type; for a multimodal model, that of its text model."""
     config = config or {}
     text = config.get("text_config")
     found = (text if isinstance(text, Mapping) else config).get("model_type") or config.get("model_type")
@@ -391,9 +391,10 @@ def _settle_tied(draft: _Draft, store: Store) -> None:
 
 
 def _drop_aliases(draft: _Draft, same: Callable[[Target, Target], bool]) -> None:
-    """Drop tensors that the base does not store, if transformers ties them to a base tensor and the bytes are equal.
+    """Drop tensors that the base does not store, if transformers ties each to a base tensor and their bytes are equal.
 
-    Applies only if no name of the base is missing."""
+    Does nothing if any of the base's tensors is missing.
+    """
     wanted, names = draft.base.wanted, draft.targets
     if not wanted.keys() <= names.keys() or len(names) == len(wanted):
         return
@@ -427,12 +428,12 @@ def _note_tied(draft: _Draft, target: Target, other: Target) -> None:
 
 
 def _kind(target: Target) -> tuple[str, tuple[int, ...], str]:
-    """Return what the names of a tied tensor have in common: dtype, shape, and the last component of the name."""
+    """Return what a tied tensor's names have in common: dtype, shape and the name's last component."""
     return target.dtype, target.shape, target.name.rpartition(".")[2]
 
 
 def _whole_source(target: Target) -> str | None:
-    """Return the source that the target plainly copies; None if it is not a plain copy."""
+    """Return the source that the target copies without changes; None if it is not a plain copy."""
     part = target.parts[0] if len(target.parts) == 1 else None
     return part.source if part is not None and part.is_plain else None
 
@@ -466,7 +467,7 @@ def _compare(draft: _Draft) -> None:
     if draft.faults or result.shapes:
         draft.faults += [f"unexpected: {name} {list(draft.targets[name].shape)}" for name in result.unexpected]
     elif result.unexpected:
-        # All tensors of the base are there, so these were added on purpose and must not be lost.
+        # None of the base's tensors is missing, so these were added on purpose and must not be lost.
         draft.extra = list(result.unexpected)
         draft.notes.append(
             f"kept, although the base has no such tensors: {', '.join(draft.extra)}. Some loaders refuse "
@@ -476,9 +477,10 @@ def _compare(draft: _Draft) -> None:
 
 
 def _left_out(draft: _Draft, name: str) -> bool:
-    """Return whether --include or --exclude may be the reason why a name is missing.
+    """Return whether --include or --exclude may be why a name is missing.
 
-    The globs match names before the key map. With a key map, any glob may therefore be the reason."""
+    The globs match names before the key map. With a key map, any glob may therefore be the reason.
+    """
     options = draft.options
     if draft.key_map != "hf":
         return bool(options.include or options.exclude)
@@ -486,7 +488,7 @@ def _left_out(draft: _Draft, name: str) -> bool:
 
 
 def _check_dtypes(tensors: Mapping[str, OutputTensor]) -> None:
-    # Complex dtypes are refused too: safetensors names C64 since 0.8, but older readers reject the whole file.
+    # Complex dtypes are refused too: safetensors has C64 since 0.8, but older readers reject the whole file.
     bad = [
         f"{name} ({tensor.dtype})"
         for name, tensor in tensors.items()
@@ -500,7 +502,7 @@ def _check_dtypes(tensors: Mapping[str, OutputTensor]) -> None:
 
 
 def _cast(target: Target, wanted: str) -> Target:
-    """Return the target in the wanted dtype. A cast by the key map takes precedence."""
+    """Return the target in the wanted dtype. A cast that the key map makes takes precedence."""
     if wanted == "keep":
         return target
     return replace(target, dtype=export_dtype(target.dtype, wanted))
@@ -555,7 +557,7 @@ def _json(value: Mapping[str, Any]) -> bytes:
     text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     try:
         return text.encode()
-    except UnicodeEncodeError:  # lone surrogates, which JSON can only write as escapes
+    except UnicodeEncodeError:  # lone surrogates, which JSON can only contain as escapes
         return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
 
 
@@ -567,7 +569,7 @@ def _elements_by_dtype(tensors: Mapping[str, OutputTensor]) -> dict[str, int]:
 
 
 def _is_scale(name: str) -> bool:
-    # Not every "_scale": some models have such parameters, for example logit_scale.
+    # Do not match every "_scale", because some models have such parameters, for example logit_scale.
     return name.endswith(
         (
             ".qweight",

@@ -1,8 +1,8 @@
 """Computes merged LoRA weights as PEFT's `merge_and_unload` does on a CPU, operation by operation.
 
 Each formula is a function (weight, inputs, first row) -> new weight. If the formula handles rows independently, the
-weight may be only some rows, starting at `first`; inputs are always complete. The sources are `get_delta_weight`,
-`merge` and `merge_unsafe` of peft/tuners/lora/{layer,variants,dora}.py, version 0.21.
+weight may be only some rows, starting at `first`. Inputs are always complete. The formulas follow `get_delta_weight`,
+`merge` and `merge_unsafe` in peft/tuners/lora/{layer,variants,dora}.py, version 0.21.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Formula: TypeAlias = "Callable[[torch.Tensor, Sequence[torch.Tensor], int], torc
 
 
 def linear(scale: float, *, transposed: bool = False) -> Formula:
-    """Return W + scale * (B @ A), added in the wider dtype. Inputs: A, B."""
+    """Return the formula W + scale * (B @ A), added in the wider dtype. Inputs: A, B."""
 
     def merge(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
         a, b = inputs
@@ -30,10 +30,10 @@ def linear(scale: float, *, transposed: bool = False) -> Formula:
 
 
 def rounded(scale: float, *, transposed: bool = False, times: int = 1) -> Formula:
-    """Return W + scale * (B @ A), with the product first rounded to W's dtype. Inputs: A, B.
+    """Return the formula W + scale * (B @ A), with the product rounded to W's dtype first. Inputs: A, B.
 
-    PEFT does so for embeddings, parameters and attention. `times` is how often the product is added; it is rounded only
-    the first time. PEFT adds it twice for out_proj of MultiheadAttention, in `merge` as in training.
+    PEFT rounds for embeddings, parameters and attention. The product is added `times` times, but rounded only the first
+    time. PEFT adds it twice for MultiheadAttention's out_proj, in `merge` as in training.
     """
 
     def merge(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
@@ -48,7 +48,7 @@ def rounded(scale: float, *, transposed: bool = False, times: int = 1) -> Formul
 
 
 def diagonal(scale: float) -> Formula:
-    """Return W + scale * ((B * diag) @ A), as KaSA does. Inputs: A, B, diag."""
+    """Return the formula W + scale * ((B * diag) @ A), as in KaSA. Inputs: A, B, diag."""
 
     def merge(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
         a, b, diag = inputs
@@ -63,16 +63,16 @@ def diagonal(scale: float) -> Formula:
 
 
 def block_diagonal(scale: float, blocks: tuple[int, int]) -> Formula:
-    """Return W + scale * (B @ A), where A or B is stored as its diagonal blocks. Inputs: A, B.
+    """Return the formula W + scale * (B @ A), where A or B is stored as its diagonal blocks. Inputs: A, B.
 
     Args:
-        blocks: Numbers of blocks of A and B; 1 for a full matrix.
+        blocks: How many blocks A and B have; 1 for a full matrix.
     """
 
     def merge(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
         import torch
 
-        whole: Any = torch.block_diag  # Any, because torch does not annotate it
+        whole: Any = torch.block_diag  # typed as Any, because torch does not annotate it
         a, b = (
             whole(*torch.chunk(factor, n, dim=0)) if n > 1 else factor for factor, n in zip(inputs, blocks, strict=True)
         )
@@ -85,9 +85,9 @@ def block_diagonal(scale: float, blocks: tuple[int, int]) -> Formula:
 
 
 def dora(scale: float, *, transposed: bool = False) -> Formula:
-    """Return magnitude / |W + delta| * (W + delta), with the norm per output. Inputs: A, B, magnitude.
+    """Return the formula magnitude / |W + delta| * (W + delta), with one norm per output. Inputs: A, B, magnitude.
 
-    Rows can be computed separately unless `transposed`, where norms are per column.
+    Rows can be computed separately unless `transposed`, because norms are then per column.
     """
 
     def merge(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
@@ -96,7 +96,7 @@ def dora(scale: float, *, transposed: bool = False) -> Formula:
         a, b, magnitude = inputs
         rows = _rows(w, first)
         delta = _delta(a, b, scale, transposed, rows)
-        # The same views as in PEFT, because the summation order of a norm depends on the strides.
+        # Use the same views as PEFT, because the summation order of a norm depends on the strides.
         changed = (w.T if transposed else w) + 1 * (delta.T if transposed else delta)
         norm = torch.linalg.norm(changed, dim=1).to(changed.dtype)
         factor = (magnitude.reshape(-1) if transposed else magnitude.reshape(-1)[rows]) / norm
@@ -108,7 +108,7 @@ def dora(scale: float, *, transposed: bool = False) -> Formula:
 
 
 def conv(scale: float, *, is_dora: bool = False) -> Formula:
-    """Return the result of `linear` or `dora` for 1-D to 3-D convolutions. Inputs: A, B[, magnitude]."""
+    """Return the formula of `linear` or `dora` for 1-D to 3-D convolutions. Inputs: A, B[, magnitude]."""
 
     def merge(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
         delta = _conv_delta(w, inputs[0], inputs[1], scale)
@@ -125,9 +125,10 @@ def conv(scale: float, *, is_dora: bool = False) -> Formula:
 
 
 def experts(scale: float, count: int, *, in_first: bool) -> Formula:
-    """Return a parameter that stacks `count` experts, plus scale * (B @ A) for each expert. Inputs: A, B.
+    """Return the formula that adds scale * (B @ A) to each expert, for a parameter that stacks `count` experts. Inputs:
+    A, B.
 
-    Rows are experts. `in_first`: the parameter is [experts, in, out], otherwise [experts, out, in].
+    Rows are experts. `in_first`: whether the parameter is [experts, in, out] rather than [experts, out, in].
     """
 
     def merge(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
@@ -148,7 +149,7 @@ def experts(scale: float, count: int, *, in_first: bool) -> Formula:
 
 
 def bias(scale: float) -> Formula:
-    """Return a layer's bias plus the scaled bias of B. Inputs: the bias of B."""
+    """Return the formula that adds B's scaled bias to a layer's bias. Inputs: B's bias."""
 
     def merge(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
         w += inputs[0][_rows(w, first)] * scale
@@ -158,7 +159,7 @@ def bias(scale: float) -> Formula:
 
 
 def tokens(indices: Sequence[int]) -> Formula:
-    """Return an embedding with its trained rows replaced. Inputs: the trained rows, in the order of `indices`."""
+    """Return the formula that replaces an embedding's trained rows. Inputs: those rows, in the order of `indices`."""
 
     def merge(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:
         import torch
@@ -179,7 +180,7 @@ def _is_half(tensor: torch.Tensor) -> bool:
 
 
 def _delta(a: torch.Tensor, b: torch.Tensor, scale: float, transposed: bool, rows: slice) -> torch.Tensor:
-    """Return scale * (B @ A), computed as PEFT does on a CPU: 16-bit factors are multiplied in float32."""
+    """Return scale * (B @ A), computed as PEFT does on a CPU, which multiplies 16-bit factors in float32."""
     dtype, half = b.dtype, _is_half(b)
     if transposed:
         a = a[:, rows]

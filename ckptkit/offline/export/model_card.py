@@ -1,4 +1,4 @@
-"""Writes the README.md of an export: the origin of its weights, without secrets and with all markup escaped."""
+"""Writes an export's README.md: where its weights come from, without secrets and with all markup escaped."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ def model_card(catalog: Catalog, facts: CardFacts) -> str:
 
 
 def source_fingerprint(catalog: Catalog) -> str | None:
-    """Return a sha256 over names, dtypes, shapes and recorded digests of the source; None if it records no digests.
+    """Return a SHA-256 over the source's names, dtypes, shapes and recorded digests; None if it records no digests.
 
-    It is equal for copies of one checkpoint. Does not read the weights.
+    Copies of the same checkpoint have the same SHA-256. Does not read the weights.
     """
     total = sum(len(entry.slices) for entry in catalog.tensors.values())
     digest = new_hasher(SHA256)
@@ -102,6 +102,6 @@ def _last_part(url: str) -> str:
 
 
 def _safe(text: str) -> str:
-    """Return text escaped so that it is shown literally: one line, no markdown, no HTML."""
+    """Return text escaped so that it is shown literally: on one line, without markdown or HTML."""
     line = " ".join("".join(c if c.isprintable() else " " for c in text).split())
     return _SPECIAL.sub(r"\\\1", html.escape(line, quote=False))[:2000]

@@ -1,4 +1,4 @@
-"""Plans the dequantization of weights packed by compressed-tensors: integers, and FP4 with a scale per group."""
+"""Plans the dequantization of weights that compressed-tensors packed: integers, and FP4 with one scale per group."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckptkit.offline.export import dequantize_formulas as formulas
 
 __all__ = ["Unpacking", "is_packed_weight", "unpacking"]
 
-# Every version packs these into whole bytes. For 3, 5, 6 and 7 bits, versions differ in the padding.
+# Every version packs these into whole bytes. For 3, 5, 6 and 7 bits, the padding depends on the version.
 _BITS = (2, 4, 8)
 
 
@@ -23,8 +23,8 @@ class Unpacking:
     """How to compute a weight from its packed codes.
 
     Attributes:
-        parts: The names of the formula's other inputs, in order.
-        by_rows: Whether the first of these has one row per row of the weight.
+        parts: Names of the formula's other inputs, in order.
+        by_rows: Whether the first of these inputs has one row per row of the weight.
     """
 
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ class Unpacking:
 
 
 def is_packed_weight(name: str, targets: Mapping[str, Target], settings: Mapping[str, Any]) -> bool:
-    """Return whether a tensor holds a weight's codes (integers or FP4) as written by compressed-tensors."""
+    """Return whether a tensor contains a weight's codes (integers or FP4) as compressed-tensors writes them."""
     if settings.get("quant_method") != "compressed-tensors":
         return False
     return name.endswith(".weight_packed") or (name.endswith(".weight") and targets[name].source_dtype == "int8")
@@ -66,8 +66,7 @@ def unpacking(name: str, targets: Mapping[str, Target], settings: Mapping[str, A
 
 
 def _scheme(module: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the quantization settings of a module: of the group that names the module, otherwise of the group for its
-    class."""
+    """Return a module's quantization settings: those of the group that names it, or else of the group for its class."""
     groups = settings.get("config_groups")
     found: dict[bool, dict[str, Mapping[str, Any]]] = {True: {}, False: {}}
     for group in groups.values() if isinstance(groups, Mapping) else ():
@@ -76,7 +75,7 @@ def _scheme(module: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
             continue
         for target in map(str, targets):
             named = re.match(target[3:], module) is not None if target.startswith("re:") else target == module
-            if named or re.fullmatch(r"[A-Z]\w*", target):  # the name of a class
+            if named or re.fullmatch(r"[A-Z]\w*", target):  # a class name
                 found[named][json.dumps(weights, sort_keys=True)] = weights
     chosen = list((found[True] or found[False]).values())
     if len(chosen) != 1:

@@ -1,8 +1,8 @@
-"""Quantizes the weights of an export to FP8 in blocks, as transformers, vLLM and SGLang read them.
+"""Quantizes an export's weights to FP8 in blocks, as transformers, vLLM and SGLang read them.
 
     made = quantize(tensors, config)   # `--quantize fp8-block`
 
-Each chosen weight becomes codes in E4M3, and `weight_scale_inv`: one scale in float32 for each block of 128 x 128.
+Each chosen weight becomes codes in E4M3 and a `weight_scale_inv`: one float32 scale for each block of 128 x 128.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Compute = Callable[["torch.Tensor", str], Bytes]
 
 BLOCK = 128
 _CODES, _SCALES = "float8_e4m3fn", "float32"
-# vLLM and SGLang fuse each group into one matrix, which is quantized as a whole or not at all.
+# vLLM and SGLang fuse each group into one matrix, so its weights are all quantized, or none is.
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"))
-# If transformers cannot tell: matrices in numbered layers, except expert routers and convolutions.
+# Used if transformers cannot tell: matrices in numbered layers, except expert routers and convolutions.
 _IN_LAYER = re.compile(r".*\.(?:layers|h|blocks)\.\d+\..*\.weight")
 _KEPT = re.compile(r".*(?:\.gate|router|_gate|norm|embed\w*|conv\w*)\.weight", re.I)
 _STACKED = re.compile(r".*\.(?:layers|h|blocks)\.\d+\..*experts\..*")
@@ -42,7 +42,7 @@ _NAMED = 3
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """The quantized tensors (codes and scales) among the others, the quantization_config to write, and notes."""
+    """The tensors, with codes and scales for quantized weights; the quantization_config to write; and notes."""
 
     tensors: dict[str, OutputTensor]
     config: dict[str, Any]
@@ -52,9 +52,9 @@ class Quantized:
 def quantize(tensors: Mapping[str, OutputTensor], config: Mapping[str, Any] | None) -> Quantized:
     """Return the tensors, with codes and scales for the weights that transformers' FP8 quantizer would quantize.
 
-    As with transformers, these weights keep their dtype: those with a size that is not a multiple of 128, those that
-    servers fuse with such a weight, and experts that are stacked into one tensor. If the installed transformers does
-    not know the config, weights are chosen by name, and a note says so.
+    As with transformers, some weights keep their dtype: those with a size that is not a multiple of 128, those that
+    servers fuse with such a weight, and experts stacked into one tensor. If the installed transformers does not know
+    the config, weights are chosen by name, and a note says so.
 
     Raises:
         UsageError: There is nothing to quantize.
@@ -95,7 +95,7 @@ def quantize(tensors: Mapping[str, OutputTensor], config: Mapping[str, Any] | No
         made[name] = _codes(tensor)
         made[f"{name}_scale_inv"] = _scales(tensor)
     kept = {name.removesuffix(".weight") for name, tensor in tensors.items() if _is_kept_matrix(name, tensor, chosen)}
-    # Loaders expect codes and scales by module, so the config lists the modules that have none.
+    # Loaders expect each listed module to have no codes and scales, and all others to have them.
     kept |= {name.removesuffix(".weight") if name.endswith(".weight") else name.rpartition(".")[0] for name in stacked}
     return Quantized(made, _config({*kept, "lm_head"}), tuple(notes))
 
@@ -115,7 +115,7 @@ def _is_kept_matrix(name: str, tensor: OutputTensor, chosen: Collection[str]) ->
 
 
 def _joined_with_others(chosen: Collection[str], names: Collection[str]) -> set[str]:
-    """Return the chosen weights that servers fuse with a weight that is not quantized."""
+    """Return the chosen weights that servers fuse with a weight that is not chosen."""
     found = set()
     for name in chosen:
         head, _, last = name.removesuffix(".weight").rpartition(".")
@@ -130,7 +130,7 @@ def _joined_with_others(chosen: Collection[str], names: Collection[str]) -> set[
 
 
 def _codes(tensor: OutputTensor) -> ComputedTensor:
-    """Return the codes of a weight. Computes whole blocks of rows at a time."""
+    """Return a weight's codes. They are computed in whole blocks of rows."""
 
     def cut(start: int, stop: int) -> ComputedTensor:
         first = start // BLOCK * BLOCK
@@ -148,7 +148,7 @@ def _codes(tensor: OutputTensor) -> ComputedTensor:
 
 
 def _scales(tensor: OutputTensor) -> ComputedTensor:
-    """Return the scales of a weight, [blocks down, blocks across]."""
+    """Return a weight's scales, [blocks down, blocks across]."""
 
     def cut(start: int, stop: int) -> ComputedTensor:
         return _scales(tensor.rows(start * BLOCK, min(stop * BLOCK, tensor.shape[0])))
@@ -212,10 +212,10 @@ def _inverse_scales(weight: torch.Tensor, name: str) -> Bytes:
 
 
 def _blocks(weight: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a weight as [blocks down, 128, blocks across, 128] in float32, and the factor of each block.
+    """Return a weight as [blocks down, 128, blocks across, 128] in float32, and each block's factor.
 
-    As `Fp8Quantize` of transformers (integrations/finegrained_fp8.py), except for a block of numbers too small for a
-    scale: it becomes zeros here, but NaN there.
+    Follows `Fp8Quantize` in transformers (integrations/finegrained_fp8.py), with one exception: a block whose numbers
+    are too small for a scale becomes zeros here, but NaN there.
     """
     import torch
 

@@ -19,7 +19,7 @@ from ckptkit.storage.store import Store
 
 __all__ = ["TiedOutcome", "config_ties", "is_embedding", "is_head", "same_values", "settle_tied", "tied_pairs"]
 
-# Heads and embeddings that transformers' models list in `_tied_weights_keys`.
+# Names of heads and embeddings that transformers' models list in `_tied_weights_keys`.
 _HEADS = (
     "lm_head.weight",
     "embed_out.weight",
@@ -35,7 +35,7 @@ _HEADS = (
     "output.weight",
     "pred_layer.proj.weight",
 )
-_WHOLE_HEADS = ("decoder.weight",)  # ModernBERT's head; inside another module the name may mean anything
+_WHOLE_HEADS = ("decoder.weight",)  # ModernBERT's head; inside a module, this name may mean anything
 _EMBEDDINGS = (
     "embed_tokens.weight",
     "wte.weight",
@@ -48,13 +48,13 @@ _EMBEDDINGS = (
     "shared.weight",
     "tokens_embed.weight",
 )
-# Encoder-decoders have embeddings in the encoder and the decoder, in addition to the shared one.
+# Encoder-decoders have embeddings in the encoder and in the decoder, besides the shared one.
 _HALVES = tuple(f"{half}.embed_tokens.weight" for half in ("encoder", "decoder", "text_encoder", "text_decoder"))
-# A head with a bias stores it twice: the bias of its decoder is the head's bias.
+# A head with a bias stores it twice, also as the bias of its decoder.
 _BIASES = ("predictions.decoder.bias", "lm_head.decoder.bias")
 # Models whose head is never tied, even if the config says so.
 _OWN_HEADS = frozenset({"pop2piano"})
-_TILE = 4 << 20  # bytes of each tensor compared at a time
+_TILE = 4 << 20  # bytes of each tensor to compare at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +62,10 @@ class TiedOutcome:
     """The result of resolving tied tensors.
 
     Attributes:
-        targets: Tensors to write.
-        dropped: Sources that are written under their other name, with the reason.
-        untied: Whether the config must have `tie_word_embeddings: false`.
-        notes: The decisions.
+        targets: The tensors to write.
+        dropped: Sources that are already written under the kept name, with the reason.
+        untied: Whether the config must say `tie_word_embeddings: false`.
+        notes: The decisions, for the user.
         names: Omitted name -> kept name.
     """
 
@@ -77,7 +77,7 @@ class TiedOutcome:
 
 
 def config_ties(config: Mapping[str, Any] | None) -> bool | None:
-    """Return config.json's setting for tied word embeddings; None if it has none."""
+    """Return whether config.json ties the word embeddings; None if it does not say."""
     found = (config or {}).get("tie_word_embeddings")
     if found is None:
         text = (config or {}).get("text_config")
@@ -86,26 +86,26 @@ def config_ties(config: Mapping[str, Any] | None) -> bool | None:
 
 
 def is_embedding(name: str) -> bool:
-    """Return whether a tensor has the name of a token embedding."""
+    """Return whether this is a token embedding's name."""
     return _is(name, _EMBEDDINGS)
 
 
 def is_head(name: str) -> bool:
-    """Return whether a tensor has the name of an output head. Other modules may use some of these names too."""
+    """Return whether this is an output head's name. Modules other than heads may use some of these names too."""
     return _is(name, _HEADS) or name in _WHOLE_HEADS
 
 
 def tied_pairs(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, str]]:
-    """Return the pairs (second name, kept name) that a config may tie. Both have known names and equal shapes.
+    """Return the pairs (second name, kept name) that a config may tie. Both names are known ones, with equal shapes.
 
-    A pair is a head and the embedding, the embedding of an encoder or decoder and the shared one, or the bias of a
-    head's decoder and of the head.
+    A pair is a head and the embedding, an encoder's or decoder's embedding and the shared one, or the bias of a head's
+    decoder and the head's bias.
     """
     embeddings = [name for name in shapes if is_embedding(name)]
     pairs: list[tuple[str, str]] = []
     for head in filter(is_head, shapes):
         fitting = [name for name in embeddings if shapes[name] == shapes[head] and name != head]
-        # Of several embeddings, take the nearest in the module tree (text and audio towers), then the decoder's.
+        # If several embeddings fit, take the nearest in the module tree (text and audio towers), then a decoder's.
         fitting.sort(key=lambda name: (-_common(head, name), "decoder" not in name, len(name)))
         pairs += [(head, fitting[0])] if fitting else []
     for shared in (name for name in shapes if _is(name, ("shared.weight",))):
@@ -128,15 +128,15 @@ def settle_tied(
     """Return the targets without the second names of tied tensors.
 
     A head is omitted only if it is tied and its bytes equal the embedding's. It is tied if the config says so, or if
-    the config says nothing and the base model stores the embedding but no head.
+    the config does not say and the base model stores the embedding but no head.
 
     Args:
-        same: Returns whether two targets have equal bytes. Called only if needed.
+        same: Returns whether two targets have equal bytes. Called only when needed.
         wanted: The names that the base model stores, if known.
-        untie: Keep a head that differs, and correct the config.
+        untie: Keep both names, and correct the config.
 
     Raises:
-        CheckpointMismatchError: The config says tied, but the head differs.
+        CheckpointMismatchError: The config ties the head, but the head differs.
     """
     if not config or config_ties(config) is False:
         return TiedOutcome(dict(targets), {})
@@ -149,7 +149,7 @@ def settle_tied(
     for head, embedding in tied_pairs({name: target.shape for name, target in targets.items()}):
         if own and _is(head, _HEADS):
             continue
-        # If the config does not say, a base model that stores no head proves that the head is tied.
+        # If the config does not say, a base model without a head proves that the head is tied.
         tied = config_ties(config) or (wanted is not None and embedding in wanted and head not in wanted)
         equal = same(targets[head], targets[embedding])
         if equal and tied and not untie:
@@ -172,9 +172,9 @@ def settle_tied(
 
 
 def restore_embedding(targets: Mapping[str, Target], wanted: Mapping[str, Any]) -> dict[str, Target]:
-    """Return the targets, with an embedding that was stored only under its head's name renamed as in the base.
+    """Return the targets. If an embedding was stored only under its head's name, rename it as in the base.
 
-    Only for tied configs.
+    Call it only if the config ties the two.
     """
     names = dict(targets)
     for embedding in (name for name in wanted if _is(name, _EMBEDDINGS) and name not in targets):
@@ -185,9 +185,9 @@ def restore_embedding(targets: Mapping[str, Target], wanted: Mapping[str, Any]) 
 
 
 def same_values(store: Store, first: TensorEntry, second: TensorEntry) -> bool:
-    """Return whether two tensors of a checkpoint have equal bytes.
+    """Return whether two tensors in a checkpoint have equal bytes.
 
-    Compares recorded digests if both have the same slices; otherwise reads both, a few MB at a time.
+    Compares recorded digests if both tensors have the same slices. Otherwise reads both, a few MB at a time.
     """
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
@@ -200,7 +200,7 @@ def same_values(store: Store, first: TensorEntry, second: TensorEntry) -> bool:
 
 
 def _read_box(store: Store, entry: TensorEntry, box: Box) -> Any:
-    """Return the bytes of a box of a tensor, row-major: [*sizes, itemsize]."""
+    """Return a box of a tensor as row-major bytes, [*sizes, itemsize]."""
     itemsize = dtype_of(entry.dtype).itemsize
     out = np.empty((*box.sizes, itemsize), np.uint8)
     offsets, sizes = (np.array([values], np.int64).reshape(1, box.ndim) for values in (box.offsets, box.sizes))

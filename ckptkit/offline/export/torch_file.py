@@ -1,4 +1,4 @@
-"""Exports a state dict as one `torch.save` file."""
+"""Exports a state dict as a single `torch.save` file."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Finds the Hub's names with the conversion table of transformers, if it is installed and our key maps do not suffice.
+"""Finds Hub names with transformers' conversion table, if transformers is installed and our key maps do not suffice.
 
-In memory, transformers 5 uses other names than the files on the Hub, and splits or joins tensors; it converts back when
-it saves. To learn which entries of its conversion table apply, the model is built from config.json on the meta device.
-Names come from the table's own functions. The operations on tensors are implemented here, on targets.
+In memory, transformers 5 uses names that differ from those in Hub files, and splits or joins tensors. It converts back
+when it saves. To learn which entries of its conversion table apply, we build the model from config.json on the meta
+device. The table's own functions give the names; the operations on tensors are implemented here, on targets.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class _Unknown(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LiveModel:
-    """How transformers names and converts the tensors of a model in memory.
+    """How transformers names and converts a model's tensors in memory.
 
     Attributes:
-        tied: Second names of tied tensors -> the first name.
-        transforms: The entries of the table, in the order in which a load applies them.
+        tied: Tied tensors' second names -> their first names.
+        transforms: The table's entries, in the order in which a load applies them.
         config: The parsed config.
         prefix_change: The class of entries that add or remove a whole prefix.
     """
@@ -53,7 +53,7 @@ class LiveModel:
     prefix_change: type | None = None
 
     def choose(self, targets: Mapping[str, Target], wanted: _Wanted, best: Choice) -> Choice:
-        """Return the Hub's names for the tensors in memory if they match more of the wanted ones than `best`."""
+        """Return the Hub names for the tensors in memory if they match the wanted names better than `best` does."""
         fewest = len(set(wanted) - set(best.mapped.targets))
         for transforms in self._variants(wanted):
             try:
@@ -72,7 +72,7 @@ class LiveModel:
         return self.prefix_change is not None and isinstance(transform, self.prefix_change)
 
     def _variants(self, wanted: Collection[str]) -> Iterable[tuple[Any, ...]]:
-        """Yield selections of the entries to try. Files may lack the prefix, or have another layout."""
+        """Yield the selections of entries to try. The files may lack the prefix, or have a different layout."""
         if not self.transforms:
             return
         plain = tuple(t for t in self.transforms if not self._is_prefix(t))
@@ -80,17 +80,17 @@ class LiveModel:
             yield plain
         if len(plain) < len(self.transforms):
             yield self.transforms
-        # Some tensors have several layouts on the Hub: use only the converters for the base's layout.
+        # Some tensors have several layouts on the Hub. Use only the converters for the base's layout.
         needed = _needed(self.transforms, wanted)
         if len(needed) < len(self.transforms):
             yield needed
 
 
 def live_model(config: Mapping[str, Any] | None, wanted: Collection[str]) -> LiveModel | None:
-    """Return what the installed transformers knows about the model of this config.json.
+    """Return what the installed transformers knows about the model that config.json describes.
 
     None if transformers is not installed, is older than 5, or does not know the model. Only classes of transformers are
-    called, never code of the model's author.
+    called, never code from the model's author.
     """
     if not config or not _bounded(config, len(wanted)):
         return None
@@ -107,9 +107,9 @@ def live_model(config: Mapping[str, Any] | None, wanted: Collection[str]) -> Liv
 
 
 def quantized_by_transformers(config: Mapping[str, Any] | None, names: Collection[str]) -> set[str] | None:
-    """Return the tensors of a Hub model that transformers' block FP8 quantizer would quantize.
+    """Return the names of a Hub model's tensors that transformers' block FP8 quantizer would quantize.
 
-    None if transformers is missing, older than 5, or does not know the model.
+    None if transformers is not installed, is older than 5, or does not know the model.
     """
     if not config or not _bounded(config, len(names)):
         return None
@@ -131,7 +131,7 @@ def quantized_by_transformers(config: Mapping[str, Any] | None, names: Collectio
             for key, parameter in module.named_parameters(recurse=False)
             if parameter.element_size() == 1
         }
-        # In the order of a load in transformers: names are changed first, then tensors are joined.
+        # Do as transformers does on a load: change the names first, then join tensors.
         renamings = [item for item in transforms if not hasattr(item, "operations")]
         converters = [item for item in transforms if hasattr(item, "operations")]
         return {name for name in names if _converted_name(_renamed(name, renamings), converters)[0] in live}
@@ -143,7 +143,7 @@ def quantized_by_transformers(config: Mapping[str, Any] | None, names: Collectio
 
 
 def _built(config: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
-    """Return the model of a config, built on the meta device, and the conversions that a load applies to its tensors.
+    """Build a config's model on the meta device. Return it, and the conversions that a load applies to its tensors.
 
     Raises:
         _Unknown: transformers has no class for the model.
@@ -163,7 +163,7 @@ def _built(config: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _needed(transforms: tuple[Any, ...], wanted: Collection[str]) -> tuple[Any, ...]:
-    """Return the entries without the converters that no wanted tensor needs when it is loaded."""
+    """Return the entries, without converters that a load of the wanted tensors would not use."""
     renamings = [item for item in transforms if not hasattr(item, "operations")]
     converters = [item for item in transforms if hasattr(item, "operations")]
     used = {id(_converted_name(_renamed(name, renamings), converters)[2]) for name in wanted}
@@ -171,8 +171,8 @@ def _needed(transforms: tuple[Any, ...], wanted: Collection[str]) -> tuple[Any, 
 
 
 def _with_floats(value: Any) -> Any:
-    """Return values of config.json with {"__float__": "Infinity"} as floats. transformers writes floats that JSON lacks
-    like this."""
+    """Return the config's values with {"__float__": "Infinity"} replaced by a float. transformers writes floats that
+    JSON lacks like this."""
     if isinstance(value, Mapping):
         if set(value) == {"__float__"}:
             return float(value["__float__"])
@@ -181,8 +181,8 @@ def _with_floats(value: Any) -> Any:
 
 
 def _bounded(config: Mapping[str, Any], most: int) -> bool:
-    """Return whether all layer counts are plausible for the wanted tensors. Building a hostile config's model could
-    take forever."""
+    """Return whether all layer counts are plausible, given the number of wanted tensors. A hostile config's model could
+    take forever to build."""
     for key, value in config.items():
         if isinstance(value, Mapping) and not _bounded(value, most):
             return False
@@ -192,7 +192,7 @@ def _bounded(config: Mapping[str, Any], most: int) -> bool:
 
 
 def _tied(model: Any) -> dict[str, str]:
-    """Return, for each second name of a tied tensor, its first name."""
+    """Return a mapping from tied tensors' second names to their first names."""
     roots: dict[str, str] = {}
 
     def root(name: str) -> str:
@@ -208,7 +208,7 @@ def _tied(model: Any) -> dict[str, str]:
     return {name: root(name) for name in roots if root(name) != name}
 
 
-# --- the conversion that transformers applies when it saves, with targets instead of tensors
+# --- the conversion that transformers applies when it saves, on targets instead of tensors
 
 
 def _reverted(
@@ -253,7 +253,7 @@ def _renamed(name: str, renamings: Iterable[Any]) -> str:
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:
-    """Return a sort key that compares numbers in names as numbers: expert 10 comes after expert 9."""
+    """Return a sort key that compares numbers in names as numbers, so that expert 10 comes after expert 9."""
     return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in name.split(".")]
 
 
@@ -262,7 +262,7 @@ _Tensors = dict[str, list[Target]]
 
 @dataclass(frozen=True, slots=True)
 class _Joined:
-    """What a converter needs to know: the model's config, and the shapes of the base's tensors by name."""
+    """What a converter needs to know: the model's config, and the shapes of the base's tensors by target pattern."""
 
     config: Any
     shapes: Mapping[str, tuple[int, ...]]
@@ -280,7 +280,7 @@ def _place(converter: Any, renamed: str, config: Any, renamings: Iterable[Any], 
 
 
 def _run(converter: Any, renamed: str, collected: _Tensors, place: _Joined) -> dict[str, Target]:
-    """Apply the converter's operations to the collected tensors of one place; return the results by full name."""
+    """Apply the converter's operations to the tensors collected for one name; return the results by full name."""
     sources, to = list(converter.source_patterns), list(converter.target_patterns)
     for operation in converter.operations:
         step = _STEPS.get(type(operation).__name__)
@@ -307,7 +307,7 @@ def _chunk(op: Any, collected: _Tensors, sources: list[str], to: list[str], plac
         count = getattr(place.config.get_text_config(), op.num_shards_attribute)
         names = [to[0].replace("*", str(i)) for i in range(count)]
     dim = _dim(target, op.dim)
-    # transformers always splits into equal parts. If the base has the sizes of the parts, use those.
+    # transformers always splits into equal parts. If the base's parts have other sizes, use those.
     known = [place.shapes[name] for name in names if name in place.shapes]
     sizes = [shape[dim] for shape in known if len(shape) == len(target.shape)]
     if len(sizes) < len(names):
@@ -364,7 +364,7 @@ def _interleave(op: Any, collected: _Tensors, sources: list[str], to: list[str],
 
 
 def _shuffled(target: Target, dim: int, *, to_halves: bool) -> Target:
-    """Return the target with even and odd elements of `dim` moved to its first and second half, or back."""
+    """Return the target with the even and odd elements along `dim` moved to the first and second half, or back."""
     if dim == 0:
         if target.shape[0] % 2:
             raise _Unknown("an odd size")
@@ -389,7 +389,7 @@ def _rope(op: Any, collected: _Tensors, sources: list[str], to: list[str], place
 
 
 def _ernie_experts(op: Any, collected: _Tensors, sources: list[str], to: list[str], place: _Joined) -> _Tensors:
-    """Split the stacked, fused experts of several kinds into single tensors, numbered consecutively over all kinds."""
+    """Split the stacked, fused experts of several kinds into single tensors, numbered consecutively across kinds."""
     if set(collected) != set(sources):
         raise _Unknown("parts are missing")
     made: _Tensors = {}
@@ -409,7 +409,7 @@ def _unbound(target: Target, dim: int) -> list[Target]:
 
 
 def _kept(sources: list[str], to: list[str]) -> str:
-    """Return the name for one tensor: the target's, but before a split into several targets the source's."""
+    """Return the name for one tensor: the target name, unless several targets still follow; then the source name."""
     return to[0] if len(to) == 1 else sources[0]
 
 

@@ -1,4 +1,4 @@
-"""Selects the tensors of an export (model weights or fp32 masters), and removes wrappers from their names."""
+"""Selects the tensors to export (model weights or fp32 masters), and removes wrappers from their names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Selection", "Weights", "choose_weights", "matches", "select_targets", "ExportOptions"]
 
-_EXTRA_STATE = "_extra_state"  # what a module's get_extra_state returns; TransformerEngine returns a tensor
+_EXTRA_STATE = "_extra_state"  # what a module's get_extra_state returned; a tensor with TransformerEngine
 
 # --- the options of an export
 
@@ -31,17 +31,17 @@ class ExportOptions:
 
     Attributes:
         dtype: "keep" or a float dtype. Only floats are cast.
-        dequantize: The dtype of dequantized weights if `dtype` is "keep"; "keep" leaves them quantized.
-        weights: "model", "master" (fp32 copies), "ema" (the average in the checkpoint), or "auto": masters if `dtype`
-            casts, otherwise the model's.
-        key_map: None chooses one if the choice is unambiguous.
-        strip_prefix: Removed from every name. Tensors without this prefix are omitted.
-        include, exclude: Globs of names before the key map, or of catalog keys.
-        untie: Keep a head that differs from the embedding although the config ties them.
-        adapter_config: PEFT's adapter config, if neither checkpoint nor base has one.
+        dequantize: The dtype to dequantize to if `dtype` is "keep"; "keep" leaves weights quantized.
+        weights: "model", "master" (fp32 copies), "ema" (the weights' average in the checkpoint), or "auto" (masters if
+            `dtype` casts, otherwise the model's weights).
+        key_map: The key map to apply. None chooses one if the choice is unambiguous.
+        strip_prefix: A prefix to remove from every name. Tensors without it are omitted.
+        include, exclude: Globs that match names before the key map, or catalog keys.
+        untie: Keep the head and the embedding, although the config ties them.
+        adapter_config: PEFT's adapter config, if neither the checkpoint nor the base has one.
         merge_adapter: Merge the adapter into the base weights.
-        quantize: "fp8-block" quantizes the result.
-        vocabulary: The size to which embedding and head are resized.
+        quantize: "fp8-block" quantizes the result; None does not.
+        vocabulary: The vocabulary size to which embedding and head are resized.
         card: Write README.md.
         strict: Raise for mismatches with the base; otherwise list them in `HFExport.faults`.
         notes: Further notes for README.md.
@@ -66,7 +66,7 @@ class ExportOptions:
 
 @dataclass(slots=True)
 class Selection:
-    """The tensors to export by name, the kind of their weights, and omitted sources with the reason."""
+    """The tensors to export by name, which kind of weights they are, and the omitted sources with the reason."""
 
     weights: str
     targets: dict[str, Target] = field(default_factory=dict)
@@ -76,7 +76,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The entries to export by FQN, whether these are "model" or "master" weights, and notes."""
+    """The entries to export by FQN, which kind of weights they are ("model", "master" or "ema"), and notes."""
 
     entries: dict[str, TensorEntry]
     weights: Literal["model", "master", "ema"]
@@ -130,7 +130,7 @@ def select_targets(catalog: Catalog, options: ExportOptions, *, wanted: Collecti
 
 
 def _refuse_opaque(catalog: Catalog, found: Selection, options: ExportOptions) -> None:
-    """Raise if ckptkit cannot read the class of a selected tensor."""
+    """Raise if a selected tensor belongs to a class that ckptkit cannot read."""
     opaque = {}
     stored = catalog.objects.get(SUBCLASSES)
     recipes = stored.value if stored is not None and isinstance(stored.value, dict) else {}
@@ -155,7 +155,7 @@ def _refuse_opaque(catalog: Catalog, found: Selection, options: ExportOptions) -
 
 
 def _without_wrapper(names: dict[str, str], wanted: frozenset[str], found: Selection) -> dict[str, str]:
-    """Strip a wrapper's prefix: a prefix that the base model's names do not have."""
+    """Strip a wrapper's prefix, which is one that the base model's names do not have."""
     probe = max(wanted, key=len)
     before = len(wanted - set(names.values()))
     for prefix in {short[: -len(probe)] for short in names.values() if short.endswith("." + probe)}:
@@ -177,9 +177,9 @@ def choose_weights(
 ) -> Weights:
     """Return the requested weights.
 
-    "auto" uses the model's weights. It uses masters if there is nothing else, or if `dtype` would cast a weight that
-    was already rounded from its master. Masters are used for every parameter that has one; buffers and frozen
-    parameters come from the model.
+    "auto" means the model's weights, unless there are only masters, or `dtype` would cast a weight that was already
+    rounded from its master. With masters, every parameter that has one uses it; buffers and frozen parameters come from
+    the model.
     """
     if weights == "ema":
         from ckptkit.offline.export.ema import averaged
@@ -217,7 +217,7 @@ def choose_weights(
 
 
 def _rounded(catalog: Catalog, dtype: str) -> bool:
-    """Return whether a cast to `dtype` should start from fp32 masters instead of rounded weights."""
+    """Return whether a cast to `dtype` should start from fp32 masters, because the weights are already rounded."""
     if dtype == "keep":
         return False
     model, masters = catalog.by_role(Role.MODEL), catalog.by_role(Role.MASTER)
@@ -228,9 +228,9 @@ def _rounded(catalog: Catalog, dtype: str) -> bool:
 
 
 def _tied_masters(model: dict[str, TensorEntry], masters: dict[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """Add a tied parameter's master under its other names, because optimizers know only one name.
+    """Return a tied parameter's master under its other names too, because optimizers know only one name.
 
-    Names are tied if their model weights are the same bytes of the same files.
+    Names are tied if their model weights are the same bytes in the same files.
     """
     owners = {_place(model[name]): name for name in masters if len(model[name].slices)}
     found: dict[str, TensorEntry] = {}
