@@ -81,24 +81,24 @@ class FSDPStrategy:
 
     Args:
         config: How models are sharded; default `FSDPConfig()`.
-        seed: Seed of all random generators, set by `setup_distributed`. Data-parallel rank r gets `seed` + r, so
+        seed: What `setup_distributed` seeds all random generators with. Data-parallel rank r gets `seed` + r, so
             dropout differs between samples. The tp and cp ranks that share a sample get the same seed.
         max_norm: Clips the joint gradient norm; 0 or None does not clip.
         norm_type: The p of that norm, 1 to inf.
-        error_if_nonfinite: If a gradient on some rank is inf or NaN, True raises on every rank before the step; False
-            skips the step. Not with fp16, which finds its loss scale by overflows.
+        error_if_nonfinite: What to do if a gradient on some rank is inf or NaN: True raises on every rank before the
+            step, False skips the step. Not available with fp16, whose loss scale is found through overflows.
         micro_train_batch_size: Samples per backward pass on one rank.
         train_batch_size: Samples per optimizer step over all ranks. None means one backward pass per step.
-        sync_every_micro_batch: True reduces gradients in every backward pass. This needs more communication, but no
-            rank holds unsharded gradients during accumulation.
+        sync_every_micro_batch: True reduces gradients in every backward pass. This communicates more, but no rank holds
+            unsharded gradients during accumulation.
 
     Attributes:
         last_outcome: What the last `optimizer_step` did: "stepped", "skipped" (a gradient was not finite) or
-            "accumulating" (the step needs more backward passes); None before the first call.
-        last_grad_norm: The joint `norm_type`-norm of the gradients of the last step, before clipping.
+            "accumulating" (the step needs more backward passes). None before the first call.
+        last_grad_norm: The joint `norm_type`-norm of the gradients at the last step, before clipping.
 
     Raises:
-        UsageError: An argument is invalid, or the batch sizes do not divide (checked once the number of ranks is
+        UsageError: An argument is invalid, or the batch sizes do not divide evenly (checked once the number of ranks is
             known).
     """
 
@@ -153,19 +153,19 @@ class FSDPStrategy:
     def setup_distributed(self, timeout: datetime.timedelta | None = None) -> None:
         """Join or create the process group, check the batch sizes and seed the random generators.
 
-        Data-parallel ranks get different seeds, so initialize models equally with `sync_module_states` (the default) or
-        from files.
+        Data-parallel ranks get different seeds, so models need another source of equal values: `sync_module_states`
+        (the default) or files.
         """
         self._join(timeout)
         set_seed(self.seed, offset=self.data_parallel_rank)
         if self.config.tp > 1 and self.data_parallel_mesh.device_type != "cpu":
-            # Otherwise the first random operation on a DTensor would copy rank 0's generator to all ranks.
+            # Without this, the first random operation on a DTensor would copy rank 0's generator to all ranks.
             from torch.distributed.tensor._random import manual_seed
 
             manual_seed(self.seed + self.data_parallel_rank, self.data_parallel_mesh)
 
     def _join(self, timeout: datetime.timedelta | None = None) -> DeviceMesh:
-        """Do the part of `setup_distributed` that other methods need. Leaves the random generators alone."""
+        """Do the part of `setup_distributed` that other methods need. Does not seed the random generators."""
         if self._samples is not None:
             return self._samples
         device_type = device_type_of(None, preferred=self.config.device)
@@ -188,7 +188,7 @@ class FSDPStrategy:
 
     @property
     def data_parallel_rank(self) -> int:
-        """The index of this rank's share of the data. Ranks of one tp or cp group have the same index.
+        """The index of this rank's share of the data. Ranks in the same tp or cp group have the same index.
 
         For a sampler: `DistributedSampler(data, strategy.data_parallel_size, strategy.data_parallel_rank)`.
         """
@@ -196,26 +196,26 @@ class FSDPStrategy:
 
     @property
     def data_parallel_size(self) -> int:
-        """The number of shares of the data: the world size divided by tp x cp."""
+        """The number of shares that the data is split into: the world size divided by tp x cp."""
         return self.data_parallel_mesh.size()
 
     @property
     def data_parallel_mesh(self) -> DeviceMesh:
-        """The 1-D mesh of the ranks that have different samples, for example to average a loss."""
+        """The 1-D mesh of the ranks that have different samples, for example for averaging a loss."""
         return self._join()
 
     @property
     def context_parallel_mesh(self) -> DeviceMesh | None:
-        """The 1-D mesh of the ranks that share this rank's samples and split their sequences; None if `cp` is 1.
+        """The 1-D mesh of ranks that have this rank's samples and split their sequences; None if `cp` is 1.
 
-        The first access creates process groups, so all ranks must make it at the same point, like `prepare_model`.
+        The first access creates process groups. Like `prepare_model`, it must happen at the same point on all ranks.
         """
         self._join()
         return self._mesh_for(None, self.config).cp
 
     @property
     def global_step(self) -> int:
-        """Number of steps taken; the largest number if there are several optimizers. Assign to it to set the count."""
+        """Number of steps taken; with several optimizers, the largest number. Assign to this to set the count."""
         return self._steps.total
 
     @global_step.setter
@@ -252,7 +252,7 @@ class FSDPStrategy:
     def init_model_context(self, meta_init: bool = False) -> Iterator[None]:
         """Return a context in which to build models. With `meta_init`, parameters take no memory until they get values.
 
-        After `prepare_model`, set the values with `load_ckpt`, `load_hf` or `reset_parameters`. Saving before that
+        After `prepare_model`, give them values with `load_ckpt`, `load_hf` or `reset_parameters`. Saving before that
         raises SaveError.
         """
         with meta.parameters_on_meta() if meta_init else contextlib.nullcontext():
@@ -270,13 +270,13 @@ class FSDPStrategy:
         ignored_params: Collection[nn.Parameter] | None = None,
         shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
     ) -> T:
-        """Shard `model` over the ranks and return it. Sharded models, and objects that are not modules, are unchanged.
+        """Shard `model` over the ranks and return it. Sharded models and objects that are not modules are unchanged.
 
         Args:
             model: A module. If it was built on the meta device, it is allocated, but has no values yet.
             is_training: False computes in the stored dtype.
-            shard_size: Ranks that share one copy. -1: all ranks; "auto": depends on the model's size; None: as
-                configured.
+            shard_size: Number of ranks that share one copy. -1: all ranks; "auto": depends on the model's size; None:
+                as configured.
             reshard_after_forward: Overrides the configuration.
             policy: Chooses the units; overrides the configuration.
             tp_plan: Tensor-parallel styles by module glob.
@@ -320,15 +320,17 @@ class FSDPStrategy:
         return model
 
     def reset_parameters(self, model: nn.Module, *, seed: int | None = None) -> None:
-        """Initialize a model that was built on the meta device with the values that a single process would draw (see
-        `reset`)."""
+        """Initialize a model that was built on the meta device, with the values that a single process would draw.
+
+        See `ckptkit.fsdp.reset`.
+        """
         check_arguments("reset_parameters(model)", model=model)
         reset_parameters(model, seed=self.seed if seed is None else seed)
 
     def load_hf(self, model: nn.Module, url: str, *, strict: bool = True) -> HFLoadReport:
         """Fill a prepared model from Hugging Face files. Each rank reads its own shards (see `hf_load`).
 
-        All ranks must call this; all ranks raise the error of one rank. fp32 masters follow the loaded weights, so the
+        All ranks must call this; if one rank fails, all raise its error. fp32 masters follow the loaded weights, so the
         optimizer may already exist.
         """
         check_arguments("load_hf(model, url)", model=model, url=url)
@@ -338,7 +340,7 @@ class FSDPStrategy:
             return coordinator.run_on_all(load.run, f"loading {url}")
 
     def unwrap_model(self, model: nn.Module) -> nn.Module:
-        """Return the module without the wrappers of DDP, torch.compile or activation checkpointing."""
+        """Return the module inside the wrappers of DDP, torch.compile and activation checkpointing."""
         return unwrap_model(model)
 
     # ------------------------------------------------------------------ optimizers
@@ -354,8 +356,7 @@ class FSDPStrategy:
         no_decay: Sequence[NoDecay] = NO_DECAY,
         factory: OptimizerFactory | None = None,
     ) -> Optimizer:
-        """Return an optimizer over the trainable parameters of `model`: fused AdamW, or the result of
-        `factory(groups)`.
+        """Return an optimizer over the model's trainable parameters: fused AdamW, or what `factory(groups)` returns.
 
         With precision="master" it is wrapped in a MasterWeightOptimizer. All ranks must call this.
 
@@ -364,11 +365,11 @@ class FSDPStrategy:
             lr, betas, eps: For AdamW; default 1e-3, (0.9, 0.999) and 1e-8. A factory sets its own.
             weight_decay: For all parameters that `no_decay` does not exclude. A factory finds it in the groups.
             no_decay: Name components, module classes or functions (see `param_groups`); default: biases and norms.
-            factory: Creates another optimizer from the groups.
+            factory: Creates an optimizer of your choice from the groups.
 
         Raises:
-            UsageError: Nothing is trainable; or `lr`, `betas` or `eps` is given together with a factory, where it would
-                have no effect.
+            UsageError: Nothing is trainable, or a factory is given along with `lr`, `betas` or `eps`, which would have
+                no effect.
         """
         check_arguments("create_optimizer(model)", model=model)
         groups = param_groups(model, weight_decay=weight_decay, no_decay=no_decay)
@@ -376,7 +377,7 @@ class FSDPStrategy:
             raise UsageError(f"{type(model).__name__} has no trainable parameters for an optimizer.")
         given = {name: value for name, value in (("lr", lr), ("betas", betas), ("eps", eps)) if value is not None}
         if factory is None:
-            # The fused kernel can't mix plain tensors and DTensors, so no group does.
+            # The fused kernel can't mix plain tensors with DTensors, so no group contains both.
             base: Optimizer = torch.optim.AdamW(groups, weight_decay=weight_decay, fused=True, **given)  # type: ignore[arg-type]
         elif given:
             raise UsageError(f"create_optimizer: {', '.join(given)} would have no effect; set it in the factory.")
@@ -403,18 +404,18 @@ class FSDPStrategy:
         return is_mp_optimizer(optimizer)
 
     def grad_scaler(self, optimizer: Optimizer) -> DynamicGradScaler | None:
-        """Return the loss scaler of `optimizer`, or None if it has none. Only fp16 training needs one."""
+        """Return the optimizer's loss scaler; None if it has none, because only fp16 training needs one."""
         check_arguments("grad_scaler(optimizer)", optimizer=optimizer)
         if isinstance(optimizer, MasterWeightOptimizer):
             return optimizer.grad_scaler
         return self._scalers.get(optimizer)
 
     def backward(self, loss: torch.Tensor, model: nn.Module, optimizer: Optimizer, *, last: bool = False) -> None:
-        """Run backward from `loss`, divided by the number of accumulated passes and multiplied by the loss scale.
+        """Run backward from `loss`, after dividing it by the number of accumulated passes and applying the loss scale.
 
         Gradients are reduced over the ranks only in the last pass before a step: when all passes are done, or with
-        `last=True` (the end of an epoch). A step with fewer passes uses the mean over these passes. All ranks must pass
-        the same `last`.
+        `last=True` (the end of an epoch). A step after fewer passes uses their mean. All ranks must pass the same
+        `last`.
 
         Raises:
             UsageError: An argument has the wrong type, for example because two are swapped.
@@ -433,10 +434,10 @@ class FSDPStrategy:
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Return a context in which backward passes add up gradients without communication, and no optimizer steps.
+        """Return a context in which backward passes accumulate gradients without communication, and no optimizer steps.
 
         The next `backward` outside the context reduces the sum. The step after it takes the mean over all these passes,
-        as with `train_batch_size`. Passes that `loss.backward()` runs are not counted: the step takes their sum. All
+        as with `train_batch_size`. Passes run with `loss.backward()` are not counted, so the step takes their sum. All
         ranks must enter the context at the same pass.
         """
         check_arguments("no_sync(model)", model=model)
@@ -459,15 +460,15 @@ class FSDPStrategy:
     ) -> bool:
         """Step the optimizer after the last backward pass: unscale, clip, step, advance `scheduler`, clear gradients.
 
-        Returns whether the weights changed; `last_outcome` says why. "accumulating": the step needs more backward
-        passes. "skipped": a gradient on some rank is not finite. Weights, moments and scheduler are then unchanged on
-        all ranks, and the loss scale may back off. All ranks must call this.
+        Returns whether the weights changed. If not, `last_outcome` says why: "accumulating" if the step needs more
+        backward passes, "skipped" if a gradient on some rank is not finite. A skipped step changes no weights, moments
+        or scheduler on any rank, but the loss scale may back off. All ranks must call this.
 
         Raises:
             UsageError: An argument has the wrong type; the optimizer has no parameter of the model (it was created
-                before `prepare_model`); or the loss was not scaled.
-            NonFiniteGradientError: Instead of "skipped" if `error_if_nonfinite` is set. Names this rank's parameters;
-                the gradients are kept.
+                before `prepare_model`); parameters were replaced since the last step; or the loss was not scaled.
+            NonFiniteGradientError: Raised instead of skipping if `error_if_nonfinite` is set. Names this rank's
+                parameters; the gradients are kept.
         """
         check_arguments(
             "optimizer_step(optimizer, model, scheduler, name)",
@@ -495,21 +496,21 @@ class FSDPStrategy:
         return stepped
 
     def maybe_offload_optimizer(self, optimizer: O) -> O:
-        """Move the optimizer's state to the host if `offload` is "optimizer". Returns the optimizer."""
+        """Move the optimizer's state to the host if `offload` is "optimizer". Return the optimizer."""
         check_arguments("maybe_offload_optimizer(optimizer)", optimizer=optimizer)
         return offload.offload_optimizer(optimizer) if self.config.offload == "optimizer" else optimizer
 
     def maybe_load_optimizer(self, optimizer: O) -> O:
-        """Move the optimizer's state back to its device if `offload` is "optimizer". Returns the optimizer."""
+        """Move the optimizer's state back to its device if `offload` is "optimizer". Return the optimizer."""
         check_arguments("maybe_load_optimizer(optimizer)", optimizer=optimizer)
         return offload.load_optimizer(optimizer) if self.config.offload == "optimizer" else optimizer
 
     def offload_model(self, models: T, empty_cache: bool = True) -> T:
-        """Move a module, or each module of a list, to the host. Returns the argument."""
+        """Move a module, or each module in a list, to the host. Return the argument."""
         return offload.offload_model(models, empty_cache=empty_cache)
 
     def reload_model(self, models: T) -> T:
-        """Move a module, or each module of a list, back to its device. Returns the argument."""
+        """Move a module, or each module in a list, back to its device. Return the argument."""
         return offload.reload_model(models, device=device_type_of(None, preferred=self.config.device))
 
     # ------------------------------------------------------------------ checkpoints
@@ -539,7 +540,7 @@ class FSDPStrategy:
             tag: The checkpoint's name. None uses its step.
             max_num: Number of checkpoints to keep; None keeps all. Only checkpoints that ckptkit committed are counted
                 or deleted.
-            max_mem: Maximum total size: a number of GiB, or a text such as "500GB". None: no limit.
+            max_mem: Maximum total size: a number of GiB, or a string such as "500GB". None: no limit.
             client_state: Any JSON value; `load_ckpt` returns it.
             save_latest: Has no effect: the latest checkpoint is always the newest committed one.
             optimizer: From `create_optimizer`, or any other.
@@ -586,8 +587,8 @@ class FSDPStrategy:
     ) -> tuple[str | None, Any]:
         """Load the newest committed checkpoint (or `which`) in place, on any number of ranks. All ranks must call this.
 
-        Returns its URL and the client state, or (None, {}) if there is none. `last_load` is the full report. If an
-        optimizer or scheduler is passed, the checkpoint must contain it, unless its flag is False.
+        Returns its URL and the client state, or (None, {}) if there is no checkpoint. `last_load` is the full report.
+        If an optimizer or scheduler is passed, the checkpoint must contain its state, unless the flag for it is False.
 
         Args:
             key_map: Maps the checkpoint's names to the model's names. If given, only weights are loaded, as in
@@ -640,8 +641,10 @@ class FSDPStrategy:
         max_shard_size: str | int = "5GB",
         overwrite: bool = False,
     ) -> None:
-        """Write the model, or the adapters of a PEFT model, as a Hugging Face directory. Holds one tensor in memory at
-        a time (see `hf_save`)."""
+        """Write the model, or a PEFT model's adapters, as a Hugging Face directory.
+
+        Holds one tensor in memory at a time (see `hf_save`).
+        """
         from ckptkit.fsdp.hf_save import save_hf
 
         check_arguments(
@@ -665,7 +668,7 @@ class FSDPStrategy:
 
     def _step(self, optimizer: Optimizer, divisor: float | None) -> bool:
         if isinstance(optimizer, MasterWeightOptimizer):
-            # An optimizer that was created elsewhere may have its own limit and norm.
+            # An optimizer created elsewhere may have its own `max_norm` and `norm_type`.
             stepped = optimizer.step_scaled(
                 max_norm=self.max_norm or optimizer.max_norm,
                 norm_type=self.norm_type if self.max_norm else None,
@@ -702,7 +705,7 @@ class FSDPStrategy:
         names = known.get(model)
         if names is not None and set(names.values()) <= set(map(id, model.parameters())):
             return
-        # A state dict contains the sharded parameters even while some are gathered.
+        # A state dict contains the sharded parameters even while some of them are gathered.
         own = {name: id(tensor) for name, tensor in nn.Module.state_dict(model, keep_vars=True).items()}
         if names is None:
             held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
@@ -728,20 +731,23 @@ class FSDPStrategy:
             self._syncing[root] = sync
 
     def _is_prepared(self, model: nn.Module) -> bool:
-        inner = getattr(model, "base_model", None)  # an attribute of LightRFT's actors and of transformers models
+        inner = getattr(model, "base_model", None)  # LightRFT's actors and transformers models have this attribute
         return isinstance(model, FSDPModule) or (isinstance(inner, FSDPModule) and id(inner) != id(model))
 
     def _mesh_for(self, model: nn.Module | None, config: FSDPConfig) -> TrainingMesh:
         device_type = device_type_of(model, preferred=config.device)
         plan = plan_for(config, dist.get_world_size())
         key = (plan, device_type)
-        if key not in self._mesh:  # every mesh creates process groups, so models with equal plans share one
+        if key not in self._mesh:  # models with equal plans share a mesh, because every mesh creates process groups
             self._mesh[key] = make_mesh(plan, device_type)
         return self._mesh[key]
 
 
 def _fsdp_root(model: nn.Module) -> nn.Module:
-    """Return the outermost sharded module of `model`, or `model` itself. An actor may have it as an attribute."""
+    """Return the outermost sharded module in `model`, or `model` itself if there is none.
+
+    An actor may have the sharded module as an attribute.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             return module

@@ -24,13 +24,13 @@ __all__ = ["AcceleratorCheckpoints"]
 class AcceleratorCheckpoints:
     """Saves and loads everything that an Accelerator has prepared or registered.
 
-    One committed checkpoint contains models, optimizers, schedulers, stateful dataloaders, objects of
+    One committed checkpoint contains the models, optimizers, schedulers, stateful dataloaders, objects registered with
     `register_for_checkpointing`, and the random state of every rank. All ranks create this object and call its methods
-    together. The hooks of `register_save_state_pre_hook` and `register_load_state_pre_hook` run as in Accelerate.
+    together. Hooks added with `register_save_state_pre_hook` and `register_load_state_pre_hook` run as in Accelerate.
 
     For an ordinary dataloader, the epoch and the seed of `use_seedable_sampler=True` are saved. Skip the batches
-    already seen with `skip_first_batches`, as in Accelerate. The order of any other shuffling is not saved, even with
-    `use_stateful_dataloader`: a resume inside an epoch shuffles again.
+    already seen with `skip_first_batches`, as in Accelerate. No other shuffling order is saved, even with
+    `use_stateful_dataloader`: if you resume inside an epoch, the data is shuffled again.
 
     Args:
         url: The root of the run's checkpoints.
@@ -55,10 +55,10 @@ class AcceleratorCheckpoints:
         return self.manager.save(step, self.manager.run_on_all(collect, "save_state"), **options)
 
     def load_state(self, which: str | int = "latest", **options: Any) -> LoadReport | None:
-        """Restore the newest checkpoint or `which`. Returns None if the run has none yet.
+        """Restore the newest checkpoint, or `which`. Return None if the run has no checkpoint yet.
 
         Args:
-            which: A step, a tag, or a URL, also of a checkpoint from `Accelerator.save_state`.
+            which: A step, a tag or a URL. The URL may also be that of a checkpoint saved with `Accelerator.save_state`.
             options: Passed to `CheckpointManager.load`.
         """
 
@@ -70,12 +70,12 @@ class AcceleratorCheckpoints:
         return self.manager.load(self.manager.run_on_all(collect, "load_state"), which, **options)
 
     def state(self) -> TrainState:
-        """Return the training state that a checkpoint contains."""
+        """Return everything that a checkpoint contains, as a TrainState."""
         mine = self.accelerator
         optimizers = [getattr(item, "optimizer", item) for item in mine._optimizers]
         schedulers = list(mine._schedulers)
-        # Accelerate adds `state_dict` and `load_state_dict` to every prepared loader. They work only for torchdata's
-        # loader.
+        # Accelerate adds `state_dict` and `load_state_dict` to every prepared loader, but they work only for
+        # torchdata's.
         stateful = [item for item in mine._dataloaders if _is_stateful(item)]
         plain = [item for item in mine._dataloaders if not _is_stateful(item)]
         extra: dict[str, Any] = {f"object_{i}": item for i, item in enumerate(mine._custom_objects)}
@@ -106,7 +106,7 @@ def _is_stateful(loader: Any) -> bool:
 
 
 class _Epoch:
-    """The epoch of an ordinary loader and the seed of its `SeedableRandomSampler`. They determine the data order."""
+    """What determines the data order: an ordinary loader's epoch and its `SeedableRandomSampler`'s seed."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -125,7 +125,7 @@ class _Epoch:
 
 
 class _Position:
-    """The position of an Accelerator within gradient accumulation."""
+    """An Accelerator's position within gradient accumulation."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator

@@ -1,4 +1,4 @@
-"""Makes the error for an integration whose framework is not installed."""
+"""Creates the error for an integration whose framework is not installed."""
 
 from __future__ import annotations
 

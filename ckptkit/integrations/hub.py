@@ -29,14 +29,14 @@ def push_folder(
     token: str | None = None,
     show_progress: bool = True,
 ) -> str:
-    """Upload the export in `folder` to the model repo `repo` in one commit and return the URL of that commit.
+    """Upload the export in `folder` to the model repo `repo` in one commit. Return the commit's URL.
 
     Creates the repo if it does not exist. Files that are already on the Hub are not sent again, so an interrupted
-    upload continues where it stopped. Hidden files are not uploaded. Throttled and temporarily failing requests are
-    retried.
+    upload continues where it stopped. Hidden files are not uploaded. Requests that are throttled or fail temporarily
+    are retried.
 
     Args:
-        folder: A local directory with safetensors files, as `ckptkit convert` writes it.
+        folder: A local directory with safetensors files, as written by `ckptkit convert`.
         repo: "user/name".
         private: Whether a new repo is private; None uses the organization's default.
         token: Default: HF_TOKEN, or the token that `hf auth login` stored.
@@ -88,10 +88,10 @@ def push_folder(
 
 
 def _check_complete(place: Path, weights: list[Path]) -> None:
-    """Raise CorruptCheckpointError if a weights file is truncated, or if a file that an index names is missing."""
+    """Raise CorruptCheckpointError if a weights file is truncated, or if a file listed in an index is missing."""
     from ckptkit.offline.verify import verify
 
-    separate = len(weights) > 1 and not any(place.glob("*.safetensors.index.json"))  # each file is a model
+    separate = len(weights) > 1 and not any(place.glob("*.safetensors.index.json"))  # each file is a model of its own
     for path in weights if separate else [place]:
         if problems := verify(path, quick=True).problems:
             raise CorruptCheckpointError(f"{place} was not pushed: {problems[0].message}")
@@ -105,6 +105,9 @@ def _visible(place: Path) -> Iterator[str]:
 
 
 def _is_of_the_network(error: Exception) -> bool:
-    """Return whether huggingface_hub's HTTP library raised the error. The library depends on the hub's version."""
+    """Return whether huggingface_hub's HTTP library raised this error.
+
+    Which library it is depends on the hub's version.
+    """
     roots = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
     return bool(roots & {"requests", "urllib3", "httpx", "httpx2", "httpcore"})

@@ -37,15 +37,16 @@ __all__ = ["ManagedCheckpoint"]
 class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's types are not followed
     """Lightning's ModelCheckpoint, saved through a CheckpointManager and rotated by a RetentionPolicy.
 
-    Lightning decides when to save, the names, `monitor` and `save_last`. The policy decides what to delete. By default
-    it keeps the newest checkpoint and the best `save_top_k` by `monitor`. Without `monitor` it keeps only the newest,
-    because Lightning then allows no `save_top_k` above 1. To keep three, pass `retention=RetentionPolicy(max_num=3)`.
+    Lightning decides when to save and under which name, and handles `monitor` and `save_last`. The policy decides what
+    to delete. By default it keeps the newest checkpoint and, by `monitor`, the best `save_top_k`. Without `monitor` it
+    keeps only the newest, because Lightning then allows no `save_top_k` above 1. To keep three, pass
+    `retention=RetentionPolicy(max_num=3)`.
 
-    The policy applies to this callback's checkpoints in one directory. It never deletes checkpoints of other callbacks,
+    The policy applies to this callback's checkpoints in one directory. It never deletes other callbacks' checkpoints,
     pinned checkpoints, or the checkpoint that the run was resumed from.
 
-    Under Lightning's own strategies, the callback saves the live model and optimizers itself, and loads such
-    checkpoints for `ckpt_path`.
+    With one of Lightning's own strategies, the callback itself saves the live model and optimizers, and loads such
+    checkpoints when they are given as `ckpt_path`.
 
     Args:
         retention: Replaces the policy derived from `save_top_k`.
@@ -82,7 +83,7 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
         return RetentionPolicy(max_num=1, keep_best=(self.monitor, self.mode, self.save_top_k))
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Make the strategy load this callback's checkpoints, if it cannot load them itself."""
+        """Make the strategy load this callback's checkpoints, unless it can do so by itself."""
         super().setup(trainer, pl_module, stage)
         strategy = trainer.strategy
         if isinstance(strategy, FSDP2Strategy) and strategy.checkpoint_io is None:
@@ -119,7 +120,7 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
             logger.after_save_checkpoint(self)
 
     def _save_any(self, trainer: Any, filepath: str) -> None:
-        """Save the live tensors under one of Lightning's strategies, without collecting them into dictionaries."""
+        """Save the live tensors when Lightning's own strategy is used, without collecting them into dictionaries."""
         module = trainer.lightning_module
 
         def collect() -> tuple[dict[str, Any], TrainState, dict[str, float]]:
@@ -138,18 +139,20 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
         self._own().save(path, checkpoint, state, metrics=metrics, **self._ownership())
 
     def _ownership(self) -> dict[str, Any]:
-        """Return the arguments of a save that decide its rotation: the policy and the owner.
+        """Return the save arguments that decide about rotation: the policy and the owner.
 
-        A copy called "last" has its own owner, so that it does not replace the best or newest checkpoint that Lightning
-        knows by another name.
+        A copy called "last" has an owner of its own. Otherwise it would replace the best or newest checkpoint, which
+        Lightning knows by a different name.
         """
         if self._saves_last:
             return {"retention": RetentionPolicy(max_num=1), "owner": f"{self.state_key}/last"}
         return {"retention": self.retention, "owner": self.state_key}
 
     def _save_last_checkpoint(self, trainer: Any, monitor_candidates: Any) -> None:
-        """Make "last" a link to the checkpoint just saved, which rotation keeps because it is the newest. Save a copy
-        only if a link is impossible."""
+        """Make "last" a link to the checkpoint just saved. Save a copy only if a link is impossible.
+
+        Rotation keeps the link's target, because it is the newest checkpoint.
+        """
         saved = self._last_checkpoint_saved
         fresh = bool(saved) and self._last_global_step_saved == trainer.global_step
         if not self.save_last or not fresh or "://" in saved:
@@ -165,10 +168,10 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
             raise StorageError(saved, f"linking {self.last_model_path} to it failed: {problem}")
 
     def _linked(self, saved: str, monitor_candidates: Any) -> tuple[str, str]:
-        """Create the link. Returns its path and the error message, "" if none. Only rank 0 calls this.
+        """Create the link. Return its path and an error message, "" if there is none. Only rank 0 calls this.
 
-        Replaces a link or a checkpoint of this callback. Does not replace another run's data or the checkpoint that
-        this run was resumed from: the link's name then gets a version, as in Lightning.
+        Replaces a link, or a checkpoint that this callback saved. Does not replace another run's data or the checkpoint
+        that this run was resumed from; instead, a version is added to the link's name, as in Lightning.
         """
         version: int | None = None
         try:
@@ -186,7 +189,7 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
             return saved, str(error)
 
     def _remove_checkpoint(self, trainer: Any, filepath: str) -> None:
-        """Remove the checkpoint if it is in another directory than the last one. Otherwise the policy has decided."""
+        """Remove a checkpoint outside the newest one's directory. Inside it, the policy decides what to delete."""
         if os.path.dirname(filepath) != os.path.dirname(self._last_checkpoint_saved) and trainer.is_global_zero:
             remove_checkpoint(filepath, storage_options=self._storage_options)
 
@@ -194,7 +197,7 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
         """Return the candidates for `ckpt_path="last"`.
 
         Lightning strips the protocol from a URL and sorts candidates by date. On an object store only files have dates,
-        so a checkpoint is represented by its commit record.
+        so each checkpoint is represented by its commit record.
         """
         root = str(self.dirpath or "").rstrip("/")
         if "://" not in root:
@@ -202,7 +205,7 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
         found = list_checkpoints(open_store(root, storage_options=self._storage_options)).committed
         return {f"{root}/{item.path}/{RECORD_NAME}" for item in found if self.CHECKPOINT_NAME_LAST in item.name}
 
-    # --- loading, under one of Lightning's strategies
+    # --- loading, with one of Lightning's strategies
 
     def _is_ours(self, path: str) -> bool:
         remote = "://" in path
@@ -237,7 +240,7 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
         strategy.process_dataloader = process_dataloader
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Restore the random state again, because creating the iterator in the middle of an epoch has drawn numbers."""
+        """Restore the random state again, because creating the iterator inside an epoch has drawn random numbers."""
         if self._random is not None:
             restore_rng(self._random)
             self._random = None
@@ -266,7 +269,7 @@ def _state(model: Any, optimizers: list[Any], *, rng: bool = True) -> TrainState
 
 @contextmanager
 def _shown_live(strategy: Any, module: Any) -> Iterator[None]:
-    """Return a context in which Lightning collects references to live tensors, without gathering or copying."""
+    """Within this context, Lightning collects references to live tensors, without gathering or copying them."""
 
     def live() -> dict[str, Any]:
         tensors, extra = model_tensors(module)

@@ -1,4 +1,4 @@
-"""Defines FSDP2FabricStrategy, which runs Lightning Fabric's loops with FSDP2 and its save and load with ckptkit."""
+"""Defines FSDP2FabricStrategy, which runs Lightning Fabric's loops with FSDP2 and saves and loads with ckptkit."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _STEPS = ("global_step", "step", "iteration", "iter_num")
 
 
 class FSDP2FabricStrategy(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's types are not followed
-    """Shards each module that `fabric.setup` gets with FSDP2, on any device. `fabric.save` and `fabric.load` write and
-    read committed checkpoints that resume on any number of ranks.
+    """Shards each module passed to `fabric.setup` with FSDP2, on any device.
 
-    Call `fabric.setup(module)` first, then create the optimizer and pass it to `fabric.setup_optimizers`.
+    `fabric.save` and `fabric.load` write and read committed checkpoints, which resume on any number of ranks. Call
+    `fabric.setup(module)` first, then create the optimizer and pass it to `fabric.setup_optimizers`.
 
     Args:
-        config: How modules are sharded, also as a dict of its fields. Its `state_dict_type` is the type of the
-            checkpoints. Without `mixed_precision`, Fabric's `precision` decides the compute dtype.
+        config: How modules are sharded: an FSDPConfig or a dict of its fields. Its `state_dict_type` also applies to
+            the checkpoints. If it does not set `mixed_precision`, Fabric's `precision` decides the compute dtype.
         process_group_backend, timeout: For the default process group.
         storage_options: Passed to fsspec.
 
@@ -72,7 +72,7 @@ class FSDP2FabricStrategy(ModelParallelStrategy):  # type: ignore[misc]  # Light
         self._mesh = make_mesh(plan_for(self._config, self.world_size), device)
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: Any, scheduler: Any = None) -> NoReturn:
-        """Raise UsageError: an optimizer that was created before its module was sharded would train nothing."""
+        """Raise UsageError, because an optimizer created before its module was sharded would train nothing."""
         raise UsageError(
             f"fabric.setup({type(module).__name__}, optimizer): FSDP2 replaces the parameters of the optimizer. "
             "Call model = fabric.setup(model) first, create the optimizer from model.parameters(), then call "
@@ -92,7 +92,7 @@ class FSDP2FabricStrategy(ModelParallelStrategy):  # type: ignore[misc]  # Light
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        """Clip the joint norm over all ranks. Returns the norm before the clipping."""
+        """Clip the gradients' joint norm over all ranks. Return the norm before clipping."""
         self.precision.unscale_gradients(optimizer)
         parameters = list(self.precision.main_params(optimizer))
         return clip_grad_norm(parameters, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
@@ -104,14 +104,14 @@ class FSDP2FabricStrategy(ModelParallelStrategy):  # type: ignore[misc]  # Light
         storage_options: Any = None,
         filter: Mapping[str, Any] | None = None,
     ) -> None:
-        """Save the modules, optimizers and values of `state`. Returns once they are durable. All ranks must call this.
+        """Save the modules, optimizers and other values in `state`, and return once they are durable.
 
-        Values are saved once; the values of dataloaders are saved per rank. The checkpoint's step is the value
-        "global_step", "step", "iteration" or "iter_num", otherwise 0.
+        All ranks must call this. Values are saved once, but dataloaders' state is saved per rank. The checkpoint's step
+        is the value of "global_step", "step", "iteration" or "iter_num", or 0 if there is none.
 
         Args:
-            storage_options: Not supported here: pass them to the strategy.
-            filter: Maps the key of a module to a function that selects the tensors to save.
+            storage_options: Not supported here; pass them to the strategy.
+            filter: Maps a module's key to a function that selects the tensors to save.
 
         Raises:
             SaveError: Some rank failed. All ranks raise the same error, and nothing was published.
@@ -135,10 +135,10 @@ class FSDP2FabricStrategy(ModelParallelStrategy):  # type: ignore[misc]  # Light
     def load_checkpoint(
         self, path: str | Path, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Fill the modules, optimizers and values of `state` in place. Returns the values that `state` has no key for.
+        """Fill the modules, optimizers and values in `state` in place. Return the values for which `state` has no key.
 
-        All ranks must call this. Reads every format that ckptkit reads. From a checkpoint that another program wrote,
-        values under other keys are also returned, and no key is required.
+        All ranks must call this. Reads every format that ckptkit reads. If another program wrote the checkpoint, no
+        value in `state` is required to be in it.
 
         Raises:
             CheckpointMismatchError: The checkpoint does not match; nothing was changed.
@@ -190,7 +190,7 @@ def _filtered(module: nn.Module, wanted: Callable[[str, Any], bool]) -> nn.Modul
 
 
 def register_fabric_strategies() -> None:
-    """Register `Fabric(strategy="fsdp2")` and similar names. Names already registered are kept."""
+    """Register `Fabric(strategy="fsdp2")` and similar names. Names that are already registered are kept."""
     spellings: dict[str, dict[str, Any]] = {
         "fsdp2": {},
         "fsdp2_cpu_offload": {"offload": "params"},

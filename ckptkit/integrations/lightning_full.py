@@ -1,4 +1,4 @@
-"""Gathers sharded tensors on rank 0, and scatters them back, for a CheckpointIO that uses dictionaries of tensors."""
+"""Gathers sharded tensors on rank 0, and scatters them again, for a CheckpointIO that handles dictionaries."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 def gathered(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return full tensors on the CPU of rank 0, {} on other ranks. Gathers one at a time. All ranks must call this."""
+    """Return full tensors on rank 0's CPU, and {} on other ranks. Gathers one at a time. All ranks must call this."""
     main = _rank() == 0
     found: dict[str, Any] = {}
     for name, value in tensors.items():
@@ -36,7 +36,7 @@ def gathered(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sharded_optimizer(optimizer: Any, state: TrainState) -> dict[str, Any]:
-    """Return an optimizer's state by FQN, without copies: {"state": {fqn: {...}}, "param_groups": [...]}."""
+    """Return an optimizer's state by FQN, without copying: {"state": {fqn: {...}}, "param_groups": [...]}."""
     check_whole(state)
     taken = capture_optimizer(optimizer, parameter_names(state), "optimizer")
     master = getattr(optimizer, "master_state_name", None)
@@ -55,20 +55,20 @@ def sharded_optimizer(optimizer: Any, state: TrainState) -> dict[str, Any]:
 
 
 def gathered_optimizer(optimizer: Any, state: TrainState) -> dict[str, Any]:
-    """Return `sharded_optimizer` with full tensors on rank 0, {} on other ranks. All ranks must call this."""
+    """Return `sharded_optimizer` with full tensors on rank 0, and {} on other ranks. All ranks must call this."""
     taken = sharded_optimizer(optimizer, state)
     states = {fqn: gathered(values) for fqn, values in taken["state"].items()}
     return {"state": states, "param_groups": taken["param_groups"]} if _rank() == 0 else {}
 
 
 def scatter_model(module: torch.nn.Module, whole: Mapping[str, Any], *, strict: bool = True) -> None:
-    """Load rank 0's tensors into a live model. All ranks must call this; the other ranks pass {}.
+    """Load rank 0's tensors into a live model. All ranks must call this; ranks other than 0 pass {}.
 
-    Logs a cast to another dtype.
+    If tensors are cast to a different dtype, this is logged.
 
     Raises:
-        CheckpointMismatchError: Names, shapes, or values of tied weights differ; nothing was changed. All ranks raise
-            the same error.
+        CheckpointMismatchError: Names, shapes, or the values of tied weights differ; nothing was changed. All ranks
+            raise the same error.
     """
     live = model_tensors(module)[0]
 
@@ -103,20 +103,20 @@ def scatter_model(module: torch.nn.Module, whole: Mapping[str, Any], *, strict: 
 
 
 def _different_twins(live: Mapping[str, torch.Tensor], whole: Mapping[str, Any]) -> list[str]:
-    """Return the pairs of names of tied tensors that have different values in `whole`."""
+    """Return the pairs of tied names whose values differ in `whole`."""
     names: dict[int, str] = {}
     found = []
     for name, tensor in live.items():
         if isinstance(whole.get(name), torch.Tensor):
             first = names.setdefault(id(tensor), name)
             one, other = (whole[n].contiguous().reshape(-1).view(torch.uint8) for n in (first, name))
-            if first != name and not torch.equal(one, other):  # compares bits: NaN equals NaN
+            if first != name and not torch.equal(one, other):  # bitwise, so that NaN equals NaN
                 found.append(f"{first} and {name}")
     return found
 
 
 def scatter_optimizer(optimizer: Any, state: TrainState, whole: Mapping[str, Any]) -> None:
-    """Load rank 0's state, by FQN or by number, into a live optimizer. All ranks must call this."""
+    """Load rank 0's state, keyed by FQN or by number, into a live optimizer. All ranks must call this."""
     parameters = named_parameters(optimizer, parameter_names(state), "optimizer")
     names = list(parameters)
     given: dict[str, Any] = {}
@@ -162,8 +162,10 @@ def _placed(whole: Any, like: torch.Tensor | None, dtype: torch.dtype, shape: tu
 
 
 def placed_like(live: Any, value: Any) -> Any:
-    """Return `value` with the placement of `live`. A full tensor that all ranks have is sharded without
-    communication."""
+    """Return `value` with the placements of `live`.
+
+    A full tensor, which every rank must have, is sharded without communication.
+    """
     if not isinstance(live, DTensor) or isinstance(value, DTensor) or not isinstance(value, torch.Tensor):
         return value
     whole = value.to(live.device)
@@ -171,7 +173,7 @@ def placed_like(live: Any, value: Any) -> Any:
 
 
 def _from_main(look: Callable[[], T]) -> T:
-    """Call `look` on rank 0 and return its result on every rank. All ranks raise its error."""
+    """Call `look` on rank 0 and return its result on every rank. If it raises, all ranks raise its error."""
     with closing(Coordinator()) as coordinator:
         return coordinator.decide(look, "giving every rank its part of the checkpoint")
 

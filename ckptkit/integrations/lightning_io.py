@@ -27,11 +27,11 @@ __all__ = ["CkptkitCheckpointIO"]
 
 
 class CkptkitCheckpointIO(CheckpointIO):  # type: ignore[misc]  # Lightning's types are not followed
-    """Saves the dictionary that a strategy gathers on rank 0 as a committed checkpoint. Loads such checkpoints and
-    those of Lightning.
+    """Saves the dictionary that a strategy gathers on rank 0 as a committed checkpoint.
 
-    For DDP and single devices. Strategies that save shards on every rank (FSDPStrategy, ModelParallelStrategy) do not
-    use a CheckpointIO: use `FSDP2Strategy` or the callback `ManagedCheckpoint` instead.
+    Loads such checkpoints and Lightning's own. For DDP and single devices. Strategies that save shards on every rank
+    (FSDPStrategy, ModelParallelStrategy) do not use a CheckpointIO: use `FSDP2Strategy` or the callback
+    `ManagedCheckpoint` instead.
 
     Args:
         retention: The policy for a directory of checkpoints. Lightning also removes checkpoints itself.
@@ -66,7 +66,7 @@ class CkptkitCheckpointIO(CheckpointIO):  # type: ignore[misc]  # Lightning's ty
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Return the dictionary that ckptkit or Lightning saved at `path`. Any rank may call this."""
+        """Return the dictionary that ckptkit or Lightning saved at `path`. A single rank may call this."""
         text = str(path) if "://" in str(path) else os.path.abspath(path)
         if os.path.isfile(text):
             return dict(TorchCheckpointIO().load_checkpoint(text, map_location, weights_only=weights_only))
@@ -97,7 +97,7 @@ class CkptkitCheckpointIO(CheckpointIO):  # type: ignore[misc]  # Lightning's ty
     def _checkpoints(self, storage_options: Any) -> LightningCheckpoints:
         if self._made is None:
             group = None
-            if dist.is_available() and dist.is_initialized():  # this rank only: Lightning does not call the other ranks
+            if dist.is_available() and dist.is_initialized():  # only this rank: Lightning does not call the others
                 group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
             self._made = LightningCheckpoints(
                 self._state_dict_type,
@@ -109,7 +109,7 @@ class CkptkitCheckpointIO(CheckpointIO):  # type: ignore[misc]  # Lightning's ty
 
 
 def _optimizer_states(source: Checkpoint) -> list[dict[str, Any]]:
-    """Return the optimizers' states in the layout of torch's `load_state_dict`, with parameters by number."""
+    """Return the optimizers' states in the layout that torch's `load_state_dict` takes, with numbered parameters."""
     found = []
     names = [name for name in source.catalog.objects if re.fullmatch(r"optimizer(_\d+)?", name)]
     for key in sorted(names, key=lambda name: (len(name), name)):

@@ -65,11 +65,11 @@ def fsdp_config(
     state_dict_type: Any,
     device: str,
 ) -> FSDPConfig:
-    """Return the FSDPConfig for a strategy's arguments.
+    """Return the FSDPConfig that corresponds to a strategy's arguments.
 
     Args:
         mesh: (replicate, shard), if given.
-        precision: Lightning's string, such as "bf16-mixed"; `mp_policy` (torch's or FSDP1's) takes precedence.
+        precision: Lightning's string, such as "bf16-mixed". `mp_policy`, which may be torch's or FSDP1's, overrides it.
     """
     strategy = str(getattr(sharding_strategy, "name", sharding_strategy)).upper().lstrip("_")
     if mesh is not None and mesh[0] > 1 and strategy in ("FULL_SHARD", "SHARD_GRAD_OP"):
@@ -121,7 +121,7 @@ def wrap_policy(value: Any) -> Policy | None:
 
 
 def modules_of(model: nn.Module, value: Any) -> list[nn.Module]:
-    """Return the modules that a policy (classes, or FSDP1's callable) selects."""
+    """Return the modules that `value` selects: a set of classes, or FSDP1's callable."""
     policy = wrap_policy(value)
     return [] if policy is None else [model.get_submodule(name) for name in policy(model)]
 
@@ -132,10 +132,10 @@ def _accepted(rule: Callable[..., Any], module: nn.Module) -> bool:
 
 
 def roots(module: nn.Module) -> list[nn.Module]:
-    """Return the modules of a LightningModule that become FSDP roots: its children with parameters.
+    """Return which modules of a LightningModule become FSDP roots: its children that have parameters.
 
-    A container is replaced by its children. The LightningModule itself is no root: Lightning calls its steps, not its
-    forward.
+    A container is replaced by its own children. The LightningModule itself can't be a root, because Lightning calls its
+    steps instead of its forward.
     """
     found: list[nn.Module] = []
     for child in module.children():
@@ -147,7 +147,7 @@ def roots(module: nn.Module) -> list[nn.Module]:
 
 
 def loose_parameters(module: nn.Module, inside: list[nn.Module]) -> list[str]:
-    """Return the names of a LightningModule's trainable parameters that are in none of the modules `inside`."""
+    """Return the names of a LightningModule's trainable parameters that no module in `inside` contains."""
     held = {id(parameter) for root in inside for parameter in root.parameters()}
     return [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in held]
 
@@ -160,9 +160,9 @@ def fsdp2_strategy_parallelize(
     tp_shard_plan: Mapping[str, Any] | None = None,
     offload_policy: Any = None,
 ) -> nn.Module:
-    """Shard a model like NeMo's function of this name: first each block of its ModuleLists, then the whole model.
+    """Shard a model like NeMo's function with this name: first each block in its ModuleLists, then the whole model.
 
-    The last block stays gathered. `device_mesh` has the dimension data_parallel, and optionally tensor_parallel.
+    The last block stays gathered. `device_mesh` has the dimension data_parallel and, optionally, tensor_parallel.
     """
     sizes = dict(zip(device_mesh.mesh_dim_names, device_mesh.mesh.shape, strict=True))
     config = fsdp_config(
@@ -178,6 +178,6 @@ def fsdp2_strategy_parallelize(
         device=device_mesh.device_type,
     )
     config = replace(config, auto_wrap_policy=WrapPolicy.BLOCKS, keep_last_block=True)
-    del use_hf_tp_plan  # without a plan, the model's own plan is used
+    del use_hf_tp_plan  # not needed: without a plan, the model's own plan is used anyway
     plan = dict(tp_shard_plan) if tp_shard_plan is not None else None
     return shard(model, config, tp_plan=plan)

@@ -1,4 +1,4 @@
-"""Saves and loads checkpoints for FSDP2Strategy. Does not depend on how the model is sharded."""
+"""Saves and loads checkpoints for FSDP2Strategy, independently of how the model is sharded."""
 
 from __future__ import annotations
 
@@ -36,12 +36,11 @@ from ckptkit.integrations.lightning_state import (
 
 __all__ = ["ShardedCheckpoints"]
 
-_LIVE = "ckptkit_live"  # marks a dictionary of live tensors that is about to be saved
+_LIVE = "ckptkit_live"  # marks a dictionary as containing live tensors that are about to be saved
 
 
 class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightning's types are not followed
-    """A ModelParallelStrategy with sharded checkpoints. Every rank writes and reads its part through a
-    CheckpointManager."""
+    """A ModelParallelStrategy whose ranks each write and read their part through a CheckpointManager."""
 
     def __init__(
         self,
@@ -74,12 +73,12 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
         self._random: Mapping[str, Any] | None = None
         self._checkpoints: LightningCheckpoints | None = None
         self._shown: dict[str, Any] = {}
-        self._position: dict[str, Any] = {}  # the position within epochs at which the run continues
+        self._position: dict[str, Any] = {}  # where in the epochs the resumed run continues
 
     # --- deferred until the first step
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the LightningModule's step. Before the first step, restore deferred optimizer and random state."""
+        """Run the LightningModule's step. Before the first one, restore deferred optimizer and random state."""
         self.restore_pending()
         if self._random is not None:
             restore_rng(self._random)
@@ -87,7 +86,7 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
         return super().training_step(*args, **kwargs)
 
     def restore_pending(self) -> None:
-        """Apply deferred optimizer state, once. All ranks must call this."""
+        """Apply the optimizer state if it was deferred and not applied yet. All ranks must call this."""
         pending = self._pending
         if pending is None:
             return
@@ -101,15 +100,15 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
 
     @property
     def lightning_restore_optimizer(self) -> bool:
-        """True: Lightning passes the optimizer's state to `load_optimizer_state_dict`."""
+        """True, so that Lightning passes the optimizer's state to `load_optimizer_state_dict`."""
         return True
 
     def lightning_module_state_dict(self, kind: StateDictType | str | None = None) -> dict[str, Any]:
         """Return the model's state by FQN. All ranks must call this.
 
         Args:
-            kind: "sharded": DTensors that share memory with the live ones. "full": full tensors on the CPU of rank 0,
-                {} on other ranks. "local": this rank's parts. Default: the strategy's type.
+            kind: "sharded": DTensors that share the live tensors' memory. "full": full tensors on rank 0's CPU, and {}
+                on other ranks. "local": this rank's local tensors. Default: the strategy's `state_dict_type`.
         """
         check_whole(self._state(optimizers=False, rng=False))
         taken = {k: v for k, v in self._live().items() if self._filter is None or self._filter(k)}
@@ -122,7 +121,7 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
         return taken
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return an optimizer's state by FQN. For "full", complete on rank 0 and {} on other ranks. Collective."""
+        """Return an optimizer's state by FQN. If "full", it is complete on rank 0 and {} on other ranks. Collective."""
         self.restore_pending()
         inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if self._kind(None) is StateDictType.FULL:
@@ -137,8 +136,11 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
         return StateDictType.FULL if self._checkpoint_io is not None else self._state_dict_type
 
     def _show_live(self, trainer: Any) -> None:
-        """Make `trainer` collect live tensors for a save, for any state-dict type. `save_checkpoint` then gathers them
-        one by one, while a gathered dictionary would need memory for all of them on rank 0."""
+        """Make `trainer` collect live tensors for a save, whatever the state-dict type is.
+
+        `save_checkpoint` then gathers them one by one. A gathered dictionary would need memory for all of them on rank
+        0.
+        """
         connector = trainer._checkpoint_connector
         dump = type(connector).dump_checkpoint
 
@@ -154,8 +156,8 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the tensors that a CheckpointIO has read.
 
-        Without a CheckpointIO, `load_checkpoint` has already restored the model. Then only tensors that an
-        `on_load_checkpoint` hook replaced are loaded.
+        Without a CheckpointIO, `load_checkpoint` has already restored the model, so this only loads tensors that an
+        `on_load_checkpoint` hook has replaced.
         """
         given = checkpoint.get("state_dict", {})
         if self._checkpoint_io is not None:
@@ -168,7 +170,7 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
             self.lightning_module.load_state_dict(placed, strict=False)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Keep the optimizer's state for the first training step, or apply it now (see `optimizer_restore`)."""
+        """Keep the optimizer's state until the first training step, or apply it now (see `optimizer_restore`)."""
         states = checkpoint["optimizer_states"]
         self._pending = states if isinstance(states, DeferredOptimizer) else checkpoint
         if self._optimizer_restore == "immediate":
@@ -184,7 +186,7 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
 
     @property
     def checkpoint_io(self) -> Any:
-        """The CheckpointIO for full dictionaries; None if every rank writes its part."""
+        """The CheckpointIO for full dictionaries; None if every rank writes its own part."""
         return self._checkpoint_io
 
     @checkpoint_io.setter
@@ -200,7 +202,7 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
         retention: RetentionPolicy | None = None,
         owner: str | None = None,
     ) -> None:
-        """Save the state that Lightning collected. Returns once it is durable. All ranks must call this.
+        """Save the state that Lightning collected, and return once it is durable. All ranks must call this.
 
         Args:
             storage_options: Only with a `checkpoint_io`; otherwise pass them to the strategy.
@@ -221,7 +223,7 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
             raise UsageError("A save takes no storage_options: pass them to FSDP2Strategy(storage_options=...).")
         names = checkpoint.pop("state_dict", {})
         whole = checkpoint.pop("optimizer_states", None)
-        if not checkpoint.pop(_LIVE, False):  # the tensors were gathered on rank 0; only their keys are needed
+        if not checkpoint.pop(_LIVE, False):  # the tensors were gathered on rank 0, but only their keys are needed
             keys = self.broadcast(list(names))
             live = self._live()
             names = {key: live[key] for key in keys if key in live}
@@ -240,7 +242,7 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
         """Restore the model and return Lightning's dictionary. All ranks must call this.
 
         Reads every format that ckptkit reads, including Lightning's sharded and full checkpoints, whatever the
-        state-dict type is. `load_optimizer_state_dict` restores the optimizers.
+        state-dict type is. The optimizers are restored by `load_optimizer_state_dict`.
 
         Raises:
             CheckpointMismatchError: The checkpoint does not match; nothing was changed.
@@ -273,7 +275,7 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
         checkpoint["state_dict"] = dict(self._shown)  # for hooks that read it
         self._position = {"loops": checkpoint.get("loops", {})} if fitting else {}
         if "rng" in report.loaded and inside_an_epoch(checkpoint):
-            self._random = capture_rng()  # creating the resumed iterator draws numbers
+            self._random = capture_rng()  # creating the resumed iterator will draw random numbers
         return checkpoint
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
@@ -298,7 +300,7 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
     # --- helpers
 
     def own(self) -> LightningCheckpoints:
-        """Return the object that saves and loads. The first call is collective."""
+        """Return the LightningCheckpoints that saves and loads for this strategy. The first call is collective."""
         if self._checkpoints is None:
             self._checkpoints = LightningCheckpoints(self._state_dict_type, storage_options=self._storage_options)
         return self._checkpoints

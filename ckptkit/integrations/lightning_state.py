@@ -35,11 +35,11 @@ _KEY = "lightning"
 _LOADERS = "lightning_loaders"
 _OWNER = "lightning_callback"
 _HPARAMS = ("hyper_parameters", "datamodule_hyper_parameters", "hparams_type")
-_ALIEN = ("meta.pt", ".metadata")  # a directory with one of these files is a Lightning checkpoint
+_ALIEN = ("meta.pt", ".metadata")  # either of these files identifies a directory as a Lightning checkpoint
 
 
 class StateView(nn.Module):
-    """Stands in for a module: its state dict has only the given tensors."""
+    """Stands in for a module, with only the given tensors in its state dict."""
 
     def __init__(self, tensors: Mapping[str, Any], like: nn.Module | None = None) -> None:
         super().__init__()
@@ -52,20 +52,20 @@ class StateView(nn.Module):
         return dict(self._tensors)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield all parameters of the module, because an optimizer may have some that are not saved."""
+        """Yield all parameters of the module, because an optimizer may contain some that are not saved."""
         (like,) = self._like
         yield from like.named_parameters(*args, **kwargs) if like is not None else ()
 
     @classmethod
     def of(cls, module: nn.Module, wanted: Mapping[str, Any]) -> StateView:
-        """Return the live tensors of `module` that `wanted` names, or their replacements from a hook."""
+        """Return a view of the module's tensors named in `wanted`: live ones, or what hooks replaced them with."""
         tensors, extra = model_tensors(module)
         live = {**tensors, **extra}
         return cls({k: live[k] if k in live and same_memory(live[k], v) else v for k, v in wanted.items()}, module)
 
 
 class LightningCheckpoints:
-    """Saves and loads at Lightning's paths: the directory is the root of a run, the last component a tag.
+    """Saves and loads at Lightning's paths, where the directory is a run's root and the last component is a tag.
 
     All ranks create this object and call its methods together, or a single rank does so with its own group.
 
@@ -106,7 +106,7 @@ class LightningCheckpoints:
         """Save `state` and the rest of Lightning's `checkpoint`. Replaces an existing checkpoint with this name.
 
         Args:
-            owner: The callback that saves. `retention` applies only to the checkpoints of this owner.
+            owner: The callback that saves. `retention` applies only to this owner's checkpoints.
         """
         root, name = _split(filepath)
 
@@ -126,7 +126,7 @@ class LightningCheckpoints:
 
     @contextlib.contextmanager
     def _room(self, root: str, name: str) -> Iterator[None]:
-        """Move aside a checkpoint that Lightning wrote at this path. Delete it once the new one is committed."""
+        """Move a checkpoint that Lightning wrote at this path aside, and delete it once the new one is committed."""
 
         def aside() -> str:
             place = Path(root) / name
@@ -157,21 +157,21 @@ class LightningCheckpoints:
         if moved and self._coordinator.is_main:
             try:
                 _remove_aside(Path(moved), Path(root) / name)
-            except OSError as error:  # the save is done, and the other ranks continue
+            except OSError as error:  # the save is done, and the other ranks don't wait
                 _log.warning("%s could not be removed: %s", moved, error)
 
     # --- loading
 
     def load(self, filepath: str | Path, state: TrainState, **options: Any) -> tuple[dict[str, Any], LoadReport]:
-        """Load `state` from any format. Returns Lightning's dictionary, without the loaded tensors, and the report."""
+        """Load `state` from any format. Return Lightning's dictionary, without the loaded tensors, and the report."""
         root, name, url = self._coordinator.decide(lambda: self.find(filepath), "looking for the checkpoint")
-        # Load a ckptkit checkpoint by name: this protects it from rotation during this run.
+        # Load a ckptkit checkpoint by name, because that protects it from rotation during this run.
         report = self._manager(root, self.retention).load(state, url or name, **options)
-        assert report is not None  # loading a URL returns a report or raises
+        assert report is not None  # loading from a URL either returns a report or raises
         checkpoint = _as_lightnings(lightning_extras(report.extra), report.step)
         loaders = report.extra.get(f"{_LOADERS}.{self._coordinator.rank}")
         if loaders and not inside_an_epoch(checkpoint):
-            pass  # the loaders are at their end; if restored, Lightning would count an epoch without a batch
+            pass  # the loaders are at the end; restoring them would make Lightning count an epoch without batches
         elif loaders and checkpoint.get("ckptkit_world_size") == self._coordinator.world_size:
             checkpoint["loops"]["fit_loop"]["state_dict"].update(loaders)
         elif loaders:
@@ -179,8 +179,10 @@ class LightningCheckpoints:
         return checkpoint, report
 
     def find(self, filepath: str | Path) -> tuple[str, str, str]:
-        """Return the directory and name of a checkpoint, with links resolved, and its URL if ckptkit did not save
-        it."""
+        """Return a checkpoint's directory and name, with links resolved, and its URL.
+
+        The URL is "" if ckptkit saved the checkpoint.
+        """
         root, name = _split(str(filepath).removesuffix(f"/{RECORD_NAME}"))
         if split_url(root)[0] == "file" and "://" not in root:
             root, name = os.path.split(os.path.realpath(os.path.join(root, name)))
@@ -189,8 +191,8 @@ class LightningCheckpoints:
 
     def close(self) -> None:
         """Release all resources."""
-        # The manager that loaded is closed last. It protects the checkpoint that the run was resumed from, which a
-        # rotation by another manager could still delete.
+        # Close the manager that loaded last. It protects the checkpoint that the run was resumed from, which another
+        # manager's rotation could otherwise still delete.
         for manager in reversed(self._managers.values()):
             manager.close()
         self._managers.clear()
@@ -217,9 +219,9 @@ def _owner(record: CommitRecord) -> str | None:
 
 
 def remove_checkpoint(filepath: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> None:
-    """Remove the checkpoint at a path, if it is one. If it is a link, remove only the link. Does not communicate.
+    """Remove the checkpoint at a path, if it is one. If the path is a link, remove only the link. Does not communicate.
 
-    Errors are only logged, because rank 0 calls this alone and the other ranks would wait for it.
+    Errors are only logged, because only rank 0 calls this, and the other ranks would wait for it.
     """
     try:
         _remove(filepath, storage_options)
@@ -251,13 +253,15 @@ def _remove(filepath: str | Path, storage_options: Mapping[str, Any] | None) -> 
 
 
 def _foreign(place: Path) -> list[str]:
-    """Return the files in a Lightning checkpoint's directory that do not belong to it."""
+    """Return those files in a Lightning checkpoint's directory that are not part of the checkpoint."""
     return [path for path in foreign_paths(LocalStore(place)) if path != "meta.pt"]
 
 
 def lightning_extras(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return Lightning's dictionary from the non-tensor state of a load: the value of our key or of `meta.pt`, or
-    otherwise all keys."""
+    """Return Lightning's dictionary from the non-tensor state that was loaded.
+
+    It is stored under our key or is the content of `meta.pt`. If neither exists, it is the whole state.
+    """
     for key in (_KEY, "meta"):
         if isinstance(extra.get(key), Mapping):
             return dict(extra[key])
@@ -265,7 +269,7 @@ def lightning_extras(extra: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_lightnings(checkpoint: dict[str, Any], step: int | None) -> dict[str, Any]:
-    """Add the keys that the Trainer needs to continue from a checkpoint that Lightning did not write."""
+    """Add the keys that the Trainer needs to continue, in case Lightning did not write the checkpoint."""
     if "pytorch-lightning_version" in checkpoint:
         return checkpoint
     import lightning.pytorch
@@ -275,16 +279,16 @@ def _as_lightnings(checkpoint: dict[str, Any], step: int | None) -> dict[str, An
 
 
 def inside_an_epoch(checkpoint: Mapping[str, Any]) -> bool:
-    """Return whether a checkpoint was saved in the middle of an epoch."""
+    """Return whether the checkpoint was saved in the middle of an epoch."""
     loop = checkpoint.get("loops", {}).get("fit_loop", {})
     progress = loop.get("epoch_loop.batch_progress", {})
     return bool(progress) and not progress.get("is_last_batch", False)
 
 
 def set_epoch(dataloader: Any, checkpoint: Mapping[str, Any]) -> None:
-    """Set the epoch of a dataloader's samplers before anything is drawn from them.
+    """Set the epoch in a dataloader's samplers before anything is drawn from them.
 
-    Lightning sets it later. That is too late for a stateful dataloader, which would start with the order of epoch 0.
+    Lightning sets it too late for a stateful dataloader, which would start with the data order of epoch 0.
     """
     progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_progress", {}).get("current", {})
     if "ready" not in progress:
@@ -298,9 +302,9 @@ def set_epoch(dataloader: Any, checkpoint: Mapping[str, Any]) -> None:
 
 
 def _with_plain_hparams(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Return the dictionary with hyperparameters that load without running code. A path or class becomes text.
+    """Return the dictionary with all hyperparameters as plain values, which load without running code.
 
-    Hyperparameters are only informational, because a resuming Trainer ignores them. So they must not make a save fail.
+    Paths and classes become strings. A resuming Trainer ignores hyperparameters, so they must not make a save fail.
     """
     texts: list[str] = []
     plain = {key: _plain(checkpoint[key], key, texts) for key in _HPARAMS if key in checkpoint}
@@ -327,7 +331,7 @@ def _plain(value: Any, path: str, texts: list[str]) -> Any:
 
 
 def _taken_loaders(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """Remove the dataloaders' state from the loops and return it. It is per rank; the rest is shared."""
+    """Remove the dataloaders' state from the loops and return it, because it is per rank and the rest is shared."""
     try:
         state = checkpoint["loops"]["fit_loop"]["state_dict"]
     except (KeyError, TypeError):
@@ -336,7 +340,7 @@ def _taken_loaders(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def _split(filepath: str | Path) -> tuple[str, str]:
-    """Return the directory and the last part of a path or URL."""
+    """Return the directory and the last component of a path or URL."""
     text = str(filepath)
     if split_url(text)[0] == "file" and "://" not in text:
         text = os.path.abspath(text)

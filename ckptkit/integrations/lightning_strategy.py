@@ -1,5 +1,7 @@
-"""Defines FSDP2Strategy, which runs Lightning's Trainer with FSDP2. It accepts the arguments of NeMo's FSDP2Strategy
-and of FSDPStrategy."""
+"""Defines FSDP2Strategy, which runs Lightning's Trainer with FSDP2.
+
+It accepts the arguments of NeMo's FSDP2Strategy and of Lightning's FSDPStrategy.
+"""
 
 from __future__ import annotations
 
@@ -38,31 +40,31 @@ _TIMEOUT = timedelta(minutes=30)
 
 
 class FSDP2Strategy(ShardedCheckpoints):
-    """Trains a LightningModule under FSDP2, on any device, and checkpoints it with ckptkit's storage and commit.
+    """Trains a LightningModule with FSDP2, on any device, and checkpoints it with ckptkit's storage and commit.
 
     Shards each child of the LightningModule that has parameters, unless `configure_model` has already done so. Resumes
-    checkpoints, including those of Lightning's own strategies, on any number of ranks; on the same number, bit-exactly.
+    checkpoints, including those from Lightning's own strategies, on any number of ranks; on the same number, training
+    is bit-identical.
 
     Args:
         data_parallel_size, tensor_parallel_size, context_parallel_size: Numbers of ranks. An "auto" is computed from
-            the other numbers. If both are "auto", all ranks are data-parallel; with a `custom_tp_plan`, each node is
+            the other numbers. If both are "auto", all ranks are data-parallel, or with a `custom_tp_plan`, each node is
             one tensor-parallel group.
-        sequence_parallel: Not supported: put the sequence styles into `custom_tp_plan`.
+        sequence_parallel: Not supported; put the sequence-parallel styles into `custom_tp_plan`.
         offload_policy, cpu_offload: If set, parameters and gradients stay on the host.
         data_sampler: Its `transform_dataloader` is applied to every dataloader.
-        checkpoint_io: If None, every rank writes its part. Otherwise it receives full tensors on rank 0.
-        mp_policy, mixed_precision: torch's FSDP2 or FSDP1 precision policy; overrides the Trainer's `precision`.
-        parallelize_fn: Replaces our function. Called once with the LightningModule's `model`, and with those of the
-            arguments `device_mesh`, `mp_policy`, `offload_policy`, `use_hf_tp_plan` and `tp_shard_plan` that it
-            accepts.
+        checkpoint_io: Receives full tensors on rank 0. If None, every rank writes its own part.
+        mp_policy, mixed_precision: torch's precision policy, for FSDP2 or FSDP1; overrides the Trainer's `precision`.
+        parallelize_fn: Replaces our function. It is called once, with the LightningModule's `model` and, if it accepts
+            them, `device_mesh`, `mp_policy`, `offload_policy`, `use_hf_tp_plan` and `tp_shard_plan`.
         use_hf_tp_plan, custom_tp_plan: Use a transformers model's own tensor-parallel plan, or a custom one.
         auto_wrap_policy, activation_checkpointing_policy: A set of module classes, or FSDP1's callable.
         activation_checkpointing: Lightning's old name for activation_checkpointing_policy.
         sharding_strategy: FULL_SHARD, SHARD_GRAD_OP, NO_SHARD or HYBRID_SHARD, in any spelling.
         state_dict_type: "sharded", "full" or "local".
         device_mesh: (replicate, shard).
-        lightning_module_filter: Selects the FQNs to save, for example only an adapter. The optimizer must have no other
-            parameters.
+        lightning_module_filter: Selects the FQNs to save, for example only an adapter's. The optimizer must contain no
+            other parameters.
         optimizer_restore: "deferred" restores optimizers before the first training step, after callbacks have added
             parameters. "immediate" restores them during the load.
         process_group_backend, timeout: For the default process group.
@@ -141,8 +143,10 @@ class FSDP2Strategy(ShardedCheckpoints):
     # --- setup
 
     def setup_environment(self) -> None:
-        """Join the ranks and create the device mesh (data_parallel, context_parallel, tensor_parallel). The last
-        dimension is innermost."""
+        """Join the ranks and create the device mesh.
+
+        Its dimensions are data_parallel, context_parallel and tensor_parallel; the last is innermost.
+        """
         Strategy.setup_environment(self)
         self._setup_distributed()
         dp, tp = arguments.group_sizes(
@@ -192,7 +196,7 @@ class FSDP2Strategy(ShardedCheckpoints):
         self.setup_precision_plugin()
 
     def parallelize(self) -> None:
-        """Shard the LightningModule's network. A second call only warns."""
+        """Shard the LightningModule's network. A second call for the same module only warns."""
         module = self.lightning_module
         if self._sharded() is module:
             rank_zero_warn("parallelize() was called before; the model is not changed.")
@@ -210,7 +214,7 @@ class FSDP2Strategy(ShardedCheckpoints):
             model = getattr(module, "model", None)
             target = model if isinstance(model, nn.Module) else module
             self._parallelize_fn(target, **_taken(self._parallelize_fn, offered))
-        self._sharded = weakref.ref(module)  # the Trainer may fit another module later
+        self._sharded = weakref.ref(module)  # a reference, because the Trainer may fit a different module later
 
     def _parallelize(self, module: nn.Module) -> None:
         roots = arguments.roots(module)
@@ -235,7 +239,7 @@ class FSDP2Strategy(ShardedCheckpoints):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """This rank's share of the dataset, as arguments of DistributedSampler."""
+        """This rank's share of the dataset, as arguments for DistributedSampler."""
         mesh = self.device_mesh["data_parallel"]
         return {"num_replicas": mesh.size(), "rank": mesh.get_local_rank()}
 
@@ -260,7 +264,7 @@ class FSDP2Strategy(ShardedCheckpoints):
 
 
 def fill_meta(root: nn.Module, device: Any) -> None:
-    """Initialize parameters on the meta device with the values that a single process would draw."""
+    """Initialize tensors that are on the meta device with the values that a single process would draw."""
     if any(tensor.is_meta for tensor in [*root.parameters(), *root.buffers()]):
         materialize(root, device)
         reset_parameters(root, seed=int(os.environ.get("PL_GLOBAL_SEED", "42")))
@@ -268,7 +272,7 @@ def fill_meta(root: nn.Module, device: Any) -> None:
 
 
 def _taken(fn: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the offered arguments that the function accepts."""
+    """Return those of the offered arguments that the function accepts."""
     parameters = inspect.signature(fn).parameters
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return dict(offered)
@@ -276,7 +280,7 @@ def _taken(fn: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _warn_of_garbage(root: nn.Module) -> None:
-    """Warn about modules with tensors on the meta device that nothing initializes."""
+    """Warn about modules whose tensors were on the meta device and have not been initialized."""
     owners: dict[str, list[str]] = {}
     for name in sorted(uninitialized(root)):
         owners.setdefault(type(root.get_submodule(name.rpartition(".")[0])).__name__, []).append(name)
@@ -291,7 +295,7 @@ def _warn_of_garbage(root: nn.Module) -> None:
 
 
 def _refuse_early(optimizers: Iterable[Any], module: nn.Module) -> None:
-    """Raise if an optimizer has parameters that the module has lost, so that it would train nothing."""
+    """Raise if an optimizer has parameters that are no longer in the module, because it would not train the module."""
     live = {id(parameter) for parameter in module.parameters()}
     for optimizer in optimizers:
         lost = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in live]
@@ -303,7 +307,7 @@ def _refuse_early(optimizers: Iterable[Any], module: nn.Module) -> None:
 
 
 def _refuse_averaging(trainer: Any) -> None:
-    """Raise for callbacks that average an unsharded copy of the model with the sharded one."""
+    """Raise for callbacks that average an unsharded copy of the model with the sharded model."""
     for callback in trainer.callbacks:
         if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
             raise UsageError(
@@ -314,7 +318,7 @@ def _refuse_averaging(trainer: Any) -> None:
 
 
 def register_strategies() -> None:
-    """Register `Trainer(strategy="fsdp2")` and similar names for `FSDP2Strategy`. Names already registered are kept."""
+    """Register `Trainer(strategy="fsdp2")` and similar names for `FSDP2Strategy`, keeping names already registered."""
     spellings: dict[str, dict[str, Any]] = {
         "fsdp2": {},
         "fsdp2_cpu_offload": {"cpu_offload": True},

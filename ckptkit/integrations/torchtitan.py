@@ -1,10 +1,10 @@
-"""A checkpointer for torchtitan's trainer that uses a CheckpointManager, so it supports object stores.
+"""A checkpointer for torchtitan's trainer that uses a CheckpointManager, so it also supports object stores.
 
 torchtitan 0.3 and its main branch build it from the trainer's config:
 
     config.checkpoint = TorchtitanCheckpointer.Config(enable=True, url="s3://bucket/run")
 
-In earlier versions, replace the trainer's checkpointer:
+With earlier versions, replace the trainer's checkpointer:
 
     trainer.checkpointer = TorchtitanCheckpointer(dataloader, model_parts, optimizers, lr_schedulers, states,
                                                   checkpoint_config, url="s3://bucket/run")
@@ -33,7 +33,7 @@ __all__ = ["TorchtitanCheckpointer"]
 
 
 class _Manager:
-    """Replaces the base class of torchtitan's managers in versions that have none, and behaves like it."""
+    """Replaces the base class of torchtitan's managers, with the same behavior, in versions that have no such class."""
 
     enable: bool
     save_future: Any
@@ -71,7 +71,7 @@ class _Manager:
 def _base() -> Any:
     try:
         found = importlib.import_module("torchtitan.components.checkpointer")
-    except ImportError:  # torchtitan is older than 0.3 or not installed
+    except ImportError:  # torchtitan is not installed, or older than 0.3
         return _Manager
     return getattr(found, "BaseCheckpointManager", _Manager)
 
@@ -80,20 +80,22 @@ _Base = _base()
 
 
 def _config_of(base: Any) -> Any:
-    """Return torchtitan's config class extended by our fields, whose `build` creates the checkpointer; None before
-    0.3."""
+    """Return torchtitan's config class, extended by our fields; None before version 0.3.
+
+    Its `build` creates the checkpointer.
+    """
     if not hasattr(base, "Config"):
         return None
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(base.Config):  # type: ignore[misc]  # known once torchtitan is there
-        """torchtitan's [checkpoint] section with the additional fields of ckptkit."""
+        """torchtitan's [checkpoint] section with ckptkit's additional fields."""
 
         async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
         """Whether to save in the background."""
 
         url: str | None = None
-        """The root of the run's checkpoints. Default: `folder` in the trainer's dump folder."""
+        """The root of the run's checkpoints. Default: `folder` inside the trainer's dump folder."""
 
         state_dict_type: Literal["sharded", "full", "local"] = "sharded"
         """How a checkpoint is stored."""
@@ -108,7 +110,7 @@ _POSITIONAL = (
     "dataloader", "model_parts", "optimizers", "lr_schedulers", "states", "checkpoint_config", "sd_adapter",
     "base_folder", "ft_manager",
 )  # fmt: skip
-# The supported fields of torchtitan's CheckpointConfig. The fields in _REFUSED are accepted only if they are not set.
+# The fields of torchtitan's CheckpointConfig that are supported. The fields in _REFUSED are accepted only if unset.
 _HONOURED = frozenset(
     ["async_mode", "create_seed_checkpoint", "enable", "enable_checkpoint", "enable_first_step_checkpoint",
      "enable_ft_dataloader_checkpoints", "exclude_from_loading", "export_dtype", "folder", "initial_load_model_only",
@@ -126,21 +128,21 @@ _REFUSED = {
 class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # theirs, where it is
     """Replaces torchtitan's CheckpointManager: `save`, `load`, `maybe_wait_for_staging`, `close`.
 
-    Where torchtitan has a `BaseCheckpointManager` (0.3 and later), this is a subclass of it, with a nested `Config`.
+    If torchtitan has a `BaseCheckpointManager` (0.3 and later), this is a subclass of it, with a nested `Config`.
 
-    The constructor takes the same arguments as torchtitan's: `(config, *, dataloader, model_parts, ...)` since 0.3,
-    before that `(dataloader, model_parts, optimizers, lr_schedulers, states, checkpoint_config, sd_adapter, ...)`.
+    The constructor takes the same arguments as torchtitan's: since 0.3, `(config, *, dataloader, model_parts, ...)`;
+    before, `(dataloader, model_parts, optimizers, lr_schedulers, states, checkpoint_config, sd_adapter, ...)`.
 
     Args:
-        given: dataloader, model_parts (several for the pipeline stages of this rank), optimizers, lr_schedulers,
+        given: dataloader, model_parts (several if this rank has several pipeline stages), optimizers, lr_schedulers,
             states, base_folder (the trainer's dump_folder) and the config, a `[checkpoint]` section. sd_adapter is
-            ignored: use `ckptkit convert` to export.
-        url: The root of the run. Default: the config's `url`, else base_folder/folder.
+            ignored; to export, use `ckptkit convert`.
+        url: The root of the run. Default: the config's `url`, or else base_folder/folder.
         options: Passed to `CheckpointManager`: `retention` (replaces `keep_latest_k`), `storage_options`, ...
 
     Raises:
-        UsageError: The config uses an unsupported feature (Hugging Face formats, a cast by `export_dtype`) or an
-            unknown field; or torchft is enabled.
+        UsageError: The config uses an unsupported feature (Hugging Face formats, or `export_dtype` to cast) or contains
+            an unknown field, or torchft is enabled.
     """
 
     if hasattr(_Base, "Config"):
@@ -207,7 +209,7 @@ class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # theirs,
         options.setdefault("state_dict_type", _of(config, "state_dict_type", StateDictType.SHARDED))
         self.manager = CheckpointManager(self.folder, **options)
 
-    # torchtitan's base class documents these methods, and calls them if `enable` is set.
+    # These methods are documented in torchtitan's base class, which calls them if `enable` is set.
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         """Save if the interval or the last step requires it, in the background if `async_mode` is on. Collective.
@@ -225,9 +227,10 @@ class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # theirs,
         return True
 
     def _load(self, step: int = -1) -> bool:
-        """Restore `step`, the newest checkpoint, or `initial_load_path`. Returns whether there was one. Collective.
+        """Restore `step` or, if it is -1, the newest checkpoint. Return whether there was one. Collective.
 
-        From step 0 (a seed checkpoint) only the model is loaded.
+        If the run has no checkpoint, `initial_load_path` is loaded. From step 0 (a seed checkpoint), only the model is
+        loaded.
 
         Raises:
             CheckpointNotFoundError: `step` or `load_step` does not exist.
@@ -241,7 +244,7 @@ class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # theirs,
         if self.last_load is None and self._initial:
             if self._initial_model_only:
                 state = TrainState(model=self._model, rng=False)
-            # A name without a slash would be a checkpoint of this run, so make a path of it.
+            # A name without a slash would mean a checkpoint of this run, so turn it into a path.
             url = str(self._initial) if "/" in str(self._initial) else f"./{self._initial}"
             self.last_load = self.manager.load(state, url, per_rank_on_resize="keep", **options)
         return self.last_load is not None
@@ -252,7 +255,7 @@ class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # theirs,
         self.save_future = None
 
     def _maybe_wait_for_staging(self) -> None:
-        """Return at once, because `save` returns only after it has copied everything."""
+        """Return at once, because `save` returns only after everything has been copied."""
 
     def _close(self) -> None:
         """Wait for the running save and release all resources. Collective."""
@@ -278,15 +281,17 @@ class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # theirs,
 
 
 def _one_of(optimizers: list[Any], *, stages: int) -> Any:
-    """Return the optimizers in a form that TrainState accepts. The optimizers of several stages become one, because the
-    number of stages per rank depends on the mesh."""
-    if stages > 1:  # with the name of the class, which a checkpoint records
+    """Return the optimizers in a form that TrainState accepts.
+
+    If there are several stages, their optimizers become one, because the number of stages per rank depends on the mesh.
+    """
+    if stages > 1:  # keep the class name, because a checkpoint records it
         return type(type(optimizers[0]).__name__, (_OneOptimizer,), {})(optimizers)
     return optimizers[0] if len(optimizers) == 1 else {str(i): item for i, item in enumerate(optimizers)}
 
 
 class _OneOptimizer:
-    """Several optimizers as one. A load sets their groups and states in place."""
+    """Makes several optimizers look like one. A load sets their groups and states in place."""
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
         self.state = _States(optimizers)
@@ -304,8 +309,7 @@ class _OneOptimizer:
 
 
 class _States(MutableMapping[Any, Any]):
-    """One mapping over the states of several optimizers. A parameter's state stays in the optimizer of the
-    parameter."""
+    """Makes several optimizers' states look like one mapping. Each parameter's state stays in its own optimizer."""
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
         self._states = [optimizer.state for optimizer in optimizers]
@@ -316,7 +320,7 @@ class _States(MutableMapping[Any, Any]):
 
     def __getitem__(self, key: Any) -> Any:
         held = self._at(key)
-        if key not in held:  # a defaultdict would create it
+        if key not in held:  # looking it up in a defaultdict would create it
             raise KeyError(key)
         return held[key]
 
@@ -353,7 +357,7 @@ def _fields(config: Any) -> list[str]:
 
 
 def _check_dtype(model_parts: Sequence[nn.Module], export_dtype: str) -> None:
-    """Raise if torchtitan would cast the last save. This checkpointer keeps the training dtype."""
+    """Raise if torchtitan would cast the tensors in the last save. This checkpointer keeps the training dtype."""
     every = [parameter for part in model_parts for parameter in part.parameters()]
     stored = {str(p.dtype).removeprefix("torch.") for p in every if p.is_floating_point()}
     if export_dtype and stored - {export_dtype}:

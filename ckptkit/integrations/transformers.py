@@ -41,12 +41,12 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
     Saves when the Trainer would (`save_strategy`), and every `save_steps`. `save_total_limit` and
     `load_best_model_at_end` keep their meaning.
 
-    At the start of training, loads the newest committed checkpoint on any number of ranks. If `url` has none, loads the
-    newest checkpoint that a Trainer saved there. The Trainer then skips the batches already seen, as usual.
-    `train(resume_from_checkpoint=...)` works: True requires a checkpoint (ckptkit's or the Trainer's), False starts a
-    new run, a path names a Trainer checkpoint.
+    At the start of training, loads the newest committed checkpoint, on any number of ranks. If `url` has none, loads
+    the newest checkpoint that a Trainer saved there. The Trainer then skips the batches already seen, as usual.
+    `train(resume_from_checkpoint=...)` works too: True requires a checkpoint (ckptkit's or the Trainer's), False starts
+    a new run, and a path names a Trainer checkpoint.
 
-    At the end of training, exports the model (or the adapter of a PEFT model) for `from_pretrained`. All ranks need the
+    At the end of training, exports the model (or a PEFT model's adapter) for `from_pretrained`. All ranks need the
     callback. Plain, DDP and FSDP2 models are supported.
 
     Args:
@@ -86,8 +86,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         self._limits: RetentionPolicy | None = None
 
     def attach(self, trainer: Any) -> CheckpointCallback:
-        """Make `trainer` save and resume through this callback instead of its own files. Adds the callback to
-        `trainer`.
+        """Add this callback to `trainer`, and make `trainer` save and resume through it instead of its own files.
 
         Raises:
             UsageError: The callback belongs to another Trainer, or `load_best_model_at_end` is set and `retention` does
@@ -125,7 +124,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         return self
 
     def _retention(self, args: Any) -> RetentionPolicy | None:
-        """Return the caller's policy, or one derived from the Trainer's arguments."""
+        """Return the caller's policy, or else one derived from the Trainer's arguments."""
         given: RetentionPolicy | None = self._options.get("retention")
         metric = str(args.metric_for_best_model or "loss")
         metric = metric if metric.startswith("eval_") else f"eval_{metric}"
@@ -157,7 +156,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         self._metrics = {k: float(v) for k, v in (metrics or {}).items() if isinstance(v, (int, float))}
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Wait for the running save, then export."""
+        """Wait for the save that is still running, then export."""
         if self._manager is not None:
             self._manager.close()
             self._manager = None
@@ -167,7 +166,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
             tokenizer = kwargs.get("processing_class")
             save_hf(kwargs["model"], self.export, tokenizer=tokenizer, overwrite=True)
 
-    # --- replacements of the Trainer's methods
+    # --- methods that replace the Trainer's
 
     def _save(self, model: Any, trial: Any = None) -> None:
         trainer = self._trainer
@@ -194,7 +193,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         self.loaded = self._managed().load(self._state())
         self._random = capture_rng()
         best = self._trainer.state.best_global_step
-        if best is not None and self._has(best):  # the Trainer drops checkpoints that it does not find on disk
+        if best is not None and self._has(best):  # the Trainer forgets checkpoints that it does not find on disk
             self._trainer.state.best_model_checkpoint = f"{self.url}/{checkpoint_name(best, None)}"
 
     def _load_model(self, path: Any, model: Any = None) -> None:
@@ -204,12 +203,12 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         """Do nothing, because `_load` restores everything at once."""
 
     def _load_rng(self, path: Any) -> None:
-        """Restore the random state again, because skipping the batches already seen has drawn numbers."""
+        """Restore the random state again, because skipping the batches already seen has drawn random numbers."""
         if self._random is not None:
             restore_rng(self._random)
 
     def _load_best(self) -> None:
-        """Load the weights of the best step into the model."""
+        """Load the best step's weights into the model."""
         best = self._trainer.state.best_global_step
         self._managed().load(TrainState(model=self._trainer.model, rng=False), best)
 
@@ -217,8 +216,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
         return any(record.step == step for record in self._managed().list())
 
     def _instead(self, theirs: Any, ours: Any) -> Any:
-        """Return a function that calls `ours` for the path that we passed to `train`, and `theirs` for any other
-        path."""
+        """Return a function that calls `ours` for the path that we passed to `train`, and otherwise `theirs`."""
 
         def either(path: Any = None, *arguments: Any, **named: Any) -> Any:
             mine = path is not None and path == self._ours
@@ -239,8 +237,8 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]  # transformers
 
 
 def _write_trainer_state(report: LoadReport, stack: contextlib.ExitStack) -> str:
-    """Write the file that the Trainer reads first. Returns its directory, which `stack` removes."""
-    state = report.extra.get("trainer", report.extra.get("trainer_state"))  # from our checkpoint or the Trainer's
+    """Write the file that the Trainer reads first. Return its directory, which `stack` removes."""
+    state = report.extra.get("trainer", report.extra.get("trainer_state"))  # from ckptkit's checkpoint or the Trainer's
     if state is None:
         raise UsageError(
             f"{report.url} is not a checkpoint of a Trainer: it has no trainer_state.json. To start a new run, give "
