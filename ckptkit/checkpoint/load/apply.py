@@ -26,7 +26,7 @@ Tensors = Callable[[str], Any]
 
 @dataclass(frozen=True, slots=True)
 class DecodedOptimizer:
-    """The decoded non-tensor state of an optimizer.
+    """An optimizer's decoded non-tensor state.
 
     Attributes:
         values: By FQN and state name.
@@ -39,7 +39,7 @@ class DecodedOptimizer:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """The decoded values of a plan.
+    """A plan's decoded values.
 
     Attributes:
         objects: For each of `plan.objects`, the values of its trees.
@@ -55,10 +55,10 @@ class Decoded:
 
 
 def decode_plan(plan: LoadPlan, tensor: Tensors) -> Decoded:
-    """Decode all trees of the plan.
+    """Decode all of the plan's trees.
 
     Args:
-        tensor: Returns the tensor of a key. Its elements may be read later.
+        tensor: Returns the tensor for a key. Its elements may be read later.
 
     Raises:
         CorruptCheckpointError, LoadError: A tree is malformed; names its key.
@@ -93,7 +93,7 @@ def _named(key: str, tree: JSON, tensor: Tensors) -> Any:
 
 
 def _check_object(target: ObjectTarget, value: Any) -> None:
-    """Check that the state of a model, scheduler or scaler is a mapping. Other objects check their own state."""
+    """Check that the saved state of a model, scheduler or scaler is a mapping. Other objects check their own state."""
     if target.kind in ("model", "scheduler", "grad_scaler") and not isinstance(value, Mapping):
         raise CorruptCheckpointError(f"{target.key}: the saved state is a {type(value).__name__}, expected a mapping.")
 
@@ -108,7 +108,7 @@ def apply_objects(state: TrainState, plan: LoadPlan, decoded: Decoded | None, re
 
 
 def apply_tensors(plan: LoadPlan, reading: Reading, decoded: Decoded | None, report: LoadReport, rank: int) -> None:
-    """Complete the models, whose tensors have been read, and restore optimizers and random number generators."""
+    """Complete the models, whose tensors have been read; restore optimizers and random number generators."""
     import torch
 
     assert decoded is not None
@@ -146,7 +146,7 @@ def _apply_object(state: TrainState, target: ObjectTarget, values: Sequence[Any]
     if target.kind == "model":
         _apply_extra_state(target.item, value)
     elif target.kind == "extra" and isinstance(item, torch.nn.Module):
-        item.load_state_dict(value, strict=False)  # the plan has already reported or accepted differences
+        item.load_state_dict(value, strict=False)  # the plan has reported or accepted any differences
     elif target.kind != "extra" or is_stateful(item):
         item.load_state_dict(value)
         if target.kind == "dataloader":
@@ -163,7 +163,7 @@ def _apply_extra_state(module: torch.nn.Module, values: Mapping[str, Any]) -> No
         if leaf == "_extra_state" and path in modules:
             modules[path].set_extra_state(value)
         else:
-            rest[name] = value  # the module's own `state_dict` adds it
+            rest[name] = value  # a custom `state_dict` adds it, so `load_state_dict` must accept it
     if rest:
         result = module.load_state_dict({**module.state_dict(), **rest}, strict=False)
         left = [name for name in getattr(result, "unexpected_keys", ()) if name in rest]
@@ -172,9 +172,9 @@ def _apply_extra_state(module: torch.nn.Module, values: Mapping[str, Any]) -> No
 
 
 def _make_iterator(dataloader: Any) -> None:
-    """Create the iterator of torchdata's StatefulDataLoader now. The next `iter` returns this iterator.
+    """Create the iterator of torchdata's StatefulDataLoader now. The next `iter` call returns it.
 
-    Creating it draws a random number. The saved run drew that number before its save, so it must be drawn before the
+    Creating it draws a random number. The saved run drew that number before the save, so it must be drawn before the
     generators are restored.
     """
     from torch.utils.data import DataLoader
@@ -186,7 +186,7 @@ def _make_iterator(dataloader: Any) -> None:
 def apply_optimizer(
     plan: OptimizerPlan, states: Mapping[str, Any], other: DecodedOptimizer, loaded: Collection[int]
 ) -> None:
-    """Replace an optimizer's state and settings. Masters without saved values are set from the loaded weights.
+    """Replace an optimizer's state and settings. Masters that were not saved are copied from the loaded weights.
 
     Args:
         loaded: The ids of the parameters whose weights were loaded.
@@ -221,7 +221,7 @@ def _follow_weights(plan: OptimizerPlan, loaded: Collection[int]) -> None:
             parameter = plan.parameters[fqn]
             master = plan.optimizer.state.get(parameter, {}).get(plan.master_name)
             if entry is None and master is not None and id(parameter) in loaded:
-                master.copy_(parameter)  # does not communicate, because both have the same placement
+                master.copy_(parameter)  # both have the same placement, so this does not communicate
 
 
 def _apply_rng(plan: LoadPlan, saved: Mapping[str, Any], report: LoadReport, rank: int) -> None:

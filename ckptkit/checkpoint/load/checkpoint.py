@@ -50,17 +50,17 @@ def load_checkpoint(
     """Load the checkpoint that `opened` returns into `state`, on all ranks or on none. All ranks must call it.
 
     Keys, shapes and dtypes are checked first; on a mismatch nothing is changed. Then tensors are read straight into the
-    state, and digests are checked while reading. If reading fails, the state is half loaded and cannot be saved. With
-    `options.atomic`, everything is first read into a second copy and checked.
+    state, and their digests are checked during the read. If a read fails, the state is half loaded and cannot be saved.
+    With `options.atomic`, everything is first read into a second copy and checked.
 
     Args:
-        ready: Waits for the checkpoint's pin; nothing is read into the state before. With True, it also checks that the
-            pin was in time. It raises if the checkpoint is being deleted; this error replaces errors about missing
-            files.
+        ready: Waits for the checkpoint's pin. It is called before anything is read into the state, and again after the
+            read. With True, it also checks that the checkpoint was not deleted before the pin took effect. If it was,
+            `ready` raises, and its error replaces errors about missing files.
         origin: For a retry with the same options: `state.half_loaded` before the first attempt.
 
     Raises:
-        CheckpointMismatchError: The state does not match; lists all mismatches, the same on every rank.
+        CheckpointMismatchError: The state does not match. Every rank lists the same mismatches: all of them.
         CorruptCheckpointError: The checkpoint is damaged.
         LoadError: With `options.atomic`: there is not enough memory for the second copy.
         RankFailedError: Another rank failed.
@@ -72,11 +72,11 @@ def load_checkpoint(
     clock = PhaseClock()
     rank, world_size = coordinator.rank, coordinator.world_size
     with clock.phase("plan"):
-        # no_grad: `to_local` of a DTensor takes half the time if autograd does not record it.
+        # no_grad makes a DTensor's `to_local` twice as fast, because autograd does not record it.
         with _RankPart() as planned, _pinned(ready, sure=not options.atomic), torch.no_grad():
             catalog, store = opened()
             plan = plan_load(state, catalog, store, options, rank=rank, world_size=world_size)
-            elsewhere = plan.mismatches.unexpected if world_size > 1 else {}  # keys that other ranks may have
+            elsewhere = plan.mismatches.unexpected if world_size > 1 else {}  # other ranks may have these keys
             plan.mismatches.check(store.url, strict=options.strict, elsewhere=bool(elsewhere))
             reading = Reading(plan, store, options, rank=rank, world_size=world_size)
             decoded = None
@@ -106,7 +106,7 @@ def load_checkpoint(
     if not options.atomic:
         state._half = report.url
     with _said_if_half(state):
-        # With several ranks, check the pin even after success: another rank may have found a missing file.
+        # With several ranks, check the pin even if this rank succeeds, because another rank may find a missing file.
         with _RankPart() as read, _pinned(ready, sure=world_size > 1), naming(reading.filler):
             started = time.perf_counter()
             reading.filler.run()
@@ -114,14 +114,14 @@ def load_checkpoint(
             decoded = decoded or decode_plan(plan, reading.refs.__getitem__)
             clock.add("read", time.perf_counter() - started, report.nbytes)
         coordinator.settle(read.answer, "loading", then=_raise_one)
-        if any(len(ranks) > 1 for ranks in alike):  # by now, all ranks have read successfully
+        if any(len(ranks) > 1 for ranks in alike):  # all ranks have now read successfully
             started = time.perf_counter()
             with _RankPart() as sent:
                 report.received = exchange(coordinator, members, parts) if parts else 0
             coordinator.settle(sent.outcome, "exchanging replicated data")
             clock.add("exchange", time.perf_counter() - started, report.received)
         with clock.phase("apply"):
-            # Even with `atomic`: an object may refuse its state after other objects have accepted theirs.
+            # Set this even with `atomic`, because an object may refuse its state after other objects accepted theirs.
             state._half = report.url
             with _RankPart() as applied:
                 apply_objects(state, plan, decoded, report)
@@ -131,7 +131,8 @@ def load_checkpoint(
             coordinator.settle(applied.outcome, "restoring models and optimizers")
     if report.step is not None and options.key_map is None:
         state.step = report.step
-    # A load of everything clears the mark. A partial load does so only if the state was whole before its first attempt.
+    # A load of everything clears the half-loaded mark. A partial load clears it only if the state was whole before its
+    # first attempt.
     if not report.missing and (options.whole or origin == ""):
         state.half_loaded = ""
     else:
@@ -142,10 +143,10 @@ def load_checkpoint(
 
 
 class _RankPart:
-    """A block that computes this rank's part of a step. Its outcome is the `value` that the block sets, or its error.
+    """A `with` block that does this rank's part of a step. The block sets `value`; an error is caught.
 
     Attributes:
-        outcome: For `Coordinator.settle`.
+        outcome: The value or the error, for `Coordinator.settle`.
     """
 
     def __init__(self) -> None:
@@ -154,7 +155,7 @@ class _RankPart:
 
     @property
     def answer(self) -> Outcome:
-        """The outcome. A ckptkit error is its value, so that rank 0 can combine the errors of all ranks."""
+        """The outcome, with a ckptkit error as its value, so that rank 0 can combine the errors of all ranks."""
         known = isinstance(self.outcome.cause, CkptkitError)
         return Outcome(self.outcome.cause) if known else self.outcome
 
@@ -164,16 +165,17 @@ class _RankPart:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        # `settle` raises the error on all ranks. torch's CheckpointException is only a BaseException.
+        # Suppress even torch's CheckpointException, a BaseException. `settle` raises the error on all ranks.
         self.outcome = Outcome(self.value) if error is None else Outcome.of_error(error)
         return True
 
 
 @contextmanager
 def _pinned(ready: Callable[[bool], None] | None, *, sure: bool) -> Iterator[None]:
-    """Wait for the checkpoint's pin at the end of the block. With `sure`, check that the pin was in time.
+    """Wait for the checkpoint's pin at the end of the `with` block.
 
-    If the checkpoint was deleted, raise an error that says so, in place of an error in the block.
+    With `sure`, also check that the checkpoint was not deleted before the pin took effect. If the block fails because
+    it was deleted, raise an error that says so instead.
     """
     if ready is None:
         yield
@@ -196,12 +198,11 @@ def _shared(
 ) -> tuple[list[list[SliceCheck]], list[list[int]], dict[str, list[str]]]:
     """Combine the ranks' plans. Returns three values:
 
-    - for each rank, the slices that it checks for others;
-    - for each rank, the ranks that read the same data;
-    - the tensors of the checkpoint that no rank has. (A pipeline rank has only the names of its stages.)
+    - for each rank, the slices that it checks for others; - for each rank, the ranks that read the same data; - the
+    checkpoint's tensors that no rank has. (A pipeline rank has only its own stages' names.)
 
     Raises:
-        CheckpointMismatchError: With `strict`: no rank has some tensor of the checkpoint.
+        CheckpointMismatchError: With `strict`: the checkpoint has a tensor that no rank has.
     """
     _raise_one(answers)
     checks, signatures, unexpected, urls = zip(*answers, strict=True)
@@ -211,13 +212,13 @@ def _shared(
 
 
 def _shares(options: LoadOptions, store: Store) -> bool:
-    """Return whether ranks that need the same data each read a share and exchange the shares."""
+    """Return whether each of the ranks that need the same data reads a share, and sends it to the others."""
     return options.replicas == "broadcast" or (options.replicas == "auto" and store.asking_costs)
 
 
 @contextmanager
 def _said_if_half(state: TrainState) -> Iterator[None]:
-    """Add a sentence to errors that leave the state half loaded."""
+    """Add a sentence to an error that leaves the state half loaded."""
     try:
         yield
     except BaseException as error:
@@ -237,7 +238,7 @@ def _said_if_half(state: TrainState) -> Iterator[None]:
 
 
 def _raise_one(answers: Sequence[Any]) -> None:
-    """Raise the errors of all ranks as one error. If all are equal, raise that error unchanged."""
+    """Raise the ranks' errors as a single error. If all ranks have the same error, raise it unchanged."""
     errors = [answer if isinstance(answer, CkptkitError) else None for answer in answers]
     texts: dict[str, list[int]] = {}
     for rank, error in enumerate(errors):
@@ -248,7 +249,7 @@ def _raise_one(answers: Sequence[Any]) -> None:
         return
     gone = next((error for error in errors if isinstance(error, CheckpointNotFoundError)), None)
     if gone is not None:
-        raise gone  # explains why other ranks found files missing
+        raise gone  # it explains why other ranks did not find files
     lines = [text if len(ranks) == len(errors) else f"rank {ranks}: {text}" for text, ranks in texts.items()]
     kind = kinds.pop() if len(kinds) == 1 else LoadError
     if kinds and all(issubclass(other, CorruptCheckpointError) for other in kinds):

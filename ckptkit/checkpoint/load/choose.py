@@ -1,4 +1,4 @@
-"""Loads checkpoints for a manager: chooses one, pins it while it is read, and falls back if it is damaged."""
+"""Loads a manager's checkpoints: chooses one, pins it during the read, and falls back if it is damaged."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ _ADVICE = (
 
 
 class Loader:
-    """Loads checkpoints of one run, or from any URL. All ranks must create it and call `load` together.
+    """Loads checkpoints from one run, or from any URL. All ranks must create it and call `load` together.
 
     Args:
-        url: The root as the user gave it.
-        hold: Keeps the pin of the checkpoint that the run was resumed from.
+        url: The root, as the user passed it.
+        hold: Keeps the pin on the checkpoint that the run was resumed from.
         best: What "best" means: a metric, and "min" or "max".
         start_fresh: As for `CheckpointManager`.
         trace: A directory for Chrome traces.
@@ -114,7 +114,8 @@ class Loader:
                 name = record.name
                 report = self._restore(path, record, state, options, resume=True, origin=origin)
             except CheckpointNotFoundError:
-                # Another job's rotation deleted the checkpoint before our pin. Choose again, but not the same one.
+                # Another job's rotation deleted the checkpoint before we pinned it. Choose again, unless it is the same
+                # checkpoint.
                 if not name or name == rotated:
                     raise
                 rotated = name
@@ -142,7 +143,7 @@ class Loader:
         return self._restore(other, None, state, options) if other else None
 
     def latest(self) -> int | None:
-        """Return the step of the latest checkpoint; None if the run is new. Raises as `load` does. Call on rank 0."""
+        """Return the latest checkpoint's step; None if the run is new. Raises as `load` does. Call on rank 0."""
         inventory = list_checkpoints(self._root)
         if inventory.latest is not None:
             return inventory.latest.step
@@ -151,7 +152,7 @@ class Loader:
         return None
 
     def _begin(self, state: TrainState, options: LoadOptions) -> str:
-        """Return the URL of another system's checkpoint to resume from; "" if the run is new. Call on rank 0."""
+        """Return the URL of another system's checkpoint to resume from, or "" if the run is new. Call on rank 0."""
 
         self.latest()
         wanted = options.optimizer != "skip"
@@ -167,12 +168,12 @@ class Loader:
 
     def _choose(self, which: str | int, damaged: Collection[str] = ()) -> tuple[str, CommitRecord] | Skipped | None:
         found = choose(self._root, which, damaged=damaged, best=self._best, view=snapshot(self._root))
-        if isinstance(found, Skipped) and found.unanswered:  # no fallback, because this checkpoint may be undamaged
+        if isinstance(found, Skipped) and found.unanswered:  # don't fall back: this checkpoint may be undamaged
             raise StorageError(found.reason)
         return found
 
     def _exact(self, url: str) -> str:
-        """Resolve a URL to one checkpoint. Call once, on rank 0: the newest checkpoint of a run may change."""
+        """Resolve a URL to one checkpoint. Call once, on rank 0, because a run's newest checkpoint may change."""
         named = resolve_url(url, storage_options=self._storage_options)
         return open_source(named, storage_options=self._storage_options).url
 
@@ -186,7 +187,7 @@ class Loader:
         resume: bool = False,
         origin: str | None = None,
     ) -> LoadReport:
-        """Load one checkpoint. `place` is its path in this run; without a record, `place` is any URL."""
+        """Load one checkpoint. `place` is its path in this run or, without a record, any URL."""
 
         def opened() -> tuple[Catalog, Store]:
             if pinned is not None:
@@ -200,7 +201,7 @@ class Loader:
             pinned, ready = self._pin(place, record, stack, resume=resume)
             report = load_checkpoint(state, opened, options, coordinator=self._coordinator, ready=ready, origin=origin)
             if resume and self._coordinator.is_main:
-                self._hold.keep(stack.pop_all())  # so that a concurrent `ckptkit prune` does not delete it, either
+                self._hold.keep(stack.pop_all())  # protects it from a concurrent `ckptkit prune`, too
         self._announce_load(report)
         if options.optimizer == "deferred":
             report.deferred = DeferredOptimizer(state, options, partial(self._restore, place, record))
@@ -211,8 +212,9 @@ class Loader:
     ) -> tuple[CommitRecord | None, Callable[[bool], None] | None]:
         """Pin a checkpoint on rank 0. Return its record on all ranks, and a function that waits for the pin.
 
-        On an object store, a pin takes one request, and confirming that it was in time takes two more. The checkpoint
-        is opened and read during these requests. Complete reads are valid; missing files mean a deletion.
+        On an object store, writing a pin takes one request, and confirming that it took effect takes two more. The
+        checkpoint is opened and read in the meantime: a complete read is valid, and a missing file means that the
+        checkpoint was deleted.
         """
         why = "resumed from" if resume else "load"
         if chosen is None:
@@ -231,7 +233,7 @@ class Loader:
         def ask() -> CommitRecord:
             return entered.result()()
 
-        looked = pool.submit(ask) if self._coordinator.world_size > 1 else None  # several ranks always check the pin
+        looked = pool.submit(ask) if self._coordinator.world_size > 1 else None  # always needed with several ranks
         pool.shutdown(wait=False)
 
         def leave(kind: Any, error: Any, trace: Any) -> None:
@@ -275,10 +277,10 @@ def load_options(options: LoadOptions | None, overrides: Mapping[str, Any]) -> L
     return replace(options or LoadOptions(), **overrides)
 
 
-# --- resuming from another system's checkpoint, if the root has none of ours
+# --- resuming from another system's checkpoint if the root has no ckptkit checkpoint
 
 
-_WEIGHTS = ("safetensors", "torch")  # formats of published weights, from which a new run may start
+_WEIGHTS = ("safetensors", "torch")  # formats of published weights, which a new run may start from
 _MAX_LOOKS = 64
 _DCP_DATA = r"__\d+_\d+\.distcp"
 _ANEW = "To start a new run, save to another directory."
@@ -287,18 +289,18 @@ _ANEW = "To start a new run, save to another directory."
 def adoptable(
     url: str, root: Store, state: TrainState, *, optimizer: bool = True, storage_options: Mapping[str, Any] | None
 ) -> str:
-    """Return the URL of another system's newest checkpoint in `url`; "" if there is none to resume from.
+    """Return the URL of another system's newest checkpoint in `url`, or "" if there is none to resume from.
 
-    Ignores uncommitted attempts of ckptkit. Also ignores a directory of weights without a step, because a new run may
-    start from them; the log explains how to load them.
+    Ignores uncommitted ckptkit saves. Also ignores a directory of weights without a step, because a new run may start
+    from them; a log message explains how to load them.
 
     Args:
-        optimizer: Whether the load restores optimizers. Otherwise weights are sufficient.
+        optimizer: Whether the load restores optimizers. If not, weights alone are sufficient.
 
     Raises:
         CheckpointMismatchError: The checkpoint has no optimizer, but `state` has one.
         CorruptCheckpointError: The checkpoint is damaged.
-        UsageError: There are several checkpoints of other systems, and it is unclear which to load.
+        UsageError: Other systems wrote several checkpoints, and it is unclear which to load.
         UnsupportedFormatError: The newest checkpoint cannot be read.
     """
     inventory = list_checkpoints(root)
@@ -331,7 +333,7 @@ def _newest(url: str, inventory: Inventory, storage_options: Mapping[str, Any] |
 
 
 def _places(url: str, inventory: Inventory) -> Iterator[str]:
-    """Yield the URLs to try: the root, or each foreign folder in it if ckptkit has begun to save there."""
+    """Yield the URLs to try: the root or, if ckptkit has already begun to save there, each foreign folder in it."""
     if inventory.in_progress or inventory.abandoned or inventory.skipped:
         for step in ordered(inventory.foreign):
             yield f"{url.rstrip('/')}/{step.name}"
@@ -340,7 +342,7 @@ def _places(url: str, inventory: Inventory) -> Iterator[str]:
 
 
 def _refuse_unread(url: str, root: Store, inventory: Inventory, storage_options: Mapping[str, Any] | None) -> None:
-    """Raise UsageError if `url` contains checkpoints, but it is unclear which is the run's newest."""
+    """Raise UsageError if `url` contains checkpoints, but it is unclear which is the newest."""
     listed = Candidate(root)
     found: list[str] = []
     for name in inventory.foreign[:_MAX_LOOKS]:
@@ -349,7 +351,7 @@ def _refuse_unread(url: str, root: Store, inventory: Inventory, storage_options:
             inner = Candidate(root.child(name))
             form = format_of(inner)
             if form is None and inner.any_file(_DCP_DATA):
-                open_source(place, storage_options=storage_options)  # raises, because the checkpoint is incomplete
+                open_source(place, storage_options=storage_options)  # raises and says that the checkpoint is incomplete
             known = form is not None and form.name not in _WEIGHTS
         else:
             known = name.endswith(TORCH_ENDINGS) and _holds_optimizer(place, storage_options)
@@ -367,12 +369,12 @@ def _refuse_unread(url: str, root: Store, inventory: Inventory, storage_options:
 def _holds_optimizer(file: str, storage_options: Mapping[str, Any] | None) -> bool:
     try:
         return _has(open_source(file, storage_options=storage_options).catalog, Role.OPTIMIZER)
-    except CkptkitError:  # a file that ends with .pt may contain anything
+    except CkptkitError:  # a .pt file may contain anything
         return False
 
 
 def _has(catalog: Catalog, role: Role) -> bool:
-    # Look at objects, too: an optimizer without momentum has only settings, which are objects.
+    # Look at objects, too: an optimizer without momentum has only settings, and these are objects.
     roles = {entry.role for entry in catalog.tensors.values()} | {entry.role for entry in catalog.objects.values()}
     return role in roles
 

@@ -14,12 +14,12 @@ __all__ = ["KeyFilter", "Mismatches", "Sides", "match_tensors"]
 _SHOWN = 20
 
 Sides = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Maps names to (dtype, shape)."""
+"""Names mapped to (dtype, shape)."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyFilter:
-    """Selects parameters by globs, or by a predicate on the FQN. Selects all by default."""
+    """Selects parameters by globs, or by a predicate on the FQN. By default, selects all."""
 
     include: Sequence[str] | Callable[[str], bool] = ()
     exclude: Sequence[str] | Callable[[str], bool] = ()
@@ -28,7 +28,7 @@ class KeyFilter:
         return (not self.include or _matches(self.include, fqn)) and not (self.exclude and _matches(self.exclude, fqn))
 
     def idle(self, fqns: Collection[str]) -> list[str]:
-        """Return descriptions of the globs or predicates that match none of these names."""
+        """Return descriptions of the globs and predicates that match none of these names."""
         found = []
         for name, rule in (("include", self.include), ("exclude", self.exclude)):
             if callable(rule):
@@ -59,7 +59,7 @@ class Mismatches:
     Attributes:
         missing: Names that the checkpoint lacks.
         unexpected: Names that the training state lacks.
-        shapes, dtypes, others: Descriptions.
+        shapes, dtypes, others: Descriptions of the mismatches.
     """
 
     missing: dict[str, list[str]] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Mismatches:
     others: dict[str, list[str]] = field(default_factory=dict)
 
     def add(self, kind: str, section: str, items: Iterable[str]) -> None:
-        """Add items to the list `kind` of a section."""
+        """Add items to a section's list `kind`."""
         found = list(items)
         if found:
             getattr(self, kind).setdefault(section, []).extend(found)
@@ -78,7 +78,7 @@ class Mismatches:
         """Raise if there are mismatches. With strict=False, missing and unexpected names are accepted.
 
         Args:
-            elsewhere: Accept unexpected names if there are no other mismatches, because other ranks may have them.
+            elsewhere: If unexpected names are the only mismatches, accept them, because other ranks may have them.
 
         Raises:
             CheckpointMismatchError: Lists all mismatches, section by section.
@@ -112,12 +112,12 @@ class Mismatches:
         return f"\nTry: {'; '.join(advice)}." if advice else ""
 
     def everything(self, kind: str) -> list[str]:
-        """Return the items of the list `kind` as "section.item"."""
+        """Return the items in all lists `kind`, as "section.item"."""
         return [f"{section}.{item}" for section, items in getattr(self, kind).items() for item in items]
 
 
 def in_all(tables: Sequence[Mapping[str, Sequence[str]]]) -> dict[str, list[str]]:
-    """Return, by section, the names in all tables, and the descriptions ("NAME (why)") in any table."""
+    """Return, by section, the names that are in all tables, and the descriptions ("NAME (why)") in any table."""
     found: dict[str, list[str]] = {}
     for section in dict.fromkeys(section for table in tables for section in table):
         counts = Counter(item for table in tables for item in set(table.get(section, ())))
@@ -129,7 +129,7 @@ def in_all(tables: Sequence[Mapping[str, Sequence[str]]]) -> dict[str, list[str]
 
 
 def _listed(items: Sequence[str]) -> str:
-    # List all items: with a shortened list, the user would have to fix one error after the other.
+    # Don't shorten the list, or the user would have to fix one error after the other.
     return ", ".join(items) if len(items) <= _SHOWN else "\n    " + "\n    ".join(items)
 
 

@@ -1,4 +1,4 @@
-"""Fills local tensors from a checkpoint's slices, in any format. Reads only the bytes needed, and checks them."""
+"""Fills local tensors from a checkpoint's slices, in any format. Reads only the necessary bytes, and checks them."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def add_parts(filler: Filler, entry: TensorEntry, local: torch.Tensor, parts: Se
     """Schedule reads that fill `local`, which consists of `parts` of the full tensor.
 
     Raises:
-        IncompleteCheckpointError: The slices do not contain every element that is wanted.
+        IncompleteCheckpointError: The slices do not contain all of the elements.
     """
     from ckptkit.formats.dcp.fill import add_box, part_of
 
     for part in parts:
-        if part.box.numel:  # an empty local tensor may have a shape that does not fit
+        if part.box.numel:  # the shape of an empty local tensor need not match
             add_box(filler, entry, part.box, part_of(local, part.local_offsets, part.box.sizes))
 
 
 def add_whole(filler: Filler, catalog: Catalog, name: str) -> torch.Tensor:
-    """Schedule reads of a full tensor into new memory on the CPU, and return it."""
+    """Schedule reads of a full tensor into new CPU memory, and return the tensor."""
     import torch
 
     from ckptkit.formats.dcp.fill import add_box
@@ -68,7 +68,7 @@ def check_sizes(filler: Filler) -> None:
 
 @contextmanager
 def naming(filler: Filler) -> Iterator[None]:
-    """Add the name of a tensor to errors about the files that `filler` reads."""
+    """Add the tensor's name to errors about the files that `filler` reads."""
     names = {path: name for path, (_, name) in filler.last().items()}
     try:
         yield
@@ -80,10 +80,10 @@ def naming(filler: Filler) -> Iterator[None]:
 
 
 def share_checks(wanted: Sequence[Sequence[SliceCheck]]) -> list[list[SliceCheck]]:
-    """Assign each slice that ranks read only partly to one of these ranks: the one with the least to check so far.
+    """Assign each slice that ranks read only in part to the one of these ranks that has the least to check so far.
 
-    So some rank reads and checks the whole slice before any rank uses it. The work is distributed evenly, and each
-    slice is read at most once more.
+    As a result, one rank reads and checks the whole slice before any rank uses it. The work is distributed evenly, and
+    each slice is read at most one extra time.
     """
     readers: dict[tuple[str, int], list[int]] = {}
     slices: dict[tuple[str, int], SliceCheck] = {}
@@ -101,7 +101,9 @@ def share_checks(wanted: Sequence[Sequence[SliceCheck]]) -> list[list[SliceCheck
 
 
 def fill(filler: Filler) -> int:
-    """Run the scheduled reads, and return the number of bytes read. Partly read slices are read completely and checked.
+    """Run the scheduled reads, and check every slice they touch. Return the number of bytes read.
+
+    Slices that were read only in part are read again completely to check them.
 
     Raises:
         IntegrityError: A checksum does not match; names tensor and file.
@@ -116,7 +118,7 @@ def fill(filler: Filler) -> int:
 
 
 def read_whole(catalog: Catalog, store: Store, names: Sequence[str]) -> dict[str, torch.Tensor]:
-    """Read full tensors to the CPU, and return them by name."""
+    """Read full tensors into CPU memory, and return them by name."""
     from ckptkit.formats.dcp.fill import Filler
 
     filler = Filler(store)

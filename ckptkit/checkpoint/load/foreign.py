@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Adopted", "adopt", "with_files_beside", "foreign_extras", "foreign_rng", "foreign_schedulers"]
 
-# Next to an unsharded model, transformers and accelerate store the optimizer, the scheduler and the random state.
+# transformers and accelerate store the optimizer, the scheduler and the random state next to an unsharded model.
 
 
 _OPTIMIZER = ("optimizer.bin", "optimizer.pt")
@@ -33,7 +33,7 @@ _OBJECT = re.compile(r"(scheduler|random_states_\d+|rng_state(?:_\d+)?|trainer_s
 
 
 def with_files_beside(catalog: Catalog, store: Store) -> Catalog:
-    """Return the catalog with the files next to the weights added; unchanged if it already has an optimizer."""
+    """Add the files next to the weights to the catalog. Return it unchanged if it already has an optimizer."""
     if not catalog.info.format.startswith("safetensors") and catalog.info.format not in ("torch", "hf"):
         return catalog
     if any(entry.role is Role.OPTIMIZER for entry in catalog.tensors.values()):
@@ -63,7 +63,7 @@ _NAME = re.compile(r"[^A-Za-z0-9_-]+")
 
 
 def foreign_schedulers(values: Mapping[str, Any], live: Sequence[str]) -> dict[str, Any]:
-    """Return the saved state of each live scheduler, by key. Return {} if the numbers of schedulers differ."""
+    """Return each live scheduler's saved state, by key; {} if the numbers of live and saved schedulers differ."""
     found = _schedulers(values)
     if not live or len(found) != len(live):
         return {}
@@ -71,7 +71,7 @@ def foreign_schedulers(values: Mapping[str, Any], live: Sequence[str]) -> dict[s
 
 
 def _schedulers(values: Mapping[str, Any]) -> list[Any]:
-    for holder in (values, values.get("meta")):  # Lightning stores them in the file, or in meta.pt
+    for holder in (values, values.get("meta")):  # Lightning stores them at the top level, or in meta.pt
         listed = holder.get("lr_schedulers") if isinstance(holder, Mapping) else None
         if isinstance(listed, (list, tuple)):
             return [dict(item) for item in listed if isinstance(item, Mapping)]
@@ -89,7 +89,7 @@ def _schedulers(values: Mapping[str, Any]) -> list[Any]:
 
 
 def foreign_rng(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the random state of each rank, by key. States without those of Python and torch are left out."""
+    """Return each rank's random state, by key. Omits states that lack Python's or torch's generator."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         match = _RNG_FILE.fullmatch(name)
@@ -131,7 +131,7 @@ def _rng(states: Mapping[str, Any]) -> dict[str, Any] | None:
 def foreign_extras(
     values: Mapping[str, Any], objects: dict[str, JSON], tensors: dict[str, torch.Tensor], notes: list[str]
 ) -> None:
-    """Add the remaining objects to `objects` as `extra.<name>`, to restore a live extra, or for the report."""
+    """Add the remaining objects to `objects` as `extra.<name>`. A load restores or reports them."""
     for name, value in values.items():
         if value is None or _RNG_FILE.fullmatch(name) or _SCHEDULER_FILE.fullmatch(name):
             continue
@@ -152,7 +152,7 @@ class Adopted:
     """The result of `adopt`.
 
     Attributes:
-        catalog: The tensors under our names, with the FQNs of the live models.
+        catalog: The tensors, under ckptkit's names and with the live models' FQNs.
         objects: JSON by key, as in `objects.json`.
         tensors: Tensors that the objects refer to.
         notes: What was adapted, and what could not be read.
@@ -167,10 +167,10 @@ class Adopted:
 def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool = True) -> Adopted:
     """Adapt another system's checkpoint to `state`. Does not communicate. Reads only objects, and tensors of `extra`.
 
-    If the FQNs of one side have a prefix that the other side lacks (a LightningModule's attribute, a wrapper), it is
-    added or removed; of several prefixes, the one that matches most names is chosen. Optimizers are matched by order.
-    Settings, schedulers and random state are read from where Lightning, transformers, accelerate, verl, LightRFT,
-    DeepSpeed and torchtitan store them. Other objects become `extra`.
+    If the FQNs on one side have a prefix that the other side lacks (a LightningModule's attribute, a wrapper), it is
+    added or removed. If several prefixes are possible, the one that matches the most names is used. Optimizers are
+    matched by order. Settings, schedulers and random state are read from where Lightning, transformers, accelerate,
+    verl, LightRFT, DeepSpeed and torchtitan store them. Other objects become `extra`.
 
     Raises:
         CheckpointMismatchError: The numbers of optimizers differ (and neither is 0), or parameters are numbered and
@@ -252,7 +252,7 @@ def _candidates(saved: set[str], live: set[str]) -> set[tuple[str, str]]:
     if not saved or not live:
         return set()
     found: set[tuple[str, str]] = set()
-    # Long names first: they are unlikely to be a suffix of another name by accident.
+    # Try long names first, because they are unlikely to be a suffix of another name by accident.
     for fqn in sorted(saved, key=lambda name: (-len(name), name))[:_SAMPLES]:
         found |= {("", name[: -len(fqn)]) for name in live if name.endswith(f".{fqn}")}
     for fqn in sorted(live, key=lambda name: (-len(name), name))[:_SAMPLES]:
@@ -262,7 +262,7 @@ def _candidates(saved: set[str], live: set[str]) -> set[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class _LiveNames:
-    """Maps the names in a param group, which may include wrapper prefixes, to live FQNs."""
+    """Maps names in param groups, which may include wrapper prefixes, to live FQNs."""
 
     rename: Callable[[str], str]
     known: set[str]
@@ -287,7 +287,7 @@ class _LiveNames:
 
 
 def _tied(state: TrainState) -> dict[str, str]:
-    """Return, for each other name of a tied parameter, the name under which this job has its optimizer state."""
+    """Map each alias of a tied parameter to the name under which this job keeps the parameter's optimizer state."""
     names = parameter_names(state)
     found: dict[str, str] = {}
     for name, module in state.parts("model").items():
@@ -303,20 +303,20 @@ def _tied(state: TrainState) -> dict[str, str]:
 
 
 def _owner(name: str) -> str | None:
-    """Return the prefix of a raw name before "state", "master" or "param_groups"; None if it contains none of these."""
+    """Return the part of a raw name before "state", "master" or "param_groups"; None if it contains none of these."""
     found = _OWNER.match(name)
     return found[1] if found else None
 
 
 def _owners(catalog: Catalog) -> list[str]:
-    """Return the name prefixes of the checkpoint's optimizers, in order."""
+    """Return the prefixes of the checkpoint's optimizers, in order."""
     names = [entry.name for entry in catalog.tensors.values() if entry.role in (Role.OPTIMIZER, Role.MASTER)]
     found = dict.fromkeys(owner for name in names if (owner := _owner(name)) is not None)
     return sorted(found, key=lambda owner: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", owner)])
 
 
 def _sections(owners: Sequence[str], live: Sequence[str], url: str) -> dict[str, str]:
-    """Return, for each optimizer of the checkpoint, the key of the live optimizer."""
+    """Map each of the checkpoint's optimizers to the key of the live optimizer."""
     if not owners or not live:
         return {}
     if len(owners) != len(live):
@@ -335,7 +335,7 @@ def _renamed(
     tied: Mapping[str, str],
     numbers: Mapping[str, Mapping[Any, str]],
 ) -> dict[str, TensorEntry]:
-    """Return the tensors under our names. Moments that no live optimizer uses are left out."""
+    """Return the tensors under ckptkit's names. Omits moments that no live optimizer uses."""
     found: dict[str, TensorEntry] = {}
     for entry in catalog.tensors.values():
         if entry.role is Role.MODEL:
@@ -345,7 +345,7 @@ def _renamed(
             owner = _owner(entry.name) or ""
             fqn = rename(entry.fqn) if entry.fqn else numbers.get(owner, {}).get(entry.key[-2], "")
             fqn = tied.get(fqn, fqn)
-            key = sections.get(owner, "optimizer" if entry.role is Role.MASTER else None)  # a weight may use a master
+            key = sections.get(owner, "optimizer" if entry.role is Role.MASTER else None)  # a master may fill a weight
             if key is None or not fqn:
                 continue
             part = f"master.{fqn}" if entry.role is Role.MASTER else f"state.{fqn}.{entry.state}"
@@ -363,9 +363,9 @@ def _flattened_extras(
     catalog: Catalog,
     state: TrainState,
 ) -> dict[str, dict[str, Any]]:
-    """Return the state of each live extra that torch's DCP has flattened: "train_state.step" belongs to `train_state`.
+    """Return the state of each live extra that torch's DCP has flattened, such as "train_state.step".
 
-    Removes the tensors of these states from `tensors`.
+    Removes these states' tensors from `tensors`.
     """
     found: dict[str, dict[str, Any]] = {}
     for name in (name for name, item in state.extra.items() if is_stateful(item)):
@@ -382,11 +382,11 @@ def _flattened_extras(
     return found
 
 
-# --- the settings of optimizers
+# --- optimizer settings
 
 
 def _groups(catalog: Catalog, owner: str, read: Callable[[ObjectEntry], Any]) -> list[dict[str, Any]]:
-    """Return the param groups of one optimizer.
+    """Return one optimizer's param groups.
 
     They may be stored as one object, as one object per setting, or as one object per parameter and setting (torch's
     flattened form, which torchtitan uses).
@@ -420,10 +420,10 @@ def _live(state: TrainState, key: str) -> Any:
 def _states(
     catalog: Catalog, owner: str, name_of: Callable[[Any], str], read: Callable[[ObjectEntry], Any], live: Any
 ) -> dict[str, dict[str, Any]]:
-    """Return the non-tensor state of each parameter, such as a step count, by live FQN.
+    """Return each parameter's non-tensor state, such as a step count, by live FQN.
 
-    Step counts become tensors for torch's optimizers, which would otherwise convert them when they load. Other
-    optimizers keep numbers.
+    For torch's optimizers, step counts become tensors, because these optimizers would convert them on load anyway.
+    Other optimizers keep numbers.
     """
     import torch
 
@@ -461,11 +461,11 @@ def _put_groups(
 def _by_position(
     catalog: Catalog, owner: str, groups: Sequence[Mapping[str, Any]], key: str, state: TrainState
 ) -> dict[Any, str]:
-    """Return the live FQN of each numbered parameter. Return {} if the saved groups contain names.
+    """Map each numbered parameter to its live FQN. Return {} if the saved groups contain names.
 
-    If groups have the same lengths and the shapes match, parameters are matched by order: the saving job created its
-    optimizer with the same code. Otherwise they are matched to the model's parameters, if only one assignment is
-    possible by shapes and order.
+    If the groups have the same lengths and the shapes match, parameters are matched by order, on the assumption that
+    the saving job created its optimizer with the same code. Otherwise they are matched to the model's parameters by
+    shape and order, if only one assignment is possible.
 
     Raises:
         CheckpointMismatchError: The assignment is ambiguous.
@@ -505,7 +505,7 @@ def _lengths(groups: Sequence[Sequence[Any]]) -> str:
 
 
 def _state_shapes(catalog: Catalog, owner: str) -> dict[Any, list[tuple[int, ...]]]:
-    """Return the shapes of the states of each numbered parameter. Scalars, such as step counts, are left out."""
+    """Return the shapes of each numbered parameter's states. Omits scalars, such as step counts."""
     found: dict[Any, list[tuple[int, ...]]] = {}
     for entry in catalog.tensors.values():
         if entry.role is Role.OPTIMIZER and len(entry.key) > 1 and entry.shape and _owner(entry.name) == owner:
@@ -516,6 +516,6 @@ def _state_shapes(catalog: Catalog, owner: str) -> dict[Any, list[tuple[int, ...
 def _fits(states: Sequence[tuple[int, ...]], shape: tuple[int, ...]) -> bool:
     """Return whether states of these shapes can belong to a parameter of `shape`.
 
-    One of them must have the same shape, or lack one of the last two dimensions.
+    At least one must have the parameter's shape, possibly without one of the last two dimensions.
     """
     return not states or any(found in (shape, shape[:-1], (*shape[:-2], *shape[-1:])) for found in states)

@@ -1,4 +1,4 @@
-"""Applies a key map to the weights of a checkpoint, so that a load finds them under the live model's names."""
+"""Applies a key map to a checkpoint's weights, so that a load finds them under the live model's names."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class MappedWeights:
-    """The weights of a checkpoint after a key map was applied.
+    """A checkpoint's weights after a key map was applied.
 
     Attributes:
         catalog: The weights under their new names, and nothing else.
-        sources: For each new name, the tensors of the checkpoint that it consists of.
-        filled: For each padded tensor, by new name: the boxes that the checkpoint has.
+        sources: For each new name, the checkpoint's tensors that the weight is made from.
+        filled: For each padded tensor, by new name: the boxes that the checkpoint fills.
         dropped: Tensors that the map drops, with the reason.
         notes: Rules that matched nothing.
     """
@@ -42,11 +42,11 @@ class MappedWeights:
 
 
 def map_weights(catalog: Catalog, key_map: NameMap, *, live: set[str], config: Mapping[str, Any]) -> MappedWeights:
-    """Return the weights of `catalog` under the names that the map gives them.
+    """Return the weights in `catalog` under the names that the map gives them.
 
     Args:
-        live: The tensor names of the live models. Some formats store a tied weight under one name only; its other name
-            is mapped too if `live` contains the result.
+        live: The live models' tensor names. Some formats store a tied weight under only one of its names. Its other
+            name is also mapped if the result is in `live`.
         config: The model's config, which rules may use.
 
     Raises:
@@ -89,7 +89,7 @@ def map_weights(catalog: Catalog, key_map: NameMap, *, live: set[str], config: M
 
 
 def _tied(catalog: Catalog, targets: Mapping[str, Target]) -> dict[str, Target]:
-    """Return targets for the names of tied weights that are stored under another name only."""
+    """Return targets for tied weights' missing names. The checkpoint stores each weight only under its other name."""
     found: dict[str, Target] = {}
     for section, table in catalog.info.extra.get("aliases", {}).items():
         prefix = f"{section.partition('_')[2]}." if "_" in section else ""
@@ -102,7 +102,7 @@ def _tied(catalog: Catalog, targets: Mapping[str, Target]) -> dict[str, Target]:
 def entry_of(target: Target, sources: Mapping[str, TensorEntry]) -> TensorEntry:
     """Return a target as a catalog entry.
 
-    Its slices refer to the files of its sources, and have the digests of the sources' slices.
+    Its slices point into the sources' files, and have the digests of the source slices that they are cut from.
     """
     named = target.sources
     listed = ", ".join(named[:_SHOWN]) + (f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else "")
@@ -132,7 +132,7 @@ def _slices(target: Target, sources: Mapping[str, TensorEntry]) -> list[TensorSl
 
 
 def _cut(entry: TensorEntry, parts: list[Part]) -> list[TensorSlice]:
-    """Return the slices of one source that fill these parts of a target."""
+    """Return one source's slices that fill these parts of a target."""
     ndim, itemsize = len(entry.shape), dtype_of(entry.dtype).itemsize
     offsets = np.array([part.source_box.offsets for part in parts], np.int64).reshape(len(parts), ndim)
     sizes = np.array([part.source_box.sizes for part in parts], np.int64).reshape(len(parts), ndim)

@@ -1,4 +1,4 @@
-"""Presents a checkpoint as a mapping that reads values lazily. Imports torch only for dtypes that numpy lacks."""
+"""Presents a checkpoint as a mapping whose values are read lazily. Imports torch only for dtypes that numpy lacks."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def open_checkpoint(
 ) -> Checkpoint:
     """Open the checkpoint at `url`, in any supported format. If `url` is a run, open its newest checkpoint.
 
-    Opening reads only metadata. `open_checkpoint(url)["model.embed.weight"][0:10]` then reads these ten rows only. The
-    checkpoint is not protected from rotation. If a job may delete it, pin it first (`ckptkit pin`).
+    Opening reads only metadata. For example, `open_checkpoint(url)["model.embed.weight"][0:10]` reads only these ten
+    rows. The checkpoint is not protected from rotation. If a job may delete it, pin it first (`ckptkit pin`).
 
     Args:
         url: May also be "run/latest", "run/latest~1", "run/best" or "run/1000".
@@ -63,7 +63,7 @@ def open_checkpoint(
 
 
 class Checkpoint(Mapping[str, Any]):
-    """Maps the names in a checkpoint to values: a `TensorView` for a tensor, the value itself for an object.
+    """Maps a checkpoint's names to values: a `TensorView` for a tensor, the value itself for an object.
 
     Attributes:
         url: The opened checkpoint.
@@ -84,7 +84,7 @@ class Checkpoint(Mapping[str, Any]):
 
     @property
     def step(self) -> int | None:
-        """The training step; None if not recorded."""
+        """The training step; None if it was not recorded."""
         return self.catalog.info.step
 
     @property
@@ -141,7 +141,7 @@ class TensorView:
 
     @property
     def dtype(self) -> str:
-        """torch's name of the dtype without the prefix."""
+        """torch's name for the dtype, without "torch."."""
         return self.entry.dtype
 
     def __getitem__(self, index: Any) -> Any:
@@ -164,7 +164,7 @@ class TensorView:
         return result
 
     def to_torch(self, index: Any = ...) -> torch.Tensor:
-        """Return the tensor or a part of it as a torch tensor on the CPU."""
+        """Return the whole tensor, or the part that `index` selects, as a torch tensor on the CPU."""
         raw, rest = self._read(index)
         return self._torch(raw, rest)
 
@@ -178,7 +178,7 @@ class TensorView:
         return result
 
     def _read(self, index: Any) -> tuple[npt.NDArray[np.uint8], tuple[Any, ...]]:
-        """Read the smallest box with the selected part. Return its bytes, [..., itemsize], and the index into them."""
+        """Read the smallest box around the selected part. Return its bytes, [..., itemsize], and the index into it."""
         box, rest = _box(index, self.shape)
         itemsize = dtype_of(self.dtype).itemsize
         if not box.numel:
@@ -223,7 +223,7 @@ def _box(index: Any, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
 
 
 def _read_box(entry: TensorEntry, store: Store, box: Box, itemsize: int) -> npt.NDArray[np.uint8]:
-    """Read a box from all slices that contain parts of it. Also reads the bytes between rows of a part."""
+    """Read a box from all slices that overlap it. Also reads the bytes between the rows of each overlap."""
     if entry.slices.codecs:
         raise UnsupportedFormatError(
             f"tensor {entry.name!r} is compressed; rewrite it first: "
@@ -236,7 +236,7 @@ def _read_box(entry: TensorEntry, store: Store, box: Box, itemsize: int) -> npt.
     numel = int(found.numel().sum()) if ndim else len(found)
     if numel != box.numel:
         raise IncompleteCheckpointError(f"tensor {entry.name!r}: its slices cover {numel} of {box.numel} elements.")
-    # Do not allocate earlier: a malicious shape may be huge, but the slices found above exist on disk.
+    # Allocate only now: a malicious shape may be huge, but the slices found above exist on disk.
     target = np.empty((*box.sizes, itemsize), np.uint8)
     starts, strides = source_layout(entry, found)
     reads, copies = [], []

@@ -1,4 +1,4 @@
-"""Plans a load without changing the training state: which tensor of the checkpoint fills which, and all mismatches."""
+"""Plans a load without changing the training state: which saved tensor fills which live one, and all mismatches."""
 
 from __future__ import annotations
 
@@ -65,23 +65,23 @@ class LoadOptions:
 
     Attributes:
         strict: Raise if keys are missing or unexpected. False: load the matching keys and report the others.
-        include, exclude: Globs of the models' FQNs, or a predicate, to load only a part (adapters, for example). With
-            `strict`, a glob that matches nothing is an error.
+        include, exclude: Globs for the models' FQNs, or a predicate, to load only some parameters (adapters, for
+            example). With `strict`, a glob that matches nothing is an error.
         model: "restore"; "skip" leaves the models unchanged, to load only an optimizer.
         optimizer: "restore"; "skip" leaves the optimizer unchanged; "deferred" lets you restore it later, with the
             handle in the report.
         key_map: A map from the checkpoint's names to the model's: a built-in name, a TOML or JSON file, or a NameMap.
-            Only weights are then loaded, and everything else is left unchanged. If the state has an optimizer, also
-            pass optimizer="skip".
+            With a key map, only weights are loaded, and everything else is left unchanged. If the state has an
+            optimizer, also pass optimizer="skip".
         convert_dtype: Cast model tensors whose dtype differs. Otherwise a different dtype is an error.
         atomic: Change nothing until everything is read and checked, for a job that continues after a failed load. Needs
-            memory for a second copy. By default, keys, shapes and dtypes are checked before anything is changed, and
-            tensors are then read straight into model and optimizer; damage found while reading leaves the state half
-            loaded.
+            memory for a second copy. By default, only keys, shapes and dtypes are checked before anything is changed,
+            and tensors are then read straight into model and optimizer; damage found while reading leaves the state
+            half loaded.
         max_memory: With `atomic`: the largest second copy allowed ("2GB"). The load raises if it needs more. None: this
             rank's share of the host's free memory.
-        verify: True checks every slice against its digest. Slices that no rank needs completely are read once more, by
-            one rank, so that no damage is loaded on any world size. "read" checks only slices that are read completely
+        verify: True checks every slice against its digest. Slices that no rank reads completely are read once more, by
+            one rank, so that damage is found on any world size. "read" checks only slices that are read completely
             anyway, without extra reads. False checks nothing.
         replicas: How to read data that several ranks need (HSDP, DDP). "broadcast": each rank reads a share and sends
             it to the others. "read": each rank reads everything. "auto": "broadcast" from object stores, where reads
@@ -89,8 +89,9 @@ class LoadOptions:
         rng_on_resize: What to do with random number generators if the number of ranks changed. "reseed": seed each rank
             from the saved state and its rank. "keep": leave them unchanged. "error": raise.
         per_rank_on_resize: What to do with the states of dataloaders and `PerRank` values if the number of ranks
-            changed. "error" and "keep" apply if the saved states differ between ranks. A function takes (states of all
-            saved ranks, rank, world size) and returns this rank's state.
+            changed. A function takes (states of all saved ranks, rank, world size) and returns this rank's state.
+            Without one, states that are equal on all saved ranks are restored on every rank. If they differ, "error"
+            raises, and "keep" leaves the live state unchanged.
     """
 
     strict: bool = True
@@ -151,11 +152,11 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class ModelTensor:
-    """A live parameter or buffer, and the tensor of the checkpoint that fills it.
+    """A live parameter or buffer, and the saved tensor that fills it.
 
     Attributes:
-        filled: The boxes that are filled, if a key map pads the tensor; None: the whole tensor.
-        shards: The shards that the state's layout declares for the live tensor; () if none.
+        filled: The boxes that are filled, if a key map pads the tensor. None: the whole tensor.
+        shards: The shards that the state's layout declares for the live tensor; () if there are none.
     """
 
     key: str
@@ -166,7 +167,7 @@ class ModelTensor:
 
     @property
     def view(self) -> torch.Tensor:
-        """The live tensor, as a part of the checkpoint's tensor if the layout declares it."""
+        """The live tensor; if the layout declares its shards, as a part of the saved tensor."""
         return as_global(self.key, self.live, self.shards)
 
 
@@ -175,11 +176,11 @@ class OptimizerPlan:
     """How one optimizer is restored.
 
     Attributes:
-        states: By FQN and state name: the checkpoint's tensor.
-        masters: By FQN: the checkpoint's tensor; None: the master is set from the loaded weight.
+        states: By FQN and state name: the saved tensor.
+        masters: By FQN: the saved tensor. None: the master is set from the loaded weight.
         values: By FQN and state name: non-tensor state, as JSON.
         shared: State that belongs to no parameter, as JSON.
-        held: How a state is stored, by key, if this does not follow from its parameter.
+        held: By key: how a state is stored, unless its parameter determines that.
         keep: Parameters that the checkpoint's optimizer lacks. They keep their live state.
         live: By FQN and state name: the live value. A tensor subclass is replaced by its parts.
         wholes: By FQN and state name: the tensor subclass whose parts are filled in place.
@@ -203,7 +204,7 @@ class OptimizerPlan:
     shards: dict[str, tuple[Shard, ...]] = field(default_factory=dict)
 
     def shape(self, fqn: str) -> tuple[int, ...]:
-        """Return the global shape of a parameter, which the checkpoint must have for it, its master and its moments."""
+        """Return a parameter's global shape. The saved parameter, its master and its moments must have this shape."""
         return tuple(as_global(fqn, self.parameters[fqn], self.shards.get(fqn, ())).shape)
 
     @property
@@ -213,7 +214,7 @@ class OptimizerPlan:
 
 @dataclass(frozen=True, slots=True)
 class ObjectTarget:
-    """State stored as JSON, and the object to restore with it. There are several `trees` only if ranks are merged."""
+    """State stored as JSON, and the object to restore from it. Has several `trees` only if `merge` combines them."""
 
     kind: str  # "scheduler", "grad_scaler", "dataloader", "extra", "model"
     key: str
@@ -227,17 +228,17 @@ class LoadPlan:
     """The plan of a load.
 
     Attributes:
-        catalog: The checkpoint as this rank sees it: with its own per-rank copies, and under our names.
-        tensors: Tensors of objects that have already been read.
-        padded: The keys of tensors that a key map fills only partly.
-        sources: With a key map, by FQN: the checkpoint's tensors that the weight consists of.
+        catalog: The checkpoint as this rank sees it: with its own per-rank copies, and under ckptkit's names.
+        tensors: Tensors in objects that have already been read.
+        padded: The keys of tensors that a key map fills only in part.
+        sources: With a key map, by FQN: the saved tensors that the weight is made from.
         filled: With a key map that pads tensors, by FQN: the boxes that are filled.
     """
 
     catalog: Catalog
     tensors: Mapping[str, torch.Tensor]
     models: list[ModelTensor] = field(default_factory=list)
-    twins: list[list[ModelTensor]] = field(default_factory=list)  # one live tensor, saved under several names
+    twins: list[list[ModelTensor]] = field(default_factory=list)  # each: one live tensor saved under several names
     handed: list[tuple[torch.nn.Module, Mapping[str, Any]]] = field(default_factory=list)  # for load_state_dict
     optimizers: list[OptimizerPlan] = field(default_factory=list)
     objects: list[ObjectTarget] = field(default_factory=list)
@@ -252,7 +253,7 @@ class LoadPlan:
     filled: Mapping[str, tuple[Box, ...]] = field(default_factory=dict)
 
     def references(self) -> list[str]:
-        """Return the keys of the tensors that the objects refer to."""
+        """Return the keys of the tensors that objects refer to."""
         trees = [tree for target in self.objects for tree in target.trees]
         for plan in self.optimizers:
             trees += [plan.values, plan.shared]
@@ -284,13 +285,13 @@ class _Planner:
         self.plan = plan
         self.filter = KeyFilter(options.include, options.exclude)
         self.by_role: dict[Role, dict[str, TensorEntry]] = {}
-        self.from_masters: set[str] = set()  # FQNs of masters that are loaded into weights
-        self.live: dict[str, dict[str, torch.Tensor]] = {}  # the tensors of each model
+        self.from_masters: set[str] = set()  # FQNs of masters to load into weights
+        self.live: dict[str, dict[str, torch.Tensor]] = {}  # each model's tensors
         recipes = objects.get(SUBCLASSES, {})
         if not isinstance(recipes, dict) or not all(map(is_recipe, recipes.values())):
             raise CorruptCheckpointError(f"objects.json: the value of '{SUBCLASSES}' is malformed.")
         self.recipes: Mapping[str, Recipe] = recipes
-        self.declared: dict[int, tuple[Shard, ...]] = {}  # by the id of a live tensor
+        self.declared: dict[int, tuple[Shard, ...]] = {}  # by the live tensor's id
 
     def entries(self, role: Role) -> dict[str, TensorEntry]:
         if role not in self.by_role:
@@ -380,7 +381,7 @@ class _Planner:
     def parts(
         self, key: str, live: dict[str, torch.Tensor], saved: dict[str, TensorEntry], recipes: Mapping[str, Recipe]
     ) -> tuple[dict[str, torch.Tensor], dict[str, TensorEntry]]:
-        """Compare the recipes of tensor subclasses. Return the live and the saved tensors without those that differ."""
+        """Compare tensor subclasses' recipes. Return the live and the saved tensors whose recipes do not differ."""
         head = f"{key}."
         stored = {name[len(head) :]: recipe for name, recipe in self.recipes.items() if name.startswith(head)}
         here = {fqn: outer_name(fqn, recipes) for fqn in live}
@@ -396,7 +397,7 @@ class _Planner:
         )
 
     def extra_state(self, key: str, module: torch.nn.Module, live: Collection[str]) -> None:
-        """Plan the extra state of modules (`get_extra_state`). Compares it module by module."""
+        """Plan how to restore the modules' extra state (`get_extra_state`). Compares it module by module."""
         tree = self.objects.get(key, {})
         if self.foreign:
             if live:
@@ -434,7 +435,7 @@ class _Planner:
         names: dict[int, list[str]] = {}
         for fqn, tensor in live.items():
             names.setdefault(id(tensor), []).append(fqn)
-        wanted: dict[str, torch.Tensor] = {}  # by the name that the checkpoint uses
+        wanted: dict[str, torch.Tensor] = {}  # by the checkpoint's name
         claimed: set[str] = set()
         for group in names.values():
             candidates = [*group, *(aliases[fqn] for fqn in group if fqn in aliases)]
@@ -469,12 +470,12 @@ class _Planner:
         if not found:
             self.plan.mismatches.add("missing", key, [group[0]])
         elif found[0] in wanted:
-            pass  # tied in the checkpoint, but not here: one tensor fills two, see extra_claims
+            pass  # tied in the checkpoint, but not here: one saved tensor fills two, see extra_claims
         else:
             wanted[found[0]] = live[group[0]]
 
     def exact(self, prefix: str, names: Sequence[str], entry: TensorEntry, live: torch.Tensor) -> TensorEntry:
-        """Return the saved tensor for a weight. If it would be cast, return its fp32 master, which was not rounded."""
+        """Return the saved tensor for a weight. If a load would cast it, return its unrounded fp32 master."""
         if entry.dtype == dtype_name(live.dtype):
             return entry
         masters = self.entries(Role.MASTER)
@@ -493,7 +494,7 @@ class _Planner:
         aliases: Mapping[str, str],
         wanted: Mapping[str, torch.Tensor],
     ) -> None:
-        """Plan to fill several live tensors from one saved tensor: weights that are tied only in the checkpoint."""
+        """Let one saved tensor fill several live ones, for weights that are tied only in the checkpoint."""
         for fqn, holder in aliases.items():
             if fqn in live and fqn not in saved and holder in saved and wanted.get(holder) is not live[fqn]:
                 if any(target.live is live[fqn] for target in self.plan.models):
@@ -535,7 +536,7 @@ class _Planner:
             self.plan.optimizers.append(plan)
 
     def optimizer(self, plan: OptimizerPlan, names: Mapping[int, str]) -> list[str]:
-        """Complete the plan of one optimizer. Return the FQNs of unused masters."""
+        """Complete one optimizer's plan. Return the FQNs of unused masters."""
         found, catalog, objects = self.plan.mismatches, self.catalog, self.objects
         tree = objects.get(plan.key)
         saved = None if tree is None else OptimizerTree.of(tree, plan.key)
@@ -553,7 +554,7 @@ class _Planner:
         if other or (tree is None and not states):
             found.add("missing", plan.key, [f"the whole optimizer{other and f' ({other})'}"])
             plan.groups = GroupChanges([{} for _ in plan.optimizer.param_groups])
-            plan.keep = list(plan.parameters)  # with strict=False, the live state is kept
+            plan.keep = list(plan.parameters)  # with strict=False, the live state stays
             return list(masters)
         if saved is not None:
             plan.groups = group_changes(plan.optimizer, names, saved.param_groups, self.small, plan.key)
@@ -579,14 +580,14 @@ class _Planner:
         plan.states = {fqn: entries for fqn, entries in states.items() if fqn in plan.parameters}
         for fqn, parameter in plan.parameters.items():
             self.opened_states(plan, fqn, parameter)
-        if self.foreign:  # ckptkit's checkpoints record which states there were
+        if self.foreign:  # ckptkit's own checkpoints record which states were saved
             found.add("missing", plan.key, _lacking_states(plan))
         weights = self.entries(Role.MODEL)
         _check_states(plan, weights, found)
         return _plan_masters(plan, masters, weights, found)
 
     def opened_states(self, plan: OptimizerPlan, fqn: str, parameter: torch.Tensor) -> None:
-        """Match the states of one parameter that are tensor subclasses. Create those that the live optimizer lacks."""
+        """Match one parameter's states that are tensor subclasses. Create those that the live optimizer lacks."""
         import torch
 
         live, entries = plan.optimizer.state.get(parameter, {}), plan.states.get(fqn, {})
@@ -623,7 +624,7 @@ class _Planner:
     def of_other_ranks(self, plan: OptimizerPlan, saved: OptimizerTree) -> list[str]:
         """Describe the states that this job cannot use.
 
-        They were computed from shards of the parameters that no rank has here; see `checkpoint/state/optimizer_layout`.
+        They were computed from parameter shards that no rank has here; see `checkpoint/state/optimizer_layout`.
         """
         here = layouts(cuts(plan.parameters))
         own = [key[len(plan.key) + 1 :] for key in self.own.bound if key.startswith(f"{plan.key}.")]
@@ -645,7 +646,7 @@ class _Planner:
     def left_masters(self, key: str, fqns: list[str]) -> None:
         """Report masters that neither an optimizer nor a weight uses.
 
-        They are unexpected, unless weights are skipped or another system wrote the checkpoint.
+        They count as unexpected, unless weights are skipped or filtered, or another system wrote the checkpoint.
         """
         if not self.foreign and self.options.model == "restore" and self.filter.takes_all:
             self.plan.mismatches.add("unexpected", key, [f"master.{fqn}" for fqn in fqns])
@@ -674,7 +675,7 @@ class _Planner:
             self.plan.objects.append(ObjectTarget(kind, key, item, (tree,)))
 
     def by_position(self, scheduler: Any, tree: JSON) -> str:
-        """Describe the values of a scheduler that would go to other parameter groups than before; "" if there are none.
+        """Describe a scheduler's values that would apply to the wrong param groups; return "" if there are none.
 
         Groups are matched by their parameters, but a scheduler knows only their positions.
         """
@@ -708,7 +709,7 @@ class _Planner:
                 match_tensors(self.plan.mismatches, key, live, found, convert_dtype=self.options.convert_dtype)
 
     def absent(self, kind: str, key: str) -> None:
-        """Report a missing key. It is an error only in a ckptkit checkpoint: other systems may not save such values."""
+        """Report a missing key. In another system's checkpoint that is no error, because not all save such values."""
         if self.foreign:
             self.plan.skipped[key] = "not in the checkpoint, which ckptkit did not write"
         else:
@@ -764,7 +765,7 @@ class _Planner:
             return
         _, streams = shared_stream(self.rank, self.world_size)
         first = self.objects[f"rng.{ranks[0]}"]
-        saved = first.get("streams") if isinstance(first, Mapping) else None  # None if share_stream was not called
+        saved = first.get("streams") if isinstance(first, Mapping) else None  # None: share_stream was not called
         changed = f"saved at world size {len(ranks)}, now it is {self.world_size}"
         if len(ranks) == self.world_size and saved is not None:
             changed = f"saved with {saved} independent random streams, now there are {streams}"
@@ -800,24 +801,24 @@ class _Planner:
         models = self.state.parts("model")
         if not models and self.entries(Role.MODEL):
             self.plan.skipped.setdefault("model", "not in the training state")
-        elif "" not in models:  # each saved name starts with the name of its model
+        elif "" not in models:  # each saved name starts with its model's name
             for name in {fqn.partition(".")[0] for fqn in self.entries(Role.MODEL)} - set(models):
                 self.plan.skipped.setdefault(section("model", name), "not in the training state")
 
 
 def is_recipe(recipe: JSON) -> bool:
-    """Return whether this JSON has the fields of a recipe of a tensor subclass."""
+    """Return whether this JSON value has the fields of a tensor subclass's recipe."""
     inner = recipe.get("inner") if isinstance(recipe, dict) else None
     return isinstance(inner, dict) and "context" in recipe and all(isinstance(spec, dict) for spec in inner.values())
 
 
 def unlike(name: str, here: Recipe | None, saved: Recipe | None) -> str:
-    """Describe a tensor whose recipes differ. None is the recipe of a plain tensor."""
+    """Describe a tensor whose live and saved recipes differ. A plain tensor has the recipe None."""
     return f"{name} is {describe(here)} here, but {describe(saved)} in the checkpoint"
 
 
 def _unlike_entry(name: str, here: Recipe, entry: TensorEntry) -> str:
-    """Describe a tensor of a subclass here that the checkpoint has as one tensor."""
+    """Describe a tensor that is a tensor subclass here, but a single tensor in the checkpoint."""
     if not entry.slices.opaque:
         return unlike(name, here, None)
     return (
@@ -827,7 +828,7 @@ def _unlike_entry(name: str, here: Recipe, entry: TensorEntry) -> str:
 
 
 def _outers(entries: Mapping[str, TensorEntry], recipes: Mapping[str, Recipe], head: str) -> list[str]:
-    """Return the names of the tensor subclasses that some of these entries are parts of."""
+    """Return the names of the tensor subclasses that any of these entries are parts of."""
     outers = dict.fromkeys(outer_name(name, recipes, head) for name in entries)
     return [name for name in outers if name not in entries]
 
@@ -838,9 +839,9 @@ def _parts_of(name: str, entries: Mapping[str, TensorEntry]) -> dict[str, Tensor
 
 
 def _not_taken(module: torch.nn.Module, state: Mapping[str, Any]) -> list[str]:
-    """Return the entries of a module's state dict that its `load_state_dict` does not accept.
+    """Return the entries in a module's state dict that its `load_state_dict` does not accept.
 
-    A hook has added them. They are found by loading the module's own state.
+    A hook has added them. To find them, load the module's own state.
     """
     import torch
 
@@ -850,7 +851,7 @@ def _not_taken(module: torch.nn.Module, state: Mapping[str, Any]) -> list[str]:
 
 
 def _moved_values(tree: JSON, order: Sequence[int | None], saved: int, name: str = "") -> list[str]:
-    """Return the names of lists with one value per saved group, if `order` moves values to other groups."""
+    """Return the names of lists with one value per saved group, if `order` moves any value to a different group."""
     if isinstance(tree, dict):
         inner = [(key if not key.startswith("$") else name, value) for key, value in tree.items()]
         found = [text for key, value in inner for text in _moved_values(value, order, saved, key)]
@@ -863,9 +864,9 @@ def _moved_values(tree: JSON, order: Sequence[int | None], saved: int, name: str
 
 
 def of_another_class(key: str, item: Any, objects: Mapping[str, JSON]) -> str:
-    """Describe the class of the saved optimizer or scheduler if it is not that of `item`.
+    """Describe how the saved optimizer's or scheduler's class differs from `item`'s.
 
-    Return "" if the classes are equal, or the saved one was not recorded.
+    Return "" if the classes are equal, or if the saved one was not recorded.
     """
     classes, here = objects.get("classes"), class_name(item)
     saved = classes.get(key, here) if isinstance(classes, Mapping) else here
@@ -882,10 +883,10 @@ def _owner(entry: TensorEntry) -> str:
 
 
 def _owner_and_state(entry: TensorEntry, owners: Collection[str]) -> tuple[str, str]:
-    """Return (FQN, state name) of an optimizer's state.
+    """Return the (FQN, state name) of an optimizer state.
 
-    Some formats store both as one text. If the state's name contains dots, only the saved parameters (`owners`) show
-    where it begins.
+    Some formats store both as a single string. If the state's name contains dots, only the saved parameters (`owners`)
+    show where it begins.
     """
     if entry.fqn in owners or not owners:
         return entry.fqn, entry.state
@@ -900,12 +901,12 @@ def _check_states(plan: OptimizerPlan, weights: Mapping[str, TensorEntry], found
         parameter = plan.parameters[fqn]
         live = plan.live.get(fqn, {})
         wanted, weight = plan.shape(fqn), weights.get(fqn)
-        # If the saved weight has the parameter's shape, a state of another shape is right: it may be a table.
+        # If the saved weight has the parameter's shape, a state may have a different one: it may be a table.
         same_weight = weight is not None and weight.shape == wanted
         for name, entry in entries.items():
             shape = entry.shape
             if plan.held.get(f"{plan.key}.state.{fqn}.{name}") == SHARD:
-                shape = wanted  # a live state is only a part of it
+                shape = wanted  # a live state is only a part of the saved one
             elif name in live:
                 shape = tuple(getattr(live[name], "shape", shape))
                 shape = wanted if shape == tuple(parameter.shape) else shape
@@ -924,8 +925,8 @@ def _check_states(plan: OptimizerPlan, weights: Mapping[str, TensorEntry], found
 def _lacking_states(plan: OptimizerPlan) -> list[str]:
     """Return the states that the checkpoint lacks for parameters that have other states in it.
 
-    A state is expected if the live parameter has it, or if another parameter in the same group has all of this
-    parameter's states and more.
+    A state is expected if the live parameter has it in the parameter's own shape, or if another parameter in the same
+    group has all of this parameter's states and more.
     """
     lacking: list[str] = []
     names = {id(parameter): fqn for fqn, parameter in plan.parameters.items()}
@@ -935,7 +936,7 @@ def _lacking_states(plan: OptimizerPlan) -> list[str]:
         kinds = set(states.values())
         for fqn, own in states.items():
             if not own:
-                continue  # never stepped
+                continue  # the optimizer never updated this parameter
             shape = plan.parameters[fqn].shape
             live = {name for name, value in plan.live[fqn].items() if getattr(value, "shape", None) == shape}
             wider = next((kind for kind in kinds if own < kind), own)
@@ -951,7 +952,7 @@ def _cuts(found: Sequence[Any]) -> str:
 def _plan_masters(
     plan: OptimizerPlan, masters: Mapping[str, TensorEntry], weights: Mapping[str, TensorEntry], found: Mismatches
 ) -> list[str]:
-    """Match fp32 masters. If the checkpoint lacks one, use its fp32 weight. Return unmatched masters."""
+    """Match fp32 masters. If the checkpoint lacks one, use its fp32 weight instead. Return unmatched masters."""
     if plan.master_name is None:
         return list(masters)
     for fqn, parameter in plan.parameters.items():
@@ -974,10 +975,10 @@ def plan_load(
 ) -> LoadPlan:
     """Plan a load without changing anything. Reads objects, and only the tensors that settings or extras need.
 
-    The plan's `mismatches` contains all mismatches, except those below.
+    The plan's `mismatches` contains all mismatches, except the one listed here.
 
     Raises:
-        CheckpointMismatchError: The checkpoint is LOCAL and was saved on another mesh.
+        CheckpointMismatchError: The checkpoint is LOCAL and was saved on a different mesh.
         CorruptCheckpointError: The checkpoint is damaged.
     """
     for item in state.extra.values():
@@ -994,9 +995,9 @@ def plan_load(
         return _plan_mapped(state, catalog, options, rank=rank, world_size=world_size)
     if not objects:
         adopted = adopt(catalog, store, state, optimizer=options.optimizer == "restore")
-    catalog = replace(adopted.catalog, tensors=dict(adopted.catalog.tensors))  # create each lazy entry only once
+    catalog = replace(adopted.catalog, tensors=dict(adopted.catalog.tensors))  # creates each lazy entry only once
 
-    def small(key: str) -> torch.Tensor:  # rarely called: for a learning rate that is a large tensor
+    def small(key: str) -> torch.Tensor:  # rarely called, for example if a learning rate is a large tensor
         return adopted.tensors[key] if key in adopted.tensors else read_whole(catalog, store, [key])[key]
 
     plan = LoadPlan(catalog, adopted.tensors)
@@ -1032,7 +1033,7 @@ def _plan_mapped(state: TrainState, catalog: Catalog, options: LoadOptions, *, r
 
 
 def _names_and_config(state: TrainState) -> tuple[set[str], Mapping[str, Any]]:
-    """Return the tensor names of the live models, and the config of the first model that has one."""
+    """Return the live models' tensor names, and the config of the first model that has one."""
     models = state.parts("model")
     live = {f"{name}.{fqn}" if name else fqn for name, module in models.items() for fqn in model_tensors(module)[0]}
     configs = (getattr(getattr(module, "config", None), "to_dict", None) for module in models.values())
@@ -1040,7 +1041,7 @@ def _names_and_config(state: TrainState) -> tuple[set[str], Mapping[str, Any]]:
 
 
 def _hub_map(state: TrainState, catalog: Catalog) -> NameMap | None:
-    """Return the map from names in Hugging Face files to those of the live model. None if unknown or not needed.
+    """Return the map from the names in Hugging Face files to the live model's names; None if unknown or not needed.
 
     The names differ because transformers stacks experts in memory.
     """
@@ -1059,13 +1060,13 @@ def _no_tensor(key: str) -> Any:
 
 
 def _json_objects(catalog: Catalog) -> dict[str, JSON]:
-    """Return the non-tensor objects of a ckptkit checkpoint; {} for other checkpoints."""
+    """Return a ckptkit checkpoint's non-tensor objects; {} for other checkpoints."""
     found = catalog.objects.values()
     return {entry.name: entry.value for entry in found if entry.path.rpartition("/")[2] == OBJECTS_NAME}
 
 
 def _check_local(state: TrainState, catalog: Catalog, url: str, *, world_size: int) -> None:
-    """Raise if a LOCAL checkpoint was saved on another number of ranks, on another mesh or with other placements.
+    """Raise if a LOCAL checkpoint was saved on a different number of ranks, or with a different mesh or placements.
 
     Raises:
         CheckpointMismatchError: Includes the reshard command for this job.
@@ -1089,7 +1090,7 @@ def _check_local(state: TrainState, catalog: Catalog, url: str, *, world_size: i
 
 
 def _moved(state: TrainState, catalog: Catalog) -> str:
-    """Describe a parameter whose placement is not that of the checkpoint; "" if there is none."""
+    """Describe a parameter whose live placement differs from the saved one; return "" if there is none."""
     from torch.distributed.tensor import DTensor
 
     meshes, placements = catalog.info.extra.get(MESHES, []), catalog.info.extra.get(PLACEMENTS, {})
@@ -1109,13 +1110,13 @@ def _moved(state: TrainState, catalog: Catalog) -> str:
 
 
 def _cut(mesh_shape: tuple[int, ...], placements: tuple[str, ...]) -> tuple[Any, ...] | None:
-    """Return (mesh shape, placements); None if every rank holds the whole tensor."""
+    """Return (mesh shape, placements), or None if every rank has the whole tensor."""
     whole = all(size == 1 or text == "R" for size, text in zip(mesh_shape, placements, strict=True))
     return None if whole else (mesh_shape, placements)
 
 
 def _live_mesh(state: TrainState, world_size: int) -> str:
-    """Return the `--mesh` of `ckptkit reshard` for this job; "" for a one-dimensional mesh of shards."""
+    """Return the `--mesh` argument of `ckptkit reshard` for this job; "" for a one-dimensional mesh of shards."""
     from torch.distributed.tensor import DTensor
 
     tensors = [t for module in state.parts("model").values() for t in model_tensors(module)[0].values()]

@@ -31,15 +31,15 @@ __all__ = ["Reading", "free_memory"]
 
 
 class Reading:
-    """Plans reads into the live tensors, or with `atomic` into a second copy. Reads nothing yet.
+    """Plans reads into the live tensors or, with `atomic`, into a second copy. Reads nothing yet.
 
     Attributes:
         first: Reads the tensors that objects refer to, so that the objects can be validated before the live state is
             changed. None if `filler` reads these tensors, too.
         filler: Reads all other tensors.
-        states: The future state of each optimizer in the plan, by FQN and name.
+        states: The future state of each of the plan's optimizers, by FQN and name.
         refs: The tensors that objects refer to.
-        held: Bytes of the second copy.
+        held: Size of the second copy in bytes.
 
     Raises:
         CheckpointMismatchError: Tensors that share memory would get different values.
@@ -61,8 +61,8 @@ class Reading:
 
         verify = Verify.READ if options.verify else Verify.OFF
         self.filler = Filler(store, workers=workers, verify=verify, cast=True)
-        # On an object store, read the objects' tensors with the rest, which saves a round trip. Not with several ranks:
-        # if they share reads, data from other ranks arrives only after a rank's own reads.
+        # On an object store, read the tensors in objects with the rest, which saves a round trip. Not with several
+        # ranks: if they share reads, other ranks' data arrives only after a rank's own reads.
         apart = not store.asking_costs or world_size > 1
         self.first = Filler(store, workers=workers) if apart else None
         self.held = 0
@@ -76,8 +76,8 @@ class Reading:
             self._check_memory(options.max_nbytes)
         self.refs = self._references(plan)
         if not options.atomic and store.sizes_are_free:
-            # Find short files before anything is read into the live state. Not on object stores, where objects are
-            # never truncated and each check is a request.
+            # Find short files before anything is read into the live state. Skip this on object stores, where objects
+            # are never truncated and each check is a request.
             check_sizes(self.filler)
 
     def finish(self) -> None:
@@ -94,10 +94,10 @@ class Reading:
     def _read(
         self, live: torch.Tensor, entry: TensorEntry, *, beside: bool = False, filled: Sequence[Box] | None = None
     ) -> PartView:
-        """Schedule reads of this rank's part of a tensor, or only of the boxes `filled`.
+        """Schedule reads of this rank's part of a tensor, or of only the boxes in `filled`.
 
-        The target is the live tensor. With `beside`, or for a meta tensor, it is new memory, which `finish` copies
-        to the live tensor.
+        They fill the live tensor. With `beside`, or for a meta tensor, they fill new memory, which `finish` copies to
+        the live tensor.
         """
         import torch
 
@@ -152,14 +152,14 @@ class Reading:
         on_device: bool,
         held: Held | None,
     ) -> torch.Tensor:
-        """Return the target of one optimizer state: the live tensor if a new one would have the same placement."""
+        """Return the tensor to read a state into: the live one if a new one would have the same placement."""
         import torch
 
         dtype = getattr(torch, entry.dtype)
         shape = tuple(parameter.shape) if shards else entry.shape
         alike = held is None and isinstance(live, torch.Tensor) and live.dtype is dtype
         alike = alike and _is_alike(live, parameter, shape)
-        # Even with `atomic`, fill the live tensor of an accelerator: a new one would need as much device memory again.
+        # Even with `atomic`, keep an accelerator's live tensor: a new one would need as much device memory again.
         if alike and (not self._atomic or live.device.type != "cpu"):
             kept: torch.Tensor = live
             self._read(as_global(entry.name, kept, shards), entry, beside=self._atomic)
@@ -170,9 +170,9 @@ class Reading:
         return view.local if held == SHARD else new
 
     def _references(self, plan: LoadPlan) -> dict[str, torch.Tensor]:
-        """Schedule reads of the tensors inside objects, and return them by key.
+        """Schedule reads of the tensors in objects, and return these tensors by key.
 
-        A tensor gets the placement of the live tensor at the same key. If there is none, it is read as a full tensor.
+        A tensor gets the placement of the live tensor with the same key. If there is none, it is read as a full tensor.
         """
         import torch
         from torch.distributed.tensor import DTensor
@@ -196,7 +196,7 @@ class Reading:
         return refs
 
     def _check_memory(self, limit: int | None) -> None:
-        """Raise LoadError if the second copy exceeds `limit`, or without it, this rank's share of free memory."""
+        """Raise LoadError if the second copy exceeds `limit` or, if that is None, this rank's share of free memory."""
         ranks_here = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1))
         free = free_memory() if limit is None else None
         most = limit if free is None else free // ranks_here
@@ -220,7 +220,7 @@ def _check_shared_memory(plan: LoadPlan, views: Sequence[PartView], store: Store
 
 
 def _live_references(plan: LoadPlan) -> dict[str, torch.Tensor]:
-    """Return the tensors of the live extra state, by the key under which a save would refer to them."""
+    """Return the tensors in the live extra state, by the keys that a save would give them."""
     live: dict[str, torch.Tensor] = {}
     for target in plan.objects:
         item = target.item
@@ -247,7 +247,7 @@ def _held_references(plan: LoadPlan, optimizer: OptimizerPlan) -> dict[str, torc
 
 
 def _is_alike(live: torch.Tensor, parameter: torch.Tensor, saved: tuple[int, ...]) -> bool:
-    """Return whether a live state has the shape and placement that a new state of this parameter would have."""
+    """Return whether a live state has the shape and placement that a new state for this parameter would have."""
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -272,7 +272,7 @@ def _apart(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def free_memory() -> int | None:
-    """Return the free memory in bytes, limited by that of the container; None if unknown (not Linux)."""
+    """Return the free memory in bytes, within the container's limits; None if unknown (not Linux)."""
     found = [*_system(), *_groups()]
     return max(0, min(found)) if found else None
 

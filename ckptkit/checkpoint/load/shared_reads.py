@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 __all__ = ["exchange", "groups_of"]
 
 _PIECE = 64 << 20  # maximum bytes per message
-_DIRECT = 1 << 20  # smaller tensors are packed into one message
-_FLYING = 128 << 20  # bytes in flight per rank; beyond that, the rank waits for the oldest message
+_DIRECT = 1 << 20  # tensors of fewer bytes are packed together into messages
+_FLYING = 128 << 20  # bytes in flight per rank; above this, the rank waits for the oldest message
 _ALIGN = 16
-_MOST = 64  # maximum size of a group of ranks, because each rank sends to all others
+_MOST = 64  # ranks per group; limited because each rank sends to all others
 
 
 def groups_of(signatures: Sequence[bytes]) -> list[list[int]]:
-    """Return, for each rank, the ranks that read the same data, ascending. The rank itself is included.
+    """Return, for each rank, the ranks that read the same data, including itself, ascending.
 
     Args:
         signatures: A signature of each rank's planned reads; b"" if they cannot be shared.
@@ -48,7 +48,7 @@ def exchange(coordinator: Coordinator, members: Sequence[int], shares: Sequence[
     128 MiB per rank are in flight.
 
     Args:
-        members: Ranks of the coordinator, including this one.
+        members: Ranks in the coordinator's numbering, including this one.
         shares: The tensors that each member reads. Number, shapes, dtypes and order are the same on every member.
 
     Raises:
@@ -79,7 +79,7 @@ def exchange(coordinator: Coordinator, members: Sequence[int], shares: Sequence[
 class _Message:
     """One message of a share.
 
-    `make(True)` returns the bytes to send, `make(False)` memory to receive them. `keep` stores received bytes in the
+    `make(True)` returns the bytes to send, `make(False)` memory to receive them. `keep` copies received bytes to the
     tensors.
     """
 
@@ -108,7 +108,7 @@ def _start(message: _Message, peers: Sequence[int], coordinator: Coordinator, *,
     import torch.distributed as dist
 
     # The tag is unique to this exchange. If a rank fails, its next receive must not match messages that were already
-    # sent: gloo kills the process if such a message is too long.
+    # sent, because gloo kills the process if such a message is too long.
     data, group, tag = message.make(sends), coordinator.group, coordinator.step
     if sends:
         return _Flight(data, [dist.isend(data, peer, group=group, tag=tag) for peer in peers], lambda _: None)
@@ -116,7 +116,7 @@ def _start(message: _Message, peers: Sequence[int], coordinator: Coordinator, *,
 
 
 def _messages(share: Sequence[torch.Tensor]) -> Iterator[_Message]:
-    """Split a share into messages. Large tensors in host memory are sent directly, the others are packed."""
+    """Split a share into messages. Large tensors in host memory are sent directly; the others are packed."""
     import torch
 
     from ckptkit.formats.dcp.host_bytes import host_view, lies_row_major
