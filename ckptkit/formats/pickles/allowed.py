@@ -1,4 +1,4 @@
-"""The allow-list for pickles: the permitted globals, and the inert value that replaces each of them."""
+"""The allow-list for pickles: the permitted globals, and the inert value that stands in for each of them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from ckptkit.formats.pickles.inert import Function, Record, StateDict, StorageTy
 __all__ = ["ALLOWED", "STORAGE_CLASSES", "allowed_global", "checked_key"]
 
 _MAX_KEY_NODES = 64
-_INT_HASH_MODULUS = (1 << 61) - 1  # CPython's hash modulus for int; larger keys can be made to collide
+_INT_HASH_MODULUS = (1 << 61) - 1  # CPython's hash modulus for int; larger ints as keys can be made to collide
 
 
 def checked_key(key: Any) -> Any:
-    """Return `key` if it is cheap to hash. Hashing nested tuples can take exponential time and exhaust the C stack."""
+    """Return `key`, or raise ValueError if it may be costly to hash: for nested tuples, hashing can take exponential
+    time and exhaust the C stack."""
     pending, nodes = [key], 0
     while pending:
         item = pending.pop()
@@ -36,7 +37,7 @@ def checked_key(key: Any) -> Any:
 
 
 def _dict(*args: Any) -> StateDict:
-    """Replace OrderedDict() and OrderedDict([[key, value], ...]), as Python 2 and 3 pickle it."""
+    """Stand in for OrderedDict() and OrderedDict([[key, value], ...]), as pickled by Python 3 and Python 2."""
     made = StateDict()
     if args and args[0] is not None:
         pairs = args[0].items() if isinstance(args[0], dict) else args[0]
@@ -104,14 +105,14 @@ def _complex(real: Any = 0.0, imaginary: Any = 0.0) -> complex:
 
 
 def _reconstructor(cls: Any, base: Any = None, state: Any = None) -> Record:
-    """Replace copyreg._reconstructor. Protocols 0 and 1 use it for instances of plain classes."""
+    """Stand in for copyreg._reconstructor, which protocols 0 and 1 use for instances of ordinary classes."""
     if not (isinstance(cls, type) and issubclass(cls, Record)):
         raise ValueError("an object of a class that is not a record")
     return cls()
 
 
 def _layout(name: Any) -> str:
-    """Replace torch.serialization._get_layout."""
+    """Stand in for torch.serialization._get_layout."""
     if not isinstance(name, str):
         raise ValueError("a layout name is not a string")
     return name.removeprefix("torch.")
@@ -122,7 +123,7 @@ def _numpy_array(*args: Any) -> stubs.NDArray:
 
 
 def _numpy_frombuffer(data: Any, dtype: Any, shape: Any, order: Any = "C", *_: Any) -> stubs.NDArray:
-    """Replace numpy._core.numeric._frombuffer, which protocol 5 uses."""
+    """Stand in for numpy._core.numeric._frombuffer, which protocol 5 uses."""
     made = _numpy_array()
     made.state = (1, shape, dtype, order == "F", data)
     return made
@@ -143,7 +144,8 @@ _STORAGES = {
     "QInt32Storage": "qint32", "QUInt4x2Storage": "quint4x2", "QUInt2x4Storage": "quint2x4",
 }  # fmt: skip
 STORAGE_CLASSES = {dtype: name for name, dtype in _STORAGES.items()}
-"""The storage class of each dtype in torch.save. Other dtypes use UntypedStorage and record the dtype."""
+"""The storage class that torch.save uses for each dtype. Dtypes that are not listed use UntypedStorage, and their
+pickle records the dtype."""
 _OTHER_DTYPES = (
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
     *("qint8", "quint8", "qint32", "quint4x2", "quint2x4", "bits1x8", "bits2x4", "bits4x2", "bits8", "bits16"),
@@ -174,7 +176,7 @@ _METADATA_HOMES = (
     f"{_SHARD}.sharded_tensor.metadata",
 )  # fmt: skip
 
-# Modules of plain data classes: any of their classes becomes a record.
+# Modules that define only plain data classes: each of these classes becomes a record.
 _FAMILIES = re.compile(
     r"torch\.distributed\.(?:_shard|_tensor|tensor|device_mesh|_mesh_layout|_pycute|remote_device|_remote_device)"
     r"(?:\.[A-Za-z_][A-Za-z0-9_]*)*"
@@ -234,10 +236,10 @@ def _functions() -> dict[tuple[str, str], Any]:
 
 
 def _names() -> dict[tuple[str, str], Any]:
-    """Return the globals of torch that are values: dtypes, layouts, memory formats, storage classes."""
+    """Return torch's globals that are values: dtypes, layouts, memory formats, storage classes."""
     table: dict[tuple[str, str], Any] = {("torch", name): TorchDType(name) for name in (*DTYPES, *_OTHER_DTYPES)}
     table.update((("torch", name), name) for name in _LAYOUTS)
-    for name, dtype in _STORAGES.items():  # tensor classes of the tar format, torch < 0.2
+    for name, dtype in _STORAGES.items():  # tensor classes in the tar format, torch < 0.2
         table["torch", name.replace("Storage", "Tensor")] = StorageType(dtype)
     for home in ("torch", "torch.cuda", "torch.storage"):
         table.update(((home, name), StorageType(dtype)) for name, dtype in _STORAGES.items())
@@ -250,7 +252,7 @@ def _classes() -> dict[tuple[str, str], Any]:
     for name in ("MCoreMetadata", "MCoreSavePlan"):
         table["megatron.core.dist_checkpointing.strategies.torch", name] = _METADATA["Metadata"]
     for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData"):
-        # megatron-core stores the plans of all ranks in .metadata to reuse them in a later save.
+        # megatron-core stores all ranks' plans in .metadata, to reuse them in a later save.
         table[f"{_DCP}.planner", name] = record_type(f"{_DCP}.planner.{name}")
     for full in _RECORDS:
         module, _, name = full.rpartition(".")
@@ -262,7 +264,7 @@ ALLOWED: Mapping[tuple[str, str], Any] = {**_functions(), **_names(), **_classes
 
 
 def allowed_global(module: str, name: str) -> Any | None:
-    """Return the replacement of the global `module.name`, or None if it is not on the allow-list."""
+    """Return what stands in for the global `module.name`, or None if it is not on the allow-list."""
     found = ALLOWED.get((module, name))
     if found is None and _FAMILIES.fullmatch(module) and _CLASS_NAME.fullmatch(name):
         return record_type(f"{module}.{name}")

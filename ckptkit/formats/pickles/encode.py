@@ -1,7 +1,7 @@
-"""Writes a state dict as one `torch.save` file without torch: a zip of stored records, tensors last.
+"""Writes a state dict as one torch.save file without torch: a zip of uncompressed records, tensors last.
 
-`torch.load(weights_only=True)` reads it, also memory-mapped. Source of the format: torch/serialization.py (`_save`,
-`_load`) and the zip specification (APPNOTE 6.3.10). Uses ZIP64 if an offset or a size needs it.
+`torch.load(weights_only=True)` can load the file, also memory-mapped. Sources for the format: torch/serialization.py
+(`_save`, `_load`) and the zip specification (APPNOTE 6.3.10). Uses ZIP64 if an offset or a size requires it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ckptkit.formats.pickles.zip import central_header, end_records, local_heade
 
 __all__ = ["TorchFile", "encode_torch_file", "pickle_state_dict"]
 
-# --- the `data.pkl` of a state dict as torch.save writes it, opcode by opcode
+# --- a state dict's `data.pkl` as torch.save writes it, opcode by opcode
 
 
 Described = tuple[str, str, tuple[int, ...], tuple[int, ...], int]  # name, dtype, sizes, strides, nbytes
 
 
 def pickle_state_dict(tensors: Sequence[Described]) -> bytes:
-    """Return the pickle of a dict of tensors. Tensor i is all of storage i, row-major."""
+    """Return the pickle of a dict of tensors. Tensor i is row-major, and takes up all of storage i."""
     out = bytearray(b"\x80\x02}(")
     for key, (name, dtype, sizes, strides, nbytes) in enumerate(tensors):
         out += _text(name) + _tensor(str(key), dtype, sizes, strides, nbytes)
@@ -41,7 +41,7 @@ def _tensor(key: str, dtype: str, sizes: tuple[int, ...], strides: tuple[int, ..
         b"ctorch._utils\n_rebuild_tensor_v%d\n(" % (2 if storage else 3),
         b"(" + _text("storage"),
         f"ctorch\n{storage}\n".encode() if storage else b"ctorch.storage\nUntypedStorage\n",
-        _text(key) + _text("cpu") + _int(count) + b"tQ",  # the persistent id of the storage
+        _text(key) + _text("cpu") + _int(count) + b"tQ",  # the storage's persistent id
         _int(0) + _tuple(sizes) + _tuple(strides),
         b"\x89ccollections\nOrderedDict\n)R",  # requires_grad=False, no backward hooks
     ]
@@ -70,11 +70,11 @@ _ROOT = b"archive/"
 
 @dataclass(frozen=True, slots=True)
 class TorchFile:
-    """The layout of a file.
+    """A file's layout.
 
     Attributes:
-        literals: (start, bytes) of everything except tensors.
-        starts: Byte offset of each tensor.
+        literals: (start, bytes) for everything except the tensors.
+        starts: Each tensor's byte offset.
         crcs: For each tensor, the two positions of its CRC-32: in its local header and in the central directory.
         nbytes: Size of the whole file.
     """
@@ -86,8 +86,8 @@ class TorchFile:
 
 
 def encode_torch_file(tensors: Sequence[TensorToWrite]) -> TorchFile:
-    """Lay out the file of a state dict. Every tensor has its own storage, aligned to 64 bytes."""
-    members: list[tuple[bytes, int, int, int]] = []  # name, crc, nbytes, offset of the local header
+    """Lay out a state dict's file. Each tensor has a storage of its own, aligned to 64 bytes."""
+    members: list[tuple[bytes, int, int, int]] = []  # name, crc, nbytes, local header's offset
     literals: list[tuple[int, bytes]] = []
     head = bytearray()
     shapes = [(t.name, t.dtype, t.shape, row_major_strides(t.shape), t.nbytes) for t in tensors]

@@ -1,4 +1,4 @@
-"""The inert values that a pickle may build: records that store their arguments and do nothing else."""
+"""The inert values that a pickle may build: records that store what they are given and do nothing else."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 
 
 class Stub:
-    """Base of all values that replace an object of another library. Equality and hash are by identity."""
+    """Base class of the values that stand in for other libraries' objects. They compare and hash by identity."""
 
     __slots__ = ()
 
@@ -40,7 +40,7 @@ class Stub:
 
 
 class Record(Stub):
-    """An instance of a class on the allow-list: the arguments of its constructor, its state and its items."""
+    """Stands in for an instance of a class on the allow-list: its constructor arguments, state and items."""
 
     __slots__ = ("args", "entries", "items", "kwargs", "state")
     kind: ClassVar[str] = ""
@@ -77,7 +77,7 @@ class Record(Stub):
 
     @property
     def fields(self) -> Mapping[str, Any]:
-        """The attributes in the pickled state if that is `__dict__` or `(__dict__, slots)`, otherwise {}."""
+        """The attributes, if the pickled state is `__dict__` or `(__dict__, slots)`; otherwise {}."""
         state = self.state
         if isinstance(state, dict):
             return state
@@ -94,14 +94,14 @@ class Record(Stub):
 
 
 class UnknownGlobal(Record):
-    """An instance of a class that is not on the allow-list, kept because the caller requested records."""
+    """Stands in for an instance of a class that is not on the allow-list, because the caller asked for records."""
 
     __slots__ = ()
 
 
 @functools.lru_cache(maxsize=2048)
 def record_type(kind: str) -> type[Record]:
-    """Return the class of the records that replace instances of `kind`, "module.Name"."""
+    """Return the record class that stands in for the class `kind`, given as "module.Name"."""
     return type("Record", (Record,), {"__slots__": (), "kind": kind})
 
 
@@ -111,7 +111,7 @@ def unknown_type(kind: str) -> type[UnknownGlobal]:
 
 
 class Function(Stub):
-    """A function on the allow-list, replaced by one of ours."""
+    """Stands in for a function on the allow-list: calls a function of ours."""
 
     __slots__ = ("_call", "name")
 
@@ -124,7 +124,8 @@ class Function(Stub):
 
 
 def attribute_of(owner: object, name: object) -> type[Record]:
-    """Replace `getattr(Class, "Nested")`. Older protocols name nested classes of torch.distributed this way."""
+    """Stand in for `getattr(Class, "Nested")`, by which older protocols refer to nested classes in
+    torch.distributed."""
     if not (isinstance(owner, type) and issubclass(owner, Record)):
         raise UnsafePickleError("its pickle asks for getattr, which is allowed only on classes of torch.distributed")
     if not isinstance(name, str) or not _IDENTIFIER.fullmatch(name) or name.startswith("__"):
@@ -138,7 +139,7 @@ def attribute_of(owner: object, name: object) -> type[Record]:
 
 
 class StateDict(dict[Any, Any], Stub):
-    """OrderedDict and similar classes, as a dict. Attributes (`_metadata` of a state dict) are dropped."""
+    """An OrderedDict or similar, as a dict. Attributes (such as a state dict's `_metadata`) are dropped."""
 
     __slots__ = ()
 
@@ -147,7 +148,7 @@ class StateDict(dict[Any, Any], Stub):
 
 
 class TorchDType(Stub):
-    """A dtype, by torch's name without the prefix."""
+    """A dtype, by torch's name for it without "torch."."""
 
     __slots__ = ("name",)
 
@@ -159,7 +160,7 @@ class TorchDType(Stub):
 
 
 class StorageType(Stub):
-    """A torch storage class; `dtype` is None if it is untyped."""
+    """A torch storage class. `dtype` is None if the class is untyped."""
 
     __slots__ = ("dtype",)
 
@@ -168,18 +169,18 @@ class StorageType(Stub):
 
 
 class NDArray(Record):
-    """A numpy array: `state` is (version, shape, dtype, fortran order, raw bytes)."""
+    """A numpy array. Its `state` is (version, shape, dtype, fortran order, raw bytes)."""
 
     __slots__ = ()
     kind = "numpy.ndarray"
 
 
-# A `.metadata` may have millions of instances of these classes. They use slots, and empty the dict of the pickled
-# state, because the unpickler's memo keeps that dict alive until the end.
+# A `.metadata` may have millions of instances of these classes, so they use slots. They also empty the dict in the
+# pickled state, because the unpickler's memo keeps that dict alive until the end.
 
 
 class Index(Stub):
-    """MetadataIndex: `offset` is None for byte entries."""
+    """A MetadataIndex. `offset` is None for byte entries."""
 
     __slots__ = ("fqn", "offset")
 
@@ -192,7 +193,7 @@ class Index(Stub):
 
 
 class StorageInfo(Stub):
-    """_StorageInfo: the byte range of one item."""
+    """A _StorageInfo: one item's byte range."""
 
     __slots__ = ("length", "offset", "relative_path", "transforms")
 
@@ -205,7 +206,7 @@ class StorageInfo(Stub):
 
 
 class ChunkMetadata(Stub):
-    """ChunkStorageMetadata: a box of a tensor."""
+    """A ChunkStorageMetadata: a box within a tensor."""
 
     __slots__ = ("offsets", "sizes")
 
@@ -218,7 +219,7 @@ class ChunkMetadata(Stub):
 
 
 class TensorMetadata(Stub):
-    """TensorStorageMetadata."""
+    """A TensorStorageMetadata."""
 
     __slots__ = ("chunks", "properties", "size")
 

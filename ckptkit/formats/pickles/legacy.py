@@ -1,7 +1,7 @@
-"""Reads torch.save files from before zip archives: a sequence of pickles and storages, or a tar of them.
+"""Reads torch.save files that predate zip archives: a sequence of pickles and storages, or a tar of them.
 
-Both formats give the same records as `pickles.zip`: tensors are byte ranges of the file. Neither format has checksums.
-Sources of the layouts: `_legacy_save` and `legacy_load` in torch/serialization.py.
+Both formats result in the same records as `pickles.zip`: tensors are byte ranges in the file. Neither format has
+checksums. Sources for the layouts: `_legacy_save` and `legacy_load` in torch/serialization.py.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _MAX_OBJECTS = 1 << 22
 
 
 def is_legacy(head: bytes) -> bool:
-    """Return whether a file begins with the pickled magic number of the legacy format."""
+    """Return whether a file begins with the legacy format's pickled magic number."""
     return head[:1] == b"\x80" and _MAGIC.to_bytes(10, "little") in head[:32]
 
 
 def is_tar(head: bytes) -> bool:
-    """Return whether a file begins like the tar of an old torch.save."""
+    """Return whether a file begins like the tar that old versions of torch.save wrote."""
     return head[257:262] == b"ustar" or head[:100].rstrip(b"\0") in [name.encode() for name in _TAR_MEMBERS]
 
 
 def read_legacy(store: Store, path: str, *, unknown: Unknown = "refuse") -> TorchArchive:
-    """Parse the legacy file at `path`, without reading tensors.
+    """Parse the legacy file at `path` without reading tensors.
 
     Raises:
         CorruptCheckpointError: The file is not a legacy file, or is truncated.
@@ -57,7 +57,8 @@ def read_legacy(store: Store, path: str, *, unknown: Unknown = "refuse") -> Torc
         try:
             return _Legacy(store, path, nbytes, head, unknown).archive()
         except CorruptCheckpointError:
-            # The pickles may be longer than the window. It grows by a factor of 8, so parsing again costs little.
+            # The pickles may be longer than what was read. The next read is 8 times as long, so parsing again costs
+            # little.
             if len(head) >= min(nbytes, MAX_PICKLE_BYTES):
                 raise
             window *= 8
@@ -117,7 +118,7 @@ class _Legacy:
         return known
 
     def _locate(self, keys: Any, pos: int) -> None:
-        """Locate the storages, in the order of `keys`. Each has 8 bytes with its element count, then its bytes."""
+        """Locate the storages, in the order of `keys`. Each consists of its element count (8 bytes) and its bytes."""
         if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys) or len(set(keys)) != len(keys):
             raise ValueError("the list of storages is damaged")
         for key in keys:
@@ -140,13 +141,13 @@ class _Legacy:
 
 
 def read_tar(store: Store, path: str, *, unknown: Unknown = "refuse") -> TorchArchive:
-    """Parse the tar file of an old torch.save, without reading tensors. Raises as `read_legacy`."""
+    """Parse a tar file from an old torch.save without reading tensors. Raises the same errors as `read_legacy`."""
     members = _tar_members(store, path)
     return guarded(path, lambda: _Tar(store, path, members, unknown).archive())  # type: ignore[no-any-return]
 
 
 def _tar_members(store: Store, path: str) -> dict[str, tuple[int, int]]:
-    """Return (start, nbytes) of the four members by name. Refuses a tar with anything else."""
+    """Return (start, nbytes) for each of the four members, by name. Refuses a tar that contains anything else."""
     found: dict[str, tuple[int, int]] = {}
     nbytes, pos = file_size(store, path), 0
     while pos + _TAR_BLOCK <= nbytes:
@@ -209,7 +210,7 @@ class _Tar:
         return self.objects[str(identity)]
 
     def _pickle(self, name: str, pos: int) -> tuple[Any, int]:
-        """Return the small pickle at `pos` of a member, and where it ends."""
+        """Return the small pickle at `pos` in a member, and where it ends."""
         start, nbytes = self.members[name]
         data = self.store.read(self.path, start + pos, start + min(nbytes, pos + (64 << 10)))
         value, end = load_prefix(data, file=self.path)

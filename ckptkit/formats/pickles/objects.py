@@ -1,4 +1,4 @@
-"""Decodes non-tensor entries: into plain Python without torch, or with torch in a job."""
+"""Decodes non-tensor entries: into plain Python values without torch, or, in a training job, with torch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _NUMPY = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class TensorValue:
-    """A tensor inside an object, with a dtype that numpy lacks. `data` is row-major."""
+    """A tensor inside an object, whose dtype numpy lacks. `data` is row-major."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -59,11 +59,11 @@ class TensorValue:
 
 @dataclass(frozen=True, slots=True)
 class Inert:
-    """A pickled instance of a class that is not rebuilt: its class name and arguments.
+    """Stands in for a pickled instance of a class that is not rebuilt. Holds the class name and the arguments.
 
     Attributes:
         kind: "module.Class".
-        known: False if the class is not on the allow-list and was kept only because the caller requested records.
+        known: False if the class is not on the allow-list, and was kept only because the caller asked for records.
     """
 
     kind: str
@@ -74,12 +74,13 @@ class Inert:
 
 
 def read_object(store: Store, entry: ObjectEntry, *, allow_pickle: bool = False) -> Any:
-    """Return the value of an entry as plain Python: tensors as numpy arrays, instances of other classes as `Inert`.
+    """Return an entry's value as plain Python. Tensors become numpy arrays, and instances of other classes become
+    `Inert`.
 
     Runs no code from the entry, and does not import torch.
 
     Args:
-        allow_pickle: Keep classes that are not on the allow-list as `Inert` instead of refusing them.
+        allow_pickle: Keep instances of classes that are not on the allow-list as `Inert` instead of refusing them.
 
     Raises:
         UnsafePickleError: The entry names a class that is not on the allow-list.
@@ -112,7 +113,7 @@ def read_object(store: Store, entry: ObjectEntry, *, allow_pickle: bool = False)
 
 
 def load_object_torch(store: Store, entry: ObjectEntry) -> Any:
-    """Return the value of an entry as torch loads it in a job, with `weights_only=True`. Imports torch.
+    """Return an entry's value as torch itself loads it with `weights_only=True`. Imports torch.
 
     Raises:
         UnsafePickleError: The entry names a class that torch's weights_only loader refuses.
@@ -139,7 +140,7 @@ def _read_json(store: Store, entry: ObjectEntry) -> Any:
         )
     check_density(raw, file=label)
     try:
-        return json.loads(raw)  # not our strict parser: trainer_state.json contains NaN
+        return json.loads(raw)  # not our strict parser, because trainer_state.json may contain NaN
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{label}: it is not JSON: {error}.") from None
 
@@ -149,15 +150,15 @@ def _decoded(store: Store, entry: ObjectEntry, codec: Codec) -> bytes:
 
 
 def decode_zstd(packed: bytes, limit: int, *, file: str) -> bytes:
-    """Return the decompressed bytes. Raises an error before they exceed `limit`."""
+    """Return the decompressed bytes. Stops with an error before they exceed `limit`."""
     return b"".join(zstd_chunks(packed, limit, file=file))
 
 
 def decode_record(store: Store, path: str, codec: Codec, *, limit: int | None = None) -> bytes:
-    """Return the decompressed bytes of a record, all in memory.
+    """Return a record's decompressed bytes, all in memory.
 
     Args:
-        limit: Maximum decoded size. By default 64 times the stored size, but at least 64 MiB and at most 4 GiB.
+        limit: Maximum decompressed size. By default 64 times the stored size, but at least 64 MiB and at most 4 GiB.
     """
     if codec.name != "zstd":
         raise UnsupportedFormatError(f"{path}: the codec {codec.name!r} is unknown.")
@@ -177,7 +178,7 @@ def zstd_chunks(packed: bytes, limit: int, *, file: str) -> Iterator[bytes]:
             f"{file} is compressed with zstd. Install it from the checkout with: pip install -e '.[zstd]'"
         ) from None
     try:
-        # The window limits what a hostile frame makes the decoder allocate.
+        # The maximum window size limits how much memory a hostile frame can make the decoder allocate.
         reader = zstandard.ZstdDecompressor(max_window_size=1 << 27).stream_reader(packed, read_across_frames=True)
         while chunk := reader.read(1 << 20):
             done += len(chunk)
@@ -189,9 +190,9 @@ def zstd_chunks(packed: bytes, limit: int, *, file: str) -> Iterator[bytes]:
 
 
 def read_tensor(store: Store, tensor: StoredTensor) -> np.ndarray[Any, Any] | TensorValue:
-    """Return the tensor's value: a numpy array, or a `TensorValue` if numpy lacks the dtype.
+    """Return a tensor's value: a numpy array, or a `TensorValue` if numpy lacks the dtype.
 
-    The value is never larger than the tensor's storage, because views that declare more were refused.
+    The value is never larger than the tensor's storage, because larger views have already been refused.
     """
     raw = bytearray(tensor.nbytes)
     if raw:
@@ -212,23 +213,23 @@ def plain(value: Any, *, file: str, read: Callable[[StoredTensor], Any] | None =
     """Return `value` with stubs converted to plain Python values. Shared objects stay shared.
 
     Args:
-        read: Returns the value of a tensor. Without it, tensors stay records.
+        read: Returns a tensor's value. Without it, tensors stay records.
 
     Raises:
-        CorruptCheckpointError: `value` is nested too deeply, contains itself, or unfolds to more than a few million
-            values.
+        CorruptCheckpointError: `value` is nested too deeply, contains itself, or would expand to more than a few
+            million values if nothing were shared.
     """
     return guarded(file, lambda: _Plain(read).of(value, 0)[0])
 
 
 class _Plain:
-    """One conversion. Every result comes with the number of values that it unfolds to."""
+    """One conversion. Each result comes with the number of values it would consist of if nothing were shared."""
 
     def __init__(self, read: Callable[[StoredTensor], Any] | None) -> None:
         self.read = read
         self.done: dict[int, tuple[Any, int]] = {}
         self.open: set[int] = set()
-        self.made: list[Any] = []  # keeps new containers alive, so that `done` never has a reused id
+        self.made: list[Any] = []  # keeps new containers alive, so that no id in `done` is reused
 
     def of(self, value: Any, depth: int) -> tuple[Any, int]:
         if value is None or type(value) in (str, int, float, bool, bytes, complex):
@@ -292,7 +293,7 @@ class _Plain:
             return made, 1
         args, a = self.of(value.args, depth)
         if value.fields:
-            # A node of OmegaConf refers to its parent, which would be a cycle.
+            # An OmegaConf node refers to its parent. Following that reference would be a cycle.
             fields, b = self._of_made({k: v for k, v in value.fields.items() if k != "_parent"}, depth)
         else:
             state, b = self.of(value.state, depth)
@@ -342,13 +343,14 @@ def _device(value: Record) -> Any:
 
 
 def _buffer(value: Record) -> Any:
-    """Convert an io.BytesIO, in which Megatron keeps `_extra_state`. Its state is (bytes, position, attributes)."""
+    """Convert an io.BytesIO, which Megatron uses for `_extra_state`. Its state is (bytes, position, attributes)."""
     state = value.state
     return state[0] if isinstance(state, tuple) and state and isinstance(state[0], bytes) else NotImplemented
 
 
 def _checked(make: Callable[..., Any]) -> Callable[[Record], Any]:
-    """Wrap a maker so that it leaves a record unchanged if the arguments do not fit (a time whose zone is a record)."""
+    """Wrap a maker so that it leaves a record as it is if the arguments do not fit (for example, a zone that is a
+    record)."""
 
     def of(value: Record) -> Any:
         try:

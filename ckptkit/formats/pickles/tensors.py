@@ -1,4 +1,4 @@
-"""Describes the tensors of a torch pickle: where their bytes are, and how DTensors and ShardedTensors are placed."""
+"""Describes the tensors in a torch pickle: where their bytes are, and how DTensors and ShardedTensors are placed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _MAX_NUMEL = 1 << 62
 
 
 class OpaqueTensorError(UnsupportedFormatError):
-    """A record contains a tensor whose values cannot be read from its stored bytes alone.
+    """A record contains a tensor whose values can't be read from its stored bytes alone.
 
     Attributes:
         kind: The tensor's class, or the kind of lazy view.
@@ -52,13 +52,13 @@ class OpaqueTensorError(UnsupportedFormatError):
 
 @dataclass(slots=True, eq=False)
 class Storage:
-    """A storage, possibly shared by several tensors: bytes [start, start + nbytes) of a file. Compared by identity.
+    """A storage, which several tensors may share: bytes [start, start + nbytes) in a file. Compares by identity.
 
     Attributes:
         key: The storage's key in the pickle. Tensors that share the storage have the same key.
-        dtype: The dtype in the pickle; None if untyped.
-        location: The device it was saved from, such as "cuda:1"; unused.
-        crc32: CRC-32 of all its bytes, from the zip directory; None if the format has none.
+        dtype: The dtype in the pickle, or None if it is untyped.
+        location: The device that it was saved from, such as "cuda:1". Unused.
+        crc32: The CRC-32 of all its bytes, from the zip directory, or None if the format has none.
     """
 
     path: str
@@ -72,10 +72,10 @@ class Storage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredTensor(Stub):
-    """A dense tensor whose bytes were not read: a strided view of a storage.
+    """A dense tensor, described as a strided view of a storage. Its bytes have not been read.
 
     Attributes:
-        offset: Elements from the start of the storage to the tensor's first element.
+        offset: The number of elements that precede the tensor's first element in the storage.
         strides: In elements.
         marks: Pending "conj" and "neg" operations.
     """
@@ -97,7 +97,7 @@ class StoredTensor(Stub):
 
     @property
     def start(self) -> int:
-        """Byte offset of the first element in the file."""
+        """The first element's byte offset in the file."""
         return self.storage.start + self.offset * self.itemsize
 
     @property
@@ -118,11 +118,11 @@ class StoredTensor(Stub):
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes from the start of the first element to the end of the last one."""
+        """The number of bytes from the start of the first element to the end of the last."""
         return _extent(self.shape, self.strides) * self.itemsize
 
     def slice(self, box: Box | None = None, *, rank: int = -1) -> TensorSlice:
-        """Return the catalog slice of this tensor: the box `box` of a larger tensor, or by default the full tensor."""
+        """Return this tensor as a catalog slice: the box `box` of a larger tensor, or, by default, a full tensor."""
         digest = None
         if self.storage.crc32 is not None:
             digest = Digest(CRC, self.storage.crc32, self.storage.start, self.storage.nbytes)
@@ -150,8 +150,8 @@ class PlacementRecord:
 
     Attributes:
         kind: "shard", "strided_shard", "replicate" or "partial".
-        dim: The sharded tensor dimension; -1 for the last two kinds.
-        split_factor: For a strided shard: the factor by which later mesh dimensions split it.
+        dim: The tensor dimension that is sharded; -1 for "replicate" and "partial".
+        split_factor: For a strided shard, the factor by which later mesh dimensions split it.
     """
 
     kind: str
@@ -161,12 +161,12 @@ class PlacementRecord:
 
 @dataclass(slots=True, eq=False)
 class MeshRecord:
-    """A device mesh: global ranks by coordinate, and the names of its dimensions if it has any.
+    """A device mesh: the global rank at each coordinate, and the names of its dimensions, if any.
 
     Attributes:
-        ranks: Global ranks; each array dimension is a mesh dimension.
-        rank: The global rank that pickled the mesh; None if it was not recorded.
-        coordinate: The position of that rank in the mesh; None if the rank is not in the mesh.
+        ranks: Global ranks. Each array dimension is a mesh dimension.
+        rank: The global rank that pickled the mesh, or None if it was not recorded.
+        coordinate: That rank's position in the mesh, or None if the rank is not in the mesh.
     """
 
     ranks: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros((0,), np.int64))
@@ -181,7 +181,7 @@ class MeshRecord:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DTensorRecord(Stub):
-    """One rank's part of a DTensor. `shape` is the full tensor's."""
+    """One rank's part of a DTensor. `shape` is the full tensor's shape."""
 
     local: StoredTensor
     shape: tuple[int, ...]
@@ -199,7 +199,7 @@ class DTensorRecord(Stub):
 
 @dataclass(frozen=True, slots=True)
 class ShardRecord:
-    """One box of a ShardedTensor that this rank holds."""
+    """A box of a ShardedTensor that this rank holds."""
 
     tensor: StoredTensor
     offsets: tuple[int, ...]
@@ -208,7 +208,7 @@ class ShardRecord:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardedTensorRecord(Stub):
-    """One rank's part of a ShardedTensor. `boxes` has the boxes of all ranks, in rank order."""
+    """One rank's part of a ShardedTensor. `boxes` lists all ranks' boxes, in rank order."""
 
     shards: tuple[ShardRecord, ...]
     shape: tuple[int, ...]
@@ -233,12 +233,12 @@ _PLAIN_KINDS = frozenset(
 
 
 class TensorRebuilder:
-    """Replaces the tensor functions of a torch pickle with functions that build records.
+    """Stands in for the tensor functions that a torch pickle calls. Builds records instead of tensors.
 
-    The ranks of a mesh are in a small tensor whose position is known only after the whole pickle was read.
+    A mesh's ranks are stored in a small tensor, whose position is known only once the whole pickle has been read. Then
     `finish(read)` fills them in.
 
-    Views with pending conj or neg are refused unless `lazy`.
+    Views with a pending conj or neg are refused unless `lazy` is set.
     """
 
     def __init__(self, *, lazy: bool = False) -> None:
@@ -260,7 +260,7 @@ class TensorRebuilder:
         }
 
     def finish(self, read: Callable[[StoredTensor], bytes]) -> None:
-        """Fill in the ranks of the meshes. `read` returns the bytes of a contiguous tensor."""
+        """Fill in the meshes' ranks. `read` returns a contiguous tensor's bytes."""
         for mesh, record in self._meshes.values():
             _fill_mesh(mesh, record, read)
         self._meshes.clear()
@@ -327,7 +327,7 @@ def _numbers(values: Any, limit: int = _MAX_NUMEL) -> tuple[int, ...]:
 
 
 def known_dtype(name: str) -> DType:
-    """Return the dtype. Raises UnsupportedFormatError if its tensors cannot be read."""
+    """Return the dtype. Raises UnsupportedFormatError if tensors with this dtype can't be read."""
     try:
         return dtype_of(name)
     except UnsupportedFormatError:
@@ -414,7 +414,7 @@ def _count_or_none(value: Any) -> int | None:
     return value if type(value) is int and value >= 0 else None
 
 
-# --- meshes: torch <= 2.8 pickles `mesh`; later versions pickle `_rank_map` and a layout of strides over it
+# --- meshes: torch <= 2.8 pickles `mesh`; later versions pickle `_rank_map`, and a layout with strides into it
 
 
 def _fill_mesh(mesh: MeshRecord, record: Record, read: Callable[[StoredTensor], bytes]) -> None:
@@ -453,7 +453,7 @@ def _laid_out(ranks: npt.NDArray[np.int64], layout: Any, mesh: MeshRecord) -> np
         axis: npt.NDArray[np.int64] = np.zeros((), np.int64)
         for size, stride in zip(sizes, strides, strict=True):
             axis = axis[..., None] + np.arange(min(size, len(ranks) + 1)) * stride
-            if axis.size > len(ranks):  # checked in each step: forty sizes of 2 would be a terabyte
+            if axis.size > len(ranks):  # check at each step: forty dimensions of size 2 would take a terabyte
                 raise ValueError("a device mesh is larger than its world")
         axis = axis.reshape(-1)
         offsets = offsets[..., None] + axis
@@ -462,7 +462,7 @@ def _laid_out(ranks: npt.NDArray[np.int64], layout: Any, mesh: MeshRecord) -> np
         if mesh.coordinate is not None:
             own += int(axis[mesh.coordinate[dim]])
     if offsets.size < len(ranks) and mesh.coordinate is not None and mesh.rank is not None:
-        # A sub-mesh, such as one dimension of a larger mesh. Choose the sub-mesh that contains this rank.
+        # This is a sub-mesh, such as one dimension of a larger mesh. Choose the one that contains this rank.
         offsets = offsets + (int(np.flatnonzero(ranks == mesh.rank)[0]) - own)
     if offsets.size and offsets.min() < 0:
         raise ValueError("a device mesh reaches before its ranks")
@@ -487,7 +487,7 @@ def _flat(value: Any) -> tuple[int, ...]:
 
 
 def tensors_in(value: Any) -> Iterator[StoredTensor | DTensorRecord | ShardedTensorRecord]:
-    """Yield the tensors inside nested dicts, lists, tuples and records, each object once."""
+    """Yield each tensor inside nested dicts, lists, tuples and records once."""
     pending, seen = [value], set()
     while pending:
         item = pending.pop()
@@ -507,7 +507,7 @@ def tensors_in(value: Any) -> Iterator[StoredTensor | DTensorRecord | ShardedTen
 
 
 def read_storage_type(value: Any) -> str | None:
-    """Return the dtype of the storage class in a persistent id."""
+    """Return the dtype that a persistent id's storage class stands for."""
     if not isinstance(value, StorageType):
         raise ValueError("a storage's type is not a storage class")
     return value.dtype

@@ -18,10 +18,10 @@ _MAX_DIMS = 32
 
 
 def numpy_dtype(name: Any, order: Any = "=") -> np.dtype[Any]:
-    """Return the numpy dtype of numbers or texts with this name. `order` is ">" for big-endian bytes.
+    """Return the numpy dtype with this name, for numbers or strings. `order` is ">" for big-endian bytes.
 
     Raises:
-        UnsupportedFormatError: The dtype is one of objects, records or dates.
+        UnsupportedFormatError: The dtype is for objects, records or dates.
     """
     if not isinstance(name, str) or not _NUMPY_DTYPE.fullmatch(name):
         raise UnsupportedFormatError(f"holds a numpy array of dtype {name!r:.60}, which is not supported.")
@@ -30,7 +30,7 @@ def numpy_dtype(name: Any, order: Any = "=") -> np.dtype[Any]:
 
 
 def check_array(shape: Any, dtype: np.dtype[Any], raw: Any) -> None:
-    """Raise ValueError if `raw` is not the memory of an array of this shape."""
+    """Raise ValueError if `raw` can't be the memory of an array with this shape and dtype."""
     if (
         type(shape) is not tuple
         or len(shape) > _MAX_DIMS
@@ -49,14 +49,14 @@ def numpy_array(shape: Any, dtype: np.dtype[Any], fortran: Any, raw: Any) -> np.
 
 
 def numpy_scalar(dtype: np.dtype[Any], raw: Any) -> Any:
-    """Return the number or text of these bytes."""
+    """Return the number or string that these bytes represent."""
     if not isinstance(raw, bytes) or len(raw) != dtype.itemsize:
         raise ValueError("a numpy scalar's data do not fit its dtype")
     return np.frombuffer(raw, dtype)[0] if raw else np.zeros((), dtype)[()]
 
 
 def moment(kind: Any, nbytes: int) -> Callable[..., Any]:
-    """Return a function that makes a date or time from its bytes and, optionally, its zone."""
+    """Return a function that makes a date or time from its bytes and, optionally, its time zone."""
 
     def make(raw: Any, *zone: Any) -> Any:
         if not isinstance(raw, bytes) or len(raw) != nbytes or len(zone) > 1:
@@ -69,7 +69,7 @@ def moment(kind: Any, nbytes: int) -> Callable[..., Any]:
 
 
 def timedelta(*args: Any) -> datetime.timedelta:
-    """Return the timedelta for (days, seconds, microseconds)."""
+    """Return the timedelta given as (days, seconds, microseconds)."""
     if len(args) > 3 or not all(type(arg) is int for arg in args):
         raise ValueError("a timedelta is malformed")
     return datetime.timedelta(*args)

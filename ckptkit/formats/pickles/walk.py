@@ -1,8 +1,9 @@
-"""Reads pickles without running anything from them: the opcodes of protocols 0 to 5, over an allow-list of inert
-values.
+"""Reads pickles without running anything from them. Interprets the opcodes of protocols 0 to 5, with an allow-list of
+inert values for globals.
 
-Not `pickle.Unpickler` with `find_class`: it allocates its memo for any index that the file states, hashes nested tuples
-without limit, and lets small files build large objects. Here, every opcode is implemented and limited.
+A `pickle.Unpickler` with its own `find_class` would not do: it allocates its memo for whatever index the file states,
+hashes nested tuples without a limit, and lets small files build large objects. Here, each opcode is implemented with
+limits.
 """
 
 from __future__ import annotations
@@ -54,12 +55,13 @@ def loads(
     """Parse the pickle in `data` into plain Python values and inert stubs.
 
     Args:
-        file: The file (or item) named in errors.
-        functions: Additional allowed globals and their replacements; looked up first.
-        persistent_load: Returns the value of a persistent id (a torch storage). Without it, persistent ids are refused.
-        unknown: "record" turns globals that are not allowed into `UnknownGlobal` records instead of an error. Nothing
+        file: The file (or item) that errors name.
+        functions: More globals to allow, and what stands in for them. Looked up first.
+        persistent_load: Returns the value for a persistent id (a torch storage). Without it, persistent ids are
+            refused.
+        unknown: With "record", globals that are not allowed become `UnknownGlobal` records instead of an error. Nothing
             is run either way.
-        max_bytes: Maximum size of a pickle; default `MAX_PICKLE_BYTES`.
+        max_bytes: Maximum size of a pickle; by default `MAX_PICKLE_BYTES`.
 
     Raises:
         UnsafePickleError: The pickle names a global that is not on the allow-list.
@@ -80,7 +82,7 @@ def load_prefix(
     unknown: Unknown = "refuse",
     max_bytes: int | None = None,
 ) -> tuple[Any, int]:
-    """Return the value of the pickle at `start`, and where it ends. Raises as `loads` does."""
+    """Return the value of the pickle at `start`, and where the pickle ends. Raises the same errors as `loads`."""
     if len(data) - start > (max_bytes or MAX_PICKLE_BYTES):
         raise CorruptCheckpointError(
             f"{file}: a pickle of {len(data) - start} bytes is larger than any checkpoint needs."
@@ -106,7 +108,7 @@ def load_prefix(
 
 
 def guarded(file: str, run: Callable[[], Any]) -> Any:
-    """Return run(). Convert errors caused by a malformed pickle into ours, which name `file`."""
+    """Return run(). If a malformed pickle makes it fail, raise an error of ours that names `file`."""
     try:
         return run()
     except CkptkitError as error:
@@ -126,16 +128,16 @@ _unsigned4 = struct.Struct("<I").unpack_from
 _unsigned8 = struct.Struct("<Q").unpack_from
 _float8 = struct.Struct(">d").unpack_from
 
-_UNSET = object()  # an entry of the memo that was never set
+_UNSET = object()  # a memo entry that was never set
 _NOT_THERE = "it fetches a memo index that was never set"
 _CONSTANTS = {ord("N"): None, 0x88: True, 0x89: False}
 _LENGTHS = {1: lambda data, pos: (data[pos],), 4: _unsigned4, 8: _unsigned8}
-# Opcodes that push text or bytes: the width of the length that precedes them, and how they are decoded.
+# Opcodes that push a string or bytes: the width of the length field before it, and how to decode it.
 _TEXTS: dict[int, tuple[int, Callable[[bytes], Any]]] = {
     0x8C: (1, lambda raw: raw.decode("utf-8", "surrogatepass")),  # SHORT_BINUNICODE, BINUNICODE, BINUNICODE8
     ord("X"): (4, lambda raw: raw.decode("utf-8", "surrogatepass")),
     0x8D: (8, lambda raw: raw.decode("utf-8", "surrogatepass")),
-    ord("U"): (1, lambda raw: raw.decode("latin1")),  # SHORT_BINSTRING, BINSTRING: text of Python 2
+    ord("U"): (1, lambda raw: raw.decode("latin1")),  # SHORT_BINSTRING, BINSTRING: a Python 2 string
     ord("T"): (4, lambda raw: raw.decode("latin1")),
     ord("C"): (1, bytes),
     ord("B"): (4, bytes),
@@ -152,28 +154,28 @@ def walk(  # noqa: C901, PLR0915 - one loop: a call for each opcode would take t
     calls: Calls | None = None,
     states: States = (),
 ) -> tuple[Any, int]:
-    """Return the value of the pickle at `pos`, and where it ends. Call it within `guarded`.
+    """Return the value of the pickle at `pos`, and where the pickle ends. Call it within `guarded`.
 
-    Does not check that the arguments of opcodes end before `data` does. If one is truncated, reading the next opcode
-    raises an IndexError.
+    Does not check that an opcode's argument ends before `data` does. If the argument is truncated, reading the next
+    opcode raises an IndexError.
 
     Args:
-        resolve: (module, name) of a global -> its replacement. Raises UnsafePickleError.
-        calls: For types returned by `resolve` that are not stubs: the functions that make instances.
-        states: By type, including subclasses: the functions that set the state of those instances.
+        resolve: Maps a global's (module, name) to what stands in for it. Raises UnsafePickleError.
+        calls: For types that `resolve` returns and that are not stubs: the functions that make their instances.
+        states: By type, which includes its subclasses: the functions that set their instances' state.
     """
     calls = calls or {}
     stack: list[Any] = []
-    below: list[list[Any]] = []  # one stack per open MARK; items below a mark cannot be reached
-    memo: list[Any] = []  # a list: a dict of a slice's eight entries would take as much memory as the slice
-    # A container takes up to 64 bytes of memory but one byte of the file. Real pickles have few empty containers, and
-    # have other opcodes around each tuple.
+    below: list[list[Any]] = []  # one stack per open MARK; items below a mark can't be reached
+    memo: list[Any] = []  # a list: a dict would need as much memory for a slice as the slice itself
+    # A container takes up to 64 bytes in memory, but may take a single byte in the file. Real pickles have few empty
+    # containers, and have other opcodes around each tuple.
     budget = len(data) // 3 + (3 << 16)
     with collector_paused():
         while True:
             opcode = data[pos]
             pos += 1
-            # The first branches are for the opcodes that describe slices, of which there may be millions.
+            # The first branches handle the opcodes that describe slices, of which there may be millions.
             if opcode == 0x6A:  # LONG_BINGET
                 value = memo[_unsigned4(data, pos)[0]]
                 if value is _UNSET:
@@ -226,7 +228,7 @@ def walk(  # noqa: C901, PLR0915 - one loop: a call for each opcode would take t
                 usual = _OF_METADATA.get(type(stack[-2])) if data[pos] == 0x62 and len(stack) > 1 else None  # BUILD
                 if usual is not None and stack[-1] == {} and items[::2] == usual:
                     stack.pop()
-                    stack[-1].fill(*items[1::2])  # not `__setstate__`, which would empty the state
+                    stack[-1].fill(*items[1::2])  # `__setstate__` would also empty the state
                     pos += 1
                 else:
                     _put_items(stack[-1], items)
@@ -387,7 +389,7 @@ def walk(  # noqa: C901, PLR0915 - one loop: a call for each opcode would take t
                 raise ValueError("it builds too many empty containers for its size")
 
 
-# --- calls of stubs, and of the functions in `calls`
+# --- calls to stubs, and to the functions in `calls`
 
 
 def _call(function: Any, args: Any, calls: Calls, keywords: dict[str, Any] | None = None) -> Any:
@@ -404,7 +406,7 @@ def _call(function: Any, args: Any, calls: Calls, keywords: dict[str, Any] | Non
     raise ValueError(f"it calls something that is not a function: {type(function).__name__}")
 
 
-# Classes with up to millions of instances, and the usual keys of their states.
+# Classes that may have millions of instances, and the keys that their states usually have.
 _OF_METADATA: Mapping[Any, list[str]] = {
     ChunkMetadata: ["offsets", "sizes"],
     Index: ["fqn", "offset", "index"],
@@ -462,7 +464,7 @@ def _get(memo: list[Any], index: int) -> Any:
     return memo[index]
 
 
-# --- lines of text, in protocol 0
+# --- protocol 0's lines of text
 
 
 def _line(data: bytes, pos: int) -> tuple[bytes, int]:

@@ -1,8 +1,9 @@
-"""Reads and writes objects as torch.save bytes in a job. Only here does torch unpickle, always with weights_only=True.
+"""Reads and writes objects as torch.save bytes in a training job. Only this module lets torch unpickle, always with
+weights_only=True.
 
-torch refuses dates, paths, collections and numpy arrays. `walk` reads those, and dense tensors next to them, with
-functions that check every argument. Before torch sees a file, our zip reader refuses compressed members, which torch
-would expand in memory. After torch has loaded it, views that are larger than their storage are refused.
+torch refuses dates, paths, collections and numpy arrays. `walk` reads these, and dense tensors beside them, with
+functions that check every argument. Before torch sees a file, our zip reader refuses compressed members, because torch
+would expand them in memory. After torch has loaded it, views that are larger than their storage are refused.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ _UNFOLDED = 16 << 20  # smaller views may exceed their storage: an expanded tens
 
 
 def dump_object(value: Any, *, name: str, advice: str) -> bytes:
-    """Return the torch.save bytes of the value, after checking that weights_only=True reads them back.
+    """Return the value's torch.save bytes, after checking that weights_only=True can load them.
 
     Raises:
-        SaveError: The value cannot be saved so that it loads without running code. The message ends with `advice`.
+        SaveError: The value can't be saved in a way that loads without running code. The message ends with `advice`.
     """
     import torch
 
@@ -59,9 +60,9 @@ def dump_object(value: Any, *, name: str, advice: str) -> bytes:
 
 
 def dump_plain(value: Any, *, name: str, advice: str) -> bytes:
-    """Return the torch.save bytes of the value, after checking that `parse_object` reads them back.
+    """Return the value's torch.save bytes, after checking that `parse_object` can load them.
 
-    Raises as `dump_object` does.
+    Raises the same errors as `dump_object`.
     """
     return _dumped(value, lambda data: parse_object(data, file=name), name, advice)
 
@@ -73,7 +74,7 @@ def _dumped(value: Any, read: Callable[[bytes], Any], name: str, advice: str) ->
     try:
         torch.save(value, buffer)
         read(buffer.getvalue())
-    except Exception as error:  # pickling runs the value's own code; the cause is chained
+    except Exception as error:  # pickling runs the value's own code, which may raise anything
         raise SaveError(
             f"{name}: a value of type {type(value).__module__}.{type(value).__qualname__} cannot be saved so that it "
             f"loads without running code. Save its plain values instead, {advice}"
@@ -82,20 +83,20 @@ def _dumped(value: Any, read: Callable[[bytes], Any], name: str, advice: str) ->
 
 
 def parse_object(data: bytes | bytearray | memoryview, *, file: str, name: str = "") -> Any:
-    """Load the value of torch.save bytes, on the CPU.
+    """Load the value from torch.save bytes, on the CPU.
 
     Raises:
         UnsafePickleError: The pickle names a class that is not plain data and that torch's weights_only loader refuses.
-            None of it was run.
+            No code from the pickle was run.
         CorruptCheckpointError: The archive is damaged or compressed, or has tensors larger than what is stored.
-        LoadError: torch cannot load it.
+        LoadError: torch can't load it.
     """
     import torch
 
     label = f"{file}: the object {name!r:.120}" if name else file
     raw = bytes(data)
     archive = Archive(memory_store(label, raw), label) if raw[:2] == b"PK" else None
-    if archive is not None:  # torch.load compares no CRC-32
+    if archive is not None:  # torch.load does not check the CRC-32s
         archive.check()
     try:
         value = torch.load(io.BytesIO(raw), map_location="cpu", weights_only=True)
@@ -108,7 +109,7 @@ def parse_object(data: bytes | bytearray | memoryview, *, file: str, name: str =
         raise
     except (MemoryError, zipfile.BadZipFile) as error:
         raise CorruptCheckpointError(f"{label} is damaged: {str(error)[:200]}") from error
-    except Exception as error:  # torch may raise anything on bytes that torch.save did not write
+    except Exception as error:  # torch may raise anything for bytes that torch.save did not write
         raise LoadError(f"{label}: torch can't load it: {' '.join(str(error).split())[:200]}") from error
     _check_views(value, label)
     return value
@@ -149,17 +150,17 @@ def _tensors(value: Any, depth: int) -> Iterator[Any]:
 
 
 def _plain_object(archive: Archive) -> Any:
-    """Return the value of an archive with plain data and dense tensors.
+    """Return the value in an archive that contains only plain data and dense tensors.
 
     Raises:
-        UnsafePickleError: The archive contains something else. The message names it.
+        UnsafePickleError: The archive contains anything else. The message names it.
     """
     import torch
 
     label, tensors = archive.file, _Tensors(archive)
 
     def resolve(module: str, name: str) -> Any:
-        # Protocol 2 names builtins as in Python 2.
+        # Protocol 2 uses Python 2's names for builtins.
         module, name = _compat_pickle.NAME_MAPPING.get(
             (module, name), (_compat_pickle.IMPORT_MAPPING.get(module, module), name)
         )
@@ -186,7 +187,7 @@ def _plain_object(archive: Archive) -> Any:
 
 
 class _Tensors:
-    """The dense tensors of an archive. Each storage is created once."""
+    """An archive's dense tensors. Each storage is created only once."""
 
     def __init__(self, archive: Archive) -> None:
         self._archive = archive
@@ -335,11 +336,11 @@ def _numpy(dtype: Any) -> np.dtype[Any]:
 
 
 def _new_dtype(name: Any, *_: Any) -> np.dtype[Any]:
-    return np.dtype(numpy_dtype(name), copy=True)  # a new object: its state may be set
+    return np.dtype(numpy_dtype(name), copy=True)  # a new object, because its state may be set later
 
 
 def _order_bytes(made: Any, state: Any) -> None:
-    """Set the byte order. The state is (version, byte order, ...); everything else follows from the dtype."""
+    """Set the byte order. The state is (version, byte order, ...), but the dtype already determines everything else."""
     if state[1] == ">":
         made.__setstate__(np.dtype(made.newbyteorder(">")).__reduce__()[2])
 
@@ -353,7 +354,7 @@ def _set_attributes(made: Any, state: Any) -> None:
 _PATHS = (pathlib.PurePosixPath, pathlib.PureWindowsPath, type(pathlib.Path()))
 _NUMPY: set[type[Any]] = {np.dtype, np.ndarray, *np.sctypeDict.values()}
 
-# The replacement of each global. A type is replaced by itself, and `_CALLS` has the function that makes an instance.
+# What stands in for each global. A type stands in for itself, and `_CALLS` has the function that makes its instances.
 _TYPES: dict[str, Any] = {
     **{f"builtins.{kind.__name__}": kind for kind in (int, float, complex, bool, str, bytes, bytearray, list, tuple,
                                                       dict, set, frozenset)},

@@ -1,6 +1,6 @@
-"""Reads and writes the zip archives of torch.save: the pickle inside, and the position of each storage.
+"""Reads and writes torch.save's zip archives: the pickle inside, and each storage's position.
 
-Nothing in the archive is decompressed or copied: torch stores members uncompressed, so a tensor is a byte range of the
+Nothing in the archive is decompressed or copied. torch stores members uncompressed, so a tensor is a byte range in the
 file. Any other kind of zip is refused.
 """
 
@@ -44,13 +44,13 @@ _NONE16, _NONE32 = 0xFFFF, 0xFFFFFFFF
 _DOS_DIRECTORY = 0x10
 _ENCRYPTED = 0x1 | 0x40
 _ZIP64, _PADDING = 0x0001, 0x4246  # kinds of extra fields; the second is torch's own
-_DOS_DATE = 0x21  # 1980-01-01, the zero of zip timestamps
-_PLAIN_NAME = re.compile(rb"[A-Za-z0-9_][A-Za-z0-9_.-]*(?:/[A-Za-z0-9_][A-Za-z0-9_.-]*)*")  # nearly all names match
+_DOS_DATE = 0x21  # 1980-01-01, where zip timestamps start
+_PLAIN_NAME = re.compile(rb"[A-Za-z0-9_][A-Za-z0-9_.-]*(?:/[A-Za-z0-9_][A-Za-z0-9_.-]*)*")  # matches nearly all names
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One member of an archive. `header` is its offset from the start of the archive."""
+    """A member of an archive. `header` is the offset of its local header from the start of the archive."""
 
     name: str
     crc32: int
@@ -60,13 +60,13 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class TorchArchive:
-    """A parsed file of torch.save. `value` is what was saved, with tensors as records without their bytes."""
+    """A parsed torch.save file. `value` is what was saved, with tensors as records that do not hold their bytes."""
 
     value: Any
     path: str
 
     def tensors(self) -> Iterator[StoredTensor | DTensorRecord | ShardedTensorRecord]:
-        """Yield every tensor in `value`, wherever it is nested."""
+        """Yield every tensor in `value`, however deeply it is nested."""
         return tensors_in(self.value)
 
 
@@ -75,22 +75,22 @@ def read_archive(
 ) -> TorchArchive:
     """Return the contents of the torch.save zip at bytes [start, start + nbytes) of `path`, without reading tensors.
 
-    Reads the zip directory, the pickle, and a small header for each storage.
+    Reads only the zip directory, the pickle, and a small header per storage.
 
     Args:
-        nbytes: By default, to the end of the file.
+        nbytes: The zip's length. By default, it extends to the end of the file.
         unknown: As for `walk.loads`.
 
     Raises:
         CorruptCheckpointError: The bytes are not such an archive, or its parts contradict each other.
-        UnsafePickleError: The pickle asks for a global that is not allowed.
+        UnsafePickleError: The pickle names a global that is not allowed.
         UnsupportedFormatError: The archive is big-endian, or has tensors that are not dense.
     """
     return TorchArchive(Archive(store, path, start, nbytes).value(unknown=unknown), path)
 
 
 def file_size(store: Store, path: str) -> int:
-    """Return the size of a file. Also follows a symlink of a Hub cache; the store checks its target."""
+    """Return a file's size. Also works for a symlink in a Hub cache; the store checks where it points."""
     info = store.info(path)
     if info is None:
         raise FileNotFoundError(f"{path} does not exist")
@@ -105,7 +105,7 @@ def _size_by_reading(store: Store, path: str) -> int:
         low += step
         step *= 2
     high = low + step
-    while low < high:  # the first offset at which nothing can be read
+    while low < high:  # search for the first offset at which nothing can be read
         middle = (low + high) // 2
         if store.read(path, middle, middle + 1):
             low = middle + 1
@@ -115,7 +115,7 @@ def _size_by_reading(store: Store, path: str) -> int:
 
 
 def parse_directory(tail: bytes, nbytes: int, *, file: str) -> tuple[dict[str, Member], int]:
-    """Return the members of an archive of `nbytes` bytes that ends with `tail`, and where its directory begins.
+    """Return the members of an archive that has `nbytes` bytes and ends with `tail`, and where its directory begins.
 
     Raises:
         CorruptCheckpointError: The directory is damaged, has compressed, encrypted, duplicate or overlapping members,
@@ -140,7 +140,7 @@ def parse_directory(tail: bytes, nbytes: int, *, file: str) -> tuple[dict[str, M
 
 
 class ShortTailError(Exception):
-    """The directory cannot be read without the last `nbytes` bytes of the archive."""
+    """Reading the directory requires the archive's last `nbytes` bytes."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(nbytes)
@@ -148,7 +148,7 @@ class ShortTailError(Exception):
 
 
 def _find_directory(tail: bytes, nbytes: int, file: str) -> tuple[int, int, int]:
-    """Return (count, size, offset) of the central directory. Archive comments are refused: torch writes none."""
+    """Return the central directory's (count, size, offset). Archive comments are refused, because torch writes none."""
     base = len(tail) - _END.size
     if base < 0 or tail[base : base + 4] != b"PK\x05\x06":
         raise CorruptCheckpointError(
@@ -184,7 +184,7 @@ def _member(tail: bytes, pos: int, stop: int, file: str) -> tuple[Member, int]:
     )
     pos += _CENTRAL_HEADER.size
     end = pos + name_n + extra_n + comment_n
-    # torch's reader returns uninitialized memory for a member that is marked as a directory.
+    # For a member that is marked as a directory, torch's reader would return uninitialized memory.
     if magic != b"PK\x01\x02" or disk or attributes & _DOS_DIRECTORY or end > stop or name_n > _MAX_NAME_BYTES:
         raise CorruptCheckpointError(f"{file}: its zip directory is damaged.")
     name = _checked_name(tail[pos : pos + name_n], file)
@@ -204,9 +204,9 @@ def _member(tail: bytes, pos: int, stop: int, file: str) -> tuple[Member, int]:
 
 
 def _zip64(extra: bytes, packed: int, size: int, header: int, file: str) -> tuple[int, int, int]:
-    """Return the packed size, size and header offset of an entry.
+    """Return an entry's packed size, size and header offset.
 
-    Numbers that did not fit are in the entry's zip64 extra field (APPNOTE 4.5.3).
+    Numbers that did not fit into the entry are in its zip64 extra field (APPNOTE 4.5.3).
     """
     pos = 0
     while pos + 4 <= len(extra):
@@ -238,7 +238,7 @@ def _checked_name(raw: bytes, file: str) -> str:
 
 
 def _check_layout(members: dict[str, Member], directory: int, file: str) -> None:
-    """Check that members are stored one after the other before the directory, without overlap."""
+    """Check that the members precede the directory and do not overlap."""
     stop = 0
     for member in sorted(members.values(), key=lambda m: m.header):
         if member.header < stop:
@@ -249,7 +249,7 @@ def _check_layout(members: dict[str, Member], directory: int, file: str) -> None
 
 
 def data_start(header: bytes, member: Member, *, file: str) -> int:
-    """Return the offset of a member's bytes in the archive, given its local header."""
+    """Return where a member's bytes start in the archive, given its local header."""
     if len(header) < LOCAL_HEADER.size:
         raise CorruptCheckpointError(f"{file}: member {member.name!r:.80} is cut short.")
     fields = LOCAL_HEADER.unpack_from(header)
@@ -262,11 +262,11 @@ def data_start(header: bytes, member: Member, *, file: str) -> int:
 
 
 class Layout:
-    """The members of one archive by their names below its folder, and where each one ends."""
+    """One archive's members, by their names inside the archive's folder, and where each one ends."""
 
     def __init__(self, members: dict[str, Member], directory: int, nbytes: int, file: str) -> None:
         self.file = file
-        self.directory_nbytes = nbytes - directory  # includes the end records
+        self.directory_nbytes = nbytes - directory  # including the end records
         pickles = [name for name in members if name.endswith("/data.pkl") and name.count("/") == 1]
         if len(pickles) != 1:
             raise CorruptCheckpointError(f"{file}: a zip without the data.pkl of torch.save. Is it a model archive?")
@@ -279,7 +279,7 @@ class Layout:
             raise CorruptCheckpointError(f"{file}: a pickle of {self.members['data.pkl'].nbytes} bytes is too large.")
 
     def start(self, member: Member, header: bytes) -> int:
-        """Return the first byte of a member, from its local header. Checks that the member does not overlap what
+        """Return where a member's bytes start, given its local header, after checking that they do not overlap what
         follows."""
         begin = data_start(header, member, file=self.file)
         if begin + member.nbytes > self._next[member.name]:
@@ -288,17 +288,17 @@ class Layout:
 
 
 def check_byteorder(text: bytes, *, file: str) -> None:
-    """Refuse an archive written on a big-endian machine."""
+    """Raise an error if the archive was written on a big-endian machine."""
     if text != b"little":
         raise UnsupportedFormatError(f"{file}: its byte order is {text[:16]!r}; only little-endian is supported.")
 
 
 def storage_of(identity: Any, find: Callable[[str], tuple[int, int]] | None, path: str) -> Storage:
-    """Return the storage of a persistent id ("storage", class, key, location, numel).
+    """Return the storage that a persistent id ("storage", class, key, location, numel) describes.
 
     Args:
-        find: Key -> (nbytes, crc32) of the member that holds the storage. Raises ValueError if there is none. Without
-            `find`, the storage is as long as the id declares.
+        find: Returns (nbytes, crc32) of the member that holds the storage with this key, or raises ValueError if there
+            is none. Without `find`, the storage is as long as the id declares.
     """
     if not isinstance(identity, tuple) or len(identity) != 5 or identity[0] != "storage":
         raise ValueError("a persistent id is not a storage")
@@ -314,9 +314,9 @@ def storage_of(identity: Any, find: Callable[[str], tuple[int, int]] | None, pat
 
 
 class Archive:
-    """The zip of torch.save at bytes [start, start + nbytes) of a file; by default to the end of the file.
+    """The torch.save zip at bytes [start, start + nbytes) of a file. By default, it extends to the end of the file.
 
-    The constructor reads and checks the directory. Raises as `read_archive` does.
+    The constructor reads and checks the directory. It raises the same errors as `read_archive`.
     """
 
     def __init__(
@@ -329,7 +329,7 @@ class Archive:
         file: str = "",
         tail: int = 64 << 10,
     ) -> None:
-        """`tail`: number of bytes at the end of the archive that are read first, for the directory."""
+        """Read the directory. `tail` is how many bytes at the archive's end to read first."""
         self.store = store
         self.path = path
         self.start = start
@@ -339,14 +339,14 @@ class Archive:
         self.layout = self._layout(tail)
 
     def members(self) -> list[tuple[int, int, int]]:
-        """Return (start in the file, nbytes, CRC-32) of all members, without reading the pickle."""
+        """Return (start in the file, nbytes, CRC-32) for each member, without reading the pickle."""
         members = self.layout.members.values()
         return [(self._start(member, self._header(member)), member.nbytes, member.crc32) for member in members]
 
     def check(self) -> None:
-        """Read all members and compare their CRC-32. Raises CorruptCheckpointError for the first that differs."""
+        """Read all members and check their CRC-32s. Raises CorruptCheckpointError for the first one that differs."""
         for name, member in self.layout.members.items():
-            if member.crc32:  # 0: torch.serialization.set_crc32_options(False)
+            if member.crc32:  # it is 0 after torch.serialization.set_crc32_options(False)
                 self.member(name)
 
     def value(self, *, unknown: Unknown = "refuse") -> Any:
@@ -364,13 +364,13 @@ class Archive:
         return value
 
     def pickled(self) -> bytes:
-        """Return the pickle in the archive, after checking that the archive is little-endian."""
+        """Return the archive's pickle, after checking that the archive is little-endian."""
         if "byteorder" in self.layout.members:
             check_byteorder(self.member("byteorder"), file=self.file)
         return self.member("data.pkl")
 
     def member(self, name: str) -> bytes:
-        """Return the bytes of a member after checking its CRC-32."""
+        """Return a member's bytes, after checking their CRC-32."""
         member = self.layout.members[name]
         data = self.read(self._start(member, self._header(member)), member.nbytes)
         if crc32(data) != member.crc32:
@@ -378,7 +378,7 @@ class Archive:
         return data
 
     def read(self, start: int, nbytes: int) -> bytes:
-        """Return bytes of the file."""
+        """Return `nbytes` bytes of the file."""
         buffer = bytearray(nbytes)
         self.store.read_into(self.path, start, memoryview(buffer))
         return bytes(buffer)
@@ -401,7 +401,7 @@ class Archive:
         return self.read(self.start + member.header, LOCAL_HEADER.size + len(member.name.encode()))
 
     def storage(self, identity: Any) -> Storage:
-        """Return the storage of a persistent id. `locate_storages` sets its position."""
+        """Return the storage that a persistent id describes. `locate_storages` sets its position later."""
         key = identity[2] if isinstance(identity, tuple) and len(identity) == 5 else None
         if not isinstance(key, str) or key not in self.storages:
             made = storage_of(identity, self.stored, self.path)
@@ -411,7 +411,7 @@ class Archive:
         known = self.storages[key]
         if again.dtype == known.dtype:
             return known
-        # One storage under two dtypes: two tensors share bytes, and one of them is a view with another dtype.
+        # The same storage occurs with two dtypes: one tensor is a view of the other's bytes with a different dtype.
         again.key = known.key
         self.storages[f"{key}\n{again.dtype}"] = again
         return again
@@ -423,7 +423,7 @@ class Archive:
         return member.nbytes, member.crc32
 
     def locate_storages(self) -> None:
-        """Find the positions of the requested storages. Reads all their small headers together."""
+        """Set the positions of all storages that were asked for. Reads their small headers together."""
         storages = list(self.storages.values())
         members = [self.layout.members[f"data/{s.key}"] for s in storages]
         headers = [bytearray(LOCAL_HEADER.size + len(m.name.encode())) for m in members]
@@ -435,12 +435,12 @@ class Archive:
 
 
 def memory_store(path: str, data: bytes) -> Store:
-    """Return a store whose only file is these bytes in memory, for the readers of archives."""
+    """Return a store whose only file is `data`, for code that reads archives."""
     return cast(Store, _Memory(path, data))
 
 
 class _Memory:
-    """The few methods of a store that the readers of archives use, over bytes in memory."""
+    """Implements, for bytes in memory, the few store methods that reading an archive needs."""
 
     url = "memory:"
     asking_costs = sizes_are_free = True
@@ -466,9 +466,9 @@ class _Memory:
             self.read_into(read.path, read.start, read.view)
 
 
-# --- writing: members are stored uncompressed; ZIP64 only if an offset or a size needs it
+# --- writing: members are stored uncompressed, and ZIP64 is used only if an offset or a size requires it
 
-_WIDE = _NONE32  # numbers from here on are stored in a ZIP64 field, with _NONE32 in their place
+_WIDE = _NONE32  # larger numbers, and this one, go into a ZIP64 field, with _NONE32 in their place
 
 
 def _narrow(value: int) -> int:
@@ -476,7 +476,7 @@ def _narrow(value: int) -> int:
 
 
 def local_header(name: bytes, crc: int, nbytes: int, *, flags: int = 0, padding: int | None = None) -> bytes:
-    """Return the header before a member's bytes. `padding` is the number of zeros that align them."""
+    """Return the header that precedes a member's bytes. `padding` is the number of zeros that align these bytes."""
     wide = nbytes >= _WIDE
     extra = struct.pack("<HHQQ", _ZIP64, 16, nbytes, nbytes) if wide else b""
     if padding is not None:
@@ -487,7 +487,7 @@ def local_header(name: bytes, crc: int, nbytes: int, *, flags: int = 0, padding:
 
 
 def central_header(name: bytes, crc: int, nbytes: int, offset: int, *, flags: int = 0) -> bytes:
-    """Return a member's entry in the directory. `offset` is where its local header begins."""
+    """Return a member's entry in the directory. `offset` is where the member's local header begins."""
     wide = [value for value in (nbytes, nbytes, offset) if value >= _WIDE]
     extra = struct.pack(f"<HH{len(wide)}Q", _ZIP64, 8 * len(wide), *wide) if wide else b""
     size, version = _narrow(nbytes), 45 if wide else 20
@@ -496,7 +496,7 @@ def central_header(name: bytes, crc: int, nbytes: int, offset: int, *, flags: in
 
 
 def end_records(entries: int, directory_nbytes: int, directory_at: int) -> bytes:
-    """Return the records after the directory."""
+    """Return the records that follow the directory."""
     end = b""
     if entries >= _NONE16 or directory_nbytes >= _WIDE or directory_at >= _WIDE:
         end = _END64.pack(b"PK\x06\x06", 44, 45, 45, 0, 0, entries, entries, directory_nbytes, directory_at)
