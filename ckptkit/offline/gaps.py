@@ -1,4 +1,4 @@
-"""Finds missing or unreadable files in another system's checkpoint, other than its tensor files."""
+"""Finds missing or unreadable files in another system's checkpoint, apart from its tensor files."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 __all__ = ["find_gaps", "refuse_partial"]
 
-# Files of which every rank writes one: accelerate, transformers, verl and its derivatives.
+# Files that every rank writes once: accelerate, transformers, verl and its derivatives.
 _RANK_FILE = re.compile(
     r"(random_states_|rng_state_|(?:extra_state|optim|model)_world_size_(\d+)_rank_)(\d{1,7})(\.(?:pkl|pth|pt))"
 )
 _DATA_FILE = re.compile(r"__(\d{1,7})_\d+\.distcp")
-_MARKERS = ("metadata.json", "fsdp_config.json")  # files that identify a format and so the files that it needs
-_MAX_OBJECT_BYTES = 64 << 20  # larger objects (a dataloader's state) are not parsed
+_MARKERS = ("metadata.json", "fsdp_config.json")  # each file identifies a format, and so which other files must exist
+_MAX_OBJECT_BYTES = 64 << 20  # larger objects, such as a dataloader's state, are not parsed
 
 
 def find_gaps(store: Store, catalog: Catalog, *, quick: bool = False) -> Iterator[tuple[str, str]]:
@@ -38,7 +38,7 @@ def find_gaps(store: Store, catalog: Catalog, *, quick: bool = False) -> Iterato
     ckptkit checkpoints do not need this, because their commit record lists all files.
 
     Args:
-        quick: Do not parse the files of schedulers, random states and the like.
+        quick: Do not parse the files that contain schedulers, random states and the like.
     """
     if catalog.info.format.startswith("ckptkit-"):
         return
@@ -65,7 +65,7 @@ def find_gaps(store: Store, catalog: Catalog, *, quick: bool = False) -> Iterato
 
 
 def refuse_partial(store: Store, catalog: Catalog) -> None:
-    """Raise if the complete training state is needed and a part of it was never written.
+    """Raise if a part of the training state was never written. Called when the complete state is needed.
 
     Raises:
         IncompleteCheckpointError: There are no tensors, or a rank's optimizer file is missing.
@@ -86,7 +86,7 @@ def refuse_partial(store: Store, catalog: Catalog) -> None:
 
 
 def _stated(catalog: Catalog) -> tuple[str, ...]:
-    """Return the problems that the format's reader reported without raising."""
+    """Return the problems that the format's reader recorded instead of raising."""
     stated = catalog.info.extra.get("missing", ())
     return tuple(map(str, stated)) if isinstance(stated, (list, tuple)) else ()
 
@@ -117,7 +117,7 @@ def _missing_ranks(files: Mapping[str, int], world_size: int) -> list[str]:
 
 
 def _is_file(entry: ObjectEntry, files: Mapping[str, int]) -> bool:
-    """Return whether an object has its own file, instead of a record in a data file."""
+    """Return whether an object has a file of its own, rather than a record in a data file."""
     return entry.encoding != "value" and entry.start == 0 and files.get(entry.path) == entry.nbytes
 
 

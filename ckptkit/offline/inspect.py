@@ -1,4 +1,4 @@
-"""Describes a checkpoint from its metadata: sections, dtypes, sizes, module tree, and the rank of each slice."""
+"""Describes a checkpoint from its metadata: sections, dtypes, sizes, module tree, and which rank wrote each slice."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _Sized: TypeAlias = tuple[TensorEntry, int, int]  # tensor, elements, bytes
 
 @dataclass(frozen=True, slots=True)
 class RoleSummary:
-    """The tensors of one role: count, elements and bytes. Replicas count once."""
+    """The tensors in one role: count, elements and bytes. Replicas count once."""
 
     role: str
     tensors: int
@@ -41,7 +41,7 @@ class RoleSummary:
 
 @dataclass(frozen=True, slots=True)
 class SliceInfo:
-    """One slice: offsets and sizes in the tensor, the rank that wrote it, and its bytes on disk."""
+    """One slice: its offsets and sizes in the tensor, the rank that wrote it, and where its bytes are on disk."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -67,7 +67,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class TreeNode:
-    """A module of the model. Its totals include everything below it."""
+    """A module of the model. Its totals include all its submodules."""
 
     name: str
     tensors: int
@@ -91,7 +91,7 @@ class InspectReport:
     largest: tuple[TensorInfo, ...]
     tensors: tuple[TensorInfo, ...]
     tree: TreeNode | None
-    tied: Mapping[str, str]  # name -> the tensor whose bytes it shares
+    tied: Mapping[str, str]  # name -> the tensor with which it shares its bytes
     objects: tuple[str, ...]
     uninterpreted: Mapping[str, str]  # tensors of unknown classes -> why they cannot be read
     files: Mapping[str, int]
@@ -114,7 +114,7 @@ def inspect(
 
     Args:
         tensors: A glob. Tensors with a matching name or FQN are listed with their slices.
-        depth: Levels of modules in the tree.
+        depth: Number of module levels in the tree.
     """
     check_int("depth", depth, least=0)
     source = open_source(
@@ -129,12 +129,12 @@ def inspect(
 def summarise(
     catalog: Catalog, *, url: str = "", note: str = "", tensors: str | None = None, depth: int = 2
 ) -> InspectReport:
-    """Return the report of an open catalog."""
+    """Return the report on an open catalog."""
     info = catalog.info
     entries = list(catalog.tensors.values())
     shown = [e for e in entries if tensors and _matches(e, tensors)]
     itemsizes = {dtype: dtype_of(dtype).itemsize for dtype in {e.dtype for e in entries}}
-    sized = [(e, n := e.numel, n * itemsizes[e.dtype]) for e in entries]  # computed once: there may be 300,000
+    sized = [(e, n := e.numel, n * itemsizes[e.dtype]) for e in entries]  # computed once, because there may be 300,000
     model = [item for item in sized if item[0].role is Role.MODEL]
     opaque = dict(info.extra.get("opaque", {}))
     opaque.update((e.name, why) for e in catalog.in_parts() if e.role is Role.MODEL and (why := e.slices.opaque))
@@ -160,7 +160,7 @@ def summarise(
 
 
 def _mesh(mesh: MeshInfo | None) -> dict[str, int] | None:
-    """Return the size of each dimension by name; unnamed ones are called dim0, dim1, ..."""
+    """Return the size of each mesh dimension by name. Unnamed dimensions are called dim0, dim1, ..."""
     if mesh is None:
         return None
     names = mesh.names or tuple(f"dim{i}" for i in range(len(mesh.shape)))
@@ -188,7 +188,7 @@ def _sections(sized: Iterable[_Sized]) -> Iterable[RoleSummary]:
 
 
 def _cut(entry: TensorEntry) -> str:
-    """Return how a tensor is sharded, as text. Derived from its slices, because few formats record placements."""
+    """Describe how a tensor is sharded, judging by its slices, because few formats record placements."""
     slices = entry.slices
     if len(slices) < 2 or not entry.numel:
         return "whole"
@@ -198,7 +198,7 @@ def _cut(entry: TensorEntry) -> str:
 
 
 def _tied(catalog: Catalog, model: Iterable[_Sized]) -> dict[str, str]:
-    """Return the tensors that share their bytes, because the format records it or their slices are the same."""
+    """Return the tensors that share another tensor's bytes, because the format says so or their slices are the same."""
     found: dict[str, str] = {}
     for names in catalog.info.extra.get("aliases", {}).values():
         found.update(names)
@@ -233,7 +233,7 @@ def _tensor(entry: TensorEntry, *, slices: bool) -> TensorInfo:
 
 
 def _tree(name: str, entries: list[tuple[list[str], int, int]], depth: int, at: int = 0) -> TreeNode | None:
-    """Return the tree node of (name components, elements, bytes) rows. Their names are equal up to component `at`."""
+    """Return the tree node for rows (name components, elements, bytes), whose names are equal up to component `at`."""
     if not entries:
         return None
     groups: dict[str, list[tuple[list[str], int, int]]] = {}

@@ -20,17 +20,17 @@ __all__ = ["computed_from", "join", "key_in", "taken_from"]
 
 
 def key_in(index: int, key: str) -> str:
-    """Return the key that a tensor of source `index` has in the joined catalog."""
+    """Return the joined catalog's key for a tensor of source `index`."""
     return f"{index + 1}:{key}"
 
 
 def taken_from(target: Target, index: int) -> Target:
-    """Return a target of source `index` with the keys of the joined catalog."""
+    """Return a target of source `index`, with the joined catalog's keys."""
     return replace(target, parts=tuple(replace(part, source=key_in(index, part.source)) for part in target.parts))
 
 
 def computed_from(tensor: ComputedTensor, index: int) -> ComputedTensor:
-    """Return a computed tensor of source `index` with the keys of the joined catalog."""
+    """Return a computed tensor of source `index`, with the joined catalog's keys."""
 
     def cut(start: int, stop: int) -> ComputedTensor:
         return computed_from(tensor.rows(start, stop), index)
@@ -40,14 +40,14 @@ def computed_from(tensor: ComputedTensor, index: int) -> ComputedTensor:
 
 
 def join(sources: Sequence[Source], used: Sequence[Iterable[TensorEntry]]) -> Source:
-    """Return one read-only source with the `used` tensors of each of `sources`, under the keys of `key_in`.
+    """Return one read-only source that contains the `used` tensors of each source, under the keys from `key_in`.
 
-    Its catalog has the info of the last source.
+    Its catalog's info is the last source's.
     """
     store, prefixes = _place(sources)
     tensors: dict[str, TensorEntry] = {}
     for index, entries in enumerate(used):
-        moved: dict[int, tuple[Sequence[str], Sequence[str]]] = {}  # by id of the path table: most tensors share one
+        moved: dict[int, tuple[Sequence[str], Sequence[str]]] = {}  # by id of the path table, which most tensors share
         for entry in entries:
             paths = entry.slices.paths
             if id(paths) not in moved:
@@ -59,7 +59,7 @@ def join(sources: Sequence[Source], used: Sequence[Iterable[TensorEntry]]) -> So
 
 
 def _place(sources: Sequence[Source]) -> tuple[Store, list[str]]:
-    """Return a store with the files of all sources, and the prefix of each source's paths in it."""
+    """Return a store that contains all sources' files, and the prefix of each source's paths in it."""
     folders = [os.path.realpath(source.store.url) for source in sources if is_directory(source.store)]
     if len(folders) < len(sources):
         return cast(Store, _SeveralStores([source.store for source in sources])), [f"{i}/" for i in range(len(sources))]
@@ -68,7 +68,7 @@ def _place(sources: Sequence[Source]) -> tuple[Store, list[str]]:
 
 
 class _SeveralStores:
-    """A store that reads from several stores. The first component of a path is the index of its store."""
+    """A store that reads from several stores. A path's first component is the index of its store."""
 
     sizes_are_free = False
 

@@ -34,12 +34,13 @@ class Listed:
         state: "committed", "in progress", "abandoned" or "skipped".
         keep: Whether rotation keeps the checkpoint; None if rotation does not apply.
         why: The reasons for `keep`; for entries that are not committed, a description.
-        kept_files: Files that stay when rotation deletes this checkpoint, because its record does not name them.
-        age_s: Seconds since the save, by the machines' clocks; None if unknown.
-        absent_before: Number of checkpoints that were saved between the previous entry and this one but do not exist,
-            for example because rotation deleted them.
-        damaged: For a skipped entry: it was probably saved, but its commit record is unreadable or belongs to another
-            checkpoint.
+        kept_files: Files that would remain after rotation deletes this checkpoint, because its record does not name
+            them.
+        age_s: Seconds since the save, by the clocks of both machines; None if unknown.
+        absent_before: Number of checkpoints that were saved between the previous entry and this one but no longer
+            exist, for example because rotation deleted them.
+        damaged: For a skipped entry, whether it was probably saved: its commit record is unreadable, or belongs to a
+            different checkpoint.
     """
 
     name: str
@@ -63,8 +64,8 @@ class Listing:
     """The entries of a run, the newest last.
 
     Attributes:
-        total_bytes: Bytes of all committed checkpoints.
-        absent: Number of checkpoints that were saved but do not exist, derived from the save counters.
+        total_bytes: Total size of all committed checkpoints.
+        absent: Number of checkpoints that were saved but no longer exist, according to the save counters.
     """
 
     url: str
@@ -96,15 +97,15 @@ def list_run(
     recorded: bool = True,
     storage_options: Mapping[str, Any] | None = None,
 ) -> Listing:
-    """Return the checkpoints below `url`. Reads only their commit records.
+    """Return the checkpoints under `url`. Reads only their commit records.
 
     Args:
-        policy: None uses the policy recorded by the newest checkpoint.
+        policy: None uses the policy that the newest checkpoint recorded.
         recorded: Also apply the recorded exemptions (`keep_...`) that `policy` does not set.
 
     Raises:
         UsageError: `policy` keeps the best by a metric that no checkpoint has.
-        CheckpointNotFoundError: The directory does not exist, or contains no run of ckptkit.
+        CheckpointNotFoundError: The directory does not exist, or does not contain a ckptkit run.
     """
     url = location("url", url)
     if policy is not None and not isinstance(policy, RetentionPolicy):
@@ -134,12 +135,12 @@ def list_run(
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What a rotation would do now, as shown by `ls` and `prune --dry-run`.
+    """What a rotation would do now, which `ls` and `prune --dry-run` show.
 
     Attributes:
-        policy: The applied policy. If none was given or recorded, it is None and all checkpoints are kept.
-        decisions: One for each committed checkpoint, in the order of the run.
-        kept_files: Checkpoint to delete -> files in its directory that its record does not name.
+        policy: The applied policy. None if none was given or recorded; all checkpoints are then kept.
+        decisions: One for each committed checkpoint, in the run's order.
+        kept_files: For each checkpoint to delete, the files in its directory that its record does not name.
     """
 
     policy: RetentionPolicy | None
@@ -150,10 +151,10 @@ class Outlook:
 def look_ahead(
     root: Store, view: Store, inventory: Inventory, given: RetentionPolicy | None, *, recorded: bool
 ) -> Outlook:
-    """Return what a rotation with the given or the recorded policy would do.
+    """Return what a rotation with the given policy, or with the recorded one, would do.
 
     Args:
-        view: The snapshot of `root` that the inventory was made from.
+        view: The snapshot of `root` from which the inventory was made.
     """
     policy = effective_policy(given, inventory, recorded=recorded)
     origin = inventory.latest.record.extra.get("resumed_from") if inventory.latest else None
@@ -171,7 +172,7 @@ def look_ahead(
 
 
 def _gaps(inventory: Inventory) -> dict[str, int]:
-    """Return the number of saves between each checkpoint and the previous one that still exists."""
+    """Return how many saves are missing between each checkpoint and the previous one that still exists."""
     gaps, last = {}, 0
     for item in sorted(inventory.committed, key=lambda item: item.record.sequence):
         gaps[item.name] = max(0, item.record.sequence - last - 1)
@@ -212,15 +213,15 @@ def _attempt(item: Attempt, state: str) -> Listed:
 def effective_policy(
     given: RetentionPolicy | None, inventory: Inventory, *, recorded: bool = True
 ) -> RetentionPolicy | None:
-    """Return the policy to apply: the given limits with the run's recorded exemptions, or the recorded policy.
+    """Return the policy to apply: the given limits plus the run's recorded exemptions, or the recorded policy.
 
-    None if no policy was given and none that can be applied is recorded.
+    None if no policy was given, and none is recorded that this version can apply.
 
     Raises:
         UsageError: The given policy keeps the best by a metric that no checkpoint has, or the recorded one has a rule
-            unknown to this version.
+            that this version does not know.
     """
-    if given is not None and given.keep_best is not None:  # a misspelt metric must not delete the best checkpoint
+    if given is not None and given.keep_best is not None:  # so that a misspelt metric does not cost the best one
         check_metric(inventory, given.keep_best[0])
     stated = inventory.latest.record.extra.get("retention") if inventory.latest is not None else None
     if not isinstance(stated, Mapping) or (given is not None and not recorded):

@@ -47,7 +47,7 @@ __all__ = ["merge", "weights_of"]
 
 Bytes = npt.NDArray[np.uint8]
 Sums: TypeAlias = Literal["fp32", "fp64"]
-_BLOCK = 1 << 16  # elements summed at a time, to stay in the cache
+_BLOCK = 1 << 16  # elements summed at a time, so that they stay in the cache
 _NAMED = 5
 
 
@@ -83,29 +83,29 @@ def merge(  # noqa: PLR0913 - one argument an option
     progress: Progress | None = None,
     sha256: bool = False,
 ) -> ConvertReport:
-    """Write the weighted sum of the model weights of several checkpoints to `dst`, published atomically.
+    """Write the weighted sum of several checkpoints' model weights to `dst`, published atomically.
 
     Each float tensor becomes ((w1 * x1 + w2 * x2) + w3 * x3) + .... Every operation is rounded to `sum_dtype` (for fp64
-    tensors: to fp64), and the result is cast once. It has the same bits for any number of workers and any memory.
+    tensors, to fp64), and the result is cast once. It is bit-identical for any number of workers and any memory limit.
     Other tensors (integers, booleans) are copied from the last source. Quantized weights (FP8, MXFP4,
-    compressed-tensors) are dequantized to fp32 first; the result is in bf16, or in `dtype`. The sources may have
+    compressed-tensors) are first dequantized to fp32; their sum is written in bf16, or in `dtype`. The sources may have
     different formats, layouts and world sizes. They must agree in names, shapes, and the dtypes of unquantized tensors.
     Optimizer states are not merged. Config and tokenizer come from the last source.
 
     Args:
         sources: Checkpoints in order, oldest first; or one run, with `last` or `steps`.
-        weights: "uniform"; "minus-sqrt" (the merge that equals a 1 - sqrt learning rate decay over the sources, as in
-            Megatron-LM); "ema:DECAY" (the exponential moving average that starts at the first source); or numbers,
-            as a sequence or "0.2,0.3,0.5". They must add up to 1.
+        weights: "uniform"; "minus-sqrt" (equivalent to a 1 - sqrt learning rate decay over the sources, as in
+            Megatron-LM); "ema:DECAY" (the exponential moving average that starts at the first source); or numbers, as a
+            sequence or "0.2,0.3,0.5". They must add up to 1.
         last: Merge the last N committed checkpoints of the run.
-        steps: Merge the committed checkpoints of the run from step FIRST to LAST, inclusive: "FIRST:LAST".
+        steps: Merge the run's committed checkpoints from step FIRST to step LAST, inclusive: "FIRST:LAST".
         sum_dtype: "fp32" or "fp64".
-        take: As `weights` of `convert`: the "model" weights, or the fp32 "master" copies.
+        take: The "model" weights or the fp32 "master" copies, like `weights` in `convert`.
         to, dtype, base, key_map, ...: As for `convert`.
 
     Raises:
-        UsageError: Options conflict; the run has too few checkpoints; weights do not add up to 1.
-        CheckpointMismatchError: Names, shapes or dtypes of the sources differ.
+        UsageError: Options conflict, the run has too few checkpoints, or weights do not add up to 1.
+        CheckpointMismatchError: The sources differ in names, shapes or dtypes.
         UnsupportedFormatError: ckptkit cannot dequantize a tensor.
     """
     started = time.perf_counter()
@@ -116,7 +116,7 @@ def merge(  # noqa: PLR0913 - one argument an option
     memory = parse_size(max_memory)
     how = How(workers, memory, check, verify, dry_run, overwrite, there, here, progress, started)
     dtype = str(dtype)  # accepts torch.bfloat16
-    export_dtype("float32", dtype)  # raises for an unknown dtype before a source is opened
+    export_dtype("float32", dtype)  # raises for an unknown dtype, before a source is opened
     output = Output(dst, to, parse_size(max_shard_size), world_size, sha256, how)
     output.check(max_memory, max_shard_size)
     urls = _of_run(sources, last, steps, there)
@@ -132,7 +132,7 @@ def merge(  # noqa: PLR0913 - one argument an option
     )
     each = [options] * (len(opened) - 1) + [replace(options, notes=(said,))]
     parts = [choose(source, to, own, base, storage_options) for source, own in zip(opened, each, strict=True)]
-    # Quantized weights are summed in fp32, so that only the result is rounded.
+    # Sum quantized weights in fp32, so that only the result is rounded.
     wide = replace(options, dtype="keep", dequantize="fp32")
     named = [
         _terms(index, source, part, choose(source, to, wide, base, storage_options) if _is_quantized(part) else part)
@@ -144,7 +144,7 @@ def merge(  # noqa: PLR0913 - one argument an option
 
 
 def _opened(urls: Sequence[str], open_one: Callable[[str], Source]) -> list[Source]:
-    """Open every source. Errors name it, and no checkpoint may be given twice."""
+    """Open all sources. Errors name the source. Raises UsageError if a checkpoint is given twice."""
     opened: list[Source] = []
     for url in urls:
         try:
@@ -164,7 +164,7 @@ def _is_quantized(part: HFExport) -> bool:
 
 
 def _used(source: Source, part: HFExport) -> list[TensorEntry]:
-    """Return the entries of one source that its chosen tensors need."""
+    """Return the catalog entries that one source's chosen tensors need."""
     keys = dict.fromkeys(key for tensor in part.tensors for key in tensor.sources)
     return [source.catalog.tensors[key] for key in keys]
 
@@ -173,10 +173,10 @@ def _used(source: Source, part: HFExport) -> list[TensorEntry]:
 
 
 def weights_of(weights: str | Sequence[float], count: int) -> tuple[float, ...]:
-    """Return the weight of each of `count` checkpoints, oldest first.
+    """Return the weight of each of the `count` checkpoints, oldest first.
 
-    "minus-sqrt" imitates a learning rate that decays as d(x) = 1 - sqrt(x), with source i at x = i / count: the weight
-    of a source is the decay from there to the next source (Megatron-LM, `tools/checkpoint/weighted_merge.py`).
+    "minus-sqrt" imitates a learning rate that decays as d(x) = 1 - sqrt(x), with source i at x = i / count. A source's
+    weight is the decay from there to the next source (Megatron-LM, `tools/checkpoint/weighted_merge.py`).
 
     Raises:
         UsageError: The weights are malformed, too few or too many, or do not add up to 1.
@@ -277,7 +277,7 @@ def _combined(
     sum_dtype: Sums,
     said: str,
 ) -> HFExport:
-    """Return the export with the summed tensors. Its other fields come from the last source."""
+    """Return the export that contains the summed tensors. Everything else in it comes from the last source."""
     _check_names(opened, named)
     result: list[OutputTensor] = []
     copied: list[str] = []
@@ -286,7 +286,7 @@ def _combined(
         terms = [of[name] for of in named]
         _check_alike(opened, terms)
         if dtype_of(terms[-1].dtype).kind == "float":
-            # fp64 tensors are summed in fp64: the average of two equal tensors must be that tensor.
+            # Sum fp64 tensors in fp64, because the average of two equal tensors must be that tensor.
             sums = "float64" if terms[-1].dtype == "float64" else dtype_of(sum_dtype).name
             result.append(_sum(terms, factors, dtypes[name], sums))
         else:
@@ -324,7 +324,7 @@ def _check_names(opened: Sequence[Source], named: Sequence[Mapping[str, OutputTe
 
 
 def _terms(index: int, source: Source, part: HFExport, wide: HFExport) -> dict[str, OutputTensor]:
-    """Return the terms of one source by name: quantized weights from `wide`, others from `part` in their own dtype."""
+    """Return one source's terms by name: quantized weights from `wide`, all others from `part` in their own dtype."""
     found: dict[str, OutputTensor] = {}
     dequantized = {tensor.name: tensor for tensor in wide.tensors}
     for plain in part.tensors:
@@ -346,7 +346,7 @@ def _check_alike(opened: Sequence[Source], terms: Sequence[OutputTensor]) -> Non
     for source, term in zip(opened, terms, strict=True):
         computed = isinstance(term, ComputedTensor) or isinstance(newest, ComputedTensor)
         same = term.dtype == newest.dtype
-        if computed:  # a quantized weight is in fp32 here, so its dtype may differ from the others
+        if computed:  # a quantized weight is in fp32 here, so it may differ in dtype
             same = dtype_of(term.dtype).kind == dtype_of(newest.dtype).kind == "float"
         if term.shape != newest.shape or not same:
             raise CheckpointMismatchError(
@@ -356,10 +356,10 @@ def _check_alike(opened: Sequence[Source], terms: Sequence[OutputTensor]) -> Non
 
 
 def _sum(terms: Sequence[OutputTensor], factors: Sequence[float], dtype: str, sum_dtype: str) -> ComputedTensor:
-    """Return the weighted sum of tensors of one shape. It can be computed by rows if all terms can."""
+    """Return the weighted sum of tensors of the same shape. It can be computed by rows if all terms can."""
     first = terms[0]
     computed = [term for term in terms if isinstance(term, ComputedTensor)]
-    # All digits of the factors: an interrupted run resumes only if the labels of its plan are equal.
+    # Show all digits of the factors: an interrupted merge resumes only if its plan has the same labels.
     labels = [term.label if isinstance(term, ComputedTensor) else f"W{i + 1}" for i, term in enumerate(terms)]
     label = " + ".join(f"{factor!r} * {said}" for factor, said in zip(factors, labels, strict=True))
     if len(terms) > _NAMED:
@@ -383,7 +383,7 @@ def _sum(terms: Sequence[OutputTensor], factors: Sequence[float], dtype: str, su
 def _summed(
     data: Sequence[Bytes], *, terms: tuple[OutputTensor, ...], factors: tuple[float, ...], sums: str, target: str
 ) -> Computed:
-    """Return ((w1 * x1 + w2 * x2) + ...) for each element. Each operation is rounded to the dtype `sums`."""
+    """Return ((w1 * x1 + w2 * x2) + ...) for each element, with each operation rounded to the dtype `sums`."""
     kind = np.dtype(sums).type
     values: list[Bytes] = []
     at = 0

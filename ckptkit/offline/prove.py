@@ -1,8 +1,8 @@
 """Reads a result back and verifies that each tensor equals its source.
 
-Slices of the source that are contiguous runs in the result are compared by their recorded digests, so that only the
-result is read. Without digests the bytes of both are compared. Tensors that were cast, split or rearranged are
-compared by additive fingerprints.
+Source slices that are contiguous in the result are compared by their recorded digests, so that only the result is read.
+If there are no digests, the bytes of both are compared. Tensors that were cast, split or rearranged are compared by
+additive fingerprints.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def fingerprint_of(data: Bytes, box: Box, shape: tuple[int, ...], itemsize: int) -> Fingerprint:
-    """Return the contribution of a box to the fingerprint of a tensor of this shape.
+    """Return what a box contributes to the fingerprint of a tensor of this shape.
 
     Args:
-        data: The bytes of the box, row-major.
-        itemsize: Bytes per element. An element of 16 bytes counts as two of 8.
+        data: The box's bytes, row-major.
+        itemsize: Bytes per element. An element of 16 bytes counts as two elements of 8.
     """
     if itemsize == 16:
         box, shape, itemsize = Box((*box.offsets, 0), (*box.sizes, 2)), (*shape, 2), 8
@@ -58,12 +58,12 @@ def fingerprint_of(data: Bytes, box: Box, shape: tuple[int, ...], itemsize: int)
     strides = row_major_strides(shape)
     base = box.flat_start(shape)
     dim = _outer_dims(box, shape)
-    run = Box((0,) * (box.ndim - dim), box.sizes[dim:]).numel  # elements that are consecutive in the tensor
+    run = Box((0,) * (box.ndim - dim), box.sizes[dim:]).numel  # number of elements that are consecutive in the tensor
     return fingerprint_of_runs(bits, _starts(base, box.sizes[:dim], strides[:dim]), run)
 
 
 def _outer_dims(box: Box, shape: tuple[int, ...]) -> int:
-    """Return the number of leading dimensions to iterate over. Within them, the box is contiguous in the tensor."""
+    """Return how many leading dimensions to loop over. The box is contiguous in the tensor along the remaining ones."""
     dim = box.ndim
     while dim > 0 and Box(box.offsets[dim - 1 :], box.sizes[dim - 1 :]).is_contiguous_in(shape[dim - 1 :]):
         dim -= 1
@@ -86,13 +86,13 @@ _TILE = 4 << 20
 def prove_equal(
     plan: Plan, source: Store, result: Store, *, max_memory: int, workers: int = 0, progress: Progress | None = None
 ) -> int:
-    """Compare `result` with the source and return the number of tensors, all of which are equal.
+    """Compare `result` with the source. Return the number of tensors, all of which are equal.
 
     Tensors that cannot be compared by slices are fingerprinted: the source slice by slice, the result box by box. This
     detects misplaced boxes as well as wrong bytes.
 
     Args:
-        progress: Called with (bytes of the result read, total bytes, "verify: FILE") by one worker at a time.
+        progress: Called with (bytes of the result read, total bytes, "verify: FILE"), by one worker at a time.
 
     Raises:
         IntegrityError: Some tensors differ. The message names them.
@@ -143,14 +143,14 @@ class _Prover:
 
     def compare(self, index: int, worker: Worker) -> None:
         placement = self._plan.placements[index]
-        # If digests differ, fingerprints decide: the source may be damaged and the result still equal to it.
+        # If digests differ, fingerprints decide: the source may be damaged, and the result still a faithful copy of it.
         if self._is_same_by_slices(placement, worker):
             return
         if self._found(placement, worker) != self._expected(placement.tensor, worker):
             with self._lock:
                 self.different.append(placement.tensor.name)
 
-    # --- slices that are contiguous runs in the result: compared by digests or bytes
+    # --- slices that are contiguous in the result: compared by digests or bytes
 
     def _is_same_by_slices(self, placement: Placement, worker: Worker) -> bool:
         tensor, key = placement.tensor, _copied(placement.tensor)
@@ -166,7 +166,7 @@ class _Prover:
         return all(same(self._maps[key], runs, rows, worker) for rows in runs.bounds())
 
     def _has_digest(self, where: EntryMap, runs: SliceRuns, rows: tuple[int, int], worker: Worker) -> bool:
-        """Return whether a slice in the result has the digest that the source recorded."""
+        """Return whether a slice in the result has the digest that the source recorded for it."""
         slices, row = where.entry.slices, int(runs.slices[rows[0]])
         assert slices.digests is not None and slices.algorithm is not None
         hasher = new_hasher(slices.algorithm)
@@ -175,7 +175,7 @@ class _Prover:
         return hasher.intdigest() == int(slices.digests[row])
 
     def _has_bytes(self, where: EntryMap, runs: SliceRuns, rows: tuple[int, int], worker: Worker) -> bool:
-        """Return whether a slice has the same bytes in the result as in the source."""
+        """Return whether a slice's bytes in the result equal its bytes in the source."""
         row = int(runs.slices[rows[0]])
         origin, start = int(where.origins[row]), int(where.entry.slices.starts[row])
         for inner, data in self._blocks(runs, rows, worker):
@@ -186,7 +186,7 @@ class _Prover:
         return True
 
     def _blocks(self, runs: SliceRuns, rows: tuple[int, int], worker: Worker) -> Iterator[tuple[int, Bytes]]:
-        """Yield the parts of a slice, read from the result: (offset in the slice, bytes), in order."""
+        """Yield the parts of a slice in order, as read from the result: (offset in the slice, bytes)."""
         for row in range(*rows):
             inner, file, start = int(runs.inner[row]), int(runs.files[row]), int(runs.starts[row])
             nbytes = int(runs.nbytes[row])
@@ -196,7 +196,7 @@ class _Prover:
                 self._report(len(data), file)
                 yield inner + at, data
 
-    # --- the fingerprint of the result: box by box in the order of files; replicas must be equal
+    # --- the result's fingerprint: box by box, in file order; replicas must be equal
 
     def _found(self, placement: Placement, worker: Worker) -> Fingerprint | None:
         tensor = placement.tensor
@@ -222,7 +222,7 @@ class _Prover:
                 self._done += nbytes
                 self._progress(self._done, self._total, f"verify: {self._plan.files[file].path}")
 
-    # --- the fingerprint of the source: slice by slice if the target copies one entry, otherwise by the plan's parts
+    # --- the source's fingerprint: slice by slice if the target copies one entry, otherwise by the plan's parts
 
     def _expected(self, tensor: OutputTensor, worker: Worker) -> Fingerprint:
         key = _copied(tensor)
@@ -258,7 +258,7 @@ class _Prover:
 
 
 def _has_digests(slices: SliceArray) -> bool:
-    """Return whether each slice has a digest of exactly its own bytes."""
+    """Return whether every slice has a digest that covers exactly its own bytes."""
     if slices.algorithm is None or slices.digests is None:
         return False
     if slices.digest_starts is None or slices.digest_nbytes is None:
@@ -276,22 +276,22 @@ def _copied(tensor: OutputTensor) -> str | None:
     return part.source if whole else None
 
 
-# Locate each source slice in the result. This uses only the boxes, not the steps of the copy, so that it verifies
-# the steps too.
+# Locate each source slice in the result. This uses only the boxes, not the steps of the copy, and so verifies these
+# steps too.
 
 
-_MAX_PAIRS = 1 << 22  # maximum number of slices times boxes
+_MAX_PAIRS = 1 << 22  # maximum for the number of slices times the number of boxes
 
 
 @dataclass(frozen=True, slots=True)
 class SliceRuns:
-    """Runs of bytes, one row per run, sorted by slice and offset. The runs of a slice cover it.
+    """Runs of bytes, one row per run, sorted by slice and offset. A slice's runs cover it completely.
 
     Attributes:
-        slices: [n] index of the slice in its entry.
-        inner: [n] offset of the run in the slice.
-        files, starts: [n] file and offset in the result.
-        nbytes: [n] bytes of the run.
+        slices: [n] the slice's index in its entry.
+        inner: [n] the run's offset in the slice.
+        files, starts: [n] the run's file and offset in the result.
+        nbytes: [n] the run's size in bytes.
     """
 
     slices: Int64
@@ -307,10 +307,10 @@ class SliceRuns:
 
 
 def slice_runs(entry: TensorEntry, placement: Placement) -> SliceRuns | None:
-    """Return where the slices of an unchanged tensor are in the result.
+    """Return where an unchanged tensor's slices are in the result.
 
-    None if a slice or its part in a box is not contiguous (column shards, strides), if boxes repeat (replicas), or if
-    there are no slices or too many.
+    None if a slice, or its part in a box, is not contiguous (column shards, strides), if boxes repeat (replicas), if
+    there are no slices, or if there are too many.
     """
     slices, itemsize = entry.slices, dtype_of(entry.dtype).itemsize
     rows = slices.distinct()
@@ -351,17 +351,17 @@ def _is_whole(runs: SliceRuns, entry: TensorEntry, placement: Placement) -> bool
     return whole and bool((runs.inner == np.where(new, 0, before)).all() and (ends[last] == sizes).all())
 
 
-# --- unnamed fp32 masters: check that each belongs to the weight that it was assigned to
+# --- unnamed fp32 masters: check that each one belongs to the weight whose name it was given
 
 
 def prove_masters(source: Source, used: Collection[str] | None = None) -> int:
-    """Check the names assigned to unnamed masters: a master, cast, must equal its weight bit for bit.
+    """Check the names given to unnamed masters. Each master, once cast, must equal its weight bit for bit.
 
     Args:
-        used: The tensors that are needed. If no master is among them, nothing is read. None means all.
+        used: The tensors that are needed; None means all. If no master is among them, nothing is read.
 
     Returns:
-        The number of checked masters.
+        The number of masters checked.
 
     Raises:
         IntegrityError: Some masters do not equal their weights.

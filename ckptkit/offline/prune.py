@@ -1,4 +1,4 @@
-"""Manual rotation: deletes checkpoints that a policy does not keep, and leftovers of killed saves."""
+"""Rotates manually: deletes the checkpoints that a policy does not keep, and the leftovers of killed saves."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SCHEMA = "ckptkit.prune/1"
 
 @dataclass(frozen=True, slots=True)
 class PruneReport:
-    """What was kept and deleted; for a dry run, what would be."""
+    """What was kept and what was deleted; for a dry run, what would be."""
 
     url: str
     dry_run: bool
@@ -37,7 +37,7 @@ class PruneReport:
 
     @property
     def freed_bytes(self) -> int:
-        """The number of bytes deleted, or that a dry run would delete."""
+        """The number of bytes that were deleted, or that would be in a dry run."""
         gone = {d.name for d in self.decisions if not d.keep} if self.dry_run else set(self.deleted)
         return sum(d.nbytes for d in self.decisions if d.name in gone)
 
@@ -69,19 +69,19 @@ def prune(
     dry_run: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> PruneReport:
-    """Delete the checkpoints below `url` that `policy` does not keep, and leftovers of killed saves.
+    """Delete the checkpoints under `url` that `policy` does not keep, and the leftovers of killed saves.
 
-    Of each checkpoint, the commit record is deleted first. Never deletes the newest, the best or a pinned checkpoint,
-    or files that ckptkit did not write.
+    The commit record of each checkpoint is deleted first. Never deletes the newest checkpoint, the best, or a pinned
+    one, nor files that ckptkit did not write.
 
     Args:
-        policy: None uses the policy recorded by the newest checkpoint.
+        policy: None uses the policy that the newest checkpoint recorded.
         recorded: Also apply the recorded exemptions (`keep_...`) that `policy` does not set.
 
     Raises:
-        UsageError: There is no policy, given or recorded, and no leftovers; or the policy keeps the best by a metric
+        UsageError: There are no leftovers and no policy, given or recorded; or the policy keeps the best by a metric
             that no checkpoint has.
-        CheckpointNotFoundError: There is no ckptkit checkpoint below `url`.
+        CheckpointNotFoundError: There is no ckptkit checkpoint under `url`.
     """
     root = open_store(url, storage_options=storage_options)
     view = snapshot(root)
@@ -103,5 +103,5 @@ def prune(
                 except OSError as error:
                     failed[name] = str(error)
         return PruneReport(url, True, ahead.decisions, (), failed, left, kept)
-    done = rotate(root, ahead.policy or RetentionPolicy(), clean=True)  # without limits: deletes only leftovers
+    done = rotate(root, ahead.policy or RetentionPolicy(), clean=True)  # a policy without limits deletes only leftovers
     return PruneReport(url, False, done.decisions, done.deleted, dict(done.failed or {}), done.cleaned, done.kept_files)

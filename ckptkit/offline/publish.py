@@ -1,4 +1,4 @@
-"""Stages a result (a directory or a single file) and publishes it atomically, from one process or several ranks."""
+"""Stages a result (a directory or a single file) and publishes it atomically, from one or several ranks."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-_BESIDE = (MANIFEST_NAME, RECORD_NAME, SUMS_NAME)  # files that may be written in addition to the plan's
+_BESIDE = (MANIFEST_NAME, RECORD_NAME, SUMS_NAME)  # files that may be written besides the plan's
 _FILE_ENDINGS = (".pt", ".pth", ".bin", ".ckpt")
 
 
@@ -60,8 +60,8 @@ class Session:
     Attributes:
         store: Where this process writes.
         files: Indices of the plan's files that this process writes.
-        journal: Records finished steps, so that the next run can resume; None if it cannot.
-        ledger: Records finished objects of an object store, for the same purpose.
+        journal: Records finished steps, so that the next command can resume; None if it cannot.
+        ledger: Records finished objects on an object store, for the same purpose; None otherwise.
     """
 
     def __init__(self, store: Store, plan: Plan, coordinator: Coordinator, ledger: Ledger | None) -> None:
@@ -76,9 +76,9 @@ class Session:
             self.journal = Journal(store.url, world_size=world_size, rank=rank)
 
     def everyone(self, fn: Callable[[], T]) -> list[T]:
-        """Run `fn` on every rank. If it fails on one, all ranks raise.
+        """Run `fn` on every rank. If it fails on any rank, all ranks raise.
 
-        Returns the results of all ranks on rank 0, and the rank's own result on other ranks.
+        On rank 0, returns the results of all ranks; on other ranks, only their own result.
         """
         if self._coordinator.world_size == 1:
             return [fn()]
@@ -87,14 +87,14 @@ class Session:
             results: list[T] | None = self._coordinator.settle(outcome, "writing the files")
         except BaseException as error:
             if not self._coordinator.is_main and not is_directory(self.store) and not is_interruption(error):
-                # Rank 0 deletes the staging directory. On an object store, it does not know the files of this rank.
+                # Rank 0 deletes the staging directory. On an object store, it does not know this rank's files.
                 with contextlib.suppress(OSError):
                     self.store.delete(self._paths)
             raise
         return [outcome.value] if results is None else results
 
     def _durable(self, fn: Callable[[], T]) -> T:
-        """Run `fn` and sync the files that it wrote. Rank 0 cannot sync them, because it may be on another machine."""
+        """Run `fn` and sync the files that it wrote. Rank 0, perhaps on a different machine, could not sync them."""
         value = fn()
         if is_directory(self.store):
             sync_files(self.store, [path for path in self._paths if self.store.info(path) is not None])
@@ -106,10 +106,10 @@ class Session:
 
     @contextlib.contextmanager
     def until_published(self) -> Iterator[None]:
-        """Close the journal after the block.
+        """Close the journal when the block ends.
 
-        If a rank other than 0 is interrupted, its finished steps are kept for the next run. `OutputPlace.stage` does
-        this for rank 0.
+        If a rank other than 0 is interrupted, keep its finished steps for the next command. For rank 0,
+        `OutputPlace.stage` does this.
         """
         if self.journal is None:
             yield
@@ -125,13 +125,13 @@ class Session:
 
 
 def _decide(coordinator: Coordinator, fn: Callable[[], T], what: str) -> T:
-    """Run `fn` on rank 0. All ranks return its result. A single process raises errors unchanged."""
+    """Run `fn` on rank 0. All ranks return its result. A single process raises its errors unchanged."""
     return fn() if coordinator.world_size == 1 else coordinator.decide(fn, what)
 
 
 @dataclass(frozen=True, slots=True)
 class OutputPlace:
-    """The destination of a result.
+    """Where a result is written.
 
     Attributes:
         url: A directory; for a single file, the directory that contains it.
@@ -146,19 +146,19 @@ class OutputPlace:
 
     @property
     def replaceable(self) -> Replaceable | None:
-        """A function that raises if an existing target must not be replaced; None if nothing may be replaced."""
+        """A function that raises if the existing target must not be replaced; None if no target may be replaced."""
         return check_replaceable if self.overwrite else None
 
     @contextlib.contextmanager
     def stage(self, plan: Plan) -> Iterator[Session]:
-        """Yield the session that writes the plan, and publish the result if the block succeeds.
+        """Yield a session that writes the plan, and publish the result if the block succeeds.
 
-        If the block fails, nothing remains, or only a staging directory from which the next run resumes. If there are
-        several ranks, all must enter and leave together. Without a process group, a gloo group is created from
-        torchrun's environment.
+        If the block fails, nothing is left behind, or only a staging directory from which the next command resumes. If
+        there are several ranks, all must enter and leave together. If there is no process group, a gloo group is
+        created from torchrun's environment.
 
         Raises:
-            RankFailedError: Some rank failed; nothing was published.
+            RankFailedError: A rank failed. Nothing was published.
         """
         with contextlib.ExitStack() as group, contextlib.ExitStack() as staging:
             if is_one_of_many():
@@ -191,14 +191,14 @@ class OutputPlace:
         return (whole, self.file_name) if self.is_file else os.path.split(whole)
 
     def open(self, plan: Plan, *, dead: Collection[str] = ()) -> contextlib.AbstractContextManager[Store]:
-        """Return a context that yields the staging store and publishes it on exit. For one process.
+        """Return a context manager that yields the staging store and publishes it on exit. For one process.
 
-        The staging store may contain the files of an interrupted process.
+        The staging store may contain files that an interrupted process left.
 
         Args:
             dead: Owner files of earlier writers on other machines that are known to be dead.
         """
-        # Shards are not published last, because stores keep such files in memory.
+        # Don't publish shards last, because stores keep the files to publish last in memory.
         small = [name for name in plan.last if not name.endswith(".safetensors")]
         names = {**dict.fromkeys((*plan.last, *_BESIDE), -1), **{file.path: file.nbytes for file in plan.files}}
         return stage(
@@ -214,7 +214,7 @@ class OutputPlace:
         )
 
     def check(self, plan: Plan) -> None:
-        """Raise the errors about the destination that `open` would raise. Writes nothing.
+        """Raise the errors about the destination that `open` would raise, without writing anything.
 
         Raises:
             CheckpointExistsError: The target exists.
@@ -245,9 +245,9 @@ class OutputPlace:
 
 
 def is_one_of_many() -> bool:
-    """Return whether this process is one of several ranks that torchrun started or that joined a process group.
+    """Return whether this process is one of several ranks, which torchrun started or which share a process group.
 
-    RANK and WORLD_SIZE are not enough. A batch job may set them for a shell that runs the command only once; the
+    RANK and WORLD_SIZE do not prove this. A batch job may set them for a shell that runs the command only once; the
     command would then wait for the other ranks forever.
     """
     distributed = sys.modules.get("torch.distributed")
@@ -260,12 +260,12 @@ def is_one_of_many() -> bool:
 def _identity(url: str) -> str:
     kind, path = split_url(url)
     if "\0" in path:
-        return url  # not a valid path: opening it raises
+        return url  # not a valid path; opening it raises
     return os.path.realpath(path) if kind in ("file", "local") else f"{kind}://{path.strip('/')}"
 
 
 def options_of_both(both: Options | None, src: Options | None, dst: Options | None) -> list[Options | None]:
-    """Return [options of the source, options of the destination]: `both`, overridden by `src` and `dst`."""
+    """Return [the source's options, the destination's options]: `both`, overridden by `src` and `dst` respectively."""
     return [{**(both or {}), **own} if own else both for own in (src, dst)]
 
 
@@ -290,11 +290,11 @@ def open_target(
 # --- Several ranks write one result: they divide the files, publish once, and fail together.
 
 
-_MEET_S = 120  # torchrun starts its ranks within seconds
+_MEET_S = 120  # enough, because torchrun starts its ranks within seconds
 
 
 def _join(store: Store, coordinator: Coordinator) -> None:
-    """Check that this rank sees the staging directory, and write the rank's owner file next to it."""
+    """Check that this rank sees the staging directory, and write this rank's owner file next to it."""
     if coordinator.is_main or not is_directory(store):
         return
     head, name = os.path.split(store.url)
@@ -309,7 +309,7 @@ def _join(store: Store, coordinator: Coordinator) -> None:
 
 
 def _known_dead(place: OutputPlace, coordinator: Coordinator) -> list[str]:
-    """Return, on rank 0, the owner files of dead earlier writers. Each rank reports the dead writers of its machine."""
+    """Return, on rank 0, the owner files of earlier writers that are dead. Each rank looks on its own machine."""
     found = coordinator.all_ok(lambda: _dead_here(place, coordinator), "looking for leftovers of an earlier run")
     return [path for paths in found or () for path in paths]
 
@@ -320,7 +320,7 @@ def _dead_here(place: OutputPlace, coordinator: Coordinator) -> list[str]:
         return []
     dead = dead_owner_files(LocalStore(folder), name)
     if dead and not coordinator.is_main and os.environ.get("LOCAL_RANK", "0") == "0":
-        # The dead writers' data may be only in this machine's page cache.
+        # The data that dead writers wrote may so far be only in this machine's page cache.
         for staging in set(dead.values()):
             with contextlib.suppress(OSError):
                 sync_tree(LocalStore(f"{folder}/{staging}"))
@@ -329,7 +329,7 @@ def _dead_here(place: OutputPlace, coordinator: Coordinator) -> list[str]:
 
 @contextlib.contextmanager
 def process_group() -> Iterator[None]:
-    """Provide a process group for the block: the existing one, or a new one of the ranks that torchrun started.
+    """Provide a process group inside the block: the existing one, or a new one for the ranks that torchrun started.
 
     Raises:
         RankFailedError: The ranks did not connect in time.

@@ -1,4 +1,4 @@
-"""Opens the checkpoints that a command reads, and protects them from rotation until it ends."""
+"""Opens the checkpoints that a command reads, and protects them from rotation until the command ends."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = [
     "watch",
 ]
 
-# --- Changes to source files during a command: they are detected, because other formats cannot be pinned.
+# --- Detecting changes to source files during a command, because checkpoints in other formats cannot be pinned
 
 
 Seen = Mapping[str, tuple[Any, ...] | None]
@@ -61,7 +61,7 @@ def check_unchanged(source: Source, seen: Seen) -> None:
     """
     changed = _differing(look_at(source), seen)
     if changed and source.store.asking_costs:
-        # Some gateways return a new ETag for each request; ignore the ETags of such files.
+        # Some gateways return a new ETag for each request. Ignore the ETags of such files.
         looks = [look_at(source) for _ in range(2)]
         restless = _differing(*looks)
         changed = [path for path in changed if path not in restless or _differs(looks[0], seen, path, tags=False)]
@@ -79,7 +79,7 @@ def _differing(now: Seen, seen: Seen) -> list[str]:
 
 
 def _differs(now: Seen, seen: Seen, path: str, *, tags: bool = True) -> bool:
-    """Return whether a file was replaced; False if that cannot be checked."""
+    """Return whether a file was replaced; False if that cannot be determined."""
     one, other = now.get(path), seen[path]
     if one is None or other is None:
         return False
@@ -89,7 +89,7 @@ def _differs(now: Seen, seen: Seen, path: str, *, tags: bool = True) -> bool:
 P = ParamSpec("P")
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
-_MAX_TRIES = 100  # each retry means that a save rotated the checkpoint away after it was opened
+_MAX_TRIES = 100  # a retry is needed only if a save rotated the checkpoint away after it was opened
 _VANISHED = (FileNotFoundError, CorruptCheckpointError)
 
 
@@ -100,7 +100,7 @@ class _Reading:
     Attributes:
         why: The command's name, recorded in the pins.
         ours: ckptkit checkpoints, with the URLs that were requested.
-        seen: Sources in other formats, with the identities of their files.
+        seen: Sources in other formats, with their files' identities.
     """
 
     why: str
@@ -114,10 +114,10 @@ _current: ContextVar[_Reading] = ContextVar("ckptkit-reading")
 
 
 def reads_checkpoints(command: Callable[P, T]) -> Callable[P, T]:
-    """Return `command` with its sources (`open_pinned`) pinned until it ends.
+    """Wrap `command` so that its sources, opened with `open_pinned`, stay pinned until it ends.
 
-    A source in a read-only run cannot be pinned, so it may be deleted. If it was requested as the newest of its run,
-    the command then starts over once, with the current newest checkpoint.
+    A source in a read-only run cannot be pinned, so it may be deleted. If the command asked for the run's newest
+    checkpoint, it then starts over once, with the checkpoint that is now the newest.
     """
 
     @functools.wraps(command)
@@ -125,7 +125,7 @@ def reads_checkpoints(command: Callable[P, T]) -> Callable[P, T]:
         try:
             return _run(command, *args, **kwargs)
         except _GoneError as gone:
-            if not gone.replaced or is_one_of_many():  # all ranks retry, or none
+            if not gone.replaced or is_one_of_many():  # either all ranks retry, or none
                 raise gone.told from gone.__cause__
             _log.warning("%s Starting over with the newest checkpoint.", gone.told)
         try:
@@ -137,7 +137,7 @@ def reads_checkpoints(command: Callable[P, T]) -> Callable[P, T]:
 
 
 class _GoneError(Exception):
-    """A source was deleted while it was read. `replaced`: it was requested as the newest, so a newer one may exist."""
+    """A source was deleted while it was read. `replaced`: the newest was requested, so there may be a newer one now."""
 
     def __init__(self, told: CheckpointNotFoundError, replaced: bool) -> None:
         super().__init__(told)
@@ -165,12 +165,12 @@ def _run(command: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
 
 
 def _placed(error: Exception, sources: Sequence[Source]) -> Exception:
-    """Return the error with a message that adds the damaged checkpoint and the command that lists all damage."""
+    """Return the error with a message that also names the damaged checkpoint and the command that lists all damage."""
     words = f"{getattr(error, 'filename', None) or ''}: {error}"
     where = [source for source in sources if f"{source.store.url}/" in words]
     if isinstance(error, CorruptCheckpointError):
         if error.checkpoint or isinstance(error, (UnsafePathError, UnsafePickleError)):
-            return error  # the checkpoint could not be opened, or the message says this already
+            return error  # the checkpoint could not be opened, or the message already names it
         told: CorruptCheckpointError = type(error)(str(error))
         where = where or [s for s in sources if str(error).partition(":")[0] in s.catalog.info.files]
     elif isinstance(error, FileNotFoundError) and not isinstance(error, CkptkitError):
@@ -196,15 +196,15 @@ def open_pinned(
 ) -> Source:
     """Open the checkpoint at `url`, pinned until the enclosing `reads_checkpoints` command ends.
 
-    If the checkpoint is deleted before its pin is written, the URL is resolved again.
+    If the checkpoint is deleted before it is pinned, the URL is resolved again.
 
     Args:
-        together: Several ranks write one result. All must call this. They read the checkpoint that rank 0 chose,
-            because "latest" may change.
+        together: Several ranks write one result, and all must call this. They all read the checkpoint that rank 0
+            chose, because "latest" may change in between.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
-        CkptkitError: Raised by the format's reader.
+        CkptkitError: The format's reader raised it.
     """
     reading = _current.get()
     if together and is_one_of_many():
@@ -250,13 +250,13 @@ def _opened(
             )
             if "digests" not in source.catalog.info.extra:
                 reading.sources.append(source)
-                return source  # not committed by ckptkit, which therefore never deletes it
+                return source  # ckptkit did not commit it, and therefore never deletes it
             from ckptkit.checkpoint.run.pins import pin_url
 
             pin = pin_url(source.url, why=reading.why, storage_options=storage_options)
             with ExitStack() as stack:
                 record = stack.enter_context(pin)
-                if record is None and _is_there(source):  # the checkpoint is not in a run
+                if record is None and _is_there(source):  # the checkpoint is not part of a run
                     reading.sources.append(source)
                     return source
                 if record is not None and _is_of(source, record):
@@ -266,7 +266,7 @@ def _opened(
                     return source
             error: Exception = CheckpointNotFoundError(f"{source.url} was replaced while it was opened.")
         except _VANISHED as found:
-            # The same error twice means that the checkpoint is damaged, not being deleted.
+            # The same error twice means that the checkpoint is damaged rather than being deleted.
             if str(found) == before:
                 raise
             error = found
@@ -275,7 +275,7 @@ def _opened(
 
 
 def watch(source: Source) -> Source:
-    """Record the identities of a source's files for `check_read_as_seen`, and return the source."""
+    """Record the identities of a source's files for `check_read_as_seen`. Return the source."""
     _current.get().seen.append((source, look_at(source)))
     return source
 
@@ -287,7 +287,7 @@ def check_still_there(source: Source) -> None:
 
 
 def check_read_as_seen(source: Source) -> None:
-    """Raise if files of a source in another format were replaced since `open_pinned`.
+    """Raise if any file of a source in another format was replaced since `open_pinned`.
 
     ckptkit's own files have unique names and digests, so they need no check.
     """
@@ -305,14 +305,14 @@ def _is_there(source: Source) -> bool:
 
 
 def _is_of(source: Source, record: CommitRecord) -> bool:
-    """Return whether the catalog was read from the committed files."""
+    """Return whether the catalog was read from the files that this record committed."""
     prefix = f"{record.data}/" if record.data else ""
     committed = {prefix + path: item.digest for path, item in record.files.items()}
     return source.catalog.info.extra.get("digests") == committed
 
 
 def records_of(catalog: Catalog, name: str) -> list[tuple[str, int, int]]:
-    """Yield (path, start, nbytes) of each stored record of a tensor that cannot be read without its class."""
+    """Return (path, start, nbytes) for each stored record of a tensor that cannot be read without its class."""
     if name in catalog.tensors:
         return catalog.tensors[name].slices.records()
     item = catalog.objects[name]
@@ -321,7 +321,7 @@ def records_of(catalog: Catalog, name: str) -> list[tuple[str, int, int]]:
     return [(item.path, item.start, item.nbytes)]
 
 
-# --- the previous checkpoint of a run, which messages about damage suggest
+# --- the run's previous checkpoint, which messages about damage suggest
 
 
 def earlier_checkpoint(url: str, *, storage_options: Mapping[str, Any] | None = None) -> str:
@@ -335,7 +335,7 @@ def earlier_checkpoint(url: str, *, storage_options: Mapping[str, Any] | None = 
         return ""
     if name in committed:
         older = committed[: committed.index(name)]
-    else:  # the checkpoint is damaged, or is not part of this run
+    else:  # the checkpoint is damaged or not part of this run
         step = step_of_name(name)
         older = [other for other in committed if step is not None and (step_of_name(other) or 0) < step]
     return f"{url.rstrip('/').rpartition('/')[0]}/{older[-1]}" if older else ""

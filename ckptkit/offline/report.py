@@ -10,7 +10,7 @@ __all__ = ["plain"]
 
 
 def plain(value: Any) -> Any:
-    """Return `value` as JSON values. A dataclass becomes an object of its fields; NaN and infinity become strings."""
+    """Return `value` as JSON values. Dataclasses become objects; NaN and infinity become strings."""
     if hasattr(value, "__dataclass_fields__"):
         return {name: plain(getattr(value, name)) for name in value.__dataclass_fields__}
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Rewrites a checkpoint for another number of ranks: the same tensors, sharded differently."""
+"""Rewrites a checkpoint for a different number of ranks: the same tensors, sharded differently."""
 
 from __future__ import annotations
 
@@ -61,31 +61,33 @@ def reshard(  # noqa: PLR0913 - one argument per option
     File r of the result contains the slices that rank r will read. Replicated tensors stay replicated. The result has
     the source's step and its training state:
 
-    - from a ckptkit checkpoint: everything. Per-rank state (RNG, dataloader) keeps the keys of the old ranks. If the
-      number of ranks changes, the load's `rng_on_resize` and `per_rank_on_resize` apply.
-    - from another program's DCP, if `type` is "sharded": all keys and values, unchanged.
+    - from a ckptkit checkpoint: everything. Per-rank state (RNG, dataloader) keeps the old ranks' keys; if the number
+      of ranks changes, `rng_on_resize` and `per_rank_on_resize` apply when it is loaded.
+    - from a DCP checkpoint of another program, if `type` is "sharded": all keys and values, unchanged.
     - from other systems: weights, masters, moments, parameter-group settings, torch schedulers, and plain user values
       as `LoadReport.extra`; no RNG states.
 
-    The report lists what is skipped. Under `torchrun` every rank must call it: the ranks share the work and publish
+    The report lists what was skipped. Under `torchrun`, every rank must call this; the ranks share the work and publish
     once.
 
     Args:
-        dst: The checkpoint's own directory; a CheckpointManager of its parent finds it.
-        mesh: "replicate=2,shard=4,tp=2", or a mapping; None shards over all ranks.
-        type: "sharded" (loads on any job) or "local" (one file per rank, for jobs with this world size and mesh).
-        tp_plan: Globs of parameter names with the dimension to split, or a JSON file of them; for sources without
-            tensor parallelism. None derives the plan from the source's config.json, for llama-like models.
-        layout: URL of a layout of flat parameters, for formats that need one (FSDP1 LOCAL).
-        vocab_size: Trim or pad the embedding and the output head to this many rows, with their masters and optimizer
-            states; config.json is changed to match.
-        new_rows: Values of the added rows of weights and masters: the "mean" of the old rows (the default), or "zeros";
-            see `convert`. Added rows of optimizer states are zeros.
-        allow_pickle: Read torch.save files that name unknown classes. Omits the objects of these classes; runs no code.
+        dst: The directory of the new checkpoint. A CheckpointManager of the parent directory finds it.
+        mesh: "replicate=2,shard=4,tp=2", or a mapping of such names to sizes. None shards over all ranks.
+        type: "sharded" (any job can load it) or "local" (one file per rank, only for jobs with this world size and
+            mesh).
+        tp_plan: Maps globs of parameter names to the dimension to split, or names a JSON file that does. For sources
+            without tensor parallelism. None derives the plan from the source's config.json, for llama-like models.
+        layout: URL of a file that describes the layout of flat parameters, for formats that need one (FSDP1 LOCAL).
+        vocab_size: Trim or pad the embedding and the output head to this many rows, including masters and optimizer
+            states. config.json is changed to match.
+        new_rows: How to fill the added rows of weights and masters: with the "mean" of the old rows (the default) or
+            with "zeros"; see `convert`. In optimizer states, added rows are zeros.
+        allow_pickle: Read torch.save files that name unknown classes. Omits these classes' objects; runs no code.
         src_storage_options, dst_storage_options: Override `storage_options` for the source or the destination.
 
     Raises:
-        UsageError: The mesh does not match the world size, the name of `dst` has another step, or a tp plan is missing.
+        UsageError: The mesh does not match the world size, `dst` is named after a different step, or a tp plan is
+            missing.
         IncompleteCheckpointError: A rank's file is missing. The message names the rank.
         CorruptCheckpointError: The source is damaged; nothing was published.
     """
@@ -124,14 +126,14 @@ def _notes(source: Source, plan: Plan, identity: Identity) -> tuple[str, ...]:
     return tuple(dict.fromkeys(notes))
 
 
-# --- step, name and position of the result
+# --- the result's step, name and position in the run
 
 
 def identity_of(source: Source, dst: str, storage_options: Mapping[str, Any] | None) -> Identity:
-    """Return the identity of the new checkpoint: its step, tag and position in the run.
+    """Return the new checkpoint's identity: its step, its tag and its position in the run.
 
     Raises:
-        UsageError: The name of `dst` has another step, or is not a valid checkpoint name.
+        UsageError: `dst` is named after a different step, or its name is not valid for a checkpoint.
     """
     head, separator, name = dst.rstrip("/").rpartition("/")
     step = step_of(source)
@@ -160,7 +162,7 @@ _STEPS = ("step", "global_step", "train_state.step", "train_state.global_step", 
 
 
 def step_of(source: Source) -> int | None:
-    """Return the step that a checkpoint, its directory's name, or one of its values records; None if unknown."""
+    """Return the step that the checkpoint, its directory's name, or one of its values records; None if unknown."""
     if source.catalog.info.step is not None:
         return source.catalog.info.step
     values = Checkpoint(source.url, source.store, source.catalog)
@@ -179,9 +181,9 @@ def step_of(source: Source) -> int | None:
 def _sequence(
     parent: str, name: str, step: int, origin: CommitRecord | None, storage_options: Mapping[str, Any] | None
 ) -> int:
-    """Return the result's position in its run: after the source if the source is in the run, otherwise ordered by step.
+    """Return the result's position in the run at `parent`: the source's if the source is in it, otherwise by step.
 
-    Checkpoints with equal positions are ordered by step, then by date.
+    Checkpoints in the same position are ordered by step, then by date.
     """
     from ckptkit.checkpoint.run.inventory import list_checkpoints
     from ckptkit.storage.open import open_store
@@ -192,7 +194,7 @@ def _sequence(
         return 1  # the directory does not exist yet
     others = [item.record for item in committed if item.name != name]
     if not others:
-        return 1  # the first checkpoint of a run
+        return 1  # it is the first checkpoint in the run
     if origin is not None and any(item.save_id == origin.save_id for item in others):
         return origin.sequence
     before = [item.sequence for item in others if item.step <= step]

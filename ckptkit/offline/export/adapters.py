@@ -262,8 +262,7 @@ def changes_base(config: Mapping[str, Any]) -> str:
 
 
 def _is_tied_token_adapter(name: str, split: AdapterSplit, config: Mapping[str, Any]) -> bool:
-    """Return whether PEFT stores a tied head's trained rows only as the embedding's. A plain list of indices implies
-    it."""
+    """Return whether PEFT stores a tied head's trained rows only as the embedding's, as for a plain list of indices."""
     indices = config.get("trainable_token_indices")
     head = name.endswith("lm_head.token_adapter.trainable_tokens_delta")
     return (
@@ -357,8 +356,7 @@ def _rank(pair: LoraPair) -> int:
 
 
 def _is_stacked(config: Mapping[str, Any], pair: LoraPair) -> bool:
-    """Return whether the factors may belong to a parameter that is targeted: their rank is a multiple of a configured
-    one."""
+    """Return whether these may be factors of a targeted parameter: their rank is a multiple of a configured one."""
     if not is_of_parameter(config, pair.key.replace(".base_layer", "")):
         return False
     patterns = config.get("rank_pattern")

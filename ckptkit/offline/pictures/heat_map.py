@@ -10,16 +10,16 @@ from ckptkit.offline.pictures.page import Panel, label, rect, svg, text
 
 __all__ = ["heat_maps", "layer_of", "split_layer"]
 
-WIDTH, LEFT, RIGHT, CELL = 1100.0, 150.0, 150.0, 18.0  # RIGHT has room for the last column's slanted name
+WIDTH, LEFT, RIGHT, CELL = 1100.0, 150.0, 150.0, 18.0  # RIGHT leaves room for the last column's slanted name
 _LEGEND = {0.0: "equal", 1e-6: "1e-6", 1e-4: "1e-4", 1e-2: "0.01", 1.0: "1 and more", math.inf: "NaN or infinite"}
 _OTHER, _ASIDE = "other state", ("rng.", "extra.")
 _PREFIXED = re.compile(r"(?P<part>optimizer|master): (?P<fqn>\S+)(?: (?P<state>\S+))?$")
-_COUNTER = "step"  # counts updates; a difference says nothing about the weights
+_COUNTER = "step"  # it counts updates, so a difference says nothing about the weights
 _LAYER = re.compile(r"^(.*?)(\d+)\.(.*)$")
 
 
 def split_layer(fqn: str) -> tuple[str, str]:
-    """Return (layer, module): "model.layers.3.mlp.w" -> ("model.layers.3", "mlp.w"); outside of layers ("", fqn)."""
+    """Return (layer, module): "model.layers.3.mlp.w" -> ("model.layers.3", "mlp.w"); ("", fqn) if not in a layer."""
     match = _LAYER.match(fqn)
     return (f"{match[1]}{match[2]}", match[3]) if match else ("", fqn)
 
@@ -27,7 +27,7 @@ def split_layer(fqn: str) -> tuple[str, str]:
 def layer_of(name: str) -> tuple[int, str]:
     """Return (group, row) of a tensor in a summary by layer. Groups: the model (0), the optimizer (1), others (2).
 
-    Each optimizer state is one row, and so is each tensor outside of layers.
+    Each optimizer state is a row of its own, and so is each tensor outside of the layers.
     """
     match = _PREFIXED.match(name)
     if match is not None:
@@ -37,13 +37,13 @@ def layer_of(name: str) -> tuple[int, str]:
 
 
 def heat_maps(changes: Mapping[str, float]) -> list[Panel]:
-    """Return a grid of layers by modules for the model, open, and one for the optimizer states, folded.
+    """Return grids of layers by modules: an open panel for the model, and a folded one for each optimizer state.
 
-    Step counters of the optimizer are not drawn; the explanation gives their number.
+    The optimizer's step counters are not drawn; the explanation says how many there are.
 
     Args:
-        changes: Name -> relative change: max |a - b| / max |a|; 0 if equal, inf or NaN if not finite. A name is a FQN,
-            or "optimizer: FQN STATE", or "master: FQN", as `diff` writes it.
+        changes: Name -> relative change, max |a - b| / max |a|; 0 if equal, inf or NaN if not finite. Names are FQNs,
+            "optimizer: FQN STATE" or "master: FQN", as in a `diff` report.
     """
     parts: dict[str, dict[str, float]] = {}
     for name, change in changes.items():
@@ -70,7 +70,7 @@ def heat_maps(changes: Mapping[str, float]) -> list[Panel]:
 
 
 def _part(name: str) -> tuple[str, str]:
-    """Return the name of the grid that a tensor belongs to, and its FQN."""
+    """Return the name of the grid to which a tensor belongs, and its FQN."""
     match = _PREFIXED.match(name)
     if match is None:
         return (_OTHER if name.startswith(_ASIDE) else "model"), name
@@ -87,13 +87,13 @@ def _legend(top: float) -> str:
 
 
 def _grid(changes: Mapping[str, float]) -> str:
-    """Draw one row per layer, with the names of the columns above and the legend below."""
+    """Draw one row per layer, with the column names above and the legend below."""
     modules = list(dict.fromkeys(split_layer(fqn)[1] for fqn in changes))
     layers = list(dict.fromkeys(split_layer(fqn)[0] for fqn in changes))
     cell = min(CELL, max(5.0, 850.0 / len(layers)))
     width = min((WIDTH - LEFT - RIGHT) / len(modules), 64.0)
     y = 20 + 3.95 * min(32, max(map(len, modules)))  # leaves room for the slanted names above
-    every = max(1, math.ceil(13 / width))  # label only every n-th column if columns are narrow
+    every = max(1, math.ceil(13 / width))  # if columns are narrow, label only every n-th one
     parts = []
     for j, module in list(enumerate(modules))[::every]:
         x = LEFT + j * width + width / 2

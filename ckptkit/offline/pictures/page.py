@@ -11,7 +11,7 @@ from ckptkit.storage.store import is_safe_name
 
 __all__ = ["PAGE", "Panel", "colour", "escaped", "label", "page", "rect", "svg", "text"]
 
-PAGE = 1100.0  # height in user units of a picture 1100 wide that fits on a sheet (A4 or letter) with all headings
+PAGE = 1100.0  # user units: height of a picture 1100 wide that fits on a sheet (A4 or letter) with all headings
 
 _STYLE = """
 :root { --ink: #1c2330; --soft: #5b6575; --line: #d5dae2; --paper: #ffffff; --panel: #f7f8fa; }
@@ -60,10 +60,10 @@ footer { color: var(--soft); font-size: 12px; }
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One picture with its heading and a sentence that says how to read it.
+    """One picture, with a heading and a sentence that says how to read it.
 
     Attributes:
-        picture: SVG; several elements if it is taller than a sheet of paper (`PAGE` user units).
+        picture: SVG. Several elements if it is taller than a sheet of paper (`PAGE` user units).
         behind: Text next to the heading of a folded panel; "" if the panel is not folded.
     """
 
@@ -76,7 +76,7 @@ class Panel:
 def page(
     title: str, panels: Iterable[Panel], *, facts: Sequence[tuple[str, str]] = (), source: str = "metadata alone"
 ) -> str:
-    """Return the whole HTML document. It contains its styles and pictures, and needs no network."""
+    """Return the whole HTML document, including its styles and pictures. It needs no network."""
     title = without_secrets(title)
     shown = "".join(f"<div><dt>{escaped(k)}</dt><dd>{escaped(without_secrets(v))}</dd></div>" for k, v in facts)
     body = "".join(map(_section, panels))
@@ -111,7 +111,7 @@ def _anchor(heading: str) -> str:
 
 
 def svg(width: float, height: float, content: str) -> str:
-    """Return an SVG element of this size in user units, scaled to the page."""
+    """Return an SVG element with this size in user units, scaled to the page."""
     return (
         f'<svg viewBox="0 0 {width:g} {height:g}" xmlns="http://www.w3.org/2000/svg" role="img" '
         f'font-family="system-ui, sans-serif">{content}</svg>'
@@ -119,9 +119,9 @@ def svg(width: float, height: float, content: str) -> str:
 
 
 def rect(x: float, y: float, width: float, height: float, *, fill: str = "", title: str = "", kind: str = "") -> str:
-    """Return a rectangle. `title` is shown on hover. `kind` is the CSS class of a rectangle without a fill."""
+    """Return a rectangle. `title` is shown on hover. `kind` is the CSS class to use if there is no fill."""
     inside = f"<title>{escaped(title)}</title>" if title else ""
-    kind = kind or ("slice" if width > 2 else "thin")  # no outline for thin ones: it would hide the fill
+    kind = kind or ("slice" if width > 2 else "thin")  # no outline on thin ones, because it would hide the fill
     filled = f' fill="{fill}"' if fill else ""
     return (
         f'<rect class="{kind}" x="{x:.2f}" y="{y:.2f}" width="{max(width, 0):.2f}" height="{max(height, 0):.2f}"'
@@ -147,7 +147,7 @@ def label(words: str, width: float) -> str:
 
 
 def colour(index: int, count: int) -> str:
-    """Return the colour of rank `index` of `count`. Neighbouring ranks differ in hue and lightness."""
+    """Return the colour of rank `index` out of `count`. Neighbouring ranks differ in hue and lightness."""
     if index < 0:
         return "#9aa4b5"
     hue = (index * 137.508 + 212) % 360 if count > 12 else (212 + index * 360 / max(count, 1)) % 360

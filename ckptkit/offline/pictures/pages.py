@@ -1,4 +1,4 @@
-"""Writes the HTML pages of the commands: for a checkpoint, a run, a reshard or a diff."""
+"""Writes the commands' HTML pages: for a checkpoint, a run, a reshard or a diff."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def write_inspect_page(
     storage_options: Mapping[str, Any] | None = None,
     options: ReadOptions | None = None,
 ) -> None:
-    """Write the page of the checkpoint at `url` to the file `path`. `other`: also draw a reshard to this checkpoint."""
+    """Write the page for the checkpoint at `url` to the file `path`. With `other`, also draw a reshard to that one."""
     address = resolve_url(url, storage_options=storage_options)
     source = open_source(address, storage_options=storage_options, options=options or ReadOptions())
     after = None
@@ -45,7 +45,7 @@ def write_inspect_page(
 
 
 def inspect_page(catalog: Catalog, url: str, *, after: Catalog | None = None) -> str:
-    """Return the page of a catalog: its shard map, its sizes by module, and what a reshard to `after` moves."""
+    """Return the page for a catalog: its shard map, its sizes by module, and what a reshard to `after` would move."""
     report = summarise(catalog, url=url, depth=5)
     facts = [("format", report.format), ("files", f"{len(report.files)}")]
     facts += [("step", str(report.step))] * (report.step is not None)
@@ -63,7 +63,7 @@ def inspect_page(catalog: Catalog, url: str, *, after: Catalog | None = None) ->
 
 
 def write_run_page(listing: Listing, path: str) -> None:
-    """Write the timeline of a run to the file `path`."""
+    """Write a run's timeline to the file `path`."""
     items = [
         TimelineItem(row.name, row.step, row.nbytes or 0, _state(row), row.why, row.absent_before, row.metrics or {})
         for row in listing.checkpoints
@@ -86,6 +86,6 @@ def _state(row: Listed) -> str:
 
 
 def write_diff_page(title: str, changes: Mapping[str, float], facts: list[tuple[str, str]], path: str) -> None:
-    """Write the heat maps of a diff to the file `path`. `changes`: see `heat_maps`."""
+    """Write a diff's heat maps to the file `path`. `heat_maps` explains `changes`."""
     shown = page(f"Changed since {title}", heat_maps(changes), facts=facts, source="tensors and digests")
     Path(path).write_text(shown, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Draws a reshard: the bytes of every rank before and after, and ribbons for the bytes that move."""
+"""Draws a reshard: every rank's bytes before and after, and ribbons for the bytes that move."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ckptkit.units import format_size
 __all__ = ["flows", "reshard_map"]
 
 WIDTH, HEIGHT, BAR = 1100.0, 460.0, 26.0
-MAX_RANKS = 64  # with more ranks, neighbours are drawn together
+MAX_RANKS = 64  # if there are more, neighbouring ranks are drawn as one
 
 
 def flows(before: Iterable[TensorEntry], after: Iterable[TensorEntry]) -> npt.NDArray[np.int64]:
-    """Return the bytes that each old rank sends to each new rank, [before, after]. Replicas count once."""
+    """Return how many bytes each old rank sends to each new rank, [before, after]. Replicas count once."""
     old = {_identity(entry): entry for entry in before}
     pairs = [(old[_identity(entry)], entry) for entry in after if _identity(entry) in old]
     ranks = (
@@ -38,7 +38,7 @@ def flows(before: Iterable[TensorEntry], after: Iterable[TensorEntry]) -> npt.ND
 
 
 def _identity(entry: TensorEntry) -> tuple[str, ...]:
-    """Return a key that identifies a tensor in all formats."""
+    """Return a key that identifies a tensor in any format."""
     return (entry.role.value, entry.fqn, entry.state) if entry.fqn else (entry.name,)
 
 
@@ -52,7 +52,7 @@ def _group(slices: SliceArray, ranks: int, groups: int) -> npt.NDArray[np.int64]
 
 
 def _overlaps(a: SliceArray, b: SliceArray) -> npt.NDArray[np.int64]:
-    """Return the number of elements that slices of a and slices of b share, [a, b]. Replicas count once."""
+    """Return how many elements each slice of `a` shares with each slice of `b`, [a, b]. Replicas in `a` count once."""
     _, first = np.unique(np.concatenate([a.offsets, a.sizes], axis=1), axis=0, return_index=True)
     keep = np.zeros(len(a), bool)
     keep[first] = True
@@ -103,7 +103,7 @@ def _tops(nbytes: npt.NDArray[np.int64], total: int) -> npt.NDArray[np.float64]:
 
 def _side(nbytes: npt.NDArray[np.int64], tops: npt.NDArray[np.float64], x: float, side: str) -> str:
     total = max(int(nbytes.sum()), 1)
-    every = max(1, math.ceil(12 * len(nbytes) / HEIGHT))  # label only every n-th bar if bars are low
+    every = max(1, math.ceil(12 * len(nbytes) / HEIGHT))  # if bars are low, label only every n-th one
     parts = []
     for rank, (size, top) in enumerate(zip(nbytes.tolist(), tops.tolist(), strict=True)):
         height = HEIGHT * 0.92 * size / total

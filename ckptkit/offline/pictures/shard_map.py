@@ -1,4 +1,4 @@
-"""Draws which rank holds which slice: one bar per tensor. A bar's length shows the bytes; it is split by rank."""
+"""Draws which rank holds which slice. Each tensor is a bar as long as its bytes, split by rank."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ckptkit.units import format_size
 __all__ = ["rank_totals", "shard_maps"]
 
 WIDTH, LEFT, RIGHT, ROW = 1100, 400, 250, 18
-SHORTEST = 10.0  # minimum length of a bar in user units: the slices of a layer norm stay visible
+SHORTEST = 10.0  # minimum length of a bar in user units, so that a layer norm's slices stay visible
 MAX_BARS, MAX_SLICES = 300, 8_000
-NARROW = 12  # maximum number of ranks side by side: leaves room for "63: 10.5 GB"
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a component of a name that is a number
-_Bar = list[TensorEntry]  # tensors of equal shape, dtype, sharding and owners: layers, or moments of a parameter
+NARROW = 12  # maximum number of ranks side by side, which leaves room for "63: 10.5 GB"
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a name component that is a number
+_Bar = list[TensorEntry]  # tensors of equal shape, dtype, sharding and owners: layers, or a parameter's moments
 
 
 def rank_totals(entries: Iterable[TensorEntry]) -> dict[int, int]:
-    """Return the bytes that each rank wrote, by rank; -1 if the rank is not recorded."""
+    """Return how many bytes each rank wrote, by rank. Rank -1 means that the rank is not recorded."""
     totals: dict[int, int] = {}
     for entry in entries:
         slices = entry.slices
@@ -31,10 +31,10 @@ def rank_totals(entries: Iterable[TensorEntry]) -> dict[int, int]:
 
 
 def shard_maps(entries: Iterable[TensorEntry], *, when: str = "") -> list[Panel]:
-    """Return the bytes per rank if there are several ranks, then one map per role: the model's open, the others folded.
+    """Return the bytes per rank if there are several ranks, then one map per role. Only the model's map is unfolded.
 
-    Layers with the same sharding share a bar, and so do the moments of a parameter. If there are still too many bars,
-    the shortest are omitted; the explanation says how many tensors are drawn.
+    Layers with the same sharding share a bar, and so do a parameter's moments. If there are still too many bars, the
+    shortest are omitted, and the explanation says how many tensors are drawn.
     """
     every = [entry for entry in entries if entry.numel]
     roles = {role: [entry for entry in every if entry.role is role] for role in Role}
@@ -70,7 +70,7 @@ def _explanation(bars: Sequence[_Bar], drawn: Sequence[_Bar], hidden: int) -> st
 
 
 def _bars(entries: Iterable[TensorEntry]) -> list[_Bar]:
-    """Return the tensors in groups that differ only in the numbers of their names, or in the optimizer state."""
+    """Return the tensors in groups that differ only in the numbers in their names, or in the optimizer state."""
     bars: dict[tuple[object, ...], _Bar] = {}
     for entry in entries:
         slices = entry.slices
@@ -81,7 +81,7 @@ def _bars(entries: Iterable[TensorEntry]) -> list[_Bar]:
 
 
 def _longest(bars: Sequence[_Bar]) -> list[_Bar]:
-    """Return as many bars as fit on a page: the longest, in their original order."""
+    """Return the longest bars, as many as fit on a page, in their original order."""
     chosen: set[int] = set()
     slices = 0
     for i in sorted(range(len(bars)), key=lambda i: -_nbytes(bars[i]))[:MAX_BARS]:
@@ -97,7 +97,7 @@ def _nbytes(bar: _Bar) -> int:
 
 
 def _bar_name(bar: _Bar) -> str:
-    """Return one name for the tensors of a bar: "layers.{0-79}.mlp.up · exp_avg, exp_avg_sq"."""
+    """Return one name for a bar's tensors: "layers.{0-79}.mlp.up · exp_avg, exp_avg_sq"."""
     names = list(dict.fromkeys(entry.fqn or entry.name for entry in bar))
     states = dict.fromkeys(entry.state for entry in bar if entry.fqn and entry.role is not Role.MASTER)
     columns = zip(*([int(number) for number in _NUMBER.findall(name)] for name in names), strict=True)
@@ -107,7 +107,7 @@ def _bar_name(bar: _Bar) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Return numbers as ranges: [0, 1, 2, 5] -> "{0-2,5}". Shows two ranges if there are more than three."""
+    """Return numbers as ranges: [0, 1, 2, 5] -> "{0-2,5}". If there are more than three ranges, only two are shown."""
     if len(numbers) == 1:
         return str(numbers[0])
     spans: list[list[int]] = []
@@ -121,7 +121,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 
 def _ranks(totals: dict[int, int], count: int, when: str) -> Panel:
-    """Draw the bytes of each rank as a bar in the rank's colour, in as many lines as needed."""
+    """Draw each rank's bytes as a bar in the rank's colour, on as many lines as needed."""
     largest = max(totals.values()) or 1
     columns = min(len(totals), NARROW)
     cell = WIDTH / columns
@@ -138,7 +138,7 @@ def _ranks(totals: dict[int, int], count: int, when: str) -> Panel:
 
 
 def _pictures(bars: Sequence[_Bar], ranks: int) -> list[str]:
-    """Draw the bars below each other, split into pieces that fit on a sheet."""
+    """Draw the bars one below the other, as several pictures that each fit on a sheet."""
     longest = max(map(_nbytes, bars))
     pictures, body, y = [], "", 0.0
     for bar in bars:
@@ -179,7 +179,7 @@ def _row(bar: _Bar, y: float, longest: int, ranks: int) -> str:
 
 
 def _split_dimensions(entry: TensorEntry) -> tuple[int, int]:
-    """Return the two dimensions that are split into the most parts, in this order; -1 if there is none."""
+    """Return the dimensions split into the most and the second most parts; -1 if there is no such dimension."""
     parts = [(len(set(entry.slices.offsets[:, d].tolist())), -d) for d in range(len(entry.shape))]
     order = sorted(range(len(parts)), key=lambda d: parts[d], reverse=True)
     across = order[0] if order else -1

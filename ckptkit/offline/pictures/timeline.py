@@ -1,4 +1,4 @@
-"""Draws the checkpoints of a run by step: metrics, sizes, and which checkpoints rotation keeps or deletes."""
+"""Draws a run's checkpoints by step: metrics, sizes, and which of them rotation keeps or deletes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckptkit.units import format_size
 __all__ = ["TimelineItem", "timeline"]
 
 WIDTH, LEFT = 1100.0, 90.0
-BARS, CHART = 150.0, 80.0  # user units: height of the longest bar, and of a metric's chart
+BARS, CHART = 150.0, 80.0  # user units: height of the longest bar, and of the chart of one metric
 _GAP = 34.0  # between charts
 _LABEL = 46.0  # width of a step number in user units
 _MAX_METRICS = 6
@@ -36,7 +36,7 @@ class TimelineItem:
     """One checkpoint. `state` is "kept", "pinned", "best", "delete", "in progress", "abandoned" or "skipped".
 
     Attributes:
-        absent_before: Number of checkpoints saved between the previous one and this one that do not exist.
+        absent_before: Number of checkpoints saved between the previous one and this one that no longer exist.
     """
 
     name: str
@@ -55,11 +55,11 @@ def timeline(
     max_mem: int | None = None,
     exempt: Sequence[str] = (),
 ) -> Panel:
-    """Draw one column per checkpoint in the order of steps: a point for each metric, and a bar for the size.
+    """Draw one column per checkpoint, in the order of steps: a point for each metric, and a bar for the size.
 
     Args:
-        max_num, max_mem: The limits of the retention policy, drawn as lines.
-        exempt: Texts that describe the policy's exemptions.
+        max_num, max_mem: The retention policy's limits, drawn as lines.
+        exempt: Descriptions of the policy's exemptions.
     """
     items = _with_gaps(sorted(items, key=lambda item: (item.step is None, item.step or 0)))  # items without a step last
     slot = (WIDTH - LEFT - 10) / max(len(items), 1)
@@ -86,7 +86,7 @@ def timeline(
 
 
 def _with_gaps(items: Sequence[TimelineItem]) -> list[TimelineItem]:
-    """Return the items, with an extra item for each gap. Its name is the number of checkpoints that do not exist."""
+    """Return the items, with one more for each gap. Its name is the number of checkpoints that no longer exist."""
     found = []
     for item in items:
         if item.absent_before:
@@ -100,7 +100,7 @@ def _chart(name: str, items: Sequence[TimelineItem], slot: float, top: float) ->
     values = [(i, item.metrics[name]) for i, item in enumerate(items) if name in item.metrics]
     finite = [value for _, value in values if math.isfinite(value)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
-    half = high / 2 - low / 2  # not the whole span, which may overflow a float
+    half = high / 2 - low / 2  # half of the span, because the whole span may overflow a float
     dots, path, pen = [], "", "M"
     for i, value in values:
         x, y, fill = LEFT + (i + 0.5) * slot, top, "hsl(300 70% 45%)"
@@ -121,7 +121,7 @@ def _chart(name: str, items: Sequence[TimelineItem], slot: float, top: float) ->
 def _bars(items: Sequence[TimelineItem], slot: float, base: float) -> list[str]:
     largest = max((item.nbytes for item in items), default=1) or 1
     width = min(slot * 0.8, 90.0)
-    free = LEFT  # x at which the last step number ends
+    free = LEFT  # x at which the previous step number ends
     parts = [
         text(LEFT, base - BARS - 14, "size"),
         text(LEFT - 8, base - BARS + 8, format_size(largest), kind="soft", anchor="end"),
@@ -135,7 +135,7 @@ def _bars(items: Sequence[TimelineItem], slot: float, base: float) -> list[str]:
             count = label(item.name, width + 4)
             parts.append(text(x + width / 2, base - BARS / 6 + 4, count, kind="soft", anchor="middle"))
             continue
-        height = max(BARS * item.nbytes / largest, 3)  # the size is 0 for items that are not checkpoints
+        height = max(BARS * item.nbytes / largest, 3)  # entries that are not checkpoints have size 0
         title = f"{item.name}\n{format_size(item.nbytes)} · {item.state}\n{item.reason}"
         parts.append(rect(x, base - height, width, height, fill=_COLOURS.get(item.state, "#9aa4b5"), title=title))
         if x + width / 2 >= free:
@@ -148,7 +148,7 @@ def _bars(items: Sequence[TimelineItem], slot: float, base: float) -> list[str]:
 def _limit_lines(
     items: Sequence[TimelineItem], slot: float, max_num: int | None, max_mem: int | None, top: float, base: float
 ) -> list[str]:
-    """Draw a line at each limit of the policy. Checkpoints to its left are kept only if they are exempt."""
+    """Draw a line at each limit of the policy. Checkpoints to the left of it are kept only if they are exempt."""
     committed = [i for i, item in enumerate(items) if item.state in _COMMITTED]
     limits: list[tuple[str, int]] = []
     if max_num is not None and len(committed) > max_num:
@@ -165,7 +165,7 @@ def _limit_lines(
     for row, (words, index) in enumerate(limits):
         x = LEFT + index * slot
         lines.append(f'<path class="limit" d="M{x:.1f} {top:.1f} V{base:.1f}"/>')
-        left = index == min(i for _, i in limits) and len(limits) > 1  # keeps the labels of two limits apart
+        left = index == min(i for _, i in limits) and len(limits) > 1  # to keep the labels of two limits apart
         where = (x - 4, "end") if left else (x + 4, "start")
         lines.append(text(where[0], top + 7 + 11 * row, words, kind="soft", anchor=where[1]))
     return lines

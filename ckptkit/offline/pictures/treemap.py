@@ -15,7 +15,7 @@ Rect = tuple[float, float, float, float]
 
 
 def treemap(tree: TreeNode) -> Panel:
-    """Draw the modules of a model as nested areas. An area is proportional to the module's bytes."""
+    """Draw a model's modules as nested areas, each in proportion to the module's bytes."""
     total = max(tree.nbytes, 1)
     body: list[str] = []
     _draw(tree, (0.0, 0.0, WIDTH, HEIGHT), "", 0, total, body)
@@ -35,7 +35,7 @@ def _draw(node: TreeNode, area: Rect, prefix: str, depth: int, total: int, body:
         share = f"{format_size(node.nbytes)} · {format_count(node.numel)} elements · {100 * node.nbytes / total:.1f}%"
         body.append(rect(x, y, w, h, fill=_shade(name, depth), title=f"{name}\n{share}"))
         if w > 24 and h > 15:
-            words = f"{node.name} · {format_size(node.nbytes)}"  # written out, because paper has no hover
+            words = f"{node.name} · {format_size(node.nbytes)}"  # always shown, because there is no hover on paper
             body.append(text(x + 4, y + 12, label(words if len(words) * 6.1 < w - 8 else node.name, w - 8), kind="on"))
     inner = (x, y, w, h) if not depth else (x + 2, y + 16, w - 4, h - 18)
     children = [child for child in node.children if child.nbytes > 0]
@@ -46,15 +46,15 @@ def _draw(node: TreeNode, area: Rect, prefix: str, depth: int, total: int, body:
 
 
 def _shade(name: str, depth: int) -> str:
-    """Return the colour of a module. It is the same in every layer, so it shows the kind of module."""
+    """Return a module's colour. It is the same in every layer, so it shows the kind of module."""
     kind = [part for part in name.split(".") if not part.isdecimal()]
     hue = sum(ord(c) * (i + 1) for i, c in enumerate(".".join(kind[:3]))) * 47 % 360
     return f"hsl({hue} 45% {min(60 + 8 * depth, 88)}%)"
 
 
 def squarify(sizes: Sequence[float], area: Rect) -> list[Rect]:
-    """Return one rectangle per size, largest first. They fill `area` in proportion to their sizes, and are as square as
-    a layout in rows allows."""
+    """Return one rectangle per size. The sizes must be sorted, largest first. The rectangles fill `area` in proportion
+    to the sizes, and are as square as a layout in rows allows."""
     x, y, w, h = area
     scale = w * h / sum(sizes)
     left = [size * scale for size in sizes]
