@@ -1,4 +1,4 @@
-"""Runs saves in the background. Their errors are always raised or logged."""
+"""Runs saves in the background. Every error in one is either raised or logged."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _unasked: weakref.WeakSet[SaveHandle] = weakref.WeakSet()
 
 @contextlib.contextmanager
 def collecting_later() -> Iterator[None]:
-    """Disable garbage collection inside the block.
+    """Disable garbage collection during the `with` block.
 
     Capturing thousands of tensors creates enough objects to trigger a collection, which takes longer than the capture.
     """
@@ -45,7 +45,7 @@ class SaveHandle:
     """A save in progress.
 
     `result` waits for the commit and raises the save's error. Call it on all ranks or on none, so that they continue or
-    stop together. On a rank that does not call it, the next call of the manager raises the error.
+    stop together. On a rank that does not call it, the next call to the manager raises the error.
 
     Args:
         patience: How long the save retries storage calls. Ctrl-C while waiting for the save ends the retries.
@@ -61,7 +61,7 @@ class SaveHandle:
         self._pid = os.getpid()
         self._done = threading.Event()
         self._training_goes_on = threading.Event()
-        # Not a daemon thread: at exit, the process waits for its checkpoint.
+        # Not a daemon thread, because the process must not exit before its checkpoint is saved.
         self._thread = threading.Thread(target=self._run, name=f"ckptkit-save-{step}", daemon=False)
 
     def start(self) -> SaveHandle:
@@ -69,7 +69,7 @@ class SaveHandle:
         _unasked.add(self)
         try:
             self._thread.start()
-        except RuntimeError as error:  # save anyway: the other ranks have started their threads, and wait for this rank
+        except RuntimeError as error:  # save anyway: the other ranks' threads have started and wait for this rank
             _log.warning("no thread could be started; training waits for the save of step %d: %s", self.step, error)
             self._training_goes_on.set()
             self._run()
@@ -77,7 +77,7 @@ class SaveHandle:
         return self
 
     def _run(self) -> None:
-        # Without this wait, the thread would hold the interpreter lock just when training resumes.
+        # Without this wait, the thread would take the interpreter lock just as training resumes.
         self._training_goes_on.wait(_HEAD_START_S)
         work, self._work = self._work, None
         try:
@@ -91,7 +91,7 @@ class SaveHandle:
 
     def wait_at_end(self) -> None:
         """Wait for the save's thread, if it belongs to this process."""
-        while self._thread.is_alive() and not self._waited(_LOOK_S):  # in a fork, the thread is not alive
+        while self._thread.is_alive() and not self._waited(_LOOK_S):  # in a fork, is_alive() is False
             pass
 
     def _waited(self, timeout_s: float | None) -> bool:
@@ -102,7 +102,7 @@ class SaveHandle:
             raise
 
     def hurry(self) -> None:
-        """Stop retries. The save continues as long as the storage responds."""
+        """Stop retrying storage calls. The save continues as long as the storage responds."""
         self._patience.hurry()
 
     def done(self) -> bool:
@@ -115,7 +115,7 @@ class SaveHandle:
         Raises:
             SaveError: The save failed; nothing was published.
             TimeoutError: The save is not done after `timeout_s`; it continues.
-            UsageError: This process is a fork of the one that saves.
+            UsageError: This process is a fork of the process that saves.
         """
         if os.getpid() != self._pid and not self._done.is_set():
             raise UsageError(f"the save of step {self.step} runs in process {self._pid}; wait for it there.")
@@ -132,17 +132,17 @@ class SaveHandle:
         return self._report
 
     def exception(self) -> BaseException | None:
-        """Return the error; None while the save is running or if it succeeded. Does not count as seeing the outcome."""
+        """Return the error; None while the save is running or if it succeeded. Leaves `asked` unchanged."""
         return self._error
 
     @property
     def asked(self) -> bool:
-        """Whether the caller has seen the outcome."""
+        """Whether the caller has seen the outcome, by calling `result`."""
         return self._asked
 
 
 def _report_unasked() -> None:
-    """Log, at exit, the errors that nobody has seen."""
+    """At exit, log the errors that nobody has seen."""
     for handle in list(_unasked):
         error = handle.exception()
         if error is not None:
@@ -150,7 +150,7 @@ def _report_unasked() -> None:
 
 
 def report_failure(step: int, error: BaseException) -> None:
-    """Log the error of a save if nobody will call `result`. Print it if logging is not configured."""
+    """Log a save's error if nobody will call `result`. Also print it if logging is not configured."""
     text = f"the save of step {step} failed, and nothing was published: {error}"
     _log.error("%s", text)
     if not _is_heard() and sys.stderr is not None:
@@ -158,7 +158,7 @@ def report_failure(step: int, error: BaseException) -> None:
 
 
 def _is_heard() -> bool:
-    """Return whether logging is configured. If it is not, a failed save must be printed."""
+    """Return whether logging is configured. If not, a failed save must be printed."""
     logger: logging.Logger | None = _log
     while logger is not None:
         if any(not isinstance(handler, logging.NullHandler) for handler in logger.handlers):
@@ -168,7 +168,7 @@ def _is_heard() -> bool:
 
 
 def _wait_for_saves() -> None:
-    """Wait for running saves at the end of the main thread, before Python shuts down modules that the saves use."""
+    """Wait for running saves when the main thread ends, before Python shuts down modules that the saves use."""
     for handle in list(_unasked):
         handle.wait_at_end()
 

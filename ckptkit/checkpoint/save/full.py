@@ -1,7 +1,8 @@
-"""FULL saves: gathers one full tensor at a time on the rank that writes it. The other ranks hold only their parts.
+"""Saves FULL checkpoints. Full tensors are gathered one at a time on the rank that writes them.
 
-Every rank knows the whole plan: files, tensors, writers, and which rank sends which box. The files are distributed over
-the ranks and written in parallel. A rank gathers one tensor while it writes the previous one.
+The other ranks hold only their parts. Every rank knows the whole plan: files, tensors, writers, and which rank sends
+which box. The ranks share the files and write them in parallel. A rank gathers one tensor while it writes the previous
+one.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _CHUNK_BYTES = 16 << 20  # maximum size of one message
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A box of a tensor and the rank that sends it. `number` is its index among that rank's parts of the tensor."""
+    """A box of a tensor, and the rank that sends it. `number` is its index among that rank's parts of the tensor."""
 
     rank: int
     box: Box
@@ -59,7 +60,7 @@ class _Piece:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """One tensor of the checkpoint, and the pieces it is gathered from."""
+    """One tensor to write, and the pieces that it is gathered from."""
 
     key: str
     name: str
@@ -88,7 +89,7 @@ class FullTensors:
 
     Attributes:
         group: A gloo group for sending the pieces; None with a single rank.
-        configs: Side files of the models: path to bytes.
+        configs: The models' side files: path to bytes.
     """
 
     rank: int
@@ -193,7 +194,7 @@ class FullTensors:
 
 
 def _describe(views: Any, captured: Captured) -> bytes:
-    """Return a JSON description of this rank's tensors for the other ranks. Tensors refer to layouts by index."""
+    """Describe this rank's tensors to the other ranks, as JSON. Tensors refer to layouts by index."""
     layouts: list[Any] = []
     rows = []
     index: dict[ShardLayout, int] = {}
@@ -210,7 +211,7 @@ def _describe(views: Any, captured: Captured) -> bytes:
 
 
 def _is_strided(view: PartView) -> bool:
-    """Return whether other ranks cannot compute the local shape of this rank."""
+    """Return whether the other ranks need to be told this rank's local shape, because they cannot compute it."""
     return view.layout is not None and any(p.kind == "strided_shard" for p in view.layout.placements)
 
 
@@ -230,7 +231,7 @@ def _plan(described: Sequence[Mapping[str, Any]], world_size: int, max_shard_byt
         groups[group].append(_Item(key, name, first[1], tuple(first[2]), _pieces(key, held)))
     files = [file for group, items in groups.items() for file in _files(group, items, max_shard_bytes)]
     load = [0] * world_size
-    for file in sorted(files, key=lambda f: (-f.nbytes, f.path)):  # the largest first, to the rank with the least bytes
+    for file in sorted(files, key=lambda f: (-f.nbytes, f.path)):  # largest first, to the rank with the least bytes
         file.writer = load.index(min(load))
         load[file.writer] += file.nbytes + 1
     return files
@@ -242,7 +243,7 @@ def _layout(fields: Sequence[Any]) -> ShardLayout:
 
 
 def _pieces(key: str, held: Sequence[tuple[int, list[Any], ShardLayout | None]]) -> tuple[_Piece, ...]:
-    """Return the distinct boxes of a tensor, each with the first rank that holds it."""
+    """Return a tensor's distinct boxes, each with the first rank that has it."""
     found: dict[Box, _Piece] = {}
     for rank, (_, dtype, shape, _, local_shape), layout in held:
         first = held[0][1]
@@ -258,7 +259,7 @@ def _pieces(key: str, held: Sequence[tuple[int, list[Any], ShardLayout | None]])
 
 
 def _files(group: str, items: Sequence[_Item], max_shard_bytes: int) -> list[_File]:
-    """Split a group of tensors into files of at most `max_shard_bytes`, in tensor order, like transformers."""
+    """Split a group of tensors into files of at most `max_shard_bytes`, in tensor order, as transformers does."""
     files: list[_File] = []
     for item in items:
         if not files or (files[-1].nbytes and files[-1].nbytes + item.nbytes > max_shard_bytes):
@@ -272,13 +273,13 @@ def _files(group: str, items: Sequence[_Item], max_shard_bytes: int) -> list[_Fi
 
 
 def _model_folder(group: str) -> str:
-    """Return the folder of a model's files: the root for a single model, otherwise the model's name."""
+    """Return the folder for a model's files: the root for a single model, otherwise the model's name."""
     name = group.partition("_")[2]
     return f"{name}/" if name else ""
 
 
 def _hf_indexes(files: Sequence[_File]) -> dict[str, bytes]:
-    """Return the contents of each model's `model.safetensors.index.json`, by path."""
+    """Return the content of each model's `model.safetensors.index.json`, by path."""
     maps: dict[str, dict[str, str]] = {}
     sizes: dict[str, list[int]] = {}
     for file in files:
@@ -305,8 +306,8 @@ class _Transfer:
     """Gathers and writes every tensor. All ranks iterate over the same list, so messages need no names.
 
     A writer holds the tensor that is being gathered and the one that is being written: at most twice the largest. A
-    rank that fails (disk full, out of memory) continues to send and receive until the end, and then raises. So the
-    other ranks do not wait for a timeout.
+    rank that fails (disk full, out of memory) goes on sending and receiving until the end, and then raises, so that the
+    other ranks do not wait until the timeout.
     """
 
     def __init__(
@@ -342,7 +343,7 @@ class _Transfer:
             raise self._failure
 
     def _try(self, step: Callable[[], Any]) -> Any:
-        """Run a step that does not communicate. Does nothing if an earlier step failed."""
+        """Run a step that does not communicate, unless an earlier step failed. Keep its error for `run` to raise."""
         if self._failure is None:
             try:
                 return step()
@@ -381,7 +382,7 @@ class _Transfer:
 
 
 def _order(files: Sequence[_File]) -> Iterator[tuple[_File, _Item]]:
-    """Interleave the tensors of the writers, so that one rank gathers while another writes."""
+    """Interleave the writers' tensors, so that one rank gathers while another writes."""
     writers: dict[int, list[tuple[_File, _Item]]] = {}
     for file in files:
         writers.setdefault(file.writer, []).extend((file, item) for item in file.items)
@@ -390,7 +391,7 @@ def _order(files: Sequence[_File]) -> Iterator[tuple[_File, _Item]]:
 
 
 def _target(plan: FullTensors, item: _Item, own: torch.Tensor | None) -> torch.Tensor:
-    """Return memory for a full tensor. If this rank holds the complete tensor, return that."""
+    """Return memory to gather a full tensor in; if this rank already has the complete tensor, return that tensor."""
     import torch
 
     if own is not None and len(item.pieces) == 1 and item.pieces[0].rank == plan.rank:

@@ -35,7 +35,7 @@ def read_side_files(url: str) -> dict[str, bytes]:
 def side_files(state: TrainState) -> dict[str, bytes]:
     """Return each model's `config.json`, `generation_config.json` and `adapter_config.json`: path to bytes.
 
-    Does not import transformers or peft: whoever made the model has already imported them.
+    Does not import transformers or peft: the code that made the model has already imported them.
     """
     files: dict[str, bytes] = {}
     for name, module in state.parts("model").items():
@@ -53,7 +53,7 @@ def side_files(state: TrainState) -> dict[str, bytes]:
 
 
 def pretrained_class(module: Any) -> Any:
-    """Return the transformers class of a module, for `from_pretrained`. None if the module is not from transformers."""
+    """Return a module's transformers class, for `from_pretrained`; None if the module is not from transformers."""
     transformers = sys.modules.get("transformers")
     if transformers is None or not isinstance(module, transformers.PreTrainedModel):
         return None
@@ -75,7 +75,7 @@ def adapters_of(module: Any) -> dict[str, Any]:
 
 
 def adapter_configs(module: Any) -> dict[str, bytes]:
-    """Return each adapter's adapter_config.json as PEFT's `save_pretrained` writes it: folder to bytes."""
+    """Return each adapter's adapter_config.json, as PEFT's `save_pretrained` writes it: folder to bytes."""
     files: dict[str, bytes] = {}
     adapters = adapters_of(module)
     for name, live in adapters.items():
@@ -93,15 +93,15 @@ def adapter_configs(module: Any) -> dict[str, bytes]:
 
 
 def adapter_folder(name: str, adapters: Collection[str]) -> str:
-    """Return the folder of an adapter, with a trailing slash.
+    """Return an adapter's folder, with a trailing slash.
 
-    The folder is "" for the adapter "default", and for the only adapter.
+    It is "" for the adapter "default", and for an only adapter.
     """
     return "" if name == "default" or len(adapters) == 1 else f"{name}/"
 
 
 def _config(module: Any, config: Any) -> bytes:
-    """Return config.json as `save_pretrained` writes it, with the model's class and weight dtype."""
+    """Return config.json as `save_pretrained` writes it, with the model's class and the weights' dtype."""
     config = copy.deepcopy(config)
     base = module.get_base_model() if adapters_of(module) and hasattr(module, "get_base_model") else module
     config.architectures = [(pretrained_class(base) or type(base)).__name__]

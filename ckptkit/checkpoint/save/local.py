@@ -1,4 +1,7 @@
-"""LOCAL saves: each rank writes its local tensors to one file, without communication. A replica is written once."""
+"""Saves LOCAL checkpoints: each rank writes its local tensors to one file, without communication.
+
+Replicated parts are written by only one rank.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ __all__ = ["LocalTensors"]
 
 @dataclass(frozen=True, slots=True)
 class LocalTensors:
-    """The tensors that this rank writes. If several ranks hold the same part, exactly one of them writes it."""
+    """The tensors that this rank writes. If several ranks have the same part, exactly one of them writes it."""
 
     rank: int
     world_size: int
@@ -61,7 +64,7 @@ class LocalTensors:
         return "|".join(re.escape(file_name(rank)) for rank in range(self.world_size))
 
     def settle(self, signatures: Sequence[bytes], all_gather: Callable[[bytes], list[bytes]]) -> LocalTensors:
-        """Return the plan. If ranks have different plain tensors, this rank writes all of its own.
+        """Return the final plan. If the ranks have different plain tensors, this rank writes all of its own.
 
         It may be the only rank that has them.
         """
@@ -101,7 +104,7 @@ class LocalTensors:
 
 
 def _is_writer(view: PartView, rank: int, world_size: int) -> bool:
-    """Return whether this rank writes the part. A checksum of the key chooses one of the ranks that hold a replica."""
+    """Return whether this rank writes the part. A checksum of the key chooses one of the ranks that have a replica."""
     turn = crc32(view.key.encode("utf-8", "surrogatepass"))
     if view.layout is None:
         return turn % world_size == rank

@@ -1,8 +1,8 @@
-"""Finds plain (not sharded) tensors and optimizer values that differ between ranks, and saves each rank's copy.
+"""Finds plain (unsharded) tensors and optimizer values that differ between ranks, and saves each rank's copy.
 
 A checkpoint normally stores a single copy of them, because ranks normally have equal values. If the values differ
 (running statistics of each rank's data, unsynchronised parameters, optimizer states computed from a shard), a single
-copy would silently lose the values of the other ranks. `checkpoint/state/optimizer_layout` decides where a rank's
+copy would silently lose the other ranks' values. `checkpoint/state/optimizer_layout` decides where a rank's own
 optimizer states may be loaded.
 """
 
@@ -33,22 +33,22 @@ __all__ = ["PER_RANK", "Fingerprints", "OwnCopies", "holding", "own_copies", "pa
 _log = logging.getLogger(__name__)
 
 PER_RANK = "per_rank"
-"""`per_rank.<rank>.<key>` is the copy of a rank. `<key>` itself is the copy of the lowest rank that has the key."""
+"""`per_rank.<rank>.<key>` is that rank's copy. `<key>` itself is the copy of the lowest rank that has the key."""
 
 _BOUND = "bound"
 """Wraps a value in `per_rank.<rank>` that may be loaded only where parameters are sharded in the same way."""
 
-_PARTS = ("param_groups", "values", "shared")  # parts of an optimizer's JSON; each is compared as a whole
-_NAMES = "names"  # the plain states that a rank has; ranks that step different parameters have different ones
-_SAMPLE = 4096  # bytes sampled at the start, the middle and the end of a tensor that is not on the host
+_PARTS = ("param_groups", "values", "shared")  # parts of an optimizer's JSON, each of which is compared as a whole
+_NAMES = "names"  # names of a rank's plain states, which differ between ranks that update different parameters
+_SAMPLE = 4096  # bytes that are sampled at the start, middle and end of a tensor that is not on the host
 _SHOWN = 5
 
 
 class Fingerprints:
     """Fingerprints of this rank's plain tensors and optimizer values, 16 bytes each.
 
-    Tensors on the host are hashed completely (tens of GB/s). For tensors on a device, the fingerprint covers a
-    reduction over all words and three byte samples, which needs one copy of a few KB per tensor.
+    Tensors on the host are hashed completely (tens of GB/s). For a tensor on a device, the fingerprint covers a
+    reduction over all words, and three samples of bytes: only a few KB per tensor are copied to the host.
     """
 
     def __init__(self, captured: Captured) -> None:
@@ -69,27 +69,27 @@ class Fingerprints:
         trees = _trees(captured)
         self.keys = [*found, *trees]
         self._table = np.empty((len(self.keys), 2), "<u8")
-        # The names include the parameters: ranks with other parameters (pipeline stages) have other values.
+        # Hash the parameters' names, too: ranks with different parameters (pipeline stages) have different values.
         salts = {section: _parameters(taken) for section, taken in captured.optimizers.items()}
         self._table[:, 0] = [*names, *(_name_digest(key + salts[key.rpartition(".")[0]]) for key in trees)]
         self._table[:, 1] = [*contents, *trees.values()]
 
     @property
     def digests(self) -> tuple[bytes, bytes]:
-        """A digest of this rank's keys, and one of the keys with their contents."""
+        """A digest of this rank's keys, and a digest of the keys and their contents."""
         return holding(self.to_bytes()), signature_of(self._table.tobytes())
 
     def to_bytes(self) -> bytes:
-        """Return the table of fingerprints, for `differing`."""
+        """Return the table of fingerprints, for other ranks to pass to `differing`."""
         return self._table.tobytes()
 
     def differing(self, tables: Sequence[bytes]) -> tuple[dict[str, int], bool]:
         """Return this rank's keys whose contents differ between ranks, each with the lowest rank that has the key.
 
-        Also returns whether any rank has such a key.
+        Also returns whether there is any such key on any rank.
 
         Args:
-            tables: `to_bytes` of all ranks.
+            tables: All ranks' `to_bytes`.
         """
         keepers: dict[int, int] = {}
         contents: dict[int, set[int]] = {}
@@ -108,12 +108,12 @@ def _name_digest(key: str, dtype: torch.dtype | None = None, shape: Sequence[int
 
 
 def _parameters(taken: CapturedOptimizer) -> str:
-    """Return the FQNs of an optimizer's parameters as one string."""
+    """Return the FQNs of an optimizer's parameters, joined into one string."""
     return "".join(f" {fqn}" for group in taken.tree["param_groups"] for fqn in group["params"])
 
 
 def _trees(captured: Captured) -> dict[str, int]:
-    """Return a digest of each part of the optimizers' JSON that is not already saved per rank."""
+    """Return a digest for each part of the optimizers' JSON that is not already saved per rank."""
     apart = {key for own in captured.rank_objects.values() if isinstance(own, dict) for key in own}
     return {
         f"{section}.{part}": digest_of(json.dumps(tree).encode())
@@ -124,7 +124,7 @@ def _trees(captured: Captured) -> dict[str, int]:
 
 
 def _parts(taken: CapturedOptimizer) -> dict[str, Any]:
-    """Return what is compared between ranks: the parts of an optimizer's JSON, and the names of its plain states."""
+    """Return what to compare between ranks: the parts of an optimizer's JSON, and the names of its plain states."""
     from torch.distributed.tensor import DTensor
 
     names = [f"{fqn}.{state}" for (fqn, state), tensor in taken.tensors.items() if not isinstance(tensor, DTensor)]
@@ -137,9 +137,10 @@ def holding(table: bytes) -> bytes:
 
 
 def part_ways(captured: Captured, keepers: Mapping[str, int] | None, rank: int) -> None:
-    """Keep the shared copy of each differing tensor on one rank only, and give the other copies per-rank keys.
+    """Keep each differing tensor's shared copy on only one rank, and give the other copies per-rank keys.
 
-    Differing optimizer values are saved for every rank. Tensors of `extra` get no per-rank copy; use `PerRank`.
+    Differing optimizer values are saved for every rank. Tensors in `extra` get no per-rank copy; use `PerRank` for
+    them.
 
     Args:
         keepers: This rank's keys that differ between ranks, each with the rank that keeps the shared copy. None if no
@@ -147,7 +148,7 @@ def part_ways(captured: Captured, keepers: Mapping[str, int] | None, rank: int) 
     """
     if keepers is None:
         return
-    # Every rank saves this dict, even if it is empty: a load counts these dicts to get the number of ranks.
+    # Every rank saves this dict, even if it is empty, because a load counts these dicts to get the number of ranks.
     own = captured.rank_objects.setdefault(f"{PER_RANK}.{rank}", {})
     for section, taken in captured.optimizers.items():
         taken.tree.setdefault("own", {"layouts": layouts(taken.cut), "states": []})
@@ -155,7 +156,7 @@ def part_ways(captured: Captured, keepers: Mapping[str, int] | None, rank: int) 
             if (key := f"{section}.{part}") in keepers:
                 own[key] = tree if part == _NAMES else {_BOUND: tree}
                 if part == "values" and keepers[key] != rank:
-                    taken.tree[part] = {}  # SHARDED also stores these numbers for torch: only those of the keeper
+                    taken.tree[part] = {}  # SHARDED also stores these numbers for torch: only the keeper's
     bound = _bound(captured)
     for key, same, holder, name in list(_places(captured)):
         if same not in keepers:
@@ -172,7 +173,7 @@ def part_ways(captured: Captured, keepers: Mapping[str, int] | None, rank: int) 
 
 
 def _bound(captured: Captured) -> set[str]:
-    """Return the keys of plain optimizer states that may be computed from this rank's shards of the parameters."""
+    """Return the keys of plain optimizer states that may have been computed from this rank's parameter shards."""
     found: set[str] = set()
     for section, taken in captured.optimizers.items():
         found.update(taken.loose)
@@ -183,7 +184,7 @@ def _bound(captured: Captured) -> set[str]:
 def refuse_unlike(keys: Collection[str], captured: Captured) -> None:
     """Raise SaveError if plain parameters differ between ranks.
 
-    On another mesh, all ranks would load the values of one rank. An export would contain only these, too.
+    On a different mesh, all ranks would load one rank's values. An export would also contain only that rank's values.
     """
     unlike = sorted(captured.alike.intersection(keys))
     if unlike:
@@ -230,7 +231,7 @@ class OwnCopies:
 
     Attributes:
         note: If the number of ranks changed: for which tensors all ranks get one rank's values.
-        bound: Keys of optimizer states that differ between the ranks that saved.
+        bound: Keys of optimizer states that differ between the ranks that saved them.
         ranks: How many ranks saved their own values.
         fits: Whether as many ranks load as saved.
     """
@@ -244,7 +245,7 @@ class OwnCopies:
 
 
 def own_copies(catalog: Catalog, objects: Mapping[str, Any], *, rank: int, world_size: int) -> OwnCopies:
-    """Return the checkpoint with the copies of `rank` in place of the shared ones."""
+    """Return the checkpoint with the copies that belong to `rank` in place of the shared ones."""
     saved = {name.partition(".")[2]: tree for name, tree in objects.items() if name.startswith(f"{PER_RANK}.")}
     for name, tree in saved.items():
         if not isinstance(tree, dict) or any(key not in catalog.tensors for key in references(tree)):
@@ -270,7 +271,7 @@ def own_copies(catalog: Catalog, objects: Mapping[str, Any], *, rank: int, world
         tree = value[_BOUND] if _is_bound(value) else value
         here = catalog.tensors.get(key)
         section, _, part = key.rpartition(".")
-        if here is not None:  # a format may store only one of several tied names
+        if here is not None:  # if names are tied, a format may store only one of them
             for own in references(tree):
                 tensors[key] = replace(catalog.tensors[own], name=key, role=here.role, fqn=here.fqn, state=here.state)
         elif part in _PARTS and isinstance(objects.get(section), dict):
@@ -279,7 +280,7 @@ def own_copies(catalog: Catalog, objects: Mapping[str, Any], *, rank: int, world
 
 
 def _states_of_others(saved: Mapping[str, Mapping[str, Any]], rank: str) -> list[tuple[str, str]]:
-    """Return the plain states, as (optimizer, name), that other ranks saved but `rank` did not."""
+    """Return the plain states that other ranks saved but `rank` did not, as (optimizer, name)."""
     tables = {
         key: value for key, value in saved[rank].items() if key.endswith(f".{_NAMES}") and isinstance(value, list)
     }
@@ -295,7 +296,7 @@ def _bound_keys(saved: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _unlike(name: str, trees: Sequence[Any]) -> list[str]:
-    """Return the paths below `name` at which the ranks' values differ."""
+    """Return the paths under `name` at which the ranks' values differ."""
     trees = [tree[_BOUND] if _is_bound(tree) else tree for tree in trees]
     first = trees[0]
     if all(tree == first for tree in trees):
@@ -312,11 +313,11 @@ def _is_bound(value: Any) -> bool:
     return isinstance(value, dict) and value.keys() == {_BOUND}
 
 
-# --- which tensors are plain, and where they are
+# --- which tensors are plain, and where they are captured
 
 
 def _has_plain(captured: Captured) -> bool:
-    """Return whether there are plain tensors that ranks share. Faster than a check of each tensor."""
+    """Return whether ranks share any plain tensors. Faster than checking each tensor."""
     from torch.distributed.tensor import DTensor
 
     own, cut = captured.own, {DTensor}
@@ -342,7 +343,7 @@ def _is_replica(key: str, tensor: torch.Tensor, captured: Captured) -> bool:
 
 
 def _places(captured: Captured) -> Iterator[tuple[str, str, dict[Any, Any], Any]]:
-    """Yield (key, key of the tensor that it is tied to or its own key, dict, name in the dict) of each tensor."""
+    """Yield (key, shared key, dict, name in the dict) for each tensor. Tied tensors have the same shared key."""
     for section, tensors in captured.models.items():
         aliases = captured.aliases.get(section, {})
         for fqn in tensors:
@@ -376,7 +377,7 @@ def _contents(tensors: Sequence[torch.Tensor]) -> Iterator[int]:
             if tensor.device.type != "cpu":
                 away[index] = _summary(_bytes_of(tensor))
         sizes = [summary.numel() for summary in away.values()]
-        # One copy for all tensors of a device, so there is only one synchronization.
+        # Copy all tensors on a device together, so that it is synchronized only once.
         fetched = dict(zip(away, _fetched(list(away.values()), sizes), strict=True))
         for index, tensor in enumerate(tensors):
             if index in known:
@@ -410,13 +411,13 @@ def _small_contents(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor as a flat tensor, in memory order. Does not copy a dense tensor."""
+    """Return a tensor's bytes as a flat tensor, in memory order. Does not copy a dense tensor."""
     import torch
 
     tensor = tensor.detach().resolve_conj().resolve_neg()
     strides = tensor.stride()
     dims = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
-    return tensor.permute(dims).reshape(-1).contiguous().view(torch.uint8)  # a column slice has gaps: copied
+    return tensor.permute(dims).reshape(-1).contiguous().view(torch.uint8)  # copies a tensor with gaps, like a column
 
 
 def _summary(row: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Runs the steps of a save: capture, plan, agree, write, index, commit. FULL, SHARDED and LOCAL share them."""
+"""Runs the steps of a save, for FULL, SHARDED and LOCAL alike: capture, plan, agree, write, index, commit."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _log = logging.getLogger(__name__)
 
 
 class TensorPlan(Protocol):
-    """This rank's plan of a save. There is one implementation per state-dict type.
+    """This rank's plan for a save. There is one implementation per state-dict type.
 
     Attributes:
         tensors: The tensors to save; staging copies exactly these.
@@ -72,15 +72,15 @@ class TensorPlan(Protocol):
     def signature(self) -> bytes: ...
 
     def settle(self, signatures: Sequence[bytes], all_gather: Callable[[bytes], list[bytes]]) -> TensorPlan:
-        """Return the plan, adjusted to the tensors of the other ranks. Collective if signatures changed."""
+        """Return the plan, adjusted to the other ranks' tensors. Collective if signatures changed."""
 
     def write(self, store: Store, tensors: Sequence[torch.Tensor] | None, *, sync: bool) -> WrittenTensors:
-        """Write this rank's files. `tensors`: staged copies in the plan's order; None means the live tensors."""
+        """Write this rank's files. `tensors`: staged copies in the plan's order; None for the live tensors."""
 
     def index(
         self, parts: Sequence[bytes], store: Store, *, save_id: str, extra: Mapping[str, Any], sync: bool
     ) -> Mapping[str, FileRecord]:
-        """Write the index of all ranks' parts, and return its files. Call on rank 0."""
+        """Write the index of all ranks' parts, and return the files written. Call on rank 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,10 +89,10 @@ class SaveRequest:
 
     Attributes:
         metrics: Measured values, which determine `best`. None: the caller passed none.
-        client_state: JSON value of the caller, stored in the commit record.
+        client_state: The caller's JSON value, stored in the commit record.
         overwrite: Replace a committed checkpoint of the same name once the new one is complete.
         given_up: Names of damaged checkpoints that a load fell back from. A save may replace these, too.
-        set_aside: Rename a directory of that name that is not a checkpoint. Set if a load has reported such
+        set_aside: Rename a directory that has the name but is not a checkpoint. Set if a load has already reported such
             directories.
         resumed_from: The checkpoint that the run was resumed from, for the commit record.
     """
@@ -139,9 +139,9 @@ class _Agreed:
 
     Attributes:
         alike: Whether plain tensors are known to be equal: ranks with the same keys have the same contents, and each
-            rank still has the keys it had at the last comparison.
-        one_recipe: Whether all ranks store tensor subclasses in the same parts.
-        tellers: For each set of parameter names other than rank 0's, the lowest rank that has it.
+            rank still has the keys that it had at the last comparison.
+        one_recipe: Whether all ranks split tensor subclasses into the same parts.
+        tellers: The lowest rank with each set of parameter names, except rank 0's set.
     """
 
     alike: bool
@@ -150,7 +150,7 @@ class _Agreed:
 
 
 class Saver:
-    """Saves the states of one run. Reuses the plan of the previous save where possible.
+    """Saves one run's states. Reuses the previous save's plan where possible.
 
     Args:
         side_files: Files to store in every checkpoint, such as a tokenizer: path to bytes. Rank 0's are written.
@@ -175,25 +175,26 @@ class Saver:
         self._coordinator = coordinator
         self._lease = lease
         self._objective = objective
-        self._ranked = False  # whether some save had metrics
+        self._ranked = False  # whether any save has had metrics
         self._sync = sync
         self._max_shard_bytes = max_shard_bytes
         self.seen: Inventory | None = None
-        """The known inventory after the last save, on rank 0, if listing again would cost requests."""
+        """On rank 0, the inventory after the last save; None if it must be listed again."""
         self._plans: dict[StateDictType, TensorPlan] = {}
         self._seen = Seen()
         import ckptkit.formats.dcp.plan  # noqa: F401  now, so that the first save does not block for it
 
         self._transfers: Any = None
-        # Plain tensors that differ between ranks, each with the rank that keeps the shared copy; None: there are none.
+        # Plain tensors that differ between ranks, each with the rank that keeps the shared copy; None if there are
+        # none.
         self._keepers: dict[str, int] | None = None
-        self._holdings: list[bytes] = []  # digest of each rank's plain keys when they were last compared
+        self._holdings: list[bytes] = []  # for each rank, a digest of its plain keys at the last comparison
 
     def prepare(self, state: TrainState, request: SaveRequest) -> Prepared:
         """Capture, plan and agree, without writing. All ranks must call it, in the training thread.
 
         Raises:
-            RankFailedError: Some rank could not capture its state; the same error on every rank.
+            RankFailedError: Some rank could not capture its state. Every rank raises the same error.
             UsageError: The ranks want to save different steps.
         """
         clock = PhaseClock()
@@ -203,11 +204,11 @@ class Saver:
             try:
                 check_state(state, "save(step, state)")
                 check_flags(overwrite=request.overwrite)
-                if self._coordinator.is_main:  # only rank 0's metrics and client state are written
+                if self._coordinator.is_main:  # other ranks' metrics and client state are not written
                     check_given(request.metrics or {}, request.client_state)
                     self._check_ranked(request)
                 overwrite = request.overwrite or checkpoint_name(request.step, request.tag) in request.given_up
-                # Copy them, because the record is written after training continues.
+                # Copy them, because training continues before the record is written.
                 metrics, client_state = dict(request.metrics or {}), copy.deepcopy(request.client_state)
                 request = replace(request, overwrite=overwrite, metrics=metrics, client_state=client_state)
                 captured = capture(state, rank=self._coordinator.rank, step=request.step, seen=self._seen)
@@ -217,7 +218,7 @@ class Saver:
                 made, outcome = self._plan(captured, state, request, clock)
         with clock.phase("agree"):
             signatures, agreed = self._coordinator.settle(outcome, "planning the save", then=self._agreed)
-            assert made is not None  # otherwise `settle` would have raised
+            assert made is not None  # if it were None, `settle` would have raised
             if not agreed.one_recipe:
                 self._join_recipes(captured)
             if not agreed.alike and self._found_differences(captured, made.prints):
@@ -231,12 +232,12 @@ class Saver:
 
     @patient()
     def publish(self, prepared: Prepared) -> CommitRecord:
-        """Write the staged or live tensors, and commit once every rank has written.
+        """Write the staged or live tensors, and commit once every rank has written its own.
 
         All ranks must call it, in any thread.
 
         Raises:
-            RankFailedError: Some rank failed, and nothing was published; the same error on every rank.
+            RankFailedError: Some rank failed. Every rank raises the same error. Nothing was published.
         """
         request, clock, plan = prepared.request, prepared.clock, prepared.plan
         small = (MANIFEST_NAME, OBJECTS_NAME, *prepared.side_files)
@@ -278,7 +279,7 @@ class Saver:
                 complete = partial(self._index, prepared, attempt)
                 record = attempt.commit(written.files, fields, payload=payload, complete=complete)
         except BaseException:
-            # All ranks raise here. The group may contain stale messages, so the next FULL save creates a new one.
+            # All ranks get here. The group may still contain messages, so the next FULL save creates a new group.
             self._drop_transfers()
             self._plans.clear()
             raise
@@ -296,9 +297,9 @@ class Saver:
     # --- steps
 
     def _check_ranked(self, request: SaveRequest) -> None:
-        """Check that the save has the metric of `keep_best`. Raise if there are no metrics; warn if others are given.
+        """Check that the save has `keep_best`'s metric. Raise if it has no metrics, and warn if it has only others.
 
-        Does nothing once a save had metrics: the last save before a job ends may have none.
+        Does nothing after a save with metrics, because the last save before a job ends may have none.
         """
         if self._objective is None or self._ranked:
             return
@@ -320,7 +321,7 @@ class Saver:
     def _plan(
         self, captured: Captured, state: TrainState, request: SaveRequest, clock: PhaseClock
     ) -> tuple[Prepared | None, Outcome]:
-        """Return this rank's plan, and the outcome that the other ranks must know. On an error, the plan is None."""
+        """Return this rank's plan, and the outcome to send to the other ranks. After an error, the plan is None."""
         from ckptkit.formats.dcp.plan import ShardedPlan, plan_sharded
 
         rank, world_size = self._coordinator.rank, self._coordinator.world_size
@@ -331,7 +332,8 @@ class Saver:
             if kind is StateDictType.FULL and any(
                 key.startswith("model") for key in captured.objects.get(SUBCLASSES, ())
             ):
-                # With a config, from_pretrained would fill weights that are stored in parts with random values.
+                # If there were a config, from_pretrained would randomly initialize the weights that are stored in
+                # parts.
                 small = {path: data for path, data in small.items() if path.rpartition("/")[2] != "config.json"}
             plan: TensorPlan
             if kind is StateDictType.SHARDED:
@@ -350,7 +352,7 @@ class Saver:
                     configs=small,
                     max_shard_bytes=self._max_shard_bytes,
                 )
-                small = {}  # the plan writes them with the model's files
+                small = {}  # the plan writes these with the model's files
             prints = Fingerprints(captured) if world_size > 1 else None
             mesh = _mesh(captured)
             made = Prepared(request, plan, captured.objects, captured.rank_objects, mesh, clock, small, prints)
@@ -394,7 +396,7 @@ class Saver:
     def _agreed(
         self, answers: list[tuple[bytes, Any, tuple[bytes, bytes] | None, int, int]]
     ) -> tuple[list[bytes], _Agreed]:
-        """Return the signatures of all ranks, and what the ranks agree on. Runs on rank 0."""
+        """Return all ranks' signatures, and what the ranks agree on. Runs on rank 0."""
         signatures, wanted, prints, recipes, spread = zip(*answers, strict=True)
         check_equal(wanted, "what to save: (step, tag, type)")
         digests = [digest for digest in prints if digest is not None]
@@ -405,9 +407,9 @@ class Saver:
         return list(signatures), _Agreed(equal, len(set(recipes)) == 1, tellers)
 
     def _join_recipes(self, captured: Captured) -> None:
-        """Give this rank the subclass recipes of all ranks, which may hold different tensors. Collective.
+        """Give this rank the subclass recipes of all ranks, which may have different tensors. Collective.
 
-        A recipe describes the parts in which a tensor subclass is stored.
+        A recipe describes the parts into which a tensor subclass is split.
 
         Raises:
             SaveError: Two ranks have different recipes for a tensor, or only one of them has one.
@@ -431,11 +433,11 @@ class Saver:
         captured.objects[SUBCLASSES] = joined
 
     def _found_differences(self, captured: Captured, prints: Fingerprints | None) -> bool:
-        """Compare plain tensors one by one, and remember those that differ. Return whether any do, on all ranks.
+        """Compare plain tensors one by one, and remember which differ. Return whether any do on any rank.
 
         All ranks must call it.
         """
-        assert prints is not None  # because there are several ranks
+        assert prints is not None  # it is None only with a single rank
         tables = self._coordinator.all_gather(prints.to_bytes())
         self._holdings = [holding(table) for table in tables]
         found, anywhere = prints.differing(tables)
@@ -457,22 +459,22 @@ class Saver:
             import torch.distributed as dist
 
             ranks = dist.get_process_group_ranks(self._coordinator.group)
-            # With local synchronization torch names the group after its ranks, and a second group of that name would
-            # find leftovers of the first. So use it only for a subset of the ranks.
+            # With local synchronization torch names the group after its ranks, so a second group would get the same
+            # name and find what the first left behind. Use it only for a subset of the ranks, which needs it.
             alone = len(ranks) != dist.get_world_size()
             timeout = timedelta(seconds=self._coordinator.timeout_s)
             self._transfers = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=alone)
 
     def _drop_transfers(self) -> None:
-        """Forget the group. Destroying it could wait for messages, and would free its name for reuse."""
+        """Forget the group without destroying it, which could wait for messages and would free its name for reuse."""
         self._transfers = None
 
 
 def dcp_state_dict(captured: Captured) -> tuple[dict[str, Any], set[str]]:
     """Return a captured state as a state dict for DCP, and the keys that only this rank has.
 
-    The nesting is that of torch's `get_state_dict`, so plain DCP can restore a model and an optimizer from it. Tied
-    weights appear under each of their names, as in `Module.state_dict`.
+    It is nested like torch's `get_state_dict`, so plain DCP can restore a model and an optimizer from it. Tied weights
+    appear under each of their names, as in `Module.state_dict`.
     """
     nested: dict[str, Any] = {name: dict(tensors) for name, tensors in captured.models.items()}
     for name, taken in captured.optimizers.items():
@@ -482,7 +484,7 @@ def dcp_state_dict(captured: Captured) -> tuple[dict[str, Any], set[str]]:
         for fqn, values in taken.tree["values"].items():
             states.setdefault(fqn, {}).update({k: v for k, v in values.items() if not isinstance(v, (dict, list))})
         groups = [
-            # torch requires names if the optimizer was created with named parameters.
+            # torch requires these names if the optimizer was created with named parameters.
             {key: decode(value, captured.loose.__getitem__) for key, value in group.items()}
             | {"param_names": group["params"]}
             for group in taken.tree["param_groups"]
@@ -497,7 +499,7 @@ def dcp_state_dict(captured: Captured) -> tuple[dict[str, Any], set[str]]:
 def _spread(objects: Mapping[str, Any]) -> dict[str, Any]:
     """Return the objects that contain names of parameters or modules.
 
-    In a pipeline, each rank has only those of its stages.
+    In a pipeline, each rank's objects have only the names in its own stages.
     """
     return {
         key: tree

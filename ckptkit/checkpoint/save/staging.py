@@ -21,10 +21,10 @@ class StagingBuffers:
     """Copies tensors to one block of host memory, which is pinned if tensors are on a GPU.
 
     The block grows on demand and never shrinks, so only the first save of a state allocates. A snapshot is valid until
-    the next `copy`; the caller must make sure that nobody reads the old snapshot by then.
+    the next `copy`; the caller must make sure that nobody still reads it then.
 
     Attributes:
-        fd: With `shared`: a file descriptor of the memory, for another process. -1 if there is no memory.
+        fd: With `shared`: a file descriptor for the memory, to send to another process. -1 if there is no memory.
         generation: Number of blocks allocated so far.
         starts: Offset of each copy in the block.
         staged: Size of the last snapshot in bytes.
@@ -55,7 +55,7 @@ class StagingBuffers:
         looks = [(tensor.shape, tensor.dtype) for tensor in tensors]
         on_gpu = any(tensor.is_cuda for tensor in tensors)
         if (looks, on_gpu) != (self._looks, self._on_gpu):
-            self._looks = []  # stays empty if the allocation fails
+            self._looks = []  # so that it is empty if the allocation fails
             self._lay_out(looks, on_gpu)
             self._looks, self._on_gpu = looks, on_gpu
         with torch.no_grad():
@@ -84,11 +84,11 @@ class StagingBuffers:
         self._block = None
 
     def __del__(self) -> None:
-        if self.fd >= 0 and self._owner == os.getpid():  # a forked process must not release it
+        if self.fd >= 0 and self._owner == os.getpid():  # a forked process must not release the memory
             self._drop()
 
     def _lay_out(self, looks: Sequence[tuple[torch.Size, torch.dtype]], on_gpu: bool) -> None:
-        """Assign each tensor a part of the block."""
+        """Assign a part of the block to each tensor."""
         self.starts, total = [], 0
         for shape, dtype in looks:
             self.starts.append(total)
@@ -110,9 +110,9 @@ class StagingBuffers:
 
 
 def stand_ins(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors of the same shapes that use no memory.
+    """Return tensors of the same shapes and dtypes that use almost no memory.
 
-    A rank that could not stage sends these to the ranks that wait for it, and then reports its failure.
+    If a rank could not stage, it sends these to the ranks that wait for it, and then reports its failure.
     """
     import torch
 
@@ -120,15 +120,15 @@ def stand_ins(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _allocate(nbytes: int, *, pinned: bool) -> torch.Tensor:
-    """Return memory whose pages are already mapped. Page faults during the copy would double its time."""
+    """Return memory whose pages are already mapped. Page faults during the copy would double the copy's time."""
     import torch
 
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     if pinned:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-    # No huge pages: in fragmented memory, or memory new to a virtual machine, they made the first access
-    # five times slower.
+    # Don't use huge pages: in fragmented memory, or memory new to a virtual machine, they made the first access five
+    # times slower.
     populate = getattr(mmap, "MAP_POPULATE", 0)
     return torch.frombuffer(
         mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | populate), dtype=torch.uint8
@@ -136,7 +136,7 @@ def _allocate(nbytes: int, *, pinned: bool) -> torch.Tensor:
 
 
 def _allocate_shared(nbytes: int) -> tuple[int, torch.Tensor]:
-    """Return the file descriptor of anonymous memory, and the memory. A killed process does not leave it behind."""
+    """Return anonymous memory and its file descriptor. If the process is killed, the memory is freed."""
     import torch
 
     fd = os.memfd_create("ckptkit-snapshot")

@@ -23,7 +23,7 @@ __all__ = ["FileTensor", "SafetensorsStream", "WrittenFile", "open_stream", "pha
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """One tensor of a file to write: name, dtype and stored shape."""
+    """A tensor to write to a file: name, dtype and stored shape."""
 
     name: str
     dtype: str
@@ -36,7 +36,7 @@ class FileTensor:
 
 @dataclass(slots=True)
 class WrittenFile:
-    """A file that was written: size, outline digest, and (start, nbytes, digest) of each tensor.
+    """A file that was written: its size, outline digest, and each tensor's (start, nbytes, digest).
 
     Attributes:
         seconds: Time spent in the phases "digest" and "sync". Sync includes the rename.
@@ -55,7 +55,7 @@ class WrittenFile:
 
 
 def encode_header(tensors: Sequence[FileTensor], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
-    """Return the header of a safetensors file, and the offset of each tensor in the file.
+    """Return a safetensors file's header, and each tensor's offset in the file.
 
     The header is padded with spaces so that the data starts at a multiple of 8, as in the reference writer.
 
@@ -85,7 +85,7 @@ def encode_header(tensors: Sequence[FileTensor], metadata: Mapping[str, str]) ->
 
 
 class SafetensorsStream:
-    """Writes the tensors of a file in the order of the header."""
+    """Writes a file's tensors in the order of its header."""
 
     def __init__(
         self, writer: BlobWriter, path: str, tensors: Sequence[FileTensor], metadata: Mapping[str, str]
@@ -99,7 +99,7 @@ class SafetensorsStream:
         self._writer.write(head)
 
     def write(self, name: str, pieces: Iterable[memoryview]) -> None:
-        """Append one tensor. `pieces` are its bytes in row-major order."""
+        """Append one tensor. `pieces` are its bytes, in row-major order."""
         tensor = self._left.pop()
         start, digest, nbytes, clock = self._starts[name], new_hasher(), 0, time.perf_counter
         large = tensor.nbytes >= LEAST
@@ -126,7 +126,7 @@ class SafetensorsStream:
 
 
 def _cut(pieces: Iterable[memoryview]) -> Iterator[memoryview]:
-    """Split large pieces, so that the bytes are still in the CPU cache when they are written after hashing."""
+    """Split large pieces, so that hashed bytes are still in the CPU cache when they are written."""
     for piece in pieces:
         for start in range(0, len(piece), PIECE):
             yield piece[start : start + PIECE]
@@ -146,7 +146,7 @@ def open_stream(
 
 
 def phases_of(files: Sequence[WrittenFile], seconds: float) -> list[tuple[str, float, int]]:
-    """Split `seconds`, the total time of writing these files, into the phases digest, sync and write."""
+    """Split `seconds`, the total time for writing these files, into the phases digest, sync and write."""
     nbytes = sum(item.nbytes for item in files)
     spent = {phase: sum(item.seconds[phase] for item in files) for phase in ("digest", "sync")}
     spent["write"] = max(0.0, seconds - sum(spent.values()))

@@ -1,7 +1,7 @@
 """Runs in the writer process: maps the snapshot memory and writes it. Imports neither torch nor the training script.
 
-`writer_process` starts this process and shares one socket with it. Each request gets one answer, after all workers of
-the request have stopped. The process exits on request, when the socket closes, or when its parent is gone.
+`writer_process` starts this process and talks to it over a socket. Each request gets one answer, after all of the
+request's workers have stopped. The process exits on request, when the socket closes, or when its parent is gone.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ __all__ = ["READY", "Answer", "Block", "Request", "main", "receive", "send"]
 _LENGTH = struct.Struct("<Q")
 _WATCH_MS = 1000
 READY = "ready"
-"""The message that the process sends once all imports are done."""
+"""The message that this process sends once all imports are done."""
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A message with new memory that replaces the previous block. The file descriptor is sent with it."""
+    """A message that announces new memory, to replace the previous block. The file descriptor is sent with it."""
 
     nbytes: int
 
@@ -48,7 +48,7 @@ class Request:
 
     Attributes:
         starts: Offset of each tensor's bytes in the block.
-        patience_s: How long storage calls are retried.
+        patience_s: How long to retry storage calls, in seconds.
     """
 
     url: str
@@ -82,7 +82,7 @@ def send(connection: socket.socket, message: Any, fd: int | None = None) -> None
 
 
 def receive(connection: socket.socket) -> tuple[Any, int | None]:
-    """Return the next message and its file descriptor, if any. Raises EOFError if the connection is closed."""
+    """Return the next message, and its file descriptor or None. Raises EOFError if the connection is closed."""
     head, fds, _, _ = socket.recv_fds(connection, _LENGTH.size, 1)
     head += _exactly(connection, _LENGTH.size - len(head))
     (length,) = _LENGTH.unpack(head)
@@ -117,7 +117,7 @@ def main(fd: int, parent: int) -> None:
             else:
                 send(connection, _answer(message, block))
     except (EOFError, OSError):
-        return  # the training process is gone, so nobody waits for the save
+        return  # the training process is gone, so no other process waits for the save
 
 
 def _mapped(fd: int, nbytes: int) -> memoryview:
@@ -131,7 +131,7 @@ def _mapped(fd: int, nbytes: int) -> memoryview:
 def _answer(request: Request, block: memoryview) -> Answer:
     try:
         pieces = [block[s : s + f.nbytes] for s, f in zip(request.starts, request.frames, strict=True)]
-        # Invariant: a staging directory that was removed or unmounted is never recreated.
+        # Invariant: if a staging directory was removed or unmounted, it is never recreated.
         store = open_store(request.url, storage_options=request.storage_options).existing()
         with Patience(request.patience_s).entered():
             written = write_records(
@@ -149,7 +149,7 @@ def _answer(request: Request, block: memoryview) -> Answer:
 
 
 def _portable(error: Exception) -> BaseException:
-    """Return the error unchanged if it is a ckptkit error or OSError that can be pickled, otherwise a SaveError."""
+    """Return a ckptkit error or OSError unchanged if it can be pickled. Return any other error as a SaveError."""
     if isinstance(error, (CkptkitError, OSError)):
         try:
             copy = pickle.loads(pickle.dumps(error))
@@ -161,9 +161,9 @@ def _portable(error: Exception) -> BaseException:
 
 
 def _watch(fd: int, parent: int) -> None:
-    """Exit at once when nobody waits for the result, because the data would belong to no save."""
+    """Exit at once when no process waits for the result any more, because the data would belong to no save."""
     poller = select.poll()
-    poller.register(fd, 0)  # reports only a closed connection
+    poller.register(fd, 0)  # reports only that the connection is closed
     while os.getppid() == parent and not poller.poll(_WATCH_MS):
         pass
     os._exit(0)

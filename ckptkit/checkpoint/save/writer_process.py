@@ -1,4 +1,4 @@
-"""Writes snapshots in shared memory from a separate process, so that training does not share its interpreter lock."""
+"""Writes snapshots in shared memory from a separate process, which does not need training's interpreter lock."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
 
 __all__ = ["SharedSnapshot", "WriterProcess"]
 
-_LOOK_S = 0.5  # polling interval for a process that does not answer
+_LOOK_S = 0.5  # how often to check that a process that has not answered is alive
 _GRACE_S = 5.0
 _READY_S = 10.0
-# The child uses this process's import path; its working directory does not matter.
+# The child uses this process's import path. Its working directory does not matter.
 _CODE = (
     "import sys; sys.path[:] = {path!r}; from ckptkit.checkpoint.save.writer_child import main; main({fd}, {parent})"
 )
 
 
 class WriterProcess:
-    """A process that writes snapshots, one at a time. It starts before the first save, so that it is ready in time.
+    """A process that writes snapshots, one at a time. It is started before the first save, to be ready in time.
 
     If it dies, the current save fails, and the next write starts a new process.
 
     Attributes:
-        buffers: The memory of the last snapshot.
+        buffers: The memory for the last snapshot.
     """
 
     def __init__(self, *, storage_options: Mapping[str, Any] | None = None) -> None:
@@ -61,7 +61,7 @@ class WriterProcess:
     def wait_ready(self) -> None:
         """Wait until the process is ready, so that its startup does not slow down the first save.
 
-        If the process does not start, the first write raises the error.
+        If the process does not start, the first write raises an error.
         """
         with contextlib.suppress(EOFError, OSError):
             self._child.hear_ready(_READY_S)
@@ -110,7 +110,7 @@ class WriterProcess:
 
 
 class SharedSnapshot(list["torch.Tensor"]):
-    """Staged tensors in memory shared with the writer process."""
+    """Staged tensors in memory that is shared with the writer process."""
 
     def __init__(self, writer: WriterProcess, views: Sequence[torch.Tensor]) -> None:
         super().__init__(views)
@@ -129,7 +129,7 @@ class _Child:
             stdout=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-            start_new_session=True,  # a signal to the training's process group may request a save; it must not kill it
+            start_new_session=True,  # signals to training's process group may request a save; they must not kill it
         )
         theirs.close()
         self._block = -1
@@ -137,7 +137,7 @@ class _Child:
         self._end = weakref.finalize(self, _end, self.process, self.connection, os.getpid())
 
     def hear_ready(self, seconds: float) -> None:
-        """Wait until the process is ready, but at most this long."""
+        """Wait until the process is ready, but at most `seconds`."""
         if not self._ready and select.select([self.connection], [], [], seconds)[0]:
             self._ready = receive(self.connection)[0] == READY
 
@@ -146,7 +146,7 @@ class _Child:
             while not self._ready:
                 self.hear_ready(_LOOK_S)
                 self._look()
-            if buffers.generation != self._block and buffers.fd >= 0:  # a rank may have no tensors to write
+            if buffers.generation != self._block and buffers.fd >= 0:  # no fd if a rank has no tensors to write
                 send(self.connection, Block(buffers.nbytes), buffers.fd)
                 self._block = buffers.generation
             send(self.connection, request)
@@ -158,7 +158,7 @@ class _Child:
         return answer
 
     def _look(self) -> None:
-        # A closed socket may go unnoticed, because processes forked by the training keep it open.
+        # A closed socket may go unnoticed, because processes that training forked keep it open.
         if self.process.poll() is not None:
             raise EOFError
 
@@ -181,7 +181,7 @@ class _Child:
 
 def _end(process: subprocess.Popen[bytes], connection: socket.socket, owner: int) -> None:
     if os.getpid() != owner:
-        return  # this is a fork of the training; the process belongs to the parent
+        return  # in a fork of training: the process belongs to the parent
     with contextlib.suppress(OSError):
         send(connection, None)
     connection.close()

@@ -1,4 +1,4 @@
-"""Tracks live objects that a failed load has left half loaded, even if they are put in another `TrainState`."""
+"""Remembers which live objects a failed load left half loaded, even if they are moved to a different `TrainState`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 __all__ = ["clear", "half_loaded_from", "mark"]
 
-# Keyed by id, because tensors compare by their elements. Objects that allow no weak references are left out.
+# Keyed by id, because tensors compare element by element. Omits objects that do not support weak references.
 _marks: dict[int, tuple[weakref.ref[object], str]] = {}
 
 
@@ -22,14 +22,14 @@ def mark(objects: Iterable[object], url: str) -> None:
 
 
 def clear(objects: Iterable[object]) -> None:
-    """Record that these objects are completely loaded."""
+    """Record that these objects were loaded completely."""
     if _marks:
         for item in objects:
             _marks.pop(id(item), None)
 
 
 def half_loaded_from(objects: Iterable[object]) -> str:
-    """Return the checkpoint that one of these objects is half loaded from; "" if none is."""
+    """Return the URL of the checkpoint that any of these objects is half loaded from; "" if none is."""
     if not _marks:
         return ""
     return next((_marks[id(item)][1] for item in objects if id(item) in _marks and _marks[id(item)][0]() is item), "")

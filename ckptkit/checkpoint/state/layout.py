@@ -1,7 +1,7 @@
-"""Declares tensors of a rank as parts of global tensors: the experts of an expert-parallel rank, for example.
+"""Declares that a rank's tensors are parts of global tensors: an expert-parallel rank's experts, for example.
 
-Captures and loads view such a tensor as a DTensor. Its mesh joins the declared mesh with the tensor's own mesh, if it
-has one. So saves, loads and exports treat it like any DTensor, and it loads on any other mesh.
+Captures and loads view such a tensor as a DTensor. Its mesh combines the declared mesh with the tensor's own mesh, if
+it has one. Saves, loads and exports then treat it like any DTensor, and it loads on any other mesh.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ __all__ = ["Layout", "Shard", "as_global", "check_layout", "global_state", "is_p
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Declares that the ranks of `mesh` hold consecutive parts of a global tensor along `dim`.
+    """Declares that the ranks of `mesh` have consecutive parts of a global tensor along `dim`.
 
     Attributes:
         mesh: A one-dimensional mesh, such as `device_mesh["ep"]`.
-        size: Size of the global tensor along `dim`. None: all ranks hold parts of equal size.
-        replicas: A mesh whose ranks hold equal copies, such as `device_mesh["dp"]`. Then each part is written once.
+        size: Size of the global tensor along `dim`. None: all ranks have parts of equal size.
+        replicas: A mesh whose ranks have equal copies, such as `device_mesh["dp"]`. Then each part is written once.
     """
 
     dim: int
@@ -39,9 +39,9 @@ class Shard:
 
 
 Layout = Mapping[str, "Shard | Sequence[Shard] | Literal['per_rank']"]
-"""Maps globs of FQNs to shards (outermost first), which declare a tensor as a part of a global one.
+"""Maps globs of FQNs to shards (outermost first). A matching tensor is a part of a global tensor.
 
-The value "per_rank" means that each rank keeps its own tensor.
+The value "per_rank" means instead that each rank keeps its own tensor.
 """
 
 
@@ -68,7 +68,7 @@ def check_layout(layout: object) -> None:
 
 
 def shards_of(layout: Layout, fqn: str) -> tuple[Shard, ...]:
-    """Return the shards declared by the first glob that matches; () if none matches."""
+    """Return the shards that the first matching glob declares; () if no glob matches."""
     for glob, declared in layout.items():
         if fnmatch.fnmatchcase(fqn, glob):
             return (declared,) if isinstance(declared, Shard) else () if isinstance(declared, str) else tuple(declared)
@@ -76,17 +76,17 @@ def shards_of(layout: Layout, fqn: str) -> tuple[Shard, ...]:
 
 
 def is_per_rank(layout: Layout, fqn: str) -> bool:
-    """Return whether the layout declares a tensor as "per_rank"."""
+    """Return whether the layout declares a tensor "per_rank"."""
     return next((declared == "per_rank" for glob, declared in layout.items() if fnmatch.fnmatchcase(fqn, glob)), False)
 
 
 def as_global(what: str, tensor: torch.Tensor, shards: Sequence[Shard]) -> torch.Tensor:
-    """Return a DTensor that views `tensor` as a part of a global tensor and shares its memory.
+    """Return a DTensor that shares memory with `tensor`, and presents it as a part of a global tensor.
 
     Without shards, return `tensor`.
 
     Raises:
-        SaveError: The tensor lacks the dimension that is declared as sharded.
+        SaveError: The tensor does not have a dimension that the shards declare.
         UsageError: The local shape is not that of this rank's part.
     """
     if not shards:
@@ -131,7 +131,7 @@ def as_global(what: str, tensor: torch.Tensor, shards: Sequence[Shard]) -> torch
 
 
 def global_state(what: str, value: Any, parameter: torch.Tensor, shards: Sequence[Shard]) -> Any:
-    """Return an optimizer state of a declared parameter as a part of the global state, like the parameter.
+    """Return a declared parameter's optimizer state as a part of a global state, like the parameter.
 
     Raises:
         SaveError: The state's shape is not the parameter's, so it is unknown how the ranks' states combine.

@@ -1,4 +1,4 @@
-"""Describes this rank's part of a tensor: its boxes of the full tensor, and who holds replicas."""
+"""Describes this rank's part of a tensor: its boxes in the full tensor, and which ranks have replicas."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class ShardLayout:
     """How a tensor is sharded over ranks.
 
     Attributes:
-        mesh_shape, mesh_names: Shape and dimension names of the device mesh, outermost dimension first.
-        mesh_ranks: The ranks of the mesh in row-major order.
+        mesh_shape, mesh_names: The device mesh's shape and dimension names, outermost dimension first.
+        mesh_ranks: The mesh's ranks, in row-major order.
         placements: One per mesh dimension.
     """
 
@@ -50,24 +50,24 @@ class ShardLayout:
     placements: tuple[PlacementRecord, ...]
 
     def mesh_json(self) -> dict[str, Any]:
-        """Return the mesh in the format of the manifest's `info.extra["meshes"]`."""
+        """Return the mesh as in the manifest's `info.extra["meshes"]`."""
         return {"shape": list(self.mesh_shape), "names": list(self.mesh_names), "ranks": list(self.mesh_ranks)}
 
     def texts(self) -> tuple[str, ...]:
-        """Return the placements in the manifest's format: "S(0)", "R", "SS(0,2)"."""
+        """Return the placements as in the manifest: "S(0)", "R", "SS(0,2)"."""
         words = {"shard": "S({0})", "strided_shard": "SS({0},{1})", "replicate": "R"}
         return tuple(words[p.kind].format(p.dim, p.split_factor) for p in self.placements)
 
     @property
     def replicas(self) -> int:
-        """Number of ranks that hold each element."""
+        """How many ranks have each element."""
         count = 1
         for size, placement in zip(self.mesh_shape, self.placements, strict=True):
             count *= size if placement.kind == "replicate" else 1
         return count
 
     def replica(self, rank: int) -> int:
-        """Return the replica index of `rank`, 0 to `replicas` - 1; -1 if the rank is not in the mesh."""
+        """Return the replica index of `rank`, from 0 to `replicas` - 1; -1 if the rank is not in the mesh."""
         coordinate = mesh_coordinate(rank, self.mesh_shape, self.mesh_ranks)
         if coordinate is None:
             return -1
@@ -84,8 +84,8 @@ class PartView:
 
     Attributes:
         key: Name in the checkpoint.
-        dtype: torch's name without the prefix.
-        shape: Shape of the full tensor.
+        dtype: torch's name without "torch.".
+        shape: The full tensor's shape.
         local: This rank's elements; shares memory with the live tensor.
         layout: None for a plain tensor, which is complete on every rank that has the key.
         parts: This rank's boxes.
@@ -99,11 +99,11 @@ class PartView:
     parts: tuple[LocalPart, ...]
 
     def claim(self, entry: TensorEntry) -> Claim:
-        """Return the request to load the checkpoint's tensor `entry` into this part."""
+        """Return the request to load the saved tensor `entry` into this part."""
         return Claim(self.key, entry, self.shape, self.local, [(part.box, part.local_offsets) for part in self.parts])
 
     def within(self, boxes: Iterable[Box]) -> PartView:
-        """Return the part restricted to elements inside these boxes, which must not overlap."""
+        """Return the part restricted to the elements in these boxes, which must not overlap."""
         shared = [
             (part, found) for part in self.parts for box in boxes if (found := part.box.intersect(box)) is not None
         ]
@@ -139,7 +139,7 @@ def part_view(key: str, tensor: torch.Tensor, rank: int) -> PartView:
 
 
 def check_safetensors(views: Iterable[PartView]) -> None:
-    """Raise UnsupportedFormatError if safetensors has no name for the dtype of a tensor."""
+    """Raise UnsupportedFormatError if a tensor's dtype has no name in safetensors."""
     for view in views:
         if DTYPES[view.dtype].safetensors is None:
             raise UnsupportedFormatError(
@@ -148,7 +148,7 @@ def check_safetensors(views: Iterable[PartView]) -> None:
 
 
 def layout_of(tensor: DTensor) -> ShardLayout:
-    """Return the layout of a DTensor."""
+    """Return a DTensor's layout."""
     return _layout(tensor.device_mesh, tuple(tensor.placements))
 
 
@@ -190,21 +190,21 @@ def _parts(
 def boxes_of(
     shape: tuple[int, ...], layout: ShardLayout | None, rank: int, local_shape: tuple[int, ...] | None
 ) -> tuple[Box, ...]:
-    """Return the boxes that `rank` holds of a tensor with this layout."""
+    """Return the boxes that `rank` has if a tensor has this layout."""
     if layout is None:
         return (Box.whole(shape),)
     return tuple(part.box for part in _parts(shape, layout, rank, local_shape))
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return torch's name of a dtype without the prefix."""
+    """Return torch's name for a dtype, without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
 def host_bytes(tensor: torch.Tensor, max_bytes: int = 64 << 20) -> Iterator[memoryview]:
-    """Yield the row-major bytes of a tensor in pieces of at most `max_bytes`.
+    """Yield a tensor's bytes in row-major order, in pieces of at most `max_bytes`.
 
-    Does not copy a tensor that is contiguous on the CPU.
+    A tensor that is contiguous on the CPU is not copied.
     """
     import torch
 

@@ -1,9 +1,8 @@
 """Captures and restores an optimizer's state by parameter name, without stepping the optimizer.
 
-Two functions of torch are avoided. `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` steps an
-optimizer that has no state yet, which changes the training that follows. `Optimizer.load_state_dict` casts fp32 state
-to the dtype of a low-precision parameter. Instead, this module reads and sets `optimizer.state` and
-`optimizer.param_groups`.
+This module reads and sets `optimizer.state` and `optimizer.param_groups` itself, because two torch functions have side
+effects. `torch.distributed.checkpoint.state_dict.get_optimizer_state_dict` steps an optimizer that has no state yet,
+which changes later training. `Optimizer.load_state_dict` casts fp32 state to the dtype of a low-precision parameter.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ __all__ = [
 ]
 
 IMPLEMENTATION_SETTINGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Settings that affect how a step is computed, but not its result. A load keeps the live values."""
+"""Settings that affect how a step is computed, but not its result. A load keeps their live values."""
 
 _LISTED = 5
 _GROUP_NAMES = frozenset({"params", "param_names"})
@@ -61,15 +60,15 @@ _WRAPPERS = {"MasterWeightOptimizer": "base", "AcceleratedOptimizer": "optimizer
 
 @dataclass(frozen=True, slots=True)
 class CapturedOptimizer:
-    """The captured state of an optimizer.
+    """An optimizer's captured state.
 
     Attributes:
         tensors: Live tensors by (fqn, state name); DTensors if the state is sharded.
         masters: Live fp32 copies of low-precision parameters, by FQN.
-        tree: JSON. "param_groups": each with "params", a list of FQNs. "values": states that are not tensors, by FQN.
-            "shared": state that belongs to no parameter. "held" and "own", if needed: see `OptimizerTree`.
+        tree: JSON. "param_groups": each with "params", a list of FQNs. "values": non-tensor state, by FQN. "shared":
+            state that belongs to no parameter. "held" and "own", if needed: see `OptimizerTree`.
         loose: Tensors that `tree` refers to.
-        recipes: Recipes of tensor subclasses by (fqn, state name). Their parts are in `tensors`.
+        recipes: Tensor subclasses' recipes by (fqn, state name). Their parts are in `tensors`.
         cut: Layouts of the sharded parameters, by FQN.
         unshaped: Keys of plain tensors whose shape may differ between ranks.
     """
@@ -84,7 +83,7 @@ class CapturedOptimizer:
 
 
 def named_parameters(optimizer: Any, names: Mapping[int, str], what: str) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters of all groups by FQN, in the optimizer's order.
+    """Return the parameters in all groups by FQN, in the optimizer's order.
 
     Args:
         names: FQNs in the model, by id(parameter).
@@ -113,9 +112,9 @@ def named_parameters(optimizer: Any, names: Mapping[int, str], what: str) -> dic
 
 
 def capture_optimizer(optimizer: Any, names: Mapping[int, str], what: str) -> CapturedOptimizer:
-    """Return the optimizer's state. Its tensors share memory with the live ones; nothing is stepped, created or moved.
+    """Return the optimizer's state. Its tensors share memory with the live ones. Nothing is stepped, created or moved.
 
-    fp32 masters are first updated if other code has changed the weights.
+    First updates fp32 masters if other code has changed the weights.
 
     Raises:
         UsageError: A parameter does not belong to the model.
@@ -169,7 +168,7 @@ class _Capturing:
 
     Attributes:
         shards: Names of states whose plain tensors are shards.
-        held: How a state is stored, by key, if this does not follow from its parameter.
+        held: By key: how a state is stored, unless its parameter determines that.
         plain: "<fqn>.<name>" of states with plain tensors whose values may differ between ranks.
     """
 
@@ -219,9 +218,9 @@ class _Capturing:
 
 
 def class_name(item: Any) -> str:
-    """Return the class name of an optimizer or scheduler, without the module, which may change.
+    """Return an optimizer's or scheduler's class name. Omits the module, which may change.
 
-    Names the wrapped object instead of a wrapper, and includes the schedulers that a scheduler combines.
+    For a wrapper, names the wrapped object. For a scheduler that combines others, also names those.
     """
     while type(item).__name__ in _WRAPPERS:
         item = getattr(item, _WRAPPERS[type(item).__name__])
@@ -233,11 +232,11 @@ def class_name(item: Any) -> str:
 def refuse_hidden(
     prefix: str, tensors: Mapping[str, torch.Tensor], *, filled: bool = False, reasons: Mapping[str, str] | None = None
 ) -> None:
-    """Raise SaveError if the values of some tensors cannot be saved as plain bytes. Names all of them.
+    """Raise SaveError if some tensors' values cannot be saved as plain bytes. The error names all of them.
 
     Args:
-        filled: Whether a load fills the live tensors. Then tensors that cannot be written to are refused, too.
-        reasons: Why some tensor subclasses could not be split into plain parts, by name.
+        filled: Whether a load fills the live tensors. Then also refuse tensors that cannot be written to.
+        reasons: By name: why a tensor subclass could not be split into plain parts.
     """
     hidden = {**hidden_ones(tensors), **(reasons or {})} or (expanded_ones(tensors) if filled else {})
     if hidden:
@@ -247,7 +246,7 @@ def refuse_hidden(
 
 
 def _check_whole(optimizer: Any, parameters: Mapping[str, torch.Tensor], what: str) -> None:
-    """Raise SaveError if the optimizer has state in other places than `state` of its parameters and its groups."""
+    """Raise SaveError if the optimizer has state that is neither in its groups nor in the `state` of its parameters."""
     import torch
 
     known = set(map(id, parameters.values()))
@@ -273,9 +272,9 @@ def _check_whole(optimizer: Any, parameters: Mapping[str, torch.Tensor], what: s
 
 
 def united(trees: Sequence[JSON]) -> JSON:
-    """Merge the trees of an optimizer whose parameters are spread over ranks (one tree per pipeline stage).
+    """Merge the ranks' trees of an optimizer whose parameters are spread over ranks (one tree per pipeline stage).
 
-    Groups with equal settings are joined. Among several such groups, the one at the same position is chosen.
+    A group is merged into one with equal settings: preferably the one at the same position, otherwise the first.
     """
     first = {
         **trees[0],
@@ -314,12 +313,12 @@ def new_state_tensor(
     on_device: bool,
     held: Held | None = None,
 ) -> torch.Tensor:
-    """Return an uninitialised tensor for a state of a parameter. It is placed like the parameter.
+    """Return an uninitialised tensor for one of a parameter's states, placed like the parameter.
 
-    If its shape differs from the parameter's, it is sharded along the dimensions of equal size only.
+    If its shape differs from the parameter's, it is sharded along only those dimensions that have the same size.
 
     Args:
-        held: How the state is stored, if this does not follow from its parameter.
+        held: How the state is stored, unless its parameter determines that.
         name: The state's name.
         on_device: The group keeps step counts on the device (fused or capturable). Otherwise a single element stays on
             the CPU, where torch keeps step counts.
@@ -345,15 +344,15 @@ def new_state_tensor(
 
 
 def _beside(parameter: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a DTensor for a state whose shape differs from its sharded parameter's.
+    """Return a DTensor for a state whose shape differs from that of its sharded parameter.
 
-    A state of that shape that has no entry in `held` was saved as a DTensor.
+    The state has no entry in `held`, so it was saved as a DTensor.
     """
     import torch
     from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 
     def follows(placement: Any) -> bool:
-        # Exactly Shard: a strided shard (FSDP over tensor parallelism) has other parts.
+        # Only an exact Shard: a strided shard (FSDP over tensor parallelism) has different parts.
         dim = placement.dim if type(placement) is Shard else len(shape)
         return bool(dim < min(len(shape), parameter.dim()) and shape[dim] == parameter.shape[dim])
 
@@ -367,10 +366,10 @@ def _beside(parameter: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch
 
 @dataclass(frozen=True, slots=True)
 class OptimizerTree:
-    """The validated JSON of an optimizer; see `CapturedOptimizer.tree`.
+    """An optimizer's validated JSON; see `CapturedOptimizer.tree`.
 
     Attributes:
-        held: How a state is stored, by key, if this does not follow from its parameter.
+        held: By key: how a state is stored, unless its parameter determines that.
         layouts: How the parameters were sharded, if `states` is not empty.
         states: "<fqn>.<name>" of states with plain tensors whose values may differ between ranks.
     """
@@ -387,7 +386,7 @@ class OptimizerTree:
         """Validate `tree`, and return its parts.
 
         Raises:
-            CorruptCheckpointError: `tree` is not that of an optimizer; names `what` and the invalid part.
+            CorruptCheckpointError: `tree` is not an optimizer's; names `what` and the invalid part.
         """
 
         def need(holds: bool, part: str, expected: str) -> None:
@@ -419,11 +418,12 @@ def _is_object_of(value: Any, kind: type) -> bool:
 
 @dataclass(slots=True)
 class GroupChanges:
-    """The planned changes to the parameter groups.
+    """The planned changes to the param groups.
 
     Attributes:
-        settings: The new settings of each live group.
-        order: For each live group, the first saved group that its settings come from; None if there is none.
+        settings: The new settings for each live group.
+        order: For each live group, the saved group that its settings come from (the first, if there are several); None
+            if there is none.
         saved: Number of saved groups.
         missing: Parameters that the checkpoint's optimizer lacks.
         unexpected: Parameters that the live optimizer lacks.
@@ -452,7 +452,7 @@ def group_changes(
 ) -> GroupChanges:
     """Return the changes to the live groups. Their settings come from the saved groups, matched by parameter name.
 
-    Groups may be reordered, split or merged. It is a conflict if a live group would need two learning rates.
+    Groups may be reordered, split or merged. If a live group would need two learning rates, that is a conflict.
     """
     live_names = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     saved_of = {fqn: i for i, group in enumerate(saved) for fqn in group["params"]}
@@ -524,8 +524,8 @@ def _check_joined(
 def _fits(live: Any, value: Any) -> bool:
     """Return whether a saved setting can replace the live one.
 
-    A number (possibly in a tensor) can replace a number, and a sequence one of equal length. Other values are not
-    checked.
+    A number, possibly in a tensor, can replace a number. A sequence can replace one of equal length. Other values are
+    not checked.
     """
     import torch
 
@@ -543,7 +543,7 @@ def _fits(live: Any, value: Any) -> bool:
 
 
 def _is_real(value: Any) -> bool:
-    """Return whether `value` is a real number that fits in a float. Infinity does."""
+    """Return whether `value` is a real number that fits in a float. Infinity counts as one."""
     try:
         return isinstance(value, numbers.Real) and isinstance(float(value), float)
     except OverflowError:
@@ -567,7 +567,8 @@ def _same(a: Any, b: Any) -> bool:
 def apply_settings(optimizer: Any, settings: Iterable[Mapping[str, Any]]) -> None:
     """Set the settings of each live group.
 
-    A tensor learning rate is updated in place and keeps its device, because compiled steps and schedulers refer to it.
+    A learning rate in a tensor is updated in place and keeps its device, because compiled steps and schedulers refer to
+    the tensor.
     """
     import torch
 

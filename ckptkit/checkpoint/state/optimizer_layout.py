@@ -1,19 +1,18 @@
-"""Decides how optimizer states are stored, and where they load, if they are not sharded like their parameter.
+"""Decides how to store optimizer states that are not sharded like their parameter, and where they may be loaded.
 
 There are three kinds of states:
 
 - A *shard* is a part of a tensor that is split over the ranks: a DTensor, even in a list or dict, or a plain tensor
-  with the shape of the parameter's local shard. It is stored like a weight, and loads on any number of ranks.
-- A *whole* state is equal on all ranks: numbers, settings, a plain tensor that each rank computed from the whole
-  gradient. It is stored once, and loads on any number of ranks.
-- A state that differs between ranks was computed from the local shard (a factor of it, a projector). It is the rank's
-  *own* state: it is stored for each rank, and loads only where the parameters are sharded in the same way. Elsewhere,
-  the load is refused.
+with the shape of the parameter's local shard. It is stored like a weight, and loads on any number of ranks. - A *whole*
+state is equal on all ranks: numbers, settings, or a plain tensor that each rank computed from the whole gradient. It is
+stored once, and loads on any number of ranks. - A rank's *own* state differs between ranks, because it was computed
+from the local shard (a factor of it, a projector). It is stored for each rank, and loads only where the parameters are
+sharded in the same way. Elsewhere, the load is refused.
 
-A plain tensor counts as a shard only if all plain tensors of the optimizer with more than one element have the shape of
-their parameter's local shard. Otherwise a factor that has this shape by chance would count as a shard. With a single
-rank, a whole state looks like the rank's own. So each state that is not a shard is saved as the rank's own, and does
-not load where parameters are sharded.
+A plain tensor counts as a shard only if every plain tensor in the optimizer that has more than one element also has the
+shape of its parameter's local shard. Otherwise a factor that happens to have this shape would count as a shard. With a
+single rank, whole states and own states look the same. So any state that is not a shard is then saved as the rank's
+own, and does not load where parameters are sharded.
 """
 
 from __future__ import annotations
@@ -30,25 +29,25 @@ if TYPE_CHECKING:
 __all__ = ["PLAIN", "SHARD", "Held", "cuts", "has_plain", "held_nested", "layouts", "new_held", "placed", "shard_names"]
 
 Held = str | list[str]
-"""How a state is stored: SHARD, PLAIN, or the placements of a DTensor as in the manifest (one text per mesh dim)."""
+"""How a state is stored: SHARD, PLAIN, or a DTensor's placements as in the manifest (one string per mesh dimension)."""
 
-SHARD = "shard"  # a plain tensor that is this rank's shard, placed like the parameter
+SHARD = "shard"  # a plain tensor that is this rank's shard, and placed like the parameter
 PLAIN = "plain"  # a plain tensor that is complete on each rank
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 
 
 def cuts(parameters: Mapping[str, torch.Tensor]) -> dict[str, ShardLayout]:
-    """Return the layouts of the parameters whose parts differ between ranks, by name."""
+    """Return the layouts of those parameters whose parts differ between ranks, by name."""
     return {name: layout_of(p) for name, p in parameters.items() if _is_cut(p)}  # type: ignore[arg-type]
 
 
 def layouts(cut: Mapping[str, ShardLayout]) -> list[Any]:
-    """Return the distinct layouts as JSON: [mesh shape, placements] each."""
+    """Return the distinct layouts as JSON: a list of [mesh shape, placements]."""
     return sorted([list(shape), list(texts)] for shape, texts in {(o.mesh_shape, o.texts()) for o in cut.values()})
 
 
 def shard_names(states: Iterable[tuple[torch.Tensor, Mapping[str, Any]]]) -> frozenset[str]:
-    """Return the names of the states whose plain tensors are shards. `states`: (parameter, its states) pairs."""
+    """Return the names of states whose plain tensors are shards. `states`: pairs of a parameter and its states."""
     names = set()
     for parameter, state in states:
         if not _is_sharded(parameter):
@@ -66,7 +65,7 @@ def shard_names(states: Iterable[tuple[torch.Tensor, Mapping[str, Any]]]) -> fro
 def placed(
     value: torch.Tensor, parameter: torch.Tensor, name: str, shards: frozenset[str]
 ) -> tuple[torch.Tensor, Held | None]:
-    """Return the tensor to store for a state, and how it is stored; None if the parameter and the shapes imply that."""
+    """Return the tensor to store for a state, and how it is stored (None if parameter and shapes determine that)."""
     from torch.distributed.tensor import DTensor
 
     if not isinstance(parameter, DTensor):
@@ -80,7 +79,7 @@ def placed(
 
 
 def held_nested(tensors: Mapping[str, torch.Tensor]) -> dict[str, Held]:
-    """Return how the DTensors among these tensors are stored. The other tensors are plain."""
+    """Return how the DTensors among these tensors are stored, by key. The other tensors are plain."""
     from torch.distributed.tensor import DTensor
 
     found = {key: _texts(tensor) for key, tensor in tensors.items() if isinstance(tensor, DTensor)}
@@ -88,15 +87,15 @@ def held_nested(tensors: Mapping[str, torch.Tensor]) -> dict[str, Held]:
 
 
 def has_plain(value: Any) -> bool:
-    """Return whether a value contains a plain tensor with several elements."""
+    """Return whether a value contains a plain tensor with more than one element."""
     return any(tensor.numel() > 1 for tensor in _plain_in(value))
 
 
 def new_held(parameter: torch.Tensor, held: Held | None, dtype: torch.dtype, shape: tuple[int, ...]) -> Any:
     """Return an uninitialised tensor for a state that the checkpoint stores as `held`.
 
-    Return None if the caller must place the state like the parameter: if `held` is None or SHARD, the parameter is no
-    DTensor, or its mesh has another number of dimensions.
+    Return None if the caller must place the state like the parameter. That is so if `held` is None or SHARD, if the
+    parameter is not a DTensor, or if its mesh has a different number of dimensions.
     """
     import torch
     from torch.distributed.tensor import DTensor, empty
@@ -121,7 +120,7 @@ def _is_sharded(parameter: torch.Tensor) -> bool:
 
 
 def _is_cut(parameter: torch.Tensor) -> bool:
-    """Return whether ranks hold different parts of the parameter."""
+    """Return whether ranks have different parts of the parameter."""
     if not _is_sharded(parameter):
         return False
     mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
@@ -152,9 +151,9 @@ def _like(local: torch.Tensor, parameter: Any) -> torch.Tensor:
 
 
 def _texts(tensor: Any) -> Held | None:
-    """Return a DTensor's placements as texts, or None if they have none.
+    """Return a DTensor's placements as strings, or None if any of them has no string.
 
-    These are partial sums, which other code refuses, and strided shards, which only torch creates.
+    Those are partial sums, which other code refuses, and strided shards, which only torch creates.
     """
     unnamed = any(p.is_partial() or getattr(p, "split_factor", None) is not None for p in tensor.placements)
     return None if unnamed else list(layout_of(tensor).texts())

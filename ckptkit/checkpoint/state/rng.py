@@ -1,4 +1,4 @@
-"""Captures and restores the random number generators of one rank: Python, numpy, torch on the CPU and on its GPU."""
+"""Captures and restores one rank's random number generators: Python, numpy, torch on the CPU and on the rank's GPU."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ if TYPE_CHECKING:
 
 __all__ = ["capture_rng", "check_rng", "restore_rng", "reseed", "share_stream", "shared_stream"]
 
-# The process group that was current, this process's random stream, and the number of streams.
+# When `share_stream` was called: the process group, this process's random stream, and the number of streams.
 _shared: tuple[weakref.ref[Any], int, int] | None = None
 
 
 def share_stream(index: int, count: int) -> None:
-    """Record that this rank's generators have the same seed as those of all ranks with the same `index` of `count`.
+    """Declare that this rank's generators have the same seed as those of all other ranks with the same `index`.
 
-    Ranks that compute together (tensor-parallel ranks) must draw the same numbers. A save records `count`, so that a
-    load on another layout can give such ranks equal seeds. The call applies to the current process group.
+    Ranks that compute together (tensor-parallel ranks) must draw the same numbers. A save records `count`, the number
+    of streams, so that a load on a different layout can again give such ranks equal seeds. The call applies to the
+    current process group.
     """
     import torch.distributed as dist
 
@@ -34,7 +35,7 @@ def share_stream(index: int, count: int) -> None:
 
 
 def shared_stream(rank: int, world_size: int) -> tuple[int, int]:
-    """Return (index, count) of `share_stream`. By default, each rank of the current group has its own stream."""
+    """Return the (index, count) passed to `share_stream`. By default, each rank has its own stream."""
     if _shared is not None:
         import torch.distributed as dist
 
@@ -47,8 +48,8 @@ def shared_stream(rank: int, world_size: int) -> tuple[int, int]:
 def capture_rng() -> dict[str, Any]:
     """Return the states of this process's generators, as tensors and plain values.
 
-    numpy is included only if it was imported. The GPU is included only if CUDA is initialised, because reading its
-    state would initialise CUDA.
+    numpy is included only if it has been imported. The GPU is included only if CUDA has been initialised, because
+    reading its state would initialise CUDA.
     """
     import torch
 
@@ -77,7 +78,7 @@ def capture_rng() -> dict[str, Any]:
 
 
 def check_rng(state: Any, what: str = "rng") -> None:
-    """Raise unless `restore_rng` accepts every part of `state`. Changes no generator.
+    """Raise unless `restore_rng` would accept every part of `state`. Changes no generator.
 
     Raises:
         CorruptCheckpointError: A part is missing or invalid; names `what` and the part.
@@ -146,7 +147,7 @@ def _numpy(saved: Any) -> Callable[[], None]:
     if words.shape != (624,) or words.dtype.kind not in "iu" or words.min() < 0 or words.max() >= 2**32:
         raise ValueError("its words are not 624 numbers of 32 bits")
     position = int(saved["position"])
-    if not 0 <= position <= 624:  # numpy does not check it
+    if not 0 <= position <= 624:  # numpy does not check this
         raise ValueError(f"its position is {position}")
     words = words.astype(np.uint32)
     state = (str(saved["name"]), words, position, int(saved["has_gauss"]), float(saved["gauss"]))

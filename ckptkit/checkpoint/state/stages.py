@@ -1,4 +1,4 @@
-"""Combines the pipeline stages that one rank has of a model into one module with the model's names."""
+"""Combines one rank's pipeline stages into a single module with the whole model's names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Stages"]
 
 
 class Stages(nn.Module):
-    """The union of modules that have different parts of one model's names. Does not change the modules."""
+    """The union of modules, each with a different part of one model's names. Does not change the modules."""
 
     def __init__(self, stages: Sequence[nn.Module]) -> None:
         super().__init__()

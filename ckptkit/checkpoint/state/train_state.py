@@ -1,4 +1,4 @@
-"""Defines `TrainState`, the state of a training run, and captures it as named tensors and JSON."""
+"""Defines `TrainState`, which holds what a training run saves, and captures it as named tensors and JSON."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class StateDictType(str, enum.Enum):
 
     FULL = "full"  # full tensors in safetensors files; from_pretrained can load the model
     SHARDED = "sharded"  # standard DCP; loads on any number of ranks
-    LOCAL = "local"  # each rank's local tensors, one file per rank, saved without communication
+    LOCAL = "local"  # each rank's local tensors in one file per rank, saved without communication
 
     @classmethod
     def parse(cls, value: StateDictType | str | enum.Enum) -> StateDictType:
@@ -81,19 +81,19 @@ class TrainState:
     """Everything that a run needs to resume. A save reads the objects that it refers to; a load fills them in place.
 
     Attributes:
-        model: A module, or several by name: {"actor": a, "critic": c}. A list contains the pipeline stages that this
-            rank has of one model.
+        model: A module, or several by name: {"actor": a, "critic": c}. A list contains one model's pipeline stages on
+            this rank.
         optimizer, scheduler, grad_scaler, dataloader: One object, or several by name. Each needs `state_dict` and
             `load_state_dict`; an optimizer needs `state` and `param_groups`. A dataloader's state is saved per rank.
         extra: More state by name: objects with `state_dict` and `load_state_dict`, or plain values, which a load
             replaces in this dict. Only rank 0's values are saved; wrap values that differ between ranks in `PerRank`.
-        layout: Declares tensors of a rank as parts of global tensors. For the experts of an expert-parallel rank:
+        layout: Declares that a rank's tensors are parts of global tensors. For the experts of an expert-parallel rank:
             {"*.experts.*": ckptkit.Shard(0, mesh=device_mesh["ep"])}. Applies to optimizer states and masters, too.
         step: The training step; a load sets it.
         rng: Whether to include each rank's random number generators.
-        half_loaded: If a failed load has filled this state or one of its objects partly: the URL of that checkpoint;
-            otherwise "". Such a state cannot be saved. A successful load clears this field. Clear it yourself only
-            after setting all values by other means.
+        half_loaded: The URL of the checkpoint, if a failed load has only partly filled this state or one of its
+            objects; otherwise "". Such a state cannot be saved. A successful load clears this field. Clear it yourself
+            only after you have set all values in some other way.
     """
 
     model: torch.nn.Module | Sequence[torch.nn.Module] | Mapping[str, torch.nn.Module] | None = None
@@ -113,7 +113,7 @@ class TrainState:
 
     @property
     def half_loaded(self) -> str:
-        """The URL of the checkpoint from which a failed load has filled this state partly; otherwise ""."""
+        """The URL of the checkpoint that a failed load has only partly filled this state from; otherwise ""."""
         return self._half or half_loaded_from(self.objects())
 
     @half_loaded.setter
@@ -125,17 +125,17 @@ class TrainState:
             clear(self.objects())
 
     def mark_objects_half_loaded(self) -> None:
-        """Mark each object as half loaded, because another `TrainState` may save it."""
+        """Mark each object as half loaded, because a different `TrainState` may save it."""
         mark(self.objects(), self.half_loaded)
 
     def objects(self, *kinds: str) -> Iterator[object]:
         """Yield the objects that a load fills: modules, their tensors, optimizers, schedulers, ...
 
         Args:
-            kinds: Only objects of these kinds; none: all.
+            kinds: Yield only objects of these kinds. If none are given, yield all.
         """
         for kind in kinds or ("model", "optimizer", "scheduler", "grad_scaler", "dataloader", "extra"):
-            # Does not check names: if one rank raised here, the others would wait.
+            # Don't check names here: if one rank raised, the others would wait for it.
             for item in self._named(kind).values():
                 if kind == "model" and hasattr(item, "modules"):
                     yield from (*item.modules(), *item.parameters(), *item.buffers())
@@ -143,7 +143,7 @@ class TrainState:
                     yield item.value if isinstance(item, PerRank) else item
 
     def parts(self, kind: str) -> dict[str, Any]:
-        """Return the objects of a kind ("model", "optimizer", ...) by name. A single object has the name "".
+        """Return the objects of one kind ("model", "optimizer", ...) by name. A single object has the name "".
 
         Raises:
             UsageError: A name contains characters other than letters, digits, "_" and "-".
@@ -171,7 +171,7 @@ def _check_name(name: Any, kind: str) -> None:
 
 
 def section(kind: str, name: str) -> str:
-    """Return the first part of the keys of an object: "model", or "model_actor" if it has a name."""
+    """Return the prefix of an object's keys: "model", or "model_actor" if the object has a name."""
     return f"{kind}_{name}" if name else kind
 
 
@@ -181,13 +181,13 @@ class Captured:
 
     Attributes:
         models: Tensors by section and FQN.
-        aliases: Tied weights, by section and FQN: the first FQN of the same tensor.
+        aliases: Tied weights, by section and FQN: the FQN under which the tensor is stored.
         optimizers: The results of `capture_optimizer`, by section.
-        loose: Tensors outside of models and optimizers, by full key.
+        loose: Tensors that are not in models or optimizers, by full key.
         objects: JSON by key, the same on every rank.
         rank_objects: JSON by key; the key contains the rank.
         own: The keys in `loose` that belong to `rank_objects`.
-        alike: The keys of plain parameters that are not declared `per_rank`. They must be equal on all ranks.
+        alike: The keys of plain parameters that are not declared "per_rank". They must be equal on all ranks.
     """
 
     models: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
@@ -219,7 +219,7 @@ class Captured:
         yield from _unlike(unlike, self.loose)
 
     def add_own(self, key: str, value: Any) -> None:
-        """Add state that belongs to this rank only."""
+        """Add state that belongs to only this rank."""
         before = len(self.loose)
         self.rank_objects[key] = encode(value, key, self.loose)
         self.own.update(islice(reversed(self.loose), len(self.loose) - before))
@@ -237,12 +237,12 @@ def _unlike(kind: type | None, table: Mapping[Any, torch.Tensor]) -> Iterable[tu
 
 
 def capture(state: TrainState, *, rank: int = 0, step: int | None = None, seen: Seen | None = None) -> Captured:
-    """Capture this rank's part of `state`. Tensors share memory with the live ones; nothing is changed.
+    """Capture this rank's part of `state`. Its tensors share memory with the live ones; nothing is changed.
 
-    Does not communicate. (FSDP2 reshards unsharded parameters of a model, which is local.)
+    Does not communicate. (FSDP2 reshards a model's unsharded parameters, but that is local.)
 
     Args:
-        seen: Cache of earlier captures.
+        seen: A cache from earlier captures.
 
     Raises:
         UsageError: The optimizer has parameters that are in none of the models.
@@ -267,7 +267,7 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None, seen: 
         recipes.update({f"{key}.{fqn}": recipe for fqn, recipe in opened.items()})
         captured.aliases[key] = part_aliases(aliases, captured.models[key], opened)
         if extra_state:
-            # Large tensors in it are not weights, so their keys must not begin with the model's section.
+            # Large tensors in the extra state are not weights, so their keys must not begin with the model's section.
             captured.objects[f"{key}.extra_state"] = encode(extra_state, f"extra_state.{key}", captured.loose)
     optimizers = state.parts("optimizer")
     names = parameter_names(state, live_tensors, [p for one in optimizers.values() for p in _parameters_of(one)])
@@ -307,7 +307,7 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None, seen: 
 
 
 def part_aliases(aliases: Mapping[str, str], names: Iterable[str], recipes: Mapping[str, Recipe]) -> dict[str, str]:
-    """Return the aliases, with the parts of tied tensor subclasses in place of the subclasses."""
+    """Return the aliases. If tied tensors are subclasses, list their parts instead."""
     found = {name: holder for name, holder in aliases.items() if name not in recipes}
     for name in names:
         outer = outer_name(name, recipes)
@@ -319,7 +319,7 @@ def part_aliases(aliases: Mapping[str, str], names: Iterable[str], recipes: Mapp
 def _alike(key: str, name: str, captured: Captured, layout: Layout) -> set[str]:
     """Return the keys of a model's plain parameters, except those declared "per_rank".
 
-    If their values differ between ranks, they are parts of a larger tensor, or nobody synchronizes them.
+    If their values differ between ranks, they are parts of a larger tensor, or the job does not synchronize them.
     """
     from torch.nn import Parameter
 
@@ -328,9 +328,9 @@ def _alike(key: str, name: str, captured: Captured, layout: Layout) -> set[str]:
 
 
 def _globalize(captured: Captured, state: TrainState) -> None:
-    """Replace the tensors that the layout declares with views as parts of global tensors.
+    """Replace each tensor that the layout declares with a DTensor that presents it as a part of a global tensor.
 
-    Must come after names are looked up by identity, because the views are new objects.
+    Must run after names have been looked up by identity, because the DTensors are new objects.
     """
     parameters: dict[str, torch.Tensor] = {}
     for name in state.parts("model"):
@@ -350,7 +350,7 @@ def _globalize(captured: Captured, state: TrainState) -> None:
 def _refuse_strangers(key: str, module: torch.nn.Module, live: Mapping[str, Any]) -> None:
     """Raise SaveError if a state_dict hook adds entries that no load would restore.
 
-    These are non-tensor values, and tensors for which no module overrides loading. The overrides are not called,
+    Those are non-tensor values, and tensors for which no module overrides loading. The overrides are not called,
     because loading could change the live module.
     """
     import torch
@@ -381,7 +381,7 @@ def _refuse_strangers(key: str, module: torch.nn.Module, live: Mapping[str, Any]
 
 
 def _may_take(modules: Mapping[str, torch.nn.Module], name: str) -> bool:
-    """Return whether a module that contains the key `name` overrides loading."""
+    """Return whether any module that contains the key `name` overrides loading."""
     import torch
 
     plain = torch.nn.Module
@@ -395,10 +395,10 @@ def _may_take(modules: Mapping[str, torch.nn.Module], name: str) -> bool:
 
 
 def check_state(state: object, call: str) -> None:
-    """Check that the `state` of a call, such as "load(state)", is a TrainState of modules and optimizers.
+    """Check that a call such as "load(state)" got a TrainState of modules and optimizers.
 
     Raises:
-        UsageError: `state` is something else. Says what to pass.
+        UsageError: It got something else. The error says what to pass.
     """
     if not isinstance(state, TrainState):
         given = "model=model, optimizer=optimizer"
@@ -410,7 +410,7 @@ def check_state(state: object, call: str) -> None:
 
 
 def _check_parts(state: TrainState) -> None:
-    """Raise UsageError if a field holds a class, a state dict or a plain value where an object is needed."""
+    """Raise UsageError if a field has a class, a state dict or a plain value where an object is needed."""
     for kind in ("model", "optimizer", "scheduler", "grad_scaler", "dataloader"):
         for name, item in state._named(kind).items():
             bare = kind == "optimizer" and not hasattr(item, "param_groups")
@@ -476,9 +476,9 @@ def _state_of(item: Any, key: str) -> Any:
 def model_tensors(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return a model's live parameters and persistent buffers by canonical FQN, and its non-tensor extra state.
 
-    Under FSDP2 the tensors are sharded. Names have no prefixes of torch.compile, activation checkpointing, DDP,
-    DataParallel and FSDP1. Entries that a state_dict hook removes are left out; computed entries are included
-    (see `computed_state`).
+    Under FSDP2 the tensors are sharded. Names do not have the prefixes that torch.compile, activation checkpointing,
+    DDP, DataParallel and FSDP1 add. Entries that a state_dict hook removes are omitted; entries that it computes are
+    included (see `computed_state`).
     """
     return _by_canonical_name(module, _live_state(module))
 
@@ -486,9 +486,10 @@ def model_tensors(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dic
 def computed_state(
     module: torch.nn.Module,
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any], Mapping[str, Any] | None]:
-    """Return the result of `model_tensors`, and the raw state dict (None unless a hook computed some tensors).
+    """Return `model_tensors`, and the raw state dict if a hook computed any of the tensors (otherwise None).
 
-    Computed tensors are not the module's own. After they are filled, the module's `load_state_dict` must apply them.
+    Computed tensors do not belong to the module. After a load has filled them, pass the raw state dict to the module's
+    `load_state_dict`, which applies them.
     """
     raw = _live_state(module)
     own = {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
@@ -512,7 +513,7 @@ def _live_state(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def same_memory(one: Any, other: Any) -> bool:
-    """Return whether two values are the same tensor, or tensors that share all their memory."""
+    """Return whether two values are the same object, or tensors that share all their memory."""
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -543,13 +544,13 @@ def _by_canonical_name(
 
 
 def canonical_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """Return modules by canonical name. Of a module and its wrappers, which share a name, return the module."""
+    """Return modules by canonical name. A module and its wrappers share a name; return the module itself."""
     prefixes = _canonical_prefixes(module)
     return {prefixes[raw]: child for raw, child in module.named_modules(remove_duplicate=False)}
 
 
 def _canonical_prefixes(module: torch.nn.Module) -> dict[str, str]:
-    """Return the canonical name of every module, by raw name."""
+    """Return every module's canonical name, by raw name."""
     from torch.nn.parallel import DataParallel, DistributedDataParallel
 
     found = {"": ""}
@@ -567,7 +568,7 @@ def _canonical_prefixes(module: torch.nn.Module) -> dict[str, str]:
 
 def _canonical(key: str, prefixes: Mapping[str, str]) -> str:
     parent, _, leaf = key.rpartition(".")
-    while parent and parent not in prefixes:  # a state-dict hook added a level, or removed that of a wrapper
+    while parent and parent not in prefixes:  # a state-dict hook added a level, or removed a wrapper's
         parent, _, head = parent.rpartition(".")
         leaf = leaf if head in _WRAPPERS else f"{head}.{leaf}"
     return f"{prefixes[parent]}.{leaf}".lstrip(".")
@@ -583,11 +584,11 @@ def parameter_names(
     models: Mapping[str, Mapping[str, torch.Tensor]] | None = None,
     wanted: Iterable[Any] | None = None,
 ) -> dict[int, str]:
-    """Return the FQN of every parameter, by id. If there are several models, FQNs start with the model's name.
+    """Return every parameter's FQN, by id. If there are several models, FQNs start with the model's name.
 
     Args:
         models: The results of `model_tensors` by section, if known.
-        wanted: The parameters to name; None: all.
+        wanted: The parameters that need names. None: all.
     """
     import torch
 
@@ -601,16 +602,16 @@ def parameter_names(
         if wanted is not None and all(map(names.__contains__, map(id, wanted))):
             continue
         prefixes = _canonical_prefixes(module)
-        for raw, parameter in module.named_parameters():  # adds those that a state_dict hook removed or replaced
+        for raw, parameter in module.named_parameters():  # adds parameters that a state_dict hook removed or replaced
             fqn = _canonical(raw, prefixes)
             names.setdefault(id(parameter), f"{name}.{fqn}" if name else fqn)
     return names
 
 
 def _aliases(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Return, for each tied name, the name under which the tensor is stored.
+    """Map each tied tensor's other names to the name under which it is stored.
 
-    That is the first of the tensor's names that the model does not list as tied (`_tied_weights_keys` of transformers).
+    That is the first of its names that the model does not list as tied (transformers' `_tied_weights_keys`).
     """
     names: dict[int, list[str]] = {}
     for fqn, tensor in tensors.items():

@@ -35,26 +35,26 @@ __all__ = ["JSON", "INLINE_BYTES", "Seen", "encode", "decode", "references"]
 JSON = Any  # None | bool | int | float | str | list[JSON] | dict[str, JSON]
 
 INLINE_BYTES = 1024
-"""Plain tensors of up to this many bytes are stored in the JSON; larger ones as tensors of the checkpoint."""
+"""Plain tensors of up to this many bytes are stored in the JSON; larger ones are separate tensors in the checkpoint."""
 
 _MAX_DEPTH = 200
-_MAX_BITS = 14_283  # integers of at most 4,300 digits: Python's limit for reading and writing JSON
+_MAX_BITS = 14_283  # integers of at most 4,300 digits, which is Python's limit for reading and writing JSON
 
 
 class Seen:
-    """Caches the dicts of tensors in the last capture, so that unchanged dicts are not encoded again."""
+    """Caches the last capture's dicts of tensors, so that unchanged dicts are not encoded again."""
 
     def __init__(self) -> None:
         self._before: dict[str, _Known] = {}
         self._now: dict[str, _Known] = {}
 
     def turn(self) -> Seen:
-        """Start another capture."""
+        """Start a new capture."""
         self._before, self._now = self._now, {}
         return self
 
     def find(self, path: str, value: dict[Any, Any]) -> _Known | None:
-        """Return the cached result for a dict with the same keys and exactly the same tensor objects."""
+        """Return the cached result for a dict with the same keys and the very same tensor objects, or None."""
         known = self._before.get(path)
         if known is None or len(known.keys) != len(value) or known.keys != list(value):
             return None
@@ -69,7 +69,7 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A dict of DTensors: the tensors by checkpoint key, and the JSON that represents the dict."""
+    """A dict of DTensors: its tensors by checkpoint key, and the JSON that represents it."""
 
     keys: list[str]
     tensors: list[torch.Tensor]
@@ -83,11 +83,11 @@ def encode(value: Any, path: str, tensors: dict[str, torch.Tensor], *, seen: See
     Tensors are not copied; copy them to keep the result beyond the next training step.
 
     Args:
-        path: The path of the value, for example "extra.ema". Used in errors, too.
-        seen: Cache of earlier captures.
+        path: The path of the value, for example "extra.ema". Also used in errors.
+        seen: A cache from earlier captures.
 
     Raises:
-        SaveError: A value's type cannot be loaded safely; names its path.
+        SaveError: A value's type cannot be loaded safely; names the value's path.
     """
     return _Encoder(tensors, seen or Seen()).encode(value, path, 0)
 
@@ -96,7 +96,8 @@ class _Encoder:
     def __init__(self, tensors: dict[str, torch.Tensor], seen: Seen) -> None:
         self._tensors = tensors
         self._seen = seen
-        # Only if the module was imported: importing it takes longer than the rest.
+        # Don't import the module for this: that would take longer than the rest. Unless imported, there are no
+        # DTensors.
         self._dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
     def encode(self, value: Any, path: str, depth: int) -> JSON:
@@ -121,7 +122,7 @@ class _Encoder:
             known = self._seen.find(path, value)
             if known is not None and known.table.keys().isdisjoint(
                 self._tensors
-            ):  # isdisjoint loops over _tensors: few
+            ):  # isdisjoint loops over `_tensors`, which has few entries
                 self._tensors.update(known.table)
                 return known.tree
             plain = kind is dict and _STRINGS.issuperset(map(type, value))
@@ -149,7 +150,7 @@ class _Encoder:
 
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
-        if type(value) is np.ndarray and _is_torchs(value):  # subclasses have more data than elements, such as a mask
+        if type(value) is np.ndarray and _is_torchs(value):  # subclasses may have more than elements, such as a mask
             return {"$ndarray": self._tensor(torch.from_numpy(np.array(value, order="C")), path)}
         if isinstance(value, np.generic) and _is_torchs(value):
             return {"$npscalar": self._tensor(torch.from_numpy(np.array(value)), path)}
@@ -168,7 +169,7 @@ class _Encoder:
         from torch.distributed.tensor import DTensor
 
         if is_sparse_or_quantized(value):
-            return _torch_save(value.detach(), path)  # its data is not one run of bytes, so no part of it could be read
+            return _torch_save(value.detach(), path)  # not one run of bytes, so it could not be read in part
         why, plain = why_not_dense(value), type(value) in (torch.Tensor, torch.nn.Parameter)
         if why:
             raise SaveError(f"{path}: the tensor {why}.")
@@ -232,10 +233,10 @@ def _torch_save(value: Any, path: str) -> JSON:
 
 
 def decode(tree: JSON, tensor: Callable[[str], Any]) -> Any:
-    """Return the value that was encoded as `tree`. `tensor(key)` must return tensors stored outside of the JSON.
+    """Return the value that was encoded as `tree`. `tensor(key)` must return tensors that are not in the JSON.
 
     Raises:
-        CorruptCheckpointError: The tree was not written by `encode`.
+        CorruptCheckpointError: `encode` did not write the tree.
     """
     if isinstance(tree, list):
         return [decode(item, tensor) for item in tree]
