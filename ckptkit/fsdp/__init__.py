@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'ckptkit.fsdp' has no attribute {name!r}")
-    # No module may be named like a public function, because importing it would replace the function.
+    # No module may be named like a public function, because importing the module would replace the function.
     return getattr(importlib.import_module(_WHERE[name]), name)
 
 

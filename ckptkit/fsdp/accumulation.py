@@ -33,7 +33,7 @@ class Window:
 
     @property
     def divisor(self) -> float | None:
-        """Divide gradients by this to unscale them and to average over the passes so far. None if unknown."""
+        """What to divide gradients by, to unscale them and to average over the passes so far; None if unknown."""
         return None if self.scale is None else self.scale * (self.count / self.size)
 
 
@@ -73,8 +73,8 @@ class Windows:
     def step(self, root: nn.Module, size: int, optimizer: Optimizer) -> Window:
         """Return the window in which `optimizer` asks to step.
 
-        If no pass was counted since its last call, then a pass ran outside of `backward` (for example, for a loss of
-        two models), and it is counted now.
+        If no pass was counted since the optimizer last asked, then one ran outside `backward` (for example, for a loss
+        of two models), and it is counted now.
         """
         window = self._of.get(root)
         if window is None or optimizer in window.seen:
@@ -83,7 +83,7 @@ class Windows:
         return window
 
     def open(self, *roots: nn.Module) -> int:
-        """Return how many backward passes no step has used yet, for the models `roots` (default: all)."""
+        """Return the number of backward passes not yet used by a step, for the models `roots` (default: all)."""
         windows = [window for root, window in self._of.items() if not roots or root in roots]
         return sum(window.count for window in windows if not window.closed)
 

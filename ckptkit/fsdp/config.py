@@ -163,7 +163,7 @@ class FSDPConfig:
     """The initial loss scale for fp16, from 1 to 2**24."""
 
     loss_scale_hysteresis: int = 2
-    """How many fp16 overflows it takes until the loss scale backs off; 1 backs off at every overflow."""
+    """After how many fp16 overflows the loss scale backs off; 1 backs off at every overflow."""
 
     output_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """The dtype of the model's floating-point outputs; None: as computed."""
@@ -181,9 +181,9 @@ class FSDPConfig:
     """True reduces gradients only by sums and divides them separately, as NCCL's zero-copy transfers require."""
 
     offload: Offload = "none"
-    """"params": parameters and gradients stay on the host. "optimizer": only the optimizer's state is moved there.
+    """What to keep on the host.
 
-    `maybe_offload_optimizer` moves the state.
+    "params": parameters and gradients. "optimizer": the optimizer's state, once `maybe_offload_optimizer` has moved it.
     """
 
     backward_prefetch: BackwardPrefetch | int = BackwardPrefetch.BACKWARD_PRE
@@ -259,7 +259,7 @@ class FSDPConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> FSDPConfig:
-        """Return the config with the values of a mapping. Also accepts Oumi's keys (`cpu_offload`).
+        """Return a config with the fields in a mapping. Also accepts Oumi's keys (`cpu_offload`).
 
         Raises:
             UsageError: A key is unknown, or a value is invalid.

@@ -182,7 +182,7 @@ def inspect_gradients(
     norm_type: float = 2.0,
     divisor: float | None = None,
 ) -> GradientReport:
-    """Return the gradients' joint norm, unscaled, whether all ranks may step, and what to multiply the gradients by.
+    """Return the unscaled joint norm, whether all ranks may step, and what to multiply the gradients by.
 
     `divisor` says how many times too large the gradients are (default: the scaler's scale). This updates the scaler but
     does not change the gradients. All ranks must call this.

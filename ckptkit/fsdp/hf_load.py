@@ -106,7 +106,7 @@ def plan_load(
 ) -> HFLoad:
     """Open the files and check, for `load_hf`, that they fit the model.
 
-    The only tensors read are tied ones stored twice.
+    This reads no tensors except tied ones that are stored under several names.
     """
     store = open_store(url, storage_options=storage_options)
     catalog = safetensors.open_catalog(store)

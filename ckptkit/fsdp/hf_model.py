@@ -1,4 +1,4 @@
-"""Collects the tensors to export, either a transformers model's or those of a PEFT model's adapters."""
+"""Collects the tensors to export from a transformers model, or from a PEFT model's adapters."""
 
 from __future__ import annotations
 

@@ -218,7 +218,7 @@ def _write_file(store: Store | None, file: _WeightsFile, tensors: Mapping[str, t
 
 
 def _filled(made: torch.Tensor | None, target: Target, part: Part, value: torch.Tensor) -> torch.Tensor:
-    """Copy one part into the tensor for `target` in host memory. For the first part, the tensor is created."""
+    """Copy one part into the tensor for `target` in host memory. The first part creates this tensor."""
     dtype = getattr(torch, target.dtype)
     if len(target.parts) == 1 and part.is_plain:
         return value.reshape(target.shape).to("cpu", dtype)

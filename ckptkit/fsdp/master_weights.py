@@ -96,9 +96,9 @@ class MasterWeightOptimizer(Optimizer):
         torch.autograd.backward(tensor, grad)
 
     def clip_grad_norm(self, max_norm: float | None, p: float = 2.0) -> torch.Tensor:
-        """Clip the gradients, which must be unscaled, to one joint norm over all groups.
+        """Clip the gradients to one joint norm over all groups. They must already be unscaled.
 
-        Return the norm before clipping.
+        Returns the norm before clipping.
         """
         return clip_grad_norm(list(self._parameters()), max_norm, p)
 
@@ -217,8 +217,8 @@ class MasterWeightOptimizer(Optimizer):
         """Update the masters of weights that were changed outside this optimizer (a load, an edit).
 
         Return how many parameters were changed. An element that differs from its rounded master overwrites the master,
-        so code that writes weights need not know about masters. `step`, `state_dict` and every save call this first. It
-        does not communicate.
+        so code that writes weights need not know about masters. `step`, `state_dict` and every save call this first.
+        Does not communicate.
         """
         held = [
             (index, _local(parameter).detach(), _local(self.state[parameter][MASTER]))

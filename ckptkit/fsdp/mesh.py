@@ -161,7 +161,7 @@ def make_mesh(plan: ParallelPlan, device_type: str) -> TrainingMesh:
 
 
 def make_sample_mesh(device_type: str, *, inside: int) -> DeviceMesh:
-    """Return this rank's 1-D mesh "dp", the ranks that have different samples. All ranks must call this.
+    """Return this rank's 1-D mesh "dp", which contains ranks with different samples. All ranks must call this.
 
     `inside` consecutive ranks work on the same samples.
 

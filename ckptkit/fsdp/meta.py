@@ -69,9 +69,9 @@ def materialize(model: nn.Module, device: torch.device | str) -> None:
 
 
 def restore_buffers(model: nn.Module) -> None:
-    """Recompute non-persistent buffers that have no values, if the model can do so: no checkpoint contains them.
+    """Recompute non-persistent buffers that have no values, because no checkpoint contains them.
 
-    transformers models can do so (`_init_weights`), as can modules that have a method `reset_buffers`.
+    This works for transformers models (`_init_weights`) and for modules that have a method `reset_buffers`.
     """
     missing = _uninitialized.get(model, frozenset())
     init_weights = getattr(model, "_init_weights", None)

@@ -95,7 +95,7 @@ def load_checkpoint(
     Returns None if there is neither. Models on the meta device have values afterwards.
 
     Args:
-        waiting: How many backward passes on this rank no optimizer step has used. Any number above 0 is an error.
+        waiting: Number of backward passes on this rank that no optimizer step has used. Any number above 0 is an error.
     """
 
     def check() -> None:

@@ -81,7 +81,7 @@ class FSDPStrategy:
 
     Args:
         config: How models are sharded; default `FSDPConfig()`.
-        seed: What `setup_distributed` seeds all random generators with. Data-parallel rank r gets `seed` + r, so
+        seed: Seed for all random generators, set by `setup_distributed`. Data-parallel rank r gets `seed` + r, so
             dropout differs between samples. The tp and cp ranks that share a sample get the same seed.
         max_norm: Clips the joint gradient norm; 0 or None does not clip.
         norm_type: The p of that norm, 1 to inf.
@@ -153,8 +153,8 @@ class FSDPStrategy:
     def setup_distributed(self, timeout: datetime.timedelta | None = None) -> None:
         """Join or create the process group, check the batch sizes and seed the random generators.
 
-        Data-parallel ranks get different seeds, so models need another source of equal values: `sync_module_states`
-        (the default) or files.
+        Data-parallel ranks get different seeds, so models must get equal values in a different way: through
+        `sync_module_states` (the default) or from files.
         """
         self._join(timeout)
         set_seed(self.seed, offset=self.data_parallel_rank)
@@ -404,7 +404,7 @@ class FSDPStrategy:
         return is_mp_optimizer(optimizer)
 
     def grad_scaler(self, optimizer: Optimizer) -> DynamicGradScaler | None:
-        """Return the optimizer's loss scaler; None if it has none, because only fp16 training needs one."""
+        """Return the optimizer's loss scaler, or None if it has none (only fp16 training needs one)."""
         check_arguments("grad_scaler(optimizer)", optimizer=optimizer)
         if isinstance(optimizer, MasterWeightOptimizer):
             return optimizer.grad_scaler

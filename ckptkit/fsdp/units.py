@@ -132,7 +132,7 @@ def no_wrap(model: nn.Module) -> list[str]:
 
 
 def blocks(model: nn.Module) -> list[str]:
-    """Return the names of the elements of all outermost ModuleLists."""
+    """Return the names of all elements in the outermost ModuleLists."""
     names: list[str] = []
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and not _under(name, names):
@@ -214,7 +214,7 @@ def by_size(min_num_params: int) -> Policy:
 
 
 def tied_parameters(model: nn.Module) -> list[tuple[str, ...]]:
-    """Return, for each parameter that has several FQNs, all of them, in the model's order."""
+    """Return the FQNs of each tied parameter (one that has several FQNs), in the model's order."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

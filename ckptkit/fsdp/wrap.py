@@ -302,8 +302,8 @@ def _check_placements(
         shape, ranks = list(parameter.shape), mesh.data.size(-1)
         if not -len(shape) <= found.dim < len(shape):
             raise UsageError(f"shard_placement_fn returned {found} for {name!r}, which has shape {shape}.")
-        # This is the size before tensor parallelism, which may make it smaller. torch then refuses it if it is not
-        # divisible.
+        # This checks the size before tensor parallelism is applied. If that makes the size indivisible, torch raises an
+        # error.
         if found.dim % len(shape) > 0 and shape[found.dim] % ranks:
             raise UsageError(
                 f"shard_placement_fn returned {found} for {name!r} of shape {shape}: FSDP2 shards dimensions other "
@@ -358,7 +358,7 @@ def _check_divided_once(parameters: list[tuple[str, nn.Parameter]], config: FSDP
 def _own_parameters(
     model: nn.Module, units: Units, ignored: Set[str]
 ) -> Iterator[tuple[tuple[str, ...], list[tuple[str, nn.Parameter]]]]:
-    """Yield each unit, innermost first, with the parameters to shard in it that no inner unit has."""
+    """Yield each unit, innermost first, with the parameters to shard that are in no inner unit."""
     taken = {id(model.get_parameter(name)) for name in ignored}
     for group in units.groups:
         mine: list[tuple[str, nn.Parameter]] = []

@@ -120,7 +120,7 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
             logger.after_save_checkpoint(self)
 
     def _save_any(self, trainer: Any, filepath: str) -> None:
-        """Save the live tensors when Lightning's own strategy is used, without collecting them into dictionaries."""
+        """Save the live tensors, without collecting them into dictionaries. Used with Lightning's own strategies."""
         module = trainer.lightning_module
 
         def collect() -> tuple[dict[str, Any], TrainState, dict[str, float]]:

@@ -137,8 +137,8 @@ class FSDP2FabricStrategy(ModelParallelStrategy):  # type: ignore[misc]  # Light
     ) -> dict[str, Any]:
         """Fill the modules, optimizers and values in `state` in place. Return the values for which `state` has no key.
 
-        All ranks must call this. Reads every format that ckptkit reads. If another program wrote the checkpoint, no
-        value in `state` is required to be in it.
+        All ranks must call this. Reads every format that ckptkit reads. A checkpoint written by another program need
+        not contain the values in `state`.
 
         Raises:
             CheckpointMismatchError: The checkpoint does not match; nothing was changed.

@@ -27,10 +27,10 @@ __all__ = ["CkptkitCheckpointIO"]
 
 
 class CkptkitCheckpointIO(CheckpointIO):  # type: ignore[misc]  # Lightning's types are not followed
-    """Saves the dictionary that a strategy gathers on rank 0 as a committed checkpoint.
+    """Saves, as a committed checkpoint, the dictionary that a strategy gathers on rank 0.
 
-    Loads such checkpoints and Lightning's own. For DDP and single devices. Strategies that save shards on every rank
-    (FSDPStrategy, ModelParallelStrategy) do not use a CheckpointIO: use `FSDP2Strategy` or the callback
+    Loads such checkpoints and Lightning's own. Use it with DDP and with single devices. Strategies that save shards on
+    every rank (FSDPStrategy, ModelParallelStrategy) do not use a CheckpointIO: use `FSDP2Strategy` or the callback
     `ManagedCheckpoint` instead.
 
     Args:

@@ -138,8 +138,8 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
     def _show_live(self, trainer: Any) -> None:
         """Make `trainer` collect live tensors for a save, whatever the state-dict type is.
 
-        `save_checkpoint` then gathers them one by one. A gathered dictionary would need memory for all of them on rank
-        0.
+        `save_checkpoint` then gathers them one by one. Gathering them into a dictionary would take memory for all of
+        them on rank 0.
         """
         connector = trainer._checkpoint_connector
         dump = type(connector).dump_checkpoint

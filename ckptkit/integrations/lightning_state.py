@@ -126,7 +126,7 @@ class LightningCheckpoints:
 
     @contextlib.contextmanager
     def _room(self, root: str, name: str) -> Iterator[None]:
-        """Move a checkpoint that Lightning wrote at this path aside, and delete it once the new one is committed."""
+        """Move aside a checkpoint that Lightning wrote at this path. Delete it once the new one is committed."""
 
         def aside() -> str:
             place = Path(root) / name
@@ -219,9 +219,9 @@ def _owner(record: CommitRecord) -> str | None:
 
 
 def remove_checkpoint(filepath: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> None:
-    """Remove the checkpoint at a path, if it is one. If the path is a link, remove only the link. Does not communicate.
+    """Remove the checkpoint at a path, if there is one. If the path is a link, remove only the link.
 
-    Errors are only logged, because only rank 0 calls this, and the other ranks would wait for it.
+    This does not communicate. Errors are only logged: only rank 0 calls this, and the other ranks would wait for it.
     """
     try:
         _remove(filepath, storage_options)

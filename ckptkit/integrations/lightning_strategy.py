@@ -43,13 +43,13 @@ class FSDP2Strategy(ShardedCheckpoints):
     """Trains a LightningModule with FSDP2, on any device, and checkpoints it with ckptkit's storage and commit.
 
     Shards each child of the LightningModule that has parameters, unless `configure_model` has already done so. Resumes
-    checkpoints, including those from Lightning's own strategies, on any number of ranks; on the same number, training
-    is bit-identical.
+    checkpoints, including those from Lightning's own strategies, on any number of ranks. On the same number, training
+    continues bit-identically.
 
     Args:
         data_parallel_size, tensor_parallel_size, context_parallel_size: Numbers of ranks. An "auto" is computed from
-            the other numbers. If both are "auto", all ranks are data-parallel, or with a `custom_tp_plan`, each node is
-            one tensor-parallel group.
+            the other numbers. If both are "auto", all ranks are data-parallel; with a `custom_tp_plan`, each node is
+            one tensor-parallel group instead.
         sequence_parallel: Not supported; put the sequence-parallel styles into `custom_tp_plan`.
         offload_policy, cpu_offload: If set, parameters and gradients stay on the host.
         data_sampler: Its `transform_dataloader` is applied to every dataloader.

@@ -227,10 +227,10 @@ class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # theirs,
         return True
 
     def _load(self, step: int = -1) -> bool:
-        """Restore `step` or, if it is -1, the newest checkpoint. Return whether there was one. Collective.
+        """Restore a checkpoint. Return whether there was one. Collective.
 
-        If the run has no checkpoint, `initial_load_path` is loaded. From step 0 (a seed checkpoint), only the model is
-        loaded.
+        This is the checkpoint of `step` or, if that is -1, of `load_step`; if both are -1, it is the newest one. If the
+        run has none, `initial_load_path` is loaded. From step 0 (a seed checkpoint), only the model is loaded.
 
         Raises:
             CheckpointNotFoundError: `step` or `load_step` does not exist.

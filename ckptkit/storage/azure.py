@@ -25,7 +25,8 @@ class AzureApi(FsspecApi):
         return ""
 
     def is_mine(self, name: str, data: bytes | Content, *, mark: str, tries: int) -> bool:
-        # tries + 1: Azure's client retries by itself, so even our first try may fail because of a blob that it wrote.
+        # tries + 1: Azure's client retries by itself, so our first try may already have written the blob that makes it
+        # fail.
         return super().is_mine(name, data, mark=mark, tries=tries + 1)
 
     def upload(self, name: str) -> Upload:
@@ -56,7 +57,7 @@ class AzureUpload:
     def __init__(self, api: AzureApi, name: str) -> None:
         self._api = api
         self._name = name
-        self._own = secrets.token_hex(8)  # keeps our block ids apart from other uploads to the same blob
+        self._own = secrets.token_hex(8)  # unique per upload, because all uploads to a blob share its block ids
         self._nbytes: dict[int, int] = {}
         self._completing = False
 

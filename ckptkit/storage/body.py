@@ -23,7 +23,7 @@ class Content:
 
     Attributes:
         nbytes: Size of the whole content in bytes.
-        copied: How many bytes were copied for this request; this is the memory that it needs.
+        copied: How many bytes were copied for this request, which is its cost in memory.
         crc32: CRC-32 of the whole content if it was computed during the writes; otherwise None.
     """
 

@@ -17,8 +17,8 @@ from ckptkit.storage.store import ReadInto, Store
 __all__ = ["Job", "Scatter", "Span", "coalesce", "cut_reads", "BlockReader"]
 
 _MAX_GAP = 512 << 10  # reading this many bytes takes about as long as one more request
-_LITTLE = 24 << 20  # up to this many bytes in total, requests may be smaller than `large`
-_LEAST = 4 << 20  # the smallest size limit of such requests
+_LITTLE = 24 << 20  # if the reads total at most this many bytes, requests may be smaller than `large`
+_LEAST = 4 << 20  # the lowest size limit of these smaller requests
 
 Job = tuple[str, int, int, list[ReadInto]]
 """One request: (path, start, stop, the reads that overlap it)."""
@@ -131,8 +131,8 @@ def _stop(item: ReadInto) -> int:
 _LEAST_BLOCK = 64 << 10
 _MOST = 2 << 20
 _HELD = 64 << 20  # size limit of the cache in bytes
-_WASTE = 8  # blocks are no longer used once they have read this many times the requested bytes
-_CALL = 8 << 10  # added to the requested bytes for each read: the cost of a call
+_WASTE = 8  # stop using blocks once they have fetched this many times the requested bytes
+_CALL = 8 << 10  # extra bytes to count as requested per read, for the cost of a call
 _AT_ONCE = 8
 
 _Key = tuple[str, int]

@@ -114,7 +114,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class _OfProcess:
-    """The state of a connection that is never shared between processes.
+    """A connection's state in one process.
 
     Attributes:
         budget: Limits the memory of uploads.
@@ -184,9 +184,9 @@ class Connection:
         return self.own.fs
 
     def upload(self, function: Callable[[], T], nbytes: int) -> Future[T]:
-        """Run `function` in a thread as soon as the budget has room for `nbytes`, which it holds until it returns.
+        """Run `function` in a thread once the budget has room for `nbytes`.
 
-        `function` must not wait for other work in the pool.
+        The room is taken until `function` returns. `function` must not wait for other work in the pool.
         """
         own = self.own
         own.budget.acquire(nbytes)

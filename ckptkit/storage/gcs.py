@@ -188,7 +188,7 @@ class GcsApi(FsspecApi):
 
 
 class GcsUpload:
-    """A resumable upload, whose parts are sent in order. Before retrying a part, it asks how much of it has arrived."""
+    """A resumable upload, whose parts are sent in order. A retry first asks how much of the part has arrived."""
 
     in_order = True
 

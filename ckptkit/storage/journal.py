@@ -96,7 +96,10 @@ class Journal:
                 os.ftruncate(self._fd, os.lseek(self._fd, -written, os.SEEK_CUR))
 
     def end(self) -> None:
-        """Remove the journals of all ranks. Rank 0 calls this when all are done, before the result is published."""
+        """Remove the journals of all ranks.
+
+        Rank 0 calls this once all ranks are done, before the result is published.
+        """
         self.close()
         folder, staging = os.path.split(self._staging)
         parent = LocalStore(folder)
@@ -107,7 +110,7 @@ class Journal:
     def leave(self) -> None:
         """Mark this process as dead although it may keep running, so that another writer can take over its steps.
 
-        Overwrites one byte in place, because this cannot recreate an owner file that was deleted.
+        Overwrites one byte in place, which can't recreate a deleted owner file.
         """
         self.close()
         with contextlib.suppress(FileNotFoundError):
@@ -181,7 +184,9 @@ def _merged(parent: LocalStore, paths: Sequence[str]) -> list[Section]:
 
 
 def resumable(parent: LocalStore, name: str, *, dead: Collection[str] = ()) -> Leftover | None:
-    """Return the newest staging directory for `name` that has finished steps and only dead writers; None if none has.
+    """Return the newest staging directory for `name` that can be continued; None if there is none.
+
+    It has finished steps, and all its writers are dead.
 
     Args:
         dead: Owner files whose writers, on other machines, are known to be dead (from `dead_owner_files`).
@@ -235,7 +240,7 @@ def adopt(parent: LocalStore, left: Leftover, name: str, nonce: str) -> LocalSto
 
 
 def give_up(parent: LocalStore, name: str, nonce: str) -> bool:
-    """Leave the staging directory to the next writer if it has finished steps. Return whether it has."""
+    """Leave a staging directory with finished steps to the next writer. Return False if no step is finished."""
     staging = staging_name(name, nonce)
     if not _merged(parent, owner_files(parent, staging)):
         return False

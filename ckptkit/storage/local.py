@@ -82,7 +82,7 @@ class LocalStore(Store):
 
     Symbolic links are followed only to targets under the root, or from a snapshot in a Hugging Face cache to the
     cache's blobs. Other links raise UnsafePathError. Nothing is written or deleted through a link that leads out of the
-    root. If this store is a child, links may lead anywhere under the root of the store that was opened first.
+    root. For a child, this means the root of the store that was opened first.
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
@@ -104,7 +104,7 @@ class LocalStore(Store):
     def child(self, path: str) -> LocalStore:
         return self._below(self.path_of(path))
 
-    def _below(self, url: str) -> LocalStore:  # links may lead anywhere under the root that was opened first
+    def _below(self, url: str) -> LocalStore:  # links may not leave the root that was opened first
         store = LocalStore(url)
         store._top = self._top
         return store

@@ -362,7 +362,7 @@ def open_attempts(root: Store) -> Attempts:
 def _refuse_if_alive(root: Store, state: _State, patience_s: float) -> None:
     owner, alive = state.owner, state.owner.alive()
     if owner == this_process():
-        alive = state.nonce in _held_leases  # if it is not there, an earlier manager in this process left it
+        alive = state.nonce in _held_leases  # otherwise an earlier manager in this process left the lease
     if alive is None:
         alive = _has_heartbeat(root, state, patience_s)
     if alive:

@@ -243,7 +243,10 @@ class RemoteStore(Store):
         self._connection.each(lambda tried: self._read_job(*tried), again)
 
     def _at_once(self, jobs: Sequence[Job]) -> Sequence[tuple[int, int] | BaseException] | None:
-        """Try all reads once, concurrently and without threads. Return None if there is just one, or no support."""
+        """Try all reads once, concurrently and without threads.
+
+        Return None if there is only one read, or if the store can't do this.
+        """
         if len(jobs) <= 1:
             return None
         ranges = [(self._full(path), start, stop, Scatter(items, start)) for path, start, stop, items in jobs]
@@ -263,7 +266,7 @@ class RemoteStore(Store):
                 known.put(full, item.tag, bytes(view))
 
     def _read_job(self, job: Job, first: int | BaseException | None = None) -> None:
-        """Read a range, with retries. `first` is the result of a try that was already made; it counts as the first."""
+        """Read a range, with retries. `first` is the result of the first try, if that was already made."""
         path, start, stop, items = job
         full, tried = self._full(path), [] if first is None else [first]
 
@@ -462,6 +465,6 @@ def _plain(tag: str) -> str:
 
 
 def _without_secrets(error: BaseException) -> BaseException | None:
-    """Return `error` if it can be shown as our error's cause; None if it, or a cause of its own, contains a secret."""
+    """Return `error`, to show it as our error's cause; None if it or one of its causes contains a secret."""
     text = "".join(traceback.format_exception(error))
     return error if without_secrets(text) == text else None

@@ -46,7 +46,7 @@ class AttemptStore(RemoteStore):
         self._pending.wait()
 
     def arrived(self) -> dict[str, int]:
-        """Return the sizes of the files that this process wrote and for which the store returned a tag.
+        """Return {path: size} for the files that this process wrote and for which the store has returned a tag.
 
         The tag confirms that the object is complete, not just that it was sent.
         """

@@ -186,7 +186,7 @@ def stage_object(target: RemoteStore, name: str, *, replaceable: Replaceable | N
 
 
 def _end_uploads(target: RemoteStore, names: frozenset[str] | None) -> None:
-    """Abort a dead writer's uploads of the objects `names`; None aborts all its uploads.
+    """Abort a dead writer's uploads of the objects `names`, or of all objects if it is None.
 
     Unfinished uploads cost money and could still be completed.
     """

@@ -24,15 +24,15 @@ T = TypeVar("T")
 _MANY = 8000  # from this many parts on, parts are larger, because S3 accepts at most 10 000
 _LARGE = 512 << 20
 _LEAST = 5 << 20  # the smallest part that S3 accepts, except for the last
-_TIMES = 3  # how often to send an object at most, if the store loses the upload
+_TIMES = 3  # how often to send an object at most, if the store keeps losing the upload
 
 
 class PartWriter:
     """Splits a stream of writes into parts and sends several at once, or one by one if the store needs them in order.
 
     `write` copies its data. A writer buffers at most two parts. `Connection.own.budget` limits the memory that all
-    writers of the process have in flight. While they buffer a lot together, new uploads use smaller parts and buffer
-    only one.
+    writers of the process have in flight. While the writers together buffer a lot, new uploads use smaller parts and
+    buffer only one.
 
     `lend` does not copy. If the store loses an upload whose data was all lent, it is sent again.
 
