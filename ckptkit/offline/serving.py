@@ -1,4 +1,4 @@
-"""Determines from the files of an export how to serve it with vLLM."""
+"""Determines, from an export's files, how to serve it with vLLM."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 __all__ = ["serving"]
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
-_MULTIMODAL = "ForConditionalGeneration"  # encoder-decoders have this ending too, but vLLM does not run them
+_MULTIMODAL = "ForConditionalGeneration"  # some encoder-decoders end like this too, but vLLM does not run them
 _TOKENIZERS = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "sentencepiece*.model", "*.tiktoken",
     "tekken.json",
 )  # fmt: skip
-# Names of the embedding in transformers' text models. An export has none of them if a key map renamed the tensors.
+# Names of embeddings in transformers' text models. If an export has none of them, a key map renamed its tensors.
 _EMBEDDINGS = (
     "model.embed_tokens.weight",
     "model.language_model.embed_tokens.weight",
@@ -30,7 +30,7 @@ _EMBEDDINGS = (
     "transformer.word_embeddings.weight",
 )
 _RANKS = (16, 32, 64, 128, 256, 320, 512)  # allowed values of --max-lora-rank; 16 is its default
-# Adapter settings that vLLM refuses, or ignores (and then computes wrong outputs).
+# Adapter settings that vLLM refuses, or ignores and so computes wrong outputs.
 _NOT_PLAIN = (
     "use_dora", "modules_to_save", "rank_pattern", "alpha_pattern", "lora_bias", "trainable_token_indices",
     "target_parameters", "layer_replication", "alora_invocation_tokens", "arrow_config", "use_qalora", "use_bdlora",
@@ -42,9 +42,9 @@ def serving(files: Mapping[str, bytes], names: Collection[str], where: str, *, c
     """Return one line on how to serve an export with vLLM; "" if vLLM cannot serve it, or if that is unknown.
 
     Args:
-        files: The small files of the export, by name.
-        names: Names of its tensors.
-        where: Its directory, quoted for a shell.
+        files: Contents of the export's small files, by name.
+        names: Names of the export's tensors.
+        where: The export's directory, quoted for a shell.
         compared: Whether names and shapes were checked against a base model.
     """
     if "adapter_config.json" in files:
@@ -68,7 +68,7 @@ def _generates(config: Mapping[str, Any]) -> bool:
 
 
 def _adapter(config: Mapping[str, Any], names: Collection[str], where: str) -> str:
-    from ckptkit.offline.export.adapters import repo_of  # imported lazily: only adapters need it
+    from ckptkit.offline.export.adapters import repo_of  # imported lazily, because only adapters need it
 
     plain = not any(config.get(key) for key in _NOT_PLAIN) and config.get("bias") in (None, "none")
     plain = plain and all(name.endswith((".lora_A.weight", ".lora_B.weight")) for name in names)

@@ -47,14 +47,14 @@ __all__ = [
 
 SCHEMA = "ckptkit.verify/1"
 _CHUNK = 4 << 20
-_BATCH, _MOST = 4 << 20, 256  # bytes and number of checks per task
+_BATCH, _MOST = 4 << 20, 256  # maximum bytes and maximum number of checks per task
 
 Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A problem, with its file and its tensor. The tensor is "" if the problem concerns the whole file."""
+    """A problem in a file, and the tensor that it affects. The tensor is "" if the problem affects the whole file."""
 
     path: str
     tensor: str
@@ -62,12 +62,12 @@ class Problem:
 
 
 class UnreadableFile(Problem):
-    """A file that could not be read: permission denied, or a storage error. It may be undamaged."""
+    """A file that could not be read because of permissions or a storage error. It may be undamaged."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """The checks that ran and the problems they found; `ok` if there are none."""
+    """What was checked, and the problems found; `ok` if there are none."""
 
     url: str
     note: str
@@ -76,10 +76,10 @@ class VerifyReport:
     quick: bool
     files: int
     tensors: int
-    digests: int  # digests compared
-    checked_bytes: int  # bytes read and hashed
-    unproved_bytes: int  # bytes of tensors without a recorded digest
-    unproved_files: tuple[str, ...]  # the files with these bytes
+    digests: int  # number of digests compared
+    checked_bytes: int  # number of bytes read and hashed
+    unproved_bytes: int  # number of tensor bytes without a recorded digest
+    unproved_files: tuple[str, ...]  # the files that contain these bytes
     algorithms: tuple[str, ...]
     problems: tuple[Problem, ...]
     doubt: str = ""  # what the checkpoint's files cannot prove
@@ -127,11 +127,11 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A digest to compare, over a byte range of a file or, if there is a codec, of the decoded record.
+    """A digest to compare. It covers a byte range of a file or, if there is a codec, of a decoded record.
 
     Attributes:
-        parts: Only for the digest of a file's outline: the ranges that the outline replaces by their digests. Other
-            checks cover these ranges.
+        parts: Set only for the digest of a file's outline: the ranges that the outline replaces with their digests.
+            Other checks cover these ranges.
     """
 
     path: str
@@ -160,12 +160,12 @@ def verify(
 ) -> VerifyReport:
     """Check the checkpoint at `url` and return a report. Reads it once and never changes it.
 
-    A checkpoint is complete if every file exists with its full size, and every element of every tensor is in exactly
-    one slice (or in complete replicas of it). It is undamaged if the bytes match every recorded digest: one per slice
-    and file for ckptkit checkpoints, the CRC-32 of zip records for others.
+    A checkpoint is complete if every file exists with its full size, and every tensor element is in exactly one slice
+    (or in complete replicas of that slice). It is undamaged if its bytes match every recorded digest. ckptkit
+    checkpoints record one digest per slice and per file; others, the CRC-32 of each zip record.
 
     Args:
-        quick: Read only metadata; skip the digests of files with tensors.
+        quick: Read only metadata, and skip the digests of files that contain tensors.
 
     Raises:
         CkptkitError: The checkpoint cannot be opened. The message names the file and the problem.
@@ -215,9 +215,9 @@ def verify(
 
 
 def check_committed(source: Source) -> None:
-    """Check that every committed file exists with its size, and check the digests of files without tensors.
+    """Check that every committed file exists with its size, and check the digests of files that contain no tensors.
 
-    The bytes of tensors are checked when they are read.
+    Tensor bytes are checked when they are read.
 
     Raises:
         IncompleteCheckpointError: A file is missing or does not have its recorded size.
@@ -238,7 +238,7 @@ _ANYWAY = "To use the readable part anyway: --no-check."
 
 
 def _beside_tensors(catalog: Catalog) -> list[Check]:
-    """Return the committed digests of files without tensors, such as `.metadata` or a tokenizer."""
+    """Return the committed digests of files that contain no tensors, such as `.metadata` or a tokenizer."""
     digests = catalog.info.extra.get("digests", {})
     if not digests:
         return []
@@ -273,7 +273,7 @@ def _lost(catalog: Catalog, path: str, size: int) -> str:
 
 
 def _tensors_of(catalog: Catalog, path: str, size: int = 0) -> str:
-    """Return the names of the tensors with bytes beyond `size` in the file, as a phrase."""
+    """Return a phrase that names the tensors that have bytes beyond `size` in the file."""
     names = []
     for entry in catalog.tensors.values():
         slices = entry.slices
@@ -297,7 +297,7 @@ def _coverage_problems(catalog: Catalog) -> Iterator[Problem]:
 
 
 def _sums(store: Store, catalog: Catalog) -> tuple[dict[str, Digest], list[Problem]]:
-    """Return the file digests in SHA256SUMS, and the problems of that file. Not for ckptkit checkpoints."""
+    """Return the file digests in SHA256SUMS, and the problems found in it. Skips ckptkit checkpoints."""
     if "digests" in catalog.info.extra:
         return {}, []
     try:
@@ -322,13 +322,13 @@ def _sums(store: Store, catalog: Catalog) -> tuple[dict[str, Digest], list[Probl
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """The recorded digests of a checkpoint.
+    """A checkpoint's recorded digests.
 
     Attributes:
-        checks: The digests to compare, without duplicates, in disk order.
-        unproved: The bytes of tensors without a digest, by file.
+        checks: The digests to compare, in disk order and without duplicates.
+        unproved: Number of tensor bytes without a digest, by file.
         sums: The digests in SHA256SUMS, by file.
-        problems: Problems of the records themselves.
+        problems: Problems with the records themselves.
     """
 
     checks: Sequence[Check]
@@ -338,10 +338,10 @@ class Recorded:
 
 
 def recorded(store: Store, catalog: Catalog, uninterpreted: Iterable[str]) -> Recorded:
-    """Return the recorded digests of a checkpoint. Reads no tensor bytes.
+    """Return a checkpoint's recorded digests. Reads no tensor bytes.
 
     Args:
-        uninterpreted: Tensors of unknown classes (`Catalog.opaque`). Of these, only the CRC-32 of the records is
+        uninterpreted: Tensors of unknown classes (`Catalog.opaque`). For these, only the CRC-32 of each record is
             checked.
     """
     sums, wrong = _sums(store, catalog)
@@ -351,7 +351,7 @@ def recorded(store: Store, catalog: Catalog, uninterpreted: Iterable[str]) -> Re
 
 
 def _plan(catalog: Catalog, sums: Mapping[str, Digest]) -> tuple[list[Check], dict[str, int]]:
-    """Return the digests to compare, without duplicates and in disk order, and the bytes without a digest by file."""
+    """Return the digests to compare, in disk order and without duplicates, and the bytes without a digest by file."""
     found: dict[tuple[str, int, int, int, int], list[str]] = {}
     codecs: dict[tuple[str, int, int, int, int], tuple[Digest, Codec | None]] = {}
     unproved: dict[str, int] = {}
@@ -380,7 +380,7 @@ def _plan(catalog: Catalog, sums: Mapping[str, Digest]) -> tuple[list[Check], di
 
 
 def _members(store: Store, catalog: Catalog, names: Iterable[str]) -> tuple[list[Check], list[Problem]]:
-    """Return the checks for records of tensors of unknown classes, by CRC-32, and the problems found."""
+    """Return the CRC-32 checks for the records of tensors of unknown classes, and the problems found on the way."""
     checks, problems = [], []
     for name in names:
         for path, start, nbytes in records_of(catalog, name):
@@ -394,9 +394,9 @@ def _members(store: Store, catalog: Catalog, names: Iterable[str]) -> tuple[list
 
 
 def _parts(catalog: Catalog, outlined: Set[str]) -> dict[str, list[Part]]:
-    """Return the recorded digests that each file's outline contains.
+    """Return the recorded digests that each file's outline contains, by file.
 
-    A separate check compares the bytes of each, so every byte is read only once.
+    Separate checks compare the bytes under these digests, so every byte is read only once.
     """
     parts: dict[str, list[Part]] = {path: [] for path in outlined}
     for path, *spare in spares_of(catalog.info.extra):
@@ -410,7 +410,7 @@ def _parts(catalog: Catalog, outlined: Set[str]) -> dict[str, list[Part]]:
 
 
 def _is_whole(check: Check) -> bool:
-    """Return whether the check covers the whole file. Starting at 0 is enough, because tensors come after a header."""
+    """Return whether the check covers a whole file. It does if it starts at 0, because tensors come after a header."""
     return check.digest.start == 0 and check.codec is None and check.names == ("",)
 
 
@@ -430,7 +430,7 @@ def _recorded(catalog: Catalog) -> Iterator[tuple[str, str, int, Digest | None, 
 def compare_digests(
     store: Store, checks: Sequence[Check], workers: int, max_memory: int, progress: Progress | None
 ) -> Iterable[Problem]:
-    """Read the bytes of the checks, compare their digests, and return the mismatches as problems."""
+    """Read the bytes that the checks cover and compare their digests. Return the mismatches as problems."""
     total = sum(check.nbytes for check in checks)
     done = 0
     workers = max(1, min(workers or 4, max_memory // _CHUNK))
@@ -447,7 +447,7 @@ def compare_digests(
 
 
 def _batches(checks: Sequence[Check]) -> Iterator[Sequence[Check]]:
-    """Yield batches of checks, one per task. Small checks share a task, which is faster."""
+    """Yield batches of checks, one per task. Small checks share a task, because that is faster."""
     batch: list[Check] = []
     nbytes = 0
     for check in checks:
@@ -466,7 +466,7 @@ def _check_all(store: Store, reader: Store | BlockReader, checks: Sequence[Check
 
 
 def _folded(problems: Iterable[Problem], catalog: Catalog) -> Iterator[Problem]:
-    """Yield the problems, but only one for each unreadable file."""
+    """Yield the problems, with only one problem per unreadable file."""
     told: set[str] = set()
     for problem in problems:
         if isinstance(problem, UnreadableFile):

@@ -3,7 +3,7 @@
     resized = resize(tensors, config, VocabSize(32064), store=store, catalog=catalog)
 
 New rows are the mean of the old rows, or zeros. The mean is summed in fp64 row by row, divided, and rounded to the
-dtype that the tensor is stored in. It has the same bits for any number of workers, any memory and any sharding.
+tensor's stored dtype. It is bit-identical for any number of workers, any memory limit and any sharding.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NewRows = Literal["mean", "zeros"]
 _TILE = 4 << 20  # bytes of a tensor read at a time
 _NAMED = 5
 _TOKEN = re.compile(r".*token_(?:id|ids|index)")
-# Other names of heads are ambiguous: modules that are not heads may have them too.
+# Other heads' names are ambiguous, because modules that are not heads may have them too.
 _SURELY_HEADS = ("lm_head.weight", "embed_out.weight")
 
 
@@ -51,9 +51,9 @@ class VocabSize:
     """The requested vocabulary size.
 
     Attributes:
-        rows: Number of rows of the embedding and the head.
-        new_rows: Values of added rows.
-        dry: Only plan; compute no means.
+        rows: Number of rows that the embedding and the head shall have.
+        new_rows: How to fill added rows.
+        dry: Only plan, and compute no means.
     """
 
     rows: int
@@ -62,7 +62,7 @@ class VocabSize:
 
     @classmethod
     def of(cls, rows: int | None, new_rows: NewRows | None, *, dry: bool) -> VocabSize | None:
-        """Return the user's options as one value; None if the vocabulary keeps its size."""
+        """Return the user's options as one value; None if the vocabulary's size does not change."""
         if rows is None:
             if new_rows is not None:
                 raise UsageError("--new-rows sets the values of the rows that --vocab-size adds. Give both options.")
@@ -84,7 +84,7 @@ class Resized:
 
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
-    """The names of the tensors that have one row per token, and their number of rows."""
+    """Names of the tensors that have one row per token, and how many rows they have."""
 
     names: tuple[str, ...]
     rows: int
@@ -99,13 +99,14 @@ def resize(
     catalog: Catalog,
     files: Mapping[str, bytes],
 ) -> Resized:
-    """Return a model's tensors with the embedding and the head resized to `size.rows` rows. Reads both for a mean.
+    """Return a model's tensors with the embedding and the head resized to `size.rows` rows. Reads both if means are
+    needed.
 
     Args:
-        files: The model's small files by name. Each token of the tokenizer must keep its row.
+        files: Contents of the model's small files, by name. Each token of the tokenizer must keep its row.
 
     Raises:
-        CheckpointMismatchError: It is not certain which tensors have one row per token.
+        CheckpointMismatchError: It is unclear which tensors have one row per token.
         UnsupportedFormatError: One of these tensors is computed or quantized.
         UsageError: A token would lose its row.
     """
@@ -130,12 +131,13 @@ def resize_state(
     catalog: Catalog,
     files: Mapping[str, bytes],
 ) -> Mapping[str, Any] | None:
-    """Resize the vocabulary of `own`: model, masters and optimizer states. Return the changed config.
+    """Resize the vocabulary in `own`: model, masters and optimizer states. Return the changed config.
 
-    If a weight has a master, the weight's new rows are the master's, cast. New rows of optimizer states are zeros.
+    If a weight has a master, the weight's new rows are the master's new rows, cast. New rows of optimizer states are
+    zeros.
 
     Raises:
-        CheckpointMismatchError, UsageError: As for `resize`, or a state has another shape than its parameter.
+        CheckpointMismatchError, UsageError: As for `resize`, or a state's shape differs from its parameter's.
         UnsupportedFormatError: A tensor is quantized.
     """
     weights = {item.fqn: item for item in own.tensors if item.role is Role.MODEL and item.fqn}
@@ -178,7 +180,7 @@ def resize_state(
 
 
 def _vocabulary(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any] | None) -> _Vocabulary:
-    """Return the embedding, the embeddings tied to it, the head and the head's bias. Found by name and size.
+    """Find the embedding, the embeddings tied to it, the head and the head's bias by name and size; return their names.
 
     Raises:
         CheckpointMismatchError: There is no embedding or more than one, the head is ambiguous, or other tensors have as
@@ -222,7 +224,7 @@ def _vocabulary(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]
 def _owner(item: OwnTensor, weights: Mapping[str, OwnTensor]) -> str:
     """Return the name of the weight that a tensor is or belongs to; "" if there is none.
 
-    The name of a state may lack the prefix of a container module.
+    A state's name may lack the prefix of a container module.
     """
     if item.role not in (Role.MODEL, Role.MASTER, Role.OPTIMIZER) or not item.fqn:
         return ""
@@ -233,7 +235,7 @@ def _owner(item: OwnTensor, weights: Mapping[str, OwnTensor]) -> str:
 
 
 def _check_rest(own: OwnState, owners: Mapping[str, str], found: _Vocabulary) -> None:
-    """Raise if a tensor of no known parameter has a dimension as large as the vocabulary."""
+    """Raise if a tensor that belongs to no known parameter has a dimension as large as the vocabulary."""
     rest = [
         f"{item.tensor.name} {list(item.tensor.shape)}"
         for item in own.tensors
@@ -260,7 +262,7 @@ def _target(tensor: OutputTensor, name: str) -> Target:
 
 
 def _has_rows(item: OwnTensor, shape: tuple[int, ...]) -> bool:
-    """Return whether a master or a state has the rows of its parameter. False for a scalar, such as a step count."""
+    """Return whether a master or a state has its parameter's rows. A scalar, such as a step count, does not."""
     if item.tensor.shape == shape:
         return True
     if item.tensor.numel == 1:
@@ -283,7 +285,7 @@ def _resized(target: Target, rows: int, row: Bytes, kind: NewRows) -> OutputTens
 
 
 def _filled(target: Target, row: Bytes, kind: NewRows) -> ComputedTensor:
-    """Return a target that repeats `row` (bytes in its dtype) in its last rows, which have no source."""
+    """Return the target with its last rows, which have no source, set to `row` (bytes in the target's dtype)."""
     known = max((part.target_box.stops[0] for part in target.parts if part.source != NO_SOURCE), default=0)
 
     def cut(start: int, stop: int) -> ComputedTensor:
@@ -312,7 +314,7 @@ def _new_row(target: Target, size: VocabSize, store: Store, catalog: Catalog) ->
 
 
 def _row_bytes(mean: Doubles | None, target: Target) -> Bytes:
-    """Return one new row of a target. The mean is rounded to the stored dtype, then cast as the other rows are."""
+    """Return one new row of a target. The mean is rounded to the stored dtype, then cast like the other rows."""
     if mean is None:
         width = Box.whole(target.shape[1:]).numel
         return np.zeros(width * dtype_of(target.dtype).itemsize, np.uint8)
@@ -326,16 +328,16 @@ def _cast(data: Bytes, source: str, target: str) -> Bytes:
 
 
 def _mean(target: Target, store: Store, catalog: Catalog) -> Doubles:
-    """Return the mean of a tensor's rows. Reads a few MB of the tensor at a time."""
+    """Return the mean of a tensor's rows. Reads the tensor a few MB at a time."""
     total: Doubles = np.zeros(Box.whole(target.shape[1:]).numel, np.float64)
     for values in _rows(replace(target, dtype=target.source_dtype), store, catalog):
-        for row in values:  # one at a time: numpy's summation order depends on the number of rows
+        for row in values:  # one at a time, because numpy's summation order depends on the number of rows
             total += row
     return total / target.shape[0]
 
 
 def _rows(target: Target, store: Store, catalog: Catalog) -> Iterator[npt.NDArray[Any]]:
-    """Yield the rows of a tensor in order, several at a time, in fp32 or fp64: [rows, elements per row]."""
+    """Yield a tensor's rows in order, several at a time, as fp32 or fp64: [rows, elements per row]."""
     plan = Plan(catalog, (), (Placement.whole(target, 0, 0),))
     work = prepare(plan, check=False, by_boxes=True)
     reader = SourceReader(store, work.origins)
@@ -361,14 +363,14 @@ def _state_rows(
     store: Store,
     catalog: Catalog,
 ) -> dict[str, Doubles]:
-    """Return the new row of each parameter: the mean of its master, or of the weight if it has no master.
+    """Return the new row for each parameter: the mean of its master or, if it has none, of the weight.
 
-    An optimizer has only one master for tied weights. If a weight has no master, but its mean equals the mean of a
-    weight that has one, the two are tied and get the same row.
+    An optimizer has only one master for tied weights. A weight without a master is considered tied to one that has a
+    master if their means are equal. Both then get the same row.
     """
     of_weights = {name: _mean(_target(weights[name].tensor, name), store, catalog) for name in found.names}
     rows = {name: _mean(_target(item.tensor, name), store, catalog) for name, item in masters.items()}
-    # Rounded to the master's dtype, because the weight's new rows must equal the master's, cast.
+    # Round to the master's dtype, because the weight's new rows must equal the master's, cast.
     rows = {name: _rounded(mean, masters[name]) for name, mean in rows.items()}
     for name, mean in of_weights.items():
         if name not in rows:
@@ -386,7 +388,7 @@ def _rounded(mean: Doubles, item: OwnTensor) -> Doubles:
 
 
 def _stated(config: Any, depth: int = 0) -> Iterator[tuple[Mapping[str, Any], int]]:
-    """Yield each vocab_size in a config and its nested configs, with the config that contains it."""
+    """Yield each vocab_size in a config and in its nested configs, together with the config that contains it."""
     if not isinstance(config, Mapping) or depth > 2:
         return
     value = config.get("vocab_size")
@@ -399,7 +401,7 @@ def _stated(config: Any, depth: int = 0) -> Iterator[tuple[Mapping[str, Any], in
 def _resized_config(
     config: Mapping[str, Any] | None, old: int, new: int
 ) -> tuple[Mapping[str, Any] | None, tuple[str, ...]]:
-    """Return the config with the old vocab_size replaced everywhere by the new one, and a note."""
+    """Return the config with the new vocab_size wherever it had the old one, and a note."""
     stated = sorted({value for _, value in _stated(config)})
     if config is None or not stated:
         return config, ("no config.json with a vocab_size was found, so none was changed",)
@@ -423,7 +425,7 @@ def _replaced(config: Mapping[str, Any], old: int, new: int, depth: int = 0) -> 
 
 
 def check_tokens(config: Mapping[str, Any] | None, files: Mapping[str, bytes], rows: int, old: int) -> None:
-    """Raise UsageError if a token of the config or the tokenizer would lose its row."""
+    """Raise UsageError if any token in the config or the tokenizer would lose its row."""
     if rows >= old:
         return
     for where, token, number in (
@@ -449,7 +451,7 @@ def _tokens_of(config: Any, where: str, depth: int = 0) -> Iterator[tuple[str, s
 
 
 def _tokenizer(files: Mapping[str, bytes]) -> Iterator[tuple[str, str, int]]:
-    """Yield (file, token, number) for all tokens in a tokenizer's files, in each file the highest number first."""
+    """Yield (file, token, number) for all tokens in a tokenizer's files, with the highest number of each file first."""
     for name in ("tokenizer.json", "added_tokens.json", "vocab.json", "tokenizer_config.json"):
         content = _json(files.get(name))
         if not isinstance(content, Mapping):
@@ -470,7 +472,7 @@ def _tokenizer(files: Mapping[str, bytes]) -> Iterator[tuple[str, str, int]]:
             pairs += [(int(key), str(key)) for key in known if str(key).isdecimal()]
         else:
             pairs += _numbered(content)
-        # All tokens, because the last may already be beyond the old vocabulary.
+        # Yield all tokens, because the last one may already be beyond the old vocabulary.
         yield from ((name, repr(token), number) for number, token in sorted(pairs, reverse=True))
 
 
@@ -482,7 +484,7 @@ def _json(data: bytes | None) -> Any:
     try:
         return json.loads(data) if data is not None else None
     except (ValueError, RecursionError):
-        return None  # not JSON; the file is copied as it is
+        return None  # not JSON; the file is copied unchanged
 
 
 # --- messages

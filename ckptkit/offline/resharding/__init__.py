@@ -1,1 +1,1 @@
-"""Reshards checkpoints: the same tensors, sharded for another number of ranks."""
+"""Reshards checkpoints: the same tensors, sharded for a different number of ranks."""

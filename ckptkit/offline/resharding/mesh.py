@@ -1,4 +1,4 @@
-"""Computes which box of a tensor each rank of another mesh stores: FSDP2 sharding, tensor parallelism, replicas."""
+"""Computes which box of a tensor each rank of a new mesh stores: FSDP2 sharding, tensor parallelism, replicas."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _ALIASES = {
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a tensor is sharded: the dimension that FSDP splits and the one that tensor parallelism splits, or None.
+    """How a tensor is sharded: the dimensions that FSDP and tensor parallelism split; None if they do not split it.
 
     Attributes:
-        also: "shard" or "tp" if the tensor is a DTensor that is replicated over that mesh dimension. This changes no
+        also: Contains "shard" or "tp" if the tensor is a DTensor replicated over that mesh dimension. This changes no
             bytes, but a LOCAL checkpoint only loads into a job with the same placements.
     """
 
@@ -51,7 +51,7 @@ class Cut:
         return self.fsdp is None and self.tp is None
 
     def on(self, kind: str) -> bool:
-        """Return whether the tensor is a DTensor over this mesh dimension. "replicate" counts as "shard"."""
+        """Return whether the tensor is a DTensor over this mesh dimension, where "replicate" counts as "shard"."""
         kind = "tp" if kind == "tp" else "shard"
         return (self.tp if kind == "tp" else self.fsdp) is not None or kind in self.also
 
@@ -61,7 +61,7 @@ class TargetMesh:
     """The mesh of the new job: replicate x shard x tp. The last dimension is innermost, as DeviceMesh numbers ranks.
 
     Attributes:
-        labels: (kind, given name) of the dimensions that the user named. These exist even with a size of 1.
+        labels: (kind, given name) of each dimension that the user named. Such dimensions exist even with a size of 1.
     """
 
     replicate: int = 1
@@ -71,9 +71,9 @@ class TargetMesh:
 
     @classmethod
     def parse(cls, text: str | Mapping[str, int] | None, *, world_size: int) -> TargetMesh:
-        """Return the mesh that `text` describes ("replicate=2,shard=4,tp=2"). None shards over all ranks.
+        """Return the mesh that `text` describes ("replicate=2,shard=4,tp=2"). If it is None, shard over all ranks.
 
-        Omitted sizes are 1, except "shard", which takes the remaining ranks. In any order of `text`, replicas are
+        Omitted sizes are 1, except "shard", which takes the remaining ranks. Whatever the order in `text`, replicas are
         outermost and tensor parallelism is innermost, as FSDP2 requires.
 
         Raises:
@@ -98,12 +98,12 @@ class TargetMesh:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The dimensions of the new job's DeviceMesh: those that were named or are larger than 1, but at least one."""
+        """The dimensions of the new job's DeviceMesh: those that were named or are larger than 1; at least one."""
         named = dict(self.labels)
         return tuple(name for name in _NAMES if getattr(self, name) > 1 or name in named) or ("shard",)
 
     def describe(self, kinds: Sequence[str] | None = None) -> dict[str, Any]:
-        """Return {"shape", "names", "ranks"} of the mesh, or of rank 0's submesh with the dimensions `kinds`."""
+        """Return {"shape", "names", "ranks"} for the mesh, or for rank 0's submesh with only the dimensions `kinds`."""
         kinds = self.kinds if kinds is None else kinds
         named = dict(self.labels)
         grid = np.arange(self.size).reshape(self.replicate, self.shard, self.tp)
@@ -115,24 +115,24 @@ class TargetMesh:
         }
 
     def boxes(self, shape: tuple[int, ...], cut: Cut, *, turn: int = 0) -> RankBoxes:
-        """Return which rank stores which box. Each box is stored once; empty boxes are omitted.
+        """Return which rank stores which box. Each box is stored once, and empty boxes are omitted.
 
         Tensor parallelism splits first, then FSDP2 splits each rank's part, both like torch.chunk. If both split the
-        same dimension, a rank stores the shard-th chunk of the tp-th chunk. A tensor without elements has one empty
+        same dimension, a rank stores the shard-th chunk of the tp-th chunk. A tensor without elements gets one empty
         box, so that the checkpoint contains it.
 
         Args:
-            turn: The replica that stores the tensor, modulo the number of replicas. If it is 0 for all tensors, the
-                ranks of the first replica read only their own files.
+            turn: Index of the replica that stores the tensor, modulo the number of replicas. If it is 0 for every
+                tensor, the first replica's ranks find all that they need in their own files.
         """
         return _boxes(self, tuple(shape), cut.fsdp, cut.tp, turn % self.replicas(cut))
 
     def replicas(self, cut: Cut) -> int:
-        """Return the number of ranks that hold each element."""
+        """Return how many ranks hold each element."""
         return self.replicate * (self.shard if cut.fsdp is None else 1) * (self.tp if cut.tp is None else 1)
 
     def placement(self, cut: Cut) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-        """Return (mesh dimensions, placement on each as the manifest writes it) of a DTensor with this cut.
+        """Return (mesh dimensions, placement on each, as the manifest writes it) for a DTensor with this cut.
 
         None for a plain tensor. A parameter that tensor parallelism does not touch is not on the tp dimension.
         """
@@ -204,9 +204,9 @@ def _sizes(text: str | Mapping[str, int] | None) -> tuple[dict[str, int], tuple[
 def cut_of_placements(names: Sequence[str], texts: Sequence[str]) -> Cut:
     """Return the cut of a tensor with these placements on a mesh with these dimension names.
 
-    The name of the dimension decides: "tp" or a synonym is tensor parallelism, "shard" or a synonym is FSDP. With other
-    names ("dim0"), a strided shard and the first shard are FSDP's. The second shard is tensor parallelism, which FSDP2
-    keeps innermost.
+    A dimension's name decides: "tp" or a synonym means tensor parallelism, "shard" or a synonym FSDP. If the names say
+    nothing ("dim0"), strided shards and the first shard are FSDP's, and the second shard is tensor parallelism's, which
+    FSDP2 keeps innermost.
     """
     dims: dict[str, int] = {}
     also: dict[str, None] = {}
@@ -226,8 +226,8 @@ def cut_of_placements(names: Sequence[str], texts: Sequence[str]) -> Cut:
 
 
 _COLUMN, _ROW = 0, 1
-# As transformers' plans for these families: q, k, v, gate and up projections are split by outputs, o and down
-# projections by inputs, the LM head by vocabulary. Embeddings and norms are not split.
+# Like transformers' plans for these families: q, k, v, gate and up projections are split by outputs, o and down
+# projections by inputs, and the LM head by vocabulary. Embeddings and norms are not split.
 _LLAMA: dict[str, int | None] = {
     **{f"*.self_attn.{name}_proj.{kind}": _COLUMN for name in "qkv" for kind in ("weight", "bias")},
     "*.self_attn.o_proj.weight": _ROW,
@@ -243,7 +243,7 @@ class TPPlan:
     """The dimension along which tensor parallelism splits each parameter.
 
     Attributes:
-        rules: Glob of parameter names -> dimension; None does not split. The last matching glob applies.
+        rules: Glob of parameter names -> dimension, or None not to split. The last matching glob applies.
         origin: Where the plan comes from, for messages.
     """
 
@@ -252,10 +252,10 @@ class TPPlan:
 
     @classmethod
     def of(cls, given: str | Mapping[str, int | None]) -> TPPlan:
-        """Return the plan in a JSON file, or in a mapping.
+        """Return the plan in a JSON file or a mapping.
 
         Raises:
-            UsageError: It is not a mapping of globs to dimensions.
+            UsageError: It does not map globs to dimensions.
         """
         origin = given if isinstance(given, str) else "tp_plan"
         rules: Any = given
@@ -277,16 +277,17 @@ class TPPlan:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any] | None, names: Iterable[str]) -> TPPlan | None:
-        """Return the plan for the model family of a transformers config.
+        """Return the plan for the model family in a transformers config.
 
-        None if the family is unknown, or its parameters have other names."""
+        None if the family is unknown, or if its parameters have other names here.
+        """
         if config is None or str(config.get("model_type")) not in _FAMILY:
             return None
         plan = cls(_LLAMA, f"the plan of {config['model_type']}")
         return plan if any(name.endswith(".self_attn.q_proj.weight") for name in names) else None
 
     def without(self, names: Iterable[str]) -> TPPlan:
-        """Return the plan without these parameters: splitting tied weights would untie them."""
+        """Return a plan that leaves these parameters whole, because splitting tied weights would untie them."""
         return TPPlan({**self.rules, **dict.fromkeys(names)}, self.origin)
 
     def dim(self, fqn: str, shape: tuple[int, ...]) -> int | None:
@@ -304,7 +305,7 @@ class TPPlan:
         return found
 
     def check_used(self, names: Iterable[str]) -> None:
-        """Raise UsageError if a glob of a given plan matches no parameter, because it is probably a typo."""
+        """Raise UsageError if any glob in the user's plan matches no parameter, because that is probably a typo."""
         known = list(names)
         idle = [glob for glob in self.rules if not any(fnmatch.fnmatchcase(name, glob) for name in known)]
         if idle:
@@ -314,24 +315,24 @@ class TPPlan:
             )
 
 
-# --- the cut of each tensor of a source on the new mesh: as recorded, or by FSDP2's rule and a plan
+# --- each source tensor's cut on the new mesh: as recorded, or by FSDP2's rule and a plan
 
 
 _WHOLE = Cut(None)
 
 
 class Cuts:
-    """How every tensor of a catalog is split on a mesh.
+    """How each tensor in a catalog is split on a mesh.
 
     If the source recorded placements, sharded tensors stay sharded along the same dimension. Otherwise parameters are
-    split along dimension 0, as FSDP2 does. Optimizer state with the shape of its parameter is split like it. All other
-    optimizer state is on every rank, as in a training job.
+    split along dimension 0, as in FSDP2. An optimizer state that has its parameter's shape is split like the parameter.
+    All other optimizer states are on every rank, as in a training job.
 
     Args:
-        tp_plan: What tensor parallelism splits. None takes it from the source's placements or its config.json.
+        tp_plan: What tensor parallelism splits. None takes it from the source's placements or config.json.
 
     Raises:
-        UsageError: The mesh has a tp dimension, and neither `tp_plan` nor the source tells what it splits.
+        UsageError: The mesh has a tp dimension, and neither `tp_plan` nor the source says what it splits.
     """
 
     def __init__(self, catalog: Catalog, mesh: TargetMesh, *, tp_plan: TPPlan | None = None) -> None:
@@ -344,7 +345,7 @@ class Cuts:
         cuts = {name: self._own(entry) for name, entry in weights.items()}
         self.notes: list[str] = []
         if not any(cut.fsdp is not None for cut in cuts.values()):
-            # The source was not sharded. FSDP2 in the new job shards all float parameters.
+            # The source was not sharded, but in the new job FSDP2 shards all float parameters.
             cuts = {
                 name: replace(cut, fsdp=0, also=tuple(kind for kind in cut.also if kind != "shard"))
                 if weights[name].shape and dtype_of(weights[name].dtype).kind == "float"
@@ -359,7 +360,7 @@ class Cuts:
         self._by_fqn = {weights[name].fqn: (weights[name].shape, cut) for name, cut in cuts.items()}
 
     def of(self, entry: TensorEntry) -> Cut:
-        """Return the cut of one of the catalog's tensors."""
+        """Return the cut of a tensor in the catalog."""
         known = self._cuts.get(entry.name)
         if known is not None:
             return known
@@ -374,8 +375,8 @@ class Cuts:
     def _own(self, entry: TensorEntry) -> Cut:
         """Return the recorded cut; if none is recorded, FSDP2's.
 
-        If only other tensors of the source are sharded, this one is a buffer and stays whole. A tensor with one row is
-        an exception, because FSDP2 stores it in one slice too.
+        If other tensors in the source are sharded but this one is not, it is a buffer and stays whole. A tensor with
+        one row is an exception, because FSDP2 stores its shard in one slice too.
         """
         if not entry.shape:
             return _WHOLE
@@ -384,7 +385,7 @@ class Cuts:
             if placed is None:
                 return _WHOLE
             return cut_of_placements(tuple(self._meshes[placed[0]]["names"]), tuple(placed[1]))
-        if dtype_of(entry.dtype).kind != "float" and entry.dtype != "uint8":  # quantized weights are uint8
+        if dtype_of(entry.dtype).kind != "float" and entry.dtype != "uint8":  # uint8 may be quantized weights
             return _WHOLE
         whole = self._shared and len(entry.slices) <= 1 and entry.shape[0] > 1
         return _WHOLE if whole else Cut(0)
@@ -396,7 +397,7 @@ class Cuts:
         if plan is not None:
             plan.check_used(names)
         elif any(cut.on("tp") for cut in cuts.values()):
-            return cuts  # the source's placements include tensor parallelism
+            return cuts  # the source's placements already include tensor parallelism
         else:
             config = catalog.info.extra.get("config")
             plan = TPPlan.of_config(config if isinstance(config, Mapping) else None, names)

@@ -1,9 +1,11 @@
-"""Converts a source's tensors and objects to the keys of ckptkit checkpoints, so that a training job can load them.
+"""Converts a source's tensors and objects to the keys that ckptkit checkpoints use, so that a training job can load
+them.
 
-If another program saved a DCP and the result is a DCP too, keys and records are unchanged: the same state loads both,
-with torch or with ckptkit. Otherwise tensors are renamed to `model.<fqn>`, `optimizer.state.<fqn>.<name>` and
-`optimizer.master.<fqn>`. Objects become trees in `objects.json`: an optimizer's parameter groups by FQN, a scheduler,
-and all others below `extra.`. Objects that cannot be converted are listed with the reason.
+If the source is another program's DCP checkpoint and the result is a DCP checkpoint too, keys and records do not
+change: the same state loads both, with torch or with ckptkit. Otherwise tensors are renamed to `model.<fqn>`,
+`optimizer.state.<fqn>.<name>` and `optimizer.master.<fqn>`. Objects become trees in `objects.json`: an optimizer's
+parameter groups by FQN, a scheduler, and everything else under `extra.`. Objects that cannot be converted are listed
+with the reason.
 """
 
 from __future__ import annotations
@@ -34,18 +36,18 @@ if TYPE_CHECKING:
 
 __all__ = ["OwnState", "OwnTensor", "own_state", "Trees", "own_trees"]
 
-# --- the objects of another program's checkpoint as trees for `objects.json`: settings by parameter name, schedulers
+# --- another program's objects as trees for `objects.json`: settings by parameter name, schedulers
 
 
 _MAX_TREE_BYTES = 1 << 20
-_MAX_STEP = 2**63  # limit of a step count: a hostile checkpoint may contain integers too large for a float
+_MAX_STEP = 2**63  # maximum step count, because a hostile checkpoint may contain integers too large for a float
 _RANDOM = re.compile(r"(random_states?|rng_states?|rng)(_\d+)?")
 _SCHEDULER = re.compile(r"(lr_)?schedulers?(_states?)?(_\d+)?")
 _GROUPS = "param_groups"
 
 
 class _NoTree(Exception):
-    """The value has a type that `objects.json` cannot store."""
+    """The value has a type that `objects.json` cannot represent."""
 
 
 @dataclass(slots=True)
@@ -53,8 +55,8 @@ class Trees:
     """Trees for `objects.json`.
 
     Attributes:
-        steps: (optimizer, FQN) -> step count, if the source stores it as a number.
-        leftovers: (name, reason) of objects that were not converted.
+        steps: Step counts that the source stores as numbers, by (optimizer, FQN).
+        leftovers: (name, reason) of each object that was not converted.
     """
 
     trees: dict[str, Any] = field(default_factory=dict)
@@ -64,10 +66,10 @@ class Trees:
 
 
 def own_trees(store: Store, catalog: Catalog, sections: Mapping[str, str]) -> Trees:
-    """Return the trees of a source that ckptkit did not write. Reads its objects without running their code.
+    """Return the trees for a source that ckptkit did not write. Reads its objects without running their code.
 
     Args:
-        sections: Prefix of an optimizer's keys (the part before ".state.") -> ckptkit's name for the optimizer.
+        sections: An optimizer's key prefix (the part before ".state.") -> ckptkit's name for the optimizer.
     """
     found = Trees()
     values: dict[str, tuple[ObjectEntry, Any]] = {}
@@ -97,14 +99,14 @@ def own_trees(store: Store, catalog: Catalog, sections: Mapping[str, str]) -> Tr
 
 @dataclass(slots=True)
 class _Groups:
-    """The settings of parameter groups: prefix of the keys (before "param_groups") -> index or name -> settings."""
+    """Parameter groups' settings: key prefix (before "param_groups") -> group's index or parameter -> settings."""
 
     found: dict[str, dict[str | int, dict[str, Any]]] = field(default_factory=dict)
 
     def take(self, name: str, value: Any) -> bool:
-        """Store the object if it is a setting, and return whether it is one.
+        """Store the object and return True if it is a setting; otherwise return False.
 
-        Its key contains the index of the group or, in a flattened state dict, the name of the parameter.
+        The object's key contains the group's index or, in a flattened state dict, the parameter's name.
         """
         at = name.find(_GROUPS)
         if at < 0:
@@ -113,7 +115,7 @@ class _Groups:
         if not rest and not isinstance(value, (list, tuple)):
             return False
         groups = self.found.setdefault(prefix, {})
-        if not rest:  # one object contains all groups
+        if not rest:  # a single object contains all groups
             groups.update(enumerate(dict(group) for group in value if isinstance(group, Mapping)))
             return True
         owner, _, setting = rest.rpartition(".")
@@ -122,7 +124,7 @@ class _Groups:
 
 
 class _Names:
-    """Maps the parameter names of the source's settings to the FQNs in the catalog."""
+    """Maps parameter names in the source's settings to the catalog's FQNs."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._known = {entry.fqn for entry in catalog.tensors.values() if entry.fqn}
@@ -130,7 +132,7 @@ class _Names:
         self._prefix = prefix if isinstance(prefix, str) else ""
 
     def of(self, name: str) -> str | None:
-        """Return the FQN of a parameter name; None if there is no such parameter."""
+        """Return a parameter name's FQN; None if there is no such parameter."""
         plain = strip_infixes([name])[name]
         for candidate in (name, plain, name.removeprefix(self._prefix), plain.removeprefix(self._prefix)):
             if candidate in self._known:
@@ -139,9 +141,9 @@ class _Names:
 
 
 def _take_state(found: Trees, name: str, entry: ObjectEntry, value: Any, sections: Mapping[str, str]) -> bool:
-    """Store the object if it is optimizer state but not a tensor, and return whether it is.
+    """Store the object and return True if it is optimizer state but not a tensor; otherwise return False.
 
-    A step count becomes a tensor later. Other values stay as they are.
+    A step count becomes a tensor later. Other values are stored unchanged.
     """
     at = name.find(".state.")
     if at < 0:
@@ -190,7 +192,7 @@ def _add_groups(found: Trees, groups: _Groups, names: _Names, sections: Mapping[
 
 
 def _joined(by_owner: Mapping[str | int, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the groups in order. Groups of one parameter each are merged if their settings are equal."""
+    """Return the groups in order. Merge groups that contain a single parameter each, if their settings are equal."""
     groups: list[dict[str, Any]] = []
     for index in sorted(o for o in by_owner if isinstance(o, int)):
         params = by_owner[index].get("params")
@@ -205,7 +207,7 @@ def _joined(by_owner: Mapping[str | int, dict[str, Any]]) -> list[dict[str, Any]
 
 
 def _check_covered(found: Trees, section: str, catalog: Catalog) -> None:
-    """Add a note about parameters with state but without settings. Drop the tree if no parameter has settings."""
+    """Add a note if parameters have state but no settings. If no parameter has settings, drop the tree."""
     tree = found.trees.get(section)
     if tree is not None and not tree[_GROUPS]:
         del found.trees[section]
@@ -226,7 +228,7 @@ def _check_covered(found: Trees, section: str, catalog: Catalog) -> None:
 
 
 def _nested(values: Mapping[str, tuple[ObjectEntry, Any]]) -> dict[str, Any]:
-    """Return the values nested as before DCP flattened them, by top-level key: {"lr_scheduler": {"last_epoch": 2}}."""
+    """Undo DCP's flattening: return the values nested, by top-level key, as in {"lr_scheduler": {"last_epoch": 2}}."""
     nested: dict[str, Any] = {}
     for name, (entry, value) in values.items():
         path = [str(part) for part in entry.key] or [name]
@@ -266,7 +268,7 @@ def _safe(name: str) -> str:
 
 
 def _scheduler(name: str, value: Any) -> Any:
-    """Return the state of the torch LRScheduler in this value; None if it has none or several."""
+    """Return the state of the torch LRScheduler in this value; None if there is none, or more than one."""
     if _SCHEDULER.fullmatch(name):
         candidates = value if isinstance(value, (list, tuple)) else [value]
     elif isinstance(value, Mapping) and isinstance(value.get("lr_schedulers"), (list, tuple)):
@@ -282,7 +284,7 @@ def _scheduler(name: str, value: Any) -> Any:
 
 
 def _tree(value: Any, depth: int = 0) -> Any:
-    """Return a reader's value in the JSON form of `checkpoint/state/values.py`. Needs no torch."""
+    """Return a value that a reader returned, in the JSON form of `checkpoint/state/values.py`. Needs no torch."""
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
@@ -324,7 +326,7 @@ class OwnTensor:
     """One tensor of the result.
 
     Attributes:
-        tensor: How it is made of source tensors. Its name is the key.
+        tensor: How it is made from source tensors. Its name is the key.
         source: Its entry in the source's catalog; for a new tensor, an entry without slices.
     """
 
@@ -338,12 +340,12 @@ class OwnTensor:
 
 @dataclass(slots=True)
 class OwnState:
-    """The contents of the result.
+    """What the result contains.
 
     Attributes:
-        trees: The contents of `objects.json`. The file is only written if there are any.
-        records: Objects that are copied into the DCP, with their bytes.
-        leftovers: (name, reason) of what the result omits.
+        trees: Contents of `objects.json`. The file is written only if there are any.
+        records: Objects that are copied into the DCP checkpoint, with their bytes.
+        leftovers: (name, reason) of everything that the result omits.
     """
 
     tensors: list[OwnTensor] = field(default_factory=list)
@@ -354,11 +356,11 @@ class OwnState:
 
 
 def own_state(store: Store, catalog: Catalog, *, step: int, sharded: bool) -> OwnState:
-    """Return the contents of a ckptkit checkpoint made from a source. Reads its objects, but no tensors.
+    """Return the contents of a ckptkit checkpoint made from a source. Reads the source's objects, but no tensors.
 
     Args:
-        sharded: Whether the result is a DCP, which stores tied weights under each of their names. FULL and LOCAL store
-            them once.
+        sharded: Whether the result is a DCP checkpoint, which stores tied weights under each of their names. FULL and
+            LOCAL checkpoints store them once.
     """
     as_it_is = sharded and _is_foreign_dcp(catalog)
     carried = catalog.objects.keys() if as_it_is else ()  # copied byte for byte
@@ -376,11 +378,11 @@ def own_state(store: Store, catalog: Catalog, *, step: int, sharded: bool) -> Ow
     return _of_others(store, catalog, step)
 
 
-# --- DCP checkpoints of other programs
+# --- other programs' DCP checkpoints
 
 
 def _is_foreign_dcp(catalog: Catalog) -> bool:
-    """Return whether the source is a DCP with another program's keys, saved by that program or resharded by ckptkit.
+    """Return whether the source is a DCP checkpoint with another program's keys, even if ckptkit has resharded it.
 
     It may consist of several DCP directories, because LightRFT stores the optimizer in a separate one.
     """
@@ -406,7 +408,7 @@ def _as_it_is(store: Store, catalog: Catalog) -> OwnState:
 
 
 def _record(store: Store, item: ObjectEntry) -> bytes:
-    """Return the bytes from which torch.load reads an object. Checks their CRCs first."""
+    """Return the bytes from which torch.load reads an object, after checking their CRCs."""
     if item.encoding != "torch_save":
         return frame_object(read_object(store, item))
     if item.codec is not None:
@@ -450,7 +452,7 @@ def _copy(entry: TensorEntry, name: str, role: Role, fqn: str, state: str, key: 
 
 
 def _key(name: str, role: Role, fqn: str, state: str) -> Key:
-    """Return the path of a key in the nested state dict. Parameter names keep their dots."""
+    """Return a key's path in the nested state dict, in which parameter names keep their dots."""
     if not fqn or role is Role.OTHER:
         return tuple(name.split("."))
     top = name.partition(".")[0]
@@ -496,7 +498,7 @@ def _of_others(store: Store, catalog: Catalog, step: int) -> OwnState:
 
 
 def _sections(catalog: Catalog) -> dict[str, str]:
-    """Return prefix of an optimizer's keys -> ckptkit's name for the optimizer."""
+    """Return ckptkit's names for the optimizers, by key prefix."""
     prefixes: dict[str, None] = {}
     for entry in catalog.tensors.values():
         if entry.role in (Role.OPTIMIZER, Role.MASTER) and entry.fqn:
@@ -507,7 +509,7 @@ def _sections(catalog: Catalog) -> dict[str, str]:
 
 
 def _prefix(name: str) -> str:
-    """Return the part of a key that names the optimizer."""
+    """Return the prefix of a key that identifies the optimizer; "" if there is none."""
     cuts = [at for part in (".state.", ".master.", ".param_groups") if (at := name.find(part)) >= 0]
     return name[: min(cuts)] if cuts else ""
 
@@ -524,7 +526,7 @@ def _own_name(entry: TensorEntry, sections: Mapping[str, str]) -> str:
 
 
 def _weights_are_masters(catalog: Catalog) -> set[str]:
-    """Return the FQNs whose master and weight are the same bytes of the same file, as DeepSpeed stores them."""
+    """Return the FQNs whose weight and master are the same bytes in the same file, as DeepSpeed stores them."""
     weights = catalog.by_role(Role.MODEL)
     found = set()
     for fqn, master in catalog.by_role(Role.MASTER).items():
@@ -538,7 +540,7 @@ def _weights_are_masters(catalog: Catalog) -> set[str]:
 
 
 def _add_steps(found: OwnState, trees: Trees, used: Mapping[str, str]) -> None:
-    """Add step counts that the source stores as numbers as tensors, because torch's optimizers expect tensors."""
+    """Add the step counts that the source stores as numbers. They become tensors, which torch's optimizers expect."""
     for (section, fqn), step in trees.steps.items():
         name = f"{section}.state.{fqn}.step"
         if name in used:

@@ -1,4 +1,4 @@
-"""Plans a reshard: which rank stores which part of each tensor, the objects, and the commit record."""
+"""Plans a reshard: which rank stores which part of each tensor, which objects are kept, and the commit record."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Placed = tuple[int, tuple[str, ...]] | None
 
 @dataclass(frozen=True, slots=True)
 class _RankRows:
-    """The boxes of each rank, as (tensor, row) pairs sorted by rank."""
+    """Each rank's boxes, as (tensor, row) pairs sorted by rank."""
 
     bounds: npt.NDArray[np.int64]
     owners: npt.NDArray[np.int64]
@@ -66,7 +66,7 @@ class _RankRows:
 
 
 def turn_of(key: str) -> int:
-    """Return the replica that stores a tensor, modulo their number. Spreads tensors as a training job does."""
+    """Return which replica stores a tensor, modulo the number of replicas. Spreads tensors as a training job does."""
     return crc32(key.encode("utf-8", "surrogatepass"))
 
 
@@ -79,10 +79,10 @@ def lay_out_local(
     meshes: Sequence[dict[str, Any]],
     placements: Sequence[Placed],
 ) -> Laid:
-    """Lay out boxes as one `local_<rank>.safetensors` per rank; return (files, placements, ()).
+    """Lay out boxes in one `local_<rank>.safetensors` per rank; return (files, placements, ()).
 
     Args:
-        placements: For each tensor (index into `meshes`, placements as text); None for a plain tensor.
+        placements: For each tensor, (index into `meshes`, placements as text); None for a plain tensor.
     """
     place = {id(tensor): i for i, tensor in enumerate(tensors)}
     order = [place[id(tensor)] for tensor in in_disk_order(catalog, tensors)]
@@ -116,12 +116,12 @@ Planned = tuple[Plan, Seal]
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The step, name and commit record fields of the new checkpoint.
+    """The new checkpoint's step, name and commit record fields.
 
     Attributes:
-        tag: The directory's name, if it is not named after the step.
+        tag: The directory's name if it is not named after the step; otherwise None.
         record: Fields copied from the source's commit record.
-        known: Whether the source or the directory's name gives the step.
+        known: Whether the step is known from the source or from the directory's name.
     """
 
     step: int
@@ -142,10 +142,10 @@ def plan_reshard(
 ) -> Planned:
     """Return the plan and its seal. Takes seconds for a million slices.
 
-    Reads objects of the source. Reads tensors only for the mean of embeddings.
+    Reads the source's objects. Reads tensors only for the mean of embeddings.
 
     Raises:
-        UsageError: The mesh has a tp dimension and nothing tells what it splits, or the source has several models.
+        UsageError: The mesh has a tp dimension and nothing says what it splits, or the source contains several models.
     """
     own = own_state(store, catalog, step=identity.step, sharded=type == "sharded")
     cuts = Cuts(catalog, mesh, tp_plan=tp_plan)
@@ -166,10 +166,10 @@ def plan_reshard(
 
 
 def plan_local(catalog: Catalog, tensors: Sequence[OutputTensor], mesh: TargetMesh, identity: Identity) -> Planned:
-    """Return the plan and the seal of a LOCAL checkpoint of only a model, for FSDP2 ranks.
+    """Return the plan and the seal of a LOCAL checkpoint that contains only a model, for FSDP2 ranks.
 
-    A tensor that is copied unchanged keeps its cut (a whole buffer stays whole). Of the others, floats are cut along
-    dimension 0.
+    A tensor that is copied unchanged keeps its cut (a whole buffer stays whole). Any other tensor is cut along
+    dimension 0 if it contains floats; otherwise it stays whole.
     """
     known = Cuts(catalog, mesh)
     chosen = []
@@ -199,8 +199,8 @@ def _planned(
     extra: Mapping[str, Any] = MappingProxyType({}),
     side: Sequence[OutputFile] = (),
 ) -> Planned:
-    """Return the plan and the seal of a state. `extra`: more fields for the manifest. `side`: files to add."""
-    kinds: dict[tuple[str, ...], int] = {}  # the distinct meshes
+    """Return the plan and the seal for a state. `extra`: more manifest fields. `side`: files to add."""
+    kinds: dict[tuple[str, ...], int] = {}  # index of each distinct mesh
     placements: list[Placed] = []
     for placed_on in map(mesh.placement, cuts):
         place = None if placed_on is None else (kinds.setdefault(placed_on[0], len(kinds)), placed_on[1])
@@ -257,7 +257,7 @@ def _rank(path: str) -> int:
 
 
 def _resized(trees: Mapping[str, Any], world_size: int) -> list[str]:
-    """Return notes about per-rank state that another number of ranks saved."""
+    """Return notes about per-rank state that a different number of ranks saved."""
     found = []
     for kind in ("rng", "dataloader"):
         saved = sum(name.startswith(f"{kind}.") for name in trees)
@@ -273,7 +273,7 @@ def _resized(trees: Mapping[str, Any], world_size: int) -> list[str]:
 
 
 def _records(catalog: Catalog, own: OwnState) -> list[Record]:
-    """Return the records for plain torch DCP: those of the source if it is a DCP, otherwise the groups' settings."""
+    """Return the records for plain torch: the source's if it is a DCP checkpoint, otherwise the groups' settings."""
     if own.records or not own.trees or catalog.info.format == "ckptkit-sharded":
         return [(_record_key(entry), entry.role, data) for entry, data in own.records]
     records: list[Record] = []
@@ -283,7 +283,7 @@ def _records(catalog: Catalog, own: OwnState) -> list[Record]:
         for index, group in enumerate(tree.get("param_groups", ())):
             for setting, value in {**group, "param_names": group["params"]}.items():
                 if any(tag in json.dumps(value) for tag in ('"$tensor"', '"$ndarray"', '"$npscalar"', '"$ref"')):
-                    continue  # only torch could write this value; objects.json contains it
+                    continue  # only torch could write this value; it remains in objects.json
                 plain = decode(value, str)
                 if is_plain(plain):
                     key = (section, "param_groups", index, setting)

@@ -1,4 +1,4 @@
-"""Plans DCP data files per rank and their `.metadata`, with slices as columns (one row per slice)."""
+"""Plans the DCP data files of each rank and their `.metadata`. Slices are stored as columns, one row per slice."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ Int64 = npt.NDArray[np.int64]
 Laid = tuple[list[OutputFile], list[Placement], tuple[str, ...]]
 
 METADATA = ".metadata"
-MODEL = "model"  # the top-level key, as in `dcp.load({"model": model.state_dict()})` and accelerate
+MODEL = "model"  # the top-level key, as in `dcp.load({"model": model.state_dict()})` and in accelerate
 
 
 @dataclass(frozen=True, slots=True)
 class RankBoxes:
-    """The rank that stores each box of a tensor. Boxes are not empty and do not repeat.
+    """Which rank stores each box of a tensor. Boxes do not repeat, and only a tensor without elements has an empty one.
 
     Attributes:
-        ranks: [n].
-        offsets, sizes: [n, ndim] elements.
+        ranks: [n] the rank.
+        offsets, sizes: [n, ndim] the box, in elements.
     """
 
     ranks: Int64
@@ -39,13 +39,13 @@ class RankBoxes:
 
 
 def chunked(shape: tuple[int, ...], world_size: int) -> RankBoxes:
-    """Return the boxes of FSDP2 sharding: dimension 0 is split like `torch.chunk`; scalars go to rank 0."""
+    """Return the boxes for FSDP2 sharding, which splits dimension 0 like `torch.chunk`. Scalars go to rank 0."""
     ndim = len(shape)
     if not shape or 0 in shape or world_size == 1:
         zeros = np.zeros((1, ndim), np.int64)
         return RankBoxes(np.zeros(1, np.int64), zeros, np.array([shape], np.int64).reshape(1, ndim))
     length = -(-shape[0] // world_size)
-    count = -(-shape[0] // length)  # ranks beyond this store nothing
+    count = -(-shape[0] // length)  # ranks from here on store nothing
     ranks = np.arange(count)
     offsets = np.zeros((count, ndim), np.int64)
     offsets[:, 0] = ranks * length
@@ -58,7 +58,7 @@ def chunked(shape: tuple[int, ...], world_size: int) -> RankBoxes:
 
 
 def dcp_files(catalog: Catalog, tensors: Sequence[OutputTensor], *, world_size: int) -> Laid:
-    """Lay out tensors as a DCP checkpoint of `world_size` FSDP2 ranks, under the key "model"."""
+    """Lay out tensors as a DCP checkpoint for `world_size` FSDP2 ranks, under the key "model"."""
     boxes = [chunked(tensor.shape, world_size) for tensor in tensors]
     return lay_out_dcp(catalog, tensors, boxes, keys=[(MODEL, tensor.name) for tensor in tensors])
 
@@ -71,11 +71,11 @@ def lay_out_dcp(
     keys: Sequence[tuple[str | int, ...]],
     objects: Sequence[tuple[tuple[str | int, ...], bytes]] = (),
 ) -> Laid:
-    """Lay out boxes as `__<rank>_0.distcp` files and `.metadata`.
+    """Lay out boxes in `__<rank>_0.distcp` files and `.metadata`.
 
     Args:
-        keys: The path of each tensor in the nested state dict. Its name in `.metadata` is the path joined by dots.
-        objects: (path, record) of everything that is not a tensor. The records are at the start of rank 0's file.
+        keys: Each tensor's path in the nested state dict. Its name in `.metadata` is this path, joined by dots.
+        objects: (path, record) for everything that is not a tensor. The records are at the beginning of rank 0's file.
     """
     place = {id(tensor): i for i, tensor in enumerate(tensors)}
     order = [place[id(tensor)] for tensor in in_disk_order(catalog, tensors)]
@@ -111,7 +111,7 @@ def lay_out_dcp(
 
 @dataclass(frozen=True, slots=True)
 class _Records:
-    """The records of one tensor: start, length, and bytes before the payload (`heads`)."""
+    """One tensor's records: start, length, and number of bytes before the payload (`heads`)."""
 
     tensor: int
     ranks: Int64
@@ -122,7 +122,7 @@ class _Records:
 
     @classmethod
     def laid(cls, tensor: OutputTensor, index: int, boxes: RankBoxes, cursors: list[int]) -> _Records:
-        """Append the records to the files of their ranks. Updates `cursors`, the ends of the files."""
+        """Append the records to their ranks' files. Updates `cursors`, which are the ends of these files."""
         table: list[tuple[int, int, int]] = []
         for rank, sizes in zip(boxes.ranks.tolist(), boxes.sizes.tolist(), strict=True):
             frame = frame_tensor(tensor.dtype, tuple(sizes))
@@ -135,12 +135,12 @@ class _Records:
 
 @dataclass(frozen=True, slots=True)
 class _Frames:
-    """All records, sorted by rank and start. The frames of a file are created only when it is written."""
+    """All records, sorted by rank and start. A file's frames are created only when the file is written."""
 
     tensors: Sequence[OutputTensor]
-    bounds: Int64  # [ranks + 1] rows of each rank
-    owners: Int64  # [n] index of the tensor
-    rows: Int64  # [n] index among the tensor's records
+    bounds: Int64  # [ranks + 1] where each rank's rows begin
+    owners: Int64  # [n] index of the record's tensor
+    rows: Int64  # [n] index among that tensor's records
     starts: Int64
     payloads: Int64  # [n] start of the payload
     lengths: Int64  # [n] length of the whole record
@@ -169,7 +169,7 @@ class _Frames:
         )
 
     def of_rank(self, rank: int) -> Iterator[tuple[int, RecordFrame]]:
-        """Yield (start, frame) of the records in a rank's file."""
+        """Yield (start, frame) for each record in a rank's file."""
         for i in range(int(self.bounds[rank]), int(self.bounds[rank + 1])):
             owner = int(self.owners[i])
             sizes = tuple(self.records[owner].sizes[int(self.rows[i])].tolist())
@@ -178,17 +178,17 @@ class _Frames:
 
 @dataclass(frozen=True, slots=True)
 class _FrameLiterals:
-    """The bytes of a rank's file besides the payloads. They are created again each time they are iterated."""
+    """The bytes in a rank's file besides the payloads. Each iteration creates them anew."""
 
     frames: _Frames
     rank: int
     head: bytes = b""
 
     def extents(self, payloads: Int64) -> tuple[Int64, Int64]:
-        """Return (starts, lengths) of the literals. Does not create the literals, which is slow for a thousand files.
+        """Return (starts, lengths) of the literals without creating them, which would be slow for a thousand files.
 
         Args:
-            payloads: Bytes of each payload, in file order.
+            payloads: Size of each payload in bytes, in file order.
         """
         part = slice(int(self.frames.bounds[self.rank]), int(self.frames.bounds[self.rank + 1]))
         starts, inner = self.frames.starts[part], self.frames.payloads[part]
@@ -214,7 +214,7 @@ class _FrameLiterals:
 
 @dataclass(frozen=True, slots=True)
 class _FrameCrcs:
-    """The CRC-32 field of each payload in a rank's file."""
+    """The CRC-32 fields of a rank's file, one per payload."""
 
     frames: _Frames
     rank: int
@@ -229,7 +229,7 @@ class _FrameCrcs:
 
 @functools.lru_cache(maxsize=65536)
 def _crc_places(frame: RecordFrame) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the offsets of the CRC in a frame's head and in its suffix, found by writing two different CRCs."""
+    """Return the CRC's offsets in a frame's head and in its suffix, which are found by writing two different CRCs."""
     return _changed(frame.head(0), frame.head(0xFFFFFFFF)), _changed(frame.suffix(0), frame.suffix(0xFFFFFFFF))
 
 

@@ -1,4 +1,4 @@
-"""Turns written files into a committed ckptkit checkpoint: adds digests, manifest, objects and commit record."""
+"""Turns written files into a committed ckptkit checkpoint by adding digests, manifest and commit record."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from ckptkit.version import __version__
 
 __all__ = ["Seal", "SealedTensor", "planned_catalog", "seal"]
 
-_Row = tuple[int, int, int, int, bool, int]  # start, bytes, placement, row in it, whether the digest is known, digest
-_CHUNK = 256 << 10  # bytes: stays in the L2 cache while two digests read it
+_Row = tuple[int, int, int, int, bool, int]  # start, bytes, placement, row in it, is digest known, digest
+_CHUNK = 256 << 10  # bytes; stays in the L2 cache while two digests read it
 _REMOTE_CHUNK = 8 << 20
 Digests = Sequence[npt.NDArray[np.uint64]]
 
@@ -45,15 +45,15 @@ class SealedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """What the commit record and the manifest of a new checkpoint contain besides its files.
+    """What a new checkpoint's commit record and manifest say in addition to its files.
 
     Attributes:
-        tag: The directory's name, if it is not named after the step.
-        tensors: By name.
-        ranks: [files] the rank of each file of the plan; -1 for none.
-        objects: Entries of the manifest, with their locations in the new files and their digests.
-        extra: More fields of the manifest: meshes, placements, aliases.
-        record: Fields copied from the source's record.
+        tag: The directory's name if it is not named after the step; otherwise None.
+        tensors: Manifest fields of each tensor, by name.
+        ranks: [files] the rank of each file in the plan; -1 for none.
+        objects: Manifest entries, with their locations in the new files and their digests.
+        extra: More manifest fields: meshes, placements, aliases.
+        record: Fields copied from the source's commit record.
     """
 
     step: int
@@ -69,7 +69,7 @@ class Seal:
 
 
 def planned_catalog(plan: Plan, what: Seal, digests: Digests | None = None) -> Catalog:
-    """Return the catalog of the checkpoint that the plan writes. It includes `digests` if given."""
+    """Return the catalog of the checkpoint that the plan writes, with `digests` if given."""
     tensors: dict[str, TensorEntry] = {}
     paths = [file.path for file in plan.files]
     nbytes, stop = Placement.joined(plan.placements)[2], 0
@@ -103,7 +103,7 @@ def seal(plan: Plan, store: Store, what: Seal, *, digested: Digested | None = No
     """Hash the plan's files in `store`, then write the manifest and, last, the commit record.
 
     Args:
-        digested: Digests of boxes that were computed while the boxes were written. All other bytes are read again.
+        digested: Box digests that were computed while the boxes were written. All other bytes are read again.
     """
     digests, files = _hash_files(plan, store, digested or Digested(), workers)
     known = planned_catalog(plan, what, digests)
@@ -134,10 +134,10 @@ class _Boxes:
     """All placed boxes, sorted by file and start.
 
     Attributes:
-        bounds: [files + 1] rows of each file.
+        bounds: [files + 1] where each file's rows begin.
         owners, rows: [n] index of the placement, and row in it.
         known: [n] whether the digest is known.
-        digests: [n] digests; undefined if not known.
+        digests: [n] digests; undefined where not known.
     """
 
     bounds: npt.NDArray[np.int64]
@@ -163,7 +163,7 @@ class _Boxes:
         found = RecordTable(table["file"], table["start"], table["nbytes"], table["digest"], nothing, nothing).find(
             files, starts, nbytes
         )
-        values = np.append(table["digest"], np.uint64(0))[found]  # index -1 (unknown) gives the appended 0
+        values = np.append(table["digest"], np.uint64(0))[found]  # index -1 (unknown) selects the appended 0
         return cls(bounds, starts, nbytes, owners[order], rows[order], found >= 0, values)
 
     def of_file(self, index: int) -> list[_Row]:
@@ -174,7 +174,7 @@ class _Boxes:
 
 
 def _hash_files(plan: Plan, store: Store, digested: Digested, workers: int) -> tuple[Digests, dict[str, FileRecord]]:
-    """Return the digest of every placed box, by placement, and of every file."""
+    """Return the digests of all placed boxes, by placement, and of all files."""
     digests = [np.zeros(len(placement), np.uint64) for placement in plan.placements]
     boxes = _Boxes.of(plan, digested)
     reader = SourceReader(store, [Origin(file.path) for file in plan.files])
@@ -191,7 +191,7 @@ def _hash_files(plan: Plan, store: Store, digested: Digested, workers: int) -> t
 
 
 class _FileHash:
-    """Hashes a file from start to end: its outline, and each box whose digest is not known."""
+    """Hashes a file from beginning to end: its outline, and each box whose digest is not known yet."""
 
     def __init__(self, reader: SourceReader, index: int, nbytes: int, digests: Digests) -> None:
         self._reader = reader
@@ -225,11 +225,11 @@ class _FileHash:
 
     def _read(self, first: int, stop: int, boxes: list[_Row]) -> None:
         """Hash the bytes [first, stop), which contain these boxes."""
-        at, state = 0, None  # index of the current box, and its hasher if the box began in an earlier chunk
+        at, state = 0, None  # index of the current box, and its hasher if it began in an earlier chunk
         for begin in range(first, stop, len(self._buffer)):
             view = self._buffer[: min(len(self._buffer), stop - begin)]
             self._reader.read(self._index, begin, view)
-            end, told = begin + len(view), begin  # the outline includes the bytes before `told`
+            end, told = begin + len(view), begin  # the outline already includes the bytes before `told`
             while at < len(boxes) and boxes[at][0] < end:
                 start, length, owner, row, *_ = boxes[at]
                 state = state or new_hasher()
@@ -242,5 +242,5 @@ class _FileHash:
                 self._state(owner, row, length, state.intdigest())
                 at, state = at + 1, None
             self._outline.update(view[told - begin :])
-        for _, length, owner, row, *_ in boxes[at:]:  # empty boxes at the end of the file
+        for _, length, owner, row, *_ in boxes[at:]:  # empty boxes at the end
             self._state(owner, row, length, digest_of(b""))
