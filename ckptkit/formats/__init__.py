@@ -1,1 +1,1 @@
-"""One module per format: its reader produces a Catalog, and its writer, if any, is next to it."""
+"""One module per format: its reader produces a Catalog. If the format can also be written, the writer is beside it."""

@@ -48,13 +48,13 @@ __all__ = [
     "refuse_packed",
 ]
 
-# --- the supported formats in detection order: how to recognize each one, and its reader
+# --- the supported formats in detection order, each with the test that recognizes it and its reader
 
 
 RECORD = "checkpoint.json"
 MANIFEST = "manifest.safetensors"
 _DEEPSPEED = r".*mp_rank_\d+_(?:model|optim)_states\.pt|layer_\d+.*_states\.pt"
-# File names that tools give to weights. Other safetensors files are used only if nothing else is found.
+# File names that tools use for weights. Safetensors files with different names are used only if nothing else is found.
 _WEIGHTS = r"(?:model|adapter_model|diffusion_pytorch_model|consolidated)(?:\.[\w-]+)?\.safetensors"
 _SAFETENSORS = rf"{_WEIGHTS}|.*-\d{{5,}}-of-\d{{5,}}\.safetensors|.*\.safetensors\.index\.json"
 TORCH_ENDINGS = (".pt", ".pth", ".ckpt", ".bin", ".pth.tar", ".th")  # endings of torch.save files
@@ -62,7 +62,7 @@ _TORCH = r"pytorch_model.*\.bin|.*\.bin\.index\.json|adapter_model\.bin"
 
 
 class Candidate:
-    """A directory that may be a checkpoint, with its contents."""
+    """A directory that may be a checkpoint, with a listing of its contents."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -80,18 +80,19 @@ class Candidate:
         return [path for path, item in self.listing.items() if item.kind == "directory"]
 
     def any_file(self, pattern: str) -> bool:
-        """Return whether the whole name of any file matches."""
+        """Return whether any file's whole name matches."""
         return any(re.fullmatch(pattern, name) for name in self.files)
 
 
-# Errors that a reader may raise for values of unexpected types or shapes.
+# Errors that a reader may raise when values have unexpected types or shapes.
 _MALFORMED = (TypeError, AttributeError, LookupError, ValueError, ArithmeticError, RecursionError)
 Test = Callable[[Candidate], bool]
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format: the test that recognizes it, and the module that reads it. `path` selects one file of a directory."""
+    """A format: the test that recognizes it, and the module that reads it. `path` selects a single file in a
+    directory."""
 
     name: str
     test: Test
@@ -122,8 +123,8 @@ def _only_torch_file(place: Candidate) -> bool:
     return any(name in MODEL_FILES for name in names) or (len(names) == 1 and parse_step(names[0]) is None)
 
 
-# A test checks names before it imports a reader, because most formats do not match.
-# DeepSpeed and verl have unique file names. Formats that add a file to a DCP checkpoint come before DCP.
+# Tests look at names before they import a reader, because most formats do not match. DeepSpeed's and verl's file names
+# are unique. Formats that add a file to a DCP checkpoint precede DCP.
 FORMATS: tuple[Format, ...] = (
     Format(
         "ckptkit",
@@ -185,7 +186,7 @@ def format_of(place: Candidate, formats: Sequence[Format] = ()) -> Format | None
 
 
 def refuse_packed(names: Sequence[str]) -> None:
-    """Raise UnsupportedFormatError if there is a NeMo archive: its checkpoint cannot be read in place."""
+    """Raise UnsupportedFormatError if there is a NeMo archive, because the checkpoint in it can't be read in place."""
     packed = next((name for name in names if name.endswith(".nemo")), None)
     if packed is not None:
         raise UnsupportedFormatError(
@@ -197,7 +198,7 @@ def refuse_packed(names: Sequence[str]) -> None:
 def open_torch(store: Store, name: str | None, options: ReadOptions) -> Catalog:
     """Open one torch.save file, or the store's root if `name` is None.
 
-    Removes the attribute prefix from the names of a LightningModule, as for sharded checkpoints.
+    Strips a LightningModule's attribute from the names, as is done for sharded checkpoints.
     """
     refuse_packed([name] if name is not None else [])
     catalog: Catalog = reader("torch_save").open_catalog(store, path=name, options=options)
@@ -210,12 +211,12 @@ def open_torch(store: Store, name: str | None, options: ReadOptions) -> Catalog:
 
 
 _MAX_DEPTH = 3
-_MAX_CHILDREN = 32  # how many directories without a step are searched
-_MAX_STEPS = 64  # how many of the newest step directories are searched
+_MAX_CHILDREN = 32  # most directories without a step to search
+_MAX_STEPS = 64  # how many of the newest step directories to search
 _POINTERS = ("latest", "latest_checkpointed_iteration.txt", "LATEST", "latest_universal", "LATEST.txt")
-# Subdirectories of a step that contain separate models (verl and SkyRL).
+# Subdirectories of a step that each contain a model of their own (verl and SkyRL).
 _MEMBERS = ("actor", "policy", "model", "critic", "ref", "reward")
-_ASIDE = ("optim", "rng", "dataloader")  # names of directories next to a model
+_ASIDE = ("optim", "rng", "dataloader")  # how the names of directories beside a model begin
 _DATA = re.compile(r"__\d+_\d+\.distcp|\.metadata\.tmp")
 _EXPECTED = (
     "a checkpoint of ckptkit, torch DCP (.metadata), Hugging Face (*.safetensors, pytorch_model*.bin), DeepSpeed, "
@@ -229,9 +230,9 @@ class Source:
     """An opened checkpoint.
 
     Attributes:
-        store: The checkpoint's root. The catalog's paths are relative to it.
-        url: The URL of the opened checkpoint.
-        note: Why this checkpoint was chosen, if its URL is not the requested one; otherwise "".
+        store: The checkpoint's root, which the catalog's paths are relative to.
+        url: The opened checkpoint's URL.
+        note: Why this checkpoint was chosen, or "" if its URL is the one that was asked for.
         joined: The checkpoints that were joined into this one; () if it was opened directly.
     """
 
@@ -243,7 +244,7 @@ class Source:
 
     @property
     def checkpoints(self) -> tuple[Source, ...]:
-        """The checkpoints that are read: this one, or those that were joined."""
+        """The checkpoints that are actually read: this one, or those that were joined into it."""
         return self.joined or (self,)
 
 
@@ -253,7 +254,7 @@ _Found = tuple[Candidate, str, Format, str]
 def identify(store: Store) -> str | None:
     """Return the name of the format at the store's root, or None if it is not a checkpoint.
 
-    Reads only names, and a small marker file if names are ambiguous.
+    Reads only names, and a small marker file if the names are ambiguous.
     """
     place = Candidate(store)
     found = format_of(place) or format_of(place, UNNAMED)
@@ -264,10 +265,11 @@ def identify(store: Store) -> str | None:
 def open_source(
     url: str, *, storage_options: Mapping[str, Any] | None = None, options: ReadOptions | None = None
 ) -> Source:
-    """Open the checkpoint at `url`: a file, a directory, or the newest step of a run's directory.
+    """Open the checkpoint at `url`, which may be a file, a directory, or a run's directory, where the newest step is
+    opened.
 
-    Steps are compared as numbers (10 is newer than 9). If there are steps, `latest` files are only reported. If a
-    directory has committed ckptkit checkpoints, everything else in it is ignored.
+    Steps are compared as numbers (10 is newer than 9). If there are steps, `latest` files are mentioned in a note but
+    not followed. If a directory has checkpoints that ckptkit committed, everything else in it is ignored.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint. The message lists what was found.
@@ -317,18 +319,18 @@ def _check_weights(catalog: Catalog, url: str) -> None:
 
 
 def _with_step(catalog: Catalog, url: str) -> Catalog:
-    """Return the catalog with the step from the directory's name, unless it already has one."""
+    """Return the catalog with the step in the directory's name, unless it already has a step."""
     named = parse_step(url.rpartition("/")[2])
     if catalog.info.step is not None or named is None:
         return catalog
     return replace(catalog, info=replace(catalog.info, step=named.step))
 
 
-# --- whether the URL is a file or a directory
+# --- is the URL a file or a directory?
 
 
 def _real(url: str) -> str:
-    """Return the URL without a trailing slash. Follows the URL itself if it is a link, but no links inside."""
+    """Return the URL without a trailing slash. If the URL itself is a symlink, follow it, but not any link inside."""
     protocol, rest = split_url(url)
     if protocol in ("file", "local"):
         full = os.path.abspath(os.path.expanduser(rest))
@@ -337,7 +339,7 @@ def _real(url: str) -> str:
 
 
 def _as_file(url: str, storage_options: Mapping[str, Any] | None) -> tuple[Store, str] | None:
-    """Return the store of the parent directory and the file's name if the URL is a file; otherwise None."""
+    """Return the parent directory's store and the file's name if the URL is a file, otherwise None."""
     parent, separator, name = url.rpartition("/")
     if not separator or not name or parent.endswith((":", ":/")):
         return None
@@ -369,8 +371,7 @@ def _refuse_empty(store: Store, url: str) -> None:
 
 
 def not_there(url: str, path: str) -> str:
-    """Return a message that `url` does not exist. It suggests a path similar to `path`, or says which part of it
-    exists."""
+    """Return a message that `url` does not exist. It suggests a similar path, or says which part of `path` exists."""
     missing, parent = path, os.path.dirname(path)
     while not os.path.isdir(parent) and parent != os.path.dirname(parent):
         missing, parent = parent, os.path.dirname(parent)
@@ -390,12 +391,12 @@ def _unknown(place: Candidate, url: str) -> CkptkitError:
     return CheckpointNotFoundError(f"{url} holds no checkpoint. Found: {shown}. Expected {_EXPECTED}.")
 
 
-# --- what to open for a directory
+# --- what to open in a directory
 
 
 def _resolve(place: Candidate, url: str, depth: int) -> _Found | None:
-    """Choose what to open for a directory: itself, its newest step, the model in it, a pointer's target, or its only
-    child."""
+    """Choose what to open for a directory: the directory itself, its newest step, the model in it, what a pointer file
+    names, or its only child."""
     form = format_of(place)
     if form is not None:
         return place, url, form, ""
@@ -411,7 +412,7 @@ def _resolve(place: Candidate, url: str, depth: int) -> _Found | None:
 
 
 def _enter(place: Candidate, url: str, name: str, depth: int) -> _Found | None:
-    """Return what to open for the subdirectory `name`."""
+    """Choose what to open for the subdirectory `name`."""
     return _resolve(Candidate(place.store.child(name)), f"{url}/{name}", depth + 1)
 
 
@@ -429,7 +430,7 @@ def _newest_step(place: Candidate, url: str, depth: int) -> _Found | None:
             break
     if not resolved:
         return None
-    # If some steps were committed by ckptkit, a directory without a record is an unfinished save.
+    # If ckptkit committed some of the steps, a step directory without a record is an unfinished save.
     name, (inner, inner_url, form, note) = resolved[-1]
     skipped += [other for other, _ in resolved[:-1]]
     text = f"the newest of {len(steps)} step directories" if len(steps) > 1 else "the only step"
@@ -447,7 +448,7 @@ def _skipped(names: Sequence[str]) -> list[str]:
 
 
 def _disagreeing(place: Candidate, name: str) -> list[str]:
-    """Return a note if a pointer file names another step. The pointer is not followed."""
+    """Return a note if a pointer file names a different step. The pointer is not followed."""
     for pointer, target in _pointers(place):
         step, chosen = parse_step(target), parse_step(name)
         if step is not None and chosen is not None and step.step != chosen.step:
@@ -464,7 +465,7 @@ def _pointers(place: Candidate) -> list[tuple[str, str]]:
 
 
 def _member(place: Candidate, url: str, depth: int) -> _Found | None:
-    """Choose one model of a step that has several: actor before critic."""
+    """Choose one model in a step that has several: the actor before the critic."""
     there = [name for name in _MEMBERS if name in place.directories]
     for name in there:
         found = _enter(place, url, name, depth)
@@ -476,7 +477,8 @@ def _member(place: Candidate, url: str, depth: int) -> _Found | None:
 
 
 def _pointed_at(place: Candidate, url: str, depth: int) -> _Found | None:
-    """Return the directory that a pointer file names. Called if no directory name has a step number."""
+    """Choose the directory that a pointer file names. Called if there is neither a step directory nor a model to
+    choose."""
     for pointer, target in _pointers(place):
         if target in place.directories:
             found = _enter(place, url, target, depth)
@@ -486,7 +488,7 @@ def _pointed_at(place: Candidate, url: str, depth: int) -> _Found | None:
 
 
 def _only_child(place: Candidate, url: str, depth: int) -> _Found | None:
-    """Return the newest numbered file, or the only subdirectory that is a checkpoint."""
+    """Choose the newest numbered file, or the only subdirectory that is a checkpoint."""
     files = _numbered_files(place)
     if files:
         single = _single_file(files[0])
@@ -495,7 +497,8 @@ def _only_child(place: Candidate, url: str, depth: int) -> _Found | None:
         return None
     likely = [name for name in place.directories if not name.startswith(_ASIDE)]
     found = [(name, child) for name in likely if (child := _enter(place, url, name, depth))]
-    # A directory in one of `FORMATS` is a checkpoint. Per-rank files next to it may be data loader states.
+    # A directory that matches one of `FORMATS` is certainly a checkpoint. Per-rank files beside it may be data loader
+    # states.
     marked = [(name, child) for name, child in found if child[2] in FORMATS]
     if len(found) > 1 and len(marked) == 1:
         others = ", ".join(f"{name}/" for name, _ in found if name != marked[0][0])
@@ -513,8 +516,8 @@ def _only_child(place: Candidate, url: str, depth: int) -> _Found | None:
 def _numbered_files(place: Candidate) -> list[str]:
     """Return the files that each contain a whole step, newest first.
 
-    Files with another ending than .ckpt count only if the newest step has one file. Several files may be a model and
-    its optimizer.
+    Files that do not end in .ckpt count only if the newest step has a single file. Several files may be a model and its
+    optimizer.
     """
     steps = ordered(n for n in place.files if n.endswith(".ckpt"))
     if not steps:

@@ -9,15 +9,15 @@ __all__ = ["ReadOptions"]
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """Options of all readers. Each reader uses those relevant to its format.
+    """Options for all readers. Each reader uses those that concern its format.
 
     Attributes:
-        layout: URL of a JSON layout of flat parameters (FSDP1 LOCAL state); None if names are on disk.
-        shapes: URL of a JSON object of parameter names and shapes, for formats that record only sizes.
-        base: The model's Hugging Face directory: config and expected names.
-        strip_prefix: Prefix to remove from model names, after known wrapper prefixes are removed.
-        allow_pickle: Accept torch.save files whose pickles name classes outside the allow-list. No code is run: values
-            of such classes become inert records and are omitted from the result.
+        layout: URL of a JSON layout for flat parameters (FSDP1 LOCAL state); None if the names are on disk.
+        shapes: URL of a JSON object with parameter names and shapes, for formats that record only sizes.
+        base: The model's Hugging Face directory, which has the config and the expected names.
+        strip_prefix: A prefix to strip from model names, after known wrapper prefixes have been stripped.
+        allow_pickle: Accept torch.save files whose pickles name classes outside the allow-list. No code is run:
+            instances of such classes become inert records, and are left out of the result.
     """
 
     layout: str | None = None

@@ -1,4 +1,5 @@
-"""Finds files in a directory that belong to no checkpoint or export. `--overwrite` must not delete such files."""
+"""Finds files in a directory that belong to no checkpoint or export, and that `--overwrite` must therefore not
+delete."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ __all__ = ["check_replaceable", "foreign_paths", "marked", "may_be_saved"]
 _SHOWN = 3
 _OURS = re.compile(r"\.ckptkit-(?:owner(?:-\d+)?\.json|done/.*|new/.*)|\.probe-[0-9a-f]{16}\.part", re.DOTALL)
 _HALF_WRITTEN = re.compile(r"\..+\.[0-9a-f]{12}\.part", re.DOTALL)  # LocalStore's names for unfinished files
-_STATE = re.compile(r"state-\d{5,}-of-\d{5,}\.safetensors")  # the additional files of FULL
+_STATE = re.compile(r"state-\d{5,}-of-\d{5,}\.safetensors")  # FULL's additional files
 _VARIANT = (
-    r"(?:\.(?:fp16|bf16|fp32|fp8|int8|int4|ema|non_ema|\d+))?"  # any other suffix may be a copy that somebody keeps
+    r"(?:\.(?:fp16|bf16|fp32|fp8|int8|int4|ema|non_ema|\d+))?"  # any other suffix may mark a copy that somebody keeps
 )
 _WEIGHTS = re.compile(
     rf"(?:model|adapter_model|diffusion_pytorch_model|consolidated){_VARIANT}\.safetensors|"
@@ -33,14 +34,14 @@ _BESIDE = frozenset(
      "peft_config.json",
      ".gitattributes", "training_args.bin", "vocab.bpe", "encoder.json", "normalizer.json"]
 )  # fmt: skip
-_FOLDERS = ("additional_chat_templates", ".cache/huggingface")  # all files below them belong to an export
+_FOLDERS = ("additional_chat_templates", ".cache/huggingface")  # everything in these folders belongs to an export
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 _OF_TORCH = re.compile(rb".+/(?:data\.pkl|data/\d+|version|byteorder|\.format_version|\.storage_alignment)", re.DOTALL)
 _MARK = f"<!-- ckptkit: {DIGEST} of the text above: "
 
 
 def check_replaceable(store: Store, path: str = "", known: Collection[str] = ()) -> None:
-    """Check that `path` is exactly one checkpoint or one export, or does not exist.
+    """Check that `path` does not exist, or holds exactly one checkpoint or one export.
 
     Args:
         known: Names of files that an interrupted command recorded as its own.
@@ -80,13 +81,13 @@ def _is_weights_file(store: Store, found: FileInfo) -> bool:
         return found.kind == "file"
     head = store.read(found.path, 0, 1024)
     is_safetensors = head[8:9] == b"{" and int.from_bytes(head[:8], "little") < found.size
-    from ckptkit.formats.pickles.legacy import is_legacy  # lazy: imports numpy
+    from ckptkit.formats.pickles.legacy import is_legacy  # lazy, because it imports numpy
 
     return is_safetensors or is_legacy(head) or _is_torch_zip(head)
 
 
 def _is_torch_zip(head: bytes) -> bool:
-    """Return whether a zip archive is from torch.save, judging by its first member."""
+    """Return whether torch.save wrote a zip archive, judging by the archive's first member."""
     first = head[30 : 30 + int.from_bytes(head[26:28], "little")]  # APPNOTE.TXT 4.3.7
     return head.startswith(b"PK\x03\x04") and _OF_TORCH.fullmatch(first) is not None
 
@@ -99,14 +100,14 @@ def foreign_paths(store: Store) -> Iterator[str]:
     try:
         record = find_record(store)
     except (CkptkitError, OSError):
-        record = None  # damaged: judge by names
+        record = None  # the record is damaged: judge by names
     files = None if record is None else _files_of(record)
     folders = _FOLDERS if files is None else ()
     above = {folder[:at] for folder in (*folders, *(files or ())) for at, c in enumerate(folder) if c == "/"}
     pending = [""]
-    # PEFT puts every adapter after the first into its own folder.
+    # PEFT gives each adapter except the first a folder of its own.
     adapters = files is None and all(store.info(name) is not None for name in _ADAPTER[:2])
-    for folder in pending:  # grows during the loop
+    for folder in pending:  # the list grows during the loop
         for item in store.list(folder):
             if item.kind == "directory":
                 below = item.path in above or f"{item.path}/".startswith(tuple(f"{name}/" for name in folders))
@@ -119,7 +120,7 @@ def foreign_paths(store: Store) -> Iterator[str]:
 
 
 def may_be_saved(path: str) -> bool:
-    """Return whether a file in a save's directory has a name that ckptkit writes, for finished or unfinished files.
+    """Return whether a file in a save's directory has a name that ckptkit gives to finished or unfinished files.
 
     If there are several models or adapters, each has its own folder.
     """
@@ -130,7 +131,7 @@ def may_be_saved(path: str) -> bool:
 
 
 def marked(card: str) -> str:
-    """Return a model card with its own digest appended. The digest shows later edits."""
+    """Return a model card with its own digest appended, so that later edits can be detected."""
     return f"{card}{_MARK}{_digest(card)} -->\n"
 
 

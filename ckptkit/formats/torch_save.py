@@ -1,6 +1,6 @@
 """Reads torch.save files (one .pt, .bin or .ckpt file, or shards with an index) as a catalog.
 
-The nesting of the saved value distinguishes weights, optimizer state and other values, by the rules of
+How the saved value is nested tells weights, optimizer state and other values apart, by the rules in
 `formats.dcp.roles`. Reads no tensor bytes.
 """
 
@@ -42,8 +42,7 @@ __all__ = [
     "numbered_files",
 ]
 
-# File names: -00001-of-0000N files belong together even without an index; `MODEL_FILES` are names that only models
-# have.
+# Files named -00001-of-0000N belong together even without an index. Only models have the names in `MODEL_FILES`.
 
 
 MODEL_FILES = ("pytorch_model.bin", "model.pt", "model.pth", "model.bin", "model.ckpt")  # written by torch.save
@@ -52,11 +51,11 @@ _NUMBERED = re.compile(r"(.+)-(\d{5,})-of-(\d{5,})\.(\w+)")
 
 
 def numbered_files(names: Sequence[str], extension: str) -> list[str] | None:
-    """Return the files named -0000i-of-0000n.`extension` in order; None if there are none.
+    """Return the files named -0000i-of-0000n.`extension`, in order, or None if there are none.
 
     Raises:
         IncompleteCheckpointError: Some of the n files are missing. The message names them.
-        CorruptCheckpointError: The directory contains the files of two checkpoints.
+        CorruptCheckpointError: The directory contains files from two checkpoints.
     """
     matches = [match for name in names if (match := _NUMBERED.fullmatch(name)) and match[4] == extension]
     if not matches:
@@ -80,14 +79,14 @@ def numbered_files(names: Sequence[str], extension: str) -> list[str] | None:
 
 EXTENSIONS = (".pt", ".bin", ".ckpt", ".pth", ".pth.tar", ".th")
 INDEX_SUFFIX = ".bin.index.json"
-_STEPS = ("global_step", "step", "iteration", "iter", "iter_num")  # names under which scripts save the step
+_STEPS = ("global_step", "step", "iteration", "iter", "iter_num")  # keys under which scripts save the step
 _MAX_INDEX_BYTES = 128 << 20
 
 Path = tuple[str | int, ...]
 
 
 def is_torch_file(head: bytes) -> bool:
-    """Return whether a file that begins with `head` (512 bytes) may be written by torch.save."""
+    """Return whether torch.save may have written a file that begins with `head` (512 bytes)."""
     return head[:4] == b"PK\x03\x04" or is_legacy(head) or is_tar(head)
 
 
@@ -100,8 +99,8 @@ def open_catalog(
     """Open the torch.save file or files at the store's root.
 
     Args:
-        path: The file to open. By default, the shards that an index names, or all numbered files, or the file with a
-            model's name, or the only file.
+        path: The file to open. By default, the shards that an index names, or all numbered files, or the file that is
+            named like a model, or the only file.
 
     Raises:
         CheckpointNotFoundError: There is no such file, or there are several and no index.
@@ -136,16 +135,16 @@ def _open_directory(store: Store, names: Sequence[str], options: ReadOptions) ->
 
 
 def open_file(store: Store, path: str, *, options: ReadOptions = ReadOptions()) -> Catalog:  # noqa: B008 - frozen
-    """Open one torch.save file. Raises as `open_catalog` does."""
+    """Open one torch.save file. Raises the same errors as `open_catalog`."""
     value = read_torch_file(store, path, allow_pickle=options.allow_pickle).value
     return _catalog(store, {path: plain(value, file=path)})
 
 
 def read_torch_file(store: Store, path: str, *, allow_pickle: bool = False) -> TorchArchive:
-    """Parse a file in any of torch.save's formats. A plain pickle has no tensors.
+    """Parse a file in any format that torch.save has used. A plain pickle has no tensors.
 
     Args:
-        allow_pickle: Classes that are not on the allow-list become inert records instead of an error.
+        allow_pickle: Instances of classes that are not on the allow-list become inert records instead of an error.
     """
     unknown: Unknown = "record" if allow_pickle else "refuse"
     try:
@@ -217,12 +216,12 @@ def _weight_map(store: Store, index: str) -> dict[str, str]:
     return dict(items)
 
 
-# --- from values to entries
+# --- turning values into entries
 
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """A leaf of the saved value: a tensor, or a whole subtree without tensors, with its path."""
+    """A leaf of the saved value, with its path: a tensor, or a whole subtree without tensors."""
 
     path: Path
     file: str
@@ -247,7 +246,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _leaves(value: Any, path: Path, file: str, known: dict[int, bool]) -> Iterator[_Leaf]:
-    """Yield the leaves of a plain value. `plain` has limited its nesting and size."""
+    """Yield a plain value's leaves. `plain` has already limited its nesting and size."""
     if _is_tensor(value) or not isinstance(value, (dict, list, tuple)) or not _has_tensor(value, known):
         yield _Leaf(path, file, value)
         return
@@ -275,7 +274,7 @@ def _add(leaves: dict[str, _Leaf], leaf: _Leaf, *, sharded: bool) -> None:
             raise CorruptCheckpointError(f"{leaf.file}: tensor {name!r:.120} is also in {leaves[name].file}.")
         if leaves[name].path == leaf.path:
             raise CorruptCheckpointError(f"{leaf.file}: {name!r:.120} occurs twice.")
-        # {"a": {"b.c": ...}, "a.b": {"c": ...}}: two paths that join to one name.
+        # Two paths may join to the same name, as in {"a": {"b.c": ...}, "a.b": {"c": ...}}.
         name = "/".join(str(part) for part in leaf.path)
         if name in leaves:
             raise CorruptCheckpointError(f"{leaf.file}: {name!r:.120} occurs twice.")
@@ -298,7 +297,7 @@ def _entry(name: str, leaf: _Leaf, role: EntryRole) -> TensorEntry:
 
 
 def _whole(leaf: _Leaf) -> StoredTensor:
-    """Return the tensor. A DTensor or ShardedTensor is accepted only if this file contains all of it."""
+    """Return the leaf's tensor. A DTensor or ShardedTensor is accepted only if this file contains all of it."""
     value, name = leaf.value, ".".join(str(part) for part in leaf.path)
     if isinstance(value, StoredTensor):
         return value
@@ -322,11 +321,11 @@ def _object(name: str, leaf: _Leaf, role: Role) -> ObjectEntry:
     return ObjectEntry(name, leaf.file, encoding="value", value=leaf.value, role=role, key=leaf.path)
 
 
-# --- numbered optimizer states: param_groups may name the parameter of each number
+# --- numbered optimizer states, for which param_groups may hold the parameters' names
 
 
 def _parameter_names(leaves: Mapping[str, _Leaf]) -> dict[Path, dict[str, str]]:
-    """Return parameter number -> name for each optimizer's path, from `param_names` in its groups (torch >= 2.6)."""
+    """Return, by each optimizer's path, parameter number -> name, from its groups' `param_names` (torch >= 2.6)."""
     found: dict[Path, dict[str, str]] = {}
     for leaf in leaves.values():
         if leaf.path[-1:] != ("param_groups",) or not isinstance(leaf.value, list):
@@ -348,7 +347,7 @@ def _named(role: EntryRole, path: Path, names: Mapping[Path, Mapping[str, str]])
     return role
 
 
-# --- information about the whole checkpoint
+# --- information about the checkpoint as a whole
 
 
 def _info(
@@ -380,7 +379,7 @@ def _info(
 
 
 def _tied(entries: Mapping[str, TensorEntry]) -> list[list[str]]:
-    """Return groups of weights that share the same bytes of a file."""
+    """Return groups of weights that share the same bytes in a file."""
     places: dict[tuple[Any, ...], list[str]] = {}
     for name, entry in entries.items():
         if entry.role is Role.MODEL and len(entry.slices) == 1:

@@ -1,6 +1,6 @@
-"""Key maps: rename the tensors of one system to the names of another.
+"""Key maps: rename one system's tensors to another system's names.
 
-Public names are imported on first use: a conversion without a key map imports none of this.
+Public names are imported on first use, so a conversion without a key map imports none of this.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The built-in key maps, and the choice of the map that a checkpoint needs.
 
-Each map renames from the names in a training run to the names on the Hub; "inverse:NAME" maps back. The expert layouts
-are those that transformers 5 saves (its conversion_mapping). `model_type` decides between them.
+Each map renames a training run's names to the Hub's; "inverse:NAME" does the opposite. The expert layouts are those in
+which transformers 5 saves (its conversion_mapping). `model_type` decides which one applies.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _p(template: str) -> NamePattern:
 
 
 def _experts(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """Return rules that split stacked experts, [E, 2I, H] and [E, H, I], into one tensor per expert."""
+    """Return rules that split stacked experts, [E, 2I, H] and [E, H, I], into separate tensors for each expert."""
     at = f"{{p:*}}.{block}.experts"
     to = f"{{p}}.{block}.experts.{{i}}"
     return (
@@ -91,7 +91,7 @@ _ARIA = _rename(
 
 
 def _attention(at: str, to: str) -> tuple[tuple[str, str], ...]:
-    """Return names of the four attention layers of vision models, each with its Hub name."""
+    """Return (name, Hub name) for each of the four linear layers in a vision model's attention."""
     hub = {"q": "attention.query", "k": "attention.key", "v": "attention.value", "o": "output.dense"}
     return tuple((f"{at}.attention.{x}_proj.{{leaf}}", f"{to}.attention.{name}.{{leaf}}") for x, name in hub.items())
 
@@ -111,14 +111,14 @@ _DINOV2: tuple[Rule, ...] = (
     ),
     *_rename(("{p:*}.mlp.down_proj.{leaf}", "{p}.mlp.weights_out.{leaf}")),
 )
-# Towers that are one module deeper on the Hub than in transformers 5 (CLIP, SigLIP).
+# Vision towers that are one module deeper on the Hub than in transformers 5 (CLIP, SigLIP).
 _VISION_MODEL = _rename(("{p:*}vision_tower.{rest:*}", "{p}vision_tower.vision_model.{rest}"))
 _QWEN2_VL = _rename(
     ("model.visual.{rest:*}", "visual.{rest}"),
     ("model.language_model.{rest:*}", "model.{rest}"),
 )
-# From a live PEFT model's names to those of an adapter file, without the name of the adapter. Base weights lose PEFT's
-# wrapper, so that they can be distinguished from the adapter.
+# These rename a live PEFT model's names to those in an adapter file, which do not include the adapter's name. Base
+# weights lose PEFT's wrapper, so that they can be told apart from the adapter.
 _PEFT: tuple[Rule, ...] = (
     *_rename(
         *(
@@ -134,7 +134,7 @@ _PEFT: tuple[Rule, ...] = (
     ),
     Rename(NamePattern(regex=r"base_model\.model\.((?!.*\.lora_).+)"), "{1}"),
 )
-# torchtitan's names (its state_dict_adapter modules): current names, which the inverse writes, and older ones.
+# torchtitan's names (from its state_dict_adapter modules): the current ones, which the inverse writes, and older ones.
 _TITAN_DENSE = _rename(
     ("tok_embeddings.weight", "model.embed_tokens.weight"),
     ("norm.weight", "model.norm.weight"),
@@ -183,8 +183,8 @@ _TITAN_DROPS = (
 
 
 def _torchtitan_map(name: str, note: str, lasting: tuple[Rule, ...], old: tuple[Rule, ...]) -> NameMap:
-    """Return the key map of a torchtitan model. Rules for old names come first, so that later rules apply to their
-    results."""
+    """Return a torchtitan model's key map. Rules for old names come first: they produce current names, which the other
+    rules then rename."""
     return NameMap(name, (*old, *lasting, *_TITAN_DROPS), "refuse", note, inverse_rules(name, lasting))
 
 
@@ -261,7 +261,7 @@ _BY_MODEL_TYPE: dict[str, str] = {
     "exaone_moe": "hf5-exaone-moe",
     "nemotron_h": "hf5-nemotron-h",
 }
-# Models whose experts are also stacked on the Hub.
+# Models whose experts are stacked on the Hub as well.
 _STACKED_ON_HUB = ("gpt_oss", "llama4", "llama4_text")
 _TITAN_DOUBT = (
     "the names are torchtitan's and were kept, because the checkpoint does not record its model. No loader of Hugging "
@@ -276,7 +276,7 @@ _STACKED = (".experts.gate_up_proj", ".mixer.experts.up_proj")
 
 
 def builtin_map(name: str) -> NameMap:
-    """Return the map with this name, which may be "inverse:NAME". Raises UsageError for an unknown name."""
+    """Return the map with this name, which may be "inverse:NAME". Raises UsageError if there is none."""
     if name.startswith("inverse:"):
         return builtin_map(name.removeprefix("inverse:")).inverse()
     if name not in BUILTIN_MAPS:
@@ -286,18 +286,18 @@ def builtin_map(name: str) -> NameMap:
 
 
 def map_for_model_type(model_type: str | None) -> NameMap | None:
-    """Return the map from transformers 5's names in memory to the Hub's for this model type, or None if they are
-    equal."""
+    """Return the map from the names that transformers 5 uses in memory to the Hub's, for this model type, or None if
+    they are the same."""
     name = _BY_MODEL_TYPE.get(model_type or "")
     return BUILTIN_MAPS[name] if name else None
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """An automatically chosen map, its result, and the reason.
+    """An automatically chosen map, its result, and the reason for the choice.
 
     Attributes:
-        doubt: A question for the user, if names were kept although they look like those of another layout.
+        doubt: A question to the user, set if names were kept although they look like another layout's.
     """
 
     key_map: NameMap
@@ -309,13 +309,13 @@ class Choice:
 def choose_map(
     targets: Mapping[str, Target], *, wanted: Collection[str] = (), config: Mapping[str, Any] | None = None
 ) -> Choice:
-    """Choose the map for these names if the choice is unambiguous. Otherwise keep the names.
+    """Choose the map for these names if only one can be meant. Otherwise keep the names.
 
-    With `wanted` (the names of a base model), chooses the map that leaves the fewest names missing, and prefers no map
-    at all. Otherwise decides by the model type (stacked experts, multimodal models) or by torchtitan's own names.
+    With `wanted` (a base model's names), chooses the map that leaves the fewest of them missing, but no map if that is
+    as good. Otherwise decides by the model type (stacked experts, multimodal models) or by torchtitan's own names.
 
     Raises:
-        CheckpointMismatchError: The names belong to a layout, but its map does not match them.
+        CheckpointMismatchError: The names belong to a known layout, but its map does not match them.
     """
     settings = dict(config or {})
     as_is = Choice(BUILTIN_MAPS["hf"], Mapped(dict(targets)), "names are kept")
@@ -333,7 +333,8 @@ def choose_map(
 
 
 def _maps_by_type(targets: Mapping[str, Target], config: Mapping[str, Any]) -> NameMap | None:
-    """Return the maps for the model type (experts, then prefixes) if the names come from a live model."""
+    """Return the map for the model type (experts, then prefixes) if the names come from a live model, otherwise
+    None."""
     experts = map_for_model_type(_model_type(config)) if _stacked(targets) else None
     if config.get("model_type") == "gpt_neox" and "lm_head.weight" in targets:
         return BUILTIN_MAPS["hf5-gpt-neox"]
@@ -344,9 +345,10 @@ def _maps_by_type(targets: Mapping[str, Target], config: Mapping[str, Any]) -> N
 
 
 def _nearest(targets: Mapping[str, Target], wanted: frozenset[str], config: Mapping[str, Any], as_is: Choice) -> Choice:
-    """Return the candidate that leaves the fewest names missing, or a combination of two if that is better.
+    """Return the candidate that leaves the fewest names missing, or two candidates combined if that is better.
 
-    Two maps help, for example, with the experts of a model with images. A map is chosen only if it is better than none.
+    Two maps are needed, for example, for the experts in a multimodal model. A map is chosen only if it is better than
+    none.
     """
     first = _better(targets, wanted, config, as_is)
     lost = wanted - set(first.mapped.targets)
@@ -380,7 +382,7 @@ def _better(targets: Mapping[str, Target], wanted: frozenset[str], config: Mappi
 
 
 def _may_give(key_map: NameMap, lost: list[str]) -> bool:
-    """Return whether a rule of the map can produce one of the missing names."""
+    """Return whether any of the map's rules can produce one of the missing names."""
     written = {re.sub(r"\{(\w+)\}", r"{\1:*}", to) for rule in key_map.rules for to in written_templates(rule)}
     looks = [NamePattern(template).matcher() for template in written]
     return any(match(name) is not None for name in lost for match in looks)

@@ -1,10 +1,10 @@
-"""Parses key maps from TOML or JSON files into a `NameMap`. Errors name the rule and the key.
+"""Parses TOML or JSON key-map files into a `NameMap`. Errors name the rule and the key.
 
 name = "mine"          # optional
-rest = "keep"          # or "refuse", "drop": tensors that no rule matches
+rest = "keep"          # or "refuse", "drop": for tensors that no rule matches
 [[rules]]
 op = "rename"          # drop, split, concat, stack, unstack, transpose, rope_permute, cast, pad
-from = "layers.{i:d}.wq.{what}"     # or match = "a regex"; a list of names for concat
+from = "layers.{i:d}.wq.{what}"     # or match = "a regex"; for concat, a list of names
 to = "model.layers.{i}.q_proj.{what}"
 """
 
@@ -29,11 +29,11 @@ def parse_key_map(text: str, *, file: str) -> NameMap:
     """Parse a key-map file: JSON if its name ends in .json, otherwise TOML.
 
     Args:
-        file: The file's name, for messages and as the map's name.
+        file: The file's name, for error messages and as the map's name.
 
     Raises:
-        UsageError: The file is invalid, or it is TOML on Python 3.10, which cannot parse TOML. The message names the
-            file, the rule's number and the key.
+        UsageError: The file is invalid, or is TOML on Python 3.10, which can't parse TOML. The message names the file,
+            the rule's number and the key.
     """
     data = _load(text, file)
     if not isinstance(data, Mapping):
@@ -68,7 +68,7 @@ def _load(text: str, file: str) -> Any:
         raise UsageError(f"{file}: reading TOML needs Python 3.11 or later. Write the map as JSON instead.") from error
     try:
         return tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # ValueError: a number with very many digits
+    except (ValueError, RecursionError) as error:  # ValueError: a number with too many digits
         raise UsageError(f"{file} is not valid TOML: {error}.") from error
 
 
@@ -213,7 +213,7 @@ def _kind(value: Any) -> str:
 
 
 def _rule_lines(text: str, file: str) -> list[int]:
-    """Return the line number of each rule ([[rules]]) in a TOML file."""
+    """Return the line number on which each rule ([[rules]]) in a TOML file starts."""
     if file.endswith(".json"):
         return []
     return [n for n, line in enumerate(text.splitlines(), start=1) if line.strip().startswith("[[rules]]")]

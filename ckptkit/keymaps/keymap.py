@@ -1,8 +1,8 @@
-"""Key maps between the tensor names of two systems: apply them, check that they are one to one, and invert them.
+"""Key maps between two systems' tensor names: apply them, check that they are one to one, and invert them.
 
     mapped = key_map.apply({name: Target.of(entry, name) for ...}, config=config)
 
-The result has `Target`s. Each is a list of boxes of source tensors, so that an executor can stream them.
+The result consists of `Target`s. Each is a list of boxes in source tensors, so that an executor can stream them.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ __all__ = ["NameMap", "Mapped", "strip_infixes", "strip_prefix"]
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """The result of a key map.
+    """The result of applying a key map.
 
     Attributes:
         targets: By name, in the order of the sources.
-        dropped: Sources omitted intentionally, with the reason.
-        unused: Rules that matched nothing, as text with their numbers.
+        dropped: Sources that were left out on purpose, with the reason.
+        unused: Descriptions of the rules that matched nothing, with their numbers.
     """
 
     targets: Mapping[str, Target]
@@ -37,15 +37,15 @@ class Mapped:
 
 @dataclass(frozen=True, slots=True)
 class NameMap:
-    """Rules, applied in order. Each rule is applied to the results of the earlier rules.
+    """Rules that are applied in order, each to the results of those before it.
 
     Attributes:
         name: The map's name for --key-map.
         rules: See `ckptkit.keymaps.rules`.
-        rest: For tensors that no rule matches: "keep" the name, "drop" them, or "refuse".
+        rest: What to do with tensors that no rule matches: "keep" their names, "drop" them, or "refuse".
         note: A one-sentence description.
-        back: The rules of the inverse, if they are not simply the inverted rules. A map that reads old and new names
-            writes only the new names.
+        back: The inverse map's rules, if they are not simply the inverses of `rules`. For example, a map may read both
+            old and new names, but its inverse writes only the new ones.
     """
 
     name: str
@@ -68,9 +68,9 @@ class NameMap:
             config: The model's config.json, if rules use its keys.
 
         Raises:
-            CheckpointMismatchError: Names collide, parts are missing, shapes do not match, or the map refuses leftover
-                tensors. The message lists all of them.
-            UsageError: A rule needs a missing config key.
+            CheckpointMismatchError: Names collide, parts are missing, shapes do not match, or tensors are left over and
+                the map refuses that. The message lists everything that is wrong.
+            UsageError: A rule needs a config key that is missing.
         """
         work = RuleState(dict(targets), config or {})
         unused: list[str] = []
@@ -88,13 +88,13 @@ class NameMap:
         return Mapped(work.targets, work.dropped, tuple(unused))
 
     def inverse(self) -> NameMap:
-        """Return the map that undoes this one. Raises UsageError if a rule cannot be inverted."""
+        """Return the map that undoes this one. Raises UsageError if a rule can't be inverted."""
         rules = self.back or inverse_rules(self.name, self.rules)
         return NameMap(f"inverse of {self.name}", rules, self.rest)
 
     def then(self, other: NameMap) -> NameMap:
-        """Return the composition of this map and then `other`. The `rest` of `other` applies to the remaining
-        tensors."""
+        """Return a map that applies this one's rules and then those of `other`. Tensors that no rule matches are
+        treated as `other.rest` says."""
         return NameMap(f"{self.name}, then {other.name}", self.rules + other.rules, other.rest)
 
     def _settle_rest(self, work: RuleState) -> None:
@@ -108,13 +108,13 @@ class NameMap:
 def check_one_to_one(
     before: Mapping[str, Target], after: Mapping[str, Target], dropped: Mapping[str, int] | None = None
 ) -> None:
-    """Check that every element of every source is used once or dropped, and that every target is filled.
+    """Check that each element of every source is either used once or dropped, and that every target is filled.
 
     Args:
-        dropped: Number of dropped elements by source.
+        dropped: The number of dropped elements, by source.
 
     Raises:
-        CheckpointMismatchError: Some sources or targets violate this. The message lists them.
+        CheckpointMismatchError: This does not hold for some sources or targets. The message lists them.
     """
     wanted: dict[str, int] = {}
     found = dict(dropped or {})

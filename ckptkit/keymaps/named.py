@@ -1,4 +1,4 @@
-"""Finds the key map that the user asks for: a built-in name, a file, a package's entry point, or a map object."""
+"""Finds the key map that the user asks for: a built-in map's name, a file, a package's entry point, or a map object."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ckptkit.keymaps.keymap import NameMap
 __all__ = ["ENTRY_POINTS", "resolve_key_map"]
 
 _MAX_FILE = 4 << 20
-ENTRY_POINTS = "ckptkit.key_maps"  # each refers to a NameMap, or to a function without arguments that returns one
+ENTRY_POINTS = "ckptkit.key_maps"  # each refers to a NameMap, or to a function that takes no arguments and returns one
 
 
 def resolve_key_map(key_map: object) -> NameMap | None:
-    """Return the key map that `--key-map` names, or None for None.
+    """Return the key map that `--key-map` names, or None if `key_map` is None.
 
-    Text that looks like a path (it exists, or ends in .toml or .json) is read as a file. Entry points of installed
-    packages come last, because looking them up runs their code.
+    A string that looks like a path (it exists, or ends in .toml or .json) is read as a file. Installed packages' entry
+    points are tried last, because looking them up runs the packages' code.
 
     Raises:
         UsageError: There is no such map, or its file is malformed.

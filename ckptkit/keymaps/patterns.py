@@ -1,4 +1,4 @@
-"""Patterns that match tensor names, and templates that build new names from the matches."""
+"""Patterns that match tensor names, and templates that build new names from what was matched."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _KINDS = {"": r"[^.]+", "d": r"[0-9]+", "*": r".*"}
 
 @dataclass(frozen=True, slots=True)
 class NamePattern:
-    """The pattern of a rule. It must match the whole name.
+    """A rule's pattern. It must match the whole name.
 
-    A pattern has either a `template` or a `regex`. A template is plain text with placeholders, such as
-    "layers.{i:d}.wq.weight": {x} is one part without dots, {x:d} is digits, {x:*} is any text, including dots and the
-    empty text. Rules with templates can be inverted. A regex is a Python regular expression; templates of new names
-    refer to its groups as {1}, {2}... or {name}.
+    A pattern is either a `template` or a `regex`. A template is plain text with placeholders, such as
+    "layers.{i:d}.wq.weight": {x} matches one name component (no dots), {x:d} matches digits, and {x:*} matches any
+    string, even one with dots or the empty string. Only rules with templates can be inverted. A regex is a Python
+    regular expression. Templates for new names refer to its groups as {1}, {2}... or {name}.
     """
 
     template: str = ""
@@ -39,11 +39,11 @@ class NamePattern:
         compiled(self)
 
     def match(self, name: str) -> dict[str, str] | None:
-        """Return the values of the placeholders in `name`, or None if it does not match."""
+        """Return what the placeholders match in `name`, or None if the pattern does not match."""
         return self.matcher()(name)
 
     def matcher(self) -> Callable[[str], dict[str, str] | None]:
-        """Return a function that does the same as `match`, but faster for many names."""
+        """Return a function that gives the same results as `match`, but is faster for many names."""
         pattern = compiled(self)
         head, tail = _literal_ends(self.template) if self.template else ("", "")
         numbered = bool(self.regex)
@@ -62,7 +62,7 @@ class NamePattern:
         return match
 
     def names(self) -> frozenset[str]:
-        """Return the placeholders that get a value from a match."""
+        """Return the placeholders that a match sets."""
         if self.template:
             return frozenset(placeholders(self.template))
         pattern = compiled(self)
@@ -73,7 +73,7 @@ class NamePattern:
 
 
 def compile_regex(text: str) -> regex.Pattern[str]:
-    """Compile a regular expression from a file. Raises UsageError if it is malformed."""
+    """Compile a regular expression from a key-map file. Raises UsageError if it is malformed."""
     if len(text) > _MAX_REGEX:
         raise UsageError(f"a regex of {len(text)} characters is refused; at most {_MAX_REGEX} are allowed.")
     try:
@@ -85,7 +85,7 @@ def compile_regex(text: str) -> regex.Pattern[str]:
 def fullmatch(pattern: regex.Pattern[str], name: str) -> regex.Match[str] | None:
     """Match the whole name, with a timeout against catastrophic backtracking.
 
-    Uses `regex` because `re` has no timeout. Raises UsageError after a second.
+    Uses the package `regex`, because `re` has no timeout. Raises UsageError after a second.
     """
     try:
         return pattern.fullmatch(name, timeout=_TIMEOUT_S)
@@ -97,15 +97,15 @@ def fullmatch(pattern: regex.Pattern[str], name: str) -> regex.Match[str] | None
 
 
 def placeholders(template: str) -> dict[str, str]:
-    """Return the placeholders of a template with their kinds: "" (one part), "d" (digits), "*" (anything)."""
+    """Return a template's placeholders and their kinds: "" (one name component), "d" (digits), "*" (anything)."""
     return {match[1]: match[2] or "" for match in _PLACEHOLDER.finditer(template)}
 
 
-_MAX_NAME = 1 << 16  # rules that repeat their match could reach any length in a few steps
+_MAX_NAME = 1 << 16  # a rule that repeats what it matched could make a name of any length in a few steps
 
 
 def render(template: str, bound: Mapping[str, str]) -> str:
-    """Fill in the placeholders of a template. Raises UsageError for a placeholder without a value."""
+    """Fill in a template's placeholders. Raises UsageError if a placeholder has no value."""
     text = ""
     for literal, name in _parts(template):
         text += literal
@@ -120,7 +120,7 @@ def render(template: str, bound: Mapping[str, str]) -> str:
 
 @lru_cache(maxsize=4096)
 def _parts(template: str) -> tuple[tuple[str, str], ...]:
-    """Return the template as pairs (text, placeholder after it). The last pair has no placeholder."""
+    """Return a template as (text, the placeholder after it) pairs. The last pair has no placeholder."""
     parts: list[tuple[str, str]] = []
     end = 0
     for match in _PLACEHOLDER.finditer(template):
@@ -130,15 +130,15 @@ def _parts(template: str) -> tuple[tuple[str, str], ...]:
 
 
 def _literal_ends(template: str) -> tuple[str, str]:
-    """Return the text before the first and after the last placeholder. Without placeholders, return the whole text
-    twice."""
+    """Return the text before the first placeholder and the text after the last. Without placeholders, both are the
+    whole template."""
     found = list(_PLACEHOLDER.finditer(template))
     return (template[: found[0].start()], template[found[-1].end() :]) if found else (template, template)
 
 
 @lru_cache(maxsize=4096)
 def compiled(pattern: NamePattern) -> regex.Pattern[str]:
-    """Return the regular expression of a pattern. Raises UsageError if it is malformed."""
+    """Return a pattern's regular expression. Raises UsageError if it is malformed."""
     if pattern.regex:
         return compile_regex(pattern.regex)
     text, end, seen = "", 0, set[str]()

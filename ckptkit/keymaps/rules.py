@@ -1,4 +1,4 @@
-"""The rules of a key map. Each rule transforms the tensors that it matches."""
+"""A key map's rules. Each rule transforms the tensors that it matches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
     "inverse_rules",
 ]
 
-# A number, or a product of numbers and keys of config.json: "num_key_value_heads", "2*head_dim".
+# A number, or a product of numbers and config.json keys, such as "num_key_value_heads" or "2*head_dim".
 Size = int | str
 Sizes = tuple[Size, ...] | Literal["equal"] | None
 
@@ -46,7 +46,7 @@ class Rename:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Drop a tensor. `why` appears in the report."""
+    """Drop a tensor. The report shows `why`."""
 
     source: NamePattern
     why: str = "dropped by the key map"
@@ -54,7 +54,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Split along `dim` into one tensor per name in `to`: into equal parts, or into parts of the given sizes."""
+    """Split along `dim` into one tensor per name in `to`. The parts are equal, or have the given sizes."""
 
     source: NamePattern
     to: tuple[str, ...]
@@ -64,8 +64,8 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Concat:
-    """Concatenate tensors along `dim`. If `sizes` are given, they must match. Without `sizes`, the rule cannot be
-    inverted."""
+    """Concatenate tensors along `dim`. If `sizes` is given, the tensors must have these sizes; otherwise the rule can't
+    be inverted."""
 
     source: tuple[NamePattern, ...]
     to: str
@@ -75,7 +75,7 @@ class Concat:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Stack numbered tensors along a new dimension `dim`. `index` is the placeholder of the number."""
+    """Stack numbered tensors along a new dimension `dim`. `index` is the placeholder that matches the number."""
 
     source: NamePattern
     to: str
@@ -85,7 +85,7 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class Unstack:
-    """Split into one tensor for each index of `dim`. Names come from `to`, with {index} filled in."""
+    """Split into one tensor for each index along `dim`. Each name is `to` with {index} filled in."""
 
     source: NamePattern
     to: str
@@ -95,7 +95,7 @@ class Unstack:
 
 @dataclass(frozen=True, slots=True)
 class Transpose:
-    """Permute the dimensions; without `dims`, swap the last two."""
+    """Permute the dimensions, or swap the last two if there are no `dims`."""
 
     source: NamePattern
     dims: tuple[int, ...] = ()
@@ -103,7 +103,7 @@ class Transpose:
 
 @dataclass(frozen=True, slots=True)
 class RopePermute:
-    """Reorder the rows of each head from adjacent pairs ("interleaved") to two halves ("halves", transformers), or
+    """Reorder each head's rows from adjacent pairs ("interleaved") to two halves ("halves", as in transformers), or
     back."""
 
     source: NamePattern
@@ -113,7 +113,7 @@ class RopePermute:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """Cast to another float dtype. Integers, bools and 8-bit floats are refused."""
+    """Cast to a different float dtype. Integers, bools and 8-bit floats are refused."""
 
     source: NamePattern
     dtype: str
@@ -121,23 +121,23 @@ class Cast:
 
 @dataclass(frozen=True, slots=True)
 class Pad:
-    """Extend `dim` to `size`. The added rows have no source; a load leaves them unchanged."""
+    """Extend `dim` to `size`. The added rows have no source, and a load leaves them unchanged."""
 
     source: NamePattern
     size: Size
     dim: int = 0
 
 
-_MAX_PIECES = 1 << 16  # per tensor: a tensor without elements may have any number of rows
+_MAX_PIECES = 1 << 16  # per tensor; needed because a tensor without elements may have any number of rows
 
 Rule = Rename | Drop | Split | Concat | Stack | Unstack | Transpose | RopePermute | Cast | Pad
 
 
 @dataclass(slots=True)
 class RuleState:
-    """The state of applying rules: remaining tensors, dropped tensors, and errors.
+    """What rules read and change while they are applied: the remaining tensors, the dropped tensors, and errors.
 
-    `touched`: names that a rule has produced or intentionally kept. `dropped_numel`: by source.
+    `touched` has the names that a rule has produced or deliberately kept. `dropped_numel` is by source.
     """
 
     targets: dict[str, Target]
@@ -156,7 +156,7 @@ class RuleState:
         self.replaced(gone, [])
 
     def replaced(self, taken: Iterable[str], made: Iterable[tuple[str, Target]]) -> None:
-        """Replace matched tensors with new tensors. A duplicate name is an error."""
+        """Replace the tensors that a rule consumed with those that it produced. A duplicate name is an error."""
         gone = set(taken)
         if not gone:
             return
@@ -175,12 +175,12 @@ class RuleState:
 
 
 def run(rule: Rule, work: RuleState) -> int:
-    """Apply one rule to all matching tensors, and return their number. Adds errors to `work`."""
+    """Apply one rule to all tensors that it matches, and return how many there are. Adds errors to `work`."""
     return _RUNNERS[type(rule)](rule, work)
 
 
 def size_of(size: Size, config: Mapping[str, Any], rule: str) -> int:
-    """Evaluate `size`. Raises UsageError if a config key is missing."""
+    """Evaluate `size`. Raises UsageError if it uses a config key that is missing."""
     if isinstance(size, int):
         return size
     product = 1
@@ -202,7 +202,7 @@ def _config_value(config: Mapping[str, Any], key: str) -> int | None:
     value = config.get(key)
     if value is None and isinstance(config.get("text_config"), Mapping):
         value = config["text_config"].get(key)
-    if value is None and key == "num_key_value_heads":  # multi-head attention: one key head per query head
+    if value is None and key == "num_key_value_heads":  # multi-head attention has one key head per query head
         return _config_value(config, "num_attention_heads")
     if value is None and key == "head_dim":
         hidden, heads = _config_value(config, "hidden_size"), _config_value(config, "num_attention_heads")
@@ -213,7 +213,7 @@ def _config_value(config: Mapping[str, Any], key: str) -> int | None:
 def _one_by_one(
     pattern: NamePattern, work: RuleState, make: Callable[[Target, Mapping[str, str]], list[tuple[str, Target]]]
 ) -> int:
-    """Replace each match with the result of `make`. If `make` raises a mismatch, record it as an error."""
+    """Replace each match with what `make` returns for it. If `make` raises a mismatch, record it as an error."""
     taken: list[str] = []
     made: list[tuple[str, Target]] = []
     match = pattern.matcher()
@@ -283,7 +283,7 @@ def _concat(rule: Concat, work: RuleState) -> int:
 
 
 def _put(found: dict[str, dict[int, Target]], to: str, index: int, target: Target, work: RuleState) -> None:
-    """Record `target` as piece `index` of tensor `to`. Add an error if there is such a piece already."""
+    """Record `target` as piece `index` of tensor `to`. If that piece exists already, add an error."""
     first = found.setdefault(to, {}).setdefault(index, target)
     if first is not target:
         work.faults.append(f"{to!r}: {first.name!r} and {target.name!r} would both be piece {index}")
@@ -402,7 +402,7 @@ def _dim(target: Target, dim: int, verb: str) -> int:
 
 
 def _same_but(to: str, pieces: list[Target], dim: int | None) -> None:
-    """Check that dtypes are equal, and that shapes are equal except along `dim`."""
+    """Check that the dtypes are equal, and the shapes too, except along `dim`."""
     first = pieces[0]
 
     def rest(target: Target) -> tuple[int, ...]:
@@ -423,14 +423,15 @@ def _origin(target: Target) -> str:
 
 
 def written_templates(rule: Rule) -> tuple[str, ...]:
-    """Return the name templates that a rule writes, or () for rules that keep names."""
+    """Return the name templates that a rule writes, or () if it keeps names."""
     if isinstance(rule, Split):
         return rule.to
     return (rule.to,) if isinstance(rule, (Rename, Concat, Stack, Unstack)) else ()
 
 
 def check_rule(rule: Rule) -> None:
-    """Check that templates use only placeholders of the patterns. Raises UsageError."""
+    """Raise UsageError if a template uses a placeholder that its pattern does not set, or a stack or unstack misplaces
+    its index."""
     patterns = rule.source if isinstance(rule, Concat) else (rule.source,)
     templates = written_templates(rule)
     extra = {rule.index} if isinstance(rule, Unstack) else set[str]()
@@ -464,10 +465,10 @@ _RUNNERS: dict[type, Callable[[Any, RuleState], int]] = {
 
 
 def inverse_rules(name: str, rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
-    """Return the rules that undo `rules`: the inverse of each rule, in reverse order.
+    """Return rules that undo `rules`: each rule's inverse, in reverse order.
 
     Raises:
-        UsageError: A rule is not invertible: a drop, a cast, a regex, or a concat without sizes.
+        UsageError: A rule can't be inverted, such as a drop, a cast, a regex, or a concat without sizes.
     """
     inverted: list[Rule] = []
     for number, rule in enumerate(rules, start=1):
@@ -505,9 +506,9 @@ def _inverse(rule: Rule) -> Rule:
 
 
 def _turned(source: NamePattern, to: str, *, lost: str = "", gained: str = "") -> NamePattern:
-    """Return the pattern that matches the names written by `to`, with the placeholder kinds of `source`.
+    """Return a pattern that matches the names that `to` produces. Placeholders have the same kinds as in `source`.
 
-    `lost` is the counter that a stack removes, `gained` the one that an unstack adds.
+    `lost` is the counter that a stack removes, and `gained` the one that an unstack adds.
     """
     known = placeholders(_template(source))
     gone = set(known) - set(placeholders(to)) - {lost}

@@ -1,4 +1,4 @@
-"""Removes the name prefixes that frameworks add. Needs no key map."""
+"""Strips the name prefixes that frameworks add. Does not need a key map."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from ckptkit.errors import CheckpointMismatchError
 
 __all__ = ["strip_infixes", "strip_prefix"]
 
-# Components that torch.compile, activation checkpointing and FSDP1 add anywhere in names.
+# Name components that torch.compile, activation checkpointing and FSDP1 insert anywhere in a name.
 _INFIXES = re.compile(r"(?:^|(?<=\.))(?:(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.)+")
 # Prefixes that DistributedDataParallel, DeepSpeed and Lightning add to all names.
 _FRONTS = ("module.", "_forward_module.")
 
 
 def strip_infixes(names: Iterable[str]) -> dict[str, str]:
-    """Return each name without wrapper components.
+    """Return each name without the components that wrappers add.
 
-    Removes `_orig_mod.`, `_checkpoint_wrapped_module.` and `_fsdp_wrapped_module.` anywhere, and `module.` and
-    `_forward_module.` at the start if every name has it.
+    Strips `_orig_mod.`, `_checkpoint_wrapped_module.` and `_fsdp_wrapped_module.` wherever they occur, and `module.`
+    and `_forward_module.` at the start if all names have it.
 
     Raises:
         CheckpointMismatchError: Two names would become equal.
@@ -37,7 +37,7 @@ def _common_front(names: Collection[str]) -> str | None:
 
 
 def strip_prefix(names: Iterable[str], prefix: str) -> dict[str, str]:
-    """Return the names that start with `prefix`, without the prefix and the "." after it.
+    """Return the names that start with `prefix`, mapped to what follows the prefix and the "." after it.
 
     Raises:
         CheckpointMismatchError: No name has the prefix, or two names would become equal.

@@ -116,7 +116,7 @@ def _by_ndim(widths: Int64) -> Iterator[tuple[Int64, Int64]]:
 
 
 class Items:
-    """A checkpoint's tensor items, one row per item. The rows are those of `columns`.
+    """A checkpoint's tensor items, one row per item, in the same order as in `columns`.
 
     Attributes:
         columns: What `.metadata` says about the items.

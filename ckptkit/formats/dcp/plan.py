@@ -179,7 +179,7 @@ class ShardedPlan:
         world_size: int | None = None,
         holders: Mapping[str, tuple[int, ...]],
     ) -> ShardedPlan:
-        """Return this plan changed to another rank, world size or `holders`."""
+        """Return this plan for a different rank, world size or `holders`."""
         rank = self.rank if rank is None else rank
         world_size = self.world_size if world_size is None else world_size
         if (self.rank, self.world_size, dict(self.holders)) == (rank, world_size, dict(holders)):

@@ -1,1 +1,1 @@
-"""Reads checkpoints of other training systems."""
+"""Reads checkpoints that other training systems write."""

@@ -1,4 +1,4 @@
-"""Reads FSDP checkpoints of accelerate and the Hugging Face Trainer, in all their state-dict types.
+"""Reads the FSDP checkpoints of accelerate and the Hugging Face Trainer, with any state-dict type.
 
 SHARDED: `pytorch_model_fsdp_<i>/` and `optimizer_<i>/`, each a DCP checkpoint; or, without DCP,
 `pytorch_model_fsdp_<i>_rank<r>.bin` and `optimizer_<i>_rank<r>.bin`. FULL: `pytorch_model_fsdp[_<i>].bin` and
@@ -26,7 +26,7 @@ from ckptkit.storage import Store
 
 __all__ = ["is_accelerate", "open_catalog"]
 
-# Does not match `pytorch_model.bin`, which many systems write.
+# This does not match `pytorch_model.bin`, because many systems write that.
 _MODEL = re.compile(
     r"(?=pytorch_model_fsdp|pytorch_model_\d+\Z|pytorch_model(?:_\d+)?_rank)"
     r"pytorch_model(?:_fsdp)?(?:_(\d+))?(?:_rank(\d+))?(\.bin)?"
@@ -39,16 +39,16 @@ _OBJECTS = re.compile(
 
 
 def is_accelerate(names: Sequence[str]) -> bool:
-    """Return whether these names at a checkpoint's root are accelerate's."""
+    """Return whether these names at a checkpoint's root show that accelerate wrote it."""
     return any(_MODEL.fullmatch(name) for name in names)
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Read every model and optimizer of the checkpoint, with paths relative to its root.
+    """Read all models and optimizers in the checkpoint. Paths are relative to its root.
 
     Raises:
-        IncompleteCheckpointError: The file of a rank is missing. The message names it.
-        UnsupportedFormatError: The checkpoint is FSDP1 LOCAL state with an unknown layout.
+        IncompleteCheckpointError: A rank's file is missing. The message names it.
+        UnsupportedFormatError: The checkpoint is FSDP1 LOCAL state whose layout is not known.
     """
     listing = {item.path: item for item in store.list()}
     models = _by_index(listing, _MODEL)
@@ -130,7 +130,7 @@ def _optimizer(store: Store, files: Sequence[str], params: Any, sizes: Mapping[s
 
 
 def _read(store: Store, files: Sequence[str]) -> tuple[list[str], list[Any]]:
-    """Return the names and values of the rank files in rank order, or of the single full file."""
+    """Return the names and values of the rank files, in rank order, or of the single full file."""
     ranks = {int(match[1]): name for name in files if (match := re.search(r"_rank(\d+)\.bin$", name))}
     full = [name for name in files if "_rank" not in name]
     if ranks and full:
@@ -151,7 +151,7 @@ def _template(names: Sequence[str]) -> str:
 
 
 def _world_size(values: Sequence[Any]) -> int:
-    """Return the world size recorded by the tensors of the first file."""
+    """Return the world size that the first file's tensors record."""
     sizes = [1]
     for tensor in values[0].values() if isinstance(values[0], dict) else ():
         mesh = getattr(tensor, "mesh", None)

@@ -1,6 +1,6 @@
 """Reads checkpoints with separate model and optimizer directories: Oumi, NeMo Automodel, NeMo, and similar systems.
 
-Each system is a table of locations. The contents are read by the reader of their format.
+Each system is described by a table of locations. What is in these directories is read by the reader for its format.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ __all__ = ["LAYOUTS", "DirectoryLayout", "layout_of", "open_catalog"]
 
 @dataclass(frozen=True, slots=True)
 class DirectoryLayout:
-    """The directory layout of a system.
+    """Where a system puts the parts of a checkpoint.
 
     Attributes:
-        models: Directories that may contain the weights. The first existing one is read.
+        models: Directories that may contain the weights. The first one that exists is read.
         optimizers: The same for the optimizer.
-        objects: Pairs of an object's name and its file.
-        steps: A JSON file, and the key of the step in it.
+        objects: (object name, file) pairs.
+        steps: A JSON file, and the key in it that holds the step.
     """
 
     format: str
@@ -62,7 +62,7 @@ LAYOUTS: tuple[DirectoryLayout, ...] = (
 
 
 def layout_of(store: Store, directories: Sequence[str]) -> DirectoryLayout | None:
-    """Return the layout of the directories at a checkpoint's root, or None if it is unknown."""
+    """Return the layout that the directories at a checkpoint's root match, or None if there is none."""
     for layout in LAYOUTS:
         has_optimizer = not layout.optimizers or any(name in directories for name in layout.optimizers)
         if has_optimizer and _first(store, layout.models, directories) is not None:
@@ -73,7 +73,7 @@ def layout_of(store: Store, directories: Sequence[str]) -> DirectoryLayout | Non
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Read the parts and return them as one catalog, with paths relative to the checkpoint's root."""
+    """Read the parts, and return them as one catalog. Paths are relative to the checkpoint's root."""
     listing = {item.path: item for item in store.list()}
     directories = [path for path, item in listing.items() if item.kind == "directory"]
     layout = layout_of(store, directories)
@@ -99,7 +99,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 
 
 def _first(store: Store, names: Sequence[str], directories: Sequence[str]) -> tuple[str, Open] | None:
-    """Return the first readable one of these directories, and its reader."""
+    """Return the first of these directories that can be read, with its reader, or None."""
     for name in names:
         if name.partition("/")[0] in directories:
             files = {item.path[len(name) + 1 :]: item.size for item in store.list(name)}

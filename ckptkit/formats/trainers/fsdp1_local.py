@@ -1,10 +1,10 @@
 """Reads FSDP1 LOCAL_STATE_DICT: each unit's flat parameter as a 1-D ShardedTensor, without the original shapes.
 
 With use_orig_params=True, each rank also stores its 1-D piece of every parameter under the parameter's name, so only
-the shapes are missing. With use_orig_params=False, names and order are missing, too. The first available source
-supplies the missing information: a layout (`ReadOptions.layout`), shapes in module order (`ReadOptions.shapes`), an
-optimizer saved as DCP in the same checkpoint, or (only for use_orig_params=True) a Hugging Face directory
-(`ReadOptions.base`).
+the shapes are missing. With use_orig_params=False, names and order are missing as well. The missing information comes
+from the first of these sources that is available: a layout (`ReadOptions.layout`), shapes in module order
+(`ReadOptions.shapes`), an optimizer saved as DCP in the same checkpoint, or (for use_orig_params=True only) a Hugging
+Face directory (`ReadOptions.base`).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ckptkit.storage import Store, open_store
 
 __all__ = ["FlatParam", "is_flat", "parse_layout", "read", "FlatVector", "Piece", "range_slices"]
 
-# --- flat vectors of concatenated parameters: FSDP1's flat parameters, ZeRO's partitions
+# --- flat vectors that concatenate parameters: FSDP1's flat parameters, ZeRO's partitions
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Elements [start, start + numel) of a flat vector. One rank stores them as the 1-D `tensor`."""
+    """The elements [start, start + numel) of a flat vector, which one rank stores as the 1-D `tensor`."""
 
     start: int
     tensor: StoredTensor
@@ -43,7 +43,7 @@ class Piece:
 
 
 class FlatVector:
-    """A flat vector as pieces ordered by start. It may have padding at the end."""
+    """A flat vector, as pieces in order of `start`. It may end with padding."""
 
     __slots__ = ("pieces",)
 
@@ -52,7 +52,7 @@ class FlatVector:
 
     @classmethod
     def of_ranks(cls, tensors: Iterable[tuple[int, StoredTensor]]) -> FlatVector:
-        """Return the concatenation of all ranks' tensors."""
+        """Concatenate all ranks' tensors."""
         pieces, position = [], 0
         for rank, tensor in tensors:
             pieces.append(Piece(position, tensor, rank))
@@ -68,7 +68,7 @@ class FlatVector:
         return self.pieces[0].tensor.dtype
 
     def slices(self, shape: tuple[int, ...], start: int, numel: int) -> SliceArray:
-        """Return the slices of a tensor of `shape` that occupies [start, start + numel) of the vector."""
+        """Return the slices of a tensor with shape `shape` that occupies [start, start + numel) of the vector."""
         found: list[TensorSlice] = []
         for piece in self.pieces:
             a, b = max(start, piece.start), min(start + numel, piece.stop)
@@ -80,9 +80,9 @@ class FlatVector:
 def range_slices(
     shape: tuple[int, ...], start: int, stop: int, tensor: StoredTensor, offset: int, rank: int
 ) -> list[TensorSlice]:
-    """Return the row-major elements [start, stop) of a tensor of `shape` as slices of a file.
+    """Return file slices for the row-major elements [start, stop) of a tensor with shape `shape`.
 
-    The file stores them in the 1-D `tensor`, from its element `offset` on.
+    The file stores these elements in the 1-D `tensor`, from its element `offset` on.
     """
     if len(tensor.shape) != 1 or not tensor.contiguous or offset + stop - start > tensor.numel:
         raise CorruptCheckpointError(
@@ -107,13 +107,13 @@ _ADVICE = (
 
 @dataclass(frozen=True, slots=True)
 class FlatParam:
-    """The contents of one flat parameter: (name, shape, first element) of each original parameter."""
+    """One flat parameter's contents: (name, shape, first element) for each original parameter."""
 
     params: tuple[tuple[str, tuple[int, ...], int], ...]
 
     @property
     def numel(self) -> int:
-        """Number of elements up to the end of the last parameter."""
+        """The number of elements up to the end of the last parameter."""
         return max((start + math.prod(shape) for _, shape, start in self.params), default=0)
 
 
@@ -135,8 +135,8 @@ def read(
 
     Args:
         names: The files, in rank order.
-        values: The contents of the files.
-        optimizer: The optimizer's DCP catalog, which has the shapes of the trained parameters.
+        values: Each file's contents.
+        optimizer: The optimizer's DCP catalog, which has the trained parameters' shapes.
 
     Raises:
         UnsupportedFormatError: The shapes are unknown. The message says what to pass.
@@ -168,7 +168,7 @@ def read(
 
 
 def parse_layout(content: Any, where: str) -> dict[str, FlatParam]:
-    """Return the flat parameters of a layout: unit -> {"fqns", "shapes"[, "numels", "pad_mask"]}.
+    """Return the flat parameters that a layout describes: unit -> {"fqns", "shapes"[, "numels", "pad_mask"]}.
 
     `fqns` are relative to the unit. `numels` and `pad_mask` describe padding between parameters.
     """
@@ -228,7 +228,7 @@ def _vector(unit: str, values: Sequence[Mapping[str, Any]]) -> FlatVector:
 
 
 def _is_piece(name: str, values: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether a tensor looks like a parameter in 1-D pieces, and not like a buffer."""
+    """Return whether a tensor looks like 1-D pieces of a parameter rather than like a buffer."""
     tensors = [value.get(name) for value in values]
     stored = [t for t in tensors if isinstance(t, StoredTensor)]
     same = len({(t.shape, t.crc32) for t in stored}) == 1
@@ -280,7 +280,7 @@ def _from_units(layout: Mapping[str, FlatParam], vectors: Mapping[str, FlatVecto
         flat = layout.get(unit)
         if flat is None:
             raise UsageError(f"the layout has no unit {unit!r}; it has {', '.join(list(layout)[:6])}.")
-        # FSDP1 pads to a multiple of the world size, and with use_orig_params to 16 bytes.
+        # FSDP1 pads a flat parameter to a multiple of the world size, and with use_orig_params to 16 bytes.
         if flat.numel > vector.numel or vector.numel - flat.numel >= max(64, len(vector.pieces)):
             raise CorruptCheckpointError(
                 f"{unit!r} has {vector.numel} elements on the ranks, but its parameters have {flat.numel}: "
@@ -329,7 +329,8 @@ def _end_to_end(members: Sequence[tuple[str, tuple[int, ...]]]) -> Iterator[tupl
 
 
 def _optimizer_shapes(optimizer: Catalog | None) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the trained parameters in the order of the optimizer's state. Units have the same order."""
+    """Return the trained parameters' shapes, in the order of the optimizer's state, which is also their order within
+    units."""
     found: dict[str, tuple[int, ...]] = {}
     for entry in optimizer.tensors.values() if optimizer is not None else ():
         if entry.role is Role.OPTIMIZER and entry.fqn and entry.state != "step":

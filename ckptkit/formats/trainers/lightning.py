@@ -1,7 +1,8 @@
 """Reads Lightning's sharded checkpoints: a DCP with `meta.pt` (FSDPStrategy, ModelParallelStrategy, Fabric).
 
-The names below the wrapper's key ("model" or "state_dict") are those of the user's LightningModule. The network is
-usually an attribute of that module, which adds a prefix to its names. The prefix is stripped if all names share it.
+Under the wrapper's key ("model" or "state_dict"), names are those of the user's LightningModule. The network is usually
+an attribute of that module, and the attribute's name is a prefix of all the network's names. The prefix is stripped if
+all names share it.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ _PEFT = "base_model"
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
     """Read the DCP and `meta.pt` at the store's root.
 
-    Strips the LightningModule's attribute from FQNs. If the options name a prefix, the caller strips that prefix
-    instead.
+    Strips the LightningModule's attribute from FQNs. If the options specify a prefix, leaves that to the caller, who
+    strips the specified prefix instead.
     """
     catalog = _with_optimizers(open_part(dcp.open_catalog, store, "", options))
     size = info.size if (info := store.info(META)) is not None else 0
@@ -52,8 +53,8 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 
 
 def _with_optimizers(catalog: Catalog) -> Catalog:
-    """Assign roles below Fabric's keys, which the user chooses. A key with "state" and "param_groups" is an
-    optimizer."""
+    """Assign roles to entries under Fabric's keys, which the user chooses. A key that has both "state" and
+    "param_groups" is an optimizer."""
     entries: list[TensorEntry | ObjectEntry] = [*catalog.tensors.values(), *catalog.objects.values()]
     tops = {"state": set[Any](), "param_groups": set[Any]()}
     for entry in entries:
@@ -79,10 +80,11 @@ def _with_optimizers(catalog: Catalog) -> Catalog:
 
 
 def module_prefix(names: Iterable[str]) -> str:
-    """Return the attribute path that all names of a LightningModule share, with its dot, or "" if there is none.
+    """Return the attribute path that all of a LightningModule's names share, with its final dot, or "" if there is
+    none.
 
-    If all names start with "model.model.", only one "model." is the attribute; the other belongs to the network. PEFT's
-    "base_model." is never an attribute.
+    If all names start with "model.model.", only the first "model." is the attribute; the second belongs to the network.
+    PEFT's "base_model." is never an attribute.
     """
     split = [name.split(".")[:-1] for name in names]
     if not split:
@@ -98,7 +100,7 @@ def module_prefix(names: Iterable[str]) -> str:
 
 
 def without_prefix(catalog: Catalog, prefix: str) -> Catalog:
-    """Return the catalog with `prefix` removed from FQNs that start with it, and a note about the removal."""
+    """Return the catalog with `prefix` removed from the FQNs that start with it, and a note that says so."""
     if not prefix:
         return catalog
     tensors = {name: _strip(entry, prefix) for name, entry in catalog.tensors.items()}
@@ -114,7 +116,8 @@ def _strip(entry: TensorEntry, prefix: str) -> TensorEntry:
 
 
 def _meta(store: Store) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the contents of meta.pt, and notes. User classes in it (hyperparameters) stay inert records."""
+    """Return the contents of meta.pt, and notes. Instances of user classes in it (hyperparameters) stay inert
+    records."""
     try:
         value = read_archive(store, META, unknown="record").value
     except (CkptkitError, FileNotFoundError) as error:

@@ -1,7 +1,7 @@
 """Reads LightRFT's FSDP2 checkpoints: a DCP with bare model names at the top, and the optimizer in `optim_states/`.
 
 With a plain optimizer, `optim_states/` is a second DCP. With FSDPadaptOptimizer, it has one file `_rank<R>` per rank.
-These files have fp32 masters and moments as DTensors without names, in the order of the model's parameters.
+These files have fp32 masters and moments as DTensors, without names, in the order of the model's parameters.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _OBJECTS = {"client_state": "client_state.pt", "scheduler": "scheduler_state.pt"
 
 
 def is_lightrft(files: Sequence[str], directories: Sequence[str]) -> bool:
-    """Return whether these names at a checkpoint's root are LightRFT's."""
+    """Return whether these names at a checkpoint's root show that LightRFT wrote it."""
     return catalog.METADATA in files and (OPTIMIZER_DIRECTORY in directories or "client_state.pt" in files)
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Read the model's DCP and, if there is one, the optimizer in either form.
+    """Read the model's DCP and, if there is an optimizer, either form of it.
 
     Raises:
         IncompleteCheckpointError: A file is missing. The message names it.
@@ -64,7 +64,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
     return merged(parts, info)
 
 
-# --- one file per rank
+# --- an optimizer with one file per rank
 
 
 def _rank_files(store: Store, below: Mapping[str, int], model: Catalog) -> Catalog:
@@ -92,7 +92,7 @@ def _rank_files(store: Store, below: Mapping[str, int], model: Catalog) -> Catal
 
 
 def _state_dict_order(store: Store) -> list[str]:
-    """Return the keys in the order of the state dict. The planner's paths are in this order.
+    """Return the keys in state-dict order, which is the order of the planner's paths.
 
     The tensors themselves are ordered by the rank that wrote them.
     """
@@ -102,7 +102,8 @@ def _state_dict_order(store: Store) -> list[str]:
 
 
 def _params(model: Catalog, order: Sequence[str]) -> list[Param]:
-    """Return the float tensors in module order. DCP stores tied tensors under each name, but they count once here."""
+    """Return the float tensors in module order. DCP stores tied tensors under each name, but here they count only
+    once."""
     found, seen = [], set()
     for name in dict.fromkeys([*order, *model.tensors]):
         entry = model.tensors.get(name)

@@ -1,4 +1,4 @@
-"""Checks that fp32 masters belong to their weights: a weight must equal its cast master."""
+"""Checks that fp32 masters belong to their weights: casting a master must result in the weight."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ _SAMPLE = 4096  # how many elements are compared
 def check_masters(store: Store, catalog: Catalog) -> list[str]:
     """Return the parameters whose fp32 master, cast to the weight's dtype, differs from the weight in any bit.
 
-    This check proves which weight each master belongs to. It reads masters and weights, and holds one parameter at a
-    time in memory.
+    An empty result proves that each master belongs to its weight. Reads all masters and weights, but holds only one
+    parameter at a time in memory.
     """
     model = catalog.by_role(Role.MODEL)
     wrong = []
@@ -40,9 +40,9 @@ def check_masters(store: Store, catalog: Catalog) -> list[str]:
 
 
 class MasterSampler:
-    """Checks whether a master may belong to a parameter: a sample of the cast master must equal the weight's elements.
+    """Checks whether a master may belong to a parameter: a sample of it, once cast, must equal the weight's elements.
 
-    Used if frozen parameters allow several assignments by shape. Reads a few kilobytes per check.
+    Used where frozen parameters leave several assignments possible by shape. Reads a few kilobytes per check.
     """
 
     def __init__(self, store: Store, weights: Mapping[str, TensorEntry]) -> None:
@@ -51,9 +51,9 @@ class MasterSampler:
         self._read = functools.cache(self._first)
 
     def fits(self, master: TensorEntry, fqn: str) -> bool:
-        """Return whether the start of a part of `master`, cast, equals the weight.
+        """Return whether the first elements of one of the master's slices, once cast, equal the weight's.
 
-        Compares one part that is contiguous in the weight. Returns True if there is no such part.
+        Compares one slice that is contiguous in the weight. Returns True if there is no such slice.
         """
         weight = self.weights[fqn]
         itemsize = dtype_of(weight.dtype).itemsize
@@ -73,7 +73,7 @@ class MasterSampler:
 
 
 def _read(store: Store, entry: TensorEntry) -> npt.NDArray[Any]:
-    """Return the whole tensor as unsigned integers of its item size."""
+    """Return the whole tensor's bits as unsigned integers of its item size."""
     kind = np.dtype(f"<u{dtype_of(entry.dtype).itemsize}")
     whole = np.empty(entry.shape, kind)
     for part in entry.slices:
@@ -91,7 +91,7 @@ def _read(store: Store, entry: TensorEntry) -> npt.NDArray[Any]:
 
 
 def _cast(bits: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
-    """Round fp32 bits to `dtype` like torch: to nearest, ties to even."""
+    """Round fp32 bits to `dtype` as torch does: to the nearest value, ties to even."""
     if dtype == "float16":
         with np.errstate(over="ignore"):
             return bits.view("<f4").astype("<f2").view("<u2")
@@ -104,6 +104,6 @@ def _cast(bits: npt.NDArray[Any], dtype: str) -> npt.NDArray[Any]:
 
 
 def _start_in(part: TensorSlice, box: Box) -> int | None:
-    """Return how many elements of a row-major part precede `box`, or None if the part does not contain the box."""
+    """Return how many elements precede `box` in a row-major slice, or None if the slice does not contain the box."""
     inside = box.numel and part.strides is None and part.codec is None and part.box.intersect(box) == box
     return box.relative_to(part.box).flat_start(part.box.sizes) if inside else None

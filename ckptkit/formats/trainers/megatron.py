@@ -1,6 +1,6 @@
-"""Reads Megatron's torch_dist checkpoints: a DCP with `metadata.json`, layers stacked on dimension 0.
+"""Reads Megatron's torch_dist checkpoints: a DCP with `metadata.json`, in which layers are stacked on dimension 0.
 
-Names are not changed; a key map renames them.
+Names are left as they are; a key map can rename them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OBJECTS = {"common": "common.pt", "modelopt_state": "modelopt_state.pt"}
 
 
 def is_megatron(store: Store, files: list[str]) -> bool:
-    """Return whether these files at a checkpoint's root are Megatron's."""
+    """Return whether these files at a checkpoint's root show that Megatron wrote it."""
     if METADATA not in files:
         return False
     content = read_json(store, METADATA)
@@ -33,7 +33,7 @@ def is_megatron(store: Store, files: list[str]) -> bool:
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Read the DCP at the store's root. Megatron's names show which tensors are optimizer state.
+    """Read the DCP at the store's root. Megatron's names tell which tensors are optimizer state.
 
     Raises:
         UnsupportedFormatError: The checkpoint was not written by the torch_dist backend.
@@ -60,7 +60,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 
 
 def _with_role(entry: TensorEntry) -> TensorEntry:
-    """Return the entry with its role. Megatron's names are optimizer.state.exp_avg.<parameter>."""
+    """Return the entry with the role that its Megatron name implies: optimizer.state.exp_avg.<parameter>."""
     match = _STATE.fullmatch(entry.name)
     if match is None:
         return entry

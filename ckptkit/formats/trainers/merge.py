@@ -1,4 +1,4 @@
-"""Merges several parts of one checkpoint, each in its own directory, into one catalog."""
+"""Merges the parts of one checkpoint, each in its own directory, into one catalog."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Open = Callable[..., Catalog]
 
 
 def open_part(open_catalog: Open, store: Store, directory: str, options: ReadOptions | None) -> Catalog:
-    """Return the catalog of a subdirectory ("" is the store's root), with paths relative to the store.
+    """Return a subdirectory's catalog ("" is the store's root). Paths are relative to the store.
 
     Errors name the directory.
     """
@@ -30,7 +30,7 @@ def open_part(open_catalog: Open, store: Store, directory: str, options: ReadOpt
 
 
 def placed(catalog: Catalog, directory: str) -> Catalog:
-    """Return the catalog with `directory` in front of every path."""
+    """Return the catalog with `directory` prepended to every path."""
 
     def move(path: str) -> str:
         return f"{directory}/{path}" if path else path
@@ -38,7 +38,7 @@ def placed(catalog: Catalog, directory: str) -> Catalog:
     tables: dict[int, tuple[Sequence[str], list[str]]] = {}
 
     def table(paths: Sequence[str]) -> list[str]:
-        if id(paths) not in tables:  # all tensors of a catalog share one table
+        if id(paths) not in tables:  # all tensors in a catalog share one list of paths
             tables[id(paths)] = (paths, [move(path) for path in paths])
         return tables[id(paths)][1]
 
@@ -55,10 +55,10 @@ def placed(catalog: Catalog, directory: str) -> Catalog:
 
 
 def merged(parts: Sequence[Catalog], info: CatalogInfo) -> Catalog:
-    """Return the union of catalogs with disjoint names, and all their files, notes and side files.
+    """Merge catalogs that have no name in common, with all their files, notes and side files.
 
     Args:
-        info: Info of the whole checkpoint. The parts supply what it lacks.
+        info: The whole checkpoint's info. What it lacks is taken from the parts.
     """
     tensors: dict[str, TensorEntry] = {}
     objects: dict[str, ObjectEntry] = {}
@@ -86,12 +86,13 @@ def merged(parts: Sequence[Catalog], info: CatalogInfo) -> Catalog:
 
 
 def as_optimizer(catalog: Catalog) -> Catalog:
-    """Return the catalog of an optimizer's directory, with "optimizer." before its names."""
+    """Return the catalog of an optimizer's directory, with "optimizer." prepended to its names."""
     return renamed(catalog, "optimizer")
 
 
 def renamed(catalog: Catalog, prefix: str) -> Catalog:
-    """Return the catalog with `prefix.` before names that do not start with it. FQNs stay as they are."""
+    """Return the catalog with `prefix.` prepended to the names that do not start with it already. FQNs do not
+    change."""
 
     def name_of(name: str) -> str:
         return name if name.startswith(f"{prefix}.") else f"{prefix}.{name}"
@@ -102,7 +103,7 @@ def renamed(catalog: Catalog, prefix: str) -> Catalog:
 
 
 def file_objects(files: Mapping[str, int], names: Mapping[str, str]) -> dict[str, ObjectEntry]:
-    """Return an object for each of these files that exists. `names`: object's name -> file."""
+    """Return an object for each of these files that exists. `names` maps an object's name to its file."""
     return {
         name: ObjectEntry(
             name, path, 0, files[path], encoding="json" if path.endswith(".json") else "torch_save", role=Role.OTHER

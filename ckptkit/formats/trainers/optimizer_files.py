@@ -30,28 +30,28 @@ PREFIX = "optimizer"
 
 @dataclass(slots=True)
 class OptimizerState:
-    """The entries of an optimizer for a catalog."""
+    """An optimizer's catalog entries."""
 
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     objects: dict[str, ObjectEntry] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def add(self, fqn: str, state: str, joined: Joined) -> None:
-        """Add the tensor `state` of the parameter `fqn`."""
+        """Add parameter `fqn`'s state `state`, which is a tensor."""
         name = state_name(fqn, state)
         entry = joined.entry(name, Role.OPTIMIZER, fqn=fqn, state=state, key=(PREFIX, "state", fqn, state))
         self.tensors[name] = entry
         self.notes += joined.notes
 
     def add_value(self, fqn: str, state: str, value: Any) -> None:
-        """Add a state that is not a tensor, such as a step that is a number."""
+        """Add a state that is not a tensor, such as a step that is a plain number."""
         name = state_name(fqn, state)
         key = (PREFIX, "state", fqn, state)
         self.objects[name] = ObjectEntry(name, encoding="value", value=value, role=Role.OPTIMIZER, key=key)
 
 
 def state_name(fqn: str, state: str) -> str:
-    """Return the key of a parameter's optimizer state, as DCP names it."""
+    """Return the name that DCP would give to a parameter's optimizer state."""
     return f"{PREFIX}.state.{fqn}.{state}"
 
 
@@ -61,10 +61,10 @@ def read_optimizer(
     """Return the optimizer's entries, joined over all ranks.
 
     Args:
-        values: `Optimizer.state_dict()` of each rank, in rank order.
-        params: The model's parameters in module order, without wrappers. Tied parameters are listed once.
-        what: File name, with "{rank}" in place of the rank.
-        names: The parameter of each index, if known.
+        values: Each rank's `Optimizer.state_dict()`, in rank order.
+        params: The model's parameters in module order, without wrapper names. A tied parameter is listed once.
+        what: The file name, with "{rank}" in place of the rank.
+        names: Each index's parameter name, if known.
     """
     found = OptimizerState()
     if not is_state_dicts(values):
@@ -89,7 +89,7 @@ def read_optimizer(
 
 
 def group_objects(groups: Sequence[Mapping[str, Any]], names: Mapping[Any, str]) -> dict[str, ObjectEntry]:
-    """Return the settings of the parameter groups as objects, with names as `params`."""
+    """Return the parameter groups' settings as objects, with names as their `params`."""
     found = {}
     for index, group in enumerate(groups):
         for setting, given in group.items():
@@ -102,7 +102,7 @@ def group_objects(groups: Sequence[Mapping[str, Any]], names: Mapping[Any, str])
 
 
 def plain_value(value: Any) -> bool:
-    """Return whether a value consists only of None, bool, numbers and text."""
+    """Return whether a value consists only of None, bools, numbers and strings."""
     if isinstance(value, (list, tuple)):
         return all(map(plain_value, value))
     if isinstance(value, dict):
@@ -132,7 +132,7 @@ def _flat(state: Mapping[Any, Mapping[str, Any]]) -> Iterator[tuple[tuple[Any, s
 
 
 def _names(values: Sequence[Mapping[str, Any]], params: Sequence[Param]) -> dict[Any, str] | None:
-    """Return the parameter of each key of `state`, or None if shapes and names do not prove it."""
+    """Return the parameter name for each key in `state`, or None if shapes and names do not prove it."""
     groups = values[0]["param_groups"]
     keys = [key for group in groups for key in group["params"]]
     if all(isinstance(key, str) for key in keys):
@@ -153,7 +153,7 @@ def _names(values: Sequence[Mapping[str, Any]], params: Sequence[Param]) -> dict
 
 
 def _shape(values: Sequence[Mapping[str, Any]], key: Any) -> tuple[int, ...] | None:
-    """Return the full shape of a parameter, from one of its state tensors, or None if no state has it."""
+    """Return a parameter's full shape, taken from one of its state tensors, or None if no state has that shape."""
     for value in values:
         for tensor in value["state"].get(key, {}).values():
             if is_tensor(tensor) and len(tensor.shape) > 0:
@@ -162,7 +162,7 @@ def _shape(values: Sequence[Mapping[str, Any]], key: Any) -> tuple[int, ...] | N
 
 
 def _fits(values: Sequence[Mapping[str, Any]], key: Any, param: Param) -> bool:
-    """Return whether the states are whole tensors or shards of the parameter's shape, and not flat 1-D pieces."""
+    """Return whether the states are whole tensors or shards with the parameter's shape, rather than flat 1-D pieces."""
     for value in values:
         for tensor in value["state"].get(key, {}).values():
             if isinstance(tensor, StoredTensor) and tensor.shape not in ((), (1,), param.shape):
@@ -170,11 +170,12 @@ def _fits(values: Sequence[Mapping[str, Any]], key: Any, param: Param) -> bool:
     return True
 
 
-# --- FSDP1's rank-local optimizer state: each rank's 1-D part of flat parameters, keyed by index
+# --- FSDP1's rank-local optimizer state: each rank's 1-D parts of flat parameters, by index
 #
-# With use_orig_params=True, an index is a parameter. With False, an index is a unit: the concatenated parameters of one
-# wrapped module, split into ceil(numel / ranks) elements per rank. The files do not record which modules were wrapped.
-# This code assumes the blocks of module lists below the root, and accepts that only if every size fits.
+# With use_orig_params=True, an index stands for a parameter. With use_orig_params=False, it stands for a unit: one
+# wrapped module's parameters, concatenated and split into ceil(numel / ranks) elements per rank. The files do not
+# record which modules were wrapped. This code tries the blocks in module lists, then the whole model as one unit, and
+# accepts a choice only if every size fits.
 
 
 _BLOCK = re.compile(r"(.*?\.\d+)\..+")
@@ -182,7 +183,7 @@ _BLOCK = re.compile(r"(.*?\.\d+)\..+")
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """The concatenated parameters of one index."""
+    """The parameters that are concatenated under one index."""
 
     params: tuple[Param, ...]
 
@@ -192,10 +193,10 @@ class _Unit:
 
 
 def read_flat_optimizer(values: Sequence[Mapping[str, Any]], params: Sequence[Param]) -> OptimizerState | None:
-    """Return the entries of rank-local flat optimizer state, or None if sizes do not prove the layout.
+    """Return the entries for rank-local flat optimizer state, or None if the sizes do not prove the layout.
 
     Args:
-        values: `Optimizer.state_dict()` of each rank.
+        values: Each rank's `Optimizer.state_dict()`.
         params: The model's parameters in module order.
     """
     indices = [index for group in values[0]["param_groups"] for index in group["params"]]
@@ -211,8 +212,8 @@ def _each(params: Sequence[Param]) -> list[_Unit]:
 
 
 def _blocks(params: Sequence[Param]) -> list[_Unit]:
-    """Return the root's own parameters as a unit, then each block as a unit: the order of `parameters()` for nested
-    units."""
+    """Return one unit with the root's own parameters, then one per block. Nested units have this order in
+    `parameters()`."""
     units: dict[str, list[Param]] = {"": []}
     for param in params:
         match = _BLOCK.fullmatch(param.fqn)
@@ -221,7 +222,7 @@ def _blocks(params: Sequence[Param]) -> list[_Unit]:
 
 
 def _flat_parameters(values: Sequence[Mapping[str, Any]], index: Any) -> dict[str, list[StoredTensor | None]]:
-    """Return the 1-D states of an index by name, in rank order. A rank without a part of the parameter has None."""
+    """Return an index's 1-D states by name, with one item per rank: None if the rank has no part of the parameter."""
     found: dict[str, list[StoredTensor | None]] = {}
     for rank, value in enumerate(values):
         for name, tensor in value["state"].get(index, {}).items():

@@ -1,8 +1,8 @@
-"""Maps an optimizer's integer indices to parameters if the names were not saved.
+"""Maps an optimizer's integer indices to parameters when the names were not saved.
 
-An optimizer numbers the parameters of its groups in order. The model's state dict lists parameters in module order,
-like `model.parameters()`, so each group is a subsequence of that list. An assignment is used only if the shapes allow
-no other.
+An optimizer numbers the parameters in its groups in order. The model's state dict lists parameters in module order, as
+does `model.parameters()`, so each group is a subsequence of that list. An assignment is accepted only if the shapes
+rule out every other one.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 __all__ = ["Param", "assign"]
 
 _NO_DECAY = ("bias", "norm.weight", "layernorm.weight", "layer_norm.weight", "ln_f.weight")
-_MAX_STATES = 256  # partial assignments at a time; a real optimizer needs one or two
-Shape = tuple[int, ...] | None  # None: no state of the index has the parameter's shape
+_MAX_STATES = 256  # most partial assignments to track at once; a real optimizer needs one or two
+Shape = tuple[int, ...] | None  # None: no state at this index has the parameter's shape
 Fits = Callable[[int, int, str], bool]
 
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A parameter of the model: its name and its full shape."""
+    """A model parameter: its name and full shape."""
 
     fqn: str
     shape: tuple[int, ...]
@@ -32,12 +32,12 @@ def assign(
     no_decay: Sequence[bool] = (),
     fits: Fits | None = None,
 ) -> list[list[str]] | None:
-    """Return the names of each group's parameters, or None if shapes and order do not prove them.
+    """Return the parameter names in each group, or None if shapes and order do not prove them.
 
     Args:
         params: In module order, tied parameters once. Frozen parameters and buffers may be in no group.
-        groups: The shapes of each group's parameters, in the order of its indices.
-        no_decay: For each group, whether its weight decay is 0. Distinguishes groups with equal shapes.
+        groups: The shapes of each group's parameters, in index order.
+        no_decay: For each group, whether its weight decay is 0. This tells apart groups with equal shapes.
         fits: Whether the values of the parameter at (group, position) can belong to the parameter with this name.
     """
     adapters = [p for p in params if "lora_" in p.fqn or "modules_to_save" in p.fqn]
@@ -53,10 +53,10 @@ def assign(
 def _match(
     params: Sequence[Param], groups: Sequence[Sequence[Shape]], no_decay: Sequence[bool], fits: Fits | None
 ) -> list[list[str]] | None:
-    """Return the unique assignment of the groups to subsequences of `params`; None if there is none or several.
+    """Return the only way to match the groups with subsequences of `params`, or None if there is none or more than one.
 
-    Goes through the parameters, and keeps all partial assignments that are still possible: the position in each group
-    -> the assignment that leads to it, or None if there are several.
+    Goes through the parameters once, and tracks all partial assignments that are still possible. `states` maps the
+    position reached in each group to the assignment that leads there, or to None if several do.
     """
     spare = len(params) - sum(map(len, groups))
     states: dict[tuple[int, ...], list[list[str]] | None] = {(0,) * len(groups): [[] for _ in groups]}

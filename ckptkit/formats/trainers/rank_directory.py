@@ -1,4 +1,4 @@
-"""Reads a directory of an unknown system with one torch.save file per rank (`*rank_<R>.pt` and similar)."""
+"""Reads a directory with one torch.save file per rank (`*rank_<R>.pt` and similar) from a system that is not known."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from ckptkit.storage import Store
 __all__ = ["are_rank_files", "is_rank_directory", "open_catalog"]
 
 _RANK = re.compile(r"(.*(?:rank|shard|checkpoint|__)[_.-]?)(\d+)((?:[_.-].*)?\.(?:pt|pth|bin|ckpt))")
-_KEYED = re.compile(r"(.+_)(\d+)(\.pt)")  # only in directories with a metadata.pkl of torch_checkpointing
+_KEYED = re.compile(r"(.+_)(\d+)(\.pt)")  # only in directories with torch_checkpointing's metadata.pkl
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module", "app")
 _OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict")
 
 
 def is_rank_directory(files: Sequence[str]) -> bool:
-    """Return whether there are files whose names differ only in the rank, starting at rank 0."""
+    """Return whether there are files, including rank 0's, whose names differ only in the rank."""
     return any(0 in ranks and len(ranks) > 1 for ranks in _groups(files).values())
 
 
 def are_rank_files(store: Store, files: Sequence[str]) -> bool:
-    """Return whether the numbers in these files' names are ranks, not steps: file 0 then contains shards.
+    """Return whether the numbers in these file names are ranks rather than steps. If so, file 0 contains shards.
 
-    Reads the pickle of that file if the numbers start at 0.
+    If the numbers are 0, 1, 2, ... without gaps, reads the pickle in file 0.
     """
     groups = _groups(files)
     template = _model_group(groups)
@@ -43,14 +43,14 @@ def are_rank_files(store: Store, files: Sequence[str]) -> bool:
     try:
         value = _below(read_archive(store, groups[template][0]).value, _MODEL_KEYS)
     except CkptkitError:
-        return False  # unreadable: treat the numbers as steps; file 0 is not opened then
+        return False  # unreadable: treat the numbers as steps, so that file 0 is not opened
     tensors = value.values() if isinstance(value, dict) else ()
     return any(isinstance(tensor, (DTensorRecord, ShardedTensorRecord)) for tensor in tensors)
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Read the rank files. Each is a state dict, or a dict that contains the state dicts of the model and perhaps the
-    optimizer.
+    """Read the rank files. Each is a state dict, or a dict that contains the model's state dict and perhaps the
+    optimizer's.
 
     Raises:
         IncompleteCheckpointError: A rank's file is missing. The message names it.
@@ -109,7 +109,7 @@ def _model_group(groups: Mapping[str, Mapping[int, str]]) -> str | None:
 
 
 def _below(value: Any, keys: Sequence[str]) -> Any:
-    """Return the value if it contains tensors, otherwise the value of the first of `keys` in it."""
+    """Descend through dicts without tensors, following the first of `keys` at each level. Return where this ends."""
     if isinstance(value, dict) and not any(is_tensor(item) for item in value.values()):
         for key in keys:
             if isinstance(value.get(key), dict):

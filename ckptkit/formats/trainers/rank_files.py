@@ -1,4 +1,4 @@
-"""Reads checkpoints with one torch.save file per rank, and joins the parts of each tensor.
+"""Reads checkpoints with one torch.save file per rank, and joins each tensor's parts.
 
 Each rank's value is a DTensor, a ShardedTensor, or a plain tensor that is complete on every rank.
 """
@@ -40,7 +40,7 @@ _MAX_RANKS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A tensor joined over the ranks. `notes` report replicas that differ. `what` is the name template of the files."""
+    """A tensor joined over the ranks. `notes` report replicas that differ. `what` is the files' name template."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -55,7 +55,8 @@ class Joined:
         """Return the catalog entry, after checking that every element is covered.
 
         Raises:
-            IncompleteCheckpointError, CorruptCheckpointError: Elements are missing or overlap.
+            IncompleteCheckpointError: Elements are missing.
+            CorruptCheckpointError: A slice is outside the shape, or slices overlap partially.
         """
         entry = TensorEntry(name, self.dtype, self.shape, self.slices, role, fqn, state, tuple(key))
         try:
@@ -68,27 +69,28 @@ class Joined:
 
 
 def is_tensor(value: Any) -> bool:
-    """Return whether a value of an archive is a tensor record."""
+    """Return whether a value in an archive is a tensor record."""
     return isinstance(value, (StoredTensor, DTensorRecord, ShardedTensorRecord))
 
 
 def read_archives(
     store: Store, paths: Iterable[str], read: Callable[[Store, str], TorchArchive] = read_archive
 ) -> list[Any]:
-    """Return the values of these torch.save files, in order. Reads no tensor bytes."""
+    """Return the values in these torch.save files, in order. Reads no tensor bytes."""
     paths = list(paths)
-    if len(paths) < 3 or not store.asking_costs:  # parsing holds the GIL: threads help only while requests wait
+    if len(paths) < 3 or not store.asking_costs:  # parsing holds the GIL, so threads help only while requests wait
         return [read(store, path).value for path in paths]
     with WorkerPool(min(_THREADS, len(paths)), thread_name_prefix="ckptkit-rank") as pool:
         return [archive.value for archive in pool.map(lambda path: read(store, path), paths)]
 
 
 def join(values: Sequence[Mapping[Key, Any]], *, what: str) -> dict[Key, Joined]:
-    """Return the tensors of all ranks by name: the names of rank 0 in its order, then new names of rank 1, and so on.
+    """Join all ranks' tensors by name. The result has rank 0's names in rank 0's order, then rank 1's further names,
+    and so on.
 
     Args:
         values: What each rank saved, in rank order. Values that are not tensors are ignored.
-        what: File name for messages, with "{rank}" in place of the rank.
+        what: The file name for messages, with "{rank}" in place of the rank.
     """
     names = dict.fromkeys(name for value in values for name, tensor in value.items() if is_tensor(tensor))
     return {
@@ -98,7 +100,7 @@ def join(values: Sequence[Mapping[Key, Any]], *, what: str) -> dict[Key, Joined]
 
 
 def _join_one(name: str, parts: Mapping[int, Any], what: str) -> Joined:
-    # A rank without a shard of a ShardedTensor has no dtype, so compare with the first rank that has one.
+    # A rank that holds no shard of a ShardedTensor has no dtype, so compare with the first rank that has one.
     first_rank = min(parts, key=lambda rank: (is_tensor(parts[rank]) and not _dtype(parts[rank]), rank))
     first = parts[first_rank]
     for rank, part in parts.items():
@@ -127,7 +129,7 @@ def _join_one(name: str, parts: Mapping[int, Any], what: str) -> Joined:
 
 
 def _replicated(name: str, parts: Mapping[int, StoredTensor]) -> Joined:
-    """Return one rank's copy of a plain tensor. Compares copies by their recorded CRC-32, without reading them."""
+    """Return one rank's copy of a plain tensor. Compares the copies by their recorded CRC-32s, without reading them."""
     rank = min(parts)
     first = parts[rank]
     differing = [r for r, part in parts.items() if _stored_as(part) != _stored_as(first)]
@@ -190,10 +192,10 @@ def _kind(part: Any) -> str:
 
 
 def refuse_bare_parts(joined: Mapping[Any, Joined], *, what: str) -> None:
-    """Raise UnsupportedFormatError if a model's tensors are plain and all differ between ranks: the full tensors are
-    unknown.
+    """Raise UnsupportedFormatError if a model's tensors are plain and all differ between ranks. They are then parts of
+    full tensors that are not known.
 
-    If some tensors are equal, the model is replicated and the other tensors are per-rank buffers.
+    If some tensors are equal, the model is replicated, and the others are per-rank buffers.
     """
     large = [tensor for tensor in joined.values() if math.prod(tensor.shape) > 1]
     if large and all(tensor.notes for tensor in large):
@@ -207,7 +209,7 @@ def missing_ranks(found: Iterable[int], world_size: int, pattern: str) -> None:
     """Check that each rank's file exists.
 
     Args:
-        pattern: File name, with "{rank}" in place of the rank.
+        pattern: The file name, with "{rank}" in place of the rank.
 
     Raises:
         IncompleteCheckpointError: Files are missing. The message names them.
@@ -224,21 +226,21 @@ def missing_ranks(found: Iterable[int], world_size: int, pattern: str) -> None:
         raise IncompleteCheckpointError(f"{len(gone)} of the files of {world_size} ranks {are} missing: {names}.")
 
 
-# --- checks that the files of all ranks belong to one save: equal progress, and no copies
+# --- checks that all ranks' files belong to one save: they have made the same progress, and none is a copy
 
 
-_TELLING = 16  # this many elements are never equal on two ranks by chance
+_TELLING = 16  # two ranks never have this many equal elements by chance
 
 
 def check_steps(states: Sequence[Sequence[Any]], names: Sequence[str]) -> None:
-    """Check that the optimizers of all ranks have counted the same steps.
+    """Check that all ranks' optimizers have counted the same steps.
 
-    Parameters may have different step counts, but if two ranks have no count in common, a file is from another save.
-    Reads no tensor bytes: step tensors are compared by their CRC-32.
+    Parameters may have different step counts, but if two ranks have no count in common, a file is from a different
+    save. Reads no tensor bytes: step tensors are compared by their CRC-32s.
 
     Args:
-        states: For each rank, the states of its parameters: {"step": ..., "exp_avg": ...}.
-        names: The file of each rank.
+        states: For each rank, its parameters' states: {"step": ..., "exp_avg": ...}.
+        names: Each rank's file.
 
     Raises:
         CorruptCheckpointError: Two ranks have no step count in common. The message names the two files.
@@ -254,7 +256,7 @@ def check_steps(states: Sequence[Sequence[Any]], names: Sequence[str]) -> None:
 
 
 def check_counters(counters: Sequence[Any], names: Sequence[str], what: str) -> None:
-    """Check that a number saved by every rank is equal on all ranks. None is ignored.
+    """Check that a number that every rank saved is equal on all ranks. None is ignored.
 
     Raises:
         CorruptCheckpointError: Two ranks have different numbers. The message names the two files.
@@ -269,9 +271,9 @@ def check_counters(counters: Sequence[Any], names: Sequence[str], what: str) -> 
 
 
 def check_copies(flats: Sequence[Sequence[StoredTensor]], names: Sequence[str]) -> None:
-    """Check by CRC-32 that no two ranks have the same flat weights and moments.
+    """Check, by their CRC-32s, that no two ranks have the same flat weights and moments.
 
-    There is no other way to detect that a file is a copy of another rank's: the files do not contain their rank.
+    Nothing else can show that a file is a copy of another rank's, because the files do not record their rank.
 
     Raises:
         CorruptCheckpointError: Two files are equal. The message names them.

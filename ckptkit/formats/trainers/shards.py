@@ -1,9 +1,9 @@
-"""Converts DTensor placements to boxes: the position of a local part in the full tensor. Needs no torch.
+"""Converts DTensor placements to boxes, that is, to a local part's position in the full tensor. Does not need torch.
 
-Placements are applied one mesh dimension at a time. Each tensor dimension is a list of runs of rows. `Shard` takes one
-chunk of them (ceil(n / parts) rows; the last chunks may be shorter or empty). `_StridedShard` first splits them into
-`split_factor` pieces, and takes one chunk of each piece. The result is the rank's rows, in the order of its local
-tensor.
+Placements are applied one mesh dimension at a time. The rows in each tensor dimension are a list of runs. `Shard` takes
+one chunk of them (ceil(n / parts) rows; the last chunks may be shorter or empty). `_StridedShard` first splits them
+into `split_factor` pieces, and takes one chunk from each piece. The result is the rank's rows, in the order of its
+local tensor.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ckptkit.formats.pickles.tensors import PlacementRecord, StoredTensor
 __all__ = ["LocalPart", "local_parts", "mesh_coordinate", "slices_of"]
 
 _MAX_SPLIT = 1 << 16
-_MAX_RUNS = 1 << 20  # maximum number of runs; real tensors have a few per rank
-Run = tuple[int, int]  # [start, stop) rows of the whole tensor
+_MAX_RUNS = 1 << 20  # most runs to handle; real tensors have a few per rank
+Run = tuple[int, int]  # rows [start, stop) of the whole tensor
 
 
 @dataclass(frozen=True, slots=True)
 class LocalPart:
-    """One box of the whole tensor, and its position in the rank's local tensor."""
+    """One box of the whole tensor, and where it is in the rank's local tensor."""
 
     box: Box
     local_offsets: tuple[int, ...]
@@ -43,16 +43,16 @@ def local_parts(
     local_shape: tuple[int, ...] | None = None,
     order: Sequence[int] | None = None,
 ) -> list[LocalPart]:
-    """Return the boxes of the rank at `coordinate`, in the order of its local tensor.
+    """Return the boxes that the rank at `coordinate` holds, in the order of its local tensor.
 
     There is one box, unless a strided shard has rows that are not adjacent. A rank without elements has one empty box.
 
     Args:
-        shape: Shape of the whole tensor.
-        local_shape: Shape of the rank's tensor, to be checked. FSDP2 splits after tensor parallelism. For uneven
-            tensors (7 rows over dp 3, tp 2), the placements may not show that, but the local shape does. If a part has
-            no elements, FSDP2 also changes its other dimensions, so only its emptiness is checked.
-        order: Mesh dimensions in the order in which they split; None: from left to right.
+        shape: The whole tensor's shape.
+        local_shape: The shape of the rank's tensor, to check the result against. FSDP2 splits after tensor parallelism.
+            For uneven tensors (7 rows over dp 3, tp 2), the placements may not show this, but the local shape does. If
+            a part has no elements, FSDP2 changes its other dimensions too, so only its emptiness is checked.
+        order: The mesh dimensions in the order in which they split the tensor; None means from left to right.
 
     Raises:
         UnsupportedFormatError: A placement is partial: the values must still be summed over ranks.
@@ -95,7 +95,7 @@ def _local_parts(
 
 
 def slices_of(parts: Sequence[LocalPart], local: StoredTensor, rank: int) -> list[TensorSlice]:
-    """Return a slice for each part of a local tensor in a file."""
+    """Return one slice for each part of a local tensor that is stored in a file."""
     found = []
     for part in parts:
         view = local
@@ -110,7 +110,7 @@ def mesh_coordinate(rank: int, mesh_shape: Sequence[int], ranks: Sequence[int] |
     """Return the coordinate of `rank` in the mesh, or None if the mesh does not contain the rank.
 
     Args:
-        ranks: The mesh's ranks in row-major order; 0, 1, 2, ... by default.
+        ranks: The mesh's ranks in row-major order; by default 0, 1, 2, ...
     """
     position = rank if ranks is None else (list(ranks).index(rank) if rank in ranks else -1)
     if not 0 <= position < math.prod(mesh_shape):
@@ -152,7 +152,7 @@ def _rows(
     *,
     plain: bool,
 ) -> list[list[Run]]:
-    """Return the rank's rows of each tensor dimension. With `plain`, strided shards are applied as plain ones."""
+    """Return the rank's rows in each tensor dimension. With `plain`, treat strided shards as plain ones."""
     rows: list[list[Run]] = [[(0, n)] for n in shape]
     for mesh_dim in mesh_dims:
         placement = placements[mesh_dim]
@@ -171,7 +171,7 @@ def _rows(
 
 
 def _chunk(runs: Sequence[Run], parts: int, index: int) -> list[Run]:
-    """Return part `index` of `parts` of these rows, split like torch.chunk."""
+    """Return chunk `index` of these rows, split into `parts` chunks as by torch.chunk."""
     total = sum(stop - start for start, stop in runs)
     length = -(-total // parts)
     first, last = min(index * length, total), min((index + 1) * length, total)

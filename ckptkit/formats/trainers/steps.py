@@ -1,4 +1,4 @@
-"""Finds the newest step of a run by the numbers in directory names."""
+"""Finds a run's newest step by the numbers in directory names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NUMBER = re.compile(r"\d{1,18}")
 
 @dataclass(frozen=True, slots=True, order=True)
 class StepName:
-    """A name that contains a step. Ordered by step, then epoch, then name."""
+    """A name that contains a step. Ordered by step, then by epoch, then by name."""
 
     step: int
     epoch: int
@@ -23,7 +23,8 @@ class StepName:
 
 
 def parse_step(name: str) -> StepName | None:
-    """Return the step in a name (global_step10, checkpoint-2, iter_0000010, epoch=0-step=3.ckpt, 1200), or None."""
+    """Return the step in a name such as global_step10, checkpoint-2, iter_0000010, epoch=0-step=3.ckpt or 1200, or
+    None."""
     step, epoch = _STEP.findall(name), _EPOCH.findall(name)
     if not step:
         bare = name.rpartition(".")[0] or name
@@ -34,6 +35,6 @@ def parse_step(name: str) -> StepName | None:
 
 
 def ordered(names: Iterable[str]) -> list[StepName]:
-    """Return the names that contain a step, newest first. `step_5` precedes copies such as `step_5.aside-1f`."""
+    """Return the names that contain a step, newest first. `step_5` comes before copies such as `step_5.aside-1f`."""
     found = [step for name in names if (step := parse_step(name))]
     return sorted(found, key=lambda step: (step.step, step.epoch, "." not in step.name, step.name), reverse=True)

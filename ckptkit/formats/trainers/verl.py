@@ -1,4 +1,4 @@
-"""Reads verl's FSDP checkpoints: `model_world_size_<N>_rank_<R>.pt`, with optimizer and extra state files.
+"""Reads verl's FSDP checkpoints: `model_world_size_<N>_rank_<R>.pt`, with files for the optimizer and for extra state.
 
 SkyRL and other systems use the same names. Tensors are DTensors (FSDP2, FSDP1 with a mesh), ShardedTensors (FSDP1) or
 plain replicas. Reading them needs no process group.
@@ -30,10 +30,10 @@ _EXTRA = "extra_state_world_size_{size}_rank_{{rank}}.pt"
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Read verl's rank files at the store's root, without tensor bytes.
+    """Read verl's rank files at the store's root, but no tensor bytes.
 
     Raises:
-        IncompleteCheckpointError: The file of a rank is missing. The message names it.
+        IncompleteCheckpointError: A rank's file is missing. The message names it.
         CorruptCheckpointError: The files contradict each other.
     """
     sizes = {entry.path: entry.size for entry in store.list()}
@@ -68,15 +68,15 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 
 
 def model_entries(joined: Mapping[str, Joined]) -> dict[str, TensorEntry]:
-    """Return MODEL entries of joined tensors, after checking their coverage. FQNs have no wrapper names."""
+    """Return MODEL entries for joined tensors, after checking their coverage. FQNs do not include wrapper names."""
     fqns = strip_infixes(joined)
     return {name: tensor.entry(name, Role.MODEL, fqn=fqns[name]) for name, tensor in joined.items()}
 
 
 def parameters(state_dict: Mapping[str, Any], entries: Mapping[str, TensorEntry]) -> list[Param]:
-    """Return the model's parameters in module order, from one rank's state dict.
+    """Return the model's parameters in module order, given one rank's state dict.
 
-    If some tensors are distributed, plain tensors are buffers. A tied parameter counts once, under its first name.
+    If some tensors are distributed, the plain ones are buffers. A tied parameter is listed once, under its first name.
     """
     distributed = any(isinstance(value, (DTensorRecord, ShardedTensorRecord)) for value in state_dict.values())
     found, seen = [], set()
@@ -91,7 +91,8 @@ def parameters(state_dict: Mapping[str, Any], entries: Mapping[str, TensorEntry]
 
 
 def _identity(value: Any) -> tuple[str, int] | None:
-    """Return the storage and offset of a tensor, which tied names share, or None for a rank's empty part."""
+    """Return the storage and offset of a tensor, which are the same under all its tied names, or None if the rank's
+    part is empty."""
     if isinstance(value, ShardedTensorRecord):
         if not value.shards:
             return None
@@ -146,7 +147,7 @@ def _optimizer(store: Store, files: Sequence[str], world_size: int, params: Sequ
 
 
 def _extra_state(sizes: Mapping[str, int], files: Sequence[str], world_size: int) -> dict[str, ObjectEntry]:
-    """Return the files with schedulers and random states (one per rank) as objects."""
+    """Return the files that hold schedulers and random states (one per rank) as objects."""
     found = {}
     for rank in range(world_size):
         path = _EXTRA.format(size=world_size).format(rank=rank)
