@@ -115,8 +115,7 @@ class StepCounter:
 
     def count(self, optimizer: Optimizer) -> None:
         """Count one step of `optimizer`."""
-        # An optimizer created elsewhere counts from the last restart if others have stepped since, otherwise from the
-        # total.
+        # Optimizers created elsewhere count from the last restart if others have stepped since, else from the total.
         before = self._of.get(optimizer, self._base if self._of else self.total)
         self._of[optimizer] = before + 1
         self.total = max(self.total, before + 1)

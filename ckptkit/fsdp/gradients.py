@@ -55,8 +55,8 @@ def grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], p: float = 2.0)
 
     The result is fp64 if any parameter or gradient is, otherwise fp32. It is NaN on every rank if any rank has a NaN.
     Replicated shards and plain gradients (equal on all ranks) count once. Parameters without a gradient count as zero.
-    All ranks must call this with the same parameters in the same order. It makes one small all-reduce for each distinct
-    sharding.
+    All ranks must call this with the same parameters in the same order. It makes one small all-reduce for each kind
+    of sharding.
     """
     p = checked_norm_type(p)
     parameters = _listed(parameters)
@@ -66,8 +66,7 @@ def grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], p: float = 2.0)
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(parameter, DTensor):
-            # The parameter, not its gradient, decides the group, so that a rank without a gradient still joins the
-            # all-reduce.
+            # The parameter decides the group, not its gradient: a rank without a gradient must join the all-reduce too.
             key, local = _place(parameter, gradient)
             bucket = sharded.setdefault(key, [])
             if local is not None:

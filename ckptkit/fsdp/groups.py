@@ -91,8 +91,8 @@ def _several(no_decay: object) -> Sequence[Any]:
 
 def _rule(item: Any) -> Callable[[str, nn.Module, nn.Parameter], bool]:
     if isinstance(item, str) and item.strip("._"):
-        # "norm.weight" must match two adjacent components, as in `attention_norm.weight` and `norm1.weight`, but not in
-        # `norm.proj.weight`.
+        # "norm.weight" must match two adjacent components: it matches `attention_norm.weight` and `norm1.weight`, but
+        # not `norm.proj.weight`.
         parts = [rf"(?:[^.]*_)?{re.escape(part)}\d*(?:_[^.]*)?" for part in item.strip("._").split(".")]
         pattern = re.compile(r"(?:^|\.)" + r"\.".join(parts) + r"(?:\.|$)", re.IGNORECASE)
         return lambda name, module, parameter: pattern.search(name) is not None

@@ -316,8 +316,7 @@ class _Loan:
 class _Lent:
     """Lends the masters and their state to `base` until exit, then takes them back.
 
-    An elementwise `base` gets local tensors instead of DTensors. The result is the same, without DTensor's dispatch
-    overhead.
+    An elementwise `base` gets local tensors instead of DTensors. The result is the same, without DTensor's overhead.
     """
 
     def __init__(self, optimizer: MasterWeightOptimizer, factor: float) -> None:

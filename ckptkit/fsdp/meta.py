@@ -22,8 +22,7 @@ __all__ = [
     "unsaved_buffers",
 ]
 
-# Names of the tensors that have no values, by model. The references to models are weak, so that deleted models are
-# forgotten.
+# Names of the tensors that have no values, by model. The keys are weak, so deleted models are forgotten.
 _uninitialized: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
 
 

@@ -101,7 +101,7 @@ def _full_parameters(owners: list[nn.Module], done: dict[int, tuple[int, str]], 
             if parameter is None:
                 continue
             if id(parameter) not in whole:
-                # The system allocates memory only when it is written to, so parameters that `draw` ignores cost
+                # The system allocates memory only when it is written to, so parameters that stay unwritten cost
                 # nothing.
                 full = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
                 whole[id(parameter)] = nn.Parameter(full, requires_grad=parameter.requires_grad)

@@ -98,8 +98,8 @@ class FSDPStrategy:
         last_grad_norm: The joint `norm_type`-norm of the gradients at the last step, before clipping.
 
     Raises:
-        UsageError: An argument is invalid, or the batch sizes do not divide evenly (checked once the number of ranks is
-            known).
+        UsageError: An argument is invalid, or the batch sizes do not divide evenly (checked once the
+            world size is known).
     """
 
     def __init__(
@@ -414,8 +414,7 @@ class FSDPStrategy:
         """Run backward from `loss`, after dividing it by the number of accumulated passes and applying the loss scale.
 
         Gradients are reduced over the ranks only in the last pass before a step: when all passes are done, or with
-        `last=True` (the end of an epoch). A step after fewer passes uses their mean. All ranks must pass the same
-        `last`.
+        `last=True` (the end of an epoch). A step after fewer passes uses their mean. `last` must be equal on all ranks.
 
         Raises:
             UsageError: An argument has the wrong type, for example because two are swapped.

@@ -302,8 +302,7 @@ def _check_placements(
         shape, ranks = list(parameter.shape), mesh.data.size(-1)
         if not -len(shape) <= found.dim < len(shape):
             raise UsageError(f"shard_placement_fn returned {found} for {name!r}, which has shape {shape}.")
-        # This checks the size before tensor parallelism is applied. If that makes the size indivisible, torch raises an
-        # error.
+        # This checks the size before tensor parallelism is applied. If that makes the size indivisible, torch raises.
         if found.dim % len(shape) > 0 and shape[found.dim] % ranks:
             raise UsageError(
                 f"shard_placement_fn returned {found} for {name!r} of shape {shape}: FSDP2 shards dimensions other "

@@ -74,8 +74,7 @@ class AcceleratorCheckpoints:
         mine = self.accelerator
         optimizers = [getattr(item, "optimizer", item) for item in mine._optimizers]
         schedulers = list(mine._schedulers)
-        # Accelerate adds `state_dict` and `load_state_dict` to every prepared loader, but they work only for
-        # torchdata's.
+        # Accelerate adds `state_dict` and `load_state_dict` to all prepared loaders, but only torchdata's can use them.
         stateful = [item for item in mine._dataloaders if _is_stateful(item)]
         plain = [item for item in mine._dataloaders if not _is_stateful(item)]
         extra: dict[str, Any] = {f"object_{i}": item for i, item in enumerate(mine._custom_objects)}

@@ -91,8 +91,7 @@ def cut_reads(reads: Sequence[ReadInto], *, large: int) -> list[Job]:
     """Split reads into requests: enough to keep the connections busy, but no more.
 
     Args:
-        large: Usual size limit of a request in bytes. Up to twice as much if there is much to read, less if there is
-            little.
+        large: Usual size limit of a request in bytes. It is up to doubled if there is much to read, lower if little.
     """
     by_file: dict[str, list[ReadInto]] = {}
     for read in reads:

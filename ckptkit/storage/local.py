@@ -625,8 +625,7 @@ def _rename_noreplace(source: str, target: str) -> None:
     if renameat2(source, target, _RENAME_NOREPLACE):
         return
     if os.path.isdir(source):
-        # Without renameat2 (NFS), rely on rename(2): it refuses to replace a file or a non-empty directory with a
-        # directory.
+        # Without renameat2 (NFS), rely on rename(2): a directory can't replace a file or a non-empty directory.
         if os.path.lexists(target):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
         try:

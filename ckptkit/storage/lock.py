@@ -148,8 +148,7 @@ class Lease:
         """Write the next attempt's id to the lease's file now, so that the next save need not wait. Never raises.
 
         Args:
-            committed: Whether the attempt was committed and left nothing behind. If so, its id is removed from the
-                file.
+            committed: Whether the attempt was committed and left nothing behind. If so, its id is removed.
         """
         try:
             with self._patience.entered():

@@ -238,8 +238,7 @@ def stage(
 
     Args:
         file: Publish only this file under `url`. Other files may exist next to it.
-        replaceable: Raises if the existing target may not be replaced or if, after the swap, its content may not be
-            deleted.
+        replaceable: Raises if the existing target may not be replaced, or its content not be deleted after the swap.
         overwrite: Replace an existing target.
         last: Names by which readers find the directory. On an object store they are written last.
         resume: Continue a dead writer's work: the yielded store may already contain finished files. If this writer is

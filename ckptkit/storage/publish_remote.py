@@ -238,8 +238,7 @@ class _Place:
                 self._check(items, previous, overwrite=replaceable is not None)
             elif previous.alive:
                 raise self._written_by(previous)
-            # Check all objects first. Not necessary if a dead writer's names are known: then only its objects are
-            # deleted.
+            # Check all objects first, unless a dead writer's names are known: then only its objects are deleted.
             if items and previous.names is None and replaceable is not None and not private:
                 replaceable(self.store, "", (OWNER_NAME,))
             self._write_owner(previous.number + 1, list(items) if previous.names is None else previous.names)
