@@ -1,4 +1,7 @@
-"""Finds duplicates, overlaps and gaps in arrays of boxes ([n, ndim] offsets and sizes): a million in about a second."""
+"""Finds duplicates, overlaps and gaps in arrays of boxes ([n, ndim] offsets and sizes).
+
+A million boxes take about a second.
+"""
 
 from __future__ import annotations
 

@@ -55,6 +55,7 @@ class Role(str, enum.Enum):
 @dataclass(frozen=True, slots=True)
 class Digest:
     """A digest of the bytes [start, start + nbytes) of a slice's file, or of its decoded record if it has a codec.
+
     The range may be larger than the slice. For example, a zip record's CRC-32 covers a whole storage, and the slice may
     be only a part of that storage.
     """
@@ -540,7 +541,7 @@ class Catalog:
     info: CatalogInfo = field(default_factory=lambda: CatalogInfo("unknown"))
 
     def opaque(self) -> dict[str, str]:
-        """Return why tensors cannot be read without their Python classes (name to reason). Reads all records."""
+        """Return the tensors that need their Python classes to be read: name to reason. Reads all records."""
         found = dict(self.info.extra.get("opaque", {}))
         found.update((e.name, why) for e in self.in_parts() if (why := e.slices.opaque))
         return found

@@ -49,11 +49,11 @@ class Part:
         return not self.unfold and not self.axes
 
     def moved(self, target_box: Box) -> Part:
-        """Return the part with a different target box, which must hold as many elements in the same order."""
+        """Return the part with `target_box` replaced by a box with as many elements in the same order."""
         return Part(target_box, self.source, self.source_box, self.unfold, self.axes)
 
     def cut(self, box: Box) -> list[Part]:
-        """Return the parts that fill only the elements that are also in `box`, a box of the target."""
+        """Restrict the part to `box`, a box of the target. Return the resulting parts; [] if they do not overlap."""
         shared = self.target_box.intersect(box)
         if shared is None:
             return []

@@ -59,8 +59,8 @@ class SignalWatch:
     The handlers only set a flag, because a save inside a handler would run in the middle of a collective. A previously
     installed handler also runs, unless it is the default one, which would end the process.
 
-    In forked processes (DataLoader workers, multiprocessing pools) the original handlers are restored, so SIGTERM ends
-    them. They ignore SIGUSR1 and SIGUSR2: a scheduler may send these to all processes of a job, and training needs its
+    Forked processes (DataLoader workers, multiprocessing pools) get the original handlers back, so SIGTERM ends them.
+    They do not react to SIGUSR1 and SIGUSR2, which a scheduler may send to all processes of a job: training needs its
     workers until it has saved.
 
     Args:

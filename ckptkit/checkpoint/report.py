@@ -170,7 +170,7 @@ def _totals(phases: Sequence[Phase]) -> dict[str, dict[str, float]]:
 
 
 def _own_seconds(phases: Sequence[Phase]) -> list[float]:
-    """Return each phase's seconds, without those of the phases nested in it (in the same thread)."""
+    """Return each phase's seconds, not counting the phases nested in it (in the same thread)."""
     own = [phase.seconds for phase in phases]
     for row, phase in enumerate(phases):
         around = [

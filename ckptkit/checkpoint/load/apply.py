@@ -202,7 +202,7 @@ def apply_optimizer(
 
 
 def _kept_masters(plan: OptimizerPlan, new: dict[str, dict[str, Any]]) -> None:
-    """Add live masters that the checkpoint lacks to the new state. `_follow_weights` fills them."""
+    """Add to the new state the live masters that the checkpoint lacks. `_follow_weights` fills them."""
     if plan.master_name is None:
         return
     for fqn, entry in plan.masters.items():

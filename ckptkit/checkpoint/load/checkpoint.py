@@ -60,7 +60,8 @@ def load_checkpoint(
         origin: For a retry with the same options: `state.half_loaded` before the first attempt.
 
     Raises:
-        CheckpointMismatchError: The state does not match. Every rank lists the same mismatches: all of them.
+        CheckpointMismatchError: The state does not match. Every rank raises the same error, which lists
+            all mismatches.
         CorruptCheckpointError: The checkpoint is damaged.
         LoadError: With `options.atomic`: there is not enough memory for the second copy.
         RankFailedError: Another rank failed.
@@ -198,8 +199,9 @@ def _shared(
 ) -> tuple[list[list[SliceCheck]], list[list[int]], dict[str, list[str]]]:
     """Combine the ranks' plans. Returns three values:
 
-    - for each rank, the slices that it checks for others; - for each rank, the ranks that read the same data; - the
-    checkpoint's tensors that no rank has. (A pipeline rank has only its own stages' names.)
+    - for each rank, the slices that it checks for others;
+    - for each rank, the ranks that read the same data;
+    - the checkpoint's tensors that no rank has. (A pipeline rank has only its own stages' names.)
 
     Raises:
         CheckpointMismatchError: With `strict`: the checkpoint has a tensor that no rank has.

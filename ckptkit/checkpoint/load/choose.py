@@ -187,7 +187,7 @@ class Loader:
         resume: bool = False,
         origin: str | None = None,
     ) -> LoadReport:
-        """Load one checkpoint. `place` is its path in this run or, without a record, any URL."""
+        """Load one checkpoint. `place` is its path in this run. If `record` is None, `place` is any URL."""
 
         def opened() -> tuple[Catalog, Store]:
             if pinned is not None:

@@ -80,7 +80,7 @@ def naming(filler: Filler) -> Iterator[None]:
 
 
 def share_checks(wanted: Sequence[Sequence[SliceCheck]]) -> list[list[SliceCheck]]:
-    """Assign each slice that ranks read only in part to the one of these ranks that has the least to check so far.
+    """Assign each slice that some ranks read only in part to one of them: the rank with the least to check so far.
 
     As a result, one rank reads and checks the whole slice before any rank uses it. The work is distributed evenly, and
     each slice is read at most one extra time.

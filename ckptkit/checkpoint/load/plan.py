@@ -167,7 +167,7 @@ class ModelTensor:
 
     @property
     def view(self) -> torch.Tensor:
-        """The live tensor; if the layout declares its shards, as a part of the saved tensor."""
+        """The live tensor, viewed as a part of the saved tensor if the layout declares its shards."""
         return as_global(self.key, self.live, self.shards)
 
 
@@ -841,7 +841,7 @@ def _parts_of(name: str, entries: Mapping[str, TensorEntry]) -> dict[str, Tensor
 def _not_taken(module: torch.nn.Module, state: Mapping[str, Any]) -> list[str]:
     """Return the entries in a module's state dict that its `load_state_dict` does not accept.
 
-    A hook has added them. To find them, load the module's own state.
+    A hook has added them. Loading the module's own state shows which they are.
     """
     import torch
 
@@ -901,7 +901,8 @@ def _check_states(plan: OptimizerPlan, weights: Mapping[str, TensorEntry], found
         parameter = plan.parameters[fqn]
         live = plan.live.get(fqn, {})
         wanted, weight = plan.shape(fqn), weights.get(fqn)
-        # If the saved weight has the parameter's shape, a state may have a different one: it may be a table.
+        # If the saved weight has the parameter's shape, a state with a different shape is no mismatch: it may be a
+        # table.
         same_weight = weight is not None and weight.shape == wanted
         for name, entry in entries.items():
             shape = entry.shape
@@ -975,7 +976,7 @@ def plan_load(
 ) -> LoadPlan:
     """Plan a load without changing anything. Reads objects, and only the tensors that settings or extras need.
 
-    The plan's `mismatches` contains all mismatches, except the one listed here.
+    The plan's `mismatches` contains all mismatches, except that of a LOCAL checkpoint's mesh, which raises.
 
     Raises:
         CheckpointMismatchError: The checkpoint is LOCAL and was saved on a different mesh.

@@ -81,7 +81,7 @@ class Reading:
             check_sizes(self.filler)
 
     def finish(self) -> None:
-        """Copy what was read into new memory to the live tensors."""
+        """Fill the live tensors whose data was read into new memory."""
         import torch
 
         with torch.no_grad():

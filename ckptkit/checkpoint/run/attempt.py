@@ -55,7 +55,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 5.0  # how long a check of the lease or the name may be relied on before the record is uploaded
+LOOK_S = 5.0  # how old a check of the lease or the name may be when the record is uploaded
 
 _witnessed: weakref.WeakKeyDictionary[Store, Witness] = weakref.WeakKeyDictionary()
 
@@ -276,7 +276,7 @@ class RemotePlace(Place):
         self._free_at = -LOOK_S  # when the name was last seen to be free
 
     def look(self) -> None:
-        # Once per lease is enough, because a key prefix cannot be moved or unmounted like a directory.
+        # Once per lease is enough, because a key prefix, unlike a directory, cannot be moved or unmounted.
         witness = self._witness
         if witness is not None and _witnessed.get(self.root) != witness:
             _check_owner(self.root, witness.path, witness.nonce)

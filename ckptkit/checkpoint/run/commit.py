@@ -246,8 +246,8 @@ def begin_save(
         set_aside: Rename a directory that has the step's name but is not a checkpoint. Rank 0's value counts.
         file_names: A regular expression for the paths that all ranks will write. Foreign files with such a path are
             detected before anything is written. Rank 0's value counts.
-        lease: The run's lease, or a function that returns it. Rank 0 calls the function, on an object store with the
-            argument `look` of `acquire_lease`. None: the attempt acquires its own lease. Attempts with the same lease
+        lease: The run's lease, or a function that returns it. Rank 0 calls the function; on an object store, it
+            passes `look` for `acquire_lease`. None: the attempt acquires its own lease. Attempts with the same lease
             take turns.
 
     Raises:
@@ -282,7 +282,7 @@ def begin_save(
 
 
 class _Opening:
-    """Rank 0's work at the start and end of a save: acquires lease, turn and location, and releases them.
+    """Does rank 0's work at the start and end of a save: acquires and releases the lease, the turn and the location.
 
     On an object store, the first save under a lease lists the run in the background, while the ranks upload to private
     keys; only the commit waits for the result (`wait`). The two most likely reasons to refuse a save are checked before
@@ -510,7 +510,7 @@ class SaveAttempt:
         """Tell all ranks that this rank failed. Their `commit` raises the same error, and nothing is published.
 
         Raises:
-            RankFailedError: Always, except that a single rank's ckptkit error is raised unchanged.
+            RankFailedError: Always, except that if there is only one rank, its ckptkit error is raised unchanged.
         """
         with contextlib.suppress(Exception):  # finish this rank's uploads before rank 0 deletes everything
             self._place.sync(())
@@ -630,7 +630,7 @@ class SaveAttempt:
             others = [item for item in before.committed if item.name != self.name]
             committed = in_order([*others, Committed(self.name, self._record)])
             self._opening.after = replace(before, committed=committed)
-            # While the location is being closed, because each of these needs a request.
+            # Run these while the location is being closed, because each of them needs a request.
             self._hinted = self._hints.submit(self._write_hint)
             self._hints.submit(self._opening.end_attempt)
         return self._record.without_files()

@@ -167,8 +167,8 @@ class Coordinator:
             what: Names the work in errors.
 
         Raises:
-            RankFailedError: `fn` raised on some rank, or a rank died or hung. Every rank raises the same error. A
-                single rank's ckptkit error is raised unchanged.
+            RankFailedError: `fn` raised on some rank, or a rank died or hung. Every rank raises the same error. If
+                there is only one rank, its ckptkit error is raised unchanged.
         """
         results: list[T] | None = self.settle(Outcome.of(fn), what)
         return results
@@ -176,8 +176,8 @@ class Coordinator:
     def run_on_all(self, fn: Callable[[], T], what: str) -> T:
         """Run `fn` on every rank. Return this rank's result once `fn` has succeeded on every rank.
 
-        Raises like `all_ok`, with two exceptions: a single rank's error is always raised unchanged, and so is a ckptkit
-        error that is the same on all ranks.
+        Raises like `all_ok`, with two exceptions: if there is only one rank, any error is raised unchanged; and so is a
+        ckptkit error that is the same on all ranks.
         """
         if self.world_size == 1:
             self._check_open()

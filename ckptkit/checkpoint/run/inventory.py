@@ -131,7 +131,7 @@ class Inventory:
 
     @property
     def newest_damaged(self) -> Skipped | None:
-        """The damaged directory with the highest step in its name; None if `latest` has a higher one.
+        """The damaged directory with the highest step in its name; None unless that is above `latest`'s step.
 
         It may have been the latest checkpoint.
         """
@@ -252,7 +252,7 @@ def _look_all(root: Store, view: Store, names: Sequence[str]) -> list[Committed 
 
 
 def _look(root: Store, path: str) -> Committed | Skipped | str:
-    """Return the checkpoint in a directory, or why it is not one. Return a foreign directory's path."""
+    """Return the checkpoint in a directory, or why it is not one. For a foreign directory, return its path."""
     try:
         record = find_record(root, record_path(path))
     except CkptkitError as error:

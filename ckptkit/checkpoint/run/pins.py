@@ -77,8 +77,8 @@ def list_pins(root: Store, *, clean: bool = False) -> list[Pin]:
         with contextlib.suppress(FileNotFoundError, ValueError, RecursionError):
             body = json.loads(view.read(item.path, 0, 65536))
         if not isinstance(body, dict) or not isinstance(body.get("name"), str):
-            # A user's pin names the checkpoint in its file name, too, so a damaged pin still counts: better keep too
-            # much.
+            # A user's pin names the checkpoint in its file name, too, so a damaged pin still counts. It is safer to
+            # keep too much.
             match = _FOREVER.fullmatch(item.path.rpartition("/")[2])
             if match:
                 pins.append(Pin(match[1], "(the pin's file is damaged)"))
@@ -232,7 +232,7 @@ def _announced(root: Store, name: str) -> bool:
 
 @contextlib.contextmanager
 def deleting(root: Store, name: str) -> Iterator[list[Pin]]:
-    """Announce the deletion of `name`, and yield the pins that forbid it. It is allowed if there are none."""
+    """Announce the deletion of `name`, and yield the pins that forbid it. If there are none, it may be deleted."""
     path = f"{_DELETING}/{name}.json"
     try:
         root.write(path, json.dumps(owner_json(root)).encode(), overwrite=True, sync=False)

@@ -95,7 +95,7 @@ def adapter_configs(module: Any) -> dict[str, bytes]:
 def adapter_folder(name: str, adapters: Collection[str]) -> str:
     """Return an adapter's folder, with a trailing slash.
 
-    It is "" for the adapter "default", and for an only adapter.
+    It is "" for the adapter "default", and for a model's only adapter.
     """
     return "" if name == "default" or len(adapters) == 1 else f"{name}/"
 

@@ -156,7 +156,7 @@ def part_ways(captured: Captured, keepers: Mapping[str, int] | None, rank: int) 
             if (key := f"{section}.{part}") in keepers:
                 own[key] = tree if part == _NAMES else {_BOUND: tree}
                 if part == "values" and keepers[key] != rank:
-                    taken.tree[part] = {}  # SHARDED also stores these numbers for torch: only the keeper's
+                    taken.tree[part] = {}  # SHARDED stores these for torch, too: leave only the keeper's
     bound = _bound(captured)
     for key, same, holder, name in list(_places(captured)):
         if same not in keepers:

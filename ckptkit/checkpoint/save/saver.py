@@ -141,7 +141,7 @@ class _Agreed:
         alike: Whether plain tensors are known to be equal: ranks with the same keys have the same contents, and each
             rank still has the keys that it had at the last comparison.
         one_recipe: Whether all ranks split tensor subclasses into the same parts.
-        tellers: The lowest rank with each set of parameter names, except rank 0's set.
+        tellers: For each set of parameter names other than rank 0's, the lowest rank that has it.
     """
 
     alike: bool

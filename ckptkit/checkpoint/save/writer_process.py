@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SharedSnapshot", "WriterProcess"]
 
-_LOOK_S = 0.5  # how often to check that a process that has not answered is alive
+_LOOK_S = 0.5  # how often to check whether a silent process is still alive
 _GRACE_S = 5.0
 _READY_S = 10.0
 # The child uses this process's import path. Its working directory does not matter.
@@ -129,7 +129,8 @@ class _Child:
             stdout=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-            start_new_session=True,  # signals to training's process group may request a save; they must not kill it
+            # Signals to training's process group may request a save, and must not kill this process.
+            start_new_session=True,
         )
         theirs.close()
         self._block = -1

@@ -272,7 +272,7 @@ def _check_whole(optimizer: Any, parameters: Mapping[str, torch.Tensor], what: s
 
 
 def united(trees: Sequence[JSON]) -> JSON:
-    """Merge the ranks' trees of an optimizer whose parameters are spread over ranks (one tree per pipeline stage).
+    """Merge the ranks' trees for an optimizer whose parameters are spread over them (one tree per pipeline stage).
 
     A group is merged into one with equal settings: preferably the one at the same position, otherwise the first.
     """
@@ -352,7 +352,7 @@ def _beside(parameter: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch
     from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 
     def follows(placement: Any) -> bool:
-        # Only an exact Shard: a strided shard (FSDP over tensor parallelism) has different parts.
+        # Accept only Shard itself: a strided shard (FSDP over tensor parallelism) has different parts.
         dim = placement.dim if type(placement) is Shard else len(shape)
         return bool(dim < min(len(shape), parameter.dim()) and shape[dim] == parameter.shape[dim])
 

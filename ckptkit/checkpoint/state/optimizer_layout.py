@@ -3,11 +3,12 @@
 There are three kinds of states:
 
 - A *shard* is a part of a tensor that is split over the ranks: a DTensor, even in a list or dict, or a plain tensor
-with the shape of the parameter's local shard. It is stored like a weight, and loads on any number of ranks. - A *whole*
-state is equal on all ranks: numbers, settings, or a plain tensor that each rank computed from the whole gradient. It is
-stored once, and loads on any number of ranks. - A rank's *own* state differs between ranks, because it was computed
-from the local shard (a factor of it, a projector). It is stored for each rank, and loads only where the parameters are
-sharded in the same way. Elsewhere, the load is refused.
+  with the shape of the parameter's local shard. It is stored like a weight, and loads on any number of ranks.
+- A *whole* state is equal on all ranks: numbers, settings, or a plain tensor that each rank computed from the whole
+  gradient. It is stored once, and loads on any number of ranks.
+- A rank's *own* state differs between ranks, because it was computed from the local shard (a factor of it, a
+  projector). It is stored for each rank, and loads only where the parameters are sharded in the same way. Elsewhere,
+  the load is refused.
 
 A plain tensor counts as a shard only if every plain tensor in the optimizer that has more than one element also has the
 shape of its parameter's local shard. Otherwise a factor that happens to have this shape would count as a shard. With a

@@ -307,7 +307,7 @@ def capture(state: TrainState, *, rank: int = 0, step: int | None = None, seen: 
 
 
 def part_aliases(aliases: Mapping[str, str], names: Iterable[str], recipes: Mapping[str, Recipe]) -> dict[str, str]:
-    """Return the aliases. If tied tensors are subclasses, list their parts instead."""
+    """Return the aliases, with tied tensor subclasses replaced by their parts."""
     found = {name: holder for name, holder in aliases.items() if name not in recipes}
     for name in names:
         outer = outer_name(name, recipes)

@@ -96,7 +96,7 @@ class _Encoder:
     def __init__(self, tensors: dict[str, torch.Tensor], seen: Seen) -> None:
         self._tensors = tensors
         self._seen = seen
-        # Don't import the module for this: that would take longer than the rest. Unless imported, there are no
+        # Don't import the module: that would take longer than the encoding. If it was not imported, there are no
         # DTensors.
         self._dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
@@ -150,7 +150,7 @@ class _Encoder:
 
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
-        if type(value) is np.ndarray and _is_torchs(value):  # subclasses may have more than elements, such as a mask
+        if type(value) is np.ndarray and _is_torchs(value):  # not subclasses, which may have a mask, for example
             return {"$ndarray": self._tensor(torch.from_numpy(np.array(value, order="C")), path)}
         if isinstance(value, np.generic) and _is_torchs(value):
             return {"$npscalar": self._tensor(torch.from_numpy(np.array(value)), path)}
