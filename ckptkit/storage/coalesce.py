@@ -91,7 +91,8 @@ def cut_reads(reads: Sequence[ReadInto], *, large: int) -> list[Job]:
     """Split reads into requests: enough to keep the connections busy, but no more.
 
     Args:
-        large: Usual size limit of a request in bytes. It is up to doubled if there is much to read, lower if little.
+        large: Usual size limit of a request in bytes. If there is much to read, the limit grows to at most twice
+            this; if there is little, it shrinks.
     """
     by_file: dict[str, list[ReadInto]] = {}
     for read in reads:

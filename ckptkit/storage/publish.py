@@ -238,7 +238,8 @@ def stage(
 
     Args:
         file: Publish only this file under `url`. Other files may exist next to it.
-        replaceable: Raises if the existing target may not be replaced, or its content not be deleted after the swap.
+        replaceable: Raises if the existing target may not be replaced. Called again after the swap, raises if the old
+            content may not be deleted.
         overwrite: Replace an existing target.
         last: Names by which readers find the directory. On an object store they are written last.
         resume: Continue a dead writer's work: the yielded store may already contain finished files. If this writer is
