@@ -1,7 +1,7 @@
 """Reads torch.distributed.checkpoint (DCP) checkpoints: `.metadata` (or one `__R.metadata` per rank) and data files.
 
-Opening a checkpoint reads only metadata. `locate` finds where a tensor's bytes are in its data file on first access,
-because that takes another read per slice.
+Opening a checkpoint reads only metadata. `locate` finds a tensor's bytes in its data file only on first access, because
+that takes another read per slice.
 """
 
 from __future__ import annotations
@@ -347,7 +347,7 @@ class _Builder:
     def _gather_whole(
         self, part: _Part, name: str, entry: TensorMetadata, places: dict[tuple[int, ...] | None, StorageInfo]
     ) -> bool:
-        """If a quantized or sparse tensor was saved in one piece, record it as an object. Return whether it was."""
+        """Record a quantized or sparse tensor as an object if it was saved in one piece. Otherwise return False."""
         chunks = entry.chunks
         if type(chunks) is not list or len(chunks) != 1 or len(places) != 1 or name in self.rows:
             return False
@@ -409,7 +409,8 @@ class _Builder:
         return entries
 
     def _check_opaque(self, entry: TensorEntry, error: CorruptCheckpointError) -> None:
-        """Raise `error` (too few stored bytes) unless the tensor belongs to a subclass, which may pack its values."""
+        """Raise `error` (too few stored bytes) unless the tensor is of a subclass, because a subclass may pack its
+        values."""
         slices = entry.slices
         assert isinstance(slices, LocatedSlices)
         try:
@@ -433,12 +434,12 @@ class _Builder:
             )
 
     def _check_bytes(self, columns: TensorColumns) -> tuple[npt.NDArray[np.float64], dict[str, CorruptCheckpointError]]:
-        """Check that no slice declares more bytes than the file stores for it. A load allocates memory for the declared
+        """Check that no slice declares more bytes than the file stores for it, because a load allocates the declared
         size.
 
         Returns:
-            Each slice's number of elements, and an error for each tensor that declares too many bytes but may belong to
-            a subclass that packs its values.
+            Each slice's number of elements, and an error for each tensor that declares too many bytes but may be of a
+            subclass that packs its values.
         """
         owners, numels = columns.owners, columns.numels()
         negative = np.flatnonzero(columns.sizes < 0)

@@ -1,4 +1,4 @@
-"""Checks slices against their digests, either during a load or by reads that serve only the check."""
+"""Checks slices against their digests, during a load or with separate reads."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def all_of(calls: Sequence[Callable[[], T]], workers: int, *, name: str = "ckptk
 def read_pieces(store: Store, path: str, parts: Sequence[tuple[int, memoryview, Running]]) -> None:
     """Read parts of one file into memory, and hash each piece while it is still in the CPU cache.
 
-    If the gaps between parts are small, one call reads these parts together.
+    A single call reads neighboring parts if the gaps between them are small.
 
     Args:
         parts: (position in the file, memory to fill, running hash) per part, in file order.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["ROW", "FileJob", "Phase", "Written", "default_workers", "write_records"]
 
 Phase = tuple[str, float, int]
-"""(name, seconds, bytes)."""
+"""A phase of a write: (name, seconds, bytes)."""
 ROW = np.dtype(
     [("key", "<i4"), ("file", "<i4"), ("start", "<i8"), ("length", "<i8"), ("payload", "<i8"), ("digest", "<u8")]
 )
@@ -37,7 +37,7 @@ ROW = np.dtype(
 covers the payload. `key` is the tensor's number in the rank's table, or -1 for an object."""
 
 _PACK = 1 << 20  # small records are joined into writes of this size
-_FILE = 16 << 20  # a new file, or another request to an object store, is not worth it for fewer bytes
+_FILE = 16 << 20  # fewer bytes are not worth an additional file, or an additional request to an object store
 _SMALL_FILE = 1 << 20  # on an object store, a smaller file is merged into a larger one
 _ONE_REQUEST = 216 << 20  # a larger file is uploaded in parts while it is written
 _COPIED_FILES = 4  # concurrent uploads if tensors must be copied, because the copies take up memory
@@ -144,7 +144,7 @@ def _bins(lengths: Sequence[int], count: int) -> list[list[int]]:
 
 
 def _worth_a_request(bins: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
-    """Merge the small files into the smallest large file. Small files are left over when one tensor is huge."""
+    """Merge the small files into the smallest large file. Small files arise when one tensor is huge."""
     loads = [sum(lengths[row] for row in rows) for rows in bins]
     large = [(load, rows) for rows, load in zip(bins, loads, strict=True) if load >= _SMALL_FILE]
     small = [row for rows, load in zip(bins, loads, strict=True) if load < _SMALL_FILE for row in rows]
@@ -162,8 +162,8 @@ class FileJob:
         number: The file's index in `result.paths`.
         rows: The indices of the file's records, in order. Indices from `len(frames)` on refer to `records`.
         result: Filled in with each record's location.
-        turn: Limits how many files are hashed at once, among those that are uploaded in a single request. The first
-            files are thus uploaded while others are still hashed.
+        turn: Limits how many of the files that are uploaded in a single request are hashed at once, so that the first
+            are uploaded while others are still being hashed.
         seconds: The time spent so far in the phases "digest" and "sync".
     """
 

@@ -178,8 +178,8 @@ class Filler:
         return [[fill.target for fill in share] for share in shares]
 
     def last(self) -> dict[str, tuple[int, str]]:
-        """Return, for each file, where its last read ends and which tensor that read fills. If the file was truncated,
-        that tensor is lost."""
+        """Return, for each file, where its last read ends and which tensor that read fills. This tensor is incomplete
+        if the file was truncated."""
         found: dict[str, tuple[int, str]] = {}
         for fill in self._fills:
             stop = fill.start + fill.nbytes if fill.codec is None else fill.codec.start + fill.codec.nbytes

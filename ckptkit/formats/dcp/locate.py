@@ -1,9 +1,9 @@
 """Locates tensors' bytes inside the items of `.distcp` files, on demand and for many items at once.
 
-An item is a torch.save zip, about 1.5 KB longer than its tensor; or a whole file is one safetensors blob. Only a zip's
-first kilobyte (pickle and storage header) and last kilobyte (directory, with the storage's CRC-32) are read. Items with
-the same dtype, shape and length usually differ only in their checksums, so one item is parsed, and numpy compares the
-others with it.
+Each item is a torch.save zip, about 1.5 KB longer than its tensor, unless the whole file is one safetensors blob. Only
+a zip's first kilobyte (pickle and storage header) and last kilobyte (directory, with the storage's CRC-32) are read.
+Items with the same dtype, shape and length usually differ only in their checksums, so one item is parsed, and numpy
+compares the others with it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ENDS = 1024  # bytes read at each end of an item
 _BATCH_ROWS = 1 << 16
 _BLOCK_ROWS = 1 << 12  # number of items whose two ends are in memory at once
 _BLOCK_FILES = 128  # number of files that are open at once
-_HEAD = 9  # length of a safetensors blob's start that identifies it: header length, "{"
+_HEAD = 9  # bytes that identify a safetensors blob: header length, "{"
 _ZIP = b"PK\x03\x04"
 _FEW = 2  # with fewer items, comparing is not worth it
 _MAX_FRAMES = 8  # layouts per dtype, shape and length: pickles that name different devices differ
@@ -84,7 +84,8 @@ class TensorColumns:
         return np.repeat(np.arange(len(self.names)), np.diff(self.bounds))
 
     def elements(self) -> Int64:
-        """Return [n + 1]: where each slice's numbers start in `offsets` and `sizes`, and where the last slice's end."""
+        """Return [n + 1]: where each slice's numbers start in `offsets` and `sizes`, and where those of the last slice
+        end."""
         result: Int64 = np.concatenate([[0], np.cumsum(self.ndims[self.owners])])
         return result
 
@@ -253,7 +254,7 @@ def find_opaque(slices: LocatedSlices) -> bool:
 
 
 def item_batches(tensors: Iterable[tuple[Role, SliceArray]]) -> None:
-    """Group slices with the same role into batches of up to 65,536. A batch is later located all at once."""
+    """Group slices with the same role into batches of up to 65,536 slices. Each batch is later located as a whole."""
     by_role: dict[Role, _Batch] = {}
     for role, slices in tensors:
         assert isinstance(slices, LocatedSlices)
@@ -401,7 +402,8 @@ class _Locator:
                     left = left[~same]
 
     def _alone(self, row: int, front: bytes, tail: bytes) -> Frame | None:
-        """Locate one item by parsing it. Return a frame to compare other items with, or None if there is none."""
+        """Locate one item by parsing it. Return a frame to compare other items with, or None if they can't be
+        compared."""
         path, start, length = self._path(row), int(self.columns.starts[row]), int(self.columns.lengths[row])
         label, tensor = self._label(row), self._tensor(row)
         try:
@@ -509,8 +511,7 @@ class Frame:
         return cls(tensor, begin, *arrays, same_front, same_tail, crc_at[storage.name])
 
     def same(self, fronts: UInt8, tails: UInt8) -> npt.NDArray[np.bool_]:
-        """Return which items have the same layout as this one. Each row holds the `ENDS` bytes at one end of an
-        item."""
+        """Return which items have the same layout as this one. Each row holds the `ENDS` bytes at an item's end."""
         tails = tails[:, ENDS - len(self.tail) :]
         front = (fronts[:, : self.begin][:, self.same_front] == self.front[self.same_front]).all(axis=1)
         found: npt.NDArray[np.bool_] = front & (tails[:, self.same_tail] == self.tail[self.same_tail]).all(axis=1)

@@ -19,7 +19,7 @@ __all__ = ["RecordColumns", "encode_metadata"]
 Int64 = npt.NDArray[np.int64]
 _MODULE = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
-_VERSION = "1.0.0"  # torch/distributed/checkpoint/filesystem.py CURRENT_DCP_VERSION
+_VERSION = "1.0.0"  # CURRENT_DCP_VERSION in torch/distributed/checkpoint/filesystem.py
 _FLUSH = 1 << 20
 _FEW = 8  # with fewer slices, one call per slice is faster than numpy
 
@@ -243,8 +243,8 @@ class _Writer:
             self._put((module, name))
 
     def _properties(self, dtype: str) -> None:
-        """Write (dtype, layout, requires_grad, memory format, pin_memory) and BUILD. The caller has already written the
-        `(`."""
+        """Write (dtype, layout, requires_grad, memory format, pin_memory) and BUILD. The caller has already written
+        MARK."""
         self._global("torch", dtype)
         if not self._get("strided"):
             self._global("torch.serialization", "_get_layout")
@@ -279,8 +279,7 @@ class _Writer:
 
 
 class _Row:
-    """A template of opcodes. Its number fields (numpy type codes) are at fixed positions, and are filled in per
-    slice."""
+    """A template of opcodes. Its number fields (numpy type codes) are at fixed positions, and are filled in later."""
 
     def __init__(self, parts: list[bytes | str]) -> None:
         codes = {"<u4": "I", "<i4": "i", "<i8": "q"}

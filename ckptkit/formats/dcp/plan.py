@@ -251,14 +251,13 @@ class ShardedPlan:
     def index(
         self, parts: Sequence[bytes], store: Store, *, save_id: str, extra: Mapping[str, Any], sync: bool
     ) -> Mapping[str, FileRecord]:
-        """Write `.metadata` and the manifest from all ranks' parts, and return these two files. Only rank 0 calls
-        this."""
+        """Write `.metadata` and the manifest from all ranks' parts. Return these two files. Only rank 0 calls this."""
         files = write_index(parts, store, save_id=save_id, extra=extra, sync=sync)
         return {name: files[name] for name in (METADATA_NAME, MANIFEST_NAME)}
 
 
 def partial_holders(tables: Sequence[npt.NDArray[np.uint64]]) -> dict[int, tuple[int, ...]]:
-    """Return, by its hash, each key that only some ranks hold, with the ranks that hold it.
+    """Map the hash of each key that only some ranks hold to these ranks.
 
     Args:
         tables: For each rank, the hashes of its replicated keys.
@@ -318,8 +317,8 @@ def _laid_out(
     private: frozenset[str],
     holders: Mapping[str, tuple[int, ...]],
 ) -> ShardedPlan:
-    """Return this rank's plan, given `holders`: for each replicated key that only some ranks hold, the ranks that hold
-    it."""
+    """Return this rank's plan. `holders` has the ranks that hold a replicated key, for keys that only some ranks
+    hold."""
     keys: list[PlannedKey] = []
     slices: list[PlannedSlice] = []
     tensors: list[torch.Tensor] = []
@@ -476,7 +475,7 @@ def local_box(
 
 
 def _held(value: DTensor) -> list[tuple[Box, tuple[int, ...]]]:
-    """Return the boxes that this rank holds of a DTensor, each with its offsets in the local tensor.
+    """Return this rank's boxes of a DTensor, each with its offsets in the local tensor.
 
     A strided shard consists of several boxes if its rows are not adjacent.
     """
@@ -573,8 +572,7 @@ def _flatten(
 
 
 def _is_leaf(items: list[Any]) -> bool:
-    """Return whether a list counts as a single value, because it and the lists nested in it contain no tensors and no
-    dicts."""
+    """Return whether a list counts as a single value: neither it nor any list inside it contains tensors or dicts."""
     return not any(
         isinstance(item, (Mapping, torch.Tensor)) or (isinstance(item, list) and not _is_leaf(item)) for item in items
     )
@@ -584,7 +582,7 @@ def _is_leaf(items: list[Any]) -> bool:
 
 
 def local_boxes(value: Any) -> list[tuple[Box, torch.Tensor]]:
-    """Return the boxes that this rank holds of a tensor, each with its (detached) memory."""
+    """Return this rank's boxes of a tensor, each with its (detached) memory."""
     if isinstance(value, DTensor):
         if value.device_mesh.get_coordinate() is None:
             return []

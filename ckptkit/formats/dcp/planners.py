@@ -66,7 +66,7 @@ class _Turn:
 
     Attributes:
         sends_table: Whether no lower rank has the same keys.
-        holders: The ranks that hold each replicated key that this rank has but some others lack, by the key's hash.
+        holders: Key hash -> the ranks that hold the key, for replicated keys that this rank has but some others lack.
     """
 
     rank: int
@@ -149,8 +149,8 @@ class DCPLoadPlanner(DefaultLoadPlanner):
     With any reader other than `DCPReader`, this planner behaves like torch's `DefaultLoadPlanner`.
 
     Args:
-        allow_partial_load: Leave keys that the checkpoint lacks unchanged. If False, raise one error that lists every
-            mismatch, before any rank reads.
+        allow_partial_load: Leave values unchanged if the checkpoint lacks their keys. If False, raise one error that
+            lists every mismatch, before any rank reads.
     """
 
     def __init__(self, *, allow_partial_load: bool = False) -> None:

@@ -63,7 +63,7 @@ def load_objects(store: Store, entries: Mapping[str, ObjectEntry]) -> dict[str, 
 
 
 def _read(store: Store, entries: Mapping[str, ObjectEntry]) -> dict[str, bytearray]:
-    """Read all objects that torch.save wrote uncompressed, together. Return their bytes by key."""
+    """Read the objects that torch.save wrote uncompressed, all in one batch. Return their bytes by key."""
     raw = {
         name: bytearray(entry.nbytes)
         for name, entry in entries.items()
@@ -233,8 +233,8 @@ def _locals(value: Any) -> list[torch.Tensor]:
 def _matched(
     catalog: Catalog, flat: Mapping[str, Any], *, cast: bool, strict: bool
 ) -> tuple[dict[str, TensorEntry | None], list[str]]:
-    """Return the keys to load with their tensors, and the missing keys. A mismatch raises an error that lists every
-    mismatch."""
+    """Return the keys to load with their tensors, and the missing keys. Raises an error that lists all mismatches, if
+    any."""
     found: dict[str, TensorEntry | None] = {}
     missing, wrong = [], []
     for name, value in flat.items():

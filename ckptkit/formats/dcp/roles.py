@@ -1,8 +1,8 @@
 """Derives a DCP entry's role (weight, moment, ...) from the path that the planner recorded.
 
-The flattened key does not show where a wrapper ends and the parameter's name begins. For example, accelerate's path
-("model", "model.embed_tokens.weight") and LightRFT's ("model.embed_tokens.weight",) tell apart what the keys alone do
-not.
+The flattened key does not show where a wrapper ends and the parameter's name begins: the first "model" is a wrapper in
+accelerate's path ("model", "model.embed_tokens.weight"), but part of the name in LightRFT's path
+("model.embed_tokens.weight",).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class RoleTable:
         if wrapper in self._wrappers:
             return EntryRole(Role.MODEL, _joined(path[len(wrapper) :]))
         # Either several models are stored under keys that the user chose (a GAN, a teacher and a student), or nested
-        # dicts of weights are stored beside top-level weights. The name is then the whole path.
+        # dicts of weights are stored beside top-level weights. In both cases, the whole path is the name.
         return EntryRole(Role.MODEL, _joined(path)) if self._many or self._bare_model else EntryRole(Role.OTHER)
 
     def _optimizer(self, path: Path) -> EntryRole | None:
@@ -106,8 +106,7 @@ class RoleTable:
 
 
 def _holds_run(path: Path) -> bool:
-    """Return whether a path shows that the key "state" holds a model and optimizers rather than one optimizer's
-    state."""
+    """Return whether a path shows that the key "state" holds a model and optimizers, not just one optimizer's state."""
     part = path[1] if len(path) > 2 and path[0] == "state" else None
     return isinstance(part, str) and (part in _MODEL_KEYS or bool(_OPTIMIZER_KEY.fullmatch(part)))
 

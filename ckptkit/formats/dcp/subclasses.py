@@ -39,7 +39,7 @@ __all__ = [
 
 SEPARATOR = "::"
 SUBCLASSES = "subclasses"
-"""The key in objects.json under which recipes are stored, by tensor key."""
+"""The key in objects.json that holds all recipes, by tensor key."""
 
 Recipe = Any  # JSON
 
@@ -85,7 +85,7 @@ def describe(recipe: Recipe) -> str:
 
 
 def open_all(tensors: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[Any, Recipe], dict[Any, str]]:
-    """Replace the tensors in a table that are not dense with their parts.
+    """Replace those tensors in a table that are not dense with their parts.
 
     Args:
         tensors: By name, or by (FQN, state name). Tensors that can't be split stay as they are.

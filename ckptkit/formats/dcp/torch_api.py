@@ -95,7 +95,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class WrittenItem:
-    """Where an item was written: the location of its record, of the payload in the record, and the payload's digest.
+    """Where an item's record was written, where the payload is in it, and the payload's digest.
 
     Attributes:
         payload, nbytes: -1 and 0 if the item is not a plain tensor.
@@ -121,8 +121,7 @@ def write_finish(
 ) -> None:
     """Write the manifest, then the metadata file `name`, for a save planned by torch's planner.
 
-    Does not add the storage data to `metadata`, because torch would broadcast them to all ranks, which do not need
-    them.
+    Does not add the storage data to `metadata`: torch would broadcast them to all ranks, which do not need them.
     """
     places = {result.index: result.storage_data for found in results for result in found}
     infos = {index: _StorageInfo(p.path, p.offset, p.length) for index, p in places.items()}
@@ -184,8 +183,8 @@ class CatalogMetadata(Mapping[str, Any]):
     it.
 
     Attributes:
-        is_plannable: Whether `DCPLoadPlanner` may use it for planning. False if a subclass of the reader overrides how
-            the reader reads.
+        is_plannable: Whether `DCPLoadPlanner` may use it for planning. False if a subclass overrides how the reader
+            reads.
     """
 
     def __init__(self, reader: DCPReader, *, is_plannable: bool = False) -> None:
@@ -230,8 +229,7 @@ class CatalogMetadata(Mapping[str, Any]):
 
 
 class CatalogPaths(Mapping[str, "tuple[str | int, ...]"]):
-    """A `Metadata.planner_data`: the path of each key that has one. Its pickle, too, contains only the checkpoint's
-    URL."""
+    """A `Metadata.planner_data`: the path of each key that has one. Its pickle, too, contains only the URL."""
 
     def __init__(self, reader: DCPReader) -> None:
         self._reader = reader
@@ -291,7 +289,7 @@ class DCPWriter(StorageWriter):
             sync: Make the files and their names durable before `dcp.save` returns.
             workers: How many files a rank writes at once. 0 means 8 on an object store, otherwise the rank's share of
                 the cores (at most 4).
-            overwrite: Replace an existing checkpoint. If False, an existing checkpoint is a CheckpointExistsError.
+            overwrite: Replace an existing checkpoint. If False, an existing checkpoint raises a CheckpointExistsError.
         """
         super().__init__()
         check_storage_options(storage_options=storage_options)
@@ -517,7 +515,7 @@ class DCPReader(StorageReader):
                 none.
             workers: Concurrent reads. 0 means 8 on an object store, otherwise twice this rank's share of the cores, up
                 to 8.
-            cast: Convert a tensor if its dtype differs. If False, a different dtype is a CheckpointMismatchError.
+            cast: Convert a tensor if its dtype differs. If False, a different dtype raises a CheckpointMismatchError.
         """
         super().__init__()
         check_storage_options(storage_options=storage_options)
