@@ -143,7 +143,8 @@ def delete_marked(root: Store, view: Store, name: str, record: CommitRecord) -> 
     """Delete a checkpoint's files from an object store, and return the foreign files.
 
     The mark (`mark_of`) must have been written first, and then the record deleted or replaced. After a kill, the mark
-    lists what is left to delete. It stays as long as there are foreign files.
+    lists what is left to delete. It stays as long as there are foreign files, not
+    counting other attempts' files.
     """
     found = (f"{name}/{path}" for path in named_paths(record))
     root.delete(path for path in found if view.info(path) is not None)
