@@ -211,8 +211,7 @@ def _ramp(count: int) -> npt.NDArray[np.uint64]:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """The sums (f1, f2) over a tensor or a part of it. For disjoint parts, `a + b` is the fingerprint of both
-    together."""
+    """The sums (f1, f2) over a tensor or a part of it. `a + b` is the fingerprint of two disjoint parts together."""
 
     f1: int = 0
     f2: int = 0

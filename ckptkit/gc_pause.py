@@ -18,8 +18,8 @@ _was_on = False
 def collector_paused() -> Iterator[None]:
     """Pause the cyclic garbage collector during short work that creates many objects but no cycles.
 
-    Otherwise collections visit all objects created so far again and again, which takes a quarter of the total time.
-    Contexts may be nested, and may run in several threads; the last one to exit resumes collection.
+    Otherwise, each collection would visit all objects created so far, which takes a quarter of the total time. Contexts
+    may be nested, and may run in several threads; the last one to exit resumes collection.
     """
     global _depth, _was_on
     with _lock:

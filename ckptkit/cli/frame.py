@@ -82,7 +82,7 @@ def _refuse_empty(context: click.Context) -> None:
 
 
 def if_interrupted(words: str | Callable[[], str]) -> None:
-    """Set the message to print on Ctrl-C: what is left and how to continue. A callable is called on Ctrl-C."""
+    """Set the message to print on Ctrl-C: what is left and how to continue. A callable is called at that time."""
     click.get_current_context().meta["ckptkit.interrupted"] = words
 
 
@@ -158,7 +158,7 @@ def _set_up_logging(*, quiet: bool, verbose: bool) -> None:
 
 
 def is_quiet() -> bool:
-    """Return whether --quiet was given. Then commands print only results and errors."""
+    """Return whether --quiet was given, so that only results and errors are printed."""
     return bool(click.get_current_context().meta.get("ckptkit.quiet", False))
 
 
@@ -226,7 +226,7 @@ def storage_options_of_both(function: F) -> F:
 
 
 def with_storage_options(pairs: tuple[str, ...]) -> Mapping[str, Any] | None:
-    """Parse KEY=VALUE pairs into a mapping; return None if there are none. Values may be JSON.
+    """Parse KEY=VALUE pairs into a mapping; return None if there are none. Values that are valid JSON are decoded.
 
     Raises:
         UsageError: A pair has no "=" or no key.

@@ -1,4 +1,4 @@
-"""The `ckptkit` command. It imports a subcommand's module only when that subcommand is called; so --help is fast."""
+"""The `ckptkit` command. A subcommand's module is imported only when it is called, which keeps --help fast."""
 
 from __future__ import annotations
 
@@ -137,7 +137,8 @@ def cli() -> None:
 
 
 class _InterruptOnce:
-    """Raises KeyboardInterrupt on SIGINT, then ignores SIGINT for 5 seconds, because another would stop the cleanup.
+    """Raises KeyboardInterrupt on SIGINT, then ignores it for 5 seconds, so that a second one does not stop the
+    cleanup.
 
     Duplicates are common: launchers forward the terminal's signal once more, and people press Ctrl-C twice.
     """

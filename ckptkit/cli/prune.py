@@ -25,7 +25,7 @@ def command(
     recorded: bool,
     storage_options: tuple[str, ...],
 ) -> None:
-    """Delete the checkpoints that the policy of the run at ROOT does not keep, and the leftovers of killed saves.
+    """Delete the checkpoints of the run at ROOT that its policy does not keep, and the leftovers of killed saves.
 
     Never deletes the newest checkpoint, the best, or a pinned one, nor files that ckptkit did not write. Uses the
     policy that the run recorded; limits given here override its limits.

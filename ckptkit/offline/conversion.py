@@ -196,8 +196,7 @@ def conclude(
     look: Callable[[Store], str] | None = None,
     sealing: Seal | None = None,
 ) -> ConvertReport:
-    """Execute a report's plan and return the complete report. A dry run only adds the errors that the real run would
-    raise.
+    """Execute a report's plan and return the complete report. A dry run only adds the expected errors.
 
     Args:
         compared: The model with which the plan's names and shapes were compared; "" for none.

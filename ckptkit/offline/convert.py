@@ -98,9 +98,9 @@ def convert(  # noqa: PLR0913 - one argument per option
             stored dtype; or "zeros".
         quantize: "fp8-block" writes the weights of linear layers in FP8, in blocks of 128 x 128, for transformers, vLLM
             and SGLang. Weights that are quantized already are dequantized first, to `dtype` or bf16.
-        weights: "model" exports the model's weights; "master", the fp32 copies that some optimizers keep; "auto", those
-            copies if `dtype` casts, otherwise the model's weights; "ema", the weights' moving average, if the
-            checkpoint contains one.
+        weights: Which weights to export: "model" (the model's own), "master" (the fp32 copies that some optimizers
+            keep), "auto" (the fp32 copies if `dtype` casts, otherwise the model's own), or "ema" (the moving average of
+            the weights, if the checkpoint contains one).
         base: Hugging Face directory or repo that provides config, tokenizer, and the expected names and shapes.
         key_map: A built-in name, a TOML or JSON file, or a NameMap.
         layout: URL of a file that describes the layout of flat parameters, for formats that need one.
@@ -115,8 +115,8 @@ def convert(  # noqa: PLR0913 - one argument per option
 
     Raises:
         UsageError: Options conflict, or a token would lose its row.
-        CheckpointMismatchError: Names or shapes differ from the base, or it is not certain which tensors have one row
-            per token.
+        CheckpointMismatchError: Names or shapes differ from the base, or it is unclear which tensors have one row per
+            token.
         CorruptCheckpointError: The source is damaged or incomplete; nothing was published.
     """
     started = time.perf_counter()

@@ -58,8 +58,8 @@ from ckptkit.units import format_duration, format_size, parse_size
 __all__ = ["Copied", "CopiedCheckpoint", "copy", "run_at"]
 
 SCHEMA = "ckptkit.copy/1"
-_PINNED = 64  # maximum number of checkpoints of a run pinned at once; each pin needs a thread that renews it
-_MOST_HELD = 64 << 20  # bytes; larger files are not held back in memory to be written last
+_PINNED = 64  # maximum number of checkpoints to pin at once; each pin needs a thread that renews it
+_MOST_HELD = 64 << 20  # bytes; files up to this size may be held in memory, to be written last
 _MARKS = (".metadata", "config.json", "adapter_config.json", "metadata.json", "meta.pt", "latest", ".index.json")
 """Endings of the files by which readers recognize a checkpoint. On an object store, these files are written last."""
 
@@ -268,7 +268,7 @@ def run_at(url: str, *, storage_options: Mapping[str, Any] | None = None) -> Inv
 
 @reads_checkpoints
 def copy_checkpoint(src: str, dst: str, how: How, reading: ReadOptions, *, all_files: bool) -> CopiedCheckpoint:
-    """Copy one checkpoint and keep it pinned until the end. Errors are those of `copy`."""
+    """Copy one checkpoint and keep it pinned until the end. `copy` lists the errors."""
     source = open_pinned(src, storage_options=how.there, options=reading, together=not how.dry_run)
     what = _contents(source, src, dst, how, all_files=all_files)
     _check_complete(source, check=how.check)

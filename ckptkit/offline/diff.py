@@ -150,8 +150,7 @@ class DiffReport:
         return f"different: {different}; equal: {self.same} tensors{values}"
 
     def layers(self) -> dict[str, LayerDiff]:
-        """Return the differences by model layer and by optimizer state, the model's first, each sorted by largest
-        change.
+        """Return the differences by model layer and by optimizer state: the model's first, then by largest change.
 
         A model tensor outside of the layers has an entry of its own.
         """

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["find_gaps", "refuse_partial"]
 
-# Files that every rank writes once: accelerate, transformers, verl and its derivatives.
+# Files of which every rank writes its own: accelerate, transformers, verl and its derivatives.
 _RANK_FILE = re.compile(
     r"(random_states_|rng_state_|(?:extra_state|optim|model)_world_size_(\d+)_rank_)(\d{1,7})(\.(?:pkl|pth|pt))"
 )

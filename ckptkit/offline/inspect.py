@@ -198,7 +198,7 @@ def _cut(entry: TensorEntry) -> str:
 
 
 def _tied(catalog: Catalog, model: Iterable[_Sized]) -> dict[str, str]:
-    """Return the tensors that share another tensor's bytes, because the format says so or their slices are the same."""
+    """Return, for each tied tensor, the one whose bytes it shares, as recorded or because their slices are equal."""
     found: dict[str, str] = {}
     for names in catalog.info.extra.get("aliases", {}).values():
         found.update(names)

@@ -221,7 +221,7 @@ def effective_policy(
         UsageError: The given policy keeps the best by a metric that no checkpoint has, or the recorded one has a rule
             that this version does not know.
     """
-    if given is not None and given.keep_best is not None:  # so that a misspelt metric does not cost the best one
+    if given is not None and given.keep_best is not None:  # a misspelt metric must not delete the best checkpoint
         check_metric(inventory, given.keep_best[0])
     stated = inventory.latest.record.extra.get("retention") if inventory.latest is not None else None
     if not isinstance(stated, Mapping) or (given is not None and not recorded):

@@ -99,8 +99,7 @@ def resize(
     catalog: Catalog,
     files: Mapping[str, bytes],
 ) -> Resized:
-    """Return a model's tensors with the embedding and the head resized to `size.rows` rows. Reads both if means are
-    needed.
+    """Return a model's tensors with the embedding and the head resized to `size.rows` rows. Reads both for a mean.
 
     Args:
         files: Contents of the model's small files, by name. Each token of the tokenizer must keep its row.
@@ -133,8 +132,7 @@ def resize_state(
 ) -> Mapping[str, Any] | None:
     """Resize the vocabulary in `own`: model, masters and optimizer states. Return the changed config.
 
-    If a weight has a master, the weight's new rows are the master's new rows, cast. New rows of optimizer states are
-    zeros.
+    If a weight has a master, its new rows are the master's, cast. New rows of optimizer states are zeros.
 
     Raises:
         CheckpointMismatchError, UsageError: As for `resize`, or a state's shape differs from its parameter's.

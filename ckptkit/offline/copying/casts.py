@@ -106,7 +106,7 @@ def _float16_values() -> Array:
 
 @functools.cache
 def _float8_values(dtype: str) -> Array:
-    """Return a float32 table of the values of all 256 codes of a dtype."""
+    """Return the values of a dtype's 256 codes, as float32."""
     code = np.arange(256)
     if dtype == "float8_e8m0fnu":
         values = np.ldexp(1.0, code - 127)

@@ -18,7 +18,7 @@ UInt64 = npt.NDArray[np.uint64]
 
 
 class RecordTable:
-    """The byte ranges that digests cover, as columns. Ranges that are equal within one source share one record.
+    """The byte ranges that digests cover, as columns. Equal ranges of the same source share one record.
 
     Attributes:
         sources: [n] index of the source: a file, or a decoded record in a file.

@@ -236,8 +236,8 @@ class Copier:
         return total
 
     def _batches(self, nbytes: Int64) -> list[int]:
-        """Return where batches of runs to read together begin, and where the last one ends. Long runs are batches of
-        their own; short runs are combined up to about half a chunk."""
+        """Return the bounds of batches of runs that are read together. A long run is a batch of its own; short runs are
+        combined up to about half a chunk."""
         short = nbytes < (_SHORT if self._reader.is_local else self._chunk)
         turns = (np.cumsum(nbytes) - nbytes) // max(1, self._chunk // 2)
         new = np.append(True, ~short[1:] | ~short[:-1] | (turns[1:] != turns[:-1]))

@@ -40,8 +40,7 @@ class Covered:
 
 @collector_paused()
 def check_plan(plan: Plan) -> Covered:
-    """Check that sources are complete, targets are covered exactly once and files are filled exactly; return the
-    counts.
+    """Check that sources are complete, targets covered exactly once, and files filled exactly; return the counts.
 
     Raises:
         CorruptCheckpointError, IncompleteCheckpointError: A source tensor has gaps or overlaps.

@@ -130,7 +130,7 @@ def execute(
     destination.
 
     Args:
-        workers: Number of parallel copies; 0 chooses one that suits this machine.
+        workers: Number of parallel copies; 0 chooses a number for this machine.
         max_memory: Maximum bytes of tensor data in memory, over all workers.
         check: Check all bytes read against the source's recorded digests.
         progress: Called with (bytes done, total bytes, file), from any thread, but never concurrently.
@@ -195,7 +195,7 @@ def execute(
                     streams.write, [i for i in own_files if i not in there and (own.files[i].path in late) is wanted]
                 )
             steps, taken_over, infinite = len(own_files), len(there), streams.infinite
-        if verifier is not None:  # read the records that the copy could not check again, only to check their digests
+        if verifier is not None:  # reread the records that the copy could not check
             rest = checking(work, verifier.unproved())
             pool.run(Copier(rest, reader, verifier, gatherer, tally, chunk=chunk).do, range(len(rest.steps)))
     finally:

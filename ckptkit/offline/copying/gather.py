@@ -30,9 +30,9 @@ Bytes = npt.NDArray[np.uint8]
 Array = npt.NDArray[Any]
 
 _UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
-_BLOCK = 128  # rows; `rows_at_once` rounds down to a multiple
+_BLOCK = 128  # rows; `rows_at_once` rounds down to a multiple of this
 _TILE = 4 << 20
-_READ = 64 << 10  # bytes to read from each slice, at least, if a tile needs part of every slice
+_READ = 64 << 10  # minimum bytes to read from each slice if a tile needs part of every slice
 _ALIGNED = 64  # bytes; enough for any dtype and for vector instructions
 _SMALL_SPAN = 1 << 20  # bytes; spans up to this size are read in one call, even if most of their bytes are not needed
 
@@ -122,7 +122,7 @@ class Gatherer:
             self._read_strided(origin, start + i * strides[outer] * itemsize, moved[i], rest, itemsize)
 
     def tile_numel(self, tensor: OutputTensor) -> int:
-        """Return the number of elements per tile of a target. Larger if a tile reads from many parts of the source."""
+        """Return the number of elements per tile of a target. It is larger if a tile reads many parts of the source."""
         if isinstance(tensor, ComputedTensor):
             rows = self.rows_at_once(tensor, self._small if tensor.by_element else 2 * self._big)
             return max(1, tensor.numel // max(1, tensor.shape[0] if tensor.shape else 1) * rows)
@@ -202,7 +202,7 @@ class Gatherer:
         return data, infinite + more
 
     def _inputs(self, tensor: ComputedTensor) -> tuple[list[Bytes], int]:
-        """Return the bytes of all inputs of a computed tensor, and how many elements their casts made infinite."""
+        """Return a computed tensor's inputs as bytes, and how many elements their casts made infinite."""
         found: list[Bytes] = []
         infinite = 0
         if not tensor.by_element:

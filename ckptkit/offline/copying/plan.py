@@ -77,7 +77,7 @@ class ComputedTensor:
         return tuple(dict.fromkeys(key for target in self.inputs for key in target.sources))
 
     def rows(self, start: int, stop: int) -> ComputedTensor:
-        """Return the tensor of only the rows [start, stop). `cut` must not be None unless these are all the rows."""
+        """Return the tensor of only the rows [start, stop). Needs `cut`, unless these are all the rows."""
         if (start, stop) == (0, self.shape[0]):
             return self
         assert self.cut is not None
@@ -381,7 +381,8 @@ def check_room(plan: Plan, destination: Store, *, held: int = 0) -> None:
 
 
 def share_out(plan: Plan, world_size: int) -> list[int]:
-    """Return the rank that writes each file. The largest files are assigned first, each to the least loaded rank.
+    """Return, for each file, the rank that writes it. The largest files are assigned first, each to the least loaded
+    rank.
 
     Rank 0 gets the files that are published last, because it publishes them.
     """

@@ -233,10 +233,9 @@ def clear_strays(store: Store, plan: Plan) -> None:
 
 
 def left_beside(url: str) -> tuple[str, int] | None:
-    """Return the staging directory that an interrupted command left next to its local target, and its disk usage in
-    bytes.
+    """Return the staging directory that an interrupted command left next to its local target, and its size on disk.
 
-    None if there is no such directory, or if the target is remote. The next command continues from it.
+    None if there is no such directory, or if the target is remote. The next command continues from this directory.
     """
     protocol, rest = split_url(url)
     if protocol != "file":
@@ -255,7 +254,7 @@ def left_beside(url: str) -> tuple[str, int] | None:
 
 
 class Spoken:
-    """Records a command's finished objects in its ledger, and finds those that an interrupted command finished."""
+    """Records finished objects in the command's ledger, and finds those that an interrupted command finished."""
 
     def __init__(self, plan: Plan, work: Work, source: Store, verifier: Verifier | None, ledger: Ledger) -> None:
         self._plan = plan
@@ -291,7 +290,7 @@ class Spoken:
 
 
 class _Contents:
-    """Computes fingerprints of the contents of a plan's files. They do not depend on which rank writes a file."""
+    """Fingerprints the contents of each file in a plan. The result does not depend on which rank writes the file."""
 
     def __init__(self, plan: Plan, source: Store, *, check: bool) -> None:
         self._plan = plan

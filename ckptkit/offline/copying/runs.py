@@ -403,7 +403,7 @@ class _WorkBuilder:
         return found
 
     def _origins(self, entry: TensorEntry) -> Int64:
-        """Return the origin of each slice of a tensor."""
+        """Return the origin of each of a tensor's slices."""
         slices = entry.slices
         result: Int64 = self._path_origins(slices.paths)[slices.files]
         for row, codec in slices.codecs.items():

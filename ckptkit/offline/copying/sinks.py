@@ -32,7 +32,7 @@ class LocalSink:
         self._files = files
         self._descriptors = Descriptors(self._reopen)
         self._crcs = {i: Crcs() for i, file in enumerate(files) if _any(file.crcs)}  # only for files with CRC fields
-        # Lock each file: the kernel lets only one thread write to it, and a second one would spin on that lock and
+        # One lock per file. The kernel lets only one thread at a time write to a file; a second one would spin and
         # waste a core.
         self._turns = [threading.Lock() for _ in files]
         self._dirty = [0] * len(files)  # approximate bytes written to each file since its writeback was started

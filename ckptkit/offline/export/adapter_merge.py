@@ -1,4 +1,4 @@
-"""Merges a LoRA adapter into its base: finds the affected tensors and each one's formula, and computes the tensors."""
+"""Merges a LoRA adapter into its base: finds the tensors it changes, chooses each one's formula and applies it."""
 
 from __future__ import annotations
 
@@ -455,8 +455,8 @@ class _Changes:
     def _is_transposed(self) -> bool:
         """Return whether square weights are stored as [in, out].
 
-        The checkpoint's non-square weights decide; if they do not tell, the config does. PEFT decides by the module's
-        class, and corrects `fan_in_fan_out` to match.
+        The checkpoint's non-square weights decide; if they do not show it, the config does. PEFT decides by the
+        module's class, and corrects `fan_in_fan_out` to match.
         """
         proved = set()
         for pair in self.split.pairs.values():

@@ -66,7 +66,7 @@ class LoraPair:
 
     @property
     def patterned(self) -> str:
-        """The module name to match against rank and alpha patterns; for an attention's out_proj, the attention."""
+        """The module name to match against rank and alpha patterns. For out_proj, it is the attention's name."""
         return self.module.rpartition(".")[0] if self.key.endswith(".base_layer.out_proj") else self.module
 
 

@@ -140,7 +140,7 @@ def export_config(
         notes.append("config.json: tie_word_embeddings is now false")
     names = made.get("architectures")
     if isinstance(names, list) and any(isinstance(name, str) and name.startswith("FSDP") for name in names):
-        # fully_shard changes the class name of the module that it wraps, so change it back.
+        # fully_shard prefixes the class name of the module that it wraps with FSDP.
         made["architectures"] = [n.removeprefix("FSDP") if isinstance(n, str) else n for n in names]
         notes.append("config.json: the FSDP prefix of the architecture was removed")
     if "quantization_config" in made and not quantized:
@@ -303,7 +303,7 @@ def _adapter_config(store: Store, notes: list[str]) -> dict[str, Any] | None:
 
 
 def _export_name(path: str) -> str:
-    """Return a file's name in the export: the last component, after the folder for extra chat templates if any."""
+    """Return a file's name in the export: the last component, plus the folder of an extra chat template."""
     marker = "additional_chat_templates/"
     return marker + path.rpartition(marker)[2] if marker in path else path.rpartition("/")[2]
 

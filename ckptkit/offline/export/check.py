@@ -89,7 +89,7 @@ def unexpected_buffers(
 
 
 def absent_layers(names: Iterable[str], config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a fault that names the layers missing according to the config's layer count. Used if there is no base.
+    """Return a fault if layers are missing according to the config's layer count. Used if there is no base.
 
     transformers would initialize those layers randomly. Only numbered layers can be checked.
     """
@@ -178,7 +178,7 @@ def check_export(store: Store, *, base: BaseModel | None = None, use_config: boo
 
 
 def names_of_config(store: Store) -> tuple[dict[str, WantedTensor], dict[str, Any]]:
-    """Return (names and shapes of the model that transformers builds from config.json, under Hub names; the config).
+    """Return the Hub names and shapes of the model that transformers builds from config.json, and the config itself.
 
     None of the export's code is executed, because only classes of transformers are used. Returns ({}, config) for an
     unknown model.

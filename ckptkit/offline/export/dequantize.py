@@ -56,7 +56,7 @@ class Dequantized:
         return f"{len(self.changes)} {kinds} weights dequantized to {self.dtype}"
 
     def computed(self, tensors: Mapping[str, OutputTensor]) -> dict[str, OutputTensor]:
-        """Return the tensors, with each one that has quantized sources replaced by a dequantized one."""
+        """Return the tensors, with those that have quantized sources dequantized."""
         return {
             name: changed(tensor, self.changes, self.whole)
             if isinstance(tensor, Target) and any(key in self.changes for key in tensor.sources)

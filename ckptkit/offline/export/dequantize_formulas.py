@@ -261,7 +261,7 @@ class _Result:
 
 
 def _scaled(w: Stored, factors: Callable[[slice], Array], dtype: str) -> Computed:
-    """Return W in float32 times factors for its rows ([rows or 1, columns or 1]), rounded to `dtype`."""
+    """Return W times its rows' factors ([rows or 1, columns or 1]), computed in float32 and rounded to `dtype`."""
     rows = w.bytes_of_rows() if len(w.shape) < 3 else w.data.reshape(-1, w.shape[-1])
     result = _Result(rows.size, dtype)
     for part in _blocks(*rows.shape):

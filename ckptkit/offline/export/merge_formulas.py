@@ -125,8 +125,7 @@ def conv(scale: float, *, is_dora: bool = False) -> Formula:
 
 
 def experts(scale: float, count: int, *, in_first: bool) -> Formula:
-    """Return the formula that adds scale * (B @ A) to each expert, for a parameter that stacks `count` experts. Inputs:
-    A, B.
+    """Return the formula that adds scale * (B @ A) to each of `count` experts stacked in one parameter. Inputs: A, B.
 
     Rows are experts. `in_first`: whether the parameter is [experts, in, out] rather than [experts, out, in].
     """

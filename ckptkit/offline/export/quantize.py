@@ -31,7 +31,7 @@ Compute = Callable[["torch.Tensor", str], Bytes]
 
 BLOCK = 128
 _CODES, _SCALES = "float8_e4m3fn", "float32"
-# vLLM and SGLang fuse each group into one matrix, so its weights are all quantized, or none is.
+# vLLM and SGLang fuse each group into one matrix, so either all weights in a group are quantized, or none.
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"))
 # Used if transformers cannot tell: matrices in numbered layers, except expert routers and convolutions.
 _IN_LAYER = re.compile(r".*\.(?:layers|h|blocks)\.\d+\..*\.weight")
@@ -95,7 +95,7 @@ def quantize(tensors: Mapping[str, OutputTensor], config: Mapping[str, Any] | No
         made[name] = _codes(tensor)
         made[f"{name}_scale_inv"] = _scales(tensor)
     kept = {name.removesuffix(".weight") for name, tensor in tensors.items() if _is_kept_matrix(name, tensor, chosen)}
-    # Loaders expect each listed module to have no codes and scales, and all others to have them.
+    # List the modules that have no codes and scales, because loaders expect them in all other modules.
     kept |= {name.removesuffix(".weight") if name.endswith(".weight") else name.rpartition(".")[0] for name in stacked}
     return Quantized(made, _config({*kept, "lm_head"}), tuple(notes))
 

@@ -50,7 +50,7 @@ _EMBEDDINGS = (
 )
 # Encoder-decoders have embeddings in the encoder and in the decoder, besides the shared one.
 _HALVES = tuple(f"{half}.embed_tokens.weight" for half in ("encoder", "decoder", "text_encoder", "text_decoder"))
-# A head with a bias stores it twice, also as the bias of its decoder.
+# A head with a bias stores the bias twice: as its own, and as its decoder's.
 _BIASES = ("predictions.decoder.bias", "lm_head.decoder.bias")
 # Models whose head is never tied, even if the config says so.
 _OWN_HEADS = frozenset({"pop2piano"})
@@ -96,7 +96,7 @@ def is_head(name: str) -> bool:
 
 
 def tied_pairs(shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, str]]:
-    """Return the pairs (second name, kept name) that a config may tie. Both names are known ones, with equal shapes.
+    """Return the pairs (second name, kept name) that a config may tie. Both names are known, and the shapes are equal.
 
     A pair is a head and the embedding, an encoder's or decoder's embedding and the shared one, or the bias of a head's
     decoder and the head's bias.

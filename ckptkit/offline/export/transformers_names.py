@@ -163,7 +163,7 @@ def _built(config: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _needed(transforms: tuple[Any, ...], wanted: Collection[str]) -> tuple[Any, ...]:
-    """Return the entries, without converters that a load of the wanted tensors would not use."""
+    """Return the entries, except converters that a load of the wanted tensors would not use."""
     renamings = [item for item in transforms if not hasattr(item, "operations")]
     converters = [item for item in transforms if hasattr(item, "operations")]
     used = {id(_converted_name(_renamed(name, renamings), converters)[2]) for name in wanted}
@@ -171,8 +171,8 @@ def _needed(transforms: tuple[Any, ...], wanted: Collection[str]) -> tuple[Any, 
 
 
 def _with_floats(value: Any) -> Any:
-    """Return the config's values with {"__float__": "Infinity"} replaced by a float. transformers writes floats that
-    JSON lacks like this."""
+    """Decode values such as {"__float__": "Infinity"}, which stand for floats that JSON lacks in transformers'
+    configs."""
     if isinstance(value, Mapping):
         if set(value) == {"__float__"}:
             return float(value["__float__"])
@@ -307,7 +307,7 @@ def _chunk(op: Any, collected: _Tensors, sources: list[str], to: list[str], plac
         count = getattr(place.config.get_text_config(), op.num_shards_attribute)
         names = [to[0].replace("*", str(i)) for i in range(count)]
     dim = _dim(target, op.dim)
-    # transformers always splits into equal parts. If the base's parts have other sizes, use those.
+    # transformers always splits into equal parts. If the sizes of the base's parts are known, use those.
     known = [place.shapes[name] for name in names if name in place.shapes]
     sizes = [shape[dim] for shape in known if len(shape) == len(target.shape)]
     if len(sizes) < len(names):
@@ -409,7 +409,7 @@ def _unbound(target: Target, dim: int) -> list[Target]:
 
 
 def _kept(sources: list[str], to: list[str]) -> str:
-    """Return the name for one tensor: the target name, unless several targets still follow; then the source name."""
+    """Return the name for a single tensor: the target's if there is only one target, otherwise the source's."""
     return to[0] if len(to) == 1 else sources[0]
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Selection", "Weights", "choose_weights", "matches", "select_targets", "ExportOptions"]
 
-_EXTRA_STATE = "_extra_state"  # what a module's get_extra_state returned; a tensor with TransformerEngine
+_EXTRA_STATE = "_extra_state"  # what a module's get_extra_state returned; in TransformerEngine, a tensor
 
 # --- the options of an export
 
@@ -178,8 +178,8 @@ def choose_weights(
     """Return the requested weights.
 
     "auto" means the model's weights, unless there are only masters, or `dtype` would cast a weight that was already
-    rounded from its master. With masters, every parameter that has one uses it; buffers and frozen parameters come from
-    the model.
+    rounded from its master. If masters are exported, buffers and frozen parameters, which have none, come from the
+    model.
     """
     if weights == "ema":
         from ckptkit.offline.export.ema import averaged

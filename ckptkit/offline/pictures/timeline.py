@@ -13,7 +13,7 @@ from ckptkit.units import format_size
 __all__ = ["TimelineItem", "timeline"]
 
 WIDTH, LEFT = 1100.0, 90.0
-BARS, CHART = 150.0, 80.0  # user units: height of the longest bar, and of the chart of one metric
+BARS, CHART = 150.0, 80.0  # user units: height of the longest bar, and of a metric's chart
 _GAP = 34.0  # between charts
 _LABEL = 46.0  # width of a step number in user units
 _MAX_METRICS = 6
@@ -86,7 +86,7 @@ def timeline(
 
 
 def _with_gaps(items: Sequence[TimelineItem]) -> list[TimelineItem]:
-    """Return the items, with one more for each gap. Its name is the number of checkpoints that no longer exist."""
+    """Return the items, plus one for each gap, whose name is the number of checkpoints that no longer exist."""
     found = []
     for item in items:
         if item.absent_before:

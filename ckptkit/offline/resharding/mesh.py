@@ -279,7 +279,7 @@ class TPPlan:
     def of_config(cls, config: Mapping[str, Any] | None, names: Iterable[str]) -> TPPlan | None:
         """Return the plan for the model family in a transformers config.
 
-        None if the family is unknown, or if its parameters have other names here.
+        None if the family is unknown, or if the parameters do not have this family's names.
         """
         if config is None or str(config.get("model_type")) not in _FAMILY:
             return None

@@ -1,5 +1,4 @@
-"""Converts a source's tensors and objects to the keys that ckptkit checkpoints use, so that a training job can load
-them.
+"""Converts a source's tensors and objects to ckptkit's keys, so that a training job can load them.
 
 If the source is another program's DCP checkpoint and the result is a DCP checkpoint too, keys and records do not
 change: the same state loads both, with torch or with ckptkit. Otherwise tensors are renamed to `model.<fqn>`,
