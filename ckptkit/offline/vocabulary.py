@@ -51,7 +51,7 @@ class VocabSize:
     """The requested vocabulary size.
 
     Attributes:
-        rows: Number of rows that the embedding and the head shall have.
+        rows: Number of rows to give the embedding and the head.
         new_rows: How to fill added rows.
         dry: Only plan, and compute no means.
     """

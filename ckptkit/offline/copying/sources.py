@@ -126,7 +126,7 @@ class SourceReader:
         return self._origins[index]
 
     def read(self, origin: int, start: int, view: memoryview) -> None:
-        """Fill `view` with an origin's bytes from `start` on. Raises IncompleteCheckpointError if they end early."""
+        """Fill `view` with an origin's bytes from `start` on. Raises IncompleteCheckpointError if it ends early."""
         self.read_many([Range(origin, start, view)])
 
     def read_many(self, ranges: Sequence[Range]) -> None:

@@ -340,7 +340,7 @@ def _of_tied(
 
 @dataclass(slots=True)
 class _Changes:
-    """Computes the changes that all parts of an adapter make. They are in `made`, by source."""
+    """Computes the changes that an adapter makes, and collects them in `made`, by source."""
 
     split: AdapterSplit
     config: Mapping[str, Any]

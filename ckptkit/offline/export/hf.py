@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 __all__ = ["ExportOptions", "HFExport", "export_tensors", "plan_export"]
 
 
-# Without these strings in any name, there is no adapter, and no layout that needs a built-in key map. The modules for
-# them are then not imported, which makes a small export faster by a tenth.
+# If no name contains any of these strings, there is neither an adapter nor a layout that needs a built-in key map. The
+# modules for both are then not imported, which makes a small export a tenth faster.
 _ADAPTER = ".lora_"
 _PEFT = "base_model.model."
 _MAPPED = (".experts.", "tok_embeddings.weight", "model.language_model.", "gpt_neox.")

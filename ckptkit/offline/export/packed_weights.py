@@ -14,7 +14,7 @@ from ckptkit.offline.export import dequantize_formulas as formulas
 
 __all__ = ["Unpacking", "is_packed_weight", "unpacking"]
 
-# Every version packs these into whole bytes. For 3, 5, 6 and 7 bits, the padding depends on the version.
+# Every version packs these bit widths into whole bytes. For 3, 5, 6 and 7 bits, the padding depends on the version.
 _BITS = (2, 4, 8)
 
 

@@ -171,8 +171,7 @@ def _needed(transforms: tuple[Any, ...], wanted: Collection[str]) -> tuple[Any, 
 
 
 def _with_floats(value: Any) -> Any:
-    """Decode values such as {"__float__": "Infinity"}, which stand for floats that JSON lacks in transformers'
-    configs."""
+    """Decode values such as {"__float__": "Infinity"}, which transformers writes for floats that JSON lacks."""
     if isinstance(value, Mapping):
         if set(value) == {"__float__"}:
             return float(value["__float__"])

@@ -34,7 +34,7 @@ _ALIASES = {
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a tensor is sharded: the dimensions that FSDP and tensor parallelism split; None if they do not split it.
+    """How a tensor is sharded: the dimension that FSDP splits, and the one that tensor parallelism splits (or None).
 
     Attributes:
         also: Contains "shard" or "tp" if the tensor is a DTensor replicated over that mesh dimension. This changes no
