@@ -91,8 +91,7 @@ Test = Callable[[Candidate], bool]
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format: the test that recognizes it, and the module that reads it. `path` selects a single file in a
-    directory."""
+    """A format: the test that recognizes it, and its reader module. `path` selects a single file in a directory."""
 
     name: str
     test: Test
@@ -265,8 +264,7 @@ def identify(store: Store) -> str | None:
 def open_source(
     url: str, *, storage_options: Mapping[str, Any] | None = None, options: ReadOptions | None = None
 ) -> Source:
-    """Open the checkpoint at `url`, which may be a file, a directory, or a run's directory, where the newest step is
-    opened.
+    """Open the checkpoint at `url`, which may be a file or a directory. In a run's directory, open the newest step.
 
     Steps are compared as numbers (10 is newer than 9). If there are steps, `latest` files are mentioned in a note but
     not followed. If a directory has checkpoints that ckptkit committed, everything else in it is ignored.
@@ -477,8 +475,7 @@ def _member(place: Candidate, url: str, depth: int) -> _Found | None:
 
 
 def _pointed_at(place: Candidate, url: str, depth: int) -> _Found | None:
-    """Choose the directory that a pointer file names. Called if there is neither a step directory nor a model to
-    choose."""
+    """Choose the directory that a pointer file names. Called only if no step directory and no model was found."""
     for pointer, target in _pointers(place):
         if target in place.directories:
             found = _enter(place, url, target, depth)

@@ -12,7 +12,7 @@ class ReadOptions:
     """Options for all readers. Each reader uses those that concern its format.
 
     Attributes:
-        layout: URL of a JSON layout for flat parameters (FSDP1 LOCAL state); None if the names are on disk.
+        layout: URL of a JSON file with the names and shapes in each flat parameter (FSDP1 LOCAL state).
         shapes: URL of a JSON object with parameter names and shapes, for formats that record only sizes.
         base: The model's Hugging Face directory, which has the config and the expected names.
         strip_prefix: A prefix to strip from model names, after known wrapper prefixes have been stripped.

@@ -1,5 +1,4 @@
-"""Finds files in a directory that belong to no checkpoint or export, and that `--overwrite` must therefore not
-delete."""
+"""Finds files that belong to no checkpoint or export, so that `--overwrite` does not delete them."""
 
 from __future__ import annotations
 

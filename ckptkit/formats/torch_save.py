@@ -325,7 +325,7 @@ def _object(name: str, leaf: _Leaf, role: Role) -> ObjectEntry:
 
 
 def _parameter_names(leaves: Mapping[str, _Leaf]) -> dict[Path, dict[str, str]]:
-    """Return, by each optimizer's path, parameter number -> name, from its groups' `param_names` (torch >= 2.6)."""
+    """Return each optimizer's parameter names by number, taken from its groups' `param_names` (torch >= 2.6)."""
     found: dict[Path, dict[str, str]] = {}
     for leaf in leaves.values():
         if leaf.path[-1:] != ("param_groups",) or not isinstance(leaf.value, list):

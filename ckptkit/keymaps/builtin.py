@@ -286,8 +286,8 @@ def builtin_map(name: str) -> NameMap:
 
 
 def map_for_model_type(model_type: str | None) -> NameMap | None:
-    """Return the map from the names that transformers 5 uses in memory to the Hub's, for this model type, or None if
-    they are the same."""
+    """Return the map from transformers 5's names in memory to the Hub's for this model type, or None if the names are
+    the same."""
     name = _BY_MODEL_TYPE.get(model_type or "")
     return BUILTIN_MAPS[name] if name else None
 
@@ -309,10 +309,11 @@ class Choice:
 def choose_map(
     targets: Mapping[str, Target], *, wanted: Collection[str] = (), config: Mapping[str, Any] | None = None
 ) -> Choice:
-    """Choose the map for these names if only one can be meant. Otherwise keep the names.
+    """Choose the map for these names if the choice is unambiguous. Otherwise keep the names.
 
-    With `wanted` (a base model's names), chooses the map that leaves the fewest of them missing, but no map if that is
-    as good. Otherwise decides by the model type (stacked experts, multimodal models) or by torchtitan's own names.
+    With `wanted` (a base model's names), chooses the map that leaves the fewest of them missing, and keeps the names
+    unless a map does better. Otherwise decides by the model type (stacked experts, multimodal models) or by
+    torchtitan's own names.
 
     Raises:
         CheckpointMismatchError: The names belong to a known layout, but its map does not match them.
@@ -333,8 +334,7 @@ def choose_map(
 
 
 def _maps_by_type(targets: Mapping[str, Target], config: Mapping[str, Any]) -> NameMap | None:
-    """Return the map for the model type (experts, then prefixes) if the names come from a live model, otherwise
-    None."""
+    """Return the map for the model type (experts, then prefixes), or None if the names need no map."""
     experts = map_for_model_type(_model_type(config)) if _stacked(targets) else None
     if config.get("model_type") == "gpt_neox" and "lm_head.weight" in targets:
         return BUILTIN_MAPS["hf5-gpt-neox"]

@@ -64,8 +64,8 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Concat:
-    """Concatenate tensors along `dim`. If `sizes` is given, the tensors must have these sizes; otherwise the rule can't
-    be inverted."""
+    """Concatenate tensors along `dim`. With `sizes`, the tensors must have these sizes. Without them, the rule can't be
+    inverted."""
 
     source: tuple[NamePattern, ...]
     to: str
@@ -103,7 +103,7 @@ class Transpose:
 
 @dataclass(frozen=True, slots=True)
 class RopePermute:
-    """Reorder each head's rows from adjacent pairs ("interleaved") to two halves ("halves", as in transformers), or
+    """Reorder each head's rows from adjacent pairs ("interleaved") to halves ("halves", as in transformers), or
     back."""
 
     source: NamePattern
@@ -430,8 +430,8 @@ def written_templates(rule: Rule) -> tuple[str, ...]:
 
 
 def check_rule(rule: Rule) -> None:
-    """Raise UsageError if a template uses a placeholder that its pattern does not set, or a stack or unstack misplaces
-    its index."""
+    """Raise UsageError if a template uses a placeholder that its pattern does not set, or misplaces the index of a
+    stack or unstack."""
     patterns = rule.source if isinstance(rule, Concat) else (rule.source,)
     templates = written_templates(rule)
     extra = {rule.index} if isinstance(rule, Unstack) else set[str]()

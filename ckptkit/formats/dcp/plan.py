@@ -613,7 +613,7 @@ def _local(value: Any, index: int) -> torch.Tensor:
 
 
 def _encode(name: str, value: Any) -> bytes:
-    """Return an object's record in torch.save format, provided that our reader can load it."""
+    """Return an object's record in torch.save format. Raises SaveError if our reader could not load it."""
     if is_plain(value):
         return frame_object(value)
     if isinstance(value, torch.Tensor):

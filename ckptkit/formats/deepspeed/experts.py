@@ -1,5 +1,4 @@
-"""Reads the experts in DeepSpeed's MoE layers: one file per expert, and optimizer partitions on the ranks that share
-it.
+"""Reads DeepSpeed's MoE experts: one file per expert, and optimizer partitions over the ranks that hold the expert.
 
 In the optimizer files and `param_shapes`, each rank's experts are numbered from 0. The experts' own files, and the
 names returned here, number a layer's experts across all ranks (deepspeed/runtime/engine.py: _save_moe_checkpoint). With
@@ -50,7 +49,7 @@ class Partition:
     experts: Mapping[str, int] | None = None
 
     def renamed(self, values: Mapping[str, Value]) -> dict[str, Value]:
-        """Rename the values from a rank's expert numbers to numbers across all ranks."""
+        """Return the values under names that number experts across all ranks instead of within one rank."""
         return {self._name(name): value for name, value in values.items()}
 
     def _name(self, name: str) -> str:
@@ -79,9 +78,10 @@ def parts_of(
     data_first: bool,
     counts: Mapping[str, int],
 ) -> list[Partition]:
-    """Divide a parameter group that has `partitions` partitions into parts, one per expert parallel rank.
+    """Return a parameter group's partitions: one `Partition` per expert parallel rank, or a single one over all ranks.
 
     Args:
+        partitions: The number of ranks that share each parameter in the group.
         counts: The number of experts in each layer, from `counted`.
 
     Raises:
@@ -113,8 +113,7 @@ def parts_of(
 
 
 def counted(experts: Iterable[str]) -> dict[str, int]:
-    """Return the number of experts in each layer, by the layer's name prefix. `experts` are the experts' weight
-    names."""
+    """Return the number of experts in each layer, by the layer's name prefix, given the experts' weight names."""
     found: dict[str, int] = {}
     for name in experts:
         match = _EXPERT.fullmatch(name)

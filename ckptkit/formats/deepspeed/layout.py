@@ -61,8 +61,7 @@ class Zero12Group:
             )
 
     def agrees(self) -> bool:
-        """Return whether the positions that the ranks recorded (newer versions only) equal those computed from the
-        shapes.
+        """Return whether the positions that the ranks recorded (newer versions only) match those computed from shapes.
 
         A difference alone proves nothing. With round_robin_gradients, DeepSpeed records wrong positions, because
         link_hp_params gets the parameters in a different order from the flat group's.

@@ -1,7 +1,7 @@
 """Reads the safetensors shards that torch's DCP writes: `shard-R-model-i-of-n`, one set per rank, without `.metadata`.
 
-Each header has the tensors' offsets in `DCP_SHARDING_INFO`. The full shape is not recorded: it is the largest end of
-any shard (torch/distributed/checkpoint/_consolidate_hf_safetensors.py).
+Each header has the tensors' offsets in `DCP_SHARDING_INFO`. The full shape is not recorded, but computed as the largest
+end of any shard (torch/distributed/checkpoint/_consolidate_hf_safetensors.py).
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _check_coverage(entries: Mapping[str, TensorEntry], ranks: Mapping[str, int]
 def _check_vocabulary(entries: Mapping[str, TensorEntry], config: Mapping[str, Any], world_size: int) -> bool:
     """Check the embedding's number of rows against config.json. Return whether there was an embedding.
 
-    Nothing else shows that the last ranks' shards are missing.
+    Nothing else would reveal that shards from the last ranks are missing.
     """
     wanted, checked = config.get("vocab_size"), False
     if type(wanted) is not int:

@@ -1,9 +1,9 @@
 """Parses a safetensors file's header, and validates it strictly.
 
 The file consists of the header length n (8 bytes, little-endian), n bytes of JSON, and the data. The rules are those of
-the reference implementation (huggingface/safetensors, tensor.rs): n is at most 100 MB and does not exceed the file; the
-JSON is one object without duplicate keys; every tensor's byte range has exactly the length that its dtype and shape
-require; the ranges cover the data completely, without gaps.
+the reference implementation (huggingface/safetensors, tensor.rs): n is at most 100 MB, and the JSON ends inside the
+file; the JSON is one object without duplicate keys; every tensor's byte range has exactly the length that its dtype and
+shape require; the ranges cover the data completely, without gaps.
 """
 
 from __future__ import annotations
@@ -58,8 +58,7 @@ _THREADS = 8  # headers are small, so latency dominates on object stores
 
 
 class HeaderTensor(NamedTuple):
-    """One tensor in a header: torch's dtype name, the shape, and the tensor's bytes [start, start + nbytes) in the
-    file."""
+    """A tensor in a header: torch's dtype name, the shape, and the bytes [start, start + nbytes) in the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -68,8 +67,8 @@ class HeaderTensor(NamedTuple):
 
 
 class HeaderTensors(Mapping[str, HeaderTensor]):
-    """A header's tensors by name, stored as columns. A header may have 300,000 tensors, of which a command needs only a
-    few.
+    """A header's tensors by name, stored as columns, because a header may have 300,000 tensors and a command needs few
+    of them.
 
     Attributes:
         dtypes, shapes: By row. The dtypes are torch's names.
@@ -219,8 +218,8 @@ def _metadata(value: Any, path: str) -> dict[str, str]:
 
 
 def _columns(members: Mapping[str, Any], data_start: int) -> HeaderTensors | None:
-    """Parse all tensors in a few passes over whole lists. Return None if anything is unusual, so that `_tensor` reports
-    it."""
+    """Parse all tensors in a few passes over whole lists. Return None if anything is unusual; `_tensor` then says
+    what."""
     entries = list(members.values())
     if not _all_of(entries, tuple) or set(map(len, entries)) - {len(_FIELDS)}:
         return None
@@ -448,8 +447,7 @@ def lay_out(tensors: Sequence[TensorToWrite], metadata: Mapping[str, str] | None
 
 
 def split_into_shards(nbytes: Sequence[int], max_shard_size: int) -> list[list[int]]:
-    """Return each shard's tensors. Tensors keep their order, and a new shard is started when the next tensor would not
-    fit.
+    """Return each shard's tensors, in the given order. A new shard starts where the next tensor would not fit.
 
     A tensor larger than a shard gets a shard of its own.
     """

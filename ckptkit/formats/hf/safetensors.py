@@ -135,7 +135,7 @@ def _info(
 
 
 def _modules(store: Store) -> tuple[str, ...]:
-    """Return a note about sentence-transformers modules whose weights are in separate files, and not part of the
+    """Return a note about sentence-transformers modules whose weights are stored separately, not as part of the
     model."""
     modules = read_json(store, "modules.json")
     places = [item.get("path") for item in modules if isinstance(item, dict)] if isinstance(modules, list) else []
@@ -153,8 +153,7 @@ def _modules(store: Store) -> tuple[str, ...]:
 
 
 def _choose(store: Store, names: list[str]) -> tuple[dict[str, SafetensorsHeader], tuple[str, ...]]:
-    """Return the headers of the checkpoint's files, and notes. The order of preference among files is that of
-    transformers."""
+    """Return the headers of the checkpoint's files, and notes. Prefers files in the same order as transformers."""
     indices = [name for name in names if name.endswith(_INDEX)]
     tensors = [name for name in names if name.endswith(".safetensors")]
     if indices and "model.safetensors" not in tensors:

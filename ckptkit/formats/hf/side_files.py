@@ -130,8 +130,8 @@ def is_code(path: str) -> bool:
 
 
 def unread_state(names: Iterable[str]) -> tuple[str, ...]:
-    """Return notes about training state (from the Trainer or accelerate) that is stored beside full weights but is not
-    read.
+    """Return notes about training state (from the Trainer or accelerate) that is not read although it is beside full
+    weights.
 
     The optimizer's states are numbered, and no file records the order of the parameters.
     """

@@ -1,11 +1,11 @@
-"""LOCAL: one safetensors file per rank, with its local tensors and where they belong in the full tensors.
+"""LOCAL: one safetensors file per rank, with its local tensors and their positions in the full tensors.
 
     local_<rank, five digits>.safetensors
 
 The header's `__metadata__["ckptkit.local"]` is JSON: `{"version": 1, "rank", "world_size", "meshes", "tensors"}`.
-"meshes" looks as in the manifest (`{"shape", "names", "ranks"}`). "tensors" has an item for each tensor in the file:
-`[key, full shape, offsets, [mesh, placements] or null]`. A part that consists of several boxes (a strided shard) is
-stored as one tensor per box, named `<key>#<box>`.
+"meshes" has the same form as in the manifest (`{"shape", "names", "ranks"}`). "tensors" has an item for each tensor in
+the file: `[key, full shape, offsets, [mesh, placements] or null]`. A part that consists of several boxes (a strided
+shard) is stored as one tensor per box, named `<key>#<box>`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["METADATA_KEY", "LocalTensor", "file_metadata", "file_name", "is_loca
 
 METADATA_KEY = "ckptkit.local"
 _MAX_RANKS = 1 << 20
-_SHOWN = 8  # most missing ranks that a message lists
+_SHOWN = 8  # a message lists at most this many missing ranks
 _FILE = re.compile(r"local_([0-9]{5,9})\.safetensors")
 
 

@@ -1,5 +1,4 @@
-"""`manifest.safetensors`: a ckptkit checkpoint's contents as columns, that is, every slice with its location and
-digest.
+"""`manifest.safetensors` lists a ckptkit checkpoint's contents as columns: every slice, its location and its digest.
 
 It contains no pickle and needs no Python object per row: a million slices are a few arrays, and catalog entries are
 created on demand. These are the columns (T: tensors; N: slices, in tensor order; E: one number per dimension of each
@@ -143,7 +142,7 @@ def _check_manifest(manifest: Manifest, columns: Columns) -> None:
 
 
 class _Geometry:
-    """Checks slices. Knows where each tensor's slices are in the ragged columns."""
+    """Checks slices against their tensors. Knows where each tensor's slices are in the ragged columns."""
 
     def __init__(self, manifest: Manifest, columns: Columns, itemsizes: npt.NDArray[np.int64]) -> None:
         self.manifest = manifest

@@ -16,7 +16,7 @@ __all__ = ["LEAST", "PREFIX", "SPARES", "Part", "Spare", "outline", "parts_of", 
 LEAST = 64 << 10
 """Slices of at least this many bytes are replaced by their digests."""
 PREFIX = "outline:"
-"""Marks the digest of an outline, in strings that otherwise hold the digest of a whole file (16 hex digits)."""
+"""Precedes the 16 hex digits if a digest in a string is an outline's rather than a whole file's."""
 SPARES = "spares"
 """Key in the manifest's `info.extra`: large records that are not slices (omitted replicas), as [path, start, bytes, 16
 hex digits]. In an outline, they too are replaced by their digests."""
@@ -38,8 +38,7 @@ def parts_of(found: Iterable[Part]) -> list[Part]:
 
 
 def outline(nbytes: int, parts: Iterable[Part], read: Callable[[int, int], Iterable[_Bytes]]) -> Iterator[_Bytes]:
-    """Yield the outline of a file with `nbytes` bytes, piece by piece. `read` returns the file's bytes [start,
-    stop)."""
+    """Yield the outline of a file that has `nbytes` bytes. `read` returns the file's bytes [start, stop)."""
     at = 0
     for start, length, digest in parts:
         yield from read(at, start)
@@ -55,8 +54,7 @@ def spare_fields(spares: Iterable[Spare]) -> dict[str, Any]:
 
 
 def spares_of(extra: Mapping[str, Any], prefix: str = "") -> list[Spare]:
-    """Return the large records that are not slices, with `prefix` added to their paths. Raises
-    CorruptCheckpointError."""
+    """Return the large records that are not slices, with `prefix` before their paths. Raises CorruptCheckpointError."""
     found: list[Spare] = []
     try:
         for path, start, nbytes, digest in extra.get(SPARES, ()):

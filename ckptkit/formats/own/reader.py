@@ -95,7 +95,7 @@ def open_catalog(
 
 
 def _index_files(place: Store, record: CommitRecord, manifest: str) -> tuple[bytes, bytes | None]:
-    """Return the manifest, and `objects.json` or None. On object stores, reads both at the same time."""
+    """Return the manifest, and `objects.json` or None. On object stores, reads both in parallel."""
 
     def objects() -> bytes | None:
         found = record.files.get(OBJECTS_NAME)
@@ -109,8 +109,7 @@ def _index_files(place: Store, record: CommitRecord, manifest: str) -> tuple[byt
 
 
 def is_of_a_save(store: Store) -> bool:
-    """Return whether the manifest at the store's root is from a save that ends with a commit record, judging by its
-    header.
+    """Return whether the header of the manifest at the store's root is from a save that ends with a commit record.
 
     Returns False for a manifest from `DCPWriter` (which commits with `.metadata`), and if the manifest can't be read.
     """
@@ -152,8 +151,7 @@ def _is_of(catalog: Catalog, nbytes: int, digest: Callable[[], str]) -> bool:
 
 
 def _open_manifest_remote(store: Store) -> Catalog | None:
-    """Do the same as `open_manifest`, with two concurrent requests if both files are small (as they nearly always
-    are)."""
+    """Do what `open_manifest` does, with two concurrent requests if both files are small (nearly always)."""
 
     def read(path: str) -> bytes:
         data = store.read(path, 0, _FIRST_READ)
@@ -176,8 +174,7 @@ def _open_manifest_remote(store: Store) -> Catalog | None:
 
 
 def _check_name(store: Store, record: CommitRecord) -> tuple[str, ...]:
-    """Return a note if the directory is named differently from its checkpoint, as in a copy. Refuse another step's
-    name."""
+    """Return a note if the directory's name is not its checkpoint's, as in a copy. Refuse a different step's name."""
     name = store.url.rstrip("/").rpartition("/")[2]
     if name in (record.name, f"{record.name}@{record.save_id}") or leftover_of(name) is not None:
         return ()
@@ -270,7 +267,7 @@ def _json_objects(data: bytes, path: str) -> dict[str, ObjectEntry]:
 def _opaque(records: Iterable[str], trees: Mapping[str, ObjectEntry]) -> dict[str, str]:
     """Return the tensors that early versions stored as objects, which ckptkit can't read, each with a reason.
 
-    Objects that are still stored as such are also in the trees in `objects.json`.
+    All other stored objects also appear in the trees in `objects.json`.
     """
     found = {}
     for name in records:

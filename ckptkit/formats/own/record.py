@@ -54,7 +54,7 @@ NO_RECORD = (
     "that this copy is complete: the commit record and the manifest that ckptkit wrote are missing, and with them the "
     "digests and values that are not tensors"
 )
-"""The `extra["unproved"]` of a committed checkpoint's files that were found without their record."""
+"""What `extra["unproved"]` says if a committed checkpoint's files were found without their record."""
 LATEST_HINT = "latest"
 MAX_RECORD_BYTES = 256 << 20  # 4096 ranks with 8 files each need only about 4 MB
 _FIRST_READ = 1 << 20
@@ -103,8 +103,7 @@ def check_tag(tag: str, step: int | None = None) -> str:
 
 
 def checkpoint_name(step: int, tag: str | None = None) -> str:
-    """Return a checkpoint's directory name: its tag if it has one, otherwise the name for its step. Raises
-    UsageError."""
+    """Return a checkpoint's directory name: its tag, or else the name for its step. Raises UsageError."""
     name = step_name(step)
     return name if tag is None else check_tag(tag, step)
 
@@ -154,8 +153,7 @@ class CommitRecord:
         step: The training step.
         tag: The directory's name, or None if it is derived from the step.
         save_id: 16 hex digits, new for every attempt to save.
-        sequence: Numbers the saves under a root. It determines the order of checkpoints; clocks do not: see
-            `inventory`.
+        sequence: Numbers the saves under a root. Checkpoints are ordered by it, not by clocks: see `inventory`.
         data: Where the files are, relative to the record: "" (the same directory), or `save_id` on an object store.
         created: Seconds since the epoch, by rank 0's clock. Only `keep_daily` uses it, to tell days apart.
         state_dict_type: "sharded", "full" or "local".
@@ -511,5 +509,5 @@ def _run_of(store: Store, path: str) -> str:
 
 
 def data_store(store: Store, record: CommitRecord) -> Store:
-    """Return the store that holds the checkpoint's files, given the `store` that has the record at its root."""
+    """Return the store that holds the checkpoint's files. `store` has the record at its root."""
     return store.child(record.data) if record.data else store

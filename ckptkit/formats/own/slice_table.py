@@ -116,8 +116,7 @@ def mesh_index(mesh: dict[str, Any], meshes: list[dict[str, Any]]) -> int:
 
 
 def entries_of(table: Mapping[str, tuple[str, tuple[int, ...], Sequence[TensorSlice]]]) -> dict[str, TensorEntry]:
-    """Return catalog entries by key, given each key's (dtype, shape, slices). Keys must be our own: they determine the
-    roles."""
+    """Return catalog entries by key, given (dtype, shape, slices) by key. Our own keys determine the roles."""
     entries = {}
     for key, (dtype, shape, slices) in table.items():
         role, fqn, state = role_of(key)

@@ -1,6 +1,6 @@
 """Reads checkpoints with separate model and optimizer directories: Oumi, NeMo Automodel, NeMo, and similar systems.
 
-Each system is described by a table of locations. What is in these directories is read by the reader for its format.
+Each system is described by a table of locations. Each directory is read by the reader for its format.
 """
 
 from __future__ import annotations

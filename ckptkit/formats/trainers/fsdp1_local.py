@@ -280,7 +280,7 @@ def _from_units(layout: Mapping[str, FlatParam], vectors: Mapping[str, FlatVecto
         flat = layout.get(unit)
         if flat is None:
             raise UsageError(f"the layout has no unit {unit!r}; it has {', '.join(list(layout)[:6])}.")
-        # FSDP1 pads a flat parameter to a multiple of the world size, and with use_orig_params to 16 bytes.
+        # FSDP1 pads a flat parameter to a multiple of the world size and, with use_orig_params, to 16 bytes.
         if flat.numel > vector.numel or vector.numel - flat.numel >= max(64, len(vector.pieces)):
             raise CorruptCheckpointError(
                 f"{unit!r} has {vector.numel} elements on the ranks, but its parameters have {flat.numel}: "
@@ -329,8 +329,7 @@ def _end_to_end(members: Sequence[tuple[str, tuple[int, ...]]]) -> Iterator[tupl
 
 
 def _optimizer_shapes(optimizer: Catalog | None) -> dict[str, tuple[int, ...]]:
-    """Return the trained parameters' shapes, in the order of the optimizer's state, which is also their order within
-    units."""
+    """Return the trained parameters' shapes, in the order of the optimizer's state. Units keep this order."""
     found: dict[str, tuple[int, ...]] = {}
     for entry in optimizer.tensors.values() if optimizer is not None else ():
         if entry.role is Role.OPTIMIZER and entry.fqn and entry.state != "step":

@@ -29,8 +29,8 @@ _PEFT = "base_model"
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
     """Read the DCP and `meta.pt` at the store's root.
 
-    Strips the LightningModule's attribute from FQNs. If the options specify a prefix, leaves that to the caller, who
-    strips the specified prefix instead.
+    Strips the LightningModule's attribute from FQNs. If the options specify a prefix, the attribute stays, because the
+    caller then strips the specified prefix instead.
     """
     catalog = _with_optimizers(open_part(dcp.open_catalog, store, "", options))
     size = info.size if (info := store.info(META)) is not None else 0
@@ -80,7 +80,7 @@ def _with_optimizers(catalog: Catalog) -> Catalog:
 
 
 def module_prefix(names: Iterable[str]) -> str:
-    """Return the attribute path that all of a LightningModule's names share, with its final dot, or "" if there is
+    """Return the attribute path that all of a LightningModule's names share, with its final dot, or "" if they share
     none.
 
     If all names start with "model.model.", only the first "model." is the attribute; the second belongs to the network.
@@ -116,8 +116,7 @@ def _strip(entry: TensorEntry, prefix: str) -> TensorEntry:
 
 
 def _meta(store: Store) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the contents of meta.pt, and notes. Instances of user classes in it (hyperparameters) stay inert
-    records."""
+    """Return the contents of meta.pt, and notes. Instances of user classes (hyperparameters) stay inert records."""
     try:
         value = read_archive(store, META, unknown="record").value
     except (CkptkitError, FileNotFoundError) as error:

@@ -39,7 +39,7 @@ def is_lightrft(files: Sequence[str], directories: Sequence[str]) -> bool:
 
 
 def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog:
-    """Read the model's DCP and, if there is an optimizer, either form of it.
+    """Read the model's DCP, and the optimizer (in either form) if there is one.
 
     Raises:
         IncompleteCheckpointError: A file is missing. The message names it.
@@ -102,8 +102,7 @@ def _state_dict_order(store: Store) -> list[str]:
 
 
 def _params(model: Catalog, order: Sequence[str]) -> list[Param]:
-    """Return the float tensors in module order. DCP stores tied tensors under each name, but here they count only
-    once."""
+    """Return the float tensors in module order. Tied tensors, which DCP stores under each name, count only once."""
     found, seen = [], set()
     for name in dict.fromkeys([*order, *model.tensors]):
         entry = model.tensors.get(name)

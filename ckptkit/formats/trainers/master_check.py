@@ -1,4 +1,4 @@
-"""Checks that fp32 masters belong to their weights: casting a master must result in the weight."""
+"""Checks that fp32 masters belong to their weights: casting a master must reproduce its weight."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_masters(store: Store, catalog: Catalog) -> list[str]:
 class MasterSampler:
     """Checks whether a master may belong to a parameter: a sample of it, once cast, must equal the weight's elements.
 
-    Used where frozen parameters leave several assignments possible by shape. Reads a few kilobytes per check.
+    Used when the shapes alone allow several assignments, because of frozen parameters. Reads a few kilobytes per check.
     """
 
     def __init__(self, store: Store, weights: Mapping[str, TensorEntry]) -> None:

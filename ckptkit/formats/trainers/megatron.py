@@ -60,7 +60,7 @@ def open_catalog(store: Store, *, options: ReadOptions | None = None) -> Catalog
 
 
 def _with_role(entry: TensorEntry) -> TensorEntry:
-    """Return the entry with the role that its Megatron name implies: optimizer.state.exp_avg.<parameter>."""
+    """Return the entry with the role that its name implies, as in optimizer.state.exp_avg.<parameter>."""
     match = _STATE.fullmatch(entry.name)
     if match is None:
         return entry

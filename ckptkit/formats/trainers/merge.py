@@ -91,8 +91,7 @@ def as_optimizer(catalog: Catalog) -> Catalog:
 
 
 def renamed(catalog: Catalog, prefix: str) -> Catalog:
-    """Return the catalog with `prefix.` prepended to the names that do not start with it already. FQNs do not
-    change."""
+    """Return the catalog with `prefix.` prepended to names that do not start with it yet. FQNs do not change."""
 
     def name_of(name: str) -> str:
         return name if name.startswith(f"{prefix}.") else f"{prefix}.{name}"

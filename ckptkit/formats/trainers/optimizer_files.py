@@ -37,7 +37,7 @@ class OptimizerState:
     notes: list[str] = field(default_factory=list)
 
     def add(self, fqn: str, state: str, joined: Joined) -> None:
-        """Add parameter `fqn`'s state `state`, which is a tensor."""
+        """Add the tensor `state` for the parameter `fqn`."""
         name = state_name(fqn, state)
         entry = joined.entry(name, Role.OPTIMIZER, fqn=fqn, state=state, key=(PREFIX, "state", fqn, state))
         self.tensors[name] = entry
@@ -162,7 +162,8 @@ def _shape(values: Sequence[Mapping[str, Any]], key: Any) -> tuple[int, ...] | N
 
 
 def _fits(values: Sequence[Mapping[str, Any]], key: Any, param: Param) -> bool:
-    """Return whether the states are whole tensors or shards with the parameter's shape, rather than flat 1-D pieces."""
+    """Return whether each state is a whole tensor or a shard with the parameter's shape, and none is a flat 1-D
+    piece."""
     for value in values:
         for tensor in value["state"].get(key, {}).values():
             if isinstance(tensor, StoredTensor) and tensor.shape not in ((), (1,), param.shape):
@@ -212,8 +213,7 @@ def _each(params: Sequence[Param]) -> list[_Unit]:
 
 
 def _blocks(params: Sequence[Param]) -> list[_Unit]:
-    """Return one unit with the root's own parameters, then one per block. Nested units have this order in
-    `parameters()`."""
+    """Return one unit with the root's own parameters, then one per block, as `parameters()` orders nested units."""
     units: dict[str, list[Param]] = {"": []}
     for param in params:
         match = _BLOCK.fullmatch(param.fqn)
@@ -222,7 +222,7 @@ def _blocks(params: Sequence[Param]) -> list[_Unit]:
 
 
 def _flat_parameters(values: Sequence[Mapping[str, Any]], index: Any) -> dict[str, list[StoredTensor | None]]:
-    """Return an index's 1-D states by name, with one item per rank: None if the rank has no part of the parameter."""
+    """Return an index's 1-D states by name, one per rank. A rank that has no part of the parameter has None."""
     found: dict[str, list[StoredTensor | None]] = {}
     for rank, value in enumerate(values):
         for name, tensor in value["state"].get(index, {}).items():

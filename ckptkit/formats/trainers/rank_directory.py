@@ -27,14 +27,15 @@ _OPTIMIZER_KEYS = ("optimizer", "optim", "optimizer_state_dict")
 
 
 def is_rank_directory(files: Sequence[str]) -> bool:
-    """Return whether there are files, including rank 0's, whose names differ only in the rank."""
+    """Return whether at least two files, including rank 0's, have names that differ only in the rank."""
     return any(0 in ranks and len(ranks) > 1 for ranks in _groups(files).values())
 
 
 def are_rank_files(store: Store, files: Sequence[str]) -> bool:
-    """Return whether the numbers in these file names are ranks rather than steps. If so, file 0 contains shards.
+    """Return whether the numbers in these file names are ranks rather than steps, which is so if file 0 contains
+    shards.
 
-    If the numbers are 0, 1, 2, ... without gaps, reads the pickle in file 0.
+    Reads the pickle in file 0 if the numbers are 0, 1, 2, ... without gaps.
     """
     groups = _groups(files)
     template = _model_group(groups)

@@ -192,8 +192,8 @@ def _kind(part: Any) -> str:
 
 
 def refuse_bare_parts(joined: Mapping[Any, Joined], *, what: str) -> None:
-    """Raise UnsupportedFormatError if a model's tensors are plain and all differ between ranks. They are then parts of
-    full tensors that are not known.
+    """Raise UnsupportedFormatError if a model's tensors are plain and all differ between ranks. They must then be parts
+    of full tensors, and nothing says how these are put together.
 
     If some tensors are equal, the model is replicated, and the others are per-rank buffers.
     """

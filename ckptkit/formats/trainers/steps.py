@@ -23,8 +23,7 @@ class StepName:
 
 
 def parse_step(name: str) -> StepName | None:
-    """Return the step in a name such as global_step10, checkpoint-2, iter_0000010, epoch=0-step=3.ckpt or 1200, or
-    None."""
+    """Return the step in a name (global_step10, checkpoint-2, iter_0000010, epoch=0-step=3.ckpt, 1200), or None."""
     step, epoch = _STEP.findall(name), _EPOCH.findall(name)
     if not step:
         bare = name.rpartition(".")[0] or name

@@ -91,8 +91,7 @@ def parameters(state_dict: Mapping[str, Any], entries: Mapping[str, TensorEntry]
 
 
 def _identity(value: Any) -> tuple[str, int] | None:
-    """Return the storage and offset of a tensor, which are the same under all its tied names, or None if the rank's
-    part is empty."""
+    """Return a tensor's storage and offset, which tied names share, or None if this rank's part is empty."""
     if isinstance(value, ShardedTensorRecord):
         if not value.shards:
             return None
