@@ -494,8 +494,7 @@ def _only_child(place: Candidate, url: str, depth: int) -> _Found | None:
         return None
     likely = [name for name in place.directories if not name.startswith(_ASIDE)]
     found = [(name, child) for name in likely if (child := _enter(place, url, name, depth))]
-    # A directory that matches one of `FORMATS` is certainly a checkpoint. Per-rank files beside it may be data loader
-    # states.
+    # A directory that matches one of `FORMATS` is surely a checkpoint. Per-rank files may be data loader states.
     marked = [(name, child) for name, child in found if child[2] in FORMATS]
     if len(found) > 1 and len(marked) == 1:
         others = ", ".join(f"{name}/" for name, _ in found if name != marked[0][0])

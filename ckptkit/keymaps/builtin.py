@@ -183,8 +183,7 @@ _TITAN_DROPS = (
 
 
 def _torchtitan_map(name: str, note: str, lasting: tuple[Rule, ...], old: tuple[Rule, ...]) -> NameMap:
-    """Return a torchtitan model's key map. Rules for old names come first: they produce current names, which the other
-    rules then rename."""
+    """Return a torchtitan model's key map. Rules for old names come first, because later rules rename their results."""
     return NameMap(name, (*old, *lasting, *_TITAN_DROPS), "refuse", note, inverse_rules(name, lasting))
 
 
@@ -286,8 +285,8 @@ def builtin_map(name: str) -> NameMap:
 
 
 def map_for_model_type(model_type: str | None) -> NameMap | None:
-    """Return the map from transformers 5's names in memory to the Hub's for this model type, or None if the names are
-    the same."""
+    """Return the map from transformers 5's names in memory to the Hub's for this model type, or None if it needs
+    none."""
     name = _BY_MODEL_TYPE.get(model_type or "")
     return BUILTIN_MAPS[name] if name else None
 

@@ -103,8 +103,7 @@ class Transpose:
 
 @dataclass(frozen=True, slots=True)
 class RopePermute:
-    """Reorder each head's rows from adjacent pairs ("interleaved") to halves ("halves", as in transformers), or
-    back."""
+    """Reorder each head's rows from adjacent pairs ("interleaved") to halves ("halves", transformers), or back."""
 
     source: NamePattern
     heads: Size
@@ -430,8 +429,7 @@ def written_templates(rule: Rule) -> tuple[str, ...]:
 
 
 def check_rule(rule: Rule) -> None:
-    """Raise UsageError if a template uses a placeholder that its pattern does not set, or misplaces the index of a
-    stack or unstack."""
+    """Raise UsageError if a template uses a placeholder that its pattern lacks, or if an index is misplaced."""
     patterns = rule.source if isinstance(rule, Concat) else (rule.source,)
     templates = written_templates(rule)
     extra = {rule.index} if isinstance(rule, Unstack) else set[str]()

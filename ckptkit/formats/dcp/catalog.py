@@ -409,8 +409,7 @@ class _Builder:
         return entries
 
     def _check_opaque(self, entry: TensorEntry, error: CorruptCheckpointError) -> None:
-        """Raise `error` (too few stored bytes) unless the tensor is of a subclass, because a subclass may pack its
-        values."""
+        """Raise `error` (too few stored bytes) unless the tensor is of a subclass: such a class may pack its values."""
         slices = entry.slices
         assert isinstance(slices, LocatedSlices)
         try:

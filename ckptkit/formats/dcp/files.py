@@ -261,8 +261,7 @@ class FileJob:
             with self.store.writer(self.path, sync=self.sync) as self._remote, turn:
                 yield
             return
-        # No fallocate: free space has been checked, appending does not fragment the file, and fallocate costs 3 % on
-        # tmpfs.
+        # No fallocate: space was checked, appending does not fragment the file, and fallocate costs 3 % on tmpfs.
         self._fd = self.store.create(self.path)
         try:
             yield

@@ -144,8 +144,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def is_sparse_or_quantized(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor of torch's own class is sparse or quantized. torch.save can restore such a tensor
-    exactly."""
+    """Return whether a tensor of torch's own class is sparse or quantized, so that torch.save restores it exactly."""
     import torch
 
     own = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_meta and not tensor.is_nested
@@ -179,8 +178,7 @@ def hidden_ones(tensors: Mapping[Any, Any]) -> dict[Any, str]:
 
 
 def expanded_ones(tensors: Mapping[Any, Any]) -> dict[Any, str]:
-    """Return the tensors that torch refuses to write into because their elements share memory, by key, with the
-    reason."""
+    """Return the tensors that torch refuses to write into because their elements share memory, with the reason."""
     why = "is an expanded view, whose elements share memory: copy it with .clone()"
     return {key: why for key, value in tensors.items() if _is_expanded(value)}
 

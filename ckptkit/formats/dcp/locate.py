@@ -84,8 +84,7 @@ class TensorColumns:
         return np.repeat(np.arange(len(self.names)), np.diff(self.bounds))
 
     def elements(self) -> Int64:
-        """Return [n + 1]: where each slice's numbers start in `offsets` and `sizes`, and where those of the last slice
-        end."""
+        """Return [n + 1]: where each slice's numbers start in `offsets` and `sizes`, and where the last ones end."""
         result: Int64 = np.concatenate([[0], np.cumsum(self.ndims[self.owners])])
         return result
 
@@ -402,8 +401,7 @@ class _Locator:
                     left = left[~same]
 
     def _alone(self, row: int, front: bytes, tail: bytes) -> Frame | None:
-        """Locate one item by parsing it. Return a frame to compare other items with, or None if they can't be
-        compared."""
+        """Locate an item by parsing it. Return a frame to compare other items with, or None if it has none."""
         path, start, length = self._path(row), int(self.columns.starts[row]), int(self.columns.lengths[row])
         label, tensor = self._label(row), self._tensor(row)
         try:
@@ -491,7 +489,7 @@ class Frame:
 
     @classmethod
     def of(cls, tensor: StoredTensor, start: int, front: bytes, tail: bytes, layout: Layout) -> Frame | None:
-        """Return the frame of an item that starts at `start`, or None if the ends do not include its whole pickle and
+        """Return the frame of an item that starts at `start`, or None if the ends lack part of its pickle or
         directory."""
         storage, begin = layout.members[f"data/{tensor.storage.key}"], tensor.storage.start - start
         if begin > len(front) or layout.directory_nbytes > len(tail):
@@ -511,7 +509,7 @@ class Frame:
         return cls(tensor, begin, *arrays, same_front, same_tail, crc_at[storage.name])
 
     def same(self, fronts: UInt8, tails: UInt8) -> npt.NDArray[np.bool_]:
-        """Return which items have the same layout as this one. A row of `fronts` or `tails` holds one end of an
+        """Return which items have the same layout as this one. Each row of `fronts` or `tails` is one end of an
         item."""
         tails = tails[:, ENDS - len(self.tail) :]
         front = (fronts[:, : self.begin][:, self.same_front] == self.front[self.same_front]).all(axis=1)

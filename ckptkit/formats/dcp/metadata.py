@@ -141,8 +141,7 @@ class _Writer:
             out += b"(" + b"".join(map(_int, tensor.shape)) + b"t\x85R"
             self._text("chunks")
             out += b"]("
-            # Write one ChunkStorageMetadata per slice. Its offsets are memoized because the MetadataIndex below reuses
-            # them.
+            # Write one ChunkStorageMetadata per slice. Its offsets are memoized for the MetadataIndex below.
             first_offset.append(self._next)
             self._next += len(tensor.starts)
             out += self._chunk_row(tensor.shape).fill([*tensor.offsets.T, *tensor.sizes.T], len(tensor.starts))
@@ -243,8 +242,7 @@ class _Writer:
             self._put((module, name))
 
     def _properties(self, dtype: str) -> None:
-        """Write (dtype, layout, requires_grad, memory format, pin_memory) and BUILD. The caller has already written
-        MARK."""
+        """Write (dtype, layout, requires_grad, memory format, pin_memory) and BUILD. The caller has written MARK."""
         self._global("torch", dtype)
         if not self._get("strided"):
             self._global("torch.serialization", "_get_layout")

@@ -317,8 +317,7 @@ def _laid_out(
     private: frozenset[str],
     holders: Mapping[str, tuple[int, ...]],
 ) -> ShardedPlan:
-    """Return this rank's plan. `holders` has the ranks that hold a replicated key, for keys that only some ranks
-    hold."""
+    """Return this rank's plan. `holders` has the ranks that hold a replicated key, if only some ranks hold it."""
     keys: list[PlannedKey] = []
     slices: list[PlannedSlice] = []
     tensors: list[torch.Tensor] = []

@@ -233,8 +233,7 @@ def _locals(value: Any) -> list[torch.Tensor]:
 def _matched(
     catalog: Catalog, flat: Mapping[str, Any], *, cast: bool, strict: bool
 ) -> tuple[dict[str, TensorEntry | None], list[str]]:
-    """Return the keys to load with their tensors, and the missing keys. Raises an error that lists all mismatches, if
-    any."""
+    """Return the keys to load with their tensors, and the missing keys. Raises one error that lists all mismatches."""
     found: dict[str, TensorEntry | None] = {}
     missing, wrong = [], []
     for name, value in flat.items():

@@ -157,8 +157,7 @@ def _int_tuple(values: tuple[int, ...]) -> bytes:
 
 
 def _frame(pickled: bytes, nbytes: int) -> RecordFrame:
-    """Return the frame of a zip that contains data.pkl, version and, last, the storage. The payload's CRC is filled in
-    later."""
+    """Return the frame of a zip with data.pkl, version and, last, the storage. The payload's CRC is filled in later."""
     streamed, alignment = nbytes >= STREAMED, ALIGNMENT if nbytes >= _ALIGNED else 1
     pickle_crc, version = crc32(pickled), b"3\n"
     head = local_header(_ROOT + b"data.pkl", pickle_crc, len(pickled)) + pickled

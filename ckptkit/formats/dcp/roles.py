@@ -64,8 +64,7 @@ class RoleTable:
         if len(known) > 1 and _collide(paths, wrappers, known):
             known = set()
         bare = any(wrapper == () for wrapper in wrappers.values())
-        # Weights are at the top level or under a known key. A key that the user chose counts only if it is the only
-        # such key.
+        # Weights are at the top level or under a known key. A user's own key counts only if it is the only such key.
         self._wrappers = known or (set() if bare else named if len(named) == 1 else set())
         self._bare_model = not known
         self._many = not known and not bare and len(named) > 1

@@ -218,8 +218,8 @@ def _metadata(value: Any, path: str) -> dict[str, str]:
 
 
 def _columns(members: Mapping[str, Any], data_start: int) -> HeaderTensors | None:
-    """Parse all tensors in a few passes over whole lists. Return None if anything is unusual; `_tensor` then says
-    what."""
+    """Parse all tensors in a few passes over whole lists. Return None if anything is unusual; `_tensor` then reports
+    it."""
     entries = list(members.values())
     if not _all_of(entries, tuple) or set(map(len, entries)) - {len(_FIELDS)}:
         return None

@@ -18,8 +18,8 @@ _INT_HASH_MODULUS = (1 << 61) - 1  # CPython's hash modulus for int; larger ints
 
 
 def checked_key(key: Any) -> Any:
-    """Return `key`, or raise ValueError if it may be costly to hash: for nested tuples, hashing can take exponential
-    time and exhaust the C stack."""
+    """Return `key` if it is cheap to hash, otherwise raise ValueError. Hashing nested tuples can take exponential time
+    and exhaust the C stack."""
     pending, nodes = [key], 0
     while pending:
         item = pending.pop()
@@ -144,8 +144,8 @@ _STORAGES = {
     "QInt32Storage": "qint32", "QUInt4x2Storage": "quint4x2", "QUInt2x4Storage": "quint2x4",
 }  # fmt: skip
 STORAGE_CLASSES = {dtype: name for name, dtype in _STORAGES.items()}
-"""The storage class that torch.save uses for each dtype. Dtypes that are not listed use UntypedStorage, and their
-pickle records the dtype."""
+"""The storage class that torch.save uses for each dtype. Other dtypes use UntypedStorage, with the dtype in the
+pickle."""
 _OTHER_DTYPES = (
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8)),
     *("qint8", "quint8", "qint32", "quint4x2", "quint2x4", "bits1x8", "bits2x4", "bits4x2", "bits8", "bits16"),

@@ -111,7 +111,7 @@ def unknown_type(kind: str) -> type[UnknownGlobal]:
 
 
 class Function(Stub):
-    """Stands in for a function on the allow-list: calls a function of ours."""
+    """A function of ours that stands in for a function on the allow-list."""
 
     __slots__ = ("_call", "name")
 
@@ -124,8 +124,7 @@ class Function(Stub):
 
 
 def attribute_of(owner: object, name: object) -> type[Record]:
-    """Stand in for `getattr(Class, "Nested")`, by which older protocols refer to nested classes in
-    torch.distributed."""
+    """Stand in for `getattr(Class, "Nested")`, which older protocols use for nested classes in torch.distributed."""
     if not (isinstance(owner, type) and issubclass(owner, Record)):
         raise UnsafePickleError("its pickle asks for getattr, which is allowed only on classes of torch.distributed")
     if not isinstance(name, str) or not _IDENTIFIER.fullmatch(name) or name.startswith("__"):
@@ -148,7 +147,7 @@ class StateDict(dict[Any, Any], Stub):
 
 
 class TorchDType(Stub):
-    """A dtype, by torch's name for it without "torch."."""
+    """A dtype, under torch's name for it (without "torch.")."""
 
     __slots__ = ("name",)
 

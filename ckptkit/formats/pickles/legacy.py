@@ -57,8 +57,7 @@ def read_legacy(store: Store, path: str, *, unknown: Unknown = "refuse") -> Torc
         try:
             return _Legacy(store, path, nbytes, head, unknown).archive()
         except CorruptCheckpointError:
-            # The pickles may be longer than what was read. The next read is 8 times as long, so parsing again costs
-            # little.
+            # The pickles may extend past what was read. The next read is 8 times longer, so parsing again is cheap.
             if len(head) >= min(nbytes, MAX_PICKLE_BYTES):
                 raise
             window *= 8

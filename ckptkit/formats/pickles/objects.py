@@ -50,7 +50,7 @@ _NUMPY = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class TensorValue:
-    """A tensor inside an object, whose dtype numpy lacks. `data` is row-major."""
+    """A tensor inside an object, with a dtype that numpy lacks. `data` is row-major."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -349,8 +349,7 @@ def _buffer(value: Record) -> Any:
 
 
 def _checked(make: Callable[..., Any]) -> Callable[[Record], Any]:
-    """Wrap a maker so that it leaves a record as it is if the arguments do not fit (for example, a zone that is a
-    record)."""
+    """Wrap a maker so that it leaves a record unchanged if the arguments do not fit (say, a zone that is a record)."""
 
     def of(value: Record) -> Any:
         try:

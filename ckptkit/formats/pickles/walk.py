@@ -161,13 +161,13 @@ def walk(  # noqa: C901, PLR0915 - one loop: a call for each opcode would take t
 
     Args:
         resolve: Maps a global's (module, name) to what stands in for it. Raises UnsafePickleError.
-        calls: For types that `resolve` returns and that are not stubs: the functions that make their instances.
-        states: By type, which includes its subclasses: the functions that set their instances' state.
+        calls: For each type that `resolve` returns and that is not a stub, the function that makes its instances.
+        states: For each such type and its subclasses, the function that sets an instance's state.
     """
     calls = calls or {}
     stack: list[Any] = []
     below: list[list[Any]] = []  # one stack per open MARK; items below a mark can't be reached
-    memo: list[Any] = []  # a list: a dict would need as much memory for a slice as the slice itself
+    memo: list[Any] = []  # a list: as a dict, the eight entries for a slice would take as much memory as the slice
     # A container takes up to 64 bytes in memory, but may take a single byte in the file. Real pickles have few empty
     # containers, and have other opcodes around each tuple.
     budget = len(data) // 3 + (3 << 16)

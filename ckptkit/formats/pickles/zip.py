@@ -279,8 +279,7 @@ class Layout:
             raise CorruptCheckpointError(f"{file}: a pickle of {self.members['data.pkl'].nbytes} bytes is too large.")
 
     def start(self, member: Member, header: bytes) -> int:
-        """Return where a member's bytes start, given its local header, after checking that they do not overlap what
-        follows."""
+        """Return where a member's bytes start, given its local header. Checks that they do not overlap what follows."""
         begin = data_start(header, member, file=self.file)
         if begin + member.nbytes > self._next[member.name]:
             raise CorruptCheckpointError(f"{self.file}: member {member.name!r:.80} overlaps what follows it.")

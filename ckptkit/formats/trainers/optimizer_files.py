@@ -162,8 +162,7 @@ def _shape(values: Sequence[Mapping[str, Any]], key: Any) -> tuple[int, ...] | N
 
 
 def _fits(values: Sequence[Mapping[str, Any]], key: Any, param: Param) -> bool:
-    """Return whether each state is a whole tensor or a shard with the parameter's shape, and none is a flat 1-D
-    piece."""
+    """Return whether each state is a whole tensor or a shard with the parameter's shape, not a flat 1-D piece."""
     for value in values:
         for tensor in value["state"].get(key, {}).values():
             if isinstance(tensor, StoredTensor) and tensor.shape not in ((), (1,), param.shape):
