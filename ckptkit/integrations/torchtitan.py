@@ -364,7 +364,7 @@ def _check_dtype(model_parts: Sequence[nn.Module], export_dtype: str) -> None:
         raise UsageError(
             f"checkpoint config: export_dtype={export_dtype!r} with last_save_model_only=True would cast "
             f"{', '.join(sorted(stored))}, which is not supported. Set export_dtype "
-            "to the model's dtype, and cast the checkpoint afterwards with `ckptkit convert --dtype`."
+            "to the model's dtype, and cast the checkpoint afterwards (`--dtype` of convert)."
         )
 
 

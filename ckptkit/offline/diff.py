@@ -129,7 +129,7 @@ class DiffReport:
         values = f" and {self.same_values} values" if self.same_values else ""
         if not self.differs:
             told = (
-                f" ({self.by_digest} of them by recorded digest only; `ckptkit verify` reads the bytes)"
+                f" ({self.by_digest} of them by recorded digest only; `verify` reads the bytes)"
                 if self.by_digest
                 else ""
             )

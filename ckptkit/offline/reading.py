@@ -248,7 +248,8 @@ def _opened(
             source = open_source(
                 resolve_url(url, storage_options=storage_options), storage_options=storage_options, options=options
             )
-            if "digests" not in source.catalog.info.extra:
+            info = source.catalog.info
+            if not info.format.startswith("ckptkit-") or "digests" not in info.extra:
                 reading.sources.append(source)
                 return source  # ckptkit did not commit it, and therefore never deletes it
             from ckptkit.checkpoint.run.pins import pin_url

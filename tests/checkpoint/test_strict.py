@@ -255,7 +255,7 @@ def test_settings_follow_the_checkpoint_and_new_ones_keep_their_default(tmp_path
     assert group["lr"] == 0.5
     assert group["amsgrad"] is False
     assert any("kept amsgrad=False" in note for note in report.notes)
-    assert any("dropped_by_a_newer_torch=1 is new" in note for note in report.notes)
+    assert any("added dropped_by_a_newer_torch=1 from the checkpoint" in note for note in report.notes)
 
 
 def test_groups_are_matched_by_the_names_of_their_parameters(tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ from ckptkit.errors import (
     CorruptCheckpointError,
     IncompleteCheckpointError,
     SaveError,
+    UnsafePickleError,
 )
 from ckptkit.formats.dcp import catalog as dcp
 from ckptkit.formats.dcp.files import ROW, write_records
@@ -603,6 +604,7 @@ class DCPReader(StorageReader):
         filler = Filler(store, verify=self.verify, workers=self.workers, cast=self.cast)
         filled: list[tuple[ReadItem, torch.Tensor]] = []
         by_class: list[tuple[ReadItem, torch.Tensor]] = []  # shards of tensor subclasses, as torch writes them
+        shards: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
         entries: dict[str, TensorEntry] = {}
         destinations: dict[str, TensorEntry] = {}
         for item in plan.items:
@@ -614,7 +616,9 @@ class DCPReader(StorageReader):
                 entry = entries[name] = catalog.tensors[name]
             destinations[item.dest_index.fqn] = entry
             target = planner.resolve_tensor(item).detach()
-            if entry.slices.opaque:
+            shard = _shard(store, entry, item, target) if entry.slices.opaque else None
+            if shard is not None:
+                shards.append(shard)
                 by_class.append((item, target))
                 continue
             memory = own_memory(target)
@@ -623,7 +627,6 @@ class DCPReader(StorageReader):
                 raise CheckpointMismatchError(f"tensor {item.dest_index.fqn!r} of the state {why_not_dense(memory)}.")
             filled.append((item, target))
         _check_filled(filled, planner)
-        shards = [_shard(store, entries[i.storage_index.fqn], i, target) for i, target in by_class]
         whole = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
         values = load_objects(store, {i.storage_index.fqn: catalog.objects[i.storage_index.fqn] for i in whole})
         state = getattr(planner, "state_dict", {})
@@ -663,16 +666,24 @@ def _row(entry: TensorEntry, item: ReadItem) -> int:
 
 def _shard(
     store: Store, entry: TensorEntry, item: ReadItem, target: torch.Tensor
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
     """Return the inner tensors of a tensor subclass's shard, each with its values from the checkpoint.
+
+    Returns None if the target is no such shard, or the checkpoint's class is not allowed.
 
     Raises:
         CheckpointMismatchError: The stored shard covers a different region, or differs in class or settings.
     """
+    here = open_tensor(target)
+    if here is None:
+        return None
     path, start, nbytes = entry.slices.records()[_row(entry, item)]
-    value = load_objects(store, {entry.name: ObjectEntry(entry.name, path, start, nbytes)})[entry.name]
-    saved, here = open_tensor(value), open_tensor(target)
-    if saved is None or here is None or saved.recipe != here.recipe:
+    try:
+        value = load_objects(store, {entry.name: ObjectEntry(entry.name, path, start, nbytes)})[entry.name]
+    except UnsafePickleError:
+        return None
+    saved = open_tensor(value)
+    if saved is None or saved.recipe != here.recipe:
         raise CheckpointMismatchError(
             f"{item.dest_index.fqn}: the stored shard {list(item.storage_index.offset or ())} "
             f"{_described(value, saved)}, the one to be filled {_described(target, here)}. Shards of such a "

@@ -514,7 +514,7 @@ def torn(url: str) -> str:
 
 
 def test_a_tensor_with_elements_that_no_rank_wrote_fails_the_save(ranks, tmp_path):
-    assert "hold 8 of 16 elements" in ranks.run(torn, 2, str(tmp_path))[0]
+    assert "have 8 of 16 elements" in ranks.run(torn, 2, str(tmp_path))[0]
     assert not (tmp_path / ".metadata").exists()
 
 
