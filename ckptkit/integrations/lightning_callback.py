@@ -139,9 +139,9 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
         self._own().save(path, checkpoint, state, metrics=metrics, **self._ownership())
 
     def _ownership(self) -> dict[str, Any]:
-        """Return the save arguments that decide about rotation: the policy and the owner.
+        """Return the save arguments that control rotation: the policy and the owner.
 
-        A copy called "last" has an owner of its own. Otherwise it would replace the best or newest checkpoint, which
+        A copy called "last" has its own owner. Otherwise it would replace the best or newest checkpoint, which
         Lightning knows by a different name.
         """
         if self._saves_last:

@@ -221,7 +221,7 @@ BRIEF_S = 5.0  # for releasing leases and pins at the end; they expire anyway
 _LEAST = 3  # minimum number of tries: one large upload can take all of TIMEOUT_S
 WAIT_S = 0.1  # wait before the second try; doubles with each further try
 WAIT_MAX_S = 8.0
-_HURRIED_WAIT_S = 0.1  # before the last try of an operation that should end
+_HURRIED_WAIT_S = 0.1  # the longest wait before another try, after `hurry()`
 _QUIET_S = 2.0  # in this time, retries are not logged as warnings
 _WARN_EVERY_S = 30.0
 TIMEOUT_VARIABLE = "CKPTKIT_STORAGE_TIMEOUT"
@@ -361,7 +361,7 @@ class Patience:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[Patience]:
-        """Apply this Patience to the calls inside the block, also when they run in pools."""
+        """Apply this Patience to the calls inside the block, even if they run in thread pools."""
         token = _current.set(self)
         try:
             yield self

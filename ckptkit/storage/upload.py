@@ -246,7 +246,8 @@ def _step() -> int:
 
 
 def _part_of(nbytes: int) -> int:
-    """Return the part size for `nbytes` of lent memory: an eighth, for eight connections, but 108 to 216 MiB.
+    """Return the part size for `nbytes` that are uploaded without a copy: an eighth, for eight connections, but at
+    least 108 and at most 216 MiB.
 
     Larger parts need fewer requests, but if a part fails, all of it is sent again.
     """

@@ -709,7 +709,8 @@ class _Planner:
                 match_tensors(self.plan.mismatches, key, live, found, convert_dtype=self.options.convert_dtype)
 
     def absent(self, kind: str, key: str) -> None:
-        """Report a missing key. In another system's checkpoint that is no error, because not all save such values."""
+        """Report a missing key. In another system's checkpoint that is not an error:
+        not every system saves such values."""
         if self.foreign:
             self.plan.skipped[key] = "not in the checkpoint, which ckptkit did not write"
         else:

@@ -133,7 +133,7 @@ def _void_marks(inventory: Inventory, view: Store) -> list[str]:
         return []
     ended = [item.path for item in inventory.skipped if item.deleted and not item.kept_files]
     found = [item.path for path in ended for item in view.list(path) if item.kind == "file"]
-    if view.sizes_are_free:  # otherwise looking for each mark needs a request; it is deleted with its checkpoint anyway
+    if view.sizes_are_free:  # elsewhere, each lookup is a request; the checkpoint's deletion removes its mark
         marks = [f"{item.path}/{mark_of(item.record)}" for item in inventory.committed]
         found += [path for path in marks if view.info(path) is not None]
     return found

@@ -45,7 +45,7 @@ _ADVICE = (
 )
 _VERSION = "torch.torch_version.TorchVersion"  # the type of torch.__version__, which users save
 _MAX_DEPTH = 200
-_UNFOLDED = 16 << 20  # smaller views may exceed their storage: an expanded tensor takes no memory until it is copied
+_UNFOLDED = 16 << 20  # bytes; up to this size, a tensor may exceed its storage (`expand` repeats elements)
 
 
 def dump_object(value: Any, *, name: str, advice: str) -> bytes:

@@ -140,7 +140,7 @@ def export_config(
         notes.append("config.json: tie_word_embeddings is now false")
     names = made.get("architectures")
     if isinstance(names, list) and any(isinstance(name, str) and name.startswith("FSDP") for name in names):
-        # fully_shard prefixes the class name of the module that it wraps with FSDP.
+        # fully_shard prepends "FSDP" to the class name of the module that it wraps.
         made["architectures"] = [n.removeprefix("FSDP") if isinstance(n, str) else n for n in names]
         notes.append("config.json: the FSDP prefix of the architecture was removed")
     if "quantization_config" in made and not quantized:

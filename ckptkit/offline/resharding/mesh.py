@@ -132,7 +132,7 @@ class TargetMesh:
         return self.replicate * (self.shard if cut.fsdp is None else 1) * (self.tp if cut.tp is None else 1)
 
     def placement(self, cut: Cut) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-        """Return (mesh dimensions, placement on each, as the manifest writes it) for a DTensor with this cut.
+        """Return the mesh dimensions and the placement on each, in the manifest's notation, of a DTensor with this cut.
 
         None for a plain tensor. A parameter that tensor parallelism does not touch is not on the tp dimension.
         """
