@@ -390,9 +390,10 @@ def test_dequantizing_does_not_import_torch(tmp_path: Path, kind: str) -> None:
         tensors, settings = nvfp4(), by_groups(**FP4_WEIGHTS)
     src = export(tmp_path / "src", tensors, settings)
     code = (
-        "import sys; from ckptkit import convert, merge;"
+        "import shutil, sys; from ckptkit import convert, merge;"
         "convert(sys.argv[1], sys.argv[2] + '/a', dtype='bf16', verify=True);"
-        "merge([sys.argv[1]] * 2, sys.argv[2] + '/b', verify=True);"
+        "copy = shutil.copytree(sys.argv[1], sys.argv[2] + '/copy');"
+        "merge([sys.argv[1], copy], sys.argv[2] + '/b', verify=True);"
         "sys.exit(1 if 'torch' in sys.modules else 0)"
     )
     subprocess.run([sys.executable, "-c", code, src, str(tmp_path)], check=True)
