@@ -198,6 +198,16 @@ def _map_names(draft: _Draft) -> None:
     draft.key_map = key_map.name
     if options.key_map is not None:
         draft.notes += [f"key map {key_map.name}: {text} matched nothing" for text in mapped.unused]
+        cast = [
+            name
+            for name, target in mapped.targets.items()
+            if target.dtype != target.source_dtype and _cast(target, options.dtype).dtype != target.dtype
+        ]
+        if cast:
+            more = f", ... ({len(cast)} tensors)" if len(cast) > 3 else ""
+            draft.notes.append(
+                f"--dtype {options.dtype} overrides the casts of key map {key_map.name}: {', '.join(cast[:3])}{more}"
+            )
 
 
 def _by_transformers(draft: _Draft, chosen: Choice) -> Choice:

@@ -25,7 +25,7 @@ from ckptkit.formats.hf import safetensors
 from ckptkit.keymaps.builtin import builtin_map
 from ckptkit.keymaps.keymap import NameMap
 from ckptkit.keymaps.patterns import NamePattern
-from ckptkit.keymaps.rules import Drop
+from ckptkit.keymaps.rules import Cast, Drop
 from ckptkit.offline.export.base import BaseModel, WantedTensor, open_base
 from ckptkit.offline.export.check import check_export
 from ckptkit.offline.export.hf import ExportOptions, HFExport, export_tensors, plan_export
@@ -180,6 +180,15 @@ def test_an_explicit_key_map_is_applied_and_its_unused_rules_are_named(tmp_path:
     export = plan(tmp_path, key_map=builtin_map("hf5-experts"))
     assert {t.name for t in export.tensors} == {f"l.mlp.experts.{i}.down_proj.weight" for i in range(2)}
     assert sum("matched nothing" in note for note in export.notes) == 2
+
+
+@pytest.mark.parametrize(("dtype", "written"), [("keep", "float16"), ("fp16", "float16"), ("bf16", "bfloat16")])
+def test_a_dtype_that_overrides_a_cast_of_the_key_map_is_noted(tmp_path: Path, dtype: str, written: str) -> None:
+    write(tmp_path, ones("norm", "w"))
+    export = plan(tmp_path, dtype=dtype, key_map=NameMap("mine", (Cast(NamePattern("norm"), "float16"),)))
+    assert next(t.dtype for t in export.tensors if t.name == "norm") == written
+    noted = [note for note in export.notes if "overrides the casts of key map mine: norm" in note]
+    assert len(noted) == (dtype == "bf16")
 
 
 # --- compared with the base
