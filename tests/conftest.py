@@ -6,8 +6,10 @@ import gc
 import logging
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -81,6 +83,21 @@ def _sigint() -> Iterator[None]:
     if after is not before:
         signal.signal(signal.SIGINT, before)
     assert after is before
+
+
+@pytest.fixture(autouse=True)
+def _leases() -> Iterator[None]:
+    """Release the leases of managers that a test left open: their heartbeats would log warnings in later tests."""
+    before = set(_held())
+    yield
+    held = _held()
+    for key in set(held) - before:
+        held.pop(key).lease.release()
+
+
+def _held() -> dict[tuple[int, str], Any]:
+    module = sys.modules.get("ckptkit.checkpoint.run.hold")
+    return {} if module is None else module._shared
 
 
 @pytest.fixture
