@@ -413,7 +413,7 @@ class TensorEntry:
         exact = np.int64 if self.numel * max(1, len(rows)) < 2**63 else object
         covered = int(np.prod(sizes.astype(exact), axis=1).sum()) if len(rows) else 0
         if covered > self.numel or (covered == self.numel and not self._tiled(offsets, sizes)):
-            raise CorruptCheckpointError(f"tensor {self.name!r}: its slices overlap partly.")
+            raise CorruptCheckpointError(f"tensor {self.name!r}: two of its slices overlap, but are not equal.")
         if covered != self.numel:
             raise IncompleteCheckpointError(
                 f"tensor {self.name!r} of shape {list(self.shape)}: its slices have {covered} of {self.numel} elements."

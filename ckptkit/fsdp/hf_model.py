@@ -91,8 +91,8 @@ def _refuse_neighbours(model: nn.Module) -> None:
     inside = {id(p) for p in child.parameters()}
     beside = [n for n, p in model.named_parameters() if id(p) not in inside]
     raise SaveError(
-        f"{type(model).__name__} has a {type(child).__name__} in {name!r}, and outside of it {_some(beside)}, which "
-        f"from_pretrained doesn't read. Export only the inner model: save_model(model.{name}, ...), or save a "
+        f"{type(model).__name__} has parameters outside of its {type(child).__name__} {name!r}, which from_pretrained "
+        f"doesn't read: {_some(beside)}. Export only the inner model: save_model(model.{name}, ...), or save a "
         "checkpoint, which contains everything."
     )
 

@@ -78,8 +78,8 @@ def check_unit_dtypes(name: str, parameters: Iterable[tuple[str, nn.Parameter]],
     for fqn, parameter in parameters:
         if not parameter.is_floating_point():
             raise UsageError(
-                f"Parameter {fqn!r} has dtype {_short(parameter.dtype)}, which can't be gathered with floating "
-                "parameters nor trained. Register it as a buffer."
+                f"Parameter {fqn!r} has dtype {_short(parameter.dtype)}: it can be neither trained nor gathered with "
+                "floating-point parameters. Register it as a buffer."
             )
         first.setdefault(parameter.dtype, fqn)
         if parameter.requires_grad:

@@ -113,7 +113,7 @@ class ManagedCheckpoint(ModelCheckpoint):  # type: ignore[misc]  # Lightning's t
         strategy.barrier("ManagedCheckpoint")
         self._last_global_step_saved = trainer.global_step
         self._last_checkpoint_saved = filepath
-        own.decide(partial(self._tell_loggers, trainer), f"telling the loggers of {filepath}")
+        own.decide(partial(self._tell_loggers, trainer), f"telling the loggers about {filepath}")
 
     def _tell_loggers(self, trainer: Any) -> None:
         for logger in trainer.loggers:

@@ -313,7 +313,7 @@ def _stack(rule: Stack, work: RuleState) -> int:
     for to, pieces in found.items():
         gaps = sorted(set(range(max(pieces) + 1)) - set(pieces)) if max(pieces) < 10**6 else [len(pieces)]
         if gaps:
-            work.faults.append(f"{to!r} lacks {{{rule.index}}} = {gaps[:20]} of {rule.source}")
+            work.faults.append(f"{to!r}: no tensor matches {rule.source} with {rule.index} = {gaps[:20]}")
             continue
         ordered = [pieces[i] for i in range(len(pieces))]
         try:

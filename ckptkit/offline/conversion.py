@@ -212,7 +212,7 @@ def conclude(
     if copied.records:
         facts.append(f"{copied.records} source digest{'s' * (copied.records != 1)} checked")
     if outcome.masters:
-        facts.append(f"{outcome.masters} weight{'s' * (outcome.masters != 1)} equal to the fp32 master, cast")
+        facts.append(f"{outcome.masters} weight{'s' * (outcome.masters != 1)} equal to the cast fp32 master")
     if compared:
         facts.append(f"names and shapes match {compared}")
     if outcome.looked:

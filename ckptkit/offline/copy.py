@@ -621,7 +621,8 @@ def _taken(
     names = ", ".join([item.name for item in clashes if item.name not in half][:5])
     for name, why in half.items() if not overwrite else ():
         yield CheckpointExistsError(
-            f"{dst}/{name} already exists, but incomplete: {why}. Nothing was written. To copy it again: --overwrite."
+            f"{dst}/{name} already exists, but it is incomplete: {why}. Nothing was written. To copy it again, pass "
+            "--overwrite."
         )
     if len(clashes) > len(half) and not overwrite:
         yield CheckpointExistsError(

@@ -376,8 +376,8 @@ def prove_masters(source: Source, used: Collection[str] | None = None) -> int:
     wrong = check_masters(source.store, source.catalog)
     if wrong:
         raise IntegrityError(
-            f"{source.url}: {len(wrong)} of {len(masters)} fp32 masters, cast, do not equal the weights "
-            f"at their position: {', '.join(wrong[:4])}. Model and optimizer are from different saves, or the "
-            "model was changed."
+            f"{source.url}: {len(wrong)} of {len(masters)} weights do not equal the fp32 master at the same position, "
+            f"cast to their dtype: {', '.join(wrong[:4])}. Model and optimizer are from different saves, or the model "
+            "was changed."
         )
     return len(masters)

@@ -29,7 +29,7 @@ def entry_of(shape: tuple[int, ...], boxes: list[Box]) -> TensorEntry:
     return TensorEntry("t", "float32", shape, SliceArray.of(slices, len(shape)))
 
 
-def test_a_row_of_the_columns_equals_its_slice():
+def test_a_slice_array_returns_the_slices_that_it_was_built_from():
     slices = [
         TensorSlice(Box((0, 0), (2, 3)), "a", 64, 24, None, Digest("crc32", 7, 64, 24), None, 0),
         TensorSlice(Box((2, 0), (1, 3)), "b", 0, 12, (1, 1), Digest("crc32", 8, 0, 40), Codec("zstd", 5, 9), 1),

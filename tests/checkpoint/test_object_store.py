@@ -236,7 +236,7 @@ def test_cleaning_up_a_dead_attempt_keeps_files_that_no_save_writes(
         root.write(path, b"mine")
     save(root, 9)
     assert [key for key in keys(root) if "step_00000008" in key] == sorted(theirs)
-    assert f"{dead.path} is left by a dead save" in caplog.text and "notes.txt" in caplog.text
+    assert f"{dead.path} was left by a dead save" in caplog.text and "notes.txt" in caplog.text
     assert list_checkpoints(root).abandoned == ()
     save(root, 8)
     assert [item.step for item in list_checkpoints(root).committed] == [9, 8]

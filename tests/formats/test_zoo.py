@@ -48,7 +48,7 @@ def test_the_weights_are_bit_exact(name):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_broken_or_hostile_checkpoint_is_refused_by_name(name, tmp_path, monkeypatch):
+def test_the_error_for_a_broken_or_hostile_checkpoint_names_the_cause(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CkptkitError) as caught:
         open_source(_url(CASES[name]))

@@ -146,7 +146,7 @@ def pruned() -> Any:
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "a value head": (lambda: Critic(llama()), r"outside of it 'v_head\.weight', 'v_head\.bias'"),
+    "a value head": (lambda: Critic(llama()), r"doesn't read: 'v_head\.weight', 'v_head\.bias'"),
     "a value head of an adapter": (lambda: Critic(lora()), r"v_head"),
     "a head trained beside the adapter": (trained_beside_the_adapter, r"belong to no adapter: .*lm_head\.weight"),
     "a module that the class has not": (changed, r"unexpected: 'model\.layers\.0\.extra"),

@@ -100,7 +100,7 @@ def test_stack_orders_by_number_not_by_text() -> None:
 
 
 def test_stack_names_missing_indices() -> None:
-    with pytest.raises(CheckpointMismatchError, match=r"'e' lacks \{i\} = \[1\]"):
+    with pytest.raises(CheckpointMismatchError, match=r"'e': no tensor matches e\.{i:d} with i = \[1\]"):
         apply([Stack(pattern("e.{i:d}"), "e")], {"e.0": np.ones(1), "e.2": np.ones(1)})
 
 

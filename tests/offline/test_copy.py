@@ -360,7 +360,7 @@ def test_an_incomplete_copy_does_not_count_as_copied(run: Path, tmp_path: Path, 
     copy(str(run), str(new))
     file = max((new / "step_00000002").glob("*.distcp"), key=lambda path: path.stat().st_size)
     file.unlink() if damage == "missing" else os.truncate(file, 10)
-    with pytest.raises(CheckpointExistsError, match=f"step_00000002 already exists, but incomplete: {file.name}"):
+    with pytest.raises(CheckpointExistsError, match=f"step_00000002 already exists, but it is incomplete: {file.name}"):
         copy(str(run), str(new))
     assert "incomplete" in str(copy(str(run), str(new), dry_run=True).faults)
     done = copy(str(run), str(new), overwrite=True)

@@ -85,7 +85,7 @@ def test_masters_of_lightrft_are_proved_to_belong_to_their_weights(ranks: Any, z
     source = open_source(str(zoo / "lightrft_mp_optim_w2"))
     made = str(tmp_path / "new")
     report = reshard(source.url, made, world_size=3)
-    assert "14 weights equal to the fp32 master, cast" in report.proof()
+    assert "14 weights equal to the cast fp32 master" in report.proof()
     for _, states, _, _ in ranks.run(reshard_jobs.go_on, 3, made, *_model(source), _groups(source.url, tmp_path), True):
         masters, moments = _by_fqn(source, Role.MASTER), _by_fqn(source, Role.OPTIMIZER)
         assert {fqn for fqn in masters if not _equal(source, masters[fqn], states[f"{fqn}.master"])} == set()
@@ -100,7 +100,7 @@ def test_masters_that_do_not_match_the_weights_are_refused(run: Any, zoo: Path, 
     damaged = bytearray((copy / part.path).read_bytes())
     damaged[part.start + 3] ^= 0x40
     (copy / part.path).write_bytes(damaged)
-    with pytest.raises(IntegrityError, match=r"fp32 masters, cast, do not equal .* layers\.0\.norm\.weight"):
+    with pytest.raises(IntegrityError, match=r"weights do not equal the fp32 master .* layers\.0\.norm\.weight"):
         run(str(copy), str(tmp_path / "new"))
     assert not (tmp_path / "new").exists()
 

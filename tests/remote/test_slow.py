@@ -396,7 +396,9 @@ def test_a_commit_record_is_not_retried_after_the_lease_is_lost(s3: Options, url
 
 
 @pytest.mark.parametrize("then", ["503", "denied"])
-def test_a_late_index_of_an_export_names_existing_files(s3: Options, url: str, at_once: None, then: str) -> None:
+def test_an_index_that_arrives_after_a_failed_export_names_existing_files(
+    s3: Options, url: str, at_once: None, then: str
+) -> None:
     held, names = _Held("index.json"), {"data": 4, "index.json": -1}
 
     def export(options: Options) -> None:

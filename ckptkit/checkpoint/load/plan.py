@@ -823,8 +823,8 @@ def _unlike_entry(name: str, here: Recipe, entry: TensorEntry) -> str:
     if not entry.slices.opaque:
         return unlike(name, here, None)
     return (
-        f"{name} {entry.slices.opaque} in the checkpoint, whose shards torch's dcp.save has stored as records of the "
-        "class: load with dcp.load and DCPReader on as many ranks, and save it again"
+        f"{name} {entry.slices.opaque} in the checkpoint: torch's dcp.save pickled each shard as an object of its "
+        "class. Load the checkpoint with dcp.load and DCPReader on as many ranks as it has, and save it again"
     )
 
 

@@ -79,7 +79,7 @@ def clear(root: Store, path: str) -> list[str]:
     if left:
         shown = ", ".join(left[:5]) + (f", ... ({len(left)} in all)" if len(left) > 5 else "")
         warn_once(
-            logger, f"{root.url}/{path}", "is left by a dead save; these files are not its own and stay: %s", shown
+            logger, f"{root.url}/{path}", "was left by a dead save; it keeps these files, which others wrote: %s", shown
         )
     return left
 

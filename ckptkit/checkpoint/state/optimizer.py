@@ -265,9 +265,9 @@ def _check_whole(optimizer: Any, parameters: Mapping[str, torch.Tensor], what: s
     more = [key for key in given if key not in ("state", "param_groups")] if isinstance(given, Mapping) else []
     if more:
         raise SaveError(
-            f"{what}: the state_dict of {type(optimizer).__name__} has {', '.join(map(repr, more))} in "
-            "addition to 'state' and 'param_groups', which is not saved with an optimizer. Pass the "
-            "inner optimizer as TrainState(optimizer=), or this one as TrainState(extra={...})."
+            f"{what}: the state_dict of {type(optimizer).__name__} has {', '.join(map(repr, more))}, but only 'state' "
+            "and 'param_groups' of an optimizer are saved. Pass the inner optimizer as TrainState(optimizer=), or this "
+            "one as TrainState(extra={...})."
         )
 
 

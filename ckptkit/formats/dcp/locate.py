@@ -343,7 +343,10 @@ class _Locator:
                 "The file is damaged, or belongs to another save."
             )
         if (columns.starts[rows] != start).any():
-            raise CorruptCheckpointError(f"{path}: it is a safetensors blob, but its items start at different bytes.")
+            raise CorruptCheckpointError(
+                f"{path} is one safetensors file, so .metadata must give all its items the same start, "
+                "but their starts differ."
+            )
         header = read_header(self.store, path, start=start)
         saved = saved_offsets(header, path)
         for row in rows.tolist():

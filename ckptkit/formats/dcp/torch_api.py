@@ -686,8 +686,8 @@ def _shard(
     if saved is None or saved.recipe != here.recipe:
         raise CheckpointMismatchError(
             f"{item.dest_index.fqn}: the stored shard {list(item.storage_index.offset or ())} "
-            f"{_described(value, saved)}, the one to be filled {_described(target, here)}. Shards of such a "
-            "class load only into the same shards: load on as many ranks, into an optimizer of the same settings."
+            f"{_described(value, saved)}, but the live shard {_described(target, here)}. Tensors of such a class load "
+            "only into equal shards: load on as many ranks as saved them, into an optimizer with the same settings."
         )
     return [(part, saved.parts[name]) for name, part in here.parts.items()]
 

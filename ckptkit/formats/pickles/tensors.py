@@ -465,7 +465,7 @@ def _laid_out(ranks: npt.NDArray[np.int64], layout: Any, mesh: MeshRecord) -> np
         # This is a sub-mesh, such as one dimension of a larger mesh. Choose the one that contains this rank.
         offsets = offsets + (int(np.flatnonzero(ranks == mesh.rank)[0]) - own)
     if offsets.size and offsets.min() < 0:
-        raise ValueError("a device mesh reaches before its ranks")
+        raise ValueError("a device mesh contains a negative rank index")
     return ranks[offsets]
 
 

@@ -476,7 +476,7 @@ def _line(data: bytes, pos: int) -> tuple[bytes, int]:
 
 def _integer(line: bytes) -> int:
     if len(line) > _MAX_TEXT_INTEGER or b"_" in line:
-        raise ValueError("an integer in text is too long")
+        raise ValueError("a text-format integer is too long")
     return int(line)
 
 
@@ -486,13 +486,13 @@ def _int_or_bool(line: bytes) -> int:
 
 def _float(line: bytes) -> float:
     if len(line) > _MAX_TEXT_INTEGER:
-        raise ValueError("a float in text is too long")
+        raise ValueError("a text-format float is too long")
     return float(line)
 
 
 def _quoted(line: bytes) -> str:
     if len(line) < 2 or line[:1] not in (b"'", b'"') or line[-1:] != line[:1] or b"\\" in line:
-        raise ValueError("a string in text is not quoted plainly")
+        raise ValueError("a text-format string has a backslash or lacks matching quotes")
     return line[1:-1].decode("latin1")
 
 

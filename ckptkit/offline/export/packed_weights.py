@@ -91,7 +91,7 @@ def _integers(
     strategy = scheme.get("strategy") or usual
     packed = codes.name.endswith("_packed")
     if bits not in _BITS or codes.source_dtype != ("int32" if packed else "int8") or (bits != 8 and not packed):
-        raise _unsupported(codes.name, f"it has {bits} bits in {codes.source_dtype}")
+        raise _unsupported(codes.name, f"it stores {bits}-bit integers as {codes.source_dtype}")
     rows, columns = codes.shape[0], codes.shape[1] * (32 // bits if packed else 1)
     if strategy == "group" and isinstance(group, int) and group > 0:
         columns = scale.shape[-1] * group
@@ -143,8 +143,8 @@ def _fp4(
     ):
         raise _unsupported(
             codes.name,
-            f"it has {scheme.get('num_bits')} bits of floats in {codes.source_dtype} and scales of {group} in "
-            f"{scale.source_dtype}",
+            f"it stores {scheme.get('num_bits')}-bit floats as {codes.source_dtype}, with a {scale.source_dtype} scale "
+            f"for each group of {group}",
         )
     if scale.shape != (rows, columns // group) or columns % group:
         raise CheckpointMismatchError(

@@ -402,7 +402,9 @@ def _as_it_is(store: Store, catalog: Catalog) -> OwnState:
         found.tensors.append(_copy(entry, name, entry.role, entry.fqn, entry.state, key))
     for item in catalog.objects.values():
         found.records.append((item, _record(store, item)))
-    found.notes.append("keys and values are unchanged: the state that loads the source with torch's dcp loads this too")
+    found.notes.append(
+        "keys and values are unchanged: dcp.load reads the result with the same state dict as the source"
+    )
     return found
 
 
@@ -486,8 +488,8 @@ def _of_others(store: Store, catalog: Catalog, step: int) -> OwnState:
         found.tensors.append(_copy(entry, own, role, fqn if fqn in own else "", state, key))
     if masters:
         found.notes.append(
-            f"{len(masters)} fp32 masters are skipped: they equal the fp32 weights, which an optimizer "
-            "with masters uses; for a model in another dtype, load with convert_dtype=True"
+            f"{len(masters)} fp32 masters are skipped: the weights are fp32 and equal them. An optimizer with masters "
+            "starts from the weights; if the model has another dtype, load with convert_dtype=True"
         )
     _add_steps(found, trees, used)
     found.trees = {**trees.trees, "step": step}

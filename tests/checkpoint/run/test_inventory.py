@@ -127,7 +127,7 @@ def _machine() -> str:
     return this_process().machine
 
 
-def test_after_a_rollback_the_abandoned_branch_is_older(tmp_path: Path) -> None:
+def test_checkpoints_of_a_rolled_back_branch_are_listed_as_older(tmp_path: Path) -> None:
     for step in (10, 20, 30, 15, 18):
         save(tmp_path, step)
     assert [(i.step, i.superseded) for i in ls(tmp_path).committed] == [

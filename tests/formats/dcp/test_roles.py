@@ -104,7 +104,7 @@ def test_nested_model_keys_are_wrappers(wrapper: Path) -> None:
     assert [table.of(key) for key in paths] == [model("model.embed.weight"), model("head.weight")]
 
 
-def test_a_module_called_model_next_to_others_is_kept_in_the_name() -> None:
+def test_a_submodule_named_model_is_not_removed_as_a_wrapper() -> None:
     paths = {"a": ("model", "model", "embed"), "b": ("model", "head")}
     table = RoleTable(paths, paths)
     assert [table.of(key) for key in paths] == [model("model.embed"), model("head")]

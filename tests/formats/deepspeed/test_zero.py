@@ -124,7 +124,7 @@ def test_an_optimizer_file_that_is_a_copy_of_another_rank_is_named(tmp_path, nam
         open_source(str(folder))
 
 
-def test_an_optimizer_file_of_another_step_is_named(tmp_path):
+def test_an_error_names_optimizer_files_of_different_steps(tmp_path):
     folder = _copy(tmp_path, "zero1_frozen_w2")
     first, second = sorted(folder.glob("*_optim_states.pt"))
     with zipfile.ZipFile(second) as archive:
@@ -143,7 +143,7 @@ def test_a_missing_last_model_file_of_zero3_is_named(tmp_path):
         open_source(str(folder))
 
 
-def test_model_files_of_another_step_are_named(tmp_path):
+def test_an_error_names_model_files_of_different_steps(tmp_path):
     folder = _copy(tmp_path, "zero3_subgroups_frozen_w2")
     name = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
     check_counters([2, 2], [name.format(0), name.format(1)], "global_steps")

@@ -257,7 +257,7 @@ def test_unrelated_files_are_not_joined(tmp_path):
         _open(tmp_path)
 
 
-def test_a_directory_without_tensors_is_not_found(tmp_path):
+def test_a_directory_without_tensors_raises_checkpoint_not_found(tmp_path):
     with pytest.raises(CheckpointNotFoundError):
         _open(tmp_path)
 

@@ -207,7 +207,7 @@ def test_trained_tokens_keep_their_name_in_an_adapter() -> None:
     assert "e.weight" in split.base
 
 
-def test_modules_trained_whole_are_saved_with_the_factors() -> None:
+def test_fully_trained_modules_are_exported_with_the_lora_factors() -> None:
     more = {"head__original_module__weight": (3, 4), "head__modules_to_save__default__weight": (3, 4)}
     split = split_adapter(lora(**more))
     assert split is not None
