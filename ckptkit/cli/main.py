@@ -62,6 +62,10 @@ _SAME_PRESS_S = 5.0  # interrupts within this many seconds count as one
 _PLACE = re.compile("FILE|URL|DIR|html")  # metavars of the options that take a path or URL
 
 
+def _epilog(first: str, second: str, page: str) -> str:
+    return f"\b\nExamples:\n  ckptkit {first}\n  ckptkit {second}\n\nMore: docs/{page}"
+
+
 class _Commands(click.Group):
     """A click group that imports a subcommand only when it is called."""
 
@@ -73,8 +77,7 @@ class _Commands(click.Group):
             return None
         module = importlib.import_module(f"ckptkit.cli.{cmd_name}")
         command: click.Command = module.command
-        first, second, page = _EXAMPLES[cmd_name]
-        command.epilog = f"\b\nExamples:\n  ckptkit {first}\n  ckptkit {second}\n\nMore: docs/{page}"
+        command.epilog = _epilog(*_EXAMPLES[cmd_name])
         return _completing_places(command)
 
     def resolve_command(
@@ -121,14 +124,20 @@ def _print_version(ctx: click.Context, _param: click.Parameter, value: bool) -> 
         ctx.exit()
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    epilog=_epilog(
+        "ls RUN      # after a crash: the checkpoints that remain",
+        "verify RUN  # is the newest one complete and undamaged?",
+        "getting-started.md",
+    ),
+)
 @click.option(
     "--version", is_flag=True, expose_value=False, is_eager=True, callback=_print_version, help="Show the version."
 )
 def cli() -> None:
     """Convert, reshard, verify, compare, copy and rotate checkpoints of PyTorch training.
-
-    After a crash: `ckptkit ls RUN` lists the checkpoints, `ckptkit verify RUN` checks the newest.
 
     A URL is a path, or anything that fsspec opens (s3://, gs://). A run's directory means the run's newest committed
     checkpoint. Exit codes: 0 success, 1 the checkpoint is damaged, missing or does not match, 2 wrong usage, 130
