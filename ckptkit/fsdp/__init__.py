@@ -19,6 +19,7 @@ _WHERE = {
     "shard": "ckptkit.fsdp.wrap",
     "unwrap_model": "ckptkit.fsdp.wrap",
     "param_groups": "ckptkit.fsdp.groups",
+    "NO_DECAY": "ckptkit.fsdp.groups",
     "MasterWeightOptimizer": "ckptkit.fsdp.master_weights",
     "DynamicGradScaler": "ckptkit.fsdp.grad_scaler",
     "grad_norm": "ckptkit.fsdp.gradients",
@@ -40,6 +41,7 @@ __all__ = [
     "shard",
     "unwrap_model",
     "param_groups",
+    "NO_DECAY",
     "MasterWeightOptimizer",
     "DynamicGradScaler",
     "grad_norm",
@@ -54,7 +56,7 @@ if TYPE_CHECKING:
     from ckptkit.fsdp.config import FSDPConfig
     from ckptkit.fsdp.grad_scaler import DynamicGradScaler
     from ckptkit.fsdp.gradients import clip_grad_norm, grad_norm
-    from ckptkit.fsdp.groups import param_groups
+    from ckptkit.fsdp.groups import NO_DECAY, param_groups
     from ckptkit.fsdp.master_weights import MasterWeightOptimizer
     from ckptkit.fsdp.mesh import ParallelPlan, TrainingMesh, auto_shard_size, make_mesh
     from ckptkit.fsdp.offload import load_optimizer, offload_model, offload_optimizer, reload_model
