@@ -189,7 +189,7 @@ def _shift(nbytes: int) -> int:
 
 def crc32_combine(first: int, second: int, second_nbytes: int) -> int:
     """Return the CRC-32 of two pieces concatenated, given the CRC-32 of each."""
-    return _multiply(_shift(second_nbytes), first) ^ second if second_nbytes else first
+    return _multiply(_shift(second_nbytes), first) ^ second if first and second_nbytes else first ^ second
 
 
 # --- A fingerprint of a tensor's bits. It is additive over parts, so it does not depend on the sharding.

@@ -128,9 +128,8 @@ class _Part:
         place, save = (
             meta.fields.get(key) if isinstance(meta, Record) else None for key in ("checkpoint_id", "save_id")
         )
-        # A save that ends with a commit record writes to a directory that ends with the save's id. A reshard leaves
-        # both fields empty.
-        self.is_of_a_save = isinstance(place, str) and isinstance(save, str) and place.rstrip("/").endswith(save)
+        # What ends with a commit record has a place that ends with the save's id. A plain DCP export has no id.
+        self.is_of_a_save = isinstance(place, str) and isinstance(save, str) and place.rstrip("/").endswith(save or "-")
 
     def _dict(self, fields: Mapping[str, Any], key: str) -> dict[Any, Any]:
         value = fields.get(key)

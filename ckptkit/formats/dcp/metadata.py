@@ -21,7 +21,7 @@ _MODULE = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _VERSION = "1.0.0"  # CURRENT_DCP_VERSION in torch/distributed/checkpoint/filesystem.py
 _FLUSH = 1 << 20
-_FEW = 8  # with fewer slices, one call per slice is faster than numpy
+_BATCH = 1 << 14  # slices
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,7 @@ class _Writer:
     _out: bytearray = field(default_factory=bytearray)
     _memo: dict[Any, int] = field(default_factory=dict)
     _next: int = 0
+    _heads: dict[str, bytes] = field(default_factory=dict)
     _rows: dict[tuple[int, bool] | None, _Row] = field(default_factory=dict)
 
     def chunks(self) -> Iterator[bytes]:
@@ -130,25 +131,21 @@ class _Writer:
     def _described(self, first_offset: list[int]) -> Iterator[bytes]:
         """Yield the description of each tensor and its boxes."""
         out = self._out
-        for tensor in self.tensors:
-            self._text(tensor.name)
-            self._new("TensorStorageMetadata")
-            self._text("properties")
-            self._new("TensorProperties", state=b"(")
-            self._properties(tensor.dtype)
-            self._text("size")
-            self._global("torch", "Size")
-            out += b"(" + b"".join(map(_int, tensor.shape)) + b"t\x85R"
-            self._text("chunks")
-            out += b"]("
-            # Write one ChunkStorageMetadata per slice. Its offsets are memoized for the MetadataIndex below.
-            first_offset.append(self._next)
-            self._next += len(tensor.starts)
-            out += self._chunk_row(tensor.shape).fill([*tensor.offsets.T, *tensor.sizes.T], len(tensor.starts))
-            out += b"eub"
-            if len(out) >= _FLUSH:
-                yield bytes(out)
-                out.clear()
+        for batch in self._batches():
+            for tensor, chunks in zip(batch, self._chunks_of(batch), strict=True):
+                self._text(tensor.name)
+                self._head(tensor.dtype)
+                out += b"(" + b"".join(map(_int, tensor.shape)) + b"t\x85R"
+                self._text("chunks")
+                out += b"]("
+                # One ChunkStorageMetadata per slice. Its offsets are memoized for the MetadataIndex below.
+                first_offset.append(self._next)
+                self._next += len(tensor.starts)
+                out += chunks
+                out += b"eub"
+                if len(out) >= _FLUSH:
+                    yield bytes(out)
+                    out.clear()
         for name in self.objects:
             self._text(name)
             self._new("BytesStorageMetadata", state=b"")
@@ -158,15 +155,20 @@ class _Writer:
         """Yield each slice's location."""
         out = self._out
         path_ids = np.array([self._memo[path] for path in self.paths], np.int64)
-        for tensor, first in zip(self.tensors, first_offset, strict=True):
+        firsts = iter(first_offset)
+        for batch in self._batches():
             # Write one MetadataIndex -> _StorageInfo pair per slice.
-            order = np.arange(len(tensor.starts), dtype=np.int64)
-            name_id = np.full(len(order), self._memo[tensor.name])
-            columns = [name_id, first + order, order, path_ids[tensor.files], tensor.starts, tensor.lengths]
-            out += self._place_row().fill(columns, len(order))
-            if len(out) >= _FLUSH:
-                yield bytes(out)
-                out.clear()
+            counts = [len(tensor.starts) for tensor in batch]
+            ends = np.cumsum(counts)
+            order = np.arange(sum(counts), dtype=np.int64) - np.repeat(ends - counts, counts)
+            name_ids = np.repeat(np.array([self._memo[tensor.name] for tensor in batch], np.int64), counts)
+            offset_ids = np.repeat(np.array([next(firsts) for _ in batch], np.int64), counts) + order
+            files = path_ids[np.concatenate([tensor.files for tensor in batch])]
+            starts = np.concatenate([tensor.starts for tensor in batch])
+            lengths = np.concatenate([tensor.lengths for tensor in batch])
+            yield bytes(out)
+            out.clear()
+            yield self._place_row().fill([name_ids, offset_ids, order, files, starts, lengths], len(order))
         for name, (file, start, length) in self.objects.items():
             self._new("MetadataIndex")
             self._text("fqn")
@@ -182,6 +184,31 @@ class _Writer:
             out += _int(length) + b"ub"
 
     # --- columns
+
+    def _batches(self) -> Iterator[Sequence[RecordColumns]]:
+        """Yield the tensors in groups of about `_BATCH` slices, because numpy is slow for a few slices at a time."""
+        first = slices = 0
+        for i, tensor in enumerate(self.tensors):
+            slices += len(tensor.starts)
+            if slices >= _BATCH:
+                yield self.tensors[first : i + 1]
+                first, slices = i + 1, 0
+        if first < len(self.tensors):
+            yield self.tensors[first:]
+
+    def _chunks_of(self, tensors: Sequence[RecordColumns]) -> Iterator[bytes]:
+        """Yield each tensor's slices as opcodes."""
+        rows = [self._chunk_row(tensor.shape) for tensor in tensors]
+        filled: dict[_Row, memoryview] = {}
+        for row in dict.fromkeys(rows):
+            own = [tensor for tensor, of in zip(tensors, rows, strict=True) if of is row]
+            offsets = np.concatenate([tensor.offsets for tensor in own])
+            sizes = np.concatenate([tensor.sizes for tensor in own])
+            filled[row] = memoryview(row.fill([*offsets.T, *sizes.T], len(offsets)))
+        for tensor, row in zip(tensors, rows, strict=True):
+            nbytes = len(tensor.starts) * row.nbytes
+            yield bytes(filled[row][:nbytes])
+            filled[row] = filled[row][nbytes:]
 
     def _chunk_row(self, shape: tuple[int, ...]) -> _Row:
         key = len(shape), bool(shape) and max(shape) > 0x7FFFFFFF
@@ -234,6 +261,24 @@ class _Writer:
         self._global(_FILESYSTEM if name == "_StorageInfo" else _MODULE, name)
         self._out += b")\x81" + state
 
+    def _head(self, dtype: str) -> None:
+        """Write what is between a tensor's name and its shape. From the second time on, it is the same for a dtype."""
+        if dtype in self._heads:
+            self._out += self._heads[dtype]
+            return
+        self._write_head(dtype)  # adds its values to the memo, to which the second one refers
+        mark = len(self._out)
+        self._write_head(dtype)
+        self._heads[dtype] = self._taken(mark)
+
+    def _write_head(self, dtype: str) -> None:
+        self._new("TensorStorageMetadata")
+        self._text("properties")
+        self._new("TensorProperties", state=b"(")
+        self._properties(dtype)
+        self._text("size")
+        self._global("torch", "Size")
+
     def _global(self, module: str, name: str) -> None:
         if not self._get((module, name)):
             self._text(module)
@@ -280,27 +325,17 @@ class _Row:
     """A template of opcodes. Its number fields (numpy type codes) are at fixed positions, and are filled in later."""
 
     def __init__(self, parts: list[bytes | str]) -> None:
-        codes = {"<u4": "I", "<i4": "i", "<i8": "q"}
-        self._fields = [i for i, part in enumerate(parts) if isinstance(part, str)]
-        self._parts = parts
-        self._pack = struct.Struct("<" + "".join(codes[p] if isinstance(p, str) else f"{len(p)}s" for p in parts)).pack
+        self._fields = [f"f{i}" for i, part in enumerate(parts) if isinstance(part, str)]
         types = [(f"f{i}", p if isinstance(p, str) else f"V{len(p)}") for i, p in enumerate(parts)]
         values = tuple(0 if isinstance(p, str) else p for p in parts)
         self._template = np.array([values], np.dtype(types))
+        self.nbytes = self._template.itemsize
 
     def fill(self, columns: Sequence[Int64], count: int) -> bytes:
         """Return `count` filled-in rows. The columns are in field order."""
-        if count < _FEW:
-            arguments: list[Any] = list(self._parts)
-            rows = []
-            for i in range(count):
-                for field, column in zip(self._fields, columns, strict=True):
-                    arguments[field] = column[i]
-                rows.append(self._pack(*arguments))
-            return b"".join(rows)
         table = np.repeat(self._template, count)
-        for field, column in zip(self._fields, columns, strict=True):
-            table[f"f{field}"] = column
+        for name, column in zip(self._fields, columns, strict=True):
+            table[name] = column
         return table.tobytes()
 
 

@@ -206,8 +206,7 @@ class Copier:
             views = self._read(runs, first, stop, worker)
             cast = [nbytes[i] // ratios[casts[i]][0] * ratios[casts[i]][1] for i in range(first, stop) if casts[i]]
             room, made = worker.room(sum(cast)), 0
-            pending: list[memoryview] = []  # data for adjacent target ranges, written in one call
-            begin = end = 0
+            pieces: dict[int, list[tuple[int, memoryview]]] = {}  # data for each file, with its target
             for i, view in enumerate(views, first):
                 if records[i] >= 0 and self._verifier is not None:
                     self._verifier.feed(records[i], starts[i], view.data)
@@ -224,14 +223,10 @@ class Copier:
                 if ends[i]:
                     digest = digest or BoxDigest(self.digested, files[i], targets[i], ends[i])
                     digest = None if digest.take(data) else digest
-                if pending and (files[i] != files[begin] or targets[i] != end):
-                    self._sink.write(files[begin], targets[begin], pending)
-                    pending = []
-                begin = begin if pending else i
-                pending.append(data.data)
-                end = targets[i] + len(data)
-            if pending and self._sink is not None:
-                self._sink.write(files[begin], targets[begin], pending)
+                pieces.setdefault(files[i], []).append((targets[i], data.data))
+            if self._sink is not None:
+                for file, parts in pieces.items():
+                    self._sink.write(file, parts)
             self._tally.add(sum(nbytes[first:stop]), self._work.origins[origins[first]].path)
         return total
 
@@ -301,7 +296,7 @@ class Copier:
                 if digest is not None:
                     digest.take(part)
                 at = start + shared.relative_to(box).flat_start(box.sizes) * itemsize
-                self._sink.write(file, at, [part.data])
+                self._sink.write(file, [(at, part.data)])
             self._tally.add(len(data), path)
         self.infinite.add(*step.boxes[0][1:], infinite)
         return infinite

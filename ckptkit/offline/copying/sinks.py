@@ -7,8 +7,9 @@ import errno
 import os
 import struct
 import threading
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from operator import itemgetter
+from typing import TypeAlias
 
 from ckptkit.digests import crc32, crc32_combine
 from ckptkit.errors import NoSpaceError, StorageError
@@ -19,6 +20,11 @@ from ckptkit.storage.local import LocalStore, start_writing
 
 __all__ = ["LocalSink", "combined_crc"]
 
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+_SHORT = 4 << 10  # bytes; one call costs more than copying pieces up to this size and the gaps between them
+_GAP = 2 << 10  # bytes; the longest gap between short pieces that are written in one call
+_BLOCK = 1 << 20  # bytes; about the most that one call writes if there are gaps
 _MAX_VECTOR = 512  # buffers per pwritev; Linux allows 1024
 _READ_BACK = 1 << 20
 _DIRTY = 32 << 20  # bytes written to a file before its writeback is started
@@ -53,28 +59,41 @@ class LocalSink:
                 raise self._failure(file.path, error) from error
             finally:
                 os.close(descriptor)
-        with self._descriptors.using(file.path) as descriptor:
-            for literal in file.literals:
-                self._write(descriptor, file.path, literal.start, [memoryview(literal.data)])
+        self._put(index, ((literal.start, literal.data) for literal in file.literals))
 
-    def write(self, index: int, start: int, views: Sequence[Any]) -> None:
-        """Write views one after the other, starting at `start` of a file."""
-        path, crcs, end = self._files[index].path, self._crcs.get(index), start
+    def write(self, index: int, pieces: Iterable[tuple[int, Buffer]]) -> None:
+        """Write pieces of a file, each given as (start, bytes)."""
+        pieces = sorted(pieces, key=itemgetter(0))
+        crcs = self._crcs.get(index)
         if crcs is not None:
-            for view in views:
-                crcs.feed(end, view)
-                end += len(view)
-        with self._descriptors.using(path) as descriptor:
-            end = start
-            for first in range(0, len(views), _MAX_VECTOR):
-                with self._turns[index]:
-                    end = self._write(descriptor, path, end, views[first : first + _MAX_VECTOR])
-            self._dirty[index] += end - start
-            if self._dirty[index] >= _DIRTY:
-                self._dirty[index] = 0
+            for start, data in pieces:
+                crcs.feed(start, memoryview(data))
+        self._dirty[index] += self._put(index, pieces)
+        if self._dirty[index] >= _DIRTY:
+            self._dirty[index] = 0
+            with self._descriptors.using(self._files[index].path) as descriptor:
                 start_writing(descriptor)
 
-    def _write(self, descriptor: int, path: str, start: int, views: Sequence[Any]) -> int:
+    def _put(self, index: int, pieces: Iterable[tuple[int, Buffer]]) -> int:
+        """Write pieces in ascending order of their starts; return the number of bytes written."""
+        path, written = self._files[index].path, 0
+        with self._descriptors.using(path) as descriptor:
+            for group in _groups(pieces):
+                start, views = group[0][0], [data for _, data in group]
+                stop = group[-1][0] + len(group[-1][1])
+                nbytes = sum(map(len, views))
+                with self._turns[index]:
+                    if start + nbytes < stop:  # there are gaps, which keep their bytes
+                        block = bytearray(stop - start)
+                        self._read(descriptor, path, start, memoryview(block))
+                        for at, data in group:
+                            block[at - start : at - start + len(data)] = data
+                        views = [block]
+                    self._write(descriptor, path, start, views)
+                written += stop - start
+        return written
+
+    def _write(self, descriptor: int, path: str, start: int, views: Sequence[Buffer]) -> None:
         total = sum(len(view) for view in views)
         try:
             done = os.pwritev(descriptor, views, start)
@@ -85,7 +104,10 @@ class LocalSink:
                     rest = rest[count:]
         except OSError as error:
             raise self._failure(path, error) from error
-        return start + total
+
+    def _read(self, descriptor: int, path: str, start: int, view: memoryview) -> None:
+        if os.preadv(descriptor, [view], start) != len(view):
+            raise StorageError(errno.EIO, f"{self._store.path_of(path)}: the written data cannot be read back.")
 
     def _failure(self, path: str, error: OSError) -> Exception:
         full = self._store.path_of(path)
@@ -100,20 +122,15 @@ class LocalSink:
             return
         file = self._files[index]
         known = crcs.parts()
-        missed = [item for item in file.crcs if not self._fill(file, item, combined_crc(known, item))]
-        if missed:  # CRC fields whose ranges include literals
+        values = [(item, combined_crc(known, item)) for item in file.crcs]
+        missed = [item for item, value in values if value is None]  # CRC fields whose ranges include literals
+        if missed:
             known = sorted([*known, *((item.start, len(item.data), crc32(item.data)) for item in file.literals)])
         for item in missed:
             value = combined_crc(known, item)
-            self._fill(file, item, self._read_back(file.path, item) if value is None else value)
-
-    def _fill(self, file: OutputFile, item: CrcField, value: int | None) -> bool:
-        if value is None:
-            return False
-        with self._descriptors.using(file.path) as descriptor:
-            for at in item.at:
-                self._write(descriptor, file.path, at, [memoryview(struct.pack("<I", value))])
-        return True
+            values.append((item, self._read_back(file.path, item) if value is None else value))
+        fields = [(at, struct.pack("<I", value)) for item, value in values if value is not None for at in item.at]
+        self._put(index, sorted(fields))
 
     def _read_back(self, path: str, item: CrcField) -> int:
         value = 0
@@ -121,13 +138,29 @@ class LocalSink:
         with self._descriptors.using(path) as descriptor:
             for at in range(item.start, item.start + item.nbytes, _READ_BACK):
                 part = buffer[: min(_READ_BACK, item.start + item.nbytes - at)]
-                if os.preadv(descriptor, [part], at) != len(part):
-                    raise StorageError(errno.EIO, f"{self._store.path_of(path)}: the written data cannot be read back.")
+                self._read(descriptor, path, at, part)
                 value = crc32(part, value)
         return value
 
     def close(self) -> None:
         self._descriptors.close()
+
+
+def _groups(pieces: Iterable[tuple[int, Buffer]]) -> Iterator[list[tuple[int, Buffer]]]:
+    """Group ascending pieces that one call writes: adjacent ones, and short ones with short gaps between them."""
+    group: list[tuple[int, Buffer]] = []
+    first = end = 0
+    for start, data in pieces:
+        near = start == end or (0 < start - end <= _GAP and max(len(data), len(group[-1][1]) if group else 0) <= _SHORT)
+        if group and not (near and start - first < _BLOCK and len(group) < _MAX_VECTOR):
+            yield group
+            group = []
+        if not group:
+            first = start
+        group.append((start, data))
+        end = start + len(data)
+    if group:
+        yield group
 
 
 def combined_crc(known: Sequence[tuple[int, int, int]], item: CrcField) -> int | None:

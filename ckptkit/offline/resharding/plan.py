@@ -202,7 +202,9 @@ def _planned(
     """Return the plan and the seal for a state. `extra`: more manifest fields. `side`: files to add."""
     kinds: dict[tuple[str, ...], int] = {}  # index of each distinct mesh
     placements: list[Placed] = []
-    for placed_on in map(mesh.placement, cuts):
+    placed_by_cut = {cut: mesh.placement(cut) for cut in dict.fromkeys(cuts)}
+    for cut in cuts:
+        placed_on = placed_by_cut[cut]
         place = None if placed_on is None else (kinds.setdefault(placed_on[0], len(kinds)), placed_on[1])
         placements.append(place)
     meshes = [mesh.describe(dims) for dims in kinds]
@@ -212,7 +214,7 @@ def _planned(
         records = _records(catalog, own)
         boxes = [mesh.boxes(tensor.shape, cut) for tensor, cut in zip(tensors, cuts, strict=True)]
         keys, objects = [item.key for item in own.tensors], [(key, data) for key, _, data in records]
-        files, placed, last = lay_out_dcp(catalog, tensors, boxes, keys=keys, objects=objects)
+        files, placed, last = lay_out_dcp(catalog, tensors, boxes, keys=keys, objects=objects, save_id="reshard")
     else:
         pairs = zip(tensors, cuts, strict=True)
         boxes = [mesh.boxes(tensor.shape, cut, turn=turn_of(tensor.name)) for tensor, cut in pairs]

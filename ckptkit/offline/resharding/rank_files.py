@@ -70,110 +70,111 @@ def lay_out_dcp(
     *,
     keys: Sequence[tuple[str | int, ...]],
     objects: Sequence[tuple[tuple[str | int, ...], bytes]] = (),
+    save_id: str = "",
 ) -> Laid:
     """Lay out boxes in `__<rank>_0.distcp` files and `.metadata`.
 
     Args:
         keys: Each tensor's path in the nested state dict. Its name in `.metadata` is this path, joined by dots.
         objects: (path, record) for everything that is not a tensor. The records are at the beginning of rank 0's file.
+        save_id: Recorded in `.metadata` if a commit record will follow.
     """
     place = {id(tensor): i for i, tensor in enumerate(tensors)}
     order = [place[id(tensor)] for tensor in in_disk_order(catalog, tensors)]
     count = 1 + max((int(item.ranks.max()) for item in boxes if len(item.ranks)), default=0)
-    cursors = [0] * count
     head = b"".join(record for _, record in objects)
-    cursors[0] = len(head)
-    starts: list[_Records] = [_Records.laid(tensors[i], i, boxes[i], cursors) for i in order]
-    ranks = np.flatnonzero(cursors)
+    records = _Records.laid([tensors[i].dtype for i in order], [boxes[i] for i in order], count, len(head))
+    ranks = np.flatnonzero(records.nbytes)
     indexes = np.full(count, -1, np.int32)
     indexes[ranks] = np.arange(len(ranks))
     paths = [f"__{rank}_0.distcp" for rank in ranks.tolist()]
-    frames = _Frames.of(starts, tensors, count)
-    files = [
-        OutputFile(path, cursors[rank], _FrameLiterals(frames, rank, b"" if rank else head), _FrameCrcs(frames, rank))
-        for path, rank in zip(paths, ranks.tolist(), strict=True)
-    ]
+    frames = _Frames.of(records)
+    files = []
+    for path, rank in zip(paths, ranks.tolist(), strict=True):
+        literals = _FrameLiterals(frames, rank, b"" if rank else head)
+        files.append(OutputFile(path, int(records.nbytes[rank]), literals, _FrameCrcs(frames, rank)))
     placements, columns = [], []
-    for item in starts:
-        tensor, box = tensors[item.tensor], boxes[item.tensor]
-        own = indexes[box.ranks]
-        placements.append(Placement(tensor, own, item.starts + item.heads, box.offsets, box.sizes))
-        name = ".".join(map(str, keys[item.tensor]))
-        columns.append(
-            RecordColumns(name, tensor.dtype, tensor.shape, box.offsets, box.sizes, own, item.starts, item.lengths)
-        )
+    own_files, payloads, stop = indexes[records.ranks], records.starts + records.heads, 0
+    for i in order:
+        tensor, box = tensors[i], boxes[i]
+        start, stop = stop, stop + len(box.ranks)
+        own = own_files[start:stop]
+        placements.append(Placement(tensor, own, payloads[start:stop], box.offsets, box.sizes))
+        starts, lengths = records.starts[start:stop], records.lengths[start:stop]
+        name = ".".join(map(str, keys[i]))
+        columns.append(RecordColumns(name, tensor.dtype, tensor.shape, box.offsets, box.sizes, own, starts, lengths))
     planner = {".".join(map(str, key)): key for key in (*keys, *(key for key, _ in objects))}
     ends = np.cumsum([0, *(len(record) for _, record in objects)]).tolist()
     places = {".".join(map(str, key)): (0, ends[i], len(record)) for i, (key, record) in enumerate(objects)}
-    metadata = b"".join(encode_metadata(columns, paths, objects=places, planner_data=planner))
+    metadata = b"".join(
+        encode_metadata(columns, paths, objects=places, planner_data=planner, checkpoint_id=save_id, save_id=save_id)
+    )
     return [*files, OutputFile.of_bytes(METADATA, metadata)], placements, (METADATA,)
 
 
 @dataclass(frozen=True, slots=True)
 class _Records:
-    """One tensor's records: start, length, and number of bytes before the payload (`heads`)."""
+    """All records, tensor by tensor: rank, frame, start, number of bytes before the payload (`heads`), and length.
 
-    tensor: int
+    Attributes:
+        nbytes: [ranks] size of each rank's file.
+    """
+
+    frames: list[RecordFrame]
     ranks: Int64
-    sizes: Int64
     starts: Int64
     heads: Int64
     lengths: Int64
+    nbytes: Int64
 
     @classmethod
-    def laid(cls, tensor: OutputTensor, index: int, boxes: RankBoxes, cursors: list[int]) -> _Records:
-        """Append the records to their ranks' files. Updates `cursors`, which are the ends of these files."""
-        table: list[tuple[int, int, int]] = []
-        for rank, sizes in zip(boxes.ranks.tolist(), boxes.sizes.tolist(), strict=True):
-            frame = frame_tensor(tensor.dtype, tuple(sizes))
-            start = -(-cursors[rank] // frame.alignment) * frame.alignment
-            cursors[rank] = start + frame.length
-            table.append((start, len(frame.prefix), frame.length))
-        starts, heads, lengths = np.array(table, np.int64).reshape(-1, 3).T
-        return cls(index, boxes.ranks, boxes.sizes, starts, heads, lengths)
+    def laid(cls, dtypes: Sequence[str], boxes: Sequence[RankBoxes], count: int, first: int) -> _Records:
+        """Lay out each tensor's records in the files of `count` ranks. Rank 0's file has `first` bytes before them."""
+        cursors = [0] * count
+        cursors[0] = first
+        frames: list[RecordFrame] = []
+        ranks: list[int] = []
+        starts: list[int] = []
+        known: dict[tuple[str, int], tuple[list[int], list[RecordFrame]]] = {}  # equal shapes share their boxes
+        for dtype, item in zip(dtypes, boxes, strict=True):
+            own = known.get((dtype, id(item)))
+            if own is None:
+                own = item.ranks.tolist(), [frame_tensor(dtype, tuple(sizes)) for sizes in item.sizes.tolist()]
+                known[dtype, id(item)] = own
+            ranks += own[0]
+            frames += own[1]
+            for rank, frame in zip(*own, strict=True):
+                start = -(-cursors[rank] // frame.alignment) * frame.alignment
+                cursors[rank] = start + frame.length
+                starts.append(start)
+        heads = np.array([len(frame.prefix) for frame in frames], np.int64)
+        lengths = np.array([frame.length for frame in frames], np.int64)
+        return cls(
+            frames, np.array(ranks, np.int64), np.array(starts, np.int64), heads, lengths, np.array(cursors, np.int64)
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class _Frames:
-    """All records, sorted by rank and start. A file's frames are created only when the file is written."""
+    """All records, sorted by rank and start."""
 
-    tensors: Sequence[OutputTensor]
+    frames: list[RecordFrame]
     bounds: Int64  # [ranks + 1] where each rank's rows begin
-    owners: Int64  # [n] index of the record's tensor
-    rows: Int64  # [n] index among that tensor's records
     starts: Int64
     payloads: Int64  # [n] start of the payload
     lengths: Int64  # [n] length of the whole record
-    records: dict[int, _Records]
 
     @classmethod
-    def of(cls, records: Sequence[_Records], tensors: Sequence[OutputTensor], world_size: int) -> _Frames:
-        empty = np.zeros(0, np.int64)
-        ranks = np.concatenate([empty, *(item.ranks for item in records)])
-        starts = np.concatenate([empty, *(item.starts for item in records)])
-        owners = np.concatenate([empty, *(np.full(len(item.ranks), item.tensor, np.int64) for item in records)])
-        rows = np.concatenate([empty, *(np.arange(len(item.ranks)) for item in records)])
-        order = np.lexsort((starts, ranks))
-        bounds = np.searchsorted(ranks[order], np.arange(world_size + 1))
-        payloads = starts + np.concatenate([empty, *(item.heads for item in records)])
-        lengths = np.concatenate([empty, *(item.lengths for item in records)])
-        return cls(
-            tensors,
-            bounds,
-            owners[order],
-            rows[order],
-            starts[order],
-            payloads[order],
-            lengths[order],
-            {item.tensor: item for item in records},
-        )
+    def of(cls, records: _Records) -> _Frames:
+        order = np.lexsort((records.starts, records.ranks))
+        bounds = np.searchsorted(records.ranks[order], np.arange(len(records.nbytes) + 1))
+        frames, starts = [records.frames[i] for i in order.tolist()], records.starts[order]
+        return cls(frames, bounds, starts, starts + records.heads[order], records.lengths[order])
 
     def of_rank(self, rank: int) -> Iterator[tuple[int, RecordFrame]]:
         """Yield (start, frame) for each record in a rank's file."""
-        for i in range(int(self.bounds[rank]), int(self.bounds[rank + 1])):
-            owner = int(self.owners[i])
-            sizes = tuple(self.records[owner].sizes[int(self.rows[i])].tolist())
-            yield int(self.starts[i]), frame_tensor(self.tensors[owner].dtype, sizes)
+        first, stop = self.bounds[rank : rank + 2].tolist()
+        return zip(self.starts[first:stop].tolist(), self.frames[first:stop], strict=True)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import xxhash
 from torch import nn
 
 import ckptkit
-from ckptkit import CheckpointManager, StateDictType, TrainState, open_checkpoint
+from ckptkit import CheckpointManager, StateDictType, TrainState, convert, open_checkpoint, reshard
 from ckptkit.catalog.entry import Role
 from ckptkit.errors import (
     CheckpointNotFoundError,
@@ -140,6 +140,16 @@ def test_files_of_a_step_without_record_and_manifest_are_read_with_a_warning(tmp
 def test_a_plain_dcp_is_not_taken_for_half_a_copy(tmp_path):
     dcp.save({"w": torch.ones(2)}, checkpoint_id=str(tmp_path / "step_00000001"), no_dist=True)
     assert ckptkit.verify(str(tmp_path / "step_00000001")).doubt == ""
+    convert(str(tmp_path / "step_00000001"), str(tmp_path / "out"), to="dcp")
+    assert ckptkit.verify(str(tmp_path / "out")).doubt == ""
+
+
+def test_a_reshard_that_lost_its_record_and_manifest_is_read_with_a_note(tmp_path):
+    dcp.save({"model": {"w": torch.ones(2)}}, checkpoint_id=str(tmp_path / "in"), no_dist=True)
+    reshard(str(tmp_path / "in"), str(tmp_path / "out"), world_size=2)
+    for name in ("checkpoint.json", "manifest.safetensors"):
+        (tmp_path / "out" / name).unlink()
+    assert "that this copy is complete" in ckptkit.verify(str(tmp_path / "out")).doubt
 
 
 @pytest.mark.parametrize("name", ["manifest.safetensors", "objects.json"])

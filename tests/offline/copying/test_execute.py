@@ -321,7 +321,7 @@ def test_writeback_starts_during_the_copy(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "ckptkit.offline.copying.sinks.start_writing", lambda fd: begun.append(os.readlink(f"/proc/self/fd/{fd}"))
     )
-    made = make_source(tmp_path / "in", {f"w{i}": ("uint8", (8, 6), ROWS) for i in range(3)})
+    made = make_source(tmp_path / "in", {f"w{i}": ("uint8", (8, 6), ROWS) for i in range(200)})
     plan = plan_whole(made.catalog, [Target.of(e) for e in made.catalog.tensors.values()])
     got = run(made, plan, tmp_path / "out", workers=1)
     assert all((got[name] == made.arrays[name]).all() for name in got)

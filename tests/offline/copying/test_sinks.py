@@ -29,7 +29,7 @@ def test_a_full_file_system_is_an_error_that_says_to_free_space(tmp_path):
         try:
             with pytest.raises(NoSpaceError, match="Free some space"):
                 for start in range(0, 8 << 20, NBYTES):
-                    sink.write(0, start, [memoryview(bytes(NBYTES))])
+                    sink.write(0, [(start, bytes(NBYTES))])
         finally:
             sink.close()
 
@@ -45,10 +45,38 @@ def test_one_thread_at_a_time_writes_to_a_file(tmp_path, monkeypatch):
         return real(*args)
 
     monkeypatch.setattr(os, "pwritev", slow)
-    threads = [threading.Thread(target=sink.write, args=(0, at << 10, [memoryview(bytes(1 << 10))])) for at in range(8)]
+    threads = [threading.Thread(target=sink.write, args=(0, [(at << 10, bytes(1 << 10))])) for at in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     sink.close()
     assert most == [1]
+
+
+def test_threads_that_write_short_pieces_side_by_side_keep_each_others_bytes(tmp_path):
+    """Pieces with gaps are written as one block, and the gaps contain other threads' pieces."""
+    sink = made_sink(tmp_path, nbytes=64 << 10)
+    expected = bytes(i // 16 % 251 for i in range(64 << 10))
+
+    def write(thread: int) -> None:
+        for block in range(0, 64 << 10, 4 << 10):
+            starts = range(block + 16 * thread, block + (4 << 10), 64)
+            sink.write(0, [(start, expected[start : start + 16]) for start in reversed(starts)])
+
+    threads = [threading.Thread(target=write, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    sink.close()
+    assert (tmp_path / "file").read_bytes() == expected
+
+
+def test_short_pieces_with_short_gaps_are_written_in_one_call(tmp_path, monkeypatch):
+    sink, real, calls = made_sink(tmp_path, nbytes=64 << 10), os.pwritev, []
+    monkeypatch.setattr(os, "pwritev", lambda *args: calls.append(args[2]) or real(*args))
+    sink.write(0, [(start, bytes([start % 251]) * 16) for start in range(0, 16 << 10, 64)])
+    sink.write(0, [(32 << 10, bytes(8 << 10)), (48 << 10, bytes(8 << 10))])
+    sink.close()
+    assert calls == [0, 32 << 10, 48 << 10]
