@@ -219,7 +219,8 @@ class NameFilter:
         return wanted and not _any_matches(names, self.exclude)
 
     def __str__(self) -> str:
-        return ", ".join([*self.include, *(f"without {pattern}" for pattern in self.exclude)])
+        given = [*(f"--include {x!r}" for x in self.include), *(f"--exclude {x!r}" for x in self.exclude)]
+        return " and ".join(given)
 
 
 def _any_matches(names: Sequence[str], patterns: Sequence[str]) -> bool:
@@ -317,7 +318,7 @@ def _compare(a: _Side, b: _Side, wanted: NameFilter, progress: Progress | None) 
         values, others = ({n: e for n, e in side.items() if e.role is _WEIGHTS} for side in (values, others))
     if not (left or right or values or others or records or by_record):
         line = command_line("inspect", a.source.url, "--tensors", "*")
-        raise UsageError(f"no tensor matches {wanted}. See the names with: {line}")
+        raise UsageError(f"nothing to compare: no tensor is left after {wanted}. See the names with: {line}")
     both = [name for name in left if name in right]
     shapes = {n: (left[n].shape, right[n].shape) for n in both if left[n].shape != right[n].shape}
     dtypes = {n: (left[n].dtype, right[n].dtype) for n in both if left[n].dtype != right[n].dtype}

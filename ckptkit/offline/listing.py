@@ -253,7 +253,7 @@ def nothing_of_ours(url: str, inventory: Inventory, root: Store) -> str:
         return f"{url} is a file, not the root of a run. {look}"
     if root.info(RECORD_NAME) is not None:
         see = command_line("inspect", url)
-        return f"{url} is one checkpoint; ls needs the directory above it. To see what is in it: {see}"
+        return f"{url} is one checkpoint, not a run: give the directory above it. To see what is in it: {see}"
     found_here = inventory.skipped + inventory.in_progress
     if found_here:
         first, more = found_here[0].path, f", and {len(found_here) - 1} more" * (len(found_here) > 1)

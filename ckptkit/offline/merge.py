@@ -21,6 +21,7 @@ from ckptkit.catalog.targets import Target
 from ckptkit.digests import crc32
 from ckptkit.errors import (
     CheckpointMismatchError,
+    CheckpointNotFoundError,
     CkptkitError,
     CorruptCheckpointError,
     UnsupportedFormatError,
@@ -104,7 +105,8 @@ def merge(  # noqa: PLR0913 - one argument an option
         to, dtype, base, key_map, ...: As for `convert`.
 
     Raises:
-        UsageError: Options conflict, the run has too few checkpoints, or weights do not add up to 1.
+        UsageError: Options conflict, or weights do not add up to 1.
+        CheckpointNotFoundError: The run does not exist, or has too few checkpoints.
         CheckpointMismatchError: The sources differ in names, shapes or dtypes.
         UnsupportedFormatError: ckptkit cannot dequantize a tensor.
     """
@@ -235,15 +237,19 @@ def _of_run(
         raise UsageError("--last and --steps each choose checkpoints of one run: name one run, and use one of them.")
     from ckptkit.checkpoint.run.inventory import list_checkpoints
     from ckptkit.formats.own.record import step_of_name
+    from ckptkit.offline.listing import nothing_of_ours
     from ckptkit.storage.open import open_store
 
     run = sources[0].rstrip("/")
-    inventory = list_checkpoints(open_store(run, storage_options=storage_options))
+    root = open_store(run, storage_options=storage_options)
+    inventory = list_checkpoints(root)
     committed = inventory.committed
+    if not committed:
+        raise CheckpointNotFoundError(nothing_of_ours(run, inventory, root))
     if last is not None:
         check_int("last", last, least=2)
         if not 1 < last <= len(committed):
-            raise UsageError(f"--last {last}: {run} has {len(committed)} committed checkpoints.")
+            raise CheckpointNotFoundError(f"--last {last}: {run} has {len(committed)} committed checkpoints.")
         chosen = list(committed[-last:])
         begin, end = chosen[0].step, math.inf
     else:
@@ -254,7 +260,7 @@ def _of_run(
         chosen = [item for item in committed if begin <= item.step <= end and not item.superseded]
         if len(chosen) < 2:
             shown = ", ".join(str(item.step) for item in committed[-10:]) or "none"
-            raise UsageError(
+            raise CheckpointNotFoundError(
                 f"--steps {steps}: {run} has {len(chosen)} committed checkpoints in this range. Steps: {shown}."
             )
     for skipped in inventory.skipped:

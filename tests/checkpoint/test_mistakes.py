@@ -77,5 +77,9 @@ def test_a_save_logs_one_line_and_a_load_report_names_what_it_skipped(
         manager.save(1, TrainState(model=model, optimizer=optimizer))
         assert len(caplog.records) == 1
         report = manager.load(TrainState(model=model))
-    assert report is not None
-    assert "1 skipped (optimizer)" in report.line()
+        assert report is not None
+        assert "1 skipped (optimizer)" in report.line()
+        caplog.clear()
+        manager.load(TrainState(model=model, optimizer=optimizer), include=["bias"], optimizer="skip")
+    lines = [record.getMessage() for record in caplog.records]
+    assert "not loaded (not included): model.weight" in lines

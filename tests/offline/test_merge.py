@@ -16,7 +16,13 @@ from safetensors.torch import load_file, save_file
 
 from ckptkit import CheckpointManager, TrainState
 from ckptkit.cli.merge import command
-from ckptkit.errors import CheckpointMismatchError, CkptkitError, CorruptCheckpointError, UsageError
+from ckptkit.errors import (
+    CheckpointMismatchError,
+    CheckpointNotFoundError,
+    CkptkitError,
+    CorruptCheckpointError,
+    UsageError,
+)
 from ckptkit.offline.convert import convert
 from ckptkit.offline.merge import merge, weights_of
 from tests.offline.export.test_dequantize import FP4_WEIGHTS, by_groups, fp4_values, packed
@@ -246,15 +252,30 @@ def test_checkpoints_that_differ_are_refused(
     ("which", "said"),
     [
         ({}, "one checkpoint cannot be merged"),
-        ({"last": 9}, "has 4 committed checkpoints"),
-        ({"steps": "90:99"}, "has 0 committed checkpoints in this range. Steps: 10, 20, 30, 40"),
         ({"steps": "90"}, "expected FIRST:LAST"),
         ({"last": 2, "steps": "1:2"}, "use one of them"),
     ],
 )
-def test_fewer_than_two_checkpoints_are_refused(run: str, tmp_path: Path, which: dict[str, Any], said: str) -> None:
+def test_a_choice_that_cannot_name_two_checkpoints_is_refused(
+    run: str, tmp_path: Path, which: dict[str, Any], said: str
+) -> None:
     with pytest.raises(UsageError, match=said):
         merge([run], str(tmp_path / "out"), **which)
+
+
+@pytest.mark.parametrize(
+    ("place", "which", "said"),
+    [
+        ("", {"last": 9}, "has 4 committed checkpoints"),
+        ("", {"steps": "90:99"}, "has 0 committed checkpoints in this range. Steps: 10, 20, 30, 40"),
+        ("/nope", {"last": 2}, "nope does not exist"),
+    ],
+)
+def test_missing_checkpoints_are_not_found(
+    run: str, tmp_path: Path, place: str, which: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(CheckpointNotFoundError, match=said):
+        merge([run + place], str(tmp_path / "out"), **which)
 
 
 def test_a_head_in_only_one_source_is_refused_with_a_command_that_keeps_it(tmp_path: Path) -> None:

@@ -256,8 +256,12 @@ class Loader:
     def _announce_load(self, report: LoadReport) -> None:
         if self._coordinator.is_main:
             _log.info("%s", report.line())
+            reasons: dict[str, list[str]] = {}
             for name, reason in report.skipped.items():
-                _log.info("not loaded: %s (%s)", name, reason)
+                reasons.setdefault(reason, []).append(name)
+            for reason, names in reasons.items():
+                more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+                _log.info("not loaded (%s): %s%s", reason, ", ".join(names[:5]), more)
             for note in report.notes:
                 _log.log(logging.WARNING if note.startswith("not proved: ") else logging.INFO, "%s", note)
             _log.debug("step %s: %s", report.step, report.phase_line())
