@@ -2,10 +2,10 @@
 PYTHON ?= python3
 PIP = .venv/bin/pip install --quiet --disable-pip-version-check -c tests/constraints.txt
 
-# Python keeps what it compiles, also where the shell says otherwise: each of hundreds of processes would compile all again.
+# Keep Python's compiled files, even if the shell disables them: otherwise each of hundreds of processes compiles everything.
 export PYTHONDONTWRITEBYTECODE =
 
-# Workers, each with its own ranks and servers; what one has not begun another takes, in the order of tests/split.py.
+# Each worker has its own ranks and servers. A free worker takes the next test file, in the order of tests/split.py.
 WORKERS ?= 2
 PYTEST = .venv/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 10
 
@@ -22,7 +22,7 @@ DEVICE ?= cuda
 demo: .venv/demo.stamp
 	.venv/bin/python examples/train_and_export.py
 
-# Thousands of the files that they write wait for the disk: /dev/shm is memory. Empty where it has not 4 GB left.
+# The tests write thousands of files, so they use memory (/dev/shm) instead of the disk if 4 GB of it are free.
 test: export PYTEST_DEBUG_TEMPROOT := $(shell df -Pk /dev/shm 2>&1 | awk 'NR == 2 && $$4 > 4000000 {print "/dev/shm"}')
 test: .venv/test.stamp
 	$(PYTEST) -m "not night"
@@ -36,7 +36,7 @@ test-night: .venv/test.stamp
 test-ci: .venv/test.stamp
 	$(PYTEST) -m "not sweep"
 
-# One run, not one after the other: what tests of both halves set up together is set up once.
+# Both sets in one run, so that setup that they share is done once.
 test-all: .venv/test.stamp
 	$(PYTEST)
 
@@ -51,19 +51,19 @@ test-floor: .venv-floor/stamp
 	.venv-floor/bin/pip install --quiet --disable-pip-version-check -c .venv-floor/constraints.txt -e '.[test]'
 	touch $@
 
-# Lines and branches of the package that the daily set runs, in ranks and commands too. Takes about twice as long.
+# Measure which lines and branches of the package the daily set runs, also in ranks and commands. Takes twice as long.
 coverage: .venv/dev.stamp
 	rm -rf build/coverage && mkdir -p build/coverage
 	.venv/bin/python -m coverage run $(filter-out .venv/bin/python,$(PYTEST)) -m "not night" || echo "some tests failed"
 	.venv/bin/python -m coverage combine --quiet
 	.venv/bin/python -m coverage report --sort cover > build/coverage/report.txt; tail -1 build/coverage/report.txt
 
-# What needs a CUDA device: the tests of tests/gpu, then the tables of benchmarks/gpu.py. Fetches nothing.
+# Needs a CUDA device: the tests in tests/gpu, then the tables of benchmarks/gpu.py. Downloads nothing.
 gpu: .venv-gpu/stamp
 	.venv-gpu/bin/python -m pytest tests/gpu -v -W default $(if $(filter cuda,$(DEVICE)),-m gpu)
 	.venv-gpu/bin/python -m benchmarks.gpu --device $(DEVICE)
 
-# An environment over that of a Python, which may be one itself: `--system-site-packages` shows only the system's.
+# An environment that also sees the packages of another environment. `--system-site-packages` shows only the system's.
 define environment_over
 	$(1) -m venv --clear --without-pip $(@D)
 	$(1) -c "import sys; print(*(p for p in sys.path if p.endswith('-packages')), sep='\n')" \
@@ -92,7 +92,7 @@ lint: .venv/dev.stamp
 	.venv/bin/ruff format --check . && .venv/bin/ruff check . && .venv/bin/mypy && .venv/bin/lint-imports
 	.venv/bin/python tests/import_contracts_negative.py
 
-# The site, in build/site; a link that leads nowhere is an error.
+# Build the site in build/site. A broken link is an error.
 docs: .venv/docs.stamp
 	.venv/bin/mkdocs build
 
