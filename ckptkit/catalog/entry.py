@@ -217,7 +217,7 @@ class SliceArray(Sequence[TensorSlice]):
 
     def record(self, row: int) -> tuple[str, int, int]:
         """Return (path, start, nbytes) for one row. Faster than `self[row]`."""
-        return self.paths[int(self.files[row])], int(self.starts[row]), int(self.nbytes[row])
+        return self.paths[self.files.item(row)], self.starts.item(row), self.nbytes.item(row)
 
     def records(self) -> list[tuple[str, int, int]]:
         """Return (path, start, nbytes) for each stored slice, even if the tensor is opaque."""
@@ -292,7 +292,7 @@ class SliceArray(Sequence[TensorSlice]):
         starts, lengths = self.digest_starts, self.digest_nbytes
         if starts is None or lengths is None:
             starts, lengths = self.starts, self.nbytes
-        return Digest(self.algorithm, int(self.digests[row]), int(starts[row]), int(lengths[row]))
+        return Digest(self.algorithm, self.digests.item(row), starts.item(row), lengths.item(row))
 
 
 class _WholeSlice(SliceArray):

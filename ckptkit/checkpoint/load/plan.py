@@ -30,7 +30,7 @@ from ckptkit.checkpoint.state.train_state import (
 )
 from ckptkit.checkpoint.state.values import JSON, decode, references
 from ckptkit.errors import CheckpointMismatchError, CorruptCheckpointError, SaveError, UsageError, command_line
-from ckptkit.formats.dcp.host_bytes import expanded_ones, hidden_ones
+from ckptkit.formats.dcp.host_bytes import are_dense, expanded_ones, hidden_ones, local_part
 from ckptkit.formats.dcp.subclasses import (
     SEPARATOR,
     SUBCLASSES,
@@ -537,6 +537,8 @@ class _Planner:
 
     def optimizer(self, plan: OptimizerPlan, names: Mapping[int, str]) -> list[str]:
         """Complete one optimizer's plan. Return the FQNs of unused masters."""
+        import torch
+
         found, catalog, objects = self.plan.mismatches, self.catalog, self.objects
         tree = objects.get(plan.key)
         saved = None if tree is None else OptimizerTree.of(tree, plan.key)
@@ -578,8 +580,11 @@ class _Planner:
         found.add("others", plan.key, plan.groups.conflicts)
         plan.keep = list(plan.groups.missing)
         plan.states = {fqn: entries for fqn, entries in states.items() if fqn in plan.parameters}
-        for fqn, parameter in plan.parameters.items():
-            self.opened_states(plan, fqn, parameter)
+        plan.live = {fqn: dict(plan.optimizer.state.get(item, {})) for fqn, item in plan.parameters.items()}
+        tensors = [value for state in plan.live.values() for value in state.values() if isinstance(value, torch.Tensor)]
+        if self.recipes or not are_dense(list(map(local_part, tensors))):
+            for fqn, parameter in plan.parameters.items():
+                self.opened_states(plan, fqn, parameter)
         if self.foreign:  # ckptkit's own checkpoints record which states were saved
             found.add("missing", plan.key, _lacking_states(plan))
         weights = self.entries(Role.MODEL)
@@ -590,8 +595,7 @@ class _Planner:
         """Match one parameter's states that are tensor subclasses. Create those that the live optimizer lacks."""
         import torch
 
-        live, entries = plan.optimizer.state.get(parameter, {}), plan.states.get(fqn, {})
-        plan.live[fqn] = dict(live)
+        live, entries = dict(plan.live[fqn]), plan.states.get(fqn, {})
         head = f"{plan.key}.state.{fqn}."
         stored = {name: self.recipes[head + name] for name in _outers(entries, self.recipes, head)}
         tensors = {name: value for name, value in live.items() if isinstance(value, torch.Tensor)}

@@ -12,15 +12,17 @@ from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import TensorEntry
 from ckptkit.checkpoint.load.fill import add_parts, add_whole, check_sizes
 from ckptkit.checkpoint.load.plan import LoadOptions, LoadPlan, OptimizerPlan
-from ckptkit.checkpoint.state.layout import Shard, as_global
-from ckptkit.checkpoint.state.local_part import PartView, part_view
+from ckptkit.checkpoint.state.layout import as_global
+from ckptkit.checkpoint.state.local_part import PartView, part_view, parts_here
 from ckptkit.checkpoint.state.optimizer import new_state_tensor
-from ckptkit.checkpoint.state.optimizer_layout import SHARD, Held, new_held
+from ckptkit.checkpoint.state.optimizer_layout import SHARD, new_held
 from ckptkit.checkpoint.state.train_state import PerRank, is_stateful
 from ckptkit.checkpoint.state.values import encode, references
 from ckptkit.errors import LoadError, SaveError
+from ckptkit.formats.dcp.host_bytes import local_part, without_subclass
 from ckptkit.formats.dcp.shared_memory import check_claims, overlapping
 from ckptkit.formats.dcp.subclasses import outer_name
+from ckptkit.formats.trainers.shards import LocalPart
 from ckptkit.storage.store import Store
 from ckptkit.units import format_size
 
@@ -99,22 +101,31 @@ class Reading:
         They fill the live tensor. With `beside`, or for a meta tensor, they fill new memory, which `finish` copies to
         the live tensor.
         """
-        import torch
-
         view = part_view(entry.name, live, self._rank)
         if filled is not None:
             view = view.within(filled)
-        target = view.local
-        if beside or target.is_meta:
-            target = torch.empty(tuple(target.shape), dtype=getattr(torch, entry.dtype))
-            if filled is not None:
-                target = view.local.to(target.dtype, copy=True)
-            self.held += 0 if view.local.is_meta else target.nbytes
-            self._copies.append((view.local, target))
-        add_parts(self.filler, entry, target, view.parts)
+        self._fill(view.local, entry, view.parts, beside=beside, whole=filled is None)
         return view
 
+    def _fill(
+        self, local: torch.Tensor, entry: TensorEntry, parts: Sequence[LocalPart], *, beside: bool, whole: bool = True
+    ) -> None:
+        """Schedule reads of `parts` into `local`, or into new memory. Unless `whole`, other elements stay unchanged."""
+        import torch
+
+        target = local
+        if beside or local.is_meta:
+            target = torch.empty(tuple(local.shape), dtype=getattr(torch, entry.dtype))
+            if not whole:
+                target = local.to(target.dtype, copy=True)
+            self.held += 0 if local.is_meta else target.nbytes
+            self._copies.append((local, target))
+        add_parts(self.filler, entry, target, parts)
+
     def _optimizer(self, plan: OptimizerPlan) -> dict[str, dict[str, torch.Tensor]]:
+        """Schedule reads of an optimizer's states. They fill the live tensor if a new one would be placed like it."""
+        import torch
+
         on_device = {
             id(parameter): bool(group.get("fused") or group.get("capturable"))
             for group in plan.optimizer.param_groups
@@ -127,47 +138,34 @@ class Reading:
             if master is not None and plan.master_name is not None:
                 wanted[plan.master_name] = master
             live, wholes = plan.live.get(fqn, {}), plan.wholes.get(fqn, {})
-            for name, whole in wholes.items():
-                states.setdefault(fqn, {})[name] = whole
+            if wanted or wholes:
+                states[fqn] = dict(wholes)
+            parts: Sequence[LocalPart] | None = None  # this rank's boxes of all states that are placed alike
             for name, entry in wanted.items():
+                shards = plan.shards.get(fqn, ())
                 if outer_name(name, wholes) in wholes:
-                    self._read(as_global(entry.name, live[name], plan.shards.get(fqn, ())), entry, beside=self._atomic)
+                    self._read(as_global(entry.name, live[name], shards), entry, beside=self._atomic)
                     continue
-                shards = plan.shards.get(fqn, ()) if entry.numel > 1 else ()
+                shards = shards if entry.numel > 1 else ()
                 held = plan.held.get(f"{plan.key}.state.{fqn}.{name}")
-                tensor = self._state(
-                    parameter, name, entry, live.get(name), shards, on_device=on_device[id(parameter)], held=held
-                )
-                states.setdefault(fqn, {})[name] = tensor
+                kept: Any = live.get(name)
+                dtype = getattr(torch, entry.dtype)
+                shape = tuple(parameter.shape) if shards else entry.shape
+                alike = held is None and isinstance(kept, torch.Tensor) and kept.dtype is dtype
+                alike = alike and _is_alike(kept, parameter, shape)
+                # Even with `atomic`, keep an accelerator's live tensor: a new one would need as much device memory.
+                if alike and (not self._atomic or kept.device.type != "cpu"):
+                    local = without_subclass(local_part(kept)).detach()
+                    if parts is None:
+                        _, parts = parts_here(as_global(entry.name, kept, shards), local, self._rank)
+                    self._fill(local, entry, parts, beside=self._atomic)
+                    states[fqn][name] = kept
+                    continue
+                new = new_state_tensor(parameter, name, dtype, shape, on_device=on_device[id(parameter)], held=held)
+                view = self._read(as_global(entry.name, new, shards), entry)
+                self.held += view.local.nbytes if alike else 0
+                states[fqn][name] = view.local if held == SHARD else new
         return states
-
-    def _state(
-        self,
-        parameter: torch.Tensor,
-        name: str,
-        entry: TensorEntry,
-        live: Any,
-        shards: Sequence[Shard],
-        *,
-        on_device: bool,
-        held: Held | None,
-    ) -> torch.Tensor:
-        """Return the tensor to read a state into: the live one if a new one would have the same placement."""
-        import torch
-
-        dtype = getattr(torch, entry.dtype)
-        shape = tuple(parameter.shape) if shards else entry.shape
-        alike = held is None and isinstance(live, torch.Tensor) and live.dtype is dtype
-        alike = alike and _is_alike(live, parameter, shape)
-        # Even with `atomic`, keep an accelerator's live tensor: a new one would need as much device memory again.
-        if alike and (not self._atomic or live.device.type != "cpu"):
-            kept: torch.Tensor = live
-            self._read(as_global(entry.name, kept, shards), entry, beside=self._atomic)
-            return kept
-        new = new_state_tensor(parameter, name, dtype, shape, on_device=on_device, held=held)
-        view = self._read(as_global(entry.name, new, shards), entry)
-        self.held += view.local.nbytes if alike else 0
-        return view.local if held == SHARD else new
 
     def _references(self, plan: LoadPlan) -> dict[str, torch.Tensor]:
         """Schedule reads of the tensors in objects, and return these tensors by key.
@@ -259,7 +257,7 @@ def _is_alike(live: torch.Tensor, parameter: torch.Tensor, saved: tuple[int, ...
     if not isinstance(parameter, DTensor) or not isinstance(live, DTensor):
         return type(live) is torch.Tensor and not isinstance(parameter, DTensor) and _apart(live, parameter)
     same = live.device_mesh == parameter.device_mesh and live.placements == parameter.placements
-    return same and _apart(live.to_local(), parameter.to_local())
+    return same and _apart(local_part(live), local_part(parameter))
 
 
 def _apart(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.dtypes import DTYPES
 from ckptkit.errors import SaveError, UnsupportedFormatError
-from ckptkit.formats.dcp.host_bytes import lies_row_major, row_major, why_not_dense, without_subclass
+from ckptkit.formats.dcp.host_bytes import lies_row_major, local_part, row_major, why_not_dense, without_subclass
 from ckptkit.formats.dcp.shared_memory import Claim
 from ckptkit.formats.pickles.tensors import PlacementRecord
 from ckptkit.formats.trainers.shards import LocalPart, local_parts, mesh_coordinate
@@ -31,6 +31,7 @@ __all__ = [
     "host_bytes",
     "layout_of",
     "part_view",
+    "parts_here",
 ]
 
 
@@ -84,7 +85,6 @@ class PartView:
 
     Attributes:
         key: Name in the checkpoint.
-        dtype: torch's name without "torch.".
         shape: The full tensor's shape.
         local: This rank's elements; shares memory with the live tensor.
         layout: None for a plain tensor, which is complete on every rank that has the key.
@@ -92,7 +92,6 @@ class PartView:
     """
 
     key: str
-    dtype: str
     shape: tuple[int, ...]
     local: torch.Tensor
     layout: ShardLayout | None
@@ -114,6 +113,10 @@ class PartView:
         return replace(self, parts=tuple(inside))
 
     @property
+    def dtype(self) -> str:
+        return dtype_name(self.local.dtype)
+
+    @property
     def nbytes(self) -> int:
         return self.local.numel() * self.local.element_size()
 
@@ -124,18 +127,24 @@ def part_view(key: str, tensor: torch.Tensor, rank: int) -> PartView:
     Raises:
         SaveError: The tensor type is not supported (sparse, quantized, some subclasses).
     """
-    from torch.distributed.tensor import DTensor
-
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local_part(tensor)
     why = why_not_dense(local)
     if why and not local.is_meta:
         raise SaveError(f"tensor {key!r} {why}.")
-    local = without_subclass(local).detach()
-    shape, dtype = tuple(tensor.shape), dtype_name(local.dtype)
+    layout, parts = parts_here(tensor, local, rank)
+    return PartView(key, tuple(tensor.shape), without_subclass(local).detach(), layout, parts)
+
+
+def parts_here(
+    tensor: torch.Tensor, local: torch.Tensor, rank: int
+) -> tuple[ShardLayout | None, tuple[LocalPart, ...]]:
+    """Return the layout of a tensor, None for a plain one, and the boxes of it that this rank has in `local`."""
+    from torch.distributed.tensor import DTensor
+
+    shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
-        return PartView(key, dtype, shape, local, None, _whole(shape))
-    layout, parts = _placed(tensor.device_mesh, tuple(tensor.placements), shape, tuple(local.shape), rank)
-    return PartView(key, dtype, shape, local, layout, parts)
+        return None, _whole(shape)
+    return _placed(tensor.device_mesh, tuple(tensor.placements), shape, tuple(local.shape), rank)
 
 
 def check_safetensors(views: Iterable[PartView]) -> None:

@@ -61,7 +61,7 @@ def read_workers(store: Store) -> int:
 @dataclass(slots=True, eq=False)  # not frozen: creating one would take twice as long, and a model has thousands
 class _Fill:
     """A planned read of the region [offsets, offsets + sizes) of a slice into `target`. It needs `needed` of the
-    slice's `nbytes` bytes."""
+    slice's `nbytes` bytes. `direct`: the file's bytes can be read straight into the target."""
 
     name: str
     path: str
@@ -77,6 +77,7 @@ class _Fill:
     sizes: tuple[int, ...]
     needed: int
     target: torch.Tensor
+    direct: bool
 
     @property
     def whole(self) -> bool:
@@ -137,6 +138,7 @@ class Filler:
                 tuple(target.shape),
                 numel * itemsize,
                 target,
+                dtype is target.dtype and lies_row_major(target),
             )
         )
 
@@ -203,11 +205,10 @@ class Filler:
         jobs: list[tuple[int, Callable[[], int]]] = []
         for fill in self._fills:
             at = _start_in_file(fill)
-            direct = _is_direct(fill)
             full = self.verify is Verify.FULL and not fill.whole and fill.digest is not None
-            if at is not None and not full and fill.needed < (direct_most if direct else _SMALL):
+            if at is not None and not full and fill.needed < (direct_most if fill.direct else _SMALL):
                 lying.append((fill, at))
-            elif at is None or full or not direct:
+            elif at is None or full or not fill.direct:
                 jobs.append((fill.needed, partial(self._through_buffer, fill, full)))
             else:
                 jobs.append((fill.needed, partial(self._read_run, [(fill, at)])))
@@ -234,7 +235,7 @@ class Filler:
     def _read_run(self, batch: Sequence[tuple[_Fill, int]]) -> int:
         """Read a batch of tensors from one file, in file order, and hash the bytes while reading. Tensors that can't be
         read in place go through a buffer."""
-        parts, into = [], [f.target if _is_direct(f) else torch.empty(f.sizes, dtype=f.dtype) for f, _ in batch]
+        parts, into = [], [f.target if f.direct else torch.empty(f.sizes, dtype=f.dtype) for f, _ in batch]
         for (fill, at), tensor in zip(batch, into, strict=True):
             running = Running(fill.digest if fill.whole and fill.checkable else None, fill.path, fill.name)
             parts.append((at, host_view(tensor, writable=True), running))
@@ -248,7 +249,7 @@ class Filler:
     def _joined(self, batch: Sequence[tuple[_Fill, int]]) -> int:
         """Read a batch of tensors from an object store, and check their digests. Tensors that can't be read in place go
         through a buffer."""
-        into = [f.target if _is_direct(f) else torch.empty(f.sizes, dtype=f.dtype) for f, _ in batch]
+        into = [f.target if f.direct else torch.empty(f.sizes, dtype=f.dtype) for f, _ in batch]
         views = [host_view(tensor, writable=True) for tensor in into]
         reads = [ReadInto(fill.path, at, view) for (fill, at), view in zip(batch, views, strict=True)]
         self.store.read_many(reads, workers=1)
@@ -339,11 +340,6 @@ class Filler:
         self.store.read_into(fill.path, at, host_view(buffer, writable=True))
         _copy(target, buffer.view(fill.dtype).as_strided(box.sizes, strides))
         return buffer.numel()
-
-
-def _is_direct(fill: _Fill) -> bool:
-    """Return whether the file's bytes can be read directly into the target."""
-    return fill.dtype is fill.target.dtype and lies_row_major(fill.target)
 
 
 def _start_in_file(fill: _Fill) -> int | None:
@@ -441,12 +437,13 @@ def add_box(filler: Filler, entry: TensorEntry, box: Box, target: torch.Tensor) 
     seen: set[Box] = set()
     covered = 0
     for row, offset, size in _overlapping(entry, box):
-        shared = Box(offset, size).intersect(box)
+        exact = offset == box.offsets and size == box.sizes  # the usual case: sharded as it was saved
+        shared = box if exact else Box(offset, size).intersect(box)
         if shared is None or shared in seen:
             continue  # outside the box, or a replica
         seen.add(shared)
         covered += shared.numel
-        part = target if shared == box else part_of(target, shared.relative_to(box).offsets, shared.sizes)
+        part = target if shared is box else part_of(target, shared.relative_to(box).offsets, shared.sizes)
         filler.add(entry, row, tuple(map(operator.sub, shared.offsets, offset)), part)
     if covered != target.numel():
         raise IncompleteCheckpointError(

@@ -27,6 +27,7 @@ __all__ = [
     "is_dense",
     "is_sparse_or_quantized",
     "lies_row_major",
+    "local_part",
     "own_memory",
     "placed_like",
     "row_major",
@@ -233,6 +234,18 @@ def without_subclass(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().as_subclass(torch.Tensor)
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor's local part, or any other tensor itself. Unlike `to_local`, it does not create a view."""
+    if type(tensor) in _plain_types():
+        return tensor
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local: torch.Tensor = tensor._local_tensor
+    return local if type(local) in _plain_types() else tensor.to_local()
+
+
 def own_memory(tensor: Any) -> Any:
     """Return the inner tensor if the class keeps its values in a single attribute, otherwise the tensor itself."""
     known = _ONE_TENSOR.get(f"{type(tensor).__module__}.{type(tensor).__qualname__}")
@@ -355,7 +368,7 @@ def row_major(tensor: torch.Tensor) -> torch.Tensor:
 
 def lies_row_major(tensor: torch.Tensor) -> bool:
     """Return whether the tensor is on the host and its memory is exactly the bytes to write, in order."""
-    return tensor.device.type == "cpu" and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

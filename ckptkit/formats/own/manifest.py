@@ -546,14 +546,15 @@ class Entries(Mapping[str, TensorEntry]):
             ranks=slices.ranks[rows],
             algorithm=None if digests is None else DIGEST,
             digests=None if digests is None else digests[rows],
-            strides={row - start: slices.strides[row] for row in self._strided_rows(start, stop)},
+            strides=self._strides(start, stop) if self._strided else None,
         )
         return TensorEntry(
             name, tensors.dtypes[i], shape, array, tensors.roles[i], tensors.fqns[i], tensors.states[i], tensors.keys[i]
         )
 
-    def _strided_rows(self, start: int, stop: int) -> list[int]:
-        return self._strided[bisect.bisect_left(self._strided, start) : bisect.bisect_left(self._strided, stop)]
+    def _strides(self, start: int, stop: int) -> dict[int, tuple[int, ...]]:
+        rows = self._strided[bisect.bisect_left(self._strided, start) : bisect.bisect_left(self._strided, stop)]
+        return {row - start: self.manifest.slices.strides[row] for row in rows}
 
 
 class _Placements(Mapping[str, "list[Any]"]):
