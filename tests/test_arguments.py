@@ -226,7 +226,9 @@ def test_a_wrong_argument_raises_at_once_and_writes_nothing(
     lambda: trainer(retension=RetentionPolicy()),
     lambda: titan({}, retension=None),
 ], ids=["manager", "state", "save", "trainer", "torchtitan"])  # fmt: skip
-def test_a_misspelt_keyword_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]) -> None:
+def test_an_error_names_a_misspelt_keyword(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[[], Any]
+) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(TypeError, match=r"unexpected keyword argument '(retension|modle|metric)'"):
         call()

@@ -323,7 +323,7 @@ def http_status(error: BaseException) -> int | None:
     if isinstance(answer, dict):
         status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
         return status if isinstance(status, int) else None
-    status = getattr(answer, "status_code", None)  # requests, httpx: huggingface_hub
+    status = getattr(answer, "status_code", None)  # errors of requests and httpx, which huggingface_hub uses
     return status if isinstance(status, int) else None
 
 

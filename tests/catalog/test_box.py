@@ -95,5 +95,5 @@ def test_row_major_strides_are_those_of_a_contiguous_tensor(shape):
 
 
 @pytest.mark.parametrize("box", [Box((-1,), (1,)), Box((3,), (2,)), Box((0,), (-1,)), Box((0, 0), (1, 1))])
-def test_a_box_that_leaves_the_shape_is_not_within(box):
+def test_a_box_that_exceeds_the_shape_is_not_within_it(box):
     assert not box.within((4,))

@@ -76,7 +76,7 @@ def test_a_ckptkit_step_without_a_record_is_an_error_next_to_another_systems_run
     assert report.step == 4
 
 
-def test_weights_alone_are_not_resumed_from(
+def test_a_run_does_not_resume_from_weights_alone(
     zoo: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(zoo / "hf_ref_llama_untied", tmp_path / "base")
@@ -221,7 +221,7 @@ def test_a_checkpoint_that_cannot_be_resumed_from_is_refused(zoo: Path, tmp_path
 
 
 @pytest.mark.parametrize("layout", ["two directories", "files that belong together"])
-def test_checkpoints_without_a_newest_one_are_refused(zoo: Path, tmp_path: Path, layout: str) -> None:
+def test_several_checkpoints_in_unknown_order_are_refused(zoo: Path, tmp_path: Path, layout: str) -> None:
     model, optimizer = trained()
     if layout == "two directories":
         for name in ("good", "better"):

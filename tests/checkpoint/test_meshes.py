@@ -75,7 +75,7 @@ def local_on_its_own_mesh(url: str) -> tuple[list[str], str]:
     return found, str(caught.value)
 
 
-def test_local_checkpoints_load_on_their_mesh_only(ranks: Any, tmp_path: Path) -> None:
+def test_local_checkpoints_load_only_on_their_mesh(ranks: Any, tmp_path: Path) -> None:
     for found, message in ranks.run(local_on_its_own_mesh, 2, str(tmp_path)):
         assert found == []
         assert "was placed" in message

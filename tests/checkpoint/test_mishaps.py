@@ -143,7 +143,7 @@ def test_a_load_of_latest_retries_if_the_checkpoint_was_rotated_away(
     assert value_of(loaded) == 1.0 + times
 
 
-def test_a_listing_during_a_rotation_never_finds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listing_during_a_rotation_is_never_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 1)
     real, turns, busy = inventory_module._look_all, [4, 3, 2], []
 
@@ -252,7 +252,7 @@ def test_a_root_replaced_by_a_link_is_written_only_if_it_is_the_same(tmp_path: P
     assert os.listdir(other) == []
 
 
-def test_rotation_makes_room_on_a_disk_without_any(tmp_path: Path) -> None:
+def test_rotation_frees_space_on_a_full_disk(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 512) as disk:
         for step in (1, 2):
             save(disk / "run", step, nbytes=50_000)

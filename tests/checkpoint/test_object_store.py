@@ -156,7 +156,9 @@ def test_a_second_job_is_refused_with_the_name_of_the_first(root: Store) -> None
     assert check(root) == [7, 8]
 
 
-def test_rotation_removes_the_record_first_and_all_of_the_rest(root: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rotation_removes_the_record_first_and_then_everything_else(
+    root: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     deleted: list[str] = []
     delete = type(root).delete
 

@@ -105,7 +105,7 @@ def test_the_best_are_kept_whatever_the_limits() -> None:
     assert kept(run, max_mem=1, keep_best=("loss", "min", 2)) == [2, 3, 5]
 
 
-def test_of_equal_metrics_the_newer_is_the_best() -> None:
+def test_if_metrics_are_equal_the_newer_checkpoint_is_the_best() -> None:
     assert kept([record(1, loss=1.0), record(2, loss=1.0), record(3)], max_num=1, keep_best=("loss", "min")) == [2, 3]
 
 

@@ -55,7 +55,7 @@ def test_only_the_main_thread_can_install_handlers() -> None:
     assert "main thread" in str(caught[0])
 
 
-def test_a_signal_is_agreed_on_at_every_third_step_with_every_3() -> None:
+def test_with_every_3_ranks_agree_on_a_signal_at_every_third_step() -> None:
     with SignalWatch(Coordinator(), every=3) as watch:
         os.kill(os.getpid(), signal.SIGTERM)
         assert [watch.agreed() for _ in range(6)] == [False, False, True, False, False, True]

@@ -171,7 +171,7 @@ def test_each_rank_gets_its_own_state_back(ranks: Any, tmp_path: Path) -> None:
     assert [item[:3] for item in found] == [(10 + rank, rank, drawn[rank]) for rank in range(3)]
 
 
-def test_another_number_of_ranks_refuses_differing_dataloader_state(ranks: Any, tmp_path: Path) -> None:
+def test_differing_dataloader_state_is_refused_on_another_number_of_ranks(ranks: Any, tmp_path: Path) -> None:
     ranks.run(save_own, 3, str(tmp_path), True)
     for kind, text in ranks.run(load_own, 2, str(tmp_path), {}):
         assert kind == "CheckpointMismatchError"
@@ -204,7 +204,7 @@ def test_a_per_rank_function_may_merge_the_states_of_several_ranks(ranks: Any, t
     assert [item[:2] for item in found] == [(3300, [0, 1, 2]), (3301, [0, 1, 2])]
 
 
-def test_another_number_of_ranks_is_reseeded_from_the_saved_state(ranks: Any, tmp_path: Path) -> None:
+def test_ranks_are_reseeded_from_the_saved_state_if_their_number_changes(ranks: Any, tmp_path: Path) -> None:
     drawn = ranks.run(save_own, 3, str(tmp_path), True)
     options = {"per_rank_on_resize": "keep"}
     first, again = (ranks.run(load_own, 2, str(tmp_path), options) for _ in range(2))
@@ -238,7 +238,7 @@ def save_differing(url: str) -> list[str]:
     return seen
 
 
-def test_extra_state_that_differs_between_ranks_is_named(ranks: Any, tmp_path: Path) -> None:
+def test_a_warning_names_extra_state_that_differs_between_ranks(ranks: Any, tmp_path: Path) -> None:
     seen = ranks.run(save_differing, 2, str(tmp_path))[0]
     assert any("extra.loss differs between ranks" in line for line in seen)
 

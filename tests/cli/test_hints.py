@@ -208,7 +208,7 @@ def test_commands_that_a_load_proposes_can_be_pasted(made: Path) -> None:
 
 @pytest.mark.parametrize("url", ["webdav://localhost:9/x", "dav://localhost:9/x", "sftp://localhost/x", "hdfs:x"])
 @pytest.mark.parametrize("verb", ["inspect", "ls", "verify"])
-def test_an_unusable_protocol_is_named_and_not_called_a_bug(url: str, verb: str) -> None:
+def test_an_error_names_an_unusable_protocol_and_does_not_call_it_a_bug(url: str, verb: str) -> None:
     result = CliRunner().invoke(cli, [verb, url])
     assert result.exit_code in (1, 2)
     assert url.partition(":")[0] in result.output and "bug in ckptkit" not in result.output, result.output

@@ -133,7 +133,7 @@ def test_ls_of_something_other_than_a_run_says_what_it_is(root: Path, place: str
 
 
 @pytest.mark.parametrize("verb", ["convert", "reshard"])
-def test_a_missing_file_is_named_with_its_checkpoint_and_the_previous_one(
+def test_an_error_names_a_missing_file_its_checkpoint_and_the_previous_one(
     root: Path, tmp_path: Path, verb: str
 ) -> None:
     (root / "step_00000300" / "__0_0.distcp").unlink()
@@ -197,7 +197,7 @@ def test_an_unreadable_file_is_one_problem(root: Path, monkeypatch: pytest.Monke
     assert [line.count("Input/output error") for line in result.output.splitlines() if "__0_0.distcp" in line] == [1]
 
 
-def test_equal_by_recorded_digests_does_not_claim_to_have_read(root: Path) -> None:
+def test_diff_by_recorded_digests_does_not_claim_to_have_read_the_tensors(root: Path) -> None:
     result = run("diff", root / "300", root / "300")
     assert result.exit_code == 0
     assert "by recorded digest only; `verify` reads the bytes" in result.output
@@ -269,6 +269,7 @@ MISSING = [
     ["reshard", "OUT", "--world-size", "2"],
     ["diff", "nosuch"],
     ["push", "me/model"],
+    ["merge", "OUT", "--last", "2"],
 ]
 
 
@@ -279,7 +280,7 @@ def test_every_command_answers_a_missing_checkpoint_with_exit_code_1(words: list
     assert "does not exist" in result.stderr
 
 
-def test_the_option_after_without_html_is_wrong_usage(root: Path) -> None:
+def test_inspect_with_after_but_without_html_is_wrong_usage(root: Path) -> None:
     result = run("inspect", root, "--after", root / "100")
     assert result.exit_code == 2
     assert "--html" in result.stderr

@@ -27,7 +27,7 @@ def functions_in(path: str) -> frozenset[str]:
     return frozenset(node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
 
 
-def test_every_test_that_is_named_exists() -> None:
+def test_every_test_named_on_the_parity_page_exists() -> None:
     named = [name.partition("::") for name in TESTS]
     assert [path + "::" + name for path, _, name in named if name not in functions_in(path)] == []
 

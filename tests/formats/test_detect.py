@@ -59,7 +59,7 @@ def test_names_without_a_step_have_none(name):
     assert parse_step(name) is None
 
 
-def test_steps_are_ordered_as_numbers_then_epochs():
+def test_steps_are_ordered_by_number_and_then_by_epoch():
     names = ["global_step9", "global_step10", "global_step2"]
     assert [step.name for step in ordered(names)] == ["global_step10", "global_step9", "global_step2"]
     assert ordered(["epoch_2", "epoch_10"])[0].name == "epoch_10"
@@ -118,7 +118,7 @@ def test_a_pointer_cannot_lead_outside(tmp_path):
         open_source(str(tmp_path / "run"))
 
 
-def test_several_checkpoints_without_numbers_are_not_guessed(tmp_path):
+def test_ckptkit_does_not_guess_among_checkpoints_without_numbers(tmp_path):
     _hf(tmp_path / "best")
     _hf(tmp_path / "last")
     with pytest.raises(CheckpointNotFoundError, match="best, last"):
@@ -147,7 +147,7 @@ def test_a_trainer_output_directory_opens_its_newest_checkpoint(zoo):
     assert open_source(str(zoo / "hf_trainer_fsdp2_sharded_w2" / "out")).url.endswith("checkpoint-2")
 
 
-def test_a_directory_of_lightning_files_opens_the_newest(tmp_path, zoo):
+def test_opening_a_directory_of_lightning_files_opens_the_newest(tmp_path, zoo):
     full = next((zoo / "lightning_trainer_full").glob("*.ckpt"))
     shutil.copy(full, tmp_path / "epoch=0-step=3.ckpt")
     shutil.copy(full, tmp_path / "epoch=0-step=12.ckpt")
@@ -218,7 +218,7 @@ def _torch_file(path: Path, value: float) -> None:
     torch.save({"model": {"w": torch.full((2,), value)}}, path)
 
 
-def test_a_directory_of_step_files_opens_the_newest(tmp_path):
+def test_opening_a_directory_of_step_files_opens_the_newest(tmp_path):
     for step in (9, 10, 2):
         _torch_file(tmp_path / f"step_{step}.pt", step)
     source = open_source(str(tmp_path))
@@ -226,7 +226,7 @@ def test_a_directory_of_step_files_opens_the_newest(tmp_path):
     assert list(source.catalog.by_role(Role.MODEL)) == ["w"]
 
 
-def test_two_files_of_one_step_are_not_guessed(tmp_path):
+def test_ckptkit_does_not_guess_between_two_files_of_one_step(tmp_path):
     _torch_file(tmp_path / "model_step_10.pt", 1)
     _torch_file(tmp_path / "optim_step_10.pt", 2)
     with pytest.raises(CheckpointNotFoundError, match=r"model_step_10\.pt"):

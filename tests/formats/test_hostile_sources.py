@@ -99,7 +99,7 @@ def test_a_placement_with_absurdly_many_shards_is_refused():
         local_parts((2**60,), (2,), (0,), (PlacementRecord("strided_shard", 0, 2**40),))
 
 
-def test_a_truncated_rank_file_is_named(tmp_path, zoo):
+def test_an_error_names_a_truncated_rank_file(tmp_path, zoo):
     actor = zoo / "verl_fsdp2_w2" / "global_step_4" / "actor"
     shutil.copytree(actor, tmp_path / "x")
     path = tmp_path / "x" / "model_world_size_2_rank_1.pt"

@@ -61,7 +61,7 @@ def test_a_missing_replica_is_refused_too(ranks, tmp_path):
         open_source(str(tmp_path))
 
 
-def test_a_rank_file_that_is_a_copy_of_another_is_named(ranks, tmp_path):
+def test_an_error_names_a_rank_file_copied_from_another_rank(ranks, tmp_path):
     ranks.run(rank_writers.write_verl, 2, str(tmp_path), "1d", False, torch.float32, True)
     data = (tmp_path / "model_world_size_2_rank_0.pt").read_bytes()
     (tmp_path / "model_world_size_2_rank_1.pt").write_bytes(data)
@@ -69,7 +69,7 @@ def test_a_rank_file_that_is_a_copy_of_another_is_named(ranks, tmp_path):
         open_source(str(tmp_path))
 
 
-def test_the_files_of_one_rank_of_another_step_are_refused(ranks, tmp_path):
+def test_rank_files_of_different_steps_are_refused(ranks, tmp_path):
     for name, rounds in (("a", 1), ("b", 2)):
         (tmp_path / name).mkdir()
         ranks.run(rank_writers.write_verl, 2, str(tmp_path / name), "1d", False, torch.float32, rounds)
@@ -112,7 +112,7 @@ def test_shards_of_a_mesh_are_joined(ranks, tmp_path, mesh):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_lightrft_masters_with_groups_a_tied_head_and_a_frozen_parameter(ranks, tmp_path, world):
+def test_lightrft_masters_are_matched_with_groups_a_tied_head_and_a_frozen_parameter(ranks, tmp_path, world):
     folder = tmp_path / "global_step12"
     folder.mkdir()
     expected = ranks.run(rank_writers.write_lightrft, world, str(folder))[0]
@@ -124,7 +124,7 @@ def test_lightrft_masters_with_groups_a_tied_head_and_a_frozen_parameter(ranks, 
     assert check_masters(source.store, source.catalog) == []
 
 
-def test_a_missing_lightrft_rank_is_named(ranks, tmp_path):
+def test_an_error_names_a_missing_lightrft_rank(ranks, tmp_path):
     ranks.run(rank_writers.write_lightrft, 3, str(tmp_path))
     (tmp_path / "optim_states" / "_rank2").unlink()
     with pytest.raises(IncompleteCheckpointError, match="_rank2"):

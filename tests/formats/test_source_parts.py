@@ -72,7 +72,7 @@ def test_frozen_parameters_are_skipped_if_only_one_assignment_remains():
     assert assign(params, [[(4, 2), (4,), (4, 2), (4,)]]) == [["a.weight", "a.bias", "b.weight", "b.bias"]]
 
 
-def test_several_possible_assignments_give_none():
+def test_several_possible_assignments_return_none():
     assert assign(PARAMS, [[(4, 2), (4,)]]) is None
 
 
@@ -93,7 +93,7 @@ def test_adapters_alone_may_be_trained():
     assert assign(params, [[(4, 4), (4, 4)]]) == [["a.lora_A.weight", "b.lora_A.weight"]]
 
 
-def test_other_shapes_are_refused():
+def test_groups_with_other_shapes_are_not_assigned():
     assert assign(PARAMS, [[(4, 2), (4,), (4, 3), (4,)]]) is None
 
 
@@ -186,7 +186,7 @@ def test_a_layout_may_give_only_shapes(local, tmp_path):
     assert {name: entry.shape for name, entry in source.catalog.tensors.items()} == shapes
 
 
-def test_a_missing_rank_of_local_state_is_named(local, tmp_path):
+def test_an_error_names_a_missing_rank_of_local_state(local, tmp_path):
     shutil.copytree(local, tmp_path / "x")
     (tmp_path / "x" / "pytorch_model_fsdp_rank1.bin").unlink()
     with pytest.raises(IncompleteCheckpointError, match=r"pytorch_model_fsdp_rank1\.bin"):

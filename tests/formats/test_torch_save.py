@@ -217,13 +217,13 @@ def test_an_index_that_points_elsewhere_is_refused(shards: Path, path: Any) -> N
         open_catalog(LocalStore(shards))
 
 
-def test_a_missing_shard_is_named(shards: Path) -> None:
+def test_an_error_names_a_missing_shard(shards: Path) -> None:
     (shards / "pytorch_model-00002-of-00002.bin").unlink()
     with pytest.raises(IncompleteCheckpointError, match=r"pytorch_model-00002-of-00002\.bin is missing"):
         open_catalog(LocalStore(shards))
 
 
-def test_a_tensor_that_its_shard_lacks_is_named(shards: Path) -> None:
+def test_an_error_names_a_tensor_that_its_shard_lacks(shards: Path) -> None:
     write_index(shards, {"a.weight": "pytorch_model-00002-of-00002.bin"})
     with pytest.raises(IncompleteCheckpointError, match=r"'a\.weight' is missing"):
         open_catalog(LocalStore(shards))
@@ -240,7 +240,7 @@ def test_without_an_index_all_numbered_files_are_read(shards: Path) -> None:
     assert open_source(str(shards)).catalog.by_role(Role.MODEL).keys() == {"a.weight", "a.bias", "empty"}
 
 
-def test_a_missing_numbered_file_is_named_even_without_an_index(shards: Path) -> None:
+def test_an_error_names_a_missing_numbered_file_even_without_an_index(shards: Path) -> None:
     (shards / "pytorch_model.bin.index.json").unlink()
     (shards / "pytorch_model-00001-of-00002.bin").unlink()
     with pytest.raises(IncompleteCheckpointError, match=r"missing: pytorch_model-00001-of-00002\.bin"):

@@ -143,7 +143,7 @@ def test_impossible_settings_are_refused_at_construction(values, message):
         FSDPConfig.from_dict(values)
 
 
-def test_prefetch_without_an_equal_is_accepted_with_a_warning():
+def test_a_prefetch_mode_that_fsdp2_lacks_is_accepted_with_a_warning():
     with pytest.warns(UserWarning, match="BACKWARD_POST does not exist in FSDP2"):
         assert FSDPConfig(backward_prefetch="BACKWARD_POST").backward_prefetch is BackwardPrefetch.BACKWARD_POST
 

@@ -55,7 +55,7 @@ def told() -> dict[str, list[str]]:
         ("abfs://box/run", "abfs", "azure"),
     ],
 )
-def test_a_missing_package_is_named_with_the_extra_that_installs_it(
+def test_an_error_names_a_missing_package_and_the_extra_that_installs_it(
     told: dict[str, list[str]], place: str, package: str, extra: str
 ) -> None:
     kind, message = told[place]

@@ -43,7 +43,7 @@ def test_a_malformed_regex_is_an_error(text: str) -> None:
         compile_regex(text)
 
 
-def test_a_name_is_one_component_and_a_star_any_text() -> None:
+def test_a_placeholder_matches_one_component_and_a_star_any_text() -> None:
     assert NamePattern("a.{n}.c").match("a.b.c") == {"n": "b"}
     assert NamePattern("a.{n}.c").match("a.b.b.c") is None
     assert NamePattern("a.{n:*}.c").match("a.b.b.c") == {"n": "b.b"}

@@ -163,7 +163,7 @@ def test_an_incomplete_checkpoint_is_never_copied(run: Path, tmp_path: Path) -> 
     assert sorted(os.listdir(tmp_path)) == ["RUN"]
 
 
-def test_files_that_the_record_does_not_name_are_named_and_left_out(run: Path, tmp_path: Path) -> None:
+def test_files_missing_from_the_record_are_reported_and_not_copied(run: Path, tmp_path: Path) -> None:
     (run / "step_00000002" / "eval").mkdir()
     (run / "step_00000002" / "eval" / "results.json").write_text("{}")
     done = copy(f"{run}/2", str(tmp_path / "out"))
@@ -234,7 +234,7 @@ def _limited(say: Callable[[bytes], None], src: str, dst: str) -> None:
         say(str(error).encode())
 
 
-def test_a_file_system_that_refuses_a_file_is_named_with_the_file(run: Path, tmp_path: Path) -> None:
+def test_an_error_names_a_file_that_the_file_system_refuses(run: Path, tmp_path: Path) -> None:
     code, said = fork(_limited, f"{run}/step_00000003", str(tmp_path / "out"))
     assert code == 0 and re.search(rf"{tmp_path}/\S+/\S+: File too large", said.decode()), said
     assert not (tmp_path / "out").exists() and leftovers(tmp_path) == []
@@ -297,7 +297,7 @@ def test_a_linked_run_is_copied_through_its_link(run: Path, tmp_path: Path) -> N
     assert all(item.there for item in copy(str(run), str(tmp_path / "to")).checkpoints)
 
 
-def test_damage_in_one_checkpoint_leaves_the_others_copied_and_is_an_error(run: Path, tmp_path: Path) -> None:
+def test_damage_in_one_checkpoint_is_an_error_but_the_others_are_copied(run: Path, tmp_path: Path) -> None:
     flip(max((run / "step_00000002").glob("*.distcp"), key=lambda path: path.stat().st_size))
     with pytest.raises(IntegrityError, match=r"step_00000002 was not copied; .* has 2 other complete checkpoints"):
         copy(str(run), str(tmp_path / "new"))
@@ -431,7 +431,7 @@ def test_rotation_of_the_source_waits_for_the_copy_of_a_checkpoint(
     assert steps(tmp_path / "new") == [1, 2, 3]
 
 
-def test_a_checkpoint_that_was_deleted_before_its_turn_is_named(
+def test_the_report_names_a_checkpoint_that_was_deleted_before_its_turn(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(copy_module, "_PINNED", 0)

@@ -249,7 +249,7 @@ def test_an_untied_head_differs_from_a_tied_one(tmp_path: Path) -> None:
     assert not report.equal
 
 
-def test_a_value_on_one_side_only_is_named(tmp_path: Path) -> None:
+def test_the_report_names_a_value_that_only_one_side_has(tmp_path: Path) -> None:
     report = diff(saved(tmp_path / "a.pt", epoch=1, note=2), saved(tmp_path / "b.pt", epoch=1))
     assert (report.only_a, report.only_b, report.same_values) == (("note",), (), 1)
 

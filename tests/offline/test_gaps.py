@@ -82,7 +82,7 @@ def test_verify_names_a_missing_file(zoo: Path, tmp_path: Path, name: str) -> No
 
 
 @pytest.mark.parametrize("name", EMPTY)
-def test_an_empty_file_next_to_the_tensors_is_named(zoo: Path, tmp_path: Path, name: str) -> None:
+def test_an_error_names_an_empty_file_next_to_the_tensors(zoo: Path, tmp_path: Path, name: str) -> None:
     copy = _copy(zoo / name, tmp_path / Path(name).name)
     (file,) = copy.glob(EMPTY[name])
     file.write_bytes(b"")
@@ -95,7 +95,7 @@ def test_a_megatron_save_without_its_last_file_is_not_ok(zoo: Path, tmp_path: Pa
     assert "Megatron writes metadata.json last" in _found(copy)
 
 
-def test_a_truncated_file_next_to_the_tensors_is_named(zoo: Path, tmp_path: Path) -> None:
+def test_an_error_names_a_truncated_file_next_to_the_tensors(zoo: Path, tmp_path: Path) -> None:
     copy = _copy(zoo / "accelerate_fsdp2_sharded_llama_tied_w2" / "checkpoint", tmp_path / "checkpoint")
     file = copy / "random_states_1.pkl"
     file.write_bytes(file.read_bytes()[:-100])

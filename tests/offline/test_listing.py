@@ -45,7 +45,7 @@ def test_each_listed_state_has_a_reason(root: Path) -> None:
     assert listing.foreign == ("notes",)
 
 
-def test_given_limits_decide(root: Path) -> None:
+def test_given_limits_override_recorded_limits(root: Path) -> None:
     listing = list_run(str(root), policy=RetentionPolicy(max_num=1))
     doomed = [row for row in listing.checkpoints if row.keep is False]
     assert len(doomed) == 1

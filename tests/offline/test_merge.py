@@ -158,7 +158,7 @@ def test_a_damaged_source_is_an_error_and_not_skipped(run: str, tmp_path: Path) 
     assert not (tmp_path / "out").exists()
 
 
-def test_a_truncated_source_is_named(sources: list[str], tmp_path: Path) -> None:
+def test_an_error_names_a_truncated_source(sources: list[str], tmp_path: Path) -> None:
     bad = tmp_path / "bad"
     bad.mkdir()
     save_file({"model.w": torch.ones(64)}, bad / "model.safetensors")
@@ -271,7 +271,7 @@ def test_a_choice_that_cannot_name_two_checkpoints_is_refused(
         ("/nope", {"last": 2}, "nope does not exist"),
     ],
 )
-def test_missing_checkpoints_are_not_found(
+def test_a_run_with_too_few_checkpoints_is_an_error(
     run: str, tmp_path: Path, place: str, which: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(CheckpointNotFoundError, match=said):

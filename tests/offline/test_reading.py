@@ -192,7 +192,7 @@ def test_a_copy_without_a_file_is_reported_as_incomplete_and_not_as_replaced(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_step_that_is_replaced_at_each_opening_is_named(
+def test_an_error_names_a_step_that_is_replaced_whenever_it_is_opened(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     step, other = run / "step_00000004", tmp_path / "run_2" / "step_00000004"

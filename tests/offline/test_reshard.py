@@ -87,7 +87,7 @@ def test_a_rank_reads_little_more_than_it_needs(ranks: Any, tmp_path: Path, layo
             assert needed <= read <= 1.05 * needed
 
 
-def test_a_missing_rank_file_is_named_with_its_rank(runs: Any, tmp_path: Path) -> None:
+def test_an_error_names_a_missing_rank_file_and_its_rank(runs: Any, tmp_path: Path) -> None:
     copy = _copied(runs("1d", 3)[0], "local", tmp_path)
     (copy / "local_00001.safetensors").unlink()
     with pytest.raises(IncompleteCheckpointError, match=r"local_00001.safetensors \(written by rank 1\) is missing"):
@@ -96,7 +96,7 @@ def test_a_missing_rank_file_is_named_with_its_rank(runs: Any, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_a_flipped_bit_of_the_source_is_named_with_its_tensor(runs: Any, tmp_path: Path, kind: str) -> None:
+def test_an_error_names_the_tensor_of_a_flipped_bit_in_the_source(runs: Any, tmp_path: Path, kind: str) -> None:
     from ckptkit.formats.detect import open_source
 
     copy = _copied(runs("1d", 3)[0], kind, tmp_path)

@@ -110,7 +110,7 @@ def test_fsdp1_local_without_a_layout_is_refused_with_advice(zoo: Path, tmp_path
         reshard(str(zoo / "fsdp1_local_state_dict_nomesh_w2"), str(tmp_path / "new"), world_size=2)
 
 
-def test_a_missing_rank_of_another_system_is_named(zoo: Path, tmp_path: Path) -> None:
+def test_an_error_names_a_missing_rank_of_another_system(zoo: Path, tmp_path: Path) -> None:
     with pytest.raises(IncompleteCheckpointError, match=r"rank"):
         reshard(str(zoo / "broken_verl_missing_rank"), str(tmp_path / "new"), world_size=2)
 

@@ -157,7 +157,7 @@ def _on_another_disk(src: str, dst: str) -> None:
     convert(src, dst, max_shard_size="1kB")
 
 
-def test_a_rank_that_does_not_see_the_target_is_named(source: Path, tmp_path: Path) -> None:
+def test_an_error_names_a_rank_that_does_not_see_the_target(source: Path, tmp_path: Path) -> None:
     with pytest.raises(RankError, match="DST must be on storage that all machines share"):
         run_ranks(_on_another_disk, 2, str(source), str(tmp_path / "out"))
     assert names(tmp_path) == ["in"]

@@ -52,7 +52,7 @@ def test_zip_records_of_other_systems_are_checked_by_their_crc(zoo: Path) -> Non
 
 
 @pytest.mark.parametrize("change", ["truncate", "remove"])
-def test_a_truncated_or_missing_file_is_named(ours: Path, change: str) -> None:
+def test_verify_names_a_truncated_or_missing_file(ours: Path, change: str) -> None:
     file = ours / "__1_0.distcp"
     if change == "remove":
         file.unlink()

@@ -110,7 +110,7 @@ def test_prune_aborts_old_uploads_and_touches_no_foreign_object(
     assert root.read("notes/readme.txt") == b"mine" and check(root) == [1]
 
 
-def test_the_age_of_an_upload_is_by_the_clock_of_the_store(
+def test_the_age_of_an_upload_is_measured_by_the_clock_of_the_store(
     url: str, s3: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = open_store(url, storage_options=s3)

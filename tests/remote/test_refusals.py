@@ -126,7 +126,7 @@ def test_a_truncated_answer_is_not_blamed_on_tokens(through: tuple[Proxy, Option
 
 
 @pytest.mark.parametrize("url", ["dbfs://host/run", "nosuch://host/run"])
-def test_an_unsupported_protocol_is_named_with_the_supported_ones(url: str) -> None:
+def test_an_error_names_an_unsupported_protocol_and_the_supported_ones(url: str) -> None:
     with pytest.raises(UsageError, match="Use a path, s3://, gs://") as caught:
         open_store(url).list()
     assert url.partition("/")[0] in str(caught.value)

@@ -83,7 +83,7 @@ def test_a_deleted_name_is_free_and_an_existing_one_is_not(s3: Options, url: str
     assert verify(f"{url}/step_00000001", storage_options=s3).ok
 
 
-def test_an_overwritten_checkpoint_is_the_newer_one_in_a_versioned_bucket(s3: Options, url: str) -> None:
+def test_a_versioned_bucket_returns_the_newer_of_an_overwritten_checkpoint(s3: Options, url: str) -> None:
     save(url, s3, 1)
     with CheckpointManager(url, storage_options=s3) as manager:
         manager.save(1, state_of(1), overwrite=True)

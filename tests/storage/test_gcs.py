@@ -119,7 +119,7 @@ def test_lookups_and_deletions_survive_every_third_request_failing(store: Remote
     assert store.list(recursive=True) == []
 
 
-def test_a_missing_bucket_is_named(gcs: Mapping[str, Any]) -> None:
+def test_an_error_names_a_missing_bucket(gcs: Mapping[str, Any]) -> None:
     store = open_store("gs://no-such-bucket/run", storage_options=gcs)
     for look in (store.list, lambda: store.list(recursive=True), store.list_at_once):  # type: ignore[attr-defined]
         with pytest.raises(FileNotFoundError, match="the bucket does not exist: no-such-bucket"):

@@ -130,7 +130,7 @@ FINAL = [
 
 
 @pytest.mark.parametrize(("answer", "error"), FINAL, ids=[answer.code for answer, _ in FINAL])
-def test_an_error_without_a_possible_retry_is_raised_at_once(
+def test_an_error_that_a_retry_cannot_fix_is_raised_at_once(
     store: RemoteStore, proxy: Proxy, answer: Answer, error: type[OSError]
 ) -> None:
     proxy.clear()

@@ -33,7 +33,7 @@ def tries(proxy: Proxy, store: RemoteStore) -> int:
     return proxy.count
 
 
-def test_after_a_failure_an_operation_tries_twice_and_the_next_one_patiently(
+def test_after_a_failure_an_operation_tries_twice_and_the_next_one_is_patient_again(
     store: RemoteStore, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CKPTKIT_STORAGE_TIMEOUT", "2s")

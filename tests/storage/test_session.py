@@ -27,7 +27,7 @@ def test_a_given_session_is_used() -> None:
     assert RemoteStore("s3://b/x", storage_options={"session": session}).fs.session is session
 
 
-def test_a_missing_profile_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_names_a_missing_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPTKIT_STORAGE_TIMEOUT", "200ms")
     with pytest.raises(StorageError, match="no-such-profile"):
         RemoteStore("s3://b/x", storage_options={"profile": "no-such-profile"}).read("y")

@@ -59,7 +59,7 @@ def _writer(most_bytes: int) -> tuple[PartWriter, _Api, Budget]:
 
 
 @pytest.mark.parametrize("before", [0, 1 << 20])
-def test_while_others_buffer_much_parts_are_small_and_equal(before: int) -> None:
+def test_parts_are_small_and_equal_while_other_writers_buffer_much(before: int) -> None:
     writer, api, budget = _writer(16 << 20)
     budget.collect(15 << 20)  # of others
     data = os.urandom(3 * STEP + 77)

@@ -207,7 +207,7 @@ def test_deepspeed_masters_load_into_the_weights_of_an_fp32_model(name, tmp_path
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
 
 
-def test_another_number_of_optimizers_is_refused(tmp_path):
+def test_a_different_number_of_optimizers_is_refused(tmp_path):
     state = run_of("lightning_trainer_full")
     parameters = list(state.model.parameters())
     state.optimizer = {"a": torch.optim.AdamW(parameters[:2]), "b": torch.optim.AdamW(parameters[2:])}
@@ -216,7 +216,7 @@ def test_another_number_of_optimizers_is_refused(tmp_path):
     assert not any(parameter.any() for parameter in parameters)
 
 
-def test_weights_alone_load_beside_an_optimizer_only_with_optimizer_skip(tmp_path):
+def test_weights_without_optimizer_state_load_only_with_optimizer_skip(tmp_path):
     name = "hf_ref_llama_untied"
     expected = load_file(ZOO / name / "model.safetensors")
     model = Net(expected, set(expected))
@@ -282,7 +282,7 @@ def test_optimizer_states_that_are_plain_numbers_are_restored(kind: Any, tmp_pat
 
 
 @pytest.mark.parametrize("stepped", [False, True])
-def test_a_moment_that_one_parameter_lacks_is_named(stepped: bool, tmp_path: Path) -> None:
+def test_an_error_names_a_moment_that_one_parameter_lacks(stepped: bool, tmp_path: Path) -> None:
     def trained(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = nn.Linear(3, 2)
         optimizer = torch.optim.AdamW(model.parameters())

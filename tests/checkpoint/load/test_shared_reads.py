@@ -78,7 +78,7 @@ def test_shared_reads_restore_every_kind_of_tensor(ranks: Any, tmp_path: Path, m
         assert found == expected
 
 
-def test_each_rank_reads_its_share_only(ranks: Any, tmp_path: Path) -> None:
+def test_each_rank_reads_only_its_share(ranks: Any, tmp_path: Path) -> None:
     ranks.run(save_held, 1, str(tmp_path / "run"))
     shared = ranks.run(load_held, 3, str(tmp_path / "run"), {"replicas": "broadcast"})
     ((_, whole, received),) = ranks.run(load_held, 1, str(tmp_path / "run"), {"replicas": "broadcast"})
@@ -114,7 +114,7 @@ def load_job(url: str, layout: str, storage_options: dict[str, Any] | None, repl
 
 
 @pytest.mark.parametrize(("layout", "shares"), [("hsdp", True), ("1d", False)])
-def test_ranks_that_hold_the_same_shards_share(ranks: Any, tmp_path: Path, layout: str, shares: bool) -> None:
+def test_ranks_with_the_same_shards_share_reads(ranks: Any, tmp_path: Path, layout: str, shares: bool) -> None:
     url = str(tmp_path / "run")
     saved = ranks.run(save_job, 4, url, "1d")[0]
     for loaded, received in ranks.run(load_job, 4, url, layout, None, "broadcast"):

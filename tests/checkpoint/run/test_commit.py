@@ -30,7 +30,7 @@ from ckptkit.storage.open import open_store
 from tests.checkpoint.saving import check, leftovers, save
 
 
-def test_a_commit_publishes_the_files_and_the_record_only(tmp_path: Path) -> None:
+def test_a_commit_publishes_only_the_files_and_the_record(tmp_path: Path) -> None:
     record = save(tmp_path / "run", 7, fields={"metrics": {"loss": 1.5}, "client_state": {"epoch": 2}})
     assert check(tmp_path / "run") == [7]
     again = read_record(open_store(str(tmp_path / "run" / "step_00000007")))

@@ -210,7 +210,7 @@ def _one_hangs() -> Any:
     return result, c.all_gather(c.rank)
 
 
-def test_a_rank_that_hangs_is_named_on_every_rank_and_the_next_call_works() -> None:
+def test_every_rank_names_a_hanging_rank_and_the_next_call_works() -> None:
     results = run_ranks(_one_hangs, 3, timeout=40)
     assert {r[0][:2] for r in results} == {results[0][0][:2]}
     kind, text, causes, _ = results[0][0]

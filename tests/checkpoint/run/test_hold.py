@@ -331,7 +331,7 @@ def test_an_unreadable_or_foreign_record_of_the_newest_checkpoint_is_an_error(
         assert manager.latest() == 5
 
 
-def test_without_a_checkpoint_to_fall_back_to_the_first_damage_is_raised(tmp_path: Path) -> None:
+def test_without_an_older_checkpoint_a_fallback_raises_the_first_damage(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path) as manager:
         manager.save(6, state(6.0))
     damage(tmp_path / "step_00000006")

@@ -107,7 +107,7 @@ def test_the_rank_files_alone_give_the_catalog_of_the_manifest(ranks: Any, tmp_p
         assert places == {(s.box, s.path, s.start, s.nbytes) for s in other.slices}
 
 
-def test_a_missing_rank_file_is_named(ranks: Any, tmp_path: Path) -> None:
+def test_an_error_names_a_missing_rank_file(ranks: Any, tmp_path: Path) -> None:
     ranks.run(save, 2, str(tmp_path), "1d")
     root = tmp_path / "step_00000001"
     (root / "local_00001.safetensors").unlink()

@@ -122,7 +122,9 @@ def test_a_warning_names_each_differing_tensor_once(ranks: Any, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("kind", "size"), [("sharded", 3), ("full", 1)])
-def test_another_number_of_ranks_gets_one_copy_and_a_note(ranks: Any, tmp_path: Path, kind: str, size: int) -> None:
+def test_on_another_number_of_ranks_a_load_gives_one_copy_and_a_note(
+    ranks: Any, tmp_path: Path, kind: str, size: int
+) -> None:
     ranks.run(save, 2, str(tmp_path), kind)
     for rank, (found, notes, lines) in enumerate(ranks.run(load, size, str(tmp_path), "1")):
         assert found == values(1.0)

@@ -66,7 +66,7 @@ class Asked:
         assert self.event.wait(30)
 
 
-def test_a_process_writes_the_files_that_a_thread_writes(tmp_path: Path) -> None:
+def test_a_writer_process_writes_the_same_files_as_a_thread(tmp_path: Path) -> None:
     extra = {"table": torch.arange(70_000), "name": "x", "half": torch.randn(5, 3).to(torch.bfloat16).t()}
     state = TrainState(model=nn.Linear(700, 300), extra=extra)
     for mode in ("thread", "process"):

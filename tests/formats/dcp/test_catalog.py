@@ -308,7 +308,7 @@ def is_of_another_save(file: Path) -> None:
         ("__0_0.distcp", is_of_another_save, CkptkitError, "__0_0.distcp"),
     ],
 )
-def test_a_damaged_data_file_is_named(
+def test_an_error_names_a_damaged_data_file(
     copy: Path, name: str, damage: Callable[[Path], None], error: type[CkptkitError], text: str
 ) -> None:
     damage(copy / name)

@@ -166,7 +166,7 @@ def failure(url, target, planned: bool = False) -> BaseException:
     return next(iter(error.value.failures.values()))[0]
 
 
-def test_a_cast_needs_a_request(tmp_path):
+def test_a_cast_must_be_requested(tmp_path):
     one(tmp_path)
     target = {"w": torch.zeros(50_000, dtype=torch.bfloat16)}
     assert isinstance(failure(tmp_path, target), CheckpointMismatchError)

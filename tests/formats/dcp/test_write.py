@@ -448,7 +448,7 @@ def test_a_flipped_byte_in_an_object_is_found(tmp_path):
         read_alone(tmp_path, {"o": {"text": ""}})
 
 
-def test_a_truncated_file_is_named(tmp_path):
+def test_an_error_names_a_truncated_file(tmp_path):
     write_alone({"w": torch.ones(1 << 20)}, tmp_path)
     os.truncate(tmp_path / "__0_0.distcp", 3_000_000)
     with pytest.raises(IncompleteCheckpointError, match=r"__0_0\.distcp"):
@@ -551,6 +551,6 @@ def table_sizes(url: str) -> int:
     return len(plan.write(LocalStore(url), sync=False).part)
 
 
-def test_names_are_sent_by_one_rank_only(ranks, tmp_path):
+def test_names_are_sent_by_only_one_rank(ranks, tmp_path):
     first, *others = ranks.run(table_sizes, 4, str(tmp_path))
     assert max(others) < first / 2

@@ -83,7 +83,7 @@ def _copy(tmp_path: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize("name", ["zero1_frozen_w2", "zero3_subgroups_frozen_w2"])
-def test_a_missing_optimizer_file_is_named(tmp_path, name):
+def test_an_error_names_a_missing_optimizer_file(tmp_path, name):
     folder = _copy(tmp_path, name)
     (folder / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
     with pytest.raises(IncompleteCheckpointError, match="zero_pp_rank_1_mp_rank_00_optim_states"):
@@ -116,7 +116,7 @@ def test_files_of_two_world_sizes_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["zero1_frozen_w2", "zero3_subgroups_frozen_w2"])
-def test_an_optimizer_file_that_is_a_copy_of_another_rank_is_named(tmp_path, name):
+def test_an_error_names_an_optimizer_file_copied_from_another_rank(tmp_path, name):
     folder = _copy(tmp_path, name)
     first, second = sorted(folder.glob("*_optim_states.pt"))[:2]
     shutil.copy(first, second)
@@ -136,7 +136,7 @@ def test_an_error_names_optimizer_files_of_different_steps(tmp_path):
         open_source(str(folder))
 
 
-def test_a_missing_last_model_file_of_zero3_is_named(tmp_path):
+def test_an_error_names_the_missing_last_model_file_of_zero3(tmp_path):
     folder = _copy(tmp_path, "zero3_fp32_tied_w3")
     (folder / "zero_pp_rank_2_mp_rank_00_model_states.pt").unlink()
     with pytest.raises(IncompleteCheckpointError, match="zero_pp_rank_2_mp_rank_00_model_states"):
@@ -197,7 +197,7 @@ def test_moments_of_experts_have_the_positions_of_their_masters():
 
 
 @pytest.mark.parametrize("missing", ["layer_1_expert_5_mp_rank_00_model_states.pt", "layer_0_expert_1_mp_rank_00"])
-def test_a_missing_file_of_an_expert_is_named(tmp_path, missing):
+def test_an_error_names_the_missing_file_of_an_expert(tmp_path, missing):
     folder = _copy(tmp_path, MOE)
     next(folder.glob(f"{missing}*")).unlink()
     with pytest.raises(IncompleteCheckpointError, match=missing):
@@ -306,7 +306,7 @@ def test_a_module_shared_by_layers_is_one_tied_parameter(tmp_path):
         ("bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt", "zero_pp_rank_0_mp_rank_01_optim_states.pt is missing"),
     ],
 )
-def test_a_missing_file_of_a_pipeline_is_named(tmp_path, missing, named):
+def test_an_error_names_the_missing_file_of_a_pipeline(tmp_path, missing, named):
     folder = _copy(tmp_path, PIPELINE)
     (folder / missing).unlink()
     with pytest.raises(IncompleteCheckpointError, match=named):

@@ -103,7 +103,7 @@ def test_a_malformed_header_is_refused_quickly_and_by_name(tmp_path, fault):
 
 
 @pytest.mark.parametrize("fault", [fault for fault in BAD if isinstance(BAD[fault][0], dict)])
-def test_many_tensors_are_validated_as_single_ones_are(tmp_path, monkeypatch, fault):
+def test_many_tensors_are_validated_like_single_tensors(tmp_path, monkeypatch, fault):
     messages = []
     for one_by_one in (False, True):
         if one_by_one:
@@ -139,13 +139,13 @@ def test_a_file_without_a_header_is_refused(tmp_path, size):
         _read(tmp_path)
 
 
-def test_an_unknown_dtype_is_named(tmp_path):
+def test_an_error_names_an_unknown_dtype(tmp_path):
     _write(tmp_path / "x.safetensors", {"w": {"dtype": "F7_E2M4", "shape": [4], "data_offsets": [0, 3]}}, b"000")
     with pytest.raises(UnsupportedFormatError, match=r"'w'.*F7_E2M4"):
         _read(tmp_path)
 
 
-def test_every_byte_range_is_that_of_the_tensor(tmp_path):
+def test_the_byte_range_of_every_tensor_is_correct(tmp_path):
     tensors = {"a": np.arange(6, dtype=np.float32).reshape(2, 3), "s": np.array(7, np.int64), "e": np.zeros((0, 4))}
     save_file(tensors, tmp_path / "x.safetensors", metadata={"format": "pt"})
     header = _read(tmp_path)
@@ -157,7 +157,7 @@ def test_every_byte_range_is_that_of_the_tensor(tmp_path):
         assert raw[found.start : found.start + found.nbytes] == value.tobytes()
 
 
-def test_a_header_with_padding_spaces_and_one_larger_than_the_first_read_are_read(tmp_path):
+def test_headers_with_padding_or_larger_than_the_first_read_are_accepted(tmp_path):
     names = [f"layers.{i}.a_rather_long_name_of_a_tensor.weight" for i in range(2000)]
     save_file({name: np.zeros(1, np.uint8) for name in names}, tmp_path / "x.safetensors")
     assert set(_read(tmp_path).tensors) == set(names)
@@ -196,14 +196,14 @@ def test_all_files_of_an_index_are_read(tmp_path):
     assert catalog.tensors["b"].slices[0].path == "model-00002-of-00002.safetensors"
 
 
-def test_a_missing_shard_is_named(tmp_path):
+def test_an_error_names_a_missing_shard(tmp_path):
     _index(tmp_path, _shards(tmp_path))
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(IncompleteCheckpointError, match="model-00002-of-00002"):
         _open(tmp_path)
 
 
-def test_a_missing_numbered_shard_is_named_even_without_an_index(tmp_path):
+def test_an_error_names_a_missing_numbered_shard_even_without_an_index(tmp_path):
     _shards(tmp_path)
     (tmp_path / "model-00001-of-00002.safetensors").unlink()
     with pytest.raises(IncompleteCheckpointError, match="model-00001-of-00002"):
@@ -295,7 +295,7 @@ def test_rank_shards_are_joined_by_their_offsets(tmp_path):
     assert catalog.info.world_size == 2
 
 
-def test_a_missing_rank_shard_is_named(tmp_path):
+def test_an_error_names_a_missing_rank_shard(tmp_path):
     _rank_file(tmp_path, 1, {"w": np.ones((2, 2))}, {"w": (0, 0)})
     _rank_file(tmp_path, 3, {"w": np.ones((2, 2))}, {"w": (4, 0)})
     with pytest.raises(IncompleteCheckpointError, match="shard-00002"):

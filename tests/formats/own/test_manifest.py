@@ -255,7 +255,7 @@ def test_damage_is_refused(edits):
 
 
 @pytest.mark.parametrize("path", ["../x", "/etc/passwd", "a/../../b", "a\\b", "a\0b", ""])
-def test_a_path_out_of_the_checkpoint_is_refused(path):
+def test_a_path_outside_the_checkpoint_is_refused(path):
     texts = [path.encode(), b"__1_0.distcp", b"x/y.bin"]
     edits = {
         "paths": lambda c: np.frombuffer(b"".join(texts), np.uint8),

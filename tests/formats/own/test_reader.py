@@ -137,7 +137,7 @@ def test_files_of_a_step_without_record_and_manifest_are_read_with_a_warning(tmp
     assert "that this copy is complete" in caplog.text
 
 
-def test_a_plain_dcp_is_not_taken_for_half_a_copy(tmp_path):
+def test_a_plain_dcp_is_not_mistaken_for_an_incomplete_copy(tmp_path):
     dcp.save({"w": torch.ones(2)}, checkpoint_id=str(tmp_path / "step_00000001"), no_dist=True)
     assert ckptkit.verify(str(tmp_path / "step_00000001")).doubt == ""
     convert(str(tmp_path / "step_00000001"), str(tmp_path / "out"), to="dcp")
@@ -153,7 +153,7 @@ def test_a_reshard_that_lost_its_record_and_manifest_is_read_with_a_note(tmp_pat
 
 
 @pytest.mark.parametrize("name", ["manifest.safetensors", "objects.json"])
-def test_a_missing_file_is_named(tmp_path, name):
+def test_an_error_names_a_missing_file(tmp_path, name):
     store = commit(tmp_path)
     (tmp_path / name).unlink()
     with pytest.raises(IncompleteCheckpointError, match=name):
@@ -179,7 +179,7 @@ def test_opening_a_truncated_manifest_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("objects", [[], {"format": 2, "objects": {}}, {"format": 1}, {"format": 1, "objects": []}])
-def test_objects_of_another_form_are_refused(tmp_path, objects):
+def test_malformed_objects_are_refused(tmp_path, objects):
     with pytest.raises(CorruptCheckpointError, match=r"objects\.json"):
         open_catalog(commit(tmp_path, objects=objects))
 

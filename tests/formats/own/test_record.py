@@ -90,7 +90,7 @@ def test_a_newer_format_is_refused_with_advice() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(body_of(FULL)))
-def test_a_missing_field_is_named(name: str) -> None:
+def test_an_error_names_a_missing_field(name: str) -> None:
     body = body_of(FULL)
     del body[name]
     with pytest.raises(CorruptCheckpointError, match=name):
@@ -161,7 +161,7 @@ def test_every_truncation_is_found() -> None:
     "data",
     [b"", b"\0" * 4096, b"\xff\xfe", b"[]", b"null", b"1" * 5000, b"[" * 100_000, b'{"a":1,"a":2}', b'{"step": NaN}'],
 )
-def test_other_json_than_a_record_is_refused(data: bytes) -> None:
+def test_json_other_than_a_record_is_refused(data: bytes) -> None:
     with pytest.raises(CorruptCheckpointError):
         read(data)
 

@@ -121,13 +121,13 @@ def test_getattr_in_a_pickle_may_return_a_nested_class_of_torch_distributed() ->
 
 
 @pytest.mark.parametrize("names", [("__init__",), ("__class__", "__base__"), ("__subclasses__",), ("kind",), ("a b",)])
-def test_getattr_in_a_pickle_returns_nothing_else(names: tuple[str, ...]) -> None:
+def test_getattr_in_a_pickle_may_not_return_anything_else(names: tuple[str, ...]) -> None:
     with pytest.raises((UnsafePickleError, CorruptCheckpointError)):
         loads(getattr_of(*names), file="f")
 
 
 @pytest.mark.parametrize("target", [text("x"), stack_global("collections", "OrderedDict"), b"K\x01", b"]"])
-def test_getattr_in_a_pickle_of_anything_else_is_refused(target: bytes) -> None:
+def test_getattr_on_anything_but_a_torch_distributed_class_is_refused(target: bytes) -> None:
     with pytest.raises((UnsafePickleError, CorruptCheckpointError)):
         loads(P + stack_global("builtins", "getattr") + target + text("X") + b"\x86R.", file="f")
 
@@ -143,7 +143,7 @@ BUILDS = {
 
 
 @pytest.mark.parametrize("what", BUILDS)
-def test_a_build_state_is_only_data(what: str) -> None:
+def test_a_state_set_by_a_pickle_is_only_data(what: str) -> None:
     made = loads(P + BUILDS[what] + b".", file="f")
     assert type(made).__name__ == "Record"
     assert made.args == ()
@@ -161,7 +161,7 @@ NO_STATE = {
 
 
 @pytest.mark.parametrize("what", NO_STATE)
-def test_shared_values_accept_no_build_state(what: str) -> None:
+def test_a_pickle_may_not_set_the_state_of_shared_values(what: str) -> None:
     for state in (b"}" + text("_call") + b"Ns", b"N}" + text("_call") + b"Ns\x86", b"N"):
         with pytest.raises(CorruptCheckpointError):
             loads(P + NO_STATE[what] + state + b"b.", file="f")

@@ -23,7 +23,7 @@ def metadata_files(zoo: Path) -> list[Path]:
     return [p for p in files if "hostile" not in str(p)]
 
 
-def test_all_metadata_of_the_zoo_are_read_as_by_the_c_unpickler(zoo: Path) -> None:
+def test_all_metadata_of_the_zoo_are_read_like_the_c_unpickler_does(zoo: Path) -> None:
     files = metadata_files(zoo)
     assert len(files) > 30
     for file in files:
@@ -48,7 +48,7 @@ def test_the_hostile_metadata_of_the_zoo_are_refused(zoo: Path, tmp_path: Path, 
     assert not list(tmp_path.iterdir())
 
 
-def test_our_metadata_is_read_as_by_the_c_unpickler() -> None:
+def test_our_metadata_is_read_like_the_c_unpickler_does() -> None:
     offsets, sizes = np.array([[0, 0], [300, 0]]), np.array([[300, 7], [100, 7]])
     columns = RecordColumns(
         "model.w", "bfloat16", (400, 7), offsets, sizes, np.zeros(2, np.int32), np.array([0, 5000]), np.array([5000, 9])
@@ -96,7 +96,7 @@ def test_a_catalog_is_the_same_whether_items_are_parsed_or_compared(
     assert rows() == framed
 
 
-def test_all_archives_of_the_zoo_are_read_as_by_the_c_unpickler(zoo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_archives_of_the_zoo_are_read_like_the_c_unpickler_does(zoo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = [path for pattern in ("*.pt", "*.bin", "*.ckpt") for path in sorted(zoo.rglob(pattern)) if path.is_file()]
     files = [path for path in found if not path.relative_to(zoo).parts[0].startswith("hostile")]
 

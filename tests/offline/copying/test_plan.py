@@ -187,7 +187,7 @@ def test_the_fast_crc_equals_that_of_zlib(first, second):
     assert crc32(second, crc32(first)) == zlib.crc32(first + second)
 
 
-def test_a_record_is_found_by_its_exact_range_only():
+def test_a_record_is_found_only_by_its_exact_range():
     column = np.array([0, 0, 1])
     table = RecordTable(column, np.array([0, 10, 0]), np.array([10, 5, 7]), column.astype(np.uint64), column, column)
     wanted = [(0, 10, 5), (0, 10, 4), (0, 3, 5), (1, 0, 7), (2, 0, 7)]

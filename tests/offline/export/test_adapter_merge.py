@@ -276,7 +276,7 @@ def test_a_config_whose_target_parameters_are_not_a_list_is_refused(targets: obj
         refused({"target_parameters": targets}, **LINEAR_Q)
 
 
-def test_dora_and_convolutions_are_merged_whole(tmp_path: Path) -> None:
+def test_dora_and_convolutions_are_not_merged_by_rows(tmp_path: Path) -> None:
     config = {"r": 4, "lora_alpha": 6, "target_modules": ["embed", "conv2", "q"], "use_dora": True}
     trained(config, tmp_path, dtype="bfloat16")
     store = open_store(str(tmp_path))

@@ -229,7 +229,7 @@ def test_an_attribute_before_the_prefix_of_peft_is_removed_from_names() -> None:
     ]
 
 
-def test_a_factor_without_the_other_is_refused() -> None:
+def test_a_lora_factor_without_its_partner_is_refused() -> None:
     with pytest.raises(CheckpointMismatchError, match="lora_A or lora_B is missing for: k"):
         split_adapter(lora(k__lora_A__default__weight=(2, 4)))
 
@@ -240,7 +240,7 @@ def test_several_adapters_are_refused_by_name() -> None:
         split_adapter(lora(**more))
 
 
-def test_names_without_adapters_give_none() -> None:
+def test_splitting_names_without_adapters_returns_none() -> None:
     assert split_adapter(targets(model__lora_head__weight=(2, 2))) is None
 
 

@@ -60,7 +60,7 @@ def config_of(found: HFExport) -> dict[str, Any]:
 # --- names and bits
 
 
-def test_torchtitan_becomes_the_hf_model_bit_for_bit(zoo: Path) -> None:
+def test_torchtitan_is_converted_to_the_hub_model_bit_for_bit(zoo: Path) -> None:
     case = zoo / "torchtitan_llama3_names_w2"
     store = open_store(str(case / "step-10"))
     catalog = dcp.open_catalog(store)
@@ -69,7 +69,7 @@ def test_torchtitan_becomes_the_hf_model_bit_for_bit(zoo: Path) -> None:
     assert export.key_map == "torchtitan-llama3"
 
 
-def test_a_hub_model_becomes_torchtitans_bit_for_bit(zoo: Path) -> None:
+def test_a_hub_model_is_converted_to_torchtitan_bit_for_bit(zoo: Path) -> None:
     from tests.catalog.materialize import materialize
 
     case = zoo / "torchtitan_llama3_names_w2"
@@ -158,7 +158,7 @@ def test_a_glob_that_matches_nothing_is_noted(tmp_path: Path) -> None:
     assert not any("'a.*'" in note for note in export.notes)
 
 
-def test_tensors_excluded_by_globs_are_not_missing_and_others_are(tmp_path: Path) -> None:
+def test_only_tensors_that_globs_exclude_may_be_missing(tmp_path: Path) -> None:
     write(tmp_path / "src", ones("a", "b"))
     base = write(tmp_path / "base", ones("a", "b", "c"))
     with pytest.raises(CheckpointMismatchError, match="missing: c") as caught:
@@ -501,7 +501,7 @@ def test_a_quantization_config_is_kept_only_with_quantized_weights(tmp_path: Pat
     assert "quantization_config" in config_of(plan(tmp_path))
 
 
-def test_a_broken_config_is_named(tmp_path: Path) -> None:
+def test_an_error_names_a_broken_config(tmp_path: Path) -> None:
     base = write(tmp_path, ones("a"))
     (base / "config.json").write_text("{")
     with pytest.raises(CorruptCheckpointError, match=r"config\.json is not JSON"):
