@@ -912,7 +912,7 @@ def _check_states(plan: OptimizerPlan, weights: Mapping[str, TensorEntry], found
         for name, entry in entries.items():
             shape = entry.shape
             if plan.held.get(f"{plan.key}.state.{fqn}.{name}") == SHARD:
-                shape = wanted  # a live state is only a part of the saved one
+                shape = wanted  # the live state is only a shard: take the shape of the whole parameter
             elif name in live:
                 shape = tuple(getattr(live[name], "shape", shape))
                 shape = wanted if shape == tuple(parameter.shape) else shape

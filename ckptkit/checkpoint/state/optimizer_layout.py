@@ -66,7 +66,10 @@ def shard_names(states: Iterable[tuple[torch.Tensor, Mapping[str, Any]]]) -> fro
 def placed(
     value: torch.Tensor, parameter: torch.Tensor, name: str, shards: frozenset[str]
 ) -> tuple[torch.Tensor, Held | None]:
-    """Return the tensor to store for a state, and how it is stored (None if parameter and shapes determine that)."""
+    """Return the tensor to store for a state, and how it is stored.
+
+    The second value is None if a load can derive it from the parameter and the shapes.
+    """
     from torch.distributed.tensor import DTensor
 
     if not isinstance(parameter, DTensor):

@@ -99,7 +99,14 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One source of a tensor. Its rows from `first` on are read as `rows`, changed, and reshaped to `shape`."""
+    """One source of a tensor.
+
+    Attributes:
+        first: The first row of the source that is needed.
+        rows: The needed rows, to be read.
+        change: The adapter's change to these rows; None if there is none.
+        shape: The shape of the result.
+    """
 
     source: str
     first: int
