@@ -217,7 +217,7 @@ def _reduced_gradients(precision):
     return {name: models.whole(parameter.grad) for name, parameter in model.named_parameters()}, expected
 
 
-def test_masters_in_the_optimizer_get_a_rounded_gradient_and_sharded_fp32_does_not(ranks):
+def test_gradients_are_rounded_for_masters_in_the_optimizer_but_not_for_fp32_shards(ranks):
     exact, expected = ranks.run(_reduced_gradients, 2, "mixed")[0]
     rounded, _ = ranks.run(_reduced_gradients, 2, "master")[0]
     for name, gradient in expected.items():

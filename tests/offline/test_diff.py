@@ -56,7 +56,7 @@ def test_wide_integers_are_compared_exactly(tmp_path: Path, dtype: torch.dtype, 
     assert (found.different[0].elements, found.different[0].max_abs) == (1, gap)
 
 
-def test_booleans_differ_by_one(tmp_path: Path) -> None:
+def test_different_booleans_have_a_difference_of_one(tmp_path: Path) -> None:
     found = compare(tmp_path, {"w": torch.tensor([True, False])}, {"w": torch.tensor([True, True])}).different[0]
     assert (found.elements, found.max_abs, found.cosine) == (1, 1.0, pytest.approx(2**-0.5))
 

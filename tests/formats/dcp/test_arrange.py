@@ -76,5 +76,5 @@ def test_more_than_65536_tensors_are_ordered() -> None:
     assert [(tensor, place[0]) for tensor, place, *_ in told(found)] == [(4, 2), (1 << 16, 3), (tensors - 1, 1)]
 
 
-def test_arranging_without_tensors_gives_nothing() -> None:
+def test_arranging_no_tensors_returns_no_rows() -> None:
     assert told(arrange([], [])) == []

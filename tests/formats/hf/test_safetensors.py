@@ -309,7 +309,7 @@ def test_missing_last_ranks_are_found_by_the_config(tmp_path):
         _open(tmp_path)
 
 
-def test_a_chunk_overwritten_by_another_of_its_rank_is_reported_missing(tmp_path):
+def test_a_chunk_that_its_own_rank_overwrote_is_reported_missing(tmp_path):
     _rank_file(tmp_path, 1, {"w": np.ones((2, 2))}, {"w": (2, 0)})
     with pytest.raises(IncompleteCheckpointError, match="'w'"):
         _open(tmp_path)
