@@ -234,6 +234,7 @@ class _Side:
     source: Source
     tensors: Mapping[str, TensorEntry]
     opaque: Mapping[str, str]  # tensors that can only be read with their class: key -> the reason
+    small: Mapping[str, Sequence[tuple[str, int, int]] | None]  # the `_pieces` of small tensors
     reader: SourceReader
     gatherer: Gatherer
 
@@ -246,12 +247,13 @@ class _Side:
             raise IncompleteCheckpointError(f"{problem.message} To list all problems: {command_line('verify', url)}")
         opaque = source.catalog.opaque()
         readable = [entry for name, entry in source.catalog.tensors.items() if name not in opaque]
-        targets = [Target.of(entry) for entry in readable if (n := entry.nbytes) > _SMALL or _piece(entry, n) is None]
+        small = {entry.name: _pieces(entry) for entry in readable if entry.nbytes <= _SMALL}
+        targets = [Target.of(entry) for entry in readable if small.get(entry.name) is None]
         plan = Plan(source.catalog, (), tuple(Placement.whole(target, 0, 0) for target in targets), (), (), (), ())
         work = prepare(plan, check=False, by_boxes=True)
         reader = SourceReader(source.store, work.origins)
         gatherer = Gatherer(reader, work.maps, None, max_bytes=parse_size(max_memory))
-        return cls(source, _named(readable), opaque, reader, gatherer)
+        return cls(source, _named(readable), opaque, small, reader, gatherer)
 
     def read(self, entries: Sequence[TensorEntry]) -> tuple[Bytes, list[int]]:
         """Return the bytes of small tensors, concatenated, and where each tensor ends.
@@ -264,14 +266,17 @@ class _Side:
         runs: list[tuple[str, int, int, int]] = []  # (file, offset in the file, start and end in `data`)
         path, at, first, last = "", 0, 0, 0
         for entry, size, end in zip(entries, sizes, ends, strict=True):
-            piece = _piece(entry, size)
-            if piece is None:
+            parts, stop = self.small[entry.name], end - size
+            if parts is None:
                 self.gatherer.read_box(entry.name, Box.whole(entry.shape), data[end - size : end])
-            elif piece == (path, at + last - first) and last == end - size:
-                last = end
-            else:
-                runs.append((path, at, first, last))
-                (path, at), first, last = piece, end - size, end
+                continue
+            for file, start, nbytes in parts:
+                if (file, start) == (path, at + last - first) and last == stop:
+                    last = stop = stop + nbytes
+                else:
+                    runs.append((path, at, first, last))
+                    path, at, first = file, start, stop
+                    last = stop = stop + nbytes
         runs.append((path, at, first, last))
         reads = [ReadInto(path, at, data[first:last].data) for path, at, first, last in runs if last > first]
         if reads:
@@ -279,13 +284,25 @@ class _Side:
         return data, ends
 
 
-def _piece(entry: TensorEntry, size: int) -> tuple[str, int] | None:
-    """Return the file and offset of a tensor of `size` bytes if it is contiguous; None otherwise."""
-    slices = entry.slices
-    if len(slices) != 1 or slices.strides or slices.codecs:
+def _pieces(entry: TensorEntry) -> Sequence[tuple[str, int, int]] | None:
+    """Return (file, offset, size) of the ranges whose concatenation is the tensor; None if no such ranges do.
+
+    They do if the tensor is contiguous or split along dimension 0 into slices that are listed in order.
+    """
+    slices, shape, at = entry.slices, entry.shape, 0
+    if slices.strides or slices.codecs:
         return None
-    path, start, nbytes = slices.record(0)
-    return (path, start) if nbytes == size else None
+    if slices.is_all_of(shape) or len(slices) == 1:
+        record = slices.record(0)
+        return [record] if record[2] == entry.nbytes else None
+    records = slices.records()
+    for offsets, sizes, (_, _, nbytes) in zip(slices.offsets.tolist(), slices.sizes.tolist(), records, strict=True):
+        if not shape or offsets != [at, *[0] * (len(shape) - 1)] or tuple(sizes[1:]) != shape[1:]:
+            return None
+        at += sizes[0]
+        if nbytes * shape[0] != entry.nbytes * sizes[0]:
+            return None
+    return records if records and at == shape[0] else None
 
 
 def _named(entries: Iterable[TensorEntry]) -> dict[str, TensorEntry]:
