@@ -12,6 +12,7 @@ import pytest
 
 import ckptkit
 from ckptkit import errors
+from tests.sources import sources
 
 ROOT = Path(__file__).parents[2]
 PARITY = "docs/internals/parity-frameworks.md"
@@ -124,7 +125,7 @@ def _texts(tree: ast.AST) -> list[str]:
 
 
 def test_the_messages_of_the_troubleshooting_page_exist_in_the_package() -> None:
-    said = [text for file in (ROOT / "ckptkit").rglob("*.py") for text in _texts(ast.parse(file.read_text()))]
+    said = [text for tree in sources().values() for text in _texts(tree)]
     wanted = {
         part.strip(" :`")
         for row in rows("docs/troubleshooting.md")
