@@ -232,7 +232,7 @@ def test_an_optimizer_with_additional_state_dict_keys_is_refused(tmp_path: Path)
     state = TrainState(model=model, optimizer=Offloaded(model.parameters(), lr=0.1))
     with (
         CheckpointManager(tmp_path) as manager,
-        pytest.raises(SaveError, match="Offloaded has 'offloaded' in addition"),
+        pytest.raises(SaveError, match="Offloaded has 'offloaded', but only 'state'"),
     ):
         manager.save(1, state)
 
