@@ -112,7 +112,7 @@ def ranks() -> Iterator[object]:
     """The pool of ranks: `ranks.run(fn, world_size, *args)`."""
     from tests.ranks import Pool
 
-    pool = Pool(4)
+    pool = Pool()
     yield pool
     pool.close()
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import faulthandler
+import functools
 import multiprocessing
 import os
 import pickle
@@ -26,6 +27,7 @@ from typing import Any
 
 _GRACE_S = 3.0  # time for the others to report after the first rank has failed
 _LEAVE_S = 1.0  # time for ranks to end by themselves
+_GROUP_S = 300.0  # time for a collective of ranks that are reused
 _context: Any = None
 
 
@@ -44,9 +46,24 @@ def context() -> Any:
     return _context
 
 
-def _answer(
-    fn: Callable[..., Any], rank: int, world_size: int, rendezvous: str, args: Any, timeout: float, device: str = "cpu"
-) -> bytes:
+def _join(rank: int, world_size: int, rendezvous: str, timeout: float, device: str = "cpu") -> Any:
+    """Make the default process group, and return it."""
+    import torch
+    import torch.distributed as dist
+
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+        init_method="file://" + rendezvous,
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=timeout),
+    )
+    return dist.group.WORLD
+
+
+def _answer(fn: Callable[..., Any], rank: int, world_size: int, args: Any, join: Callable[[], object]) -> bytes:
     import torch
     import torch.distributed as dist
 
@@ -54,25 +71,18 @@ def _answer(
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     os.environ.update(LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     try:
-        if device == "cuda":
-            torch.cuda.set_device(rank)
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-            init_method="file://" + rendezvous,
-            rank=rank,
-            world_size=world_size,
-            timeout=datetime.timedelta(seconds=timeout),
-        )
+        world = join()
         dist.barrier()  # a fast rank must not leave while a slow one is still connecting
         result = fn(*args)
         dist.barrier()
+        assert dist.group.WORLD is world, "the default process group was replaced; use run_ranks"
         return pickle.dumps(("ok", result))
     except BaseException:
         return pickle.dumps(("error", traceback.format_exc()))
 
 
 def _forget_meshes() -> None:
-    """Clear DTensor's caches for the process groups that have just been destroyed.
+    """Clear DTensor's caches for the process groups of meshes that have just been destroyed.
 
     Two meshes are equal if their ranks and names are equal, whatever their groups. An operator on a tensor of the next
     task's mesh would find the cached result of this task's mesh, with groups that no longer exist.
@@ -94,27 +104,38 @@ def _once(
     device: str,
 ) -> None:
     faulthandler.dump_traceback_later(max(1.0, timeout - 1), exit=False)
-    conn.send_bytes(_answer(fn, rank, world_size, rendezvous, args, timeout, device))
+    join = functools.partial(_join, rank, world_size, rendezvous, timeout, device)
+    conn.send_bytes(_answer(fn, rank, world_size, args, join))
     conn.close()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # no atexit hooks, no hanging gloo threads
 
 
-def _serve(conn: Connection, rank: int) -> None:
+def _serve(conn: Connection, rank: int, world_size: int, rendezvous: str) -> None:
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _world
+
+    world: Any = None
+
+    def join() -> Any:
+        nonlocal world
+        world = world or _join(rank, world_size, rendezvous, _GROUP_S)
+        _world.group_count = number * 1000  # names new groups; a task that failed on one rank made fewer of them there
+        return world
 
     while True:
         try:
-            fn, world_size, rendezvous, args, timeout = pickle.loads(conn.recv_bytes())
+            fn, number, args, timeout = pickle.loads(conn.recv_bytes())
         except EOFError:
             os._exit(0)
-        if rank < world_size:
-            faulthandler.dump_traceback_later(max(1.0, timeout - 1), exit=False)
-            conn.send_bytes(_answer(fn, rank, world_size, rendezvous, args, timeout))
-            if dist.is_initialized():
-                dist.destroy_process_group()  # takes hundredths of a second, while the test goes on
-            faulthandler.cancel_dump_traceback_later()
+        faulthandler.dump_traceback_later(max(1.0, timeout - 1), exit=False)
+        conn.send_bytes(_answer(fn, rank, world_size, args, join))
+        groups = [group for group in _world.pg_map if group is not world]
+        for group in groups:
+            dist.destroy_process_group(group)  # takes hundredths of a second, while the test goes on
+        faulthandler.cancel_dump_traceback_later()
+        if groups:
             _forget_meshes()
 
 
@@ -195,53 +216,70 @@ def run_script(code: str, *arguments: str) -> tuple[int, str]:
     return process.exitcode, said
 
 
-class Pool:
-    """Ranks that are reused between tests; after a failure all are replaced, so that the next test starts clean."""
+class _Team:
+    """The ranks of one world size. They keep their process group, and with it what DTensor has computed on its mesh."""
 
-    def __init__(self, size: int = 4) -> None:
-        self.size = size
-        self._processes: list[Any] = []
-        self._conns: list[Connection] = []
-        self._last = ""
-
-    def _start(self) -> None:
-        for rank in range(self.size):
+    def __init__(self, world_size: int) -> None:
+        self.rendezvous, self.processes, self.conns = _rendezvous(), list[Any](), list[Connection]()
+        self.tasks, self.last = 0, ""
+        for rank in range(world_size):
             ours, theirs = context().Pipe()
-            process = context().Process(target=_serve, args=(theirs, rank), daemon=True)
+            serve = functools.partial(_serve, theirs, rank, world_size, self.rendezvous)
+            process = context().Process(target=serve, daemon=True)
             process.start()
             theirs.close()
-            self._processes.append(process)
-            self._conns.append(ours)
+            self.processes.append(process)
+            self.conns.append(ours)
 
-    def run(self, fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 150) -> list[Any]:
-        """Run `fn(*args)` on ranks 0 to world_size - 1 and return their results. Raises RankError."""
-        dead = [f"rank {rank}: {p.exitcode}" for rank, p in enumerate(self._processes) if not p.is_alive()]
-        if dead:  # because of an earlier task: a leftover thread, or a late signal
-            print(f"after {self._last} ranks of the pool ended ({', '.join(dead)}); new ones are started")
-            self.close()
-        if not self._processes:
-            self._start()
-        self._last = fn.__qualname__
-        rendezvous = _rendezvous()
-        task = pickle.dumps((fn, world_size, rendezvous, args, timeout))
-        try:
-            for conn in self._conns[:world_size]:
-                conn.send_bytes(task)
-            return _values(_collect(self._conns[:world_size], timeout))
-        except BaseException:
-            self.close()
-            raise
-        finally:
-            Path(rendezvous).unlink(missing_ok=True)
+    def dead(self) -> list[str]:
+        return [f"rank {rank}: {p.exitcode}" for rank, p in enumerate(self.processes) if not p.is_alive()]
+
+    def run(self, fn: Callable[..., Any], args: Any, timeout: float) -> list[Any]:
+        self.tasks, self.last = self.tasks + 1, fn.__qualname__
+        task = pickle.dumps((fn, self.tasks, args, timeout))
+        for conn in self.conns:
+            conn.send_bytes(task)
+        return _values(_collect(self.conns, timeout))
 
     def close(self) -> None:
         """End all ranks: idle ranks exit by themselves, so that coverage is written, the others are killed."""
-        for conn in self._conns:
+        for conn in self.conns:
             with contextlib.suppress(OSError):
                 conn.close()
         deadline = time.monotonic() + _LEAVE_S
-        for process in self._processes:
+        for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
             process.kill()
             process.join()
-        self._processes, self._conns = [], []
+        Path(self.rendezvous).unlink(missing_ok=True)
+
+
+class Pool:
+    """Ranks that are reused between tests, a team for each world size.
+
+    After a failure the team is replaced, so that the next test starts clean.
+    """
+
+    def __init__(self) -> None:
+        self._teams: dict[int, _Team] = {}
+
+    def run(self, fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 150) -> list[Any]:
+        """Run `fn(*args)` on ranks 0 to world_size - 1 and return their results. Raises RankError."""
+        if (team := self._teams.get(world_size)) and (dead := team.dead()):
+            # because of an earlier task: a leftover thread, or a late signal
+            print(f"after {team.last} ranks of the pool ended ({', '.join(dead)}); new ones are started")
+            self._end(world_size)
+        if world_size not in self._teams:
+            self._teams[world_size] = _Team(world_size)
+        try:
+            return self._teams[world_size].run(fn, args, timeout)
+        except BaseException:
+            self._end(world_size)
+            raise
+
+    def _end(self, world_size: int) -> None:
+        self._teams.pop(world_size).close()
+
+    def close(self) -> None:
+        for world_size in list(self._teams):
+            self._end(world_size)

@@ -12,6 +12,6 @@ from tests.ranks import Pool
 @pytest.fixture(scope="package")
 def framework_ranks() -> Iterator[Pool]:
     """The pool: `framework_ranks.run(fn, world_size, *args)`."""
-    pool = Pool(4)
+    pool = Pool()
     yield pool
     pool.close()
