@@ -47,19 +47,24 @@ def context() -> Any:
 
 
 def _join(rank: int, world_size: int, rendezvous: str, timeout: float, device: str = "cpu") -> Any:
-    """Make the default process group, and return it."""
+    """Make the default process group, and return it.
+
+    The ranks meet in a server on rank 0, whose port is in a file: they would read anything else in a file every 10 ms.
+    """
     import torch
     import torch.distributed as dist
 
     if device == "cuda":
         torch.cuda.set_device(rank)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
-        init_method="file://" + rendezvous,
-        rank=rank,
-        world_size=world_size,
-        timeout=datetime.timedelta(seconds=timeout),
-    )
+    limit = datetime.timedelta(seconds=timeout)
+    meeting = dist.FileStore(rendezvous, world_size)
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, world_size, is_master=True, timeout=limit, wait_for_workers=False)
+        meeting.set("port", str(store.port))
+    else:
+        store = dist.TCPStore("127.0.0.1", int(meeting.get("port")), world_size, is_master=False, timeout=limit)
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
     return dist.group.WORLD
 
 
