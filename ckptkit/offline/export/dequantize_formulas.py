@@ -277,8 +277,9 @@ def _scaled(w: Stored, scales: Array, of_rows: Callable[[slice], Indices], dtype
     products = _Products(scales, w.dtype, dtype)
     for part in _blocks(*rows.shape):
         index = of_rows(part)
-        if products.are_few(index, rows[part].size):
-            result.infinite += products.of(rows[part], index, result.room(rows[part].size))
+        codes, bounds = rows[part], (int(index.min()), int(index.max()) + 1) if index.size else (0, 0)
+        if products.are_few(bounds, codes.size):
+            result.infinite += products.of(codes, index, bounds, result.room(codes.size))
             continue
         values = float_values(rows[part].reshape(-1), w.dtype).reshape(-1, rows.shape[1])
         with np.errstate(invalid="ignore", over="ignore", under="ignore"):
@@ -298,20 +299,19 @@ class _Products:
         self._bounds = (0, 0)  # the scales in the table: [first, stop)
         self._table = self._beyond = np.empty(0)
 
-    def are_few(self, index: Indices, numel: int) -> bool:
-        """Return whether making the table costs little in comparison with looking up `numel` elements."""
-        spread = int(index.max()) - int(index.min()) + 1 if index.size else 0
-        return dtype_of(self._dtype).kind == "float8" and 4 * 256 * spread <= max(numel, _BLOCK)
+    def are_few(self, bounds: tuple[int, int], numel: int) -> bool:
+        """Return whether a table of these scales' products costs little in comparison with `numel` look-ups."""
+        return dtype_of(self._dtype).kind == "float8" and 4 * 256 * (bounds[1] - bounds[0]) <= max(numel, _BLOCK)
 
-    def of(self, codes: Array, index: Indices, out: npt.NDArray[np.uint8]) -> int:
+    def of(self, codes: Array, index: Indices, bounds: tuple[int, int], out: npt.NDArray[np.uint8]) -> int:
         """Write the products of codes [rows, columns] and their scales; return how many became infinite.
 
         Args:
             index: Index of each code's scale: [rows or 1, columns or 1].
+            bounds: The range [first, stop) of these indices.
         """
         if not codes.size:
             return 0
-        bounds = int(index.min()), int(index.max()) + 1
         if bounds != self._bounds:
             self._make(*bounds)
         at = (index - bounds[0] << 8) + codes
