@@ -63,7 +63,7 @@ _PLACE = re.compile("FILE|URL|DIR|html")  # metavars of the options that take a 
 
 
 def _epilog(first: str, second: str, page: str) -> str:
-    return f"\b\nExamples:\n  ckptkit {first}\n  ckptkit {second}\n\nMore: docs/{page}"
+    return f"\b\nExamples:\n  ckptkit {first}\n  ckptkit {second}\n\nMore: docs/{page} in the repository"
 
 
 class _Commands(click.Group):

@@ -46,7 +46,7 @@ def test_every_command_has_help(command: str) -> None:
         found = cli.get_command(cli.make_context("ckptkit", ["ls", "-h"], resilient_parsing=True), command)
         assert found is not None
         found.make_context(command, shlex.split(line, comments=True)[1:])
-    page = re.search(r"^ *More: docs/(\S+)$", result.output, re.MULTILINE)
+    page = re.search(r"^ *More: docs/(\S+) in the repository$", result.output, re.MULTILINE)
     assert page and (Path(__file__).parents[2] / "docs" / page[1]).is_file()
 
 
