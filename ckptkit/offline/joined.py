@@ -20,8 +20,8 @@ __all__ = ["computed_from", "join", "key_in", "taken_from"]
 
 
 def key_in(index: int, key: str) -> str:
-    """Return the joined catalog's key for a tensor of source `index`."""
-    return f"{index + 1}:{key}"
+    """Return the joined catalog's key for a tensor of source `index`. Messages show it."""
+    return f"source {index + 1}: {key}"
 
 
 def taken_from(target: Target, index: int) -> Target:
