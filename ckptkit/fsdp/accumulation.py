@@ -115,7 +115,8 @@ class StepCounter:
 
     def count(self, optimizer: Optimizer) -> None:
         """Count one step of `optimizer`."""
-        # Optimizers created elsewhere count from the last restart if others have stepped since, else from the total.
+        # An optimizer that was created elsewhere starts from the total, or, if others have stepped since the last
+        # restart, from the total at that restart.
         before = self._of.get(optimizer, self._base if self._of else self.total)
         self._of[optimizer] = before + 1
         self.total = max(self.total, before + 1)

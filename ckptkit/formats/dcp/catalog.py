@@ -128,7 +128,7 @@ class _Part:
         place, save = (
             meta.fields.get(key) if isinstance(meta, Record) else None for key in ("checkpoint_id", "save_id")
         )
-        # What ends with a commit record has a place that ends with the save's id. A plain DCP export has no id.
+        # A save with a commit record has a checkpoint_id that ends with its save_id. A plain DCP export has no save_id.
         self.is_of_a_save = isinstance(place, str) and isinstance(save, str) and place.rstrip("/").endswith(save or "-")
 
     def _dict(self, fields: Mapping[str, Any], key: str) -> dict[Any, Any]:

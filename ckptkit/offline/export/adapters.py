@@ -368,7 +368,7 @@ def _by_pattern(patterns: Any, module: str, default: Any) -> Any:
     """Return the value of the first pattern that matches the module's name or a dotted suffix of it, as PEFT does."""
     if isinstance(patterns, Mapping):
         for key, value in patterns.items():
-            compile_regex(str(key))  # first on its own, because an unbalanced ")" must not close our group
+            compile_regex(str(key))  # an unbalanced ")" would close the group below, so check the pattern alone first
             if fullmatch(compile_regex(rf"(.*\.)?({key})"), module):
                 return value
     return default
