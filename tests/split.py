@@ -115,7 +115,7 @@ NIGHT: dict[str, int] = {
     "tests/checkpoint/load/test_shared_reads.py::test_a_rank_that_dies_while_it_sends_fails_the_others": 0,
     "tests/checkpoint/load/test_shared_reads.py"
     "::test_a_rank_that_fails_while_others_send_fails_all_and_ends_no_process": 0,
-    "tests/checkpoint/test_signals.py::test_a_signal_that_comes_before_a_child_has_run_its_fork_hooks_ends_it": 0,
+    "tests/checkpoint/test_signals.py::test_a_signal_before_a_child_has_run_its_fork_hooks_ends_the_child": 0,
     "tests/fsdp/test_cross_loads.py": 16,
     "tests/fsdp/test_cross_loads.py::test_any_strategy_loads_what_another_saved": 0,
     "tests/fsdp/test_cross_loads.py"

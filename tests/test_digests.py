@@ -72,6 +72,6 @@ def test_a_crc_does_not_prove_equality() -> None:
     assert [proves_equality(name) for name in (DIGEST, CRC, None)] == [True, False, False]
 
 
-def test_another_digest_needs_changes_in_one_module_only(tmp_path: Path) -> None:
+def test_changing_the_digest_affects_only_one_module(tmp_path: Path) -> None:
     code, said = run_script(ANOTHER, str(tmp_path))
     assert code == 0, said

@@ -92,7 +92,7 @@ def test_a_forked_child_dies_of_sigterm_and_survives_sigusr1() -> None:
         assert watch.agreed()  # the parent still notices it
 
 
-def test_a_signal_that_comes_before_a_child_has_run_its_fork_hooks_ends_it() -> None:
+def test_a_signal_before_a_child_has_run_its_fork_hooks_ends_the_child() -> None:
     """Python loses a signal that a forked child gets before its hooks have run."""
     with SignalWatch(Coordinator()):
         for _ in range(50):

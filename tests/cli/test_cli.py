@@ -210,7 +210,7 @@ def test_a_proof_states_the_numbers_of_the_result(zoo: Path, tmp_path: Path) -> 
     assert f"; {digests} source digests checked; committed as step 0 of 3 ranks" in again.output
 
 
-def test_a_damaged_source_fails_with_file_and_tensor_and_leaves_nothing(zoo: Path, tmp_path: Path) -> None:
+def test_the_error_for_a_damaged_source_names_file_and_tensor_and_nothing_is_left(zoo: Path, tmp_path: Path) -> None:
     result = run("convert", zoo / "broken_bitflip_shard" / "ckpt", tmp_path / "out")
     assert result.exit_code == 1
     assert "embed_tokens" in result.stderr

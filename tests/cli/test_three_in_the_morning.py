@@ -133,7 +133,7 @@ def test_ls_of_something_other_than_a_run_says_what_it_is(root: Path, place: str
 
 
 @pytest.mark.parametrize("verb", ["convert", "reshard"])
-def test_an_error_names_a_missing_file_its_checkpoint_and_the_previous_one(
+def test_an_error_about_a_missing_file_names_its_checkpoint_and_the_previous_one(
     root: Path, tmp_path: Path, verb: str
 ) -> None:
     (root / "step_00000300" / "__0_0.distcp").unlink()

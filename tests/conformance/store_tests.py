@@ -86,7 +86,7 @@ class StoreTests:
         assert [(f.path, f.kind, f.size) for f in store.list()] == [("a", "file", 2), ("d", "directory", 0)]
         assert [(f.path, f.size) for f in store.list("d")] == [("d/b", 3)]
 
-    def test_a_recursive_listing_gives_files_only(self, store: Store) -> None:
+    def test_a_recursive_listing_contains_only_files(self, store: Store) -> None:
         store.write("a", b"12")
         store.write("d/e/b", b"345")
         assert [f.path for f in store.list(recursive=True)] == ["a", "d/e/b"]

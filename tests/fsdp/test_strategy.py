@@ -171,7 +171,7 @@ def _traffic(every):
     return counts
 
 
-def test_gradients_are_reduced_in_the_last_backward_only(ranks):
+def test_gradients_are_reduced_only_in_the_last_backward(ranks):
     assert ranks.run(_traffic, 2, False)[0] == [False, False, False, True]
     assert ranks.run(_traffic, 2, True)[0] == [True] * 4
 

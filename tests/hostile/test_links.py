@@ -207,7 +207,7 @@ def test_a_record_with_another_name_protects_nothing_and_is_never_deleted(place:
     assert step.exists()
 
 
-def test_a_step_whose_record_is_of_another_checkpoint_is_refused(place: Place) -> None:
+def test_a_step_with_the_record_of_another_checkpoint_is_refused(place: Place) -> None:
     with pytest.raises(UnsafePathError, match="other"):
         open_source(str(_renamed(place)))
     (place.src / "step_00000001").rename(place.src / "step_00000007")

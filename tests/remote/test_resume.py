@@ -264,7 +264,7 @@ def between(monkeypatch: pytest.MonkeyPatch, other: Callable[[], object]) -> Non
 
 
 @pytest.mark.parametrize("before", ["nothing", "what a dead one left"])
-def test_an_export_published_since_the_listing_stays(
+def test_an_export_published_after_the_listing_is_kept(
     source: Path, url: str, s3: Options, monkeypatch: pytest.MonkeyPatch, before: str
 ) -> None:
     if before != "nothing":

@@ -58,7 +58,7 @@ def kept(root: Any) -> list[tuple[str, bool]]:
 # --- versions
 
 
-def test_a_run_in_a_versioned_bucket_sees_current_objects_only(s3: Options, url: str) -> None:
+def test_a_run_in_a_versioned_bucket_sees_only_current_objects(s3: Options, url: str) -> None:
     root = open_store(url, storage_options=s3)
     for step in (1, 2, 3):
         save(url, s3, step, retention=RetentionPolicy(max_num=2))

@@ -159,7 +159,7 @@ def test_replaceable_is_asked_before_writing_and_again_before_the_swap(tmp_path:
 
 
 @pytest.mark.parametrize("swap", [True, False])
-def test_a_file_that_comes_between_the_last_check_and_the_swap_is_kept_and_named(
+def test_a_file_created_between_the_last_check_and_the_swap_is_kept_and_named(
     tmp_path: Path, swap: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     if not swap:
