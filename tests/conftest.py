@@ -7,7 +7,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
@@ -87,17 +87,20 @@ def _sigint() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _leases() -> Iterator[None]:
-    """Release the leases of managers that a test left open: their heartbeats would log warnings in later tests."""
-    before = set(_held())
+    """Release the leases that a test left open: their heartbeats would log warnings in later tests."""
+    before = [set(table) for table in _lease_tables()]
     yield
-    held = _held()
-    for key in set(held) - before:
-        held.pop(key).lease.release()
+    for table, old in zip(_lease_tables(), before, strict=True):
+        for key in set(table) - old:
+            left = table.pop(key, None)
+            if left is not None:
+                getattr(left, "lease", left).release()
 
 
-def _held() -> dict[tuple[int, str], Any]:
-    module = sys.modules.get("ckptkit.checkpoint.run.hold")
-    return {} if module is None else module._shared
+def _lease_tables() -> list[MutableMapping[Any, Any]]:
+    """Return the open managers' leases and all leases of this process."""
+    places = [("ckptkit.checkpoint.run.hold", "_shared"), ("ckptkit.storage.lock", "_held_leases")]
+    return [getattr(sys.modules.get(module), name, {}) for module, name in places]
 
 
 @pytest.fixture

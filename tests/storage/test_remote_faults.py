@@ -116,7 +116,7 @@ def test_a_successful_retry_is_not_a_warning(
     proxy.rule = first_of_each("503")
     store.write("x", b"1")
     assert store.read("x") == b"1"
-    assert [record for record in caplog.records if record.levelname == "WARNING"] == []
+    assert [record for record in caplog.records if store.url in record.getMessage()] == []
 
 
 FINAL = [
@@ -362,9 +362,7 @@ def test_missing_conditional_writes_are_detected_and_warned_about_once(
         root.child("d").write("b", b"1")
         with pytest.raises(FileExistsError):
             root.write("a", b"2")
-        assert [record.message for record in caplog.records if "conditional" in record.message] == [
-            caplog.records[0].message
-        ]
+        assert len([record for record in caplog.records if "conditional" in record.message]) == 1
         assert [item.path for item in root.list(recursive=True)] == ["a", "d/b"]
 
 

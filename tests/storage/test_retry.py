@@ -59,7 +59,7 @@ def test_the_log_of_a_retry_names_the_server_and_the_deadline(
     monkeypatch.setattr(retry, "_QUIET_S", 0.0)
     proxy.rule = lambda number, method, path: "503" if number < 3 else "pass"
     store.list()
-    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    (said,) = [record.getMessage() for record in caplog.records if record.name == retry.__name__]
     assert said.startswith(f"s3://bucket/retry (at {proxy.url}) does not answer (")
     assert "retrying, next try in 0.1 s, giving up in 1" in said and "SlowDown" in said
 
