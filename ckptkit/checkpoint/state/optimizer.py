@@ -28,7 +28,7 @@ from ckptkit.checkpoint.state.optimizer_layout import (
 )
 from ckptkit.checkpoint.state.values import JSON, decode, encode
 from ckptkit.errors import CorruptCheckpointError, SaveError, UsageError
-from ckptkit.formats.dcp.host_bytes import expanded_ones, hidden_ones, placed_like, without_subclass
+from ckptkit.formats.dcp.host_bytes import expanded_ones, hidden_ones, local_part, placed_like, without_subclass
 from ckptkit.formats.dcp.subclasses import Recipe, open_all
 
 if TYPE_CHECKING:
@@ -338,8 +338,7 @@ def new_state_tensor(
         return torch.empty(shape, dtype=dtype, device=device)
     if not isinstance(parameter, DTensor):
         return torch.empty_like(without_subclass(parameter), dtype=dtype, requires_grad=False)
-    with torch.no_grad():
-        local = torch.empty_like(without_subclass(parameter.to_local()), dtype=dtype)
+    local = torch.empty_like(without_subclass(local_part(parameter)), dtype=dtype, requires_grad=False)
     return placed_like(parameter, local)
 
 
@@ -360,7 +359,7 @@ def _beside(parameter: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch
     placements = [placement if follows(placement) else Replicate() for placement in parameter.placements]
     made = empty(*shape, dtype=dtype, device_mesh=mesh, placements=placements)
     # An offloaded parameter is not on the mesh's device.
-    local = torch.empty_like(made.to_local(), device=parameter.to_local().device)
+    local = torch.empty_like(local_part(made), device=local_part(parameter).device)
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=made.shape, stride=made.stride())
 
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.checkpoint.state.local_part import ShardLayout, layout_of
 from ckptkit.errors import CorruptCheckpointError
+from ckptkit.formats.dcp.host_bytes import local_part
 
 if TYPE_CHECKING:
     import torch
@@ -53,7 +54,7 @@ def shard_names(states: Iterable[tuple[torch.Tensor, Mapping[str, Any]]]) -> fro
     for parameter, state in states:
         if not _is_sharded(parameter):
             continue
-        local = parameter.to_local().shape  # type: ignore[attr-defined]
+        local = local_part(parameter).shape
         for name, value in state.items():
             for tensor in _plain_in(value):
                 if tensor is value and tensor.shape == local and tensor.numel() != 1:
@@ -77,7 +78,7 @@ def placed(
     if isinstance(value, DTensor):
         alike = value.placements == parameter.placements and value.device_mesh == parameter.device_mesh
         return value, None if alike and value.shape == parameter.shape else _texts(value)
-    if _is_sharded(parameter) and name in shards and value.shape == parameter.to_local().shape:
+    if name in shards and _is_sharded(parameter) and value.shape == local_part(parameter).shape:
         return _like(value, parameter), SHARD
     return value, None if value.numel() == 1 and value.shape != parameter.shape else PLAIN
 
@@ -107,13 +108,13 @@ def new_held(parameter: torch.Tensor, held: Held | None, dtype: torch.dtype, sha
     if held is None or held == SHARD or not isinstance(parameter, DTensor):
         return None
     if held == PLAIN:
-        return torch.empty(shape, dtype=dtype, device=parameter.to_local().device)
+        return torch.empty(shape, dtype=dtype, device=local_part(parameter).device)
     mesh, placements = parameter.device_mesh, [_placement(text) for text in held]
     if len(placements) != mesh.ndim:
         return None
     made = empty(*shape, dtype=dtype, device_mesh=mesh, placements=placements)
     # An offloaded parameter is not on the mesh's device.
-    local = torch.empty_like(made.to_local(), device=parameter.to_local().device)
+    local = torch.empty_like(local_part(made), device=local_part(parameter).device)
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=made.shape, stride=made.stride())
 
 

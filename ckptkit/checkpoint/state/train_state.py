@@ -18,7 +18,7 @@ from ckptkit.checkpoint.state.optimizer import CapturedOptimizer, capture_optimi
 from ckptkit.checkpoint.state.rng import capture_rng
 from ckptkit.checkpoint.state.values import JSON, Seen, encode
 from ckptkit.errors import SaveError, UsageError
-from ckptkit.formats.dcp.host_bytes import without_subclass
+from ckptkit.formats.dcp.host_bytes import local_part, without_subclass
 from ckptkit.formats.dcp.subclasses import SEPARATOR, SUBCLASSES, Recipe, left_behind, open_all, outer_name, repeated
 
 if TYPE_CHECKING:
@@ -515,12 +515,10 @@ def _live_state(module: torch.nn.Module) -> dict[str, Any]:
 def same_memory(one: Any, other: Any) -> bool:
     """Return whether two values are the same object, or tensors that share all their memory."""
     import torch
-    from torch.distributed.tensor import DTensor
 
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return one is other
-    mine = one.to_local() if isinstance(one, DTensor) else one
-    theirs = other.to_local() if isinstance(other, DTensor) else other
+    mine, theirs = local_part(one), local_part(other)
     return mine.shape == theirs.shape and mine.data_ptr() == theirs.data_ptr() and one.dtype == other.dtype
 
 
