@@ -613,10 +613,12 @@ class CheckpointManager:
             exempt=exempt,
             phases=prepared.clock.phases,
         )
-        if self._coordinator.is_main:
+        if self._coordinator.is_main and _log.isEnabledFor(logging.INFO):
             _log.info("%s", report.line())
+        if self._coordinator.is_main and _log.isEnabledFor(logging.DEBUG):
             _log.debug("step %d: %s", report.step, report.phase_line())
-        write_trace_file(self._trace, "save", report, rank=self._coordinator.rank)
+        if self._trace is not None:
+            write_trace_file(self._trace, "save", report, rank=self._coordinator.rank)
         if self._on_commit is not None:
             try:
                 self._on_commit(report)

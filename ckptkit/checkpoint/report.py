@@ -75,9 +75,8 @@ class PhaseClock:
             total = sum(seconds for _, seconds, _ in found)
             scale = min(1.0, (now - since) / total) if total else 1.0
             at = now - total * scale
-            for name, seconds, nbytes in sorted(
-                found, key=lambda item: _TURNS.index(item[0]) if item[0] in _TURNS else -1
-            ):
+            others = [item for item in found if item[0] not in _TURNS]
+            for name, seconds, nbytes in [*others, *(item for turn in _TURNS for item in found if item[0] == turn)]:
                 self._phases.append(Phase(name, at, seconds * scale, nbytes, thread))
                 at += seconds * scale
 
@@ -279,13 +278,11 @@ class LoadReport:
         _write_trace(path, self.phases, rank=rank, step=self.step)
 
 
-def write_trace_file(folder: Path | None, what: str, report: SaveReport | LoadReport, *, rank: int) -> None:
-    """Write the trace of a save or load into `folder`, unless it is None.
+def write_trace_file(folder: Path, what: str, report: SaveReport | LoadReport, *, rank: int) -> None:
+    """Write the trace of a save or load into `folder`.
 
     A failure is only logged, because the save or load itself has succeeded.
     """
-    if folder is None:
-        return
     try:
         folder.mkdir(parents=True, exist_ok=True)
         report.write_trace(str(folder / f"{what}-{report.step or 0:08d}-rank{rank:05d}.json"), rank=rank)

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import functools
+import operator
 import os
 import shutil
 import stat
@@ -135,7 +136,7 @@ class LocalStore(Store):
     def list(self, path: str = "", *, recursive: bool = False) -> _Infos:
         found: _Infos = []
         self._scan(path, found, recursive=recursive)
-        return sorted(found, key=lambda item: item.path)
+        return sorted(found, key=operator.attrgetter("path"))
 
     def _scan(self, path: str, found: _Infos, *, recursive: bool) -> None:
         full = self.path_of(path)

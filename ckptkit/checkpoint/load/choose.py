@@ -255,7 +255,8 @@ class Loader:
 
     def _announce_load(self, report: LoadReport) -> None:
         if self._coordinator.is_main:
-            _log.info("%s", report.line())
+            if _log.isEnabledFor(logging.INFO):
+                _log.info("%s", report.line())
             reasons: dict[str, list[str]] = {}
             for name, reason in report.skipped.items():
                 reasons.setdefault(reason, []).append(name)
@@ -264,8 +265,10 @@ class Loader:
                 _log.info("not loaded (%s): %s%s", reason, ", ".join(names[:5]), more)
             for note in report.notes:
                 _log.log(logging.WARNING if note.startswith("not proved: ") else logging.INFO, "%s", note)
-            _log.debug("step %s: %s", report.step, report.phase_line())
-        write_trace_file(self._trace, "load", report, rank=self._coordinator.rank)
+            if _log.isEnabledFor(logging.DEBUG):
+                _log.debug("step %s: %s", report.step, report.phase_line())
+        if self._trace is not None:
+            write_trace_file(self._trace, "load", report, rank=self._coordinator.rank)
 
 
 def _is_url(which: str) -> bool:

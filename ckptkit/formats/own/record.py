@@ -63,7 +63,6 @@ _FORMAT = re.compile(r"ckptkit/([0-9]{1,6})")
 _STEP = re.compile(r"step_([0-9]{8,18})")
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=-]{0,127}")  # "=" occurs in Lightning's "epoch=1-step=40.ckpt"
 _NONCE = re.compile(r"[0-9a-f]{16}")
-_DIGEST = re.compile(r"[0-9a-f]{16}")
 _MAX_STEP = 10**18 - 1
 _RESERVED = frozenset({"latest", "best", RECORD_NAME, MANIFEST_NAME})
 _NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -256,7 +255,7 @@ class CommitRecord:
         if not isinstance(body, dict):
             raise CorruptCheckpointError(f"{file} contains a JSON {type(body).__name__}, expected an object.")
         _check_format(body, file)
-        stated = _field(body, "self", _matching(rf"{DIGEST}:[0-9a-f]{{16}}"), file)
+        stated = _field(body, "self", _SELF, file)
         found = _self_digest({name: value for name, value in body.items() if name != "self"})
         if stated != found:
             raise IntegrityError(
@@ -277,32 +276,27 @@ class CommitRecord:
         return record
 
 
-# What a field must be: in words, and as a test on the parsed JSON.
-_Check = tuple[str, Callable[[Any], Any]]
+# What a field must be: in words, its types in Python, and a test that returns None or False for a wrong value.
+_Check = tuple[str, tuple[type, ...], Callable[[Any], Any] | None]
 
 
 def _whole(most: int) -> _Check:
-    return f"a whole number from 0 to {most}", lambda value: type(value) is int and 0 <= value <= most
+    return f"a whole number from 0 to {most}", (int,), range(most + 1).__contains__
 
 
 def _matching(pattern: str) -> _Check:
-    return f"a string that matches {pattern}", lambda value: isinstance(value, str) and re.fullmatch(pattern, value)
+    return f"a string that matches {pattern}", (str,), re.compile(pattern).fullmatch
 
 
 def _is_metric(value: Any) -> bool:
-    if isinstance(value, str):
-        return value in _NOT_FINITE
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 2**1023
+    return value in _NOT_FINITE if isinstance(value, str) else abs(value) < 2**1023
 
 
 def _is_objective(value: Any) -> bool:
-    pair = isinstance(value, list) and len(value) == 2
-    return value is None or (pair and isinstance(value[0], str) and value[1] in ("min", "max"))
+    return len(value) == 2 and isinstance(value[0], str) and value[1] in ("min", "max")
 
 
 def _is_mesh(mesh: Any) -> bool:
-    if not isinstance(mesh, dict):
-        return mesh is None
     shape, names = mesh.get("shape"), mesh.get("names")
     if not isinstance(shape, list) or not isinstance(names, list) or len(shape) != len(names):
         return False
@@ -310,25 +304,40 @@ def _is_mesh(mesh: Any) -> bool:
     return sizes and all(isinstance(name, str) for name in names)
 
 
-_TEXT: _Check = "a string", lambda value: isinstance(value, str)
-_TEXT_OR_NONE: _Check = "a string or null", lambda value: value is None or isinstance(value, str)
-_TABLE: _Check = "an object", lambda value: isinstance(value, dict)
-_METRIC: _Check = "a number", _is_metric
+def _time_text(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+
+
+def _time_value(text: Any) -> float | None:
+    try:
+        return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=timezone.utc).timestamp()
+    except (TypeError, ValueError):
+        return None
+
+
+_NULL = type(None)
+_TEXT: _Check = "a string", (str,), None
+_TEXT_OR_NONE: _Check = "a string or null", (str, _NULL), None
+_TABLE: _Check = "an object", (dict,), None
+_METRIC: _Check = "a number", (int, float, str), _is_metric
+_SELF = _matching(rf"{DIGEST}:[0-9a-f]{{16}}")
+_HEX = _matching("[0-9a-f]{16}")
+_BYTES = _whole(2**62)
 _FIELDS: Mapping[str, _Check] = {
     "step": _whole(_MAX_STEP),
     "tag": _TEXT_OR_NONE,
     "save_id": _matching(_NONCE.pattern),
     "sequence": _whole(2**62),
     "data": _matching(f"({_NONCE.pattern})?"),
-    "created": ("a time like 2026-01-31T12:00:00.000000Z", lambda value: _time_value(value) is not None),
+    "created": ("a time like 2026-01-31T12:00:00.000000Z", (str,), _time_value),
     "state_dict_type": _matching("[a-z][a-z0-9_]{0,31}"),
     "world_size": _whole(2**31),
-    "mesh": ('one size per name: {"shape": [2, 4], "names": ["replicate", "shard"]}', _is_mesh),
+    "mesh": ('one size per name: {"shape": [2, 4], "names": ["replicate", "shard"]}', (dict, _NULL), _is_mesh),
     "manifest": _TEXT_OR_NONE,
-    "total_bytes": _whole(2**62),
+    "total_bytes": _BYTES,
     "metrics": _TABLE,
-    "objective": ("[metric, 'min' or 'max']", _is_objective),
-    "client_state": ("JSON", lambda value: True),
+    "objective": ("[metric, 'min' or 'max']", (list, _NULL), _is_objective),
+    "client_state": ("JSON", (dict, list, str, int, float, bool, _NULL), None),
     "writer": _TABLE,
     "versions": _TABLE,
     "extra": _TABLE,
@@ -340,10 +349,11 @@ def _field(body: Mapping[str, Any], name: str, check: _Check, file: str) -> Any:
     """Return a field of the JSON object that error messages call `file`. Raises CorruptCheckpointError."""
     if name not in body:
         raise CorruptCheckpointError(f"{file}: the field {name!r} is missing.")
-    expected, fits = check
-    if not fits(body[name]):
-        raise CorruptCheckpointError(f"{file}: {name} is {body[name]!r:.120}, expected {expected}.")
-    return body[name]
+    value, (expected, types, test) = body[name], check
+    found = test(value) if test is not None and value is not None and type(value) in types else True
+    if type(value) not in types or found is None or found is False:
+        raise CorruptCheckpointError(f"{file}: {name} is {value!r:.120}, expected {expected}.")
+    return value
 
 
 def _check_format(body: Mapping[str, Any], file: str) -> None:
@@ -382,8 +392,8 @@ def _files(table: Mapping[str, Any], file: str) -> Mapping[str, FileRecord]:
             raise UnsafePathError(f"{file}: {error}") from error
         _field(table, path, _TABLE, f"{file}: files")
         where, outlined = f"{file}: files[{path!r}]", "outline" in item and DIGEST not in item
-        digest = _field(item, "outline" if outlined else DIGEST, _matching(_DIGEST.pattern), where)
-        files[path] = FileRecord(_field(item, "nbytes", _whole(2**62), where), digest, outlined)
+        digest = _field(item, "outline" if outlined else DIGEST, _HEX, where)
+        files[path] = FileRecord(_field(item, "nbytes", _BYTES, where), digest, outlined)
     return files
 
 
@@ -440,17 +450,6 @@ def _number_text(name: str, value: Any) -> float | str:
             "if it has no value yet."
         ) from error
     return number if math.isfinite(number) else str(number)
-
-
-def _time_text(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-
-
-def _time_value(text: Any) -> float | None:
-    try:
-        return datetime.strptime(text, "%Y-%m-%dT%H:%M:%S.%fZ").replace(tzinfo=timezone.utc).timestamp()
-    except (TypeError, ValueError):
-        return None
 
 
 # --- reading from a store
