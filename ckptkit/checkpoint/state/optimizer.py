@@ -198,7 +198,7 @@ class _Capturing:
         import torch
 
         self.captured.tensors[fqn, name], held = placed(value, parameter, name, self.shards)
-        if held is None and (value.dim() == 0 or fqn not in self.captured.cut):
+        if held is None and (fqn not in self.captured.cut or value.dim() == 0):
             return
         key = f"{self.what}.state.{fqn}.{name}"
         if held != SHARD and type(value) is torch.Tensor:
