@@ -99,7 +99,7 @@ def owner_files(parent: LocalStore, staging: str) -> list[str]:
     """Return a staging directory's owner files, rank 0's first."""
     pattern = re.compile(re.escape(staging) + r"(?:\.[0-9]{1,6})?\.owner", re.DOTALL)
     found = [item.path for item in parent.list() if pattern.fullmatch(item.path)]
-    return sorted(found, key=lambda path: path != owner_path(staging))
+    return sorted(found, key=len)  # rank 0's name has no number
 
 
 @dataclass(frozen=True, slots=True)

@@ -315,7 +315,12 @@ class _Opening:
             return views[-1]
 
         self.lease = self._lease(look if self.root.asking_costs else None)
-        self._take_turn(self.lease)
+        self._has_turn = self.lease.turn.acquire(timeout=min(self._patience_s, threading.TIMEOUT_MAX))
+        if not self._has_turn:
+            raise LeaseHeldError(
+                f"{self.root.url}: another save of this process did not end within {self._patience_s:g} s; nothing was "
+                "written. Wait for it, or give the manager a longer timeout_s."
+            )
         name = checkpoint_name(first.step, first.tag)
         save_id = self.lease.new_attempt() if self.root.asking_costs else new_nonce()
         place = place_of(self.root, name, save_id)
@@ -375,14 +380,6 @@ class _Opening:
         """Wait for the checks that must precede a commit. Their errors propagate."""
         if self._settling is not None:
             self._settling.result()
-
-    def _take_turn(self, lease: Lease) -> None:
-        self._has_turn = lease.turn.acquire(timeout=min(self._patience_s, threading.TIMEOUT_MAX))
-        if not self._has_turn:
-            raise LeaseHeldError(
-                f"{self.root.url}: another save of this process did not end within {self._patience_s:g} s; nothing was "
-                "written. Wait for it, or give the manager a longer timeout_s."
-            )
 
     def end_attempt(self) -> None:
         """Record in the lease whether this attempt was committed, before the next attempt begins."""
@@ -542,7 +539,12 @@ class SaveAttempt:
         """
         with WorkerPool(2, thread_name_prefix="ckptkit-hints") as self._hints:
             try:
-                outcome = Outcome((self._durable(files), payload))
+                # 3. Invariant: if a rank reports success, its files are durable, in the store that rank 0 will check.
+                self._place.look()
+                if self.coordinator.world_size > 1 or not self.root.asking_costs:
+                    self._place.sync(files)
+                    self._place.check_own(files)  # a single rank on an object store checks later, in `_publish`
+                outcome = Outcome((dict(files), payload))
             except BaseException as error:  # noqa: BLE001  the boundary of a rank: `settle` raises it
                 outcome = Outcome.of_error(error)
             slim: CommitRecord = self._settle(outcome, partial(self._publish, record_fields, complete))
@@ -568,14 +570,6 @@ class SaveAttempt:
             return self.coordinator.settle(outcome, f"saving {self.name}", then=publish)
         finally:
             self._opening.close()  # does nothing on ranks other than 0
-
-    def _durable(self, files: Mapping[str, FileRecord]) -> dict[str, FileRecord]:
-        # 3. Invariant: if a rank reports success, its files are durable, and in the store that rank 0 will check.
-        self._place.look()
-        if self.coordinator.world_size > 1 or not self.root.asking_costs:
-            self._place.sync(files)
-            self._place.check_own(files)
-        return dict(files)  # a single rank on an object store checks later, in `_publish`
 
     def _publish(
         self,

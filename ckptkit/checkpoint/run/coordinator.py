@@ -35,7 +35,7 @@ class Outcome:
     Attributes:
         kind: The class name of a ckptkit error, so that every rank can raise that class.
         causes: In the result for all ranks: each failed rank's error.
-        cause: The exception itself, on the rank that raised it.
+        cause: The exception itself, on the rank that raised it. It is not sent to other ranks.
         interrupted: Whether the rank was lost or stopped by Ctrl-C. In the result for all ranks: whether that is true
             of every failed rank.
     """
@@ -64,10 +64,6 @@ class Outcome:
         kind = type(error).__name__ if known else ""
         return cls(error=text[:20_000], kind=kind, cause=error, interrupted=stopped)
 
-    def message(self) -> Outcome:
-        """Return the outcome without the exception object, ready to be sent to other ranks."""
-        return dataclasses.replace(self, cause=None)
-
 
 class Coordinator:
     """Coordinates the ranks of a job. All ranks must call its methods in the same order.
@@ -87,6 +83,8 @@ class Coordinator:
             raise UsageError(f"timeout_s is {timeout_s!r}, expected more than 0 seconds.")
         self.timeout_s = timeout_s
         self.rank, self.world_size = 0, 1
+        self.is_main = True
+        """Whether this is rank 0, which decides and publishes."""
         self.group: Any = None  # the gloo group; None with a single rank
         self._parent = group
         self._ranks: list[int] = [0]  # each rank's number in the default group
@@ -103,6 +101,7 @@ class Coordinator:
 
         self._ranks = dist.get_process_group_ranks(self._parent or dist.group.WORLD)
         self.rank, self.world_size = dist.get_rank(self._parent), len(self._ranks)
+        self.is_main = self.rank == 0
         if self.rank < 0:
             raise UsageError("this rank is not in the given group; only ranks of the group may save.")
         if self.world_size > 1:
@@ -118,11 +117,6 @@ class Coordinator:
                     f"rank {self.rank}: the {self.world_size} ranks could not connect to each other: a rank died, "
                     f"hung, or did not make this call ({_reason(error)})."
                 ) from error
-
-    @property
-    def is_main(self) -> bool:
-        """Whether this is rank 0, which decides and publishes. Not collective."""
-        return self.rank == 0
 
     @property
     def step(self) -> int:
@@ -208,9 +202,9 @@ class Coordinator:
         value = None
         if self.is_main:
             verdict, value, outcome = self._judge(outcome, what, then)
-            self._tell_all(verdict.message())
+            self._tell_all(verdict)
         else:
-            self._tell_main(outcome.message())
+            self._tell_main(outcome)
             verdict = self._hear()
         if isinstance(outcome.cause, _STOPS):
             raise outcome.cause
@@ -226,7 +220,7 @@ class Coordinator:
         if self.is_main:
             own = Outcome.of(fn)
             verdict = own if own.error is None or own.kind else _verdict(what, {0: own})
-            self._tell_all(verdict.message())
+            self._tell_all(verdict)
             if own.cause is not None and (isinstance(own.cause, (CkptkitError, *_STOPS))):
                 raise own.cause
         else:
@@ -376,15 +370,17 @@ class Coordinator:
         self._kept.append((header, body, works))
         return works, reached
 
-    def _tell_main(self, value: Any) -> None:
+    def _tell_main(self, outcome: Outcome) -> None:
         # Don't wait, because rank 0 may be busy. If the message is lost, `_hear` notices that rank 0 does not answer.
-        self._post(value, [0])
+        self._post(dataclasses.replace(outcome, cause=None), [0])
 
-    def _tell_all(self, value: Any) -> None:
-        others = list(range(1, self.world_size))
-        if others and (self._broken or not self._send(value, others, self.timeout_s)):
+    def _tell_all(self, verdict: Outcome) -> None:
+        if self.world_size == 1:
+            return
+        message = dataclasses.replace(verdict, cause=None)
+        if self._broken or not self._send(message, list(range(1, self.world_size)), self.timeout_s):
             with contextlib.suppress(RuntimeError):
-                self._board().set(self._key(), pickle.dumps((value, self._broken)))
+                self._board().set(self._key(), pickle.dumps((message, self._broken)))
 
     def _hear(self) -> Any:
         """Return rank 0's message. If the connection broke, return the message that rank 0 posted in the store."""

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ckptkit.errors import SaveError
 from ckptkit.formats.own.record import CommitRecord
@@ -21,12 +21,12 @@ _lock = threading.Lock()
 _shared: dict[tuple[int, str], _Shared] = {}  # by process id (a fork holds no leases) and root
 
 
+@dataclass(slots=True, eq=False)
 class _Shared:
     """This process's lease on a root, and the number of managers that use it."""
 
-    def __init__(self, lease: Lease) -> None:
-        self.lease = lease
-        self.users = 0
+    lease: Lease
+    users: int = 0
 
 
 class RunHold:

@@ -72,9 +72,10 @@ def clear(root: Store, path: str) -> list[str]:
     listed = place.list(recursive=True)
     ours = {item.path for item in listed if item.kind == "file" and may_be_saved(item.path)}
     place.delete(sorted(ours))
-    root.end_uploads(root.unfinished_uploads(path))
     if is_directory(place):
         place.remove_empty_directories()
+    else:
+        root.end_uploads(root.unfinished_uploads(path))
     left = [item.path for item in listed if item.path not in ours]
     if left:
         shown = ", ".join(left[:5]) + (f", ... ({len(left)} in all)" if len(left) > 5 else "")

@@ -198,7 +198,8 @@ class Saver:
             UsageError: The ranks want to save different steps.
         """
         clock = PhaseClock()
-        self._open_transfers(request)
+        if request.state_dict_type is StateDictType.FULL and self._transfers is None:
+            self._open_transfers()
         captured = Captured()
         with clock.phase("plan"):
             try:
@@ -206,7 +207,8 @@ class Saver:
                 check_flags(overwrite=request.overwrite)
                 if self._coordinator.is_main:  # other ranks' metrics and client state are not written
                     check_given(request.metrics or {}, request.client_state)
-                    self._check_ranked(request)
+                    if self._objective is not None and not self._ranked:
+                        self._check_ranked(request, self._objective[0])
                 overwrite = request.overwrite or checkpoint_name(request.step, request.tag) in request.given_up
                 # Copy them, because training continues before the record is written.
                 metrics, client_state = dict(request.metrics or {}), copy.deepcopy(request.client_state)
@@ -296,14 +298,11 @@ class Saver:
 
     # --- steps
 
-    def _check_ranked(self, request: SaveRequest) -> None:
+    def _check_ranked(self, request: SaveRequest, metric: str) -> None:
         """Check that the save has `keep_best`'s metric. Raise if it has no metrics, and warn if it has only others.
 
-        Does nothing after a save with metrics, because the last save before a job ends may have none.
+        Call it until a save has metrics: later ones may have none, as the last save before a job ends.
         """
-        if self._objective is None or self._ranked:
-            return
-        metric = self._objective[0]
         if request.metrics is None:
             raise UsageError(
                 f"keep_best ranks checkpoints by {metric!r}, but this save has no metrics. Pass metrics={{{metric!r}: "
@@ -451,19 +450,18 @@ class Saver:
             self._keepers = {**(self._keepers or {}), **found}
         return anywhere
 
-    def _open_transfers(self, request: SaveRequest) -> None:
-        """Create the group for gathering full tensors if this is the first FULL save. Collective."""
-        if request.state_dict_type is not StateDictType.FULL or self._coordinator.group is None:
+    def _open_transfers(self) -> None:
+        """Create the group for gathering full tensors, if there are several ranks. Collective."""
+        if self._coordinator.group is None:
             return
-        if self._transfers is None:
-            import torch.distributed as dist
+        import torch.distributed as dist
 
-            ranks = dist.get_process_group_ranks(self._coordinator.group)
-            # With local synchronization torch names the group after its ranks, so a second group would get the same
-            # name and find what the first left behind. Use it only for a subset of the ranks, which needs it.
-            alone = len(ranks) != dist.get_world_size()
-            timeout = timedelta(seconds=self._coordinator.timeout_s)
-            self._transfers = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=alone)
+        ranks = dist.get_process_group_ranks(self._coordinator.group)
+        # With local synchronization torch names the group after its ranks, so a second group would get the same
+        # name and find what the first left behind. Use it only for a subset of the ranks, which needs it.
+        alone = len(ranks) != dist.get_world_size()
+        timeout = timedelta(seconds=self._coordinator.timeout_s)
+        self._transfers = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=alone)
 
     def _drop_transfers(self) -> None:
         """Forget the group without destroying it, which could wait for messages and would free its name for reuse."""

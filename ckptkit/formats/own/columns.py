@@ -60,7 +60,8 @@ class Columns:
 
 def pack(arrays: Mapping[str, Column], header: Mapping[str, Any]) -> bytes:
     """Pack columns and a JSON header into bytes. Putting wider columns first aligns all of them."""
-    order = sorted(arrays, key=lambda name: (-arrays[name].dtype.itemsize, name))
+    widths = {name: arrays[name].dtype.itemsize for name in sorted(arrays)}
+    order = sorted(widths, key=widths.__getitem__, reverse=True)  # stable: columns of equal width stay sorted by name
     fields: dict[str, Any] = {"__metadata__": {_KEY: json.dumps(header, separators=(",", ":"), allow_nan=False)}}
     at, parts = 0, []
     for name in order:
