@@ -236,14 +236,10 @@ def without_subclass(tensor: torch.Tensor) -> torch.Tensor:
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return a DTensor's local part, or any other tensor itself. Unlike `to_local`, it does not create a view."""
-    if type(tensor) in _plain_types():
+    local: torch.Tensor | None = getattr(tensor, "_local_tensor", None)
+    if local is None:
         return tensor
-    from torch.distributed.tensor import DTensor
-
-    if not isinstance(tensor, DTensor):
-        return tensor
-    local: torch.Tensor = tensor._local_tensor
-    return local if type(local) in _plain_types() else tensor.to_local()
+    return local if type(local) in _plain_types() else tensor.to_local()  # type: ignore[attr-defined]
 
 
 def own_memory(tensor: Any) -> Any:
