@@ -604,7 +604,7 @@ class CheckpointManager:
             url=f"{self.url}/{record.name}",
             step=record.step,
             total_bytes=record.total_bytes,
-            rank_bytes=prepared.plan.nbytes,
+            rank_bytes=prepared.written,
             stall_seconds=seconds if stall is None else stall,
             seconds=seconds,
             deleted=deleted,

@@ -118,6 +118,7 @@ class Prepared:
         failure: An error on this rank after the capture; `publish` reports it to all ranks.
         staged: Copies of `plan.tensors`; None if they were not staged.
         tellers: The ranks that send optimizers and modules that rank 0 lacks (pipeline stages).
+        written: Bytes of the files that this rank wrote.
     """
 
     request: SaveRequest
@@ -131,6 +132,7 @@ class Prepared:
     failure: Exception | None = None
     staged: Sequence[torch.Tensor] | None = None
     tellers: tuple[int, ...] = ()
+    written: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +261,7 @@ class Saver:
             try:
                 written = plan.write(attempt.store, prepared.staged, sync=self._sync)
                 clock.add_in_turn(written.phases)
+                prepared.written = sum(item.nbytes for item in written.files.values())
                 if prepared.failure is not None:
                     raise prepared.failure
                 shared = {key: tree for key, tree in prepared.objects.items() if not key.startswith("optimizer")}
@@ -387,7 +390,9 @@ class Saver:
         )
         records = {path: FileRecord(len(data), hex_digest_of(data)) for path, data in small.items()}
         found = {**files, **records}
-        prepared.clock.add("index", time.perf_counter() - started, sum(item.nbytes for item in found.values()))
+        nbytes = sum(item.nbytes for item in found.values())
+        prepared.written += nbytes
+        prepared.clock.add("index", time.perf_counter() - started, nbytes)
         return found
 
     # --- communication
