@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -28,6 +28,7 @@ from ckptkit.storage.retry import patient
 from ckptkit.units import parse_size
 
 if TYPE_CHECKING:
+    from ckptkit.catalog.entry import Catalog
     from ckptkit.formats.detect import Source
     from ckptkit.keymaps.keymap import NameMap
     from ckptkit.offline.export.base import BaseModel
@@ -224,7 +225,7 @@ def write(src: str, source: Source, export: HFExport, options: ExportOptions, ou
     )  # fmt: skip
     report = ConvertReport(
         src, output.dst, source.url, source.catalog.info.format, to, plan,
-        tensors=len(export.tensors), nbytes=plan.nbytes, notes=_notes(source, plan), dry_run=how.dry_run,
+        tensors=len(export.tensors), nbytes=plan.nbytes, notes=_notes(source, export, plan), dry_run=how.dry_run,
         faults=export.faults, serving=_serving(export, options, output.dst) if to == "hf" else "",
     )  # fmt: skip
     return conclude(
@@ -355,14 +356,29 @@ def _lay_out(source: Source, export: HFExport, place: OutputPlace, output: Outpu
     return hf_files(catalog, tensors, max_shard_size=output.max_shard_size), None
 
 
-def _notes(source: Source, plan: Plan) -> tuple[str, ...]:
+def _notes(source: Source, export: HFExport, plan: Plan) -> tuple[str, ...]:
     notes = [item.note for item in source.checkpoints if item.note]
     notes += [note for item in source.checkpoints for note in item.catalog.info.notes]
     notes += plan.notes
+    written = {name for tensor in export.tensors for name in tensor.sources}
+    written |= {name.partition(":")[2] for name in written if source.joined}
+    tied = list(dict.fromkeys(pair for item in source.checkpoints for pair in _tied(item.catalog, written)))
+    if tied:
+        more = f", ... ({len(tied)})" if len(tied) > 3 else ""
+        notes.append(f"tied in the source, and written under one name only: {', '.join(tied[:3])}{more}")
     if plan.leftovers:
         counts = (f"{len(names)} ({reason}{_groups(names, reason)})" for reason, names in plan.left_over().items())
         notes.append(f"tensors skipped: {', '.join(counts)}")
     return tuple(dict.fromkeys(notes))
+
+
+def _tied(catalog: Catalog, written: Collection[str]) -> Iterator[str]:
+    """Yield "A is B" for each name A of a written tensor that the source stores only as B."""
+    tables = catalog.info.extra.get("aliases", {})
+    for section, table in tables.items() if isinstance(tables, Mapping) else ():
+        for name, holder in table.items() if isinstance(table, Mapping) else ():
+            if f"{section}.{holder}" in written:
+                yield f"{name} is {holder}"
 
 
 def _groups(names: Sequence[str], reason: str) -> str:
