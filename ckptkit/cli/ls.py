@@ -75,10 +75,10 @@ def _lines(listing: Listing, *, every: bool) -> list[str]:
     lines.append(f"{count} checkpoint{'s' * (count != 1)}, {format_size(listing.total_bytes)}{absent}")
     hidden = len(listing.checkpoints) - len(shown)
     if hidden:
-        what = "directory is not a checkpoint" if hidden == 1 else "directories are not checkpoints"
-        lines.append(f"{hidden} other {what}: {command_line('ls', '--all', listing.url)}")
+        what = "directory is" if hidden == 1 else "directories are"
+        lines.append(f"{hidden} other {what} skipped; to see why: {command_line('ls', '--all', listing.url)}")
     if every and listing.foreign:
-        lines.append(f"not created by ckptkit, never touched: {', '.join(listing.foreign)}")
+        lines.append(f"not checkpoints of this run, never touched: {', '.join(listing.foreign)}")
     return lines
 
 

@@ -259,5 +259,6 @@ def nothing_of_ours(url: str, inventory: Inventory, root: Store) -> str:
         first, more = found_here[0].path, f", and {len(found_here) - 1} more" * (len(found_here) > 1)
         see = command_line("ls", "--all", url)
         return f"{url} contains no usable checkpoint, only {first}{more}. To see what is wrong: {see}"
-    others = f" It contains {', '.join(inventory.foreign[:5])}." if inventory.foreign else " It is empty."
+    more = ", ..." if len(inventory.foreign) > 5 else ""
+    others = f" It contains {', '.join(inventory.foreign[:5])}{more}." if inventory.foreign else " It is empty."
     return f"{url} contains no ckptkit checkpoint.{others} {look}"

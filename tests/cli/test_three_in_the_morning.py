@@ -101,7 +101,7 @@ def test_ls_shows_step_directories_without_a_record(root: Path) -> None:
     shown = run("ls", root).output
     assert "step_00000300" in shown
     assert "no checkpoint.json" in shown
-    assert f"1 other directory is not a checkpoint: ckptkit ls --all {root}" in shown
+    assert f"1 other directory is skipped; to see why: ckptkit ls --all {root}" in shown
     assert "copy" in run("ls", "--all", root).output
 
 
