@@ -211,6 +211,8 @@ def conclude(
     facts = [str(copied.covered)]
     if copied.records:
         facts.append(f"{copied.records} source digest{'s' * (copied.records != 1)} checked")
+    elif not how.check:
+        facts.append("source digests not checked (--no-check)")
     if outcome.masters:
         facts.append(f"{outcome.masters} weight{'s' * (outcome.masters != 1)} equal to the cast fp32 master")
     if compared:

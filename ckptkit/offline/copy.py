@@ -389,12 +389,14 @@ def _below(source: Source, src: str, dst: str, how: How) -> str:
 def _check_complete(source: Source, *, check: bool) -> None:
     """Raise if a file is missing or truncated. Incomplete checkpoints are not copied."""
     for problem in file_problems(source.store, source.catalog):
-        raise IncompleteCheckpointError(f"{problem.message} Nothing was copied.")
+        raise IncompleteCheckpointError(f"{problem.message} Nothing of this checkpoint was copied.")
     if not check:
         return
     check_committed(source)
     for _, message in find_gaps(source.store, source.catalog, quick=True):
-        raise IncompleteCheckpointError(f"{message} Nothing was copied. To copy it anyway: --no-check.")
+        raise IncompleteCheckpointError(
+            f"{message} Nothing of this checkpoint was copied. To copy it anyway: --no-check."
+        )
 
 
 def _place(what: _Contents, url: str, dst: str, how: How) -> OutputPlace:
@@ -540,7 +542,8 @@ def _copy_run(src: str, dst: str, inventory: Inventory, how: How, reading: ReadO
         name, first = next(iter(damaged.items()))
         more = f" Also not copied: {', '.join(list(damaged)[1:4])}." if len(damaged) > 1 else ""
         raise type(first)(
-            f"{name} was not copied; {dst} has {len(copies)} other complete checkpoints.{more} {first}"
+            f"{name} was not copied; {dst} has {len(copies)} other complete checkpoint{'s' * (len(copies) != 1)}."
+            f"{more} {first}"
         ) from first
     return replace(
         report,

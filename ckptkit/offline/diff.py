@@ -244,7 +244,7 @@ class _Side:
         source = open_pinned(url, storage_options=storage_options)
         committed = "digests" in source.catalog.info.extra  # in other formats, reading detects a missing file
         for problem in file_problems(source.store, source.catalog) if committed else ():
-            raise IncompleteCheckpointError(f"{problem.message} To list all problems: {command_line('verify', url)}")
+            raise IncompleteCheckpointError(problem.message)
         opaque = source.catalog.opaque()
         readable = [entry for name, entry in source.catalog.tensors.items() if name not in opaque]
         small = {entry.name: _pieces(entry) for entry in readable if entry.nbytes <= _SMALL}

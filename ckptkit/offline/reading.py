@@ -182,7 +182,7 @@ def _placed(error: Exception, sources: Sequence[Source]) -> Exception:
         return error
     urls = list(dict.fromkeys(source.url for source in where))
     told.checkpoint = urls[0] if len(urls) == 1 else ""
-    see = command_line("verify", urls[0])
+    see = "; ".join(command_line("verify", url) for url in urls)
     told.args = (f"{told} It is part of {' or of '.join(urls)}. To see all damage: {see}",)
     return told
 

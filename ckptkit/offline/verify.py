@@ -234,7 +234,7 @@ def check_committed(source: Source) -> None:
             raise IntegrityError(f"{found.message} {_ANYWAY}")
 
 
-_ANYWAY = "To use the readable part anyway: --no-check."
+_ANYWAY = "To use the tensors that can be read, unchecked: --no-check, with --include or --exclude if some cannot."
 
 
 def _beside_tensors(catalog: Catalog) -> list[Check]:

@@ -224,8 +224,8 @@ class LocalStore(Store):
                 done += got
         if done != len(view):
             raise IncompleteCheckpointError(
-                f"{self.path_of(path)}: the file ends at byte {start + done}, but bytes up to {start + len(view)} "
-                "are needed. It is truncated."
+                f"{self.path_of(path)}: the file has {os.fstat(fd).st_size} bytes, but bytes up to "
+                f"{start + len(view)} are needed. It is truncated."
             )
 
     def read_many(self, reads: Sequence[ReadInto], *, workers: int = 0) -> None:

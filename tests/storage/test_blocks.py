@@ -105,7 +105,7 @@ def test_small_reads_far_apart_in_order_use_blocks(store: Counting, monkeypatch:
 def test_a_range_past_the_end_reports_a_short_file(store: Counting) -> None:
     reader = BlockReader(store)
     for start in (49_990, 60_000):
-        with pytest.raises(IncompleteCheckpointError, match="a: the file ends"):
+        with pytest.raises(IncompleteCheckpointError, match="a: the file has"):
             reader.read_into("a", start, memoryview(bytearray(20)))
 
 

@@ -89,10 +89,14 @@ def metadata_files(listing: Mapping[str, FileInfo]) -> list[str]:
     unfinished = f"{METADATA}.tmp" in listing
     data = any(_DATA_FILE.fullmatch(name) for name in listing)
     if unfinished or data:
-        raise IncompleteCheckpointError(
-            f"{METADATA} is missing{' (only .metadata.tmp is there)' if unfinished else ''}: the save did not finish. "
-            "Use an older checkpoint of this run."
-        )
+        if unfinished:
+            why = " (only .metadata.tmp is there): the save did not finish. Use an older checkpoint of this run."
+        else:
+            why = (
+                ": the save did not finish, or a copy left out this hidden file, as `cp DIR/*` does. Copy it from the "
+                "original, or use an older checkpoint of this run."
+            )
+        raise IncompleteCheckpointError(f"{METADATA} is missing{why}")
     text = "there is no .metadata and no __0.metadata: this is not a DCP checkpoint."
     steps = [(step, name) for name in listing if (step := step_of_name(name)) is not None]
     raise CheckpointNotFoundError(

@@ -175,8 +175,8 @@ def _read_on(descriptor: int, path: str, start: int, view: memoryview, done: int
         got = os.preadv(descriptor, [view[done:]], start + done)
         if got == 0:
             raise IncompleteCheckpointError(
-                f"{path}: the file ends at byte {start + done}, but bytes up to {start + len(view)} are needed. "
-                "It is truncated."
+                f"{path}: the file has {os.fstat(descriptor).st_size} bytes, but bytes up to {start + len(view)} are "
+                "needed. It is truncated."
             )
         done += got
 
