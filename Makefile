@@ -104,7 +104,7 @@ docs: .venv/docs.stamp
 	touch $@
 
 .venv/test.stamp: pyproject.toml tests/constraints.txt | .venv/bin/python
-	$(PIP) -e '.[test]'
+	$(PIP) -e '.[test,optimizers]'
 	touch $@
 
 .venv/dev.stamp: pyproject.toml tests/constraints.txt | .venv/bin/python

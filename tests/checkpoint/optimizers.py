@@ -1,12 +1,13 @@
 """Optimizers with states of every shape, and a model with few parameters.
 
-The optimizers in this file keep the same kinds of state as their namesakes (lists of factors, projectors, per-row
-vectors, numbers in the group); their arithmetic is simplified.
+Most are those of libraries. The ones that are written here keep states of kinds that no library keeps under
+fully_shard (factors of a rank's shard, per-row vectors); their arithmetic is simplified.
 """
 
 from __future__ import annotations
 
 import collections
+import importlib
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
@@ -25,13 +26,14 @@ LR = 0.01
 class Net(nn.Module):
     """Shards are uneven on three ranks; on two, a shard of `square` has the shape of one of its factors."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_even: bool = False) -> None:
         super().__init__()
-        self.up = nn.Linear(6, 14)
-        self.down = nn.Linear(14, 6)
-        self.pre = nn.Linear(6, 4, bias=False)
-        self.square = nn.Linear(4, 8, bias=False)
-        self.post = nn.Linear(8, 6, bias=False)
+        up, pre, square = (12, 6, 12) if is_even else (14, 4, 8)
+        self.up = nn.Linear(6, up)
+        self.down = nn.Linear(up, 6)
+        self.pre = nn.Linear(6, pre, bias=False)
+        self.square = nn.Linear(pre, square, bias=False)
+        self.post = nn.Linear(square, 6, bias=False)
         self.unused = nn.Parameter(torch.ones(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -86,40 +88,15 @@ class Lamb(Written):
         p.sub_(moment * ratio, alpha=group["lr"])
 
 
-class ScheduleFree(Written):
-    settings: ClassVar[dict[str, Any]] = {
-        "train_mode": True,
-        "k": 0,
-        "lr_max": -1.0,
-        "weight_sum": 0.0,
-        "betas": (0.9, 0.999),
-        "named": None,
-    }
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            group["k"] += 1
-            group["lr_max"] = max(group["lr_max"], group["lr"] / group["k"])
-            group["weight_sum"] += group["lr_max"] ** 2
-            group["scheduled_lr"] = group["lr"] / group["k"]  # not in the group before the first step
-        super().step()
-
-    def update(self, p: Any, grad: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
-        z = state.setdefault("z", p.clone())
-        p.lerp_(z, 1.0 / group["k"])
-        z.sub_(grad, alpha=group["lr"] * group["weight_sum"] ** 0.5)
-
-
 class Prodigy(Written):
-    """A learning rate estimated from all parameters. `of`: "whole" tensors, or the "local" shards of this rank."""
+    """A learning rate estimated from the shards of this rank."""
 
-    settings: ClassVar[dict[str, Any]] = {"d": 1e-6, "d_max": 1e-6, "d_numerator": 0.0, "of": "whole"}
+    settings: ClassVar[dict[str, Any]] = {"d": 1e-6, "d_max": 1e-6, "d_numerator": 0.0}
 
     def update(self, p: Any, grad: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
         state.setdefault("p0", p.clone())
         state.setdefault("s", torch.zeros_like(p)).add_(grad, alpha=group["d"])
-        part = whole if group["of"] == "whole" else local
-        group["d_numerator"] += part(grad * (p - state["p0"] + 1.0)).sum().item()
+        group["d_numerator"] += local(grad * (p - state["p0"] + 1.0)).sum().item()
         group["d_max"] = max(group["d_max"], abs(group["d_numerator"]))
         group["d"] = group["d_max"] / 2
         p.sub_(state["s"], alpha=group["lr"] * group["d"])
@@ -157,7 +134,7 @@ class NamedLocalShampoo(Written):
 
     def update(self, p: Any, grad: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
         for name, new in zip(("left", "right"), factors(local(grad)), strict=True):
-            state.setdefault(name, torch.zeros_like(new)).add_(new)
+            state.setdefault(name, torch.zeros_like(new).T).add_(new)  # column-major
         local(p).sub_(state["left"] @ local(grad), alpha=group["lr"])
 
 
@@ -186,29 +163,9 @@ class Soap(Written):
         left, right = factors(mine)
         kept = state.setdefault("GG", [torch.zeros_like(left), None])
         kept[0].add_(left)
+        state["base"] = torch.linalg.qr(right)[0]  # column-major
         state["Q"] = {"basis": (right * 2, None), "at": {"step": len(state), "never": None, "sizes": mine.shape}}
         local(p).sub_(state["exp_avg"], alpha=group["lr"]).sub_(kept[0] @ mine, alpha=group["lr"])
-
-
-class Projector:
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
-        self.ortho_matrix: torch.Tensor | None = None
-
-
-class GaLore(Written):
-    """A projector object per matrix; `torch.serialization.add_safe_globals` can allow its class."""
-
-    allowed = True
-
-    def update(self, p: Any, grad: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
-        mine = local(grad)
-        if mine.dim() == 2:
-            projector = state.setdefault("projector", Projector(2))
-            if projector.ortho_matrix is None:
-                projector.ortho_matrix = mine[:2].clone()
-            mine = (mine @ projector.ortho_matrix.T) @ projector.ortho_matrix
-        local(p).sub_(mine, alpha=group["lr"])
 
 
 class Factored(Written):
@@ -229,19 +186,6 @@ class Factored(Written):
         state["rms"] = whole(state["column"]).sum().item()
         p.sub_(grad, alpha=group["lr"] / (1 + state["rms"]))
         p.sub_(state["row"][:, None] * state["column"][None], alpha=group["lr"])
-
-
-class AggMo(Written):
-    """A dict of moments, keyed by numbers, and a list of them."""
-
-    def update(self, p: Any, grad: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
-        moments = state.setdefault("momentum_buffer", {beta: torch.zeros_like(p) for beta in (0.0, 0.9)})
-        state["last"] = [grad.clone(), *state.get("last", [])[:1]]
-        for beta, moment in moments.items():
-            moment.mul_(beta).add_(grad)
-            p.sub_(moment, alpha=group["lr"] / 2)
-        for old in state["last"]:
-            p.sub_(old, alpha=group["lr"] / 10)
 
 
 class Queued(Written):
@@ -281,6 +225,26 @@ def adafactor_of_transformers(parameters: list[nn.Parameter]) -> Optimizer:
     return Adafactor(parameters, lr=LR, scale_parameter=False, relative_step=False, beta1=0.9)
 
 
+def of_library(module: str, name: str, **settings: Any) -> Callable[[list[nn.Parameter]], Optimizer]:
+    def made(parameters: list[nn.Parameter]) -> Optimizer:
+        made: Optimizer = getattr(importlib.import_module(module), name)(parameters, **{"lr": LR, **settings})
+        if "schedule" in module:
+            made.train()  # type: ignore[attr-defined]
+        return made
+
+    return made
+
+
+def galore(parameters: list[nn.Parameter]) -> Optimizer:
+    from galore_torch import GaLoreAdamW
+
+    low = {"rank": 2, "update_proj_gap": 2, "scale": 0.25, "proj_type": "std"}
+    groups = [{"params": [p for p in parameters if p.dim() == 2], **low},
+              {"params": [p for p in parameters if p.dim() != 2]}]  # fmt: skip
+    made: Optimizer = GaLoreAdamW(groups, lr=LR)
+    return made
+
+
 def of_bitsandbytes(name: str) -> Callable[[list[nn.Parameter]], Optimizer]:
     def made(parameters: list[nn.Parameter]) -> Optimizer:
         import bitsandbytes.optim
@@ -295,10 +259,14 @@ def masters(parameters: list[nn.Parameter]) -> Optimizer:
     return MasterWeightOptimizer(torch.optim.AdamW(parameters, lr=LR))
 
 
+FLATTENING = ("Prodigy", "FlashAdamW")
+"""Optimizers that flatten parameters, which DTensor allows only if the shards are even."""
+
+
 def made(name: str, seed: int, sharded: bool) -> tuple[Net, Any]:
     """Return a model and the optimizer of that name in `MAKERS`."""
     torch.manual_seed(seed)
-    model = Net()
+    model = Net(is_even=name in FLATTENING)
     if name.startswith("masters"):
         model = model.to(torch.bfloat16)
     if sharded:
@@ -335,19 +303,32 @@ MAKERS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
     "LAMB8bit of bitsandbytes": of_bitsandbytes("LAMB8bit"),
     "masters of AdamW": masters,
     "masters of Lion": lambda parameters: MasterWeightOptimizer(Lion(parameters)),
-    "Lion": Lion,
     "LAMB": Lamb,
-    "schedule-free": ScheduleFree,
-    "Prodigy": Prodigy,
-    "Prodigy of each rank": lambda parameters: Prodigy(parameters, of="local"),
+    "Prodigy of each rank": Prodigy,
     "local moments": LocalMoments,
     "factored moments": Factored,
-    "AggMo": AggMo,
     "Shampoo": WholeShampoo,
     "Shampoo of each rank": LocalShampoo,
     "Shampoo of each rank, by name": NamedLocalShampoo,
-    "SOAP": Soap,
-    "GaLore": GaLore,
+    "SOAP of each rank": Soap,
     "queue": Queued,
     "ZeRO": Owning,
+    "Lion": of_library("lion_pytorch", "Lion"),
+    "schedule-free": of_library("schedulefree", "AdamWScheduleFree"),
+    "schedule-free SGD": of_library("schedulefree", "SGDScheduleFree"),
+    "Prodigy": of_library("prodigyopt", "Prodigy", lr=1.0),
+    "GaLore": galore,
+    "SOAP": of_library("pytorch_optimizer", "SOAP", precondition_frequency=2),
+    "SPlus": of_library("pytorch_optimizer", "SPlus"),
+    "Shampoo of pytorch_optimizer": of_library("pytorch_optimizer", "Shampoo"),
+    "scalable Shampoo": of_library("pytorch_optimizer", "ScalableShampoo"),
+    "FlashAdamW": of_library("pytorch_optimizer", "FlashAdamW"),
+    "GaLore of pytorch_optimizer": of_library("pytorch_optimizer", "GaLore"),
+    "AdEMAMix": of_library("pytorch_optimizer", "AdEMAMix"),
+    "AggMo": of_library("pytorch_optimizer", "AggMo"),
+    "APOLLO": of_library("pytorch_optimizer", "APOLLO"),
+    "Adafactor of pytorch_optimizer": of_library("pytorch_optimizer", "AdaFactor"),
+    "CAME": of_library("pytorch_optimizer", "CAME"),
+    "Kron": of_library("pytorch_optimizer", "Kron"),
+    "Ranger21": of_library("pytorch_optimizer", "Ranger21", num_iterations=100),
 }

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from ckptkit import CheckpointManager, TrainState
 from ckptkit.errors import CheckpointMismatchError, CkptkitError
-from tests.checkpoint.optimizers import Net, Projector, made, train
+from tests.checkpoint.optimizers import Net, made, train
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # libraries use deprecated functions of torch
 
@@ -34,19 +34,14 @@ SHARDED: dict[str, Refused] = {
     "Muon": {},
     "masters of AdamW": {},
     "masters of Lion": {},
-    "Lion": {},
     "LAMB": {},
-    "schedule-free": {},
-    "Prodigy": {},
     "local moments": {},
     "factored moments": {},
-    "AggMo": {},
     "Shampoo": {1: "up.weight.left"},
     "Prodigy of each rank": {2: "param_groups.0.d, ", 3: "param_groups.0.d, "},
     "Shampoo of each rank": {1: "up.weight.factors", 2: "up.weight.factors", 3: "up.weight.factors"},
     "Shampoo of each rank, by name": {1: "up.weight.left", 2: "down.weight.left", 3: "down.weight.left"},
-    "SOAP": {1: "up.weight.GG", 2: "down.weight.exp_avg", 3: "down.weight.exp_avg"},
-    "GaLore": {1: "up.weight.projector", 2: "up.weight.projector", 3: "up.weight.projector"},
+    "SOAP of each rank": {1: "up.weight.GG", 2: "down.weight.exp_avg", 3: "down.weight.exp_avg"},
 }
 """Parameters sharded by fully_shard."""
 
@@ -59,16 +54,44 @@ REPLICATED: dict[str, Refused] = {
     "AdamW8bit of bitsandbytes": {},
     "LAMB8bit of bitsandbytes": {},
     "masters of AdamW": {},
-    "schedule-free": {},
     "Prodigy of each rank": {},
     "Shampoo of each rank": {},
     "Shampoo of each rank, by name": {},
-    "SOAP": {},
-    "GaLore": {},
-    "AggMo": {},
+    "SOAP of each rank": {},
     "ZeRO": {2: "up.weight, ", 3: "up.weight, "},
 }
 """Parameters whole on each rank, as under DDP; some of these optimizers support no others."""
+
+
+LIBRARIES_SHARDED: dict[str, Refused] = {
+    "Lion": {},
+    "schedule-free": {},
+    "schedule-free SGD": {},
+    "Prodigy": {2: "param_groups.0.d, ", 3: "param_groups.0.d, "},
+    "GaLore": {1: "up.weight.projector", 2: "up.weight.projector", 3: "up.weight.projector"},
+    "FlashAdamW": {},
+    "GaLore of pytorch_optimizer": {},
+    "AdEMAMix": {},
+    "AggMo": {},
+    "APOLLO": {},
+}
+"""Those that can step DTensors."""
+
+LIBRARIES_REPLICATED: dict[str, Refused] = {
+    **{name: {} for name in LIBRARIES_SHARDED},
+    "SOAP": {},
+    "SPlus": {},
+    "Shampoo of pytorch_optimizer": {},
+    "Adafactor of pytorch_optimizer": {},
+    "CAME": {},
+    "Kron": {},
+}
+
+NOT_SAVED = {
+    "Ranger21": "the state_dict of Ranger21 has 'lookahead_step', 'starting_lr', 'current_lr' in addition",
+    "scalable Shampoo": "up.weight.pre_conditioner: a value of type pytorch_optimizer.optimizer.utils.preconditioner",
+}
+"""By optimizer: the text of the refusal to save its state."""
 
 
 def bits(value: Any) -> Any:
@@ -77,12 +100,12 @@ def bits(value: Any) -> Any:
         return "DTensor", str(value.placements), tuple(value.shape), bits(value.to_local())
     if isinstance(value, torch.Tensor):
         flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
-        return str(value.dtype), tuple(value.shape), flat.numpy().tobytes()
+        return str(value.dtype), tuple(value.shape), value.stride(), flat.numpy().tobytes()
     if isinstance(value, dict):
         return {key: bits(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value).__name__, [bits(item) for item in value]
-    return (type(value).__name__, bits(vars(value))) if isinstance(value, Projector) else value
+    return (type(value).__name__, bits(vars(value))) if type(value).__name__ == "GaLoreProjector" else value
 
 
 def joined(value: Any, shard_of: Any = None) -> Any:
@@ -114,7 +137,13 @@ def different(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
 
 @contextlib.contextmanager
 def allowed(name: str) -> Iterator[None]:
-    with torch.serialization.safe_globals([Projector] if name == "GaLore" else []):
+    """Allow torch to load the class of GaLore's projectors, as its jobs must."""
+    classes: list[Any] = []
+    if name == "GaLore":
+        from galore_torch.galore_projector import GaLoreProjector
+
+        classes = [GaLoreProjector]
+    with torch.serialization.safe_globals(classes):
         yield
 
 
@@ -188,6 +217,29 @@ def test_an_optimizer_under_fully_shard_resumes_bit_exactly(ranks: Any, tmp_path
 @pytest.mark.parametrize("name", REPLICATED)
 def test_an_optimizer_on_replicas_resumes_bit_exactly(ranks: Any, tmp_path: Path, name: str, size: int) -> None:
     check(ranks, tmp_path, name, size, False, REPLICATED[name].get(size, ""))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("name", LIBRARIES_SHARDED)
+def test_a_librarys_optimizer_under_fully_shard_resumes_bit_exactly(
+    ranks: Any, tmp_path: Path, name: str, size: int
+) -> None:
+    check(ranks, tmp_path, name, size, True, LIBRARIES_SHARDED[name].get(size, ""))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("name", LIBRARIES_REPLICATED)
+def test_a_librarys_optimizer_on_replicas_resumes_bit_exactly(ranks: Any, tmp_path: Path, name: str, size: int) -> None:
+    check(ranks, tmp_path, name, size, False, LIBRARIES_REPLICATED[name].get(size, ""))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("name", NOT_SAVED)
+def test_state_of_a_librarys_optimizer_that_no_load_could_restore_is_refused_on_every_rank(
+    ranks: Any, tmp_path: Path, name: str, size: int
+) -> None:
+    for _, text in ranks.run(run, size, name, str(tmp_path), False):
+        assert NOT_SAVED[name] in text
 
 
 @pytest.mark.parametrize("size", [1, 2])

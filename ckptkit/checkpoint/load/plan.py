@@ -181,6 +181,7 @@ class OptimizerPlan:
         values: By FQN and state name: non-tensor state, as JSON.
         shared: State that belongs to no parameter, as JSON.
         held: By key: how a state is stored, unless its parameter determines that.
+        orders: By key: the order in memory of a plain state's dimensions, unless a new state would have it.
         keep: Parameters that the checkpoint's optimizer lacks. They keep their live state.
         live: By FQN and state name: the live value. A tensor subclass is replaced by its parts.
         wholes: By FQN and state name: the tensor subclass whose parts are filled in place.
@@ -197,6 +198,7 @@ class OptimizerPlan:
     values: dict[str, dict[str, JSON]] = field(default_factory=dict)
     shared: dict[str, JSON] = field(default_factory=dict)
     held: dict[str, Held] = field(default_factory=dict)
+    orders: dict[str, list[int]] = field(default_factory=dict)
     keep: list[str] = field(default_factory=list)
     live: dict[str, dict[str, Any]] = field(default_factory=dict)
     wholes: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
@@ -561,6 +563,7 @@ class _Planner:
         if saved is not None:
             plan.groups = group_changes(plan.optimizer, names, saved.param_groups, self.small, plan.key)
             plan.values, plan.shared, plan.held = saved.values, saved.shared, saved.held
+            plan.orders = saved.orders
             plan.groups.unexpected += [f"{fqn}.{name}" for fqn in states if fqn not in owners for name in states[fqn]]
             if saved.states or self.own.bound:
                 found.add("others", plan.key, self.of_other_ranks(plan, saved))

@@ -17,7 +17,7 @@ from ckptkit.checkpoint.state.local_part import PartView, part_view, parts_here
 from ckptkit.checkpoint.state.optimizer import new_state_tensor
 from ckptkit.checkpoint.state.optimizer_layout import SHARD, new_held
 from ckptkit.checkpoint.state.train_state import PerRank, is_stateful
-from ckptkit.checkpoint.state.values import encode, references
+from ckptkit.checkpoint.state.values import encode, in_order, references
 from ckptkit.errors import LoadError, SaveError
 from ckptkit.formats.dcp.host_bytes import local_part, without_subclass
 from ckptkit.formats.dcp.shared_memory import check_claims, overlapping
@@ -147,11 +147,12 @@ class Reading:
                     self._read(as_global(entry.name, live[name], shards), entry, beside=self._atomic)
                     continue
                 shards = shards if entry.numel > 1 else ()
-                held = plan.held.get(f"{plan.key}.state.{fqn}.{name}")
+                saved_as = f"{plan.key}.state.{fqn}.{name}"
+                held, order = plan.held.get(saved_as), plan.orders.get(saved_as)
                 kept: Any = live.get(name)
                 dtype = getattr(torch, entry.dtype)
                 shape = tuple(parameter.shape) if shards else entry.shape
-                alike = held is None and isinstance(kept, torch.Tensor) and kept.dtype is dtype
+                alike = held is None and order is None and isinstance(kept, torch.Tensor) and kept.dtype is dtype
                 alike = alike and _is_alike(kept, parameter, shape)
                 # Even with `atomic`, keep an accelerator's live tensor: a new one would need as much device memory.
                 if alike and (not self._atomic or kept.device.type != "cpu"):
@@ -162,6 +163,8 @@ class Reading:
                     states[fqn][name] = kept
                     continue
                 new = new_state_tensor(parameter, name, dtype, shape, on_device=on_device[id(parameter)], held=held)
+                if order is not None and type(new) is torch.Tensor and new.dim() == len(order):
+                    new = in_order(new, order)
                 view = self._read(as_global(entry.name, new, shards), entry)
                 self.held += view.local.nbytes if alike else 0
                 states[fqn][name] = view.local if held == SHARD else new

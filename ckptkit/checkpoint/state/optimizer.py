@@ -26,7 +26,7 @@ from ckptkit.checkpoint.state.optimizer_layout import (
     placed,
     shard_names,
 )
-from ckptkit.checkpoint.state.values import JSON, decode, encode
+from ckptkit.checkpoint.state.values import JSON, decode, encode, is_order, order_of
 from ckptkit.errors import CorruptCheckpointError, SaveError, UsageError
 from ckptkit.formats.dcp.host_bytes import expanded_ones, hidden_ones, local_part, placed_like, without_subclass
 from ckptkit.formats.dcp.subclasses import Recipe, open_all
@@ -66,7 +66,7 @@ class CapturedOptimizer:
         tensors: Live tensors by (fqn, state name); DTensors if the state is sharded.
         masters: Live fp32 copies of low-precision parameters, by FQN.
         tree: JSON. "param_groups": each with "params", a list of FQNs. "values": non-tensor state, by FQN. "shared":
-            state that belongs to no parameter. "held" and "own", if needed: see `OptimizerTree`.
+            state that belongs to no parameter. "held", "orders" and "own", if needed: see `OptimizerTree`.
         loose: Tensors that `tree` refers to.
         recipes: Tensor subclasses' recipes by (fqn, state name). Their parts are in `tensors`.
         cut: Layouts of the sharded parameters, by FQN.
@@ -157,6 +157,8 @@ def capture_optimizer(optimizer: Any, names: Mapping[int, str], what: str) -> Ca
     )
     if capturing.held:
         captured.tree["held"] = capturing.held
+    if capturing.orders:
+        captured.tree["orders"] = capturing.orders
     if capturing.plain:
         captured.tree["own"] = {"layouts": layouts(captured.cut), "states": capturing.plain}
     captured.unshaped.update(loose)
@@ -169,6 +171,7 @@ class _Capturing:
     Attributes:
         shards: Names of states whose plain tensors are shards.
         held: By key: how a state is stored, unless its parameter determines that.
+        orders: By key: the order in memory of a state's dimensions, unless a new state would have it.
         plain: "<fqn>.<name>" of states with plain tensors whose values may differ between ranks.
     """
 
@@ -179,6 +182,7 @@ class _Capturing:
         self.shards: frozenset[str] = frozenset()
         self.values: dict[str, JSON] = {}
         self.held: dict[str, Held] = {}
+        self.orders: dict[str, list[int]] = {}
         self.plain: list[str] = []
 
     def parameter(self, fqn: str, parameter: torch.Tensor, state: Mapping[str, Any]) -> None:
@@ -198,6 +202,10 @@ class _Capturing:
         import torch
 
         self.captured.tensors[fqn, name], held = placed(value, parameter, name, self.shards)
+        if type(value) is torch.Tensor and value.dim() > 1:
+            order, usual = order_of(value), order_of(parameter) if value.shape == parameter.shape else None
+            if order != usual:
+                self.orders[f"{self.what}.state.{fqn}.{name}"] = order or list(range(value.dim()))
         if held is None and (fqn not in self.captured.cut or value.dim() == 0):
             return
         key = f"{self.what}.state.{fqn}.{name}"
@@ -369,6 +377,7 @@ class OptimizerTree:
 
     Attributes:
         held: By key: how a state is stored, unless its parameter determines that.
+        orders: By key: the order in memory of a plain state's dimensions, unless a new state would have it.
         layouts: How the parameters were sharded, if `states` is not empty.
         states: "<fqn>.<name>" of states with plain tensors whose values may differ between ranks.
     """
@@ -377,6 +386,7 @@ class OptimizerTree:
     values: dict[str, dict[str, JSON]]
     shared: dict[str, JSON]
     held: dict[str, Held]
+    orders: dict[str, list[int]]
     layouts: list[JSON]
     states: list[str]
 
@@ -402,9 +412,11 @@ class OptimizerTree:
         held, own = tree.get("held", {}), tree.get("own", {"layouts": [], "states": []})
         need(isinstance(held, dict), "'held'", "an object")
         need(all(how in (PLAIN, SHARD) or _is_list_of(how, str) for how in held.values()), "'held'", "of placements")
+        orders = tree.get("orders", {})
+        need(isinstance(orders, dict) and all(map(is_order, orders.values())), "'orders'", "of dimensions")
         need(isinstance(own, dict) and isinstance(own.get("layouts"), list), "'own'", "an object with 'layouts'")
         need(_is_list_of(own.get("states"), str), "'own'", "an object with 'states', a list of names")
-        return cls(groups, values, shared, held, own["layouts"], own["states"])
+        return cls(groups, values, shared, held, orders, own["layouts"], own["states"])
 
 
 def _is_list_of(value: Any, kind: type) -> bool:

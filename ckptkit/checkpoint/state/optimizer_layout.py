@@ -92,7 +92,7 @@ def held_nested(tensors: Mapping[str, torch.Tensor]) -> dict[str, Held]:
 
 
 def has_plain(value: Any) -> bool:
-    """Return whether a value contains a plain tensor with more than one element."""
+    """Return whether a value contains a tensor with more than one element that is not stored as a shard."""
     return any(tensor.numel() > 1 for tensor in _plain_in(value))
 
 
@@ -132,18 +132,20 @@ def _is_cut(parameter: torch.Tensor) -> bool:
     return any(mesh.size(dim) > 1 and not p.is_replicate() for dim, p in enumerate(placements))
 
 
-def _plain_in(value: Any) -> Iterator[torch.Tensor]:
+def _plain_in(value: Any, *, in_object: bool = False) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a value that are not stored as shards: plain ones, and DTensors in an object, such as a
+    projector, which is stored as one piece with its mesh."""
     import torch
     from torch.distributed.tensor import DTensor
 
     if isinstance(value, torch.Tensor):
-        if not isinstance(value, DTensor):
+        if in_object or not isinstance(value, DTensor):
             yield value
     elif isinstance(value, _CONTAINERS):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from _plain_in(item)
-    elif hasattr(value, "__dict__") and not isinstance(value, type):  # for example a projector
-        yield from _plain_in(vars(value))
+            yield from _plain_in(item, in_object=in_object)
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
+        yield from _plain_in(vars(value), in_object=True)
 
 
 def _like(local: torch.Tensor, parameter: Any) -> torch.Tensor:

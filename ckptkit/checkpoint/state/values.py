@@ -6,6 +6,7 @@ JSON values represent themselves. Everything else is an object with one key that
     {"$dict": [[key, value], ...]}          any dict that is not a plain JSON object; {"$ordered": ...} likewise
     {"$tensor": {"dtype", "shape", "data"}} a small plain tensor, row-major bytes in base64
     {"$ref": "extra.ema.w"}                 a tensor of the checkpoint, stored like every other
+    {"$order": [[1, 0], value]}             that tensor, with its dimensions in this order in memory, slowest first
     {"$ndarray": value}  {"$npscalar": value}  numpy, as the tensor of the same bytes
     {"$dtype": "float32"}  {"$device": "cuda"}  {"$size": [2, 3]}
     {"$torch_save": base64}                 any value that torch.load(weights_only=True) reads
@@ -30,7 +31,7 @@ from ckptkit.formats.pickles.weights_only import dump_object, parse_object
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["JSON", "INLINE_BYTES", "Seen", "encode", "decode", "references"]
+__all__ = ["JSON", "INLINE_BYTES", "Seen", "encode", "decode", "in_order", "is_order", "order_of", "references"]
 
 JSON = Any  # None | bool | int | float | str | list[JSON] | dict[str, JSON]
 
@@ -179,6 +180,13 @@ class _Encoder:
                 "loaded as a plain torch.Tensor. Save value.as_subclass(torch.Tensor) instead."
             )
         value = value.detach() if value.requires_grad else value
+        order = order_of(value) if plain else None
+        tree = self._bytes(value, path, plain)
+        return tree if order is None else {"$order": [order, tree]}
+
+    def _bytes(self, value: torch.Tensor, path: str, plain: bool) -> JSON:
+        import torch
+
         if plain and value.numel() * value.element_size() <= INLINE_BYTES:
             raw = row_major(value).to("cpu").reshape(-1).view(torch.uint8).numpy().tobytes()
             fields = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
@@ -204,6 +212,35 @@ class _Encoder:
             key = f"{path}~{again}"
         self._tensors[key] = value
         return {"$ref": key}
+
+
+def order_of(tensor: torch.Tensor) -> list[int] | None:
+    """Return the order of a tensor's dimensions in memory, slowest first, or None if it is row-major.
+
+    The factors of a matrix are often column-major. Products of a row-major copy would be rounded differently, so a
+    resumed run would not be bit-exact. A tensor with gaps or repeated elements counts as row-major.
+    """
+    if tensor.dim() < 2 or tensor.is_contiguous():
+        return None
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
+    return order if tensor.permute(order).is_contiguous() else None
+
+
+def is_order(order: JSON) -> bool:
+    """Return whether this JSON value is an order of dimensions."""
+    return isinstance(order, list) and all(type(dim) is int for dim in order) and sorted(order) == [*range(len(order))]
+
+
+def in_order(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
+    """Return a copy of a tensor whose dimensions have this order in memory.
+
+    Raises:
+        ValueError: The tensor has a different number of dimensions.
+    """
+    if tensor.dim() != len(order):
+        raise ValueError(f"the order {order} for {tensor.dim()} dimensions")
+    return tensor.permute(order).contiguous().permute(sorted(range(len(order)), key=order.__getitem__))
 
 
 def _is_torchs(value: Any) -> bool:
@@ -295,6 +332,13 @@ def _decode_tensor(body: JSON, _: Callable[[str], Any]) -> torch.Tensor:
     return torch.frombuffer(bytearray(raw), dtype=torch.uint8).view(dtype).reshape(shape)
 
 
+def _decode_order(body: JSON, tensor: Callable[[str], Any]) -> torch.Tensor:
+    order, tree = body
+    if not is_order(order):
+        raise ValueError(f"{order} is not an order of dimensions")
+    return in_order(decode(tree, tensor), order)
+
+
 def _torch_dtype(name: str) -> torch.dtype:
     import torch
 
@@ -332,6 +376,7 @@ _TAGS: Mapping[str, Callable[[JSON, Callable[[str], Any]], Any]] = {
     "$ordered": lambda body, tensor: collections.OrderedDict(_pairs(body, tensor)),
     "$tensor": _decode_tensor,
     "$ref": lambda body, tensor: tensor(body),
+    "$order": _decode_order,
     "$ndarray": lambda body, tensor: decode(body, tensor).numpy(),
     "$npscalar": lambda body, tensor: decode(body, tensor).numpy()[()],
     "$dtype": lambda body, _: _torch_dtype(body),

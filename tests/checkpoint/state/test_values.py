@@ -71,6 +71,22 @@ def test_small_conj_and_neg_views_round_trip() -> None:
     assert torch.equal(through(seen.imag), torch.tensor([-2.0, 4.0]))
 
 
+@pytest.mark.parametrize("numel", [6, 600])
+def test_tensors_keep_the_order_of_their_dimensions_in_memory(numel: int) -> None:
+    for order in ((0, 2, 1), (2, 0, 1), (1, 2, 0)):
+        seen = torch.arange(numel).reshape(1, 2, -1).expand(3, 2, -1).contiguous().permute(order)
+        back = through(seen)
+        assert torch.equal(back, seen) and back.stride() == seen.stride()
+    assert through(torch.zeros(4, 4)[:, ::2]).is_contiguous()  # gaps are not kept
+
+
+@pytest.mark.parametrize("order", [[0], [0, 0], [1, 2], [1.0, 0.0], "10", None, [0, 1, 2]])
+def test_a_malformed_order_of_dimensions_is_damage(order: Any) -> None:
+    tree = {"$order": [order, encode(torch.zeros(2, 3), "x", {})]}
+    with pytest.raises(CorruptCheckpointError, match="order"):
+        decode(tree, {}.__getitem__)
+
+
 def test_empty_and_scalar_tensors_round_trip() -> None:
     assert through(torch.zeros(0, 3)).shape == (0, 3)
     assert through(torch.tensor(2.5)).item() == 2.5
