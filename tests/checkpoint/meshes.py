@@ -33,6 +33,7 @@ MESHES: dict[str, tuple[int, ...]] = {  # name -> sizes of (pp, dp, ep, tp)
     "fsdp2 ep2 tp2": (1, 2, 2, 2),
     "pp2 fsdp2 ep2": (2, 2, 2, 1),
     "pp2 ep2 tp2": (2, 1, 2, 2),
+    "pp2 fsdp2=ep2 tp2": (2, 2, 1, 2),  # the ranks that share a layer's shards have different experts
 }
 
 
@@ -94,24 +95,25 @@ def made(name: str, interleaved: bool = False) -> tuple[TrainState, Any]:
     """Return a model without values on a mesh, as a TrainState, and its expert-parallel mesh. Collective."""
     pp, dp, ep, tp = MESHES[name]
     mesh = init_device_mesh("cpu", (pp, dp, ep, tp), mesh_dim_names=("pp", "dp", "ep", "tp"))
-    rank = mesh.get_local_rank("pp")
+    rank, experts = mesh.get_local_rank("pp"), mesh["dp" if "=" in name else "ep"]
     if interleaved:  # stages 0 and 2 on the first rank, 1 and 3 on the second
         ranges = [range(i, i + 1) for i in range(rank, LAYERS, pp)]
     else:
         ranges = [range(rank * LAYERS // pp, (rank + 1) * LAYERS // pp)]
-    stages = [Stage(layers, EXPERTS // ep) for layers in ranges]
+    stages = [Stage(layers, EXPERTS // experts.size()) for layers in ranges]
     for stage in stages:
+        apart = {p for name, p in stage.named_parameters() if experts.size() > ep and ".experts." in name}
         for block in stage.layers.values():
             if tp > 1:
                 parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
             if dp > 1:
-                fully_shard(block, mesh=mesh["dp"])
+                fully_shard(block, mesh=mesh["dp"], ignored_params=apart)
         if dp > 1:
-            fully_shard(stage, mesh=mesh["dp"])
+            fully_shard(stage, mesh=mesh["dp"], ignored_params=apart)
     optimizer = torch.optim.AdamW([p for stage in stages for p in stage.parameters()], lr=0.1)
-    layout = {"*.experts.*": Shard(0, mesh=mesh["ep"])} if ep > 1 else {}
+    layout = {"*.experts.*": Shard(0, mesh=experts)} if experts.size() > 1 else {}
     model = stages if len(stages) > 1 else stages[0]
-    return TrainState(model=model, optimizer=optimizer, layout=layout, rng=False), mesh["ep"]
+    return TrainState(model=model, optimizer=optimizer, layout=layout, rng=False), experts
 
 
 def tensors(state: TrainState) -> dict[str, tuple[torch.Tensor, dict[str, torch.Tensor]]]:

@@ -26,7 +26,8 @@ PAIRS = [  # the first pair runs by day
     ("fsdp2 tp2", "pp2 ep2"), ("fsdp2 ep2", "fsdp2 tp2"), ("pp2", "one"), ("one", "pp2"), ("pp2 fsdp2", "ep4"),
     ("ep2", "pp2 fsdp2"), ("fsdp2 ep2 tp2", "pp2 fsdp2 ep2"), ("pp2 fsdp2 ep2", "fsdp2 ep2 tp2"),
     ("pp2 ep2 tp2", "one"), ("one", "pp2 ep2 tp2"), ("pp2 fsdp2 ep2", "ep4"), ("fsdp2 tp2", "fsdp2 ep2 tp2"),
-    ("pp2 ep2 tp2", "pp2 fsdp2 ep2"),
+    ("pp2 ep2 tp2", "pp2 fsdp2 ep2"), ("pp2 fsdp2=ep2 tp2", "one"), ("one", "pp2 fsdp2=ep2 tp2"),
+    ("pp2 fsdp2=ep2 tp2", "fsdp2 ep2 tp2"), ("pp2 fsdp2 ep2", "pp2 fsdp2=ep2 tp2"),
 ]  # fmt: skip
 
 
