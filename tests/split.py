@@ -85,7 +85,7 @@ NIGHT: dict[str, int] = {
     "tests/checkpoint/test_resume.py::test_every_mesh_resumes_bit_exactly": 0,
     "tests/checkpoint/test_resume.py::test_a_save_in_the_background_resumes_bit_exactly": 0,
     "tests/checkpoint/test_resume.py::test_every_optimizer_resumes_bit_exactly": 0,
-    "tests/checkpoint/test_meshes.py::test_any_mesh_loads_what_any_other_saved": 21,
+    "tests/checkpoint/test_meshes.py::test_any_mesh_loads_what_any_other_saved": 25,
     "tests/checkpoint/test_meshes.py::test_plain_torch_and_exports_see_whole_tensors": 3,
     "tests/checkpoint/test_world_sizes.py": 50,
     "tests/checkpoint/test_world_sizes.py::test_an_odd_sized_model_loads_on_any_number_of_ranks": 0,
@@ -154,6 +154,7 @@ NIGHT: dict[str, int] = {
     "tests/integrations/test_torchtitan_trainer.py": 0,
     # Sources of every kind, from every system: some by day.
     "tests/formats/test_rank_sources.py": 8,
+    "tests/formats/dcp/test_class_records.py": 0,
     "tests/formats/test_many_slices.py::test_a_hundred_thousand_slices_open_without_an_object_for_each": 0,
     "tests/offline/test_convert.py": 12,
     "tests/offline/test_convert.py::test_from_disk_to_s3_and_back_gives_the_same_bytes": 0,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.arguments import Location, location
 from ckptkit.checkpoint.load.mapping import Checkpoint, TensorView
 from ckptkit.errors import CkptkitError, UsageError
+from ckptkit.formats.dcp.class_records import in_parts
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.record import CommitRecord, check_tag, find_record, step_name, step_of_name
 from ckptkit.offline.conversion import ConvertReport, How, check_source_files, conclude
@@ -102,6 +104,7 @@ def reshard(  # noqa: PLR0913 - one argument per option
     how = How(workers, parse_size(max_memory), check, verify, dry_run, overwrite, there, here, progress, started)
     reading = ReadOptions(layout=layout, allow_pickle=allow_pickle)
     source = open_pinned(src, storage_options=there, options=reading, together=not dry_run)
+    source = replace(source, catalog=in_parts(source.store, source.catalog))
     refuse_partial(source.store, source.catalog)
     check_source_files(source.store, source.catalog.tensors.values())
     place = open_target(dst, source=source.url, single_file=False, overwrite=overwrite, storage_options=here)

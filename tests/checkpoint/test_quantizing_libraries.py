@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from ckptkit import CheckpointManager, DCPReader, DCPSavePlanner, DCPWriter, TrainState
-from ckptkit.errors import SaveError
+from ckptkit.errors import CheckpointMismatchError, SaveError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # both libraries use deprecated functions of torch
 WIDE = 4096  # bitsandbytes quantizes the states of parameters from this many elements on
@@ -218,3 +218,23 @@ def test_dcp_writer_restores_quantized_tensors_exactly(tmp_path: Path, name: str
     if live[1] is not None:
         set_optimizer_state_dict(live[0], live[1], state["optimizer"])
         assert all_of(stepped(live, 3)) == all_of(stepped(source, 3))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "int4 weights"])  # torch cannot save these
+def test_what_torch_wrote_of_quantized_tensors_loads_exactly(tmp_path: Path, name: str) -> None:
+    make, _ = CASES[name]
+    source, live, other = (seeded(make, seed) for seed in (0, 1, 2))
+    if "4-bit layer" in name:
+        live = seeded(make, 0)  # its state dict has other shapes
+    url = tmp_path / "theirs"
+    dcp.save(dcp_state(source), checkpoint_id=url, no_dist=True)
+    state = dcp_state(live)
+    dcp.load(state, storage_reader=DCPReader(url), no_dist=True)
+    assert values(state) == values(dcp_state(source))
+    if "layer" in name:
+        with CheckpointManager(tmp_path / "run") as manager, pytest.raises(CheckpointMismatchError, match=r"0\.weight"):
+            manager.load(TrainState(model=other[0], optimizer=other[1], rng=False), str(url))
+        return
+    with CheckpointManager(tmp_path / "run") as manager:
+        manager.load(TrainState(model=other[0], optimizer=other[1], rng=False), str(url))
+    assert all_of(other) == all_of(source)

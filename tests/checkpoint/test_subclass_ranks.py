@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from ckptkit import CheckpointManager, DCPReader, DCPWriter, TrainState, convert
+from ckptkit import CheckpointManager, DCPLoadPlanner, DCPReader, DCPWriter, TrainState, convert
 from ckptkit.cli.main import main
 from ckptkit.errors import CkptkitError
 
@@ -250,53 +250,102 @@ def dcp_state(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     return {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
 
 
-def save_by_torch(url: str, name: str) -> Any:
-    model, optimizer = made(name)
-    dcp.save(dcp_state(model, optimizer), checkpoint_id=url)
-    with pytest.raises(CheckpointException, match=r"weight.exp_avg.*: it is a torchao"):  # by name, not one part of it
-        dcp.save(dcp_state(model, optimizer), storage_writer=DCPWriter(f"{url}-ours"))
+def save_by_torch(url: str, name: str, options: dict[str, int], by_ours: bool = False) -> Any:
+    model, optimizer = made(name, **options)
+    dcp.save(dcp_state(model, optimizer), storage_writer=(DCPWriter if by_ours else dcp.FileSystemWriter)(url))
     return state_of(model, optimizer)
 
 
-def read_what_torch_saved(url: str, name: str) -> Any:
-    model, optimizer = made(name, seed=5)
+def load_by_dcp(url: str, name: str, reader: str, options: dict[str, int]) -> Any:
+    model, optimizer = made(name, seed=5, **options)
     state = dcp_state(model, optimizer)
+    before = state_of(model, optimizer)
+    by_torch = reader == "torch's"
     try:
-        dcp.load(state, storage_reader=DCPReader(url))
+        dcp.load(
+            state,
+            storage_reader=(dcp.FileSystemReader if by_torch else DCPReader)(url),
+            planner=DCPLoadPlanner() if reader == "our planner's" else None,
+        )
     except CheckpointException as error:
+        assert state_of(model, optimizer) == before
         return str(error)
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
     model.load_state_dict(state["model"])
     return state_of(model, optimizer)
 
 
-def load_what_torch_saved(url: str, name: str) -> str:
-    model, optimizer = made(name, seed=5)
-    before = state_of(model, optimizer)
-    with CheckpointManager(f"{url}-run") as manager, pytest.raises(CkptkitError) as found:
-        manager.load(TrainState(model=model, optimizer=optimizer, rng=False), url)
-    assert state_of(model, optimizer) == before
-    return str(found.value)
+def load_foreign(url: str, name: str, steps: int, options: dict[str, int]) -> Any:
+    model, optimizer = made(name, seed=5, steps=steps, **options)
+    with CheckpointManager(f"{url}-run") as manager:
+        try:
+            report = manager.load(TrainState(model=model, optimizer=optimizer, rng=False), url)
+        except CkptkitError as error:
+            return str(error)
+    assert report is not None and not (report.missing or report.unexpected)
+    return state_of(model, optimizer)
 
 
-@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
-def test_shards_that_torch_wrote_as_records_of_a_class_are_read_or_refused_by_name(
-    ranks: Any, tmp_path: Path, name: str
+QUANTIZED = ["AdamW8bit", "AdamW4bit", "AdamWFp8"]
+WIDE = {"columns": 384}  # both weights are quantized on one, two and three ranks
+
+
+@pytest.mark.parametrize("by_ours", [False, True])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_shards_that_torch_wrote_as_records_of_a_class_load_on_any_number_of_ranks(
+    ranks: Any, tmp_path: Path, name: str, by_ours: bool
 ) -> None:
+    """`DCPWriter` writes such shards like torch."""
     url = str(tmp_path / "theirs")
-    saved = ranks.run(save_by_torch, 2, url, name)
-    assert not (tmp_path / "theirs-ours/.metadata").exists()
-    assert ranks.run(read_what_torch_saved, 2, url, name) == saved
-    for said in ranks.run(load_what_torch_saved, 2, url, name):
-        assert "1.weight.exp_avg is a torchao" in said and "load with dcp.load and DCPReader" in said
-    for said in ranks.run(read_what_torch_saved, 1, url, name):
-        assert "0.weight.exp_avg" in said and "OptimState" in said
-    other = "AdamWFp8" if name != "AdamWFp8" else "AdamW8bit"
-    for said in ranks.run(read_what_torch_saved, 2, url, other):
-        assert "1.weight.exp_avg" in said and "load only into the same shards" in said
+    saved = ranks.run(save_by_torch, 2, url, name, WIDE, by_ours)
+    assert "OptimState" in str(saved[0][2])
+    for number in (1, 2, 3):
+        for reader in ("ours", "our planner's"):
+            assert ranks.run(load_by_dcp, number, url, name, reader, WIDE)[0] == saved[0], (number, reader)
+        for steps in (0, 1):
+            assert ranks.run(load_foreign, number, url, name, steps, WIDE)[0] == saved[0], (number, steps)
+    assert ranks.run(load_by_dcp, 2, url, name, "torch's", WIDE) == saved
     assert command("verify", url) == 0
-    assert command("reshard", url, str(tmp_path / "resharded"), "--world-size", "3") == 1
-    assert not (tmp_path / "resharded").exists()
+    for kind in ("sharded", "local"):
+        run = tmp_path / f"resharded-{kind}"
+        assert command("reshard", url, str(run / "step_00000001"), "--world-size", "3", "--type", kind) == 0
+        assert command("verify", str(run / "step_00000001")) == 0
+        assert ranks.run(load, 3, str(run), name, 0, WIDE)[0] == saved[0], kind
     assert command("convert", url, str(tmp_path / "hf")) == 0
     weight = load_file(tmp_path / "hf" / "model.safetensors")["1.weight"]
     assert weight.view(torch.uint8).tolist() == saved[0][0][2]
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_dcp_reader_fills_the_parts_of_a_class_that_ckptkit_saved(ranks: Any, tmp_path: Path, name: str) -> None:
+    saved = ranks.run(save, 2, str(tmp_path), name, "sharded", WIDE)
+    for number in (1, 3):
+        found = ranks.run(load_tensors, number, str(tmp_path / "step_00000001"), name)
+        assert found[0] == saved[0], number
+
+
+def load_tensors(url: str, name: str) -> Any:
+    model, optimizer = made(name, seed=5, **WIDE)
+    state = dcp_state(model, optimizer)
+    state["optimizer"] = {"state": state["optimizer"]["state"]}
+    dcp.load(state, storage_reader=DCPReader(url))
+    model.load_state_dict(state["model"])
+    return state_of(model, optimizer)
+
+
+@pytest.mark.parametrize("reader", ["ours", "our planner's"])
+def test_another_class_than_the_saved_one_is_refused_by_name(ranks: Any, tmp_path: Path, reader: str) -> None:
+    ranks.run(save_by_torch, 2, str(tmp_path), "AdamW8bit", {})
+    for said in ranks.run(load_by_dcp, 2, str(tmp_path), "AdamWFp8", reader, {}):
+        assert "1.weight.exp_avg is OptimStateFp8" in said and "but OptimState8bit" in said
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_shards_of_a_class_that_would_be_split_are_refused_by_name(ranks: Any, tmp_path: Path, name: str) -> None:
+    options = {"rows": 392}
+    ranks.run(save_by_torch, 2, str(tmp_path), name, options)
+    for found in (
+        *ranks.run(load_by_dcp, 3, str(tmp_path), name, "ours", options),
+        *ranks.run(load_foreign, 3, str(tmp_path), name, 0, options),
+    ):
+        assert "1.weight.exp_avg" in found, found

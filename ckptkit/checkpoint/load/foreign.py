@@ -12,6 +12,8 @@ from ckptkit.checkpoint.load.fill import read_whole
 from ckptkit.checkpoint.state.train_state import TrainState, is_stateful, model_tensors, parameter_names, section
 from ckptkit.checkpoint.state.values import JSON, encode
 from ckptkit.errors import CheckpointMismatchError, CkptkitError
+from ckptkit.formats.dcp.class_records import in_parts, renamed_recipes
+from ckptkit.formats.dcp.subclasses import SUBCLASSES
 from ckptkit.formats.pickles.objects import read_object
 from ckptkit.formats.torch_save import open_file
 from ckptkit.formats.trainers.merge import merged, renamed
@@ -143,6 +145,7 @@ def foreign_extras(
 
 
 _OWNER = re.compile(r"(.*?)\.?(?<![^.])(?:state|master|param_groups)(?:\.|$)")
+_BITSANDBYTES = "__bnb_optimizer_quant_state__"  # bitsandbytes' state_dict adds this level to its states
 _WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "_forward_module.")
 _SAMPLES = 8
 
@@ -176,7 +179,7 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
         CheckpointMismatchError: The numbers of optimizers differ (and neither is 0), or parameters are numbered and
             cannot be matched to names.
     """
-    catalog = with_files_beside(catalog, store)
+    catalog = in_parts(store, with_files_beside(catalog, store), optimizer=optimizer)
     rename, notes = _aligned(catalog, state)
     tied = _tied(state)
     owners = _owners(catalog)
@@ -195,6 +198,9 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
     groups = {owner: _groups(catalog, owner, read) for owner in sections}
     numbers = {owner: _by_position(catalog, owner, groups[owner], key, state) for owner, key in sections.items()}
     tensors = _renamed(catalog, rename, sections, tied, numbers)
+    homes = {id(entry.slices): name for name, entry in tensors.items()}
+    if recipes := renamed_recipes(catalog, lambda entry: homes.get(id(entry.slices))):
+        objects[SUBCLASSES] = recipes
     known = {entry.fqn for entry in tensors.values() if entry.fqn}
     names = _LiveNames(rename, known, str(catalog.info.extra.get("module_prefix", "")), tied)
     for owner, key in sections.items():
@@ -206,7 +212,7 @@ def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool 
     loose = {
         name: entry
         for name, entry in catalog.objects.items()
-        if entry.role is not Role.OPTIMIZER and ".param_groups" not in f".{name}"
+        if entry.role is not Role.OPTIMIZER and ".param_groups" not in f".{name}" and name != SUBCLASSES
     }
     values = {name: read(entry) for name, entry in loose.items()}
     for found in (foreign_schedulers(values, list(state.parts("scheduler"))), foreign_rng(values)):
@@ -343,17 +349,25 @@ def _renamed(
             name = f"model.{fqn}"
         elif entry.role in (Role.OPTIMIZER, Role.MASTER) and entry.state:
             owner = _owner(entry.name) or ""
-            fqn = rename(entry.fqn) if entry.fqn else numbers.get(owner, {}).get(entry.key[-2], "")
+            fqn = (
+                rename(entry.fqn.removesuffix(f".{_BITSANDBYTES}"))
+                if entry.fqn
+                else numbers.get(owner, {}).get(entry.key[-2], "")
+            )
             fqn = tied.get(fqn, fqn)
             key = sections.get(owner, "optimizer" if entry.role is Role.MASTER else None)  # a master may fill a weight
             if key is None or not fqn:
                 continue
-            part = f"master.{fqn}" if entry.role is Role.MASTER else f"state.{fqn}.{entry.state}"
+            part = f"master.{fqn}" if entry.role is Role.MASTER else f"state.{fqn}.{_state(entry)}"
             name = f"{key}.{part}"
         else:
             name, fqn = f"other.{entry.name}", entry.fqn
-        found[name] = replace(entry, name=name, fqn=fqn)
+        found[name] = replace(entry, name=name, fqn=fqn, state=_state(entry))
     return found
+
+
+def _state(entry: TensorEntry) -> str:
+    return entry.state.removeprefix(f"{_BITSANDBYTES}.")
 
 
 def _flattened_extras(

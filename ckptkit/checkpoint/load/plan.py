@@ -831,7 +831,7 @@ def _unlike_entry(name: str, here: Recipe, entry: TensorEntry) -> str:
         return unlike(name, here, None)
     return (
         f"{name} {entry.slices.opaque} in the checkpoint: torch's dcp.save pickled each shard as an object of its "
-        "class. Load the checkpoint with dcp.load and DCPReader on as many ranks as it has, and save it again"
+        "class, which only the class can read. Load them with torch's dcp.load on as many ranks, and save them again"
     )
 
 
@@ -935,7 +935,7 @@ def _lacking_states(plan: OptimizerPlan) -> list[str]:
     """Return the states that the checkpoint lacks for parameters that have other states in it.
 
     A state is expected if the live parameter has it in the parameter's own shape, or if another parameter in the same
-    group has all of this parameter's states and more.
+    group has all of this parameter's states and more, unless the live parameter's states are all in the checkpoint.
     """
     lacking: list[str] = []
     names = {id(parameter): fqn for fqn, parameter in plan.parameters.items()}
@@ -948,7 +948,9 @@ def _lacking_states(plan: OptimizerPlan) -> list[str]:
                 continue  # the optimizer never updated this parameter
             shape = plan.parameters[fqn].shape
             live = {name for name, value in plan.live[fqn].items() if getattr(value, "shape", None) == shape}
-            wider = next((kind for kind in kinds if own < kind), own)
+            live -= plan.wholes.get(fqn, {}).keys()  # their parts are listed
+            is_complete = bool(plan.live[fqn]) and plan.live[fqn].keys() <= own | {plan.master_name}
+            wider = own if is_complete else next((kind for kind in kinds if own < kind), own)
             lacking += [f"{fqn}.{name}" for name in sorted((live | wider) - own - {plan.master_name})]
     return lacking
 

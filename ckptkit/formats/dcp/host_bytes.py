@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 __all__ = [
+    "ONE_TENSOR",
     "PIECE",
     "HostBytes",
     "are_dense",
@@ -42,7 +43,7 @@ _TILE = 4 << 20  # buffer size for host tensors that are not row-major
 _READ, _WRITE = 0x100, 0x200  # PyBUF_READ, PyBUF_WRITE
 
 # Subclasses that keep their values in one attribute: class -> (that attribute, an attribute derived from the values).
-_ONE_TENSOR = {"torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor": ("_tensor", "_precomputed_scale")}
+ONE_TENSOR = {"torchao.float8.fsdp_utils.WeightWithDynamicFloat8CastTensor": ("_tensor", "_precomputed_scale")}
 
 _view = ctypes.pythonapi.PyMemoryView_FromMemory
 _view.argtypes = (ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)
@@ -103,8 +104,8 @@ def _why_not_subclass(tensor: Any) -> str | None:
         return why_not_dense(tensor.elem)
     kind = type(tensor)
     name = f"{kind.__module__}.{kind.__qualname__}"
-    if name in _ONE_TENSOR:
-        return why_not_dense(getattr(tensor, _ONE_TENSOR[name][0]))
+    if name in ONE_TENSOR:
+        return why_not_dense(getattr(tensor, ONE_TENSOR[name][0]))
     if is_lazy(tensor):
         return f"is a {name}, which has no values before its module has run once"
     if kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
@@ -244,14 +245,14 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 def own_memory(tensor: Any) -> Any:
     """Return the inner tensor if the class keeps its values in a single attribute, otherwise the tensor itself."""
-    known = _ONE_TENSOR.get(f"{type(tensor).__module__}.{type(tensor).__qualname__}")
+    known = ONE_TENSOR.get(f"{type(tensor).__module__}.{type(tensor).__qualname__}")
     return tensor if known is None else getattr(tensor, known[0])
 
 
 def forget_computed(tensor: Any) -> None:
     """Clear what a tensor, or its local part, has cached about its values. Call it after a load has changed them."""
     local = getattr(tensor, "_local_tensor", tensor)
-    known = _ONE_TENSOR.get(f"{type(local).__module__}.{type(local).__qualname__}")
+    known = ONE_TENSOR.get(f"{type(local).__module__}.{type(local).__qualname__}")
     if known is not None:
         setattr(local, known[1], None)
 

@@ -36,7 +36,10 @@ from ckptkit.formats.pickles.tensors import OpaqueTensorError, StoredTensor
 from ckptkit.formats.pickles.zip import Archive, Layout, memory_store, read_archive
 from ckptkit.storage.store import ReadInto, Store
 
-__all__ = ["ENDS", "Frame", "Items", "LocatedSlices", "TensorColumns", "find_opaque", "item_batches", "parse_item"]
+__all__ = [
+    "ENDS", "Frame", "Items", "LocatedSlices", "TensorColumns", "explain_opaque", "find_opaque", "item_batches",
+    "parse_item",
+]  # fmt: skip
 
 Int64 = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
@@ -250,6 +253,11 @@ def find_opaque(slices: LocatedSlices) -> bool:
     """Locate only this tensor's slices. Return whether the tensor can't be read as plain memory."""
     _Locator(slices.items, [slices.tensor]).run()
     return slices.tensor in slices.items.opaque
+
+
+def explain_opaque(slices: LocatedSlices, reason: str) -> None:
+    """Add to the reason why a tensor can't be read as plain memory."""
+    slices.items.opaque[slices.tensor] += f", and {reason}"
 
 
 def item_batches(tensors: Iterable[tuple[Role, SliceArray]]) -> None:

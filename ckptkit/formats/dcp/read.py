@@ -12,11 +12,19 @@ from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.tensor import DTensor
 
 from ckptkit.catalog.entry import Catalog, ObjectEntry, TensorEntry
-from ckptkit.errors import CheckpointMismatchError, UnsafePickleError
+from ckptkit.errors import (
+    CheckpointMismatchError,
+    CorruptCheckpointError,
+    SaveError,
+    UnsafePickleError,
+    UnsupportedFormatError,
+)
+from ckptkit.formats.dcp.class_records import as_plain, saved_parts
 from ckptkit.formats.dcp.digests import check_bytes
 from ckptkit.formats.dcp.fill import Filler, Verify, add_box
 from ckptkit.formats.dcp.plan import flatten, local_boxes
 from ckptkit.formats.dcp.shared_memory import Claim, check_claims, overlapping
+from ckptkit.formats.dcp.subclasses import describe, open_tensor
 from ckptkit.formats.pickles.objects import load_object_torch
 from ckptkit.formats.pickles.weights_only import parse_object
 from ckptkit.storage.store import ReadInto, Store
@@ -25,6 +33,7 @@ __all__ = [
     "ReadPlan",
     "Verify",
     "plan_read",
+    "add_class",
     "check_fits",
     "check_shared_memory",
     "filled_by",
@@ -164,15 +173,48 @@ def plan_read(
     """
     flat, of_each = flatten(state_dict)
     paths = dict(zip(flat, of_each, strict=True))
-    check_shared_memory(store, flat, catalog.tensors, cast=cast)
-    found, missing = _matched(catalog, flat, cast=cast, strict=strict)
     filler = Filler(store, verify=verify, workers=workers, cast=cast)
+    classed = {name for name, value in flat.items() if add_class(filler, catalog, name, value)}
+    flat = {name: value for name, value in flat.items() if name not in classed}
+    check_shared_memory(store, flat, catalog.tensors, cast=cast)
+    found, missing = _matched(store, catalog, flat, cast=cast, strict=strict)
     for name, entry in found.items():
         if entry is not None:
             for box, target in local_boxes(flat[name]):
                 add_box(filler, entry, box, target)
     objects = {name: (paths[name], flat[name]) for name, entry in found.items() if entry is None}
     return ReadPlan(catalog, store, state_dict, filler, objects, missing)
+
+
+def add_class(filler: Filler, catalog: Catalog, name: str, value: Any) -> bool:
+    """Schedule reads into the inner tensors of a value in the state, if it is a tensor subclass. Return whether it is.
+
+    Returns False too if the checkpoint has a single object for it, or nothing.
+
+    Raises:
+        CheckpointMismatchError: The checkpoint has another class, other settings, or shards that split its blocks.
+    """
+    if not isinstance(value, torch.Tensor) or (name in catalog.objects and name not in catalog.tensors):
+        return False
+    try:
+        here = open_tensor(value)
+        saved = None if here is None else saved_parts(filler.store, catalog, name)
+    except (SaveError, UnsupportedFormatError) as error:
+        raise CheckpointMismatchError(f"{name}: the tensor {error}.") from error
+    if here is None or (saved is None and name not in catalog.tensors):
+        return False
+    entries, recipe = saved or ({}, None)
+    if recipe != here.recipe:
+        raise CheckpointMismatchError(
+            f"{name} is {describe(here.recipe)} here, but {describe(recipe)} in the checkpoint: the classes and their "
+            "settings must be equal."
+        )
+    for key, part in here.parts.items():
+        if key not in entries:
+            raise CorruptCheckpointError(f"tensor {name!r}: its part {key!r} is missing.")
+        for box, target in local_boxes(part):
+            add_box(filler, entries[key], box, target)
+    return True
 
 
 def check_shared_memory(
@@ -231,7 +273,7 @@ def _locals(value: Any) -> list[torch.Tensor]:
 
 
 def _matched(
-    catalog: Catalog, flat: Mapping[str, Any], *, cast: bool, strict: bool
+    store: Store, catalog: Catalog, flat: Mapping[str, Any], *, cast: bool, strict: bool
 ) -> tuple[dict[str, TensorEntry | None], list[str]]:
     """Return the keys to load with their tensors, and the missing keys. Raises one error that lists all mismatches."""
     found: dict[str, TensorEntry | None] = {}
@@ -248,7 +290,7 @@ def _matched(
             problem = _difference(entry, value, cast)
             if problem:
                 wrong.append(f"{name}: {problem}")
-            found[name] = entry
+            found[name] = as_plain(store, entry)
     if wrong or (missing and strict):
         lines = wrong + [f"{name}: {_why_missing(name, catalog)}" for name in (missing if strict else [])]
         listed = lines[:_LISTED] + ([f"and {len(lines) - _LISTED} more"] if len(lines) > _LISTED else [])

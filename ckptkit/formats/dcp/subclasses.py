@@ -24,10 +24,13 @@ if TYPE_CHECKING:
     from ckptkit.catalog.entry import TensorEntry
 
 __all__ = [
+    "CONTEXTS",
+    "PLACED",
     "SEPARATOR",
     "SUBCLASSES",
     "Opened",
     "Recipe",
+    "cut_blocks",
     "describe",
     "left_behind",
     "new_tensor",
@@ -43,13 +46,23 @@ SUBCLASSES = "subclasses"
 
 Recipe = Any  # JSON
 
-# How an inner tensor relates to the whole tensor. "like": it has as many dimensions, and one element per block. "flat":
-# it has one dimension, and one element per run of the flattened tensor. "whole": it is a table that every shard has.
-_KNOWN: Mapping[str, Mapping[str, str]] = {
+PLACED: Mapping[str, Mapping[str, str]] = {
     "torchao.optim.subclass_8bit.OptimState8bit": {"codes": "like", "scale": "flat", "qmap": "whole"},
     "torchao.optim.subclass_4bit.OptimState4bit": {"codes": "flat", "scale": "flat", "qmap": "whole"},
     "torchao.optim.subclass_fp8.OptimStateFp8": {"codes": "like", "scale": "flat"},
 }
+"""How an inner tensor relates to the whole tensor, by class and attribute.
+
+"like": it has as many dimensions, and one element per block. "flat": it has one dimension, and one element per run of
+the flattened tensor. "whole": it is a table that every shard has.
+"""
+
+CONTEXTS: Mapping[str, Sequence[str]] = {
+    "torchao.optim.subclass_8bit.OptimState8bit": ("signed", "dtype"),
+    "torchao.optim.subclass_4bit.OptimState4bit": ("signed", "_shape", "dtype"),
+    "torchao.optim.subclass_fp8.OptimStateFp8": ("dtype",),
+}
+"""The attributes in the context of the classes in `PLACED`, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +271,7 @@ def _is_kept(one: Any, other: Any) -> bool:
 def _rule(kind: str, name: str, shape: tuple[int, ...], inner: tuple[int, ...]) -> str:
     if kind == _4BIT:
         return "whole"
-    known = _KNOWN.get(kind)
+    known = PLACED.get(kind)
     if known is not None and name in known:
         return known[name]
     alike = len(inner) == len(shape) and all(i and s % i == 0 for s, i in zip(shape, inner, strict=True))
@@ -303,14 +316,14 @@ def _sharded(whole: Any, name: str, inner: Any, local: Any, rule: str) -> tuple[
     if not local.numel() or sizes != tuple(local.shape):
         raise SaveError(f"is sharded, and its local part is a {kind} of shape {list(local.shape)}, expected {sizes}")
     if rule == "whole":
-        if name not in _KNOWN.get(f"{type(local).__module__}.{kind}", ()):
+        if name not in PLACED.get(f"{type(local).__module__}.{kind}", ()):
             raise SaveError(
                 f"is sharded, and its local part is a {type(local).__module__}.{kind}, whose {name} "
                 f"{list(inner.shape)} has no known position in the whole tensor {list(whole.shape)}"
             )
         return inner, {"placed": rule}
     view, spec = _plain(name, inner, local, rule)
-    blocks = _blocks(spec["block"], whole.shape) if rule == "flat" else spec["block"]
+    blocks = cut_blocks(spec["block"], whole.shape) if rule == "flat" else spec["block"]
     cut = {placement.dim for placement in placements if hasattr(placement, "dim")}
     strided = any(hasattr(placement, "split_factor") for placement in placements)
     if strided and any(blocks[dim] != 1 for dim in cut):
@@ -339,7 +352,7 @@ def _split(whole: Any, name: str, block: Any, where: str) -> str:
     )
 
 
-def _blocks(block: int, shape: Sequence[int]) -> list[int]:
+def cut_blocks(block: int, shape: Sequence[int]) -> list[int]:
     """Return, for each dimension, the step at which a tensor may be cut without splitting a run of `block` elements, or
     0 if it can't be cut in that dimension."""
     rows = _rows(block, shape)

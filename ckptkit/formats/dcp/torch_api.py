@@ -48,7 +48,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from ckptkit.arguments import check_flags, check_int, check_storage_options, location, wrong
-from ckptkit.catalog.entry import Catalog, ObjectEntry, TensorEntry
+from ckptkit.catalog.entry import Catalog, TensorEntry
 from ckptkit.digests import hex_digest_of
 from ckptkit.errors import (
     CheckpointExistsError,
@@ -57,9 +57,9 @@ from ckptkit.errors import (
     CorruptCheckpointError,
     IncompleteCheckpointError,
     SaveError,
-    UnsafePickleError,
 )
 from ckptkit.formats.dcp import catalog as dcp
+from ckptkit.formats.dcp.class_records import as_plain, recipes_of
 from ckptkit.formats.dcp.files import ROW, write_records
 from ckptkit.formats.dcp.fill import Filler, Verify
 from ckptkit.formats.dcp.host_bytes import is_dense, own_memory, why_not_dense, without_subclass
@@ -68,6 +68,7 @@ from ckptkit.formats.dcp.plan import ShardedPlan, whole_record
 from ckptkit.formats.dcp.planners import DCPLoadPlanner, WriterMeta, is_itself
 from ckptkit.formats.dcp.read import (
     ReadPlan,
+    add_class,
     check_fits,
     check_shared_memory,
     filled_by,
@@ -75,7 +76,6 @@ from ckptkit.formats.dcp.read import (
     plan_read,
 )
 from ckptkit.formats.dcp.records import frame_tensor
-from ckptkit.formats.dcp.subclasses import Opened, describe, open_tensor
 from ckptkit.formats.own import reader as own
 from ckptkit.formats.own.manifest import Entries
 from ckptkit.formats.own.outline import LEAST
@@ -100,6 +100,7 @@ class WrittenItem:
 
     Attributes:
         payload, nbytes: -1 and 0 if the item is not a plain tensor.
+        is_shard: Whether it is a shard of a tensor that is not plain.
     """
 
     path: str
@@ -109,6 +110,7 @@ class WrittenItem:
     nbytes: int
     digest: int
     file: FileRecord
+    is_shard: bool = False
 
 
 def write_finish(
@@ -204,10 +206,17 @@ class CatalogMetadata(Mapping[str, Any]):
         yield from self._catalog.objects
 
     def __contains__(self, name: object) -> bool:
-        return name in self._catalog.tensors or name in self._catalog.objects
+        catalog = self._catalog
+        return name in catalog.tensors or name in catalog.objects or name in recipes_of(catalog)
 
     def __getitem__(self, name: str) -> TensorStorageMetadata | BytesStorageMetadata:
         entry = self._catalog.tensors.get(name)
+        recipe = recipes_of(self._catalog).get(name) if entry is None else None
+        if recipe is not None:  # stored in parts
+            whole = ChunkStorageMetadata(torch.Size([0] * len(recipe["shape"])), torch.Size(recipe["shape"]))
+            return TensorStorageMetadata(
+                TensorProperties(getattr(torch, recipe["dtype"])), torch.Size(recipe["shape"]), [whole]
+            )
         if entry is None:
             self._catalog.objects[name]
             return BytesStorageMetadata()
@@ -270,7 +279,8 @@ class DCPWriter(StorageWriter):
     pass, and fsyncs the files.
 
     `.metadata` is written last: once it exists, the checkpoint exists. `manifest.safetensors` holds a digest of every
-    slice. If any worker fails, the save fails. A local directory is locked during the save, so a second job that saves
+    slice; there is none if shards of tensor subclasses are saved, which are stored as torch stores them. If any worker
+    fails, the save fails. A local directory is locked during the save, so a second job that saves
     to it gets a LeaseHeldError.
     """
 
@@ -408,7 +418,8 @@ class DCPWriter(StorageWriter):
             _, number, start, length, payload, digest = written.rows[row].tolist()
             path = written.paths[number]
             payload, nbytes = (payload, frames[row].nbytes) if row < len(tensors) else (-1, 0)
-            place = WrittenItem(path, start, length, payload, nbytes, digest, written.files[path])
+            is_shard = payload < 0 and item.type == WriteItemType.SHARD
+            place = WrittenItem(path, start, length, payload, nbytes, digest, written.files[path], is_shard)
             results.append(WriteResult(item.index, length, place))
         return results
 
@@ -430,7 +441,10 @@ class DCPWriter(StorageWriter):
             metadata.planner_data, metadata.storage_data = CatalogPaths(written), {}
             return
         name = ".metadata" if self.collective or self.rank is None else f"__{self.rank}.metadata"
-        write_finish(self._store(), metadata, results, name=name, sync=self.sync, manifest=name == ".metadata")
+        # A manifest has no entries for shards of tensor subclasses: each is one record, which only torch describes.
+        in_records = any(result.storage_data.is_shard for found in results for result in found)
+        manifest = name == ".metadata" and not in_records
+        write_finish(self._store(), metadata, results, name=name, sync=self.sync, manifest=manifest)
 
 
 class _Resolved(Sequence[torch.Tensor]):
@@ -457,7 +471,8 @@ class _Resolved(Sequence[torch.Tensor]):
             return None
         self._known[id(item)] = tensor = cast(torch.Tensor, self.planner.resolve_data(item))
         why = why_not_dense(tensor)
-        if why and (item.type == WriteItemType.SHARD or is_dense(tensor)):
+        in_parts = item.type != WriteItemType.SHARD or hasattr(tensor, "__tensor_flatten__")
+        if why and (not in_parts or is_dense(tensor)):
             raise SaveError(f"{item.index.fqn}: it {why}.")
         return whole_record(item.index.fqn, tensor) if why else None
 
@@ -603,24 +618,23 @@ class DCPReader(StorageReader):
         catalog, store = self.catalog, self.store
         filler = Filler(store, verify=self.verify, workers=self.workers, cast=self.cast)
         filled: list[tuple[ReadItem, torch.Tensor]] = []
-        by_class: list[tuple[ReadItem, torch.Tensor]] = []  # shards of tensor subclasses, as torch writes them
-        shards: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
+        state = getattr(planner, "state_dict", {})
+        by_class: dict[str, bool] = {}  # whether the tensor is a subclass that is read in parts
         entries: dict[str, TensorEntry] = {}
         destinations: dict[str, TensorEntry] = {}
         for item in plan.items:
             if item.type == LoadItemType.BYTE_IO:
                 continue
             name = item.storage_index.fqn
+            if name not in by_class:
+                by_class[name] = add_class(filler, catalog, name, state.get(item.dest_index.fqn))
+            if by_class[name]:
+                continue
             entry = entries.get(name)
             if entry is None:
-                entry = entries[name] = catalog.tensors[name]
+                entry = entries[name] = as_plain(store, catalog.tensors[name])
             destinations[item.dest_index.fqn] = entry
             target = planner.resolve_tensor(item).detach()
-            shard = _shard(store, entry, item, target) if entry.slices.opaque else None
-            if shard is not None:
-                shards.append(shard)
-                by_class.append((item, target))
-                continue
             memory = own_memory(target)
             filler.add(entry, _row(entry, item), tuple(item.storage_offsets), memory)
             if not is_dense(memory):
@@ -629,15 +643,11 @@ class DCPReader(StorageReader):
         _check_filled(filled, planner)
         whole = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
         values = load_objects(store, {i.storage_index.fqn: catalog.objects[i.storage_index.fqn] for i in whole})
-        state = getattr(planner, "state_dict", {})
         check_shared_memory(store, state, destinations, cast=self.cast)
         for item in whole:
             check_fits(state.get(item.dest_index.fqn), values[item.storage_index.fqn], item.dest_index.fqn)
         filler.run()
-        for pairs in shards:
-            for part, saved in pairs:
-                part.copy_(saved)
-        for item, target in filled + by_class:
+        for item, target in filled:
             planner.commit_tensor(item, target)
         for item in whole:
             _load_bytes(planner, item, values[item.storage_index.fqn])
@@ -662,39 +672,6 @@ def _row(entry: TensorEntry, item: ReadItem) -> int:
         if tuple(found) == tuple(offset or ()):
             return i
     raise IncompleteCheckpointError(f"tensor {entry.name!r}: there is no slice at {list(offset or ())}.")
-
-
-def _shard(
-    store: Store, entry: TensorEntry, item: ReadItem, target: torch.Tensor
-) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-    """Return the inner tensors of a tensor subclass's shard, each with its values from the checkpoint.
-
-    Returns None if the target is no such shard, or the checkpoint's class is not allowed.
-
-    Raises:
-        CheckpointMismatchError: The stored shard covers a different region, or differs in class or settings.
-    """
-    here = open_tensor(target)
-    if here is None:
-        return None
-    path, start, nbytes = entry.slices.records()[_row(entry, item)]
-    try:
-        value = load_objects(store, {entry.name: ObjectEntry(entry.name, path, start, nbytes)})[entry.name]
-    except UnsafePickleError:
-        return None
-    saved = open_tensor(value)
-    if saved is None or saved.recipe != here.recipe:
-        raise CheckpointMismatchError(
-            f"{item.dest_index.fqn}: the stored shard {list(item.storage_index.offset or ())} "
-            f"{_described(value, saved)}, but the live shard {_described(target, here)}. Tensors of such a class load "
-            "only into equal shards: load on as many ranks as saved them, into an optimizer with the same settings."
-        )
-    return [(part, saved.parts[name]) for name, part in here.parts.items()]
-
-
-def _described(tensor: torch.Tensor, opened: Opened | None) -> str:
-    """Describe a shard, as the end of a sentence."""
-    return f"is {describe(opened.recipe)}" if opened else f"is a {type(tensor).__name__} {list(tensor.shape)}"
 
 
 def _check_filled(filled: Sequence[tuple[ReadItem, torch.Tensor]], planner: LoadPlanner) -> None:

@@ -19,6 +19,7 @@ from ckptkit.errors import UnsupportedFormatError
 from ckptkit.formats.pickles.inert import Function, Record, StorageType, Stub, TorchDType
 
 __all__ = [
+    "ClassRecord",
     "DTensorRecord",
     "MeshRecord",
     "OpaqueTensorError",
@@ -217,11 +218,30 @@ class ShardedTensorRecord(Stub):
     world_size: int | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ClassRecord(Stub):
+    """A tensor subclass that keeps its values in other tensors.
+
+    Attributes:
+        kind: The full name of the class.
+        dtype, shape, strides: Of the tensor, as the program sees it.
+        fields: Its attributes, with tensors as records.
+    """
+
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    fields: Mapping[str, Any]
+
+
 @dataclass(frozen=True, slots=True)
 class _Wrapper(Stub):
     """The arguments of `_rebuild_wrapper_subclass`."""
 
+    dtype: Any
     shape: tuple[int, ...]
+    strides: Any
 
 
 _DTENSOR_KINDS = frozenset(
@@ -238,11 +258,12 @@ class TensorRebuilder:
     A mesh's ranks are stored in a small tensor, whose position is known only once the whole pickle has been read. Then
     `finish(read)` fills them in.
 
-    Views with a pending conj or neg are refused unless `lazy` is set.
+    Views with a pending conj or neg are refused unless `lazy` is set, and tensors of other classes unless `classes` is.
     """
 
-    def __init__(self, *, lazy: bool = False) -> None:
+    def __init__(self, *, lazy: bool = False, classes: bool = False) -> None:
         self._lazy = lazy
+        self._classes = classes
         self._meshes: dict[int, tuple[MeshRecord, Record]] = {}
         utils: dict[str, Callable[..., Any]] = {
             "_rebuild_tensor": self._tensor,
@@ -299,6 +320,11 @@ class TensorRebuilder:
             return self._dtensor(function(*args), state)
         if kind.endswith(".ShardedTensor"):
             return _sharded_tensor(state)
+        if self._classes and function.name == "_rebuild_wrapper_subclass":
+            made = function(*args)
+            if not isinstance(made.dtype, TorchDType) or not isinstance(state, dict):
+                raise ValueError("a tensor of a class has no dtype or no attributes")
+            return ClassRecord(kind, made.dtype.name, made.shape, _numbers(made.strides), state)
         raise OpaqueTensorError(kind or "?")
 
     def _dtensor(self, wrapper: Any, state: Any) -> DTensorRecord:
@@ -356,8 +382,8 @@ def _parameter(data: Any, *_: Any) -> Any:
     return data
 
 
-def _wrapper(cls: Any, dtype: Any, size: Any, *_: Any) -> _Wrapper:
-    return _Wrapper(_numbers(size))
+def _wrapper(cls: Any, dtype: Any, size: Any, strides: Any = (), *_: Any) -> _Wrapper:
+    return _Wrapper(dtype, _numbers(size), strides)
 
 
 def _meta(dtype: Any, size: Any, strides: Any, *_: Any) -> Any:

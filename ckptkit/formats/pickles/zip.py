@@ -71,7 +71,13 @@ class TorchArchive:
 
 
 def read_archive(
-    store: Store, path: str, start: int = 0, nbytes: int | None = None, *, unknown: Unknown = "refuse"
+    store: Store,
+    path: str,
+    start: int = 0,
+    nbytes: int | None = None,
+    *,
+    unknown: Unknown = "refuse",
+    classes: bool = False,
 ) -> TorchArchive:
     """Return the contents of the torch.save zip at bytes [start, start + nbytes) of `path`, without reading tensors.
 
@@ -80,13 +86,14 @@ def read_archive(
     Args:
         nbytes: The zip's length. By default, it extends to the end of the file.
         unknown: As for `walk.loads`.
+        classes: Return tensor subclasses as `ClassRecord`. If False, they are refused.
 
     Raises:
         CorruptCheckpointError: The bytes are not such an archive, or its parts contradict each other.
         UnsafePickleError: The pickle names a global that is not allowed.
         UnsupportedFormatError: The archive is big-endian, or has tensors that are not dense.
     """
-    return TorchArchive(Archive(store, path, start, nbytes).value(unknown=unknown), path)
+    return TorchArchive(Archive(store, path, start, nbytes).value(unknown=unknown, classes=classes), path)
 
 
 def file_size(store: Store, path: str) -> int:
@@ -348,9 +355,9 @@ class Archive:
             if member.crc32:  # it is 0 after torch.serialization.set_crc32_options(False)
                 self.member(name)
 
-    def value(self, *, unknown: Unknown = "refuse") -> Any:
+    def value(self, *, unknown: Unknown = "refuse", classes: bool = False) -> Any:
         """Return what was saved, with tensors as records."""
-        rebuilder = TensorRebuilder()
+        rebuilder = TensorRebuilder(classes=classes)
         value = loads(
             self.pickled(),
             file=self.file,

@@ -23,7 +23,9 @@ import numpy as np
 from ckptkit.catalog.entry import Catalog, ObjectEntry, Role, SliceArray, TensorEntry
 from ckptkit.catalog.targets import Target
 from ckptkit.errors import CkptkitError, UnsupportedFormatError, UsageError
+from ckptkit.formats.dcp.class_records import recipes_of, renamed_recipes
 from ckptkit.formats.dcp.records import frame_object
+from ckptkit.formats.dcp.subclasses import SUBCLASSES
 from ckptkit.formats.own.reader import OBJECTS_NAME, role_of
 from ckptkit.formats.pickles.objects import TensorValue, decode_record, read_object
 from ckptkit.formats.pickles.zip import Archive, memory_store
@@ -73,6 +75,8 @@ def own_trees(store: Store, catalog: Catalog, sections: Mapping[str, str]) -> Tr
     found = Trees()
     values: dict[str, tuple[ObjectEntry, Any]] = {}
     for name, entry in catalog.objects.items():
+        if name == SUBCLASSES:
+            continue
         if entry.role is not Role.OPTIMIZER and _RANDOM.fullmatch(name.split(".")[0]):
             found.leftovers.append((name, "random states belong to the old ranks; the new ranks are reseeded"))
             continue
@@ -361,7 +365,8 @@ def own_state(store: Store, catalog: Catalog, *, step: int, sharded: bool) -> Ow
         sharded: Whether the result is a DCP checkpoint, which stores tied weights under each of their names. FULL and
             LOCAL checkpoints store them once.
     """
-    as_it_is = sharded and _is_foreign_dcp(catalog)
+    is_foreign = _is_foreign_dcp(catalog)
+    as_it_is = sharded and is_foreign and not recipes_of(catalog)
     carried = catalog.objects.keys() if as_it_is else ()  # copied byte for byte
     opaque = [f"{name} {why}" for name, why in catalog.opaque().items() if name not in carried]
     if opaque:
@@ -372,7 +377,7 @@ def own_state(store: Store, catalog: Catalog, *, step: int, sharded: bool) -> Ow
         )
     if as_it_is:
         return _as_it_is(store, catalog)
-    if catalog.info.format.startswith("ckptkit-") and not _is_foreign_dcp(catalog):
+    if catalog.info.format.startswith("ckptkit-") and not is_foreign:
         return _of_ours(store, catalog, untie=sharded)
     return _of_others(store, catalog, step)
 
@@ -493,6 +498,12 @@ def _of_others(store: Store, catalog: Catalog, step: int) -> OwnState:
         )
     _add_steps(found, trees, used)
     found.trees = {**trees.trees, "step": step}
+    if recipes := renamed_recipes(catalog, lambda entry: _own_name(entry, sections)):
+        found.trees[SUBCLASSES] = recipes
+        found.notes.append(
+            f"{len(recipes)} tensors of classes ({next(iter(recipes.values()))['class']}) are stored in parts, as "
+            "ckptkit saves them: load them with CheckpointManager or DCPReader"
+        )
     found.notes += trees.notes
     found.leftovers += trees.leftovers
     return found

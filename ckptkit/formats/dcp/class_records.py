@@ -1,0 +1,300 @@
+"""Finds the inner tensors of tensor subclasses in DCP checkpoints that torch wrote.
+
+torch's `dcp.save` stores each shard of such a tensor as a pickled instance of its class, with the inner tensors in the
+same record. Here they become tensors of the catalog, with the names and the recipe that a save by ckptkit gives them
+(`subclasses`). No class is imported; a class that this process has allowed may describe its own tensors.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ckptkit.catalog.box import Box, row_major_strides
+from ckptkit.catalog.entry import Catalog, ObjectEntry, Role, SliceArray, TensorEntry, TensorSlice
+from ckptkit.errors import CorruptCheckpointError, SaveError, UnsafePickleError, UnsupportedFormatError
+from ckptkit.formats.dcp.host_bytes import ONE_TENSOR
+from ckptkit.formats.dcp.locate import LocatedSlices, explain_opaque
+from ckptkit.formats.dcp.subclasses import CONTEXTS, PLACED, SEPARATOR, SUBCLASSES, Recipe, cut_blocks, open_tensor
+from ckptkit.formats.pickles.objects import load_object_torch
+from ckptkit.formats.pickles.tensors import ClassRecord, StoredTensor
+from ckptkit.formats.pickles.zip import read_archive
+from ckptkit.storage.store import Store
+
+__all__ = ["as_plain", "in_parts", "opened_entry", "recipes_of", "renamed_recipes", "saved_parts"]
+
+
+def recipes_of(catalog: Catalog) -> Mapping[str, Recipe]:
+    """Return the recipes in a checkpoint that ckptkit wrote, or in what `in_parts` returned, by the tensor's name."""
+    entry = catalog.objects.get(SUBCLASSES)
+    found = entry.value if entry is not None and entry.encoding == "value" else None
+    return found if isinstance(found, dict) else {}
+
+
+def in_parts(store: Store, catalog: Catalog, *, optimizer: bool = True) -> Catalog:
+    """Replace the tensor subclasses that torch's `dcp.save` stored with their inner tensors, where that is possible.
+
+    The result has their recipes as the object `SUBCLASSES`. All other tensors stay as they are.
+
+    Args:
+        optimizer: Also replace optimizer states. Finding them reads both ends of all their records.
+    """
+    if not catalog.in_parts() or catalog.info.format != "dcp":
+        return catalog
+    tensors: dict[str, TensorEntry] = {}
+    recipes: dict[str, Recipe] = {}
+    for entry in catalog.in_parts():
+        if (entry.role is not Role.OPTIMIZER or optimizer) and entry.slices.opaque:
+            try:
+                if (plain := as_plain(store, entry)) is not entry:
+                    tensors[entry.name] = plain
+                    continue
+                parts, recipes[entry.name] = opened_entry(store, entry)
+                tensors.update({part.name: part for part in parts.values()})
+            except UnsupportedFormatError as error:
+                tensors[entry.name] = entry
+                if isinstance(entry.slices, LocatedSlices):
+                    explain_opaque(entry.slices, str(error))
+        else:
+            tensors[entry.name] = entry
+    opaque = {name: why for name, why in catalog.info.extra.get("opaque", {}).items() if name not in recipes}
+    info = replace(catalog.info, extra={**catalog.info.extra, "opaque": opaque})
+    objects = dict(catalog.objects)
+    if recipes:
+        objects[SUBCLASSES] = ObjectEntry(SUBCLASSES, encoding="value", value=recipes)
+    return Catalog(tensors, objects, info)
+
+
+def renamed_recipes(catalog: Catalog, rename: Callable[[TensorEntry], str | None]) -> dict[str, Recipe]:
+    """Return a catalog's recipes under the names that the tensors get. Omits tensors that `rename` maps to None.
+
+    Args:
+        rename: Returns the new name of an inner tensor.
+    """
+    found = {}
+    for name, recipe in recipes_of(catalog).items():
+        part = SEPARATOR + next(iter(recipe["inner"]))
+        new = rename(catalog.tensors[name + part])
+        if new is not None:
+            found[new.removesuffix(part)] = recipe
+    return found
+
+
+def saved_parts(store: Store, catalog: Catalog, name: str) -> tuple[dict[str, TensorEntry], Recipe] | None:
+    """Return the inner tensors of a tensor, by attribute, and its recipe. Return None if it has none.
+
+    Raises:
+        UnsupportedFormatError: As for `opened_entry`.
+        CorruptCheckpointError: An inner tensor is missing, or a record is damaged.
+    """
+    recipe = recipes_of(catalog).get(name)
+    if recipe is not None:
+        head = name + SEPARATOR
+        return {key[len(head) :]: entry for key, entry in catalog.tensors.items() if key.startswith(head)}, recipe
+    entry = catalog.tensors.get(name)
+    return opened_entry(store, entry) if entry is not None and entry.slices.opaque else None
+
+
+def as_plain(store: Store, entry: TensorEntry) -> TensorEntry:
+    """Return a tensor of a class that keeps its values in one inner tensor (float8 all-gathers of FSDP2) as that
+    tensor. Return any other one unchanged."""
+    if not entry.slices.opaque:
+        return entry
+    shards = [_read(store, entry, *place) for place in entry.slices.records()]
+    held = ONE_TENSOR.get(shards[0].kind)
+    if held is None:
+        return entry
+    slices = []
+    for shard, offsets in zip(shards, entry.slices.offsets.tolist(), strict=True):
+        found = _inner(shard, held[0])
+        if (shard.kind, found.dtype, found.shape) != (shards[0].kind, entry.dtype, shard.shape):
+            raise UnsupportedFormatError(f"has a shard whose {held[0]} is {found.dtype} {list(found.shape)}")
+        slices.append(found.slice(Box(tuple(offsets), found.shape)))
+    plain = replace(entry, slices=SliceArray.of(slices, len(entry.shape)))
+    plain.check_coverage()
+    return plain
+
+
+def opened_entry(store: Store, entry: TensorEntry) -> tuple[dict[str, TensorEntry], Recipe]:
+    """Return the inner tensors of a tensor subclass that torch stored, by attribute, and its recipe.
+
+    Raises:
+        UnsupportedFormatError: They cannot be read without the class. The message completes "the tensor ...".
+        CorruptCheckpointError: A record is damaged.
+    """
+    offsets, sizes = entry.slices.offsets.tolist(), entry.slices.sizes.tolist()
+    boxes = [Box(tuple(offset), tuple(size)) for offset, size in zip(offsets, sizes, strict=True)]
+    shards = [_read(store, entry, *place) for place in entry.slices.records()]
+    first = shards[0]
+    placed, names = PLACED.get(first.kind), CONTEXTS.get(first.kind)
+    if placed is None or names is None:
+        return _by_its_class(store, entry, shards)
+    for shard, box in zip(shards, boxes, strict=True):
+        if (shard.kind, shard.dtype) != (first.kind, first.dtype):
+            raise UnsupportedFormatError(f"has shards of the kinds {_kind(first)} and {_kind(shard)}")
+        if shard.shape != box.sizes:
+            raise CorruptCheckpointError(
+                f"tensor {entry.name!r}: the shard at {list(box.offsets)} is {list(shard.shape)}, but .metadata says "
+                f"{list(box.sizes)}."
+            )
+        if shard.strides != row_major_strides(shard.shape):
+            raise UnsupportedFormatError(f"has a shard with the strides {list(shard.strides)}")
+    contexts = [[_context(shard, name) for name in names] for shard in shards]
+    if any(context != contexts[0] for context in contexts):
+        raise UnsupportedFormatError(f"has shards of different settings ({', '.join(names)}): {contexts}")
+    inner: dict[str, Any] = {}
+    parts: dict[str, TensorEntry] = {}
+    for name, rule in placed.items():
+        tensors = [_inner(shard, name) for shard in shards]
+        inner[name], shape, slices = _placed(entry, name, rule, tensors, boxes)
+        parts[name] = _part(entry, name, tensors[0].dtype, shape, SliceArray.of(slices, len(shape)))
+        parts[name].check_coverage()
+    recipe = {
+        "class": first.kind,
+        "shape": list(entry.shape),
+        "stride": list(row_major_strides(entry.shape)),
+        "dtype": first.dtype,
+        "context": contexts[0],
+        "inner": inner,
+    }
+    return parts, recipe
+
+
+def _by_its_class(
+    store: Store, entry: TensorEntry, shards: Sequence[ClassRecord]
+) -> tuple[dict[str, TensorEntry], Recipe]:
+    """Do what `opened_entry` does for a tensor in one record, with a class that this process has imported and allowed.
+
+    The class names the inner tensors; they are still read from the checkpoint later.
+    """
+    if "torch" not in sys.modules or len(shards) > 1 or shards[0].shape != entry.shape:
+        raise UnsupportedFormatError("can be read only by its class")
+    path, start, nbytes = entry.slices.records()[0]
+    try:
+        opened = open_tensor(load_object_torch(store, ObjectEntry(entry.name, path, start, nbytes)))
+    except (SaveError, UnsafePickleError) as error:
+        raise UnsupportedFormatError(
+            f"can be read only by its class, which this job has not allowed: {error}"
+        ) from None
+    if opened is None:
+        raise UnsupportedFormatError("can be read only by its class, which does not name its inner tensors")
+    parts = {}
+    for name in opened.parts:
+        holder = shards[0]
+        *outer, last = name.split(SEPARATOR)
+        for attribute in outer:
+            inner = holder.fields.get(attribute)
+            if not isinstance(inner, ClassRecord):
+                raise UnsupportedFormatError(f"has a shard without its inner tensor {name!r}")
+            holder = inner
+        found = _inner(holder, last)
+        parts[name] = _part(entry, name, found.dtype, found.shape, SliceArray.of([found.slice()], len(found.shape)))
+    return parts, opened.recipe
+
+
+def _read(store: Store, entry: TensorEntry, path: str, start: int, nbytes: int) -> ClassRecord:
+    value = read_archive(store, path, start, nbytes, unknown="record", classes=True).value
+    if not isinstance(value, ClassRecord):
+        raise UnsupportedFormatError(f"has a shard that is a {type(value).__name__.removesuffix('Record')}")
+    return value
+
+
+def _kind(shard: ClassRecord) -> str:
+    return f"{shard.kind} ({shard.dtype})"
+
+
+def _context(shard: ClassRecord, name: str) -> Any:
+    """Return one of the values in a class's context, as JSON. See `subclasses`."""
+    if name == "dtype":
+        return {"$dtype": shard.dtype}
+    value = shard.fields.get(name)
+    if isinstance(value, (list, tuple)) and tuple(value) == shard.shape:
+        return {"$shape": True}
+    if type(value) in (bool, int, str):
+        return value
+    raise UnsupportedFormatError(f"has a shard without a valid attribute {name!r}: {str(value)[:80]}")
+
+
+def _inner(shard: ClassRecord, name: str) -> StoredTensor:
+    found = shard.fields.get(name)
+    if not isinstance(found, StoredTensor):
+        raise UnsupportedFormatError(f"has a shard without its inner tensor {name!r}")
+    if not found.contiguous:
+        raise UnsupportedFormatError(f"has a shard whose {name} is not row-major")
+    return found
+
+
+def _placed(
+    entry: TensorEntry, name: str, rule: str, tensors: Sequence[StoredTensor], boxes: Sequence[Box]
+) -> tuple[Any, tuple[int, ...], list[TensorSlice]]:
+    """Return an inner tensor's entry in the recipe, its shape and its slices."""
+    first = tensors[0]
+    if any(tensor.dtype != first.dtype for tensor in tensors):
+        raise UnsupportedFormatError(f"has shards whose {name} differ in dtype")
+    if rule == "whole":
+        if any((t.shape, t.crc32, t.nbytes) != (first.shape, first.crc32, first.nbytes) for t in tensors):
+            raise UnsupportedFormatError(f"has shards whose tables {name} differ")
+        return {"placed": rule}, first.shape, [first.slice()]
+    blocks = [_block(name, rule, tensor, box) for tensor, box in zip(tensors, boxes, strict=True)]
+    block = blocks[0]
+    if any(other != block for other in blocks):
+        raise UnsupportedFormatError(f"has shards whose {name} have a value for each block of {blocks} elements")
+    steps = block if rule == "like" else cut_blocks(block, entry.shape)
+    for box in boxes if len(boxes) > 1 else ():
+        _check_cuts(entry, name, block, steps, box)
+    placed = {"placed": rule, "block": block}
+    if rule == "like":
+        shape = _divided(entry.shape, steps)
+        places = [Box(_divided(box.offsets, steps), _divided(box.sizes, steps)) for box in boxes]
+    elif not steps or not steps[0] or entry.shape[0] % steps[0]:
+        shape = (entry.numel // block,)
+        places = [Box.whole(shape)]
+    else:
+        rows = steps[0]
+        shape = (entry.shape[0] // rows, rows * math.prod(entry.shape[1:]) // block)
+        places = []
+        for box in boxes:
+            begin = box.offsets[1] // block if len(steps) > 1 and steps[1] else 0
+            places.append(
+                Box((box.offsets[0] // rows, begin), (box.sizes[0] // rows, rows * box.numel // box.sizes[0] // block))
+            )
+    return placed, shape, [tensor.slice(place) for tensor, place in zip(tensors, places, strict=True)]
+
+
+def _block(name: str, rule: str, tensor: StoredTensor, box: Box) -> Any:
+    """Return how many elements each element of an inner tensor describes ("like": in each dimension)."""
+    if rule == "like" and len(tensor.shape) == box.ndim:
+        if all(n and size % n == 0 for size, n in zip(box.sizes, tensor.shape, strict=True)):
+            return [size // n for size, n in zip(box.sizes, tensor.shape, strict=True)]
+    elif rule == "flat" and len(tensor.shape) == 1 and tensor.numel and box.numel % tensor.numel == 0:
+        return box.numel // tensor.numel
+    raise UnsupportedFormatError(f"has a shard of sizes {list(box.sizes)}, whose {name} is {list(tensor.shape)}")
+
+
+def _check_cuts(entry: TensorEntry, name: str, block: Any, steps: Sequence[int], box: Box) -> None:
+    for dim, (start, stop, size) in enumerate(zip(box.offsets, box.stops, entry.shape, strict=True)):
+        step = steps[dim]
+        if (start, stop) != (0, size) and (not step or start % step or stop % step or size % step):
+            raise UnsupportedFormatError(
+                f"has the shape {list(entry.shape)} and a {name} with a value for each block of {block} elements, but "
+                f"a shard holds [{start}, {stop}) of dimension {dim}: blocks must not be split between ranks"
+            )
+
+
+def _divided(numbers: Sequence[int], steps: Sequence[int]) -> tuple[int, ...]:
+    return tuple(number // step for number, step in zip(numbers, steps, strict=True))
+
+
+def _part(entry: TensorEntry, name: str, dtype: str, shape: tuple[int, ...], slices: SliceArray) -> TensorEntry:
+    def named(text: str) -> str:
+        return f"{text}{SEPARATOR}{name}" if text else ""
+
+    key = (*entry.key[:-1], named(str(entry.key[-1]))) if entry.key else ()
+    is_state = bool(entry.state)
+    return TensorEntry(
+        named(entry.name), dtype, shape, slices, entry.role,
+        entry.fqn if is_state else named(entry.fqn), named(entry.state), key,
+    )  # fmt: skip

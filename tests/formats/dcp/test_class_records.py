@@ -1,0 +1,167 @@
+"""Shards of torchao's optimizer states in checkpoints of torch's `dcp.save`: read without the class, or refused."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from ckptkit import DCPReader, reshard, verify
+from ckptkit.catalog.entry import Catalog
+from ckptkit.errors import CkptkitError
+from ckptkit.formats.dcp.catalog import open_catalog
+from ckptkit.formats.dcp.class_records import in_parts, recipes_of
+from ckptkit.formats.dcp.subclasses import open_tensor
+from ckptkit.storage import open_store
+
+KEY = "optimizer.state.w.exp_avg"
+
+
+def state_8bit(rows: int = 8, *, columns: int = 64, block: int = 64, signed: bool = True) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torchao.optim.subclass_8bit import OptimState8bit
+
+    made = OptimState8bit.zeros((rows, columns), signed=signed, block_size=block)
+    made.codes.copy_(torch.arange(rows * columns).reshape(rows, columns) % 251)
+    made.scale.copy_(torch.arange(made.scale.numel()) + 1)
+    return made
+
+
+def saved(url: Path, tensor: Any) -> str:
+    dcp.save(
+        {"model": {"w": torch.zeros(8, 64)}, "optimizer": {"state": {"w": {"exp_avg": tensor}}}}, checkpoint_id=url
+    )
+    return str(url)
+
+
+def tampered(monkeypatch: pytest.MonkeyPatch, attribute: str, value: Any) -> None:
+    """Make torch save states of 8 bits with another value of an attribute (None: without it)."""
+    save = torch.save
+
+    def changed(item: Any, *args: Any, **options: Any) -> None:
+        if hasattr(item, "qmap"):
+            item.__dict__.pop(attribute)
+            item.__dict__.update({} if value is None else {attribute: value})
+        save(item, *args, **options)
+
+    monkeypatch.setattr("torch.save", changed)
+
+
+def opened(url: str) -> tuple[Catalog, Any]:
+    store = open_store(url)
+    return in_parts(store, open_catalog(store)), store
+
+
+def save_shards(url: str, changes: list[dict[str, Any]], dim: int = 0) -> None:
+    local = state_8bit(**changes[dist.get_rank()])
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    sizes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(sizes, local.shape[dim])
+    shape = torch.Size((sum(sizes), local.shape[1]) if dim == 0 else (local.shape[0], sum(sizes)))
+    saved(Path(url), DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=shape, stride=(shape[1], 1)))
+
+
+def test_the_parts_are_those_that_the_class_names(tmp_path: Path) -> None:
+    tensor = state_8bit()
+    here = open_tensor(tensor)
+    catalog, _ = opened(saved(tmp_path / "theirs", tensor))
+    assert here is not None and recipes_of(catalog) == {KEY: here.recipe}
+    for name, part in here.parts.items():
+        entry = catalog.tensors[f"{KEY}::{name}"]
+        assert (entry.shape, entry.state, entry.fqn) == (tuple(part.shape), f"exp_avg::{name}", "w")
+    reshard(str(tmp_path / "theirs"), str(tmp_path / "run" / "step_00000000"), world_size=2)
+    target = state_8bit()
+    target.codes.zero_()
+    target.scale.zero_()
+    state = {"optimizer": {"state": {"w": {"exp_avg": target}}}}
+    dcp.load(state, storage_reader=DCPReader(str(tmp_path / "run" / "step_00000000")))
+    assert torch.equal(target.codes, tensor.codes) and torch.equal(target.scale, tensor.scale)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value"),
+    [
+        *((name, None) for name in ("codes", "scale", "qmap", "signed")),
+        ("codes", torch.zeros(8, 63, dtype=torch.uint8)),
+        ("codes", torch.zeros(64, 8, dtype=torch.uint8).T),
+        ("scale", torch.zeros(7)),
+        ("scale", torch.zeros(0)),
+        ("scale", torch.zeros(8, 1)),
+        ("scale", "no tensor"),
+        ("signed", [True]),
+    ],
+)
+def test_a_record_whose_parts_do_not_fit_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attribute: str, value: Any
+) -> None:
+    tampered(monkeypatch, attribute, value)
+    url = saved(tmp_path / "theirs", state_8bit())
+    monkeypatch.undo()
+    with pytest.raises(CkptkitError, match=rf"{KEY} is a torchao.*{attribute}"):
+        reshard(url, str(tmp_path / "resharded"), world_size=2)
+    assert not (tmp_path / "resharded").exists()
+    with pytest.raises(CheckpointException, match=rf"{KEY}: the tensor has a shard.*{attribute}"):
+        dcp.load({"optimizer": {"state": {"w": {"exp_avg": state_8bit()}}}}, storage_reader=DCPReader(url))
+
+
+@pytest.mark.parametrize(
+    ("second", "reason"),
+    [
+        ({"block": 128}, r"scale have a value for each block of \[64, 128\]"),
+        ({"signed": False}, "different settings"),
+    ],
+)
+def test_shards_that_do_not_belong_together_are_refused_by_name(
+    ranks: Any, tmp_path: Path, second: dict[str, Any], reason: str
+) -> None:
+    url = str(tmp_path / "theirs")
+    ranks.run(save_shards, 2, url, [{}, second])
+    with pytest.raises(CkptkitError, match=rf"{KEY} .*{reason}"):
+        reshard(url, str(tmp_path / "resharded"), world_size=3)
+
+
+def test_uneven_shards_that_split_no_block_are_joined(ranks: Any, tmp_path: Path) -> None:
+    ranks.run(save_shards, 3, str(tmp_path / "theirs"), [{"rows": 3}, {"rows": 3}, {"rows": 2}])
+    catalog, _ = opened(str(tmp_path / "theirs"))
+    assert catalog.tensors[f"{KEY}::codes"].shape == (8, 64) and catalog.tensors[f"{KEY}::scale"].shape == (8, 1)
+
+
+def test_shards_that_split_a_block_are_refused_with_the_numbers(ranks: Any, tmp_path: Path) -> None:
+    """A block of 64 elements is two rows of a shard with 32 columns, but one row of the tensor."""
+    url = str(tmp_path / "theirs")
+    ranks.run(save_shards, 2, url, [{"columns": 32}, {"columns": 32}], 1)
+    with pytest.raises(CkptkitError, match=r"\[8, 64\] and a scale with .* of 64 .* holds \[0, 32\) of dimension 1"):
+        reshard(url, str(tmp_path / "resharded"), world_size=3)
+
+
+def test_no_flipped_bit_of_a_record_is_read_as_good(tmp_path: Path) -> None:
+    tensor = state_8bit(rows=256)
+    url = saved(tmp_path / "theirs", tensor)
+    catalog, _ = opened(url)
+    for name in ("codes", "scale", "qmap"):
+        slices = catalog.tensors[f"{KEY}::{name}"].slices
+        path, start, nbytes = slices.record(0)
+        for at in (start, start + nbytes // 2, start + nbytes - 1):
+            data = np.fromfile(tmp_path / "theirs" / path, np.uint8)
+            data[at] ^= 4
+            data.tofile(tmp_path / "theirs" / path)
+            with pytest.raises(CkptkitError, match=KEY):
+                reshard(url, str(tmp_path / "resharded"), world_size=2)
+            assert not verify(url).ok
+            state = {"optimizer": {"state": {"w": {"exp_avg": state_8bit(rows=256)}}}}
+            with pytest.raises(CheckpointException, match=KEY):
+                dcp.load(state, storage_reader=DCPReader(url))
+            data[at] ^= 4
+            data.tofile(tmp_path / "theirs" / path)
+    assert not (tmp_path / "resharded").exists()
+    assert verify(url).ok
