@@ -235,6 +235,8 @@ def _of_run(
         return list(sources)
     if len(sources) != 1 or (last is not None and steps is not None):
         raise UsageError("--last and --steps each choose checkpoints of one run: name one run, and use one of them.")
+    if last is not None:
+        check_int("last", last, least=2)
     from ckptkit.checkpoint.run.inventory import list_checkpoints
     from ckptkit.formats.own.record import step_of_name
     from ckptkit.offline.listing import nothing_of_ours
@@ -247,7 +249,6 @@ def _of_run(
     if not committed:
         raise CheckpointNotFoundError(nothing_of_ours(run, inventory, root))
     if last is not None:
-        check_int("last", last, least=2)
         if not 1 < last <= len(committed):
             raise CheckpointNotFoundError(f"--last {last}: {run} has {len(committed)} committed checkpoints.")
         chosen = list(committed[-last:])
