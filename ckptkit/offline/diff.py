@@ -320,7 +320,7 @@ def _named(entries: Iterable[TensorEntry]) -> dict[str, TensorEntry]:
 
 
 def _compare(a: _Side, b: _Side, wanted: NameFilter, progress: Progress | None) -> DiffReport:
-    left, right = (_chosen(_with_tied(one, other), wanted) for one, other in ((a, b), (b, a)))
+    left, right = _chosen_tensors(_with_tied(a, b), _with_tied(b, a), wanted)
     known = {*a.opaque, *b.opaque}
     values, others = (_chosen(side.source.catalog.objects, wanted) for side in (a, b))
     left, right = ({n: e for n, e in side.items() if e.name not in known} for side in (left, right))
@@ -549,6 +549,21 @@ def _text(value: Any) -> str:
         return f"{value.dtype} of shape {list(value.shape)}"
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _chosen_tensors(
+    left: dict[str, TensorEntry], right: dict[str, TensorEntry], wanted: NameFilter
+) -> tuple[dict[str, TensorEntry], dict[str, TensorEntry]]:
+    """Return the tensors to compare. Globs may match the names compared, or those that `inspect` shows for a side."""
+    if not wanted.include and not wanted.exclude:
+        return left, right
+    names: dict[str, list[str]] = {name: [name] for side in (left, right) for name in side}
+    for side in (left, right):
+        for name, entry in side.items():
+            if entry.name.endswith(name):  # not if a tied tensor is compared under its other name
+                names[name].append(entry.name)
+    chosen = {name for name, known in names.items() if wanted(*known)}
+    return {n: e for n, e in left.items() if n in chosen}, {n: e for n, e in right.items() if n in chosen}
 
 
 def _chosen(entries: Mapping[str, T], wanted: NameFilter) -> dict[str, T]:

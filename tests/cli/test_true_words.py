@@ -127,3 +127,13 @@ def test_a_dcp_without_its_metadata_may_be_a_copy_that_left_it_out(zoo: Path, tm
     said = run("verify", copy)
     assert said.exit_code == 1
     assert "or a copy left out this hidden file" in said.output
+
+
+def test_diff_accepts_the_names_that_inspect_shows(root: Path, tmp_path: Path) -> None:
+    """Its error says: see the names with `ckptkit inspect`."""
+    run("convert", root, tmp_path / "out")
+    assert "model.embed.weight" in run("inspect", root, "--tensors", "*").output
+    for one, other in ((root, tmp_path / "out"), (tmp_path / "out", root)):
+        for names in (("--include", "model.embed.*"), ("--include", "embed.*"), ("--exclude", "model.head.*")):
+            found = run("diff", one, other, *names, "--exclude", "optimizer*", "--exclude", "rng*", "--json")
+            assert found.exit_code == 0 and json.loads(found.stdout)["same"] == 1, (names, found.output)
