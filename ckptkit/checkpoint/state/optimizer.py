@@ -202,7 +202,7 @@ class _Capturing:
         import torch
 
         self.captured.tensors[fqn, name], held = placed(value, parameter, name, self.shards)
-        if type(value) is torch.Tensor and value.dim() > 1:
+        if type(value) is torch.Tensor and value.layout is torch.strided and not value.is_nested and value.dim() > 1:
             order, usual = order_of(value), order_of(parameter) if value.shape == parameter.shape else None
             if order != usual:
                 self.orders[f"{self.what}.state.{fqn}.{name}"] = order or list(range(value.dim()))

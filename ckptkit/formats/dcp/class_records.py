@@ -175,10 +175,12 @@ def _by_its_class(
     path, start, nbytes = entry.slices.records()[0]
     try:
         opened = open_tensor(load_object_torch(store, ObjectEntry(entry.name, path, start, nbytes)))
-    except (SaveError, UnsafePickleError) as error:
+    except UnsafePickleError:
         raise UnsupportedFormatError(
-            f"can be read only by its class, which this job has not allowed: {error}"
+            "can be read only by its class, which this job has not allowed (torch.serialization.add_safe_globals)"
         ) from None
+    except SaveError as error:
+        raise UnsupportedFormatError(str(error)) from None
     if opened is None:
         raise UnsupportedFormatError("can be read only by its class, which does not name its inner tensors")
     parts = {}

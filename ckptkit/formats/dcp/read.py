@@ -199,8 +199,13 @@ def add_class(filler: Filler, catalog: Catalog, name: str, value: Any) -> bool:
     try:
         here = open_tensor(value)
         saved = None if here is None else saved_parts(filler.store, catalog, name)
-    except (SaveError, UnsupportedFormatError) as error:
+    except SaveError as error:
         raise CheckpointMismatchError(f"{name}: the tensor {error}.") from error
+    except UnsupportedFormatError as error:
+        raise CheckpointMismatchError(
+            f"tensor {name!r} {catalog.tensors[name].slices.opaque}, and {error}. Load it with torch's "
+            "FileSystemReader in a job that imports its class."
+        ) from error
     if here is None or (saved is None and name not in catalog.tensors):
         return False
     entries, recipe = saved or ({}, None)
