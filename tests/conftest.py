@@ -6,14 +6,13 @@ import gc
 import logging
 import os
 import signal
-import sys
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.leases import lease_tables, release_leases
 from tests.split import at_night, in_order, only_at_night, sweeps
 
 # No timed assertions: a busy machine must not turn a test red.
@@ -88,19 +87,9 @@ def _sigint() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _leases() -> Iterator[None]:
     """Release the leases that a test left open: their heartbeats would log warnings in later tests."""
-    before = [set(table) for table in _lease_tables()]
+    before = [set(table) for table in lease_tables()]
     yield
-    for table, old in zip(_lease_tables(), before, strict=True):
-        for key in set(table) - old:
-            left = table.pop(key, None)
-            if left is not None:
-                getattr(left, "lease", left).release()
-
-
-def _lease_tables() -> list[MutableMapping[Any, Any]]:
-    """Return the open managers' leases and all leases of this process."""
-    places = [("ckptkit.checkpoint.run.hold", "_shared"), ("ckptkit.storage.lock", "_held_leases")]
-    return [getattr(sys.modules.get(module), name, {}) for module, name in places]
+    release_leases(before)
 
 
 @pytest.fixture

@@ -25,6 +25,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tests.leases import release_leases
+
 _GRACE_S = 3.0  # time for the others to report after the first rank has failed
 _LEAVE_S = 1.0  # time for ranks to end by themselves
 _GROUP_S = 300.0  # time for a collective of ranks that are reused
@@ -135,7 +137,9 @@ def _serve(conn: Connection, rank: int, world_size: int, rendezvous: str) -> Non
         except EOFError:
             os._exit(0)
         faulthandler.dump_traceback_later(max(1.0, timeout - 1), exit=False)
-        conn.send_bytes(_answer(fn, rank, world_size, args, join))
+        answer = _answer(fn, rank, world_size, args, join)
+        release_leases()  # as at the end of a process: the next task may run in other ones
+        conn.send_bytes(answer)
         groups = [group for group in _world.pg_map if group is not world]
         for group in groups:
             dist.destroy_process_group(group)  # takes hundredths of a second, while the test goes on

@@ -104,7 +104,9 @@ def reshard(  # noqa: PLR0913 - one argument per option
     how = How(workers, parse_size(max_memory), check, verify, dry_run, overwrite, there, here, progress, started)
     reading = ReadOptions(layout=layout, allow_pickle=allow_pickle)
     source = open_pinned(src, storage_options=there, options=reading, together=not dry_run)
-    source = replace(source, catalog=in_parts(source.store, source.catalog))
+    opened = in_parts(source.store, source.catalog)
+    if opened is not source.catalog:
+        source = replace(source, catalog=opened, joined=source.checkpoints)
     refuse_partial(source.store, source.catalog)
     check_source_files(source.store, source.catalog.tensors.values())
     place = open_target(dst, source=source.url, single_file=False, overwrite=overwrite, storage_options=here)

@@ -88,7 +88,7 @@ LIBRARIES_REPLICATED: dict[str, Refused] = {
 }
 
 NOT_SAVED = {
-    "Ranger21": "the state_dict of Ranger21 has 'lookahead_step', 'starting_lr', 'current_lr' in addition",
+    "Ranger21": "the state_dict of Ranger21 has 'lookahead_step', 'starting_lr', 'current_lr', but only 'state' ",
     "scalable Shampoo": "up.weight.pre_conditioner: a value of type pytorch_optimizer.optimizer.utils.preconditioner",
 }
 """By optimizer: the text of the refusal to save its state."""
