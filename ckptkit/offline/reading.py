@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar
 
 from ckptkit.catalog.entry import Catalog
@@ -22,6 +22,7 @@ from ckptkit.errors import (
     UnsafePickleError,
     command_line,
 )
+from ckptkit.formats.dcp.class_records import in_parts
 from ckptkit.formats.detect import Source, open_source
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.record import CommitRecord, find_record, step_of_name
@@ -39,6 +40,7 @@ __all__ = [
     "earlier_checkpoint",
     "records_of",
     "watch",
+    "with_parts",
 ]
 
 # --- Detecting changes to source files during a command, because checkpoints in other formats cannot be pinned
@@ -214,6 +216,16 @@ def open_pinned(
     if together and not any(item is source for _, item in reading.ours):
         reading.seen.append((source, look_at(source)))
     return source
+
+
+def with_parts(source: Source, *, optimizer: bool = True) -> Source:
+    """Return a source in which tensor subclasses that torch's `dcp.save` stored are replaced with their inner tensors.
+
+    Args:
+        optimizer: As for `in_parts`.
+    """
+    catalog = in_parts(source.store, source.catalog, optimizer=optimizer)
+    return source if catalog is source.catalog else replace(source, catalog=catalog, joined=source.checkpoints)
 
 
 def _opened_together(

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.arguments import Location, location
 from ckptkit.checkpoint.load.mapping import Checkpoint, TensorView
 from ckptkit.errors import CkptkitError, UsageError
-from ckptkit.formats.dcp.class_records import in_parts
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.record import CommitRecord, check_tag, find_record, step_name, step_of_name
 from ckptkit.offline.conversion import ConvertReport, How, check_source_files, conclude
@@ -18,7 +16,7 @@ from ckptkit.offline.copying.copier import Progress
 from ckptkit.offline.copying.plan import Plan
 from ckptkit.offline.gaps import refuse_partial
 from ckptkit.offline.publish import open_target, options_of_both
-from ckptkit.offline.reading import open_pinned, reads_checkpoints
+from ckptkit.offline.reading import open_pinned, reads_checkpoints, with_parts
 from ckptkit.offline.resharding.mesh import TargetMesh, TPPlan
 from ckptkit.offline.resharding.plan import Identity, plan_reshard
 from ckptkit.offline.vocabulary import NewRows, VocabSize
@@ -104,9 +102,7 @@ def reshard(  # noqa: PLR0913 - one argument per option
     how = How(workers, parse_size(max_memory), check, verify, dry_run, overwrite, there, here, progress, started)
     reading = ReadOptions(layout=layout, allow_pickle=allow_pickle)
     source = open_pinned(src, storage_options=there, options=reading, together=not dry_run)
-    opened = in_parts(source.store, source.catalog)
-    if opened is not source.catalog:
-        source = replace(source, catalog=opened, joined=source.checkpoints)
+    source = with_parts(source)
     refuse_partial(source.store, source.catalog)
     check_source_files(source.store, source.catalog.tensors.values())
     place = open_target(dst, source=source.url, single_file=False, overwrite=overwrite, storage_options=here)
