@@ -736,7 +736,7 @@ def _signals(given: Any) -> tuple[int, ...]:
 
 
 def _which(value: Any) -> str | int:
-    """Return the step, or the string that names a checkpoint.
+    """Return the argument `which` as a step, a tag or a URL.
 
     A path without a slash becomes "./PATH", because a string without a slash means a tag.
     """

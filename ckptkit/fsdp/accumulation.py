@@ -122,6 +122,6 @@ class StepCounter:
         self.total = max(self.total, before + 1)
 
     def restart(self, total: int) -> None:
-        """Set the count of all optimizers to `total`, for example after a load."""
+        """Set the step count of every optimizer to `total`, for example after a load."""
         self.total = self._base = total
         self._of.clear()

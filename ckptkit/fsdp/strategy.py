@@ -153,8 +153,8 @@ class FSDPStrategy:
     def setup_distributed(self, timeout: datetime.timedelta | None = None) -> None:
         """Join or create the process group, check the batch sizes and seed the random generators.
 
-        Data-parallel ranks get different seeds, so models must get equal values in a different way: through
-        `sync_module_states` (the default) or from files.
+        Data-parallel ranks get different seeds, so the seed does not give all ranks the same initial weights;
+        `sync_module_states` (the default) or loading from files does.
         """
         self._join(timeout)
         set_seed(self.seed, offset=self.data_parallel_rank)

@@ -301,7 +301,7 @@ class SliceRuns:
     nbytes: Int64
 
     def bounds(self) -> list[tuple[int, int]]:
-        """Return the rows [a, b) of each slice's runs."""
+        """Return, for each slice, the range [a, b) of its runs in these arrays."""
         first = np.flatnonzero(np.concatenate([[True], self.slices[1:] != self.slices[:-1]]))
         return list(zip(first.tolist(), [*first[1:].tolist(), len(self.slices)], strict=True))
 

@@ -336,7 +336,7 @@ def check_target(parent: LocalStore, name: str, *, replaceable: Replaceable | No
 
 
 def check_writable(store: LocalStore) -> None:
-    """Raise if a directory (or, if it is missing, the parent to create it in) is not writable. Writes nothing."""
+    """Raise if a directory is not writable; if it is missing, if its parent is not. Writes nothing."""
     place = store.url
     while not os.path.lexists(place):
         place = os.path.dirname(place)

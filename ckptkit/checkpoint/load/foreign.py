@@ -519,7 +519,7 @@ def _lengths(groups: Sequence[Sequence[Any]]) -> str:
 
 
 def _state_shapes(catalog: Catalog, owner: str) -> dict[Any, list[tuple[int, ...]]]:
-    """Return the shapes of each numbered parameter's states. Omits scalars, such as step counts."""
+    """Return the shapes of the optimizer states of each parameter number. Omits scalars, such as step counts."""
     found: dict[Any, list[tuple[int, ...]]] = {}
     for entry in catalog.tensors.values():
         if entry.role is Role.OPTIMIZER and len(entry.key) > 1 and entry.shape and _owner(entry.name) == owner:

@@ -65,7 +65,7 @@ class _Turn:
     """The coordinator's answer to a rank.
 
     Attributes:
-        sends_table: Whether no lower rank has the same keys.
+        sends_table: Whether the rank must send its table of keys: True if no lower rank has the same keys.
         holders: Key hash -> the ranks that hold the key, for replicated keys that this rank has but some others lack.
     """
 

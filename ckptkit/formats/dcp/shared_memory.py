@@ -91,8 +91,8 @@ def _is_one(store: Store, group: Sequence[Claim]) -> bool:
 
 
 def _reads_alike(store: Store, group: Sequence[Claim]) -> bool:
-    """Read this rank's part of each tensor into memory laid out like the live tensors. Return whether each tensor kept
-    the values that were read into it."""
+    """Read this rank's part of each tensor into memory laid out like the live tensors. Return False if
+    reading one tensor changed another, because they share memory."""
     import torch
 
     from ckptkit.formats.dcp.fill import Filler, add_box, part_of

@@ -304,8 +304,13 @@ def _rows(block: int, shape: Sequence[int]) -> int:
 
 
 def _sharded(whole: Any, name: str, inner: Any, local: Any, rule: str) -> tuple[Any, Any]:
-    """Return the tensor to store for an inner tensor of a sharded tensor, and its entry in the recipe. The stored
-    tensor is a DTensor with the same placements. No block may be split between shards."""
+    """Return what to store for one of the inner tensors of a sharded tensor subclass, and its entry in the recipe.
+
+    Unless the rule is "whole", the inner tensor becomes a DTensor with the placements of the sharded tensor.
+
+    Raises:
+        SaveError: Elements that share a value of the inner tensor, such as a scale, are on different ranks.
+    """
     import torch
     from torch.distributed.tensor import DTensor
 

@@ -339,7 +339,7 @@ def _made(tensor: OutputTensor) -> tuple[Any, ...]:
 
 
 def _records_of(plan: Plan, index: int, maps: Mapping[str, EntryMap]) -> Int64:
-    """Return the records (indices) of the source digests that cover a file's bytes; includes -1 if some have none."""
+    """Return the indices of the digest records that cover a file's source bytes, plus -1 if some bytes have none."""
     found: list[Int64] = [np.zeros(0, np.int64)]
     for placement in plan.placements:
         rows = np.flatnonzero(placement.files == index)

@@ -147,7 +147,7 @@ class LocalSink:
 
 
 def _groups(pieces: Iterable[tuple[int, Buffer]]) -> Iterator[list[tuple[int, Buffer]]]:
-    """Group ascending pieces that one call writes: adjacent ones, and short ones with short gaps between them."""
+    """Yield groups of pieces to write in one call: adjacent pieces, or short pieces with short gaps between them."""
     group: list[tuple[int, Buffer]] = []
     first = end = 0
     for start, data in pieces:

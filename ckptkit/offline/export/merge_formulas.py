@@ -87,7 +87,7 @@ def block_diagonal(scale: float, blocks: tuple[int, int]) -> Formula:
 def dora(scale: float, *, transposed: bool = False) -> Formula:
     """Return the formula magnitude / |W + delta| * (W + delta), with one norm per output. Inputs: A, B, magnitude.
 
-    Rows can be computed separately unless `transposed`, because norms are then per column.
+    With `transposed`, rows cannot be computed separately, because the norms are per column.
     """
 
     def merge(w: torch.Tensor, inputs: Sequence[torch.Tensor], first: int) -> torch.Tensor:

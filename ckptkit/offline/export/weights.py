@@ -76,7 +76,7 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The entries to export by FQN, which kind of weights they are ("model", "master" or "ema"), and notes."""
+    """The entries to export (FQN -> entry), the kind of weights ("model", "master" or "ema"), and notes."""
 
     entries: dict[str, TensorEntry]
     weights: Literal["model", "master", "ema"]
