@@ -22,7 +22,7 @@ from ckptkit.offline.copying.plan import OutputFile, Plan
 from ckptkit.offline.export.files import check_headers
 from ckptkit.offline.export.hf import ExportOptions, HFExport, export_tensors, plan_export
 from ckptkit.offline.publish import OutputPlace, open_target, options_of_both
-from ckptkit.offline.reading import open_pinned, reads_checkpoints, with_parts
+from ckptkit.offline.reading import open_pinned, reads_checkpoints
 from ckptkit.offline.serving import serving
 from ckptkit.storage.retry import patient
 from ckptkit.units import parse_size
@@ -130,7 +130,7 @@ def convert(  # noqa: PLR0913 - one argument per option
     output = Output(dst, to, parse_size(max_shard_size), world_size, sha256, how)
     output.check(max_memory, max_shard_size)
     reading = ReadOptions(layout=layout, base=base, strip_prefix=strip_prefix, allow_pickle=allow_pickle)
-    source = with_parts(open_pinned(src, storage_options=there, options=reading, together=not dry_run), optimizer=False)
+    source = open_pinned(src, storage_options=there, options=reading, together=not dry_run)
     options = ExportOptions(
         dtype, "bf16" if quantize else "keep", weights, key_map_of(key_map), strip_prefix,
         globs("include", include), globs("exclude", exclude), untie,

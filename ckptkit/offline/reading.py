@@ -22,7 +22,6 @@ from ckptkit.errors import (
     UnsafePickleError,
     command_line,
 )
-from ckptkit.formats.dcp.class_records import in_parts
 from ckptkit.formats.detect import Source, open_source
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.own.record import CommitRecord, find_record, step_of_name
@@ -40,7 +39,6 @@ __all__ = [
     "earlier_checkpoint",
     "records_of",
     "watch",
-    "with_parts",
 ]
 
 # --- Detecting changes to source files during a command, because checkpoints in other formats cannot be pinned
@@ -195,6 +193,7 @@ def open_pinned(
     storage_options: Mapping[str, Any] | None = None,
     options: ReadOptions | None = None,
     together: bool = False,
+    inner: bool = False,
 ) -> Source:
     """Open the checkpoint at `url`, pinned until the enclosing `reads_checkpoints` command ends.
 
@@ -203,6 +202,7 @@ def open_pinned(
     Args:
         together: Several ranks write one result, and all must call this. They all read the checkpoint that rank 0
             chose, because "latest" may change in between.
+        inner: Replace tensor subclasses that torch's `dcp.save` stored with their inner tensors.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint.
@@ -213,19 +213,17 @@ def open_pinned(
         source = _opened_together(reading, url, storage_options, options)
     else:
         source = _opened(reading, url, storage_options, options)
+    if inner:
+        from ckptkit.formats.dcp.class_records import in_parts
+
+        whole = source
+        catalog = in_parts(whole.store, whole.catalog)
+        if catalog is not whole.catalog:  # not one of `ours`, in which they are stored in parts
+            source = replace(whole, catalog=catalog)
+            reading.sources = [source if item is whole else item for item in reading.sources]
     if together and not any(item is source for _, item in reading.ours):
         reading.seen.append((source, look_at(source)))
     return source
-
-
-def with_parts(source: Source, *, optimizer: bool = True) -> Source:
-    """Return a source in which tensor subclasses that torch's `dcp.save` stored are replaced with their inner tensors.
-
-    Args:
-        optimizer: As for `in_parts`.
-    """
-    catalog = in_parts(source.store, source.catalog, optimizer=optimizer)
-    return source if catalog is source.catalog else replace(source, catalog=catalog, joined=source.checkpoints)
 
 
 def _opened_together(

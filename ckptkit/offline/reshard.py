@@ -16,7 +16,7 @@ from ckptkit.offline.copying.copier import Progress
 from ckptkit.offline.copying.plan import Plan
 from ckptkit.offline.gaps import refuse_partial
 from ckptkit.offline.publish import open_target, options_of_both
-from ckptkit.offline.reading import open_pinned, reads_checkpoints, with_parts
+from ckptkit.offline.reading import open_pinned, reads_checkpoints
 from ckptkit.offline.resharding.mesh import TargetMesh, TPPlan
 from ckptkit.offline.resharding.plan import Identity, plan_reshard
 from ckptkit.offline.vocabulary import NewRows, VocabSize
@@ -101,8 +101,7 @@ def reshard(  # noqa: PLR0913 - one argument per option
     there, here = options_of_both(storage_options, src_storage_options, dst_storage_options)
     how = How(workers, parse_size(max_memory), check, verify, dry_run, overwrite, there, here, progress, started)
     reading = ReadOptions(layout=layout, allow_pickle=allow_pickle)
-    source = open_pinned(src, storage_options=there, options=reading, together=not dry_run)
-    source = with_parts(source)
+    source = open_pinned(src, storage_options=there, options=reading, together=not dry_run, inner=True)
     refuse_partial(source.store, source.catalog)
     check_source_files(source.store, source.catalog.tensors.values())
     place = open_target(dst, source=source.url, single_file=False, overwrite=overwrite, storage_options=here)

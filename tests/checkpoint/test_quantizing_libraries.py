@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from ckptkit import CheckpointManager, DCPReader, DCPSavePlanner, DCPWriter, TrainState, convert
+from ckptkit import CheckpointManager, DCPReader, DCPSavePlanner, DCPWriter, TrainState
 from ckptkit.errors import CheckpointMismatchError, SaveError
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # both libraries use deprecated functions of torch
@@ -239,12 +238,3 @@ def test_what_torch_wrote_of_quantized_tensors_loads_exactly(tmp_path: Path, nam
     with CheckpointManager(tmp_path / "run") as manager:
         manager.load(TrainState(model=other[0], optimizer=other[1], rng=False), str(url))
     assert all_of(other) == all_of(source)
-
-
-def test_float8_all_gather_weights_that_torch_wrote_are_converted(tmp_path: Path) -> None:
-    model, _ = float8_all_gather()
-    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "theirs", no_dist=True)
-    convert(str(tmp_path / "theirs"), str(tmp_path / "out"))
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    expected = {name: getattr(weight, "_tensor", weight) for name, weight in model.state_dict().items()}
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)

@@ -37,7 +37,8 @@ def recipes_of(catalog: Catalog) -> Mapping[str, Recipe]:
 def in_parts(store: Store, catalog: Catalog, *, optimizer: bool = True) -> Catalog:
     """Replace the tensor subclasses that torch's `dcp.save` stored with their inner tensors, where that is possible.
 
-    The result has their recipes as the object `SUBCLASSES`. All other tensors stay as they are.
+    The result has their recipes as the object `SUBCLASSES`. All other tensors stay as they are; the catalog itself is
+    returned if there is no such tensor.
 
     Args:
         optimizer: Also replace optimizer states. Finding them reads both ends of all their records.
@@ -46,8 +47,10 @@ def in_parts(store: Store, catalog: Catalog, *, optimizer: bool = True) -> Catal
         return catalog
     tensors: dict[str, TensorEntry] = {}
     recipes: dict[str, Recipe] = {}
+    found = False
     for entry in catalog.in_parts():
         if (entry.role is not Role.OPTIMIZER or optimizer) and entry.slices.opaque:
+            found = True
             try:
                 if (plain := as_plain(store, entry)) is not entry:
                     tensors[entry.name] = plain
@@ -60,6 +63,8 @@ def in_parts(store: Store, catalog: Catalog, *, optimizer: bool = True) -> Catal
                     explain_opaque(entry.slices, str(error))
         else:
             tensors[entry.name] = entry
+    if not found:
+        return catalog
     opaque = {name: why for name, why in catalog.info.extra.get("opaque", {}).items() if name not in recipes}
     info = replace(catalog.info, extra={**catalog.info.extra, "opaque": opaque})
     objects = dict(catalog.objects)
