@@ -59,6 +59,13 @@ def test_names_without_a_step_have_none(name):
     assert parse_step(name) is None
 
 
+@pytest.mark.parametrize("nonce", ["4224e5ffbba6bee3", "ba61ffe000000000", "ba61234567890123", "0123456789012345"])
+def test_a_step_that_a_save_renamed_comes_after_the_one_in_its_place(nonce: str) -> None:
+    names = [f"step_00000001.aside-{nonce}", "step_00000001"]
+    assert [step.name for step in ordered(names)] == names[::-1]
+    assert parse_step(names[0]).step == 1  # type: ignore[union-attr]
+
+
 def test_steps_are_ordered_by_number_and_then_by_epoch():
     names = ["global_step9", "global_step10", "global_step2"]
     assert [step.name for step in ordered(names)] == ["global_step10", "global_step9", "global_step2"]

@@ -8,8 +8,11 @@ from dataclasses import dataclass
 
 __all__ = ["StepName", "parse_step", "ordered"]
 
-_STEP = re.compile(r"(?:global_?step|step|iter(?:ation)?|checkpoint|ckpt|batch|ba)s?[-_=]?(\d{1,18})", re.IGNORECASE)
-_EPOCH = re.compile(r"(?:epoch|ep)[-_=]?(\d{1,18})", re.IGNORECASE)
+_STEP = re.compile(
+    r"(?:global_?step|step|iter(?:ation)?|checkpoint|ckpt|batch|(?<![a-z0-9])ba)s?[-_=]?(\d{1,18})", re.IGNORECASE
+)
+_EPOCH = re.compile(r"(?:epoch|(?<![a-z0-9])ep)[-_=]?(\d{1,18})", re.IGNORECASE)
+_ASIDE = ".aside-"  # a directory that a save renamed; random hex digits follow, such as "ba6"
 _NUMBER = re.compile(r"\d{1,18}")
 
 
@@ -24,9 +27,10 @@ class StepName:
 
 def parse_step(name: str) -> StepName | None:
     """Return the step in a name (global_step10, checkpoint-2, iter_0000010, epoch=0-step=3.ckpt, 1200), or None."""
-    step, epoch = _STEP.findall(name), _EPOCH.findall(name)
+    told = name.partition(_ASIDE)[0]
+    step, epoch = _STEP.findall(told), _EPOCH.findall(told)
     if not step:
-        bare = name.rpartition(".")[0] or name
+        bare = told.rpartition(".")[0] or told
         if not epoch and not _NUMBER.fullmatch(bare):
             return None
         step = ["0"] if epoch else [bare]
