@@ -58,6 +58,20 @@ def timed(command: list[str], *, clean: Path, sync: bool) -> tuple[float, float,
     return time.perf_counter() - start, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024
 
 
+def compare(commands: dict[str, list[str]], out: Path, repeat: int, title: str) -> None:
+    """Print the best time of each command, which writes `out`, and its ratio to the first command's."""
+    best = dict.fromkeys(commands, (float("inf"), float("inf"), 0))
+    for _ in range(repeat):  # in turns, so that other load affects all commands; the best counts
+        for name, command in commands.items():
+            wall, cpu, peak = timed(command, clean=out, sync=False)
+            best[name] = (min(best[name][0], wall), min(best[name][1], cpu), max(best[name][2], peak))
+    first = next(iter(best.values()))
+    print(title)
+    for name, (wall, cpu, peak) in best.items():
+        ratio = f"{wall / first[0]:5.2f} x  cpu {cpu:6.2f} s = {cpu / first[1]:5.2f} x"
+        print(f"  {name:16s} {wall:6.2f} s = {ratio}  peak {peak / 1e6:6.0f} MB", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="2GB")

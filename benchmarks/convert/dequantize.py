@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from benchmarks.convert.bench import timed
+from benchmarks.convert.bench import compare, timed
 from ckptkit.units import parse_size
 
 SIDE = 4096
@@ -96,16 +96,7 @@ def measure(root: Path, options: argparse.Namespace) -> None:
         "ckptkit convert": [*convert, str(out), "--dtype", "bf16", "--max-shard-size", "1TB"],
         "loop in torch": [sys.executable, "-c", LOOP, str(source), str(out)],
     }
-    best = dict.fromkeys(commands, (float("inf"), float("inf"), 0))
-    for _ in range(options.repeat):  # in turns, so that other load affects all commands; the best counts
-        for name, command in commands.items():
-            wall, cpu, peak = timed(command, clean=out, sync=False)
-            best[name] = (min(best[name][0], wall), min(best[name][1], cpu), max(best[name][2], peak))
-    first = next(iter(best.values()))
-    print(f"block FP8 to {options.size} of bf16, {options.where}")
-    for name, (wall, cpu, peak) in best.items():
-        ratio = f"{wall / first[0]:5.2f} x  cpu {cpu:6.2f} s = {cpu / first[1]:5.2f} x"
-        print(f"  {name:16s} {wall:6.2f} s = {ratio}  peak {peak / 1e6:6.0f} MB", flush=True)
+    compare(commands, out, options.repeat, f"block FP8 to {options.size} of bf16, {options.where}")
 
 
 if __name__ == "__main__":

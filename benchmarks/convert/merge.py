@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.convert.bench import timed
+from benchmarks.convert.bench import compare
 
 # The plain loop: all tensors of the result in memory, summed in fp32 in the order of the sources.
 LOOP = """
@@ -105,16 +105,7 @@ def measure(root: Path, options: argparse.Namespace) -> None:
         "bare numpy": [sys.executable, "-c", BARE, *names, str(out)],
         "loop in torch": [sys.executable, "-c", LOOP, *names, str(out)],
     }
-    best = dict.fromkeys(commands, (float("inf"), float("inf"), 0))
-    for _ in range(options.repeat):  # in turns, so that other load affects all commands; the best counts
-        for name, command in commands.items():
-            wall, cpu, peak = timed(command, clean=out, sync=False)
-            best[name] = (min(best[name][0], wall), min(best[name][1], cpu), max(best[name][2], peak))
-    first = next(iter(best.values()))
-    print(f"{len(names)} sources of {options.size} in bf16, {options.where}")
-    for name, (wall, cpu, peak) in best.items():
-        ratio = f"{wall / first[0]:5.2f} x  cpu {cpu:6.2f} s = {cpu / first[1]:5.2f} x"
-        print(f"  {name:16s} {wall:6.2f} s = {ratio}  peak {peak / 1e6:6.0f} MB", flush=True)
+    compare(commands, out, options.repeat, f"{len(names)} sources of {options.size} in bf16, {options.where}")
 
 
 if __name__ == "__main__":
