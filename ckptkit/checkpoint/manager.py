@@ -546,12 +546,12 @@ class CheckpointManager:
         )
 
     def _patience(self) -> Patience:
-        """Return how long a background save retries storage calls: not as long as the other ranks wait for it."""
+        """Return how long a background save retries storage calls. This is shorter than the other ranks' timeout."""
         limit_s = timeout_s(BACKGROUND_S)
         return Patience(limit_s if self._coordinator.world_size == 1 else min(limit_s, self._coordinator.timeout_s / 2))
 
     def _stage(self, prepared: Prepared) -> None:
-        """Stage the data to write. Errors are left to `publish`, because the other ranks have already started."""
+        """Copy the data to host memory. `publish` raises errors, because the other ranks have already started."""
         started = prepared.clock.seconds()
         try:
             prepared.staged = (self._writer or self._buffers).copy(prepared.plan.tensors)
@@ -629,8 +629,8 @@ class CheckpointManager:
     def _rotate(self, record: CommitRecord) -> tuple[tuple[tuple[int, int], ...], int | None, int]:
         """Delete old checkpoints. Never raises, because the save is already committed.
 
-        Returns (step, bytes) for each deleted checkpoint, the number of checkpoints left, and how many of these are
-        kept only because they are exempt.
+        Returns (step, bytes) for each deleted checkpoint, the number of remaining checkpoints, and how many of them
+        stay only because they are exempt.
         """
         try:
             seen = self._saver.seen

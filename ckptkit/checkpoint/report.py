@@ -64,7 +64,7 @@ class PhaseClock:
             self._phases.append(phase)
 
     def add_in_turn(self, found: Sequence[tuple[str, float, int]]) -> None:
-        """Record consecutive phases (name, seconds, bytes) of this thread, the last of which ends now.
+        """Record consecutive phases (name, seconds, bytes) of this thread. The last phase ends now.
 
         If several threads did the work, pass each phase's longest time. Times that add up to more than the elapsed time
         are scaled down.
@@ -218,7 +218,7 @@ class LoadReport:
         sources: With a key map: the checkpoint's tensors that each restored key was made from.
         padded: Restored keys with padding that a key map declares. The padding was left unchanged.
         missing: Keys that the training state needs but the checkpoint lacks (only with strict=False).
-        unexpected: Keys of loaded sections that the training state lacks.
+        unexpected: Keys that the checkpoint has, in sections that were loaded, but the training state lacks.
         skipped: Sections and tensors that were skipped on purpose, each with the reason.
         notes: Messages about hyperparameters that only one side has, casts, and reseeded random number generators.
         extra: Values in the checkpoint's `extra` that the training state lacks.

@@ -99,7 +99,7 @@ class ConvertReport:
         return "proved: " + "; ".join(self.proved)
 
     def plan_lines(self) -> list[str]:
-        """Return the lines that --dry-run prints: each tensor's sources and target, and unused or missing tensors."""
+        """Return the lines that --dry-run prints: each tensor's sources and target, then unused and missing tensors."""
         return list(self._plan_lines())
 
     def _plan_lines(self) -> Iterator[str]:
@@ -172,7 +172,7 @@ class Converted:
     """The result of executing a plan.
 
     Attributes:
-        masters: Number of weights proved equal to their fp32 masters, cast to the weights' dtype.
+        masters: Number of weights that were proved equal to their fp32 master weights, once these are cast.
         looked: The phrase that `look` returned; "" without `look`.
         verified: Number of written tensors that were proved equal to the source; None without `verify`.
         record: The result's commit record; None if the result is not a ckptkit checkpoint.
@@ -250,7 +250,7 @@ def carry_out(
     """Execute a plan and publish the result atomically. If there are several ranks, all must call this.
 
     Args:
-        masters_of: The source tensors to compare with their fp32 masters; None for all.
+        masters_of: The source tensors to compare with their fp32 master weights; None for all.
         look: Called once with the written files. It raises if they are wrong; otherwise it returns a phrase that says
             what it checked.
         sealing: Makes the result a committed ckptkit checkpoint.

@@ -353,7 +353,10 @@ def _contents(source: Source, src: str, dst: str, how: How, *, all_files: bool) 
 
 
 def _readable(store: Store, paths: Iterable[str]) -> tuple[dict[str, int], dict[str, str]]:
-    """Return the sizes of the files to copy, and why the others are left out: broken links, links to outside, pipes."""
+    """Return the sizes of the files to copy, and for every other file why it is left out.
+
+    Broken links, links that lead outside, and pipes are left out.
+    """
     sizes: dict[str, int] = {}
     left: dict[str, str] = {}
     for path in paths:
@@ -414,7 +417,7 @@ def _place(what: _Contents, url: str, dst: str, how: How) -> OutputPlace:
 
 
 def _split(checks: Iterable[Check]) -> tuple[list[Check], list[Check]]:
-    """Split checks into those done during the copy, over disjoint ranges, and those done separately."""
+    """Split checks into two lists: those made during the copy, over disjoint ranges, and those made separately."""
     inline: list[Check] = []
     apart: list[Check] = []
     by_path: dict[str, list[Check]] = {}
@@ -458,7 +461,7 @@ def _plan(what: _Contents, inline: Sequence[Check], file_name: str) -> Plan:
 
 
 def _slices(path: str, size: int, digests: Sequence[Digest]) -> SliceArray:
-    """Return a file as slices: one for each range with a digest, and one for each gap between them."""
+    """Return a file as slices: one per range with a digest, and one per gap between such ranges."""
     rows: list[tuple[int, int, int, int]] = []  # start, size in bytes, digest, number of bytes that the digest covers
     at = 0
     for digest in digests:

@@ -285,9 +285,9 @@ class _Side:
 
 
 def _pieces(entry: TensorEntry) -> Sequence[tuple[str, int, int]] | None:
-    """Return (file, offset, size) of the ranges whose concatenation is the tensor; None if no such ranges do.
+    """Return (file, offset, size) of the ranges that make up the tensor's bytes, in order; None if there are none.
 
-    They do if the tensor is contiguous or split along dimension 0 into slices that are listed in order.
+    A tensor has such ranges if it is contiguous, or split along dimension 0 into slices that are listed in order.
     """
     slices, shape, at = entry.slices, entry.shape, 0
     if slices.strides or slices.codecs:

@@ -25,7 +25,7 @@ class AzureApi(FsspecApi):
         return ""
 
     def is_mine(self, name: str, data: bytes | Content, *, mark: str, tries: int) -> bool:
-        # tries + 1: Azure's client retries by itself, so even our first try may fail on our own blob.
+        # tries + 1: Azure's client retries by itself, so our first try may already find its own blob.
         return super().is_mine(name, data, mark=mark, tries=tries + 1)
 
     def upload(self, name: str) -> Upload:

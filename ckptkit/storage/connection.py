@@ -119,8 +119,8 @@ class _OfProcess:
     Attributes:
         budget: Limits the memory of uploads.
         known: Caches small files that were recently read or written.
-        turns: Limits the number of concurrent ranged reads. Without it, the time that a read waits for a free HTTP
-            connection would count as silence of the server, and the read would time out.
+        turns: Limits the number of concurrent ranged reads. Without this limit, the wait for a free HTTP connection
+            would count as silence of the server, and the read would time out.
     """
 
     pid: int
@@ -274,7 +274,7 @@ def _close_only_here(fs: Any) -> None:
 
 
 def _leave_unsigned(settings: Mapping[str, Any]) -> None:
-    """Protect bodies sent to a server on this machine with only a CRC-32.
+    """Protect bodies that are sent to a server on this machine with a CRC-32 instead of a signature.
 
     Over plain HTTP, botocore also signs each body's SHA-256, to detect changes on the network; over TLS it does not.
     `config_kwargs={"s3": {"payload_signing_enabled": True}}` turns the signature back on.

@@ -37,8 +37,8 @@ class Section:
         plan: Fingerprint of the source and of all bytes to write.
         world_size, rank: Which share of the plan this is.
         steps: The finished steps of this share.
-        void: Files whose steps do not count, because a later attempt started them over. In the section of an attempt
-            that is still running, the files that it starts over itself.
+        void: Files whose steps do not count, because a later attempt started them over. In the section of a running
+            attempt: the files that this attempt starts over.
     """
 
     plan: str
@@ -186,7 +186,7 @@ def _merged(parent: LocalStore, paths: Sequence[str]) -> list[Section]:
 def resumable(parent: LocalStore, name: str, *, dead: Collection[str] = ()) -> Leftover | None:
     """Return the newest staging directory for `name` that can be continued; None if there is none.
 
-    It has finished steps, and all its writers are dead.
+    It can be continued if it has finished steps and all its writers are dead.
 
     Args:
         dead: Owner files whose writers, on other machines, are known to be dead (from `dead_owner_files`).

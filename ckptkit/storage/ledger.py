@@ -85,7 +85,7 @@ class Ledger:
             logger.warning("%s/%s is complete, but a later run will write it again: %s", self._store.url, path, error)
 
     def keep(self, path: str) -> None:
-        """Count as finished an object that an interrupted attempt has finished."""
+        """Count an object that an interrupted attempt finished as finished in this attempt, too."""
         self.done[path] = self.earlier[path]
 
     def drop(self, paths: Iterable[str]) -> None:

@@ -83,7 +83,7 @@ class LocalStore(Store):
 
     Symbolic links are followed only to targets under the root, or from a snapshot in a Hugging Face cache to the
     cache's blobs. Other links raise UnsafePathError. Nothing is written or deleted through a link that leads out of the
-    root. For a child, this means the root of the store that was opened first.
+    root. A child has the root of the store that was opened first.
     """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:

@@ -132,7 +132,7 @@ class Lease:
             self.check()
 
     def try_conditional(self) -> None:
-        """Find out whether the store has conditional writes, by trying one on the lease's file."""
+        """Find out whether the store has conditional writes: try one on the lease's file."""
         with self._lock:
             if not self._stop.is_set():
                 self.root.try_conditional(self._state.path, self._state.to_json(self.root))
@@ -274,7 +274,7 @@ def _beat(reference: weakref.ref[Lease], stop: threading.Event, seconds: float) 
 
 @patient()
 def acquire_lease(root: Store, *, patience_s: float | None = None, look: Callable[[], Store] | None = None) -> Lease:
-    """Take the lease of `root` and return it; at once if it is free or if its owner is known to be dead.
+    """Take the lease of `root` and return it. Does not wait if the lease is free or its owner is known to be dead.
 
     An owner on another machine is watched for up to `patience_s` (default 45 s). It keeps the lease if it renews it in
     that time.

@@ -253,7 +253,10 @@ class RemoteStore(Store):
         return None if begun is None else begun.answers()
 
     def fetch_listed(self, items: Sequence[FileInfo]) -> None:
-        """Download small listed files concurrently into the cache, for `read_listed`. Skips files already there."""
+        """Download small listed files concurrently into the cache of `read_listed`.
+
+        Skips files that are already cached.
+        """
         known = self._connection.own.known
         new = [(item, self._full(item.path)) for item in items if item.tag and 0 < item.size <= _KNOWN_BYTES]
         new = [(item, full) for item, full in new if known.get(full, item.tag) is None]
@@ -464,6 +467,8 @@ def _plain(tag: str) -> str:
 
 
 def _without_secrets(error: BaseException) -> BaseException | None:
-    """Return `error`, to show it as our error's cause; None if it or one of its causes contains a secret."""
+    """Return `error` if it can be shown as the cause of our error; None if it or one of its causes contains a
+    secret.
+    """
     text = "".join(traceback.format_exception(error))
     return error if without_secrets(text) == text else None

@@ -94,7 +94,7 @@ def owner_in(store: Store, body: Any) -> Owner | None:
 
 
 def _place(store: Store) -> list[Any] | None:
-    """Return what tells a directory from its copy: its path, device and inode, or its bucket and key."""
+    """Return what distinguishes a directory from a copy of it: path, device and inode, or bucket and key."""
     if not is_directory(store):
         return [store.url.partition("://")[2].strip("/")]
     try:

@@ -179,7 +179,7 @@ def clean_siblings(
 ) -> None:
     """Delete what dead writers of `name` left under `parent`, except `keep`.
 
-    Content that they replaced is kept if `replaceable` raises for it.
+    If such a writer replaced content, the content is kept if `replaceable` raises for it.
     """
     for leftover in leftovers(parent, name):
         if (keep is not None and leftover.nonce == keep.nonce) or not is_abandoned(parent, leftover):
@@ -238,8 +238,8 @@ def stage(
 
     Args:
         file: Publish only this file under `url`. Other files may exist next to it.
-        replaceable: Raises if the existing target may not be replaced. Called again after the swap, raises if the old
-            content may not be deleted.
+        replaceable: Raises if the existing target may not be replaced. It is called again after the swap, and then
+            raises if the old content may not be deleted.
         overwrite: Replace an existing target.
         last: Names by which readers find the directory. On an object store they are written last.
         resume: Continue a dead writer's work: the yielded store may already contain finished files. If this writer is

@@ -91,7 +91,7 @@ def stage_remote(
 
 
 def check_remote(target: RemoteStore, replaceable: Replaceable | None) -> None:
-    """Raise CheckpointExistsError if `stage_remote` would. Writes nothing."""
+    """Raise CheckpointExistsError if `stage_remote` would raise it. Writes nothing."""
     if replaceable is not None and _is_finished(target):
         replaceable(target, "", ())
     else:
@@ -256,7 +256,7 @@ class _Place:
         raise CheckpointExistsError(f"{self.store.url} is being written by another process.")
 
     def check_free(self, replaceable: Replaceable | None) -> None:
-        """Raise CheckpointExistsError if `take` would."""
+        """Raise CheckpointExistsError if `take` would raise it."""
         items = self.look()
         self._check(items, self._previous(items), overwrite=replaceable is not None)
 

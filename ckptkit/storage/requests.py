@@ -171,7 +171,7 @@ class FsspecApi:
         return False
 
     def page(self, name: str, *, recursive: bool, after: str) -> tuple[Entries, str]:
-        """Return one page of the entries under `name`, and the `after` with which to request the next page.
+        """Return one page of the entries under `name`, and the value of `after` that requests the next page.
 
         Pass "" as `after` for the first page. "" is returned along with the last page.
         """
@@ -201,7 +201,7 @@ class FsspecApi:
 
     @staticmethod
     def _cut(name: str, data: bytes, start: int, stop: int) -> bytes:
-        """Cut a range out of a whole file, for HTTP servers that always send the whole file. Refuses large files."""
+        """Cut a range out of a whole file, for HTTP servers that ignore ranges. Refuses large files."""
         if len(data) > PART_BYTES:
             raise StorageError(
                 errno.ENOTSUP,
@@ -246,7 +246,7 @@ class FsspecApi:
         return ""
 
     def is_mine(self, name: str, data: bytes | Content, *, mark: str, tries: int) -> bool:
-        """Return whether the object that made this put fail was written by an earlier try of the same put.
+        """Return whether an earlier try of the same put wrote the object that made this put fail.
 
         Args:
             tries: How many tries were made, including the one that failed.

@@ -56,7 +56,7 @@ def staging_name(name: str, nonce: str) -> str:
 
 
 def trash_name(name: str, nonce: str) -> str:
-    """Return what to rename `name` to before it is deleted."""
+    """Return the name that `name` gets before it is deleted."""
     return f".trash-{_truncated(name)}-{nonce}"
 
 

@@ -28,7 +28,7 @@ _TIMES = 3  # how often to send an object at most, if the store keeps losing the
 
 
 class PartWriter:
-    """Splits a stream of writes into parts and sends several at once, or one by one if the store needs them in order.
+    """Splits a stream of writes into parts. Sends several at once, or one by one if the store needs them in order.
 
     `write` copies its data. A writer buffers at most two parts. `Connection.own.budget` limits the memory that all
     writers of the process have in flight. While the writers together buffer a lot, new uploads use smaller parts and

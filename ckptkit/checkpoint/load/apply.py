@@ -29,7 +29,7 @@ class DecodedOptimizer:
     """An optimizer's decoded non-tensor state.
 
     Attributes:
-        values: By FQN and state name.
+        values: Non-tensor state, by FQN and state name.
         shared: State that belongs to no parameter.
     """
 
@@ -42,8 +42,8 @@ class Decoded:
     """A plan's decoded values.
 
     Attributes:
-        objects: For each of `plan.objects`, the values of its trees.
-        optimizers: In the order of `plan.optimizers`.
+        objects: For each of `plan.objects`, the decoded values of its JSON trees.
+        optimizers: The decoded state of each optimizer, in the order of `plan.optimizers`.
         rng: The argument of `restore_rng`; None if nothing is restored.
         leftovers: Extra state that the training state does not use, by name.
     """
@@ -93,7 +93,10 @@ def _named(key: str, tree: JSON, tensor: Tensors) -> Any:
 
 
 def _check_object(target: ObjectTarget, value: Any) -> None:
-    """Check that the saved state of a model, scheduler or scaler is a mapping. Other objects check their own state."""
+    """Check that the saved state of a model, scheduler or scaler is a mapping.
+
+    Other objects check their own state when it is loaded.
+    """
     if target.kind in ("model", "scheduler", "grad_scaler") and not isinstance(value, Mapping):
         raise CorruptCheckpointError(f"{target.key}: the saved state is a {type(value).__name__}, expected a mapping.")
 
@@ -108,7 +111,7 @@ def apply_objects(state: TrainState, plan: LoadPlan, decoded: Decoded | None, re
 
 
 def apply_tensors(plan: LoadPlan, reading: Reading, decoded: Decoded | None, report: LoadReport, rank: int) -> None:
-    """Complete the models, whose tensors have been read; restore optimizers and random number generators."""
+    """Finish the models, whose tensors have been read. Restore the optimizers and random number generators."""
     import torch
 
     assert decoded is not None
@@ -174,8 +177,8 @@ def _apply_extra_state(module: torch.nn.Module, values: Mapping[str, Any]) -> No
 def _make_iterator(dataloader: Any) -> None:
     """Create the iterator of torchdata's StatefulDataLoader now. The next `iter` call returns it.
 
-    Creating it draws a random number. The saved run drew that number before the save, so it must be drawn before the
-    generators are restored.
+    Creating it draws a random number. The saved run drew that number before the save, so a load must draw it before it
+    restores the generators.
     """
     from torch.utils.data import DataLoader
 
@@ -186,7 +189,7 @@ def _make_iterator(dataloader: Any) -> None:
 def apply_optimizer(
     plan: OptimizerPlan, states: Mapping[str, Any], other: DecodedOptimizer, loaded: Collection[int]
 ) -> None:
-    """Replace an optimizer's state and settings. Masters that were not saved are copied from the loaded weights.
+    """Replace an optimizer's state and settings. A master weight that was not saved is copied from the loaded weight.
 
     Args:
         loaded: The ids of the parameters whose weights were loaded.
@@ -202,7 +205,7 @@ def apply_optimizer(
 
 
 def _kept_masters(plan: OptimizerPlan, new: dict[str, dict[str, Any]]) -> None:
-    """Add to the new state the live masters that the checkpoint lacks. `_follow_weights` fills them."""
+    """Add to `new` the live master weights that the checkpoint lacks. `_follow_weights` sets their values."""
     if plan.master_name is None:
         return
     for fqn, entry in plan.masters.items():

@@ -54,14 +54,14 @@ def load_checkpoint(
     With `options.atomic`, everything is first read into a second copy and checked.
 
     Args:
-        ready: Waits for the checkpoint's pin. It is called before anything is read into the state, and again after the
-            read. With True, it also checks that the checkpoint was not deleted before the pin took effect. If it was,
-            `ready` raises, and its error replaces errors about missing files.
-        origin: For a retry with the same options: `state.half_loaded` before the first attempt.
+        ready: Waits until the checkpoint is pinned. It is called before anything is read into the state, and again
+            after the read. `ready(True)` also raises if the checkpoint was deleted before the pin took effect. That
+            error replaces errors about missing files.
+        origin: The value of `state.half_loaded` before the first attempt, if this call retries a load with the same
+            options.
 
     Raises:
-        CheckpointMismatchError: The state does not match. Every rank raises the same error, which lists
-            all mismatches.
+        CheckpointMismatchError: The state does not match. Every rank raises the same error, which lists all mismatches.
         CorruptCheckpointError: The checkpoint is damaged.
         LoadError: With `options.atomic`: there is not enough memory for the second copy.
         RankFailedError: Another rank failed.
@@ -144,7 +144,9 @@ def load_checkpoint(
 
 
 class _RankPart:
-    """A `with` block that does this rank's part of a step. The block sets `value`; an error is caught.
+    """A `with` block that runs this rank's part of a step.
+
+    The block sets `value`. An error in the block is kept, not raised.
 
     Attributes:
         outcome: The value or the error, for `Coordinator.settle`.
@@ -156,7 +158,7 @@ class _RankPart:
 
     @property
     def answer(self) -> Outcome:
-        """The outcome, with a ckptkit error as its value, so that rank 0 can combine the errors of all ranks."""
+        """The outcome. A ckptkit error becomes its value, so that rank 0 can combine the errors of all ranks."""
         known = isinstance(self.outcome.cause, CkptkitError)
         return Outcome(self.outcome.cause) if known else self.outcome
 
@@ -214,13 +216,13 @@ def _shared(
 
 
 def _shares(options: LoadOptions, store: Store) -> bool:
-    """Return whether each of the ranks that need the same data reads a share, and sends it to the others."""
+    """Return whether ranks that need the same data each read a share of it and send that share to the others."""
     return options.replicas == "broadcast" or (options.replicas == "auto" and store.asking_costs)
 
 
 @contextmanager
 def _said_if_half(state: TrainState) -> Iterator[None]:
-    """Add a sentence to an error that leaves the state half loaded."""
+    """If the block fails and leaves the state half loaded, add a sentence that says so to the error."""
     try:
         yield
     except BaseException as error:

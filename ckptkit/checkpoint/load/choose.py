@@ -62,8 +62,9 @@ class Loader:
 
     Attributes:
         resumed_from: The name of the last checkpoint that was loaded from the run itself.
-        given_up: Names of damaged checkpoints that a load fell back from.
-        looked: Whether a load has already searched for the latest checkpoint, and reported what it skipped.
+        given_up: Names of damaged checkpoints that a load skipped in favour of an earlier one.
+        looked: Whether a load has already searched for the latest checkpoint and reported the directories that it
+            skipped.
     """
 
     def __init__(
@@ -212,9 +213,9 @@ class Loader:
     ) -> tuple[CommitRecord | None, Callable[[bool], None] | None]:
         """Pin a checkpoint on rank 0. Return its record on all ranks, and a function that waits for the pin.
 
-        On an object store, writing a pin takes one request, and confirming that it took effect takes two more. The
-        checkpoint is opened and read in the meantime: a complete read is valid, and a missing file means that the
-        checkpoint was deleted.
+        On an object store, a pin takes three requests: one writes it, two confirm that it took effect. The checkpoint
+        is opened and read in the meantime. A complete read is valid; a missing file means that the checkpoint was
+        deleted.
         """
         why = "resumed from" if resume else "load"
         if chosen is None:
@@ -340,7 +341,7 @@ def _newest(url: str, inventory: Inventory, storage_options: Mapping[str, Any] |
 
 
 def _places(url: str, inventory: Inventory) -> Iterator[str]:
-    """Yield the URLs to try: the root or, if ckptkit has already begun to save there, each foreign folder in it."""
+    """Yield the URLs to try: the root, or each foreign folder in it if ckptkit has already begun to save there."""
     if inventory.in_progress or inventory.abandoned or inventory.skipped:
         for step in ordered(inventory.foreign):
             yield f"{url.rstrip('/')}/{step.name}"

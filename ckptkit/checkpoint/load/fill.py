@@ -80,10 +80,10 @@ def naming(filler: Filler) -> Iterator[None]:
 
 
 def share_checks(wanted: Sequence[Sequence[SliceCheck]]) -> list[list[SliceCheck]]:
-    """Assign each slice that some ranks read only in part to one of them: the rank with the least to check so far.
+    """Choose one rank to check each slice that ranks read only in part: the reader with the fewest bytes to check so
+    far.
 
-    As a result, one rank reads and checks the whole slice before any rank uses it. The work is distributed evenly, and
-    each slice is read at most one extra time.
+    That rank reads the whole slice and checks it before any rank uses it. Each slice is read at most one extra time.
     """
     readers: dict[tuple[str, int], list[int]] = {}
     slices: dict[tuple[str, int], SliceCheck] = {}
@@ -103,7 +103,7 @@ def share_checks(wanted: Sequence[Sequence[SliceCheck]]) -> list[list[SliceCheck
 def fill(filler: Filler) -> int:
     """Run the scheduled reads, and check every slice they touch. Return the number of bytes read.
 
-    Slices that were read only in part are read again completely to check them.
+    To check a slice that was read only in part, the whole slice is read again.
 
     Raises:
         IntegrityError: A checksum does not match; names tensor and file.

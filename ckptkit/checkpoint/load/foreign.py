@@ -35,7 +35,10 @@ _OBJECT = re.compile(r"(scheduler|random_states_\d+|rng_state(?:_\d+)?|trainer_s
 
 
 def with_files_beside(catalog: Catalog, store: Store) -> Catalog:
-    """Add the files next to the weights to the catalog. Return it unchanged if it already has an optimizer."""
+    """Return the catalog with the optimizer, scheduler and random-state files that lie next to the weights.
+
+    Return the catalog unchanged if it already has an optimizer.
+    """
     if not catalog.info.format.startswith("safetensors") and catalog.info.format not in ("torch", "hf"):
         return catalog
     if any(entry.role is Role.OPTIMIZER for entry in catalog.tensors.values()):
@@ -158,7 +161,7 @@ class Adopted:
         catalog: The tensors, under ckptkit's names and with the live models' FQNs.
         objects: JSON by key, as in `objects.json`.
         tensors: Tensors that the objects refer to.
-        notes: What was adapted, and what could not be read.
+        notes: Messages about what was adapted, and what could not be read.
     """
 
     catalog: Catalog
@@ -168,12 +171,13 @@ class Adopted:
 
 
 def adopt(catalog: Catalog, store: Store, state: TrainState, *, optimizer: bool = True) -> Adopted:
-    """Adapt another system's checkpoint to `state`. Does not communicate. Reads only objects, and tensors of `extra`.
+    """Adapt another system's checkpoint to `state`. Does not communicate. Reads only objects and the tensors of
+    `extra`.
 
-    If the FQNs on one side have a prefix that the other side lacks (a LightningModule's attribute, a wrapper), it is
-    added or removed. If several prefixes are possible, the one that matches the most names is used. Optimizers are
-    matched by order. Settings, schedulers and random state are read from where Lightning, transformers, accelerate,
-    verl, LightRFT, DeepSpeed and torchtitan store them. Other objects become `extra`.
+    FQNs in the checkpoint and in the models may differ by a prefix (a LightningModule's attribute, a wrapper). The
+    prefix that makes the most names match is added or removed. Optimizers are matched by order. Settings, schedulers
+    and random state are read from where Lightning, transformers, accelerate, verl, LightRFT, DeepSpeed and torchtitan
+    store them. Other objects become `extra`.
 
     Raises:
         CheckpointMismatchError: The numbers of optimizers differ (and neither is 0), or parameters are numbered and

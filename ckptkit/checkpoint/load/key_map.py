@@ -29,7 +29,7 @@ class MappedWeights:
     Attributes:
         catalog: The weights under their new names, and nothing else.
         sources: For each new name, the checkpoint's tensors that the weight is made from.
-        filled: For each padded tensor, by new name: the boxes that the checkpoint fills.
+        filled: The boxes that the checkpoint fills, by new name; only for padded tensors.
         dropped: Tensors that the map drops, with the reason.
         notes: Rules that matched nothing.
     """
@@ -89,7 +89,9 @@ def map_weights(catalog: Catalog, key_map: NameMap, *, live: set[str], config: M
 
 
 def _tied(catalog: Catalog, targets: Mapping[str, Target]) -> dict[str, Target]:
-    """Return targets for tied weights' missing names. The checkpoint stores each weight only under its other name."""
+    """Return targets for the names of tied weights that the checkpoint lacks. It stores such a weight under its other
+    name.
+    """
     found: dict[str, Target] = {}
     for section, table in catalog.info.extra.get("aliases", {}).items():
         prefix = f"{section.partition('_')[2]}." if "_" in section else ""
@@ -102,7 +104,7 @@ def _tied(catalog: Catalog, targets: Mapping[str, Target]) -> dict[str, Target]:
 def entry_of(target: Target, sources: Mapping[str, TensorEntry]) -> TensorEntry:
     """Return a target as a catalog entry.
 
-    Its slices point into the sources' files, and have the digests of the source slices that they are cut from.
+    Its slices refer to the sources' files. Each has the digest of the source slice that it is cut from.
     """
     named = target.sources
     listed = ", ".join(named[:_SHOWN]) + (f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else "")

@@ -1,4 +1,7 @@
-"""Plans a load without changing the training state: which saved tensor fills which live one, and all mismatches."""
+"""Plans a load without changing the training state: which saved tensor fills which live one, and all mismatches.
+
+A *recipe* describes how a tensor subclass (such as torchao's) is split into plain tensors.
+"""
 
 from __future__ import annotations
 
@@ -176,17 +179,17 @@ class OptimizerPlan:
     """How one optimizer is restored.
 
     Attributes:
-        states: By FQN and state name: the saved tensor.
-        masters: By FQN: the saved tensor. None: the master is set from the loaded weight.
-        values: By FQN and state name: non-tensor state, as JSON.
+        states: Saved tensors, by FQN and state name.
+        masters: Saved master weights, by FQN. None for a master that is set from the loaded weight.
+        values: Non-tensor state as JSON, by FQN and state name.
         shared: State that belongs to no parameter, as JSON.
-        held: By key: how a state is stored, unless its parameter determines that.
-        orders: By key: the order in memory of a plain state's dimensions, unless a new state would have it.
+        held: How states are stored, by key. Omits states for which the parameter determines that.
+        orders: The memory order of plain states' dimensions, by key. Omits states whose order is that of a new state.
         keep: Parameters that the checkpoint's optimizer lacks. They keep their live state.
-        live: By FQN and state name: the live value. A tensor subclass is replaced by its parts.
-        wholes: By FQN and state name: the tensor subclass whose parts are filled in place.
-        skip: Restore only masters, which must follow the weights.
-        shards: By FQN: the shards that the state's layout declares.
+        live: Live values, by FQN and state name. A tensor subclass is replaced by its parts.
+        wholes: Tensor subclasses whose parts are filled in place, by FQN and state name.
+        skip: Whether to restore only master weights, which must follow the weights.
+        shards: The shards that the state's layout declares, by FQN.
     """
 
     key: str
@@ -206,7 +209,9 @@ class OptimizerPlan:
     shards: dict[str, tuple[Shard, ...]] = field(default_factory=dict)
 
     def shape(self, fqn: str) -> tuple[int, ...]:
-        """Return a parameter's global shape. The saved parameter, its master and its moments must have this shape."""
+        """Return a parameter's global shape. The saved parameter, its master weight and its moments must have this
+        shape.
+        """
         return tuple(as_global(fqn, self.parameters[fqn], self.shards.get(fqn, ())).shape)
 
     @property
@@ -233,8 +238,8 @@ class LoadPlan:
         catalog: The checkpoint as this rank sees it: with its own per-rank copies, and under ckptkit's names.
         tensors: Tensors in objects that have already been read.
         padded: The keys of tensors that a key map fills only in part.
-        sources: With a key map, by FQN: the saved tensors that the weight is made from.
-        filled: With a key map that pads tensors, by FQN: the boxes that are filled.
+        sources: The saved tensors that each weight is made from, by FQN; only with a key map.
+        filled: The boxes that are filled, by FQN; only for tensors that a key map pads.
     """
 
     catalog: Catalog
@@ -383,7 +388,7 @@ class _Planner:
     def parts(
         self, key: str, live: dict[str, torch.Tensor], saved: dict[str, TensorEntry], recipes: Mapping[str, Recipe]
     ) -> tuple[dict[str, torch.Tensor], dict[str, TensorEntry]]:
-        """Compare tensor subclasses' recipes. Return the live and the saved tensors whose recipes do not differ."""
+        """Compare the recipes of tensor subclasses. Return the live and the saved tensors whose recipes are equal."""
         head = f"{key}."
         stored = {name[len(head) :]: recipe for name, recipe in self.recipes.items() if name.startswith(head)}
         here = {fqn: outer_name(fqn, recipes) for fqn in live}
@@ -629,9 +634,10 @@ class _Planner:
         self.plan.mismatches.add("others", plan.key, others)
 
     def of_other_ranks(self, plan: OptimizerPlan, saved: OptimizerTree) -> list[str]:
-        """Describe the states that this job cannot use.
+        """Describe the saved states that this job cannot use.
 
-        They were computed from parameter shards that no rank has here; see `checkpoint/state/optimizer_layout`.
+        Other ranks computed them from shards of the parameters, and no rank of this job has these shards; see
+        `checkpoint/state/optimizer_layout`.
         """
         here = layouts(cuts(plan.parameters))
         own = [key[len(plan.key) + 1 :] for key in self.own.bound if key.startswith(f"{plan.key}.")]
@@ -651,7 +657,7 @@ class _Planner:
         ]
 
     def left_masters(self, key: str, fqns: list[str]) -> None:
-        """Report masters that neither an optimizer nor a weight uses.
+        """Report master weights that neither an optimizer nor a weight uses.
 
         They count as unexpected, unless weights are skipped or filtered, or another system wrote the checkpoint.
         """
@@ -699,9 +705,10 @@ class _Planner:
         return ""
 
     def module(self, key: str, item: Any, tree: JSON) -> None:
-        """Compare a model in `extra` like those in `model`.
+        """Compare a model in `extra` as strictly as the models in `model`.
 
-        Its own `load_state_dict` would cast. It would also change matching tensors before it raises for others.
+        Its own `load_state_dict` would cast. It would also change the tensors that match before it raises for the
+        others.
         """
         import torch
 
@@ -909,8 +916,7 @@ def _check_states(plan: OptimizerPlan, weights: Mapping[str, TensorEntry], found
         parameter = plan.parameters[fqn]
         live = plan.live.get(fqn, {})
         wanted, weight = plan.shape(fqn), weights.get(fqn)
-        # If the saved weight has the parameter's shape, a state with a different shape is no mismatch: it may be a
-        # table.
+        # If the saved weight has the parameter's shape, accept a state with a different shape: it may be a table.
         same_weight = weight is not None and weight.shape == wanted
         for name, entry in entries.items():
             shape = entry.shape
@@ -934,8 +940,8 @@ def _check_states(plan: OptimizerPlan, weights: Mapping[str, TensorEntry], found
 def _lacking_states(plan: OptimizerPlan) -> list[str]:
     """Return the states that the checkpoint lacks for parameters that have other states in it.
 
-    A state is expected if the live parameter has it in the parameter's own shape, or if another parameter in the same
-    group has all of this parameter's states and more, unless the live parameter's states are all in the checkpoint.
+    A live state of the parameter's own shape must be saved. Unless all of a parameter's live states are saved, it must
+    also have the states of another parameter in its group, if that one has the same saved states and more.
     """
     lacking: list[str] = []
     names = {id(parameter): fqn for fqn, parameter in plan.parameters.items()}
@@ -963,7 +969,7 @@ def _cuts(found: Sequence[Any]) -> str:
 def _plan_masters(
     plan: OptimizerPlan, masters: Mapping[str, TensorEntry], weights: Mapping[str, TensorEntry], found: Mismatches
 ) -> list[str]:
-    """Match fp32 masters. If the checkpoint lacks one, use its fp32 weight instead. Return unmatched masters."""
+    """Match fp32 master weights. If the checkpoint lacks one, use its fp32 weight. Return unmatched master weights."""
     if plan.master_name is None:
         return list(masters)
     for fqn, parameter in plan.parameters.items():

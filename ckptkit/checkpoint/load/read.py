@@ -98,8 +98,8 @@ class Reading:
     ) -> PartView:
         """Schedule reads of this rank's part of a tensor, or of only the boxes in `filled`.
 
-        They fill the live tensor. With `beside`, or for a meta tensor, they fill new memory, which `finish` copies to
-        the live tensor.
+        The reads fill the live tensor. With `beside`, or for a meta tensor, they fill new memory, and `finish` copies
+        it to the live tensor.
         """
         view = part_view(entry.name, live, self._rank)
         if filled is not None:
@@ -123,7 +123,9 @@ class Reading:
         add_parts(self.filler, entry, target, parts)
 
     def _optimizer(self, plan: OptimizerPlan) -> dict[str, dict[str, torch.Tensor]]:
-        """Schedule reads of an optimizer's states. They fill the live tensor if a new one would be placed like it."""
+        """Schedule reads of an optimizer's states. A live state is filled in place if it has a new state's shape and
+        placement.
+        """
         import torch
 
         on_device = {
@@ -171,7 +173,7 @@ class Reading:
         return states
 
     def _references(self, plan: LoadPlan) -> dict[str, torch.Tensor]:
-        """Schedule reads of the tensors in objects, and return these tensors by key.
+        """Schedule reads of the tensors that objects refer to, and return these tensors by key.
 
         A tensor gets the placement of the live tensor with the same key. If there is none, it is read as a full tensor.
         """
@@ -233,7 +235,7 @@ def _live_references(plan: LoadPlan) -> dict[str, torch.Tensor]:
 
 
 def _held_references(plan: LoadPlan, optimizer: OptimizerPlan) -> dict[str, torch.Tensor]:
-    """Return new tensors for the DTensors that an optimizer keeps in lists and dicts, by key."""
+    """Return new tensors, by key, for the DTensors that an optimizer keeps in lists and dicts."""
     import torch
 
     found = {}

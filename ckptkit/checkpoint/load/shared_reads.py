@@ -44,8 +44,8 @@ def groups_of(signatures: Sequence[bytes]) -> list[list[int]]:
 def exchange(coordinator: Coordinator, members: Sequence[int], shares: Sequence[Sequence[torch.Tensor]]) -> int:
     """Send each member's share to all other members. Return the number of bytes received.
 
-    Collective for the members. Each share is sent once to each receiving rank; all members send in parallel. At most
-    128 MiB per rank are in flight.
+    All members must call it. Each share is sent once to each receiving rank; all members send in parallel. At most 128
+    MiB per rank are in flight.
 
     Args:
         members: Ranks in the coordinator's numbering, including this one.

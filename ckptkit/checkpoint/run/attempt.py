@@ -61,7 +61,7 @@ _witnessed: weakref.WeakKeyDictionary[Store, Witness] = weakref.WeakKeyDictionar
 
 
 class Place:
-    """Where one attempt's files are stored until they are published. Methods that a store does not need do nothing.
+    """The location of one attempt's files until they are published. Methods that a store does not need do nothing.
 
     Attributes:
         store: Where the files are written.
@@ -96,7 +96,7 @@ class Place:
     def look_free(self) -> None:
         """Raise CheckpointExistsError if a checkpoint has this name. Call on rank 0, just before `publish`.
 
-        Skips the check if `publish` itself detects such a checkpoint, or if the name was free a moment ago.
+        Skips the check if `publish` itself detects such a checkpoint, or if a recent check found the name free.
         """
 
     def publish(self, record: bytes, *, overwrite: bool, again: Callable[[], None] | None = None) -> None:
@@ -113,7 +113,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Witness:
-    """The path and nonce of an attempt's lease file. A rank that finds the nonce there uses rank 0's store."""
+    """The path and nonce of an attempt's lease file.
+
+    A rank that finds this nonce in the file uses the same store as rank 0.
+    """
 
     path: str
     nonce: str
@@ -354,7 +357,7 @@ class RemotePlace(Place):
                 raise self._was_taken()
 
     def _try(self, again: Callable[[], None] | None, put: Callable[[], str]) -> str:
-        """Try to upload the record. An earlier try may still take effect, even if this one fails."""
+        """Try to upload the record. Even if this try fails, an earlier one may still take effect."""
         if self._tried and again is not None:
             again()
         self._tried = True

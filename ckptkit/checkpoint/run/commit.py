@@ -128,7 +128,10 @@ def clean_leftovers(
 
 
 def _void_marks(inventory: Inventory, view: Store) -> list[str]:
-    """Return deletion marks that are no longer needed: nothing was deleted yet, or only the mark is left."""
+    """Return marks of deletions that are no longer needed: nothing was deleted yet, or only the mark is left.
+
+    `unnamed.mark_of` says what a mark is.
+    """
     if is_directory(view):
         return []
     ended = [item.path for item in inventory.skipped if item.deleted and not item.kept_files]
@@ -218,7 +221,7 @@ class _Request:
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """What rank 0 tells the other ranks about the attempt."""
+    """Rank 0's message to the other ranks about the attempt."""
 
     save_id: str
     witness: Witness | None = None
@@ -282,11 +285,12 @@ def begin_save(
 
 
 class _Opening:
-    """Does rank 0's work at the start and end of a save: acquires and releases the lease, the turn and the location.
+    """Rank 0's work at the start and end of a save: acquires and releases the lease, its turn, and the location.
 
-    On an object store, the first save under a lease lists the run in the background, while the ranks upload to private
-    keys; only the commit waits for the result (`wait`). The two most likely reasons to refuse a save are checked before
-    the uploads: another job's lease, and an existing name. Later saves under the same lease reuse the inventory.
+    Managers in one process share a lease and take turns. On an object store, the first save under a lease lists the run
+    in the background, while the ranks upload to private keys; only the commit waits for the listing (`wait`). The two
+    most likely reasons to refuse a save are checked before the uploads: another job's lease, and an existing name.
+    Later saves under the same lease reuse the inventory.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ class Outcome:
     Attributes:
         kind: The class name of a ckptkit error, so that every rank can raise that class.
         causes: In the result for all ranks: each failed rank's error.
-        cause: The exception itself, on the rank that raised it. It is not sent to other ranks.
+        cause: The exception itself, only on the rank that raised it.
         interrupted: Whether the rank was lost or stopped by Ctrl-C. In the result for all ranks: whether that is true
             of every failed rank.
     """
@@ -74,8 +74,8 @@ class Coordinator:
 
     Args:
         group: The ranks that take part; None for all.
-        timeout_s: How long rank 0 waits for any rank. It must exceed the longest time that a rank needs for its part of
-            a save. The other ranks wait for rank 0 a little more than twice as long.
+        timeout_s: How long rank 0 waits for any rank. A rank must finish its part of a save within this time. The other
+            ranks wait for rank 0 a little more than twice as long.
     """
 
     def __init__(self, group: Any = None, *, timeout_s: float = 1800.0) -> None:

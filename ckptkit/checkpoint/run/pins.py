@@ -123,9 +123,9 @@ def pin_while_reading(root: Store, name: str, *, why: str = "load") -> Iterator[
 def pin_unseen(root: Store, name: str, *, why: str = "load") -> Iterator[Callable[[], CommitRecord]]:
     """Pin checkpoint `name` like `pin_while_reading`, but let the caller check that the pin took effect.
 
-    Yields the check: a function that returns the commit record, or raises CheckpointNotFoundError. A deletion that was
-    announced before the pin goes on, so files may disappear before the check. A reader that has already read everything
-    does not need the check.
+    Yields the check: a function that returns the commit record, or raises CheckpointNotFoundError if the checkpoint was
+    deleted. A deletion that was announced before the pin continues, so files may disappear before the check. A reader
+    that has already read everything does not need the check.
     """
     path = f"{_PINS}/read-{new_nonce()}.json"
     body = json.dumps({"name": name, "why": why, "owner": owner_json(root)}).encode()
@@ -141,8 +141,8 @@ def pin_unseen(root: Store, name: str, *, why: str = "load") -> Iterator[Callabl
         return
 
     def look() -> CommitRecord:
-        # A reader first pins, then looks for announced deletions. A deletion is first announced, then looks for pins.
-        # So at least one of the two sees the other.
+        # A reader first writes its pin, then looks for announced deletions. A deleting process first announces the
+        # deletion, then looks for pins. So at least one of the two sees the other.
         _wait_while_deleting(root, name)
         return _record_of(root, name)
 

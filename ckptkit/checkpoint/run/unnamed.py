@@ -40,7 +40,10 @@ _ATTEMPT = re.compile(r"[0-9a-f]{16}/")
 
 
 def mark_of(record: CommitRecord) -> str:
-    """Return the name of the mark that a deletion writes on an object store: a copy of the commit record."""
+    """Return the name of a deletion's mark.
+
+    A mark is a copy of the commit record, which a deletion writes to an object store.
+    """
     return f".ckptkit-deleted-{record.save_id}.json"
 
 

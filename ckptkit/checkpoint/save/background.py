@@ -137,7 +137,7 @@ class SaveHandle:
 
     @property
     def asked(self) -> bool:
-        """Whether the caller has seen the outcome, by calling `result`."""
+        """Whether the caller has called `result` and so seen the outcome."""
         return self._asked
 
 

@@ -75,7 +75,7 @@ class _Item:
 
 @dataclass(slots=True)
 class _File:
-    """One safetensors file and the rank that writes it."""
+    """One safetensors file, and the rank that writes it."""
 
     path: str
     writer: int = 0

@@ -137,9 +137,9 @@ def holding(table: bytes) -> bytes:
 
 
 def part_ways(captured: Captured, keepers: Mapping[str, int] | None, rank: int) -> None:
-    """Keep each differing tensor's shared copy on only one rank, and give the other copies per-rank keys.
+    """Rename tensors that differ between ranks: one rank's copy keeps the shared key, the others get per-rank keys.
 
-    Differing optimizer values are saved for every rank. Tensors in `extra` get no per-rank copy; use `PerRank` for
+    Optimizer values that differ are saved for every rank. Tensors in `extra` get no per-rank copy; use `PerRank` for
     them.
 
     Args:
@@ -156,7 +156,7 @@ def part_ways(captured: Captured, keepers: Mapping[str, int] | None, rank: int) 
             if (key := f"{section}.{part}") in keepers:
                 own[key] = tree if part == _NAMES else {_BOUND: tree}
                 if part == "values" and keepers[key] != rank:
-                    taken.tree[part] = {}  # SHARDED stores these for torch, too: leave only the keeper's
+                    taken.tree[part] = {}  # SHARDED also writes these for torch, so only one rank keeps them
     bound = _bound(captured)
     for key, same, holder, name in list(_places(captured)):
         if same not in keepers:
@@ -230,7 +230,8 @@ class OwnCopies:
     """A checkpoint with one rank's own copies in place of the shared ones.
 
     Attributes:
-        note: If the number of ranks changed: for which tensors all ranks get one rank's values.
+        note: If the number of ranks changed, a message that lists the tensors for which all ranks get one rank's
+            values.
         bound: Keys of optimizer states that differ between the ranks that saved them.
         ranks: How many ranks saved their own values.
         fits: Whether as many ranks load as saved.

@@ -1,4 +1,7 @@
-"""Runs the steps of a save, for FULL, SHARDED and LOCAL alike: capture, plan, agree, write, index, commit."""
+"""Runs the steps of a save, for FULL, SHARDED and LOCAL alike: capture, plan, agree, write, index, commit.
+
+A *recipe* describes how a tensor subclass (such as torchao's) is split into plain tensors.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +120,7 @@ class Prepared:
         prints: Fingerprints of the plain tensors, if there are several ranks.
         failure: An error on this rank after the capture; `publish` reports it to all ranks.
         staged: Copies of `plan.tensors`; None if they were not staged.
-        tellers: The ranks that send optimizers and modules that rank 0 lacks (pipeline stages).
+        tellers: The ranks that send rank 0 the optimizers and modules that it lacks (pipeline stages).
         written: Bytes of the files that this rank wrote.
     """
 
@@ -137,13 +140,13 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class _Agreed:
-    """What the ranks know about each other before a save.
+    """The result of comparing the ranks' plans before a save.
 
     Attributes:
         alike: Whether plain tensors are known to be equal: ranks with the same keys have the same contents, and each
             rank still has the keys that it had at the last comparison.
         one_recipe: Whether all ranks split tensor subclasses into the same parts.
-        tellers: For each set of parameter names other than rank 0's, the lowest rank that has it.
+        tellers: The lowest rank of each group of ranks that have the same parameter names, except rank 0's group.
     """
 
     alike: bool
@@ -412,8 +415,6 @@ class Saver:
 
     def _join_recipes(self, captured: Captured) -> None:
         """Give this rank the subclass recipes of all ranks, which may have different tensors. Collective.
-
-        A recipe describes the parts into which a tensor subclass is split.
 
         Raises:
             SaveError: Two ranks have different recipes for a tensor, or only one of them has one.

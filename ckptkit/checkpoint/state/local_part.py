@@ -61,7 +61,7 @@ class ShardLayout:
 
     @property
     def replicas(self) -> int:
-        """How many ranks have each element."""
+        """The number of ranks that have each element."""
         count = 1
         for size, placement in zip(self.mesh_shape, self.placements, strict=True):
             count *= size if placement.kind == "replicate" else 1
@@ -138,7 +138,7 @@ def part_view(key: str, tensor: torch.Tensor, rank: int) -> PartView:
 def parts_here(
     tensor: torch.Tensor, local: torch.Tensor, rank: int
 ) -> tuple[ShardLayout | None, tuple[LocalPart, ...]]:
-    """Return the layout of a tensor, None for a plain one, and the boxes of it that this rank has in `local`."""
+    """Return a tensor's layout (None for a plain tensor), and the boxes of the tensor that this rank has in `local`."""
     from torch.distributed.tensor import DTensor
 
     shape = tuple(tensor.shape)

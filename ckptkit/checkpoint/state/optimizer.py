@@ -68,7 +68,8 @@ class CapturedOptimizer:
         tree: JSON. "param_groups": each with "params", a list of FQNs. "values": non-tensor state, by FQN. "shared":
             state that belongs to no parameter. "held", "orders" and "own", if needed: see `OptimizerTree`.
         loose: Tensors that `tree` refers to.
-        recipes: Tensor subclasses' recipes by (fqn, state name). Their parts are in `tensors`.
+        recipes: How tensor subclasses are split into plain tensors (`Recipe`), by (fqn, state name). `tensors` has
+            their parts.
         cut: Layouts of the sharded parameters, by FQN.
         unshaped: Keys of plain tensors whose shape may differ between ranks.
     """
@@ -170,8 +171,8 @@ class _Capturing:
 
     Attributes:
         shards: Names of states whose plain tensors are shards.
-        held: By key: how a state is stored, unless its parameter determines that.
-        orders: By key: the order in memory of a state's dimensions, unless a new state would have it.
+        held: How states are stored, by key. Omits states for which the parameter determines that.
+        orders: The memory order of states' dimensions, by key. Omits states whose order is that of a new state.
         plain: "<fqn>.<name>" of states with plain tensors whose values may differ between ranks.
     """
 
@@ -326,10 +327,10 @@ def new_state_tensor(
     If its shape differs from the parameter's, it is sharded along only those dimensions that have the same size.
 
     Args:
-        held: How the state is stored, unless its parameter determines that.
+        held: How the state is stored. None if the parameter determines that.
         name: The state's name.
-        on_device: The group keeps step counts on the device (fused or capturable). Otherwise a single element stays on
-            the CPU, where torch keeps step counts.
+        on_device: Whether the group keeps step counts on the device (fused or capturable). If not, a tensor of one
+            element is put on the CPU, like torch's step counts.
     """
     import torch
     from torch.distributed.tensor import DTensor
@@ -351,7 +352,7 @@ def new_state_tensor(
 
 
 def _beside(parameter: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a DTensor for a state whose shape differs from that of its sharded parameter.
+    """Return a DTensor for a state with a different shape than its sharded parameter.
 
     The state has no entry in `held`, so it was saved as a DTensor.
     """
@@ -376,8 +377,8 @@ class OptimizerTree:
     """An optimizer's validated JSON; see `CapturedOptimizer.tree`.
 
     Attributes:
-        held: By key: how a state is stored, unless its parameter determines that.
-        orders: By key: the order in memory of a plain state's dimensions, unless a new state would have it.
+        held: How states are stored, by key. Omits states for which the parameter determines that.
+        orders: The memory order of plain states' dimensions, by key. Omits states whose order is that of a new state.
         layouts: How the parameters were sharded, if `states` is not empty.
         states: "<fqn>.<name>" of states with plain tensors whose values may differ between ranks.
     """

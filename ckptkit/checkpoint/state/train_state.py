@@ -350,7 +350,7 @@ def _globalize(captured: Captured, state: TrainState) -> None:
 def _refuse_strangers(key: str, module: torch.nn.Module, live: Mapping[str, Any]) -> None:
     """Raise SaveError if a state_dict hook adds entries that no load would restore.
 
-    Those are non-tensor values, and tensors for which no module overrides loading. The overrides are not called,
+    Such entries are non-tensor values, and tensors for which no module overrides loading. The overrides are not called,
     because loading could change the live module.
     """
     import torch

@@ -1,8 +1,9 @@
 """Finds the inner tensors of tensor subclasses in DCP checkpoints that torch wrote.
 
 torch's `dcp.save` stores each shard of such a tensor as a pickled instance of its class, with the inner tensors in the
-same record. Here they become tensors of the catalog, with the names and the recipe that a save by ckptkit gives them
-(`subclasses`). No class is imported; a class that this process has allowed may describe its own tensors.
+same record. This module adds the inner tensors to the catalog, under the names and with the recipe that a save by
+ckptkit uses (see `subclasses`). No class is imported; a class that this process has allowed may describe its own
+tensors.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ __all__ = ["as_plain", "in_parts", "opened_entry", "recipes_of", "renamed_recipe
 
 
 def recipes_of(catalog: Catalog) -> Mapping[str, Recipe]:
-    """Return the recipes in a checkpoint that ckptkit wrote, or in what `in_parts` returned, by the tensor's name."""
+    """Return a catalog's recipes by tensor name. ckptkit wrote the checkpoint, or `in_parts` returned the catalog."""
     entry = catalog.objects.get(SUBCLASSES)
     found = entry.value if entry is not None and entry.encoding == "value" else None
     return found if isinstance(found, dict) else {}
 
 
 def in_parts(store: Store, catalog: Catalog, *, optimizer: bool = True) -> Catalog:
-    """Replace the tensor subclasses that torch's `dcp.save` stored with their inner tensors, where that is possible.
+    """Return the catalog, with inner tensors in place of the tensor subclasses that torch's `dcp.save` stored.
 
-    The result has their recipes as the object `SUBCLASSES`. All other tensors stay as they are; the catalog itself is
-    returned if there is no such tensor.
+    Their recipes are added as the object `SUBCLASSES`. Tensors that cannot be replaced stay as they are. If there is
+    nothing to replace, the catalog itself is returned.
 
     Args:
         optimizer: Also replace optimizer states. Finding them reads both ends of all their records.
@@ -89,7 +90,7 @@ def renamed_recipes(catalog: Catalog, rename: Callable[[TensorEntry], str | None
 
 
 def saved_parts(store: Store, catalog: Catalog, name: str) -> tuple[dict[str, TensorEntry], Recipe] | None:
-    """Return the inner tensors of a tensor, by attribute, and its recipe. Return None if it has none.
+    """Return a tensor's inner tensors, by attribute, and its recipe. Return None if it has no inner tensors.
 
     Raises:
         UnsupportedFormatError: As for `opened_entry`.
@@ -104,8 +105,10 @@ def saved_parts(store: Store, catalog: Catalog, name: str) -> tuple[dict[str, Te
 
 
 def as_plain(store: Store, entry: TensorEntry) -> TensorEntry:
-    """Return a tensor of a class that keeps its values in one inner tensor (float8 all-gathers of FSDP2) as that
-    tensor. Return any other one unchanged."""
+    """Return the inner tensor of a tensor whose class keeps its values in a single one (float8 all-gathers of FSDP2).
+
+    Return any other tensor unchanged.
+    """
     if not entry.slices.opaque:
         return entry
     try:
@@ -127,7 +130,7 @@ def as_plain(store: Store, entry: TensorEntry) -> TensorEntry:
 
 
 def opened_entry(store: Store, entry: TensorEntry) -> tuple[dict[str, TensorEntry], Recipe]:
-    """Return the inner tensors of a tensor subclass that torch stored, by attribute, and its recipe.
+    """Return the inner tensors, by attribute, and the recipe of a tensor subclass that torch stored.
 
     Raises:
         UnsupportedFormatError: They cannot be read without the class. The message completes "the tensor ...".
@@ -174,9 +177,10 @@ def opened_entry(store: Store, entry: TensorEntry) -> tuple[dict[str, TensorEntr
 def _by_its_class(
     store: Store, entry: TensorEntry, shards: Sequence[ClassRecord]
 ) -> tuple[dict[str, TensorEntry], Recipe]:
-    """Do what `opened_entry` does for a tensor in one record, with a class that this process has imported and allowed.
+    """Return the inner tensors and the recipe of a tensor in a single record, using its class.
 
-    The class names the inner tensors; they are still read from the checkpoint later.
+    This process must have imported and allowed the class, which names the inner tensors. Their bytes are read from the
+    checkpoint later.
     """
     if "torch" not in sys.modules or len(shards) > 1 or shards[0].shape != entry.shape:
         raise UnsupportedFormatError("can be read only by its class")

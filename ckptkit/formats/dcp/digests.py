@@ -69,8 +69,10 @@ def _compare(digest: Digest, found: int, path: str, name: str) -> None:
 
 
 def all_of(calls: Sequence[Callable[[], T]], workers: int, *, name: str = "ckptkit-read") -> list[T]:
-    """Make the calls in several threads and return their results. If any call fails, raise the first failure once all
-    threads have ended."""
+    """Make the calls in several threads, and return their results.
+
+    If any call fails, raise the first error once all threads have ended.
+    """
     if workers <= 1 or len(calls) <= 1:
         return [call() for call in calls]
     with WorkerPool(min(workers, len(calls)), thread_name_prefix=name) as pool:

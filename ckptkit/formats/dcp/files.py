@@ -162,8 +162,8 @@ class FileJob:
         number: The file's index in `result.paths`.
         rows: The indices of the file's records, in order. Indices from `len(frames)` on refer to `records`.
         result: Filled in with each record's location.
-        turn: Limits how many of the files that are uploaded in a single request are hashed at once, so that the first
-            are uploaded while others are still being hashed.
+        turn: Limits how many files are hashed at once, if each is uploaded in a single request. So the first files are
+            uploaded while others are still being hashed.
         seconds: The time spent so far in the phases "digest" and "sync".
     """
 

@@ -60,8 +60,12 @@ def read_workers(store: Store) -> int:
 
 @dataclass(slots=True, eq=False)  # not frozen: creating one would take twice as long, and a model has thousands
 class _Fill:
-    """A planned read of the region [offsets, offsets + sizes) of a slice into `target`. It needs `needed` of the
-    slice's `nbytes` bytes. `direct`: the file's bytes can be read straight into the target."""
+    """A planned read of the region [offsets, offsets + sizes) of a slice into `target`.
+
+    Attributes:
+        needed: How many of the slice's `nbytes` bytes the region needs.
+        direct: Whether the file's bytes can be read straight into the target.
+    """
 
     name: str
     path: str

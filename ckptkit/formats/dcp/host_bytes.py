@@ -88,7 +88,7 @@ def why_not_dense(tensor: Any) -> str:
 
 
 def _why_not_subclass(tensor: Any) -> str | None:
-    """Do what `why_not_dense` does, for tensor subclasses. Return None if the class does not decide the answer."""
+    """Return the result of `why_not_dense` for a tensor subclass, or None if the class does not decide the answer."""
     import torch
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor

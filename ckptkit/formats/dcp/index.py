@@ -401,8 +401,10 @@ class SaveIndex:
         return found
 
     def _roles(self, kind: Kind) -> dict[str, tuple[Role, str, str]]:
-        """Return each key's (role, FQN, optimizer state). Names chosen by ckptkit spell out all three. What a name
-        chosen by the user means depends on all the other names."""
+        """Return each key's (role, FQN, optimizer state). ckptkit's own names contain all three.
+
+        The role of a name that the user chose depends on all other names.
+        """
         paths = self._key_paths()
         if kind == "ckptkit-sharded":
             return {name: role_of(name, path) for name, path in paths.items()}

@@ -187,9 +187,9 @@ def plan_read(
 
 
 def add_class(filler: Filler, catalog: Catalog, name: str, value: Any) -> bool:
-    """Schedule reads into the inner tensors of a value in the state, if it is a tensor subclass. Return whether it is.
+    """If a value in the state is a tensor subclass, schedule reads into its inner tensors, and return True.
 
-    Returns False too if the checkpoint has a single object for it, or nothing.
+    Return False for any other value, and if the checkpoint lacks the tensor or has it as a single object.
 
     Raises:
         CheckpointMismatchError: The checkpoint has another class, other settings, or shards that split its blocks.

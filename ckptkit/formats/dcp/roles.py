@@ -177,8 +177,11 @@ def _model_wrapper(path: Path) -> tuple[str | int, ...] | None:
 
 
 def _inner_wrappers(paths: Mapping[str, Path], wrappers: Mapping[str, Path | None]) -> dict[Path | None, Path]:
-    """Return, for each wrapper, the longer wrapper that all its tensors share, if any, as in {"model": {"model":
-    state_dict}} or {"models": [state_dict]}. Only list indices and known keys extend a wrapper."""
+    """Map each wrapper to the longer wrapper that all its tensors share, if there is one.
+
+    Examples are {"model": {"model": state_dict}} and {"models": [state_dict]}. Only list indices and known keys extend
+    a wrapper.
+    """
     members: dict[Path, list[Path]] = {}
     for key, wrapper in wrappers.items():
         if wrapper:

@@ -290,8 +290,11 @@ def _plain(name: str, inner: Any, local: Any, rule: str) -> tuple[Any, Any]:
 
 
 def _run(name: str, inner: Any, local: Any) -> tuple[int, int]:
-    """Return how many elements of the flattened tensor each inner element stands for (a run), and the smallest number
-    of rows that consists of whole runs (0 if the tensor has no rows)."""
+    """Return two numbers about runs: the elements of the flattened tensor that share one inner element.
+
+    The first is the length of a run. The second is the smallest number of rows that consists of whole runs (0 if the
+    tensor has no rows).
+    """
     numel = local.numel()
     if inner.dim() != 1 or not inner.numel() or numel % inner.numel():
         raise SaveError(f"has {numel} elements on this rank, not a multiple of its {name} {list(inner.shape)}")
@@ -358,8 +361,10 @@ def _split(whole: Any, name: str, block: Any, where: str) -> str:
 
 
 def cut_blocks(block: int, shape: Sequence[int]) -> list[int]:
-    """Return, for each dimension, the step at which a tensor may be cut without splitting a run of `block` elements, or
-    0 if it can't be cut in that dimension."""
+    """Return, for each dimension, the step at which a tensor may be cut without splitting a run of `block` elements.
+
+    The step is 0 if the tensor cannot be cut in that dimension.
+    """
     rows = _rows(block, shape)
     return [rows, block if rows == 1 and len(shape) == 2 else 0, *[0] * len(shape)][: len(shape)]
 

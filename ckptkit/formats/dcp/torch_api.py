@@ -461,8 +461,9 @@ class _Resolved(Sequence[torch.Tensor]):
         self._views = self._views and type(planner).resolve_data is DefaultSavePlanner.resolve_data
 
     def whole_record(self, item: WriteItem) -> bytes | None:
-        """Return the record of a tensor that is not dense. Return None if the tensor is dense, or if the planner might
-        copy it.
+        """Return the record of a tensor that is not dense.
+
+        Return None for a dense tensor, or if the planner might copy it.
 
         Raises:
             SaveError: No load could restore the tensor.

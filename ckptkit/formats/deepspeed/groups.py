@@ -24,7 +24,7 @@ Groups: TypeAlias = Sequence[Zero12Group | Zero3Group]
 
 
 def groups_of(models: ModelStates, optims: OptimStates | None, experts: Iterable[str] = ()) -> Sequence[Groups]:
-    """Return the flat groups of each parameter group: a single one, or, for experts, one per expert parallel rank.
+    """Return each parameter group's flat groups. There is one, except for experts: one per expert parallel rank.
 
     Args:
         experts: The names of the weights in the experts' files.

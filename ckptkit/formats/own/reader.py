@@ -151,7 +151,10 @@ def _is_of(catalog: Catalog, nbytes: int, digest: Callable[[], str]) -> bool:
 
 
 def _open_manifest_remote(store: Store) -> Catalog | None:
-    """Do what `open_manifest` does, with two concurrent requests if both files are small (nearly always)."""
+    """Return the result of `open_manifest`.
+
+    Makes only two requests, in parallel, if both files are small (nearly always).
+    """
 
     def read(path: str) -> bytes:
         data = store.read(path, 0, _FIRST_READ)

@@ -192,10 +192,10 @@ def _kind(part: Any) -> str:
 
 
 def refuse_bare_parts(joined: Mapping[Any, Joined], *, what: str) -> None:
-    """Raise UnsupportedFormatError if a model's tensors are plain and all differ between ranks. They must then be parts
-    of full tensors, and nothing says how these are put together.
+    """Raise UnsupportedFormatError if a model's tensors are plain and all differ between ranks.
 
-    If some tensors are equal, the model is replicated, and the others are per-rank buffers.
+    Then they are parts of full tensors, and no file says how to join them. If some tensors are equal, the model is
+    replicated, and the others are per-rank buffers.
     """
     large = [tensor for tensor in joined.values() if math.prod(tensor.shape) > 1]
     if large and all(tensor.notes for tensor in large):

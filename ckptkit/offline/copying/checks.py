@@ -88,8 +88,8 @@ class Crcs:
 class Verifier:
     """Checks records against their digests while their bytes are copied. Thread-safe.
 
-    A CRC-32 record is checked once all its bytes have been added, in any order. Other records are checked only if their
-    bytes come in order. Records in `unproved` must be read again.
+    A record with a CRC-32 is checked once all its bytes have been added, in any order. Other records are checked only
+    if their bytes come in order. The records that `unproved` returns must be read again.
     """
 
     def __init__(self, table: RecordTable, describe: Callable[[int], str]) -> None:

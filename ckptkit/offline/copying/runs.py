@@ -105,7 +105,7 @@ def _in_source(part: Part, lo: Int64, hi: Int64) -> tuple[Int64, Int64]:
 
 
 def _in_target(part: Part, offsets: Int64, origin: Int64, strides: Int64) -> tuple[Int64, Int64]:
-    """Return each source offset's flat index in its target box, and that box's stride for each source dimension.
+    """Return each source offset's flat index in its target box, and the box's stride for each source dimension.
 
     `origin` and `strides` describe the target boxes.
     """
@@ -266,10 +266,11 @@ class _WorkBuilder:
     # --- placements
 
     def add_rows(self, placements: Sequence[Placement]) -> list[Placement]:
-        """Add the runs of all tensors that the source and the result both split only along dimension 0, or not at all.
+        """Add the runs of tensors that are whole, or split only along dimension 0, both in the source and in the
+        result.
 
-        Returns the other placements. Handles thousands of tensors at once, because most are of this kind and adding
-        them one by one is much slower.
+        Returns the other placements. Handles thousands of tensors at once: most are of this kind, and adding them one
+        by one is much slower.
         """
         copied = [_copied(self.catalog, placement) for placement in placements]
         some = [placement for placement, entry in zip(placements, copied, strict=True) if entry is not None]

@@ -73,7 +73,7 @@ class StreamWriter:
     def _with_crcs(
         self, file: OutputFile, literals: list[Literal], placed: list[_Event], worker: Worker
     ) -> list[Literal]:
-        """Return the literals with their CRC fields filled in, by producing the bytes that CRCs cover once more."""
+        """Return the literals with their CRC fields filled in. Produces the bytes that the CRCs cover a second time."""
         changed = [(item.start, bytearray(item.data)) for item in literals]
         events = _events(literals, placed)
         for item in file.crcs:

@@ -327,7 +327,10 @@ def merge_adapter(
 def _of_tied(
     changes: Mapping[str, Change], tied: Mapping[str, str], notes: MutableSequence[str], names: Mapping[str, str]
 ) -> dict[str, Change]:
-    """Return the changes by kept source. PEFT changes tied tensors in place, so changing one name changes the other."""
+    """Return the changes by kept source.
+
+    PEFT changes tied tensors in place, so a change under one name also applies to the other.
+    """
     made = dict(changes)
     for source, kept in tied.items():
         if source not in changes:

@@ -262,7 +262,10 @@ def changes_base(config: Mapping[str, Any]) -> str:
 
 
 def _is_tied_token_adapter(name: str, split: AdapterSplit, config: Mapping[str, Any]) -> bool:
-    """Return whether PEFT stores a tied head's trained rows only as the embedding's, as for a plain list of indices."""
+    """Return whether PEFT stores a tied head's trained rows only under the embedding's name.
+
+    PEFT does so if the config lists only indices.
+    """
     indices = config.get("trainable_token_indices")
     head = name.endswith("lm_head.token_adapter.trainable_tokens_delta")
     return (

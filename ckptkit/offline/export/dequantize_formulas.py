@@ -388,8 +388,10 @@ def _pairs() -> npt.NDArray[np.complex64]:
 
 @functools.cache
 def _pairs_by_exponent(dtype: str) -> tuple[Array, npt.NDArray[np.uint8] | None]:
-    """Return a table of pairs of values in a dtype, indexed by (group exponent + 127) * 256 + byte; and how many values
-    of each pair are infinite in that dtype, or None if none are."""
+    """Return a table of pairs of values in a dtype, and how many values of each pair are infinite in that dtype.
+
+    The index is (group exponent + 127) * 256 + byte. The second result is None if no value is infinite.
+    """
     values = np.ldexp(_pairs().view(np.float32).astype(np.float64), np.arange(-127, 129)[:, None]).reshape(-1)
     data = np.empty(values.size * dtype_of(dtype).itemsize, np.uint8)
     cast_into(values.view(np.uint8), data, "float64", dtype)

@@ -102,7 +102,7 @@ def _named(
 
 
 def _variants(model: Mapping[str, TensorEntry]) -> list[dict[str, str]]:
-    """Return the names that an EMA may use for the model's tensors (with and without a container) -> their FQNs."""
+    """Return maps from the names that an EMA may use to the model's FQNs: with a container's prefix, and without."""
     whole = {name: name for name in model}
     inner = {name.partition(".")[2]: name for name in model}
     return [whole, inner] if len(inner) == len(whole) else [whole]

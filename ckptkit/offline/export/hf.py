@@ -401,7 +401,7 @@ def _settle_tied(draft: _Draft, store: Store) -> None:
 
 
 def _drop_aliases(draft: _Draft, same: Callable[[Target, Target], bool]) -> None:
-    """Drop tensors that the base does not store, if transformers ties each to a base tensor and their bytes are equal.
+    """Drop tensors that the base lacks, if transformers ties each of them to a base tensor with equal bytes.
 
     Does nothing if any of the base's tensors is missing.
     """

@@ -53,7 +53,7 @@ class LiveModel:
     prefix_change: type | None = None
 
     def choose(self, targets: Mapping[str, Target], wanted: _Wanted, best: Choice) -> Choice:
-        """Return the Hub names for the tensors in memory if they match the wanted names better than `best` does."""
+        """Return the Hub names of the tensors in memory, if these match the wanted names better than `best` does."""
         fewest = len(set(wanted) - set(best.mapped.targets))
         for transforms in self._variants(wanted):
             try:

@@ -11,7 +11,7 @@ from ckptkit.storage.store import is_safe_name
 
 __all__ = ["PAGE", "Panel", "colour", "escaped", "label", "page", "rect", "svg", "text"]
 
-PAGE = 1100.0  # user units: height of a picture 1100 wide that fits on a sheet (A4 or letter) with all headings
+PAGE = 1100.0  # with its headings, a picture of this height (at a width of 1100) fits on an A4 or letter sheet
 
 _STYLE = """
 :root { --ink: #1c2330; --soft: #5b6575; --line: #d5dae2; --paper: #ffffff; --panel: #f7f8fa; }

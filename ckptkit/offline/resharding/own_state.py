@@ -538,7 +538,7 @@ def _own_name(entry: TensorEntry, sections: Mapping[str, str]) -> str:
 
 
 def _weights_are_masters(catalog: Catalog) -> set[str]:
-    """Return the FQNs whose weight and master are the same bytes in the same file, as DeepSpeed stores them."""
+    """Return the FQNs whose weight and master weight are the same bytes in the same file, as DeepSpeed stores them."""
     weights = catalog.by_role(Role.MODEL)
     found = set()
     for fqn, master in catalog.by_role(Role.MASTER).items():
