@@ -1,4 +1,4 @@
-"""Details of the commands: help, suggestions, progress, interrupts, colours, logging, dry runs."""
+"""Details of the commands: help, names, hints, progress, interrupts, colours, logging, narrow terminals."""
 
 from __future__ import annotations
 
@@ -17,27 +17,17 @@ from typing import Any
 import click
 import numpy as np
 import pytest
-from click.testing import CliRunner, Result
 from safetensors.numpy import save_file
 
-from ckptkit.cli import frame
-from ckptkit.cli.main import cli
+from ckptkit.cli import frame, ls, outcome
+from ckptkit.cli import main as commands
 from ckptkit.offline.convert import convert
-from ckptkit.offline.reshard import reshard
-from tests.test_package import HEAVY, modules_after, run_cli
+from ckptkit.storage.local import LocalStore
+from ckptkit.storage.publish import open_staging
+from ckptkit.storage.staging import new_nonce
+from tests.cli.commands import document, ran, run
 
 DCP = "dcp_fsdp2_uneven_w4/ckpt"
-
-
-def run(*args: str | Path) -> Result:
-    return CliRunner().invoke(cli, [str(arg) for arg in args])
-
-
-@pytest.fixture(scope="module")
-def run_root(zoo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("details") / "RUN"
-    reshard(str(zoo / "verl_fsdp2_w2"), str(root / "step_00000004"), world_size=2)
-    return root
 
 
 class Terminal(io.StringIO):
@@ -45,56 +35,35 @@ class Terminal(io.StringIO):
         return True
 
 
-# --- help and suggestions
-
-
 def test_help_has_a_heading_for_each_group_of_options() -> None:
-    page = run("convert", "--help").output
+    page = ran("convert", "--help")
     headings = [line for line in page.splitlines() if line.endswith(":") and not line.startswith(" ")]
     assert headings == ["What:", "Model:", "Names:", "Files:", "Safety:", "Resources:", "Output:"]
 
 
-@pytest.mark.parametrize(("option", "typed", "meant"), [("--to", "hff", "hf"), ("--dtype", "bf15", "bf16"),
-                                                        ("--weights", "masters", "master")])  # fmt: skip
-def test_a_misspelt_choice_gets_a_suggestion(option: str, typed: str, meant: str) -> None:
-    result = run("convert", "a", "b", option, typed)
-    assert result.exit_code == 2
-    assert f"Did you mean '{meant}'?" in result.stderr
-
-
 def test_full_dtype_names_are_accepted(zoo: Path, tmp_path: Path) -> None:
-    assert run("convert", zoo / DCP, tmp_path / "out", "--dtype", "bfloat16", "--dry-run").exit_code == 0
-
-
-def test_completion_knows_commands_and_options() -> None:
-    env = {**os.environ, "_CKPTKIT_COMPLETE": "bash_complete", "COMP_WORDS": "ckptkit convert --ba", "COMP_CWORD": "2"}
-    script = "import sys; sys.argv = ['ckptkit']; from ckptkit.cli.main import main; main()"
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=False)
-    assert "plain,--base" in done.stdout
+    ran("convert", zoo / DCP, tmp_path / "out", "--dtype", "bfloat16", "--dry-run")
 
 
 # --- names for checkpoints
 
 
-@pytest.mark.parametrize("name", ["latest", "4", "step_00000004"])
+@pytest.mark.parametrize("name", ["latest", "300", "step_00000300"])
 @pytest.mark.parametrize("verb", ["inspect", "verify", "convert", "reshard", "diff", "pin"])
-def test_every_command_accepts_names_of_checkpoints(run_root: Path, tmp_path: Path, verb: str, name: str) -> None:
+def test_every_command_accepts_names_of_checkpoints(root: Path, tmp_path: Path, verb: str, name: str) -> None:
     more: dict[str, list[str | Path]] = {
         "convert": [tmp_path / "o", "--dry-run"],
         "reshard": [tmp_path / "o", "--world-size", "2", "--dry-run"],
-        "diff": [run_root / "latest"],
+        "diff": [root / "latest"],
         "pin": ["--why", "test"],
     }
-    result = run(verb, run_root / name, *more.get(verb, []))
-    assert result.exit_code == 0, result.output
+    ran(verb, root / name, *more.get(verb, []))
 
 
 def test_a_symlink_called_latest_of_another_system_is_followed(zoo: Path, tmp_path: Path) -> None:
     shutil.copytree(zoo / DCP, tmp_path / "step-2")
     os.symlink("step-2", tmp_path / "latest")
-    result = run("inspect", tmp_path / "latest", "--json")
-    assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["url"].endswith("/step-2")
+    assert document("inspect", tmp_path / "latest")["url"].endswith("/step-2")
     (tmp_path / "latest").unlink()
     os.symlink("gone", tmp_path / "latest")
     assert "there is no 'latest'" in run("inspect", tmp_path / "latest").output
@@ -104,8 +73,7 @@ def test_a_symlink_called_latest_of_another_system_is_followed(zoo: Path, tmp_pa
 
 
 def test_an_export_with_a_config_prints_the_serve_command(zoo: Path, tmp_path: Path) -> None:
-    result = run("convert", zoo / "verl_fsdp2_w2", tmp_path / "out put", "--verify")
-    last = result.output.strip().splitlines()
+    last = ran("convert", zoo / "verl_fsdp2_w2", tmp_path / "out put", "--verify").strip().splitlines()
     assert last[-1] == f"serve it with: vllm serve '{tmp_path}/out put'"
     assert "equal to the source" in last[-2]
 
@@ -122,70 +90,47 @@ def test_an_export_that_vllm_cannot_serve_prints_no_serve_command(zoo: Path, tmp
         rule = {"op": "rename", "from": "{name:*}", "to": "other.{name}"}
         (tmp_path / "map.json").write_text(json.dumps({"rules": [rule]}))
         more = ["--key-map", tmp_path / "map.json"]
-    result = run("convert", source, tmp_path / "out", *more)
-    assert result.exit_code == 0, result.output
-    assert "vllm serve" not in result.output
-    assert ("tokenizer's files" in result.output) is (case == "no tokenizer")
+    said = ran("convert", source, tmp_path / "out", *more)
+    assert "vllm serve" not in said
+    assert ("tokenizer's files" in said) is (case == "no tokenizer")
 
 
 def test_a_dry_run_that_would_fail_lists_why_and_exits_with_1(zoo: Path, tmp_path: Path) -> None:
-    result = run("convert", zoo / DCP, tmp_path / "out", "--base", zoo / "hf_ref_llama_untied", "--dry-run")
-    assert result.exit_code == 1
-    assert "would fail: missing: lm_head.weight" in result.output
-    assert "nothing was written" in result.output
-
-
-@pytest.mark.parametrize(("text", "words"), [(None, "No such file"), ("[1]", "JSON object"), ("{", "not valid JSON")])
-def test_an_invalid_adapter_config_is_wrong_usage(tmp_path: Path, text: str | None, words: str) -> None:
-    file = tmp_path / "adapter.json"
-    if text is not None:
-        file.write_text(text)
-    result = run("convert", "a", "b", "--adapter-config", file)
-    assert result.exit_code == 2
-    assert words in result.stderr
-    assert str(file) in result.stderr
+    said = ran("convert", zoo / DCP, tmp_path / "out", "--base", zoo / "hf_ref_llama_untied", "--dry-run", code=1)
+    assert "would fail: missing: lm_head.weight" in said
+    assert "nothing was written" in said
 
 
 def test_an_adapter_config_from_a_file_is_written_into_the_export(zoo: Path, tmp_path: Path) -> None:
-    source = tmp_path / "src"
-    source.mkdir()
     lora = {f"base_model.model.q.lora_{x}.weight": np.ones(s, np.float32) for x, s in (("A", (2, 8)), ("B", (8, 2)))}
-    save_file(lora, source / "weights.safetensors")
+    save_file(lora, tmp_path / "weights.safetensors")
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q"], "base_model_name_or_path": "x/y"}
     (tmp_path / "adapter.json").write_text(json.dumps(config))
-    result = run("convert", source, tmp_path / "out", "--adapter-config", tmp_path / "adapter.json")
-    assert result.exit_code == 0, result.output
+    ran("convert", tmp_path / "weights.safetensors", tmp_path / "out", "--adapter-config", tmp_path / "adapter.json")
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["lora_alpha"] == 4
 
 
 def test_verify_names_the_files_it_could_not_prove(zoo: Path) -> None:
-    result = run("verify", zoo / "hf_ref_llama_untied")
-    assert result.exit_code == 0
-    assert "not proved: 101.0 kB in model.safetensors" in result.output
+    assert "not proved: 101.0 kB in model.safetensors" in ran("verify", zoo / "hf_ref_llama_untied")
 
 
 def test_inspect_shows_how_tensors_are_sharded(zoo: Path) -> None:
-    assert "21 dim 0 in 2" in run("inspect", zoo / "verl_fsdp2_w2").output
+    assert "21 dim 0 in 2" in ran("inspect", zoo / "verl_fsdp2_w2")
 
 
-def test_inspect_of_an_unknown_tensor_says_how_to_list_names(zoo: Path) -> None:
-    result = run("inspect", zoo / DCP, "--tensors", "nothing*")
-    assert result.exit_code == 2
-    assert "--tensors '*'" in result.stderr
+def test_a_narrow_terminal_prints_reasons_on_separate_lines() -> None:
+    table = [["name", "rotation"], ["step_00000100", "keep: the newest; a multiple of 400 (keep_every)"]]
+    assert len(ls._aligned(table, 0)) == len(ls._aligned(table, 100)) == 2
+    narrow = ls._aligned(table, 40)
+    assert narrow[0] == "name"
+    assert max(map(len, narrow)) <= 40
+    assert " ".join(line.strip() for line in narrow[2:]) == table[1][1]
 
 
-def test_ls_quiet_prints_only_names(run_root: Path) -> None:
-    assert run("ls", "-q", run_root).output == "step_00000004\n"
+# --- progress and colours
 
 
-def test_ls_imports_no_framework_and_no_numpy(run_root: Path) -> None:
-    assert not modules_after(run_cli("ls", str(run_root))).intersection({*HEAVY, "numpy", "fsspec"})
-
-
-# --- progress, colours, interrupts
-
-
-def _with_bar(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, *, quiet: bool = False) -> str:
+def with_bar(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, *, quiet: bool = False) -> str:
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr(frame, "PROGRESS_DELAY_S", 0.0)
     with click.Context(click.Command("x")) as context:
@@ -200,15 +145,17 @@ def _with_bar(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, *, quiet: bo
 
 
 def test_a_terminal_sees_bytes_rate_and_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = _with_bar(monkeypatch, Terminal())
-    assert "4.00M" in drawn
-    assert "B/s" in drawn
-    assert "model-00001.safetensors" in drawn
+    drawn = with_bar(monkeypatch, Terminal())
+    assert all(words in drawn for words in ("4.00M", "B/s", "model-00001.safetensors"))
     assert drawn.index("convert: ") < drawn.index("verify: ")
 
 
-def test_a_pipe_sees_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _with_bar(monkeypatch, io.StringIO()) == ""
+def test_a_pipe_and_a_quiet_command_show_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert with_bar(monkeypatch, io.StringIO()) == with_bar(monkeypatch, Terminal(), quiet=True) == ""
+
+
+def test_work_of_less_than_a_second_draws_no_bar() -> None:
+    assert frame.PROGRESS_DELAY_S == 1.0
 
 
 def test_progress_names_the_current_file(zoo: Path, tmp_path: Path) -> None:
@@ -219,21 +166,17 @@ def test_progress_names_the_current_file(zoo: Path, tmp_path: Path) -> None:
     assert seen[-1][0] == seen[-1][1]
 
 
-def test_quiet_silences_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _with_bar(monkeypatch, Terminal(), quiet=True) == ""
-
-
-def test_work_of_less_than_a_second_draws_no_bar() -> None:
-    assert frame.PROGRESS_DELAY_S == 1.0
-
-
-@pytest.mark.parametrize(("stream", "no_color", "coloured"), [(Terminal(), "", True), (Terminal(), "1", False),
-                                                             (io.StringIO(), "", False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("stream", "no_color", "coloured"), [(Terminal(), "", True), (Terminal(), "1", False), (io.StringIO(), "", False)]
+)
 def test_colours_are_for_terminals_without_no_color(
     monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, no_color: str, coloured: bool
 ) -> None:
     monkeypatch.setenv("NO_COLOR", no_color)
     assert frame._colour(stream) is coloured
+
+
+# --- Ctrl-C
 
 
 def test_three_ctrl_c_exit_with_130_and_print_a_working_command_to_continue(zoo: Path, tmp_path: Path) -> None:
@@ -252,28 +195,42 @@ def test_three_ctrl_c_exit_with_130_and_print_a_working_command_to_continue(zoo:
     assert "Interrupted." in done.stderr
     assert "same command again" in done.stderr
     assert all(path.name.startswith(".tmp-out-") for path in tmp_path.iterdir())  # finished steps, if any
-    subprocess.run([sys.executable, "-m", "ckptkit", "convert", str(zoo / DCP), str(tmp_path / "out")], check=True)
+    ran("convert", zoo / DCP, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-# --- the library logger
+def test_the_message_of_an_interrupted_conversion_names_what_is_left(tmp_path: Path) -> None:
+    dst = str(tmp_path / "out")
+    assert "start over" in outcome.interrupted_words(dst, overwrite=False)
+    staging = open_staging(LocalStore(tmp_path), "out", new_nonce())
+    staging.write("part.safetensors", b"x" * 5000)
+    words = outcome.interrupted_words(dst, overwrite=False)
+    assert f"is kept in {staging.url}" in words
+    assert "same command again" in words
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text("{}")
+    assert "is unchanged" in outcome.interrupted_words(dst, overwrite=True)
+    remote = outcome.interrupted_words("s3://bucket/out", overwrite=True)
+    assert "is unchanged, or its complete replacement is in" in remote
 
 
-def test_the_library_prints_nothing_and_log_records_have_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_before_a_command_began_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pressed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands.importlib, "import_module", pressed)
+    assert ran("ls", "x", code=130) == "Interrupted.\n"
+
+
+# --- the library's logger
+
+
+def test_the_library_prints_nothing_and_log_records_have_a_rank(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("RANK", "3")
-    seen: list[Any] = []
-
-    class Keep(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            seen.append(record.rank)  # type: ignore[attr-defined]
-
-    handler = Keep()
-    logging.getLogger().addHandler(handler)
     logging.getLogger("ckptkit").setLevel(logging.WARNING)  # a command of another test may have used --quiet
-    try:
-        logging.getLogger("ckptkit.checkpoint.anything").warning("hello")
-    finally:
-        logging.getLogger().removeHandler(handler)
-    assert len(seen) == 1
-    assert isinstance(seen[0], int)
+    logging.getLogger("ckptkit.checkpoint.anything").warning("hello")
+    (record,) = caplog.records
+    assert isinstance(record.rank, int)  # type: ignore[attr-defined]
     assert any(isinstance(h, logging.NullHandler) for h in logging.getLogger("ckptkit").handlers)

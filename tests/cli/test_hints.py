@@ -13,7 +13,6 @@ from pathlib import Path
 import click
 import fsspec
 import pytest
-from click.testing import CliRunner
 
 import ckptkit
 from ckptkit.checkpoint.manager import CheckpointManager
@@ -22,6 +21,7 @@ from ckptkit.cli.main import _COMMANDS, cli
 from ckptkit.errors import CkptkitError, command_line
 from ckptkit.storage.open import open_store
 from tests.checkpoint.killed import state
+from tests.cli.commands import run
 
 _NAMES = "|".join(_COMMANDS)
 _TICKED = re.compile(rf"`(ckptkit (?:{_NAMES})\b[^`\n]*)`")
@@ -152,7 +152,7 @@ def check_line(hint: str) -> None:
     there = [word for word in words if not word.startswith("-") and not _PLACEHOLDER.fullmatch(word)]
     assert any(Path(word).exists() for word in there), f"{hint!r} names nothing that exists"
     if name in _READING:
-        assert CliRunner().invoke(cli, [name, *words]).exit_code in (0, 1)
+        assert run(name, *words).exit_code in (0, 1)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -162,7 +162,7 @@ def test_commands_that_errors_propose_can_be_pasted(
     monkeypatch.chdir(tmp_path)
     command, *words = RUNS[name]
     typed = [str(made / word) if (made / word.partition("/")[0]).exists() else word for word in words]
-    result = CliRunner().invoke(cli, [command, *typed])
+    result = run(command, *typed)
     found = hints(result.output)
     assert found or name in WITHOUT, result.output
     for hint in found:
@@ -179,7 +179,7 @@ def test_commands_that_errors_propose_repeat_storage_options_without_secrets(com
         file.write(b"\x02\0\0\0\0\0\0\0{}")
     options = [word for option in OPTIONS for word in ("--storage-option", option)]
     more = ["--tensors", "nothing*"] if command[0] == "inspect" else []
-    result = CliRunner().invoke(cli, [command[0], url, *command[1:], *more, *options])
+    result = run(command[0], url, *command[1:], *more, *options)
     assert hints(result.output) and "hunter2" not in result.output
     for hint in hints(result.output):
         check(hint)
@@ -209,6 +209,6 @@ def test_commands_that_a_load_proposes_can_be_pasted(made: Path) -> None:
 @pytest.mark.parametrize("url", ["webdav://localhost:9/x", "dav://localhost:9/x", "sftp://localhost/x", "hdfs:x"])
 @pytest.mark.parametrize("verb", ["inspect", "ls", "verify"])
 def test_an_error_names_an_unusable_protocol_and_does_not_call_it_a_bug(url: str, verb: str) -> None:
-    result = CliRunner().invoke(cli, [verb, url])
+    result = run(verb, url)
     assert result.exit_code in (1, 2)
     assert url.partition(":")[0] in result.output and "bug in ckptkit" not in result.output, result.output

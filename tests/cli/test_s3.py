@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
 from safetensors.numpy import save_file
 
-from ckptkit import CheckpointManager, RetentionPolicy, TrainState
-from ckptkit.cli.main import cli
 from ckptkit.offline.reshard import reshard
 from ckptkit.storage import open_store
+from tests.cli.commands import run, save_run
 from tests.storage import proxy as proxies
 from tests.storage import servers
 
@@ -32,8 +30,7 @@ def server() -> Iterator[dict[str, Any]]:
 
 
 def _run(options: dict[str, Any], *args: str | Path) -> Result:
-    more = [word for key, value in options.items() for word in ("--storage-option", f"{key}={value}")]
-    return CliRunner().invoke(cli, [*map(str, args), *more])
+    return run(*args, *(word for key, value in options.items() for word in ("--storage-option", f"{key}={value}")))
 
 
 def _big(folder: Path) -> None:
@@ -86,27 +83,16 @@ def test_inspect_reads_only_metadata(
     assert sum(answered) < DATA // 20
 
 
-@pytest.fixture(scope="module")
-def run_root(server: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> str:
-    model = torch.nn.Linear(8, 8)
-    state = TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters()))
-    root = "s3://looks/run"
-    policy = RetentionPolicy(max_num=5, keep_best=("loss", "min"))
-    with CheckpointManager(root, retention=policy, storage_options=server) as manager:
-        for step, loss in ((100, 1.0), (200, 2.0), (300, 3.0)):
-            manager.save(step, state, metrics={"loss": loss})
-    return root
-
-
 @pytest.mark.parametrize(("name", "step"), [("latest~1", 200), ("best", 100), ("300", 300)])
 def test_a_name_selects_a_checkpoint_of_a_run_on_s3(
-    server: dict[str, Any], run_root: str, tmp_path: Path, name: str, step: int
+    server: dict[str, Any], tmp_path: Path, name: str, step: int
 ) -> None:
-    url = f"{run_root}/{name}".rstrip("/")
+    root = f"s3://looks/{step}"
+    save_run(root, storage_options=server)
+    url, chosen = f"{root}/{name}", f"step_{step:08d}"
     assert json.loads(_run(server, "inspect", url, "--json").stdout)["step"] == step
-    assert f"step_{step:08d}" in _run(server, "verify", url).output
-    assert f"step_{step:08d}" in _run(server, "diff", url, f"{run_root}/latest").output
-    assert f"step_{step:08d}" in _run(server, "convert", url, tmp_path / "out", "--dry-run").output
-    assert f"pinned step_{step:08d}" in _run(server, "pin", url, "--why", "x").output
+    assert chosen in _run(server, "verify", url).output
+    assert chosen in _run(server, "diff", url, f"{root}/latest").output
+    assert chosen in _run(server, "convert", url, tmp_path / "out", "--dry-run").output
+    assert f"pinned {chosen}" in _run(server, "pin", url, "--why", "x").output
     assert _run(server, "unpin", url).exit_code == 0
-    shutil.rmtree(tmp_path / "out", ignore_errors=True)

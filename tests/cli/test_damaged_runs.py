@@ -1,0 +1,195 @@
+"""Commands on a run with damaged checkpoints: each says what is damaged and which checkpoint to try next."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from ckptkit.errors import StorageError
+from ckptkit.offline.reshard import reshard
+from ckptkit.storage.local import LocalStore
+from tests.cli.commands import document, ran, run
+
+NEWEST, BEFORE = "step_00000300", "step_00000200"
+
+
+def data_of(step: Path) -> Path:
+    return step / "__0_0.distcp"
+
+
+def flip(file: Path, *, every: int, start: int = 0) -> None:
+    data = bytearray(file.read_bytes())
+    for at in range(start, len(data), every):
+        data[at] ^= 1
+    file.write_bytes(data)
+
+
+# --- verify
+
+
+def test_verify_prints_which_checkpoint_it_chose(root: Path) -> None:
+    assert ran("verify", root / "latest~1").splitlines()[0] == f"{root}/{BEFORE}"
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", "checkpoint.json", "manifest.safetensors"])
+def test_verify_of_a_damaged_newest_checkpoint_names_the_previous_one(root: Path, file: str) -> None:
+    (root / NEWEST / file).write_bytes(b"{")
+    lines = ran("verify", root, code=1).splitlines()
+    assert any(line.endswith(f"{root}/{NEWEST}") for line in lines)
+    assert lines[-1] == f"check the previous one: ckptkit verify {root}/{BEFORE}"
+    assert "check the previous one" not in ran("verify", root, "-q", code=1)
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect"])
+def test_quiet_does_not_print_the_choice(root: Path, command: str) -> None:
+    note = f"{NEWEST} is the newest of 3 step directories in {root}."
+    assert note in ran(command, root) and note not in ran(command, root, "-q")
+
+
+def test_a_damaged_oldest_checkpoint_has_no_previous_one(root: Path) -> None:
+    data_of(root / "step_00000100").unlink()
+    assert "check the previous one" not in ran("verify", root / "100", code=1)
+
+
+@pytest.mark.parametrize(
+    "name", ["broken_missing_shard/ckpt", "broken_missing_metadata/ckpt", "broken_verl_missing_rank"]
+)
+def test_verify_prints_json_for_a_checkpoint_that_cannot_be_opened(zoo: Path, name: str) -> None:
+    found = document("verify", zoo / name, code=1)
+    assert found["ok"] is False
+    assert "missing" in found["problems"][0]["message"]
+
+
+def test_a_file_with_many_damages_prints_few_lines(tmp_path: Path) -> None:
+    save_file({f"layers.{i}.weight": np.full((2, 2), i, np.float32) for i in range(40)}, tmp_path / "model.safetensors")
+    reshard(str(tmp_path / "model.safetensors"), str(tmp_path / "many"), world_size=1)
+    flip(data_of(tmp_path / "many"), every=1, start=200)
+    bad = [line for line in ran("verify", tmp_path / "many", code=1).splitlines() if line.startswith("bad: ")]
+    assert len(bad) < 15
+    assert "more problems" in bad[-1]
+    assert len(document("verify", tmp_path / "many", code=1)["problems"]) > 35
+
+
+def test_an_unreadable_file_is_one_problem(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = LocalStore.read
+
+    def fail(self: Any, path: str, *place: Any) -> Any:
+        if path.endswith(".distcp"):
+            raise StorageError(5, f"{path}: Input/output error")
+        return read(self, path, *place)
+
+    monkeypatch.setattr(LocalStore, "read", fail)
+    monkeypatch.setattr(LocalStore, "read_into", fail)
+    lines = run("verify", root).output.splitlines()
+    assert [line.count("Input/output error") for line in lines if "__0_0.distcp" in line] == [1]
+
+
+def test_a_dcp_without_its_metadata_may_be_a_copy_that_left_it_out(zoo: Path, tmp_path: Path) -> None:
+    shutil.copytree(zoo / "dcp_threads2_w2" / "ckpt", tmp_path / "copy", ignore=shutil.ignore_patterns(".metadata"))
+    assert "or a copy left out this hidden file" in ran("verify", tmp_path / "copy", code=1)
+
+
+# --- ls and prune
+
+
+def test_ls_shows_step_directories_without_a_record(root: Path) -> None:
+    (root / NEWEST / "checkpoint.json").unlink()
+    (root / "copy").mkdir()
+    shutil.copy(root / BEFORE / "checkpoint.json", root / "copy")
+    shown = ran("ls", root)
+    assert NEWEST in shown
+    assert "no checkpoint.json" in shown
+    assert f"1 other directory is skipped; to see why: ckptkit ls --all {root}" in shown
+    assert "copy" in ran("ls", "--all", root)
+
+
+def test_ls_calls_neither_a_copy_nor_an_export_of_ckptkit_foreign(root: Path) -> None:
+    shutil.copytree(root / BEFORE, root / "backup")
+    ran("convert", root, root / "export", "--to", "torch")
+    assert f"1 other directory is skipped; to see why: ckptkit ls --all {root}" in ran("ls", root)
+    assert "not checkpoints of this run, never touched: export" in ran("ls", "--all", root)
+
+
+def test_ls_says_that_its_list_of_entries_is_cut_off(tmp_path: Path) -> None:
+    for name in "abcdef":
+        (tmp_path / name).mkdir()
+    assert "It contains a, b, c, d, e, ...." in ran("ls", tmp_path, code=1)
+
+
+def test_a_run_whose_records_are_damaged_is_not_called_empty(root: Path) -> None:
+    (root / "step_00000100").rename(root / "before-decay")
+    for record in root.glob("*/checkpoint.json"):
+        record.write_bytes(record.read_bytes()[:-20])
+    shown = run("ls", root).output  # a renamed directory: its record is lost, and belongs to no other
+    assert all(name in shown for name in ("before-decay", BEFORE, NEWEST)), shown
+    refused = ran("prune", root, "--max-num", "1", code=1)
+    assert "It is empty" not in refused
+    assert "contains no usable checkpoint, only before-decay, and" in refused
+    assert f"ckptkit ls --all {root}" in refused
+
+
+# --- other commands
+
+
+@pytest.mark.parametrize("line", [("convert",), ("reshard", "--world-size", "2")], ids=lambda line: line[0])
+def test_an_error_about_a_missing_file_names_its_checkpoint_and_the_previous_one(
+    root: Path, tmp_path: Path, line: tuple[str, ...]
+) -> None:
+    data_of(root / NEWEST).unlink()
+    said = ran(line[0], root, tmp_path / "out", *line[1:], code=1)
+    assert "__0_0.distcp" in said
+    assert f"{root}/{NEWEST}" in said
+    assert f"The previous checkpoint: {root}/{BEFORE}" in said
+
+
+def test_a_conversion_that_finds_damage_names_verify_and_the_previous_checkpoint(root: Path, tmp_path: Path) -> None:
+    flip(data_of(root / NEWEST), every=64)
+    said = ran("convert", root, tmp_path / "out", code=1)
+    assert f"ckptkit verify {root}/{NEWEST}" in said
+    assert f"The previous checkpoint: {root}/{BEFORE}" in said
+
+
+def test_latest_does_not_skip_a_damaged_newest_checkpoint(root: Path) -> None:
+    (root / NEWEST / "checkpoint.json").write_bytes(b"{")
+    said = ran("inspect", root / "latest", code=1)
+    assert f"is {NEWEST}, which cannot be opened" in said
+    assert f"The previous checkpoint: {root}/{BEFORE}" in said
+
+
+def test_a_copy_of_a_run_does_not_say_that_nothing_was_copied(root: Path, tmp_path: Path) -> None:
+    data_of(root / NEWEST).unlink()
+    said = ran("copy", root, tmp_path / "new", code=1)
+    assert (tmp_path / "new" / "step_00000100").is_dir()
+    assert f"{NEWEST} was not copied" in said
+    assert "has 2 other complete checkpoints." in said
+    assert "Nothing was copied" not in said
+
+
+def test_the_command_that_lists_all_damage_ends_where_its_sentence_ends(root: Path) -> None:
+    data_of(root / NEWEST).unlink()
+    said = run("diff", root, root / BEFORE).output
+    assert said.count("ckptkit verify") == 1
+    assert f"To see all damage: ckptkit verify {root}/{NEWEST}\n" in said
+
+
+def test_a_truncated_file_is_said_to_have_the_bytes_that_it_has(root: Path, tmp_path: Path) -> None:
+    data = data_of(root / NEWEST)
+    data.write_bytes(data.read_bytes()[:100])
+    assert "the file has 100 bytes, but bytes up to" in ran("convert", root, tmp_path / "out", "--no-check", code=1)
+    said = ran("merge", root, tmp_path / "out", "--last", "2", code=1)  # either source may be the damaged one
+    assert f"To see all damage: ckptkit verify {root}/{BEFORE}; ckptkit verify {root}/{NEWEST}" in said
+
+
+def test_diff_by_recorded_digests_does_not_claim_to_have_read_the_tensors(root: Path) -> None:
+    assert "by recorded digest only; `verify` reads the bytes" in ran("diff", root / "300", root / "300")
+
+
+def test_a_proof_without_digests_says_so(root: Path, tmp_path: Path) -> None:
+    for name, *options in (("convert", "--to", "torch"), ("reshard", "--world-size", "2")):
+        found = document(name, root, tmp_path / name, *options, "--no-check")
+        assert "source digests not checked (--no-check)" in found["proved"]
