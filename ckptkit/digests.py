@@ -44,7 +44,7 @@ __all__ = [
 DIGEST = "xxh3_64"
 """The digest that ckptkit records for slices and files: 64 bits, not cryptographic."""
 CRC = "crc32"
-"""The digest that zip archives contain, and so the files that `torch.save` writes."""
+"""The digest in zip archives, and so in the files that `torch.save` writes."""
 SHA256 = "sha256"
 """The digest of whole files in SHA256SUMS."""
 

@@ -125,8 +125,11 @@ def carries_credentials(url: str) -> bool:
 
 
 def without_known_secrets(text: str) -> str:
-    """Return `text` without the logins and query values in its URLs, except harmless query values such as a region, and
-    without secret values from options and environment variables. JSON stays valid JSON."""
+    """Return `text` without logins, without query values in URLs, and without known secrets.
+
+    Known secrets are values of options and of environment variables. Harmless query values, such as a region, stay.
+    JSON stays valid JSON.
+    """
     for value in sorted((*_known, *_of_environment()), key=len, reverse=True):
         for form in _forms(value):
             if form in text:

@@ -115,8 +115,8 @@ class StepCounter:
 
     def count(self, optimizer: Optimizer) -> None:
         """Count one step of `optimizer`."""
-        # An optimizer that was created elsewhere starts from the total, or, if others have stepped since the last
-        # restart, from the total at that restart.
+        # An optimizer that was created elsewhere has no count yet: it starts from the total. If other optimizers have
+        # stepped since the last restart, it starts from the total at that restart.
         before = self._of.get(optimizer, self._base if self._of else self.total)
         self._of[optimizer] = before + 1
         self.total = max(self.total, before + 1)

@@ -47,7 +47,10 @@ def fill_unused_gradients(model: FSDPModule) -> None:
 
 
 def fill_unused_gradients_by_hook(model: FSDPModule) -> None:
-    """Do what `fill_unused_gradients` does, with a hook that runs when the root unit's backward begins."""
+    """Replace missing gradients with zeros, in a hook that runs when the root unit's backward begins.
+
+    For torch versions that `fill_unused_gradients` cannot configure.
+    """
     root: Any = model
     inner = [module for module in root.modules() if isinstance(module, FSDPModule) and module is not root]
     inside = {id(child) for module in inner for child in module.modules()}  # type: ignore[attr-defined]

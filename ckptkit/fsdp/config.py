@@ -42,7 +42,7 @@ Offload = Literal["none", "params", "optimizer"]
 
 
 class ShardingStrategy(str, enum.Enum):
-    """What to shard over the data-parallel ranks. The names are FSDP1's."""
+    """How parameters are sharded over the data-parallel ranks. The names are FSDP1's."""
 
     FULL_SHARD = "FULL_SHARD"  # 1-D mesh; parameters are freed after forward (ZeRO-3)
     SHARD_GRAD_OP = "SHARD_GRAD_OP"  # 1-D mesh; parameters stay until backward is done (ZeRO-2)
@@ -62,7 +62,7 @@ class ShardingStrategy(str, enum.Enum):
 
 
 class WrapPolicy(str, enum.Enum):
-    """Which modules become units. A unit's parameters are gathered and freed together."""
+    """How modules are chosen to become units. A unit's parameters are gathered and freed together."""
 
     AUTO = "AUTO"  # the block classes named by the model, otherwise the elements of its ModuleLists
     TRANSFORMER_BASED_WRAP = "TRANSFORMER_BASED_WRAP"  # modules of the classes in `transformer_layer_cls`

@@ -36,12 +36,12 @@ _Key = tuple[DeviceMesh, tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class GradientReport:
-    """What is known about the gradients before a step.
+    """The state of the gradients before a step.
 
     Attributes:
         norm: Their joint norm, unscaled.
         finite: Whether the norm is finite on all ranks.
-        factor: What to multiply the gradients by before the step.
+        factor: The factor by which to multiply the gradients before the step.
     """
 
     norm: torch.Tensor

@@ -30,7 +30,9 @@ __all__ = ["HFLoad", "HFLoadReport", "load_hf", "plan_load"]
 
 @dataclass(frozen=True, slots=True)
 class HFLoadReport:
-    """What `load_hf` did: which names it loaded, which the files lack, and which only the files have."""
+    """The result of `load_hf`: the loaded names, the names that the files lack, and the names that only the files
+    have.
+    """
 
     loaded: tuple[str, ...]
     missing: tuple[str, ...] = ()

@@ -32,7 +32,7 @@ _PEFT_ROOT = "base_model.model."
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What to export of a model that may be wrapped.
+    """The tensors to export from a model, which may be wrapped.
 
     Attributes:
         model: The transformers or PEFT model inside the wrappers; the given model itself if there is none.

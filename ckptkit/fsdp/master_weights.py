@@ -123,7 +123,7 @@ class MasterWeightOptimizer(Optimizer):
         divisor: float | None = None,
         error_if_nonfinite: bool = False,
     ) -> bool:
-        """Do what `step` does, with this `max_norm` and `norm_type`.
+        """Step like `step`, but with this `max_norm` and `norm_type`.
 
         Args:
             divisor: How many times too large the gradients are (default: the loss scale).

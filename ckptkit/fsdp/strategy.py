@@ -165,7 +165,12 @@ class FSDPStrategy:
             manual_seed(self.seed + self.data_parallel_rank, self.data_parallel_mesh)
 
     def _join(self, timeout: datetime.timedelta | None = None) -> DeviceMesh:
-        """Do the part of `setup_distributed` that other methods need. Does not seed the random generators."""
+        """Join the process group and check the batch sizes, at the first call.
+
+        Return the mesh of ranks with different samples.
+
+        Unlike `setup_distributed`, this does not seed the random generators.
+        """
         if self._samples is not None:
             return self._samples
         device_type = device_type_of(None, preferred=self.config.device)

@@ -27,7 +27,7 @@ __all__ = ["CkptkitCheckpointIO"]
 
 
 class CkptkitCheckpointIO(CheckpointIO):  # type: ignore[misc]  # Lightning's types are not followed
-    """Saves, as a committed checkpoint, the dictionary that a strategy gathers on rank 0.
+    """Saves the dictionary that a strategy gathers on rank 0. Each save is a committed checkpoint.
 
     Loads such checkpoints and Lightning's own. Use it with DDP and with single devices. Strategies that save shards on
     every rank (FSDPStrategy, ModelParallelStrategy) do not use a CheckpointIO: use `FSDP2Strategy` or the callback

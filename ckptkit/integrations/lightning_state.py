@@ -58,7 +58,9 @@ class StateView(nn.Module):
 
     @classmethod
     def of(cls, module: nn.Module, wanted: Mapping[str, Any]) -> StateView:
-        """Return a view of the module's tensors named in `wanted`: live ones, or what hooks replaced them with."""
+        """Return a view of the module's tensors that `wanted` names: the live ones, or those that hooks put in their
+        place.
+        """
         tensors, extra = model_tensors(module)
         live = {**tensors, **extra}
         return cls({k: live[k] if k in live and same_memory(live[k], v) else v for k, v in wanted.items()}, module)

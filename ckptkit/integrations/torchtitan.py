@@ -291,7 +291,7 @@ def _one_of(optimizers: list[Any], *, stages: int) -> Any:
 
 
 class _OneOptimizer:
-    """Makes several optimizers look like one. A load sets their groups and states in place."""
+    """Presents several optimizers as one. A load sets their groups and states in place."""
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
         self.state = _States(optimizers)
@@ -309,7 +309,7 @@ class _OneOptimizer:
 
 
 class _States(MutableMapping[Any, Any]):
-    """Makes several optimizers' states look like one mapping. Each parameter's state stays in its own optimizer."""
+    """Presents the states of several optimizers as one mapping. Each parameter's state stays in its own optimizer."""
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
         self._states = [optimizer.state for optimizer in optimizers]

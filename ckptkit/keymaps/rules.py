@@ -38,7 +38,7 @@ Sizes = tuple[Size, ...] | Literal["equal"] | None
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """Rename a tensor."""
+    """A rule that renames a tensor."""
 
     source: NamePattern
     to: str
@@ -46,7 +46,7 @@ class Rename:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Drop a tensor. The report shows `why`."""
+    """A rule that drops a tensor. The report shows `why`."""
 
     source: NamePattern
     why: str = "dropped by the key map"
@@ -54,7 +54,10 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Split along `dim` into one tensor per name in `to`. The parts are equal, or have the given sizes."""
+    """A rule that splits a tensor along `dim`, into one tensor per name in `to`.
+
+    The parts are equal, or have the given sizes.
+    """
 
     source: NamePattern
     to: tuple[str, ...]
@@ -64,8 +67,10 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Concat:
-    """Concatenate tensors along `dim`. With `sizes`, the tensors must have these sizes. Without them, the rule can't be
-    inverted."""
+    """A rule that concatenates tensors along `dim`.
+
+    With `sizes`, the tensors must have these sizes. Without them, the rule can't be inverted.
+    """
 
     source: tuple[NamePattern, ...]
     to: str
@@ -75,7 +80,7 @@ class Concat:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Stack numbered tensors along a new dimension `dim`. `index` is the placeholder that matches the number."""
+    """A rule that stacks numbered tensors along a new dimension `dim`. `index` is the placeholder for the number."""
 
     source: NamePattern
     to: str
@@ -85,7 +90,7 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class Unstack:
-    """Split into one tensor for each index along `dim`. Each name is `to` with {index} filled in."""
+    """A rule that splits a tensor into one tensor per index along `dim`. Each name is `to` with {index} filled in."""
 
     source: NamePattern
     to: str
@@ -95,7 +100,7 @@ class Unstack:
 
 @dataclass(frozen=True, slots=True)
 class Transpose:
-    """Permute the dimensions, or swap the last two if there are no `dims`."""
+    """A rule that permutes the dimensions. Without `dims`, it swaps the last two."""
 
     source: NamePattern
     dims: tuple[int, ...] = ()
@@ -103,7 +108,10 @@ class Transpose:
 
 @dataclass(frozen=True, slots=True)
 class RopePermute:
-    """Reorder each head's rows from adjacent pairs ("interleaved") to halves ("halves", transformers), or back."""
+    """A rule that reorders each head's rows.
+
+    It reorders adjacent pairs ("interleaved") to halves ("halves", transformers' layout), or back.
+    """
 
     source: NamePattern
     heads: Size
@@ -112,7 +120,7 @@ class RopePermute:
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """Cast to a different float dtype. Integers, bools and 8-bit floats are refused."""
+    """A rule that casts to another float dtype. Integers, bools and 8-bit floats are refused."""
 
     source: NamePattern
     dtype: str
@@ -120,7 +128,7 @@ class Cast:
 
 @dataclass(frozen=True, slots=True)
 class Pad:
-    """Extend `dim` to `size`. The added rows have no source, and a load leaves them unchanged."""
+    """A rule that extends `dim` to `size`. The added rows have no source, and a load leaves them unchanged."""
 
     source: NamePattern
     size: Size
