@@ -1,4 +1,4 @@
-"""ckptkit's exceptions, in one tree. Each class also derives from the matching built-in exception.
+"""Defines ckptkit's exceptions, in one tree. Each class also derives from the matching built-in exception.
 
 A message says what went wrong, in which file, tensor or rank, what was expected and found, and what to try next. The
 command line prints the message as one paragraph and exits with `exit_code`.

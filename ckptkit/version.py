@@ -1,3 +1,3 @@
-"""The version, importable from every layer."""
+"""Holds the version, for every layer to import."""
 
 __version__ = "0.1.0"

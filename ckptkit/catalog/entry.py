@@ -44,7 +44,7 @@ UInt64 = npt.NDArray[np.uint64]
 
 
 class Role(str, enum.Enum):
-    """What an entry is used for in training."""
+    """An entry's purpose in training."""
 
     MODEL = "model"  # parameters and persistent buffers
     MASTER = "master"  # fp32 copies of low-precision parameters
@@ -120,7 +120,7 @@ class SliceArray(Sequence[TensorSlice]):
     """
 
     opaque: str = ""
-    """Why the tensor's bytes cannot be located, as a predicate ("is a quantized tensor"); "" if they can."""
+    """The reason why the tensor's bytes cannot be located, as a predicate ("is a quantized tensor"); "" if they can."""
 
     __slots__ = (
         "algorithm",

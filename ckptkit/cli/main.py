@@ -1,4 +1,4 @@
-"""The `ckptkit` command. A subcommand's module is imported only when it is called, which keeps --help fast."""
+"""Runs the `ckptkit` command. Imports a subcommand's module only when it is called, which keeps --help fast."""
 
 from __future__ import annotations
 

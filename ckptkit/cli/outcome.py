@@ -1,4 +1,4 @@
-"""Options and output that `convert`, `merge`, `reshard` and `copy` share."""
+"""Defines the options and the output that `convert`, `merge`, `reshard` and `copy` share."""
 
 from __future__ import annotations
 

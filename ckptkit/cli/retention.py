@@ -1,4 +1,4 @@
-"""The retention-policy options of `ls` and `prune`."""
+"""Defines the retention-policy options of `ls` and `prune`."""
 
 from __future__ import annotations
 

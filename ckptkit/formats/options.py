@@ -1,4 +1,4 @@
-"""Options that tell a reader what the files themselves do not contain."""
+"""Defines the options that tell a reader what the files themselves do not contain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The FSDP2 runtime of a training process: mesh, wrapping, precision, optimizer, offload.
+"""Provides the FSDP2 runtime of a training process: mesh, wrapping, precision, optimizer, offload.
 
 Public names are imported on first use, so `import ckptkit.fsdp` does not import torch.
 """

@@ -33,7 +33,7 @@ class Window:
 
     @property
     def divisor(self) -> float | None:
-        """What to divide gradients by, to unscale them and to average over the passes so far; None if unknown."""
+        """The divisor that unscales gradients and averages them over the passes so far; None if unknown."""
         return None if self.scale is None else self.scale * (self.count / self.size)
 
 

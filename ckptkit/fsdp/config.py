@@ -163,7 +163,7 @@ class FSDPConfig:
     """The initial loss scale for fp16, from 1 to 2**24."""
 
     loss_scale_hysteresis: int = 2
-    """After how many fp16 overflows the loss scale backs off; 1 backs off at every overflow."""
+    """The number of fp16 overflows after which the loss scale backs off; 1 backs off at every overflow."""
 
     output_dtype: Literal["fp32", "bf16", "fp16"] | None = None
     """The dtype of the model's floating-point outputs; None: as computed."""
@@ -172,7 +172,7 @@ class FSDPConfig:
     """True casts each unit's floating-point inputs to the compute dtype; False leaves them unchanged."""
 
     gradient_divide_factor: float | None = None
-    """What to divide the sum of the gradients by. None: the number of data-parallel and context-parallel ranks.
+    """The divisor of the sum of the gradients. None: the number of data-parallel and context-parallel ranks.
 
     The sum is over these ranks. Use 1.0 if the loss is already divided by the number of tokens on all ranks.
     """
@@ -187,7 +187,7 @@ class FSDPConfig:
     """
 
     backward_prefetch: BackwardPrefetch | int = BackwardPrefetch.BACKWARD_PRE
-    """When backward gathers the next unit. A number explicitly prefetches that many units."""
+    """The time at which backward gathers the next unit. A number explicitly prefetches that many units."""
 
     forward_prefetch: bool | int = False
     """True prefetches the next unit during forward; a number prefetches that many units."""
@@ -320,7 +320,7 @@ class FSDPConfig:
 
     @property
     def reshard(self) -> bool | int:
-        """What units other than the root do with their parameters after forward.
+        """The fate of the parameters after forward, in all units but the root.
 
         True frees them, False keeps them, a number reshards them to that many ranks.
         """

@@ -67,12 +67,12 @@ class DynamicGradScaler:
 
     @property
     def scale(self) -> float:
-        """What to multiply the loss by."""
+        """The factor for the loss."""
         return self._scale
 
     @property
     def inv_scale(self) -> float:
-        """What to multiply gradients by to unscale them."""
+        """The factor that unscales gradients."""
         return 1.0 / self._scale
 
     def update(self, overflow: bool) -> None:

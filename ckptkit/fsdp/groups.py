@@ -14,9 +14,9 @@ from ckptkit.errors import UsageError
 __all__ = ["NO_DECAY", "NoDecay", "is_norm", "param_groups", "clean_fqn"]
 
 NoDecay = str | type[nn.Module] | Callable[[str, nn.Module, nn.Parameter], bool]
-"""Which parameters to exclude from weight decay.
+"""A choice of parameters to exclude from weight decay.
 
-A name component, a module class, or a function that takes the FQN, the owning module and the parameter.
+It is a name component, a module class, or a function that takes the FQN, the owning module and the parameter.
 """
 
 _NORM_CLASS = re.compile(r"norm(?:act|\d+d)*$", re.IGNORECASE)  # LlamaRMSNorm, LayerNorm2d

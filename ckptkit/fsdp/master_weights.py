@@ -84,7 +84,7 @@ class MasterWeightOptimizer(Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """What `backward` multiplies the loss by."""
+        """The factor by which `backward` multiplies the loss."""
         return self.grad_scaler.scale if self.grad_scaler is not None else 1.0
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:

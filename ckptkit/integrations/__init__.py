@@ -1,1 +1,1 @@
-"""Integrations with other frameworks. A framework is needed only when its module is imported."""
+"""Connects ckptkit to other frameworks. A framework is needed only when its module is imported."""

@@ -105,7 +105,7 @@ def _is_stateful(loader: Any) -> bool:
 
 
 class _Epoch:
-    """What determines the data order: an ordinary loader's epoch and its `SeedableRandomSampler`'s seed."""
+    """The values that determine the data order: an ordinary loader's epoch, and its `SeedableRandomSampler`'s seed."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader

@@ -1,4 +1,4 @@
-"""A ModelCheckpoint, for any strategy, that saves through a CheckpointManager and rotates by a RetentionPolicy."""
+"""Defines ManagedCheckpoint: a ModelCheckpoint, for any strategy, that saves and rotates with a CheckpointManager."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A CheckpointIO for any Lightning strategy, with ckptkit's storage, commit and rotation."""
+"""Defines a CheckpointIO for any Lightning strategy, with ckptkit's storage, commit and rotation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpointer for torchtitan's trainer that uses a CheckpointManager, so it also supports object stores.
+"""Defines a checkpointer for torchtitan's trainer. It uses a CheckpointManager, and so supports object stores, too.
 
 torchtitan 0.3 and its main branch build it from the trainer's config:
 

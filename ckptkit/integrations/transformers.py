@@ -1,8 +1,7 @@
-"""A callback for transformers' Trainer that saves through a CheckpointManager, resumes, and exports.
+"""Defines a callback for transformers' Trainer that saves through a CheckpointManager, resumes, and exports.
 
-trainer = Trainer(..., args=...)
-CheckpointCallback("s3://bucket/run", retention=RetentionPolicy(max_num=2)).attach(trainer)
-trainer.train()
+trainer = Trainer(..., args=...) CheckpointCallback("s3://bucket/run",
+retention=RetentionPolicy(max_num=2)).attach(trainer) trainer.train()
 """
 
 from __future__ import annotations

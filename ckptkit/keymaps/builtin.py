@@ -1,4 +1,4 @@
-"""The built-in key maps, and the choice of the map that a checkpoint needs.
+"""Defines the built-in key maps, and chooses the map that a checkpoint needs.
 
 Each map renames a training run's names to the Hub's; "inverse:NAME" does the opposite. The expert layouts are those in
 which transformers 5 saves (its conversion_mapping). `model_type` decides which one applies.

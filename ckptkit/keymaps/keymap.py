@@ -1,4 +1,4 @@
-"""Key maps between two systems' tensor names: apply them, check that they are one to one, and invert them.
+"""Applies key maps between two systems' tensor names, checks that they are one to one, and inverts them.
 
     mapped = key_map.apply({name: Target.of(entry, name) for ...}, config=config)
 

@@ -1,4 +1,4 @@
-"""Patterns that match tensor names, and templates that build new names from what was matched."""
+"""Matches tensor names with patterns, and builds new names from the matched parts with templates."""
 
 from __future__ import annotations
 

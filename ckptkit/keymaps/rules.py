@@ -1,4 +1,4 @@
-"""A key map's rules. Each rule transforms the tensors that it matches."""
+"""Defines a key map's rules. Each rule transforms the tensors that it matches."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ Rule = Rename | Drop | Split | Concat | Stack | Unstack | Transpose | RopePermut
 
 @dataclass(slots=True)
 class RuleState:
-    """What rules read and change while they are applied: the remaining tensors, the dropped tensors, and errors.
+    """The state of a map's application: the remaining tensors, the dropped tensors, and errors.
 
     `touched` has the names that a rule has produced or deliberately kept. `dropped_numel` is by source.
     """

@@ -1,1 +1,1 @@
-"""Operations on checkpoints without a training job."""
+"""Converts, reshards, verifies, compares and lists checkpoints without a training job."""

@@ -135,7 +135,7 @@ def list_run(
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What a rotation would do now, which `ls` and `prune --dry-run` show.
+    """The result of a rotation if it ran now, as `ls` and `prune --dry-run` show it.
 
     Attributes:
         policy: The applied policy. None if none was given or recorded; all checkpoints are then kept.

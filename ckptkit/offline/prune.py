@@ -25,7 +25,7 @@ SCHEMA = "ckptkit.prune/1"
 
 @dataclass(frozen=True, slots=True)
 class PruneReport:
-    """What was kept and what was deleted; for a dry run, what would be."""
+    """The kept and the deleted checkpoints; for a dry run, those that would be kept or deleted."""
 
     url: str
     dry_run: bool
@@ -37,7 +37,7 @@ class PruneReport:
 
     @property
     def freed_bytes(self) -> int:
-        """The number of bytes that were deleted, or that would be in a dry run."""
+        """The number of deleted bytes; for a dry run, the number that would be deleted."""
         gone = {d.name for d in self.decisions if not d.keep} if self.dry_run else set(self.deleted)
         return sum(d.nbytes for d in self.decisions if d.name in gone)
 

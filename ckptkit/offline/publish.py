@@ -131,7 +131,7 @@ def _decide(coordinator: Coordinator, fn: Callable[[], T], what: str) -> T:
 
 @dataclass(frozen=True, slots=True)
 class OutputPlace:
-    """Where a result is written.
+    """The destination of a result.
 
     Attributes:
         url: A directory; for a single file, the directory that contains it.

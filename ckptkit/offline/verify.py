@@ -67,7 +67,7 @@ class UnreadableFile(Problem):
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What was checked, and the problems found; `ok` if there are none."""
+    """The result of `verify`: the checks that were made, and the problems found. `ok` if there are none."""
 
     url: str
     note: str

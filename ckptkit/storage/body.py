@@ -1,4 +1,4 @@
-"""Request bodies for uploads, as lists of buffers that are sent without being joined or copied."""
+"""Builds request bodies for uploads as lists of buffers, which are sent without being joined or copied."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ class Lease:
         self.root = root
         self.nonce = state.nonce
         self.inventory: Any = None  # an Inventory, which can't be imported here (circular import)
-        """What an object store contained after the last save under this lease; None if unknown.
+        """The inventory of an object store after the last save under this lease; None if unknown.
 
         Only the lease's owner saves, but other processes may have deleted files since.
         """

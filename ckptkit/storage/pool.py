@@ -1,4 +1,7 @@
-"""Thread pools that accept work until the process ends. If no thread can be started, the caller does the work."""
+"""Provides thread pools that accept work until the process ends.
+
+If no thread can be started, the caller does the work.
+"""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ WHOLE_S = 300.0  # for completing an upload: some stores assemble the object bef
 BACKSTOP_S = 300.0  # for the HTTP client, which does not know the kind of request
 
 silences: ContextVar[int] = ContextVar("ckptkit_silences", default=0)
-"""How many tries of the current call have timed out. Each timeout doubles the next one, up to four times the first.
+"""The number of tries of the current call that timed out. Each doubles the next timeout, up to four times the first.
 
 This is a context variable because fsspec runs requests in its own thread and copies the context there.
 """

@@ -1,4 +1,4 @@
-"""The interface of every store: read ranges, write files atomically, list, delete."""
+"""Defines the interface of every store: read ranges, write files atomically, list, delete."""
 
 from __future__ import annotations
 

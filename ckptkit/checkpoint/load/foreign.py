@@ -381,7 +381,8 @@ def _flattened_extras(
     catalog: Catalog,
     state: TrainState,
 ) -> dict[str, dict[str, Any]]:
-    """Return the state of each live extra that torch's DCP has flattened, such as "train_state.step".
+    """Return the state of each object in `extra` that torch's DCP stored flattened, under keys such as
+    "train_state.step".
 
     Removes these states' tensors from `tensors`.
     """

@@ -68,7 +68,7 @@ class Checkpoint(Mapping[str, Any]):
     Attributes:
         url: The opened checkpoint.
         note: Why this checkpoint was chosen, if `url` named a run.
-        catalog: Dtypes, shapes, slices and roles of the tensors.
+        catalog: The tensors' dtypes, shapes, slices and roles.
     """
 
     def __init__(self, url: str, store: Store, catalog: Catalog, note: str = "") -> None:

@@ -176,7 +176,7 @@ class ModelTensor:
 
 @dataclass(slots=True)
 class OptimizerPlan:
-    """How one optimizer is restored.
+    """The plan for restoring one optimizer.
 
     Attributes:
         states: Saved tensors, by FQN and state name.
@@ -221,7 +221,10 @@ class OptimizerPlan:
 
 @dataclass(frozen=True, slots=True)
 class ObjectTarget:
-    """State stored as JSON, and the object to restore from it. Has several `trees` only if `merge` combines them."""
+    """An object to restore, and its saved state as JSON trees.
+
+    There are several trees only if `merge` combines them.
+    """
 
     kind: str  # "scheduler", "grad_scaler", "dataloader", "extra", "model"
     key: str

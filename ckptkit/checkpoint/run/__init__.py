@@ -1,1 +1,1 @@
-"""Manages a run's directory, which its ranks share: commits, lease, pins, deletion."""
+"""Manages a run's directory, which all ranks share: commits, lease, pins, deletion."""

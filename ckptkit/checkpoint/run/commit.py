@@ -1,4 +1,4 @@
-"""The commit protocol: all ranks write their files, then a single record turns them into a checkpoint.
+"""Runs the commit protocol: all ranks write their files, then a single record turns them into a checkpoint.
 
 The numbered comments are the steps of the protocol, each with the invariant that holds after it. If a save fails, its
 files are removed. This module also removes what dead writers left in a run.
@@ -249,9 +249,9 @@ def begin_save(
         set_aside: Rename a directory that has the step's name but is not a checkpoint. Rank 0's value counts.
         file_names: A regular expression for the paths that all ranks will write. Foreign files with such a path are
             detected before anything is written. Rank 0's value counts.
-        lease: The run's lease, or a function that returns it. Rank 0 calls the function; on an object store, it
-            passes `look` for `acquire_lease`. None: the attempt acquires its own lease. Attempts with the same lease
-            take turns.
+        lease: The run's lease, or a function that returns it. Rank 0 calls the function. On an object store, its
+            argument is `look` of `acquire_lease`. None: the attempt acquires its own lease. Attempts with the same
+            lease take turns.
 
     Raises:
         CheckpointExistsError: A checkpoint or something else has that name. On an object store, `commit` may raise it

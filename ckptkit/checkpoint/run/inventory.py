@@ -131,7 +131,7 @@ class Inventory:
 
     @property
     def newest_damaged(self) -> Skipped | None:
-        """The damaged directory with the highest step in its name; None unless that is above `latest`'s step.
+        """The damaged directory with the highest step in its name; None unless that step is above the step of `latest`.
 
         It may have been the latest checkpoint.
         """

@@ -56,7 +56,7 @@ class Pin:
 
     @property
     def reason(self) -> str:
-        """Why the checkpoint is kept."""
+        """The reason for keeping the checkpoint."""
         return f"pinned: {self.why}" if self.owner is None else f"being read by {self.owner} ({self.why})"
 
 

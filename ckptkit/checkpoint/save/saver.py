@@ -88,7 +88,7 @@ class TensorPlan(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRequest:
-    """What the caller asks to save.
+    """The caller's arguments of a save.
 
     Attributes:
         metrics: Measured values, which determine `best`. None: the caller passed none.
@@ -414,7 +414,7 @@ class Saver:
         return list(signatures), _Agreed(equal, len(set(recipes)) == 1, tellers)
 
     def _join_recipes(self, captured: Captured) -> None:
-        """Give this rank the subclass recipes of all ranks, which may have different tensors. Collective.
+        """Give this rank the recipes of all ranks. Ranks may have different tensors. Collective.
 
         Raises:
             SaveError: Two ranks have different recipes for a tensor, or only one of them has one.

@@ -37,7 +37,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """How a tensor is sharded over ranks.
+    """The sharding of a tensor over ranks.
 
     Attributes:
         mesh_shape, mesh_names: The device mesh's shape and dimension names, outermost dimension first.

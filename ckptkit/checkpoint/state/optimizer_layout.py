@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 __all__ = ["PLAIN", "SHARD", "Held", "cuts", "has_plain", "held_nested", "layouts", "new_held", "placed", "shard_names"]
 
 Held = str | list[str]
-"""How a state is stored: SHARD, PLAIN, or a DTensor's placements as in the manifest (one string per mesh dimension)."""
+"""The storage of a state: SHARD, PLAIN, or a DTensor's placements as in the manifest (one string per mesh
+dimension).
+"""
 
 SHARD = "shard"  # a plain tensor that is this rank's shard, and placed like the parameter
 PLAIN = "plain"  # a plain tensor that is complete on each rank

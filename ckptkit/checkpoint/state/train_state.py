@@ -41,7 +41,7 @@ __all__ = [
 
 
 class StateDictType(str, enum.Enum):
-    """How a checkpoint stores tensors."""
+    """The ways in which a checkpoint stores tensors."""
 
     FULL = "full"  # full tensors in safetensors files; from_pretrained can load the model
     SHARDED = "sharded"  # standard DCP; loads on any number of ranks
@@ -113,7 +113,7 @@ class TrainState:
 
     @property
     def half_loaded(self) -> str:
-        """The URL of the checkpoint that a failed load has only partly filled this state from; otherwise ""."""
+        """The URL of the checkpoint, if a failed load has filled this state only partly; otherwise ""."""
         return self._half or half_loaded_from(self.objects())
 
     @half_loaded.setter

@@ -33,8 +33,10 @@ Phase = tuple[str, float, int]
 ROW = np.dtype(
     [("key", "<i4"), ("file", "<i4"), ("start", "<i8"), ("length", "<i8"), ("payload", "<i8"), ("digest", "<u8")]
 )
-"""Where a slice's or an object's record was written. `start` and `payload` are byte positions in the file. `digest`
-covers the payload. `key` is the tensor's number in the rank's table, or -1 for an object."""
+"""The location of a written record, of a slice or of an object. `start` and `payload` are byte positions in the file.
+
+`digest` covers the payload. `key` is the tensor's number in the rank's table, or -1 for an object.
+"""
 
 _PACK = 1 << 20  # small records are joined into writes of this size
 _FILE = 16 << 20  # fewer bytes are not worth an additional file, or an additional request to an object store
@@ -47,7 +49,7 @@ _FULL = (28, 122, 27)  # ENOSPC, EDQUOT, EFBIG
 
 @dataclass(slots=True)
 class Written:
-    """Where the records were written, in the order in which they were passed.
+    """The locations of the written records, in the order in which the records were passed.
 
     Attributes:
         paths: The files.

@@ -43,7 +43,7 @@ _RUN = 32 << 10  # shorter runs of needed bytes are read together with the gaps 
 
 
 class Verify(str, enum.Enum):
-    """Which slices to check against their digests during a load."""
+    """The slices to check against their digests during a load."""
 
     READ = "read"  # slices that are read whole: needs no additional reads
     FULL = "full"  # all slices: even a slice that is needed only in part is read whole

@@ -224,7 +224,7 @@ class SaveIndex:
         return self._numbers[name]
 
     def _drop_replicas(self) -> None:
-        """Where several ranks wrote the same box, keep only the lowest rank's slice.
+        """Keep only the lowest rank's slice of a box that several ranks wrote.
 
         This happens with DTensors on a submesh. With FSDP over "dp" and tensor parallelism over "tp", a parameter
         without tensor parallelism lives on one "dp" mesh per "tp" rank, and is written once by each of these meshes.

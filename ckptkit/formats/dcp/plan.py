@@ -78,7 +78,7 @@ class PlannedSlice:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """How a tensor is sharded. Tensors with the same dtype, shape and placements share one instance.
+    """The sharding of a tensor. Tensors with the same dtype, shape and placements share one instance.
 
     Attributes:
         boxes: (offsets, sizes) of each box that this rank holds.
@@ -97,7 +97,7 @@ class _Cut:
 
 @dataclass(frozen=True, slots=True)
 class ShardedPlan:
-    """What this rank writes.
+    """The plan of this rank's writes.
 
     Attributes:
         keys: The tensors in this rank's state. The first `shared` keys also exist on other ranks; private keys follow.
@@ -134,7 +134,7 @@ class ShardedPlan:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes this rank writes, including frames but not alignment."""
+        """The number of bytes that this rank writes, including frames but not alignment."""
         frames = (frame_tensor(self.keys[s.key].dtype, s.sizes) for s in self.slices)
         return sum(frame.length for frame in frames) + sum(map(len, self.records))
 

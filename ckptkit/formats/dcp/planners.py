@@ -1,5 +1,4 @@
-"""Planners for `dcp.save` and `dcp.load` that neither create nor send per-tensor objects. They require our writer and
-reader.
+"""Defines planners for `dcp.save` and `dcp.load` that neither create nor send an object per tensor.
 
     dcp.save(state, storage_writer=ckptkit.DCPWriter(url), planner=ckptkit.DCPSavePlanner())
     dcp.load(state, storage_reader=ckptkit.DCPReader(url), planner=ckptkit.DCPLoadPlanner())
@@ -51,7 +50,7 @@ class WriterMeta(StorageMeta):
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What a rank sends to the coordinator: its plan's digest and the hashes of its replicated keys."""
+    """A rank's message to the coordinator: its plan's digest and the hashes of its replicated keys."""
 
     digest: bytes
     hashes: bytes

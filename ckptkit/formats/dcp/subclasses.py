@@ -51,7 +51,7 @@ PLACED: Mapping[str, Mapping[str, str]] = {
     "torchao.optim.subclass_4bit.OptimState4bit": {"codes": "flat", "scale": "flat", "qmap": "whole"},
     "torchao.optim.subclass_fp8.OptimStateFp8": {"codes": "like", "scale": "flat"},
 }
-"""How an inner tensor relates to the whole tensor, by class and attribute.
+"""The relation of an inner tensor to the whole tensor, by class and attribute.
 
 "like": it has as many dimensions, and one element per block. "flat": it has one dimension, and one element per run of
 the flattened tensor. "whole": it is a table that every shard has.

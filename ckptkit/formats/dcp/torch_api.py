@@ -1,4 +1,4 @@
-"""`DCPWriter` and `DCPReader`: a storage writer and reader for torch's `dcp.save` and `dcp.load`.
+"""Defines `DCPWriter` and `DCPReader`, the storage writer and reader for torch's `dcp.save` and `dcp.load`.
 
     dcp.save(state, storage_writer=ckptkit.DCPWriter(url))
     dcp.load(state, storage_reader=ckptkit.DCPReader(url))
@@ -96,7 +96,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class WrittenItem:
-    """Where an item's record was written, where the payload is in it, and the payload's digest.
+    """The location of an item's record, the payload's location in the record, and the payload's digest.
 
     Attributes:
         payload, nbytes: -1 and 0 if the item is not a plain tensor.

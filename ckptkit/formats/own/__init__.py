@@ -1,1 +1,1 @@
-"""ckptkit's own file formats: the commit record, the manifest, LOCAL shards."""
+"""Reads and writes ckptkit's own files: the commit record, the manifest, LOCAL shards."""

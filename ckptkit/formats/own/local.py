@@ -1,4 +1,4 @@
-"""LOCAL: one safetensors file per rank, with its local tensors and their positions in the full tensors.
+"""Reads LOCAL files: one safetensors file per rank, with its local tensors and their positions in the full tensors.
 
     local_<rank, five digits>.safetensors
 

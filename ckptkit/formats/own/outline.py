@@ -1,4 +1,4 @@
-"""A file's outline: its bytes, with each large slice replaced by that slice's 8-byte digest.
+"""Computes a file's outline: its bytes, with each large slice replaced by that slice's 8-byte digest.
 
 A file's digest is the hash of its outline. This way a writer hashes each byte only once, since it needs the slices'
 digests anyway, and yet the digests together cover every byte of the file.

@@ -1,4 +1,4 @@
-"""File names and the commit record. A directory is a ckptkit checkpoint if it has a commit record."""
+"""Defines file names and the commit record. A directory is a ckptkit checkpoint if it has a commit record."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ NO_RECORD = (
     "that this copy is complete: the commit record and the manifest that ckptkit wrote are missing, and with them the "
     "digests and values that are not tensors"
 )
-"""What `extra["unproved"]` says if a committed checkpoint's files were found without their record."""
+"""The text of `extra["unproved"]` if a committed checkpoint's files were found without their record."""
 LATEST_HINT = "latest"
 MAX_RECORD_BYTES = 256 << 20  # 4096 ranks with 8 files each need only about 4 MB
 _FIRST_READ = 1 << 20

@@ -1,4 +1,6 @@
-"""The slices that ranks wrote, as they report them to rank 0, and the manifest built from them (FULL, LOCAL)."""
+"""Encodes the slices that each rank wrote, and builds the manifest of a FULL or LOCAL checkpoint from them on rank
+0.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The allow-list for pickles: the permitted globals, and the inert value that stands in for each of them."""
+"""Defines the allow-list for pickles: the permitted globals, and the inert value that stands in for each of them."""
 
 from __future__ import annotations
 

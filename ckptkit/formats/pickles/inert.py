@@ -1,4 +1,4 @@
-"""The inert values that a pickle may build: records that store what they are given and do nothing else."""
+"""Defines the inert values that a pickle may build: records that store what they are given and do nothing else."""
 
 from __future__ import annotations
 

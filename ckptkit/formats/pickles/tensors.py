@@ -147,7 +147,7 @@ def _extent(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PlacementRecord:
-    """How a DTensor is placed on one mesh dimension.
+    """The placement of a DTensor on one mesh dimension.
 
     Attributes:
         kind: "shard", "strided_shard", "replicate" or "partial".

@@ -23,7 +23,7 @@ __all__ = ["LAYOUTS", "DirectoryLayout", "layout_of", "open_catalog"]
 
 @dataclass(frozen=True, slots=True)
 class DirectoryLayout:
-    """Where a system puts the parts of a checkpoint.
+    """The places where a system puts the parts of a checkpoint.
 
     Attributes:
         models: Directories that may contain the weights. The first one that exists is read.

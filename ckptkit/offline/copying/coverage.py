@@ -27,7 +27,7 @@ def used_sources(plan: Plan) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Covered:
-    """What a coverage check counted: tensors, elements and file bytes, each of which is written exactly once."""
+    """The counts of a coverage check: tensors, elements and file bytes, each of which is written exactly once."""
 
     tensors: int
     elements: int

@@ -1,4 +1,4 @@
-"""The plan of a conversion: files made of literal bytes and of boxes of tensors. --dry-run prints it.
+"""Defines the plan of a conversion: files made of literal bytes and of boxes of tensors. --dry-run prints it.
 
 A plan is plain data; nothing in this module does I/O. Boxes are stored as columns of numbers, because a checkpoint for
 1,024 ranks has a million of them.
@@ -130,7 +130,7 @@ class OutputFile:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one tensor's boxes are written, each row-major and without gaps. One row per box.
+    """The target places of one tensor's boxes, one row per box. Each box is written row-major and without gaps.
 
     Attributes:
         files: [n] index into `Plan.files`.

@@ -1,4 +1,4 @@
-"""Worker threads that process items in order. The first failure stops them all."""
+"""Processes items in order, in worker threads. The first failure stops all threads."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ Step: TypeAlias = RunStep | BoxStep
 
 @dataclass(frozen=True, slots=True)
 class EntryMap:
-    """Where one tensor's slices are: the origin of each slice, and its digest record (-1 for none)."""
+    """The places of one tensor's slices: the origin of each slice, and its digest record (-1 for none)."""
 
     entry: TensorEntry
     origins: Int64

@@ -28,7 +28,7 @@ _PIECE = 1 << 20  # compressed bytes read at a time
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a source's offsets are relative to: a file, or the decoded bytes of a compressed record in a file."""
+    """The bytes in which a source's offsets count: a file, or the decoded bytes of a compressed record in a file."""
 
     path: str
     codec: Codec | None = None

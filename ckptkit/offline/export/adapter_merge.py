@@ -38,7 +38,7 @@ _UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """How to decode a quantized weight.
+    """The decoding of a quantized weight.
 
     Attributes:
         count: Number of inputs besides the weight.

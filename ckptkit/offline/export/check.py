@@ -127,7 +127,7 @@ _INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True, slots=True)
 class ExportProof:
-    """What was checked in a written export.
+    """The checks that a written export passed.
 
     Attributes:
         tensors: Number of tensors.

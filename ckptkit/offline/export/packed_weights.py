@@ -20,7 +20,7 @@ _BITS = (2, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class Unpacking:
-    """How to compute a weight from its packed codes.
+    """The computation of a weight from its packed codes.
 
     Attributes:
         parts: Names of the formula's other inputs, in order.

@@ -38,7 +38,7 @@ class _Unknown(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LiveModel:
-    """How transformers names and converts a model's tensors in memory.
+    """The names that transformers gives to a model's tensors in memory, and the conversions between them and the Hub's.
 
     Attributes:
         tied: Tied tensors' second names -> their first names.
@@ -261,7 +261,7 @@ _Tensors = dict[str, list[Target]]
 
 @dataclass(frozen=True, slots=True)
 class _Joined:
-    """What a converter needs to know: the model's config, and the shapes of the base's tensors by target pattern."""
+    """A converter's context: the model's config, and the shapes of the base's tensors by target pattern."""
 
     config: Any
     shapes: Mapping[str, tuple[int, ...]]

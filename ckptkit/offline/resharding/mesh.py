@@ -34,7 +34,7 @@ _ALIASES = {
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a tensor is sharded: the dimension that FSDP splits, and the one that tensor parallelism splits (or None).
+    """The sharding of a tensor: the dimension that FSDP splits, and the one that tensor parallelism splits (or None).
 
     Attributes:
         also: Contains "shard" or "tp" if the tensor is a DTensor replicated over that mesh dimension. This changes no
@@ -322,7 +322,7 @@ _WHOLE = Cut(None)
 
 
 class Cuts:
-    """How each tensor in a catalog is split on a mesh.
+    """The sharding of each tensor in a catalog on a mesh.
 
     If the source recorded placements, sharded tensors stay sharded along the same dimension. Otherwise parameters are
     split along dimension 0, as in FSDP2. An optimizer state that has its parameter's shape is split like the parameter.

@@ -343,7 +343,7 @@ class OwnTensor:
 
 @dataclass(slots=True)
 class OwnState:
-    """What the result contains.
+    """The contents of the result.
 
     Attributes:
         trees: Contents of `objects.json`. The file is written only if there are any.

@@ -26,7 +26,9 @@ MODEL = "model"  # the top-level key, as in `dcp.load({"model": model.state_dict
 
 @dataclass(frozen=True, slots=True)
 class RankBoxes:
-    """Which rank stores each box of a tensor. Boxes do not repeat, and only a tensor without elements has an empty one.
+    """The rank that stores each box of a tensor.
+
+    Boxes do not repeat, and only a tensor without elements has an empty one.
 
     Attributes:
         ranks: [n] the rank.

@@ -45,7 +45,7 @@ class SealedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Seal:
-    """What a new checkpoint's commit record and manifest say in addition to its files.
+    """The fields of a new checkpoint's commit record and manifest that its files do not determine.
 
     Attributes:
         tag: The directory's name if it is not named after the step; otherwise None.
