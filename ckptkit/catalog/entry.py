@@ -449,8 +449,8 @@ class TensorEntry:
 def same_by_record(first: TensorEntry, second: TensorEntry) -> bool | None:
     """Return whether two tensors have equal bytes, without reading them; None if that cannot be known.
 
-    They are equal if they are stored in the same byte ranges of the same files, or if their boxes and digests are equal
-    and the digest is strong enough. They differ if the digests of equal boxes differ.
+    They are equal if they are the same byte ranges of the same files. They are also equal if their boxes and digests
+    are equal, and the digest is strong enough. They differ if the digests of equal boxes differ.
     """
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return None

@@ -60,7 +60,7 @@ class SignalWatch:
     installed handler also runs, unless it is the default one, which would end the process.
 
     Forked processes (DataLoader workers, multiprocessing pools) get the original handlers back, so SIGTERM ends them.
-    They do not react to SIGUSR1 and SIGUSR2, which a scheduler may send to all processes of a job: training needs its
+    They ignore SIGUSR1 and SIGUSR2. A scheduler may send these to all processes of a job, but training needs its
     workers until it has saved.
 
     Args:
@@ -171,8 +171,8 @@ class CheckpointManager:
         max_shard_size: Maximum size of one file of a FULL checkpoint.
         timeout_s: How long to wait for a rank before all ranks raise: seconds, or a string such as "30min".
         async_policy: What `save_async` does while another save is running: "wait" for it, or "refuse" and raise.
-        async_mode: How `save_async` writes staged data: in a "thread", or in a separate "process", which does not share
-            the interpreter lock with training (SHARDED and Linux only).
+        async_mode: How `save_async` writes staged data: in a "thread" or in a "process". A process does not share the
+            interpreter lock with training (SHARDED and Linux only).
         on_signal: The signals that `interrupted` and `save_on_signal` react to. "save" means SIGTERM (preemption) and
             SIGUSR1 (`sbatch --signal=USR1@300`).
         on_commit: A function that is called on every rank with the report of each committed save, for logging (W&B,

@@ -243,7 +243,7 @@ class Source:
 
     @property
     def checkpoints(self) -> tuple[Source, ...]:
-        """The checkpoints that are actually read: this one, or those that were joined into it."""
+        """The checkpoints that are read: this one, or those that were joined into it."""
         return self.joined or (self,)
 
 

@@ -73,8 +73,8 @@ class Windows:
     def step(self, root: nn.Module, size: int, optimizer: Optimizer) -> Window:
         """Return the window in which `optimizer` asks to step.
 
-        If no pass was counted since the optimizer last asked, then one ran outside `backward` (for example, for a loss
-        of two models), and it is counted now.
+        If no pass was counted since the optimizer last asked, one pass ran outside `backward` (for example, for a loss
+        of two models). It is counted now.
         """
         window = self._of.get(root)
         if window is None or optimizer in window.seen:

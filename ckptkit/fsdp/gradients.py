@@ -51,12 +51,12 @@ class GradientReport:
 
 @torch.no_grad()
 def grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], p: float = 2.0) -> torch.Tensor:
-    """Return the p-norm (1 <= p <= inf) of all gradients as one scalar: equal on all ranks, and as in one process.
+    """Return the p-norm (1 <= p <= inf) of all gradients as one scalar, the same on all ranks and in a single process.
 
     The result is fp64 if any parameter or gradient is, otherwise fp32. It is NaN on every rank if any rank has a NaN.
     Replicated shards and plain gradients (equal on all ranks) count once. Parameters without a gradient count as zero.
-    All ranks must call this with the same parameters in the same order. It makes one small all-reduce for each kind
-    of sharding.
+    All ranks must call this with the same parameters in the same order. It makes one small all-reduce for each kind of
+    sharding.
     """
     p = checked_norm_type(p)
     parameters = _listed(parameters)

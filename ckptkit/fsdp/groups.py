@@ -27,8 +27,8 @@ _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase
 def is_norm(name: str, module: nn.Module, parameter: nn.Parameter) -> bool:
     """Return whether `parameter` of `module` is the scale or shift of a normalization.
 
-    It is if the module is one of torch's norm classes, if its class name ends with "Norm", or if the parameter is
-    one-dimensional and a component of the module's or parameter's name matches: `ln_1.weight`, `bn.weight`,
+    It is if the module is one of torch's norm classes. It also is if it has at most one dimension, and the class name
+    ends with "Norm" or a component of the module's or parameter's name matches: `ln_1.weight`, `bn.weight`,
     `norm1.scale`.
     """
     if isinstance(module, _NORMS):

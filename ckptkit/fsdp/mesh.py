@@ -184,8 +184,8 @@ def make_sample_mesh(device_type: str, *, inside: int) -> DeviceMesh:
 def device_type_of(model: torch.nn.Module | None, *, preferred: str = "auto") -> str:
     """Return the type of the device on which `model` will train.
 
-    This is `preferred`, unless that is "auto". Otherwise it is the accelerator that the model is on. If the model is on
-    the CPU or meta device, it is the machine's accelerator if the process group has a backend for it, and otherwise
+    This is `preferred`, unless that is "auto". Otherwise it is the accelerator that the model is on. For a model on the
+    CPU or the meta device, it is the machine's accelerator if the process group has a backend for that, and otherwise
     "cpu".
     """
     import torch

@@ -280,8 +280,8 @@ class FSDPStrategy:
         Args:
             model: A module. If it was built on the meta device, it is allocated, but has no values yet.
             is_training: False computes in the stored dtype.
-            shard_size: Number of ranks that share one copy. -1: all ranks; "auto": depends on the model's size; None:
-                as configured.
+            shard_size: Number of ranks that share one copy. -1 means all ranks, "auto" depends on the model's size, and
+                None is as configured.
             reshard_after_forward: Overrides the configuration.
             policy: Chooses the units; overrides the configuration.
             tp_plan: Tensor-parallel styles by module glob.

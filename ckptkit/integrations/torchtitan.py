@@ -229,8 +229,8 @@ class TorchtitanCheckpointer(_Base):  # type: ignore[misc,valid-type]  # theirs,
     def _load(self, step: int = -1) -> bool:
         """Restore a checkpoint. Return whether there was one. Collective.
 
-        This is the checkpoint of `step` or, if that is -1, of `load_step`; if both are -1, it is the newest one. If the
-        run has none, `initial_load_path` is loaded. From step 0 (a seed checkpoint), only the model is loaded.
+        The checkpoint is that of `step`. If `step` is -1, it is that of `load_step`; if both are -1, it is the newest.
+        If the run has none, `initial_load_path` is loaded. From step 0 (a seed checkpoint), only the model is loaded.
 
         Raises:
             CheckpointNotFoundError: `step` or `load_step` does not exist.

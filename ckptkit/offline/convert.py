@@ -90,18 +90,18 @@ def convert(  # noqa: PLR0913 - one argument per option
     `torchrun`, every rank must call this; the ranks share the work and publish once.
 
     Args:
-        to: "hf" (a directory of model*.safetensors), "dcp" (for `world_size` ranks), "torch" (one `torch.save` file;
-            `dst` names the file, or the directory that will contain pytorch_model.bin), or "local" (a committed ckptkit
-            checkpoint of only the model: one file for each of `world_size` ranks).
+        to: The target format. "hf": a directory of model*.safetensors. "dcp": a DCP checkpoint for `world_size` ranks.
+            "torch": one `torch.save` file; `dst` names the file, or the directory that will contain pytorch_model.bin.
+            "local": a committed ckptkit checkpoint of only the model, with one file for each of `world_size` ranks.
         dtype: "keep", or a float dtype to which all floats are cast.
         vocab_size: Trim or pad the embedding and the output head to this many rows, and change config.json to match.
-        new_rows: How to fill added rows: "mean" (the default) averages the old rows in fp64 and rounds to the tensor's
-            stored dtype; or "zeros".
+        new_rows: How to fill added rows. "mean" (the default) averages the old rows in fp64 and rounds to the tensor's
+            stored dtype. "zeros" writes zeros.
         quantize: "fp8-block" writes the weights of linear layers in FP8, in blocks of 128 x 128, for transformers, vLLM
             and SGLang. Weights that are quantized already are dequantized first, to `dtype` or bf16.
-        weights: Which weights to export: "model" (the model's own), "master" (the fp32 copies that some optimizers
-            keep), "auto" (the fp32 copies if `dtype` casts, otherwise the model's own), or "ema" (the moving average of
-            the weights, if the checkpoint contains one).
+        weights: Which weights to export. "model": the model's own. "master": the fp32 copies that some optimizers keep.
+            "auto": the fp32 copies if `dtype` casts, otherwise the model's own. "ema": the moving average of the
+            weights, if the checkpoint contains one.
         base: Hugging Face directory or repo that provides config, tokenizer, and the expected names and shapes.
         key_map: A built-in name, a TOML or JSON file, or a NameMap.
         layout: URL of a file that describes the layout of flat parameters, for formats that need one.

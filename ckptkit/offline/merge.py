@@ -95,9 +95,9 @@ def merge(  # noqa: PLR0913 - one argument an option
 
     Args:
         sources: Checkpoints in order, oldest first; or one run, with `last` or `steps`.
-        weights: "uniform"; "minus-sqrt" (equivalent to a 1 - sqrt learning rate decay over the sources, as in
-            Megatron-LM); "ema:DECAY" (the exponential moving average that starts at the first source); or numbers, as a
-            sequence or "0.2,0.3,0.5". They must add up to 1.
+        weights: The weights of the sources. "uniform": all equal. "minus-sqrt": equivalent to a 1 - sqrt learning rate
+            decay over the sources, as in Megatron-LM. "ema:DECAY": the exponential moving average that starts at the
+            first source. Or numbers that add up to 1, as a sequence or "0.2,0.3,0.5".
         last: Merge the last N committed checkpoints of the run.
         steps: Merge the run's committed checkpoints from step FIRST to step LAST, inclusive: "FIRST:LAST".
         sum_dtype: "fp32" or "fp64".

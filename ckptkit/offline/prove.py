@@ -309,8 +309,8 @@ class SliceRuns:
 def slice_runs(entry: TensorEntry, placement: Placement) -> SliceRuns | None:
     """Return where an unchanged tensor's slices are in the result.
 
-    None if a slice, or its part in a box, is not contiguous (column shards, strides), if boxes repeat (replicas), if
-    there are no slices, or if there are too many.
+    None if a slice, or its part in a box, is not contiguous (column shards, strides). Also None if boxes repeat
+    (replicas), and if there are no slices or too many.
     """
     slices, itemsize = entry.slices, dtype_of(entry.dtype).itemsize
     rows = slices.distinct()

@@ -162,7 +162,7 @@ def verify(
 
     A checkpoint is complete if every file exists with its full size, and every tensor element is in exactly one slice
     (or in complete replicas of that slice). It is undamaged if its bytes match every recorded digest. ckptkit
-    checkpoints record one digest per slice and per file; others, the CRC-32 of each zip record.
+    checkpoints record one digest per slice and per file. Other checkpoints record the CRC-32 of each zip record.
 
     Args:
         quick: Read only metadata, and skip the digests of files that contain tensors.

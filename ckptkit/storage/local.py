@@ -459,7 +459,7 @@ class LocalStore(Store):
             shutil.rmtree(full)  # uses directory descriptors: never follows a symlink
 
     def remove_empty_directories(self) -> None:
-        """Remove all empty directories under this one, then this one if it is empty."""
+        """Remove all empty directories under this one. Then remove this one, if it is empty."""
         with _errors(self.url):
             for folder, _, _ in os.walk(self.url, topdown=False):  # symlinks are not followed
                 with contextlib.suppress(OSError):

@@ -452,8 +452,8 @@ _held_lock = threading.Lock()
 class HeldDirectory:
     """A locked directory. The lock ends with `release`, or when this object is garbage-collected.
 
-    If the same process locks the directory again, its earlier lock ends first: a save that failed on another rank may
-    not have released it. Does nothing on file systems without locks.
+    If the same process locks the directory again, its earlier lock ends first. A save that failed on another rank may
+    have left that lock. Does nothing on file systems without locks.
     """
 
     def __init__(self, path: str) -> None:

@@ -407,8 +407,8 @@ def _flattened_extras(
 def _groups(catalog: Catalog, owner: str, read: Callable[[ObjectEntry], Any]) -> list[dict[str, Any]]:
     """Return one optimizer's param groups.
 
-    They may be stored as one object, as one object per setting, or as one object per parameter and setting (torch's
-    flattened form, which torchtitan uses).
+    They may be one object, one object per setting, or one object per parameter and setting (torch's flattened form, as
+    in torchtitan).
     """
     front = f"{owner}.param_groups" if owner else "param_groups"
     whole = catalog.objects.get(front)
@@ -482,9 +482,9 @@ def _by_position(
 ) -> dict[Any, str]:
     """Map each numbered parameter to its live FQN. Return {} if the saved groups contain names.
 
-    If the groups have the same lengths and the shapes match, parameters are matched by order, on the assumption that
-    the saving job created its optimizer with the same code. Otherwise they are matched to the model's parameters by
-    shape and order, if only one assignment is possible.
+    If the groups have the same lengths and the shapes match, parameters are matched by order. This assumes that the
+    saving job created its optimizer with the same code. Otherwise they are matched to the model's parameters by shape
+    and order, if only one assignment is possible.
 
     Raises:
         CheckpointMismatchError: The assignment is ambiguous.

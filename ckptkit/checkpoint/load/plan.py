@@ -78,8 +78,8 @@ class LoadOptions:
             optimizer, also pass optimizer="skip".
         convert_dtype: Cast model tensors whose dtype differs. Otherwise a different dtype is an error.
         atomic: Change nothing until everything is read and checked, for a job that continues after a failed load. Needs
-            memory for a second copy. By default, only keys, shapes and dtypes are checked before anything is changed,
-            and tensors are then read straight into model and optimizer; damage found while reading leaves the state
+            memory for a second copy. By default, only keys, shapes and dtypes are checked before anything is changed.
+            Then tensors are read straight into model and optimizer, and damage found while reading leaves the state
             half loaded.
         max_memory: With `atomic`: the largest second copy allowed ("2GB"). The load raises if it needs more. None: this
             rank's share of the host's free memory.
@@ -943,8 +943,9 @@ def _check_states(plan: OptimizerPlan, weights: Mapping[str, TensorEntry], found
 def _lacking_states(plan: OptimizerPlan) -> list[str]:
     """Return the states that the checkpoint lacks for parameters that have other states in it.
 
-    A live state of the parameter's own shape must be saved. Unless all of a parameter's live states are saved, it must
-    also have the states of another parameter in its group, if that one has the same saved states and more.
+    A live state with its parameter's shape is expected. So is a state that is saved for another parameter of the group,
+    if that one also has all of this parameter's saved states. The second rule does not apply if all of this parameter's
+    live states are saved.
     """
     lacking: list[str] = []
     names = {id(parameter): fqn for fqn, parameter in plan.parameters.items()}

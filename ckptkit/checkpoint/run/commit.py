@@ -288,7 +288,7 @@ class _Opening:
     """Rank 0's work at the start and end of a save: acquires and releases the lease, its turn, and the location.
 
     Managers in one process share a lease and take turns. On an object store, the first save under a lease lists the run
-    in the background, while the ranks upload to private keys; only the commit waits for the listing (`wait`). The two
+    in the background, while the ranks upload to private keys. Only the commit waits for the listing (`wait`). The two
     most likely reasons to refuse a save are checked before the uploads: another job's lease, and an existing name.
     Later saves under the same lease reuse the inventory.
     """
@@ -635,7 +635,7 @@ class SaveAttempt:
 
     @contextlib.contextmanager
     def _looked(self) -> Iterator[None]:
-        """Check that we still hold the lease, and that the name is free unless the put itself checks that.
+        """Check that this job still holds the lease. Check also that the name is free, unless the put itself does that.
 
         On an object store, the checks run in parallel with the `with` block, and are complete when it ends.
         """

@@ -170,8 +170,8 @@ class Coordinator:
     def run_on_all(self, fn: Callable[[], T], what: str) -> T:
         """Run `fn` on every rank. Return this rank's result once `fn` has succeeded on every rank.
 
-        Raises like `all_ok`, with two exceptions: if there is only one rank, any error is raised unchanged; and so is a
-        ckptkit error that is the same on all ranks.
+        Raises like `all_ok`, with two exceptions. If there is only one rank, any error is raised unchanged. A ckptkit
+        error that is the same on all ranks is raised unchanged, too.
         """
         if self.world_size == 1:
             self._check_open()

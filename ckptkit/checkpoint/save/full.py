@@ -306,8 +306,8 @@ class _Transfer:
     """Gathers and writes every tensor. All ranks iterate over the same list, so messages need no names.
 
     A writer holds the tensor that is being gathered and the one that is being written: at most twice the largest. A
-    rank that fails (disk full, out of memory) goes on sending and receiving until the end, and then raises, so that the
-    other ranks do not wait until the timeout.
+    rank that fails (disk full, out of memory) goes on sending and receiving, and raises at the end. So the other ranks
+    do not wait until the timeout.
     """
 
     def __init__(

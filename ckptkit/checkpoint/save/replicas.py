@@ -1,8 +1,8 @@
 """Finds plain (unsharded) tensors and optimizer values that differ between ranks, and saves each rank's copy.
 
 A checkpoint normally stores a single copy of them, because ranks normally have equal values. If the values differ
-(running statistics of each rank's data, unsynchronised parameters, optimizer states computed from a shard), a single
-copy would silently lose the other ranks' values. `checkpoint/state/optimizer_layout` decides where a rank's own
+(running statistics of each rank's data, unsynchronised parameters, optimizer states computed from a shard), one copy
+would silently lose the values of all other ranks. `checkpoint/state/optimizer_layout` decides where a rank's own
 optimizer states may be loaded.
 """
 

@@ -143,8 +143,8 @@ class _Agreed:
     """The result of comparing the ranks' plans before a save.
 
     Attributes:
-        alike: Whether plain tensors are known to be equal: ranks with the same keys have the same contents, and each
-            rank still has the keys that it had at the last comparison.
+        alike: Whether plain tensors are known to be equal. That is so if ranks with the same keys have the same
+            contents, and no rank's keys have changed since the last comparison.
         one_recipe: Whether all ranks split tensor subclasses into the same parts.
         tellers: The lowest rank of each group of ranks that have the same parameter names, except rank 0's group.
     """
@@ -305,7 +305,9 @@ class Saver:
     # --- steps
 
     def _check_ranked(self, request: SaveRequest, metric: str) -> None:
-        """Check that the save has `keep_best`'s metric. Raise if it has no metrics, and warn if it has only others.
+        """Check that the save has `keep_best`'s metric. Raise if the save has no metrics.
+
+        Warn if it has metrics, but not this one.
 
         Call it until a save has metrics: later ones may have none, as the last save before a job ends.
         """

@@ -434,14 +434,13 @@ class GroupChanges:
 
     Attributes:
         settings: The new settings for each live group.
-        order: For each live group, the saved group that its settings come from (the first, if there are several); None
-            if there is none.
+        order: For each live group, the saved group that its settings come from: the first of several, or None.
         saved: Number of saved groups.
         missing: Parameters that the checkpoint's optimizer lacks.
         unexpected: Parameters that the live optimizer lacks.
         notes: Descriptions of settings that only one side has, or whose live value is kept.
-        switches: Descriptions of settings that are on for one side and off for the other, so that the algorithms
-            differ.
+        switches: Descriptions of settings that only one side has switched on, so that the two sides compute different
+            steps.
         conflicts: Descriptions of live groups that combine different saved groups, and of saved values that do not fit.
     """
 

@@ -2,18 +2,18 @@
 
 There are three kinds of states:
 
-- A *shard* is a part of a tensor that is split over the ranks: a DTensor, even in a list or dict, or a plain tensor
-  with the shape of the parameter's local shard. It is stored like a weight, and loads on any number of ranks.
+- A *shard* is a part of a tensor that is split over the ranks. It is a DTensor, even in a list or dict, or a plain
+  tensor with the shape of the parameter's local shard. It is stored like a weight, and loads on any number of ranks.
 - A *whole* state is equal on all ranks: numbers, settings, or a plain tensor that each rank computed from the whole
   gradient. It is stored once, and loads on any number of ranks.
 - A rank's *own* state differs between ranks, because it was computed from the local shard (a factor of it, a
   projector). It is stored for each rank, and loads only where the parameters are sharded in the same way. Elsewhere,
   the load is refused.
 
-A plain tensor counts as a shard only if every plain tensor in the optimizer that has more than one element also has the
-shape of its parameter's local shard. Otherwise a factor that happens to have this shape would count as a shard. With a
-single rank, whole states and own states look the same. So any state that is not a shard is then saved as the rank's
-own, and does not load where parameters are sharded.
+A plain tensor counts as a shard only if all plain tensors of the optimizer (of more than one element) have the shapes
+of their parameters' local shards. Otherwise a factor that happens to have this shape would count as a shard. With a
+single rank, whole states and own states look the same. So every state that is not a shard is saved as the rank's own,
+and does not load where parameters are sharded.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def has_plain(value: Any) -> bool:
 def new_held(parameter: torch.Tensor, held: Held | None, dtype: torch.dtype, shape: tuple[int, ...]) -> Any:
     """Return an uninitialised tensor for a state that the checkpoint stores as `held`.
 
-    Return None if the caller must place the state like the parameter. That is so if `held` is None or SHARD, if the
-    parameter is not a DTensor, or if its mesh has a different number of dimensions.
+    Return None if the caller must place the state like the parameter. This is the case if `held` is None or SHARD, if
+    the parameter is not a DTensor, or if its mesh has a different number of dimensions.
     """
     import torch
     from torch.distributed.tensor import DTensor, empty
@@ -135,8 +135,11 @@ def _is_cut(parameter: torch.Tensor) -> bool:
 
 
 def _plain_in(value: Any, *, in_object: bool = False) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a value that are not stored as shards: plain ones, and DTensors in an object, such as a
-    projector, which is stored as one piece with its mesh."""
+    """Yield the tensors in a value that are not stored as shards.
+
+    These are plain tensors, and the DTensors of an object (such as a projector), which is stored as one piece with its
+    mesh.
+    """
     import torch
     from torch.distributed.tensor import DTensor
 

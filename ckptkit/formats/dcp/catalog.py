@@ -440,7 +440,7 @@ class _Builder:
         size.
 
         Returns:
-            Each slice's number of elements, and an error for each tensor that declares too many bytes but may be of a
+            Each slice's number of elements. Also an error for each tensor that declares too many bytes, but may be of a
             subclass that packs its values.
         """
         owners, numels = columns.owners, columns.numels()

@@ -184,8 +184,10 @@ class Filler:
         return [[fill.target for fill in share] for share in shares]
 
     def last(self) -> dict[str, tuple[int, str]]:
-        """Return, for each file, where its last read ends and which tensor that read fills. This tensor is incomplete
-        if the file was truncated."""
+        """Return the end of the last read in each file, and the tensor that this read fills.
+
+        The tensor is incomplete if the file was truncated.
+        """
         found: dict[str, tuple[int, str]] = {}
         for fill in self._fills:
             stop = fill.start + fill.nbytes if fill.codec is None else fill.codec.start + fill.codec.nbytes

@@ -227,7 +227,7 @@ class SaveIndex:
         """Keep only the lowest rank's slice of a box that several ranks wrote.
 
         This happens with DTensors on a submesh. With FSDP over "dp" and tensor parallelism over "tp", a parameter
-        without tensor parallelism lives on one "dp" mesh per "tp" rank, and is written once by each of these meshes.
+        without tensor parallelism has one "dp" mesh per "tp" rank. Each of these meshes writes it once.
         """
         plain = self._cut_in_rows()
         if all(plain):

@@ -2,7 +2,7 @@
 
 Each item is a torch.save zip, about 1.5 KB longer than its tensor, unless the whole file is one safetensors blob. Only
 a zip's first kilobyte (pickle and storage header) and last kilobyte (directory, with the storage's CRC-32) are read.
-Items with the same dtype, shape and length usually differ only in their checksums, so one item is parsed, and numpy
+Items with the same dtype, shape and length usually differ only in their checksums. So one item is parsed, and numpy
 compares the others with it.
 """
 
@@ -110,8 +110,10 @@ class TensorColumns:
 
 
 def _by_ndim(widths: Int64) -> Iterator[tuple[Int64, Int64]]:
-    """Yield (rows, positions) for each distinct number of dimensions: the rows that have it, and the [n, ndim]
-    positions of their numbers."""
+    """Yield (rows, positions) for each distinct number of dimensions.
+
+    `positions` are those of the rows' numbers, [n, ndim].
+    """
     begins = np.cumsum(widths) - widths
     for ndim in distinct(widths).tolist():
         rows = np.flatnonzero(widths == ndim)
@@ -431,7 +433,7 @@ class _Locator:
         return frame
 
     def _class_of(self, path: str, start: int, length: int) -> str:
-        """Return the class of the tensor in a record if that class is the only reason not to read it, otherwise ""."""
+        """Return the class of the tensor in a record if only that class prevents reading it; otherwise ""."""
         try:
             read_archive(self.store, path, start, length, unknown="record")
         except OpaqueTensorError as error:

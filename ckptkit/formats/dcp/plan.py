@@ -621,8 +621,9 @@ def _encode(name: str, value: Any) -> bytes:
 
 
 def whole_record(name: str, tensor: torch.Tensor) -> bytes:
-    """Return the record, in torch.save format, of a tensor that is not dense: it is sparse or quantized, or its class
-    is one that torch's weights_only loader can load.
+    """Return the record, in torch.save format, of a tensor that is not dense.
+
+    The tensor is sparse or quantized, or of a class that torch's weights_only loader can load.
 
     Raises:
         SaveError: No load could restore the tensor.

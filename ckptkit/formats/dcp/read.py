@@ -88,7 +88,7 @@ def _read(store: Store, entries: Mapping[str, ObjectEntry]) -> dict[str, bytearr
 
 
 def check_fits(current: Any, value: Any, name: str) -> None:
-    """Check that a loaded tensor fits the tensor that is now at that key in the state, if any.
+    """Check that a loaded tensor fits the state's current value, if that is a tensor to fill.
 
     Raises:
         CheckpointMismatchError: Shapes, dtypes or layouts differ.

@@ -1,9 +1,12 @@
 """Parses a safetensors file's header, and validates it strictly.
 
 The file consists of the header length n (8 bytes, little-endian), n bytes of JSON, and the data. The rules are those of
-the reference implementation (huggingface/safetensors, tensor.rs): n is at most 100 MB, and the JSON ends inside the
-file; the JSON is one object without duplicate keys; every tensor's byte range has exactly the length that its dtype and
-shape require; the ranges cover the data completely, without gaps.
+the reference implementation (huggingface/safetensors, tensor.rs):
+
+- n is at most 100 MB, and the JSON ends inside the file.
+- The JSON is one object without duplicate keys.
+- Every tensor's byte range has exactly the length that its dtype and shape require.
+- The ranges cover the data completely, without gaps.
 """
 
 from __future__ import annotations

@@ -85,8 +85,9 @@ def check_tag(tag: str, step: int | None = None) -> str:
     """Return `tag` if it can be a directory name on every system and is not reserved.
 
     Raises:
-        UsageError: The tag contains characters other than letters, digits, ".", "_", "-" and "=", is too long, starts
-            with "." or "-", is a device name or a word that `resolve` knows, or names a step other than `step`.
+        UsageError: The tag is too long, starts with "." or "-", or contains characters other than letters, digits, ".",
+            "_", "-" and "=". Or it is a device name, a word that `resolve` knows, or the name of a step other than
+            `step`.
     """
     if not isinstance(tag, str) or not _TAG.fullmatch(tag) or not is_safe_name(tag):
         raise UsageError(

@@ -349,7 +349,9 @@ def _buffer(value: Record) -> Any:
 
 
 def _checked(make: Callable[..., Any]) -> Callable[[Record], Any]:
-    """Wrap a maker so that it leaves a record unchanged if the arguments do not fit (say, a zone that is a record)."""
+    """Wrap a maker: if a record's arguments do not fit (say, a zone that is a record), the record is returned
+    unchanged.
+    """
 
     def of(value: Record) -> Any:
         try:

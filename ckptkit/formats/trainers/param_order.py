@@ -53,7 +53,7 @@ def assign(
 def _match(
     params: Sequence[Param], groups: Sequence[Sequence[Shape]], no_decay: Sequence[bool], fits: Fits | None
 ) -> list[list[str]] | None:
-    """Return the only way to match the groups with subsequences of `params`, or None if there is none or more than one.
+    """Return the way to match the groups with subsequences of `params`, or None unless there is exactly one.
 
     Goes through the parameters once, and tracks all partial assignments that are still possible. `states` maps the
     position reached in each group to the assignment that leads there, or to None if several do.

@@ -51,7 +51,7 @@ def local_parts(
         shape: The whole tensor's shape.
         local_shape: The shape of the rank's tensor, to check the result against. FSDP2 splits what tensor parallelism
             has already split. For uneven tensors (7 rows over dp 3, tp 2), the placements may not show this, but the
-            local shape does. If a part has no elements, FSDP2 changes its other dimensions too, so only its emptiness
+            local shape does. If a part has no elements, FSDP2 changes its other dimensions, too. So only its emptiness
             is checked.
         order: The mesh dimensions in the order in which they split the tensor; None means from left to right.
 

@@ -165,8 +165,10 @@ class Gatherer:
         return infinite
 
     def rows_at_once(self, tensor: ComputedTensor, most: int) -> int:
-        """Return how many rows to compute at once: as many as need at most half of the memory, and at most `most` bytes
-        each for the result and the first input."""
+        """Return how many rows to compute at once.
+
+        They need at most half of the memory. The result and the first input take at most `most` bytes each.
+        """
         rows = tensor.shape[0] if tensor.shape else 1
         if tensor.cut is None:
             return rows

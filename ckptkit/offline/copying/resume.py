@@ -1,7 +1,8 @@
 """Resumes an interrupted command: finds the steps that are finished and whose files still exist.
 
-The interrupted command may have had any number of ranks. Its journal records the byte ranges it wrote and the digests
-it checked, not steps, so a command with a different number of ranks, and so different steps, can continue.
+The interrupted command may have had any number of ranks. Its journal records the byte ranges that it wrote and the
+digests that it checked, not steps. So a command with a different number of ranks can continue, although its steps are
+different.
 """
 
 from __future__ import annotations

@@ -202,8 +202,9 @@ def integers(
 def fp4(group: int, dtype: str) -> Dequantization:
     """Return the formula W * scale for FP4 (two codes per byte, the lower one first), rounded to bfloat16.
 
-    Inputs: one scale for every `group` columns, in FP8 or as a byte (the exponent plus 127); then, for NVFP4, a number
-    by which all scales are divided. Follows `decompress` in the NVFP4 and MXFP4 compressors of compressed-tensors.
+    Inputs: one scale for every `group` columns, in FP8 or as a byte (the exponent plus 127). For NVFP4, a second input
+    is the number by which all scales are divided. Follows `decompress` in the NVFP4 and MXFP4 compressors of
+    compressed-tensors.
     """
 
     def unpacked(w: Stored, inputs: Sequence[Stored], first: int) -> Computed:
