@@ -1,9 +1,9 @@
 """Real ranks for tests: processes over gloo, forked from a server that has torch loaded, and reused.
 
-`Pool.run(fn, world_size, *args)` is the default (tenths of a second). `run_ranks` forks fresh ranks, for tests that
-kill a rank, change the environment or leave global state behind. `fn` must be importable (a module-level function);
-its result is pickled, so return numpy arrays, bytes or CPU tensors. `run_script` runs a script in a separate process
-without a process group.
+`@on_ranks(n)` runs a whole test on each rank. `Pool.run(fn, world_size, *args)` runs a function, and returns what each
+rank returned. Both take tenths of a second. `run_ranks` forks fresh ranks, for tests that kill a rank, change the
+environment or leave global state behind. `fn` must be importable (a module-level function); its result is pickled, so
+return numpy arrays, bytes or CPU tensors. `run_script` runs a script in a separate process without a process group.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import datetime
 import faulthandler
 import functools
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -292,3 +293,23 @@ class Pool:
     def close(self) -> None:
         for world_size in list(self._teams):
             self._end(world_size)
+
+
+def on_ranks(world_size: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator that runs a test on every rank of a group; its fixtures and parameters are sent there."""
+
+    def decorate(test: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(test)
+        def started(ranks: Pool, **given: Any) -> None:
+            ranks.run(_test_here, world_size, started, given)
+
+        own = inspect.signature(test)
+        ranks = inspect.Parameter("ranks", inspect.Parameter.KEYWORD_ONLY)
+        started.__signature__ = own.replace(parameters=[*own.parameters.values(), ranks])  # type: ignore[attr-defined]
+        return started
+
+    return decorate
+
+
+def _test_here(started: Any, given: dict[str, Any]) -> None:
+    started.__wrapped__(**given)

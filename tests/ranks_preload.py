@@ -14,6 +14,8 @@ import torch
 
 torch.set_num_threads(1)
 
+import _pytest.assertion
+import _pytest.config
 import torch._dynamo
 import torch.distributed as dist
 import torch.distributed.checkpoint
@@ -25,6 +27,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import ckptkit.checkpoint.load.checkpoint
 import ckptkit.checkpoint.manager
 import ckptkit.fsdp.strategy
+
+_pytest.assertion.install_importhook(_pytest.config.get_config([]))  # a failed assertion prints its values here too
 
 with contextlib.suppress(ImportError), warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,14 @@ from ckptkit.fsdp.config import FSDPConfig
 from ckptkit.fsdp.strategy import FSDPStrategy
 
 VOCAB, WIDTH, SAMPLES, LENGTH = 19, 12, 8, 5
+# Sharding strategies, and what else their configs need on four ranks.
+STRATEGIES: dict[str, dict[str, Any]] = {
+    "FULL_SHARD": {},
+    "SHARD_GRAD_OP": {},
+    "HYBRID_SHARD": {"shard": 2},
+    "HYBRID_SHARD_ZERO2": {"shard": 2},
+    "NO_SHARD": {},
+}
 
 
 class Block(nn.Module):
@@ -136,6 +144,40 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: whole(tensor) for name, tensor in model.state_dict().items()}
 
 
+def assert_equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    """Assert that both have the same names, and tensors that are equal bit for bit."""
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def difference(model: nn.Module, expected: nn.Module) -> float:
+    """Return the largest difference of an element of the weights. All ranks must call it."""
+    found = weights(model)
+    return max((found[name].to(value.dtype) - value).abs().max().item() for name, value in weights(expected).items())
+
+
+def prepared(
+    config: Mapping[str, Any] | None = None,
+    build: Callable[[], nn.Module] = untied,
+    *,
+    seed: int = 0,
+    lr: float | None = None,
+    weight_decay: float = 0.0,
+    factory: Callable[..., torch.optim.Optimizer] | None = None,
+    **options: Any,
+) -> tuple[FSDPStrategy, Any, Any]:
+    """Return a strategy with these options, the model sharded by it, and its optimizer."""
+    strategy = FSDPStrategy(FSDPConfig.from_dict(dict(config or {})), **options)
+    model = strategy.prepare_model(made(build, seed))
+    return strategy, model, strategy.create_optimizer(model, lr=lr, weight_decay=weight_decay, factory=factory)
+
+
+def step(strategy: FSDPStrategy, model: nn.Module, optimizer: torch.optim.Optimizer, index: int = 0) -> bool:
+    """Run forward and backward on the whole batch of a step; return whether the optimizer stepped."""
+    strategy.backward(loss_of(model, batch(index)), model, optimizer)
+    return strategy.optimizer_step(optimizer, model)
+
+
 def mean_over_ranks(value: torch.Tensor) -> float:
     value = value.detach().clone().float()
     dist.all_reduce(value)
@@ -204,9 +246,8 @@ def run(
     lr = options.pop("lr", 1e-2)
     plain = made(build).to(device)
     plain_losses, plain_norms = train_plain(plain, max_norm=max_norm, norm_type=norm_type, lr=lr, device=device)
-    strategy = FSDPStrategy(FSDPConfig.from_dict(config), max_norm=max_norm, **options)
-    model = strategy.prepare_model(made(build, seed=dist.get_rank()))  # rank 0's values are broadcast
-    optimizer = strategy.create_optimizer(model, lr=lr)
+    seed = dist.get_rank()  # rank 0's values are broadcast
+    strategy, model, optimizer = prepared(config, build, seed=seed, lr=lr, max_norm=max_norm, **options)
     losses, norms = train_sharded(model, strategy, optimizer, device=device)
     return {
         "plain": (plain_losses, plain_norms, weights(plain)),

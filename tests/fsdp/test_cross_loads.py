@@ -18,21 +18,12 @@ from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.fsdp import FSDPConfig, FSDPStrategy
 from tests.fsdp import models
-
-STRATEGIES = {
-    "FULL_SHARD": {},
-    "SHARD_GRAD_OP": {},
-    "HYBRID_SHARD": {"shard": 2},
-    "HYBRID_SHARD_ZERO2": {"shard": 2},
-    "NO_SHARD": {},
-}
+from tests.ranks import on_ranks
 
 
 def prepared(strategy: str, kind: str, seed: int) -> Any:
-    config = FSDPConfig(sharding_strategy=strategy, state_dict_type=kind, **STRATEGIES[strategy])
-    facade = FSDPStrategy(config)
-    model = facade.prepare_model(models.made(models.tied, seed))
-    return facade, model, facade.create_optimizer(model, lr=1e-2)
+    config = {"sharding_strategy": strategy, "state_dict_type": kind, **models.STRATEGIES[strategy]}
+    return models.prepared(config, models.tied, seed=seed, lr=1e-2)
 
 
 def numbers(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
@@ -45,25 +36,17 @@ def numbers(model: nn.Module, optimizer: Any) -> dict[str, torch.Tensor]:
     return {**models.weights(model), **states}
 
 
-def save(folder: str, strategy: str, kind: str) -> dict[str, torch.Tensor]:
+def save(folder: Path, strategy: str, kind: str) -> dict[str, torch.Tensor]:
     facade, model, optimizer = prepared(strategy, kind, 1)
     models.train_sharded(model, facade, optimizer, range(2))
     facade.save_ckpt(model, folder, optimizer=optimizer)
     return numbers(model, optimizer)
 
 
-def load(folder: str, strategy: str, kind: str) -> dict[str, torch.Tensor]:
+def check_load(folder: Path, strategy: str, kind: str, saved: dict[str, torch.Tensor]) -> None:
     facade, model, optimizer = prepared(strategy, kind, 2)
     facade.load_ckpt(model, folder, optimizer)
-    return numbers(model, optimizer)
-
-
-def check(ranks: Any, folder: Path, source: tuple[str, str], *targets: tuple[str, str]) -> None:
-    saved = ranks.run(save, 4, str(folder), *source)[0]
-    for target in targets:
-        for loaded in ranks.run(load, 4, str(folder), *target):
-            assert loaded.keys() == saved.keys(), target
-            assert all(torch.equal(loaded[name], saved[name]) for name in saved), target
+    models.assert_equal(numbers(model, optimizer), saved)
 
 
 @pytest.mark.parametrize(
@@ -77,31 +60,30 @@ def check(ranks: Any, folder: Path, source: tuple[str, str], *targets: tuple[str
     ],
 )
 def test_any_strategy_loads_what_another_saved(ranks: Any, tmp_path: Path, source: str, target: str) -> None:
-    check(ranks, tmp_path, (source, "SHARDED"), (target, "SHARDED"))
+    saved = ranks.run(save, 4, tmp_path, source, "SHARDED")[0]
+    ranks.run(check_load, 4, tmp_path, target, "SHARDED", saved)
 
 
 PLAIN = {"fp32": {}, "bf16": {"mixed_precision": "bf16"}, "hybrid": {"sharding_strategy": "HYBRID_SHARD", "shard": 1}}
 
 
-def save_for_torch(folder: str, config: str) -> dict[str, torch.Tensor]:
-    facade = FSDPStrategy(FSDPConfig(**PLAIN[config]))
-    model = facade.prepare_model(models.made(models.tied, 1))
-    optimizer = facade.create_optimizer(model, lr=1e-2, weight_decay=0.1)
+def save_for_torch(folder: Path, config: str) -> dict[str, torch.Tensor]:
+    facade, model, optimizer = models.prepared(PLAIN[config], models.tied, seed=1, lr=1e-2, weight_decay=0.1)
     assert len(optimizer.param_groups) > 1
     models.train_sharded(model, facade, optimizer, range(2))
     facade.save_ckpt(model, folder, optimizer=optimizer, step=1)
     return numbers(model, optimizer)
 
 
-def load_with_torch(folder: str, config: str) -> Any:
-    facade = FSDPStrategy(FSDPConfig(**PLAIN[config]))
-    model = facade.prepare_model(models.made(models.tied, 2))
-    optimizer = facade.create_optimizer(model, lr=1e-3, weight_decay=0.2)
+def load_with_torch(folder: Path, config: str, saved: dict[str, torch.Tensor]) -> None:
+    _, model, optimizer = models.prepared(PLAIN[config], models.tied, seed=2, lr=1e-3, weight_decay=0.2)
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
-    dcp.load(state, checkpoint_id=f"{folder}/step_00000001")
+    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder / "step_00000001")
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
-    return numbers(model, optimizer), [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    models.assert_equal(numbers(model, optimizer), saved)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert {group["lr"] for group in optimizer.param_groups} == {1e-2}
+    assert "embed.weight" in optimizer.param_groups[0]["param_names"]
 
 
 @pytest.mark.parametrize("config", PLAIN)
@@ -109,19 +91,15 @@ def load_with_torch(folder: str, config: str) -> Any:
 def test_plain_torch_restores_a_model_and_an_optimizer_with_named_parameters(
     ranks: Any, tmp_path: Path, config: str, saved: int, loaded: int
 ) -> None:
-    wanted = ranks.run(save_for_torch, saved, str(tmp_path), config)[0]
-    for found, groups in ranks.run(load_with_torch, loaded, str(tmp_path), config):
-        assert found.keys() == wanted.keys()
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-        assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
-        assert {group["lr"] for group in groups} == {1e-2}
-        assert "embed.weight" in groups[0]["param_names"]
+    numbers_saved = ranks.run(save_for_torch, saved, tmp_path, config)[0]
+    ranks.run(load_with_torch, loaded, tmp_path, config, numbers_saved)
 
 
 @pytest.mark.parametrize("source", ["FULL", "SHARDED", "LOCAL"])
 def test_runs_of_every_state_dict_type_load_each_other(ranks: Any, tmp_path: Path, source: str) -> None:
-    targets = [("FULL_SHARD", target) for target in ("FULL", "SHARDED", "LOCAL")]
-    check(ranks, tmp_path, ("FULL_SHARD", source), *targets)
+    saved = ranks.run(save, 4, tmp_path, "FULL_SHARD", source)[0]
+    for target in ("FULL", "SHARDED", "LOCAL"):
+        ranks.run(check_load, 4, tmp_path, "FULL_SHARD", target, saved)
 
 
 def options_prepared(kind: str, seed: int, columns: bool, precision: str) -> Any:
@@ -175,7 +153,7 @@ def test_runs_with_ignored_parameters_and_column_shards_resume_on_any_number_of_
     for found, (loaded, losses, after) in zip(
         first, ranks.run(load_options, 2, str(folder), "latest", True, precision), strict=True
     ):  # the same ranks and shards continue bit for bit
-        assert all(torch.equal(loaded[name], saved[name]) for name in saved)
+        models.assert_equal(loaded, saved)
         assert losses == found[1]
         assert all(torch.equal(after[name], value) for name, value in found[2].items())
     which = "latest"
@@ -185,7 +163,7 @@ def test_runs_with_ignored_parameters_and_column_shards_resume_on_any_number_of_
     for size, columns in ((2, False), (3, True)):
         for loaded, _, _ in ranks.run(load_options, size, str(folder), which, columns, precision):
             assert loaded.keys() == saved.keys()
-            assert all(torch.equal(loaded[name], saved[name]) for name in saved), (size, columns)
+            models.assert_equal(loaded, saved), (size, columns)
 
 
 def save_large(folder: str) -> None:
@@ -209,38 +187,20 @@ def test_each_rank_reads_its_own_part_of_a_full_checkpoint(ranks: Any, tmp_path:
         assert held <= read <= held * 1.1
 
 
-def lora_steps(facade: FSDPStrategy, model: nn.Module, optimizer: Any, steps: range) -> list[float]:
-    losses = []
-    for index in steps:
-        loss = models.loss_of(model, models.batch(index))
-        facade.backward(loss, model, optimizer)
-        assert facade.optimizer_step(optimizer, model)
-        losses.append(loss.item())
-    return losses
-
-
-def adapters_trained_on(folder: str) -> tuple[list[float], list[float], bool, bool]:
-    """Train adapters, then resume: the adapters are created only after the model was loaded."""
-    facade = FSDPStrategy()
-    model = facade.prepare_model(models.made(models.lora, 1))
-    optimizer = facade.create_optimizer(model, lr=1e-2)
-    lora_steps(facade, model, optimizer, range(2))
-    facade.save_ckpt(model, folder, optimizer=optimizer)
-    expected = lora_steps(facade, model, optimizer, range(2, 4))
+@on_ranks(2)
+def test_a_deferred_optimizer_takes_the_same_first_step_as_an_uninterrupted_run(tmp_path: Path) -> None:
+    facade, model, optimizer = models.prepared(build=models.lora, seed=1, lr=1e-2)
+    models.train_sharded(model, facade, optimizer, range(2))
+    facade.save_ckpt(model, tmp_path, optimizer=optimizer)
+    expected = models.train_sharded(model, facade, optimizer, range(2, 4))
 
     state = TrainState(model=facade.prepare_model(models.made(models.lora, 7)), rng=False)
-    with CheckpointManager(folder) as manager:
+    with CheckpointManager(tmp_path) as manager:
         handle = manager.load(state, optimizer="deferred").deferred
         assert handle is not None
-        was_pending = handle.pending
+        assert handle.pending
         state.optimizer = facade.create_optimizer(state.model, lr=0.5)
         handle.apply()
+    assert not handle.pending
     assert all(isinstance(s["exp_avg"], DTensor) for s in state.optimizer.state.values())
-    found = lora_steps(facade, state.model, state.optimizer, range(2, 4))
-    return expected, found, was_pending, handle.pending
-
-
-def test_a_deferred_optimizer_takes_the_same_first_step_as_an_uninterrupted_run(ranks: Any, tmp_path: Path) -> None:
-    for expected, found, before, after in ranks.run(adapters_trained_on, 2, str(tmp_path)):
-        assert found == expected
-        assert (before, after) == (True, False)
+    assert models.train_sharded(state.model, facade, state.optimizer, range(2, 4)) == expected

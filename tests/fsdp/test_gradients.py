@@ -15,6 +15,7 @@ from ckptkit.errors import NonFiniteGradientError, UsageError
 from ckptkit.fsdp import FSDPConfig, FSDPStrategy, MasterWeightOptimizer, clip_grad_norm, grad_norm, param_groups
 from ckptkit.fsdp.gradients import inspect_gradients, is_finite_everywhere
 from tests.fsdp import models
+from tests.ranks import on_ranks
 
 SHAPES = [(7, 3), (5,), (2, 2), (1, 6), (8, 4), (3,)]
 
@@ -54,59 +55,49 @@ def expected_norm(p):
     return torch.cat([g.flatten() for g in whole_gradients()]).double().norm(p).item()
 
 
-def _norm(p):
-    return grad_norm(parameters(), p).item()
-
-
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, math.inf])
-def test_the_norm_of_any_mix_of_shards_equals_that_of_a_single_process(ranks, p):
-    assert ranks.run(_norm, 4, p) == pytest.approx([expected_norm(p)] * 4, rel=1e-6)
+@on_ranks(4)
+def test_the_norm_of_any_mix_of_shards_equals_that_of_a_single_process(p):
+    assert grad_norm(parameters(), p).item() == pytest.approx(expected_norm(p), rel=1e-6)
 
 
-def _clip(max_norm):
+def whole(parameters):
+    return [models.whole(parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+
+@on_ranks(4)
+def test_clipping_scales_all_gradients_to_one_joint_norm():
     made = parameters()
-    norm = clip_grad_norm(made, max_norm).item()
-    gradients = [g.full_tensor() if isinstance(g, DTensor) else g for p in made if (g := p.grad) is not None]
-    return norm, grad_norm(made).item(), gradients
-
-
-def test_clipping_scales_all_gradients_to_one_joint_norm(ranks):
-    for before, after, gradients in ranks.run(_clip, 4, 2.5):
-        assert before == pytest.approx(expected_norm(2), rel=1e-6)
-        assert after == pytest.approx(2.5, rel=1e-5)
-        factor = 2.5 / (expected_norm(2) + 1e-6)
-        for gradient, whole in zip(gradients, whole_gradients(), strict=True):
-            assert torch.allclose(gradient, whole * factor, rtol=1e-5)
+    assert clip_grad_norm(made, 2.5).item() == pytest.approx(expected_norm(2), rel=1e-6)
+    assert grad_norm(made).item() == pytest.approx(2.5, rel=1e-5)
+    factor = 2.5 / (expected_norm(2) + 1e-6)
+    for gradient, before in zip(whole(made), whole_gradients(), strict=True):
+        assert torch.allclose(gradient, before * factor, rtol=1e-5)
 
 
 @pytest.mark.parametrize("max_norm", [0, 0.0, None, 1e6])
-def test_without_clipping_the_norm_is_returned_and_gradients_are_unchanged(ranks, max_norm):
-    before, _, gradients = ranks.run(_clip, 4, max_norm)[0]
-    assert before == pytest.approx(expected_norm(2), rel=1e-6)
-    assert all(torch.equal(g, whole) for g, whole in zip(gradients, whole_gradients(), strict=True))
+@on_ranks(4)
+def test_without_clipping_the_norm_is_returned_and_gradients_are_unchanged(max_norm):
+    made = parameters()
+    assert clip_grad_norm(made, max_norm).item() == pytest.approx(expected_norm(2), rel=1e-6)
+    assert all(map(torch.equal, whole(made), whole_gradients()))
 
 
-def _partial():
+@on_ranks(2)
+def test_partial_gradients_are_summed_first():
     mesh = init_device_mesh("cpu", (2,))
     parameter = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Replicate()]))
     parameter.grad = DTensor.from_local(torch.full((4,), 1.0 + dist.get_rank()), mesh, [Partial()])
-    return grad_norm([parameter]).item()
+    assert grad_norm([parameter]).item() == pytest.approx(6.0)
 
 
-def test_partial_gradients_are_summed_first(ranks):
-    assert ranks.run(_partial, 2) == pytest.approx([6.0, 6.0])
-
-
-def _some_without():
+@on_ranks(2)
+def test_a_rank_without_gradients_takes_part_in_the_norm():
     mesh = init_device_mesh("cpu", (2,))
     parameter = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Shard(0)]))
     if dist.get_rank() == 0:
         parameter.grad = distribute_tensor(torch.tensor([3.0, 4.0, 0, 0]), mesh, [Shard(0)], src_data_rank=None)
-    return grad_norm([parameter]).item()
-
-
-def test_a_rank_without_gradients_takes_part_in_the_norm(ranks):
-    assert ranks.run(_some_without, 2) == pytest.approx([5.0, 5.0])
+    assert grad_norm([parameter]).item() == pytest.approx(5.0)
 
 
 def test_low_precision_gradients_give_a_full_precision_norm():
@@ -132,6 +123,9 @@ def test_an_invalid_norm_is_refused(p):
         grad_norm([], p)
 
 
+SGD = torch.optim.SGD([nn.Parameter(torch.ones(1))])
+
+
 @pytest.mark.parametrize("max_norm", [-1, math.nan, "1.0", True])
 def test_an_invalid_limit_is_refused(max_norm):
     with pytest.raises(UsageError, match="max_norm"):
@@ -141,7 +135,7 @@ def test_an_invalid_limit_is_refused(max_norm):
     with pytest.raises(UsageError, match="max_norm"):
         FSDPStrategy(max_norm=max_norm)
     with pytest.raises(UsageError, match="max_norm"):
-        MasterWeightOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))]), max_norm=max_norm)
+        MasterWeightOptimizer(SGD, max_norm=max_norm)
 
 
 def test_clipping_raises_on_request_and_leaves_the_gradients():
@@ -158,7 +152,7 @@ def test_clipping_raises_on_request_and_leaves_the_gradients():
 @pytest.mark.parametrize("norm_type", [0, -math.inf, 0.5, math.nan, "max"])
 def test_an_optimizer_refuses_an_invalid_norm_when_it_is_made(norm_type):
     with pytest.raises(UsageError, match="1 <= p <= inf"):
-        MasterWeightOptimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))]), norm_type=norm_type)
+        MasterWeightOptimizer(SGD, norm_type=norm_type)
 
 
 def _bad_elements(p):
@@ -191,7 +185,10 @@ def test_a_bad_element_on_any_rank_stops_all_ranks(ranks, p):
             assert {str(norm) for norm, _, _ in found} == {value.removeprefix("-")}
 
 
-def _step_over_a_nan(config, norm_type):
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
+@pytest.mark.parametrize("config", [{}, {"sharding_strategy": "HYBRID_SHARD", "shard": 2}], ids=["1d", "hsdp"])
+@on_ranks(4)
+def test_a_nan_gradient_of_one_rank_never_changes_the_weights(config, norm_type):
     strategy = FSDPStrategy(FSDPConfig.from_dict({"mixed_precision": "bf16", "precision": "master"} | config))
     model = strategy.prepare_model(models.made(models.untied))
     groups = param_groups(model)
@@ -201,40 +198,25 @@ def _step_over_a_nan(config, norm_type):
     if dist.get_rank() == 1:
         for parameter in model.parameters():
             parameter.grad.to_local().view(-1)[:1] = math.nan
-    stepped = strategy.optimizer_step(optimizer, model)
-    after = models.weights(model)
-    return stepped, all(torch.equal(before[name], after[name]) for name in before)
+    assert not strategy.optimizer_step(optimizer, model)
+    models.assert_equal(models.weights(model), before)
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
-@pytest.mark.parametrize("config", [{}, {"sharding_strategy": "HYBRID_SHARD", "shard": 2}], ids=["1d", "hsdp"])
-def test_a_nan_gradient_of_one_rank_never_changes_the_weights(ranks, config, norm_type):
-    assert ranks.run(_step_over_a_nan, 4, config, norm_type) == [(False, True)] * 4
-
-
-def _double(clip):
+@on_ranks(2)
+def test_the_norm_of_fp64_gradients_is_not_rounded():
     mesh = init_device_mesh("cpu", (2,))
-    whole = torch.tensor([3.0, 4.0, 0, 1e-9], dtype=torch.float64) * 1e100
+    gradient = torch.tensor([3.0, 4.0, 0, 1e-9], dtype=torch.float64) * 1e100
     parameter = nn.Parameter(distribute_tensor(torch.zeros(4, dtype=torch.float64), mesh, [Shard(0)]))
-    parameter.grad = distribute_tensor(whole, mesh, [Shard(0)])
-    report = inspect_gradients([parameter])
-    norm = clip_grad_norm([parameter], clip)
-    return report.finite, norm.dtype, norm.item(), whole.norm().item(), parameter.grad.full_tensor().norm().item()
+    parameter.grad = distribute_tensor(gradient, mesh, [Shard(0)])
+    assert inspect_gradients([parameter]).finite
+    norm = clip_grad_norm([parameter], 1.0)
+    assert norm.dtype == torch.float64
+    assert norm.item() == pytest.approx(gradient.norm().item(), rel=1e-15)
+    assert parameter.grad.full_tensor().norm().item() == pytest.approx(1.0, rel=1e-15)
 
 
-def test_the_norm_of_fp64_gradients_is_not_rounded(ranks):
-    for finite, dtype, norm, expected, after in ranks.run(_double, 2, 1.0):
-        assert finite
-        assert dtype == torch.float64
-        assert norm == pytest.approx(expected, rel=1e-15)
-        assert after == pytest.approx(1.0, rel=1e-15)
-
-
-def _agreed():
+@on_ranks(2)
+def test_an_overflow_on_one_rank_is_seen_by_every_rank():
     plain = nn.Parameter(torch.zeros(2))  # each rank has its own values
     norm = torch.tensor(math.inf if dist.get_rank() == 1 else 1.0)
-    return is_finite_everywhere(norm, [plain])
-
-
-def test_an_overflow_on_one_rank_is_seen_by_every_rank(ranks):
-    assert ranks.run(_agreed, 2) == [False, False]
+    assert not is_finite_everywhere(norm, [plain])

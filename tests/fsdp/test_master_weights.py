@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from ckptkit.errors import CheckpointMismatchError, UsageError
 from ckptkit.fsdp import DynamicGradScaler, FSDPConfig, FSDPStrategy, MasterWeightOptimizer, param_groups
 from ckptkit.fsdp.strategy import is_mp_optimizer
 from tests.fsdp import models
+from tests.ranks import on_ranks
 
 MASTER = {"precision": "master", "mixed_precision": "bf16"}
 
@@ -44,20 +44,26 @@ def low(seed=0):
     return models.made(models.untied, seed).to(torch.bfloat16)
 
 
+def adam(*, stepped=True, seed=0, max_norm=0.0):
+    """Return a bf16 model and its AdamW with masters, after a step or before the first."""
+    model = low(seed)
+    optimizer = MasterWeightOptimizer(torch.optim.AdamW(param_groups(model), lr=1e-2), max_norm=max_norm)
+    if stepped:
+        step(model, optimizer, 0)
+    return model, optimizer
+
+
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def masters_match(optimizer):
     """Return whether every low-precision parameter is its master, rounded, bit for bit."""
-    for parameter, state in optimizer.state.items():
-        if "master" in state:
-            master = state["master"]
-            assert master.dtype == torch.float32
-            assert isinstance(master, DTensor) == isinstance(parameter, DTensor)
-            assert models_equal(master.to(parameter.dtype), parameter)
-    return True
-
-
-def models_equal(a, b):
-    a, b = (t.to_local() if isinstance(t, DTensor) else t for t in (a.detach(), b.detach()))
-    return torch.equal(a, b)
+    masters = [(parameter, state["master"]) for parameter, state in optimizer.state.items() if "master" in state]
+    for parameter, master in masters:
+        assert master.dtype == torch.float32
+        assert isinstance(master, DTensor) == isinstance(parameter, DTensor)
+    return all(torch.equal(local(m).to(p.dtype), local(p.detach())) for p, m in masters)
 
 
 def step(model, optimizer, index, factor=1.0):
@@ -89,69 +95,50 @@ def test_a_step_equals_the_base_optimizers_step_on_fp32_copies(base):
         assert torch.equal(found[name], expected), name
 
 
-def _sharded(base, config):
-    strategy = FSDPStrategy(FSDPConfig.from_dict(MASTER | config), max_norm=1.0)
-    model = strategy.prepare_model(models.made(models.tied))
-    optimizer = strategy.create_optimizer(model, factory=BASES[base])
-    assert is_mp_optimizer(optimizer)
-    assert strategy.is_mp_optimizer(optimizer)
-    assert not is_mp_optimizer(optimizer.base)
+def trained(base, config=None, build=models.untied):
+    strategy, model, optimizer = models.prepared(MASTER | (config or {}), build, max_norm=1.0, factory=BASES[base])
     assert masters_match(optimizer)
     for index in range(3):
         models.train_sharded(model, strategy, optimizer, [index])
         assert masters_match(optimizer)
+    return model, optimizer
+
+
+def whole_masters(base, config):
+    _, optimizer = trained(base, config, models.tied)
+    assert is_mp_optimizer(optimizer)
+    assert not is_mp_optimizer(optimizer.base)
     for parameter, state in optimizer.state.items():
-        assert state["master"].placements == parameter.placements
         assert state["master"].device_mesh == parameter.device_mesh
         for key, value in state.items():
             if value.ndim:
                 assert value.dtype == torch.float32, key
                 assert value.placements == parameter.placements, key
                 assert value.shape == parameter.shape, key
-    return [state.full_tensor() for state in (s["master"] for s in optimizer.state.values())]
+    return [state["master"].full_tensor() for state in optimizer.state.values()]
 
 
 @pytest.mark.parametrize("base", ["AdamW", "AdamW-fused", "momentum", "own", "Adagrad"])
 @pytest.mark.parametrize("config", [{}, {"sharding_strategy": "HYBRID_SHARD", "shard": 2}], ids=["1d", "hsdp"])
 def test_masters_are_sharded_like_their_parameter_and_round_to_it(ranks, base, config):
-    results = ranks.run(_sharded, 4, base, config)
-    assert all(torch.equal(a, b) for a, b in zip(results[0], results[3], strict=True))
+    first, *_, last = ranks.run(whole_masters, 4, base, config)
+    assert all(map(torch.equal, first, last))
 
 
-def _local_or_dtensor():
-    """Run momentum SGD on local tensors and on DTensors."""
-    states = []
-    for base in ("momentum", "own"):
-        _, optimizer = trained(base)
-        states.append([{k: v.full_tensor() for k, v in s.items()} for s in optimizer.state.values()])
-    return states
-
-
-def trained(base):
-    strategy = FSDPStrategy(FSDPConfig.from_dict(MASTER), max_norm=1.0)
-    model = strategy.prepare_model(models.made(models.untied))
-    optimizer = strategy.create_optimizer(model, factory=BASES[base])
-    models.train_sharded(model, strategy, optimizer, range(3))
-    return model, optimizer
-
-
-def test_local_tensors_and_dtensors_take_the_same_step(ranks):
-    local, dtensor = ranks.run(_local_or_dtensor, 2)[0]
-    for a, b in zip(local, dtensor, strict=True):
-        assert a.keys() == b.keys() == {"master", "momentum_buffer"}
-        assert all(torch.equal(a[key], b[key]) for key in a)
-
-
-def _single(base):
-    results = _sharded(base, {})
-    return [(r.shape, r.double().norm().item()) for r in results]
+@on_ranks(2)
+def test_local_tensors_and_dtensors_take_the_same_step():
+    """Momentum SGD steps on local tensors, its subclass on DTensors."""
+    (_, first), (_, second) = trained("momentum"), trained("own")
+    for state, other in zip(first.state.values(), second.state.values(), strict=True):
+        assert state.keys() == {"master", "momentum_buffer"}
+        models.assert_equal({key: local(t) for key, t in state.items()}, {key: local(t) for key, t in other.items()})
 
 
 def test_the_number_of_ranks_changes_only_the_order_of_sums(ranks):
-    one, two = ranks.run(_single, 1, "momentum")[0], ranks.run(_single, 2, "momentum")[0]
-    for (shape, norm), (other_shape, other_norm) in zip(one, two, strict=True):
-        assert shape == other_shape
-        assert norm == pytest.approx(other_norm, rel=0.02)  # bf16 gradients of other batches
+    one, two = (ranks.run(whole_masters, size, "momentum", {})[0] for size in (1, 2))
+    for master, other in zip(one, two, strict=True):
+        assert master.shape == other.shape
+        assert master.norm().item() == pytest.approx(other.norm().item(), rel=0.02)  # bf16 gradients of other batches
 
 
 def test_schedulers_and_hooks_accept_the_master_weight_optimizer():
@@ -302,10 +289,9 @@ def test_a_loaded_optimizer_state_continues_bit_for_bit(base):
     for index in range(3, 6):
         step(model, optimizer, index)
         step(other, resumed, index)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
-    for a, b in zip(optimizer.state.values(), resumed.state.values(), strict=True):
-        assert a.keys() == b.keys()
-        assert all(torch.equal(a[key], b[key]) for key in a)
+    models.assert_equal(model.state_dict(), other.state_dict())
+    for state, other_state in zip(optimizer.state.values(), resumed.state.values(), strict=True):
+        models.assert_equal(state, other_state)
 
 
 def test_an_optimizer_state_that_does_not_fit_is_refused_and_changes_nothing():
@@ -331,7 +317,7 @@ def test_an_optimizer_state_that_does_not_fit_is_refused_and_changes_nothing():
             optimizer.load_state_dict(state)
     after = optimizer.state_dict()
     for index, state in before["state"].items():
-        assert all(torch.equal(state[key], after["state"][index][key]) for key in state)
+        models.assert_equal(after["state"][index], state)
 
 
 def test_moments_of_a_used_base_optimizer_are_kept():
@@ -349,9 +335,7 @@ def test_moments_of_a_used_base_optimizer_are_kept():
 
 
 def test_a_cleared_state_starts_again_from_the_parameters():
-    model = low()
-    optimizer = MasterWeightOptimizer(torch.optim.AdamW(param_groups(model), lr=1e-2))
-    step(model, optimizer, 0)
+    model, optimizer = adam()
     optimizer.state.clear()
     step(model, optimizer, 1)
     assert len(optimizer.state) == len(list(model.parameters()))
@@ -368,7 +352,7 @@ def _load_data(model, source, folder):
 
 
 def _load_dcp(model, source, folder):
-    dcp.load({"model": model.state_dict()}, checkpoint_id=f"{folder}/step_00000001")
+    dcp.load({"model": model.state_dict()}, checkpoint_id=folder / "step_00000001")
 
 
 def _load_manager(model, source, folder, **options):
@@ -385,54 +369,46 @@ def _load_ckpt(model, source, folder):
 
 
 def _load_hf(model, source, folder):
-    FSDPStrategy(FSDPConfig.from_dict(MASTER)).load_hf(model, f"{folder}/export")
+    FSDPStrategy(FSDPConfig.from_dict(MASTER)).load_hf(model, str(folder / "export"))
 
 
 LOADS = [_load_module, _load_data, _load_dcp, _load_manager, _load_atomic, _load_ckpt, _load_hf]
 
 
-def _undone(folder):
-    """Return the loads whose weights are changed by a step at learning rate 0, or are missing in a checkpoint."""
+def check_loads(folder):
+    """Check that no load leaves old masters behind, for a checkpoint or for a step at learning rate 0."""
     strategy = FSDPStrategy(FSDPConfig.from_dict(MASTER), max_norm=1.0)
     source, _ = trained("momentum")
     strategy.save_ckpt(source, folder, step=1)
     whole = {name: tensor.contiguous() for name, tensor in models.weights(source).items()}
     if dist.get_rank() == 0:
-        save_file(whole, f"{folder}/model.safetensors")
-        os.makedirs(f"{folder}/export")
-        os.replace(f"{folder}/model.safetensors", f"{folder}/export/model.safetensors")
+        (folder / "export").mkdir()
+        save_file(whole, folder / "export" / "model.safetensors")
     dist.barrier()
-    undone = []
     for load in LOADS:
         model = strategy.prepare_model(models.made(models.untied, 7))
         optimizer = strategy.create_optimizer(model, lr=1e-2)
         models.train_sharded(model, strategy, optimizer, range(2))
         load(model, source, folder)
         optimizer.state_dict()
-        if not masters_match(optimizer):
-            undone.append(f"{load.__name__} in a checkpoint")
+        assert masters_match(optimizer), load
         for group in optimizer.param_groups:
             group.update(lr=0.0, weight_decay=0.0)
         models.train_sharded(model, strategy, optimizer, range(1))
-        found = models.weights(model)
-        if not all(torch.equal(found[name], whole[name]) for name in whole):
-            undone.append(load.__name__)
-    return undone
+        models.assert_equal(models.weights(model), whole)
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_weights_loaded_after_the_optimizer_was_created_are_kept(ranks, tmp_path, size):
-    assert ranks.run(_undone, size, str(tmp_path)) == [[]] * size
+    ranks.run(check_loads, size, tmp_path)
 
 
 def test_a_save_contains_masters_that_follow_loaded_weights(tmp_path):
-    model = low()
-    optimizer = MasterWeightOptimizer(torch.optim.AdamW(param_groups(model), lr=1e-2))
+    model, optimizer = adam(stepped=False)
     model.load_state_dict(low(seed=5).state_dict())
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, TrainState(model=model, optimizer=optimizer))
-    other = low(seed=8)
-    resumed = MasterWeightOptimizer(torch.optim.AdamW(param_groups(other), lr=1e-2))
+    other, resumed = adam(stepped=False, seed=8)
     with CheckpointManager(tmp_path) as manager:
         manager.load(TrainState(model=other, optimizer=resumed))
     assert masters_match(resumed)
@@ -440,9 +416,7 @@ def test_a_save_contains_masters_that_follow_loaded_weights(tmp_path):
 
 
 def test_only_masters_of_changed_elements_are_replaced(caplog):
-    model = low()
-    optimizer = MasterWeightOptimizer(torch.optim.AdamW(param_groups(model), lr=1e-2))
-    step(model, optimizer, 0)
+    model, optimizer = adam()
     before = optimizer.state[model.embed.weight]["master"].clone()
     with torch.no_grad():
         model.embed.weight[3].zero_()
@@ -456,9 +430,7 @@ def test_only_masters_of_changed_elements_are_replaced(caplog):
 
 
 def test_weights_swapped_out_and_back_do_not_change_the_masters():
-    model = low()
-    optimizer = MasterWeightOptimizer(torch.optim.AdamW(param_groups(model), lr=1e-2))
-    step(model, optimizer, 0)
+    model, optimizer = adam()
     own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     before = [state["master"].clone() for state in optimizer.state.values()]
     model.load_state_dict(low(seed=3).state_dict())
@@ -469,9 +441,7 @@ def test_weights_swapped_out_and_back_do_not_change_the_masters():
 
 
 def test_masters_are_restored_after_a_failed_step():
-    model = low()
-    optimizer = MasterWeightOptimizer(torch.optim.AdamW(param_groups(model), lr=1e-2))
-    step(model, optimizer, 0)
+    model, optimizer = adam()
 
     def fail(*_):
         raise RuntimeError("out of memory")
@@ -494,11 +464,12 @@ def test_unsuitable_base_optimizers_are_refused():
         MasterWeightOptimizer(inner)
 
 
-def _overflow(precision, dtype):
-    config = FSDPConfig(precision=precision, mixed_precision=dtype, auto_wrap_policy="BLOCKS")
-    strategy = FSDPStrategy(config, max_norm=1.0)
-    model = strategy.prepare_model(models.made(models.untied))
-    optimizer = strategy.create_optimizer(model)
+@pytest.mark.parametrize("precision", ["mixed", "master"])
+@pytest.mark.parametrize(("dtype", "backoff"), [("bf16", 1.0), ("fp16", 0.5)])
+@on_ranks(2)
+def test_overflow_on_one_rank_skips_the_step_on_all(precision, dtype, backoff):
+    config = {"precision": precision, "mixed_precision": dtype, "auto_wrap_policy": "BLOCKS"}
+    strategy, model, optimizer = models.prepared(config, max_norm=1.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch)
     scaler = strategy.grad_scaler(optimizer)
     assert (scaler is not None) == (dtype == "fp16")
@@ -511,25 +482,17 @@ def _overflow(precision, dtype):
         return strategy.optimizer_step(optimizer, model, scheduler)
 
     def snapshot():
-        state = {(i, k): v for i, s in enumerate(optimizer.state.values()) for k, v in s.items()}
-        values = [*model.parameters(), *state.values()]
-        return [(v.to_local() if isinstance(v, DTensor) else v).detach().clone() for v in values]
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        return [local(value).detach().clone() for value in [*model.parameters(), *states]]
 
     assert one(0, False)
     before, scale, epoch = snapshot(), scaler.scale if scaler else 1.0, scheduler.last_epoch
-    results = [one(1, True), one(2, True)]
-    unchanged = all(torch.equal(a, b) for a, b in zip(before, snapshot(), strict=True))
+    assert [one(1, True), one(2, True)] == [False, False]
+    assert all(map(torch.equal, before, snapshot()))
     assert not math.isfinite(strategy.last_grad_norm.item())
     assert all(parameter.grad is None for parameter in model.parameters())
-    skipped = (results, unchanged, scheduler.last_epoch == epoch, (scaler.scale if scaler else 1.0) / scale)
+    assert scheduler.last_epoch == epoch
+    assert (scaler.scale if scaler else 1.0) / scale == backoff
     assert one(3, False)
     assert scheduler.last_epoch == epoch + 1
     assert all(torch.isfinite(models.whole(parameter)).all() for parameter in model.parameters())
-    return skipped
-
-
-@pytest.mark.parametrize("precision", ["mixed", "master"])
-@pytest.mark.parametrize(("dtype", "backoff"), [("bf16", 1.0), ("fp16", 0.5)])
-def test_overflow_on_one_rank_skips_the_step_on_all(ranks, precision, dtype, backoff):
-    for skipped in ranks.run(_overflow, 2, precision, dtype):
-        assert skipped == ([False, False], True, True, backoff)

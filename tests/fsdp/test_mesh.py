@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.errors import UsageError
 from ckptkit.fsdp.config import FSDPConfig
 from ckptkit.fsdp.mesh import ParallelPlan, auto_shard_size, device_type_of, make_mesh, plan_for
+from tests.ranks import on_ranks
 
 
 @given(*[st.integers(1, 4)] * 4, st.sampled_from(["replicate", "shard", None]))
@@ -75,40 +77,31 @@ def test_auto_shard_size_follows_the_number_of_parameters(numel, training, size)
     assert auto_shard_size(int(numel), training) == size
 
 
-def _meshes(plan):
+@pytest.mark.parametrize(
+    ("plan", "dims", "groups"),
+    [
+        # the mesh of the data, and groups of adjacent ranks
+        (ParallelPlan(shard=2, tp=2), {"shard": 2}, {"tp": [[0, 1], [2, 3]], "data": [[0, 2], [1, 3]]}),
+        (ParallelPlan(replicate=2, shard=2), {"replicate": 2, "shard": 2}, {}),
+        (ParallelPlan(shard=2, cp=2), {"shard": 4}, {"cp": [[0, 1], [2, 3]], "data": [[0, 1, 2, 3]]}),
+    ],
+    ids=["tp", "hsdp", "cp"],
+)
+@on_ranks(4)
+def test_tensor_and_context_parallel_ranks_are_adjacent(plan, dims, groups):
     mesh = make_mesh(plan, "cpu")
-    return {
-        name: (tuple(part.mesh.shape), part.mesh_dim_names, part.mesh.flatten().tolist())
-        for name in ("root", "data", "tp", "cp")
-        if (part := getattr(mesh, name)) is not None
-    }
+    assert dict(zip(mesh.data.mesh_dim_names, mesh.data.mesh.shape, strict=True)) == dims
+    if plan.tp > 1:
+        assert (tuple(mesh.root.mesh.shape), mesh.root.mesh_dim_names) == ((2, 2), ("shard", "tp"))
+    for name, expected in groups.items():
+        (own,) = [group for group in expected if dist.get_rank() in group]
+        assert getattr(mesh, name).mesh.flatten().tolist() == own
 
 
-def test_tensor_parallel_ranks_are_adjacent(ranks):
-    meshes = ranks.run(_meshes, 4, ParallelPlan(shard=2, tp=2))
-    assert meshes[0]["root"][:2] == ((2, 2), ("shard", "tp"))
-    assert [found["tp"][2] for found in meshes] == [[0, 1], [0, 1], [2, 3], [2, 3]]
-    assert [found["data"][2] for found in meshes] == [[0, 2], [1, 3], [0, 2], [1, 3]]
-
-
-def test_replicated_groups_make_a_two_dimensional_data_mesh(ranks):
-    meshes = ranks.run(_meshes, 4, ParallelPlan(replicate=2, shard=2))
-    assert meshes[0]["data"] == ((2, 2), ("replicate", "shard"), [0, 1, 2, 3])
-
-
-def test_context_parallel_ranks_shard_parameters_together_and_have_a_group(ranks):
-    meshes = ranks.run(_meshes, 4, ParallelPlan(shard=2, cp=2))
-    assert meshes[0]["data"][:2] == ((4,), ("shard",))
-    assert [found["cp"][2] for found in meshes] == [[0, 1], [0, 1], [2, 3], [2, 3]]
-
-
-def _wrong_size():
+@on_ranks(2)
+def test_a_plan_for_another_world_is_refused_before_any_communication():
     with pytest.raises(UsageError, match="world size of 2"):
         make_mesh(ParallelPlan(shard=4), "cpu")
-
-
-def test_a_plan_for_another_world_is_refused_before_any_communication(ranks):
-    ranks.run(_wrong_size, 2)
 
 
 def test_an_explicit_device_takes_precedence():

@@ -13,6 +13,7 @@ from ckptkit.fsdp.config import FSDPConfig
 from ckptkit.fsdp.hf_load import load_hf
 from ckptkit.fsdp.strategy import FSDPStrategy
 from tests.fsdp import models
+from tests.ranks import on_ranks
 
 
 class WithBuffers(nn.Module):
@@ -24,13 +25,6 @@ class WithBuffers(nn.Module):
         self.register_buffer("frequencies", torch.arange(6.0) / 7, persistent=False)
         self.mix = nn.MultiheadAttention(6, 2)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x) * self.frequencies
-
-
-def with_buffers() -> nn.Module:
-    return WithBuffers()
-
 
 def on_meta(build, config=None):
     strategy = FSDPStrategy(FSDPConfig.from_dict(config or {}))
@@ -40,7 +34,10 @@ def on_meta(build, config=None):
     return strategy, strategy.prepare_model(model)
 
 
-def _reset(build, config):
+@pytest.mark.parametrize("build", [models.untied, models.tied, WithBuffers, models.llama, models.tied_llama])
+@pytest.mark.parametrize("config", [{}, {"sharding_strategy": "HYBRID_SHARD", "shard": 2}], ids=["1d", "hsdp"])
+@on_ranks(4)
+def test_reset_parameters_gives_the_values_of_a_single_process(build, config):
     torch.manual_seed(dist.get_rank())  # the ranks' own generators differ, which must not matter
     strategy, model = on_meta(build, config)
     state = torch.get_rng_state()
@@ -55,20 +52,12 @@ def _reset(build, config):
         plain.apply(plain._init_weights)
         if tie:
             plain.lm_head.weight = plain.get_input_embeddings().weight
-    return models.weights(model), models.weights(plain), [b.clone() for b in model.buffers()], list(plain.buffers())
+    models.assert_equal(models.weights(model), models.weights(plain))
+    models.assert_equal(dict(model.named_buffers()), dict(plain.named_buffers()))
 
 
-@pytest.mark.parametrize("build", [models.untied, models.tied, with_buffers, models.llama, models.tied_llama])
-@pytest.mark.parametrize("config", [{}, {"sharding_strategy": "HYBRID_SHARD", "shard": 2}], ids=["1d", "hsdp"])
-def test_reset_parameters_gives_the_values_of_a_single_process(ranks, build, config):
-    for sharded, plain, buffers, plain_buffers in ranks.run(_reset, 4, build, config):
-        assert sharded.keys() == plain.keys()
-        for name in plain:
-            assert torch.equal(sharded[name], plain[name]), name
-        assert all(torch.equal(a, b) for a, b in zip(buffers, plain_buffers, strict=True))
-
-
-def _saved_too_early():
+@on_ranks(2)
+def test_a_model_without_values_is_refused_by_name():
     strategy, model = on_meta(models.untied)
     with pytest.raises(SaveError, match=r"embed\.weight.*never given values"):
         meta.require_initialized(model)
@@ -76,40 +65,29 @@ def _saved_too_early():
     meta.require_initialized(model)
 
 
-def test_a_model_without_values_is_refused_by_name(ranks):
-    ranks.run(_saved_too_early, 2)
-
-
-def _meta_buffers():
+@on_ranks(2)
+def test_a_meta_buffer_that_nothing_initializes_is_refused():
     with torch.device("meta"):
-        model = with_buffers()
+        model = WithBuffers()
     strategy = FSDPStrategy()
     strategy.prepare_model(model)
     strategy.reset_parameters(model, seed=3)
-    return sorted(meta.uninitialized(model))
+    assert sorted(meta.uninitialized(model)) == ["frequencies"]
 
 
-def test_a_meta_buffer_that_nothing_initializes_is_refused(ranks):
-    assert ranks.run(_meta_buffers, 2) == [["frequencies"]] * 2
-
-
-def _from_directory(url, config, context):
+def _from_directory(url, context):
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    strategy = FSDPStrategy(FSDPConfig.from_dict(config))
+    strategy = FSDPStrategy()
     settings = AutoConfig.from_pretrained(url)
     with strategy.init_model_context(meta_init=True) if context == "ours" else torch.device("meta"):
         model = AutoModelForCausalLM.from_config(settings)
     strategy.prepare_model(model)
-    report = strategy.load_hf(model, url)
+    report = strategy.load_hf(model, str(url))
     assert not meta.uninitialized(model)
     plain = AutoModelForCausalLM.from_pretrained(url, dtype=torch.float32)
-    weights, expected = models.weights(model), plain.state_dict()
-    assert weights.keys() == expected.keys()
-    for name in expected:
-        assert torch.equal(weights[name].float(), expected[name]), name
-    for (name, buffer), other in zip(model.named_buffers(), plain.buffers(), strict=True):
-        assert torch.equal(buffer, other), name
+    models.assert_equal({name: value.float() for name, value in models.weights(model).items()}, plain.state_dict())
+    models.assert_equal(dict(model.named_buffers()), dict(plain.named_buffers()))
     tokens = models.batch(0)
     assert torch.allclose(model(tokens).logits.float(), plain(tokens).logits, atol=1e-5)
     return report.nbytes
@@ -118,42 +96,40 @@ def _from_directory(url, config, context):
 @pytest.mark.parametrize("name", ["hf_ref_llama_tied", "hf_ref_llama_untied", "hf_ref_qwen3moe"])
 @pytest.mark.parametrize("context", ["ours", "torch"])
 def test_hugging_face_files_fill_a_model_as_from_pretrained_does(ranks, zoo, name, context):
-    ranks.run(_from_directory, 2, str(zoo / name), {}, context)
+    ranks.run(_from_directory, 2, zoo / name, context)
 
 
 def test_each_rank_reads_only_its_own_slices(ranks, zoo):
     size = (zoo / "hf_ref_llama_untied" / "model.safetensors").stat().st_size
-    read = ranks.run(_from_directory, 2, str(zoo / "hf_ref_llama_untied"), {}, "ours")
+    read = ranks.run(_from_directory, 2, zoo / "hf_ref_llama_untied", "ours")
     assert all(nbytes < 0.6 * size for nbytes in read)
     assert 0.9 * size < sum(read) <= size
 
 
-def _mismatched(url):
+@on_ranks(2)
+def test_all_mismatches_are_listed_and_nothing_changes(zoo):
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    settings = AutoConfig.from_pretrained(url)
+    settings = AutoConfig.from_pretrained(zoo / "hf_ref_llama_untied")
     settings.intermediate_size += 4
     settings.attention_bias = True
     model = FSDPStrategy().prepare_model(AutoModelForCausalLM.from_config(settings))
     before = models.weights(model)
     with pytest.raises(CheckpointMismatchError) as caught:
-        load_hf(model, url)
-    text = str(caught.value)
-    assert "missing: " in text
-    assert "self_attn.q_proj.bias" in text
-    assert "mlp.up_proj.weight' has shape" in text
-    assert "layers.1.mlp.down_proj.weight' has shape" in text
-    after = models.weights(model)
-    assert all(torch.equal(before[name], after[name]) for name in before)
-
-
-def test_all_mismatches_are_listed_and_nothing_changes(ranks, zoo):
-    ranks.run(_mismatched, 2, str(zoo / "hf_ref_llama_untied"))
+        load_hf(model, str(zoo / "hf_ref_llama_untied"))
+    for words in (
+        "missing: ",
+        "self_attn.q_proj.bias",
+        "mlp.up_proj.weight' has shape",
+        "layers.1.mlp.down_proj.weight' has shape",
+    ):
+        assert words in str(caught.value)
+    models.assert_equal(models.weights(model), before)
 
 
 def test_parameters_on_meta_keeps_ties_and_buffers():
     with meta.parameters_on_meta():
-        model, other = models.tied(), with_buffers()
+        model, other = models.tied(), WithBuffers()
     assert model.lm_head.weight is model.embed.weight
     assert not other.frequencies.is_meta
     assert nn.Linear(2, 2).weight.device.type == "cpu"  # the context is closed

@@ -9,18 +9,11 @@ import torch.distributed as dist
 from ckptkit.errors import UsageError
 from ckptkit.fsdp import FSDPConfig, FSDPStrategy
 from tests.fsdp import models
+from tests.ranks import on_ranks
 
 # Sums over ranks have another order than in one process: a few ulps of fp32 in the losses. AdamW divides by the root
 # of the second moment, so for a gradient near zero one ulp moves the parameter by more.
 LOSS, NORM, WEIGHT = 2e-6, 2e-5, 5e-5
-
-STRATEGIES = {
-    "FULL_SHARD": {},
-    "SHARD_GRAD_OP": {},
-    "HYBRID_SHARD": {"shard": 2},
-    "HYBRID_SHARD_ZERO2": {"shard": 2},
-    "NO_SHARD": {},
-}
 
 
 def check(results: list[dict[str, object]], *, loss: float = LOSS, norm: float = NORM, weight: float = WEIGHT) -> None:
@@ -34,10 +27,10 @@ def check(results: list[dict[str, object]], *, loss: float = LOSS, norm: float =
             assert torch.allclose(sharded_weights[name].float(), weights[name], rtol=0, atol=weight), name
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", models.STRATEGIES)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_every_strategy_equals_a_single_process(ranks, strategy, world_size):
-    config = {"sharding_strategy": strategy, **STRATEGIES[strategy]}
+    config = {"sharding_strategy": strategy, **models.STRATEGIES[strategy]}
     if world_size == 1:
         config.pop("shard", None)
     check(ranks.run(models.run, world_size, config, models.untied))
@@ -46,33 +39,28 @@ def test_every_strategy_equals_a_single_process(ranks, strategy, world_size):
 @pytest.mark.parametrize("build", [models.tied, models.frozen, models.lora])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
 def test_tied_frozen_and_adapter_models_equal_a_single_process(ranks, build, strategy):
-    check(ranks.run(models.run, 4, {"sharding_strategy": strategy, **STRATEGIES[strategy]}, build))
+    check(ranks.run(models.run, 4, {"sharding_strategy": strategy, **models.STRATEGIES[strategy]}, build))
 
 
 def test_tied_weights_in_separate_units_equal_a_single_process(ranks):
     check(ranks.run(models.run, 2, {"wrap_lm_head": True, "auto_wrap_policy": "BLOCKS"}, models.tied))
 
 
-def _clipped(max_norm, norm_type):
-    return models.run({}, models.untied, max_norm=max_norm, norm_type=norm_type)
+def run(options):
+    return models.run({}, models.untied, **options)
 
 
 @pytest.mark.parametrize(("norm_type", "limit"), [(2.0, 0.05), (1.0, 0.05), (float("inf"), 0.005)])
 def test_clipping_equals_a_single_process(ranks, norm_type, limit):
-    results = ranks.run(_clipped, 2, limit, norm_type)
+    results = ranks.run(run, 2, {"max_norm": limit, "norm_type": norm_type})
     assert results[0]["plain"][1][0] > limit  # clipping takes effect
     check(results)
 
 
-def _accumulated(micro, every):
-    return models.run(
-        {}, models.untied, micro_train_batch_size=1, train_batch_size=models.SAMPLES, sync_every_micro_batch=every
-    )
-
-
 @pytest.mark.parametrize("every", [False, True])
 def test_accumulation_equals_one_large_batch(ranks, every):
-    check(ranks.run(_accumulated, 2, 1, every))
+    sizes = {"micro_train_batch_size": 1, "train_batch_size": models.SAMPLES}
+    check(ranks.run(run, 2, sizes | {"sync_every_micro_batch": every}))
 
 
 @pytest.mark.parametrize(
@@ -146,13 +134,10 @@ def test_gradients_are_divided_by_the_factor_instead_of_the_world_size(ranks, wo
         assert torch.equal(half[name], gradient / 2), name
 
 
-def _divided_twice():
+@on_ranks(1)
+def test_a_factor_by_which_torch_would_divide_twice_is_refused():
     model = models.made(models.untied).double()
     with pytest.raises(
         UsageError, match=r"'.*' is reduced in float64, and torch applies the factor twice.*reduce_dtype"
     ):
         FSDPStrategy(FSDPConfig(gradient_divide_factor=2.0)).prepare_model(model)
-
-
-def test_a_factor_by_which_torch_would_divide_twice_is_refused(ranks):
-    ranks.run(_divided_twice, 1)

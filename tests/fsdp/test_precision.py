@@ -14,6 +14,7 @@ from ckptkit.fsdp.precision import mixed_precision_policy, offload_policy, set_s
 from ckptkit.fsdp.strategy import FSDPStrategy
 from ckptkit.fsdp.wrap import shard
 from tests.fsdp import models
+from tests.ranks import on_ranks
 
 
 @pytest.mark.parametrize(
@@ -56,7 +57,8 @@ def test_frozen_parameters_and_buffers_keep_their_dtype():
     assert model.frequencies.dtype == torch.float32
 
 
-def _mixed_dtypes():
+@on_ranks(2)
+def test_dtypes_that_cannot_share_a_unit_are_refused_with_the_reason():
     model = models.untied()
     model.layers[1].up.to(torch.bfloat16)
     with pytest.raises(
@@ -71,33 +73,23 @@ def _mixed_dtypes():
     strategy = FSDPStrategy(FSDPConfig(auto_wrap_policy="BLOCKS", mixed_precision="bf16"))
     strategy.prepare_model(model)
     models.train_sharded(model, strategy, strategy.create_optimizer(model))
-    return model.layers[0].up.base.weight.dtype
+    assert model.layers[0].up.base.weight.dtype == torch.bfloat16
 
 
-def test_dtypes_that_cannot_share_a_unit_are_refused_with_the_reason(ranks):
-    assert ranks.run(_mixed_dtypes, 2) == [torch.bfloat16] * 2
-
-
-def _output():
+@on_ranks(2)
+def test_blocks_compute_in_bf16_and_the_model_returns_fp32():
     model = shard(models.untied(), FSDPConfig(mixed_precision="bf16", output_dtype="fp32"))
     inner = []
     model.layers[0].register_forward_hook(lambda module, args, out: inner.append(out.dtype))
-    return model(models.batch(0)).dtype, inner[0]
+    assert (model(models.batch(0)).dtype, inner[0]) == (torch.float32, torch.bfloat16)
 
 
-def test_blocks_compute_in_bf16_and_the_model_returns_fp32(ranks):
-    assert ranks.run(_output, 2)[0] == (torch.float32, torch.bfloat16)
-
-
-def _integer_parameter():
+@on_ranks(2)
+def test_an_integer_parameter_is_refused():
     model = nn.Linear(4, 4)
     model.table = nn.Parameter(torch.arange(4), requires_grad=False)
     with pytest.raises(UsageError, match="'table' has dtype int64"):
         shard(model)
-
-
-def test_an_integer_parameter_is_refused(ranks):
-    ranks.run(_integer_parameter, 2)
 
 
 class Doubled(nn.Module):
@@ -114,47 +106,29 @@ class Doubled(nn.Module):
         return self.out(x.to(self.out.weight.dtype))
 
 
-def _fp64(config, steps):
-    """Train on a part of the batch per rank, and in one process on all of it; return the largest difference."""
-    generator = torch.Generator().manual_seed(4)
-    batch = torch.randn(steps, 4, 6, generator=generator, dtype=torch.float64) / 3
-    results = []
-    for sharded in (True, False):
-        torch.manual_seed(2)
-        model = Doubled().double()
-        if sharded:
-            strategy = FSDPStrategy(
-                FSDPConfig(auto_wrap_policy="BLOCKS", **config),
-                max_norm=0.01,
-                train_batch_size=4,
-                micro_train_batch_size=1,
-            )
-            strategy.prepare_model(model)
-            optimizer = strategy.create_optimizer(model, factory=lambda groups: torch.optim.SGD(groups, lr=0.3))
-            mine = batch[:, 2 * dist.get_rank() :][:, :2]
-            for step in mine:
-                for sample in step:
-                    strategy.backward(model(sample[None]).square().mean(), model, optimizer)
-                    stepped = strategy.optimizer_step(optimizer, model)
-                assert stepped
-                assert strategy.last_grad_norm.dtype == torch.float64
-        else:
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-            for step in batch:
-                loss = sum(model(sample[None]).square().mean() for sample in step) / 4
-                loss.backward()
-                norm = torch.stack([parameter.grad.norm() for parameter in model.parameters()]).norm()
-                for parameter in model.parameters():
-                    parameter.grad.mul_(torch.clamp(0.01 / (norm + 1e-6), max=1.0))
-                optimizer.step()
-                optimizer.zero_grad()
-        results.append(models.weights(model))
-    return max((results[0][name] - value).abs().max().item() for name, value in results[1].items())
-
-
 @pytest.mark.parametrize("config", [{}, {"sharding_strategy": "NO_SHARD"}], ids=["sharded", "replicated"])
-def test_a_model_in_fp64_trains_in_fp64(ranks, config):
-    assert max(ranks.run(_fp64, 2, config, 3)) < 1e-14
+@on_ranks(2)
+def test_a_model_in_fp64_trains_in_fp64(config):
+    """Train on a part of the batch per rank, and in one process on all of it."""
+    generator = torch.Generator().manual_seed(4)
+    batch = torch.randn(3, 4, 6, generator=generator, dtype=torch.float64) / 3
+    model, plain = (models.made(Doubled).double() for _ in range(2))
+    config = FSDPConfig(auto_wrap_policy="BLOCKS", **config)
+    strategy = FSDPStrategy(config, max_norm=0.01, train_batch_size=4, micro_train_batch_size=1)
+    strategy.prepare_model(model)
+    optimizer = strategy.create_optimizer(model, factory=lambda groups: torch.optim.SGD(groups, lr=0.3))
+    other = torch.optim.SGD(plain.parameters(), lr=0.3)
+    for step in batch:
+        for sample in models.part(step, 2, dist.get_rank()):
+            strategy.backward(model(sample[None]).square().mean(), model, optimizer)
+            stepped = strategy.optimizer_step(optimizer, model)
+        assert stepped
+        assert strategy.last_grad_norm.dtype == torch.float64
+        (sum(plain(sample[None]).square().mean() for sample in step) / 4).backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+        other.step()
+        other.zero_grad()
+    assert models.difference(model, plain) < 1e-14
 
 
 def test_fp64_units_are_reduced_in_fp64_next_to_other_units():
@@ -165,15 +139,14 @@ def test_fp64_units_are_reduced_in_fp64_next_to_other_units():
     assert policy.reduce_dtype == torch.bfloat16  # requested explicitly
 
 
-def _policies():
+@on_ranks(2)
+def test_each_unit_reduces_in_its_own_dtype():
     model = FSDPStrategy(FSDPConfig(auto_wrap_policy="BLOCKS")).prepare_model(Doubled())
     loss = model(torch.ones(2, 6, dtype=torch.float64)).sum()
     loss.backward()
-    return [module._get_fsdp_state()._mp_policy.reduce_dtype for module in (model.layers[0], model.layers[1], model)]
-
-
-def test_each_unit_reduces_in_its_own_dtype(ranks):
-    assert ranks.run(_policies, 2)[0] == [torch.float64, torch.float64, torch.float32]
+    assert [
+        module._get_fsdp_state()._mp_policy.reduce_dtype for module in (model.layers[0], model.layers[1], model)
+    ] == [torch.float64, torch.float64, torch.float32]
 
 
 class Told(nn.Module):
@@ -189,16 +162,13 @@ class Told(nn.Module):
         return self.layers[0](x.to(self.out.weight.dtype))
 
 
-def _inputs(casts):
+@pytest.mark.parametrize(("casts", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
+@on_ranks(2)
+def test_inputs_are_cast_unless_cast_forward_inputs_is_false(casts, dtype):
     strategy = FSDPStrategy(FSDPConfig(mixed_precision="bf16", cast_forward_inputs=casts))
     model = strategy.prepare_model(Told())
     model(torch.ones(2, 4))
-    return model.seen
-
-
-@pytest.mark.parametrize(("casts", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
-def test_inputs_are_cast_unless_cast_forward_inputs_is_false(ranks, casts, dtype):
-    assert ranks.run(_inputs, 2, casts) == [dtype] * 2
+    assert model.seen == dtype
 
 
 def _reduced_gradients(precision):

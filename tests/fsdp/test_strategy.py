@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+import itertools
 import math
 import os
 import random
@@ -15,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from ckptkit.errors import (
     CheckpointExistsError,
@@ -30,17 +31,16 @@ from ckptkit.fsdp import DynamicGradScaler, FSDPConfig, FSDPStrategy, MasterWeig
 from ckptkit.fsdp.setup import accumulation_steps
 from ckptkit.fsdp.strategy import ModelOptimPair
 from tests.fsdp import models
-from tests.ranks import run_ranks, run_script
+from tests.ranks import on_ranks, run_ranks, run_script
 
+SGD = functools.partial(torch.optim.SGD, lr=0.5)
 ALONE = """
 import sys
 import torch
 from ckptkit.fsdp import FSDPStrategy
 from tests.fsdp import models
-strategy = FSDPStrategy()
-model = strategy.prepare_model(models.made(models.untied))
+strategy, model, optimizer = models.prepared()
 plain = models.made(models.untied)
-optimizer = strategy.create_optimizer(model)
 other = torch.optim.AdamW(plain.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
 for step in range(2):
     loss, expected = models.loss_of(model, models.batch(step)), models.loss_of(plain, models.batch(step))
@@ -54,8 +54,7 @@ strategy.save_ckpt(model, sys.argv[1], optimizer=optimizer)
 fresh = strategy.prepare_model(models.made(models.untied, seed=4))
 path, client = strategy.load_ckpt(fresh, sys.argv[1])
 assert path.endswith("step_00000002"), path
-weights = models.weights(fresh)
-assert all(torch.equal(weights[name], value) for name, value in plain.state_dict().items())
+models.assert_equal(models.weights(fresh), plain.state_dict())
 strategy.close()
 assert not torch.distributed.is_initialized()
 """
@@ -78,16 +77,14 @@ def test_batch_sizes_that_do_not_divide_are_refused_with_all_numbers():
         accumulation_steps(6, micro=4, world_size=2)
 
 
-def _uneven():
+@on_ranks(2)
+def test_uneven_batches_are_refused_at_setup():
     with pytest.raises(UsageError, match="train_batch_size 6"):
         FSDPStrategy(micro_train_batch_size=4, train_batch_size=6).setup_distributed()
 
 
-def test_uneven_batches_are_refused_at_setup(ranks):
-    ranks.run(_uneven, 2)
-
-
-def _returned_unchanged():
+@on_ranks(2)
+def test_prepared_models_and_other_objects_are_returned_unchanged():
     strategy = FSDPStrategy()
     assert strategy.prepare_model(None) is None
     assert strategy.prepare_model("text") == "text"
@@ -99,87 +96,52 @@ def _returned_unchanged():
     assert not isinstance(actor, FSDPModule)
 
 
-def test_prepared_models_and_other_objects_are_returned_unchanged(ranks):
-    ranks.run(_returned_unchanged, 2)
-
-
-def _shard_sizes():
+@on_ranks(4)
+def test_shard_sizes_become_meshes():
     strategy = FSDPStrategy()
-    found = []
-    for size in (None, -1, 1, 2, 4, "auto"):
+    for size, mesh in ((None, (4,)), (-1, (4,)), (1, (4, 1)), (2, (2, 2)), (4, (4,)), ("auto", (4, 1))):
         model = strategy.prepare_model(models.untied(), is_training=size != "auto", shard_size=size)
         parameter = next(model.parameters())
-        found.append((tuple(parameter.device_mesh.shape), [str(p) for p in parameter.placements]))
+        assert parameter.device_mesh.shape == mesh  # "auto": a small inference model is not sharded
+        assert [str(p) for p in parameter.placements] == ["R", "S(0)"][-len(mesh) :]
     with pytest.raises(UsageError, match=r"shard_size is 3.*the 4 data-parallel ranks"):
         strategy.prepare_model(models.untied(), shard_size=3)
-    return found
 
 
-def test_shard_sizes_become_meshes(ranks):
-    whole, hybrid = ["S(0)"], ["R", "S(0)"]
-    assert ranks.run(_shard_sizes, 4)[0] == [
-        ((4,), whole),
-        ((4,), whole),
-        ((4, 1), hybrid),
-        ((2, 2), hybrid),
-        ((4,), whole),
-        ((4, 1), hybrid),  # a small inference model is not sharded
-    ]
-
-
-def _inference():
+@on_ranks(2)
+def test_inference_keeps_the_stored_dtype():
     strategy = FSDPStrategy(FSDPConfig(mixed_precision="bf16"))
     model = strategy.prepare_model(models.made(models.untied).half(), is_training=False)
-    return {p.dtype for p in model.parameters()}
+    assert {p.dtype for p in model.parameters()} == {torch.float16}
 
 
-def test_inference_keeps_the_stored_dtype(ranks):
-    assert ranks.run(_inference, 2) == [{torch.float16}] * 2
-
-
-def _two_models():
-    """Two optimizers of one strategy: each clips its own model."""
+@on_ranks(2)
+def test_every_optimizer_clips_its_own_model_to_one_joint_norm():
     strategy = FSDPStrategy(max_norm=1e-3)
-    pairs: list[ModelOptimPair] = []
-    for seed in (0, 1):
-        model = strategy.prepare_model(models.made(models.untied, seed))
-        pairs.append((model, strategy.create_optimizer(model, factory=lambda g: torch.optim.SGD(g, lr=1.0))))
-    moved = []
+    actor, critic = (strategy.prepare_model(models.made(models.untied, seed)) for seed in (0, 1))
+    pairs: list[ModelOptimPair] = [(model, strategy.create_optimizer(model, factory=SGD)) for model in (actor, critic)]
     for model, optimizer in pairs:
         before = models.weights(model)
         strategy.backward(models.loss_of(model, models.batch(0)), model, optimizer)
         strategy.optimizer_step(optimizer, model, name="actor")
-        after = models.weights(model)
-        moved.append(torch.cat([(after[n] - before[n]).flatten() for n in before]).norm().item())
-    return moved
+        moved = [(value - before[name]).flatten() for name, value in models.weights(model).items()]
+        assert torch.cat(moved).norm().item() == pytest.approx(0.5e-3, rel=1e-3)
 
 
-def test_every_optimizer_clips_its_own_model_to_one_joint_norm(ranks):
-    assert ranks.run(_two_models, 2)[0] == pytest.approx([1e-3, 1e-3], rel=1e-3)
+@on_ranks(2)
+def test_gradients_are_reduced_only_in_the_last_backward_or_in_every_one():
+    for every in (False, True):
+        config = {"auto_wrap_policy": "NO_WRAP"}
+        strategy, model, optimizer = models.prepared(config, train_batch_size=8, sync_every_micro_batch=every)
+        for index in range(4):
+            strategy.backward(models.loss_of(model, models.batch(index)), model, optimizer)
+            assert all(p.grad is not None for p in model.parameters()) == (every or index == 3)
+            assert strategy.optimizer_step(optimizer, model) == (index == 3)
 
 
-def _traffic(every):
-    """Count the reduce-scatters of four backward passes."""
-    strategy = FSDPStrategy(FSDPConfig(auto_wrap_policy="NO_WRAP"), train_batch_size=8, sync_every_micro_batch=every)
-    model = strategy.prepare_model(models.untied())
-    optimizer = strategy.create_optimizer(model)
-    counts = []
-    for index in range(4):
-        strategy.backward(models.loss_of(model, models.batch(index)), model, optimizer)
-        counts.append(all(p.grad is not None for p in model.parameters()))
-        assert strategy.optimizer_step(optimizer, model) == (index == 3)
-    return counts
-
-
-def test_gradients_are_reduced_only_in_the_last_backward(ranks):
-    assert ranks.run(_traffic, 2, False)[0] == [False, False, False, True]
-    assert ranks.run(_traffic, 2, True)[0] == [True] * 4
-
-
-def _swapped(folder):
-    strategy = FSDPStrategy(train_batch_size=4)
-    model = strategy.prepare_model(models.made(models.untied))
-    optimizer = strategy.create_optimizer(model)
+@on_ranks(2)
+def test_swapped_arguments_are_refused_by_name(tmp_path):
+    strategy, model, optimizer = models.prepared(train_batch_size=4)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
     loss = models.loss_of(model, models.batch(0))
     state = strategy.maybe_offload_optimizer
@@ -192,16 +154,16 @@ def _swapped(folder):
         ("scheduler must be a scheduler, found 'actor'", lambda: strategy.optimizer_step(optimizer, model, "actor")),
         ("scheduler must be a scheduler, found AdamW", lambda: strategy.optimizer_step(optimizer, model, optimizer)),
         ("name must be a name", lambda: strategy.optimizer_step(optimizer, model, None, scheduler)),
-        ("swapped", lambda: strategy.save_ckpt(folder, model)),
+        ("swapped", lambda: strategy.save_ckpt(tmp_path, model)),
         ("save_dir must be a path or URL, found AdamW", lambda: strategy.save_ckpt(model, optimizer)),
-        ("tag must be a name or None, found 7. To name a step, pass", lambda: strategy.save_ckpt(model, folder, 7)),
-        ("step must be a whole number", lambda: strategy.save_ckpt(model, folder, step="7")),
-        ("optimizer must be an optimizer", lambda: strategy.save_ckpt(model, folder, optimizer=scheduler)),
-        ("swapped", lambda: strategy.load_ckpt(folder, model)),
-        ("optimizer must be an optimizer, found LambdaLR", lambda: strategy.load_ckpt(model, folder, scheduler)),
-        ("swapped", lambda: strategy.save_model(model, folder, None)),
-        ("model must be a module", lambda: strategy.save_model(optimizer, None, folder)),
-        ("swapped", lambda: strategy.load_hf(folder, model)),
+        ("tag must be a name or None, found 7. To name a step, pass", lambda: strategy.save_ckpt(model, tmp_path, 7)),
+        ("step must be a whole number", lambda: strategy.save_ckpt(model, tmp_path, step="7")),
+        ("optimizer must be an optimizer", lambda: strategy.save_ckpt(model, tmp_path, optimizer=scheduler)),
+        ("swapped", lambda: strategy.load_ckpt(tmp_path, model)),
+        ("optimizer must be an optimizer, found LambdaLR", lambda: strategy.load_ckpt(model, tmp_path, scheduler)),
+        ("swapped", lambda: strategy.save_model(model, tmp_path, None)),
+        ("model must be a module", lambda: strategy.save_model(optimizer, None, tmp_path)),
+        ("swapped", lambda: strategy.load_hf(tmp_path, model)),
         ("optimizer must be", lambda: state(model)),
         ("optimizer must be", lambda: strategy.maybe_load_optimizer(model)),
         ("found an optimizer", lambda: strategy.offload_model(optimizer)),
@@ -215,13 +177,8 @@ def _swapped(folder):
     for message, call in calls:
         with pytest.raises(UsageError, match=message):
             call()
-    after = models.weights(model)
-    assert os.listdir(folder) == []
-    return all(torch.equal(before[name], after[name]) for name in before)
-
-
-def test_swapped_arguments_are_refused_by_name(ranks, tmp_path):
-    assert ranks.run(_swapped, 2, str(tmp_path)) == [True, True]
+    assert os.listdir(tmp_path) == []
+    models.assert_equal(models.weights(model), before)
 
 
 @pytest.mark.parametrize(
@@ -244,55 +201,42 @@ def test_impossible_options_are_refused_at_once(options, message):
         FSDPStrategy(**options)
 
 
-def _anothers_optimizer():
-    strategy = FSDPStrategy()
-    actor, critic = (strategy.prepare_model(models.made(models.untied)) for _ in range(2))
-    optimizer = strategy.create_optimizer(actor)
-    strategy.backward(models.loss_of(actor, models.batch(0)), actor, optimizer)
-    assert strategy.optimizer_step(optimizer, actor)
+@on_ranks(2)
+def test_the_optimizer_of_another_model_is_refused():
+    strategy, actor, optimizer = models.prepared()
+    critic = strategy.prepare_model(models.made(models.untied))
+    assert models.step(strategy, actor, optimizer)
     with pytest.raises(UsageError, match=r"has no parameter of FSDPTinyLM.*another model's"):
         strategy.optimizer_step(optimizer, critic)
 
 
-def test_the_optimizer_of_another_model_is_refused(ranks):
-    ranks.run(_anothers_optimizer, 2)
-
-
-def _replaced_parameters(precision, names):
-    strategy = FSDPStrategy(config=FSDPConfig(precision=precision, mixed_precision="bf16"))
-    model = strategy.prepare_model(models.made(models.untied))
-    optimizer = strategy.create_optimizer(model)
+@pytest.mark.parametrize("names", [(), ("head",)], ids=["all", "one"])
+@pytest.mark.parametrize("precision", ["master", "mixed"])
+@on_ranks(2)
+def test_parameters_that_were_replaced_between_two_steps_are_refused_by_name(precision, names):
+    strategy, model, optimizer = models.prepared({"precision": precision, "mixed_precision": "bf16"})
     for _ in range(2):
-        strategy.backward(models.loss_of(model, models.batch(0)), model, optimizer)
-        assert strategy.optimizer_step(optimizer, model)
+        assert models.step(strategy, model, optimizer)
     state = {name: value.clone() for name, value in model.state_dict().items()}
     state = {name: value for name, value in state.items() if not names or any(part in name for part in names)}
     model.load_state_dict(state, strict=False)
-    strategy.backward(models.loss_of(model, models.batch(0)), model, optimizer)
-    assert strategy.optimizer_step(optimizer, model)
+    assert models.step(strategy, model, optimizer)
     model.load_state_dict(state, strict=False, assign=True)
     strategy.backward(models.loss_of(model, models.batch(0)), model, optimizer)
     with pytest.raises(UsageError, match=f"{len(state)} parameters of .* were replaced .*{next(iter(state))}"):
         strategy.optimizer_step(optimizer, model)
 
 
-@pytest.mark.parametrize("names", [(), ("head",)], ids=["all", "one"])
-@pytest.mark.parametrize("precision", ["master", "mixed"])
-def test_parameters_that_were_replaced_between_two_steps_are_refused_by_name(ranks, precision, names):
-    ranks.run(_replaced_parameters, 2, precision, names)
-
-
-def _several_optimizers():
-    """Actor and critic step in turn, the critic twice as often; then the critic is replaced."""
-    strategy = FSDPStrategy()
-    actor, critic = (strategy.prepare_model(models.made(models.untied)) for _ in range(2))
-    first = strategy.create_optimizer(actor)
+@on_ranks(2)
+def test_the_global_step_counts_steps_not_optimizers():
+    """Actor and critic step in turn, the critic twice as often; then the critic gets another optimizer."""
+    strategy, actor, first = models.prepared()
+    critic = strategy.prepare_model(models.made(models.untied))
     second = torch.optim.SGD(critic.parameters(), lr=0.1)
     found = []
 
     def step(model, optimizer):
-        strategy.backward(models.loss_of(model, models.batch(0)), model, optimizer)
-        assert strategy.optimizer_step(optimizer, model)
+        assert models.step(strategy, model, optimizer)
         found.append(strategy.global_step)
 
     for _ in range(2):
@@ -303,74 +247,29 @@ def _several_optimizers():
     strategy.global_step = 100
     step(actor, first)
     step(critic, second)
-    return found
+    assert found == [1, 1, 2, 2, 3, 4, 5, 101, 101]
 
 
-def test_the_global_step_counts_steps_not_optimizers(ranks):
-    assert ranks.run(_several_optimizers, 2)[0] == [1, 1, 2, 2, 3, 4, 5, 101, 101]
-
-
-def _two_optimizers_of_one_model():
-    """The head has its own optimizer: both step in the same accumulation window."""
+@on_ranks(2)
+def test_optimizers_of_one_model_step_in_the_same_window():
     strategy = FSDPStrategy(train_batch_size=8, micro_train_batch_size=2)
     model = strategy.prepare_model(models.made(models.untied))
-    head = {id(parameter) for parameter in model.lm_head.parameters()}
-    optimizers = [
-        torch.optim.SGD([p for p in model.parameters() if (id(p) in head) == own], lr=0.1) for own in (True, False)
-    ]
-    found = []
+    head = torch.optim.SGD(model.lm_head.parameters(), lr=0.1)
+    rest = torch.optim.SGD([p for name, p in model.named_parameters() if "lm_head" not in name], lr=0.1)
     for index in range(4):
-        strategy.backward(models.loss_of(model, models.batch(index)), model, optimizers[0])
-        for optimizer in optimizers:
-            found.append((strategy.optimizer_step(optimizer, model), strategy.last_outcome))
-    return found, strategy.global_step
+        strategy.backward(models.loss_of(model, models.batch(index)), model, head)
+        for optimizer in (head, rest):
+            assert strategy.optimizer_step(optimizer, model) == (index % 2 == 1)
+            assert strategy.last_outcome == ("stepped" if index % 2 else "accumulating")
+    assert strategy.global_step == 2
 
 
-def test_optimizers_of_one_model_step_in_the_same_window(ranks):
-    waits, steps = [(False, "accumulating")] * 2, [(True, "stepped")] * 2
-    assert ranks.run(_two_optimizers_of_one_model, 2)[0] == ([*waits, *steps, *waits, *steps], 2)
-
-
-def _step_called_at_the_end_only():
-    strategy = FSDPStrategy(train_batch_size=8)
-    model = strategy.prepare_model(models.made(models.untied))
-    optimizer = strategy.create_optimizer(model)
+@on_ranks(2)
+def test_one_step_after_the_last_backward_of_a_window_is_enough():
+    strategy, model, optimizer = models.prepared(train_batch_size=8)
     for index in range(4):
         strategy.backward(models.loss_of(model, models.batch(index)), model, optimizer)
-    return strategy.optimizer_step(optimizer, model)
-
-
-def test_one_step_after_the_last_backward_of_a_window_is_enough(ranks):
-    assert ranks.run(_step_called_at_the_end_only, 2) == [True, True]
-
-
-def _partial_window(config, every):
-    """Two of four backward passes, closed early, and one process on the same samples."""
-    strategy = FSDPStrategy(
-        FSDPConfig.from_dict(config), max_norm=1.0, train_batch_size=8, sync_every_micro_batch=every
-    )
-    model = strategy.prepare_model(models.made(models.untied))
-    optimizer = strategy.create_optimizer(model, factory=lambda groups: torch.optim.SGD(groups, lr=0.5))
-    if (scaler := strategy.grad_scaler(optimizer)) is not None:
-        scaler.load_state_dict({"scale": 64.0})
-    found = []
-    for window in range(2):
-        for index in range(2):
-            strategy.backward(
-                models.loss_of(model, models.batch(2 * window + index)), model, optimizer, last=index == 1
-            )
-            strategy.optimizer_step(optimizer, model)
-            found.append(strategy.last_outcome)
-    plain = models.made(models.untied)
-    other = torch.optim.SGD(plain.parameters(), lr=0.5)
-    for window in range(2):
-        loss = sum(models.loss_of(plain, models.batch(2 * window + index)) for index in range(2)) / 2
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-        other.step()
-        other.zero_grad()
-    weights, expected = models.weights(model), models.weights(plain)
-    return found, max((weights[name].float() - expected[name]).abs().max().item() for name in weights)
+    assert strategy.optimizer_step(optimizer, model)
 
 
 @pytest.mark.parametrize("every", [False, True])
@@ -379,36 +278,47 @@ def _partial_window(config, every):
     [({}, 1e-6), ({"mixed_precision": "fp16"}, 5e-3), ({"mixed_precision": "bf16", "precision": "master"}, 3e-2)],
     ids=["fp32", "fp16", "master"],
 )
-def test_the_last_accumulation_window_may_be_shorter(ranks, config, tolerance, every):
-    outcomes, difference = ranks.run(_partial_window, 2, config, every)[0]
-    assert outcomes == ["accumulating", "stepped"] * 2
-    assert difference < tolerance
+@on_ranks(2)
+def test_the_last_accumulation_window_may_be_shorter(config, tolerance, every):
+    """Two of four backward passes, closed early, and one process on the same samples."""
+    strategy, model, optimizer = models.prepared(
+        config, factory=SGD, max_norm=1.0, train_batch_size=8, sync_every_micro_batch=every
+    )
+    if (scaler := strategy.grad_scaler(optimizer)) is not None:
+        scaler.load_state_dict({"scale": 64.0})
+    plain = models.made(models.untied)
+    other = SGD(plain.parameters())
+    for window in range(2):
+        losses = []
+        for index in range(2):
+            tokens = models.batch(2 * window + index)
+            strategy.backward(models.loss_of(model, tokens), model, optimizer, last=index == 1)
+            strategy.optimizer_step(optimizer, model)
+            assert strategy.last_outcome == ("stepped" if index else "accumulating")
+            losses.append(models.loss_of(plain, tokens) / 2)
+        sum(losses).backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        other.step()
+        other.zero_grad()
+    assert models.difference(model, plain) < tolerance
 
 
-def _open_window(folder):
-    strategy = FSDPStrategy(train_batch_size=4)
-    model = strategy.prepare_model(models.made(models.untied))
-    optimizer = strategy.create_optimizer(model)
-    strategy.save_ckpt(model, folder, step=1)
-    strategy.backward(models.loss_of(model, models.batch(0)), model, optimizer)
-    strategy.optimizer_step(optimizer, model)
+@on_ranks(2)
+def test_a_load_drops_the_gradients_of_an_open_window(tmp_path):
+    strategy, model, optimizer = models.prepared(train_batch_size=4)
+    strategy.save_ckpt(model, tmp_path, step=1)
+    models.step(strategy, model, optimizer)
     with pytest.raises(UsageError, match=r"1 backward passes have not been used.*last=True"):
-        strategy.load_ckpt(model, folder)
+        strategy.load_ckpt(model, tmp_path)
     strategy.backward(models.loss_of(model, models.batch(0)), model, optimizer, last=True)
     assert strategy.optimizer_step(optimizer, model)
-    strategy.load_ckpt(model, folder)
-
-
-def test_a_load_drops_the_gradients_of_an_open_window(ranks, tmp_path):
-    ranks.run(_open_window, 2, str(tmp_path))
+    strategy.load_ckpt(model, tmp_path)
 
 
 def _without_sync(config, held):
     """Two passes, then a step: the first pass in no_sync(), or both as an accumulation window."""
     size = {} if held else {"train_batch_size": 4, "micro_train_batch_size": 1}
-    strategy = FSDPStrategy(FSDPConfig.from_dict(config), max_norm=0.05, **size)
-    model = strategy.prepare_model(models.made(models.untied))
-    optimizer = strategy.create_optimizer(model)
+    strategy, model, optimizer = models.prepared(config, max_norm=0.05, **size)
     found = []
     for index in range(4):
         inside = held and index % 2 == 0
@@ -436,18 +346,15 @@ def test_no_sync_accumulates_like_a_window(ranks, config):
     for (told, weights, norm), (expected, others, other_norm) in zip(held, window, strict=True):
         assert told == expected == [(False, "accumulating"), (True, "stepped")] * 2
         assert torch.equal(norm, other_norm)
-        assert all(torch.equal(weights[name], others[name]) for name in others)  # halving before or after a sum
+        models.assert_equal(weights, others)  # halving before or after a sum
 
 
 def _split_sequences():
     """Two ranks share samples and split them along the sequence: each gets half of the tokens, from both ends."""
     from torch.distributed.tensor.experimental import context_parallel
 
-    strategy = FSDPStrategy(FSDPConfig(cp=2))
-    strategy.setup_distributed()
+    strategy, model, optimizer = models.prepared({"cp": 2}, factory=SGD)
     mesh = strategy.context_parallel_mesh
-    model = strategy.prepare_model(models.made(models.untied))
-    optimizer = strategy.create_optimizer(model, factory=lambda groups: torch.optim.SGD(groups, lr=0.5))
     tokens = models.batch(strategy.data_parallel_rank)[:, :5]
     inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()  # shifted before the split
     with context_parallel(mesh, buffers=[inputs, labels], buffer_seq_dims=[1, 1], no_restore_buffers={inputs, labels}):
@@ -456,13 +363,11 @@ def _split_sequences():
         strategy.backward(loss, model, optimizer)
     assert strategy.optimizer_step(optimizer, model)
     plain = models.made(models.untied)
-    other = torch.optim.SGD(plain.parameters(), lr=0.5)
+    other = SGD(plain.parameters())
     batches = [models.batch(index) for index in range(strategy.data_parallel_size)]
     (sum(models.loss_of(plain, batch[:, :5]) for batch in batches) / len(batches)).backward()
     other.step()
-    weights, expected = models.weights(model), models.weights(plain)
-    difference = max((weights[name] - value).abs().max().item() for name, value in expected.items())
-    return mesh.size(), strategy.data_parallel_rank, inputs.shape[1], difference
+    return mesh.size(), strategy.data_parallel_rank, inputs.shape[1], models.difference(model, plain)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -470,45 +375,35 @@ def test_context_parallel_training_equals_training_on_whole_sequences(ranks, wor
     results = ranks.run(_split_sequences, world_size)
     assert [result[:3] for result in results] == [(2, rank // 2, 2) for rank in range(world_size)]
     assert max(result[3] for result in results) < 1e-6
-    assert ranks.run(_no_split, 1) == [None]
 
 
-def _no_split():
-    return FSDPStrategy().context_parallel_mesh
+def test_without_context_parallelism_there_is_no_mesh_for_it():
+    assert FSDPStrategy().context_parallel_mesh is None
 
 
-def _not_scaled():
-    strategy = FSDPStrategy(FSDPConfig(mixed_precision="fp16"))
-    model = strategy.prepare_model(models.made(models.untied))
-    optimizer = strategy.create_optimizer(model)
+@on_ranks(2)
+def test_a_loss_that_was_not_scaled_is_refused():
+    strategy, model, optimizer = models.prepared({"mixed_precision": "fp16"})
     models.loss_of(model, models.batch(0)).backward()
     with pytest.raises(UsageError, match=r"by the loss scale 65536.*strategy\.backward"):
         strategy.optimizer_step(optimizer, model)
 
 
-def test_a_loss_that_was_not_scaled_is_refused(ranks):
-    ranks.run(_not_scaled, 2)
-
-
-def _scaler_of(precision):
-    config = FSDPConfig(mixed_precision="fp16", precision=precision, initial_loss_scale=128.0, loss_scale_hysteresis=1)
-    strategy = FSDPStrategy(config)
-    model = strategy.prepare_model(models.made(models.untied))
-    optimizer = strategy.create_optimizer(model)
+@pytest.mark.parametrize("precision", ["mixed", "master"])
+@on_ranks(2)
+def test_the_loss_scale_starts_and_backs_off_as_configured(precision):
+    config = {"mixed_precision": "fp16", "precision": precision, "initial_loss_scale": 128.0}
+    strategy, model, optimizer = models.prepared({**config, "loss_scale_hysteresis": 1})
     scales = [strategy.grad_scaler(optimizer).scale]
     for factor in (1.0, math.inf, 1.0):
         strategy.backward(models.loss_of(model, models.batch(0)) * factor, model, optimizer)
         strategy.optimizer_step(optimizer, model)
         scales.append(strategy.grad_scaler(optimizer).scale)
-    return scales
+    assert scales == [128.0, 128.0, 64.0, 64.0]
 
 
-@pytest.mark.parametrize("precision", ["mixed", "master"])
-def test_the_loss_scale_starts_and_backs_off_as_configured(ranks, precision):
-    assert ranks.run(_scaler_of, 2, precision)[0] == [128.0, 128.0, 64.0, 64.0]
-
-
-def _own_masters():
+@on_ranks(2)
+def test_an_optimizer_with_its_own_scaler_is_scaled_and_clipped():
     """A MasterWeightOptimizer created by the user, with a scaler: its scale and the strategy's limit are used."""
     strategy = FSDPStrategy(FSDPConfig(mixed_precision="fp16", precision="master"), max_norm=1e-3)
     model = strategy.prepare_model(models.made(models.untied))
@@ -517,43 +412,32 @@ def _own_masters():
     optimizer = MasterWeightOptimizer(base, grad_scaler=scaler)
     assert strategy.grad_scaler(optimizer) is scaler
     before = [optimizer.state[p]["master"].full_tensor().clone() for p in model.parameters()]
-    strategy.backward(models.loss_of(model, models.batch(0)), model, optimizer)
-    assert strategy.optimizer_step(optimizer, model)
+    assert models.step(strategy, model, optimizer)
     after = [optimizer.state[p]["master"].full_tensor() for p in model.parameters()]
-    return torch.cat([(a - b).flatten() for a, b in zip(after, before, strict=True)]).norm().item()
+    moved = torch.cat([(a - b).flatten() for a, b in zip(after, before, strict=True)]).norm()
+    assert moved.item() == pytest.approx(1e-3, rel=1e-2)
 
 
-def test_an_optimizer_with_its_own_scaler_is_scaled_and_clipped(ranks):
-    assert ranks.run(_own_masters, 2)[0] == pytest.approx(1e-3, rel=1e-2)
-
-
-def _scheduled():
-    strategy = FSDPStrategy(train_batch_size=4)
-    model = strategy.prepare_model(models.untied())
-    optimizer = strategy.create_optimizer(model, lr=1.0)
+@on_ranks(2)
+def test_the_scheduler_advances_with_the_steps():
+    strategy, model, optimizer = models.prepared(train_batch_size=4, lr=1.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1 / (1 + epoch))
     for index in range(6):
         strategy.backward(models.loss_of(model, models.batch(index)), model, optimizer)
         strategy.optimizer_step(optimizer, model, scheduler)
-    return scheduler.last_epoch, optimizer.param_groups[0]["lr"], strategy.global_step
+    assert (scheduler.last_epoch, optimizer.param_groups[0]["lr"], strategy.global_step) == (3, 0.25, 3)
 
 
-def test_the_scheduler_advances_with_the_steps(ranks):
-    assert ranks.run(_scheduled, 2)[0] == (3, 0.25, 3)
-
-
-def _nothing_to_train():
+@on_ranks(2)
+def test_an_optimizer_without_parameters_is_refused():
     strategy = FSDPStrategy()
     model = strategy.prepare_model(models.untied().requires_grad_(False))
     with pytest.raises(UsageError, match="no trainable parameter"):
         strategy.create_optimizer(model)
 
 
-def test_an_optimizer_without_parameters_is_refused(ranks):
-    ranks.run(_nothing_to_train, 2)
-
-
-def _made_too_early():
+@on_ranks(2)
+def test_an_optimizer_that_was_made_before_the_model_was_sharded_is_refused():
     strategy = FSDPStrategy()
     model = models.untied()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -563,43 +447,30 @@ def _made_too_early():
         strategy.optimizer_step(optimizer, model)
 
 
-def test_an_optimizer_that_was_made_before_the_model_was_sharded_is_refused(ranks):
-    ranks.run(_made_too_early, 2)
-
-
-def _offloaded(folder, precision):
-    config = FSDPConfig(offload="optimizer", precision=precision, mixed_precision="bf16")
-    runs = []
-    for offload in (False, True):
-        strategy = FSDPStrategy(config)
-        model = strategy.prepare_model(models.made(models.untied))
-        optimizer = strategy.create_optimizer(model)
-        assert strategy.maybe_offload_optimizer(optimizer) is optimizer  # nothing in it yet
-        models.train_sharded(model, strategy, optimizer, range(2))
-        if offload:
-            assert strategy.maybe_offload_optimizer(optimizer) is optimizer
-            assert all(v.device.type == "cpu" for s in optimizer.state.values() for v in s.values())
-            strategy.save_ckpt(model, folder, optimizer=optimizer)
-            assert strategy.maybe_load_optimizer(optimizer) is optimizer
-        models.train_sharded(model, strategy, optimizer, range(2, 4))
-        runs.append(models.weights(model))
-    resumed = strategy.prepare_model(models.made(models.untied, seed=3))
-    other = strategy.create_optimizer(resumed)
-    strategy.load_ckpt(resumed, folder, optimizer=other)
-    models.train_sharded(resumed, strategy, other, range(2, 4))
-    runs.append(models.weights(resumed))
-    return runs
-
-
 @pytest.mark.parametrize("precision", ["mixed", "master"])
-def test_an_offloaded_run_saves_and_resumes_like_one_on_the_device(ranks, tmp_path, precision):
-    never, offloaded, resumed = ranks.run(_offloaded, 2, str(tmp_path), precision)[0]
-    for name in never:
-        assert torch.equal(never[name], offloaded[name]), name
-        assert torch.equal(never[name], resumed[name]), name
+@on_ranks(2)
+def test_an_offloaded_run_saves_and_resumes_like_one_on_the_device(tmp_path, precision):
+    config = {"offload": "optimizer", "precision": precision, "mixed_precision": "bf16"}
+    strategy, plain, its_optimizer = models.prepared(config)
+    models.train_sharded(plain, strategy, its_optimizer, range(4))
+
+    strategy, model, optimizer = models.prepared(config)
+    assert strategy.maybe_offload_optimizer(optimizer) is optimizer  # nothing in it yet
+    models.train_sharded(model, strategy, optimizer, range(2))
+    assert strategy.maybe_offload_optimizer(optimizer) is optimizer
+    assert all(v.device.type == "cpu" for s in optimizer.state.values() for v in s.values())
+    strategy.save_ckpt(model, tmp_path, optimizer=optimizer)
+    assert strategy.maybe_load_optimizer(optimizer) is optimizer
+
+    strategy, resumed, other = models.prepared(config, seed=3)
+    strategy.load_ckpt(resumed, tmp_path, optimizer=other)
+    for later, its_optimizer in ((model, optimizer), (resumed, other)):
+        models.train_sharded(later, strategy, its_optimizer, range(2, 4))
+        models.assert_equal(models.weights(later), models.weights(plain))
 
 
-def _model_offload():
+@on_ranks(2)
+def test_a_model_can_be_offloaded_and_reloaded():
     strategy = FSDPStrategy()
     model = strategy.prepare_model(models.made(models.untied))
     before = models.weights(model)
@@ -607,13 +478,8 @@ def _model_offload():
     assert strategy.offload_model(given) is given
     assert all(p.to_local().device.type == "cpu" for p in model.parameters())
     assert strategy.reload_model(model) is model
-    after = models.weights(model)
+    models.assert_equal(models.weights(model), before)
     models.loss_of(model, models.batch(0)).backward()
-    return all(torch.equal(before[name], after[name]) for name in before)
-
-
-def test_a_model_can_be_offloaded_and_reloaded(ranks):
-    assert ranks.run(_model_offload, 2) == [True, True]
 
 
 CONFIGS = {
@@ -626,10 +492,8 @@ CONFIGS = {
 }
 
 
-def session(config, build):
-    strategy = FSDPStrategy(FSDPConfig.from_dict(config), max_norm=1.0)
-    model = strategy.prepare_model(models.made(build, seed=8))
-    optimizer = strategy.create_optimizer(model, lr=1e-2, weight_decay=0.1)
+def session(config=None, build=models.untied):
+    strategy, model, optimizer = models.prepared(config, build, seed=8, max_norm=1.0, lr=1e-2, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.8**epoch)
     if (scaler := strategy.grad_scaler(optimizer)) is not None:
         scaler.load_state_dict({"scale": 128.0})  # the default overflows in the first step
@@ -649,18 +513,17 @@ def train(parts, steps):
 
 
 def _save(folder, config, build):
-    parts = session(config, build)
-    strategy, model, optimizer, scheduler = parts
+    parts = strategy, model, optimizer, scheduler = session(config, build)
     train(parts, range(2))
     report = strategy.save_ckpt(
         model, folder, "global_step2", client_state={"epoch": 1}, optimizer=optimizer, scheduler=scheduler
     )
-    return report.step, train(parts, range(2, 4)), models.weights(model)
+    assert report.step == 2
+    return train(parts, range(2, 4)), models.weights(model)
 
 
 def _resume(folder, config, build):
-    parts = session(config, build)
-    strategy, model, optimizer, scheduler = parts
+    parts = strategy, model, optimizer, scheduler = session(config, build)
     path, client = strategy.load_ckpt(model, folder, optimizer=optimizer, scheduler=scheduler)
     assert path.endswith("global_step2")
     assert client == {"epoch": 1}
@@ -672,123 +535,99 @@ def _resume(folder, config, build):
 @pytest.mark.parametrize("kind", CONFIGS)
 @pytest.mark.parametrize("build", [models.untied, models.tied, models.lora])
 def test_a_resumed_run_continues_bit_for_bit(ranks, tmp_path, kind, build):
-    config = CONFIGS[kind]
     size = 4 if kind == "hsdp" else 2
-    step, losses, weights = ranks.run(_save, size, str(tmp_path), config, build)[0]
-    assert step == 2
-    resumed, found = ranks.run(_resume, size, str(tmp_path), config, build)[0]
+    losses, weights = ranks.run(_save, size, tmp_path, CONFIGS[kind], build)[0]
+    resumed, found = ranks.run(_resume, size, tmp_path, CONFIGS[kind], build)[0]
     assert resumed == losses
-    assert all(torch.equal(found[name], weights[name]) for name in weights)
+    models.assert_equal(found, weights)
 
 
 @pytest.mark.parametrize("kind", ["mixed", "master", "hsdp"])
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_run_resumes_on_another_number_of_ranks(ranks, tmp_path, kind, size):
-    _, losses, weights = ranks.run(_save, 4, str(tmp_path), CONFIGS[kind], models.tied)[0]
-    config = {key: value for key, value in CONFIGS[kind].items() if key != "sharding_strategy" and key != "shard"}
-    resumed, found = ranks.run(_resume, size, str(tmp_path), config, models.tied)[0]
+    losses, weights = ranks.run(_save, 4, tmp_path, CONFIGS[kind], models.tied)[0]
+    config = {} if kind == "hsdp" else CONFIGS[kind]
+    resumed, found = ranks.run(_resume, size, tmp_path, config, models.tied)[0]
     # three ranks divide by a factor that rounds; powers of two do not
     assert resumed == pytest.approx(losses, abs=2e-3 if size == 3 else 1e-6)
     for name in weights:
         assert torch.allclose(found[name].float(), weights[name].float(), atol=2e-2 if size == 3 else 1e-6), name
 
 
-def _flags(folder):
-    parts = session({}, models.untied)
-    strategy, model, optimizer, scheduler = parts
-    assert strategy.load_ckpt(model, folder, optimizer=optimizer) == (None, {})
+@on_ranks(2)
+def test_requested_state_must_exist_unless_its_flag_is_off(tmp_path):
+    parts = strategy, model, optimizer, scheduler = session()
+    assert strategy.load_ckpt(model, tmp_path, optimizer=optimizer) == (None, {})
     train(parts, range(2))
-    strategy.save_ckpt(model, folder)  # without its optimizer
+    strategy.save_ckpt(model, tmp_path)  # without its optimizer
     with pytest.raises(CkptkitError, match="optimizer"):
-        strategy.load_ckpt(model, folder, optimizer=optimizer)
-    strategy.load_ckpt(model, folder, optimizer=optimizer, load_optimizer_states=False)
+        strategy.load_ckpt(model, tmp_path, optimizer=optimizer)
+    strategy.load_ckpt(model, tmp_path, optimizer=optimizer, load_optimizer_states=False)
     with pytest.raises(CkptkitError, match="scheduler"):
-        strategy.load_ckpt(model, folder, scheduler=scheduler)
-    strategy.load_ckpt(model, folder, scheduler=scheduler, load_lr_scheduler_states=False)
+        strategy.load_ckpt(model, tmp_path, scheduler=scheduler)
+    strategy.load_ckpt(model, tmp_path, scheduler=scheduler, load_lr_scheduler_states=False)
     model.lm_head = nn.Linear(2, 2)
     model.extra = nn.Linear(2, 2)
     with pytest.raises(CheckpointMismatchError, match="extra"):
-        strategy.load_ckpt(model, folder)
+        strategy.load_ckpt(model, tmp_path)
 
 
-def test_requested_state_must_exist_unless_its_flag_is_off(ranks, tmp_path):
-    ranks.run(_flags, 2, str(tmp_path))
-
-
-def _half_copied(folder):
-    parts = session({}, models.untied)
-    strategy, model, optimizer, _ = parts
+@on_ranks(2)
+def test_an_incomplete_copy_is_an_error_unless_start_fresh_allows_it(tmp_path):
+    parts = strategy, model, optimizer, _ = session()
     train(parts, range(1))
-    strategy.save_ckpt(model, folder, optimizer=optimizer)
+    strategy.save_ckpt(model, tmp_path, optimizer=optimizer)
     dist.barrier()
     if dist.get_rank() == 0:
-        Path(folder, f"step_{strategy.global_step:08d}", "checkpoint.json").unlink()
+        Path(tmp_path, f"step_{strategy.global_step:08d}", "checkpoint.json").unlink()
     dist.barrier()
     with pytest.raises(IncompleteCheckpointError, match=r"FSDPStrategy\.load_ckpt"):
-        strategy.load_ckpt(model, folder, optimizer=optimizer)
-    assert strategy.load_ckpt(model, folder, optimizer=optimizer, start_fresh="if_none_committed") == (None, {})
+        strategy.load_ckpt(model, tmp_path, optimizer=optimizer)
+    assert strategy.load_ckpt(model, tmp_path, optimizer=optimizer, start_fresh="if_none_committed") == (None, {})
 
 
-def test_an_incomplete_copy_is_an_error_unless_start_fresh_allows_it(ranks, tmp_path):
-    ranks.run(_half_copied, 2, str(tmp_path))
-
-
-def _weights_alone(folder):
-    parts = session(CONFIGS["master"], models.untied)
-    strategy, model, optimizer, _ = parts
+@on_ranks(2)
+def test_masters_follow_weights_loaded_without_the_optimizer(tmp_path):
+    parts = strategy, model, optimizer, _ = session(CONFIGS["master"])
     train(parts, range(2))
-    strategy.save_ckpt(model, folder, optimizer=optimizer)
-    strategy, model, optimizer, _ = session(CONFIGS["master"], models.untied)
-    strategy.load_ckpt(model, folder, optimizer=optimizer, load_optimizer_states=False)
-    return all(torch.equal(s["master"].to_local(), p.to_local().float()) for p, s in optimizer.state.items())
+    strategy.save_ckpt(model, tmp_path, optimizer=optimizer)
+    strategy, model, optimizer, _ = session(CONFIGS["master"])
+    strategy.load_ckpt(model, tmp_path, optimizer=optimizer, load_optimizer_states=False)
+    assert all(torch.equal(s["master"].to_local(), p.to_local().float()) for p, s in optimizer.state.items())
 
 
-def test_masters_follow_weights_loaded_without_the_optimizer(ranks, tmp_path):
-    assert ranks.run(_weights_alone, 2, str(tmp_path)) == [True, True]
-
-
-def _rotated(folder):
-    strategy, model, _, _ = session({}, models.untied)
-    for step in (1, 2, 3, 10):
-        strategy.save_ckpt(model, folder, f"global_step{step}", max_num=2)
-    strategy.save_ckpt(model, folder, "global_step10", max_num=2)  # again
-    return sorted(name for name in os.listdir(folder) if name.startswith("global"))
-
-
-def test_rotation_counts_committed_checkpoints_by_step(ranks, tmp_path):
-    (tmp_path / "tensorboard").mkdir()
-    assert ranks.run(_rotated, 2, str(tmp_path))[0] == ["global_step10", "global_step3"]
+@on_ranks(2)
+def test_rotation_counts_committed_checkpoints_by_step(tmp_path):
+    (tmp_path / "tensorboard").mkdir(exist_ok=True)
+    strategy, model, _, _ = session()
+    for step in (1, 2, 3, 10, 10):
+        strategy.save_ckpt(model, tmp_path, f"global_step{step}", max_num=2)
+    assert sorted(path.name for path in tmp_path.glob("global*")) == ["global_step10", "global_step3"]
     assert (tmp_path / "tensorboard").exists()
 
 
-def _meta_resume(folder):
-    parts = session({}, models.untied)
-    strategy, source, optimizer, _ = parts
+@on_ranks(2)
+def test_a_meta_model_is_loaded_before_it_is_saved(tmp_path):
+    parts = strategy, source, optimizer, _ = session()
     train(parts, range(1))
-    strategy.save_ckpt(source, folder, optimizer=optimizer)
+    strategy.save_ckpt(source, tmp_path, optimizer=optimizer)
     with strategy.init_model_context(meta_init=True):
         model = models.untied()
     strategy.prepare_model(model)
     with pytest.raises(SaveError, match="never given values"):
-        strategy.save_ckpt(model, folder)
+        strategy.save_ckpt(model, tmp_path)
     with pytest.raises(SaveError, match="never given values"):
-        strategy.save_model(model, None, folder + "/hf")
-    strategy.load_ckpt(model, folder)
-    strategy.save_ckpt(model, folder, step=9)
-    weights, expected = models.weights(model), models.weights(source)
-    return all(torch.equal(weights[name], expected[name]) for name in expected)
+        strategy.save_model(model, None, tmp_path / "hf")
+    strategy.load_ckpt(model, tmp_path)
+    strategy.save_ckpt(model, tmp_path, step=9)
+    models.assert_equal(models.weights(model), models.weights(source))
 
 
-def test_a_meta_model_is_loaded_before_it_is_saved(ranks, tmp_path):
-    assert ranks.run(_meta_resume, 2, str(tmp_path)) == [True, True]
-
-
-def _export(folder, build, config, shard_size):
-    strategy = FSDPStrategy(FSDPConfig.from_dict(config))
+def _export(folder, build, shard_size):
+    strategy = FSDPStrategy()
     model = strategy.prepare_model(models.made(build))
-    tokens = models.batch(0)
     with torch.no_grad():
-        logits = model(tokens).logits
+        logits = model(models.batch(0)).logits
     strategy.save_model(model, None, folder, max_shard_size=shard_size)
     with pytest.raises(CheckpointExistsError):
         strategy.save_model(model, None, folder)
@@ -813,13 +652,10 @@ def test_an_export_loads_with_from_pretrained_and_equal_logits(ranks, tmp_path, 
     from transformers import AutoModelForCausalLM
 
     folder = tmp_path / "hf"
-    results = ranks.run(_export, 2, str(folder), build, {}, shard_size)
-    logits, weights = results[0]
+    logits, weights = ranks.run(_export, 2, folder, build, shard_size)[0]
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert type(model).__name__ == build().__class__.__name__
-    found = model.state_dict()
-    assert found.keys() == weights.keys()
-    assert all(torch.equal(found[name], weights[name]) for name in weights)
+    models.assert_equal(model.state_dict(), weights)
     with torch.no_grad():
         assert torch.allclose(model(models.batch(0)).logits, logits, atol=1e-5)
     files = sorted(folder.glob("*.safetensors"))
@@ -829,15 +665,14 @@ def test_an_export_loads_with_from_pretrained_and_equal_logits(ranks, tmp_path, 
     assert not any(name.endswith("gate_up_proj") for name in names)  # one tensor per expert, as on the hub
 
 
+class Tokenizer:
+    def save_pretrained(self, path):
+        Path(path, "tokenizer.json").write_text("{}")
+
+
 def _export_cast(folder):
     strategy = FSDPStrategy()
     model = strategy.prepare_model(models.made(models.llama))
-
-    class Tokenizer:
-        def save_pretrained(self, path):
-            with open(os.path.join(path, "tokenizer.json"), "w") as file:
-                file.write("{}")
-
     strategy.save_model(model, Tokenizer(), folder, dtype="bf16")
     return models.weights(model)
 
@@ -845,10 +680,10 @@ def _export_cast(folder):
 def test_an_export_is_cast_on_request_and_includes_the_tokenizer(ranks, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    weights = ranks.run(_export_cast, 2, str(tmp_path / "hf"))[0]
+    weights = ranks.run(_export_cast, 2, tmp_path / "hf")[0]
     assert (tmp_path / "hf" / "tokenizer.json").read_text() == "{}"
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    assert all(torch.equal(value, weights[name].bfloat16()) for name, value in model.state_dict().items())
+    models.assert_equal(model.state_dict(), {name: value.bfloat16() for name, value in weights.items()})
 
 
 def _failing_export(folder):
@@ -866,18 +701,22 @@ def _failing_export(folder):
 
     original, hf_save._bytes = hf_save._bytes, fail
     with pytest.raises((SaveError, OSError), match="No space left"):
-        strategy.save_model(model, None, folder)
-    hf_save._bytes = original
+        strategy.save_model(model, None, folder / "hf")
     dist.barrier()  # rank 0 removes its files before it fails, and the others do not wait for that
-    return os.listdir(os.path.dirname(folder))
+    assert list(folder.iterdir()) == []
 
 
 def test_an_export_that_fails_fails_on_all_ranks_and_leaves_nothing(tmp_path):
-    assert run_ranks(_failing_export, 2, str(tmp_path / "hf")) == [[], []]
+    run_ranks(_failing_export, 2, tmp_path)
+
+
+def equal_ranks(values):
+    """Return the groups of ranks that have equal values."""
+    return [list(ranks) for _, ranks in itertools.groupby(range(len(values)), key=lambda rank: values[rank])]
 
 
 def _seeds(config):
-    """Return the first numbers of each generator after setup, and whether `prepare_model` has drawn none."""
+    """Return the first numbers of each generator after setup; `prepare_model` must draw none."""
     strategy = FSDPStrategy(FSDPConfig.from_dict(config), seed=7)
     strategy.setup_distributed()
     state = torch.get_rng_state()
@@ -887,7 +726,8 @@ def _seeds(config):
     strategy.prepare_model(model, tp_plan=plan)
     first = torch.nn.functional.dropout(torch.ones(64)), random.random(), np.random.rand()
     torch.manual_seed(7 + strategy.data_parallel_rank)
-    return [str(value) for value in first], torch.equal(first[0], torch.nn.functional.dropout(torch.ones(64)))
+    assert torch.equal(first[0], torch.nn.functional.dropout(torch.ones(64)))
+    return [str(value) for value in first]
 
 
 @pytest.mark.parametrize(
@@ -903,11 +743,8 @@ def _seeds(config):
 )
 def test_dropout_differs_only_between_data_parallel_ranks(ranks, config, groups):
     found = ranks.run(_seeds, 4, config)
-    assert all(as_promised for _, as_promised in found)
     for kind in range(3):
-        drawn = [values[kind] for values, _ in found]
-        assert len(set(drawn)) == len(groups)
-        assert all(len({drawn[rank] for rank in group}) == 1 for group in groups)
+        assert equal_ranks([values[kind] for values in found]) == groups
 
 
 @pytest.mark.parametrize("seed", [-1, 1.5, "7", None])
@@ -923,9 +760,8 @@ def _samples(config):
     sampler = torch.utils.data.DistributedSampler(
         range(12), strategy.data_parallel_size, strategy.data_parallel_rank, shuffle=True
     )
-    total = torch.tensor([float(dist.get_rank())])
-    dist.all_reduce(total, group=strategy.data_parallel_mesh.get_group())
-    return strategy.data_parallel_rank, strategy.data_parallel_size, list(sampler), total.item()
+    group = dist.get_process_group_ranks(strategy.data_parallel_mesh.get_group())
+    return strategy.data_parallel_rank, strategy.data_parallel_size, list(sampler), sum(group)
 
 
 @pytest.mark.parametrize(
@@ -950,13 +786,10 @@ def test_a_sampler_gives_tp_and_cp_ranks_the_same_samples(ranks, config, expecte
     assert sorted(sample for part in parts.values() for sample in part) == list(range(12))
 
 
-def _odd_ranks():
+@on_ranks(3)
+def test_ranks_that_are_not_a_multiple_of_tp_are_refused_at_setup():
     with pytest.raises(UsageError, match=r"tp x cp = 2 .* world size 3"):
         FSDPStrategy(FSDPConfig(tp=2)).setup_distributed()
-
-
-def test_ranks_that_are_not_a_multiple_of_tp_are_refused_at_setup(ranks):
-    ranks.run(_odd_ranks, 3)
 
 
 def _with_dropout(folder, config, steps, resumes):
@@ -987,12 +820,12 @@ def _with_dropout(folder, config, steps, resumes):
 
 @pytest.mark.parametrize("config", [{}, {"tp": 2}], ids=["1d", "tp"])
 def test_dropout_continues_bit_for_bit_after_a_resume(ranks, tmp_path, config):
-    whole = ranks.run(_with_dropout, 4, str(tmp_path), config, range(4), False)
-    resumed = ranks.run(_with_dropout, 4, str(tmp_path), config, range(2, 4), True)
-    for one, other in zip(whole, resumed, strict=True):
-        assert one[0][2:] == other[0]
-        assert all(torch.equal(value, other[1][name]) for name, value in one[1].items())
-        assert one[2] == other[2]
+    whole = ranks.run(_with_dropout, 4, tmp_path, config, range(4), False)
+    resumed = ranks.run(_with_dropout, 4, tmp_path, config, range(2, 4), True)
+    for (losses, weights, drawn), (later, found, drawn_later) in zip(whole, resumed, strict=True):
+        assert losses[2:] == later
+        models.assert_equal(found, weights)
+        assert drawn == drawn_later
 
 
 @pytest.mark.parametrize(
@@ -1005,38 +838,29 @@ def test_dropout_continues_bit_for_bit_after_a_resume(ranks, tmp_path, config):
     ids=["fewer-ranks", "tp-now", "tp-before"],
 )
 def test_tensor_parallel_ranks_draw_the_same_numbers_on_any_layout(ranks, tmp_path, saved, size, config, groups):
-    ranks.run(_with_dropout, 4, str(tmp_path), saved, range(2), False)
-    found = ranks.run(_with_dropout, size, str(tmp_path), config, [], True)
-    drawn = [tuple(values) for *_, values in found]
-    assert len(set(drawn)) == len(groups)
-    assert all(len({drawn[rank] for rank in group}) == 1 for group in groups)
+    ranks.run(_with_dropout, 4, tmp_path, saved, range(2), False)
+    found = ranks.run(_with_dropout, size, tmp_path, config, [], True)
+    assert equal_ranks([values for *_, values in found]) == groups
 
 
-def _nan_norm():
-    strategy = FSDPStrategy()
-    model = strategy.prepare_model(models.untied())
-    optimizer = strategy.create_optimizer(model)
+@on_ranks(2)
+def test_a_nan_gradient_skips_the_step():
+    strategy, model, optimizer = models.prepared()
     before = models.weights(model)
     strategy.backward(models.loss_of(model, models.batch(0)) * math.nan, model, optimizer)
     assert strategy.last_outcome is None
     assert strategy.optimizer_step(optimizer, model) is False
     assert strategy.last_outcome == "skipped"
     assert strategy.global_step == 0
-    after = models.weights(model)
-    assert not any(isinstance(value, DTensor) for value in after.values())
-    return dist.get_rank(), all(torch.equal(before[name], after[name]) for name in before)
+    models.assert_equal(models.weights(model), before)
 
 
-def test_a_nan_gradient_skips_the_step(ranks):
-    assert ranks.run(_nan_norm, 2) == [(0, True), (1, True)]
-
-
-def _refuses_nonfinite(precision):
+@pytest.mark.parametrize("precision", ["mixed", "master"])
+@on_ranks(2)
+def test_a_nan_gradient_is_an_error_on_request(precision):
     """One element of one gradient is NaN in rank 1's shard."""
-    config = FSDPConfig(mixed_precision="bf16", precision=precision)
-    strategy = FSDPStrategy(config, error_if_nonfinite=True)
-    model = strategy.prepare_model(models.made(models.untied))
-    optimizer = strategy.create_optimizer(model)
+    config = {"mixed_precision": "bf16", "precision": precision}
+    strategy, model, optimizer = models.prepared(config, error_if_nonfinite=True)
     before = models.weights(model)
     strategy.backward(models.loss_of(model, models.batch(0)), model, optimizer)
     gradient = model.layers[1].up.weight.grad.to_local()
@@ -1044,18 +868,13 @@ def _refuses_nonfinite(precision):
     if dist.get_rank() == 1:
         gradient[0, 0] = math.nan
     here = "not finite: layers.1.up.weight" if dist.get_rank() == 1 else "those of another rank are not"
-    with pytest.raises(
-        NonFiniteGradientError, match=f"rank {dist.get_rank()}: the norm of the gradients is nan.*{here}"
-    ):
+    words = f"rank {dist.get_rank()}: the norm of the gradients is nan.*{here}"
+    with pytest.raises(NonFiniteGradientError, match=words):
         strategy.optimizer_step(optimizer, model)
-    same = [torch.equal(value, before[name]) for name, value in models.weights(model).items()]
+    models.assert_equal(models.weights(model), before)
     gradient[0, 0] = value  # the gradients were kept: the step can still be taken
-    return all(same), strategy.optimizer_step(optimizer, model), strategy.global_step
-
-
-@pytest.mark.parametrize("precision", ["mixed", "master"])
-def test_a_nan_gradient_is_an_error_on_request(ranks, precision):
-    assert ranks.run(_refuses_nonfinite, 2, precision) == [(True, True, 1)] * 2
+    assert strategy.optimizer_step(optimizer, model)
+    assert strategy.global_step == 1
 
 
 def test_only_an_optimizer_with_masters_is_an_mp_optimizer():
@@ -1064,28 +883,21 @@ def test_only_an_optimizer_with_masters_is_an_mp_optimizer():
     assert FSDPStrategy().is_mp_optimizer(MasterWeightOptimizer(base))
 
 
-def _not_strict(folder):
-    strategy, model, _, _ = session({}, models.untied)
-    strategy.save_ckpt(model, folder, step=1)
-    saved = models.weights(model)
-    strategy = FSDPStrategy()
-    plain = models.made(models.untied, seed=5)
-    plain.more = nn.Linear(3, 3)
-    del plain.norm.bias
-    plain.norm.bias = None
-    other = strategy.prepare_model(plain)
+@on_ranks(2)
+def test_without_strict_matching_weights_are_loaded(tmp_path):
+    strategy, model, _, _ = session()
+    strategy.save_ckpt(model, tmp_path, step=1)
+    other = models.made(models.untied, seed=5)
+    other.more = nn.Linear(3, 3)
+    other.norm.bias = None
+    strategy.prepare_model(other)
     with pytest.raises(CheckpointMismatchError, match="more"):
-        strategy.load_ckpt(other, folder)
-    strategy.load_ckpt(other, folder, load_module_strict=False)
-    report = strategy.last_load
-    assert report.missing == ["model.more.weight", "model.more.bias"]
-    assert report.unexpected == ["model.norm.bias"]
-    found = models.weights(other)
-    return all(torch.equal(found[name], saved[name]) for name in saved if name != "norm.bias")
-
-
-def test_without_strict_matching_weights_are_loaded(ranks, tmp_path):
-    assert ranks.run(_not_strict, 2, str(tmp_path)) == [True, True]
+        strategy.load_ckpt(other, tmp_path)
+    strategy.load_ckpt(other, tmp_path, load_module_strict=False)
+    assert strategy.last_load.missing == ["model.more.weight", "model.more.bias"]
+    assert strategy.last_load.unexpected == ["model.norm.bias"]
+    expected, found = models.weights(model), models.weights(other)
+    assert all(torch.equal(found[name], expected[name]) for name in expected if name != "norm.bias")
 
 
 # LightRFT's methods and the order of their arguments (strategy_base.py, fsdpv2.py).
@@ -1119,6 +931,5 @@ def test_methods_take_their_arguments_in_the_order_of_lightrft(verb):
     assert positional == VERBS[verb]
     defaults = {p.name: p.default for p in parameters}
     if verb == "save_ckpt":
-        assert (defaults["tag"], defaults["max_num"], defaults["max_mem"], defaults["save_latest"]) == (
-            None, 3, 1000, True
-        )  # fmt: skip
+        given = [defaults[name] for name in ("tag", "max_num", "max_mem", "save_latest")]
+        assert given == [None, 3, 1000, True]

@@ -12,6 +12,7 @@ from ckptkit.fsdp.strategy import FSDPStrategy
 from ckptkit.fsdp.tensor_parallel import tensor_parallel_plan, translate_style
 from tests.fsdp import models
 from tests.fsdp.test_numerics import check
+from tests.ranks import on_ranks
 
 
 def _run(build, plan, max_norm):
@@ -52,7 +53,8 @@ def test_a_custom_plan_equals_a_single_process(ranks):
     check(ranks.run(_run, 4, models.untied, PLAN, 0.0))
 
 
-def _refused():
+@on_ranks(2)
+def test_impossible_plans_are_refused_by_name():
     strategy = FSDPStrategy(FSDPConfig(tp=2))
     for plan, message in (
         (None, "has no tensor-parallel plan"),
@@ -63,10 +65,6 @@ def _refused():
     ):
         with pytest.raises(UsageError, match=message):
             strategy.prepare_model(models.untied(), tp_plan=plan)
-
-
-def test_impossible_plans_are_refused_by_name(ranks):
-    ranks.run(_refused, 2)
 
 
 def test_the_plan_of_a_transformers_model_starts_at_its_root():

@@ -14,54 +14,51 @@ from torch.distributed.tensor import DTensor, Shard
 from ckptkit.errors import UsageError
 from ckptkit.fsdp import blocks
 from ckptkit.fsdp.config import FSDPConfig
-from ckptkit.fsdp.strategy import FSDPStrategy
 from ckptkit.fsdp.units import by_rule
 from ckptkit.fsdp.wrap import NotShardableError, fsdp_units, shard, unwrap_model
 from tests.fsdp import models
+from tests.ranks import on_ranks
 
 
-def _twice(records=None):
-    model = models.untied()
-    assert shard(model) is model
-    logger = logging.getLogger("ckptkit.fsdp.wrap")
+def warnings_of(model, config=None):
+    """Shard a model; return what was logged."""
     seen = []
     handler = logging.Handler()
     handler.emit = lambda record: seen.append(record.getMessage())
+    logger = logging.getLogger("ckptkit.fsdp.wrap")
     logger.addHandler(handler)
-    assert shard(model) is model
+    assert shard(model, FSDPConfig.from_dict(config or {})) is model
     logger.removeHandler(handler)
-    assert seen == ["TinyLM is already sharded; shard() did not change it."]
+    return seen
 
 
-def test_sharding_a_second_time_changes_nothing_and_warns(ranks):
-    ranks.run(_twice, 2)
+@on_ranks(2)
+def test_sharding_a_second_time_changes_nothing_and_warns():
+    model = models.untied()
+    assert warnings_of(model) == []
+    assert warnings_of(model) == ["TinyLM is already sharded; shard() did not change it."]
 
 
-def _root():
+@on_ranks(2)
+def test_the_root_is_always_a_unit():
     model = shard(models.untied(), FSDPConfig(auto_wrap_policy="BLOCKS"))
     assert isinstance(model, FSDPModule)
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-    return fsdp_units(model)
+    assert fsdp_units(model) == ["", "layers.0", "layers.1", "layers.2"]
 
 
-def test_the_root_is_always_a_unit(ranks):
-    assert ranks.run(_root, 2)[0] == ["", "layers.0", "layers.1", "layers.2"]
-
-
-def _children_first():
+@on_ranks(2)
+def test_units_made_by_hand_before_are_kept():
     model = models.made(models.untied)
     fully_shard(model.layers[0])
     shard(model, FSDPConfig(sync_module_states=False))
     models.loss_of(model, models.batch(0)).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
-    return fsdp_units(model)
+    assert fsdp_units(model) == ["", "layers.0", "layers.1", "layers.2"]
 
 
-def test_units_made_by_hand_before_are_kept(ranks):
-    assert ranks.run(_children_first, 2)[0] == ["", "layers.0", "layers.1", "layers.2"]
-
-
-def _refused():
+@on_ranks(2)
+def test_modules_that_fsdp2_cannot_shard_are_refused_by_name():
     inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     inner[1] = FullyShardedDataParallel(inner[1], device_id=torch.device("cpu"))
     with pytest.raises(TypeError, match=r"'1' is an FSDP1 FullyShardedDataParallel"):
@@ -75,126 +72,92 @@ def _refused():
     assert not any(isinstance(module, FSDPModule) for module in scalar.modules())
 
 
-def test_modules_that_fsdp2_cannot_shard_are_refused_by_name(ranks):
-    ranks.run(_refused, 2)
-
-
-def _different_models():
+@on_ranks(2)
+def test_all_ranks_name_the_difference_between_their_models():
     model = nn.Sequential(nn.Linear(4, 4 + dist.get_rank()), nn.Linear(4, 4))
     with pytest.raises(UsageError) as caught:
         shard(model)
-    return str(caught.value)
+    assert "rank 0 has '0.weight' [4, 4] float32, rank 1 has '0.weight' [5, 4] float32" in str(caught.value)
 
 
-def test_all_ranks_name_the_difference_between_their_models(ranks):
-    for text in ranks.run(_different_models, 2):
-        assert "rank 0 has '0.weight' [4, 4] float32, rank 1 has '0.weight' [5, 4] float32" in text
+@on_ranks(2)
+def test_buffers_of_every_dtype_are_synchronised():
+    def filled(value):
+        dtypes = (torch.bool, torch.uint16, torch.float8_e4m3fn, torch.complex64)
+        buffers = {str(dtype): torch.full((3,), float(value)).to(dtype) for dtype in dtypes}
+        mirrored = (torch.ones(2, dtype=torch.complex64) * (1j + value)).conj()
+        return {**buffers, "empty": torch.zeros(0), "mirrored": mirrored}
 
-
-_UNUSUAL = {
-    "flags": torch.bool,
-    "codes": torch.uint16,
-    "eighths": torch.float8_e4m3fn,
-    "waves": torch.complex64,
-    "none": torch.float32,
-}
-
-
-def _synchronised_buffers():
-    model = models.made(models.untied)
-    for name, dtype in _UNUSUAL.items():
-        size = 0 if name == "none" else 3
-        model.register_buffer(name, torch.full((size,), 1.0 - dist.get_rank()).to(dtype))
-    model.register_buffer("mirrored", (torch.ones(2, dtype=torch.complex64) * (1j + dist.get_rank())).conj())
+    model = models.untied()
+    for name, buffer in filled(1 - dist.get_rank()).items():
+        model.register_buffer(name.replace(".", "_"), buffer)
     shard(model)
-    return {name: (buffer.dtype, buffer.to(torch.complex64).tolist()) for name, buffer in model.named_buffers()}
+    for buffer, expected in zip(model.buffers(), filled(1).values(), strict=True):
+        assert buffer.dtype == expected.dtype
+        assert buffer.to(torch.complex64).tolist() == expected.to(torch.complex64).tolist()
 
 
-def test_buffers_of_every_dtype_are_synchronised(ranks):
-    first, second = ranks.run(_synchronised_buffers, 2)
-    assert first == second
-    assert first == {
-        **{name: (dtype, [] if name == "none" else [1] * 3) for name, dtype in _UNUSUAL.items()},
-        "mirrored": (torch.complex64, [-1j, -1j]),
-    }
-
-
-def _synchronised(sync):
+def synchronised(sync):
     model = models.made(models.untied, seed=dist.get_rank())
     model.register_buffer("offset", torch.full((3,), float(dist.get_rank())))
     shard(model, FSDPConfig(sync_module_states=sync))
-    return models.weights(model), model.offset.clone()
+    return models.weights(model)
 
 
-def test_parameters_and_buffers_of_rank_0_are_broadcast(ranks):
+@on_ranks(2)
+def test_parameters_and_buffers_of_rank_0_are_broadcast():
     expected = models.made(models.untied).state_dict()
-    for weights, offset in ranks.run(_synchronised, 2, True):
-        assert torch.equal(offset, torch.zeros(3))
-        assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    models.assert_equal(synchronised(True), {**expected, "offset": torch.zeros(3)})
 
 
-def test_without_sync_module_states_each_rank_keeps_its_own_values(ranks):
-    expected = [models.made(models.untied, seed=seed).state_dict()["lm_head.weight"] for seed in (0, 1)]
-    weights, _ = ranks.run(_synchronised, 2, False)[0]
+@on_ranks(2)
+def test_without_sync_module_states_each_rank_keeps_its_own_values():
+    first, second = (models.made(models.untied, seed=seed).lm_head.weight for seed in (0, 1))
     rows = models.VOCAB // 2 + 1
-    assert torch.equal(weights["lm_head.weight"], torch.cat([expected[0][:rows], expected[1][rows:]]))
+    assert torch.equal(synchronised(False)["lm_head.weight"], torch.cat([first[:rows], second[rows:]]))
 
 
-def _warnings_of(seed_by_rank, config):
-    seen = []
-    handler = logging.Handler()
-    handler.emit = lambda record: seen.append(record.getMessage())
-    logger = logging.getLogger("ckptkit.fsdp.wrap")
-    logger.addHandler(handler)
-    shard(models.made(models.untied, seed=dist.get_rank() * seed_by_rank), FSDPConfig.from_dict(config))
-    logger.removeHandler(handler)
-    return seen
+def from_own_seed(config):
+    return warnings_of(models.made(models.untied, seed=dist.get_rank()), config)
 
 
 def test_replicas_that_start_with_different_values_are_warned_about(ranks):
     config = {"sharding_strategy": "NO_SHARD", "sync_module_states": False}
-    first, second = ranks.run(_warnings_of, 2, 1, config)
-    assert len(first) == 1
+    (first,), second = ranks.run(from_own_seed, 2, config)
+    assert "Ranks 0 and 1 hold different values of 'embed.weight'" in first
     assert second == []
-    assert "Ranks 0 and 1 hold different values of 'embed.weight'" in first[0]
-    assert ranks.run(_warnings_of, 2, 0, config) == [[], []]
-    assert ranks.run(_warnings_of, 2, 1, {"sharding_strategy": "NO_SHARD"}) == [[], []]
 
 
-def _disabled():
+@on_ranks(2)
+def test_equal_and_synchronised_replicas_are_not_warned_about():
+    config = {"sharding_strategy": "NO_SHARD"}
+    assert from_own_seed(config) == []
+    assert warnings_of(models.made(models.untied), config | {"sync_module_states": False}) == []
+
+
+@on_ranks(2)
+def test_enable_fsdp_false_leaves_the_model_unchanged():
     model = models.untied()
     assert shard(model, FSDPConfig(enable_fsdp=False)) is model
-    return any(isinstance(module, FSDPModule) for module in model.modules())
-
-
-def test_enable_fsdp_false_leaves_the_model_unchanged(ranks):
-    assert ranks.run(_disabled, 2) == [False, False]
-
-
-def _tied_after_steps(heads):
-    strategy = FSDPStrategy(FSDPConfig(wrap_lm_head=heads))
-    model = strategy.prepare_model(models.made(models.tied_llama))
-    optimizer = strategy.create_optimizer(model)
-    models.train_sharded(model, strategy, optimizer)
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    weights = models.weights(model)
-    return torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"])
+    assert not any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 @pytest.mark.parametrize("heads", [False, True])
-def test_tied_weights_stay_tied(ranks, heads):
-    assert ranks.run(_tied_after_steps, 2, heads) == [True, True]
+@on_ranks(2)
+def test_tied_weights_stay_tied(heads):
+    strategy, model, optimizer = models.prepared({"wrap_lm_head": heads}, models.tied_llama)
+    models.train_sharded(model, strategy, optimizer)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    weights = models.weights(model)
+    assert torch.equal(weights["lm_head.weight"], weights["model.embed_tokens.weight"])
 
 
-def _second_way_in():
+@on_ranks(2)
+def test_methods_other_than_forward_see_gathered_weights():
     plain = models.made(models.untied)
     model = shard(models.made(models.untied), FSDPConfig(forward_methods=("score", "not_there")))
     tokens = models.batch(0)
-    return model.score(tokens).item() == pytest.approx(plain.score(tokens).item(), abs=1e-6)
-
-
-def test_methods_other_than_forward_see_gathered_weights(ranks):
-    assert ranks.run(_second_way_in, 2) == [True, True]
+    assert model.score(tokens).item() == pytest.approx(plain.score(tokens).item(), abs=1e-6)
 
 
 class _Encoder(models.Block):
@@ -215,29 +178,15 @@ class _Encoded(torch.nn.Module):
         return x
 
 
-def _way_into_blocks():
+@on_ranks(2)
+def test_methods_of_blocks_other_than_forward_see_gathered_weights():
     x = torch.ones(2, models.WIDTH)
     expected = models.made(_Encoded)(x)
     model = shard(models.made(_Encoded), FSDPConfig(forward_methods=("encode",)))
     found = model(x)
     found.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
-    return torch.allclose(found, expected, atol=1e-6)
-
-
-def test_methods_of_blocks_other_than_forward_see_gathered_weights(ranks):
-    assert ranks.run(_way_into_blocks, 2) == [True, True]
-
-
-def _names(config):
-    plain = set(models.untied().state_dict())
-    model = shard(models.untied(), FSDPConfig.from_dict(config))
-    models.loss_of(model, models.batch(0)).backward()
-    assert set(model.state_dict()) == plain
-    assert {name for name, _ in model.named_parameters()} == plain
-    grads = {name: models.whole(p.grad) for name, p in model.named_parameters()}
-    model = shard(model)
-    return grads
+    assert torch.allclose(found, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -249,35 +198,33 @@ def _names(config):
     ],
     ids=["checkpointed", "compiled", "both"],
 )
-def test_sharding_adds_no_prefixes_and_every_parameter_gets_a_gradient(ranks, config):
-    torch.manual_seed(0)
-    for grads in ranks.run(_names, 2, config):
-        assert all(torch.isfinite(grad).all() and grad.abs().sum() > 0 for grad in grads.values())
+@on_ranks(2)
+def test_sharding_adds_no_prefixes_and_every_parameter_gets_a_gradient(config):
+    plain = set(models.untied().state_dict())
+    model = shard(models.made(models.untied), FSDPConfig.from_dict(config))
+    models.loss_of(model, models.batch(0)).backward()
+    assert set(model.state_dict()) == {name for name, _ in model.named_parameters()} == plain
+    gradients = [models.whole(parameter.grad) for parameter in model.parameters()]
+    assert all(gradient.isfinite().all() and gradient.any() for gradient in gradients)
 
 
-def _recomputed():
+@on_ranks(2)
+def test_checkpointed_blocks_run_forward_again_in_backward():
     model = models.untied()
     calls = []
     for index, layer in enumerate(model.layers):
         layer.up.register_forward_pre_hook(lambda *_, index=index: calls.append(index))
     shard(model, FSDPConfig(activation_checkpointing=True))
     models.loss_of(model, models.batch(0)).backward()
-    return calls
+    assert calls == [0, 1, 2, 2, 1, 0]
 
 
-def test_checkpointed_blocks_run_forward_again_in_backward(ranks):
-    assert ranks.run(_recomputed, 2)[0] == [0, 1, 2, 2, 1, 0]
-
-
-def _kept_gathered(keep):
-    model = shard(models.untied(), FSDPConfig(keep_last_block=keep, auto_wrap_policy="BLOCKS"))
-    model(models.batch(0))
-    return [not isinstance(layer.up.weight, DTensor) for layer in model.layers]
-
-
-def test_only_the_last_block_stays_gathered(ranks):
-    assert ranks.run(_kept_gathered, 2, True)[0] == [False, False, True]
-    assert ranks.run(_kept_gathered, 2, False)[0] == [False, False, False]
+@on_ranks(2)
+def test_only_the_last_block_stays_gathered_and_only_on_request():
+    for keep in (True, False):
+        model = shard(models.untied(), FSDPConfig(keep_last_block=keep, auto_wrap_policy="BLOCKS"))
+        model(models.batch(0))
+        assert [not isinstance(layer.up.weight, DTensor) for layer in model.layers] == [False, False, keep]
 
 
 class MixedModal(nn.Module):
@@ -293,7 +240,9 @@ class MixedModal(nn.Module):
         return out if image is None else out + self.visual(image).mean()
 
 
-def _mixed_modal(by_hook):
+@pytest.mark.parametrize("by_hook", [False, True])
+@on_ranks(2)
+def test_ranks_may_take_different_branches_through_a_vision_tower(by_hook):
     config = FSDPConfig(mixed_modal=True, auto_wrap_policy="TRANSFORMER_BASED_WRAP", transformer_layer_cls="Block")
     if by_hook:
         blocks.hasattr = lambda *_: False  # like a torch without set_reduce_scatter_unused_params
@@ -305,29 +254,19 @@ def _mixed_modal(by_hook):
     plain = models.made(MixedModal)
     image = torch.randn(2, models.WIDTH, generator=torch.Generator().manual_seed(5))
     tokens = models.batch(0)
-    loss = nn.functional.cross_entropy(
-        model(tokens, image if dist.get_rank() == 0 else None).flatten(0, 1), tokens.flatten()
-    )
-    loss.backward()
+    out = model(tokens, image if dist.get_rank() == 0 else None)
+    nn.functional.cross_entropy(out.flatten(0, 1), tokens.flatten()).backward()
     expected = [plain(tokens, image), plain(tokens)]
     sum(nn.functional.cross_entropy(out.flatten(0, 1), tokens.flatten()) / 2 for out in expected).backward()
     for (name, a), b in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert torch.allclose(models.whole(a.grad), b.grad, atol=1e-6), name
-    return fsdp_units(model)
+    assert fsdp_units(model) == ["", "text.layers.0", "text.layers.1", "text.layers.2"]
 
 
-@pytest.mark.parametrize("by_hook", [False, True])
-def test_ranks_may_take_different_branches_through_a_vision_tower(ranks, by_hook):
-    assert ranks.run(_mixed_modal, 2, by_hook)[0] == ["", "text.layers.0", "text.layers.1", "text.layers.2"]
-
-
-def _empty_policy():
+@on_ranks(2)
+def test_a_callable_policy_decides():
     model = shard(models.untied(), policy=by_rule(lambda name, module: isinstance(module, nn.LayerNorm)))
-    return fsdp_units(model)
-
-
-def test_a_callable_policy_decides(ranks):
-    assert ranks.run(_empty_policy, 2)[0] == ["", "layers.0.norm", "layers.1.norm", "layers.2.norm", "norm"]
+    assert fsdp_units(model) == ["", "layers.0.norm", "layers.1.norm", "layers.2.norm", "norm"]
 
 
 def test_unwrap_returns_the_innermost_module():
@@ -355,34 +294,35 @@ def _left_alone(config, by_name):
     torch.manual_seed(dist.get_rank())
     model = models.untied()
     model.scale = nn.Parameter(torch.tensor(1.0))  # a scalar, which FSDP2 cannot shard
-    ids = [id(model.scale), id(model.layers[1].up.weight)]
-    mine = model.layers[1].up.weight.detach().clone()
-    chosen = {} if by_name else {"ignored_params": {model.scale, model.layers[1].up.weight}}
-    names = {"ignored_params": ["scale", "*.1.up.weight"]} if by_name else {}
-    shard(model, FSDPConfig.from_dict({**config, **names}), **chosen)
-    plain = {name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)}
-    kept, down = model.layers[1].up.weight, models.whole(model.layers[1].down.weight)
+    kept = model.layers[1].up.weight
+    mine = kept.detach().clone()
+    if by_name:
+        shard(model, FSDPConfig.from_dict({**config, "ignored_params": ["scale", "*.1.up.weight"]}))
+    else:
+        shard(model, FSDPConfig.from_dict(config), ignored_params={model.scale, kept})
+    plain = {name: parameter for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)}
+    assert plain.keys() == {"scale", "layers.1.up.weight"}
+    assert model.layers[1].up.weight is kept
+    assert torch.equal(kept, mine)
+    down = models.whole(model.layers[1].down.weight)
     models.loss_of(model, models.batch(0)).backward()
-    return {
-        "plain": plain,
-        "same": ids == [id(model.scale), id(kept)] and torch.equal(kept, mine),
-        "gradient": kept.grad,
-        "down": down,
-    }
+    return kept.grad, down
 
 
 @pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize("config", [{}, {"sharding_strategy": "HYBRID_SHARD", "shard": 1}], ids=str)
 def test_ignored_parameters_are_left_as_they_are(ranks, config, by_name):
-    results = ranks.run(_left_alone, 2, config, by_name)
-    for result in results:
-        assert result["plain"] == {"scale", "layers.1.up.weight"}
-        assert result["same"]
-        assert torch.equal(result["down"], results[0]["down"])  # the others are synchronized
-    assert not torch.equal(results[0]["gradient"], results[1]["gradient"])  # the ranks differ, because nothing reduces
+    (gradient, down), (other_gradient, other_down) = ranks.run(_left_alone, 2, config, by_name)
+    assert torch.equal(down, other_down)  # the others are synchronized
+    assert not torch.equal(gradient, other_gradient)  # nothing reduces these
 
 
-def _refused_options():
+def _odd(parameter):
+    return Shard(1) if parameter.shape[-1] == 11 else None
+
+
+@on_ranks(2)
+def test_invalid_ignored_parameters_and_placements_are_refused_by_name():
     model = models.untied()
     calls = [
         ("'nothing.*', which matches no parameter", {"config": FSDPConfig(ignored_params="nothing.*")}),
@@ -402,39 +342,12 @@ def _refused_options():
     assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
-def _odd(parameter):
-    return Shard(1) if parameter.shape[-1] == 11 else None
-
-
-def test_invalid_ignored_parameters_and_placements_are_refused_by_name(ranks):
-    ranks.run(_refused_options, 2)
-
-
 def test_ignored_parameters_that_differ_or_train_are_warned_about(ranks):
-    first, second = ranks.run(_warnings_of, 2, 1, {"ignored_params": "embed.*,lm_head.*"})
+    first, second = ranks.run(from_own_seed, 2, {"ignored_params": "embed.*,lm_head.*"})
     assert len(first) == 2
     assert "different values of 'embed.weight' and 1 more parameters, and ignored_params keeps them" in first[0]
     assert "'embed.weight' and 1 more of ignored_params are trainable" in first[1]
     assert second == []
-
-
-def _gathered_ahead(config):
-    """Return which other blocks are gathered while the first computes, and while the last runs backward."""
-    model = shard(models.untied(), FSDPConfig(auto_wrap_policy="BLOCKS", **config))
-    groups = [layer._get_fsdp_state()._fsdp_param_group for layer in model.layers]
-    found = {}
-
-    def look(key):
-        ahead = [group.is_unsharded or group._all_gather_result is not None for group in groups]
-        found[key] = [index for index, is_ahead in enumerate(ahead) if is_ahead]
-
-    def watch(module, args, out):
-        look("forward") if module is model.layers[0].up else out.register_hook(lambda gradient: look("backward"))
-
-    for module in (model.layers[0].up, model.layers[2].down):
-        module.register_forward_hook(watch)
-    models.loss_of(model, models.batch(0)).backward()
-    return found
 
 
 @pytest.mark.parametrize(
@@ -449,5 +362,21 @@ def _gathered_ahead(config):
     ],
     ids=str,
 )
-def test_prefetch_gathers_the_requested_number_of_units_ahead(ranks, config, forward, backward):
-    assert ranks.run(_gathered_ahead, 2, config)[0] == {"forward": forward, "backward": backward}
+@on_ranks(2)
+def test_prefetch_gathers_the_requested_number_of_units_ahead(config, forward, backward):
+    """See which other blocks are gathered while the first computes, and while the last runs backward."""
+    model = shard(models.untied(), FSDPConfig(auto_wrap_policy="BLOCKS", **config))
+    groups = [layer._get_fsdp_state()._fsdp_param_group for layer in model.layers]
+    found = {}
+
+    def look(key):
+        ahead = [group.is_unsharded or group._all_gather_result is not None for group in groups]
+        found[key] = [index for index, is_ahead in enumerate(ahead) if is_ahead]
+
+    def watch(module, args, out):
+        out.register_hook(lambda gradient: look("backward"))
+
+    model.layers[0].up.register_forward_hook(lambda *_: look("forward"))
+    model.layers[2].down.register_forward_hook(watch)
+    models.loss_of(model, models.batch(0)).backward()
+    assert found == {"forward": forward, "backward": backward}
