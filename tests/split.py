@@ -150,7 +150,6 @@ NIGHT: dict[str, int] = {
     "tests/integrations/test_lightning_scripts.py": 0,
     "tests/integrations/test_lightning_shapes.py": 0,
     "tests/integrations/test_hf_ranks.py": 0,
-    "tests/integrations/test_remote.py": 0,
     "tests/integrations/test_torchtitan_trainer.py": 0,
     # Sources of every kind, from every system: some by day.
     "tests/formats/test_rank_sources.py": 8,
@@ -200,7 +199,6 @@ NIGHT: dict[str, int] = {
     "tests/storage/test_remote_faults.py::test_bytes_are_identical_when_every_third_request_fails": 5,
     "tests/storage/test_remote_faults.py::test_a_silent_server_ends_in_an_error": 0,
     "tests/storage/test_remote_faults.py::test_lent_bytes_are_identical_when_every_third_request_fails": 0,
-    "tests/storage/test_remote_faults.py::test_gcs_survives_every_third_request_failing": 0,
     "tests/storage/test_listing.py::test_a_snapshot_lists_and_finds_the_same_files_as_the_store": 2,
     "tests/storage/test_tls.py::test_a_file_round_trips_on_gcs_over_tls": 0,
     "tests/formats/dcp/test_fill.py": 4,

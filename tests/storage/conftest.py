@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
-import os
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from ckptkit.storage.objects import RemoteStore
 from tests.storage import servers
-from tests.storage.proxy import Proxy, proxy_of
+from tests.storage.proxy import PASS, Proxy, proxy_of
+
+_counter = itertools.count()
 
 
 @pytest.fixture(scope="session")
 def moto() -> Iterator[dict[str, Any]]:
     """Storage options of the S3 server."""
-    with servers.moto() as options:
-        RemoteStore("s3://bucket", storage_options=options).fs.makedirs(
-            "bucket", exist_ok=True
-        )  # other tests of this process share it
-        yield dict(options)
+    with servers.moto("bucket") as options:
+        yield options
 
 
 @pytest.fixture(scope="session")
 def gcs() -> Iterator[dict[str, Any]]:
     """Storage options of the GCS server."""
-    with servers.fake_gcs() as options:
-        os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # read when gcsfs is imported
-        RemoteStore("gs://bucket", storage_options=options).fs.mkdir("bucket")
-        yield dict(options)
+    with servers.fake_gcs("bucket") as options:
+        yield options
+
+
+@pytest.fixture
+def path() -> str:
+    """An unused place in a bucket."""
+    return f"bucket/run{next(_counter)}"
 
 
 @pytest.fixture(scope="module")
@@ -44,4 +46,4 @@ def through(moto: dict[str, Any], proxy: Proxy) -> Iterator[dict[str, Any]]:
     """Storage options that use the proxy."""
     proxy.clear()
     yield {**moto, "endpoint_url": proxy.url}
-    proxy.rule = lambda number, method, path: "pass"
+    proxy.rule = PASS

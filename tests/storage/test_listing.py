@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
@@ -16,12 +15,11 @@ from ckptkit.storage.private_keys import AttemptStore
 from tests.storage.proxy import Proxy
 
 NAMES = ["a", "a-b", "a.owner", "a/b", "a/b/c", "a/b0", "a/bb/c", "b", "b/x", "latest", "z/1", "z/2"]
-_counter = itertools.count()
 
 
 @pytest.fixture
-def store(through: dict[str, Any]) -> RemoteStore:
-    return RemoteStore(f"s3://bucket/listing{next(_counter)}", storage_options=through)
+def store(through: dict[str, Any], path: str) -> RemoteStore:
+    return RemoteStore(f"s3://{path}", storage_options=through)
 
 
 def elsewhere(store: RemoteStore) -> RemoteStore:

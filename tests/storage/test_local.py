@@ -39,7 +39,10 @@ def test_a_hub_cache_snapshot_reads_its_blobs(tmp_path: Path) -> None:
     assert LocalStore(snapshot).read("config.json") == b"abc"
 
 
-@pytest.mark.parametrize("name", ["../x", "/x", "a//b", "a\\b", "a\x00b", "a\x1b", "a\ud800b", "\udfff", "x" * 5000])
+@pytest.mark.parametrize(
+    "name",
+    ["../x", "/x", "a//b", "a/./b", "a/..", "a\\b", "a\x00b", "a\x1b", "a\ud800b", "\udfff", "x" * 5000, "x/" * 4000],
+)
 def test_an_unsafe_or_invalid_path_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(UnsafePathError, match="refused"):
         LocalStore(str(tmp_path)).info(name)

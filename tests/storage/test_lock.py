@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,23 +18,30 @@ from ckptkit.errors import LeaseHeldError
 from ckptkit.storage import lock as module
 from ckptkit.storage.lock import acquire_lease, lease_holder
 from ckptkit.storage.open import open_store
-from ckptkit.storage.owner import Owner, this_process
+from ckptkit.storage.owner import Owner, _start_of, this_process
+from ckptkit.storage.store import Store
 from tests.checkpoint.saving import fork
 
+BOOT = "boot/pid:[4026531836]/0123"
+ELSEWHERE = Owner("other-host", 1, "1", "another/machine/entirely")
+PARENT = replace(this_process(), pid=os.getppid(), started=_start_of(os.getppid()) or "")
 
-def put(root: Path, owner: Owner, *, generation: int = 1, beat: int = 0, age_s: float = 0.0) -> Path:
-    path = root / ".ckptkit" / f"lease-{generation:08d}.json"
+
+@pytest.fixture
+def root(tmp_path: Path) -> Store:
+    return open_store(str(tmp_path))
+
+
+def put(root: Store, owner: Owner, *, generation: int = 1, beat: int = 0, age_s: float = 0.0) -> Path:
+    """Write the lease of an owner."""
+    path = Path(root.path_of(f".ckptkit/lease-{generation:08d}.json"))
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps({"nonce": "e" * 16, "beat": beat, "released": False, **owner.to_json()}))
     os.utime(path, (time.time() - age_s,) * 2)
     return path
 
 
-ELSEWHERE = Owner("other-host", 1, "1", "another/machine/entirely")
-
-
-def test_a_held_lease_is_refused_and_names_its_owner(tmp_path: Path) -> None:
-    root = open_store(str(tmp_path))
+def test_a_held_lease_is_refused_and_names_its_owner(root: Store) -> None:
     held = acquire_lease(root)
     with pytest.raises(LeaseHeldError, match=f"process {os.getpid()} on "):
         acquire_lease(root)
@@ -42,12 +50,10 @@ def test_a_held_lease_is_refused_and_names_its_owner(tmp_path: Path) -> None:
     acquire_lease(root).release()
 
 
-def test_a_living_process_of_this_machine_keeps_its_lease(tmp_path: Path) -> None:
-    from ckptkit.storage.owner import _start_of
-
-    put(tmp_path, replace(this_process(), pid=os.getppid(), started=_start_of(os.getppid()) or ""))
+def test_a_living_process_of_this_machine_keeps_its_lease(root: Store) -> None:
+    put(root, PARENT)
     with pytest.raises(LeaseHeldError, match=str(os.getppid())):
-        acquire_lease(open_store(str(tmp_path)))
+        acquire_lease(root)
 
 
 def _take(say: Any, root: str) -> None:
@@ -56,22 +62,32 @@ def _take(say: Any, root: str) -> None:
     os.kill(os.getpid(), 9)
 
 
-def test_a_dead_process_of_this_machine_loses_its_lease_at_once(tmp_path: Path) -> None:
-    assert fork(_take, str(tmp_path)) == (-9, b"taken")
-    start = time.monotonic()
-    acquire_lease(open_store(str(tmp_path))).release()
-    assert time.monotonic() - start < 5
+def acquired_at_once(root: Store) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module.time, "sleep", lambda seconds: pytest.fail("it waits"))
+        acquire_lease(root).release()
 
 
-def test_a_reused_pid_is_not_the_owner(tmp_path: Path) -> None:
-    put(tmp_path, replace(this_process(), pid=os.getppid(), started="1"))
-    acquire_lease(open_store(str(tmp_path))).release()
+def test_a_dead_process_of_this_machine_loses_its_lease_at_once(root: Store) -> None:
+    assert fork(_take, root.url) == (-9, b"taken")
+    acquired_at_once(root)
 
 
-def test_after_a_reboot_the_old_owner_is_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptkit.storage.owner._machine", lambda: "boot/pid:[4026531836]/0123")
-    put(tmp_path, replace(this_process(), machine="before/pid:[4026531836]/0123"))
-    acquire_lease(open_store(str(tmp_path))).release()
+@pytest.mark.parametrize(
+    ("owner", "age_s"),
+    [
+        pytest.param(replace(PARENT, started="1"), 0, id="a reused pid"),
+        pytest.param(replace(this_process(), machine=BOOT.replace("boot", "before")), 0, id="before a reboot"),
+        pytest.param(ELSEWHERE, module.TTL_S + 5, id="expired, of another machine"),
+    ],
+)
+def test_the_lease_of_an_owner_that_is_surely_gone_is_taken_over_at_once(
+    root: Store, monkeypatch: pytest.MonkeyPatch, owner: Owner, age_s: float
+) -> None:
+    if "before" in owner.machine:
+        monkeypatch.setattr("ckptkit.storage.owner._machine", lambda: BOOT)
+    put(root, owner, age_s=age_s)
+    acquired_at_once(root)
 
 
 def test_without_a_machine_id_a_reboot_is_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,32 +96,37 @@ def test_without_a_machine_id_a_reboot_is_unknown(monkeypatch: pytest.MonkeyPatc
     assert this_process().alive()
 
 
-def test_an_expired_lease_of_another_machine_is_taken_over(tmp_path: Path) -> None:
-    put(tmp_path, ELSEWHERE, age_s=module.TTL_S + 5)
-    acquire_lease(open_store(str(tmp_path)), patience_s=60).release()
-
-
-def test_a_heartbeat_of_another_machine_keeps_its_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(tmp_path, ELSEWHERE)
-    monkeypatch.setattr(module.time, "sleep", lambda seconds: put(tmp_path, ELSEWHERE, beat=7))
-    with pytest.raises(LeaseHeldError, match="process 1 on other-host"):
-        acquire_lease(open_store(str(tmp_path)), patience_s=5)
-
-
-def test_another_machine_without_a_heartbeat_loses_its_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(tmp_path, ELSEWHERE)
-    monkeypatch.setattr(module, "_POLL_S", 0.05)
-    acquire_lease(open_store(str(tmp_path)), patience_s=0.3).release()
-
-
-@pytest.mark.parametrize("skew", [-3e7, 3e7])
-def test_our_clock_decides_nothing(tmp_path: Path, skew: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(tmp_path, ELSEWHERE)
+@pytest.mark.parametrize("skew", [0, -3e7, 3e7])
+def test_a_heartbeat_of_another_machine_keeps_its_lease_whatever_our_clock_says(
+    root: Store, skew: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(root, ELSEWHERE)
     real = time.time
     monkeypatch.setattr(module.time, "time", lambda: real() + skew)
-    monkeypatch.setattr(module.time, "sleep", lambda seconds: put(tmp_path, ELSEWHERE, beat=7))
-    with pytest.raises(LeaseHeldError):
-        acquire_lease(open_store(str(tmp_path)), patience_s=5)
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: put(root, ELSEWHERE, beat=7))
+    with pytest.raises(LeaseHeldError, match="process 1 on other-host"):
+        acquire_lease(root, patience_s=5)
+
+
+def test_another_machine_without_a_heartbeat_loses_its_lease(root: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(root, ELSEWHERE)
+    monkeypatch.setattr(module, "_POLL_S", 0.05)
+    acquire_lease(root, patience_s=0.3).release()
+
+
+def test_the_store_clock_survives_a_concurrent_cleanup(root: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, lost = root.info, []
+
+    def info(path: str) -> Any:
+        if not lost:
+            lost.append(path)
+            root.delete([path])
+        return real(path)
+
+    monkeypatch.setattr(root, "info", info)
+    monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: 0.0))  # years behind
+    assert module.store_clock(root) > 1e9
+    assert not [item for item in root.list(".ckptkit") if "clock-" in item.path]
 
 
 def _contend(say: Any, root: str) -> None:
@@ -122,52 +143,33 @@ def _contend(say: Any, root: str) -> None:
         lease.check()
 
 
-def test_the_store_clock_survives_a_concurrent_cleanup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = open_store(str(tmp_path))
-    real, lost = root.info, []
-
-    def info(path: str) -> Any:
-        if not lost:
-            lost.append(path)
-            root.delete([path])
-        return real(path)
-
-    monkeypatch.setattr(root, "info", info)
-    monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: 0.0))  # years behind
-    assert module.store_clock(root) > 1e9
-    assert not list(tmp_path.glob(".ckptkit/clock-*"))
-
-
-def test_one_of_many_contenders_takes_over(tmp_path: Path) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
-    put(tmp_path, replace(this_process(), pid=os.getppid(), started="1"), generation=41)
+def test_one_of_many_contenders_takes_over(root: Store) -> None:
+    put(root, replace(PARENT, started="1"), generation=41)
     with ThreadPoolExecutor(8) as pool:  # each forks a process of its own
-        results = list(pool.map(lambda _: fork(_contend, str(tmp_path)), range(8)))
+        results = list(pool.map(lambda _: fork(_contend, root.url), range(8)))
     assert sorted(said for _, said in results) == [b"l"] * 7 + [b"w"] and {code for code, _ in results} == {0}
 
 
-def test_a_garbage_collected_lease_is_free(tmp_path: Path) -> None:
-    root = open_store(str(tmp_path))
+def test_a_garbage_collected_lease_is_free(root: Store) -> None:
     acquire_lease(root)
     gc.collect()
     acquire_lease(root).release()
 
 
-def test_a_held_lease_writes_heartbeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_held_lease_writes_heartbeats(root: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BEAT_S", 0.05)
-    held = acquire_lease(open_store(str(tmp_path)))
-    path = tmp_path / ".ckptkit" / "lease-00000001.json"
+    held = acquire_lease(root)
     deadline = time.monotonic() + 10
-    while json.loads(path.read_text())["beat"] < 2 and time.monotonic() < deadline:
+    while json.loads(root.read(held.path))["beat"] < 2 and time.monotonic() < deadline:
         time.sleep(0.02)
     held.check()
     held.release()
-    assert json.loads(path.read_text())["beat"] >= 2 and json.loads(path.read_text())["released"]
+    found = json.loads(root.read(held.path))
+    assert found["beat"] >= 2 and found["released"]
 
 
-def test_a_damaged_lease_file_does_not_count(tmp_path: Path) -> None:
-    put(tmp_path, ELSEWHERE).write_bytes(b"\0\0")
-    held = acquire_lease(open_store(str(tmp_path)))
+def test_a_damaged_lease_file_does_not_count(root: Store) -> None:
+    put(root, ELSEWHERE).write_bytes(b"\0\0")
+    held = acquire_lease(root)
     held.check()
     held.release()

@@ -25,6 +25,7 @@ from ckptkit.storage.local import LocalStore
 from ckptkit.storage.publish import stage
 from ckptkit.storage.staging import Replaceable, owner_path, staging_name
 from ckptkit.storage.store import Store
+from tests.checkpoint.crash import kill_at
 from tests.checkpoint.saving import check, save
 
 
@@ -52,6 +53,21 @@ def put(path: Path, *, content: bytes = b"new", overwrite: bool = False, rule: R
 
 def names(root: Path) -> list[str]:
     return sorted(p.name for p in root.iterdir())
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """A directory that was published before."""
+    put(tmp_path / "out", content=b"old")
+    return tmp_path / "out"
+
+
+@pytest.fixture(params=[True, False], ids=["swap", "two steps"])
+def swap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the file system can exchange two directories, which NFS cannot."""
+    if not request.param:
+        monkeypatch.setattr(publish, "_exchange", lambda first, second: False)
+    return request.param
 
 
 def test_stage_publishes_exactly_what_was_written(tmp_path: Path) -> None:
@@ -89,10 +105,9 @@ def test_a_failing_disk_leaves_nothing_and_the_error_names_the_path(
     assert names(tmp_path) == []
 
 
-def test_an_existing_target_is_refused_before_writing(tmp_path: Path) -> None:
-    put(tmp_path / "out", content=b"old")
+def test_an_existing_target_is_refused_before_writing(tmp_path: Path, old: Path) -> None:
     with pytest.raises(CheckpointExistsError, match="overwrite"):
-        put(tmp_path / "out")
+        put(old)
     assert tree(tmp_path)["out/a/model.bin"] == b"old" and names(tmp_path) == ["out"]
 
 
@@ -102,21 +117,18 @@ def test_an_empty_directory_is_replaced(tmp_path: Path) -> None:
     assert tree(tmp_path)["out/a/model.bin"] == b"new"
 
 
-@pytest.mark.parametrize("swap", [True, False])
-def test_overwrite_replaces_the_whole_directory(tmp_path: Path, swap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(tmp_path / "out", content=b"old")
-    (tmp_path / "out" / "stray").write_bytes(b"x")
-    if not swap:
-        monkeypatch.setattr(publish, "_exchange", lambda first, second: False)
-    put(tmp_path / "out", overwrite=True)
+def test_overwrite_replaces_the_whole_directory(
+    tmp_path: Path, old: Path, swap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (old / "stray").write_bytes(b"x")
+    put(old, overwrite=True)
     assert tree(tmp_path) == {"out/a/model.bin": b"new", "out/index.json": b"{}new"}
     assert names(tmp_path) == ["out"]
 
 
-def test_a_failed_overwrite_keeps_the_old(tmp_path: Path) -> None:
-    put(tmp_path / "out", content=b"old")
+def test_a_failed_overwrite_keeps_the_old(tmp_path: Path, old: Path) -> None:
     before = tree(tmp_path)
-    with pytest.raises(ValueError), stage(str(tmp_path / "out"), replaceable=anything, overwrite=True) as store:
+    with pytest.raises(ValueError), stage(str(old), replaceable=anything, overwrite=True) as store:
         store.write("index.json", b"half")
         raise ValueError
     assert tree(tmp_path) == before
@@ -139,64 +151,54 @@ def test_a_symlink_is_never_replaced(tmp_path: Path) -> None:
     assert (tmp_path / "target" / "x").read_bytes() == b"1"
 
 
-def test_overwrite_refuses_the_current_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(tmp_path / "out", content=b"old")
-    monkeypatch.chdir(tmp_path / "out" / "a")
+def test_overwrite_refuses_the_current_directory(tmp_path: Path, old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(old / "a")
     with pytest.raises(CheckpointExistsError, match="contains the current directory"):
-        put(tmp_path / "out", overwrite=True)
+        put(old, overwrite=True)
     assert tree(tmp_path)["out/a/model.bin"] == b"old"
 
 
-def test_replaceable_is_asked_before_writing_and_again_before_the_swap(tmp_path: Path) -> None:
-    put(tmp_path / "out", content=b"old")
+def test_replaceable_is_asked_before_writing_and_again_before_the_swap(tmp_path: Path, old: Path) -> None:
     options: dict[str, Any] = {"replaceable": no_notes, "overwrite": True}
-    with pytest.raises(CheckpointExistsError), stage(str(tmp_path / "out"), **options) as store:
+    with pytest.raises(CheckpointExistsError), stage(str(old), **options) as store:
         store.write("x", b"1")
-        (tmp_path / "out" / "notes.txt").write_bytes(b"mine")
-    assert tree(tmp_path / "out")["notes.txt"] == b"mine" and names(tmp_path) == ["out"]
-    with pytest.raises(CheckpointExistsError), stage(str(tmp_path / "out"), **options):
+        (old / "notes.txt").write_bytes(b"mine")
+    assert tree(old)["notes.txt"] == b"mine" and names(tmp_path) == ["out"]
+    with pytest.raises(CheckpointExistsError), stage(str(old), **options):
         raise AssertionError("the block must not run")
 
 
-@pytest.mark.parametrize("swap", [True, False])
 def test_a_file_created_between_the_last_check_and_the_swap_is_kept_and_named(
-    tmp_path: Path, swap: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, old: Path, swap: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if not swap:
-        monkeypatch.setattr(publish, "_exchange", lambda first, second: False)
-    put(tmp_path / "out", content=b"old")
     put_in_place = publish._put_in_place
 
     def late(*args: Any, **options: Any) -> None:
-        (tmp_path / "out" / "notes.txt").write_bytes(b"mine")
+        (old / "notes.txt").write_bytes(b"mine")
         put_in_place(*args, **options)
 
     monkeypatch.setattr(publish, "_put_in_place", late)
-    with stage(str(tmp_path / "out"), replaceable=no_notes, overwrite=True) as store:
+    with stage(str(old), replaceable=no_notes, overwrite=True) as store:
         store.write("index.json", b"new")
     kept = next(name for name in names(tmp_path) if name.startswith("out.replaced-"))
-    assert names(tmp_path) == ["out", kept] and tree(tmp_path / "out") == {"index.json": b"new"}
+    assert names(tmp_path) == ["out", kept] and tree(old) == {"index.json": b"new"}
     old = {"a/model.bin": b"old", "index.json": b"{}old", "notes.txt": b"mine"}
     assert tree(tmp_path / kept) == old
     assert f"kept as {tmp_path / kept}: it holds notes.txt" in caplog.text
 
 
-@pytest.mark.parametrize("swap", [True, False])
 @pytest.mark.parametrize("overwrite", [True, False])
 def test_a_file_that_came_before_the_swap_of_a_killed_writer_is_kept_by_the_next(
-    tmp_path: Path, swap: bool, overwrite: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, old: Path, swap: bool, overwrite: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not swap:
-        monkeypatch.setattr(publish, "_exchange", lambda first, second: False)
-    put(tmp_path / "out", content=b"old")
     nonce = "0123456789abcdef"
     root = LocalStore(tmp_path)
     publish.open_staging(root, "out", nonce).write("index.json", b"new")
-    (tmp_path / "out" / "notes.txt").write_bytes(b"mine")
+    (old / "notes.txt").write_bytes(b"mine")
     publish._put_in_place(root, nonce, "out", overwrite=True)  # killed after it
     monkeypatch.setattr(publish, "is_abandoned", lambda *_: True)
     with contextlib.suppress(CheckpointExistsError):
-        put(tmp_path / "out", overwrite=overwrite, rule=no_notes)
+        put(old, overwrite=overwrite, rule=no_notes)
     assert names(tmp_path) == ["out", f"out.replaced-{nonce}"]
     assert tree(tmp_path / f"out.replaced-{nonce}")["notes.txt"] == b"mine"
 
@@ -293,16 +295,11 @@ def test_short_writes_complete_the_owner_file_and_leave_no_torn_step(
 # --- killed at every file operation
 
 
-def _killed_overwrite(root: str, nth: int, swap: bool) -> None:
-    from tests.checkpoint.crash import kill_at
-
+def _killed_overwrite(root: str, nth: int) -> None:
     kill_at(nth)
-    if not swap:
-        publish._exchange = lambda first, second: False
     put(Path(root) / "out", overwrite=True)
 
 
-@pytest.mark.parametrize("swap", [True, False])
 def test_a_kill_at_any_operation_leaves_the_old_or_the_new(
     tmp_path: Path, swap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,7 +311,7 @@ def test_a_kill_at_any_operation_leaves_the_old_or_the_new(
     for nth in range(1, 1000):
         root = tmp_path / str(nth)
         put(root / "out", content=b"old")
-        process = context.Process(target=_killed_overwrite, args=(str(root), nth, swap))
+        process = context.Process(target=_killed_overwrite, args=(str(root), nth))
         process.start()
         process.join()
         there = tree(root / "out") if (root / "out").exists() else {}
@@ -334,9 +331,8 @@ def test_a_kill_at_any_operation_leaves_the_old_or_the_new(
 
 @pytest.mark.parametrize("fails", ["rename", "sync"])
 def test_a_failed_two_step_replacement_restores_the_old_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+    tmp_path: Path, old: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
-    put(tmp_path / "out", content=b"old")
     before = tree(tmp_path)
     monkeypatch.setattr(publish, "_exchange", lambda first, second: False)
     rename, sync = LocalStore.rename, LocalStore.sync_directory
@@ -358,7 +354,7 @@ def test_a_failed_two_step_replacement_restores_the_old_directory(
     monkeypatch.setattr(LocalStore, "rename", failing_rename)
     monkeypatch.setattr(LocalStore, "sync_directory", failing_sync)
     with pytest.raises(OSError, match="Input/output"):
-        put(tmp_path / "out", overwrite=True)
+        put(old, overwrite=True)
     monkeypatch.undo()
     publish.clean_siblings(LocalStore(tmp_path), "out", replaceable=anything)
     assert tree(tmp_path) == before

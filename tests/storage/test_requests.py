@@ -74,7 +74,7 @@ def test_after_an_interrupt_no_request_is_running(loop: asyncio.AbstractEventLoo
         def set(self) -> None:
             real.set()
 
-    running._ended = Ended()  # type: ignore[assignment]
+    running._ended = Ended()
     with pytest.raises(KeyboardInterrupt):
         running.answers()
     assert len(ended) in (1, 2) and real.is_set()  # the second one need not have begun

@@ -15,7 +15,7 @@ from ckptkit.storage import retry
 from ckptkit.storage.objects import RemoteStore
 from ckptkit.storage.pool import WorkerPool
 from ckptkit.storage.retry import Patience, call_with_retries, patient, words_of
-from tests.storage.proxy import Proxy
+from tests.storage.proxy import PASS, Proxy
 
 LONG_S = 1000.0  # longer than a test may take
 
@@ -46,7 +46,7 @@ def test_after_a_failure_an_operation_tries_twice_and_the_next_one_is_patient_ag
             assert pool.submit(tries, proxy, store).result() == 2
     with patient():
         assert tries(proxy, store) > 2
-        proxy.rule = lambda number, method, path: "pass"
+        proxy.rule = PASS
         assert store.read("x") == b"1"
         proxy.rule = lambda number, method, path: "503" if number < 4 else "pass"
         proxy.clear()

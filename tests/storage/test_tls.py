@@ -1,9 +1,13 @@
-"""Over HTTPS: the headers of a body, and round trips."""
+"""HTTPS, sessions and signatures: over plain HTTP a body's SHA-256 is signed, except to a server on this machine."""
 
 from __future__ import annotations
 
 import base64
+import datetime
+import hashlib
+import ipaddress
 import os
+import ssl
 import subprocess
 import sys
 import zlib
@@ -12,23 +16,48 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from aiobotocore.session import AioSession
+from cryptography import x509  # moto needs it anyway
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
 
 from ckptkit.errors import StorageError
-from ckptkit.storage import open_store
 from ckptkit.storage.objects import RemoteStore
 from tests.storage import servers
-from tests.storage.proxy import Proxy, proxy_of
-from tests.storage.tls import certificate
+from tests.storage.proxy import Answer, Proxy, proxy_of
 
 PART = 5 << 20
+UNSIGNED = "UNSIGNED-PAYLOAD"
+
+
+def certificate(folder: Path) -> tuple[ssl.SSLContext, Path]:
+    """Return the TLS context of a server, and the certificate file that a client must trust."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "loopback")])
+    now = datetime.datetime.now(datetime.timezone.utc)
+    made = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    trusted, both = folder / "trusted.pem", folder / "server.pem"
+    trusted.write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    form = (serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    both.write_bytes(trusted.read_bytes() + key.private_bytes(*form))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(both)
+    return context, trusted
 
 
 @pytest.fixture(scope="module")
 def https(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Proxy, dict[str, Any]]]:
     """An S3 server behind TLS, and storage options that trust it."""
     context, trusted = certificate(tmp_path_factory.mktemp("tls"))
-    with servers.moto() as near, proxy_of(near["endpoint_url"], tls=context) as proxy:
-        open_store("s3://tls", storage_options=near).fs.mkdir("tls")  # type: ignore[attr-defined]
+    with servers.moto("tls") as near, proxy_of(near["endpoint_url"], tls=context) as proxy:
         yield proxy, {**near, "endpoint_url": proxy.url, "client_kwargs": {"verify": str(trusted)}}
 
 
@@ -51,7 +80,7 @@ def test_a_body_over_tls_has_only_a_crc32(https: tuple[Proxy, dict[str, Any]]) -
         out.write(data[1 << 20 :])
     (sent,) = _bodies(proxy)
     assert sent["x-amz-checksum-crc32"] == _crc(data)
-    assert sent["x-amz-content-sha256"] == "UNSIGNED-PAYLOAD"  # TLS vouches for the rest: no SHA-256 of it is taken
+    assert sent["x-amz-content-sha256"] == UNSIGNED  # TLS vouches for the rest: no SHA-256 of it is taken
     assert sent["content-length"] == str(len(data)) and "x-amz-trailer" not in sent
     assert sent["if-none-match"] == "*" and "expect" not in sent
     assert store.read("x") == data
@@ -67,7 +96,7 @@ def test_parts_over_tls_have_only_a_crc32(https: tuple[Proxy, dict[str, Any]], m
         out.write(data)
     sent = {headers["x-amz-checksum-crc32"]: headers["x-amz-content-sha256"] for headers in _bodies(proxy)}
     parts = [_crc(data[at : at + PART]) for at in range(0, len(data), PART)]
-    assert sent == dict.fromkeys(parts, "UNSIGNED-PAYLOAD")
+    assert sent == dict.fromkeys(parts, UNSIGNED)
     assert store.read("x") == data
 
 
@@ -96,12 +125,108 @@ except FileExistsError:
 
 def test_a_file_round_trips_on_gcs_over_tls(tmp_path: Path) -> None:
     context, trusted = certificate(tmp_path)
-    with servers.fake_gcs() as near, proxy_of(near["endpoint_url"], tls=context) as proxy:
-        os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"  # read when gcsfs is imported
-        open_store("gs://tls", storage_options=near).fs.mkdir("tls")  # type: ignore[attr-defined]
+    with servers.fake_gcs("tls") as near, proxy_of(near["endpoint_url"], tls=context) as proxy:
         # aiohttp reads what to trust once, when it is imported.
         environment = {**os.environ, "SSL_CERT_FILE": str(trusted), "PYTHONPATH": os.pathsep.join(sys.path)}
         command = [sys.executable, "-c", _GCS, proxy.url]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
     assert done.stdout == "whole\n", done.stderr
     assert proxy.count >= 4
+
+
+# --- sessions
+
+
+@pytest.fixture
+def credentials(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in servers.CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_a_given_session_is_used(credentials: None) -> None:
+    session = AioSession()
+    assert RemoteStore("s3://b/x", storage_options={"session": session}).fs.session is session
+
+
+def test_an_error_names_a_missing_profile(credentials: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CKPTKIT_STORAGE_TIMEOUT", "200ms")
+    with pytest.raises(StorageError, match="no-such-profile"):
+        RemoteStore("s3://b/x", storage_options={"profile": "no-such-profile"}).read("y")
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_redirect_from_http_to_tls_is_verified(
+    known: bool, credentials: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CKPTKIT_STORAGE_TIMEOUT", "200ms")
+    tls, trusted = certificate(tmp_path)
+    bucket = f"sent-on-{known}".lower()
+    with (
+        servers.moto(bucket) as options,
+        proxy_of(options["endpoint_url"], tls=tls) as far,
+        proxy_of(options["endpoint_url"]) as near,
+    ):
+        near.rule = lambda number, method, path: Answer(307, "Moved", (("Location", far.url + path),))
+        more = {"client_kwargs": {"verify": str(trusted)}} if known else {}
+        store = RemoteStore(f"s3://{bucket}/x", storage_options={**options, **more, "endpoint_url": near.url})
+        with pytest.raises(OSError, match=r"." if known else r"(?i)certificate"):
+            store.read("y")  # the client does not sign for the target of a redirect
+        assert bool(far.seen) is known
+
+
+# --- signatures over plain HTTP
+
+
+@pytest.fixture(scope="module")
+def near(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Proxy, dict[str, Any]]]:
+    """A server that checks signatures, and its storage options."""
+    folder = tmp_path_factory.mktemp("rclone")
+    with servers.rclone(folder, bucket="b") as options, proxy_of(options["endpoint_url"]) as proxy:
+        yield proxy, {**options, "endpoint_url": proxy.url}
+
+
+def _put(near: tuple[Proxy, dict[str, Any]], data: bytes, **settings: Any) -> list[dict[str, str]]:
+    """Write `data`, read it back, and return the headers of each request that carried some of it."""
+    proxy, options = near
+    store = RemoteStore("s3://b/x", storage_options={**options, "config_kwargs": settings})
+    proxy.clear()
+    with store.writer(os.urandom(4).hex()) as out:
+        out.write(data)
+    return _bodies(proxy)
+
+
+def test_a_body_to_this_machine_has_only_a_crc32(near: tuple[Proxy, dict[str, Any]]) -> None:
+    (sent,) = _put(near, b"abc")
+    assert sent["x-amz-content-sha256"] == UNSIGNED and "x-amz-checksum-crc32" in sent
+
+
+def test_a_body_is_signed_on_request(near: tuple[Proxy, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptkit.storage.upload.UPLOAD_BYTES", PART)
+    data = os.urandom(2 * PART + 9)
+    parts = [data[:PART], data[PART : 2 * PART], data[2 * PART :]]
+    sent = _put(near, data, s3={"payload_signing_enabled": True})
+    assert {item["x-amz-content-sha256"] for item in sent} == {hashlib.sha256(part).hexdigest() for part in parts}
+
+
+def test_a_body_without_a_checksum_is_signed(near: tuple[Proxy, dict[str, Any]]) -> None:
+    (sent,) = _put(near, b"abc", request_checksum_calculation="when_required")
+    assert sent["x-amz-content-sha256"] == hashlib.sha256(b"abc").hexdigest()
+    assert "x-amz-checksum-crc32" not in sent
+
+
+@pytest.mark.parametrize(
+    ("url", "unsigned"),
+    [
+        ("http://10.0.0.7:9000", False),
+        ("http://minio.internal", False),
+        ("http://localhost.example.org", False),
+        ("http://localhost:9000", True),
+        ("http://127.0.0.2:9000", True),
+        ("http://[::1]:9000", True),
+        ("https://s3.eu-west-1.amazonaws.com", False),  # as botocore does it
+    ],
+)
+def test_bodies_to_other_machines_are_signed(url: str, unsigned: bool) -> None:
+    options = {"key": "k", "secret": "s", "endpoint_url": url}
+    found = RemoteStore("s3://b/x", storage_options=options).fs.config_kwargs.get("s3", {})
+    assert ("payload_signing_enabled" in found) is unsigned

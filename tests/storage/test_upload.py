@@ -54,7 +54,7 @@ class _Connection:
 
 def _writer(most_bytes: int) -> tuple[PartWriter, _Api, Budget]:
     connection, api = _Connection(most_bytes), _Api()
-    made: Any = PartWriter(connection, api, "x", lambda job: job())  # type: ignore[arg-type]
+    made: Any = PartWriter(connection, api, "x", lambda job: job())
     return made, api, connection.own.budget
 
 
@@ -85,7 +85,7 @@ def test_a_single_writer_sends_two_parts_in_one_request() -> None:
 def test_lent_memory_is_sent_in_few_large_parts(mib: int, parts: int) -> None:
     writer, api, budget = _writer(144 << 20)
     sizes: dict[int, int] = {}
-    api.part = lambda number, content, *, last: sizes.update({number: content.nbytes})  # type: ignore[method-assign]
+    api.part = lambda number, content, *, last: sizes.update({number: content.nbytes})
     data = memoryview(mmap.mmap(-1, mib << 20))  # no page of it is touched
     for start in range(0, len(data), 4 << 20):
         writer.lend(data, start, min(len(data), start + (4 << 20)), owner=data)
