@@ -1,50 +1,169 @@
-"""A real transformers Trainer and a real Accelerator on two ranks, under DDP and FSDP2; the ranks run `hf_job`."""
+"""A real transformers Trainer and a real Accelerator on two ranks, under DDP and FSDP2."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
+import torch.distributed as dist
 
 pytest.importorskip("accelerate")
 pytest.importorskip("torchdata")
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DataLoaderConfiguration, DistributedType
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from ckptkit import RetentionPolicy
+from ckptkit.integrations.accelerate import AcceleratorCheckpoints
+from ckptkit.integrations.transformers import CheckpointCallback
+from tests.fsdp.models import whole
+from tests.integrations.on_ranks import on_ranks
+from tests.integrations.test_transformers import Texts
+
 pytestmark = pytest.mark.timeout(300)
 
 
-@pytest.fixture(scope="module")
-def work(tmp_path_factory):
-    return str(tmp_path_factory.mktemp("hf"))
+def llama(dropout: float = 0.3) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=2, attention_dropout=dropout, max_position_embeddings=16, tie_word_embeddings=False,
+        )
+    )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def two(framework_ranks, work):
-    parts = [(part, fsdp) for part in ("trainer", "accelerator") for fsdp in (False, True)]
-    return framework_ranks.run(_job, 2, work, *parts, timeout=200)[0]
+def state_of(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    names = {id(p): n for n, p in model.named_parameters()}
+    found = {name: whole(p) for name, p in model.named_parameters()}
+    for p, values in optimizer.state.items():
+        found |= {f"{names[id(p)]}.{key}": whole(value) for key, value in values.items()}
+    return found
 
 
-def _job(work, *parts):
-    from tests.integrations import hf_job
-
-    return hf_job.run(work, *parts)
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and len(one) > 30 and all(torch.equal(one[k], other[k]) for k in one)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("ddp", "Parameter"), ("fsdp2", "DTensor")])
-def test_a_trainers_resumed_run_is_bit_equal(two, name, kind):
-    assert two[f"{name}_wrapped"][1] == kind
-    assert two[f"{name}_step"] == 3
-    assert two[f"{name}_equal"]
+@contextmanager
+def fresh() -> Iterator[None]:
+    """Reset Accelerate's globals, as in a new process."""
+
+    def reset() -> None:
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    reset()
+    try:
+        yield
+    finally:
+        reset()
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
-def test_from_pretrained_reads_the_export_of_a_sharded_model(two, name):
-    assert two[f"{name}_export"]
+def shard_on_cpu(accelerator: Any) -> None:
+    """Enable its own FSDP2 code, which it offers only on accelerators."""
+    accelerator.state.distributed_type = DistributedType.FSDP
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"]
+    )
 
 
-@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
-def test_an_accelerators_resumed_run_is_bit_equal_with_its_dataloader_and_accumulation(two, name):
-    assert two[f"accelerate_{name}_moments"] == 21
-    assert two[f"accelerate_{name}_step"] == (2, 2)
-    assert two[f"accelerate_{name}_equal"]
+def train(work: Path, callback: CheckpointCallback, steps: int, *, fsdp: bool) -> Trainer:
+    with fresh():
+        arguments = TrainingArguments(
+            output_dir=str(work / "out"), per_device_train_batch_size=2, report_to=[], use_cpu=True, seed=3,
+            logging_steps=1, disable_tqdm=True, dataloader_pin_memory=False, max_steps=steps, save_strategy="no",
+            lr_scheduler_type="constant",
+        )  # fmt: skip
+        trainer = Trainer(llama(), arguments, train_dataset=Texts(16), callbacks=[callback])
+        if fsdp:
+            shard_on_cpu(trainer.accelerator)
+            trainer.is_fsdp_enabled = True
+        callback.attach(trainer)
+        trainer.train()
+    return trainer
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_a_run_resumes_on_another_number_of_ranks(framework_ranks, two, work, ranks):
-    assert framework_ranks.run(_job, ranks, work, ("more",), timeout=100)[0]["resized"] == (3, 8)
+@pytest.mark.parametrize(("fsdp", "kind"), [(False, "Parameter"), (True, "DTensor")], ids=["ddp", "fsdp2"])
+@on_ranks(2)
+def test_a_trainers_resumed_run_is_bit_equal_and_its_export_is_whole(work: Path, fsdp: bool, kind: str) -> None:
+    """6 uninterrupted steps, and 3 + 3 steps, saved in the middle of an epoch of 4."""
+    straight = train(work, CheckpointCallback(work / "straight", resume=False), 6, fsdp=fsdp)
+    assert type(next(straight.model.parameters())).__name__ == kind
+    expected = state_of(straight.model, straight.optimizer)
+    train(work, CheckpointCallback(work / "run", save_steps=3), 3, fsdp=fsdp)
+    callback = CheckpointCallback(work / "run", export=work / "export")
+    resumed = train(work, callback, 6, fsdp=fsdp)
+    assert callback.loaded.step == 3
+    assert same(expected, state_of(resumed.model, resumed.optimizer))
+    exported = LlamaForCausalLM.from_pretrained(work / "export").state_dict()
+    assert all(torch.equal(value, expected[name]) for name, value in exported.items() if name in expected)
+    assert len(exported.keys() & expected.keys()) > 10
+
+
+def accelerated(url: Path, steps: int, fsdp: bool) -> tuple[dict[str, torch.Tensor], int | None]:
+    """Train with a stateful dataloader and accumulation, saving each second step; return the state and where from."""
+    with fresh():
+        loading = DataLoaderConfiguration(use_stateful_dataloader=True)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, dataloader_config=loading)
+        if fsdp:
+            shard_on_cpu(accelerator)
+        model = llama(dropout=0.0)  # a resumed iterator draws a number
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        batches = torch.utils.data.DataLoader(Texts(16), batch_size=2)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
+        model, optimizer, batches, scheduler = accelerator.prepare(model, optimizer, batches, scheduler)
+        checkpoints = AcceleratorCheckpoints(accelerator, url, retention=RetentionPolicy(max_num=1))
+        torch.manual_seed(5 + dist.get_rank())
+        report = checkpoints.load_state(per_rank_on_resize="keep")
+        done = report.step if report is not None else 0
+        assert accelerator.step == done
+        while done < steps:
+            for batch in batches:
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(**batch).loss)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                done += 1
+                if done == 2:
+                    checkpoints.save_state(done)
+                if done == steps:
+                    break
+        checkpoints.close()
+        return state_of(accelerator.unwrap_model(model), optimizer), report and report.step
+
+
+@pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp2"])
+@on_ranks(2)
+def test_an_accelerators_resumed_run_is_bit_equal_with_its_dataloader_and_accumulation(work: Path, fsdp: bool) -> None:
+    straight, _ = accelerated(work / "straight", 6, fsdp)
+    assert sum(key.endswith("exp_avg") for key in straight) == 21
+    accelerated(work / "run", 2, fsdp)
+    resumed, step = accelerated(work / "run", 6, fsdp)
+    assert step == 2 and same(straight, resumed)
+
+
+def resized(work: Path) -> None:
+    ranks = dist.get_world_size()
+    callback = CheckpointCallback(work / "run", save_steps=3)
+    trained = train(work, callback, 3 if ranks == 2 else 8, fsdp=ranks > 1)
+    assert ranks == 2 or (callback.loaded.step, trained.state.global_step) == (3, 8)
+
+
+@on_ranks(2, 1)
+def test_a_run_resumes_on_one_rank(work: Path) -> None:
+    resized(work)
+
+
+@on_ranks(2, 3)
+def test_a_run_resumes_on_more_ranks(work: Path) -> None:
+    resized(work)

@@ -8,11 +8,8 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +18,7 @@ from safetensors.numpy import save_file
 
 from ckptkit import convert
 from tests.cli.test_terminal import on_a_terminal
+from tests.storage import servers
 
 
 class Hub:
@@ -34,73 +32,56 @@ class Hub:
         self.url = ""
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(servers.Handler):
     """The five requests of an upload: create, preupload, LFS batch, PUT, commit."""
 
     hub: Hub
 
-    def log_message(self, *args: Any) -> None:
-        pass
-
-    def answer(self, status: int, body: Any) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def body(self) -> bytes:
-        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-
     def do_GET(self) -> None:
         if "/api/models/" in self.path:
-            self.answer(200, {"id": "me/model", "sha": "0" * 40, "siblings": []})
+            self.answer_json(200, {"id": "me/model", "sha": "0" * 40, "siblings": []})
         else:
-            self.answer(404, {"error": "not found"})
+            self.answer_json(404, {"error": "not found"})
 
     def do_PUT(self) -> None:
         data = self.body()
         self.hub.blobs[hashlib.sha256(data).hexdigest()] = data
-        self.answer(200, {})
+        self.answer_json(200, {})
 
     def do_POST(self) -> None:
         data = self.body()
         busy = next((part for part in self.hub.busy if part in self.path), None)
         if busy is not None:
-            self.answer(self.hub.busy.pop(busy), {"error": "later"})
+            self.answer_json(self.hub.busy.pop(busy), {"error": "later"})
         elif self.hub.denied:
-            self.answer(403, {"error": "Forbidden: no write access"})
+            self.answer_json(403, {"error": "Forbidden: no write access"})
         elif self.path == "/api/repos/create":
-            self.answer(200, {"url": f"{self.hub.url}/me/model"})
+            self.answer_json(200, {"url": f"{self.hub.url}/me/model"})
         elif "/preupload/" in self.path:
+            modes = {True: "lfs", False: "regular"}
             files = [
-                {
-                    "path": f["path"],
-                    "uploadMode": "lfs" if f["path"].endswith(".safetensors") else "regular",
-                    "shouldIgnore": False,
-                }
-                for f in json.loads(data)["files"]
+                {"path": path, "uploadMode": modes[path.endswith(".safetensors")], "shouldIgnore": False}
+                for path in (file["path"] for file in json.loads(data)["files"])
             ]
-            self.answer(200, {"files": files})
+            self.answer_json(200, {"files": files})
         elif self.path.endswith("/info/lfs/objects/batch"):
             objects = [
                 {"oid": o["oid"], "size": o["size"], "actions": {"upload": {"href": f"{self.hub.url}/blob/{o['oid']}"}}}
                 for o in json.loads(data)["objects"]
             ]
-            self.answer(200, {"transfer": "basic", "objects": objects})
+            self.answer_json(200, {"transfer": "basic", "objects": objects})
         elif self.path == "/api/validate-yaml":
             self.validate(json.loads(data)["content"])
         elif "/commit/" in self.path:
             self.commit(data)
         else:
-            self.answer(404, {"error": self.path})
+            self.answer_json(404, {"error": self.path})
 
     def validate(self, card: str) -> None:
         """Validate a README.md like the Hub: its front matter must be YAML, with a known library name."""
         head = yaml.safe_load(card.split("---")[1]) if card.startswith("---\n") else {}
         good = isinstance(head.get("library_name", ""), str) and isinstance(head.get("tags", []), list)
-        self.answer(200 if good else 400, {"errors": [] if good else [{"message": str(head)}], "warnings": []})
+        self.answer_json(200 if good else 400, {"errors": [] if good else [{"message": str(head)}], "warnings": []})
 
     def commit(self, data: bytes) -> None:
         for line in data.decode().splitlines():
@@ -109,20 +90,14 @@ class Handler(BaseHTTPRequestHandler):
                 self.hub.files[item["value"]["path"]] = base64.b64decode(item["value"]["content"])
             elif item["key"] == "lfsFile":
                 self.hub.files[item["value"]["path"]] = self.hub.blobs[item["value"]["oid"]]
-        self.answer(200, {"commitUrl": f"{self.hub.url}/me/model/commit/{'1' * 40}", "commitOid": "1" * 40})
+        self.answer_json(200, {"commitUrl": f"{self.hub.url}/me/model/commit/{'1' * 40}", "commitOid": "1" * 40})
 
 
 @pytest.fixture
 def hub() -> Iterator[Hub]:
     state = Hub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"hub": state}))
-    state.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    yield state
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with servers.serving(Handler, hub=state) as state.url:
+        yield state
 
 
 @pytest.fixture
@@ -135,15 +110,13 @@ def export(tmp_path: Path) -> Path:
     return folder
 
 
+def settings(hub: Hub) -> dict[str, str]:
+    return {"HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_test", "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+
+
 def push(hub: Hub, *args: str) -> subprocess.CompletedProcess[str]:
     """Run `ckptkit push` in a separate process, because huggingface_hub reads its endpoint at import."""
-    environment = {
-        **os.environ,
-        "HF_ENDPOINT": hub.url,
-        "HF_TOKEN": "hf_test",
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_OFFLINE": "0",
-    }
+    environment = {**os.environ, **settings(hub)}
     command = [sys.executable, "-m", "ckptkit", "push", *args]
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
 
@@ -196,22 +169,14 @@ def test_a_damaged_export_is_not_pushed(hub: Hub, zoo: Path, tmp_path: Path, dam
     assert first.name in done.stderr
 
 
-def test_a_folder_without_weights_is_not_pushed(hub: Hub, tmp_path: Path) -> None:
-    done = push(hub, str(tmp_path), "me/model")
-    assert done.returncode == 1
+def test_what_cannot_be_pushed_is_an_error(hub: Hub, export: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert push(hub, str(tmp_path / "empty"), "me/model").returncode == 1
+    missing = push(hub, str(tmp_path / "exprot"), "me/model")
+    assert missing.returncode == 1
+    assert missing.stderr == f"Error: {tmp_path}/exprot does not exist. Did you mean {tmp_path}/export?\n"
+    assert push(hub, str(export), "not a repo!").returncode == 2  # wrong usage
     assert hub.files == {}
-
-
-def test_pushing_a_missing_folder_is_an_error(hub: Hub, tmp_path: Path) -> None:
-    (tmp_path / "export").mkdir()
-    done = push(hub, str(tmp_path / "exprot"), "me/model")
-    assert done.returncode == 1
-    assert done.stderr == f"Error: {tmp_path}/exprot does not exist. Did you mean {tmp_path}/export?\n"
-
-
-def test_a_name_that_is_not_a_repo_is_wrong_usage(hub: Hub, export: Path) -> None:
-    done = push(hub, str(export), "not a repo!")
-    assert done.returncode == 2
 
 
 @pytest.mark.parametrize("quiet", [False, True])
@@ -219,9 +184,8 @@ def test_a_push_on_a_terminal_shows_progress_unless_quiet(
     hub: Hub, export: Path, monkeypatch: pytest.MonkeyPatch, quiet: bool
 ) -> None:
     save_file({"w": np.zeros(2_000_000, np.float32)}, export / "model.safetensors", metadata={"format": "pt"})
-    for name, value in (("HF_ENDPOINT", hub.url), ("HF_TOKEN", "hf_test"), ("HF_HUB_DISABLE_XET", "1")):
+    for name, value in settings(hub).items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     command = ["push", str(export), "me/model", *(["--quiet"] if quiet else [])]
     code, screen = on_a_terminal(f"from ckptkit.cli.main import main\nmain({command!r})")
     assert code == 0, screen

@@ -1,115 +1,256 @@
-"""A real Lightning Trainer on two CPU ranks, which run `lightning_job`; the assertions are here."""
+"""A real Lightning Trainer on two CPU ranks with our strategy, callback and CheckpointIO."""
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+import os
+import warnings
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-pytestmark = [
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(
-        not find_spec("lightning") or not find_spec("torchdata"), reason="no lightning, or no torchdata"
-    ),
-]
+pytest.importorskip("lightning")
+pytest.importorskip("torchdata")
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from safetensors.torch import load_file
+from torch.distributed.fsdp import fully_shard
+
+from ckptkit import RetentionPolicy, open_checkpoint
+from ckptkit.integrations.lightning import CkptkitCheckpointIO, FSDP2Strategy, ManagedCheckpoint
+from tests.integrations.lightning_runs import (
+    First,
+    Lit,
+    checkpoints,
+    equal,
+    evaluated,
+    fit,
+    loader,
+    raised,
+    saving,
+    snapshot,
+    trainer_of,
+)
+from tests.integrations.on_ranks import on_ranks
+
+pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.fixture(scope="module")
-def work(tmp_path_factory):
-    return tmp_path_factory.mktemp("lightning")
+class Watch(Callback):
+    """Records when the optimizer state is restored: in the first training step, before its update."""
 
+    seen: Any = None
 
-@pytest.fixture(scope="module")
-def two(framework_ranks, work):
-    parts = ("resume", "evaluate", "rotate", "plain_callback", "adapter", "foreign", "pluggable", "failing_logger")
-    return framework_ranks.run(_job, 2, str(work), *parts, timeout=240)[0]
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        if self.seen is None:
+            assert trainer.strategy._pending is not None and not trainer.optimizers[0].state
 
-
-@pytest.fixture(scope="module")
-def one(framework_ranks, work, two):
-    return framework_ranks.run(_job, 1, str(work), "other_world", timeout=120)[0]
-
-
-def _job(work, *parts):
-    from tests.integrations import lightning_job
-
-    return lightning_job.run(work, *parts)
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        if self.seen is None:
+            assert trainer.strategy._pending is None
+            self.seen = sum(len(values) for values in optimizer.state.values())
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full", "local"])
-def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(two, kind):
-    assert two[f"{kind}_bit_equal"]
+@on_ranks(2)
+def test_a_resumed_run_is_bit_equal_and_its_optimizer_state_is_applied_at_the_first_step(work: Path, kind: str) -> None:
+    straight = snapshot(*fit(work, "fsdp2", steps=6))
+    fit(work, FSDP2Strategy(state_dict_type=kind), saving(work, every=3, filename="{epoch}-{step}"), steps=3)
+    watch = Watch()
+    resumed = fit(work, FSDP2Strategy(), watch, steps=6, path=work / "epoch=0-step=3.ckpt")
+    assert equal(straight, snapshot(*resumed))
+    assert watch.seen == 18
 
 
-@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
-def test_optimizer_state_is_applied_at_the_first_step_and_freed(two, kind):
-    assert two[f"{kind}_deferred"]
-    assert two[f"{kind}_moments_at_start"] == 18
+@on_ranks(2)
+def test_a_checkpoint_can_be_used_for_validation_test_and_prediction(work: Path) -> None:
+    fit(work, FSDP2Strategy(state_dict_type="full"), saving(work, every=3), steps=3)
+    path = str(work / "step=3.ckpt")
+    validated = trainer_of(work, FSDP2Strategy()).validate(Lit(), loader(), ckpt_path=path, verbose=False)
+    assert validated[0]["val_loss"] == evaluated(trainer_of(work, FSDP2Strategy()), Lit(), path) > 0
+    predicted = trainer_of(work, FSDP2Strategy()).predict(Lit(), loader(), ckpt_path=path)
+    assert predicted[0].shape == (2, 3)
 
 
-def test_a_checkpoint_can_be_used_for_validation_test_and_prediction(two):
-    assert two["val_loss"] == two["test_loss"] > 0
-    assert two["predicted"] == [2, 3]
+@on_ranks(2)
+def test_the_best_and_the_last_are_kept_and_the_last_is_a_link(work: Path) -> None:
+    save = ManagedCheckpoint(
+        dirpath=work, monitor="val_loss", save_top_k=2, save_last=True, filename="{step}", save_on_train_epoch_end=False
+    )
+    fit(work, FSDP2Strategy(), save, steps=8, val_check_interval=1)
+    kept = checkpoints(work)
+    assert 2 <= len([name for name in kept if name.startswith("step=")]) <= 3
+    assert {"step=8.ckpt", "last.ckpt"} < set(kept)
+    assert Path(save.best_model_path).is_dir()
 
 
-def test_the_best_and_the_last_are_kept_and_the_last_is_a_link(two):
-    kept = [name for name in two["best_dir"] if name.startswith("step=")]
-    assert 2 <= len(kept) <= 3
-    assert "step=8.ckpt" in kept
-    assert "last.ckpt" in two["best_dir"]
-    assert two["best_exists"]
+@on_ranks(2)
+def test_a_removed_checkpoint_is_deleted_and_links_are_not_followed(work: Path) -> None:
+    save = ModelCheckpoint(dirpath=work, every_n_train_steps=1, save_top_k=1, filename="{step}", save_last="link")
+    _, trainer = fit(work, FSDP2Strategy(), save, steps=2)
+    last, target = work / "last.ckpt", work / "step=2.ckpt"
+    assert "step=1.ckpt" not in checkpoints(work)
+    assert os.path.realpath(last) == str(target)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        trainer.strategy.remove_checkpoint(last)
+    dist.barrier()
+    assert target.is_dir() and not last.exists()
 
 
-def test_a_removed_checkpoint_is_deleted_and_links_are_not_followed(two):
-    assert "step=1.ckpt" not in two["plain_dir"]
-    assert two["link"]
-    assert two["target_kept"]
+class Frozen(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.blocks.requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.model.head.parameters(), lr=0.05)
 
 
-def test_a_state_dict_filter_selects_what_is_saved(two):
-    assert two["adapter_keys"] == ["model.model.head.bias", "model.model.head.weight"]
-    assert two["adapter_resumed"]
-    assert two["whole_on_rank_0"] == [True]
+@on_ranks(2)
+def test_a_state_dict_filter_selects_what_is_saved(work: Path) -> None:
+    def strategy() -> FSDP2Strategy:
+        return FSDP2Strategy(lightning_module_filter=lambda name: ".head." in name, optimizer_restore="immediate")
+
+    class Restored(First):
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            assert self.state is not None or trainer.optimizers[0].state
+            super().on_train_batch_start(trainer, *args)
+
+    path = work / "adapter.ckpt"
+    module, trainer = fit(work, strategy(), steps=2, module=Frozen())
+    trainer.save_checkpoint(path)
+    before, first = snapshot(module, trainer), Restored()
+    keys = sorted(key for key in open_checkpoint(str(path)) if key.startswith("model."))
+    assert keys == ["model.model.head.bias", "model.model.head.weight"]
+    fit(work, strategy(), first, steps=3, path=path, module=Frozen())
+    assert equal(before, first.state)
+    assert len(trainer.strategy.lightning_module_state_dict("full")) == (2 if dist.get_rank() == 0 else 0)
 
 
-def test_a_logger_that_fails_on_rank_0_fails_all_ranks(two):
-    first, second = two["logger_errors"]
-    assert first == second
-    assert "telling the loggers" in first and "the tracking server is down" in first
+@on_ranks(2)
+def test_a_second_parallelize_only_warns(work: Path) -> None:
+    _, trainer = fit(work, FSDP2Strategy(), steps=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.strategy.parallelize()
+    assert dist.get_rank() or any("before" in str(item.message) for item in caught)
 
 
-def test_a_second_parallelize_only_warns(two):
-    assert two["second_parallelize_warns"]
+class Failing(DummyLogger):
+    """A logger whose server is unreachable when rank 0 reports a checkpoint to it."""
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        raise ConnectionError("the tracking server is down")
 
 
-@pytest.mark.parametrize("source", ["mp_sharded", "mp_full", "ddp"])
-def test_checkpoints_written_by_lightning_are_resumed_from(two, source):
-    assert two[f"from_{source}"]
+@on_ranks(2)
+def test_a_logger_that_fails_on_rank_0_fails_all_ranks(work: Path) -> None:
+    trainer = trainer_of(work, FSDP2Strategy(), saving(work), steps=2, logger=Failing())
+    both = ["", ""]
+    dist.all_gather_object(both, raised(lambda: trainer.fit(Lit(), loader())))
+    assert both[0] == both[1]
+    assert "telling the loggers" in both[0] and "the tracking server is down" in both[0]
 
 
-def test_a_lightning_file_is_replaced_after_the_new_checkpoint_is_committed(two):
-    assert "last.ckpt" in two["over_a_file"]
-    assert not [name for name in two["over_a_file"] if "replaced" in name]
+class Sharded(Lit):
+    """Shards itself, as Lightning's ModelParallelStrategy wants it."""
+
+    def configure_model(self) -> None:
+        if not hasattr(self.model.head, "unshard"):
+            for part in (*self.model.blocks, self.model.head, self.model):
+                fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
 
-def test_the_callback_saves_under_a_strategy_that_bypasses_checkpoint_io(two):
-    assert two["callback_under_model_parallel"]
+THEIRS = {
+    "mp_sharded": (lambda: ModelParallelStrategy(dist.get_world_size(), 1), Sharded),
+    "mp_full": (lambda: ModelParallelStrategy(dist.get_world_size(), 1, save_distributed_checkpoint=False), Sharded),
+    "ddp": (DDPStrategy, Lit),
+}
 
 
-def test_a_custom_checkpoint_io_receives_whole_tensors_and_resumes(two):
-    assert two["io_saw"] == ["io.ckpt"]
-    assert two["io_whole"]
-    assert two["io_resumed"]
+@pytest.mark.parametrize("source", THEIRS)
+@on_ranks(2)
+def test_checkpoints_written_by_lightning_are_resumed_from(work: Path, source: str) -> None:
+    strategy, build = THEIRS[source]
+    module, trainer = fit(work, strategy(), steps=3, module=build())
+    trainer.save_checkpoint(work / "theirs.ckpt")
+    before, first = snapshot(module, trainer), First()
+    fit(work, FSDP2Strategy(), first, steps=4, path=work / "theirs.ckpt")
+    assert equal(before, first.state)
 
 
-def test_ckptkit_checkpoint_io_rotates_and_resumes_under_ddp(two):
-    assert "step=3.ckpt" in two["ddp_kept"]
-    assert "step=2.ckpt" not in two["ddp_kept"]
-    assert two["ddp_resumed"]
+@on_ranks(2)
+def test_a_lightning_file_is_replaced_after_the_new_checkpoint_is_committed(work: Path) -> None:
+    fit(work, DDPStrategy(), steps=1)[1].save_checkpoint(work / "last.ckpt")
+    assert (work / "last.ckpt").is_file()
+    fit(work, FSDP2Strategy(), steps=2)[1].save_checkpoint(work / "last.ckpt")
+    assert checkpoints(work) == ["last.ckpt"] and (work / "last.ckpt").is_dir()
+    assert not [path for path in work.iterdir() if "replaced" in path.name]
+
+
+@on_ranks(2)
+def test_the_callback_saves_under_a_strategy_that_bypasses_checkpoint_io(work: Path) -> None:
+    strategy, build = THEIRS["mp_sharded"]
+    before = snapshot(*fit(work, strategy(), saving(work, every=3), steps=3, module=build()))
+    first = First()
+    fit(work, FSDP2Strategy(), first, steps=4, path=work / "step=3.ckpt")
+    assert equal(before, first.state)
+
+
+class Seen(TorchCheckpointIO):
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+
+    def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        self.paths.append(Path(path).name)
+        super().save_checkpoint(checkpoint, path, storage_options)
+
+
+@on_ranks(2)
+def test_a_custom_checkpoint_io_receives_whole_tensors_and_resumes(work: Path) -> None:
+    io, path = Seen(), work / "io.ckpt"
+    module, trainer = fit(work, FSDP2Strategy(checkpoint_io=io), steps=3)
+    trainer.save_checkpoint(path)
+    before, first = snapshot(module, trainer), First()
+    if dist.get_rank() == 0:
+        assert io.paths == ["io.ckpt"]
+        held = torch.load(path, weights_only=False)["state_dict"]
+        assert all(torch.equal(value, before["weights"][name]) for name, value in held.items())
+    fit(work, FSDP2Strategy(checkpoint_io=Seen()), first, steps=4, path=path)
+    assert equal(before, first.state)
+
+
+@on_ranks(2)
+def test_ckptkit_checkpoint_io_rotates_and_resumes_under_ddp(work: Path) -> None:
+    def strategy(**options: Any) -> DDPStrategy:
+        made = DDPStrategy()
+        made.checkpoint_io = CkptkitCheckpointIO(**options)
+        return made
+
+    save = ModelCheckpoint(dirpath=work, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    before = snapshot(*fit(work, strategy(retention=RetentionPolicy(max_num=1)), save, steps=3))
+    kept = checkpoints(work)
+    assert "step=3.ckpt" in kept and "step=2.ckpt" not in kept
+    first = First()
+    fit(work, strategy(), first, steps=4, path=work / "step=3.ckpt")
+    assert equal(before, first.state)
 
 
 @pytest.mark.parametrize("kind", ["sharded", "full"])
-def test_a_run_resumes_on_another_number_of_ranks(one, kind):
-    assert one[f"{kind}_step"] == [3, 5]
-    assert one[f"{kind}_moments"] == 18
-    assert one["weights_equal"]
+@on_ranks(2, 1)
+def test_a_run_resumes_on_another_number_of_ranks(work: Path, kind: str) -> None:
+    if dist.get_world_size() == 2:
+        fit(work, FSDP2Strategy(state_dict_type=kind), saving(work, every=3), steps=3)
+        return
+    first = First()
+    _, trainer = fit(work, FSDP2Strategy(), first, steps=5, path=work / "step=3.ckpt")
+    assert (first.state["step"], trainer.global_step, len(first.state["moments"])) == (3, 5, 18)
+    if kind == "full":
+        saved = load_file(next((work / "step=3.ckpt").glob("model*.safetensors")))
+        assert saved.keys() == first.state["weights"].keys()
+        assert all(torch.equal(first.state["weights"][name], value) for name, value in saved.items())

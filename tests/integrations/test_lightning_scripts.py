@@ -1,169 +1,424 @@
-"""Typical user scripts under a real Lightning Trainer on two ranks, which run `lightning_scripts`."""
+"""Typical user scripts under a real Lightning Trainer on two ranks, with our strategy and callback."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 pytest.importorskip("lightning")
 pytest.importorskip("torchdata")
-pytestmark = pytest.mark.timeout(600)
-PARTS = (
-    "fit_twice", "epochs", "resumed_from", "two_callbacks", "last_and_best", "own_state_dict", "state_dict_hooks",
-    "several_optimizers", "accumulation", "precisions", "averaging", "other_strategies", "full_is_streamed",
-    "foreign_weights", "module_hooks", "hyperparameters", "same_step", "weights_only", "wrong_paths", "crash",
-    "nested_names",
-)  # fmt: skip
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 
-
-@pytest.fixture(scope="module")
-def found(framework_ranks, tmp_path_factory):
-    return framework_ranks.run(_job, 2, str(tmp_path_factory.mktemp("scripts")), *PARTS, timeout=280)[0]
-
-
-def _job(work, *parts):
-    from tests.integrations import lightning_scripts
-
-    return lightning_scripts.run(work, *parts)
-
-
-def test_a_trainer_shards_a_second_module_too(found):
-    assert found["second_is_sharded"]
-    assert found["second_is_same"]
-
-
-def test_a_fitted_module_can_be_fitted_and_tested_again(found):
-    assert found["again_step"] == 2
-    assert found["again_tests"]
-
-
-@pytest.mark.parametrize("step", [4, 6])
-def test_a_resume_at_the_end_of_an_epoch_and_within_a_later_one_is_bit_equal(found, step):
-    assert found[f"epochs_{step}"]
-
-
-def test_the_checkpoint_resumed_from_is_not_rotated_away(found):
-    assert found["from_before"] == ["step=3.ckpt"]
-    assert found["from_after"] == ["step=3.ckpt", "step=6.ckpt"]
-
-
-def test_two_callbacks_keep_each_others_checkpoints(found):
-    assert found["both"] == ["best-step=1.ckpt", "last.ckpt", "recent-step=5.ckpt"]
-    assert found["both_best"] == "best-step=1.ckpt"
-    assert found["both_best_exists"]
-
-
-def test_ckpt_path_accepts_last_and_best(found):
-    assert found["last_equal"]
-    assert found["best_tests"]
-    assert found["last_predicts"] == 4
-
-
-def test_the_link_to_the_last_checkpoint_does_not_replace_the_one_resumed_from(found):
-    assert found["lb"] == ["last-v1.ckpt", "last.ckpt", "step=4.ckpt"]
-
-
-def test_weights_omitted_by_a_modules_state_dict_are_not_saved_or_expected(found):
-    assert found["partly_keys"] == (6, False)
-    assert found["partly_resumed"]
-
-
-def test_state_changed_by_state_dict_hooks_is_restored_by_the_modules_hooks(found):
-    assert "model.old_head" in found["changed_keys"]
-    assert found["changed_resumed"] == []
-
-
-def test_several_optimizers_are_resumed_bit_equal(found):
-    assert found["gan_equal"]
-    assert "critic.head.weight" in found["gan_into_one"]
-
-
-def test_a_save_during_accumulation_does_not_change_training(found):
-    assert found["mid_save_disturbs_nothing"]
-    assert found["mid_resumes_at"] == 4
-
-
-@pytest.mark.parametrize(
-    ("precision", "dtype"), [("bf16-mixed", "float32"), ("bf16-true", "bfloat16"), ("scaler", "float32")]
+from ckptkit import CheckpointManager, TrainState, open_checkpoint
+from ckptkit.integrations.lightning import CkptkitCheckpointIO, FSDP2Strategy, ManagedCheckpoint
+from tests.fsdp.models import whole
+from tests.integrations.lightning_runs import (
+    First,
+    Lit,
+    Net,
+    checkpoints,
+    equal,
+    evaluated,
+    fit,
+    loader,
+    raised,
+    resumes,
+    saving,
+    snapshot,
+    trainer_of,
 )
-def test_each_precision_is_resumed_bit_equal(found, precision, dtype):
-    assert found[f"{precision}_dtype"] == f"torch.{dtype}"
-    assert found[f"{precision}_equal"]
+from tests.integrations.on_ranks import on_ranks
+
+pytestmark = pytest.mark.timeout(600)
 
 
-def test_the_scale_of_a_grad_scaler_is_restored(found):
-    assert found["scale"] == 4096.0
+def model_keys(path: Path) -> list[str]:
+    return sorted(key for key in open_checkpoint(str(path)) if key.startswith("model."))
 
 
-def test_callbacks_that_average_an_unsharded_copy_are_refused(found):
-    assert found["ema_fsdp2"].startswith("UsageError: EMAWeightAveraging averages an unsharded copy")
+def weights(module: Any) -> dict[str, torch.Tensor]:
+    return {name: whole(parameter) for name, parameter in module.named_parameters()}
 
 
-@pytest.mark.parametrize("where", ["ema", "ema_io"])
-def test_averaged_and_trained_weights_are_both_restored_under_ddp(found, where):
-    assert found[f"{where}_equal"] == (True, True)
+@on_ranks(2)
+def test_a_trainer_shards_a_second_module_too(work: Path) -> None:
+    pl.seed_everything(7 + int(os.environ["RANK"]), verbose=False)
+    trainer, second = trainer_of(work, FSDP2Strategy(), steps=2), Lit()
+    trainer.fit(Lit(), loader())
+    trainer.fit_loop.epoch_loop.max_steps = 4
+    trainer.fit(second, loader())
+    assert any(isinstance(module, FSDPModule) for module in second.modules())
+    mine = torch.cat([value.flatten() for value in weights(second).values()])
+    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, mine)
+    assert all(torch.equal(part, mine) for part in parts)
+
+
+@on_ranks(2)
+def test_a_fitted_module_can_be_fitted_and_tested_again(work: Path) -> None:
+    module, _ = fit(work, FSDP2Strategy(), steps=2)
+    again = trainer_of(work, FSDP2Strategy(), steps=2)
+    again.fit(module, loader())
+    again.save_checkpoint(work / "again.ckpt")
+    assert again.global_step == 2
+    assert evaluated(again, module, work / "again.ckpt") > 0
+
+
+@pytest.mark.parametrize("at", [4, 6])
+@on_ranks(2)
+def test_a_resume_at_the_end_of_an_epoch_and_within_a_later_one_is_bit_equal(work: Path, at: int) -> None:
+    resumes(work, steps=7, at=at)
+
+
+@on_ranks(2)
+def test_the_checkpoint_resumed_from_is_not_rotated_away(work: Path) -> None:
+    fit(work, FSDP2Strategy(), saving(work), steps=3)
+    assert checkpoints(work) == ["step=3.ckpt"]
+    fit(work, FSDP2Strategy(), saving(work), steps=6, path=work / "step=3.ckpt")
+    assert checkpoints(work) == ["step=3.ckpt", "step=6.ckpt"]
+
+
+@on_ranks(2)
+def test_two_callbacks_keep_each_others_checkpoints(work: Path) -> None:
+    best = saving(work, monitor="loss_of_step", mode="max", filename="best-{step}")
+    recent = saving(work, filename="recent-{step}", save_last=True)
+    fit(work, FSDP2Strategy(), best, recent, steps=5)
+    assert checkpoints(work) == ["best-step=1.ckpt", "last.ckpt", "recent-step=5.ckpt"]
+    assert best.best_model_path == str(work / "best-step=1.ckpt")
+
+
+@on_ranks(2)
+def test_ckpt_path_accepts_last_and_best_and_the_link_to_the_last_does_not_replace_it(work: Path) -> None:
+    def callback() -> ManagedCheckpoint:
+        return saving(work, monitor="loss_of_step", save_last=True)
+
+    straight = snapshot(*fit(work, FSDP2Strategy(), steps=5))
+    fit(work, FSDP2Strategy(), callback(), steps=3, path="last")  # no checkpoint yet: a new run
+    module, trainer = fit(work, FSDP2Strategy(), callback(), steps=5, path="last")
+    assert equal(straight, snapshot(module, trainer))
+    assert checkpoints(work) == ["last-v1.ckpt", "last.ckpt", "step=4.ckpt"]
+    assert evaluated(trainer, module, "best") > 0
+    assert len(trainer.predict(module, loader(), ckpt_path="last")) == 4
+
+
+class Partly(Lit):
+    """Omits frozen weights from its state dict, as Lightning's documentation shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(8, 8)
+        self.encoder.requires_grad_(False)
+        self.strict_loading = False
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        return super().training_step(self.encoder(batch), index)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {k: v for k, v in super().state_dict().items() if "encoder" not in k}
+
+
+@on_ranks(2)
+def test_weights_omitted_by_a_modules_state_dict_are_not_saved_or_expected(work: Path) -> None:
+    path = work / "partly.ckpt"
+    module, trainer = fit(work, FSDP2Strategy(), steps=2, module=Partly())
+    trainer.save_checkpoint(path)
+    before, first = snapshot(module, trainer), First()
+    assert len(model_keys(path)) == 6 and not any("encoder" in key for key in model_keys(path))
+    fit(work, FSDP2Strategy(), first, steps=3, module=Partly(), path=path)
+    assert equal(before, first.state)
+
+
+class Changed(Lit):
+    """Saves one weight doubled and another under an old name, and reverts both on load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_state_dict_post_hook(self._save)
+        self.register_load_state_dict_pre_hook(self._load)
+
+    @staticmethod
+    def _save(module: Any, state: dict[str, Any], prefix: str, meta: Any) -> None:
+        state[prefix + "model.head.bias"] = state[prefix + "model.head.bias"] * 2
+        state[prefix + "old_head"] = state.pop(prefix + "model.head.weight")
+
+    @staticmethod
+    def _load(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        state[prefix + "model.head.bias"] = state[prefix + "model.head.bias"] / 2
+        state[prefix + "model.head.weight"] = state.pop(prefix + "old_head")
+
+
+@on_ranks(2)
+def test_state_changed_by_state_dict_hooks_is_restored_by_the_modules_hooks(work: Path) -> None:
+    class Look(Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            self.found = weights(module)
+
+    path, look = work / "changed.ckpt", Look()
+    module, trainer = fit(work, FSDP2Strategy(), steps=2, module=Changed())
+    saved = weights(module)
+    trainer.save_checkpoint(path)
+    assert "model.old_head" in model_keys(path)
+    fit(work, FSDP2Strategy(), look, steps=3, module=Changed(), path=path)
+    assert [name for name in saved if not torch.equal(saved[name], look.found[name])] == []
+
+
+class Gan(pl.LightningModule):
+    """Two optimizers, each with a scheduler, in manual optimization."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model, self.critic = Net(), Net()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, _: int) -> None:
+        parts = zip((self.model, self.critic), self.optimizers(), self.lr_schedulers(), strict=True)
+        for net, optimizer, scheduler in parts:
+            optimizer.zero_grad()
+            self.manual_backward(net(batch).pow(2).mean())
+            optimizer.step()
+            scheduler.step()
+
+    def configure_optimizers(self) -> Any:
+        both = [
+            torch.optim.AdamW(self.model.parameters(), lr=0.05),
+            torch.optim.SGD(self.critic.parameters(), lr=0.1, momentum=0.9),
+        ]
+        return both, [torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=5) for optimizer in both]
+
+
+@on_ranks(2)
+def test_several_optimizers_are_resumed_bit_equal(work: Path) -> None:
+    resumes(work, steps=8, at=4, module=Gan)  # each optimizer step counts
+    error = raised(lambda: fit(work, FSDP2Strategy(), steps=8, path=work / "step=4.ckpt"))
+    assert "critic.head.weight" in error
+
+
+@on_ranks(2)
+def test_a_save_during_accumulation_does_not_change_training(work: Path) -> None:
+    class Mid(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+            if index == 2:
+                trainer.save_checkpoint(work / "mid.ckpt")
+
+    options = {"steps": 4, "accumulate_grad_batches": 2}
+    straight = snapshot(*fit(work, FSDP2Strategy(), **options))
+    disturbed = fit(work, FSDP2Strategy(), Mid(), saving(work, every=2), **options)
+    assert equal(straight, snapshot(*disturbed))
+    assert fit(work, FSDP2Strategy(), path=work / "mid.ckpt", **options)[1].global_step == 4
+
+
+PRECISIONS = {
+    "bf16-mixed": (torch.float32, lambda: {"precision": "bf16-mixed"}),
+    "bf16-true": (torch.bfloat16, lambda: {"precision": "bf16-true"}),
+    "scaler": (torch.float32, lambda: {"plugins": MixedPrecision("16-mixed", "cpu", scaler())}),
+}
+
+
+def scaler() -> torch.amp.GradScaler:
+    return torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@on_ranks(2)
+def test_each_precision_is_resumed_bit_equal(work: Path, precision: str) -> None:
+    dtype, options = PRECISIONS[precision]
+    module, trainer = resumes(work, steps=5, at=3, fresh=options)
+    assert next(module.parameters()).dtype == dtype
+    assert precision != "scaler" or trainer.precision_plugin.scaler.get_scale() == 4096.0
+
+
+@on_ranks(2)
+def test_callbacks_that_average_an_unsharded_copy_are_refused(work: Path) -> None:
+    error = raised(lambda: fit(work, FSDP2Strategy(), EMAWeightAveraging(decay=0.5), steps=2))
+    assert error.startswith("UsageError: EMAWeightAveraging averages an unsharded copy")
+
+
+class Average(EMAWeightAveraging):
+    """Copies the averaged weights before the first step and after the last one."""
+
+    def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
+        self.first = getattr(self, "first", None) or weights(self._average_model.module)
+        super().on_train_batch_start(*args, **kwargs)
+
+    def on_train_end(self, *args: Any) -> None:
+        self.last = weights(self._average_model.module)
+
+
+@pytest.mark.parametrize("callback", [ManagedCheckpoint, ModelCheckpoint])
+@on_ranks(2)
+def test_averaged_and_trained_weights_are_both_restored_under_ddp(work: Path, callback: Any) -> None:
+    def ddp() -> Any:
+        strategy = DDPStrategy()
+        strategy.checkpoint_io = CkptkitCheckpointIO()
+        return strategy
+
+    save, first = callback(dirpath=work, every_n_train_steps=3, filename="{step}"), First()
+    saved, loaded = Average(decay=0.5), Average(decay=0.5)
+    before = snapshot(*fit(work, ddp(), saved, save, steps=3))
+    fit(work, ddp(), loaded, first, steps=4, path=work / "step=3.ckpt")
+    assert equal(before, first.state)
+    assert all(torch.equal(loaded.first[name], value) for name, value in saved.last.items())
+
+
+class Sharded(Lit):
+    def configure_model(self) -> None:
+        if not isinstance(self.model, FSDPModule):
+            fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
 
 
 @pytest.mark.parametrize("name", ["ddp", "mp"])
-def test_checkpoints_saved_under_a_lightning_strategy_are_resumed_by_it(found, name):
-    assert found[f"under_{name}_equal"]
-    assert found[f"under_{name}_best"]
-    assert {"last.ckpt", "step=5.ckpt"} <= set(found[f"under_{name}"])
+@on_ranks(2)
+def test_checkpoints_saved_under_a_lightning_strategy_are_resumed_by_it(work: Path, name: str) -> None:
+    def strategy() -> Any:
+        return DDPStrategy() if name == "ddp" else ModelParallelStrategy(dist.get_world_size(), 1)
+
+    build = Lit if name == "ddp" else Sharded
+    before, first = snapshot(*fit(work, strategy(), saving(work, save_last=True), steps=3, module=build())), First()
+    module, trainer = fit(work, strategy(), first, saving(work, save_last=True), steps=5, path="last", module=build())
+    assert equal(before, first.state)
+    assert {"last.ckpt", "step=5.ckpt"} <= set(checkpoints(work))
+    assert evaluated(trainer, module, "best") > 0
 
 
-def test_type_full_gathers_nothing_before_the_save(found):  # NB4
-    assert found["full_saw"] == ["DTensor"]
+@on_ranks(2)
+def test_type_full_gathers_nothing_before_the_save_and_gives_rank_0_whole_tensors_on_request(work: Path) -> None:  # NB4
+    class Looking(Lit):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self.saw = {type(v).__name__ for v in checkpoint["state_dict"].values()}
+
+    module, trainer = fit(work, FSDP2Strategy(state_dict_type="full"), steps=1, module=Looking())
+    trainer.save_checkpoint(work / "streamed.ckpt")
+    assert module.saw == {"DTensor"}
+    given = len(trainer.strategy.lightning_module_state_dict())
+    moments = len(trainer.strategy.optimizer_state(trainer.optimizers[0]).get("state", {}))
+    assert (given, moments) == ((6, 6) if dist.get_rank() == 0 else (0, 0))
 
 
-def test_state_dict_type_full_gives_rank_0_whole_tensors_on_request(found):
-    assert (found["full_given"], found["full_moments"]) == (6, 6)
+@on_ranks(2)
+def test_a_checkpoint_not_written_by_lightning_is_resumed_from(work: Path) -> None:
+    module, trainer = fit(work, FSDP2Strategy(), steps=2)
+    with CheckpointManager(work / "run") as manager:
+        manager.save(2, TrainState(model=module, optimizer=trainer.optimizers[0], step=2))
+    before, first = snapshot(module, trainer), First()
+    fit(work, FSDP2Strategy(), first, steps=2, path=work / "run" / "step_00000002")
+    assert equal({**before, "step": 0}, {**first.state, "lrs": before["lrs"]})
 
 
-def test_a_checkpoint_not_written_by_lightning_is_resumed_from(found):
-    assert found["foreign_equal"]
+class Hooked(Lit):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mine"] = {"tokens": 17, "names": ("a", "b"), "table": torch.arange(3)}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.mine = checkpoint["mine"]
+        self.had = sorted(checkpoint["state_dict"])
 
 
-def test_module_hooks_get_their_saved_values_and_the_loaded_weights(found):
-    assert found["hook_value"] == (17, ("a", "b"), [0, 1, 2])
-    assert found["hook_saw"] == 6
+@on_ranks(2)
+def test_module_hooks_get_their_saved_values_and_the_loaded_weights(work: Path) -> None:
+    _, trainer = fit(work, FSDP2Strategy(), steps=2, module=Hooked())
+    trainer.save_checkpoint(work / "hooked.ckpt")
+    again, _ = fit(work, FSDP2Strategy(), steps=3, module=Hooked(), path=work / "hooked.ckpt")
+    assert {**again.mine, "table": again.mine["table"].tolist()} == {
+        "tokens": 17, "names": ("a", "b"), "table": [0, 1, 2],
+    }  # fmt: skip
+    assert len(again.had) == 6
 
 
-def test_hyperparameters_that_are_not_plain_values_are_saved_as_text(found):
-    assert found["hparams_error"] == found["hparams_resume"] == ""
-    assert "'where': '/data'" in found["hparams"]
-    assert "torch.bfloat16" in found["hparams"]
+class Configured(Lit):
+    def __init__(self, where: Path, dtype: torch.dtype, kind: type, size: int = 3) -> None:
+        super().__init__()
+        self.save_hyperparameters()
 
 
-def test_two_callbacks_and_the_end_of_training_may_save_the_same_step(found):
-    assert found["same_dir"] == ["step=2.ckpt", "step=4-v1.ckpt", "step=4.ckpt"]
-    assert found["same_loads"] == 5
+@on_ranks(2)
+def test_hyperparameters_that_are_not_plain_values_are_saved_as_text(work: Path) -> None:
+    def module() -> Configured:
+        return Configured(Path("/data"), torch.bfloat16, nn.GELU)
+
+    path = work / "hparams.ckpt"
+    fit(work, FSDP2Strategy(), steps=1, module=module())[1].save_checkpoint(path)
+    saved = repr(open_checkpoint(str(path))["extra.lightning"]["hyper_parameters"])
+    assert "'where': '/data'" in saved and "torch.bfloat16" in saved
+    fit(work, FSDP2Strategy(), steps=2, path=path, module=module())
 
 
-def test_save_weights_only_checkpoints_validate_and_do_not_resume(found):
-    assert "optimizer" not in found["wo_keys"]
-    assert found["wo_validates"]
-    assert "contains only the model" in found["wo_fit"]
+@on_ranks(2)
+def test_two_callbacks_and_the_end_of_training_may_save_the_same_step(work: Path) -> None:
+    class AtEnd(Callback):
+        def on_train_end(self, trainer: Any, module: Any) -> None:
+            trainer.save_checkpoint(work / "step=4.ckpt")
+
+    epoch = ManagedCheckpoint(dirpath=work, every_n_epochs=1, save_top_k=-1, filename="{step}")
+    fit(work, FSDP2Strategy(), saving(work, every=2, keep=-1), epoch, AtEnd(), steps=4)
+    assert checkpoints(work) == ["step=2.ckpt", "step=4-v1.ckpt", "step=4.ckpt"]
+    assert fit(work, FSDP2Strategy(), steps=5, path=work / "step=4.ckpt")[1].global_step == 5
 
 
-def test_paths_that_are_not_checkpoints_are_refused_by_name(found):
-    assert found["no_path"].startswith("CheckpointNotFoundError")
-    assert "notes.txt" in found["no_checkpoint"]
-    assert found["junk"].startswith("CorruptCheckpointError")
+@on_ranks(2)
+def test_save_weights_only_checkpoints_validate_and_do_not_resume(work: Path) -> None:
+    path = work / "step=2.ckpt"
+    fit(work, FSDP2Strategy(), saving(work, every=2, save_weights_only=True), steps=2)
+    assert not any(key.startswith("optimizer") for key in open_checkpoint(str(path)))
+    validated = trainer_of(work, FSDP2Strategy()).validate(Lit(), loader(), ckpt_path=str(path), verbose=False)
+    assert validated[0]["val_loss"] > 0
+    assert "contains only the model" in raised(lambda: fit(work, FSDP2Strategy(), steps=3, path=path))
 
 
-def test_a_folder_that_is_not_a_checkpoint_is_not_overwritten(found):  # P6
-    assert found["over_folder"].startswith("CheckpointExistsError")
-    assert found["folder_kept"]
+@on_ranks(2)
+def test_paths_that_are_not_checkpoints_are_refused_by_name_and_not_overwritten(work: Path) -> None:  # P6
+    def error_of(name: str) -> str:
+        return raised(lambda: fit(work, FSDP2Strategy(), steps=1, path=work / name))
+
+    if dist.get_rank() == 0:
+        (work / "folder.ckpt").mkdir()
+        (work / "folder.ckpt" / "notes.txt").write_text("mine")
+        (work / "junk.ckpt").write_bytes(b"junk" * 100)
+    dist.barrier()
+    assert error_of("nothing.ckpt").startswith("CheckpointNotFoundError")
+    assert "notes.txt" in error_of("folder.ckpt")
+    assert error_of("junk.ckpt").startswith("CorruptCheckpointError")
+    _, trainer = fit(work, FSDP2Strategy(), steps=1)
+    over = raised(lambda: trainer.save_checkpoint(work / "folder.ckpt"))
+    assert over.startswith("CheckpointExistsError") and (work / "folder.ckpt" / "notes.txt").exists()
 
 
-def test_a_model_of_another_shape_is_refused_with_every_shape(found):
-    assert "[3, 8] in the checkpoint, expected [5, 8]" in found["wide"]
-    assert "[3] in the checkpoint, expected [5]" in found["wide"]
+@on_ranks(2)
+def test_a_model_of_another_shape_is_refused_with_every_shape(work: Path) -> None:
+    wide = Lit()
+    wide.model.head = nn.Linear(8, 5)
+    fit(work, FSDP2Strategy(), steps=1)[1].save_checkpoint(work / "narrow.ckpt")
+    error = raised(lambda: fit(work, FSDP2Strategy(), steps=1, path=work / "narrow.ckpt", module=wide))
+    assert "[3, 8] in the checkpoint, expected [5, 8]" in error
+    assert "[3] in the checkpoint, expected [5]" in error
 
 
-def test_a_crashed_run_resumes_bit_equal(found):
-    assert "the node is gone" in found["crash"]
-    assert found["crash_equal"]
+@on_ranks(2)
+def test_a_crashed_run_resumes_bit_equal(work: Path) -> None:
+    class Break(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 4:
+                raise RuntimeError("the node is gone")
+
+    save = saving(work, every=3, save_last=True)
+    assert "the node is gone" in raised(lambda: fit(work, FSDP2Strategy(), save, Break(), steps=6))
+    straight = snapshot(*fit(work, FSDP2Strategy(), steps=6))
+    again = fit(work, FSDP2Strategy(), saving(work, every=3, save_last=True), steps=6, path="last")
+    assert equal(straight, snapshot(*again))
 
 
-def test_names_with_directories_are_rotated_too(found):
-    assert found["nest"] == ["step=3/x.ckpt"]
+@on_ranks(2)
+def test_names_with_directories_are_rotated_too(work: Path) -> None:
+    fit(work, FSDP2Strategy(), saving(work, filename="{step}/x"), steps=3)
+    dist.barrier()
+    assert [str(path.relative_to(work)) for path in work.glob("*/*.ckpt")] == ["step=3/x.ckpt"]

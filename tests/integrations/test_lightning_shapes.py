@@ -1,181 +1,350 @@
-"""Meshes, wrapping and storage under a real Lightning Trainer; the ranks run `lightning_shapes`."""
+"""Meshes, wrapping and storage under a real Lightning Trainer."""
 
 from __future__ import annotations
 
-import pytest
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
 
-from ckptkit.storage import open_store
-from tests.storage import servers
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 pytest.importorskip("lightning")
 pytest.importorskip("torchdata")
-pytestmark = pytest.mark.timeout(600)
+import lightning.pytorch as pl
 
-
-@pytest.fixture(scope="module")
-def work(tmp_path_factory):
-    return str(tmp_path_factory.mktemp("shapes"))
-
-
-@pytest.fixture(scope="module")
-def two(framework_ranks, work):
-    return framework_ranks.run(
-        _job, 2, work, "recompute", "offload", "compiled", "meta", "arguments", "refusals", timeout=240
-    )[0]
-
-
-@pytest.fixture(scope="module")
-def four(framework_ranks, work, two):
-    return framework_ranks.run(_job, 4, work, "tensor_parallel", "mesh_of_three", "hybrid", "more", timeout=240)[0]
-
-
-@pytest.fixture(scope="module")
-def two_again(framework_ranks, work, four):
-    return framework_ranks.run(_job, 2, work, "fewer", timeout=120)[0]
-
-
-@pytest.fixture(scope="module")
-def remote(framework_ranks, work):
-    with servers.moto() as options:
-        open_store("s3://lightning", storage_options=options).fs.mkdir("lightning")
-        env = {**servers.CREDENTIALS, "AWS_ENDPOINT_URL": options["endpoint_url"]}
-        yield framework_ranks.run(_job, 2, work, ("remote", "s3://lightning/run", env), timeout=240)[0]
-
-
-def _job(work, *parts):
-    from tests.integrations import lightning_shapes
-
-    return lightning_shapes.run(work, *parts)
-
-
-def test_a_run_with_tensor_parallel_ranks_is_resumed_bit_equal(four):
-    assert four["tp_equal"]
-    assert four["tp_placed"]["model.blocks.1.0.weight"] == "(Shard(dim=0), Shard(dim=1))"
-    assert four["tp_placed"]["model.blocks.1.0.bias"] == "(Shard(dim=0), Replicate())"
-
-
-def test_the_mesh_has_three_dimensions_with_tensor_parallel_innermost(four):
-    assert four["tp_mesh"] == ([2, 1, 2], ["data_parallel", "context_parallel", "tensor_parallel"])
-    assert four["mesh"][0] == [1, 2, 2]
-    assert four["mesh"][1] == [0, 1]
-    assert four["mesh_steps"] == 1
-
-
-def test_ranks_of_one_tensor_parallel_group_draw_the_same_part_of_a_dataset(four):
-    assert four["tp_sampler"] == 2
-
-
-def test_tensor_parallel_ranks_without_a_plan_are_refused(four):
-    assert four["tp_without_plan"].startswith("UsageError")
-    assert "custom_tp_plan" in four["tp_plan_refused"]
-
-
-def test_a_run_with_replicas_is_resumed_bit_equal_and_each_shard_is_written_once(four):
-    assert four["hsdp_equal"]
-    assert four["hsdp_placed"] == "(Replicate(), Shard(dim=0))"
-    total = sum(four["hsdp_bytes"])
-    assert len(four["hsdp_bytes"]) == 4  # divided among the replicas
-    assert max(four["hsdp_bytes"]) < 0.4 * total
-
-
-def test_a_run_of_two_ranks_resumes_on_four(four):
-    assert four["more_equal"]
-    assert four["more_step"] == 3
-
-
-@pytest.mark.parametrize("name", ["tp", "hsdp"])
-def test_a_run_of_four_ranks_resumes_on_two(two_again, name):
-    assert two_again[f"{name}_step"] == (4, 6, 18)
-    assert two_again["tp_into_two"]
-
-
-def test_offloaded_weights_are_resumed_bit_equal_and_saved_whole(two):  # NB3
-    assert two["offload_equal"]
-    assert two["offload_on"] == {"cpu"}
-    assert two["offload_saved"] == [3, 8]
-
-
-def test_activation_checkpointing_does_not_change_names(two):
-    assert two["calls_with"] == 2 * two["calls_without"]
-    assert two["recompute_keys"]
-    assert two["recompute_off"]
-
-
-def test_a_plain_model_loads_the_checkpoint_of_a_compiled_one(two):
-    assert two["compiled_off"]
-
-
-def test_a_model_made_on_the_meta_device_is_resumed_bit_equal(two):
-    assert two["meta_equal"]
-
-
-def test_a_model_created_under_init_module_gets_its_values(two):
-    assert two["init_module_on"] == "meta"
-    assert two["init_module_finite"]
-
-
-def test_modules_without_reset_parameters_are_listed_in_a_warning(two):
-    assert len(two["odd_warned"]) == 1
-    assert "Odd (0.scale)" in two["odd_warned"][0]
-
-
-def test_arguments_of_nemo_are_accepted(two):
-    assert two["own_calls"].count(["Net", "data_parallel", "context_parallel", "tensor_parallel"]) == 1
-    assert ["StatefulDataLoader"] in two["own_calls"]
-
-
-def test_the_parallelize_function_of_nemo_keeps_the_last_block_gathered(two):
-    assert two["last_block"] == [False, True]
-
-
-def test_the_trainer_clips_by_the_norm_over_all_ranks(two):
-    assert two["clipped"] == pytest.approx([1e-3, 1e-3], rel=1e-3)
-
-
-def test_optimizer_state_is_matched_by_name(two):
-    assert "model.blocks.0.0.weight" in two["optimizer_keys"]
-    assert len(two["optimizer_keys"]) == 6
-
-
-def test_the_strategy_reduces_and_broadcasts_values(two):
-    assert two["reduced"] == 0.5
-    assert two["broadcast"] == "from 0"
-
-
-def test_storage_options_of_a_save_are_refused(two):
-    assert two["options_of_a_save"].startswith("UsageError: A save takes no storage_options")
-
-
-@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "no_shard"])
-def test_other_sharding_strategies_give_the_same_weights(two, strategy):
-    assert two[strategy]
-
-
-@pytest.mark.parametrize(
-    ("fact", "words"),
-    [
-        ("early_optimizer", "sharded"),
-        ("fsdp1_model", "FSDP1"),
-        ("two_into_one", "optimizer"),
-    ],
+from ckptkit import open_checkpoint
+from ckptkit.formats.own.record import read_record
+from ckptkit.integrations.lightning import FSDP2Strategy, ManagedCheckpoint, fsdp2_strategy_parallelize
+from ckptkit.storage import open_store
+from tests.integrations.lightning_runs import (
+    First,
+    Lit,
+    Net,
+    equal,
+    evaluated,
+    fit,
+    loader,
+    raised,
+    resumes,
+    saving,
+    snapshot,
+    trainer_of,
 )
-def test_impossible_settings_are_refused_with_a_hint(two, fact, words):
-    assert words in two[fact]
+from tests.integrations.on_ranks import on_ranks
+from tests.storage import servers
+
+pytestmark = pytest.mark.timeout(600)
+DIMENSIONS = ["data_parallel", "context_parallel", "tensor_parallel"]
 
 
-def test_a_run_on_s3_is_saved_rotated_resumed_and_tested(remote):
-    assert remote["remote_resumed_at"] == 3
-    assert remote["remote_equal"]
-    assert remote["remote_best"][0].startswith("s3://lightning/run/")
-    assert remote["remote_best"][1]
-    assert remote["remote_dir"] == ["last.ckpt", "step=4.ckpt"]
-    assert remote["remote_local_folder"] == []
+def planned(*sizes: int) -> FSDP2Strategy:
+    plan = {"blocks.0.0": ColwiseParallel(), "blocks.1.0": RowwiseParallel()}
+    return FSDP2Strategy(*sizes, custom_tp_plan=plan)
 
 
-def test_resuming_from_an_empty_s3_path_is_an_error(remote):
-    assert remote["remote_missing"].startswith("CheckpointNotFoundError")
-    assert "s3://lightning/run/nothing.ckpt" in remote["remote_missing"]
+def group_seed() -> int:
+    return dist.get_rank() // 2  # one for each tensor-parallel group of two, for equal dropout
 
 
-def test_a_checkpoint_on_s3_is_removed(remote):
-    assert remote["remote_removed"]
+@on_ranks(4, 2)
+def test_a_run_with_tensor_parallel_ranks_is_resumed_bit_equal_also_on_two_ranks(work: Path) -> None:
+    if dist.get_world_size() == 2:
+        saved, first = torch.load(work / "rank-0.pt", weights_only=False), First()
+        _, trainer = fit(work, FSDP2Strategy(), first, steps=6, path=work / "tp.ckpt")
+        assert equal(saved, first.state)
+        assert (trainer.global_step, len(first.state["moments"])) == (6, 18)
+        return
+    module, trainer = resumes(work, lambda: planned(2, 2), fresh=lambda: {"seed": group_seed()})
+    placed = {name: str(parameter.placements) for name, parameter in module.named_parameters()}
+    assert placed["model.blocks.1.0.weight"] == "(Shard(dim=0), Shard(dim=1))"
+    assert placed["model.blocks.1.0.bias"] == "(Shard(dim=0), Replicate())"
+    mesh = trainer.strategy.device_mesh
+    assert (list(mesh.mesh.shape), list(mesh.mesh_dim_names)) == ([2, 1, 2], DIMENSIONS)
+    # Ranks of one tensor-parallel group draw the same part of a dataset.
+    assert trainer.strategy.distributed_sampler_kwargs["num_replicas"] == 2
+    trainer.save_checkpoint(work / "tp.ckpt")
+    torch.save(snapshot(module, trainer), work / f"rank-{dist.get_rank()}.pt")
+
+
+@on_ranks(4)
+def test_tensor_parallel_ranks_without_a_plan_are_refused(work: Path) -> None:
+    assert raised(lambda: fit(work, FSDP2Strategy(2, 2), steps=1)).startswith("UsageError")
+    error = raised(lambda: fit(work, FSDP2Strategy(2, 2, use_hf_tp_plan=False), steps=1))
+    assert "custom_tp_plan" in error
+
+
+@on_ranks(4)
+def test_the_mesh_has_three_dimensions_with_tensor_parallel_innermost(work: Path) -> None:
+    strategy = planned(1, 2, 2)
+    assert fit(work, strategy, steps=1, seed=group_seed())[1].global_step == 1
+    mesh = strategy.device_mesh
+    assert (list(mesh.mesh.shape), list(mesh.mesh_dim_names)) == ([1, 2, 2], DIMENSIONS)
+    first = 2 * (dist.get_rank() // 2)
+    assert mesh["tensor_parallel"].mesh.tolist() == [first, first + 1]
+
+
+@on_ranks(4, 2)
+def test_a_run_with_replicas_is_resumed_bit_equal_and_each_shard_is_written_once(work: Path) -> None:
+    if dist.get_world_size() == 2:
+        first = First()
+        _, trainer = fit(work, FSDP2Strategy(), first, steps=6, path=work / "hsdp.ckpt")
+        assert (first.state["step"], trainer.global_step, len(first.state["moments"])) == (4, 6, 18)
+        return
+    made = {"device_mesh": (2, 2), "sharding_strategy": "HYBRID_SHARD"}
+    module, trainer = resumes(work, lambda: FSDP2Strategy(**made))
+    assert str(next(module.parameters()).placements) == "(Replicate(), Shard(dim=0))"
+    trainer.save_checkpoint(work / "hsdp.ckpt")
+    files = read_record(open_store(str(work / "hsdp.ckpt"))).files
+    sizes = [file.nbytes for path, file in files.items() if path.endswith(".distcp")]
+    assert len(sizes) == 4 and max(sizes) < 0.4 * sum(sizes)  # divided among the replicas
+
+
+@on_ranks(2, 4)
+def test_a_run_of_two_ranks_resumes_on_four(work: Path) -> None:
+    if dist.get_world_size() == 2:
+        module, trainer = fit(work, FSDP2Strategy(), steps=2)
+        trainer.save_checkpoint(work / "two.ckpt")
+        torch.save(snapshot(module, trainer), work / f"rank-{dist.get_rank()}.pt")
+        return
+    saved, first = torch.load(work / "rank-0.pt", weights_only=False), First()
+    _, trainer = fit(work, FSDP2Strategy(), first, steps=3, path=work / "two.ckpt")
+    assert equal(saved, first.state) and trainer.global_step == 3
+
+
+class Clipped(Lit):
+    norms: ClassVar[list[float]] = []
+
+    def configure_gradient_clipping(self, *args: Any, **options: Any) -> None:
+        super().configure_gradient_clipping(*args, **options)
+        self.norms.append(float(sum(p.grad.full_tensor().norm() ** 2 for p in self.parameters()) ** 0.5))
+
+
+@on_ranks(2)
+def test_arguments_of_nemo_are_accepted_and_its_function_keeps_the_last_block_gathered(work: Path) -> None:
+    calls: list[list[str]] = []
+
+    def own(model: Any, device_mesh: Any, mp_policy: Any = None) -> None:
+        calls.append([type(model).__name__, *device_mesh.mesh_dim_names])
+        fsdp2_strategy_parallelize(model, device_mesh=device_mesh, mp_policy=mp_policy)
+
+    class Sampler:
+        def transform_dataloader(self, dataloader: Any) -> Any:
+            calls.append([type(dataloader).__name__])
+            return dataloader
+
+    module, _ = fit(work, FSDP2Strategy(parallelize_fn=own, data_sampler=Sampler()), steps=2)
+    assert calls.count(["Net", *DIMENSIONS]) == 1
+    assert ["StatefulDataLoader"] in calls
+    groups = [block._get_fsdp_state()._fsdp_param_group for block in module.model.blocks]
+    assert [group.post_forward_mesh_info is None for group in groups] == [False, True]
+
+
+@on_ranks(2)
+def test_the_trainer_clips_by_the_norm_over_all_ranks(work: Path) -> None:
+    module, _ = fit(work, FSDP2Strategy(), steps=2, module=Clipped(), gradient_clip_val=1e-3)
+    assert module.norms == pytest.approx([1e-3, 1e-3], rel=1e-3)
+
+
+@on_ranks(2)
+def test_the_strategy_matches_optimizer_state_by_name_reduces_and_broadcasts_values(work: Path) -> None:
+    _, trainer = fit(work, FSDP2Strategy(), steps=2)
+    strategy, rank = trainer.strategy, dist.get_rank()
+    keys = strategy.optimizer_state(trainer.optimizers[0])["state"]
+    assert len(keys) == 6 and "model.blocks.0.0.weight" in keys
+    assert strategy.reduce(torch.tensor(float(rank))) == 0.5
+    assert strategy.broadcast("from 0" if rank == 0 else None) == "from 0"
+    error = raised(lambda: trainer.save_checkpoint(work / "o.ckpt", storage_options={"a": 1}))
+    assert error.startswith("UsageError: A save takes no storage_options")
+
+
+@pytest.mark.parametrize("name", ["SHARD_GRAD_OP", "no_shard"])
+@on_ranks(2)
+def test_other_sharding_strategies_give_the_same_weights(work: Path, name: str) -> None:
+    expected = snapshot(*fit(work, FSDP2Strategy(), steps=2))["weights"]
+    found = snapshot(*fit(work, FSDP2Strategy(sharding_strategy=name), steps=2))["weights"]
+    assert all(torch.allclose(found[key], value, atol=1e-6) for key, value in expected.items())
+
+
+class Early(Lit):
+    """Makes its optimizer before its model is sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = torch.optim.AdamW(self.model.parameters())
+
+    def configure_optimizers(self) -> Any:
+        return self.made
+
+
+class Fsdp1(Lit):
+    def configure_model(self) -> None:
+        if not isinstance(self.model, FullyShardedDataParallel):
+            self.model = FullyShardedDataParallel(self.model, device_id=torch.device("cpu"))
+
+
+class Two(Lit):
+    """Two optimizers, stepped by hand."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: torch.Tensor, index: int) -> None:
+        self.manual_backward(super().training_step(batch, index))
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(part.parameters(), lr=0.1) for part in (self.model.blocks, self.model.head)]
+
+
+@on_ranks(2)
+def test_impossible_settings_are_refused_with_a_hint(work: Path) -> None:
+    assert "sharded" in raised(lambda: fit(work, FSDP2Strategy(), steps=1, module=Early()))
+    assert "FSDP1" in raised(lambda: fit(work, FSDP2Strategy(), steps=1, module=Fsdp1()))
+    fit(work, FSDP2Strategy(), steps=1, module=Two())[1].save_checkpoint(work / "two.ckpt")
+    assert "optimizer" in raised(lambda: fit(work, FSDP2Strategy(), steps=2, path=work / "two.ckpt"))
+
+
+@on_ranks(2)
+def test_offloaded_weights_are_resumed_bit_equal_and_saved_whole(work: Path) -> None:  # NB3
+    module, _ = resumes(work, lambda: "fsdp2_cpu_offload")
+    assert {parameter.device.type for parameter in module.parameters()} == {"cpu"}
+    _, trainer = fit(work, FSDP2Strategy(cpu_offload=True, state_dict_type="full"), steps=1)
+    trainer.save_checkpoint(work / "full.ckpt")
+    assert list(open_checkpoint(str(work / "full.ckpt"))["model.model.head.weight"].shape) == [3, 8]
+
+
+@on_ranks(2)
+def test_activation_checkpointing_does_not_change_names(work: Path) -> None:
+    def made(policy: Any) -> FSDP2Strategy:
+        return FSDP2Strategy(activation_checkpointing_policy=policy, auto_wrap_policy={nn.Sequential})
+
+    calls, keys = {}, []
+    for name, policy in (("with", {nn.Sequential}), ("without", None)):
+        module, calls[name] = Lit(), []
+        module.model.blocks[0][1].register_forward_pre_hook(lambda *_, name=name: calls[name].append(1))
+        module, trainer = fit(work, made(policy), steps=2, module=module)
+        trainer.save_checkpoint(work / f"{name}.ckpt")
+        keys.append(sorted(open_checkpoint(str(work / f"{name}.ckpt"))))
+    assert len(calls["with"]) == 2 * len(calls["without"])
+    assert keys[0] == keys[1]
+    before, first = snapshot(module, trainer), First()
+    fit(work, made(None), first, steps=3, path=work / "with.ckpt")
+    assert equal(before, first.state)
+
+
+class Compiled(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = torch.compile(self.model, backend="eager")
+
+
+@on_ranks(2)
+def test_a_plain_model_loads_the_checkpoint_of_a_compiled_one(work: Path) -> None:
+    module, trainer = fit(work, FSDP2Strategy(), steps=2, module=Compiled())
+    trainer.save_checkpoint(work / "compiled.ckpt")
+    before, first = snapshot(module, trainer), First()
+    fit(work, FSDP2Strategy(), first, steps=3, path=work / "compiled.ckpt")
+    for part in ("weights", "moments"):
+        before[part] = {name.replace("_orig_mod.", ""): value for name, value in before[part].items()}
+    assert equal(before, first.state)
+
+
+class Meta(Lit):
+    """Creates its network in configure_model, as Lightning recommends, on the meta device."""
+
+    def __init__(self) -> None:
+        pl.LightningModule.__init__(self)
+        self.model = None
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            with torch.device("meta"):
+                self.model = Net()
+
+
+class Scale(nn.Module):
+    """Has no reset_parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+class Scaled(Meta):
+    def configure_model(self) -> None:
+        if self.model is None:
+            super().configure_model()
+            with torch.device("meta"):
+                self.model = nn.Sequential(Scale(), self.model)
+
+
+@on_ranks(2)
+def test_a_model_made_on_the_meta_device_is_resumed_bit_equal(work: Path) -> None:
+    straight = snapshot(*fit(work, FSDP2Strategy(), saving(work, every=2, keep=-1), steps=4))
+    resumed = fit(work, FSDP2Strategy(), steps=4, module=Meta(), path=work / "step=2.ckpt")
+    assert equal(straight, snapshot(*resumed))
+
+
+@on_ranks(2)
+def test_a_model_created_under_init_module_gets_its_values(work: Path) -> None:
+    trainer = trainer_of(work, FSDP2Strategy())
+    with trainer.init_module(empty_init=True):
+        module = Lit()
+    assert next(module.parameters()).device.type == "meta"
+    trainer.fit(module, loader())
+    assert all(bool(parameter.full_tensor().isfinite().all()) for parameter in module.parameters())
+
+
+@on_ranks(2)
+def test_modules_without_reset_parameters_are_listed_in_a_warning(work: Path) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer_of(work, FSDP2Strategy()).fit(Scaled(), loader())
+    warned = [str(item.message) for item in caught if "reset_parameters" in str(item.message)]
+    if dist.get_rank() == 0:
+        assert len(warned) == 1 and "Scale (0.scale)" in warned[0]
+
+
+@pytest.fixture
+def s3() -> Iterator[dict[str, str]]:
+    """The environment for an S3 server, which has the bucket `lightning`."""
+    with servers.moto(bucket="lightning") as options:
+        yield {**servers.CREDENTIALS, "AWS_ENDPOINT_URL": options["endpoint_url"]}
+
+
+@on_ranks(2)
+def test_a_run_on_s3_is_saved_rotated_resumed_tested_and_removed(work: Path, s3: dict[str, str]) -> None:
+    def callback() -> ManagedCheckpoint:
+        return saving(url, monitor="loss_of_step", save_last=True)
+
+    url = "s3://lightning/run"
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in s3.items():
+            patch.setenv(name, value)
+        straight = snapshot(*fit(work, FSDP2Strategy(), steps=4))
+        fit(work, FSDP2Strategy(), callback(), steps=3)
+        save, first = callback(), First()
+        module, trainer = fit(work, FSDP2Strategy(), save, first, steps=4, path="last")
+        assert first.state["step"] == 3
+        assert equal(straight, snapshot(module, trainer))
+        assert save.best_model_path.startswith(f"{url}/") and evaluated(trainer, module, "best") > 0
+        missing = raised(lambda: fit(work, FSDP2Strategy(), steps=1, path=f"{url}/nothing.ckpt"))
+        assert missing.startswith("CheckpointNotFoundError") and f"{url}/nothing.ckpt" in missing
+        store = open_store(url)
+        kept = sorted({item.path for item in store.list() if item.path.endswith(".ckpt")})
+        assert kept == ["last.ckpt", "step=4.ckpt"]
+        dist.barrier()
+        trainer.strategy.remove_checkpoint(f"{url}/last.ckpt")
+        dist.barrier()
+        assert not any(item.path.startswith("last.ckpt") for item in store.list())
+        assert not [path for path in Path(os.getcwd()).iterdir() if path.name.startswith("s3:")]

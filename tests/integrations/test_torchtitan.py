@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import json
 import sys
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -84,9 +85,8 @@ def steps_in(folder):
 
 
 def saved(folder, steps, options=None, **config):
-    checkpointer = newest(folder, options=options, **config)
-    told = [checkpointer.save(step, last_step=step == steps) for step in range(1, steps + 1)]
-    checkpointer.close()
+    with closing(newest(folder, options=options, **config)) as checkpointer:
+        told = [checkpointer.save(step, last_step=step == steps) for step in range(1, steps + 1)]
     assert told == [step in steps_in(folder) for step in range(1, steps + 1)] or config.get("keep_latest_k")
     return steps_in(folder)
 
@@ -145,19 +145,12 @@ def test_an_unknown_option_is_an_error(tmp_path):
 
 
 def test_only_the_model_of_a_seed_checkpoint_is_loaded(tmp_path):
-    seed = newest(tmp_path, create_seed_checkpoint=True)
-    seed.save(curr_step=0, last_step=True)
-    seed.close()
+    with closing(newest(tmp_path, create_seed_checkpoint=True)) as seed:
+        seed.save(curr_step=0, last_step=True)
     state = small()
-    checkpointer = newest(tmp_path, state)
-    assert checkpointer.load() is True
-    checkpointer.close()
+    with closing(newest(tmp_path, state)) as checkpointer:
+        assert checkpointer.load() is True
     assert not state.optimizer.state
-
-
-def test_loading_a_missing_step_is_an_error(tmp_path):
-    with pytest.raises(CheckpointNotFoundError):
-        newest(tmp_path, load_step=5).load()
 
 
 def test_a_resumed_run_is_bit_equal():
@@ -170,21 +163,21 @@ def test_saves_happen_at_the_interval_and_at_the_last_step(tmp_path):
 
 
 def test_load_returns_whether_a_checkpoint_was_found(tmp_path):
-    checkpointer = of(small(), tmp_path, interval=1)
-    assert checkpointer.load() is False
-    checkpointer.save(1)
-    assert checkpointer.load() is True
-    assert checkpointer.load(step=1) is True
+    with closing(of(small(), tmp_path, interval=1)) as checkpointer:
+        assert checkpointer.load() is False
+        checkpointer.save(1)
+        assert checkpointer.load() is True
+        assert checkpointer.load(step=1) is True
+        with pytest.raises(CheckpointNotFoundError):
+            checkpointer.load(step=2)
     with pytest.raises(CheckpointNotFoundError):
-        checkpointer.load(step=2)
-    checkpointer.close()
+        newest(tmp_path, load_step=5).load()
 
 
 def test_a_disabled_checkpointer_does_nothing(tmp_path):
-    checkpointer = of(small(), tmp_path / "none", enable=False)
-    checkpointer.save(1, last_step=True)
-    assert checkpointer.load() is False
-    checkpointer.close()
+    with closing(of(small(), tmp_path / "none", enable=False)) as checkpointer:
+        checkpointer.save(1, last_step=True)
+        assert checkpointer.load() is False
     assert not (tmp_path / "none").exists()
 
 
@@ -192,9 +185,8 @@ def test_a_checkpoint_written_by_torchtitan_is_resumed_from_with_its_optimizer(t
     name = "dcp_torchtitan_like_w2"
     state = run_of(name)
     old = str(ZOO / name / "step-2")
-    checkpointer = of(state, tmp_path, initial_load_path=old, initial_load_model_only=False)
-    assert checkpointer.load() is True
-    checkpointer.close()
+    with closing(of(state, tmp_path, initial_load_path=old, initial_load_model_only=False)) as checkpointer:
+        assert checkpointer.load() is True
     assert checkpointer._states["train_state"].step == 2
     check_weights(state.model, name)
     check_optimizer(state.optimizer, state.model, name)

@@ -22,8 +22,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 
 
 class Texts(torch.utils.data.Dataset):
+    def __init__(self, count: int = 10) -> None:
+        self.count = count
+
     def __len__(self) -> int:
-        return 10
+        return self.count
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         ids = (torch.arange(6) * (index + 3)) % 32
@@ -61,25 +64,34 @@ def stopping(url: Any, at: int = 3, **options: Any) -> Any:
     return Stop(url, **options)
 
 
+def same_weights(model: Any, other: Any) -> bool:
+    return all(torch.equal(mine, theirs) for mine, theirs in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def steps_in(folder: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in folder.glob("step_*"))
+
+
 @pytest.mark.parametrize("at", [3, 5])  # in the middle of an epoch of 5 steps, and at its end
-def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(at, tmp_path):
+def test_a_resumed_run_is_bit_equal_to_an_uninterrupted_one(place, at, tmp_path):
+    url, options = place
     straight = trainer_of(tmp_path, integration.CheckpointCallback(tmp_path / "straight", resume=False))
     straight.train()
-    trainer_of(tmp_path, stopping(tmp_path / "run", at, save_steps=at)).train()
-    callback = integration.CheckpointCallback(tmp_path / "run", export=tmp_path / "export")
+    trainer_of(tmp_path, stopping(url, at, save_steps=at, **options)).train()
+    callback = integration.CheckpointCallback(url, export=tmp_path / "export", **options)
     resumed = trainer_of(tmp_path, callback)
     resumed.train()
     assert callback.loaded.step == at
     assert resumed.state.global_step == 8
-    for mine, theirs in zip(resumed.model.parameters(), straight.model.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
+    assert same_weights(resumed.model, straight.model)
     moments = zip(resumed.optimizer.optimizer.state.values(), straight.optimizer.optimizer.state.values(), strict=True)
     assert all(torch.equal(a["exp_avg_sq"], b["exp_avg_sq"]) for a, b in moments)
     assert resumed.lr_scheduler.state_dict() == straight.lr_scheduler.state_dict()
     losses = [[entry["loss"] for entry in t.state.log_history if "loss" in entry] for t in (resumed, straight)]
     assert losses[0] == losses[1]
     loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "export")
-    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), straight.model.parameters(), strict=True))
+    assert same_weights(loaded, straight.model)
+    assert not [path for path in Path.cwd().iterdir() if path.name.startswith("s3:")]
 
 
 def test_rotation_follows_the_policy_of_the_callback(tmp_path):
@@ -87,7 +99,7 @@ def test_rotation_follows_the_policy_of_the_callback(tmp_path):
         tmp_path / "run", save_steps=2, retention=RetentionPolicy(max_num=2), background=True
     )
     trainer_of(tmp_path, callback).train()
-    assert sorted(p.name for p in (tmp_path / "run").glob("step_*")) == ["step_00000006", "step_00000008"]
+    assert steps_in(tmp_path / "run") == [6, 8]
     assert open_checkpoint(str(tmp_path / "run")).step == 8
     assert not list((tmp_path / "out").glob("checkpoint-*"))
 
@@ -102,9 +114,9 @@ def test_attach_supports_every_option(tmp_path):
         trainer
     )
     trainer.train()
-    assert sorted(path.name for path in (tmp_path / "run").glob("step_*")) == ["step_00000003", "step_00000006"]
+    assert steps_in(tmp_path / "run") == [3, 6]
     loaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "export")
-    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), trainer.model.parameters(), strict=True))
+    assert same_weights(loaded, trainer.model)
 
 
 def test_the_best_model_is_kept_and_loaded_at_the_end(tmp_path):
@@ -116,8 +128,7 @@ def test_the_best_model_is_kept_and_loaded_at_the_end(tmp_path):
     losses = {e["step"]: e["eval_loss"] for e in trainer.state.log_history if "eval_loss" in e}
     best = max(losses, key=losses.get)
     assert best != max(losses), "the best must not be the newest here"
-    kept = sorted(int(p.name[5:]) for p in (tmp_path / "run").glob("step_*"))
-    assert kept == sorted({best, 8})
+    assert steps_in(tmp_path / "run") == sorted({best, 8})
     assert trainer.evaluate()["eval_loss"] == losses[best]
 
 
@@ -129,7 +140,7 @@ def test_a_retention_that_would_delete_the_best_model_is_refused(tmp_path):
 
 def test_save_total_limit_limits_the_checkpoints_kept(tmp_path):
     trainer_of(tmp_path, integration.CheckpointCallback(tmp_path / "run", save_steps=1), save_total_limit=3).train()
-    assert sorted(p.name[-1] for p in (tmp_path / "run").glob("step_*")) == ["6", "7", "8"]
+    assert steps_in(tmp_path / "run") == [6, 7, 8]
 
 
 def test_resume_from_checkpoint_is_respected(tmp_path):
@@ -174,7 +185,7 @@ def test_checkpoints_written_by_a_trainer_are_resumed_from(tmp_path):
     resumed.train()
     assert callback.loaded.step == 4
     assert resumed.state.global_step == 8
-    assert all(torch.equal(a, b) for a, b in zip(straight.model.parameters(), resumed.model.parameters(), strict=True))
+    assert same_weights(straight.model, resumed.model)
 
 
 def test_a_manager_resumes_from_the_directory_of_a_trainer(tmp_path):

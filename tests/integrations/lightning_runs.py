@@ -1,0 +1,177 @@
+"""Short runs of a real Lightning Trainer on CPU ranks: a model, its data, and what tests compare of a run."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import lightning.pytorch as pl
+    from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+    from ckptkit.integrations.lightning import FSDP2Strategy, ManagedCheckpoint
+from tests.fsdp.models import whole
+
+logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+
+
+class Data(Dataset):
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.sin(torch.arange(8.0) * (index + 1))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.2)) for _ in range(2)])
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Lit(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = Net()
+
+    def _logged(self, name: str, batch: torch.Tensor) -> torch.Tensor:
+        loss = self.model(batch).pow(2).mean()
+        self.log(name, loss.detach(), sync_dist=True)
+        return loss
+
+    def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+        return self._logged("loss_of_step", batch)
+
+    def validation_step(self, batch: torch.Tensor, _: int) -> None:
+        self._logged("val_loss", batch)
+
+    def test_step(self, batch: torch.Tensor, _: int) -> None:
+        self._logged("test_loss", batch)
+
+    def predict_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+        return self.model(batch)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=5)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class First(Callback):
+    """Takes a snapshot before the first step, with the optimizer state that waits for it."""
+
+    state: Any = None
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        if self.state is None:
+            getattr(trainer.strategy, "restore_pending", lambda: None)()
+            self.state = snapshot(module, trainer)
+
+
+def snapshot(module: Any, trainer: Any) -> dict[str, Any]:
+    names = {id(p): n for n, p in module.named_parameters()}
+    moments = {
+        f"{i}.{names[id(p)]}.{key}": whole(value)
+        for i, optimizer in enumerate(trainer.optimizers)
+        for p, values in optimizer.state.items()
+        for key, value in values.items()
+    }
+    weights = {name: whole(p) for name, p in module.state_dict().items()}
+    lrs = [group["lr"] for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    return {"weights": weights, "moments": moments, "lrs": lrs, "step": trainer.global_step}
+
+
+def equal(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    same = a["lrs"] == b["lrs"] and a["step"] == b["step"] and bool(a["moments"])
+    return same and all(
+        a[part].keys() == b[part].keys() and all(torch.equal(a[part][k], b[part][k]) for k in a[part])
+        for part in ("weights", "moments")
+    )
+
+
+def loader() -> StatefulDataLoader:
+    return StatefulDataLoader(Data(), batch_size=2)  # resumes in the middle of an epoch, on each rank
+
+
+def trainer_of(work: Path, strategy: Any, *callbacks: Any, steps: int = 1, **options: Any) -> pl.Trainer:
+    return pl.Trainer(
+        accelerator="cpu",
+        devices=dist.get_world_size(),
+        strategy=strategy,
+        max_steps=steps,
+        callbacks=list(callbacks),
+        default_root_dir=work,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
+        num_sanity_val_steps=0,
+        use_distributed_sampler=True,
+        **{"logger": False, **options},
+    )
+
+
+def fit(
+    work: Path, strategy: Any, *callbacks: Any, steps: int, path: Any = None, module: Any = None, seed: Any = None,
+    **options: Any,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Train a module, by default a new one; `path` is a checkpoint to resume from."""
+    pl.seed_everything(7 + (dist.get_rank() if seed is None else seed), verbose=False)
+    module = module or Lit()
+    trainer = trainer_of(work, strategy, *callbacks, steps=steps, **options)
+    validation = loader() if options.get("val_check_interval") else None
+    trainer.fit(module, loader(), val_dataloaders=validation, ckpt_path=path and str(path))
+    return module, trainer
+
+
+def evaluated(trainer: Any, module: Any, path: Any) -> float:
+    return trainer.test(module, loader(), ckpt_path=str(path), verbose=False)[0]["test_loss"]
+
+
+def saving(folder: Any, every: int = 1, keep: int = 1, **options: Any) -> ManagedCheckpoint:
+    return ManagedCheckpoint(
+        dirpath=folder, every_n_train_steps=every, save_top_k=keep, **{"filename": "{step}", **options}
+    )
+
+
+def resumes(
+    folder: Path, strategy: Any = FSDP2Strategy, *, steps: int = 4, at: int = 2, module: Any = Lit,
+    fresh: Callable[[], dict[str, Any]] = dict,
+) -> tuple[Any, Any]:  # fmt: skip
+    """Check that `steps` uninterrupted steps equal those that were resumed from step `at`; return the resumed run."""
+    save = saving(folder, every=at, keep=-1)
+    straight = snapshot(*fit(folder, strategy(), save, steps=steps, module=module(), **fresh()))
+    path = folder / f"step={at}.ckpt"
+    again = fit(folder, strategy(), steps=steps, module=module(), path=path, **fresh())
+    assert equal(straight, snapshot(*again))
+    return again
+
+
+def checkpoints(folder: Path) -> list[str]:
+    dist.barrier()
+    return sorted(p.name for p in folder.iterdir() if not p.name.startswith(".") and p.suffix == ".ckpt")
+
+
+def raised(call: Any) -> str:
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
