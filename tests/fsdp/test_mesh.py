@@ -88,7 +88,7 @@ def test_auto_shard_size_follows_the_number_of_parameters(numel, training, size)
     ids=["tp", "hsdp", "cp"],
 )
 @on_ranks(4)
-def test_tensor_and_context_parallel_ranks_are_adjacent(plan, dims, groups):
+def test_plans_become_meshes_with_adjacent_tp_and_cp_ranks(plan, dims, groups):
     mesh = make_mesh(plan, "cpu")
     assert dict(zip(mesh.data.mesh_dim_names, mesh.data.mesh.shape, strict=True)) == dims
     if plan.tp > 1:
