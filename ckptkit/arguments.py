@@ -31,7 +31,7 @@ def location(name: str, value: object) -> str:
     """Return a path or URL as a str.
 
     Raises:
-        UsageError: `value` is neither a str nor a path, or it is a URL that was damaged by conversion to a `Path`.
+        UsageError: `value` is neither a str nor a path, or it is a URL that a conversion to `Path` has damaged.
     """
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(text, str):

@@ -54,7 +54,7 @@ class Role(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Digest:
-    """A digest of the bytes [start, start + nbytes) of a slice's file, or of its decoded record if it has a codec.
+    """A digest of the bytes [start, start + nbytes) of a slice's file. For a slice with a codec, of its decoded record.
 
     The range may be larger than the slice. For example, a zip record's CRC-32 covers a whole storage, and the slice may
     be only a part of that storage.

@@ -1,4 +1,4 @@
-"""Finds, with numpy, which slices contain given boxes of a tensor, and where in the files the boxes are stored.
+"""Finds the slices that contain given boxes of a tensor, and the boxes' places in the files. Uses numpy.
 
 There are two steps: `pieces` intersects boxes with slices, in elements; `source_layout` locates the pieces, in bytes.
 """

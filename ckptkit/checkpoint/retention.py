@@ -70,7 +70,7 @@ class RetentionPolicy:
         return cls(**fields)
 
     def with_exemptions_of(self, other: RetentionPolicy) -> RetentionPolicy:
-        """Return this policy, with the exemptions (`keep_...`) that it does not set taken from `other`."""
+        """Return this policy. The exemptions (`keep_...`) that it does not set are taken from `other`."""
         silent = [name for name in self.__slots__ if name.startswith("keep_") and getattr(self, name) is None]
         return replace(self, **{name: getattr(other, name) for name in silent})
 

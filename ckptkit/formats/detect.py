@@ -231,7 +231,7 @@ class Source:
     Attributes:
         store: The checkpoint's root, which the catalog's paths are relative to.
         url: The opened checkpoint's URL.
-        note: Why this checkpoint was chosen, or "" if its URL is the one that was asked for.
+        note: Why this checkpoint was chosen, or "" if the caller asked for its URL.
         joined: The checkpoints that were joined into this one; () if it was opened directly.
     """
 

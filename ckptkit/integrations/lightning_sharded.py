@@ -156,7 +156,7 @@ class ShardedCheckpoints(ModelParallelStrategy):  # type: ignore[misc]  # Lightn
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the tensors that a CheckpointIO has read.
 
-        Without a CheckpointIO, `load_checkpoint` has already restored the model, so this only loads tensors that an
+        Without a CheckpointIO, `load_checkpoint` has already restored the model. Then this loads only tensors that an
         `on_load_checkpoint` hook has replaced.
         """
         given = checkpoint.get("state_dict", {})

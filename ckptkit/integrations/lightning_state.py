@@ -193,8 +193,8 @@ class LightningCheckpoints:
 
     def close(self) -> None:
         """Release all resources."""
-        # Close the manager that loaded last. It protects the checkpoint that the run was resumed from, which another
-        # manager's rotation could otherwise still delete.
+        # Close in reverse order, so that the manager that loaded is closed after the others. It protects the checkpoint
+        # that the run was resumed from, which another manager's rotation could otherwise delete.
         for manager in reversed(self._managers.values()):
             manager.close()
         self._managers.clear()

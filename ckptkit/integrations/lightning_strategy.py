@@ -55,8 +55,8 @@ class FSDP2Strategy(ShardedCheckpoints):
         data_sampler: Its `transform_dataloader` is applied to every dataloader.
         checkpoint_io: Receives full tensors on rank 0. If None, every rank writes its own part.
         mp_policy, mixed_precision: torch's precision policy, for FSDP2 or FSDP1; overrides the Trainer's `precision`.
-        parallelize_fn: Replaces our function. It is called once, with the LightningModule's `model` and, if it accepts
-            them, `device_mesh`, `mp_policy`, `offload_policy`, `use_hf_tp_plan` and `tp_shard_plan`.
+        parallelize_fn: Replaces our function. It is called once, with the LightningModule's `model`. Of `device_mesh`,
+            `mp_policy`, `offload_policy`, `use_hf_tp_plan` and `tp_shard_plan` it gets those that it accepts.
         use_hf_tp_plan, custom_tp_plan: Use a transformers model's own tensor-parallel plan, or a custom one.
         auto_wrap_policy, activation_checkpointing_policy: A set of module classes, or FSDP1's callable.
         activation_checkpointing: Lightning's old name for activation_checkpointing_policy.

@@ -310,8 +310,8 @@ def choose_map(
 ) -> Choice:
     """Choose the map for these names if the choice is unambiguous. Otherwise keep the names.
 
-    With `wanted` (a base model's names), chooses the map that leaves the fewest of them missing, and keeps the names
-    unless a map does better. Otherwise decides by the model type (stacked experts, multimodal models) or by
+    With `wanted` (a base model's names), chooses the map that leaves the fewest of them missing. If no map is better
+    than none, keeps the names. Otherwise decides by the model type (stacked experts, multimodal models) or by
     torchtitan's own names.
 
     Raises:

@@ -514,7 +514,7 @@ def _inverse(rule: Rule) -> Rule:
 def _turned(source: NamePattern, to: str, *, lost: str = "", gained: str = "") -> NamePattern:
     """Return a pattern that matches the names that `to` produces. Placeholders have the same kinds as in `source`.
 
-    `lost` is the counter that a stack removes, and `gained` the one that an unstack adds.
+    `lost` is the counter that a stack removes. `gained` is the counter that an unstack adds.
     """
     known = placeholders(_template(source))
     gone = set(known) - set(placeholders(to)) - {lost}

@@ -37,7 +37,7 @@ def _common_front(names: Collection[str]) -> str | None:
 
 
 def strip_prefix(names: Iterable[str], prefix: str) -> dict[str, str]:
-    """Return the names that start with `prefix`, mapped to what follows the prefix and the "." after it.
+    """Map the names that start with `prefix` and a "." to the rest of the name.
 
     Raises:
         CheckpointMismatchError: No name has the prefix, or two names would become equal.

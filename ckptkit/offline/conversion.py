@@ -51,7 +51,7 @@ class ConvertReport:
         tensors: Number of tensors.
         nbytes, nbytes_read: Bytes written and bytes read.
         checked: Number of source digests that were checked.
-        verified: Number of tensors that were read back and equal the source; None without `verify`.
+        verified: Number of tensors that were read back and found equal to the source; None without `verify`.
         proved: What was checked, as phrases with counts.
         notes: Decisions that the user should know about.
         infinite: How many finite elements the cast made infinite, by tensor name.

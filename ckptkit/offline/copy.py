@@ -74,7 +74,7 @@ class CopiedCheckpoint:
         nbytes_read: Bytes read from the source.
         digests: Number of source digests that were compared.
         unproved: Number of bytes that no compared digest covers.
-        verified: Whether the copy was read back and equals the source; None without `verify`.
+        verified: Whether the copy was read back and found equal to the source; None without `verify`.
         there: Whether `dst` already had this checkpoint.
         left_out: Files that were not copied, with the reason.
         notes: Notes for the user.
@@ -215,7 +215,7 @@ def copy(
         verify: Read the copy back and compare it with the source.
         overwrite: Replace the checkpoint at `dst`, as `convert` does. For a run, also replace checkpoints of the same
             name that a different save wrote.
-        dry_run: Only report what would be copied and what would be refused.
+        dry_run: Only report the files that would be copied, and the errors that the real run would raise.
         src_storage_options, dst_storage_options: Override `storage_options` for the source or the destination.
 
     Raises:

@@ -554,7 +554,10 @@ def _text(value: Any) -> str:
 def _chosen_tensors(
     left: dict[str, TensorEntry], right: dict[str, TensorEntry], wanted: NameFilter
 ) -> tuple[dict[str, TensorEntry], dict[str, TensorEntry]]:
-    """Return the tensors to compare. Globs may match the names compared, or those that `inspect` shows for a side."""
+    """Return the tensors to compare.
+
+    Globs may match the names that are compared, or the names that `inspect` shows for either side.
+    """
     if not wanted.include and not wanted.exclude:
         return left, right
     names: dict[str, list[str]] = {name: [name] for side in (left, right) for name in side}

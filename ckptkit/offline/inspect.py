@@ -198,7 +198,7 @@ def _cut(entry: TensorEntry) -> str:
 
 
 def _tied(catalog: Catalog, model: Iterable[_Sized]) -> dict[str, str]:
-    """Return, for each tied tensor, the one whose bytes it shares, as recorded or because their slices are equal."""
+    """Map each tied tensor to the tensor whose bytes it shares. Ties are recorded, or follow from equal slices."""
     found: dict[str, str] = {}
     for names in catalog.info.extra.get("aliases", {}).values():
         found.update(names)

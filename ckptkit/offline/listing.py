@@ -39,8 +39,8 @@ class Listed:
         age_s: Seconds since the save, by the clocks of both machines; None if unknown.
         absent_before: Number of checkpoints that were saved between the previous entry and this one but no longer
             exist, for example because rotation deleted them.
-        damaged: For a skipped entry, whether it was probably saved: its commit record is unreadable, or belongs to a
-            different checkpoint.
+        damaged: Whether a skipped entry is probably a saved checkpoint. Its commit record is unreadable, or belongs to
+            a different checkpoint.
     """
 
     name: str
@@ -215,7 +215,7 @@ def effective_policy(
 ) -> RetentionPolicy | None:
     """Return the policy to apply: the given limits plus the run's recorded exemptions, or the recorded policy.
 
-    None if no policy was given, and none is recorded that this version can apply.
+    None if no policy was given, and the run has recorded none that this version can apply.
 
     Raises:
         UsageError: The given policy keeps the best by a metric that no checkpoint has, or the recorded one has a rule

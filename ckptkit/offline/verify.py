@@ -273,7 +273,7 @@ def _lost(catalog: Catalog, path: str, size: int) -> str:
 
 
 def _tensors_of(catalog: Catalog, path: str, size: int = 0) -> str:
-    """Return a phrase that names the tensors that have bytes beyond `size` in the file."""
+    """Return a phrase that names the tensors with bytes beyond `size` in the file."""
     names = []
     for entry in catalog.tensors.values():
         slices = entry.slices

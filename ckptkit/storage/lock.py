@@ -276,8 +276,8 @@ def _beat(reference: weakref.ref[Lease], stop: threading.Event, seconds: float) 
 def acquire_lease(root: Store, *, patience_s: float | None = None, look: Callable[[], Store] | None = None) -> Lease:
     """Take the lease of `root` and return it. Does not wait if the lease is free or its owner is known to be dead.
 
-    An owner on another machine is watched for up to `patience_s` (default 45 s). It keeps the lease if it renews it in
-    that time.
+    An owner on another machine is watched for up to `patience_s` (default 45 s). If it renews the lease in that time,
+    it keeps it.
 
     Args:
         look: Returns a new snapshot of `root`. If given, the caller must call `try_conditional` and `tidy` itself, at a

@@ -202,7 +202,7 @@ class RemoteStore(Store):
         data = known.get(full, item.tag)
         if data is None:
             data = self.read(item.path, 0, item.size + 1) if item.size else self.read(item.path)
-            # A different length means that the file was replaced after the listing, so the tag is not that of `data`.
+            # If the length differs, the file was replaced after the listing, and `data` has another tag.
             if len(data) == item.size:
                 known.put(full, item.tag, data)
             else:

@@ -25,8 +25,8 @@ class Owner:
         started: Start time of the process in clock ticks. It tells apart processes with the same pid.
         machine: Boot id, pid namespace and machine id. They tell apart containers with the same host name, and one
             machine before and after a reboot.
-        copied: Whether the owner's file was copied along with its directory, so that the owner writes elsewhere; None
-            if unknown.
+        copied: Whether the owner's file is in a copy of the directory, and the owner writes to the original; None if
+            unknown.
     """
 
     host: str

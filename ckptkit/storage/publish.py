@@ -84,7 +84,7 @@ def close_staging(parent: LocalStore, name: str, nonce: str, *, replaceable: Rep
 
 
 def _keep_foreign(parent: LocalStore, path: str, replaceable: Replaceable | None) -> None:
-    """Rename the content that a staging directory has replaced, unless that content may be deleted.
+    """Rename the content that a staging directory has replaced, if it must not be deleted.
 
     Others may have added files to it before the swap.
     """
@@ -336,7 +336,10 @@ def check_target(parent: LocalStore, name: str, *, replaceable: Replaceable | No
 
 
 def check_writable(store: LocalStore) -> None:
-    """Raise if a directory is not writable; if it is missing, if its parent is not. Writes nothing."""
+    """Raise if a directory is not writable. For a missing directory, raise if its parent is not writable.
+
+    Writes nothing.
+    """
     place = store.url
     while not os.path.lexists(place):
         place = os.path.dirname(place)

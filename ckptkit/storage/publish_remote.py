@@ -349,7 +349,7 @@ class _Place:
             self.store.delete([probe])
 
     def check(self, finished: Ledger) -> None:
-        """Check that the existing objects are what was written.
+        """Check that the existing objects are the ones that were written.
 
         Raises:
             StorageError: Another process writes here, or an object was replaced.

@@ -298,8 +298,8 @@ def is_outage(error: BaseException) -> bool:
 def may_yet_happen(error: BaseException) -> bool:
     """Return whether the store may have carried out a failed request, or may still do so.
 
-    Only a refusal by the store rules this out. A gateway that answers 5xx may have forwarded the request, an HTTP
-    client may have repeated it, and after an interrupt the outcome is unknown.
+    Only a refusal by the store rules this out. A gateway that answers 5xx may have forwarded the request. An HTTP
+    client may have repeated it. After an interrupt the outcome is unknown.
     """
     if not isinstance(error, Exception):
         return True

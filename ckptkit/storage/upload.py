@@ -246,8 +246,9 @@ def _step() -> int:
 
 
 def _part_of(nbytes: int) -> int:
-    """Return the part size for `nbytes` that are uploaded without a copy: an eighth, for eight connections, but at
-    least 108 and at most 216 MiB.
+    """Return the size of a part, if `nbytes` are uploaded without a copy.
+
+    It is an eighth of `nbytes`, for eight connections, but at least 108 MiB and at most 216 MiB.
 
     Larger parts need fewer requests, but if a part fails, all of it is sent again.
     """

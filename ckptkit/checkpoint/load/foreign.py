@@ -161,7 +161,7 @@ class Adopted:
         catalog: The tensors, under ckptkit's names and with the live models' FQNs.
         objects: JSON by key, as in `objects.json`.
         tensors: Tensors that the objects refer to.
-        notes: Messages about what was adapted, and what could not be read.
+        notes: Messages about the parts that were adapted, and those that could not be read.
     """
 
     catalog: Catalog

@@ -1,4 +1,4 @@
-"""Plans a load without changing the training state: which saved tensor fills which live one, and all mismatches.
+"""Plans a load without changing the training state: matches saved to live tensors, and collects all mismatches.
 
 A *recipe* describes how a tensor subclass (such as torchao's) is split into plain tensors.
 """
@@ -1062,7 +1062,8 @@ def _names_and_config(state: TrainState) -> tuple[set[str], Mapping[str, Any]]:
 
 
 def _hub_map(state: TrainState, catalog: Catalog) -> NameMap | None:
-    """Return the map from the names in Hugging Face files to the live model's names; None if unknown or not needed.
+    """Return the map from the names in Hugging Face files to those of the live model; None if it is unknown or not
+    needed.
 
     The names differ because transformers stacks experts in memory.
     """

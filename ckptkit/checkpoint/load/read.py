@@ -1,4 +1,4 @@
-"""Plans which bytes a load reads into which memory, before the training state is changed."""
+"""Plans the reads of a load, from bytes in files to memory, before the training state is changed."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class Reading:
 
         verify = Verify.READ if options.verify else Verify.OFF
         self.filler = Filler(store, workers=workers, verify=verify, cast=True)
-        # On an object store, read the tensors in objects with the rest, which saves a round trip. Not with several
-        # ranks: if they share reads, other ranks' data arrives only after a rank's own reads.
+        # On an object store, read the tensors in objects with the rest, which saves a round trip. With several ranks,
+        # read them first: if ranks share reads, a rank gets other ranks' data only after its own reads.
         apart = not store.asking_costs or world_size > 1
         self.first = Filler(store, workers=workers) if apart else None
         self.held = 0

@@ -290,8 +290,8 @@ class RemotePlace(Place):
         self.store.settle()
 
     def check_own(self, files: Mapping[str, FileRecord]) -> None:
-        # An object exists if its put returned the ETag of the whole object. If that answer is missing (lost, sent to
-        # another process, or not provided by fsspec), list once: listings of S3 and GCS are consistent.
+        # An object exists if its put returned the ETag of the whole object. The ETag may be missing: lost, sent to
+        # another process, or not provided by fsspec. Then list once; listings of S3 and GCS are consistent.
         found = self.store.arrived()
         if not found.keys() >= files.keys():
             start = len(self.path) + 1

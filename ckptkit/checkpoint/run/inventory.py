@@ -362,7 +362,7 @@ def _check_directory(path: Path) -> None:
 def about_new(root: Store, inventory: Inventory) -> str:
     """Return the log message for a new run.
 
-    It mentions what killed saves left, and runs that the user may have meant.
+    It mentions the leftovers of killed saves, and runs that the user may have meant.
     """
     text = f"{root.url} has no checkpoint yet"
     left = [item.path for item in inventory.abandoned + inventory.in_progress]
@@ -393,7 +393,8 @@ def in_order(found: Sequence[Committed]) -> tuple[Committed, ...]:
 
 
 def _order(found: list[Committed]) -> tuple[list[Committed], list[Skipped]]:
-    """Return the checkpoints in the order of the run, and those that a newer one of the same name replaced.
+    """Return the checkpoints in the order of the run, and the checkpoints that a newer one of the same name has
+    replaced.
 
     The order follows the saves' sequence numbers, not their times. After a rollback (a later save has a lower step) the
     abandoned branch comes first, so "latest~1" is the previous checkpoint on the current branch.
@@ -464,7 +465,7 @@ def resolve(root: Store | Inventory, name: str = "latest", *, best: tuple[str, s
 
     Args:
         name: "latest", "latest~1" (the one before), "best", "best:loss:min", a directory's name, or a step.
-        best: (metric, "min" | "max") for "best". Default: that of the newest record that has one.
+        best: (metric, "min" | "max") for "best". Default: the objective of the newest record that has one.
 
     Raises:
         CheckpointNotFoundError: There is none. Lists existing checkpoints, and what was skipped and why.

@@ -232,7 +232,7 @@ class OwnCopies:
     Attributes:
         note: If the number of ranks changed, a message that lists the tensors for which all ranks get one rank's
             values.
-        bound: Keys of optimizer states that differ between the ranks that saved them.
+        bound: Keys of optimizer states whose values differ between ranks.
         ranks: How many ranks saved their own values.
         fits: Whether as many ranks load as saved.
     """

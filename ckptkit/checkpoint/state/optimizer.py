@@ -438,7 +438,7 @@ class GroupChanges:
         saved: Number of saved groups.
         missing: Parameters that the checkpoint's optimizer lacks.
         unexpected: Parameters that the live optimizer lacks.
-        notes: Descriptions of settings that only one side has, or whose live value is kept.
+        notes: Descriptions of settings that only one side has, and of settings that keep their live value.
         switches: Descriptions of settings that only one side has switched on, so that the two sides compute different
             steps.
         conflicts: Descriptions of live groups that combine different saved groups, and of saved values that do not fit.

@@ -1,4 +1,4 @@
-"""Defines `TrainState`, which holds what a training run saves, and captures it as named tensors and JSON."""
+"""Defines `TrainState`, the objects that a training run saves, and captures it as named tensors and JSON."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ class Filler:
         )
 
     def unchecked(self) -> list[SliceCheck]:
-        """Return the slices that the load will read only in part, and whose digests it therefore can't check."""
+        """Return the slices that the load will read only in part, so that it can't check their digests."""
         found = {
             (fill.path, d.start): SliceCheck(fill.name, fill.path, d.start, d.nbytes, d)
             for fill in self._fills

@@ -41,7 +41,7 @@ class RankSlices:
         tensors: [n] each slice's tensor number.
         rows: [n] of `ROW`: each slice's location.
         boxes: Each slice's offsets and sizes, concatenated.
-        ranks: [n] the rank that wrote each slice, or a single rank that wrote all of them.
+        ranks: [n] the rank that wrote each slice; or one number, if a single rank wrote all.
         first_path: The number of the rank's first file, counted over all ranks' files.
     """
 

@@ -87,7 +87,9 @@ class TensorColumns:
         return np.repeat(np.arange(len(self.names)), np.diff(self.bounds))
 
     def elements(self) -> Int64:
-        """Return [n + 1]: where each slice's numbers start in `offsets` and `sizes`, and where the last ones end."""
+        """Return [n + 1]: the start of each slice's numbers in `offsets` and `sizes`, and the end of the last
+        slice's.
+        """
         result: Int64 = np.concatenate([[0], np.cumsum(self.ndims[self.owners])])
         return result
 

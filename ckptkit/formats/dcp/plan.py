@@ -1,4 +1,4 @@
-"""Plans which rank writes which part of a training state. Each rank plans its own writes locally.
+"""Plans each rank's writes of a training state. Each rank plans its own writes, without communication.
 
 Replicas (plain tensors, HSDP) are written once, spread evenly over the ranks that hold them. A small tensor is written
 by the rank that a hash of the tensor's name selects. A large one is split into at most one piece per rank.

@@ -307,7 +307,7 @@ def _rows(block: int, shape: Sequence[int]) -> int:
 
 
 def _sharded(whole: Any, name: str, inner: Any, local: Any, rule: str) -> tuple[Any, Any]:
-    """Return what to store for one of the inner tensors of a sharded tensor subclass, and its entry in the recipe.
+    """Return the tensor to store for an inner tensor of a sharded tensor subclass, and its entry in the recipe.
 
     Unless the rule is "whole", the inner tensor becomes a DTensor with the placements of the sharded tensor.
 

@@ -275,12 +275,13 @@ _DATA = re.compile(r"__\d+_\d+\.distcp")
 
 
 class DCPWriter(StorageWriter):
-    """Writes DCP checkpoints that torch can read. Writes several files at once, computes digests and CRCs in the same
-    pass, and fsyncs the files.
+    """Writes DCP checkpoints that torch can read.
+
+    Writes several files at once, computes digests and CRCs in the same pass, and fsyncs the files.
 
     `.metadata` is written last: once it exists, the checkpoint exists. `manifest.safetensors` holds a digest of every
-    slice; there is none if shards of tensor subclasses are saved, which are stored as torch stores them. If any worker
-    fails, the save fails. A local directory is locked during the save, so a second job that saves
+    slice. It is not written if the state has shards of tensor subclasses, because these are stored as torch stores
+    them. If any worker fails, the save fails. A local directory is locked during the save, so a second job that saves
     to it gets a LeaseHeldError.
     """
 

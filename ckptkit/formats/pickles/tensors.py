@@ -258,7 +258,8 @@ class TensorRebuilder:
     A mesh's ranks are stored in a small tensor, whose position is known only once the whole pickle has been read. Then
     `finish(read)` fills them in.
 
-    Views with a pending conj or neg are refused unless `lazy` is set, and tensors of other classes unless `classes` is.
+    Views with a pending conj or neg are refused unless `lazy` is set. Tensors of other classes are refused unless
+    `classes` is set.
     """
 
     def __init__(self, *, lazy: bool = False, classes: bool = False) -> None:

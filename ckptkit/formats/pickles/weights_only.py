@@ -86,7 +86,7 @@ def parse_object(data: bytes | bytearray | memoryview, *, file: str, name: str =
     """Load the value from torch.save bytes, on the CPU.
 
     Raises:
-        UnsafePickleError: The pickle names a class that is not plain data and that torch's weights_only loader refuses.
+        UnsafePickleError: The pickle names a class that torch's weights_only loader refuses and that is not plain data.
             No code from the pickle was run.
         CorruptCheckpointError: The archive is damaged or compressed, or has tensors larger than what is stored.
         LoadError: torch can't load it.

@@ -60,7 +60,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class TorchArchive:
-    """A parsed torch.save file. `value` is what was saved, with tensors as records that do not hold their bytes."""
+    """A parsed torch.save file. `value` is the saved value. Its tensors are records without their bytes."""
 
     value: Any
     path: str

@@ -80,7 +80,7 @@ def _with_optimizers(catalog: Catalog) -> Catalog:
 
 
 def module_prefix(names: Iterable[str]) -> str:
-    """Return the attribute path that all of a LightningModule's names share, with its final dot, or "" if they share
+    """Return the attribute path that all names of a LightningModule share, including the final dot; "" if there is
     none.
 
     If all names start with "model.model.", only the first "model." is the attribute; the second belongs to the network.

@@ -32,8 +32,7 @@ def is_rank_directory(files: Sequence[str]) -> bool:
 
 
 def are_rank_files(store: Store, files: Sequence[str]) -> bool:
-    """Return whether the numbers in these file names are ranks rather than steps, which is so if file 0 contains
-    shards.
+    """Return whether the numbers in these file names are ranks rather than steps. They are if file 0 contains shards.
 
     Reads the pickle in file 0 if the numbers are 0, 1, 2, ... without gaps.
     """

@@ -239,7 +239,7 @@ class _WholePlacement(Placement):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that will be written, and where it comes from.
+    """The files to write, and the source of every byte in them.
 
     Attributes:
         catalog: The source's catalog. Tensor parts refer to its entries.

@@ -187,7 +187,7 @@ class _Past:
 
 
 def _records(work: Work, rows: Int64 | None = None) -> Iterator[_Record]:
-    """Yield an identity for each digest: where its bytes are, which is the same in all processes."""
+    """Yield an identity for each digest: the place of its bytes. It is the same in all processes."""
     table = work.records
     columns = (table.sources, table.starts, table.nbytes)
     taken = columns if rows is None else tuple(column[rows] for column in columns)

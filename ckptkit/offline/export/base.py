@@ -61,7 +61,10 @@ class BaseModel:
     notes: tuple[str, ...] = ()
 
     def over(self, other: BaseModel) -> BaseModel:
-        """Return this base, with what it lacks taken from `other`: the checkpoint's own config and tokenizer."""
+        """Return this base.
+
+        Files that it lacks are taken from `other`, such as the checkpoint's own config and tokenizer.
+        """
         return BaseModel(
             self.where if self.config is not None or not other.config else other.where,
             self.config if self.config is not None else other.config,

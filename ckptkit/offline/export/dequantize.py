@@ -56,7 +56,7 @@ class Dequantized:
         return f"{len(self.changes)} {kinds} weights dequantized to {self.dtype}"
 
     def computed(self, tensors: Mapping[str, OutputTensor]) -> dict[str, OutputTensor]:
-        """Return the tensors, with those that have quantized sources dequantized."""
+        """Return the tensors. Those with quantized sources are replaced by dequantized ones."""
         return {
             name: changed(tensor, self.changes, self.whole)
             if isinstance(tensor, Target) and any(key in self.changes for key in tensor.sources)

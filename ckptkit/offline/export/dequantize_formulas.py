@@ -343,8 +343,10 @@ def _held(values: Floats, dtype: str) -> Floats:
 
 
 def _integers(words: Stored, bits: int, count: int, *, columns: bool = False) -> Array:
-    """Unpack 32-bit words: return the first `count` integers (2, 4 or 8 bits, lowest first) of each row, or of each
-    column, as int8."""
+    """Unpack 32-bit words. Return the first `count` integers of each row (or column) as int8.
+
+    An integer has 2, 4 or 8 bits. The lowest bits of a word come first.
+    """
     made: Array
     if columns:
         turned = np.ascontiguousarray(words.numbers().T)

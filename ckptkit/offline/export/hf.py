@@ -52,7 +52,7 @@ class HFExport:
         missing: Names that the base has but no source provides.
         faults: Mismatches with the base; empty unless `strict` is off.
         notes: Notes for the user about decisions.
-        checked: What names and shapes were compared with: a path or repo; "" for nothing.
+        checked: The path or repo with which names and shapes were compared; "" if there was none.
     """
 
     tensors: tuple[OutputTensor, ...]

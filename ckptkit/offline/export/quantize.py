@@ -214,8 +214,8 @@ def _inverse_scales(weight: torch.Tensor, name: str) -> Bytes:
 def _blocks(weight: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a weight as [blocks down, 128, blocks across, 128] in float32, and each block's factor.
 
-    Follows `Fp8Quantize` in transformers (integrations/finegrained_fp8.py), with one exception: a block whose numbers
-    are too small for a scale becomes zeros here, but NaN there.
+    Follows `Fp8Quantize` in transformers (integrations/finegrained_fp8.py), with one exception. A block of numbers too
+    small for a scale becomes zeros here; in transformers it becomes NaN.
     """
     import torch
 

@@ -87,7 +87,7 @@ class LiveModel:
 
 
 def live_model(config: Mapping[str, Any] | None, wanted: Collection[str]) -> LiveModel | None:
-    """Return what the installed transformers knows about the model that config.json describes.
+    """Return the names and conversions of the installed transformers for the model in config.json.
 
     None if transformers is not installed, is older than 5, or does not know the model. Only classes of transformers are
     called, never code from the model's author.

@@ -155,7 +155,7 @@ def _refuse_opaque(catalog: Catalog, found: Selection, options: ExportOptions) -
 
 
 def _without_wrapper(names: dict[str, str], wanted: frozenset[str], found: Selection) -> dict[str, str]:
-    """Strip a wrapper's prefix, which is one that the base model's names do not have."""
+    """Strip a wrapper's prefix: a prefix that the base model's names do not have."""
     probe = max(wanted, key=len)
     before = len(wanted - set(names.values()))
     for prefix in {short[: -len(probe)] for short in names.values() if short.endswith("." + probe)}:
@@ -177,8 +177,8 @@ def choose_weights(
 ) -> Weights:
     """Return the requested weights.
 
-    "auto" means the model's weights, unless there are only masters, or `dtype` would cast a weight that was already
-    rounded from its master. If masters are exported, buffers and frozen parameters, which have none, come from the
+    "auto" means the model's weights, with two exceptions: there are only masters, or `dtype` would cast weights that
+    were rounded from masters. If masters are exported, buffers and frozen parameters, which have none, come from the
     model.
     """
     if weights == "ema":

@@ -1,4 +1,4 @@
-"""Draws which rank holds which slice. Each tensor is a bar that is split by rank; its length shows the bytes."""
+"""Draws the slices of each rank. Each tensor is a bar that is split by rank; its length shows the bytes."""
 
 from __future__ import annotations
 

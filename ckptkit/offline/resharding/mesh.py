@@ -115,7 +115,7 @@ class TargetMesh:
         }
 
     def boxes(self, shape: tuple[int, ...], cut: Cut, *, turn: int = 0) -> RankBoxes:
-        """Return which rank stores which box. Each box is stored once, and empty boxes are omitted.
+        """Return the boxes of each rank. Each box is stored once, and empty boxes are omitted.
 
         Tensor parallelism splits first, then FSDP2 splits each rank's part, both like torch.chunk. If both split the
         same dimension, a rank stores the shard-th chunk of the tp-th chunk. A tensor without elements gets one empty
@@ -205,8 +205,8 @@ def cut_of_placements(names: Sequence[str], texts: Sequence[str]) -> Cut:
     """Return the cut of a tensor with these placements on a mesh with these dimension names.
 
     A dimension's name decides: "tp" or a synonym means tensor parallelism, "shard" or a synonym FSDP. If the names say
-    nothing ("dim0"), strided shards and the first shard are FSDP's, and the second shard is tensor parallelism's, which
-    FSDP2 keeps innermost.
+    nothing ("dim0"), the order decides: the first shard and strided shards are FSDP's, the second shard is tensor
+    parallelism's. FSDP2 keeps tensor parallelism innermost.
     """
     dims: dict[str, int] = {}
     also: dict[str, None] = {}
