@@ -28,6 +28,7 @@ from ckptkit.storage.local import LocalStore
 from ckptkit.storage.lock import acquire_lease
 from ckptkit.storage.open import open_store
 from tests.checkpoint.saving import check, leftovers, save
+from tests.ranks import on_ranks
 
 
 def test_a_commit_publishes_only_the_files_and_the_record(tmp_path: Path) -> None:
@@ -57,15 +58,12 @@ def test_overwrite_replaces_the_files_and_the_save_id(tmp_path: Path) -> None:
     assert second.save_id != first.save_id and check(tmp_path) == [7] and leftovers(tmp_path) == []
 
 
-@pytest.mark.parametrize("forever", [True, False])
-def test_a_pinned_checkpoint_is_not_overwritten(tmp_path: Path, forever: bool) -> None:
+def test_a_checkpoint_that_a_user_pinned_is_not_overwritten(tmp_path: Path) -> None:
     save(tmp_path, 7)
-    if forever:
-        pin_forever(str(tmp_path / "step_00000007"), "paper")
-        with pytest.raises(CheckpointExistsError, match="pinned: paper"):
-            save(tmp_path, 7, overwrite=True)
-        return
     with pin_while_reading(open_store(str(tmp_path)), "step_00000007"):  # our own pin does not block the save
+        save(tmp_path, 7, overwrite=True)
+    pin_forever(str(tmp_path / "step_00000007"), "paper")
+    with pytest.raises(CheckpointExistsError, match="pinned: paper"):
         save(tmp_path, 7, overwrite=True)
 
 
@@ -248,58 +246,41 @@ def test_the_next_save_removes_leftovers_of_dead_saves(tmp_path: Path) -> None:
 # --- several ranks
 
 
-def _run(root: str, steps: list[int]) -> list[int]:
-    c = Coordinator(timeout_s=20)
-    for step in steps:
-        save(root, step, coordinator=c, planned_bytes=3000)
-    c.close()
-    return check(root)
-
-
-def test_ranks_write_one_checkpoint_together(ranks: Any, tmp_path: Path) -> None:
-    assert ranks.run(_run, 3, str(tmp_path), [1, 2]) == [[1, 2]] * 3
+@on_ranks(3)
+def test_ranks_write_one_checkpoint_together(tmp_path: Path) -> None:
+    coordinator = Coordinator(timeout_s=20)
+    for step in (1, 2):
+        save(tmp_path, step, coordinator=coordinator, planned_bytes=3000)
+    coordinator.close()
+    assert check(tmp_path) == [1, 2]
     assert read_record(open_store(str(tmp_path / "step_00000002"))).world_size == 3
-    assert {f"__{rank}_0.distcp" for rank in range(3)} < set(os.listdir(tmp_path / "step_00000002" / "shards")) | {""}
-
-
-def _different(root: str, what: str) -> str:
-    c = Coordinator(timeout_s=20)
-    other = c.rank == 1
-    try:
-        if what == "root":
-            begin_save(open_store(root + ("/other" if other else "/run")), 1, coordinator=c)
-        else:
-            begin_save(
-                open_store(root), 1 + (other if what == "step" else 0), tag="x" if other else None, coordinator=c
-            )
-    except (UsageError, RankFailedError) as error:
-        return f"{type(error).__name__} {error}"
-    return ""
 
 
 @pytest.mark.parametrize(("what", "text"), [("step", "disagree"), ("tag", "disagree"), ("root", "not shared by all")])
-def test_ranks_that_disagree_on_what_to_save_all_fail(ranks: Any, tmp_path: Path, what: str, text: str) -> None:
-    results = ranks.run(_different, 3, str(tmp_path), what)
-    assert len(set(results)) == 1 and text in results[0]
+@on_ranks(3)
+def test_ranks_that_disagree_on_what_to_save_all_fail(tmp_path: Path, what: str, text: str) -> None:
+    coordinator = Coordinator(timeout_s=20)
+    other = coordinator.rank == 1
+    root = tmp_path / "other" if what == "root" and other else tmp_path / "run"
+    step = 2 if what == "step" and other else 1
+    tag = "x" if what == "tag" and other else None
+    with pytest.raises((UsageError, RankFailedError), match=text):
+        begin_save(open_store(str(root)), step, tag=tag, coordinator=coordinator)
+    coordinator.all_gather(None)  # all ranks have removed their files
     assert [p for p in tmp_path.rglob("*") if p.name.startswith((".tmp", "step"))] == []
 
 
-def _same_file(root: str) -> str:
-    c = Coordinator(timeout_s=20)
-    attempt = begin_save(open_store(root), 1, coordinator=c)
-    if c.is_main:
+@on_ranks(2)
+def test_a_file_that_two_ranks_claim_fails_the_save(tmp_path: Path) -> None:
+    coordinator = Coordinator(timeout_s=20)
+    attempt = begin_save(open_store(str(tmp_path)), 1, coordinator=coordinator)
+    if coordinator.is_main:
         attempt.store.write("__0_0.distcp", b"1")
-    c.all_gather(None)
-    try:
+    coordinator.all_gather(None)
+    with pytest.raises(SaveError, match=r"both wrote __0_0\.distcp"):
         attempt.commit({"__0_0.distcp": FileRecord(1, "0" * 16)}, {"state_dict_type": "sharded"})
-    except SaveError as error:
-        return str(error)
-    return ""
-
-
-def test_a_file_that_two_ranks_claim_fails_the_save(ranks: Any, tmp_path: Path) -> None:
-    results = ranks.run(_same_file, 2, str(tmp_path))
-    assert len(set(results)) == 1 and "both wrote __0_0.distcp" in results[0] and leftovers(tmp_path) == []
+    coordinator.all_gather(None)  # rank 0 has removed its files
+    assert leftovers(tmp_path) == []
 
 
 def test_a_save_works_in_a_background_thread(tmp_path: Path) -> None:

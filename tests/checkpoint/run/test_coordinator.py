@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ckptkit.checkpoint.run import coordinator
 from ckptkit.checkpoint.run.coordinator import Coordinator, Outcome, check_equal
 from ckptkit.errors import CheckpointExistsError, NoSpaceError, RankFailedError, StorageError, UsageError
-from tests.ranks import RankError, run_ranks
+from tests.ranks import RankError, on_ranks, run_ranks
 
 # --- one process
 
@@ -65,32 +65,24 @@ def test_a_timeout_must_be_positive() -> None:
 # --- several ranks
 
 
-def _verbs() -> Any:
+@on_ranks(3)
+def test_all_ranks_get_all_values() -> None:
     c = Coordinator(timeout_s=20)
-    out = (c.all_gather(c.rank * 10), c.run_on_all(lambda: c.rank, "x"), c.any(c.rank == 2), c.any(False))
-    out += (c.decide(lambda: c.rank + 7, "deciding"), c.all_ok(lambda: bytes(1 << 20), "big") is not None)
+    assert c.all_gather(c.rank * 10) == [0, 10, 20]
+    assert c.run_on_all(lambda: c.rank, "x") == c.rank
+    assert (c.any(c.rank == 2), c.any(False)) == (True, False)
+    assert c.decide(lambda: c.rank + 7, "deciding") == 7
+    assert (c.all_ok(lambda: bytes(1 << 20), "big") is not None) == (c.rank == 0)
     c.close()
-    return out
 
 
-def test_all_ranks_get_all_values(ranks: Any) -> None:
-    results = ranks.run(_verbs, 3)
-    assert results == [([0, 10, 20], rank, True, False, 7, rank == 0) for rank in range(3)]
-
-
-def _sizes() -> Any:
-    coordinator = Coordinator(timeout_s=20)
-    found = []
+@on_ranks(3)
+def test_messages_of_every_length_arrive() -> None:
+    c = Coordinator(timeout_s=20)
     for nbytes in (0, 1, *range(1900, 2100, 7), 5000, 300_000):
-        mine = bytes([coordinator.rank]) * nbytes
-        told = coordinator.settle(Outcome(mine), "x", then=lambda all_: all_)
-        found.append(told == [bytes([rank]) * nbytes for rank in range(3)])
-    coordinator.close()
-    return found
-
-
-def test_messages_of_every_length_arrive(ranks: Any) -> None:
-    assert all(all(found) for found in ranks.run(_sizes, 3))
+        told = c.settle(Outcome(bytes([c.rank]) * nbytes), "x", then=lambda all_: all_)
+        assert told == [bytes([rank]) * nbytes for rank in range(3)]
+    c.close()
 
 
 def _error(fn: Any) -> tuple[str, str, Any, float]:
@@ -102,81 +94,60 @@ def _error(fn: Any) -> tuple[str, str, Any, float]:
     return "", "", None, time.monotonic() - start
 
 
-def _one_raises_then_all_go_on() -> Any:
+@on_ranks(3)
+def test_an_exception_on_one_rank_is_raised_on_all_and_the_next_call_works() -> None:
     c = Coordinator(timeout_s=20)
 
     def fail() -> None:
         if c.rank == 1:
             raise OSError(28, "No space left on device")
 
-    first = _error(lambda: c.all_ok(fail, "saving step 7"))
-    return first[:3], c.all_gather(c.rank)
-
-
-def test_an_exception_on_one_rank_is_raised_on_all_and_the_next_call_works(ranks: Any) -> None:
-    results = ranks.run(_one_raises_then_all_go_on, 3)
     text = "OSError: [Errno 28] No space left on device"
-    assert [r[0] for r in results] == [("RankFailedError", f"saving step 7 failed on rank 1: {text}", {1: text})] * 3
-    assert results[0][1] == [0, 1, 2]
+    expected = ("RankFailedError", f"saving step 7 failed on rank 1: {text}", {1: text})
+    assert _error(lambda: c.all_ok(fail, "saving step 7"))[:3] == expected
+    assert c.all_gather(c.rank) == [0, 1, 2]
 
 
-def _main_refuses() -> Any:
+@on_ranks(3)
+def test_an_error_of_rank_0_has_its_class_on_every_rank() -> None:
     c = Coordinator(timeout_s=20)
 
     def refuse() -> None:
         raise CheckpointExistsError("step 7 exists")
 
-    return _error(lambda: c.decide(refuse, "x"))[:2]
-
-
-def test_an_error_of_rank_0_has_its_class_on_every_rank(ranks: Any) -> None:
-    assert ranks.run(_main_refuses, 3) == [("CheckpointExistsError", "step 7 exists")] * 3
-
-
-def _main_publishes_onto(error: Exception) -> Any:
-    c = Coordinator(timeout_s=20)
-
-    def publish(values: list[Any]) -> None:
-        raise error
-
-    return _error(lambda: c.settle(Outcome(), "saving step 7", then=publish))[:3]
+    assert _error(lambda: c.decide(refuse, "x"))[:2] == ("CheckpointExistsError", "step 7 exists")
 
 
 @pytest.mark.parametrize("kind", [StorageError, NoSpaceError])
-def test_a_failure_on_rank_0_names_the_rank_and_a_refusal_does_not(ranks: Any, kind: Any) -> None:
-    failed = ranks.run(_main_publishes_onto, 2, kind(28, "index: No space left on device"))
-    text = "[Errno 28] index: No space left on device"
-    assert failed == [("RankFailedError", f"saving step 7 failed on rank 0: {text}", {0: text})] * 2
-    assert (
-        ranks.run(_main_publishes_onto, 2, kind("too large: refused"))
-        == [(kind.__name__, "too large: refused", None)] * 2
-    )
-
-
-def _disagree() -> Any:
+@on_ranks(2)
+def test_a_failure_on_rank_0_names_the_rank_and_a_refusal_does_not(kind: Any) -> None:
     c = Coordinator(timeout_s=20)
-    step = Outcome(5 + (c.rank == 2))
-    return _error(lambda: c.settle(step, "x", then=lambda steps: check_equal(steps, "the step")))[:2]
+
+    def of_publishing(error: Exception) -> Any:
+        def publish(values: list[Any]) -> None:
+            raise error
+
+        return _error(lambda: c.settle(Outcome(), "saving step 7", then=publish))[:3]
+
+    text = "[Errno 28] index: No space left on device"
+    failed = ("RankFailedError", f"saving step 7 failed on rank 0: {text}", {0: text})
+    assert of_publishing(kind(28, "index: No space left on device")) == failed
+    assert of_publishing(kind("too large: refused")) == (kind.__name__, "too large: refused", None)
 
 
-def test_an_error_about_disagreeing_ranks_names_their_values(ranks: Any) -> None:
-    results = ranks.run(_disagree, 3)
-    assert len(set(results)) == 1 and results[0][0] == "UsageError"
-    assert "the step: rank 0 has 5, rank 2 has 6" in results[0][1]
+@on_ranks(3)
+def test_an_error_about_disagreeing_ranks_names_their_values() -> None:
+    c = Coordinator(timeout_s=20)
+    with pytest.raises(UsageError, match="the step: rank 0 has 5, rank 2 has 6"):
+        c.settle(Outcome(5 + (c.rank == 2)), "x", then=lambda steps: check_equal(steps, "the step"))
 
 
-def _subgroup() -> Any:
-    import torch.distributed as dist
-
+@on_ranks(3)
+def test_a_coordinator_of_a_subgroup_numbers_its_own_ranks() -> None:
     group = dist.new_group([1, 2])
-    if dist.get_rank() == 0:
-        return _error(lambda: Coordinator(group))[0]
-    c = Coordinator(group, timeout_s=20)
-    return c.rank, c.all_gather(dist.get_rank())
-
-
-def test_a_coordinator_of_a_subgroup_numbers_its_own_ranks(ranks: Any) -> None:
-    assert ranks.run(_subgroup, 3)[1:] == [(0, [1, 2]), (1, [1, 2])]
+    if (rank := dist.get_rank()) > 0:
+        c = Coordinator(group, timeout_s=20)
+        assert (c.rank, c.all_gather(rank)) == (rank - 1, [1, 2])
 
 
 def _one_dies(victim: int, path: str) -> None:
@@ -214,9 +185,8 @@ def test_every_rank_names_a_hanging_rank_and_the_next_call_works() -> None:
     results = run_ranks(_one_hangs, 3, timeout=40)
     assert {r[0][:2] for r in results} == {results[0][0][:2]}
     kind, text, causes, _ = results[0][0]
-    assert (
-        kind == "RankFailedError" and "saving failed on rank 1: no answer within 1.5 s" in text and list(causes) == [1]
-    )
+    assert (kind, list(causes)) == ("RankFailedError", [1])
+    assert "saving failed on rank 1: no answer within 1.5 s" in text
     assert all(r[0][3] < 12 for r in results)
     assert results[0][1] == [0, 1, 2]
 

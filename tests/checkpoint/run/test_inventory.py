@@ -17,6 +17,7 @@ from ckptkit.checkpoint.run.delete import delete_checkpoint
 from ckptkit.checkpoint.run.inventory import Inventory, list_checkpoints, resolve
 from ckptkit.errors import CheckpointNotFoundError, UsageError
 from ckptkit.storage.open import open_store
+from ckptkit.storage.owner import this_process
 from tests.checkpoint.saving import check, save
 
 
@@ -114,17 +115,11 @@ def test_a_running_save_is_listed_with_its_writer_and_not_as_a_checkpoint(tmp_pa
 
 
 def test_a_save_whose_writer_died_is_abandoned(tmp_path: Path) -> None:
-    owner = {"nonce": "0" * 16, "host": "h", "pid": 1, "started": "never", "machine": _machine()}
+    owner = {"nonce": "0" * 16, "host": "h", "pid": 1, "started": "never", "machine": this_process().machine}
     (tmp_path / ".tmp-step_00000004-0000000000000000").mkdir()
     (tmp_path / ".tmp-step_00000004-0000000000000000.owner").write_text(json.dumps(owner))
     found = ls(tmp_path)
     assert [a.name for a in found.abandoned] == ["step_00000004"] and found.foreign == ()
-
-
-def _machine() -> str:
-    from ckptkit.storage.owner import this_process
-
-    return this_process().machine
 
 
 def test_checkpoints_of_a_rolled_back_branch_are_listed_as_older(tmp_path: Path) -> None:

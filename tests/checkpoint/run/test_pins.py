@@ -18,12 +18,20 @@ from ckptkit.checkpoint.run.inventory import resolve
 from ckptkit.checkpoint.run.pins import deleting, list_pins, pin_forever, pin_while_reading, split_checkpoint_url
 from ckptkit.errors import CheckpointNotFoundError, UsageError
 from ckptkit.storage.open import open_store
+from ckptkit.storage.owner import this_process
+from ckptkit.storage.store import Store
 from tests.checkpoint.saving import check, content, fork, save
+
+DEAD = {"host": "h", "pid": 1, "started": "never", "machine": this_process().machine}
+
+
+def one_checkpoint(run: Path) -> Store:
+    save(run, 1)
+    return open_store(str(run))
 
 
 def test_a_pin_protects_the_checkpoint_while_it_is_read(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    root = open_store(str(tmp_path))
+    root = one_checkpoint(tmp_path)
     with pin_while_reading(root, "step_00000001", why="convert"):
         (pin,) = list_pins(root)
         assert pin.name == "step_00000001" and f"process {os.getpid()}" in pin.reason and "convert" in pin.reason
@@ -31,8 +39,7 @@ def test_a_pin_protects_the_checkpoint_while_it_is_read(tmp_path: Path) -> None:
 
 
 def test_pinning_a_deleted_checkpoint_is_an_error_and_leaves_no_pin(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    root = open_store(str(tmp_path))
+    root = one_checkpoint(tmp_path)
     with pytest.raises(CheckpointNotFoundError, match="List again"), pin_while_reading(root, "step_00000002"):
         pass
     assert list_pins(root) == []
@@ -63,13 +70,11 @@ def test_the_pin_of_a_reader_on_another_machine_counts_until_it_expires(
 
 
 def test_a_deletion_removes_day_old_pins_of_killed_readers(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    root = open_store(str(tmp_path))
-    owner = {"host": "h", "pid": 1, "started": "never", "machine": _machine()}
+    root = one_checkpoint(tmp_path)
     folder = tmp_path / ".ckptkit" / "pins"
     folder.mkdir(exist_ok=True)
     for name, days in (("read-old", 2), ("read-new", 0), ("keep-step_00000001", 2)):
-        body = {"name": "step_00000001", "why": "x"} | ({"owner": owner} if name.startswith("read") else {})
+        body = {"name": "step_00000001", "why": "x"} | ({"owner": DEAD} if name.startswith("read") else {})
         (folder / f"{name}.json").write_text(json.dumps(body))
         os.utime(folder / f"{name}.json", (time.time() - 86400 * days,) * 2)
     assert len(list_pins(root)) == 1
@@ -79,8 +84,7 @@ def test_a_deletion_removes_day_old_pins_of_killed_readers(tmp_path: Path) -> No
 
 
 def test_a_reader_waits_for_a_running_deletion(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    root = open_store(str(tmp_path))
+    root = one_checkpoint(tmp_path)
     began, may_end = threading.Event(), threading.Event()
 
     def slow() -> None:
@@ -102,23 +106,16 @@ def test_a_killed_deletion_does_not_delay_readers(tmp_path: Path) -> None:
     save(tmp_path, 1)
     path = tmp_path / ".ckptkit" / "deleting" / "step_00000001.json"
     path.parent.mkdir()
-    path.write_text(json.dumps({"host": "h", "pid": 1, "started": "never", "machine": _machine()}))
+    path.write_text(json.dumps(DEAD))
     start = time.monotonic()
     with pin_while_reading(open_store(str(tmp_path)), "step_00000001"):
         assert time.monotonic() - start < 5
 
 
-def _machine() -> str:
-    from ckptkit.storage.owner import this_process
-
-    return this_process().machine
-
-
 def test_a_read_only_root_is_read_without_a_pin(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    save(tmp_path, 1)
-    root = open_store(str(tmp_path))
+    root = one_checkpoint(tmp_path)
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise PermissionError(13, "Permission denied", f"{tmp_path}/.ckptkit/pins/.read-1.json.2.part")
@@ -168,8 +165,7 @@ def test_a_url_without_a_checkpoint_is_refused(url: str) -> None:
 
 
 def test_reading_the_latest_never_fails_while_another_saves_with_max_num_1(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    root = open_store(str(tmp_path))
+    root = one_checkpoint(tmp_path)
     stop = threading.Event()
 
     def saving() -> None:
