@@ -156,6 +156,9 @@ NIGHT: dict[str, int] = {
     "tests/formats/dcp/test_class_records.py": 0,
     "tests/formats/test_many_slices.py::test_a_hundred_thousand_slices_open_without_an_object_for_each": 0,
     "tests/offline/test_convert.py": 12,
+    "tests/offline/test_convert.py::test_every_source_of_the_zoo_becomes_hugging_face_bit_for_bit": 5,
+    "tests/offline/test_convert.py::test_other_exports_of_a_source_are_bit_for_bit": 1,
+    "tests/offline/test_convert.py::test_hugging_face_to_dcp_and_back_gives_the_same_bytes_and_config": 1,
     "tests/offline/test_convert.py::test_from_disk_to_s3_and_back_gives_the_same_bytes": 0,
     "tests/offline/test_copy.py::test_a_checkpoint_of_any_format_is_copied_byte_for_byte": 3,
     "tests/offline/export/test_dequantize.py::test_packed_integers_have_the_values_of_compressed_tensors": 7,
@@ -177,7 +180,6 @@ NIGHT: dict[str, int] = {
     "tests/formats/hf/test_many_tensors.py::test_each_additional_tensor_costs_a_bounded_number_of_calls": 3,
     "tests/formats/test_zoo.py": 4,
     "tests/formats/deepspeed/test_zero.py::test_weights_equal_those_of_the_job": 4,
-    "tests/offline/test_zoo_convert.py": 10,
     "tests/offline/export/test_adapter_merge.py": 18,
     # Hostile and damaged input: every fifth attack by day, and a fifth of the seeds.
     "tests/fuzz/test_foreign_formats.py::test_damaged_foreign_files_are_refused_or_harmless": PARTS,

@@ -15,24 +15,16 @@ from click.testing import CliRunner
 
 from ckptkit.cli.main import cli
 from ckptkit.keymaps.file import parse_key_map
+from tests.docs.pages import PAGES, ROOT, blocks, text_of
 from tests.docs.place import make_place, run_python
 from tests.ranks import run_ranks
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 KINDS = {"console", "python", "toml", "text", ""}  # the last two are output or diagrams
 ELSEWHERE = ("make ", "python3 -m venv", "torchrun ", "git clone")  # `.ci/run` runs these
 
 
-def blocks(kind: str) -> list[object]:
-    found = []
-    for page in PAGES:
-        for match in BLOCK.finditer(page.read_text(encoding="utf-8")):
-            if match[1] == kind:
-                line = page.read_text(encoding="utf-8")[: match.start()].count("\n") + 1
-                found.append(pytest.param(match[2], id=f"{page.relative_to(ROOT)}:{line}"))
-    return found
+def cases(kind: str) -> list[object]:
+    return [pytest.param(block, id=place) for place, block in blocks(kind)]
 
 
 @pytest.fixture(scope="session")
@@ -66,7 +58,7 @@ def shape(line: str) -> str:
     return re.sub(r"[\s0-]+", " ", line).strip()
 
 
-@pytest.mark.parametrize("block", blocks("console"))
+@pytest.mark.parametrize("block", cases("console"))
 def test_commands_run_and_print_what_the_page_shows(block: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     for line, shown in commands(block):
@@ -100,19 +92,18 @@ def _run(line: str, words: list[str], place: Path) -> tuple[int, str]:
 def _check_elsewhere(line: str) -> None:
     """Check a line that would install packages or start other programs against the files that it names."""
     if line.startswith("make "):
-        assert re.search(rf"^{shlex.split(line, comments=True)[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert re.search(rf"^{shlex.split(line, comments=True)[1]}:", text_of("Makefile"), re.MULTILINE)
     for extras in re.findall(r"'\.\[([\w,]+)\]'", line):
-        project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
         for extra in extras.split(","):
-            assert re.search(rf"^{extra} = \[", project, re.MULTILINE), extra
+            assert re.search(rf"^{extra} = \[", text_of("pyproject.toml"), re.MULTILINE), extra
 
 
-@pytest.mark.parametrize("block", blocks("python"))
+@pytest.mark.parametrize("block", cases("python"))
 def test_python_blocks_run(block: str, place: Path) -> None:
     run_ranks(run_python, 2 if "cp=2" in block else 1, block, str(place))
 
 
-@pytest.mark.parametrize("block", blocks("toml"))
+@pytest.mark.parametrize("block", cases("toml"))
 def test_key_maps_parse(block: str) -> None:
     if sys.version_info >= (3, 11):
         assert parse_key_map(block, file="docs.toml").rules

@@ -6,7 +6,6 @@ import ast
 import importlib
 import inspect
 import re
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -15,9 +14,8 @@ import pytest
 import ckptkit
 import ckptkit.fsdp
 import ckptkit.keymaps
+from tests.docs.pages import ROOT, blocks
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PACKAGES = [ckptkit, ckptkit.fsdp, ckptkit.keymaps]
 WITHOUT_EXTRAS = ("ckptkit.integrations",)  # their frameworks may not be installed
 
@@ -64,11 +62,8 @@ def imports(code: str) -> list[str]:
 
 def shown_code() -> list[tuple[str, str]]:
     """Return the code that people copy: examples, and the Python blocks of all pages."""
-    found = [(path.name, path.read_text(encoding="utf-8")) for path in sorted((ROOT / "examples").glob("*.py"))]
-    for page in PAGES:
-        for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
-            found.append((str(page.relative_to(ROOT)), block))
-    return found
+    examples = [(path.name, path.read_text(encoding="utf-8")) for path in sorted((ROOT / "examples").glob("*.py"))]
+    return [*examples, *blocks("python")]
 
 
 def test_examples_and_pages_import_only_names_of_the_reference() -> None:

@@ -12,9 +12,9 @@ import pytest
 
 import ckptkit
 from ckptkit import errors
+from tests.docs.pages import ROOT, text_of
 from tests.sources import sources
 
-ROOT = Path(__file__).parents[2]
 PARITY, FRAMEWORKS = "docs/internals/parity.md", "docs/internals/parity-frameworks.md"
 
 
@@ -25,10 +25,6 @@ def numbered(**last: int) -> list[str]:
 HEADINGS = ("Promise", "Row", "Bug")
 ROWS = numbered(N=17, NB=12, P=20, PB=15)
 PARITY_ROWS = {*numbered(L=34, O=14, N=13, LB=22), "A1", "A2", "A5", "A7", "A11", *numbered(OB=10)[5:]}
-
-
-def text_of(page: str) -> str:
-    return (ROOT / page).read_text(encoding="utf-8")
 
 
 def rows(page: str) -> list[list[str]]:

@@ -1,23 +1,117 @@
-"""An export computed in memory: every tensor as numpy bytes, from the source files."""
+"""Hugging Face models: written, converted, planned in memory, and compared bit by bit."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from safetensors.numpy import save_file as save_arrays
+from safetensors.torch import load_file, save_file
 
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.entry import Catalog
-from ckptkit.catalog.targets import Target
+from ckptkit.catalog.targets import Part, Target
+from ckptkit.formats.detect import open_source
+from ckptkit.formats.hf import safetensors
+from ckptkit.offline.convert import convert
 from ckptkit.offline.copying.plan import ComputedTensor, Literal
-from ckptkit.offline.export.hf import HFExport
+from ckptkit.offline.export.base import BaseModel, open_base
+from ckptkit.offline.export.hf import ExportOptions, HFExport, plan_export
 from ckptkit.offline.export.tied import _read_box
+from ckptkit.storage.open import open_store
 from ckptkit.storage.store import Store
 from tests.catalog.materialize import materialize
 
 UNITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+class Result(NamedTuple):
+    """What a conversion reports, and the tensors and the config.json that it wrote."""
+
+    report: Any
+    tensors: dict[str, torch.Tensor]
+    config: dict[str, Any]
+
+
+def write_model(folder: Path, tensors: Mapping[str, Any], config: Mapping[str, Any] | None = None) -> str:
+    """Write tensors of torch or arrays of numpy, and a config.json if there is a config; return the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    plain = {name: value for name, value in tensors.items() if not isinstance(value, torch.Tensor)}
+    if plain:
+        save_arrays({name: np.asarray(value) for name, value in plain.items()}, folder / "model.safetensors")
+    else:
+        save_file({name: t.detach().contiguous().clone() for name, t in tensors.items()}, folder / "model.safetensors")
+    if config is not None:
+        (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def read_model(folder: Path | str) -> dict[str, torch.Tensor]:
+    """Return the tensors of all safetensors files of a folder."""
+    return {name: t for path in sorted(Path(folder).glob("*.safetensors")) for name, t in load_file(path).items()}
+
+
+def converted(source: Path | str, out: Path, **options: Any) -> Result:
+    report = convert(str(source), str(out), **options)
+    config = out / "config.json"
+    return Result(report, read_model(out), json.loads(config.read_text()) if config.exists() else {})
+
+
+def assert_same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    """Assert that the tensors have the same names, dtypes, shapes and bits."""
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not same_tensor(found[name], expected[name])] == []
+
+
+def same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
+    bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    return one.dtype == other.dtype and one.shape == other.shape and torch.equal(*bits)
+
+
+class Planned(NamedTuple):
+    """A plan with its source."""
+
+    export: HFExport
+    store: Store
+    catalog: Catalog
+
+    @property
+    def bits(self) -> dict[str, Any]:
+        """The tensors of the export, computed."""
+        return carried_out(self.store, self.catalog, self.export)
+
+    @property
+    def names(self) -> set[str]:
+        return {tensor.name for tensor in self.export.tensors}
+
+    @property
+    def files(self) -> dict[str, bytes]:
+        return small_files(self.export)
+
+    def json(self, name: str = "config.json") -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.files[name])
+        return found
+
+
+def planned(source: Path | str, base: Path | BaseModel | None = None, **options: Any) -> Planned:
+    """Plan the export of a checkpoint of any format."""
+    found = open_source(str(source))
+    model = open_base(str(base)) if isinstance(base, Path) else base
+    export = plan_export(found.store, found.catalog, base=model, options=ExportOptions(**options))
+    return Planned(export, found.store, found.catalog)
+
+
+def stored(**shapes: tuple[int, ...]) -> dict[str, Target]:
+    """Return fp32 tensors as they are stored; "__" in a name is a dot."""
+    made = {}
+    for name, shape in ((key.replace("__", "."), shape) for key, shape in shapes.items()):
+        made[name] = Target(name, "float32", shape, (Part(Box.whole(shape), name, Box.whole(shape)),), "float32")
+    return made
 
 
 def carried_out(store: Store, catalog: Catalog, export: HFExport) -> dict[str, Any]:
@@ -36,9 +130,6 @@ def small_files(export: HFExport) -> dict[str, bytes]:
 
 def bits_of(path: Any) -> dict[str, Any]:
     """Return the tensors of a safetensors file, as bits."""
-    from ckptkit.formats.hf import safetensors
-    from ckptkit.storage.open import open_store
-
     store = open_store(str(path.parent))
     catalog = safetensors.open_file(store, path.name)
     return {name: _source(store, catalog, name) for name in catalog.tensors}

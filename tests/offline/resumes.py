@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
 
 from ckptkit.offline.convert import convert
 from ckptkit.offline.copying import runs
@@ -20,6 +19,8 @@ from ckptkit.storage.objects import RemoteStore
 from ckptkit.storage.open import open_store
 from tests.checkpoint.crash import kill_at
 from tests.checkpoint.saving import fork
+from tests.offline.exports import write_model
+from tests.offline.folders import names, tree
 from tests.ranks import RankError, run_ranks
 from tests.storage.proxy import Proxy
 
@@ -45,13 +46,13 @@ class Again:
 def make_source(folder: Path, *, tensors: int, rows: int, ranks: int) -> Path:
     """Return a DCP checkpoint of many files, so that its conversion takes many steps."""
     rng = np.random.default_rng(0)
-    save_file({f"layers.{i}.w": rng.random((rows, 512), np.float32) for i in range(tensors)}, folder / "m.safetensors")
-    convert(str(folder / "m.safetensors"), str(folder / "in"), to="dcp", world_size=ranks)
+    model = write_model(folder / "m", {f"layers.{i}.w": rng.random((rows, 512), np.float32) for i in range(tensors)})
+    convert(model, str(folder / "in"), to="dcp", world_size=ranks)
     return folder / "in"
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name not in DATED}
+    return tree(folder, *DATED)
 
 
 def counted_writes() -> list[int]:
@@ -131,7 +132,7 @@ def kill_on_disk(source: Path, place: Path, first: int, second: int, options: Op
     if killed is None and there:  # killed after all work was done: the next run removes the leftovers
         assert run(source, out, second, {**options, "overwrite": True}, {}) is not None
     assert content(out) == content(whole)
-    assert sorted(path.name for path in place.iterdir()) == ["in", "m.safetensors", "notes", "out", "whole"]
+    assert names(place) == ["in", "m", "notes", "out", "whole"]
     shutil.rmtree(out)
     return None if again is None else Again(again[0], again[1], again[2], nbytes)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import resource
@@ -13,19 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+import torch
+import torch.distributed.checkpoint as dcp
 
-from ckptkit import copy
+from ckptkit import DCPWriter, TrainState, copy
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.run.delete import rotate
 from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.checkpoint.run.pins import list_pins, pin_forever
-from ckptkit.cli.main import cli
 from ckptkit.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
-    CkptkitError,
     IncompleteCheckpointError,
     IntegrityError,
     LeaseHeldError,
@@ -40,6 +38,8 @@ from ckptkit.storage.open import open_store
 from tests.checkpoint.crash import kill_at
 from tests.checkpoint.killed import same_as_saved, state
 from tests.checkpoint.saving import fork, leftovers
+from tests.cli.commands import document, ran
+from tests.offline.folders import copied, flip, largest, tree
 
 FOREIGN = [
     "dcp_fsdp2_uneven_w4/ckpt",
@@ -67,22 +67,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(made: Path, tmp_path: Path) -> Path:
-    shutil.copytree(made, tmp_path / "RUN")
-    return tmp_path / "RUN"
-
-
-def tree(place: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(place)): p.read_bytes() for p in sorted(place.rglob("*")) if p.is_file()}
+    return copied(made, tmp_path / "RUN")
 
 
 def steps(root: Path) -> list[int]:
     return [item.step for item in list_checkpoints(open_store(str(root))).committed]
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 # --- one checkpoint
@@ -110,42 +99,32 @@ def test_a_checkpoint_of_a_run_is_copied_with_its_record_and_every_byte_is_prove
     assert item.unproved == 0 and done.nbytes == item.nbytes
     assert "not proved" not in done.proof() and f"{item.digests} source digests checked" in done.proof()
     assert verify(str(tmp_path / "out")).ok
-    assert list_pins(open_store(str(run))) == list_pins(open_store(str(run)))  # no pin of ours is left
-    assert [pin.owner for pin in list_pins(open_store(str(run)))] == [None]
+    assert [pin.owner for pin in list_pins(open_store(str(run)))] == [None]  # no pin of ours is left
 
 
 def test_large_slices_and_the_bytes_between_them_are_checked(tmp_path: Path) -> None:
-    import torch
-
-    from ckptkit import TrainState
-
     with CheckpointManager(tmp_path / "RUN") as manager:
         manager.save(1, TrainState(model=torch.nn.Linear(300, 300)))
     source = tmp_path / "RUN" / "step_00000001"
     (item,) = copy(str(source), str(tmp_path / "out")).checkpoints
     assert item.unproved == 0 and tree(tmp_path / "out") == tree(source)
-    data = max(source.glob("*.distcp"), key=lambda path: path.stat().st_size)
-    good = data.read_bytes()
-    for at in (len(good) // 2, 3):  # in a slice; between slices
-        data.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+    data = largest(source)
+    for at in (None, 3):  # in a slice; between slices
+        flip(data, at)
         with pytest.raises(IntegrityError, match=r"\.distcp"):
             copy(str(source), str(tmp_path / "bad"))
         assert not (tmp_path / "bad").exists()
+        flip(data, at)
 
 
 def test_a_dcp_writer_checkpoint_without_a_commit_record_is_copied(tmp_path: Path) -> None:
-    import torch
-    import torch.distributed.checkpoint as dcp
-
-    from ckptkit import DCPWriter
-
     dcp.save({"a": torch.arange(9.0)}, storage_writer=DCPWriter(str(tmp_path / "in")))
     (item,) = copy(str(tmp_path / "in"), str(tmp_path / "out")).checkpoints
     assert tree(tmp_path / "out") == tree(tmp_path / "in") and item.digests
 
 
 def test_damage_names_file_and_tensor_and_nothing_is_published(run: Path, tmp_path: Path) -> None:
-    data = max((run / "step_00000002").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    data = largest(run / "step_00000002")
     flip(data)
     with pytest.raises(IntegrityError, match=rf"{data.name}.*") as caught:
         copy(f"{run}/2", str(tmp_path / "out"))
@@ -207,7 +186,7 @@ def test_copying_a_run_of_another_system_proposes_to_copy_one_checkpoint(zoo: Pa
     with pytest.raises(UsageError, match="several checkpoints of another system") as caught:
         copy(str(zoo / "steps_dir_lightrft"), str(tmp_path / "out"))
     line = str(caught.value).splitlines()[-1].split()
-    assert CliRunner().invoke(cli, line[1:]).exit_code == 0
+    ran(*line[1:])
     assert (tmp_path / "out").exists()
 
 
@@ -298,7 +277,7 @@ def test_a_linked_run_is_copied_through_its_link(run: Path, tmp_path: Path) -> N
 
 
 def test_damage_in_one_checkpoint_is_an_error_but_the_others_are_copied(run: Path, tmp_path: Path) -> None:
-    flip(max((run / "step_00000002").glob("*.distcp"), key=lambda path: path.stat().st_size))
+    flip(largest(run / "step_00000002"))
     with pytest.raises(IntegrityError, match=r"step_00000002 was not copied; .* has 2 other complete checkpoints"):
         copy(str(run), str(tmp_path / "new"))
     assert steps(tmp_path / "new") == [1, 3] and leftovers(tmp_path / "new") == []
@@ -358,7 +337,7 @@ def test_an_unusable_destination_is_reported_once(run: Path, tmp_path: Path, wha
 def test_an_incomplete_copy_does_not_count_as_copied(run: Path, tmp_path: Path, damage: str) -> None:
     new = tmp_path / "new"
     copy(str(run), str(new))
-    file = max((new / "step_00000002").glob("*.distcp"), key=lambda path: path.stat().st_size)
+    file = largest(new / "step_00000002")
     file.unlink() if damage == "missing" else os.truncate(file, 10)
     with pytest.raises(CheckpointExistsError, match=f"step_00000002 already exists, but it is incomplete: {file.name}"):
         copy(str(run), str(new))
@@ -373,7 +352,7 @@ def test_verify_reads_existing_copies_too(run: Path, tmp_path: Path) -> None:
     new = tmp_path / "new"
     copy(str(run), str(new))
     assert "3 there already, verified" in copy(str(run), str(new), verify=True).proof()
-    flip(max((new / "step_00000002").glob("*.distcp"), key=lambda path: path.stat().st_size))
+    flip(largest(new / "step_00000002"))
     with pytest.raises(IntegrityError, match="step_00000002 already exists, but is damaged"):
         copy(str(run), str(new), verify=True)
 
@@ -389,11 +368,10 @@ def test_all_files_skips_and_names_what_is_not_a_readable_file(run: Path, tmp_pa
     assert (tmp_path / "out" / "notes.txt").read_text() == "mine" and verify(str(tmp_path / "out")).ok
 
 
-def test_an_empty_path_is_refused(run: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("src", "dst"), [("RUN", ""), ("", "out")])
+def test_an_empty_path_is_refused(run: Path, src: str, dst: str) -> None:
     with pytest.raises(UsageError, match="path is empty"):
-        copy(str(run), "")
-    with pytest.raises(UsageError, match="path is empty"):
-        copy("", str(tmp_path / "out"))
+        copy(*(path and str(run.with_name(path)) for path in (src, dst)))
 
 
 def test_a_run_in_use_by_a_job_is_refused_as_destination(run: Path, tmp_path: Path) -> None:
@@ -414,8 +392,9 @@ def _copied(say: Callable[[bytes], None], src: str, dst: str) -> None:
         os._exit(1)
 
 
-def test_rotation_of_the_source_waits_for_the_copy_of_a_checkpoint(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("pinned", [True, False])
+def test_rotation_of_the_source_waits_for_its_copy_or_the_report_names_what_was_deleted(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pinned: bool
 ) -> None:
     kept: list[list[int]] = []
     carry_out = copy_module.carry_out
@@ -426,31 +405,21 @@ def test_rotation_of_the_source_waits_for_the_copy_of_a_checkpoint(
         return carry_out(*args, **kwargs)
 
     monkeypatch.setattr(copy_module, "carry_out", rotating)
-    copy(str(run), str(tmp_path / "new"))
-    assert kept == [[1, 2, 3], [1, 2, 3], [1, 3]]  # the first is pinned; the second is deleted once it is copied
-    assert steps(tmp_path / "new") == [1, 2, 3]
-
-
-def test_the_report_names_a_checkpoint_that_was_deleted_before_its_turn(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(copy_module, "_PINNED", 0)
-    carry_out = copy_module.carry_out
-
-    def rotating(*args: Any, **kwargs: Any) -> Any:
-        rotate(open_store(str(run)), RetentionPolicy(max_num=1))
-        return carry_out(*args, **kwargs)
-
-    monkeypatch.setattr(copy_module, "carry_out", rotating)
+    if not pinned:
+        monkeypatch.setattr(copy_module, "_PINNED", 0)
     done = copy(str(run), str(tmp_path / "new"))
-    assert steps(tmp_path / "new") == [1, 3] and "deleted" in done.left_out["step_00000002"]
+    if pinned:
+        # The first is pinned by its owner; the second is deleted once it is copied.
+        assert kept == [[1, 2, 3], [1, 2, 3], [1, 3]] and steps(tmp_path / "new") == [1, 2, 3]
+    else:
+        assert steps(tmp_path / "new") == [1, 3] and "deleted" in done.left_out["step_00000002"]
 
 
 def test_a_copy_killed_at_any_file_operation_leaves_a_valid_run_and_continues(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(staging, "STARTING_S", -1.0)
-    before, kills = tree(run), 0
+    before, kills = tree(run, ".ckptkit"), 0
     for nth in range(7, 100_000, 61):
         new = tmp_path / f"at {nth}"
         code, _ = fork(_killed, str(run), str(new), nth)
@@ -462,9 +431,7 @@ def test_a_copy_killed_at_any_file_operation_leaves_a_valid_run_and_continues(
         copy(str(run), str(new))
         assert steps(new) == [1, 2, 3] and leftovers(new) == [], f"operation {nth}: {os.listdir(new)}"
         assert [pin.name for pin in list_pins(open_store(str(new)))] == ["step_00000001"]
-        assert {k: v for k, v in tree(run).items() if not k.startswith(".ckptkit")} == {
-            k: v for k, v in before.items() if not k.startswith(".ckptkit")
-        }
+        assert tree(run, ".ckptkit") == before
         kills += code != 0
         if code == 0:
             break
@@ -481,28 +448,21 @@ def _killed(say: Any, src: str, dst: str, nth: int) -> None:
 
 
 def test_a_dry_run_writes_nothing_and_refuses_like_the_real_run(run: Path, tmp_path: Path) -> None:
-    new = tmp_path / "new"
-    result = CliRunner().invoke(cli, ["copy", str(run), str(new), "--dry-run"])
-    assert result.exit_code == 0 and "nothing was written" in result.output and result.output.count("would be") == 3
-    assert not new.exists()
-    good = (run / "step_00000002" / ".metadata").read_bytes()
+    line = ("copy", run, tmp_path / "new", "--dry-run")
+    said = ran(*line)
+    assert "nothing was written" in said and said.count("would be") == 3
+    assert not (tmp_path / "new").exists()
     flip(run / "step_00000002" / ".metadata")
-    result = CliRunner().invoke(cli, ["copy", str(run), str(new), "--dry-run"])
-    assert result.exit_code == 1 and ".metadata" in result.output
-    (run / "step_00000002" / ".metadata").write_bytes(good)
-    flip_at = max((run / "step_00000002").glob("*.distcp"), key=lambda path: path.stat().st_size)
-    flip_at.write_bytes(flip_at.read_bytes()[:-5])
-    result = CliRunner().invoke(cli, ["copy", str(run), str(new), "--dry-run"])
-    assert result.exit_code == 1 and flip_at.name in result.output
-    assert CliRunner().invoke(cli, ["copy", f"{run}/1", str(run / "step_00000003"), "--dry-run"]).exit_code == 2
+    assert ".metadata" in ran(*line, code=1)
+    flip(run / "step_00000002" / ".metadata")
+    data = largest(run / "step_00000002")
+    data.write_bytes(data.read_bytes()[:-5])
+    assert data.name in ran(*line, code=1)
+    ran("copy", f"{run}/1", run / "step_00000003", "--dry-run", code=2)
 
 
 def test_the_copy_command_prints_what_was_proved_or_one_json_document(run: Path, tmp_path: Path) -> None:
-    result = CliRunner().invoke(cli, ["copy", str(run), str(tmp_path / "a"), "--verify"])
-    assert result.exit_code == 0 and "the copy is equal to the source" in result.output.splitlines()[-1]
-    result = CliRunner().invoke(cli, ["copy", str(run), str(tmp_path / "b"), "--json"])
-    found = json.loads(result.output)
+    assert "the copy is equal to the source" in ran("copy", run, tmp_path / "a", "--verify").splitlines()[-1]
+    found = document("copy", run, tmp_path / "b")
     assert found["schema"] == "ckptkit.copy/1" and len(found["checkpoints"]) == 3 and found["run"] is True
-    result = CliRunner().invoke(cli, ["copy", f"{run}/9", str(tmp_path / "c")])
-    assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
-    assert issubclass(LeaseHeldError, CkptkitError)
+    ran("copy", f"{run}/9", tmp_path / "c", code=1)

@@ -17,7 +17,9 @@ from safetensors.torch import save_file
 from ckptkit import CheckpointManager, TrainState
 from ckptkit.errors import IncompleteCheckpointError, UsageError
 from ckptkit.offline import diff as module
+from ckptkit.offline.convert import convert
 from ckptkit.offline.diff import DiffReport, diff
+from tests.offline.folders import copied
 
 
 def compare(tmp_path: Path, a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], **options: Any) -> DiffReport:
@@ -56,9 +58,29 @@ def test_wide_integers_are_compared_exactly(tmp_path: Path, dtype: torch.dtype, 
     assert (found.different[0].elements, found.different[0].max_abs) == (1, gap)
 
 
-def test_different_booleans_have_a_difference_of_one(tmp_path: Path) -> None:
-    found = compare(tmp_path, {"w": torch.tensor([True, False])}, {"w": torch.tensor([True, True])}).different[0]
-    assert (found.elements, found.max_abs, found.cosine) == (1, 1.0, pytest.approx(2**-0.5))
+FP8 = torch.float8_e4m3fn
+NAN, INF = math.nan, math.inf
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "measures"),
+    [
+        (torch.tensor([True, False]), torch.tensor([True, True]), {"max_abs": 1.0, "cosine": pytest.approx(2**-0.5)}),
+        (torch.tensor([1.0, 2.0]).to(FP8), torch.tensor([1.0, 2.5]).to(FP8), {"max_abs": 0.5, "max_rel": 0.25}),
+        (torch.tensor([1 + 2j, 3 - 4j]), torch.tensor([1 + 2j, 3 - 3j]), {"max_abs": 1.0}),
+        (torch.tensor([NAN, 1.0]), torch.tensor([0.5, 1.0]), {"max_abs": INF}),
+        (torch.tensor([0.0]), torch.tensor([-0.0]), {"max_abs": 0.0}),  # differs in bits
+    ],
+    ids=["booleans", "8-bit floats", "complex numbers", "NaN", "minus zero"],
+)
+def test_one_different_element_is_measured(
+    tmp_path: Path, a: torch.Tensor, b: torch.Tensor, measures: dict[str, Any]
+) -> None:
+    for name, tensor in (("a", a), ("b", b)):
+        torch.save({"w": tensor}, tmp_path / f"{name}.pt")
+    (found,) = diff(str(tmp_path / "a.pt"), str(tmp_path / "b.pt")).different
+    assert found.elements == 1
+    assert {name: getattr(found, name) for name in measures} == measures
 
 
 @pytest.mark.parametrize(
@@ -69,37 +91,13 @@ def test_each_bit_pattern_of_an_8_bit_float_has_torchs_value(name: str) -> None:
     np.testing.assert_array_equal(module._float8_values(name), bits.double().numpy())
 
 
-def test_8_bit_floats_are_compared_as_numbers(tmp_path: Path) -> None:
-    a = torch.tensor([1.0, 2.0, 4.0]).to(torch.float8_e4m3fn)
-    b = torch.tensor([1.0, 2.5, 4.0]).to(torch.float8_e4m3fn)
-    found = compare(tmp_path, {"w": a}, {"w": b}).different[0]
-    assert (found.elements, found.max_abs, found.max_rel) == (1, 0.5, 0.125)
-
-
-def test_complex_numbers_are_compared_by_their_parts(tmp_path: Path) -> None:
-    a = torch.tensor([1 + 2j, 3 - 4j])
-    b = torch.tensor([1 + 2j, 3 - 3j])
-    torch.save({"w": a}, tmp_path / "a.pt")
-    torch.save({"w": b}, tmp_path / "b.pt")
-    found = diff(str(tmp_path / "a.pt"), str(tmp_path / "b.pt")).different[0]
-    assert (found.elements, found.max_abs) == (1, 1.0)
-
-
-def test_nan_at_the_same_position_is_equal_and_elsewhere_infinitely_different(tmp_path: Path) -> None:
-    a = torch.tensor([math.nan, 1.0])
-    assert compare(tmp_path, {"w": a}, {"w": a.clone()}).equal
-    found = compare(tmp_path, {"w": a}, {"w": torch.tensor([0.5, 1.0])}).different[0]
-    assert (found.elements, found.max_abs) == (1, math.inf)
+def test_nan_at_the_same_position_is_equal(tmp_path: Path) -> None:
+    assert compare(tmp_path, {"w": torch.tensor([NAN, 1.0])}, {"w": torch.tensor([NAN, 1.0])}).equal
 
 
 def test_a_difference_that_is_not_finite_is_text_in_json(tmp_path: Path) -> None:
     report = compare(tmp_path, {"w": torch.tensor([1.0])}, {"w": torch.tensor([math.inf])})
     assert report.to_json()["different"][0]["max_abs"] == "inf"
-
-
-def test_minus_zero_differs_in_bits_with_a_difference_of_zero(tmp_path: Path) -> None:
-    found = compare(tmp_path, {"w": torch.tensor([0.0])}, {"w": torch.tensor([-0.0])}).different[0]
-    assert (found.elements, found.max_abs) == (1, 0.0)
 
 
 def test_names_shapes_and_dtypes_are_listed(tmp_path: Path) -> None:
@@ -155,8 +153,6 @@ def test_memory_does_not_grow_with_the_tensor(tmp_path: Path) -> None:
 
 
 def test_an_export_is_compared_by_weights_and_missing_tensors_are_named(zoo: Path, tmp_path: Path) -> None:
-    from ckptkit.offline.convert import convert
-
     source = str(zoo / "dcp_torchtitan_like_w2")
     convert(source, str(tmp_path / "out"), to="dcp")
     report = diff(source, str(tmp_path / "out"))
@@ -216,35 +212,36 @@ def tied(value: float = 0.5, head: float | None = None) -> TrainState:
     return TrainState(model=model, optimizer=optimizer, rng=False)
 
 
+def tied_runs(tmp_path: Path, **heads: float | None) -> list[str]:
+    """Save a run per checkpoint type, each with its own head or with a tied one; return the URLs of their steps."""
+    for kind, head in heads.items():
+        with CheckpointManager(tmp_path / kind, state_dict_type=kind) as manager:
+            manager.save(1, tied(head=head))
+    return [f"{tmp_path}/{kind}/step_00000001" for kind in heads]
+
+
 @pytest.mark.parametrize("kind", ["full", "local"])
 def test_the_same_state_is_equal_in_every_checkpoint_type(tmp_path: Path, kind: str) -> None:
-    for name in ("sharded", kind):
-        with CheckpointManager(tmp_path / name, state_dict_type=name) as manager:
-            manager.save(1, tied())
-    urls = [f"{tmp_path}/{name}/step_00000001" for name in ("sharded", kind)]
+    urls = tied_runs(tmp_path, **{"sharded": None, kind: None})
     assert diff(*urls).equal
     assert diff(*reversed(urls)).equal
 
 
 @pytest.mark.parametrize("truncated", [False, True])
 def test_a_checkpoint_that_lacks_a_file_is_not_equal_by_its_digests(tmp_path: Path, truncated: bool) -> None:
-    for name in ("a", "b"):
-        with CheckpointManager(tmp_path / name) as manager:
-            manager.save(1, tied())
-    data = tmp_path / "b/step_00000001/__0_0.distcp"
+    (url,) = tied_runs(tmp_path, sharded=None)
+    other = copied(Path(url), tmp_path / "other" / "step_00000001")
+    data = other / "__0_0.distcp"
     if truncated:
         os.truncate(data, data.stat().st_size - 1)
     else:
         data.unlink()
     with pytest.raises(IncompleteCheckpointError, match=r"__0_0\.distcp"):
-        diff(f"{tmp_path}/a/step_00000001", f"{tmp_path}/b/step_00000001")
+        diff(url, str(other))
 
 
 def test_an_untied_head_differs_from_a_tied_one(tmp_path: Path) -> None:
-    for name, head in (("sharded", 9.0), ("full", None)):
-        with CheckpointManager(tmp_path / name, state_dict_type=name) as manager:
-            manager.save(1, tied(head=head))
-    report = diff(f"{tmp_path}/sharded/step_00000001", f"{tmp_path}/full/step_00000001")
+    report = diff(*tied_runs(tmp_path, sharded=9.0, full=None))
     assert [item.name for item in report.different] == ["head.weight"]
     assert not report.equal
 

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 from ckptkit.checkpoint.retention import RetentionPolicy
-from ckptkit.cli.main import cli
 from ckptkit.errors import CkptkitError
 from ckptkit.offline.convert import convert
 from ckptkit.offline.prune import prune
 from ckptkit.offline.reshard import reshard
 from ckptkit.storage.local import LocalStore
 from tests.checkpoint.saving import save
+from tests.cli.commands import ran
+from tests.offline.folders import UNEVEN, copied, largest
 
-UNEVEN = Path(__file__).parents[1] / "zoo" / "dcp_fsdp2_uneven_w4" / "ckpt"
 RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
     "hf": (convert, {"to": "hf"}),
     "torch": (convert, {"to": "torch"}),
@@ -31,8 +29,7 @@ RUNS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    shutil.copytree(UNEVEN, tmp_path / "in")
-    return tmp_path / "in"
+    return copied(UNEVEN / "ckpt", tmp_path / "in")
 
 
 def refused(name: str, source: Path, dst: Path, match: str, **more: Any) -> None:
@@ -69,7 +66,7 @@ def test_a_dry_run_refuses_an_existing_single_file(source: Path, tmp_path: Path)
 def test_a_dry_run_finds_a_missing_or_truncated_source_file(
     source: Path, tmp_path: Path, name: str, damage: str
 ) -> None:
-    data = max(source.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    data = largest(source)
     data.unlink() if damage == "missing" else os.truncate(data, data.stat().st_size // 2)
     refused(name, source, tmp_path / "out", data.name)
 
@@ -96,15 +93,6 @@ def test_a_dry_run_refuses_an_unwritable_destination(
     assert f"{tmp_path} is not writable" in found.faults[0] and not (tmp_path / "deep").exists()
 
 
-def test_a_failing_dry_run_prints_plan_and_reason_and_exits_with_1(source: Path, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "notes.txt").write_bytes(b"mine")
-    done = CliRunner().invoke(cli, ["convert", str(source), str(tmp_path / "out"), "--dry-run"])
-    assert done.exit_code == 1 and "would fail" in done.output and "exists already" in done.output
-    done = CliRunner().invoke(cli, ["convert", str(source), str(tmp_path / "new"), "--dry-run"])
-    assert done.exit_code == 0
-
-
 def test_a_dry_prune_of_an_unwritable_run_reports_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (1, 2):
         save(tmp_path, step)
@@ -112,10 +100,8 @@ def test_a_dry_prune_of_an_unwritable_run_reports_it(tmp_path: Path, monkeypatch
     monkeypatch.setattr(os, "access", lambda path, mode: False)
     found = prune(str(tmp_path), policy=RetentionPolicy(max_num=1), dry_run=True)
     assert "is not writable" in found.failed["step_00000001"]
-    done = CliRunner().invoke(cli, ["prune", str(tmp_path), "--max-num", "1", "--dry-run"])
-    assert done.exit_code == 1 and "would FAIL to delete" in done.output
+    assert "would FAIL to delete" in ran("prune", tmp_path, "--max-num", "1", "--dry-run", code=1)
 
 
 def test_a_push_from_a_remote_destination_is_refused_before_the_conversion(source: Path) -> None:
-    options = ["convert", str(source), "memory://out", "--push", "me/model", "--dry-run"]
-    assert CliRunner().invoke(cli, options).exit_code == 2
+    ran("convert", source, "memory://out", "--push", "me/model", "--dry-run", code=2)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
-from safetensors.torch import load_file, save_file
 
-from ckptkit.cli.main import cli
 from ckptkit.offline.convert import convert
 from ckptkit.offline.copying import runs
 from ckptkit.offline.copying.streams import StreamWriter
 from ckptkit.offline.merge import merge
 from ckptkit.storage import journal, ledger
+from ckptkit.storage.open import open_store
+from tests.cli.commands import document, ran
+from tests.offline.exports import converted, write_model
 from tests.storage import servers
 
 MOST = 65504.0  # of float16; numbers from 65520 on are rounded to infinity
@@ -34,16 +33,10 @@ def weights(*beyond: int, dtype: torch.dtype = torch.float32) -> dict[str, torch
     return made
 
 
-def export(path: Path, tensors: dict[str, torch.Tensor]) -> str:
-    path.mkdir()
-    save_file(tensors, path / "model.safetensors")
-    return str(path)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("to", ["hf", "dcp", "local", "torch"])
 def test_elements_that_a_cast_makes_infinite_are_counted_by_tensor(tmp_path: Path, to: Any, dtype: torch.dtype) -> None:
-    source = export(tmp_path / "in", {**weights(5, 0, 3, dtype=dtype), "scalar": torch.tensor(7e4, dtype=dtype)})
+    source = write_model(tmp_path / "in", {**weights(5, 0, 3, dtype=dtype), "scalar": torch.tensor(7e4, dtype=dtype)})
     ranks = {"world_size": 3} if to in ("dcp", "local") else {}
     report = convert(source, str(tmp_path / "out"), to=to, dtype="fp16", **ranks)
     last = 1 if dtype == torch.bfloat16 else 0  # there 65519 is 65536
@@ -64,34 +57,34 @@ def test_elements_that_a_cast_makes_infinite_are_counted_by_tensor(tmp_path: Pat
 def test_the_overflow_warning_gives_count_tensor_and_a_sufficient_dtype(
     tmp_path: Path, dtype: torch.dtype, wanted: str, beyond: float, instead: str
 ) -> None:
-    source = export(tmp_path / "in", {"w": torch.tensor([1.0, beyond, -beyond, torch.inf, torch.nan], dtype=dtype)})
-    report = convert(source, str(tmp_path / "out"), dtype=wanted)
-    name = str(load_file(tmp_path / "out/model.safetensors")["w"].dtype).removeprefix("torch.")
-    assert report.warnings == (
+    tensor = torch.tensor([1.0, beyond, -beyond, torch.inf, torch.nan], dtype=dtype)
+    source = write_model(tmp_path / "in", {"w": tensor})
+    found = converted(source, tmp_path / "out", dtype=wanted)
+    name = str(found.tensors["w"].dtype).removeprefix("torch.")
+    assert found.report.warnings == (
         f"2 elements are beyond the range of {name} and became infinite: w (2). Use --dtype {instead} to keep them "
         "finite.",
     )
 
 
-@pytest.mark.parametrize("flags", [[], ["--quiet"], ["--json"]])
-def test_the_command_prints_the_overflow_warning(tmp_path: Path, flags: list[str]) -> None:
-    source = export(tmp_path / "in", weights(0, 1))
-    done = CliRunner().invoke(cli, ["convert", source, str(tmp_path / "out"), "--dtype", "fp16", *flags])
-    text = json.loads(done.stdout)["warnings"][0] if "--json" in flags else done.stdout
-    assert "1 element is beyond the range of float16 and became infinite: w1 (1). Use --dtype bf16" in text
-    assert "--json" in flags or "warning: 1 element" in text
+def test_the_command_prints_the_overflow_warning(tmp_path: Path) -> None:
+    line = ("convert", write_model(tmp_path / "in", weights(0, 1)), tmp_path / "out", "--dtype", "fp16", "--overwrite")
+    words = "1 element is beyond the range of float16 and became infinite: w1 (1). Use --dtype bf16"
+    for quiet in ((), ("--quiet",)):
+        assert f"warning: {words}" in ran(*line, *quiet)
+    assert words in document(*line)["warnings"][0]
 
 
 def test_a_cast_without_overflow_gives_no_warning(tmp_path: Path) -> None:
-    report = convert(export(tmp_path / "in", weights(5, 5)), str(tmp_path / "out"), dtype="bf16")
+    report = convert(write_model(tmp_path / "in", weights(5, 5)), str(tmp_path / "out"), dtype="bf16")
     assert (report.infinite, report.warnings) == ({}, ())
 
 
 def test_a_sum_beyond_the_range_of_the_dtype_is_counted(tmp_path: Path) -> None:
-    sources = [export(tmp_path / f"m{i}", {"w": torch.tensor([MOST, 1.0]).half()}) for i in range(2)]
+    sources = [write_model(tmp_path / f"m{i}", {"w": torch.tensor([MOST, 1.0]).half()}) for i in range(2)]
     report = merge(sources, str(tmp_path / "out"), weights=[2.0, -1.0])
     assert report.infinite == {}
-    other = export(tmp_path / "other", {"w": torch.tensor([-MOST, 1.0]).half()})
+    other = write_model(tmp_path / "other", {"w": torch.tensor([-MOST, 1.0]).half()})
     assert merge([sources[0], other], str(tmp_path / "far"), weights=[2.0, -1.0]).infinite == {"w": 1}
 
 
@@ -99,16 +92,30 @@ def test_a_dequantized_weight_beyond_the_range_is_counted(tmp_path: Path) -> Non
     tensors = {"l.weight": torch.full((128, 256), 448.0).to(torch.float8_e4m3fn)}
     tensors["l.weight"][0, 0] = 1.0
     tensors["l.weight_scale_inv"] = torch.tensor([[1000.0, 1.0]])
-    source = export(tmp_path / "in", tensors)
     settings = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-    Path(source, "config.json").write_text(json.dumps(settings))
+    source = write_model(tmp_path / "in", tensors, settings)
     assert convert(source, str(tmp_path / "out"), dtype="fp16").infinite == {"l.weight": 128 * 128 - 1}
 
 
 def test_added_rows_do_not_hide_infinite_elements(tmp_path: Path) -> None:
-    source = export(tmp_path / "in", {"model.embed_tokens.weight": weights(4)["w0"]})
+    source = write_model(tmp_path / "in", {"model.embed_tokens.weight": weights(4)["w0"]})
     report = convert(source, str(tmp_path / "out"), dtype="fp16", vocab_size=220, new_rows="zeros")
     assert report.infinite == {"model.embed_tokens.weight": 4}
+
+
+def interrupted_at(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, nth: int, *, after: bool) -> Any:
+    """Return a context in which the nth call of a method is interrupted, before or after its work."""
+    real, left = getattr(owner, name), [nth]
+
+    def interrupted(*args: Any) -> None:
+        left[0] -= 1
+        if left[0] or after:
+            real(*args)
+        if not left[0]:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(owner, name, interrupted)
+    return pytest.raises(KeyboardInterrupt)
 
 
 @pytest.mark.parametrize("stop", [1, 3])
@@ -116,19 +123,9 @@ def test_a_continued_conversion_counts_the_elements_of_the_interrupted_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int
 ) -> None:
     monkeypatch.setattr(runs, "_STEP", 64_000)
-    source = export(tmp_path / "in", weights(5, 0, 0, 7))
-    done, left = journal.Journal.done, [stop]
-
-    def interrupted(self: journal.Journal, step: int) -> None:
-        done(self, step)
-        left[0] -= 1
-        if not left[0]:
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(journal.Journal, "done", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            convert(source, str(tmp_path / "out"), dtype="fp16", workers=1)
+    source = write_model(tmp_path / "in", weights(5, 0, 0, 7))
+    with monkeypatch.context() as patched, interrupted_at(patched, journal.Journal, "done", stop, after=True):
+        convert(source, str(tmp_path / "out"), dtype="fp16", workers=1)
     report = convert(source, str(tmp_path / "out"), dtype="fp16", workers=1)
     assert any("continued" in note for note in report.notes)
     assert report.infinite == {"w0": 5, "w3": 7}
@@ -137,25 +134,13 @@ def test_a_continued_conversion_counts_the_elements_of_the_interrupted_one(
 def test_a_continued_upload_counts_the_elements_of_the_interrupted_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = export(tmp_path / "in", weights(5, 0, 0, 7))
+    source = write_model(tmp_path / "in", weights(5, 0, 0, 7))
     monkeypatch.setattr(ledger, "WORTH", 1)
-    options: dict[str, Any] = {"dtype": "fp16", "workers": 1, "max_shard_size": "150kB"}
-    write, left = StreamWriter.write, [3]
-
-    def interrupted(self: StreamWriter, index: int, worker: Any) -> None:
-        left[0] -= 1
-        if not left[0]:
-            raise KeyboardInterrupt
-        write(self, index, worker)
-
     with servers.moto() as s3:
-        from ckptkit.storage.open import open_store
-
+        options: dict[str, Any] = {"dtype": "fp16", "workers": 1, "max_shard_size": "150kB", "dst_storage_options": s3}
         open_store("s3://far", storage_options=s3).fs.mkdir("far")  # type: ignore[attr-defined]
-        with monkeypatch.context() as patched:
-            patched.setattr(StreamWriter, "write", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                convert(source, "s3://far/out", dst_storage_options=s3, **options)
-        report = convert(source, "s3://far/out", dst_storage_options=s3, **options)
+        with monkeypatch.context() as patched, interrupted_at(patched, StreamWriter, "write", 3, after=False):
+            convert(source, "s3://far/out", **options)
+        report = convert(source, "s3://far/out", **options)
     assert any("continued" in note for note in report.notes)
     assert report.infinite == {"w0": 5, "w3": 7}

@@ -24,6 +24,7 @@ from ckptkit.storage.open import open_store
 from tests.checkpoint.crash import kill_at
 from tests.checkpoint.killed import check_run, state
 from tests.checkpoint.saving import fork, leftovers
+from tests.offline.folders import tree
 
 Command = Callable[[str, str, bool], Any]
 
@@ -43,10 +44,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for step in (1, 2, 3):
             manager.save(step, state(step))
     return root
-
-
-def tree(place: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(place)): p.read_bytes() for p in sorted(place.rglob("*")) if p.is_file()}
 
 
 def _killed(say: Any, name: str, source: str, target: str, again: bool, nth: int, swap: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,13 +46,6 @@ def test_each_listed_state_has_a_reason(root: Path) -> None:
     assert listing.foreign == ("notes",)
 
 
-def test_given_limits_override_recorded_limits(root: Path) -> None:
-    listing = list_run(str(root), policy=RetentionPolicy(max_num=1))
-    doomed = [row for row in listing.checkpoints if row.keep is False]
-    assert len(doomed) == 1
-    assert "max_num" in doomed[0].why
-
-
 def test_a_pinned_checkpoint_is_kept_and_its_pin_is_shown(root: Path) -> None:
     oldest = list_run(str(root)).checkpoints[0].name
     pin_forever(f"{root}/{oldest}", "paper")
@@ -71,18 +65,6 @@ def test_ls_shows_that_a_resumed_checkpoint_is_released_when_its_job_ends(tmp_pa
     over = list_run(str(tmp_path)).checkpoints[0]
     assert (running.name, running.keep, "being read" in running.why) == ("step_00000001", True, True)
     assert (over.name, over.keep, "that job has ended" in over.why) == ("step_00000001", False, True)
-
-
-def test_a_dry_run_predicts_what_prune_does(root: Path) -> None:
-    policy = RetentionPolicy(max_num=1)
-    plan = prune(str(root), policy=policy, dry_run=True)
-    before = states(root)
-    done = prune(str(root), policy=policy)
-    assert states(root) != before
-    assert [(d.name, d.keep) for d in plan.decisions] == [(d.name, d.keep) for d in done.decisions]
-    assert plan.freed_bytes == done.freed_bytes > 0
-    assert (root / "notes").is_dir()
-    assert (root / "step_00000009").is_dir()
 
 
 def test_prune_without_limits_deletes_only_leftovers_and_asks_for_limits(root: Path) -> None:
@@ -163,23 +145,14 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-POLICIES: dict[str, dict[str, object]] = {
-    "what was recorded": {},
-    "a number": {"policy": RetentionPolicy(max_num=1)},
-    "a number alone": {"policy": RetentionPolicy(max_num=1), "recorded": False},
-    "bytes": {"policy": RetentionPolicy(max_mem=1), "recorded": False},
-    "multiples": {"policy": RetentionPolicy(max_num=1, keep_every=2), "recorded": False},
-    "the best two": {"policy": RetentionPolicy(max_num=1, keep_best=("loss", "max", 2))},
-    "more than there are": {"policy": RetentionPolicy(max_num=99)},
-}
-KEPT = {
-    "what was recorded": [1, 2, 3, 4, 5, 6],
-    "a number": [1, 2, 3, 6],
-    "a number alone": [1, 6],
-    "bytes": [1, 6],
-    "multiples": [1, 2, 4, 6],
-    "the best two": [1, 3, 5, 6],
-    "more than there are": [1, 2, 3, 4, 5, 6],
+POLICIES: dict[str, tuple[dict[str, Any], list[int]]] = {  # with the steps that are kept
+    "what was recorded": ({}, [1, 2, 3, 4, 5, 6]),
+    "a number": ({"policy": RetentionPolicy(max_num=1)}, [1, 2, 3, 6]),
+    "a number alone": ({"policy": RetentionPolicy(max_num=1), "recorded": False}, [1, 6]),
+    "bytes": ({"policy": RetentionPolicy(max_mem=1), "recorded": False}, [1, 6]),
+    "multiples": ({"policy": RetentionPolicy(max_num=1, keep_every=2), "recorded": False}, [1, 2, 4, 6]),
+    "the best two": ({"policy": RetentionPolicy(max_num=1, keep_best=("loss", "max", 2))}, [1, 3, 5, 6]),
+    "more than there are": ({"policy": RetentionPolicy(max_num=99)}, [1, 2, 3, 4, 5, 6]),
 }
 
 
@@ -187,23 +160,21 @@ KEPT = {
 def test_ls_and_a_dry_prune_predict_what_prune_does(full: Path, tmp_path: Path, name: str) -> None:
     run = tmp_path / "RUN"
     shutil.copytree(full, run, symlinks=True)
-    listed = list_run(str(run), **POLICIES[name])  # type: ignore[arg-type]
-    plan = prune(str(run), dry_run=True, **POLICIES[name])  # type: ignore[arg-type]
+    options, kept = POLICIES[name]
+    listed = list_run(str(run), **options)
+    plan = prune(str(run), dry_run=True, **options)
     rows = [row for row in listed.checkpoints if row.state == "committed"]
-    assert [row.step for row in rows if row.keep] == KEPT[name]
+    assert [row.step for row in rows if row.keep] == kept
     assert [(row.name, row.keep) for row in rows] == [(d.name, d.keep) for d in plan.decisions]
-    stays = [f"{row.name}/{path}" for row in rows for path in row.kept_files]
     assert all(row.why.startswith(d.reason) for row, d in zip(rows, plan.decisions, strict=True))
-    assert (
-        stays == list(plan.kept_files) == [f"step_0000000{n}/eval/results.json" for n in (4, 5) if n not in KEPT[name]]
-    )
-    left = [row.name for row in listed.checkpoints if row.state == "abandoned"]
-    assert [path for path in plan.cleaned if not path.endswith(".owner")] == [
-        f".tmp-{n}-0123456789abcdef" for n in left
-    ]
-    done = prune(str(run), **POLICIES[name])  # type: ignore[arg-type]
+    stays = [f"{row.name}/{path}" for row in rows for path in row.kept_files]
+    assert stays == [f"step_0000000{n}/eval/results.json" for n in (4, 5) if n not in kept]
+    assert stays == list(plan.kept_files)
+    left = [f".tmp-{row.name}-0123456789abcdef" for row in listed.checkpoints if row.state == "abandoned"]
+    assert [path for path in plan.cleaned if not path.endswith(".owner")] == left
+    done = prune(str(run), **options)
     assert [(d.name, d.keep) for d in done.decisions] == [(d.name, d.keep) for d in plan.decisions]
     assert (sorted(done.kept_files), done.cleaned) == (stays, plan.cleaned)
     after = list_run(str(run)).checkpoints
-    assert [row.step for row in after if row.state == "committed"] == KEPT[name]
+    assert [row.step for row in after if row.state == "committed"] == kept
     assert (run / "notes").is_dir() and (run / "step_00000009").is_dir()

@@ -11,11 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
-from safetensors.torch import load_file, save_file
 
 from ckptkit import CheckpointManager, TrainState
-from ckptkit.cli.merge import command
 from ckptkit.errors import (
     CheckpointMismatchError,
     CheckpointNotFoundError,
@@ -25,7 +22,9 @@ from ckptkit.errors import (
 )
 from ckptkit.offline.convert import convert
 from ckptkit.offline.merge import merge, weights_of
+from tests.cli.commands import ran
 from tests.offline.export.test_dequantize import FP4_WEIGHTS, by_groups, fp4_values, packed
+from tests.offline.exports import assert_same, read_model, write_model
 
 SHAPES: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
     "matrix": ((300, 257), torch.bfloat16),
@@ -50,15 +49,9 @@ def tensors(seed: int) -> dict[str, torch.Tensor]:
     return made
 
 
-def export(path: Path, state: dict[str, torch.Tensor]) -> str:
-    path.mkdir()
-    save_file(state, path / "model.safetensors")
-    return str(path)
-
-
 @pytest.fixture
 def sources(tmp_path: Path) -> list[str]:
-    return [export(tmp_path / f"m{i}", tensors(i)) for i in range(3)]
+    return [write_model(tmp_path / f"m{i}", tensors(i)) for i in range(3)]
 
 
 def summed(states: Sequence[dict[str, torch.Tensor]], weights: Sequence[float], dtype: torch.dtype) -> dict[str, Any]:
@@ -76,12 +69,8 @@ def summed(states: Sequence[dict[str, torch.Tensor]], weights: Sequence[float], 
     return found
 
 
-def assert_holds(path: str, expected: dict[str, torch.Tensor]) -> None:
-    found = load_file(Path(path, "model.safetensors"))
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor), name
+def sum_of_three(dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    return summed([tensors(i) for i in range(3)], WEIGHTS, dtype)
 
 
 @pytest.mark.parametrize("options", [{}, {"workers": 1, "max_memory": "16MB"}, {"workers": 5, "max_shard_size": "1GB"}])
@@ -90,19 +79,18 @@ def test_a_sum_has_the_bits_of_torch_for_any_workers_and_memory(
 ) -> None:
     report = merge(sources, str(tmp_path / "out"), weights=WEIGHTS, verify=True, **options)
     assert report.verified == len(SHAPES)
-    assert_holds(str(tmp_path / "out"), summed([tensors(i) for i in range(3)], WEIGHTS, torch.float32))
+    assert_same(read_model(tmp_path / "out"), sum_of_three())
 
 
 def test_sums_in_double_precision_are_rounded_once(sources: list[str], tmp_path: Path) -> None:
     merge(sources, str(tmp_path / "out"), weights=WEIGHTS, sum_dtype="fp64", include=["cube", "double"])
-    expected = summed([tensors(i) for i in range(3)], WEIGHTS, torch.float64)
-    assert_holds(str(tmp_path / "out"), {name: expected[name] for name in ("cube", "double")})
+    expected = sum_of_three(torch.float64)
+    assert_same(read_model(tmp_path / "out"), {name: expected[name] for name in ("cube", "double")})
 
 
 def test_the_sum_is_cast_once(sources: list[str], tmp_path: Path) -> None:
     merge(sources, str(tmp_path / "out"), weights=WEIGHTS, dtype="bf16", include=["cube"])
-    found = load_file(tmp_path / "out" / "model.safetensors")["cube"]
-    assert torch.equal(found, summed([tensors(i) for i in range(3)], WEIGHTS, torch.float32)["cube"].bfloat16())
+    assert_same(read_model(tmp_path / "out"), {"cube": sum_of_three()["cube"].bfloat16()})
 
 
 @pytest.mark.parametrize("to", ["hf", "dcp", "torch", "local"])
@@ -114,14 +102,14 @@ def test_sources_of_several_formats_and_world_sizes_give_the_same_sum(
     mixed = [sources[0], str(tmp_path / "dcp"), str(tmp_path / "weights.pt")]
     merge(mixed, str(tmp_path / "out"), to=to, weights=WEIGHTS, world_size=2 if to in ("dcp", "local") else None)  # type: ignore[arg-type]
     convert(str(tmp_path / "out"), str(tmp_path / "flat"))
-    assert_holds(str(tmp_path / "flat"), summed([tensors(i) for i in range(3)], WEIGHTS, torch.float32))
+    assert_same(read_model(tmp_path / "flat"), sum_of_three())
 
 
 def test_local_and_remote_sources_are_merged(sources: list[str], tmp_path: Path) -> None:
     remote = "memory://merge/m1"
     convert(sources[1], remote)
     merge([sources[0], remote, sources[2]], str(tmp_path / "out"), weights=WEIGHTS, verify=True)
-    assert_holds(str(tmp_path / "out"), summed([tensors(i) for i in range(3)], WEIGHTS, torch.float32))
+    assert_same(read_model(tmp_path / "out"), sum_of_three())
 
 
 # --- a run
@@ -148,7 +136,7 @@ def test_the_checkpoints_of_a_run_are_chosen_by_number_or_by_step(
 ) -> None:
     merge([run], str(tmp_path / "out"), **which)
     expected = summed([weights_at(step) for step in steps], [1 / len(steps)] * len(steps), torch.float32)
-    assert_holds(str(tmp_path / "out"), expected)
+    assert_same(read_model(tmp_path / "out"), expected)
 
 
 def test_a_damaged_source_is_an_error_and_not_skipped(run: str, tmp_path: Path) -> None:
@@ -159,12 +147,10 @@ def test_a_damaged_source_is_an_error_and_not_skipped(run: str, tmp_path: Path) 
 
 
 def test_an_error_names_a_truncated_source(sources: list[str], tmp_path: Path) -> None:
-    bad = tmp_path / "bad"
-    bad.mkdir()
-    save_file({"model.w": torch.ones(64)}, bad / "model.safetensors")
-    os.truncate(bad / "model.safetensors", 200)
+    bad = write_model(tmp_path / "bad", {"model.w": torch.ones(64)})
+    os.truncate(Path(bad, "model.safetensors"), 200)
     with pytest.raises(CkptkitError, match=rf"{bad}: model\.safetensors: .*truncated"):
-        merge([sources[0], str(bad)], tmp_path / "out")
+        merge([sources[0], bad], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -231,10 +217,7 @@ def _changed(name: str, tensor: torch.Tensor | None) -> dict[str, torch.Tensor]:
     [
         (_changed("cube", None), "1 tensors of .*m2 are not in .*other: cube"),
         (_changed("more", torch.ones(2)), "1 tensors of .*other are not in .*m2: more"),
-        (
-            _changed("cube", torch.ones(40, 7, 4)),
-            r"'cube' is float32 \[40, 7, 4\] in .*other, but float32 \[40, 7, 3\]",
-        ),
+        (_changed("cube", torch.ones(40, 7, 4)), r"'cube' is float32 \[40, 7, 4\] in .*other, but float32 \[40, 7, 3"),
         (_changed("cube", torch.ones(40, 7, 3).half()), "'cube' is float16 .* in .*other, but float32"),
         (_changed("cube", torch.ones(40, 7, 3).to(torch.float8_e4m3fn)), "'cube' is float8_e4m3fn, which cannot be av"),
     ],
@@ -242,48 +225,35 @@ def _changed(name: str, tensor: torch.Tensor | None) -> dict[str, torch.Tensor]:
 def test_checkpoints_that_differ_are_refused(
     sources: list[str], tmp_path: Path, state: dict[str, torch.Tensor], said: str
 ) -> None:
-    other = export(tmp_path / "other", state)
+    other = write_model(tmp_path / "other", state)
     with pytest.raises(CkptkitError, match=said):
         merge([other, sources[2]], str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
-    ("which", "said"),
+    ("place", "which", "error", "said"),
     [
-        ({}, "one checkpoint cannot be merged"),
-        ({"steps": "90"}, "expected FIRST:LAST"),
-        ({"last": 2, "steps": "1:2"}, "use one of them"),
+        ("", {}, UsageError, "one checkpoint cannot be merged"),
+        ("", {"steps": "90"}, UsageError, "expected FIRST:LAST"),
+        ("", {"last": 2, "steps": "1:2"}, UsageError, "use one of them"),
+        ("", {"last": 9}, CheckpointNotFoundError, "has 4 committed checkpoints"),
+        ("", {"steps": "90:99"}, CheckpointNotFoundError, "has 0 committed checkpoints in this range. Steps: 10, 20"),
+        ("/nope", {"last": 2}, CheckpointNotFoundError, "nope does not exist"),
     ],
 )
 def test_a_choice_that_cannot_name_two_checkpoints_is_refused(
-    run: str, tmp_path: Path, which: dict[str, Any], said: str
+    run: str, tmp_path: Path, place: str, which: dict[str, Any], error: type[Exception], said: str
 ) -> None:
-    with pytest.raises(UsageError, match=said):
-        merge([run], str(tmp_path / "out"), **which)
-
-
-@pytest.mark.parametrize(
-    ("place", "which", "said"),
-    [
-        ("", {"last": 9}, "has 4 committed checkpoints"),
-        ("", {"steps": "90:99"}, "has 0 committed checkpoints in this range. Steps: 10, 20, 30, 40"),
-        ("/nope", {"last": 2}, "nope does not exist"),
-    ],
-)
-def test_a_run_with_too_few_checkpoints_is_an_error(
-    run: str, tmp_path: Path, place: str, which: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(CheckpointNotFoundError, match=said):
+    with pytest.raises(error, match=said):
         merge([run + place], str(tmp_path / "out"), **which)
 
 
 def test_a_head_in_only_one_source_is_refused_with_a_command_that_keeps_it(tmp_path: Path) -> None:
     tied = {"model.embed_tokens.weight": torch.ones(2, 2), "lm_head.weight": torch.ones(2, 2)}
     own = {**tied, "lm_head.weight": torch.zeros(2, 2)}
-    sources = [export(tmp_path / "tied", tied), export(tmp_path / "own", own)]
-    for source in sources:
-        Path(source, "config.json").write_text('{"model_type": "llama", "tie_word_embeddings": true}')
+    config = {"model_type": "llama", "tie_word_embeddings": True}
+    sources = [write_model(tmp_path / "tied", tied, config), write_model(tmp_path / "own", own, config)]
     with pytest.raises(CheckpointMismatchError, match="`convert --untie` keeps both"):
         merge(sources, str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
@@ -317,7 +287,7 @@ def test_an_interrupted_merge_is_not_continued_with_other_weights(
         assert ("continued an interrupted run" in merged(then)) is (then == "uniform")
         convert(str(tmp_path / "out"), str(tmp_path / "flat"), overwrite=True)
         factors = (1 / 6,) * 6 if then == "uniform" else weights
-        assert_holds(str(tmp_path / "flat"), summed([tensors(i % 3) for i in range(6)], factors, torch.float32))
+        assert_same(read_model(tmp_path / "flat"), summed([tensors(i % 3) for i in range(6)], factors, torch.float32))
         shutil.rmtree(tmp_path / "out")
 
 
@@ -325,82 +295,79 @@ def test_an_interrupted_merge_is_not_continued_with_other_weights(
 
 
 def test_the_command_merges_and_lists_its_sources(sources: list[str], tmp_path: Path) -> None:
-    done = CliRunner().invoke(command, [*sources, str(tmp_path / "out"), "--weights", "0.2,0.3,0.5"])
-    assert done.exit_code == 0, done.output
-    assert "merged from 0.2 * m0, 0.3 * m1, 0.5 * m2" in done.output
-    assert "1 tensor is not floating point and copied from the last source: count" in done.output
+    said = ran("merge", *sources, tmp_path / "out", "--weights", "0.2,0.3,0.5")
+    assert "merged from 0.2 * m0, 0.3 * m1, 0.5 * m2" in said
+    assert "1 tensor is not floating point and copied from the last source: count" in said
     assert "merged from" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_a_dry_run_writes_nothing_and_finds_what_the_real_run_refuses(sources: list[str], tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("")
-    done = CliRunner().invoke(command, [*sources, str(tmp_path / "out"), "--dry-run"])
-    assert done.exit_code == 1
-    assert "exists already" in done.output
-    assert "W1 + " in done.output
+    said = ran("merge", *sources, tmp_path / "out", "--dry-run", code=1)
+    assert "exists already" in said and "W1 + " in said
     assert [item.name for item in (tmp_path / "out").iterdir()] == ["mine.txt"]
 
 
 def test_mismatches_with_the_base_are_refused(sources: list[str], tmp_path: Path) -> None:
-    base = export(tmp_path / "base", {**tensors(0), "absent": torch.ones(1)})
+    base = write_model(tmp_path / "base", {**tensors(0), "absent": torch.ones(1)})
     with pytest.raises(CheckpointMismatchError, match="missing: absent"):
         merge(sources, str(tmp_path / "out"), base=base)
 
 
-def quantized_sources(tmp_path: Path, kind: str) -> tuple[list[str], list[dict[str, torch.Tensor]]]:
-    """Return three quantized checkpoints, each with its fp32 values computed by plain torch."""
-    made, exact = [], []
-    for seed in range(3):
-        generator = torch.Generator().manual_seed(seed)
+def quantized(kind: str, seed: int) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[str, torch.Tensor]]:
+    """Return the tensors and the settings of a quantized weight, and its fp32 value computed by plain torch."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=generator) + 0.01
+
+    def integers(low: int, high: int, shape: tuple[int, ...]) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    name, w = "w.weight", "w.weight"
+    if kind in ("block", "tensor", "row"):
         codes = torch.randn(130, 200, generator=generator).to(torch.float8_e4m3fn)
-        norm = torch.randn(70, generator=generator)
+        scale = random(*{"block": (2, 2), "tensor": (1,), "row": (130, 1)}[kind])
+        wide = scale
         if kind == "block":
-            scale = torch.rand(2, 2, generator=generator) + 0.01
             wide = scale.repeat_interleave(128, 0)[:130].repeat_interleave(128, 1)[:, :200]
-            state, name = {"w.weight": codes, "w.weight_scale_inv": scale}, "w.weight"
-            config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-        elif kind in ("tensor", "row"):
-            wide = scale = torch.rand((1,) if kind == "tensor" else (130, 1), generator=generator) + 0.01
-            state, name = {"w.weight": codes, "w.weight_scale": scale}, "w.weight"
-            config = {"quantization_config": {"quant_method": "compressed-tensors"}}
-        elif kind in ("int4", "int8"):
-            bits = int(kind[3:])
-            q = torch.randint(-(1 << bits - 1), 1 << bits - 1, (36, 64), generator=generator)
-            grid = (36, 2) if bits == 4 else (36, 1)
-            scale = (torch.rand(grid, generator=generator) + 0.01).bfloat16()
-            wide = scale.repeat_interleave(64 // grid[1], 1)
-            state, name = {"w.weight_packed": packed(q, bits), "w.weight_scale": scale}, "w.weight"
-            how = {"strategy": "group", "group_size": 32} if bits == 4 else {"strategy": "channel"}
-            config = {"quantization_config": by_groups(num_bits=bits, type="int", symmetric=True, **how)}
-        elif kind == "nvfp4":
-            pairs = torch.randint(0, 256, (6, 32), dtype=torch.uint8, generator=generator)
-            scale = (torch.rand(6, 4, generator=generator) * 9 + 1).to(torch.float8_e4m3fn)
-            overall = torch.tensor([173.0 + seed])
-            state = {"w.weight_packed": pairs, "w.weight_scale": scale, "w.weight_global_scale": overall}
-            wide, name = (scale.float() / overall).repeat_interleave(16, 1), "w.weight"
-            config = {"quantization_config": by_groups(**FP4_WEIGHTS)}
-        else:
-            blocks = torch.randint(0, 256, (2, 5, 3, 16), dtype=torch.uint8, generator=generator)
-            scales = torch.randint(120, 135, (2, 5, 3), dtype=torch.uint8, generator=generator)
-            name = "x.mlp.experts.down_proj"
-            state = {f"{name}_blocks": blocks, f"{name}_scales": scales}
-            config = {"quantization_config": {"quant_method": "mxfp4"}}
-        if kind == "mxfp4":
-            table = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6])
-            table = torch.cat([table, -table])
-            both = torch.stack([table[(blocks & 15).int()], table[(blocks >> 4).int()]], -1)
-            value = (both * 2.0 ** (scales.float() - 127)[..., None, None]).reshape(2, 5, 96).transpose(1, 2)
-        elif kind.startswith("int"):  # compressed-tensors multiplies in the dtype of the scale
-            value = (q.bfloat16() * wide).float()
-        elif kind == "nvfp4":  # and rounds FP4 to bf16
-            value = (fp4_values(pairs).float() * wide).bfloat16().float()
-        else:
-            value = codes.float() * wide
-        made.append(export(tmp_path / f"q{seed}", {**state, "norm.weight": norm}))
-        Path(made[-1], "config.json").write_text(json.dumps({"model_type": "llama", **config}))
-        exact.append({name: value, "norm.weight": norm})
-    return made, exact
+        suffix = "_scale_inv" if kind == "block" else "_scale"
+        fp8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+        settings: dict[str, Any] = fp8 if kind == "block" else {"quant_method": "compressed-tensors"}
+        state, value = {w: codes, f"{w}{suffix}": scale}, codes.float() * wide
+    elif kind in ("int4", "int8"):
+        bits = int(kind[3:])
+        q = integers(-(1 << bits - 1), 1 << bits - 1, (36, 64))
+        scale = random(36, 2 if bits == 4 else 1).bfloat16()
+        how = {"strategy": "group", "group_size": 32} if bits == 4 else {"strategy": "channel"}
+        settings = by_groups(num_bits=bits, type="int", symmetric=True, **how)
+        # compressed-tensors multiplies in the dtype of the scale
+        value = (q.bfloat16() * scale.repeat_interleave(64 // scale.shape[1], 1)).float()
+        state = {f"{w}_packed": packed(q, bits), f"{w}_scale": scale}
+    elif kind == "nvfp4":
+        pairs = integers(0, 256, (6, 32)).to(torch.uint8)
+        scale, overall = (random(6, 4) * 9 + 1).to(torch.float8_e4m3fn), torch.tensor([173.0 + seed])
+        settings = by_groups(**FP4_WEIGHTS)
+        wide = (scale.float() / overall).repeat_interleave(16, 1)
+        value = (fp4_values(pairs).float() * wide).bfloat16().float()  # compressed-tensors rounds FP4 to bf16
+        state = {f"{w}_packed": pairs, f"{w}_scale": scale, f"{w}_global_scale": overall}
+    else:
+        name, settings = "x.mlp.experts.down_proj", {"quant_method": "mxfp4"}
+        blocks = integers(0, 256, (2, 5, 3, 16)).to(torch.uint8)
+        scales = integers(120, 135, (2, 5, 3)).to(torch.uint8)
+        value = fp4_values(blocks).float() * 2.0 ** (scales.float() - 127)[..., None]
+        value = value.reshape(2, 5, 96).transpose(1, 2)
+        state = {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    norm = {"norm.weight": torch.randn(70, generator=generator)}
+    return {**state, **norm}, {"model_type": "llama", "quantization_config": settings}, {name: value, **norm}
+
+
+def quantized_sources(tmp_path: Path, kind: str) -> tuple[list[str], list[dict[str, torch.Tensor]]]:
+    """Return three quantized checkpoints, each with its fp32 values."""
+    made = [quantized(kind, seed) for seed in range(3)]
+    places = [write_model(tmp_path / f"q{i}", state, config) for i, (state, config, _) in enumerate(made)]
+    return places, [exact for _, _, exact in made]
 
 
 @pytest.mark.parametrize(
@@ -414,7 +381,7 @@ def test_quantized_weights_are_dequantized_summed_and_rounded_once(
     report = merge(made, str(tmp_path / "out"), weights=WEIGHTS, dtype=dtype, verify=True, max_memory="16MB")
     expected = summed(exact, WEIGHTS, torch.float32)
     expected = {n: t.to(wanted) if dtype != "keep" or n != "norm.weight" else t for n, t in expected.items()}
-    assert_holds(str(tmp_path / "out"), expected)
+    assert_same(read_model(tmp_path / "out"), expected)
     assert "quantized weights were dequantized to fp32, summed, and rounded once" in report.notes
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "quantization_config" not in config
@@ -424,18 +391,18 @@ def test_a_quantized_checkpoint_merges_with_one_that_is_not(tmp_path: Path) -> N
     made, exact = quantized_sources(tmp_path, "block")
     plain = {name: tensor.bfloat16() if name == "w.weight" else tensor for name, tensor in exact[2].items()}
     for at in (0, 2):
-        order = [*made[:2][:at], export(tmp_path / f"plain{at}", plain), *made[:2][at:]]
+        order = [*made[:2][:at], write_model(tmp_path / f"plain{at}", plain), *made[:2][at:]]
         states = [*exact[:2][:at], {n: t.float() for n, t in plain.items()}, *exact[:2][at:]]
         merge(order, str(tmp_path / f"out{at}"), weights=WEIGHTS)
         expected = summed(states, WEIGHTS, torch.float32)
-        assert_holds(str(tmp_path / f"out{at}"), {**expected, "w.weight": expected["w.weight"].bfloat16()})
+        assert_same(read_model(tmp_path / f"out{at}"), {**expected, "w.weight": expected["w.weight"].bfloat16()})
 
 
 def test_a_quantized_source_without_its_scale_is_refused(tmp_path: Path) -> None:
     made, _ = quantized_sources(tmp_path, "row")
-    state = load_file(Path(made[1], "model.safetensors"))
+    state = read_model(made[1])
     del state["w.weight_scale"]
-    save_file(state, Path(made[1], "model.safetensors"))
+    write_model(Path(made[1]), state)
     with pytest.raises(CheckpointMismatchError, match=r"w\.weight"):
         merge(made, str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()

@@ -19,9 +19,9 @@ from ckptkit.errors import CheckpointExistsError, UsageError
 from ckptkit.offline.convert import convert
 from ckptkit.offline.reshard import reshard
 from ckptkit.offline.verify import verify
+from tests.offline.folders import UNEVEN, ZOO, tree
 
-ZOO = Path(__file__).parents[1] / "zoo"
-UNEVEN = ZOO / "dcp_fsdp2_uneven_w4" / "ckpt"
+SOURCE = UNEVEN / "ckpt"
 LLAMA = ZOO / "hf_ref_llama_untied"
 TARGETS: dict[str, dict[str, Any]] = {
     "hf": {"to": "hf"},
@@ -34,12 +34,15 @@ TARGETS: dict[str, dict[str, Any]] = {
 }
 
 
-def write(dst: Path, options: dict[str, Any], source: Path = UNEVEN) -> None:
+def write(dst: Path | str, options: dict[str, Any], source: Path = SOURCE) -> None:
     (convert if "to" in options else reshard)(str(source), str(dst), **options)
 
 
-def tree(root: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
+def add(folder: Path, name: str) -> str:
+    """Write a file of the user; return the name that a refusal gives it."""
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_bytes(b"mine")
+    return name.partition("/")[0]
 
 
 def refused(dst: Path, *names: str) -> str:
@@ -111,8 +114,7 @@ def test_an_export_with_the_files_of_a_base_is_replaced(tmp_path: Path) -> None:
 
 def test_a_directory_of_other_files_is_refused_with_the_first_three_names(tmp_path: Path) -> None:
     for name in ("thesis.pdf", "notes.txt", "photo.jpg", "zebra.doc"):
-        (tmp_path / "out" / name).parent.mkdir(exist_ok=True)
-        (tmp_path / "out" / name).write_bytes(b"mine")
+        add(tmp_path / "out", name)
     assert "notes.txt, photo.jpg, thesis.pdf, ..." in refused(tmp_path / "out")
 
 
@@ -134,9 +136,20 @@ def test_an_output_directory_of_a_trainer_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["results.json", "eval/results.json", ".git/HEAD", "notes.md"])
 def test_a_foreign_file_in_an_export_is_refused_by_name(tmp_path: Path, target: str, name: str) -> None:
     write(tmp_path / "out", TARGETS[target])
-    (tmp_path / "out" / name).parent.mkdir(exist_ok=True)
-    (tmp_path / "out" / name).write_bytes(b"mine")
-    refused(tmp_path / "out", name.partition("/")[0])
+    refused(tmp_path / "out", add(tmp_path / "out", name))
+
+
+@pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        ("reshard", "model.safetensors"),  # the commit record does not name it
+        *(("hf", name) for name in ("train-00000-of-00010.bin", "model.backup.safetensors", "pytorch_model.old.bin")),
+        ("hf", "b/adapter_model.bin"),
+    ],
+)
+def test_files_that_only_resemble_weights_are_refused(tmp_path: Path, target: str, name: str) -> None:
+    write(tmp_path / "out", TARGETS[target])
+    refused(tmp_path / "out", add(tmp_path / "out", name))
 
 
 def test_an_edited_model_card_is_refused_and_an_unchanged_one_is_not(tmp_path: Path) -> None:
@@ -147,15 +160,8 @@ def test_an_edited_model_card_is_refused_and_an_unchanged_one_is_not(tmp_path: P
     refused(tmp_path / "out", "README.md")
 
 
-def test_a_file_that_the_commit_record_does_not_name_is_refused(tmp_path: Path) -> None:
-    write(tmp_path / "out", {"world_size": 2})
-    (tmp_path / "out" / "model.safetensors").write_bytes(b"mine")
-    refused(tmp_path / "out", "model.safetensors")
-
-
 def test_a_directory_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "LICENSE").write_bytes(b"mine")
+    add(tmp_path / "out", "LICENSE")
     refused(tmp_path / "out")
 
 
@@ -211,33 +217,20 @@ def test_a_single_torch_file_is_replaced(tmp_path: Path, zipped: bool) -> None:
     write(tmp_path / "out.pt", {"to": "torch", "overwrite": True})
 
 
-@pytest.mark.parametrize(
-    "name", ["train-00000-of-00010.bin", "model.backup.safetensors", "pytorch_model.old.bin", "b/adapter_model.bin"]
-)
-def test_files_that_only_resemble_weights_are_refused(tmp_path: Path, name: str) -> None:
-    write(tmp_path / "out", {"to": "hf"})
-    (tmp_path / "out" / name).parent.mkdir(exist_ok=True)
-    (tmp_path / "out" / name).write_bytes(b"mine")
-    refused(tmp_path / "out", name.partition("/")[0])
-
-
 def test_files_in_the_folder_of_another_adapter_are_refused(tmp_path: Path) -> None:
-    for folder in ("", "other/"):
-        for name in ("adapter_config.json", "adapter_model.safetensors"):
-            (tmp_path / "out" / folder).mkdir(parents=True, exist_ok=True)
-            (tmp_path / "out" / folder / name).write_bytes(b"{}")
-    (tmp_path / "out" / "other" / "scores.json").write_bytes(b"mine")
+    for name in ("adapter_config.json", "adapter_model.safetensors", "scores.json"):
+        add(tmp_path / "out", f"other/{name}")
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        add(tmp_path / "out", name)
     assert "other/scores.json" in refused(tmp_path / "out")
 
 
-@pytest.mark.parametrize("way", ["itself", "above", "through a link"])
+@pytest.mark.parametrize("way", ["run/ckpt", "run/ckpt/", "run", "link/ckpt"])
 def test_a_destination_that_is_or_holds_the_source_is_refused(tmp_path: Path, way: str) -> None:
-    shutil.copytree(UNEVEN, tmp_path / "run" / "ckpt")
+    shutil.copytree(SOURCE, tmp_path / "run" / "ckpt")
     (tmp_path / "link").symlink_to(tmp_path / "run")
     before = tree(tmp_path / "run")
-    src = tmp_path / "run" / "ckpt"
-    dst = {"itself": src, "above": tmp_path / "run", "through a link": tmp_path / "link" / "ckpt"}[way]
     for options in ({"to": "hf"}, {"world_size": 2}):
-        with pytest.raises(UsageError, match=r"the source itself|above the source"):
-            write(dst, {**options, "overwrite": True}, src)
+        with pytest.raises(UsageError, match=r"(the source itself|above the source).*Give another DST"):
+            write(f"{tmp_path}/{way}", {**options, "overwrite": True}, tmp_path / "run" / "ckpt")
     assert tree(tmp_path / "run") == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -48,6 +49,14 @@ def parsed(page: str) -> _Tags:
     parser = _Tags()
     parser.feed(page)
     return parser
+
+
+def kept(steps: int) -> list[TimelineItem]:
+    return [TimelineItem(f"step_{i}", i, 100, "kept", "why") for i in range(steps)]
+
+
+def with_metric(*values: float) -> list[TimelineItem]:
+    return [replace(item, metrics={"loss": value}) for item, value in zip(kept(len(values)), values, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -177,11 +186,8 @@ def test_step_counters_are_not_drawn_and_other_moments_open_with_a_click() -> No
 
 
 def test_the_timeline_describes_the_exemptions_of_the_policy() -> None:
-    item = TimelineItem("step_1", 1, 100, "kept", "why")
-    assert (
-        "Policy: max_num 3, keeps every 500 steps."
-        in timeline([item], max_num=3, exempt=["keeps every 500 steps"]).explanation
-    )
+    explained = timeline(kept(1), max_num=3, exempt=["keeps every 500 steps"]).explanation
+    assert "Policy: max_num 3, keeps every 500 steps." in explained
 
 
 def test_the_totals_of_the_ranks_are_the_bytes_of_the_slices(zoo: Path) -> None:
@@ -227,9 +233,7 @@ def test_a_timeline_shows_where_checkpoints_are_absent() -> None:
 
 
 def test_the_timeline_draws_metrics_above_the_bars_with_gaps_for_nan() -> None:
-    losses = [3.0, 2.0, float("nan"), 1.0]
-    items = [TimelineItem(f"s{i}", i, 9, "kept", "why", metrics={"loss": loss}) for i, loss in enumerate(losses)]
-    picture = timeline(items).picture
+    picture = timeline(with_metric(3.0, 2.0, float("nan"), 1.0)).picture
     ys = [float(y) for y in re.findall(r'<circle cx="[\d.]+" cy="([\d.]+)"', picture)]
     assert ys[0] < ys[1] < ys[3] < min(float(y) for y in re.findall(r'<rect [^>]*y="([\d.]+)"', picture))
     assert re.search(r'class="line" d="M\S+ \S+L\S+ \S+M', picture)
@@ -238,16 +242,14 @@ def test_the_timeline_draws_metrics_above_the_bars_with_gaps_for_nan() -> None:
 
 @pytest.mark.parametrize("values", [[1.0], [2.0, 2.0], [float("inf")], [-1e308, 1e308], [5e-324, 0.0]])
 def test_the_line_of_any_metric_fits_its_picture(values: list[float]) -> None:
-    items = [TimelineItem(f"s{i}", i, 9, "kept", "", metrics={"m": value}) for i, value in enumerate(values)]
-    picture = timeline(items).picture
+    picture = timeline(with_metric(*values)).picture
     ys = [float(y) for y in re.findall(r'<circle cx="[\d.]+" cy="([^"]+)"', picture)]
     assert len(ys) == len(values)
     assert all(0 <= y <= 110 for y in ys)
 
 
 def test_the_labels_of_two_limits_do_not_overlap() -> None:
-    items = [TimelineItem(f"step_{i}", i, 100, "kept", "why") for i in range(100)]
-    picture = timeline(items, max_num=30, max_mem=3500).picture
+    picture = timeline(kept(100), max_num=30, max_mem=3500).picture
     assert re.search(r'text-anchor="end">max_mem', picture)
     assert re.search(r'text-anchor="start">max_num', picture)
 

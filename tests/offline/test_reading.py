@@ -1,8 +1,9 @@
-"""A command pins what it reads against rotation; where it cannot pin, it lists again."""
+"""A command pins what it reads against rotation; where it cannot pin, it lists again, and finds what was replaced."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +13,15 @@ import pytest
 
 from ckptkit.checkpoint.run.delete import delete_checkpoint
 from ckptkit.checkpoint.run.pins import list_pins
-from ckptkit.errors import CheckpointNotFoundError, CkptkitError, IncompleteCheckpointError
-from ckptkit.offline import reading
+from ckptkit.errors import CheckpointNotFoundError, CkptkitError, CorruptCheckpointError, IncompleteCheckpointError
+from ckptkit.offline import conversion, reading
 from ckptkit.offline.convert import convert
 from ckptkit.offline.diff import diff
 from ckptkit.offline.reshard import reshard
 from ckptkit.offline.verify import verify
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.open import open_store
+from tests.offline.folders import copied
 
 COMMANDS: dict[str, Callable[[str, str], Any]] = {
     "convert": convert,
@@ -56,6 +58,32 @@ def while_reading(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None], time
     monkeypatch.setattr(reading, "_is_of", acting)
 
 
+def after_opening(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object], times: int) -> None:
+    """Run `act` after a source is opened, the first `times` times."""
+    real, left = reading.open_source, [times]
+
+    def opened(*args: Any, **options: Any) -> Any:
+        source = real(*args, **options)
+        left[0] -= 1
+        if left[0] >= 0:
+            act()
+        return source
+
+    monkeypatch.setattr(reading, "open_source", opened)
+
+
+def watch_writes(monkeypatch: pytest.MonkeyPatch, folder: Path, act: Callable[[str], object]) -> None:
+    """Run `act` with the path of each file that is to be written below a folder."""
+    real = LocalStore.write
+
+    def write(self: LocalStore, path: str, *args: Any, **kwargs: Any) -> None:
+        if self.url == str(folder):
+            act(path)
+        real(self, path, *args, **kwargs)
+
+    monkeypatch.setattr(LocalStore, "write", write)
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_source_is_pinned_until_the_command_ends(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
@@ -84,13 +112,7 @@ def test_reading_a_foreign_source_writes_nothing(
     shutil.copytree(zoo / "verl_fsdp2_w2", source)
     before = sorted(str(path) for path in source.parent.rglob("*"))
     written: list[str] = []
-    real = LocalStore.write
-
-    def write(self: LocalStore, path: str, *args: Any, **kwargs: Any) -> None:
-        written.extend([path] if self.url == str(source.parent) else [])
-        real(self, path, *args, **kwargs)
-
-    monkeypatch.setattr(LocalStore, "write", write)
+    watch_writes(monkeypatch, source.parent, written.append)
     COMMANDS[command](str(source), str(tmp_path / "out"))
     assert written == []
     assert sorted(str(path) for path in source.parent.rglob("*")) == before
@@ -105,14 +127,11 @@ def test_a_pin_leaves_no_files_in_a_directory_without_a_run(run: Path) -> None:
 
 
 def refuse_writing(monkeypatch: pytest.MonkeyPatch, run: Path) -> None:
-    real = LocalStore.write
-
-    def write(self: LocalStore, path: str, *args: Any, **kwargs: Any) -> None:
-        if self.url == str(run) and path.startswith(".ckptkit/pins/read-"):
+    def refuse(path: str) -> None:
+        if path.startswith(".ckptkit/pins/read-"):
             raise PermissionError(13, "Permission denied")
-        real(self, path, *args, **kwargs)
 
-    monkeypatch.setattr(LocalStore, "write", write)
+    watch_writes(monkeypatch, run, refuse)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -121,33 +140,19 @@ def test_a_read_only_run_can_be_read(run: Path, tmp_path: Path, monkeypatch: pyt
     COMMANDS[command](str(run), str(tmp_path / "out"))
 
 
+@pytest.mark.parametrize("pinned", [False, True])
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_newest_checkpoint_that_vanishes_while_unpinned_is_chosen_again(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+def test_a_newest_checkpoint_that_vanishes_while_unpinned_or_before_its_pin_is_chosen_again(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, pinned: bool
 ) -> None:
     commit_another(run, "first")
-    refuse_writing(monkeypatch, run)
-    while_reading(monkeypatch, lambda: move_on(run))
+    if pinned:
+        after_opening(monkeypatch, lambda: move_on(run), times=1)
+    else:
+        refuse_writing(monkeypatch, run)
+        while_reading(monkeypatch, lambda: move_on(run))
     report = COMMANDS[command](str(run / "latest"), str(tmp_path / "out"))
     assert "second" in json.dumps(report.to_json())
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_newest_checkpoint_that_vanishes_before_its_pin_is_chosen_again(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
-    commit_another(run, "first")
-    real, left = reading.open_source, [1]
-
-    def opened(*args: Any, **options: Any) -> Any:
-        source = real(*args, **options)
-        if left and left.pop():
-            move_on(run)
-        return source
-
-    monkeypatch.setattr(reading, "open_source", opened)
-    report = COMMANDS[command](str(run / "latest"), str(tmp_path / "out"))
-    assert "second" in json.dumps(report.to_json()) and not left
 
 
 def move_on(run: Path) -> None:
@@ -197,16 +202,55 @@ def test_an_error_names_a_step_that_is_replaced_whenever_it_is_opened(
 ) -> None:
     step, other = run / "step_00000004", tmp_path / "run_2" / "step_00000004"
     reshard(str(step), str(other), world_size=2)
-    real = reading.open_source
 
-    def opened(*args: Any, **kwargs: Any) -> Any:
-        source = real(*args, **kwargs)
+    def swap() -> None:
         step.rename(tmp_path / "parked")
         other.rename(step)
         (tmp_path / "parked").rename(other)
-        return source
 
-    monkeypatch.setattr(reading, "open_source", opened)
+    after_opening(monkeypatch, swap, times=1000)
     with pytest.raises(CheckpointNotFoundError, match=r"step_00000004 was replaced while it was opened"):
         COMMANDS[command](str(step), str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
+
+
+# --- a source of another system, which cannot be pinned
+
+
+def while_copying(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> None:
+    """Run `act` once the source is open, before its tensors are read."""
+    execute = conversion.execute
+
+    def acting(*args: Any, **kwargs: Any) -> Any:
+        act()
+        return execute(*args, **kwargs)
+
+    monkeypatch.setattr(conversion, "execute", acting)
+
+
+@pytest.fixture
+def foreign(zoo: Path, tmp_path: Path) -> Path:
+    return copied(zoo / "verl_fsdp2_w2", tmp_path / "in")
+
+
+def replaced(source: Path) -> None:
+    path = max((path for path in source.rglob("model_*.pt")), key=lambda path: path.stat().st_size)
+    shutil.copyfile(path, source / "new")
+    os.replace(source / "new", path)  # of the same size
+
+
+@pytest.mark.parametrize("command", ["convert", "reshard"])
+def test_nothing_is_published_from_a_source_replaced_while_it_is_read(
+    foreign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    while_copying(monkeypatch, lambda: replaced(foreign))
+    with pytest.raises(CorruptCheckpointError, match=r"model_\S+ was changed or replaced while it was read"):
+        COMMANDS[command](str(foreign), str(tmp_path / "out"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
+
+
+def test_new_files_next_to_the_source_do_not_matter(
+    foreign: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    while_copying(monkeypatch, lambda: (foreign / "train.log").write_text("step 5"))
+    convert(str(foreign), str(tmp_path / "out"))

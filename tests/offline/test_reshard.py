@@ -9,10 +9,16 @@ from typing import Any
 import pytest
 
 from ckptkit.checkpoint.manager import CheckpointManager
-from ckptkit.errors import CheckpointMismatchError, IncompleteCheckpointError, IntegrityError, UsageError
+from ckptkit.checkpoint.run.inventory import list_checkpoints
+from ckptkit.errors import IncompleteCheckpointError, IntegrityError, UsageError
+from ckptkit.formats.detect import open_source
+from ckptkit.formats.own.record import read_record
 from ckptkit.offline.reshard import reshard
 from ckptkit.offline.verify import verify
+from ckptkit.storage.open import open_store
+from tests.checkpoint import jobs
 from tests.offline import reshard_jobs
+from tests.offline.folders import copied, flip
 
 TYPES = ("sharded", "local")
 TP_PLAN = {"up.*": 0, "down.weight": 1}
@@ -88,7 +94,7 @@ def test_a_rank_reads_little_more_than_it_needs(ranks: Any, tmp_path: Path, layo
 
 
 def test_an_error_names_a_missing_rank_file_and_its_rank(runs: Any, tmp_path: Path) -> None:
-    copy = _copied(runs("1d", 3)[0], "local", tmp_path)
+    copy = copied(Path(at(runs("1d", 3)[0], "local")), tmp_path / "step_00000002")
     (copy / "local_00001.safetensors").unlink()
     with pytest.raises(IncompleteCheckpointError, match=r"local_00001.safetensors \(written by rank 1\) is missing"):
         reshard(str(copy), str(tmp_path / "new"), world_size=2)
@@ -97,29 +103,16 @@ def test_an_error_names_a_missing_rank_file_and_its_rank(runs: Any, tmp_path: Pa
 
 @pytest.mark.parametrize("kind", TYPES)
 def test_an_error_names_the_tensor_of_a_flipped_bit_in_the_source(runs: Any, tmp_path: Path, kind: str) -> None:
-    from ckptkit.formats.detect import open_source
-
-    copy = _copied(runs("1d", 3)[0], kind, tmp_path)
+    copy = copied(Path(at(runs("1d", 3)[0], kind)), tmp_path / "step_00000002")
     part = next(s for s in open_source(str(copy)).catalog.tensors["model.up.weight"].slices if s.rank == 1)
-    damaged = bytearray((copy / part.path).read_bytes())
-    damaged[part.start + 5] ^= 4
-    (copy / part.path).write_bytes(damaged)
+    flip(copy / part.path, part.start + 5, bit=2)
     with pytest.raises(IntegrityError, match=r"model\.up\.weight"):
         reshard(str(copy), str(tmp_path / "new"), world_size=2)
     assert not (tmp_path / "new").exists()
 
 
-def _copied(folder: Path, kind: str, tmp_path: Path) -> Path:
-    import shutil
-
-    return Path(shutil.copytree(at(folder, kind), tmp_path / "step_00000002"))
-
-
 @pytest.mark.parametrize("kind", TYPES)
 def test_the_result_passes_verify_and_keeps_the_fields_of_the_record(runs: Any, tmp_path: Path, kind: str) -> None:
-    from ckptkit.formats.own.record import read_record
-    from ckptkit.storage.open import open_store
-
     made = str(tmp_path / "step_00000002")
     reshard(at(runs("1d", 2)[0], "sharded"), made, world_size=3, type=kind)
     assert verify(made).ok
@@ -133,7 +126,6 @@ def test_a_local_result_loads_only_on_its_mesh(ranks: Any, runs: Any, tmp_path: 
     reshard(at(runs("1d", 2)[0], "local"), made, world_size=4, mesh="replicate=2,shard=2", type="local")
     with pytest.raises(AssertionError, match="CheckpointMismatchError"):
         ranks.run(reshard_jobs.load, 4, [made], "1d")
-    assert CheckpointMismatchError.__name__
 
 
 def test_a_manager_of_the_parent_directory_resumes_from_the_reshard(ranks: Any, runs: Any, tmp_path: Path) -> None:
@@ -142,35 +134,23 @@ def test_a_manager_of_the_parent_directory_resumes_from_the_reshard(ranks: Any, 
     assert ranks.run(reshard_jobs.resume, 1, str(tmp_path / "run")) == [(2, numbers)]
 
 
-def test_a_reshard_next_to_its_source_has_the_same_position_in_the_run(ranks: Any, tmp_path: Path) -> None:
-    from ckptkit.checkpoint.run.inventory import list_checkpoints
-    from ckptkit.storage.open import open_store
-
-    run = tmp_path / "run"
-    ranks.run(_save_steps, 1, str(run))
-    reshard(str(run / "step_00000001"), str(run / "for-two"), world_size=2)
-    names = [item.name for item in list_checkpoints(open_store(str(run))).committed]
-    assert names == ["step_00000001", "for-two", "step_00000003"]
-
-
 def _save_steps(url: str) -> None:
-    from tests.checkpoint import jobs
-
     job = jobs.make("plain")
     with CheckpointManager(url) as manager:
         for step in (1, 3):
             manager.save(step, job.state())
 
 
-def test_a_reshard_into_another_run_is_ordered_by_step(ranks: Any, runs: Any, tmp_path: Path) -> None:
-    from ckptkit.checkpoint.run.inventory import list_checkpoints
-    from ckptkit.storage.open import open_store
-
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_reshard_has_its_sources_position_in_the_run_and_in_another_run_that_of_its_step(
+    ranks: Any, runs: Any, tmp_path: Path, beside: bool
+) -> None:
     run = tmp_path / "run"
     ranks.run(_save_steps, 1, str(run))
-    reshard(at(runs("1d", 2)[0], "sharded"), str(run / "other"), world_size=2)
+    source = str(run / "step_00000001") if beside else at(runs("1d", 2)[0], "sharded")
+    reshard(source, str(run / "new"), world_size=2)
     names = [item.name for item in list_checkpoints(open_store(str(run))).committed]
-    assert names == ["step_00000001", "other", "step_00000003"]
+    assert names == ["step_00000001", "new", "step_00000003"]
 
 
 @pytest.mark.parametrize("name", ["step_00000003", "3", "latest", "with space"])
@@ -180,15 +160,10 @@ def test_a_destination_name_of_another_step_is_refused(runs: Any, tmp_path: Path
     assert not (tmp_path / name).exists()
 
 
-def test_a_tp_mesh_without_a_plan_is_refused(runs: Any, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--tp-plan"):
-        reshard(at(runs("1d", 2)[0], "sharded"), str(tmp_path / "new"), world_size=2, mesh="tp=2")
-
-
-def test_a_glob_that_matches_nothing_is_refused(runs: Any, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="'upp"):
-        source = at(runs("1d", 2)[0], "sharded")
-        reshard(source, str(tmp_path / "new"), world_size=2, mesh="tp=2", tp_plan={"upp.*": 0})
+@pytest.mark.parametrize(("plan", "said"), [(None, "--tp-plan"), ({"upp.*": 0}, "'upp")])
+def test_a_tp_mesh_needs_a_plan_that_matches(runs: Any, tmp_path: Path, plan: Any, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        reshard(at(runs("1d", 2)[0], "sharded"), str(tmp_path / "new"), world_size=2, mesh="tp=2", tp_plan=plan)
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -199,8 +174,6 @@ def test_a_dry_run_proves_coverage_and_writes_nothing(runs: Any, tmp_path: Path,
 
 
 def test_per_rank_state_keeps_its_keys(runs: Any, tmp_path: Path) -> None:
-    from ckptkit.formats.detect import open_source
-
     made = str(tmp_path / "step_00000002")
     report = reshard(at(runs("1d", 3)[0], "local"), made, world_size=2)
     objects = open_source(made).catalog.objects

@@ -19,6 +19,8 @@ from ckptkit.formats.dcp.torch_api import DCPReader
 from ckptkit.formats.detect import open_source
 from ckptkit.offline.reshard import reshard
 from ckptkit.offline.verify import verify
+from tests.offline.exports import same_tensor
+from tests.offline.folders import flip
 
 SOURCES = (
     "dcp_appstate_w2",
@@ -49,7 +51,7 @@ def _plain(url: str) -> dict[str, Any]:
 
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
+        return isinstance(b, torch.Tensor) and same_tensor(a, b)
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):
@@ -57,10 +59,6 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, io.BytesIO):
         return isinstance(b, io.BytesIO) and a.getvalue() == b.getvalue()
     return type(a) is type(b) and (a == b or (isinstance(a, float) and math.isnan(a) and math.isnan(b)))
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
 def _all_equal(source: str, made: str) -> None:
@@ -168,8 +166,6 @@ def test_a_flipped_bit_in_a_value_is_found_before_the_commit(tmp_path: Path) -> 
     source = tmp_path / "any"
     dcp.save({"w": torch.ones(4), "name": "a" * 400}, checkpoint_id=str(source), no_dist=True)
     (file,) = source.glob("*.distcp")
-    data = bytearray(file.read_bytes())
-    data[data.index(b"a" * 100) + 50] ^= 1
-    file.write_bytes(data)
+    flip(file, file.read_bytes().index(b"a" * 100) + 50)
     with pytest.raises(CorruptCheckpointError, match=r"'name': member .* does not match its CRC-32"):
         reshard(str(source), str(tmp_path / "made"), world_size=1)

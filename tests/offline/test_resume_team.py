@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -19,22 +18,13 @@ from ckptkit.offline.verify import verify
 from ckptkit.storage import owner
 from ckptkit.storage.journal import Journal
 from ckptkit.storage.local import LocalStore
-from tests.offline.copying.test_resume import COLUMNS, STEP, UNEVEN, content, went_on
+from tests.offline.copying.test_resume import COLUMNS, STEP, assert_whole, content, short_steps, source, went_on
+from tests.offline.folders import names
 from tests.ranks import RankError, run_ranks
 
+__all__ = ["short_steps", "source"]  # fixtures
 MANY = {"max_shard_size": "1kB"}  # ten files
 Options = dict[str, Any]
-
-
-@pytest.fixture(autouse=True)
-def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "_STEP", STEP)
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    shutil.copytree(UNEVEN / "ckpt", tmp_path / "in")
-    return tmp_path / "in"
 
 
 def run(src: str, dst: str, options: Options) -> tuple[str, int, int]:
@@ -70,10 +60,6 @@ def killed(source: Path, out: Path, ranks: int, victims: tuple[int, ...], steps:
     assert not out.exists()
 
 
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
 def note_of(results: list[tuple[str, int, int]]) -> str:
     return results[0][0]
 
@@ -82,20 +68,16 @@ def note_of(results: list[tuple[str, int, int]]) -> str:
 def test_any_number_of_ranks_continues_after_killed_ranks(source: Path, tmp_path: Path, ranks: int) -> None:
     killed(source, tmp_path / "out", 3, (0, 1, 2), 1, **MANY)
     again = run_ranks(run, ranks, str(source), str(tmp_path / "out"), MANY)
-    whole = convert(str(source), str(tmp_path / "whole"), **MANY)
+    whole = assert_whole(source, tmp_path, **MANY)
     assert note_of(again)
     assert ranks > 1 or again[0][1] < whole.nbytes_read  # several ranks read through the gaps between slices
     assert again[0][2] >= whole.checked  # every digest was compared, by this run or by the previous one
-    assert content(tmp_path / "out") == content(tmp_path / "whole")
-    assert names(tmp_path) == ["in", "out", "whole"]
 
 
 def test_several_ranks_continue_what_one_process_began(source: Path, tmp_path: Path) -> None:
     killed(source, tmp_path / "out", 1, (0,), 2, **MANY)
     assert note_of(run_ranks(run, 3, str(source), str(tmp_path / "out"), MANY))
-    convert(str(source), str(tmp_path / "whole"), **MANY)
-    assert content(tmp_path / "out") == content(tmp_path / "whole")
-    assert names(tmp_path) == ["in", "out", "whole"]
+    assert_whole(source, tmp_path, **MANY)
 
 
 def test_work_of_two_runs_with_different_rank_counts_adds_up(source: Path, tmp_path: Path) -> None:
@@ -103,9 +85,7 @@ def test_work_of_two_runs_with_different_rank_counts_adds_up(source: Path, tmp_p
     killed(source, tmp_path / "out", 2, (0, 1), 1, **MANY)
     report = convert(str(source), str(tmp_path / "out"), **MANY)
     assert went_on(report.notes)
-    convert(str(source), str(tmp_path / "whole"), **MANY)
-    assert content(tmp_path / "out") == content(tmp_path / "whole")
-    assert names(tmp_path) == ["in", "out", "whole"]
+    assert_whole(source, tmp_path, **MANY)
 
 
 def test_a_reshard_continues_after_killed_ranks(source: Path, tmp_path: Path) -> None:
@@ -114,8 +94,8 @@ def test_a_reshard_continues_after_killed_ranks(source: Path, tmp_path: Path) ->
     assert note_of(run_ranks(run, 2, str(source), str(tmp_path / "out"), options))
     assert verify(str(tmp_path / "out")).ok
     reshard(str(source), str(tmp_path / "whole"), **options)
-    kept = [{n: d for n, d in content(tmp_path / t).items() if n != "manifest.safetensors"} for t in ("out", "whole")]
-    assert kept[0] == kept[1]
+    found, whole = (content(tmp_path / name, "manifest.safetensors") for name in ("out", "whole"))
+    assert found == whole
     assert names(tmp_path) == ["in", "out", "whole"]
 
 
@@ -194,19 +174,17 @@ def test_work_of_a_machine_that_is_gone_is_not_reused(source: Path, tmp_path: Pa
 def test_a_restarted_file_does_not_count_as_written_by_an_earlier_run(source: Path, tmp_path: Path) -> None:
     first = {"max_shard_size": "3kB"}
     killed(source, tmp_path / "out", 1, (0,), 2, **first)
-    left = next(path for path in tmp_path.iterdir() if path.name.startswith(".tmp-") and path.is_dir())
+    left = next(path for path in tmp_path.glob(".tmp-*") if path.is_dir())
     for path in left.glob("*.safetensors"):
         os.truncate(path, path.stat().st_size - 1)  # the second run, which is killed as well, keeps none of them
     killed(source, tmp_path / "out", 2, (0, 1), 1, **first)
     convert(str(source), str(tmp_path / "out"), **first)
-    convert(str(source), str(tmp_path / "whole"), **first)
-    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    assert_whole(source, tmp_path, **first)
 
 
 def test_files_of_another_plan_are_not_reused(source: Path, tmp_path: Path) -> None:
     killed(source, tmp_path / "out", 1, (0,), 2)
     killed(source, tmp_path / "out", 1, (0,), 1, exclude=["embed.*"])  # the same file name, started again
     report = convert(str(source), str(tmp_path / "out"))
-    convert(str(source), str(tmp_path / "whole"))
     assert went_on(report.notes) == ""
-    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    assert_whole(source, tmp_path)

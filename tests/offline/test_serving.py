@@ -35,24 +35,14 @@ LINES = {
             for kind, name in (("BertLMHeadModel", "bert"), ("RobertaForCausalLM", "roberta"))
         ),
         ({"architectures": ["LlamaForSequenceClassification"]}, NAMES, "tokenizer.json", True, ""),
-        (
-            {"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
-            NAMES,
-            "spiece.model",
-            True,
-            "",
-        ),
-        (
-            {"architectures": ["LlavaForConditionalGeneration"], "text_config": {}},
-            {"model.language_model.embed_tokens.weight"},
-            "tokenizer.json",
-            False,
-            "model",
-        ),
+        ({"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True}, NAMES,
+         "spiece.model", True, ""),
+        ({"architectures": ["LlavaForConditionalGeneration"], "text_config": {}},
+         {"model.language_model.embed_tokens.weight"}, "tokenizer.json", False, "model"),
         ({}, NAMES, "tokenizer.json", True, ""),
         ({**LLAMA, "auto_map": {"AutoModel": "modeling_x.X"}}, NAMES, "tokenizer.json", True, ""),
     ],
-)
+)  # fmt: skip
 def test_a_model_is_servable_with_a_generating_architecture_known_names_and_a_tokenizer(
     config: dict[str, Any], names: set[str], tokenizer: str, compared: bool, found: str
 ) -> None:

@@ -3,21 +3,20 @@ them equal without comparing, or omits them silently."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from click.testing import CliRunner
 
 from ckptkit import CheckpointManager, TrainState, convert, reshard, verify
-from ckptkit.cli.main import cli
 from ckptkit.errors import CkptkitError, UnsupportedFormatError
 from ckptkit.offline.diff import diff
 from ckptkit.offline.inspect import inspect
 from tests.checkpoint.hidden import Scaled
+from tests.cli.commands import document, ran
+from tests.offline.folders import flip
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -46,9 +45,7 @@ def saved(url: Path, odd: Any) -> str:
 def flipped(url: str, what: bytes) -> None:
     """Flip a bit in the stored bytes of the uninterpreted tensor."""
     path = Path(url) / "__0_0.distcp"
-    data = bytearray(path.read_bytes())
-    data[data.index(what)] ^= 1
-    path.write_bytes(data)
+    flip(path, path.read_bytes().index(what))
 
 
 @pytest.mark.parametrize("name", ODD)
@@ -81,13 +78,10 @@ def test_verify_of_uninterpreted_tensors_exits_with_0_and_proposes_nothing(tmp_p
     with CheckpointManager(tmp_path) as manager:
         manager.save(1, TrainState(model=torch.nn.Linear(2, 2)))
     url = saved(tmp_path / "single", large())
-    done = CliRunner().invoke(cli, ["verify", url])
-    assert done.exit_code == 0 and "not interpreted: model.odd is a tests.checkpoint.hidden.Scaled" in done.output
+    assert "not interpreted: model.odd is a tests.checkpoint.hidden.Scaled" in ran("verify", url)
     flipped(url, b"\1" * 64)
-    done = CliRunner().invoke(cli, ["verify", url])
-    assert done.exit_code == 1 and "step_00000001" not in done.output
-    done = CliRunner().invoke(cli, ["verify", url, "--json"])
-    assert json.loads(done.stdout)["ok"] is False
+    assert "step_00000001" not in ran("verify", url, code=1)
+    assert document("verify", url, code=1)["ok"] is False
 
 
 @pytest.mark.parametrize("name", ODD)
@@ -95,7 +89,7 @@ def test_inspect_names_an_uninterpreted_tensor_and_shows_the_others(tmp_path: Pa
     url = saved(tmp_path / "c", ODD[name][0]())
     report = inspect(url, tensors="*")
     assert "model.w" in [tensor.name for tensor in report.tensors] and list(report.uninterpreted) == ["model.odd"]
-    assert CliRunner().invoke(cli, ["inspect", url, "--html", str(tmp_path / "page.html")]).exit_code == 0
+    ran("inspect", url, "--html", tmp_path / "page.html")
 
 
 @pytest.mark.parametrize("name", ODD)
@@ -109,8 +103,7 @@ def test_diff_compares_records_of_uninterpreted_tensors_byte_for_byte(tmp_path: 
 def test_diff_names_an_uninterpreted_tensor_that_differs(tmp_path: Path, other: Any) -> None:
     report = diff(saved(tmp_path / "a", small()), saved(tmp_path / "b", other))
     assert not report.equal and list(report.records) == ["model.odd"]
-    done = CliRunner().invoke(cli, ["diff", report.a, report.b])
-    assert done.exit_code == 1 and "not interpreted: model.odd" in done.output
+    assert "not interpreted: model.odd" in ran("diff", report.a, report.b, code=1)
 
 
 @pytest.mark.parametrize("to", ["hf", "dcp", "torch"])

@@ -6,17 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
 
 import ckptkit
 from ckptkit.checkpoint.load.mapping import open_checkpoint
 from ckptkit.errors import CheckpointMismatchError, CkptkitError, UnsupportedFormatError, UsageError
 from ckptkit.offline.verify import verify
+from tests.cli.commands import ran
 from tests.offline import vocabulary_jobs as jobs
+from tests.offline.exports import assert_same, converted, read_model, write_model
 
 ROWS, WIDTH = 301, 24
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -35,11 +35,8 @@ def weights(*, tied: bool = False, dtype: torch.dtype = torch.bfloat16) -> dict[
 
 def model(path: Path, state: dict[str, torch.Tensor] | None = None, **config: Any) -> str:
     """Return a Hugging Face directory with these weights."""
-    path.mkdir()
-    save_file(weights() if state is None else state, path / "model.safetensors")
     stated = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": ROWS, **config}
-    (path / "config.json").write_text(json.dumps(stated))
-    return str(path)
+    return write_model(path, weights() if state is None else state, stated)
 
 
 def mean(tensor: torch.Tensor) -> torch.Tensor:
@@ -63,15 +60,12 @@ def by_fqn(url: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("rows", [1, 300, 301, 302, 384])
 def test_an_export_gets_the_requested_number_of_rows(tmp_path: Path, rows: int, dtype: torch.dtype) -> None:
     state = weights(dtype=dtype)
-    report = ckptkit.convert(model(tmp_path / "in", state), str(tmp_path / "out"), vocab_size=rows, verify=True)
-    made = load_file(tmp_path / "out" / "model.safetensors")
-    for name, tensor in state.items():
-        wanted = tensor
-        if name.split(".")[-2] in ("embed_tokens", "lm_head"):
-            wanted = padded(tensor, rows, mean(tensor)) if rows > ROWS else tensor[:rows]
-        assert torch.equal(made[name], wanted), name
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == rows
-    assert any(note.startswith("vocabulary: ") and EMBEDDING in note for note in report.notes)
+    found = converted(model(tmp_path / "in", state), tmp_path / "out", vocab_size=rows, verify=True)
+    for name in (EMBEDDING, HEAD, "lm_head.bias"):
+        state[name] = padded(state[name], rows, mean(state[name])) if rows > ROWS else state[name][:rows]
+    assert_same(found.tensors, state)
+    assert found.config["vocab_size"] == rows
+    assert any(note.startswith("vocabulary: ") and EMBEDDING in note for note in found.report.notes)
 
 
 def test_new_rows_are_the_same_for_any_workers_memory_and_sharding(tmp_path: Path) -> None:
@@ -85,7 +79,7 @@ def test_new_rows_are_the_same_for_any_workers_memory_and_sharding(tmp_path: Pat
         ckptkit.convert(str(tmp_path / place), str(out), vocab_size=9099, workers=workers, max_memory=memory)
         found.append((out / "model.safetensors").read_bytes())
     assert found[0] == found[1]
-    assert torch.equal(load_file(tmp_path / "out0" / "model.safetensors")[EMBEDDING][-1], mean(state[EMBEDDING]))
+    assert torch.equal(read_model(tmp_path / "out0")[EMBEDDING][-1], mean(state[EMBEDDING]))
 
 
 @pytest.mark.parametrize("to", ["hf", "dcp", "torch", "local"])
@@ -103,8 +97,7 @@ def test_every_format_gets_new_rows_and_zeros_on_request(tmp_path: Path, to: Any
 def test_a_tied_head_stays_tied(tmp_path: Path) -> None:
     state = weights(tied=True)
     source = model(tmp_path / "in", {**state, HEAD: state[EMBEDDING].clone()}, tie_word_embeddings=True)
-    ckptkit.convert(source, str(tmp_path / "hf"), vocab_size=310)
-    assert HEAD not in load_file(tmp_path / "hf" / "model.safetensors")
+    assert HEAD not in converted(source, tmp_path / "hf", vocab_size=310).tensors
     ckptkit.convert(source, str(tmp_path / "dcp"), to="dcp", vocab_size=310)
     both = by_fqn(str(tmp_path / "dcp"))
     assert both[EMBEDDING].shape == (310, WIDTH) and torch.equal(both[EMBEDDING], both[HEAD])
@@ -112,9 +105,8 @@ def test_a_tied_head_stays_tied(tmp_path: Path) -> None:
 
 def test_new_rows_are_cast_and_quantized_layers_are_unchanged(tmp_path: Path) -> None:
     state = weights(dtype=torch.float32)
-    ckptkit.convert(model(tmp_path / "in", state), str(tmp_path / "out"), vocab_size=310, dtype="bf16")
-    made = load_file(tmp_path / "out" / "model.safetensors")[EMBEDDING]
-    assert torch.equal(made, padded(state[EMBEDDING], 310, mean(state[EMBEDDING])).bfloat16())
+    made = converted(model(tmp_path / "in", state), tmp_path / "out", vocab_size=310, dtype="bf16").tensors
+    assert torch.equal(made[EMBEDDING], padded(state[EMBEDDING], 310, mean(state[EMBEDDING])).bfloat16())
 
 
 def test_a_dry_run_shows_the_rows_and_reads_no_tensor(tmp_path: Path) -> None:
@@ -178,19 +170,22 @@ def test_rows_of_tokens_in_use_are_not_cut_off(tmp_path: Path, name: str, conten
 def test_rows_beyond_the_vocab_size_of_the_config_are_trimmed(tmp_path: Path) -> None:
     """Padded as by Megatron: the config has the tokenizer's number."""
     source = model(tmp_path / "in", vocab_size=290)
-    report = ckptkit.convert(source, str(tmp_path / "out"), vocab_size=290)
-    assert load_file(tmp_path / "out" / "model.safetensors")[EMBEDDING].shape == (290, WIDTH)
-    assert any("the last 11 rows were removed" in note for note in report.notes)
+    found = converted(source, tmp_path / "out", vocab_size=290)
+    assert found.tensors[EMBEDDING].shape == (290, WIDTH)
+    assert any("the last 11 rows were removed" in note for note in found.report.notes)
 
 
-def test_vocab_size_options_without_effect_are_refused(tmp_path: Path) -> None:
-    source = model(tmp_path / "in")
-    with pytest.raises(UsageError, match="--vocab-size adds"):
-        ckptkit.convert(source, str(tmp_path / "out"), new_rows="zeros")
-    with pytest.raises(UsageError, match="vocab_size"):
-        ckptkit.convert(source, str(tmp_path / "out"), vocab_size=0)
-    with pytest.raises(UsageError, match="new_rows"):
-        ckptkit.convert(source, str(tmp_path / "out"), vocab_size=320, new_rows="ones")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"new_rows": "zeros"}, "--vocab-size adds"),
+        ({"vocab_size": 0}, "vocab_size"),
+        ({"vocab_size": 320, "new_rows": "ones"}, "new_rows"),
+    ],
+)
+def test_vocab_size_options_without_effect_are_refused(tmp_path: Path, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        ckptkit.convert(model(tmp_path / "in"), str(tmp_path / "out"), **options)
 
 
 def test_an_embedding_in_integers_is_refused(tmp_path: Path) -> None:
@@ -265,11 +260,7 @@ def test_states_of_other_programs_follow_their_parameter(tmp_path: Path) -> None
     assert made[f"model.{EMBEDDING}"].shape == (320, WIDTH)
 
 
-def test_the_command_line_accepts_vocab_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from ckptkit.cli.main import main
-
-    source, out = model(tmp_path / "in"), str(tmp_path / "out")
-    with pytest.raises(SystemExit, match="0"):
-        main(["convert", source, out, "--vocab-size", "310", "--new-rows", "zeros", "--verify"])
-    assert "the 9 new rows are zeros" in capsys.readouterr().out
-    assert np.all(load_file(tmp_path / "out" / "model.safetensors")[EMBEDDING][ROWS:].float().numpy() == 0)
+def test_the_command_line_accepts_vocab_size(tmp_path: Path) -> None:
+    options = ("--vocab-size", "310", "--new-rows", "zeros", "--verify")
+    assert "the 9 new rows are zeros" in ran("convert", model(tmp_path / "in"), tmp_path / "out", *options)
+    assert not read_model(tmp_path / "out")[EMBEDDING][ROWS:].any()

@@ -19,7 +19,7 @@ from ckptkit.offline.verify import verify
 from ckptkit.storage import ledger, open_store
 from ckptkit.storage.store import Store
 from tests.offline.copying.test_resume import UNEVEN, went_on
-from tests.offline.test_unchanged import while_copying
+from tests.offline.test_reading import while_copying
 from tests.remote.test_end_to_end import state_of
 from tests.remote.test_resume import MANY, command, killed, objects
 from tests.remote.test_turns import loads, save

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.dtypes import dtype as dtype_of
+from ckptkit.catalog.entry import Digest, SliceArray
 from ckptkit.catalog.targets import Target, concatenated
 from ckptkit.errors import (
     CheckpointMismatchError,
@@ -33,6 +34,7 @@ from ckptkit.storage.local import LocalStore, start_writing
 from tests.catalog.boxes import columns, partitions, shapes
 from tests.catalog.materialize import materialize
 from tests.offline.engine import Made, make_source, plan_whole, read_placed
+from tests.offline.folders import flip
 
 ROWS = [Box((i * 2, 0), (2, 6)) for i in range(4)]
 COLUMNS = [Box((0, i * 2), (8, 2)) for i in range(3)]
@@ -50,6 +52,21 @@ class ReadOnlyStore:
         if name in ("open_file", "create", "path_of"):
             raise AttributeError(name)
         return getattr(self.inner, name)
+
+
+def small(tmp_path: Path, boxes: list[Box] = ROWS, names: str = "w", **options) -> Made:
+    """Return tensors of 8 x 6 bytes in slices."""
+    return make_source(tmp_path / "in", {name: ("uint8", (8, 6), boxes) for name in names}, **options)
+
+
+def whole(made: Made, *names: str) -> Plan:
+    """Place these tensors, or all, in one file."""
+    return plan_whole(made.catalog, [Target.of(made.catalog.tensors[name]) for name in names or made.arrays])
+
+
+def out_store(tmp_path: Path, remote: bool) -> LocalStore | ReadOnlyStore:
+    (tmp_path / "out").mkdir()
+    return (ReadOnlyStore if remote else LocalStore)(tmp_path / "out")
 
 
 def run(made: Made, plan: Plan, out: Path, **options) -> dict[str, np.ndarray]:
@@ -135,9 +152,7 @@ def test_any_source_slicing_is_copied_to_any_target_slicing(tmp_path_factory, jo
     plan = placed(data.draw, made, targets)
     check = data.draw(st.booleans())
     origin = LocalStore(str(folder / "in")) if data.draw(st.booleans()) else ReadOnlyStore(folder / "in")
-    (folder / "out").mkdir()
-    remote = data.draw(st.booleans())
-    out = ReadOnlyStore(folder / "out") if remote else LocalStore(str(folder / "out"))
+    out = out_store(folder, data.draw(st.booleans()))
     report = execute(plan, origin, out, check=check, workers=2)
     got = read_placed(folder / "out", plan)
     for target in targets:
@@ -165,8 +180,6 @@ def test_an_element_split_between_chunks_is_cast_correctly(tmp_path, monkeypatch
     data = (tmp_path / "in" / "data-0").read_bytes()
     begin = int(entry.slices.starts[0])
     record = replace(entry.slices[0], digest=None)
-    from ckptkit.catalog.entry import Digest, SliceArray
-
     # A digest that begins one byte before the tensor shifts the chunks relative to the elements.
     record = replace(record, digest=Digest("crc32", zlib.crc32(data[begin - 1 :]), begin - 1, len(data) - begin + 1))
     entry = replace(entry, slices=SliceArray.of([record], 1))
@@ -177,7 +190,7 @@ def test_an_element_split_between_chunks_is_cast_correctly(tmp_path, monkeypatch
 
 
 def test_a_computed_tensor_is_written(tmp_path):
-    made = make_source(tmp_path / "in", {n: ("uint8", (8, 6), ROWS) for n in "ab"})
+    made = small(tmp_path, names="ab")
     inputs = tuple(Target.of(made.catalog.tensors[n]) for n in "ab")
     total = ComputedTensor("sum", "uint8", (8, 6), inputs, lambda parts: (parts[0] + parts[1], 0), "a + b")
     got = run(made, plan_whole(made.catalog, [total]), tmp_path / "out")
@@ -196,20 +209,18 @@ def test_a_computed_tensor_over_the_memory_limit_is_refused(tmp_path):
 
 
 def crc_plan(made: Made) -> Plan:
-    whole = plan_whole(made.catalog, [Target.of(made.catalog.tensors["t"])])
-    body = whole.files[0].nbytes
-    literals = (*whole.files[0].literals, Literal(body, bytes(8)))
+    plan = whole(made)
+    body = plan.files[0].nbytes
+    literals = (*plan.files[0].literals, Literal(body, bytes(8)))
     file = OutputFile("out", body + 8, literals, (CrcField((body, body + 4), 0, body),))
-    return replace(whole, files=(file,))
+    return replace(plan, files=(file,))
 
 
 @pytest.mark.parametrize("boxes", [ROWS, COLUMNS], ids=["rows", "columns"])
 @pytest.mark.parametrize("remote", [False, True])
 def test_crc_fields_hold_the_crc_of_what_was_written(tmp_path, boxes, remote):
-    made = make_source(tmp_path / "in", {"t": ("uint8", (8, 6), boxes)}, files=1)
-    (tmp_path / "out").mkdir()
-    out = ReadOnlyStore(tmp_path / "out") if remote else LocalStore(str(tmp_path / "out"))
-    execute(crc_plan(made), LocalStore(str(made.folder)), out, check=False)
+    made = small(tmp_path, boxes, files=1)
+    execute(crc_plan(made), LocalStore(str(made.folder)), out_store(tmp_path, remote), check=False)
     data = (tmp_path / "out" / "out").read_bytes()
     assert struct.unpack("<II", data[-8:]) == (zlib.crc32(data[:-8]),) * 2
 
@@ -217,45 +228,30 @@ def test_crc_fields_hold_the_crc_of_what_was_written(tmp_path, boxes, remote):
 # --- damage
 
 
-def flip(path: Path, at: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
-
-
 @pytest.mark.parametrize("digest", ["crc32", "xxh3_64"])
 @pytest.mark.parametrize("boxes", [ROWS, COLUMNS], ids=["rows", "columns"])
 @pytest.mark.parametrize("remote", [False, True])
 def test_a_flipped_bit_names_the_file_and_the_tensor(tmp_path, digest, boxes, remote):
-    made = make_source(tmp_path / "in", {"w": ("uint8", (8, 6), boxes)}, digest=digest)
+    made = small(tmp_path, boxes, digest=digest)
     flip(tmp_path / "in" / "data-1", int(made.catalog.tensors["w"].slices.starts[1]))
-    (tmp_path / "out").mkdir()
-    out = ReadOnlyStore(tmp_path / "out") if remote else LocalStore(str(tmp_path / "out"))
-    plan = plan_whole(made.catalog, [Target.of(made.catalog.tensors["w"])])
     with pytest.raises(IntegrityError, match=r"data-1: tensor 'w'"):
-        execute(plan, LocalStore(str(made.folder)), out)
+        execute(whole(made), LocalStore(str(made.folder)), out_store(tmp_path, remote))
 
 
 def test_damage_in_the_unused_part_of_a_record_is_found(tmp_path):
-    made = make_source(tmp_path / "in", {"w": ("uint8", (8, 6), ROWS)})
+    made = small(tmp_path)
     flip(tmp_path / "in" / "data-0", int(made.catalog.tensors["w"].slices.starts[0]))
     second_row = Target.of(made.catalog.tensors["w"]).split(0, [1, 7])[1]
     with pytest.raises(IntegrityError):
         run(made, plan_whole(made.catalog, [second_row]), tmp_path / "out")
 
 
-def test_damage_in_an_unused_tensor_is_ignored(tmp_path):
-    made = make_source(tmp_path / "in", {"w": ("uint8", (8, 6), ROWS), "v": ("uint8", (8, 6), ROWS)})
-    flip(tmp_path / "in" / "data-0", int(made.catalog.tensors["v"].slices.starts[0]))
-    got = run(made, plan_whole(made.catalog, [Target.of(made.catalog.tensors["w"])]), tmp_path / "out")
-    assert (got["w"] == made.arrays["w"]).all()
-
-
-def test_without_check_damage_is_copied(tmp_path):
-    made = make_source(tmp_path / "in", {"w": ("uint8", (8, 6), ROWS)})
-    flip(tmp_path / "in" / "data-0", int(made.catalog.tensors["w"].slices.starts[0]))
-    got = run(made, plan_whole(made.catalog, [Target.of(made.catalog.tensors["w"])]), tmp_path / "out", check=False)
-    assert (got["w"] != made.arrays["w"]).sum() == 1
+@pytest.mark.parametrize(("damaged", "check", "changed"), [("v", True, 0), ("w", False, 1)])
+def test_damage_in_an_unused_tensor_or_without_check_is_no_error(tmp_path, damaged, check, changed):
+    made = small(tmp_path, names="wv")
+    flip(tmp_path / "in" / "data-0", int(made.catalog.tensors[damaged].slices.starts[0]))
+    got = run(made, whole(made, "w"), tmp_path / "out", check=check)
+    assert (got["w"] != made.arrays["w"]).sum() == changed
 
 
 @pytest.mark.parametrize("check", [True, False])
@@ -264,12 +260,12 @@ def test_a_truncated_file_is_incomplete(tmp_path, check):
     made = make_source(tmp_path / "in", {"w": ("uint8", (size,), [Box((0,), (size,))])}, files=1)
     os.truncate(tmp_path / "in" / "data-0", size - 100)
     with pytest.raises(IncompleteCheckpointError, match="data-0"):
-        run(made, plan_whole(made.catalog, [Target.of(made.catalog.tensors["w"])]), tmp_path / "out", check=check)
+        run(made, whole(made, "w"), tmp_path / "out", check=check)
 
 
 def test_a_changed_result_differs_from_its_source(tmp_path):
-    made = make_source(tmp_path / "in", {"w": ("uint8", (8, 6), COLUMNS)})
-    plan = plan_whole(made.catalog, [Target.of(made.catalog.tensors["w"])])
+    made = small(tmp_path, COLUMNS)
+    plan = whole(made, "w")
     run(made, plan, tmp_path / "out")
     flip(tmp_path / "out" / "out", 20)
     with pytest.raises(IntegrityError, match="differ from the source: w"):
@@ -280,23 +276,23 @@ def test_a_changed_result_differs_from_its_source(tmp_path):
 
 
 def test_a_gap_in_the_source_stops_before_anything_is_written(tmp_path):
-    made = make_source(tmp_path / "in", {"w": ("uint8", (8, 6), ROWS[:3])})
+    made = small(tmp_path, ROWS[:3])
     with pytest.raises(IncompleteCheckpointError, match="'w'"):
-        run(made, plan_whole(made.catalog, [Target.of(made.catalog.tensors["w"])]), tmp_path / "out")
+        run(made, whole(made, "w"), tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
 
 
 @pytest.mark.parametrize("nbytes", [7 + 48 - 1, 7 + 48 + 1])
 def test_a_file_that_is_not_filled_exactly_is_refused(tmp_path, nbytes):
-    made = make_source(tmp_path / "in", {"w": ("uint8", (8, 6), ROWS)})
-    plan = plan_whole(made.catalog, [Target.of(made.catalog.tensors["w"])])
+    made = small(tmp_path)
+    plan = whole(made, "w")
     plan = replace(plan, files=(replace(plan.files[0], nbytes=nbytes),))
     with pytest.raises(CheckpointMismatchError, match="gap or writes twice"):
         run(made, plan, tmp_path / "out")
 
 
 def test_a_target_with_an_unplaced_part_is_refused(tmp_path):
-    made = make_source(tmp_path / "in", {"w": ("uint8", (8, 6), ROWS)})
+    made = small(tmp_path)
     offsets, sizes = columns(ROWS[:3], 2)
     starts = np.arange(3) * 12
     placement = Placement(Target.of(made.catalog.tensors["w"]), np.zeros(3, np.int32), starts, offsets, sizes)
@@ -305,10 +301,10 @@ def test_a_target_with_an_unplaced_part_is_refused(tmp_path):
 
 
 def test_a_full_disk_is_reported_before_anything_is_written(tmp_path, monkeypatch):
-    made = make_source(tmp_path / "in", {"w": ("uint8", (8, 6), ROWS)})
+    made = small(tmp_path)
     monkeypatch.setattr(LocalStore, "free_bytes", lambda self: 10)
     with pytest.raises(NoSpaceError, match="10 B free"):
-        run(made, plan_whole(made.catalog, [Target.of(made.catalog.tensors["w"])]), tmp_path / "out")
+        run(made, whole(made, "w"), tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
 
 
@@ -322,7 +318,7 @@ def test_writeback_starts_during_the_copy(tmp_path, monkeypatch):
         "ckptkit.offline.copying.sinks.start_writing", lambda fd: begun.append(os.readlink(f"/proc/self/fd/{fd}"))
     )
     made = make_source(tmp_path / "in", {f"w{i}": ("uint8", (8, 6), ROWS) for i in range(200)})
-    plan = plan_whole(made.catalog, [Target.of(e) for e in made.catalog.tensors.values()])
+    plan = whole(made)
     got = run(made, plan, tmp_path / "out", workers=1)
     assert all((got[name] == made.arrays[name]).all() for name in got)
     assert set(begun) == {str(tmp_path / "out" / "out")}
@@ -339,16 +335,16 @@ def test_a_disk_that_refuses_early_writeback_is_no_error(tmp_path):
 
 
 def test_progress_ends_at_the_total(tmp_path):
-    made = make_source(tmp_path / "in", {"w": ("uint8", (8, 6), ROWS)})
+    made = small(tmp_path)
     seen: list[tuple[int, int]] = []
-    plan = plan_whole(made.catalog, [Target.of(made.catalog.tensors["w"])])
+    plan = whole(made, "w")
     run(made, plan, tmp_path / "out", progress=lambda done, total, what: seen.append((done, total)))
     assert seen[-1] == (plan.nbytes, plan.nbytes) or seen[-1][0] <= plan.nbytes
 
 
 def test_an_interrupt_stops_all_workers(tmp_path):
     made = make_source(tmp_path / "in", {f"w{i}": ("uint8", (8, 6), ROWS) for i in range(20)})
-    plan = plan_whole(made.catalog, [Target.of(e) for e in made.catalog.tensors.values()])
+    plan = whole(made)
 
     def interrupt(*_):
         raise KeyboardInterrupt
@@ -358,7 +354,7 @@ def test_an_interrupt_stops_all_workers(tmp_path):
 
 
 def test_each_process_writes_only_its_own_files(tmp_path):
-    made = make_source(tmp_path / "in", {"w": ("uint8", (8, 6), ROWS)})
+    made = small(tmp_path)
     offsets, sizes = columns(ROWS, 2)
     files = tuple(OutputFile(f"f{i}", 12) for i in range(4))
     placement = Placement(

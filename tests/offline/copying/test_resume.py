@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from ckptkit.offline import conversion
 from ckptkit.offline.convert import convert
@@ -21,9 +20,10 @@ from ckptkit.offline.copying.checks import Verifier
 from ckptkit.offline.reshard import reshard
 from ckptkit.offline.verify import verify
 from ckptkit.storage import journal, publish
+from tests.offline.exports import read_model, write_model
+from tests.offline.folders import UNEVEN, copied, names, tree
 from tests.ranks import RankError, run_ranks
 
-UNEVEN = Path(__file__).parents[2] / "zoo" / "dcp_fsdp2_uneven_w4"
 COLUMNS = {"tp_plan": {"*.up.weight": 1, "*.down.weight": 1}, "mesh": {"tp": 2}}
 STEP = 16_000  # so that a small checkpoint takes several steps
 # Runs one command in a separate process, which kills itself after so many steps are recorded as done.
@@ -53,8 +53,7 @@ def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    shutil.copytree(UNEVEN / "ckpt", tmp_path / "in")
-    return tmp_path / "in"
+    return copied(UNEVEN / "ckpt", tmp_path / "in")
 
 
 def killed(command: str, source: Path, out: Path, steps: int, **options: object) -> None:
@@ -64,14 +63,21 @@ def killed(command: str, source: Path, out: Path, steps: int, **options: object)
     assert not out.exists()
 
 
-def content(folder: Path) -> dict[str, bytes]:
+def content(folder: Path, *without: str) -> dict[str, bytes]:
     """Return the files without timestamps."""
-    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    return {name: (folder / name).read_bytes() for name in names if name not in ("checkpoint.json", "README.md")}
+    return tree(folder, "checkpoint.json", "README.md", *without)
 
 
 def went_on(notes: tuple[str, ...]) -> str:
     return next((note for note in notes if note.startswith("continued an interrupted run")), "")
+
+
+def assert_whole(source: Path, tmp_path: Path, **options: Any) -> Any:
+    """Assert that the result equals that of an undisturbed run, and that nothing else is left; return that report."""
+    report = convert(str(source), str(tmp_path / "whole"), **options)
+    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    assert names(tmp_path) == ["in", "out", "whole"]
+    return report
 
 
 @pytest.mark.parametrize("steps", [1, 4])
@@ -79,11 +85,9 @@ def test_a_killed_conversion_continues_and_gives_the_same_bytes(source, tmp_path
     killed("convert", source, tmp_path / "out", steps)
     report = convert(str(source), str(tmp_path / "out"))
     assert f"{steps} of 5 steps" in went_on(report.notes)
-    whole = convert(str(source), str(tmp_path / "whole"))
-    assert content(tmp_path / "out") == content(tmp_path / "whole")
+    whole = assert_whole(source, tmp_path)
     assert report.nbytes_read < whole.nbytes_read
     assert report.checked == whole.checked
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out", "whole"]
 
 
 def test_a_step_without_proved_digests_is_not_recorded_as_done(source, tmp_path, monkeypatch):
@@ -106,9 +110,8 @@ def test_a_killed_reshard_continues_and_gives_the_same_tensors(source, tmp_path,
     assert "3 of" in went_on(report.notes)
     reshard(str(source), str(tmp_path / "whole"), world_size=6, verify=True, **options)
     assert verify(str(tmp_path / "out")).ok
-    assert {n: d for n, d in content(tmp_path / "out").items() if n != "manifest.safetensors"} == {
-        n: d for n, d in content(tmp_path / "whole").items() if n != "manifest.safetensors"
-    }
+    found, whole = (content(tmp_path / name, "manifest.safetensors") for name in ("out", "whole"))
+    assert found == whole
 
 
 def test_a_killed_conversion_to_one_file_continues(source, tmp_path):
@@ -117,24 +120,21 @@ def test_a_killed_conversion_to_one_file_continues(source, tmp_path):
     assert went_on(convert(str(source), str(tmp_path / "out.pt"), to="torch").notes)
     convert(str(source), str(tmp_path / "whole.pt"), to="torch")
     assert (tmp_path / "out.pt").read_bytes() == (tmp_path / "whole.pt").read_bytes()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out.pt", "whole.pt"]
+    assert names(tmp_path) == ["in", "out.pt", "whole.pt"]
 
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_killed_conversion_with_another_vocabulary_continues(tmp_path, steps):
     rng = np.random.default_rng(0)
-    (tmp_path / "in").mkdir()
-    names = {"model.embed_tokens.weight": 70, "model.layers.0.mlp.up_proj.weight": 90, "lm_head.weight": 70}
-    tensors = {name: rng.random((rows, 100), np.float32) for name, rows in names.items()}
-    save_file(tensors, tmp_path / "in" / "model.safetensors")
+    rows = {"model.embed_tokens.weight": 70, "model.layers.0.mlp.up_proj.weight": 90, "lm_head.weight": 70}
+    write_model(tmp_path / "in", {name: rng.random((count, 100), np.float32) for name, count in rows.items()})
     options = {"vocab_size": 75}
     killed("convert", tmp_path / "in", tmp_path / "out", steps, **options)
     report = convert(str(tmp_path / "in"), str(tmp_path / "out"), verify=True, **options)
     assert went_on(report.notes)
-    convert(str(tmp_path / "in"), str(tmp_path / "whole"), **options)
-    assert content(tmp_path / "out") == content(tmp_path / "whole")
-    made = load_file(tmp_path / "out" / "model.safetensors")
-    assert {name: len(tensor) for name, tensor in made.items()} == {**dict.fromkeys(names, 75), list(names)[1]: 90}
+    assert_whole(tmp_path / "in", tmp_path, **options)
+    made = read_model(tmp_path / "out")
+    assert {name: len(tensor) for name, tensor in made.items()} == {**dict.fromkeys(rows, 75), list(rows)[1]: 90}
 
 
 def test_a_run_killed_twice_continues_from_both(source, tmp_path):
@@ -155,7 +155,7 @@ def test_the_next_run_continues_after_ctrl_c_even_in_the_same_process(source, tm
     monkeypatch.setattr(journal.Journal, "done", done)
     assert not (tmp_path / "out").exists()
     assert "1 of 5 steps" in went_on(convert(str(source), str(tmp_path / "out")).notes)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
+    assert names(tmp_path) == ["in", "out"]
 
 
 def test_after_an_error_nothing_is_kept(source, tmp_path, monkeypatch):
@@ -165,56 +165,39 @@ def test_after_an_error_nothing_is_kept(source, tmp_path, monkeypatch):
     monkeypatch.setattr(journal.Journal, "done", failing)
     with pytest.raises(OSError, match="no"):
         convert(str(source), str(tmp_path / "out"))
-    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+    assert names(tmp_path) == ["in"]
 
 
-def change_the_source(source: Path, left: Path) -> dict[str, object]:
-    path = source / "__0_0.distcp"
-    os.utime(path, ns=(0, 0))
-    return {}
-
-
-def change_the_plan(source: Path, left: Path) -> dict[str, object]:
-    return {"max_shard_size": "3kB"}
-
-
-def stop_checking(source: Path, left: Path) -> dict[str, object]:
-    return {"check": False}
-
-
-def cut_a_file(source: Path, left: Path) -> dict[str, object]:
-    os.truncate(left / "model.safetensors", 100)
-    return {}
-
-
-def remove_a_file(source: Path, left: Path) -> dict[str, object]:
-    (left / "model.safetensors").unlink()
-    return {}
-
-
-def restart_the_machine(source: Path, left: Path) -> dict[str, object]:
+def restart_the_machine(left: Path) -> None:
     owner = left.with_name(f"{left.name}.owner")
     statement, rest = owner.read_text().split("\n", 1)
     changed = json.loads(statement) | {"machine": "before/space/machine"}
     owner.write_text(json.dumps(changed) + "\n" + rest)
-    return {}
 
 
-@pytest.mark.parametrize(
-    "change", [change_the_source, change_the_plan, stop_checking, cut_a_file, remove_a_file, restart_the_machine]
-)
+CHANGES: dict[str, Any] = {  # of the source, and of what the killed run left
+    "the source": lambda source, left: os.utime(source / "__0_0.distcp", ns=(0, 0)),
+    "a cut file": lambda source, left: os.truncate(left / "model.safetensors", 100),
+    "a removed file": lambda source, left: (left / "model.safetensors").unlink(),
+    "a restarted machine": lambda source, left: restart_the_machine(left),
+    "another plan": {"max_shard_size": "3kB"},
+    "no checks": {"check": False},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_different_work_starts_from_scratch(source, tmp_path, change, monkeypatch):
     killed("convert", source, tmp_path / "out", 2)
-    left = next(path for path in tmp_path.iterdir() if path.name.startswith(".tmp-") and path.is_dir())
+    left = next(path for path in tmp_path.glob(".tmp-*") if path.is_dir())
     (left / "stranger").write_text("of nobody")
-    options = change(source, left)
-    if change is restart_the_machine:
+    options = CHANGES[change] if isinstance(CHANGES[change], dict) else {}
+    if not options:
+        CHANGES[change](source, left)
+    if change == "a restarted machine":
         monkeypatch.setattr("ckptkit.storage.owner._machine", lambda: "now/space/machine")
     report = convert(str(source), str(tmp_path / "out"), **options)
     assert went_on(report.notes) == ""
-    convert(str(source), str(tmp_path / "whole"), **options)
-    assert content(tmp_path / "out") == content(tmp_path / "whole")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out", "whole"]
+    assert_whole(source, tmp_path, **options)
 
 
 def test_a_replaced_file_never_counts_as_finished(source, tmp_path, monkeypatch):
@@ -226,14 +209,14 @@ def test_a_replaced_file_never_counts_as_finished(source, tmp_path, monkeypatch)
     monkeypatch.setattr(publish, "close_staging", lambda *_, **__: None)
     convert(str(source), str(tmp_path / "out"), overwrite=True)
     monkeypatch.undo()
-    left = next(path for path in tmp_path.iterdir() if path.name.startswith(".tmp-") and path.is_dir())
+    left = next(path for path in tmp_path.glob(".tmp-*") if path.is_dir())
     assert (left / "model.safetensors").read_bytes() == damaged
     owner = left.with_name(f"{left.name}.owner")
     owner.write_text(owner.read_text().replace('"started": "', '"started": "9'))  # its writer is dead
     report = convert(str(source), str(tmp_path / "out"), overwrite=True)
     assert went_on(report.notes) == ""
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
+    assert names(tmp_path) == ["in", "out"]
 
 
 def test_the_work_of_a_living_writer_is_not_taken_over(source, tmp_path, monkeypatch):
@@ -250,7 +233,7 @@ def test_the_work_of_a_living_writer_is_not_taken_over(source, tmp_path, monkeyp
     monkeypatch.setattr(journal.Journal, "done", second_run_meanwhile)
     with pytest.raises(FileExistsError):
         convert(str(source), str(tmp_path / "out"), workers=1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
+    assert names(tmp_path) == ["in", "out"]
 
 
 def test_a_torn_last_line_of_a_journal_is_ignored(source, tmp_path):
@@ -282,6 +265,4 @@ def test_killed_ranks_publish_nothing_and_the_next_run_completes_the_result(sour
     assert not out.exists()
     assert [path for path in tmp_path.iterdir() if path.name.startswith(".tmp-out-")]  # it had started to copy
     assert run_ranks(_converted_by_a_team, 2, str(source), str(out)) == [18, 18]
-    convert(str(source), str(tmp_path / "alone"), max_shard_size="3kB")
-    assert content(out) == content(tmp_path / "alone")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "in", "out"]
+    assert_whole(source, tmp_path, max_shard_size="3kB")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
 import os
-import shutil
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -36,6 +36,7 @@ from ckptkit.storage.local import LocalStore
 from tests.catalog.boxes import columns, partitions, shapes
 from tests.catalog.materialize import materialize
 from tests.offline.engine import Made, make_source, plan_whole, read_placed
+from tests.offline.folders import copied, flip, names, tree
 
 NAMES = ("a", "b", "c")
 
@@ -47,8 +48,8 @@ def all_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copier, "_GAP", 0)  # no gaps are read, so that reads can be counted
 
 
-@pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+@contextlib.contextmanager
+def counted_reads() -> Iterator[list[int]]:
     """Return the bytes of each read of the source and of the result."""
     counted: list[int] = []
     real = SourceReader.read_many
@@ -57,13 +58,20 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counted.extend(len(item.view) for item in ranges)
         real(self, ranges)
 
-    monkeypatch.setattr(SourceReader, "read_many", counting)
-    return counted
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(SourceReader, "read_many", counting)
+        yield counted
 
 
-def run(made: Made, plan: Plan, out: Path, **options: Any) -> CopyReport:
+@pytest.fixture
+def read() -> Iterator[list[int]]:
+    with counted_reads() as counted:
+        yield counted
+
+
+def run(made: Made, plan: Plan, out: Path, *, digests: bool = True, **options: Any) -> CopyReport:
     out.mkdir()
-    return execute(plan, LocalStore(str(made.folder)), LocalStore(str(out)), digests=True, **options)
+    return execute(plan, LocalStore(str(made.folder)), LocalStore(str(out)), digests=digests, **options)
 
 
 def digests_of(out: Path, plan: Plan, report: CopyReport) -> dict[tuple[int, int], int]:
@@ -169,9 +177,7 @@ def test_every_column_shard_gets_a_digest(tmp_path: Path, all_runs: None) -> Non
 def test_a_flipped_bit_in_a_resharded_slice_names_the_tensor(tmp_path: Path, all_runs: None, kind: str) -> None:
     made = make_source(tmp_path / "in", {n: ("float32", (60, 5), rows(60, 4)) for n in NAMES}, digest=kind)
     part = made.catalog.tensors["b"].slices[2]
-    data = bytearray((tmp_path / "in" / part.path).read_bytes())
-    data[part.start + 7] ^= 8
-    (tmp_path / "in" / part.path).write_bytes(data)
+    flip(tmp_path / "in" / part.path, part.start + 7, bit=3)
     with pytest.raises(IntegrityError, match="'b'"):
         run(made, placed(made, rows(60, 6), list(range(6)), 6), tmp_path / "out")
 
@@ -207,9 +213,7 @@ def large(tmp_path: Path) -> str:
 
 
 def same_content(one: Path, other: Path) -> bool:
-    names = sorted(path.name for path in one.iterdir() if path.name != "checkpoint.json")
-    assert names == sorted(path.name for path in other.iterdir() if path.name != "checkpoint.json")
-    return all((one / name).read_bytes() == (other / name).read_bytes() for name in names)
+    return tree(one, "checkpoint.json") == tree(other, "checkpoint.json")
 
 
 @pytest.mark.parametrize("options", [{}, {"type": "local"}, {"check": False}], ids=["sharded", "local", "no-check"])
@@ -256,30 +260,17 @@ def test_a_continued_reshard_digests_what_the_interrupted_one_wrote(
 
 def test_a_damaged_source_leaves_nothing(large: str, tmp_path: Path) -> None:
     part = open_source(large).catalog.tensors["model.b"].slices[3]
-    shutil.copytree(large, tmp_path / "bad")
-    data = bytearray((tmp_path / "bad" / part.path).read_bytes())
-    data[part.start] ^= 1
-    (tmp_path / "bad" / part.path).write_bytes(data)
-    before = sorted(path.name for path in tmp_path.iterdir())
+    flip(copied(Path(large), tmp_path / "bad") / part.path, part.start)
+    before = names(tmp_path)
     with pytest.raises(IntegrityError, match=r"model\.b"):
         reshard(str(tmp_path / "bad"), str(tmp_path / "new"), world_size=6)
-    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    assert names(tmp_path) == before
 
 
 def torchrun(source: str, target: str) -> int:
     """Reshard as one of several ranks, and return the bytes that this rank has read."""
-    counted = []
-    real = SourceReader.read_many
-
-    def counting(self: SourceReader, ranges: Sequence[Range]) -> None:
-        counted.extend(len(item.view) for item in ranges)
-        real(self, ranges)
-
-    SourceReader.read_many = counting  # type: ignore[method-assign]
-    try:
+    with counted_reads() as counted:
         reshard(source, target, world_size=6, check=False)
-    finally:
-        SourceReader.read_many = real  # type: ignore[method-assign]
     return sum(counted)
 
 
@@ -320,8 +311,7 @@ def test_many_short_runs_are_read_and_written_in_few_calls(tmp_path, monkeypatch
         monkeypatch.setattr(
             os, name, lambda *a, name=name, call=call: (calls.__setitem__(name, calls[name] + 1), call(*a))[1]
         )
-    (tmp_path / "out").mkdir()
-    report = execute(plan, LocalStore(str(made.folder)), LocalStore(str(tmp_path / "out")))
+    report = run(made, plan, tmp_path / "out", digests=False)
     assert report.records == (4 * COUNT if digest else 0)
     got = read_placed(tmp_path / "out", plan)
     assert all((got[name] == array).all() for name, array in made.arrays.items())
@@ -333,14 +323,10 @@ def test_many_short_runs_are_read_and_written_in_few_calls(tmp_path, monkeypatch
 @pytest.mark.parametrize("digest", ["crc32", "xxh3_64"])
 def test_a_flipped_bit_in_a_short_run_names_the_file_and_the_tensor(tmp_path, digest):
     made = many(tmp_path / "in", digest)
-    slices = made.catalog.tensors["w123"].slices
-    path = made.folder / slices[2].path
-    data = bytearray(path.read_bytes())
-    data[slices[2].start + 999] ^= 1
-    path.write_bytes(data)
-    (tmp_path / "out").mkdir()
-    with pytest.raises(IntegrityError, match=rf"{slices[2].path}: tensor 'w123'"):
-        execute(plan_of(made, made.arrays), LocalStore(str(made.folder)), LocalStore(str(tmp_path / "out")))
+    part = made.catalog.tensors["w123"].slices[2]
+    flip(made.folder / part.path, part.start + 999)
+    with pytest.raises(IntegrityError, match=rf"{part.path}: tensor 'w123'"):
+        run(made, plan_of(made, made.arrays), tmp_path / "out", digests=False)
 
 
 def test_slices_used_twice_or_in_part_are_copied(tmp_path):
@@ -348,8 +334,7 @@ def test_slices_used_twice_or_in_part_are_copied(tmp_path):
     twice = [Target.of(made.catalog.tensors[name], f"{name}.{i}") for name in made.arrays for i in range(2)]
     cut = [part for i, target in enumerate(twice) for part in (target.split(0, [70, 130]) if i % 7 == 0 else [target])]
     plan = plan_whole(made.catalog, [replace(target, name=str(i)) for i, target in enumerate(cut)])
-    (tmp_path / "out").mkdir()
-    report = execute(plan, LocalStore(str(made.folder)), LocalStore(str(tmp_path / "out")))
+    report = run(made, plan, tmp_path / "out", digests=False)
     assert report.records == 4 * COUNT
     got = read_placed(tmp_path / "out", plan)
     for i, target in enumerate(cut):
@@ -362,7 +347,6 @@ def test_runs_read_together_are_limited_in_number_and_size(tmp_path: Path, monke
     buffer = Worker.buffer
     monkeypatch.setattr(Worker, "buffer", lambda self, nbytes: (sizes.append(nbytes), buffer(self, nbytes))[1])
     made = many(tmp_path / "in")
-    (tmp_path / "out").mkdir()
-    execute(plan_of(made, made.arrays), LocalStore(str(made.folder)), LocalStore(str(tmp_path / "out")))
+    run(made, plan_of(made, made.arrays), tmp_path / "out", digests=False)
     assert sum(sizes) >= sum(array.size for array in made.arrays.values())
     assert max(sizes) <= (512 << 10) + (32 << 10)

@@ -6,6 +6,7 @@ import json
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,7 @@ import pytest
 
 from ckptkit import convert
 from ckptkit.catalog.box import Box
-from ckptkit.catalog.targets import Part, Target
 from ckptkit.errors import CheckpointMismatchError, CorruptCheckpointError, UnsupportedFormatError, UsageError
-from ckptkit.formats.hf import safetensors
 from ckptkit.keymaps.keymap import NameMap
 from ckptkit.keymaps.patterns import NamePattern
 from ckptkit.keymaps.rules import Concat, Split, Transpose
@@ -25,10 +24,8 @@ from ckptkit.offline.copying.runs import prepare
 from ckptkit.offline.copying.sources import SourceReader
 from ckptkit.offline.export.adapter_merge import merge_adapter
 from ckptkit.offline.export.adapters import split_adapter
-from ckptkit.offline.export.hf import ExportOptions, plan_export
-from ckptkit.storage.open import open_store
 from tests.lazy import LazyModule
-from tests.offline.exports import bits_of, carried_out, same_bits
+from tests.offline.exports import Planned, bits_of, carried_out, planned, same_bits, stored, write_model
 
 torch = pytest.importorskip("torch")
 peft, lora_config = LazyModule("peft"), LazyModule("peft.tuners.lora.config")
@@ -59,45 +56,42 @@ def model() -> Any:
     })  # fmt: skip
 
 
-def trained(config: Mapping[str, Any], folder: Path, *, dtype: str, adapter_dtype: str | None = None) -> Any:
-    """Write the state of a PEFT model whose adapter is not at its initial values."""
-    torch.manual_seed(1)
+def adapted_by(config: Mapping[str, Any], base: Any, *, dtype: str | None = None) -> Any:
+    """Return a PEFT model whose adapter is not at its initial values."""
     made = {key: getattr(lora_config, v)() if str(v).endswith("Config") else v for key, v in config.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        adapted = peft.get_peft_model(
-            model().to(getattr(torch, dtype)), peft.LoraConfig(**made), autocast_adapter_dtype=False
-        )
+        adapted = peft.get_peft_model(base, peft.LoraConfig(**made), autocast_adapter_dtype=False)
     for name, parameter in adapted.named_parameters():
         if ".lora_" in name or "trainable_tokens" in name:
             random = torch.randn(parameter.shape)
             random = random.abs() + 0.5 if "magnitude" in name else random
-            parameter.data = random.to(getattr(torch, adapter_dtype or dtype))
-    write({name: tensor for name, tensor in adapted.state_dict().items()}, folder / "model.safetensors")
+            parameter.data = random.to(getattr(torch, dtype) if dtype else parameter.dtype)
     return adapted
 
 
-def write(tensors: Mapping[str, Any], path: Path) -> None:
-    from safetensors.torch import save_file
+def of(case: str | None = None, **settings: Any) -> dict[str, Any]:
+    """Return the config of a case, or of other settings."""
+    return {"r": 4, "lora_alpha": 6, **(CASES[case] if case else {}), **settings}
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}, path)
+
+def trained(config: Mapping[str, Any], folder: Path, *, dtype: str, adapter_dtype: str | None = None) -> Any:
+    """Write the state of a trained adapter with its base."""
+    torch.manual_seed(1)
+    adapted = adapted_by(config, model().to(getattr(torch, dtype)), dtype=adapter_dtype)
+    write_model(folder, adapted.state_dict())
+    return adapted
 
 
 def expected(adapted: Any, folder: Path) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        merged = adapted.merge_and_unload().state_dict()
-    write(merged, folder / "merged" / "model.safetensors")
+        write_model(folder / "merged", adapted.merge_and_unload().state_dict())
     return bits_of(folder / "merged" / "model.safetensors")
 
 
-def merged(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    store = open_store(str(folder))
-    catalog = safetensors.open_catalog(store)
-    options = ExportOptions(adapter_config=config, merge_adapter=True)
-    export = plan_export(store, catalog, options=options)
-    return carried_out(store, catalog, export)
+def merged(folder: Path, config: Mapping[str, Any], **options: Any) -> Planned:
+    return planned(folder, adapter_config=config, merge_adapter=True, **options)
 
 
 LINEAR = ["q", "k", "square", "plain"]
@@ -137,19 +131,20 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("case", CASES)
 def test_a_merged_adapter_has_the_bits_of_pefts_merge(tmp_path: Path, case: str, dtype: str) -> None:
-    config = {"r": 4, "lora_alpha": 6, **CASES[case]}
-    adapted = trained(config, tmp_path, dtype=dtype)
-    found = merged(tmp_path, config)
-    same_bits(found, expected(adapted, tmp_path))
+    adapted = trained(of(case), tmp_path, dtype=dtype)
+    same_bits(merged(tmp_path, of(case)).bits, expected(adapted, tmp_path))
+
+
+def test_fp64_weights_are_merged_with_the_bits_of_peft(tmp_path: Path) -> None:
+    adapted = trained(of("linear and embedding"), tmp_path, dtype="float64")
+    same_bits(merged(tmp_path, of("linear and embedding")).bits, expected(adapted, tmp_path))
 
 
 @pytest.mark.parametrize("case", ["rslora and patterns", "dora", "conv", "conv dora", "fan in dora", "attention",
                                   "experts", "tokens", "kasa", "mica"])  # fmt: skip
 def test_an_fp32_adapter_merged_into_16_bit_weights_has_the_bits_of_peft(tmp_path: Path, case: str) -> None:
-    config = {"r": 4, "lora_alpha": 6, **CASES[case]}
-    adapted = trained(config, tmp_path, dtype="bfloat16", adapter_dtype="float32")
-    found = merged(tmp_path, config)
-    same_bits(found, expected(adapted, tmp_path))
+    adapted = trained(of(case), tmp_path, dtype="bfloat16", adapter_dtype="float32")
+    same_bits(merged(tmp_path, of(case)).bits, expected(adapted, tmp_path))
 
 
 @pytest.fixture
@@ -157,12 +152,12 @@ def apart(tmp_path: Path) -> Any:
     """Write PEFT's files of an adapter and its base; return the model and both paths."""
 
     def written(case: str) -> Any:
-        adapted = trained({"r": 4, "lora_alpha": 6, **CASES[case]}, tmp_path, dtype="bfloat16")
+        adapted = trained(of(case), tmp_path, dtype="bfloat16")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             adapted.save_pretrained(str(tmp_path / "adapter"))
         torch.manual_seed(1)
-        write(model().to(torch.bfloat16).state_dict(), tmp_path / "base" / "model.safetensors")
+        write_model(tmp_path / "base", model().to(torch.bfloat16).state_dict())
         return adapted, str(tmp_path / "adapter"), str(tmp_path / "base")
 
     return written
@@ -196,93 +191,65 @@ def test_a_base_that_may_not_match_the_adapter_is_refused(
 
 def test_a_base_without_the_adapted_weights_is_refused(tmp_path: Path, apart: Any) -> None:
     _, adapter, base = apart("dora")
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "config.json").write_text("{}")
-    with pytest.raises(CheckpointMismatchError, match="Give --base a directory or checkpoint with the base"):
-        convert(adapter, str(tmp_path / "out"), merge_adapter=True, base=str(tmp_path / "empty"))
-    write({"other.weight": torch.ones(2)}, Path(base, "model.safetensors"))
-    with pytest.raises(CheckpointMismatchError, match="base weight is not in the checkpoint"):
-        convert(adapter, str(tmp_path / "out"), merge_adapter=True, base=base)
-    Path(base, "model.safetensors").write_bytes(b"damaged!")
-    with pytest.raises(CorruptCheckpointError):
-        convert(adapter, str(tmp_path / "out"), merge_adapter=True, base=base)
+    weights = Path(base, "model.safetensors")
+    Path(base, "config.json").write_text("{}")
+    for change, error, said in (
+        (weights.unlink, CheckpointMismatchError, "Give --base a directory or checkpoint with the base"),
+        (lambda: write_model(Path(base), {"other": torch.ones(2)}), CheckpointMismatchError, "base weight is not in"),
+        (lambda: weights.write_bytes(b"damaged!"), CorruptCheckpointError, "model.safetensors"),
+    ):
+        change()
+        with pytest.raises(error, match=said):
+            convert(adapter, str(tmp_path / "out"), merge_adapter=True, base=base)
     assert not (tmp_path / "out").exists()
-
-
-def test_fp64_weights_are_merged_with_the_bits_of_peft(tmp_path: Path) -> None:
-    config = {"r": 4, "lora_alpha": 6, **CASES["linear and embedding"]}
-    adapted = trained(config, tmp_path, dtype="float64")
-    same_bits(merged(tmp_path, config), expected(adapted, tmp_path))
 
 
 # --- combined with key maps, casts, memory limits and the whole command
 
 
-def by_rows(tensor: Any, rows: int) -> Any:
-    """Return the tensor computed in blocks of rows."""
-    store, catalog, made = tensor
-    pieces = [made.cut(start, min(made.shape[0], start + rows)) for start in range(0, made.shape[0], rows)]
-    return [_made(store, catalog, piece) for piece in pieces]
-
-
-def _made(store: Any, catalog: Any, tensor: ComputedTensor) -> Any:
-    from types import SimpleNamespace
-
-    return carried_out(store, catalog, SimpleNamespace(tensors=(tensor,)))[tensor.name]  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("case", ["linear and embedding", "rslora and patterns", "fan in", "attention", "experts",
                                   "blocks of A", "experts transposed", "tokens", "linear bias", "kasa"])  # fmt: skip
 def test_rows_merged_separately_equal_a_merge_of_the_whole_tensor(tmp_path: Path, case: str) -> None:
-    config = {"r": 4, "lora_alpha": 6, **CASES[case]}
-    trained(config, tmp_path, dtype="bfloat16")
-    store = open_store(str(tmp_path))
-    catalog = safetensors.open_catalog(store)
-    export = plan_export(store, catalog, options=ExportOptions(adapter_config=config, merge_adapter=True))
+    trained(of(case), tmp_path, dtype="bfloat16")
+    export, store, catalog = merged(tmp_path, of(case))
+
+    def made(tensor: ComputedTensor) -> Any:
+        (array,) = carried_out(store, catalog, SimpleNamespace(tensors=(tensor,))).values()  # type: ignore[arg-type]
+        return array
+
     computed = [tensor for tensor in export.tensors if isinstance(tensor, ComputedTensor)]
     assert computed
     for tensor in computed:
         assert tensor.cut is not None
-        whole = _made(store, catalog, tensor)
-        pieces = by_rows((store, catalog, tensor), 1 if len(whole) < 4 else 8)
+        whole, rows, step = made(tensor), tensor.shape[0], 1 if tensor.shape[0] < 4 else 8
+        pieces = [made(tensor.cut(start, min(rows, start + step))) for start in range(0, rows, step)]
         assert sum(map(len, pieces)) == len(whole)
         # The product is rounded to 16 bits, which hides most differences between kernels except the last bit.
-        near = [np.abs(np.concatenate(pieces).astype(np.int32) - whole.astype(np.int32))]
-        assert max(int(item.max()) for item in near) <= 1, tensor.name
-        assert not near[0][whole.astype(np.int32) == 0].any()
+        difference = np.abs(np.concatenate(pieces).astype(np.int32) - whole.astype(np.int32))
+        assert difference.max() <= 1, tensor.name
+        assert not difference[whole == 0].any()
 
 
 def test_key_maps_are_applied_to_merged_tensors(tmp_path: Path) -> None:
-    config = {"r": 4, "lora_alpha": 6, "target_modules": ["q", "k", "square"], "use_dora": True}
+    config = of(target_modules=["q", "k", "square"], use_dora=True)
     adapted = trained(config, tmp_path, dtype="bfloat16")
-    store = open_store(str(tmp_path))
-    catalog = safetensors.open_catalog(store)
     rules = (
         Split(NamePattern("q.weight"), ("upper.weight", "lower.weight"), dim=0, sizes=(8, 16)),
         Concat((NamePattern("k.weight"), NamePattern("plain.weight")), "joined.weight", dim=0),
         Transpose(NamePattern("square.weight"), (1, 0)),
     )
-    options = ExportOptions(adapter_config=config, merge_adapter=True, key_map=NameMap("mine", rules))
-    found = carried_out(store, catalog, plan_export(store, catalog, options=options))
+    found = merged(tmp_path, config, key_map=NameMap("mine", rules)).bits
     whole = expected(adapted, tmp_path)
     assert np.array_equal(np.concatenate([found["upper.weight"], found["lower.weight"]]), whole["q.weight"])
     assert np.array_equal(found["joined.weight"], np.concatenate([whole["k.weight"], whole["plain.weight"]]))
     assert np.array_equal(found["square.weight"], whole["square.weight"].T)
 
 
-@pytest.mark.parametrize("targets", [5, "experts.up", [5], {"a": 1}])
-def test_a_config_whose_target_parameters_are_not_a_list_is_refused(targets: object) -> None:
-    with pytest.raises(CorruptCheckpointError, match="target_parameters is"):
-        refused({"target_parameters": targets}, **LINEAR_Q)
-
-
 def test_dora_and_convolutions_are_not_merged_by_rows(tmp_path: Path) -> None:
-    config = {"r": 4, "lora_alpha": 6, "target_modules": ["embed", "conv2", "q"], "use_dora": True}
+    config = of(target_modules=["embed", "conv2", "q"], use_dora=True)
     trained(config, tmp_path, dtype="bfloat16")
-    store = open_store(str(tmp_path))
-    options = ExportOptions(adapter_config=config, merge_adapter=True)
-    export = plan_export(store, safetensors.open_catalog(store), options=options)
-    cut = {t.name: t.cut is not None for t in export.tensors if isinstance(t, ComputedTensor)}
+    tensors = merged(tmp_path, config).export.tensors
+    cut = {t.name: t.cut is not None for t in tensors if isinstance(t, ComputedTensor)}
     assert cut == {"embed.weight": False, "conv2.weight": False, "q.weight": True}  # norms of columns; kernels
 
 
@@ -309,12 +276,9 @@ def run_of(kind: str, folder: Path, config: Mapping[str, Any]) -> dict[str, Any]
 
     base = tiny(kind)
     base.save_pretrained(folder / "base")
+    adapted = adapted_by(config, base)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        adapted = peft.get_peft_model(base, peft.LoraConfig(**config), autocast_adapter_dtype=False)
-        for name, parameter in adapted.named_parameters():
-            if ".lora_" in name or "trainable_tokens" in name:
-                parameter.data = torch.randn_like(parameter)
         dcp.save({"model": dict(adapted.state_dict())}, checkpoint_id=folder / "run")
         adapted.merge_and_unload().save_pretrained(folder / "merged")
     return bits_of(folder / "merged" / "model.safetensors")
@@ -338,23 +302,20 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 ], ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else value)  # fmt: skip
 def test_a_merge_of_a_trained_model_equals_what_peft_saves(tmp_path: Path, kind: str, case: dict[str, Any]) -> None:
     pytest.importorskip("transformers")
-    config = {"r": 4, "lora_alpha": 6, **case}
-    wanted = run_of(kind, tmp_path, config)
-    report = convert(
-        str(tmp_path / "run"), str(tmp_path / "out"), base=str(tmp_path / "base"), merge_adapter=True,
-        adapter_config=config, verify=True,
-    )  # fmt: skip
+    wanted = run_of(kind, tmp_path, of(**case))
+    options: dict[str, Any] = {"base": str(tmp_path / "base"), "merge_adapter": True, "adapter_config": of(**case)}
+    report = convert(str(tmp_path / "run"), str(tmp_path / "out"), verify=True, **options)
     assert all("tied" in reason or "merged" in reason for _, reason in report.plan.leftovers), report.plan.leftovers
     same_bits(bits_of(tmp_path / "out" / "model.safetensors"), wanted)
 
 
 def test_an_adapter_of_a_tied_head_is_noted_and_untie_separates_it(tmp_path: Path) -> None:
-    config = {"r": 4, "lora_alpha": 6, "target_modules": ["lm_head"]}
+    config = of(target_modules=["lm_head"])
     together = run_of("llama", tmp_path, config)["model.embed_tokens.weight"]
-    of = {"base": str(tmp_path / "base"), "merge_adapter": True, "adapter_config": config}
-    report = convert(str(tmp_path / "run"), str(tmp_path / "tied"), **of)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"base": str(tmp_path / "base"), "merge_adapter": True, "adapter_config": config}
+    report = convert(str(tmp_path / "run"), str(tmp_path / "tied"), **options)
     assert any("also changes model.embed_tokens.weight" in note for note in report.notes)
-    convert(str(tmp_path / "run"), str(tmp_path / "apart"), untie=True, **of)  # type: ignore[arg-type]
+    convert(str(tmp_path / "run"), str(tmp_path / "apart"), untie=True, **options)
     found = bits_of(tmp_path / "apart" / "model.safetensors")
     assert (found["lm_head.weight"] == together).all()
     before = bits_of(tmp_path / "base" / "model.safetensors")["model.embed_tokens.weight"]
@@ -362,30 +323,20 @@ def test_an_adapter_of_a_tied_head_is_noted_and_untie_separates_it(tmp_path: Pat
 
 
 def test_tensors_larger_than_the_memory_limit_are_merged_by_rows(tmp_path: Path) -> None:
-    config = {"r": 4, "lora_alpha": 6, "target_modules": ["big"]}
+    config = of(target_modules=["big"])
     torch.manual_seed(1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        base = nn.ModuleDict({"big": nn.Linear(512, 16384)}).to(torch.bfloat16)
-        adapted = peft.get_peft_model(base, peft.LoraConfig(**config), autocast_adapter_dtype=False)
-    for name, parameter in adapted.named_parameters():
-        if ".lora_" in name:
-            parameter.data = torch.randn_like(parameter)
-    write(adapted.state_dict(), tmp_path / "run" / "model.safetensors")
-    convert(
-        str(tmp_path / "run"), str(tmp_path / "out"), merge_adapter=True, adapter_config=config, max_memory="16MB",
-        workers=2, verify=True,
-    )  # fmt: skip
+    adapted = adapted_by(config, nn.ModuleDict({"big": nn.Linear(512, 16384)}).to(torch.bfloat16))
+    write_model(tmp_path / "run", adapted.state_dict())
+    options: dict[str, Any] = {"merge_adapter": True, "adapter_config": config, "max_memory": "16MB", "workers": 2}
+    convert(str(tmp_path / "run"), str(tmp_path / "out"), verify=True, **options)
     same_bits(bits_of(tmp_path / "out" / "model.safetensors"), expected(adapted, tmp_path))
 
 
 def test_the_error_for_dora_above_the_memory_limit_says_how_much_it_needs(tmp_path: Path) -> None:
-    config = {"r": 4, "lora_alpha": 6, "target_modules": ["embed"], "use_dora": True}
+    config = of(target_modules=["embed"], use_dora=True)
     trained(config, tmp_path / "run", dtype="bfloat16")
-    store = open_store(str(tmp_path / "run"))
-    catalog = safetensors.open_catalog(store)
-    options = ExportOptions(adapter_config=config, merge_adapter=True)
-    (embed,) = (t for t in plan_export(store, catalog, options=options).tensors if isinstance(t, ComputedTensor))
+    export, store, catalog = merged(tmp_path / "run", config)
+    (embed,) = (tensor for tensor in export.tensors if isinstance(tensor, ComputedTensor))
     work = prepare(Plan(catalog, (), (Placement.whole(embed, 0, 0),)), check=False, by_boxes=True)
     gatherer = Gatherer(SourceReader(store, work.origins), work.maps, None, max_bytes=4 << 10)
     with pytest.raises(UsageError, match=r"'embed.weight' \(DoRA of .* at once, .* Pass a larger --max-memory"):
@@ -395,16 +346,8 @@ def test_the_error_for_dora_above_the_memory_limit_says_how_much_it_needs(tmp_pa
 # --- adapters that cannot be merged
 
 
-def plain_targets(**shapes: tuple[int, ...]) -> dict[str, Target]:
-    made = {}
-    for key, shape in shapes.items():
-        name = key.replace("__", ".")
-        made[name] = Target(name, "float32", shape, (Part(Box.whole(shape), name, Box.whole(shape)),), "float32")
-    return made
-
-
 def refused(config: Mapping[str, Any], model_type: str | None = None, **shapes: tuple[int, ...]) -> None:
-    split = split_adapter(plain_targets(**shapes))
+    split = split_adapter(stored(**shapes))
     assert split is not None
     merge_adapter(split, {"r": 2, "lora_alpha": 1, **config}, model_type=model_type)
 
@@ -418,71 +361,67 @@ def test_adapters_that_peft_cannot_merge_are_refused_with_advice(flag: str) -> N
         refused({flag: [1]}, **LINEAR_Q)
 
 
-def test_grouped_and_degenerate_3d_convolutions_are_refused_as_in_peft(tmp_path: Path) -> None:
-    for module, message in (("grouped", "grouped convolution"), ("flat3", "flat kernel")):
-        config = {"r": 4, "lora_alpha": 6, "target_modules": [module]}
-        adapted = trained(config, tmp_path / module, dtype="float32")
-        with pytest.raises(UnsupportedFormatError, match=message):
-            merged(tmp_path / module, config)
-        with pytest.raises((NotImplementedError, RuntimeError)):
-            expected(adapted, tmp_path / module)
+@pytest.mark.parametrize("targets", [5, "experts.up", [5], {"a": 1}])
+def test_a_config_whose_target_parameters_are_not_a_list_is_refused(targets: object) -> None:
+    with pytest.raises(CorruptCheckpointError, match="target_parameters is"):
+        refused({"target_parameters": targets}, **LINEAR_Q)
 
 
-def test_a_lora_bias_for_a_layer_without_bias_is_refused_as_in_peft(tmp_path: Path) -> None:
-    config = {"r": 4, "lora_alpha": 6, "target_modules": ["plain"], "lora_bias": True}
+@pytest.mark.parametrize(
+    ("module", "settings", "said"),
+    [
+        ("grouped", {}, "grouped convolution"),
+        ("flat3", {}, "flat kernel"),
+        ("plain", {"lora_bias": True}, "a bias for 'plain', whose base layer has none"),
+    ],
+)
+def test_what_peft_cannot_merge_is_refused_too(
+    tmp_path: Path, module: str, settings: dict[str, Any], said: str
+) -> None:
+    config = of(target_modules=[module], **settings)
     adapted = trained(config, tmp_path, dtype="float32")
-    with pytest.raises(UnsupportedFormatError, match="a bias for 'plain', whose base layer has none"):
+    with pytest.raises(UnsupportedFormatError, match=said):
         merged(tmp_path, config)
-    with pytest.raises(RuntimeError, match="base layer has no bias"):
+    with pytest.raises((NotImplementedError, RuntimeError)):
         expected(adapted, tmp_path)
 
 
-def test_a_config_that_contradicts_the_tensors_is_refused() -> None:
-    with pytest.raises(CheckpointMismatchError, match="'q' has no DoRA magnitude"):
-        refused({"use_dora": True}, **LINEAR_Q)
-    with pytest.raises(CheckpointMismatchError, match=r"'q' has a DoRA magnitude, .* use_dora=False"):
-        refused({}, **LINEAR_Q, q__lora_magnitude_vector__default__weight=(6,))
-    tokens = {
-        "e__token_adapter__base_layer__weight": (9, 4),
-        "e__token_adapter__trainable_tokens_delta__default": (2, 4),
-    }
-    with pytest.raises(CheckpointMismatchError, match="do not list the rows of 'e'"):
-        refused({}, **LINEAR_Q, **tokens)
-    with pytest.raises(
-        CheckpointMismatchError,
-        match=r"select 3 rows of 'e' \[9, 4\], but the trained rows in the checkpoint are \[2, 4\]",
-    ):
-        refused({"trainable_token_indices": [1, 2, 3]}, **LINEAR_Q, **tokens)
+TOKENS = {
+    "e__token_adapter__base_layer__weight": (9, 4),
+    "e__token_adapter__trainable_tokens_delta__default": (2, 4),
+}
 
 
-def test_factors_that_do_not_fit_the_weight_are_refused() -> None:
-    with pytest.raises(CheckpointMismatchError, match=r"not match the weight \(W \[6, 5\], A \[2, 4\], B \[6, 2\]\)"):
-        refused({}, **{**LINEAR_Q, "q__base_layer__weight": (6, 5)})
+@pytest.mark.parametrize(
+    ("config", "more", "said"),
+    [
+        ({"use_dora": True}, {}, "'q' has no DoRA magnitude"),
+        ({}, {"q__lora_magnitude_vector__default__weight": (6,)}, r"'q' has a DoRA magnitude, .* use_dora=False"),
+        ({}, TOKENS, "do not list the rows of 'e'"),
+        ({"trainable_token_indices": [1, 2, 3]}, TOKENS,
+         r"select 3 rows of 'e' \[9, 4\], but the trained rows in the checkpoint are \[2, 4\]"),
+        ({}, {"q__base_layer__weight": (6, 5)}, r"not match the weight \(W \[6, 5\], A \[2, 4\], B \[6, 2\]\)"),
+    ],
+)  # fmt: skip
+def test_a_config_that_contradicts_the_tensors_is_refused(config: Any, more: Any, said: str) -> None:
+    with pytest.raises(CheckpointMismatchError, match=said):
+        refused(config, **{**LINEAR_Q, **more})
 
 
 def test_experts_are_merged_only_if_the_owner_of_each_factor_is_certain() -> None:
-    square = {
-        "experts__base_layer__up": (3, 4, 4),
-        "experts__lora_A__weight": (6, 4),
-        "experts__lora_B__weight": (4, 6),
-    }
-    config = {"target_parameters": ["experts.up"]}
-    with pytest.raises(
-        UnsupportedFormatError, match=r"their order\. The base model's config.json may decide it: pass --base"
-    ):
-        refused(config, **square)
-    refused(config, "qwen3_moe", **square)
-    refused(config, "gpt_oss", **square)
+    square = {"base_layer__up": (3, 4, 4), "lora_A__weight": (6, 4), "lora_B__weight": (4, 6)}
+    square = {f"experts__{name}": shape for name, shape in square.items()}
+    one, both = {"target_parameters": ["experts.up"]}, {"target_parameters": ["experts.up", "experts.gate"]}
+    with pytest.raises(UnsupportedFormatError, match=r"their order\. The base model's config.json may decide it: pass"):
+        refused(one, **square)
+    refused(one, "qwen3_moe", **square)
+    refused(one, "gpt_oss", **square)
     two = {
         "experts__base_layer__base_layer__up": (3, 6, 4), "experts__base_layer__base_layer__gate": (3, 6, 4),
         "experts__lora_A__weight": (6, 4), "experts__lora_B__weight": (6, 6),
         "experts__base_layer__lora_A__weight": (6, 4), "experts__base_layer__lora_B__weight": (6, 6),
     }  # fmt: skip
-    with pytest.raises(
-        UnsupportedFormatError, match=r"which factors belong to which parameter of experts\.up, experts\.gate"
-    ):
-        refused({"target_parameters": ["experts.up", "experts.gate"]}, "qwen3_moe", **two)
-    with pytest.raises(
-        CheckpointMismatchError, match="2 parameter adapters, but the adapter config targets 1 parameters"
-    ):
-        refused({"target_parameters": ["experts.up"]}, "qwen3_moe", **two)
+    with pytest.raises(UnsupportedFormatError, match=r"which factors belong to .* of experts\.up, experts\.gate"):
+        refused(both, "qwen3_moe", **two)
+    with pytest.raises(CheckpointMismatchError, match=r"2 parameter adapters, but the .* targets 1 parameters"):
+        refused(one, "qwen3_moe", **two)

@@ -13,6 +13,7 @@ from ckptkit.errors import CkptkitError, UsageError
 from ckptkit.offline.convert import convert
 from ckptkit.offline.export.checksums import SUMS_NAME
 from ckptkit.offline.verify import verify
+from tests.offline.folders import flip
 
 SOURCE = "hf_ref_llama_untied"
 
@@ -61,11 +62,11 @@ def test_each_flipped_bit_of_an_export_is_found_with_its_file_and_tensors(export
         for _ in range(4):
             # After the header, because a flip in the header gives more messages.
             at = rng.randrange(8 + int.from_bytes(good[:8], "little") if tensors else 0, len(good))
-            path.write_bytes(good[:at] + bytes([good[at] ^ 1 << rng.randrange(8)]) + good[at + 1 :])
+            flip(path, at, bit=rng.randrange(8))
             (message,) = _found(export, path.name)
             assert path.name in message
             assert not tensors or "It contains " in message
-        path.write_bytes(good)
+            path.write_bytes(good)
     assert verify(str(export)).ok
 
 

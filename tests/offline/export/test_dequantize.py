@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from ckptkit import convert
 from ckptkit.errors import CheckpointMismatchError, UnsupportedFormatError
+from tests.offline.exports import Result, assert_same, converted, write_model
 
-BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
+BLOCKS: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -26,14 +27,17 @@ def codes(*shape: int, dtype: torch.dtype = E4M3) -> torch.Tensor:
     return (torch.arange(numel) % 256).to(torch.uint8).reshape(shape).view(dtype)
 
 
-def export(path: Path, tensors: Mapping[str, torch.Tensor], settings: Mapping[str, Any] | None = BLOCKS) -> str:
-    path.mkdir()
-    save_file(dict(tensors), path / "model.safetensors")
-    config: dict[str, Any] = {"model_type": "llama"}
-    if settings is not None:
-        config["quantization_config"] = dict(settings)
-    (path / "config.json").write_text(json.dumps(config))
-    return str(path)
+def export(path: Path, tensors: Mapping[str, torch.Tensor], settings: Mapping[str, Any] = BLOCKS) -> str:
+    return write_model(path, tensors, {"model_type": "llama", "quantization_config": settings})
+
+
+def dequantized(
+    path: Path, tensors: Mapping[str, torch.Tensor], settings: Mapping[str, Any] = BLOCKS, **options: Any
+) -> Result:
+    """Write an export to <path>/src and convert it to <path>/out."""
+    found = converted(export(path / "src", tensors, settings), path / "out", **{"dtype": "bf16", **options})
+    assert "quantization_config" not in found.config
+    return found
 
 
 def same(found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -61,18 +65,13 @@ SCALES = {
 @pytest.mark.parametrize("code", [E4M3, E5M2])
 def test_fp8_blocks_have_the_values_of_transformers(tmp_path: Path, kind: str, code: torch.dtype, dtype: str) -> None:
     torch.manual_seed(0)
-    weight, scale = codes(256, 384, dtype=code), SCALES[kind](2, 3)
-    norm = torch.rand(8).bfloat16()
-    src = export(tmp_path / "src", {"a.weight": weight, "a.weight_scale_inv": scale, "norm.weight": norm})
-    report = convert(src, str(tmp_path / "out"), dtype=dtype, verify=True)
-    assert "1 FP8 weights dequantized to " + dtype in report.notes
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    wanted = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
-    assert found.keys() == {"a.weight", "norm.weight"}
-    same(found["a.weight"], by_transformers(weight, scale, wanted))
-    same(found["norm.weight"], norm.to(wanted))
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert "quantization_config" not in config
+    weight, scale, norm = codes(256, 384, dtype=code), SCALES[kind](2, 3), torch.rand(8).bfloat16()
+    tensors = {"a.weight": weight, "a.weight_scale_inv": scale, "norm.weight": norm}
+    found = dequantized(tmp_path, tensors, dtype=dtype, verify=True)
+    assert "1 FP8 weights dequantized to " + dtype in found.report.notes
+    assert found.tensors.keys() == {"a.weight", "norm.weight"}
+    same(found.tensors["a.weight"], by_transformers(weight, scale, DTYPES[dtype]))
+    same(found.tensors["norm.weight"], norm.to(DTYPES[dtype]))
 
 
 @pytest.mark.parametrize("shape", [(300, 200), (128, 1), (1, 129), (129, 128), (5, 300, 130)])
@@ -80,10 +79,9 @@ def test_edge_blocks_have_the_block_size_of_the_config(tmp_path: Path, shape: tu
     torch.manual_seed(0)
     grid = (*shape[:-2], -(-shape[-2] // 128), -(-shape[-1] // 128))
     weight, scale = codes(*shape), torch.rand(grid)
-    src = export(tmp_path / "src", {"w.weight": weight, "w.weight_scale_inv": scale})
-    convert(src, str(tmp_path / "out"), dtype="bf16")
+    found = dequantized(tmp_path, {"w.weight": weight, "w.weight_scale_inv": scale})
     wide = scale.repeat_interleave(128, -2).repeat_interleave(128, -1)[..., : shape[-2], : shape[-1]]
-    same(load_file(tmp_path / "out" / "model.safetensors")["w.weight"], (weight.float() * wide).bfloat16())
+    same(found.tensors["w.weight"], (weight.float() * wide).bfloat16())
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), (40,), (40, 1)])
@@ -91,82 +89,39 @@ def test_a_scale_may_belong_to_the_tensor_or_to_a_row(tmp_path: Path, shape: tup
     torch.manual_seed(0)
     weight, scale = codes(40, 64), torch.rand(shape).bfloat16()
     tensors = {"a.weight": weight, "a.weight_scale": scale, "a.input_scale": torch.ones(1)}
-    src = export(tmp_path / "src", tensors, {"quant_method": "compressed-tensors"})
-    convert(src, str(tmp_path / "out"), dtype="bf16")
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert found.keys() == {"a.weight"}
+    found = dequantized(tmp_path, tensors, {"quant_method": "compressed-tensors"})
+    assert found.tensors.keys() == {"a.weight"}
     factor = scale.reshape(-1, 1) if scale.numel() > 1 else scale.reshape(())
-    same(found["a.weight"], (weight.float() * factor.float()).bfloat16())
+    same(found.tensors["a.weight"], (weight.float() * factor.float()).bfloat16())
 
 
 def test_the_bits_do_not_depend_on_memory_or_workers(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    tensors = {"a.weight": codes(4096, 1024), "a.weight_scale_inv": torch.rand(32, 8)}
-    src = export(tmp_path / "src", tensors)
-    convert(src, str(tmp_path / "one"), dtype="bf16", workers=1)
-    convert(src, str(tmp_path / "two"), dtype="bf16", workers=4, max_memory="16MB")
-    one, two = (load_file(tmp_path / name / "model.safetensors")["a.weight"] for name in ("one", "two"))
-    assert torch.equal(one.view(torch.int16), two.view(torch.int16))
+    src = export(tmp_path / "src", {"a.weight": codes(4096, 1024), "a.weight_scale_inv": torch.rand(32, 8)})
+    one = converted(src, tmp_path / "one", dtype="bf16", workers=1)
+    two = converted(src, tmp_path / "two", dtype="bf16", workers=4, max_memory="16MB")
+    assert_same(one.tensors, two.tensors)
 
 
 @pytest.mark.parametrize("to", ["dcp", "torch"])
 def test_checkpoints_of_other_formats_are_dequantized(tmp_path: Path, to: Any) -> None:
     tensors = {"a.weight": codes(128, 128), "a.weight_scale_inv": torch.full((1, 1), 0.5)}
-    src = export(tmp_path / "src", tensors)
-    convert(src, str(tmp_path / "out"), to=to, dtype="bf16")
-    convert(str(tmp_path / "out"), str(tmp_path / "back"))
-    found = load_file(tmp_path / "back" / "model.safetensors")
-    same(found["a.weight"], (tensors["a.weight"].float() * 0.5).bfloat16())
+    converted(export(tmp_path / "src", tensors), tmp_path / "out", dtype="bf16", to=to)
+    back = converted(tmp_path / "out", tmp_path / "back")
+    same(back.tensors["a.weight"], (tensors["a.weight"].float() * 0.5).bfloat16())
 
 
 def test_without_dtype_weights_and_scales_are_copied(tmp_path: Path) -> None:
     tensors = {"a.weight": codes(128, 128), "a.weight_scale_inv": torch.rand(1, 1)}
-    src = export(tmp_path / "src", tensors)
-    convert(src, str(tmp_path / "out"))
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert found["a.weight"].dtype == E4M3
-    assert torch.equal(found["a.weight_scale_inv"], tensors["a.weight_scale_inv"])
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"] == BLOCKS
-
-
-@pytest.mark.parametrize(
-    ("tensors", "error", "said"),
-    [
-        ({"a.weight": codes(128, 128)}, CheckpointMismatchError, "the scales of 1 FP8 tensors are missing: a.weight"),
-        (
-            {"a.weight": codes(128, 128), "a.weight_scale_inv": torch.rand(3, 5)},
-            CheckpointMismatchError,
-            r"'a.weight' \[128, 128\] has a scale \[3, 5\]",
-        ),
-        (
-            {"a.qweight": torch.ones(4, 4).int()},
-            UnsupportedFormatError,
-            "cannot dequantize 1 packed tensors.*a.qweight",
-        ),
-        ({"a.gate_up_proj_blocks": torch.ones(4).byte()}, UnsupportedFormatError, "cannot dequantize 1 packed"),
-        (
-            {"a.down_proj_blocks": torch.ones(2, 4, 3, 16).byte(), "a.down_proj_scales": torch.ones(2, 4, 2).byte()},
-            CheckpointMismatchError,
-            r"'a.down_proj_blocks' is uint8 \[2, 4, 3, 16\], and its scales uint8 \[2, 4, 2\]",
-        ),
-    ],
-)
-def test_weights_that_cannot_be_dequantized_are_refused(
-    tmp_path: Path, tensors: dict[str, torch.Tensor], error: type[Exception], said: str
-) -> None:
-    src = export(tmp_path / "src", tensors)
-    with pytest.raises(error, match=said):
-        convert(src, str(tmp_path / "out"), dtype="bf16")
-    assert not (tmp_path / "out").exists()
-    convert(src, str(tmp_path / "out"))
+    found = converted(export(tmp_path / "src", tensors), tmp_path / "out")
+    assert_same(found.tensors, tensors)
+    assert found.config["quantization_config"] == BLOCKS
 
 
 def test_a_parameter_called_scale_is_not_a_quantization_scale(tmp_path: Path) -> None:
     tensors = {"logit_scale": torch.rand(()), "a.weight": torch.rand(2, 2)}
-    src = export(tmp_path / "src", tensors, None)
-    convert(src, str(tmp_path / "out"), dtype="bf16")
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert torch.equal(found["logit_scale"], tensors["logit_scale"].bfloat16())
+    found = converted(write_model(tmp_path / "src", tensors, {"model_type": "llama"}), tmp_path / "out", dtype="bf16")
+    assert_same(found.tensors, {name: tensor.bfloat16() for name, tensor in tensors.items()})
 
 
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
@@ -182,19 +137,14 @@ def mxfp4(name: str, experts: int = 3) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "fp64"])
 def test_mxfp4_has_the_values_of_transformers(tmp_path: Path, dtype: str) -> None:
     reference = pytest.importorskip("transformers.integrations.mxfp4")
-    tensors = mxfp4("experts.down_proj")
-    tensors["experts.down_proj_bias"] = torch.rand(3, 256).bfloat16()
-    src = export(tmp_path / "src", tensors, MXFP4)
-    report = convert(src, str(tmp_path / "out"), dtype=dtype, verify=True, max_memory="16MB")
-    assert "1 MXFP4 weights dequantized to " + dtype in report.notes
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert found.keys() == {"experts.down_proj", "experts.down_proj_bias"}
-    wanted = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}[dtype]
-    made = found["experts.down_proj"]
-    expected = reference.convert_moe_packed_tensors(*list(tensors.values())[:2], dtype=wanted)
-    assert made.dtype == wanted
-    assert torch.equal(made.view(torch.uint8), expected.view(torch.uint8))
-    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    tensors = {**mxfp4("experts.down_proj"), "experts.down_proj_bias": torch.rand(3, 256).bfloat16()}
+    found = dequantized(tmp_path, tensors, MXFP4, dtype=dtype, verify=True, max_memory="16MB")
+    assert "1 MXFP4 weights dequantized to " + dtype in found.report.notes
+    wanted = {
+        "experts.down_proj": reference.convert_moe_packed_tensors(*list(tensors.values())[:2], dtype=DTYPES[dtype]),
+        "experts.down_proj_bias": tensors["experts.down_proj_bias"].to(DTYPES[dtype]),
+    }
+    assert_same(found.tensors, wanted)
 
 
 @pytest.mark.parametrize(
@@ -219,15 +169,11 @@ def test_transformers_loads_dequantized_experts_with_its_own_values(tmp_path: Pa
         experts, inner, out = tensors.pop(name).shape
         tensors[f"{name}_blocks"] = torch.randint(0, 256, (experts, out, inner // 32, 16), dtype=torch.uint8)
         tensors[f"{name}_scales"] = torch.randint(118, 124, (experts, out, inner // 32), dtype=torch.uint8)
-    src = export(tmp_path / "src", tensors, None)
-    (tmp_path / "src" / "config.json").write_text(json.dumps({**config.to_dict(), "quantization_config": MXFP4}))
+    src = write_model(tmp_path / "src", tensors, {**config.to_dict(), "quantization_config": MXFP4})
     convert(src, str(tmp_path / "out"), dtype="bf16")
-    wanted = transformers.AutoModelForCausalLM.from_pretrained(
-        src, dtype=torch.bfloat16, quantization_config=transformers.Mxfp4Config(dequantize=True)
-    ).state_dict()
-    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16).state_dict()
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    load = partial(transformers.AutoModelForCausalLM.from_pretrained, dtype=torch.bfloat16)
+    wanted = load(src, quantization_config=transformers.Mxfp4Config(dequantize=True)).state_dict()
+    assert_same(load(tmp_path / "out").state_dict(), wanted)
 
 
 def packed(numbers: torch.Tensor, bits: int) -> torch.Tensor:
@@ -268,21 +214,18 @@ def test_packed_integers_have_the_values_of_compressed_tensors(
     elif not symmetric:
         tensors["a.weight_zero_point"] = packed(zero.T, bits).T.contiguous()
     settings = by_groups(num_bits=bits, type="int", symmetric=symmetric, strategy=strategy, group_size=32)
-    src = export(tmp_path / "src", tensors, settings)
-    report = convert(src, str(tmp_path / "out"), dtype="fp32", verify=True)
-    assert f"1 INT{bits} weights dequantized to fp32" in report.notes
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert found.keys() == {"a.weight", "a.bias"}
+    found = dequantized(tmp_path, tensors, settings, dtype="fp32", verify=True)
+    assert f"1 INT{bits} weights dequantized to fp32" in found.report.notes
     wide = [t.repeat_interleave(columns // grid[-1], 1) if t.ndim > 1 else t for t in (scale, zero)]
     expected = (q.to(kind) - wide[1].to(kind) if not symmetric else q.to(kind)) * wide[0]
-    assert torch.equal(found["a.weight"], expected.float())
+    assert_same(found.tensors, {"a.weight": expected.float(), "a.bias": tensors["a.bias"]})
 
 
 def test_int8_weights_have_the_values_of_compressed_tensors(tmp_path: Path) -> None:
     q, scale = torch.arange(-128, 128, dtype=torch.int8).reshape(4, 64), (torch.rand(4, 1) * 0.01).bfloat16()
-    src = export(tmp_path / "src", {"a.weight": q, "a.weight_scale": scale}, by_groups(num_bits=8, strategy="channel"))
-    convert(src, str(tmp_path / "out"), dtype="bf16", verify=True)
-    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["a.weight"], q.bfloat16() * scale)
+    settings = by_groups(num_bits=8, strategy="channel")
+    found = dequantized(tmp_path, {"a.weight": q, "a.weight_scale": scale}, settings, verify=True)
+    assert_same(found.tensors, {"a.weight": q.bfloat16() * scale})
 
 
 def nvfp4() -> dict[str, torch.Tensor]:
@@ -309,24 +252,22 @@ def fp4_values(pairs: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 def test_nvfp4_has_the_values_of_compressed_tensors(tmp_path: Path, dtype: str) -> None:
     tensors = nvfp4()
-    src = export(tmp_path / "src", tensors, by_groups(**FP4_WEIGHTS))
-    report = convert(src, str(tmp_path / "out"), dtype=dtype, verify=True)
-    assert f"1 NVFP4 weights dequantized to {dtype}" in report.notes
-    found = load_file(tmp_path / "out" / "model.safetensors")
+    found = dequantized(tmp_path, tensors, by_groups(**FP4_WEIGHTS), dtype=dtype, verify=True)
+    assert f"1 NVFP4 weights dequantized to {dtype}" in found.report.notes
     scale = tensors["a.weight_scale"].float() / tensors["a.weight_global_scale"]
     expected = fp4_values(tensors["a.weight_packed"]).float() * scale.repeat_interleave(16, 1)
-    same(found["a.weight"], expected.bfloat16().to(found["a.weight"].dtype))
+    same(found.tensors["a.weight"], expected.bfloat16().to(DTYPES[dtype]))
 
 
 def test_mxfp4_of_compressed_tensors_has_its_values(tmp_path: Path) -> None:
     exponents = (torch.arange(32 * 16) % 256).to(torch.uint8).reshape(32, 16)
     tensors = {"a.weight_packed": nvfp4()["a.weight_packed"], "a.weight_scale": exponents}
-    src = export(tmp_path / "src", tensors, by_groups(**{**FP4_WEIGHTS, "strategy": "group", "group_size": 32}))
-    report = convert(src, str(tmp_path / "out"), dtype="bf16", verify=True)
-    assert "1 MXFP4 weights dequantized to bf16" in report.notes
+    settings = by_groups(**{**FP4_WEIGHTS, "strategy": "group", "group_size": 32})
+    found = dequantized(tmp_path, tensors, settings, verify=True)
+    assert "1 MXFP4 weights dequantized to bf16" in found.report.notes
     scale = torch.pow(2.0, exponents.float() - 127).repeat_interleave(32, 1)
     expected = fp4_values(tensors["a.weight_packed"]).float() * scale
-    same(load_file(tmp_path / "out" / "model.safetensors")["a.weight"], expected.bfloat16())
+    same(found.tensors["a.weight"], expected.bfloat16())
 
 
 def without(tensors: dict[str, torch.Tensor], name: str) -> dict[str, torch.Tensor]:
@@ -341,54 +282,62 @@ INT4 = {
 OF_INT4: dict[str, Any] = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
 
 
+MISMATCH, UNKNOWN, OTHER = CheckpointMismatchError, UnsupportedFormatError, {"quant_method": "other"}
+
+
 @pytest.mark.parametrize(
-    ("tensors", "weights", "error", "said"),
+    ("tensors", "settings", "error", "said"),
     [
-        (without(INT4, "a.weight_scale"), OF_INT4, CheckpointMismatchError, "its scale a.weight_scale is missing"),
-        ({**INT4, "a.weight_scale": torch.ones(8, 3)}, OF_INT4, CheckpointMismatchError, r"scale \[8, 3\] do not fit"),
-        (INT4, {**OF_INT4, "symmetric": False}, CheckpointMismatchError, "zero points a.weight_zero_point are missing"),
-        ({**INT4, "a.weight_g_idx": torch.ones(64)}, OF_INT4, UnsupportedFormatError, "reordered by group"),
-        (INT4, {**OF_INT4, "num_bits": 3}, UnsupportedFormatError, "stores 3-bit integers as int32"),
-        (INT4, {**OF_INT4, "strategy": "block"}, UnsupportedFormatError, "its strategy is 'block'"),
-        ({**INT4, "a.weight_shape": torch.tensor([8, 63])}, OF_INT4, UnsupportedFormatError, r"the shape \[8, 63\]"),
-        (without(nvfp4(), "a.weight_global_scale"), FP4_WEIGHTS, CheckpointMismatchError, "a.weight_global_scale for"),
-        ({**nvfp4(), "a.weight_scale": codes(32, 16)}, FP4_WEIGHTS, CheckpointMismatchError, r"expected \[32, 32\]"),
-        (nvfp4(), {**FP4_WEIGHTS, "group_size": 32}, UnsupportedFormatError, "float8_e4m3fn scale for each"),
-        ({"a.weight": INT4["a.weight_packed"].char(), "a.weight_scale": torch.ones(8, 2)}, None, UnsupportedFormatError,
+        ({"a.weight": codes(8, 8)}, BLOCKS, MISMATCH, "the scales of 1 FP8 tensors are missing: a.weight"),
+        ({"a.weight": codes(128, 128), "a.weight_scale_inv": torch.rand(3, 5)}, BLOCKS, MISMATCH,
+         r"'a.weight' \[128, 128\] has a scale \[3, 5\]"),
+        ({"a.qweight": torch.ones(4, 4).int()}, BLOCKS, UNKNOWN, "cannot dequantize 1 packed tensors.*a.qweight"),
+        ({"a.gate_up_proj_blocks": torch.ones(4).byte()}, BLOCKS, UNKNOWN, "cannot dequantize 1 packed"),
+        ({"a.down_proj_blocks": torch.ones(2, 4, 3, 16).byte(), "a.down_proj_scales": torch.ones(2, 4, 2).byte()},
+         BLOCKS, MISMATCH, r"'a.down_proj_blocks' is uint8 \[2, 4, 3, 16\], and its scales uint8 \[2, 4, 2\]"),
+        (without(INT4, "a.weight_scale"), by_groups(**OF_INT4), MISMATCH, "its scale a.weight_scale is missing"),
+        ({**INT4, "a.weight_scale": torch.ones(8, 3)}, by_groups(**OF_INT4), MISMATCH, r"scale \[8, 3\] do not fit"),
+        (INT4, by_groups(**{**OF_INT4, "symmetric": False}), MISMATCH, "zero points a.weight_zero_point are missing"),
+        ({**INT4, "a.weight_g_idx": torch.ones(64)}, by_groups(**OF_INT4), UNKNOWN, "reordered by group"),
+        (INT4, by_groups(**{**OF_INT4, "num_bits": 3}), UNKNOWN, "stores 3-bit integers as int32"),
+        (INT4, by_groups(**{**OF_INT4, "strategy": "block"}), UNKNOWN, "its strategy is 'block'"),
+        ({**INT4, "a.weight_shape": torch.tensor([8, 63])}, by_groups(**OF_INT4), UNKNOWN, r"the shape \[8, 63\]"),
+        (without(nvfp4(), "a.weight_global_scale"), by_groups(**FP4_WEIGHTS), MISMATCH, "a.weight_global_scale for"),
+        ({**nvfp4(), "a.weight_scale": codes(32, 16)}, by_groups(**FP4_WEIGHTS), MISMATCH, r"expected \[32, 32\]"),
+        (nvfp4(), by_groups(**{**FP4_WEIGHTS, "group_size": 32}), UNKNOWN, "float8_e4m3fn scale for each"),
+        ({"a.weight": INT4["a.weight_packed"].char(), "a.weight_scale": torch.ones(8, 2)}, OTHER, UNKNOWN,
          "cannot dequantize 1 packed tensors.*a.weight"),
     ],
 )  # fmt: skip
-def test_weights_packed_in_other_ways_are_refused_by_name(
-    tmp_path: Path, tensors: dict[str, torch.Tensor], weights: Any, error: type[Exception], said: str
+def test_weights_that_cannot_be_dequantized_are_refused_by_name_and_can_be_copied(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], settings: Any, error: type[Exception], said: str
 ) -> None:
-    src = export(tmp_path / "src", tensors, by_groups(**weights) if weights else {"quant_method": "other"})
+    src = export(tmp_path / "src", tensors, settings)
     with pytest.raises(error, match=said):
         convert(src, str(tmp_path / "out"), dtype="bf16")
     assert not (tmp_path / "out").exists()
+    assert_same(converted(src, tmp_path / "out").tensors, tensors)
 
 
 def test_a_quantization_group_that_names_a_module_is_preferred(tmp_path: Path) -> None:
     settings = by_groups(num_bits=8, type="int", symmetric=True, strategy="channel")
     settings["config_groups"]["h"] = {"targets": ["re:.*mlp$"], "weights": OF_INT4}
     tensors = {**{f"x.mlp.{key[2:]}": tensor for key, tensor in INT4.items()}, "b.weight": torch.ones(2, 4).char()}
-    src = export(tmp_path / "src", {**tensors, "b.weight_scale": torch.ones(2, 1)}, settings)
-    assert "2 INT4 and INT8 weights dequantized to bf16" in convert(src, str(tmp_path / "out"), dtype="bf16").notes
+    found = dequantized(tmp_path, {**tensors, "b.weight_scale": torch.ones(2, 1)}, settings)
+    assert "2 INT4 and INT8 weights dequantized to bf16" in found.report.notes
 
 
-@pytest.mark.parametrize("kind", ["fp8", "mxfp4", "int4", "nvfp4"])
+QUANTIZED: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]] = {
+    "fp8": ({"a.weight": codes(256, 256), "a.weight_scale_inv": torch.ones(2, 2)}, BLOCKS),
+    "mxfp4": (mxfp4("experts.down_proj"), MXFP4),
+    "int4": (INT4, by_groups(**OF_INT4)),
+    "nvfp4": (nvfp4(), by_groups(**FP4_WEIGHTS)),
+}
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
 def test_dequantizing_does_not_import_torch(tmp_path: Path, kind: str) -> None:
-    tensors: dict[str, torch.Tensor]
-    if kind == "fp8":
-        tensors, settings = {"a.weight": codes(256, 256), "a.weight_scale_inv": torch.rand(2, 2)}, BLOCKS
-    elif kind == "mxfp4":
-        tensors, settings = mxfp4("experts.down_proj"), MXFP4
-    elif kind == "int4":
-        numbers = torch.ones(4, 32, dtype=torch.int64)
-        tensors = {"a.weight_packed": packed(numbers, 4), "a.weight_scale": torch.ones(4, 1)}
-        settings = by_groups(num_bits=4, type="int", strategy="channel", symmetric=True)
-    else:
-        tensors, settings = nvfp4(), by_groups(**FP4_WEIGHTS)
-    src = export(tmp_path / "src", tensors, settings)
+    src = export(tmp_path / "src", *QUANTIZED[kind])
     code = (
         "import shutil, sys; from ckptkit import convert, merge;"
         "convert(sys.argv[1], sys.argv[2] + '/a', dtype='bf16', verify=True);"

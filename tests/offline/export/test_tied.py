@@ -2,134 +2,110 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from ckptkit.catalog.box import Box
 from ckptkit.catalog.entry import Digest, SliceArray, TensorEntry, TensorSlice
 from ckptkit.errors import CheckpointMismatchError
-from ckptkit.formats.hf import safetensors
-from ckptkit.offline.export.base import WantedTensor
-from ckptkit.offline.export.hf import ExportOptions, HFExport, plan_export
+from ckptkit.offline.export.base import BaseModel, WantedTensor
 from ckptkit.offline.export.tied import same_values, tied_pairs
 from ckptkit.storage.open import open_store
-from tests.offline.exports import small_files
+from tests.offline.exports import Planned, planned, write_model
 
-EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBED, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+TIED = {"tie_word_embeddings": True}
 
 
-def export(path: Path, config: dict[str, Any] | None, *, head: float | None = 0.0, **options: Any) -> HFExport:
+def export(path: Path, config: dict[str, Any] | None, *, head: float | None = 0.0, **options: Any) -> Planned:
     """Export a checkpoint whose head differs from its embedding by `head`; None for no head."""
-    path.mkdir(exist_ok=True)
     embed = np.arange(12, dtype=np.float32).reshape(4, 3)
-    tensors = {EMBED: embed, "model.norm.weight": np.ones(3, np.float32)}
+    tensors = {EMBED: embed, NORM: np.ones(3, np.float32)}
     if head is not None:
         tensors[HEAD] = embed.copy()
         tensors[HEAD][3, 2] += head
-    save_file(tensors, path / "model.safetensors")
-    if config is not None:
-        (path / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
-    store = open_store(str(path))
-    return plan_export(store, safetensors.open_catalog(store), options=ExportOptions(**options))
-
-
-def names(found: HFExport) -> set[str]:
-    return {tensor.name for tensor in found.tensors}
-
-
-def config_of(found: HFExport) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads(small_files(found)["config.json"])
-    return config
+    return planned(write_model(path, tensors, config and {"model_type": "llama", **config}), **options)
 
 
 def test_an_equal_head_of_a_tied_config_is_written_once(tmp_path: Path) -> None:
-    found = export(tmp_path, {"tie_word_embeddings": True})
-    assert names(found) == {EMBED, "model.norm.weight"}
-    assert found.leftovers == ((HEAD, f"tied: the same bytes as {EMBED!r}"),)
-    assert config_of(found)["tie_word_embeddings"] is True
+    found = export(tmp_path, TIED)
+    assert found.names == {EMBED, NORM}
+    assert found.export.leftovers == ((HEAD, f"tied: the same bytes as {EMBED!r}"),)
+    assert found.json()["tie_word_embeddings"] is True
 
 
 def test_a_head_that_differs_in_one_element_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointMismatchError, match=r"'lm_head\.weight' differs.*--untie"):
-        export(tmp_path, {"tie_word_embeddings": True}, head=1.0)
+        export(tmp_path, TIED, head=1.0)
 
 
-def test_untie_keeps_both_and_corrects_the_config(tmp_path: Path) -> None:
-    found = export(tmp_path, {"tie_word_embeddings": True}, head=1.0, untie=True)
-    assert names(found) == {EMBED, HEAD, "model.norm.weight"}
-    assert config_of(found)["tie_word_embeddings"] is False
+def test_untie_keeps_both_and_corrects_the_config_of_the_text_model_too(tmp_path: Path) -> None:
+    found = export(tmp_path, {"text_config": {**TIED, "hidden_size": 3}}, head=1.0, untie=True)
+    assert found.names == {EMBED, HEAD, NORM}
+    assert found.json()["tie_word_embeddings"] is False
+    assert found.json()["text_config"] == {"tie_word_embeddings": False, "hidden_size": 3}
 
 
-def test_untie_reaches_the_config_of_the_text_model(tmp_path: Path) -> None:
-    tied = {"text_config": {"tie_word_embeddings": True, "hidden_size": 3}}
-    config = config_of(export(tmp_path, tied, head=1.0, untie=True))
-    assert config["tie_word_embeddings"] is False
-    assert config["text_config"] == {"tie_word_embeddings": False, "hidden_size": 3}
+@pytest.mark.parametrize("config", [{"tie_word_embeddings": False}, {"vocab_size": 4}, None])
+def test_an_equal_head_stays_unless_the_config_ties_it(tmp_path: Path, config: dict[str, Any] | None) -> None:
+    assert export(tmp_path, config).names == {EMBED, HEAD, NORM}
 
 
-def test_an_equal_head_of_an_untied_config_stays(tmp_path: Path) -> None:
-    found = export(tmp_path, {"tie_word_embeddings": False})
-    assert HEAD in names(found)
-    assert found.notes == ()
+def test_an_untied_config_needs_no_note(tmp_path: Path) -> None:
+    assert export(tmp_path, {"tie_word_embeddings": False}).export.notes == ()
 
 
 def test_a_missing_head_under_a_tied_config_is_fine(tmp_path: Path) -> None:
-    assert names(export(tmp_path, {"tie_word_embeddings": True}, head=None)) == {EMBED, "model.norm.weight"}
-
-
-def test_without_a_tie_setting_head_and_embedding_are_both_kept(tmp_path: Path) -> None:
-    assert HEAD in names(export(tmp_path, {}))
+    assert export(tmp_path, TIED, head=None).names == {EMBED, NORM}
 
 
 def test_without_a_tie_setting_a_different_head_sets_the_config(tmp_path: Path) -> None:
-    found = export(tmp_path, {}, head=1.0)
-    assert HEAD in names(found)
-    assert config_of(found)["tie_word_embeddings"] is False
-
-
-def test_without_a_config_nothing_is_left_out(tmp_path: Path) -> None:
-    assert HEAD in names(export(tmp_path, None))
+    found = export(tmp_path, {"vocab_size": 4}, head=1.0)
+    assert HEAD in found.names
+    assert found.json()["tie_word_embeddings"] is False
 
 
 def test_heads_of_another_dtype_are_not_equal(tmp_path: Path) -> None:
     embed = np.zeros((4, 3), np.float32)
-    save_file({EMBED: embed, HEAD: embed.astype(np.float16)}, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text('{"tie_word_embeddings": true}')
-    store = open_store(str(tmp_path))
+    write_model(tmp_path, {EMBED: embed, HEAD: embed.astype(np.float16)}, TIED)
     with pytest.raises(CheckpointMismatchError, match="differs"):
-        plan_export(store, safetensors.open_catalog(store))
+        planned(tmp_path)
 
 
-def test_a_head_is_paired_with_the_embedding_of_its_own_tower() -> None:
-    shapes = {
-        "model.language_model.embed_tokens.weight": (8, 4),
-        "talker.model.embed_tokens.weight": (8, 4),
-        "talker.lm_head.weight": (8, 4),
-    }
-    assert tied_pairs(shapes) == [("talker.lm_head.weight", "talker.model.embed_tokens.weight")]
+def test_an_embedding_stored_only_as_the_head_is_exported_under_its_own_name(tmp_path: Path) -> None:
+    write_model(tmp_path, {HEAD: np.ones((4, 3), np.float32)})
+    base = BaseModel("base", TIED, {}, {EMBED: WantedTensor("float32", (4, 3))})
+    assert planned(tmp_path, base).names == {EMBED}
+
+
+@pytest.mark.parametrize(
+    ("names", "pairs"),
+    [
+        (  # the embedding of its own tower
+            ("model.language_model.embed_tokens.weight", "talker.model.embed_tokens.weight", "talker.lm_head.weight"),
+            {("talker.lm_head.weight", "talker.model.embed_tokens.weight")},
+        ),
+        (  # an encoder and a decoder share
+            ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"),
+            {(f"{half}.embed_tokens.weight", "shared.weight") for half in ("encoder", "decoder")},
+        ),
+        (
+            (*(f"model.{half}.embed_tokens.weight" for half in ("encoder", "decoder")), "lm_head.out_proj.weight"),
+            {("lm_head.out_proj.weight", "model.decoder.embed_tokens.weight")},
+        ),
+    ],
+)
+def test_heads_are_paired_with_the_embedding_that_transformers_ties(
+    names: tuple[str, ...], pairs: set[tuple[str, str]]
+) -> None:
+    assert set(tied_pairs(dict.fromkeys(names, (8, 4)))) == pairs
 
 
 def test_embeddings_of_another_shape_are_not_paired() -> None:
     assert tied_pairs({HEAD: (9, 4), EMBED: (8, 4)}) == []
-
-
-def test_the_embedding_of_an_encoder_decoder_is_shared() -> None:
-    shapes = dict.fromkeys(("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"), (8, 4))
-    assert set(tied_pairs(shapes)) == {
-        ("encoder.embed_tokens.weight", "shared.weight"),
-        ("decoder.embed_tokens.weight", "shared.weight"),
-    }
-
-
-def test_a_head_is_paired_with_the_embedding_of_the_decoder() -> None:
-    halves = ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight")
-    shapes = dict.fromkeys((*halves, "lm_head.out_proj.weight"), (8, 4))
-    assert tied_pairs(shapes) == [("lm_head.out_proj.weight", halves[1])]
 
 
 @pytest.mark.parametrize(
@@ -189,22 +165,8 @@ def test_tensors_sharded_differently_are_compared_element_by_element(tmp_path: P
     (tmp_path / "left").write_bytes(np.ascontiguousarray(other[:, :200]).tobytes())
     (tmp_path / "right").write_bytes(np.asfortranarray(other[:, 200:]).tobytes(order="F"))  # stored transposed
     first = entry("a", [TensorSlice(Box((0, 0), (5000, 600)), "rows", 0, values.nbytes)], (5000, 600))
-    second = entry(
-        "b",
-        [
-            TensorSlice(Box((0, 0), (5000, 200)), "left", 0, 5000 * 200 * 4),
-            TensorSlice(Box((0, 200), (5000, 400)), "right", 0, 5000 * 400 * 4, strides=(1, 5000)),
-        ],
-        (5000, 600),
-    )
-    assert same_values(open_store(str(tmp_path)), first, second) is not changed
-
-
-def test_an_embedding_stored_only_as_the_head_is_exported_under_its_own_name(tmp_path: Path) -> None:
-    from ckptkit.offline.export.base import BaseModel
-
-    save_file({HEAD: np.ones((4, 3), np.float32)}, tmp_path / "model.safetensors")
-    store = open_store(str(tmp_path))
-    base = BaseModel("base", {"tie_word_embeddings": True}, {}, {EMBED: WantedTensor("float32", (4, 3))})
-    found = plan_export(store, safetensors.open_catalog(store), base=base)
-    assert names(found) == {EMBED}
+    halves = [
+        TensorSlice(Box((0, 0), (5000, 200)), "left", 0, 5000 * 200 * 4),
+        TensorSlice(Box((0, 200), (5000, 400)), "right", 0, 5000 * 400 * 4, strides=(1, 5000)),
+    ]
+    assert same_values(open_store(str(tmp_path)), first, entry("b", halves, (5000, 600))) is not changed

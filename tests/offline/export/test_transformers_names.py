@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors.torch import load_file, save_file
 
 from ckptkit.errors import CheckpointMismatchError
-from ckptkit.offline.convert import convert
 from ckptkit.offline.export import transformers_names
 from ckptkit.offline.export.transformers_names import live_model
+from tests.offline.exports import assert_same, converted, read_model, write_model
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
@@ -45,20 +44,17 @@ def trained(kind: str, settings: dict[str, Any], folder: Path) -> dict[str, torc
     model = model_class(model_class.config_class(**settings))
     model.save_pretrained(folder / "base")
     dcp.save({"model": model.state_dict()}, checkpoint_id=folder / "run", no_dist=True)
-    return load_file(folder / "base" / "model.safetensors")
+    return read_model(folder / "base")
 
 
 def exported(folder: Path) -> dict[str, torch.Tensor]:
-    convert(str(folder / "run"), str(folder / "out"), base=str(folder / "base"))
-    return load_file(folder / "out" / "model.safetensors")
+    return converted(folder / "run", folder / "out", base=str(folder / "base")).tensors
 
 
 @pytest.mark.parametrize("case", KINDS)
 def test_live_names_become_those_that_transformers_saves(case, tmp_path):
     expected = trained(*KINDS[case], tmp_path)
-    got = exported(tmp_path)
-    assert sorted(got) == sorted(expected)
-    assert all(torch.equal(got[name], tensor) and got[name].shape == tensor.shape for name, tensor in expected.items())
+    assert_same(exported(tmp_path), expected)
 
 
 @pytest.mark.parametrize(
@@ -74,28 +70,21 @@ def test_live_names_become_those_that_transformers_saves(case, tmp_path):
         ("MarianMTModel", {**SEQUENCES, "share_encoder_decoder_embeddings": False, "decoder_vocab_size": 24}),
         ("BigBirdPegasusForConditionalGeneration", SEQUENCES),
         ("BigBirdPegasusForSequenceClassification", SEQUENCES),
-        (
-            "Pop2PianoForConditionalGeneration",
-            {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2},
-        ),
+        ("Pop2PianoForConditionalGeneration",
+         {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}),
     ],
-)
+)  # fmt: skip
 def test_some_model_families_are_mapped_without_transformers(kind, settings, tmp_path, monkeypatch):
     expected = trained(kind, settings, tmp_path)
     monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)
-    got = exported(tmp_path)
-    assert sorted(got) == sorted(expected)
-    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+    assert_same(exported(tmp_path), expected)
 
 
 def test_the_names_of_fuyu_are_found_from_the_config_next_to_the_run(tmp_path, monkeypatch):
     expected = trained("FuyuForCausalLM", {**SMALL, "text_config": {**SMALL, "model_type": "persimmon"}}, tmp_path)
     monkeypatch.setitem(sys.modules, "transformers.conversion_mapping", None)
     shutil.copy(tmp_path / "base" / "config.json", tmp_path / "run")
-    convert(str(tmp_path / "run"), str(tmp_path / "out"))
-    got = load_file(tmp_path / "out" / "model.safetensors")
-    assert sorted(got) == sorted(expected)
-    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+    assert_same(converted(tmp_path / "run", tmp_path / "out").tensors, expected)
 
 
 def test_fused_tensors_of_unequal_parts_are_split_by_the_shapes_of_the_base(tmp_path):
@@ -105,7 +94,6 @@ def test_fused_tensors_of_unequal_parts_are_split_by_the_shapes_of_the_base(tmp_
         "bos_token_id": 1, "eos_token_id": 2, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
         "linear_key_head_dim": 4, "linear_value_head_dim": 8,
     }  # fmt: skip
-    base = tmp_path / "base" / "model.safetensors"
     released = trained("OlmoHybridForCausalLM", settings, tmp_path)
     front = "model.layers.0.linear_attn."
     names = [f"{front}{part}_conv1d.weight" for part in "qkv"]
@@ -113,10 +101,8 @@ def test_fused_tensors_of_unequal_parts_are_split_by_the_shapes_of_the_base(tmp_
     # transformers saves three almost equal parts of 8 + 8 + 16 rows; releases split them correctly.
     assert [len(released[name]) for name in names] == [11, 11, 10]
     released.update(zip(names, (part.contiguous() for part in joined.split([8, 8, 16])), strict=True))
-    save_file(released, base, {"format": "pt"})
-    got = exported(tmp_path)
-    assert got.keys() == released.keys()
-    assert all(torch.equal(got[name], tensor) for name, tensor in released.items())
+    write_model(tmp_path / "base", released)
+    assert_same(exported(tmp_path), released)
 
 
 TEXT: dict[str, Any] = {
@@ -176,10 +162,8 @@ def test_models_of_several_parts_get_the_names_of_their_release(family, tmp_path
         for ours, theirs in (("up_proj", "gate_and_up_projs"), ("down_proj", "down_projs")):
             experts = [expected.pop(f"{front}{i}.{ours}.weight") for i in range(4)]
             expected[f"{front}{theirs}"] = torch.stack(experts).transpose(1, 2).contiguous()
-        save_file(expected, tmp_path / "base" / "model.safetensors", {"format": "pt"})
-    got = exported(tmp_path)
-    assert sorted(got) == sorted(expected)
-    assert all(torch.equal(got[name], tensor) and got[name].shape == tensor.shape for name, tensor in expected.items())
+        write_model(tmp_path / "base", expected)
+    assert_same(exported(tmp_path), expected)
 
 
 def test_an_unknown_conversion_step_of_transformers_leaves_the_names_unchanged(tmp_path, monkeypatch):

@@ -53,25 +53,6 @@ def test_every_object_has_a_digest(zoo: Path, tmp_path: Path) -> None:
         assert entry.digest.value == xxhash.xxh3_64_intdigest(data)
 
 
-def test_verify_finds_a_flipped_bit_of_the_result(zoo: Path, tmp_path: Path) -> None:
-    folder = made(zoo, tmp_path)
-    part = next(s for s in open_source(str(folder)).catalog.tensors["model.embed.weight"].slices if s.rank == 2)
-    damaged = bytearray((folder / part.path).read_bytes())
-    damaged[part.start] ^= 1
-    (folder / part.path).write_bytes(damaged)
-    assert not verify(str(folder)).ok
-
-
-def test_long_boxes_are_hashed_in_chunks(tmp_path: Path) -> None:
-    import numpy as np
-    from safetensors.numpy import save_file
-
-    rng = np.random.default_rng(0)
-    save_file({"a": rng.random((700, 513), np.float32), "b": rng.random((3,), np.float32)}, tmp_path / "m.safetensors")
-    reshard(str(tmp_path / "m.safetensors"), str(tmp_path / "new"), world_size=2, verify=True)
-    assert verify(str(tmp_path / "new")).ok
-
-
 def torchrun(source: str, target: str) -> int:
     return reshard(source, target, world_size=3, verify=True).tensors
 

@@ -1,0 +1,34 @@
+"""Folders that commands read and write: their bytes, their names, and a damaged bit."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+ZOO = Path(__file__).parents[1] / "zoo"
+UNEVEN = ZOO / "dcp_fsdp2_uneven_w4"
+
+
+def tree(folder: Path, *without: str) -> dict[str, bytes]:
+    """Return the content of every file by its path in the folder, except files and folders of these names."""
+    files = {path.relative_to(folder): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {str(name): path.read_bytes() for name, path in files.items() if not {*name.parts} & {*without}}
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def flip(path: Path, at: int | None = None, *, bit: int = 0) -> None:
+    """Flip a bit of a file, in the middle unless a position is given; called again, it is undone."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2 if at is None else at] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def largest(folder: Path, pattern: str = "*.distcp") -> Path:
+    return max(folder.glob(pattern), key=lambda path: path.stat().st_size)
+
+
+def copied(source: Path, folder: Path) -> Path:
+    return Path(shutil.copytree(source, folder))
