@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 
 from ckptkit.catalog.box import Box
-from ckptkit.catalog.targets import Target
+from ckptkit.catalog.targets import Part, Target
+from tests.catalog.boxes import index
+
+
+def whole_target(name: str, shape: tuple[int, ...], dtype: str = "float32") -> Target:
+    """Return the target that is a whole source of the same name."""
+    box = Box.whole(shape)
+    return Target(name, dtype, shape, (Part(box, name, box),), dtype)
 
 
 def materialize(target: Target, sources: Mapping[str, Any]) -> Any:
@@ -17,14 +24,10 @@ def materialize(target: Target, sources: Mapping[str, Any]) -> Any:
     out = np.zeros(target.shape, dtype)
     filled = np.zeros(target.shape, np.int64)
     for part in target.parts:
-        block = sources[part.source][_index(part.source_box)]
+        block = sources[part.source][index(part.source_box)]
         block = block.reshape(part.unfold or block.shape)
         block = block.transpose(part.axes or tuple(range(block.ndim)))
-        out[_index(part.target_box)] = block.reshape(part.target_box.sizes)
-        filled[_index(part.target_box)] += 1
+        out[index(part.target_box)] = block.reshape(part.target_box.sizes)
+        filled[index(part.target_box)] += 1
     assert (filled == 1).all(), f"{target.name}: some elements are filled {sorted(set(filled.ravel().tolist()))} times"
     return out
-
-
-def _index(box: Box) -> tuple[slice, ...]:
-    return tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))

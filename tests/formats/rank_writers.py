@@ -121,14 +121,17 @@ def write_verl(out: str, kind: str, tied: bool, dtype: torch.dtype, trained: int
     return {"model": whole(state), "moments": moments(model, optimizer)}
 
 
+def numbered(shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
+
+
 def write_parts(out: str, mesh_shape: tuple[int, ...], tensors: dict[str, Any]) -> None:
     """Write rank files of single tensors with placements: name -> (shape, placements)."""
     mesh = init_device_mesh("cpu", mesh_shape)
     state = {}
     for name, (shape, placements) in tensors.items():
-        full = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
         kinds = [Replicate() if p is None else Shard(p) for p in placements]
-        state[name] = distribute_tensor(full, mesh, kinds)
+        state[name] = distribute_tensor(numbered(shape), mesh, kinds)
     world = dist.get_world_size()
     torch.save(state, f"{out}/model_world_size_{world}_rank_{dist.get_rank()}.pt")
 

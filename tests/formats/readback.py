@@ -5,85 +5,85 @@ Independent of the copying engine: slices, strides, codecs and digests directly 
 
 from __future__ import annotations
 
-import json
-import struct
+import hashlib
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
+import safetensors
 
 from ckptkit.catalog.dtypes import dtype as dtype_of
 from ckptkit.catalog.dtypes import from_safetensors
-from ckptkit.catalog.entry import Catalog, Role, TensorEntry, TensorSlice
+from ckptkit.catalog.entry import TensorEntry, TensorSlice
 from ckptkit.storage.store import Store
 
-Raw = tuple[str, tuple[int, ...], bytes]  # dtype, shape, row-major bytes
+Contents = dict[str, tuple[str, tuple[int, ...], str]]  # name -> dtype, shape, digest of the row-major bytes
 
 
-def slice_array(store: Store, part: TensorSlice, dtype: str, *, check: bool = True) -> np.ndarray:
-    """Return the slice as an array of raw elements (void of the item size), after checking its digest."""
-    if part.codec is None:
-        record, base = None, 0
-    else:
+def _slice_array(store: Store, part: TensorSlice, dtype: str) -> np.ndarray:
+    """Return the slice as an array of raw elements (void of the item size), after checking its CRC-32."""
+    record = None
+    if part.codec is not None:
         import zstandard
 
         packed = store.read(part.path, part.codec.start, part.codec.start + part.codec.nbytes)
-        record, base = zstandard.ZstdDecompressor().decompressobj().decompress(packed), 0
+        record = zstandard.ZstdDecompressor().decompressobj().decompress(packed)
 
-    def read(start: int, stop: int) -> bytes:
-        data = store.read(part.path, start, stop) if record is None else record[start - base : stop - base]
-        assert len(data) == stop - start
+    def read(start: int, nbytes: int) -> bytes:
+        data = store.read(part.path, start, start + nbytes) if record is None else record[start : start + nbytes]
+        assert len(data) == nbytes
         return data
 
-    if check and part.digest is not None:
-        assert part.digest.algorithm == "crc32"
-        found = zlib.crc32(read(part.digest.start, part.digest.start + part.digest.nbytes))
+    if part.digest is not None and part.digest.algorithm == "crc32":
+        found = zlib.crc32(read(part.digest.start, part.digest.nbytes))
         assert found == part.digest.value, f"{part.path}: CRC-32 of the bytes at {part.digest.start} differs"
     item = dtype_of(dtype).itemsize
-    sizes = part.box.sizes
-    flat = np.frombuffer(read(part.start, part.start + part.nbytes), f"V{item}")
+    flat = np.frombuffer(read(part.start, part.nbytes), f"V{item}")
     if part.strides is None:
-        return flat.reshape(sizes)
-    return np.lib.stride_tricks.as_strided(flat, sizes, [s * item for s in part.strides])
+        return flat.reshape(part.box.sizes)
+    return np.lib.stride_tricks.as_strided(flat, part.box.sizes, [s * item for s in part.strides])
 
 
-def tensor_bytes(store: Store, entry: TensorEntry, *, check: bool = True) -> Raw:
-    """Return the whole tensor; every element must be covered, and replicas must agree."""
+def tensor_bytes(store: Store, entry: TensorEntry) -> bytes:
+    """Return the whole tensor, row-major; every element must be covered, and replicas must agree."""
     entry.check_coverage()
     out = np.zeros(entry.shape, f"V{dtype_of(entry.dtype).itemsize}")
     filled = np.zeros(entry.shape, bool)
     for part in entry.slices:
-        where = tuple(slice(o, o + s) for o, s in zip(part.box.offsets, part.box.sizes, strict=True))
-        data = slice_array(store, part, entry.dtype, check=check)
-        if filled[where].all() and filled[where].size:
+        if part.box.numel == 0:
+            continue
+        where = tuple(slice(a, b) for a, b in zip(part.box.offsets, part.box.stops, strict=True))
+        data = _slice_array(store, part, entry.dtype)
+        if filled[where].all():
             assert out[where].tobytes() == data.tobytes(), "two replicas differ"
         out[where] = data
         filled[where] = True
-    assert filled.all()
-    return entry.dtype, entry.shape, np.ascontiguousarray(out).tobytes()
+    assert filled.all(), entry.name
+    return out.tobytes()
 
 
-def expected_bytes(path: Path) -> dict[str, Raw]:
-    """Return the tensors of a safetensors file, parsed here."""
-    raw = path.read_bytes()
-    (n,) = struct.unpack("<Q", raw[:8])
-    header = json.loads(raw[8 : 8 + n])
-    header.pop("__metadata__", None)
-    return {
-        name: (
-            from_safetensors(t["dtype"]).name,
-            tuple(t["shape"]),
-            raw[8 + n + t["data_offsets"][0] : 8 + n + t["data_offsets"][1]],
-        )
-        for name, t in header.items()
-    }
+def _content(dtype: str, shape: tuple[int, ...], raw: bytes) -> tuple[str, tuple[int, ...], str]:
+    return dtype, tuple(shape), hashlib.sha256(raw).hexdigest()
 
 
-def assert_model_equals(store: Store, catalog: Catalog, expected: Path, prefix: str = "") -> None:
-    """Assert that the model of the catalog has these tensors, bit by bit; each FQN starts with `prefix`."""
-    wanted = expected_bytes(expected)
-    model = catalog.by_role(Role.MODEL)
-    missing = [name for name in wanted if prefix + name not in model]
-    assert not missing, f"missing {missing[:5]}, there are {list(model)[:5]}"
-    for name, raw in wanted.items():
-        assert tensor_bytes(store, model[prefix + name]) == raw, name
+def contents(store: Store, entries: Mapping[str, TensorEntry]) -> Contents:
+    return {name: _content(entry.dtype, entry.shape, tensor_bytes(store, entry)) for name, entry in entries.items()}
+
+
+def contents_of_file(path: Path) -> Contents:
+    """Return the contents of a safetensors file, as its own library reads it."""
+    found = safetensors.deserialize(path.read_bytes())
+    return {name: _content(from_safetensors(t["dtype"]).name, t["shape"], t["data"]) for name, t in found}
+
+
+def contents_of_state_dict(state_dict: Mapping[str, object]) -> Contents:
+    import torch
+
+    found = {}
+    for name, tensor in state_dict.items():
+        assert isinstance(tensor, torch.Tensor)
+        plain = tensor.detach().cpu().contiguous()
+        raw = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+        found[name] = _content(str(plain.dtype).removeprefix("torch."), tuple(plain.shape), raw)
+    return found

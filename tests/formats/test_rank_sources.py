@@ -5,24 +5,35 @@ from __future__ import annotations
 import shutil
 
 import pytest
+import torch
 
 from ckptkit.catalog.entry import Role
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError, UnsupportedFormatError
 from ckptkit.formats.detect import open_source
 from ckptkit.formats.trainers.lightrft import check_masters
-from tests.formats.tensors import contents, state_dict_contents
-
-torch = pytest.importorskip("torch")
-from tests.formats import rank_writers  # noqa: E402
+from tests.formats import rank_writers
+from tests.formats.readback import contents, contents_of_state_dict
 
 
-def _model(source):
-    return contents(source.store, source.catalog.by_role(Role.MODEL))
+def opened_with(folder, expected):
+    """Open a checkpoint that has these weights, masters and first moments."""
+    source = open_source(str(folder))
+    catalog = source.catalog
+    moments = {e.fqn: e for e in catalog.by_role(Role.OPTIMIZER).values() if e.state == "exp_avg"}
+    found = {"model": catalog.by_role(Role.MODEL), "masters": catalog.by_role(Role.MASTER), "moments": moments}
+    for kind, tensors in expected.items():
+        assert contents(source.store, found[kind]) == contents_of_state_dict(tensors), kind
+    return source
 
 
-def _moments(source):
-    entries = source.catalog.by_role(Role.OPTIMIZER).values()
-    return contents(source.store, {entry.fqn: entry for entry in entries if entry.state == "exp_avg"})
+@pytest.fixture
+def verl(ranks, tmp_path):
+    """Return a function that writes a checkpoint of verl, and returns what it must contain."""
+
+    def write(kind, world=2, *, tied=False, dtype=torch.float32, trained=1, folder=tmp_path):
+        return ranks.run(rank_writers.write_verl, world, str(folder), kind, tied, dtype, trained)[0]
+
+    return write
 
 
 @pytest.mark.parametrize(
@@ -36,57 +47,46 @@ def _moments(source):
         ("tp", 4, False, torch.float32),
     ],
 )
-def test_verl_files_give_every_weight_and_moment(ranks, tmp_path, kind, world, tied, dtype):
-    trained = kind != "tp"
-    expected = ranks.run(rank_writers.write_verl, world, str(tmp_path), kind, tied, dtype, trained)[0]
-    source = open_source(str(tmp_path))
-    assert source.catalog.info.format == "verl"
-    assert source.catalog.info.world_size == world
-    assert _model(source) == state_dict_contents(expected["model"])
-    if trained:
-        assert _moments(source) == state_dict_contents(expected["moments"])
+def test_verl_files_give_every_weight_and_moment(verl, tmp_path, kind, world, tied, dtype):
+    expected = verl(kind, world, tied=tied, dtype=dtype, trained=kind != "tp")
+    if kind == "tp":
+        del expected["moments"]
+    info = opened_with(tmp_path, expected).catalog.info
+    assert (info.format, info.world_size) == ("verl", world)
 
 
-def test_every_rank_of_hsdp_is_listed_as_a_replica(ranks, tmp_path):
-    ranks.run(rank_writers.write_verl, 4, str(tmp_path), "hsdp", False, torch.float32, True)
+def test_every_rank_of_hsdp_is_listed_as_a_replica_and_a_missing_one_is_refused(verl, tmp_path):
+    verl("hsdp", 4)
     entry = open_source(str(tmp_path)).catalog.tensors["embed.weight"]
     assert sorted(part.rank for part in entry.slices) == [0, 1, 2, 3]
     assert len({part.box for part in entry.slices}) == 2
-
-
-def test_a_missing_replica_is_refused_too(ranks, tmp_path):
-    ranks.run(rank_writers.write_verl, 4, str(tmp_path), "hsdp", False, torch.float32, True)
     (tmp_path / "model_world_size_4_rank_3.pt").unlink()
     with pytest.raises(IncompleteCheckpointError, match="model_world_size_4_rank_3"):
         open_source(str(tmp_path))
 
 
-def test_an_error_names_a_rank_file_copied_from_another_rank(ranks, tmp_path):
-    ranks.run(rank_writers.write_verl, 2, str(tmp_path), "1d", False, torch.float32, True)
-    data = (tmp_path / "model_world_size_2_rank_0.pt").read_bytes()
-    (tmp_path / "model_world_size_2_rank_1.pt").write_bytes(data)
+def test_an_error_names_a_rank_file_copied_from_another_rank(verl, tmp_path):
+    verl("1d")
+    shutil.copy(tmp_path / "model_world_size_2_rank_0.pt", tmp_path / "model_world_size_2_rank_1.pt")
     with pytest.raises(CorruptCheckpointError, match=r"rank_1\.pt and .*rank_0\.pt contain the same part"):
         open_source(str(tmp_path))
 
 
-def test_rank_files_of_different_steps_are_refused(ranks, tmp_path):
+def test_rank_files_of_different_steps_are_refused(verl, tmp_path):
     for name, rounds in (("a", 1), ("b", 2)):
         (tmp_path / name).mkdir()
-        ranks.run(rank_writers.write_verl, 2, str(tmp_path / name), "1d", False, torch.float32, rounds)
+        verl("1d", trained=rounds, folder=tmp_path / name)
     for kind in ("model", "optim"):
         shutil.copy(tmp_path / "b" / f"{kind}_world_size_2_rank_1.pt", tmp_path / "a")
-    with pytest.raises(
-        CorruptCheckpointError, match=r"optim_world_size_2_rank_1\.pt and optim_.* are from different saves"
-    ):
+    with pytest.raises(CorruptCheckpointError, match=r"optim_.*rank_1\.pt and optim_.* are from different saves"):
         open_source(str(tmp_path / "a"))
 
 
-def test_missing_optimizer_files_are_noted_and_the_weights_stay_readable(ranks, tmp_path):
-    expected = ranks.run(rank_writers.write_verl, 2, str(tmp_path), "1d", False, torch.float32, True)[0]
+def test_missing_optimizer_files_are_noted_and_the_weights_stay_readable(verl, tmp_path):
+    weights = verl("1d")["model"]
     (tmp_path / "optim_world_size_2_rank_1.pt").unlink()
-    source = open_source(str(tmp_path))
-    assert _model(source) == state_dict_contents(expected["model"])
-    assert any("optim_world_size_2_rank_1.pt is missing" in note for note in source.catalog.info.notes)
+    notes = opened_with(tmp_path, {"model": weights}).catalog.info.notes
+    assert any("optim_world_size_2_rank_1.pt is missing" in note for note in notes)
 
 
 PLACED = {
@@ -104,11 +104,8 @@ PLACED = {
 @pytest.mark.parametrize("mesh", [(2, 2), (1, 4), (4, 1)])
 def test_shards_of_a_mesh_are_joined(ranks, tmp_path, mesh):
     ranks.run(rank_writers.write_parts, 4, str(tmp_path), mesh, PLACED)
-    whole = {
-        name: torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
-        for name, (shape, _) in PLACED.items()
-    }
-    assert _model(open_source(str(tmp_path))) == state_dict_contents(whole)
+    wholes = {name: rank_writers.numbered(shape) for name, (shape, _) in PLACED.items()}
+    opened_with(tmp_path, {"model": wholes})
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -116,11 +113,8 @@ def test_lightrft_masters_are_matched_with_groups_a_tied_head_and_a_frozen_param
     folder = tmp_path / "global_step12"
     folder.mkdir()
     expected = ranks.run(rank_writers.write_lightrft, world, str(folder))[0]
-    source = open_source(str(tmp_path))
+    source = opened_with(tmp_path, expected)
     assert source.catalog.info.step == 12
-    assert _model(source) == state_dict_contents(expected["model"])
-    assert contents(source.store, source.catalog.by_role(Role.MASTER)) == state_dict_contents(expected["masters"])
-    assert _moments(source) == state_dict_contents(expected["moments"])
     assert check_masters(source.store, source.catalog) == []
 
 
@@ -133,19 +127,15 @@ def test_an_error_names_a_missing_lightrft_rank(ranks, tmp_path):
 
 @pytest.mark.parametrize("layout", ["oumi", "fabric"])
 def test_models_and_optimizers_in_dcp_form_are_joined(ranks, tmp_path, layout):
-    expected = ranks.run(rank_writers.write_dcp, 2, str(tmp_path), layout)[0]
-    source = open_source(str(tmp_path))
+    source = opened_with(tmp_path, ranks.run(rank_writers.write_dcp, 2, str(tmp_path), layout)[0])
     assert source.catalog.info.format == {"oumi": "oumi", "fabric": "lightning"}[layout]
-    assert _model(source) == state_dict_contents(expected["model"])
-    assert _moments(source) == state_dict_contents(expected["moments"])
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("world", [2, 3])
 def test_fsdp1_local_state_is_read_with_the_shapes_of_its_optimizer(ranks, tmp_path, use_orig_params, world):
     expected = ranks.run(rank_writers.write_fsdp1_local, world, str(tmp_path), use_orig_params, True)[0]
-    source = open_source(str(tmp_path))
-    assert _model(source) == state_dict_contents(expected)
+    opened_with(tmp_path, {"model": expected})
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
@@ -158,22 +148,14 @@ def test_fsdp1_local_state_alone_is_refused_with_advice(ranks, tmp_path, use_ori
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("world", [2, 3])
 def test_fsdp1_optimizer_state_is_cut_out_of_its_flat_parameters(ranks, tmp_path, use_orig_params, world):
-    expected = ranks.run(rank_writers.write_verl_fsdp1, world, str(tmp_path), use_orig_params)[0]
-    source = open_source(str(tmp_path))
-    assert _model(source) == state_dict_contents(expected["model"])
-    assert _moments(source) == state_dict_contents(expected["moments"])
+    opened_with(tmp_path, ranks.run(rank_writers.write_verl_fsdp1, world, str(tmp_path), use_orig_params)[0])
 
 
 @pytest.mark.parametrize("kind", ["full", "ranks"])
 def test_every_model_of_an_accelerate_checkpoint_is_listed(ranks, tmp_path, kind):
     expected = ranks.run(rank_writers.write_accelerate, 2, str(tmp_path), kind)[0]
     source = open_source(str(tmp_path))
-    catalog = source.catalog
-    for index in range(2):
-        prefix = "model_1." if index else ""
-        mine = {
-            entry.fqn.removeprefix(prefix): entry
-            for entry in catalog.tensors.values()
-            if entry.role is Role.MODEL and entry.name.startswith("model_1.") == bool(index)
-        }
-        assert contents(source.store, mine) == state_dict_contents(expected[index]["model"])
+    first, second = (expected[index]["model"] for index in range(2))
+    wanted = first | {f"model_1.{name}": tensor for name, tensor in second.items()}
+    weights = {e.name.removeprefix("model."): e for e in source.catalog.tensors.values() if e.role is Role.MODEL}
+    assert contents(source.store, weights) == contents_of_state_dict(wanted)

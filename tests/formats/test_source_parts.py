@@ -19,7 +19,7 @@ from ckptkit.formats.trainers.fsdp1_local import parse_layout
 from ckptkit.formats.trainers.lightning import module_prefix
 from ckptkit.formats.trainers.param_order import Param, assign
 from ckptkit.storage import open_store
-from tests.formats.tensors import contents
+from tests.formats.readback import contents, contents_of_file
 
 # --- the attribute of a LightningModule
 
@@ -116,11 +116,8 @@ def test_shapes_in_module_order_replace_a_layout(local, tmp_path):
         shapes.update({prefix + fqn: shape for fqn, shape in zip(body["fqns"], body["shapes"], strict=True)})
     (tmp_path / "shapes.json").write_text(json.dumps(shapes))
     source = open_source(str(local), options=ReadOptions(shapes=str(tmp_path / "shapes.json")))
-    expected = open_store(str(local))
-    from ckptkit.formats.hf.safetensors import open_file
-
-    whole = open_file(expected, "EXPECTED.safetensors").by_role(Role.MODEL)
-    assert contents(source.store, source.catalog.by_role(Role.MODEL)) == contents(expected, whole)
+    expected = contents_of_file(local / "EXPECTED.safetensors")
+    assert contents(source.store, source.catalog.by_role(Role.MODEL)) == expected
 
 
 def test_a_missing_layout_is_an_error_with_advice(local):

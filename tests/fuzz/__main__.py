@@ -27,9 +27,7 @@ ALL: dict[str, Target] = {**TARGETS, **OWN, **FOREIGN}
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=600.0, help="for each target")
-    parser.add_argument(
-        "--count", type=int, default=0, help="inputs of each target; 0 takes as many as the time allows"
-    )
+    parser.add_argument("--count", type=int, default=0, help="inputs of each target; 0 is no limit")
     parser.add_argument("--target", choices=[*ALL], action="append")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -41,11 +39,8 @@ def main() -> int:
 def _fuzz(target: str, options: argparse.Namespace) -> int:
     stop, seed, findings = time.monotonic() + options.seconds, options.seed, 0
     with tempfile.TemporaryDirectory() as name:
-        while (
-            time.monotonic() < stop
-            and findings < MAX_FINDINGS
-            and (not options.count or seed < options.seed + options.count)
-        ):
+        end = options.seed + (options.count or sys.maxsize)
+        while time.monotonic() < stop and findings < MAX_FINDINGS and seed < end:
             warm = seed > options.seed  # the first input includes the imports
             try:
                 run_input(ALL[target], random.Random(f"{target} {seed}"), Path(name, "x"), memory=warm)

@@ -18,8 +18,6 @@ from typing import Any, ClassVar
 import safetensors
 import torch
 
-from ckptkit.catalog.box import Box
-from ckptkit.catalog.targets import Part, Target
 from ckptkit.errors import CkptkitError
 from ckptkit.formats.detect import open_source
 from ckptkit.formats.hf.header import read_header
@@ -29,9 +27,9 @@ from ckptkit.offline.convert import convert
 from ckptkit.offline.inspect import summarise
 from ckptkit.offline.reshard import reshard
 from ckptkit.storage.local import LocalStore
+from tests.catalog.materialize import whole_target
 from tests.fuzz.mutations import json_text, mutate, mutate_tree, mutate_zip
-from tests.fuzz.running import Finding, check_message
-from tests.fuzz.running import Target as Fuzzer
+from tests.fuzz.running import Finding, Target, check_message
 from tests.fuzz.torch_formats import ZOO
 from tests.hostile import sources
 
@@ -84,34 +82,18 @@ def indexes(rng: random.Random, folder: Path) -> None:
 def configs(rng: random.Random, folder: Path) -> None:
     """Fuzz config.json and adapter_config.json in a conversion that is only planned."""
     config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "tie_word_embeddings": True,
-        "dtype": "float32",
-        "hidden_size": 4,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "text_config": {"vocab_size": 4},
-        "auto_map": {"AutoModel": "x.Y"},
-        "quantization_config": {"a": 1},
-    }
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "tie_word_embeddings": True, "dtype": "float32",
+        "hidden_size": 4, "num_attention_heads": 2, "num_key_value_heads": 1, "text_config": {"vocab_size": 4},
+        "auto_map": {"AutoModel": "x.Y"}, "quantization_config": {"a": 1},
+    }  # fmt: skip
     adapter = {
-        "lora_alpha": 16,
-        "r": 2,
-        "peft_type": "LORA",
-        "target_modules": ["q"],
-        "rank_pattern": {"q": 2},
-        "alpha_pattern": {"^q$": 4},
-        "use_rslora": True,
-        "base_model_name_or_path": "a/b",
-    }
+        "lora_alpha": 16, "r": 2, "peft_type": "LORA", "target_modules": ["q"], "rank_pattern": {"q": 2},
+        "alpha_pattern": {"^q$": 4}, "use_rslora": True, "base_model_name_or_path": "a/b",
+    }  # fmt: skip
     names = {
-        "model.q.weight": [4, 4],
-        "model.q.lora_A.weight": [2, 4],
-        "model.q.lora_B.weight": [4, 2],
-        "lm_head.weight": [4, 4],
-        "model.embed_tokens.weight": [4, 4],
-    }
+        "model.q.weight": [4, 4], "model.q.lora_A.weight": [2, 4], "model.q.lora_B.weight": [4, 2],
+        "lm_head.weight": [4, 4], "model.embed_tokens.weight": [4, 4],
+    }  # fmt: skip
     src = folder / "src"
     src.mkdir()
     (src / "model.safetensors").write_bytes(sources.safetensors(names))
@@ -190,9 +172,6 @@ def tar_files(rng: random.Random, folder: Path) -> None:
 
 
 def key_maps(rng: random.Random, _: Path) -> None:
-    from ckptkit.keymaps.builtin import BUILTIN_MAPS
-
-    assert BUILTIN_MAPS
     rules = [
         {"op": "rename", "from": "layers.{i:d}.{x:*}", "to": "model.layers.{i}.{x}"},
         {"op": "split", "from": "qkv", "to": ["q", "k", "v"], "sizes": [2, "1*head", 1], "dim": 0},
@@ -208,23 +187,10 @@ def key_maps(rng: random.Random, _: Path) -> None:
     data = json_text(rng, mutate_tree(rng, tree))
     text = (mutate(rng, data) if rng.random() < 0.3 else data).decode("utf-8", "replace")
     shapes = {
-        "layers.0.w": (2, 2),
-        "qkv": (4, 2),
-        "e.0.w": (2,),
-        "e.1.w": (2,),
-        "s": (2, 3),
-        "a": (2,),
-        "b": (2,),
-        "t": (2, 3),
-        "r": (8, 2),
-        "c1": (3,),
-        "z.x": (1,),
-        "empty": (2**40, 0),
-    }
-    targets = {}
-    for name, shape in shapes.items():
-        box = Box.whole(shape)
-        targets[name] = Target(name, "float32", shape, (Part(box, name, box),), "float32")
+        "layers.0.w": (2, 2), "qkv": (4, 2), "e.0.w": (2,), "e.1.w": (2,), "s": (2, 3), "a": (2,), "b": (2,),
+        "t": (2, 3), "r": (8, 2), "c1": (3,), "z.x": (1,), "empty": (2**40, 0),
+    }  # fmt: skip
+    targets = {name: whole_target(name, shape) for name, shape in shapes.items()}
     try:
         parse_key_map(text, file="m.json").apply(targets, config={"head": 1, "heads": 2})
     except CkptkitError as error:
@@ -237,15 +203,12 @@ def layouts(rng: random.Random, folder: Path) -> None:
     path = folder.parent / "layout.json"
     path.write_bytes(json_text(rng, mutate_tree(rng, units)))
     try:
-        source = next(
-            (ZOO / "fsdp1_local_state_dict_nomesh_w2").rglob("*rank*"), ZOO / "fsdp1_local_state_dict_nomesh_w2"
-        )
-        open_source(str(source.parent), options=ReadOptions(layout=str(path)))
+        open_source(str(ZOO / "fsdp1_local_state_dict_nomesh_w2"), options=ReadOptions(layout=str(path)))
     except CkptkitError as error:
         check_message(error)
 
 
-FOREIGN: dict[str, Fuzzer] = {
+FOREIGN: dict[str, Target] = {
     f.__name__: f for f in (safetensors_files, indexes, configs, rank_files, deepspeed, tar_files, key_maps, layouts)
 }
 

@@ -61,41 +61,12 @@ def _one(rng: random.Random, out: bytearray, others: Sequence[bytes]) -> None:
 
 # --- by structure
 
-_HOSTILE: list[Callable[[], Any]] = [
-    lambda: None,
-    lambda: True,
-    lambda: -1,
-    lambda: 0,
-    lambda: 2**31,
-    lambda: 2**53,
-    lambda: 2**63,
-    lambda: 2**70,
-    lambda: 10**400,
-    lambda: 1.5,
-    lambda: float("nan"),
-    lambda: float("inf"),
-    lambda: 1e308,
-    lambda: "",
-    lambda: "../../outside/x",
-    lambda: "/etc/passwd",
-    lambda: "a\0b",
-    lambda: "x" * 5000,
-    lambda: "\ud800",
-    lambda: "²",
-    lambda: "9" * 5000,
-    list,
-    dict,
-    lambda: [[]],
-    lambda: {"": {}},
-    lambda: [0, -1],
-    lambda: [2**40, 2**40],
-    lambda: [2**40, 0],
-    lambda: ["x", {}],
-    lambda: {"$ref": "x"},
-    lambda: {"$tensor": {"dtype": "float32"}},
-    lambda: [[[[[[[[[[1]]]]]]]]]],
-    lambda: list(range(300)),
-]
+_HOSTILE: list[Any] = [
+    None, True, -1, 0, 2**31, 2**53, 2**63, 2**70, 10**400, 1.5, float("nan"), float("inf"), 1e308,
+    "", "../../outside/x", "/etc/passwd", "a\0b", "x" * 5000, "\ud800", "²", "9" * 5000,
+    [], {}, [[]], {"": {}}, [0, -1], [2**40, 2**40], [2**40, 0], ["x", {}], {"$ref": "x"},
+    {"$tensor": {"dtype": "float32"}}, [[[[[[[[[[1]]]]]]]]]], list(range(300)),
+]  # fmt: skip
 
 
 def mutate_tree(rng: random.Random, tree: Any, *, plain: bool = True) -> Any:
@@ -109,10 +80,14 @@ def mutate_tree(rng: random.Random, tree: Any, *, plain: bool = True) -> Any:
     for _ in range(rng.choice((1, 1, 2, 3))):
         places = list(_places(out))
         if not places:
-            return rng.choice(_HOSTILE)()
+            return _hostile(rng)
         holder, key = rng.choice(places)
         _damage(rng, holder, key, places, plain=plain)
     return out
+
+
+def _hostile(rng: random.Random) -> Any:
+    return copy.deepcopy(rng.choice(_HOSTILE))
 
 
 def _places(tree: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
@@ -132,7 +107,7 @@ def _damage(rng: random.Random, holder: Any, key: Any, places: list[tuple[Any, A
     if kind == 0:
         del holder[key]
     elif kind == 1 and isinstance(holder, dict):
-        name = rng.choice(_HOSTILE)()
+        name = _hostile(rng)
         holder[name if isinstance(name, str) else f"{key}x"] = holder.pop(key)
     elif kind == 2:
         other, at = rng.choice(places)
@@ -143,7 +118,7 @@ def _damage(rng: random.Random, holder: Any, key: Any, places: list[tuple[Any, A
     elif kind == 4 and isinstance(holder, list):
         holder.insert(key, copy.deepcopy(holder[key]))
     else:
-        made = rng.choice(_HOSTILE)()
+        made = _hostile(rng)
         holder[key] = 7 if plain and isinstance(made, (int, float)) and not -(2**80) < made < 2**80 else made
 
 
@@ -153,11 +128,8 @@ def json_text(rng: random.Random, tree: Any) -> bytes:
     kind = rng.randrange(12)
     if kind == 0 and ": " in text:
         at = rng.choice([m.start() for m in re.finditer(": ", text)])
-        text = (
-            text[: at + 2]
-            + rng.choice(("NaN, ", "-Infinity", "1e999", "[" * 3000, "0x1", "'", "9" * 5000))
-            + text[at + 2 :]
-        )
+        bad = rng.choice(("NaN, ", "-Infinity", "1e999", "[" * 3000, "0x1", "'", "9" * 5000))
+        text = text[: at + 2] + bad + text[at + 2 :]
     elif kind == 1 and '{"' in text:
         at = rng.choice([m.start() for m in re.finditer(r'\{"', text)]) + 1
         text = text[:at] + text[at : text.find(",", at) + 1] + text[at:]

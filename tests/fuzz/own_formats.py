@@ -5,6 +5,7 @@ In half of the inputs, sizes and digests match the changed content; otherwise th
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 import shutil
@@ -91,16 +92,8 @@ def _changed_manifest(rng: random.Random, raw: bytes) -> bytes:
         column = arrays[name]
         if len(column) and rng.random() < 0.8:
             info = np.iinfo(column.dtype)
-            near = [
-                int(column[rng.randrange(len(column))]) + rng.choice((-1, 1, 2)),
-                0,
-                -1,
-                1,
-                info.max,
-                info.min,
-                2**40,
-                255,
-            ]
+            one = int(column[rng.randrange(len(column))]) + rng.choice((-1, 1, 2))
+            near = [one, 0, -1, 1, info.max, info.min, 2**40, 255]
             value = rng.choice(near)
             column[rng.randrange(len(column))] = min(max(value, info.min), info.max)
         else:
@@ -116,7 +109,7 @@ def committed_checkpoints(rng: random.Random, folder: Path) -> None:
     kind = rng.choice(("sharded", "full", "local"))
     step = _copy_of_run(kind, folder) / "step_00000002"
     _lie_in(rng, step, rng.choice(("checkpoint.json", "manifest.safetensors", "objects.json", "*.safetensors", "*")))
-    for look in (_inspect, _verify, _read_objects):
+    for look in (lambda url: summarise(open_source(url).catalog, tensors="*"), verify, _read_objects):
         try:
             look(str(step))
         except CkptkitError as error:
@@ -199,20 +192,11 @@ def local_files(rng: random.Random, folder: Path) -> None:
 
 OWN: dict[str, Target] = {
     f.__name__: f
-    for f in (
-        commit_records,
-        manifests,
-        committed_checkpoints,
-        loads_into_jobs,
-        run_directories,
-        local_files,
-    )
+    for f in (commit_records, manifests, committed_checkpoints, loads_into_jobs, run_directories, local_files)
 }
 
 
 # --- helpers
-
-_runs: dict[str, Path] = {}
 
 
 def _state() -> TrainState:
@@ -234,17 +218,16 @@ def _state() -> TrainState:
     return TrainState(model=model, optimizer=optimizer, scheduler=scheduler, extra=extra, step=2)
 
 
+@functools.cache
 def _run(kind: str) -> Path:
     """Return a run with two checkpoints, created once per process."""
-    if kind not in _runs:
-        root = Path(tempfile.mkdtemp(prefix="fuzz-")) / "run"
-        with CheckpointManager(root, state_dict_type=kind) as manager:
-            for step in (1, 2):
-                state = _state()
-                state.step = step
-                manager.save(step, state, metrics={"loss": 1.0 / step}, client_state={"a": [1]})
-        _runs[kind] = root
-    return _runs[kind]
+    root = Path(tempfile.mkdtemp(prefix="fuzz-")) / "run"
+    with CheckpointManager(root, state_dict_type=kind) as manager:
+        for step in (1, 2):
+            state = _state()
+            state.step = step
+            manager.save(step, state, metrics={"loss": 1.0 / step}, client_state={"a": [1]})
+    return root
 
 
 def _copy_of_run(kind: str, folder: Path) -> Path:
@@ -269,14 +252,6 @@ def _lie_in(rng: random.Random, step: Path, pattern: str) -> None:
         path.write_bytes(mutate(rng, raw))
     if rng.random() < 0.9:
         reseal(step)
-
-
-def _inspect(url: str) -> None:
-    summarise(open_source(url).catalog, tensors="*")
-
-
-def _verify(url: str) -> None:
-    verify(url)
 
 
 def _read_objects(url: str) -> None:

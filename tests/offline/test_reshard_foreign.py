@@ -14,7 +14,7 @@ from ckptkit.errors import IntegrityError, UnsupportedFormatError
 from ckptkit.formats.detect import Source, open_source
 from ckptkit.offline.convert import convert
 from ckptkit.offline.reshard import reshard
-from tests.formats.readback import tensor_bytes
+from tests.formats.readback import contents, contents_of_state_dict
 from tests.offline import reshard_jobs
 from tests.offline.exports import assert_same
 from tests.offline.folders import copied, flip
@@ -61,9 +61,7 @@ def _groups(source: str, place: Path) -> list[list[str]]:
 
 
 def _equal(source: Source, entry: TensorEntry, found: torch.Tensor) -> bool:
-    dtype, shape, raw = tensor_bytes(source.store, entry)
-    mine = found.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return (dtype, shape, raw) == (str(found.dtype)[6:], tuple(found.shape), mine)
+    return contents(source.store, {"w": entry}) == contents_of_state_dict({"w": found})
 
 
 @pytest.mark.parametrize("name", SOURCES)

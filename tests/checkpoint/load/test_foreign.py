@@ -19,7 +19,7 @@ from ckptkit.catalog.entry import Role
 from ckptkit.errors import CheckpointMismatchError
 from ckptkit.formats.detect import open_source
 from ckptkit.fsdp.master_weights import MasterWeightOptimizer
-from tests.formats.tensors import entry_bytes
+from tests.formats.readback import tensor_bytes
 
 ZOO = Path(__file__).parents[2] / "zoo"
 WITH_OPTIMIZER = {
@@ -96,7 +96,8 @@ def check_optimizer(optimizer: Any, model: nn.Module, name: str) -> None:
     for entry in source.catalog.tensors.values():
         if entry.role is Role.OPTIMIZER and entry.fqn and entry.state:
             value = optimizer.state[parameters[entry.fqn]][entry.state]
-            assert value.reshape(-1).view(torch.uint8).numpy().tobytes() == entry_bytes(source.store, entry), entry.name
+            raw = value.reshape(-1).view(torch.uint8).numpy().tobytes()
+            assert raw == tensor_bytes(source.store, entry), entry.name
             count += 1
     assert count >= len(list(model.parameters())) > 0
 
@@ -201,7 +202,7 @@ def test_deepspeed_masters_load_into_the_weights_of_an_fp32_model(name, tmp_path
     masters = {e.fqn: e for e in opened(name).catalog.tensors.values() if e.role is Role.MASTER}
     for fqn, parameter in model.named_parameters():
         stored = fqn if fqn in masters else "model.embed_tokens.weight"  # tied: stored under either name
-        raw = entry_bytes(opened(name).store, masters[stored])
+        raw = tensor_bytes(opened(name).store, masters[stored])
         assert parameter.detach().reshape(-1).view(torch.uint8).numpy().tobytes() == raw
     assert any("fp32 masters" in note for note in report.notes)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]

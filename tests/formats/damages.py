@@ -1,0 +1,73 @@
+"""Damages to a copy of a checkpoint, for tables of what must be refused."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import zipfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+
+from ckptkit.errors import CkptkitError
+from ckptkit.formats.detect import open_source
+
+__all__ = ["Damage", "Refusal", "assert_refused", "each", "edited", "replaced", "rezipped", "without", "written"]
+
+Damage = Callable[[Path], object]
+Refusal = tuple[str, str, Damage, type[CkptkitError], str]  # the fault, a checkpoint, what is done to a copy, the error
+
+
+def without(pattern: str) -> Damage:
+    def damage(folder: Path) -> None:
+        paths = list(folder.glob(pattern))
+        assert paths
+        for path in paths:
+            path.unlink()
+
+    return damage
+
+
+def replaced(name: str, by: str | Path) -> Damage:
+    """Copy another file, of the folder or of anywhere, over one."""
+    return lambda folder: shutil.copy(folder / by, folder / name)
+
+
+def written(name: str, data: bytes | str) -> Damage:
+    return lambda folder: (folder / name).write_bytes(data if isinstance(data, bytes) else data.encode())
+
+
+def edited(name: str, edit: Callable[[bytes], bytes]) -> Damage:
+    def damage(folder: Path) -> None:
+        before = (folder / name).read_bytes()
+        after = edit(before)
+        assert after != before
+        (folder / name).write_bytes(after)
+
+    return damage
+
+
+def rezipped(
+    raw: bytes, change: Callable[[str, bytes], Iterable[tuple[str, bytes]]], method: int = zipfile.ZIP_STORED
+) -> bytes:
+    """Return the archive with each (name, data) passed through `change`, which returns pairs to write."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(raw)) as source, zipfile.ZipFile(out, "w", method) as target:
+        for name in source.namelist():
+            for new, data in change(name, source.read(name)):
+                target.writestr(new, data)
+    return out.getvalue()
+
+
+def each(refusals: list[Refusal]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("refusal", refusals, ids=[fault for fault, *_ in refusals])
+
+
+def assert_refused(source: Path, refusal: Refusal, tmp_path: Path) -> None:
+    """Damage a copy of a checkpoint below `source`; opening it must raise this error."""
+    _, name, damage, error, match = refusal
+    shutil.copytree(source / name, tmp_path / "x")
+    damage(tmp_path / "x")
+    with pytest.raises(error, match=match):
+        open_source(str(tmp_path / "x"))
