@@ -74,7 +74,6 @@ NIGHT: dict[str, int] = {
     "tests/checkpoint/test_job.py::test_a_signal_on_one_rank_saves_once_on_all_at_the_same_step": 0,
     "tests/checkpoint/test_strict.py": 3,
     "tests/docs/test_format.py": 3,
-    "tests/formats/test_many_keys.py": 3,
     "tests/offline/test_verify.py::test_each_file_of_another_save_is_found": 5,
     "tests/checkpoint/test_alone.py::test_an_error_of_one_rank_is_raised_on_all_and_nothing_is_written": 3,
     "tests/formats/pickles/test_walk_files.py::test_oversized_containers_are_refused": 4,

@@ -22,15 +22,9 @@ def test_sizes_and_kinds_agree_with_torch(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["int64", "bool", "float8_e4m3fn", "complex64"])
-def test_an_export_casts_only_plain_floats(name: str) -> None:
+def test_an_export_casts_only_plain_floats_and_only_to_floats(name: str) -> None:
     assert export_dtype(name, "bf16") == name
-
-
-def test_an_export_casts_floats_when_asked() -> None:
     assert (export_dtype("float32", "bf16"), export_dtype("float32", "keep")) == ("bfloat16", "float32")
-
-
-def test_an_export_to_integers_is_wrong_usage() -> None:
     with pytest.raises(UsageError):
         export_dtype("float32", "int8")
 

@@ -30,6 +30,7 @@ Case = tuple[str, Callable[[], Any]]
 BYTES = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2",
          "bits8", "bits16", "bits1x8", "bits2x4", "bits4x2",
          *(f"{sign}int{bits}" for bits in range(1, 8) for sign in ("", "u")))  # fmt: skip
+QUANTIZED = ("quint8", "qint8", "qint32")
 NUMBERS = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "uint16", "uint32",
            "uint64", "bool", "complex32", "complex64", "complex128")  # fmt: skip
 
@@ -53,6 +54,10 @@ def _complex() -> torch.Tensor:
 
 def _parameter() -> torch.nn.Parameter:
     return torch.nn.Parameter(_real())
+
+
+def _frozen() -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.arange(3), requires_grad=False)
 
 
 class Doubled(torch.Tensor):
@@ -95,7 +100,7 @@ TENSORS: list[Case] = [
     ("conj and neg", lambda: torch._neg_view(_complex().conj())),
     ("neg of complex", lambda: torch._neg_view(_complex())),
     ("parameter", _parameter),
-    ("frozen parameter", lambda: torch.nn.Parameter(torch.arange(3), requires_grad=False)),
+    ("frozen parameter", _frozen),
     ("buffer", lambda: torch.nn.Buffer(_real())),
     ("requires grad", lambda: _real().requires_grad_()),
     ("not a leaf", lambda: _real().requires_grad_() * 2),
@@ -111,20 +116,12 @@ TENSORS: list[Case] = [
     ("nested", lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
     ("jagged", lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)),
     ("mkldnn", lambda: _real().to_mkldnn()),
-    *(
-        (
-            f"quantized {dtype}".replace("torch.", ""),
-            functools.partial(torch.quantize_per_tensor, _real(), 0.1, 3, dtype),
-        )
-        for dtype in (torch.quint8, torch.qint8, torch.qint32)
-    ),
+    *((f"quantized {name}", functools.partial(torch.quantize_per_tensor, _real(), 0.1, 3, getattr(torch, name)))
+      for name in QUANTIZED),
     ("quantized, transposed", lambda: torch.quantize_per_tensor(_real(), 0.1, 3, torch.qint8).T),
-    *(
-        (f"quantized per channel {dtype}".replace("torch.", ""), functools.partial(_per_channel, dtype))
-        for dtype in (torch.quint8, torch.qint8, torch.qint32)
-    ),
+    *((f"quantized per channel {name}", functools.partial(_per_channel, getattr(torch, name))) for name in QUANTIZED),
     ("quantized per channel by floats", _float_channel),
-]
+]  # fmt: skip
 
 
 def _tagged(tensor: torch.Tensor) -> torch.Tensor:
@@ -188,72 +185,22 @@ def _sharing(tensor: torch.Tensor) -> Any:
 
 
 _ONE = datetime.timezone(datetime.timedelta(hours=1), "one")
+VALUES = [
+    7, -(1 << 40), 1 << 100, -(1 << 2000), True, None, 1.5, -0.0, float("inf"), float("nan"), 1 + 2j,
+    complex("nan-infj"), "", "text", "ünïcödé 漢字 \U0001f600", "lone \ud800", "nul \0", b"", b"\x00\xff\n",
+    bytearray(b"ab\x80"), (), (1,), (1, (2, "x")), [], [1, [2]], {1, 2}, set(), frozenset(),
+    int, float, str, dict, list, complex,
+    datetime.datetime(2026, 1, 2, 3, 4, 5, 6), datetime.datetime(2026, 1, 2, 3, fold=1),
+    datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone.utc), datetime.datetime(2026, 1, 2, tzinfo=_ONE),
+    datetime.date(2026, 1, 2), datetime.time(3, 4, 5), datetime.time(3, 4, 5, tzinfo=datetime.timezone.utc),
+    datetime.timedelta(-1, 2, 3), datetime.timezone.utc, _ONE,
+    pathlib.Path("a/b"), pathlib.PurePosixPath("/x"), pathlib.PureWindowsPath("c:\\x\\y"), pathlib.Path(),
+    torch.Size([2, 3]), torch.Size([]), torch.float32, torch.float8_e4m3fn, torch.uint4,
+    torch.device("cpu"), torch.device("cuda", 1), torch.device("meta"),
+    torch.strided, torch.sparse_coo, torch.per_tensor_affine, torch.__version__,
+]  # fmt: skip
 OBJECTS: list[Case] = [
-    *(
-        (repr(value)[:40], functools.partial(lambda v: v, value))
-        for value in (
-            7,
-            -(1 << 40),
-            1 << 100,
-            -(1 << 2000),
-            True,
-            None,
-            1.5,
-            -0.0,
-            float("inf"),
-            float("nan"),
-            1 + 2j,
-            complex("nan-infj"),
-            "",
-            "text",
-            "ünïcödé 漢字 \U0001f600",
-            "lone \ud800",
-            "nul \0",
-            b"",
-            b"\x00\xff\n",
-            bytearray(b"ab\x80"),
-            (),
-            (1,),
-            (1, (2, "x")),
-            [],
-            [1, [2]],
-            {1, 2},
-            set(),
-            frozenset(),
-            int,
-            float,
-            str,
-            dict,
-            list,
-            complex,
-            datetime.datetime(2026, 1, 2, 3, 4, 5, 6),
-            datetime.datetime(2026, 1, 2, 3, fold=1),
-            datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone.utc),
-            datetime.datetime(2026, 1, 2, tzinfo=_ONE),
-            datetime.date(2026, 1, 2),
-            datetime.time(3, 4, 5),
-            datetime.time(3, 4, 5, tzinfo=datetime.timezone.utc),
-            datetime.timedelta(-1, 2, 3),
-            datetime.timezone.utc,
-            _ONE,
-            pathlib.Path("a/b"),
-            pathlib.PurePosixPath("/x"),
-            pathlib.PureWindowsPath("c:\\x\\y"),
-            pathlib.Path(),
-            torch.Size([2, 3]),
-            torch.Size([]),
-            torch.float32,
-            torch.float8_e4m3fn,
-            torch.uint4,
-            torch.device("cpu"),
-            torch.device("cuda", 1),
-            torch.device("meta"),
-            torch.strided,
-            torch.sparse_coo,
-            torch.per_tensor_affine,
-            torch.__version__,
-        )
-    ),
+    *((repr(value)[:40], functools.partial(lambda v: v, value)) for value in VALUES),
     ("OrderedDict", lambda: collections.OrderedDict([(1, 2), ("b", [1])])),
     ("OrderedDict in a list", lambda: [collections.OrderedDict(b=1, a=2)]),
     ("OrderedDict with an attribute", lambda: [_attributed(collections.OrderedDict(b=1))]),
@@ -281,41 +228,24 @@ OBJECTS: list[Case] = [
     ("numpy strided", lambda: np.arange(10)[::3]),
     ("numpy dtype", lambda: np.dtype("f4")),
     ("numpy scalar type", lambda: np.float32),
-    *(
-        (f"numpy scalar {s}", functools.partial(lambda s: np.array(3).astype(s)[()], s))
-        for s in ("f4", "f8", "i8", "u1", "?", "c16", "f2")
-    ),
+    *((f"numpy scalar {s}", functools.partial(lambda s: np.array(3).astype(s)[()], s))
+      for s in ("f4", "f8", "i8", "u1", "?", "c16", "f2")),
     ("numpy text scalar", lambda: np.str_("ab")),
     ("numpy RandomState state", lambda: np.random.RandomState(1).get_state()),
     ("numpy Generator state", lambda: np.random.default_rng(1).bit_generator.state),
     ("numpy SeedSequence", lambda: np.random.SeedSequence(5).state),
     ("torch RNG state", lambda: torch.Generator().manual_seed(3).get_state()),
     ("random state", lambda: random.Random(4).getstate()),
-    (
-        "tensors in a tuple",
-        lambda: (torch.arange(3), torch.ones(2, requires_grad=True), torch.nn.Parameter(torch.ones(1))),
-    ),
-    (
-        "tensors beside a deque",
-        lambda: (
-            torch.arange(6).reshape(2, 3).T,
-            collections.deque(),
-            torch.ones(2, requires_grad=True),
-            torch.nn.Parameter(torch.ones(1), requires_grad=False),
-        ),
-    ),
+    ("tensors in a tuple", lambda: (torch.arange(3), torch.ones(2, requires_grad=True), _parameter())),
+    ("tensors beside a deque", lambda: (torch.arange(6).reshape(2, 3).T, collections.deque(),
+                                        torch.ones(2, requires_grad=True), _frozen())),
     ("tensors that share memory", lambda: _sharing(torch.arange(4))),
-    (
-        "every dtype beside a deque",
-        lambda: (
-            collections.deque(),
-            *(of_dtype(name) for name in (*NUMBERS, *BYTES) if name in NUMBERS or name.startswith("float")),
-        ),
-    ),
+    ("every dtype beside a deque", lambda: (collections.deque(), *map(of_dtype, NUMBERS), *(
+        of_dtype(name) for name in BYTES if name.startswith("float")))),
     ("conj beside a deque", lambda: (collections.deque(), _complex().conj(), _complex().conj().imag)),
     ("very long", lambda: ["x" * 100, *range(30000)]),
     ("deep", lambda: functools.reduce(lambda inner, _: (inner,), range(90), collections.deque())),
-]
+]  # fmt: skip
 
 # Library objects that are neither accepted by torch's weights_only loader nor plain values, with their error names.
 REFUSED: list[tuple[str, Callable[[], Any]]] = [
@@ -381,6 +311,12 @@ def _requantized(value: torch.Tensor) -> torch.Tensor:
     return torch.quantize_per_channel(zeros, scales, points, value.q_per_channel_axis(), value.dtype)
 
 
+COMPRESSED = {
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices")),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices")),
+}
+
+
 def raw(tensor: torch.Tensor) -> Any:
     """Return a tensor in a form that can be compared to the bit."""
     tensor = tensor.detach()
@@ -396,10 +332,12 @@ def raw(tensor: torch.Tensor) -> Any:
         return (tensor.qscheme(), scheme, raw(tensor.int_repr()))
     if tensor.layout is torch.sparse_coo:
         return (tensor.layout, tensor.is_coalesced(), raw(tensor._indices()), raw(tensor._values()))
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return (tensor.layout, *map(raw, (tensor.crow_indices(), tensor.col_indices(), tensor.values())))
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return (tensor.layout, *map(raw, (tensor.ccol_indices(), tensor.row_indices(), tensor.values())))
+    if tensor.layout in COMPRESSED:
+        return (
+            tensor.layout,
+            *(raw(getattr(tensor, part)()) for part in COMPRESSED[tensor.layout]),
+            raw(tensor.values()),
+        )
     if tensor.is_nested:
         return [raw(part) for part in tensor.unbind()]
     if tensor.layout is not torch.strided:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
 from ckptkit.catalog.entry import Role
@@ -84,21 +85,16 @@ def test_the_newest_step_by_number_is_opened_and_noted(tmp_path, zoo):
     assert "latest says step-9" in source.note
 
 
-def test_an_unfinished_newest_step_is_skipped_and_noted(tmp_path, zoo):
-    _dcp(zoo, tmp_path / "step-1")
-    _dcp(zoo, tmp_path / "step-2")
-    (tmp_path / "step-2" / ".metadata").rename(tmp_path / "step-2" / ".metadata.tmp")
-    source = open_source(str(tmp_path))
-    assert source.url.endswith("step-1")
-    assert "step-2" in source.note
-
-
-def test_a_damaged_newest_step_is_an_error_that_names_it(tmp_path, zoo):
+def test_an_unfinished_newest_step_is_skipped_and_a_damaged_one_is_an_error_that_names_it(tmp_path, zoo):
     _dcp(zoo, tmp_path / "step-1")
     _dcp(zoo, tmp_path / "step-2")
     (tmp_path / "step-2" / "__1_0.distcp").unlink()
     with pytest.raises(IncompleteCheckpointError, match=r"__1_0\.distcp.*step-2"):
         open_source(str(tmp_path))
+    (tmp_path / "step-2" / ".metadata").rename(tmp_path / "step-2" / ".metadata.tmp")
+    source = open_source(str(tmp_path))
+    assert source.url.endswith("step-1")
+    assert "step-2" in source.note
 
 
 def test_only_committed_steps_of_ckptkit_count(tmp_path, zoo):
@@ -110,9 +106,11 @@ def test_only_committed_steps_of_ckptkit_count(tmp_path, zoo):
     assert identify(open_store(str(tmp_path / "step_00000005"))) == "ckptkit"
 
 
-def test_a_pointer_file_decides_if_names_have_no_numbers(tmp_path):
+def test_among_names_without_numbers_a_pointer_file_decides_and_nothing_is_guessed(tmp_path):
     _hf(tmp_path / "best", 1)
     _hf(tmp_path / "last", 2)
+    with pytest.raises(CheckpointNotFoundError, match="best, last"):
+        open_source(str(tmp_path))
     (tmp_path / "latest").write_text("last\n")
     assert open_source(str(tmp_path)).url.endswith("/last")
 
@@ -123,13 +121,6 @@ def test_a_pointer_cannot_lead_outside(tmp_path):
     (tmp_path / "run" / "latest").write_text("../outside")
     with pytest.raises(CheckpointNotFoundError):
         open_source(str(tmp_path / "run"))
-
-
-def test_ckptkit_does_not_guess_among_checkpoints_without_numbers(tmp_path):
-    _hf(tmp_path / "best")
-    _hf(tmp_path / "last")
-    with pytest.raises(CheckpointNotFoundError, match="best, last"):
-        open_source(str(tmp_path))
 
 
 def test_the_actor_is_chosen_before_the_critic(tmp_path, zoo):
@@ -175,14 +166,10 @@ def test_opening_one_file_opens_the_whole_checkpoint(zoo):
     assert source.catalog.by_role(Role.MODEL)
 
 
-def test_a_link_that_the_user_names_is_followed(tmp_path):
-    _hf(tmp_path / "data")
-    (tmp_path / "link").symlink_to(tmp_path / "data")
-    assert open_source(str(tmp_path / "link")).catalog.tensors
-
-
-def test_a_slash_at_the_end_changes_nothing(tmp_path):
+def test_a_link_that_the_user_names_is_followed_and_a_slash_at_the_end_changes_nothing(tmp_path):
     _hf(tmp_path / "step-3")
+    (tmp_path / "link").symlink_to(tmp_path / "step-3")
+    assert open_source(str(tmp_path / "link")).catalog.tensors
     assert open_source(f"{tmp_path}/step-3/").catalog.info.step == 3
 
 
@@ -191,22 +178,25 @@ def test_weights_with_a_known_name_are_chosen_before_other_files(tmp_path, zoo):
     assert identify(open_store(str(tmp_path / "x"))) == "torch"
 
 
-@pytest.mark.parametrize("setup", ["missing", "empty", "foreign", "unfinished"])
-def test_the_error_for_something_other_than_a_checkpoint_says_what_was_found(tmp_path, setup):
-    target = tmp_path / "x"
-    if setup != "missing":
-        target.mkdir()
-    if setup == "foreign":
-        (target / "notes.txt").write_text("hello")
-        (target / "logs").mkdir()
-    if setup == "unfinished":
-        (target / "__0_0.distcp").write_bytes(b"PK")
-    expected = {"missing": "does not exist", "empty": "empty", "foreign": "notes.txt", "unfinished": ".metadata"}[setup]
-    with pytest.raises(CkptkitError, match=expected) as caught:
-        open_source(str(target))
-    if setup in ("missing", "empty", "foreign"):
-        assert isinstance(caught.value, CheckpointNotFoundError)
-        assert ("Expected" in str(caught.value)) == (setup != "missing")
+@pytest.mark.parametrize(
+    ("files", "error", "text"),
+    [
+        (None, CheckpointNotFoundError, "does not exist"),
+        ([], CheckpointNotFoundError, r"(?s)empty.*Expected"),
+        (["notes.txt", "logs/x"], CheckpointNotFoundError, r"(?s)notes\.txt.*Expected"),
+        (["__0_0.distcp"], CkptkitError, r"\.metadata"),
+    ],
+    ids=["missing", "empty", "foreign", "unfinished"],
+)
+def test_the_error_for_something_other_than_a_checkpoint_says_what_was_found(tmp_path, files, error, text):
+    for name in files or []:
+        (tmp_path / "x" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "x" / name).write_bytes(b"PK")
+    if files == []:
+        (tmp_path / "x").mkdir()
+    with pytest.raises(error, match=text) as caught:
+        open_source(str(tmp_path / "x"))
+    assert files is not None or "Expected" not in str(caught.value)
 
 
 def test_rank_files_of_ckptkit_are_read_without_a_record(tmp_path):
@@ -221,7 +211,6 @@ def test_rank_files_of_ckptkit_are_read_without_a_record(tmp_path):
 
 
 def _torch_file(path: Path, value: float) -> None:
-    torch = pytest.importorskip("torch")
     torch.save({"model": {"w": torch.full((2,), value)}}, path)
 
 
@@ -268,7 +257,6 @@ def test_a_nemo_archive_is_refused_with_the_advice_to_unpack_it(tmp_path):
 
 @pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
 def test_a_dry_run_names_trainer_state_next_to_the_weights(tmp_path, weights):
-    torch = pytest.importorskip("torch")
     source, beside = tmp_path / "in", ["custom_checkpoint_0.pkl", "random_states_0.pkl", "scheduler.bin"]
     source.mkdir()
     for name in ("optimizer.bin", *beside):
@@ -287,7 +275,6 @@ def test_a_dry_run_names_trainer_state_next_to_the_weights(tmp_path, weights):
 
 
 def test_a_note_says_that_an_optimizer_next_to_whole_weights_is_not_read(tmp_path):
-    torch = pytest.importorskip("torch")
     save_file({"w": np.ones(2, np.float32)}, tmp_path / "model.safetensors")
     state = {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": [{"params": [0]}]}
     torch.save(state, tmp_path / "optimizer.pt")
@@ -319,7 +306,6 @@ def test_file_names_of_accelerate_before_0_25_are_known(tmp_path, zoo):
 
 
 def test_a_model_file_is_chosen_among_torch_files_and_the_others_are_named(tmp_path):
-    torch = pytest.importorskip("torch")
     torch.save({"w": torch.ones(2)}, tmp_path / "model.pt")
     torch.save({"w": torch.zeros(2)}, tmp_path / "optim.pt")
     source = open_source(str(tmp_path))
@@ -328,7 +314,6 @@ def test_a_model_file_is_chosen_among_torch_files_and_the_others_are_named(tmp_p
 
 
 def test_a_recognised_format_is_chosen_before_rank_files(tmp_path, zoo):
-    torch = pytest.importorskip("torch")
     _dcp(zoo, tmp_path / "step10" / "model_and_optim")
     (tmp_path / "step10" / "train").mkdir()
     for rank in range(2):

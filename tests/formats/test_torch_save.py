@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ckptkit.catalog.entry import Role
 from ckptkit.errors import (
@@ -23,6 +24,7 @@ from ckptkit.formats.detect import open_source
 from ckptkit.formats.options import ReadOptions
 from ckptkit.formats.torch_save import open_catalog, open_file
 from ckptkit.storage.local import LocalStore
+from tests.formats.damages import Damage, without, written
 
 
 def test_a_lightning_file_has_step_optimizer_and_other_state(zoo: Path) -> None:
@@ -35,15 +37,11 @@ def test_a_lightning_file_has_step_optimizer_and_other_state(zoo: Path) -> None:
 
 
 def save(folder: Path, value: Any, name: str = "x.pt") -> LocalStore:
-    import torch
-
     torch.save(value, folder / name)
     return LocalStore(folder)
 
 
 def weights() -> dict[str, Any]:
-    import torch
-
     return {"a.weight": torch.arange(6.0).reshape(2, 3), "a.bias": torch.ones(2), "empty": torch.zeros(0, 3)}
 
 
@@ -76,8 +74,6 @@ def test_a_second_copy_of_the_weights_is_not_a_model(tmp_path: Path) -> None:
 
 
 def adam(keys: list[Any], **group: Any) -> dict[str, Any]:
-    import torch
-
     state = {key: {"step": torch.tensor(1.0), "exp_avg": torch.ones(2)} for key in keys}
     return {"state": state, "param_groups": [{"lr": 0.1, "params": keys, **group}]}
 
@@ -110,8 +106,6 @@ def test_tied_weights_are_noted(zoo: Path) -> None:
 
 
 def test_a_diverged_head_is_not_called_tied(tmp_path: Path) -> None:
-    import torch
-
     base = torch.arange(12.0)
     catalog = open_catalog(save(tmp_path, {"a": base[:6], "b": base[6:], "c": base[:6].reshape(2, 3)}))
     assert "tied" not in catalog.info.extra
@@ -125,8 +119,6 @@ def test_values_other_than_tensors_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_whole_pickled_module_is_refused_by_name(tmp_path: Path) -> None:
-    import torch
-
     with pytest.raises(UnsafePickleError, match=r"x\.pt: .*torch\.nn\.modules\.linear\.Linear"):
         open_catalog(save(tmp_path, torch.nn.Linear(2, 2)))
 
@@ -140,7 +132,6 @@ def test_a_rank_file_alone_is_incomplete(zoo: Path) -> None:
 @pytest.mark.parametrize("legacy", [False, True])
 @pytest.mark.parametrize("mark", ["conj", "neg"])
 def test_a_view_whose_bytes_are_not_its_values_is_refused(tmp_path: Path, mark: str, legacy: bool) -> None:
-    torch = pytest.importorskip("torch")
     lazy = torch.ones(3, dtype=torch.complex64).conj()
     value = {"a": lazy if mark == "conj" else lazy.imag}
     torch.save(value, tmp_path / "x.pt", _use_new_zipfile_serialization=not legacy)
@@ -175,66 +166,55 @@ def test_framework_settings_next_to_the_weights_are_accepted(tmp_path: Path, mon
 # --- shards with an index
 
 
+INDEX, SHARD = "pytorch_model.bin.index.json", "pytorch_model-0000{}-of-00002.bin"
+
+
 @pytest.fixture
 def shards(tmp_path: Path) -> Path:
     w = weights()
-    save(tmp_path, {"a.weight": w["a.weight"]}, "pytorch_model-00001-of-00002.bin")
-    save(tmp_path, {"a.bias": w["a.bias"], "empty": w["empty"]}, "pytorch_model-00002-of-00002.bin")
-    names = {"a.weight": 1, "a.bias": 2, "empty": 2}
-    write_index(tmp_path, {n: f"pytorch_model-0000{i}-of-00002.bin" for n, i in names.items()})
+    save(tmp_path, {"a.weight": w["a.weight"]}, SHARD.format(1))
+    save(tmp_path, {"a.bias": w["a.bias"], "empty": w["empty"]}, SHARD.format(2))
+    listing(a__weight=SHARD.format(1), a__bias=SHARD.format(2), empty=SHARD.format(2))(tmp_path)
     return tmp_path
-
-
-def write_index(folder: Path, weight_map: dict[str, Any]) -> None:
-    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
 def test_shards_are_joined_by_their_index(shards: Path) -> None:
     assert open_catalog(LocalStore(shards)).by_role(Role.MODEL).keys() == {"a.weight", "a.bias", "empty"}
 
 
-@pytest.mark.parametrize("path", ["../x.bin", "/etc/passwd", "a/b.bin", "x\0.bin", "", "..", "c:x.bin", 3])
-def test_an_index_that_points_elsewhere_is_refused(shards: Path, path: Any) -> None:
-    write_index(shards, {"a.weight": path})
-    with pytest.raises(CorruptCheckpointError, match="not a plain file name"):
+def listing(**weight_map: Any) -> Damage:
+    return written(
+        INDEX, json.dumps({"weight_map": {name.replace("__", "."): file for name, file in weight_map.items()}})
+    )
+
+
+FAULTS = [
+    ("a missing shard", without(SHARD.format(2)), IncompleteCheckpointError,
+     r"pytorch_model-00002-of-00002\.bin is missing"),
+    ("a tensor that its shard lacks", listing(a__weight=SHARD.format(2)), IncompleteCheckpointError,
+     r"'a\.weight' is missing"),
+    ("a tensor that is not listed", listing(a__weight=SHARD.format(1), a__bias=SHARD.format(2)), CorruptCheckpointError,
+     r"00002\.bin holds tensor 'empty', but .*does not list it"),
+    *((f"the path {path!r}", listing(a__weight=path), CorruptCheckpointError, "not a plain file name")
+      for path in ("../x.bin", "/etc/passwd", "a/b.bin", "x\0.bin", "", "..", "c:x.bin", 3)),
+    *((f"the index {text:.20}", written(INDEX, text), CorruptCheckpointError, "not JSON")
+      for text in ("", "[]", "{}", '{"weight_map": 3}', "[" * 100_000)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fault", "damage", "error", "text"), FAULTS, ids=[row[0] for row in FAULTS])
+def test_a_damaged_index_is_refused_by_name(shards: Path, fault: str, damage: Damage, error: Any, text: str) -> None:
+    damage(shards)
+    with pytest.raises(error, match=text):
         open_catalog(LocalStore(shards))
 
 
-def test_an_error_names_a_missing_shard(shards: Path) -> None:
-    (shards / "pytorch_model-00002-of-00002.bin").unlink()
-    with pytest.raises(IncompleteCheckpointError, match=r"pytorch_model-00002-of-00002\.bin is missing"):
-        open_catalog(LocalStore(shards))
-
-
-def test_an_error_names_a_tensor_that_its_shard_lacks(shards: Path) -> None:
-    write_index(shards, {"a.weight": "pytorch_model-00002-of-00002.bin"})
-    with pytest.raises(IncompleteCheckpointError, match=r"'a\.weight' is missing"):
-        open_catalog(LocalStore(shards))
-
-
-def test_a_tensor_that_the_index_does_not_list_is_refused(shards: Path) -> None:
-    write_index(shards, {"a.weight": "pytorch_model-00001-of-00002.bin", "a.bias": "pytorch_model-00002-of-00002.bin"})
-    with pytest.raises(CorruptCheckpointError, match=r"00002\.bin holds tensor 'empty', but .*does not list it"):
-        open_catalog(LocalStore(shards))
-
-
-def test_without_an_index_all_numbered_files_are_read(shards: Path) -> None:
-    (shards / "pytorch_model.bin.index.json").unlink()
+def test_without_an_index_all_numbered_files_are_read_and_a_missing_one_is_named(shards: Path) -> None:
+    (shards / INDEX).unlink()
     assert open_source(str(shards)).catalog.by_role(Role.MODEL).keys() == {"a.weight", "a.bias", "empty"}
-
-
-def test_an_error_names_a_missing_numbered_file_even_without_an_index(shards: Path) -> None:
-    (shards / "pytorch_model.bin.index.json").unlink()
-    (shards / "pytorch_model-00001-of-00002.bin").unlink()
+    (shards / SHARD.format(1)).unlink()
     with pytest.raises(IncompleteCheckpointError, match=r"missing: pytorch_model-00001-of-00002\.bin"):
         open_source(str(shards))
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', "[" * 100_000])
-def test_an_invalid_index_is_refused(shards: Path, text: str) -> None:
-    (shards / "pytorch_model.bin.index.json").write_text(text)
-    with pytest.raises(CorruptCheckpointError, match="not JSON"):
-        open_catalog(LocalStore(shards))
 
 
 def test_several_files_without_an_index_are_refused(tmp_path: Path) -> None:
@@ -253,7 +233,6 @@ def test_a_file_that_torch_did_not_write_is_refused(tmp_path: Path, data: bytes)
 
 
 def test_the_error_for_a_class_next_to_the_weights_says_how_to_read_them(tmp_path: Path) -> None:
-    torch = pytest.importorskip("torch")
     module = types.ModuleType("trainers_own")
     module.Setting = type("Setting", (), {"__module__": "trainers_own"})  # type: ignore[attr-defined]
     sys.modules["trainers_own"] = module

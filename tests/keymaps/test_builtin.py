@@ -11,19 +11,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from ckptkit.catalog.box import Box
-from ckptkit.catalog.targets import Part, Target
+from ckptkit.catalog.targets import Target
 from ckptkit.errors import CheckpointMismatchError, UsageError
 from ckptkit.keymaps.builtin import BUILTIN_MAPS, builtin_map, choose_map, map_for_model_type
-from tests.catalog.materialize import materialize
+from tests.catalog.materialize import materialize, whole_target
 
 
 def targets_of(arrays: dict[str, Any]) -> dict[str, Target]:
-    made = {}
-    for name, array in arrays.items():
-        box = Box.whole(tuple(array.shape))
-        made[name] = Target(name, "float32", tuple(array.shape), (Part(box, name, box),), "float32")
-    return made
+    return {name: whole_target(name, tuple(array.shape)) for name, array in arrays.items()}
 
 
 def assert_same(found: dict[str, Target], sources: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -105,42 +100,40 @@ def test_names_that_match_the_hub_are_kept(model_type: str, tmp_path: Path) -> N
     assert_same(dict(chosen.mapped.targets), memory, hub)
 
 
-def test_torchtitan_llama3_gives_the_hf_names_and_rotary_layout(zoo: Path) -> None:
+@pytest.fixture
+def titan(zoo: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """The tensors of a torchtitan model, those of the same model on the hub, and its config."""
     case = zoo / "torchtitan_llama3_names_w2"
-    native, hub = load_file(case / "EXPECTED.safetensors"), load_file(case / "EXPECTED_hf/model.safetensors")
     config = json.loads((case / "EXPECTED_hf/config.json").read_text())
-    chosen = choose_map(targets_of(native), config=config)
-    assert chosen.key_map.name == "torchtitan-llama3"
-    assert_same(dict(chosen.mapped.targets), native, hub)
+    return load_file(case / "EXPECTED.safetensors"), load_file(case / "EXPECTED_hf/model.safetensors"), config
 
 
-def test_torchtitan_is_also_found_from_the_names_of_a_base(zoo: Path) -> None:
-    case = zoo / "torchtitan_llama3_names_w2"
-    native, hub = load_file(case / "EXPECTED.safetensors"), load_file(case / "EXPECTED_hf/model.safetensors")
-    config = json.loads((case / "EXPECTED_hf/config.json").read_text())
-    assert choose_map(targets_of(native), wanted=hub, config=config).key_map.name == "torchtitan-llama3"
+def test_torchtitan_llama3_gives_the_hf_names_and_rotary_layout(titan: Any) -> None:
+    native, hub, config = titan
+    for options in ({}, {"wanted": hub}):
+        chosen = choose_map(targets_of(native), config=config, **options)
+        assert chosen.key_map.name == "torchtitan-llama3"
+        assert_same(dict(chosen.mapped.targets), native, hub)
 
 
-def test_torchtitan_without_a_config_keeps_its_names_and_asks_for_a_base(zoo: Path) -> None:
-    native = load_file(zoo / "torchtitan_llama3_names_w2" / "EXPECTED.safetensors")
+def test_torchtitan_without_a_config_keeps_its_names_and_asks_for_a_base(titan: Any) -> None:
+    native, _, _ = titan
     chosen = choose_map(targets_of(native))
     assert set(chosen.mapped.targets) == set(native)
     assert "Give --base MODEL" in chosen.doubt
+
+
+def test_older_names_of_torchtitan_are_mapped(titan: Any) -> None:
+    native, hub, config = titan
+    older = {n.replace("qkv_linear.", "").replace("lm_head", "output"): a for n, a in native.items()}
+    mapped = builtin_map("torchtitan-llama3").apply(targets_of(older), config=config)
+    assert_same(dict(mapped.targets), older, hub)
 
 
 def test_stacked_experts_of_an_unknown_model_are_kept() -> None:
     chosen = choose_map(targets_of({"model.layers.0.mlp.experts.gate_up_proj": np.ones((2, 4, 3))}))
     assert chosen.key_map.name == "hf"
     assert "--key-map hf5-experts" in chosen.doubt
-
-
-def test_older_names_of_torchtitan_are_mapped(zoo: Path) -> None:
-    case = zoo / "torchtitan_llama3_names_w2"
-    native, hub = load_file(case / "EXPECTED.safetensors"), load_file(case / "EXPECTED_hf/model.safetensors")
-    config = json.loads((case / "EXPECTED_hf/config.json").read_text())
-    older = {n.replace("qkv_linear.", "").replace("lm_head", "output"): a for n, a in native.items()}
-    mapped = builtin_map("torchtitan-llama3").apply(targets_of(older), config=config)
-    assert_same(dict(mapped.targets), older, hub)
 
 
 @pytest.mark.parametrize("name", [name for name in BUILTIN_MAPS if name != "peft"])
@@ -210,12 +203,6 @@ def test_a_vision_tower_one_module_deeper_in_the_base_is_matched() -> None:
     memory = {"model.language_model.norm.weight": np.ones(1), "model.vision_tower.encoder.w": np.ones(1)}
     hub = ["language_model.model.norm.weight", "vision_tower.vision_model.encoder.w"]
     assert sorted(choose_map(targets_of(memory), wanted=hub).mapped.targets) == hub
-
-
-def test_the_inverse_of_vlm_qwen2_keeps_the_vision_tower() -> None:
-    hub = {"model.norm.weight": np.ones(1), "visual.w": np.ones(1)}
-    back = builtin_map("inverse:vlm-qwen2").apply(targets_of(hub))
-    assert sorted(back.targets) == ["model.language_model.norm.weight", "model.visual.w"]
 
 
 def test_peft_gives_the_names_of_an_adapter_file_and_of_the_base(zoo: Path) -> None:

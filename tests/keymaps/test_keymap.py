@@ -10,22 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.catalog.box import Box
-from ckptkit.catalog.targets import Part, Target
+from ckptkit.catalog.targets import Target
 from ckptkit.errors import CheckpointMismatchError, UsageError
 from ckptkit.keymaps.keymap import NameMap, check_one_to_one, strip_infixes, strip_prefix
 from ckptkit.keymaps.patterns import NamePattern
 from ckptkit.keymaps.rules import Cast, Concat, Drop, Rename, RopePermute, Rule, Split, Stack, Transpose, Unstack
-from tests.catalog.materialize import materialize
+from tests.catalog.materialize import materialize, whole_target
 
-
-def pattern(template: str) -> NamePattern:
-    return NamePattern(template)
-
-
-def target(name: str, shape: tuple[int, ...], dtype: str = "float32") -> Target:
-    box = Box.whole(shape)
-    return Target(name, dtype, shape, (Part(box, name, box),), dtype)
+pattern = NamePattern
 
 
 def arrays(**shapes: tuple[int, ...]) -> dict[str, Any]:
@@ -38,7 +30,7 @@ def arrays(**shapes: tuple[int, ...]) -> dict[str, Any]:
 
 
 def apply(rules: list[Rule], sources: dict[str, Any], **options: Any) -> dict[str, Any]:
-    given_targets = {name: target(name, array.shape) for name, array in sources.items()}
+    given_targets = {name: whole_target(name, array.shape) for name, array in sources.items()}
     config = options.pop("config", None)
     mapped = NameMap("test", tuple(rules), **options).apply(given_targets, config=config)
     assert all(name == made.name for name, made in mapped.targets.items())
@@ -62,13 +54,6 @@ def test_a_pattern_must_match_the_whole_name() -> None:
     assert list(apply([Rename(pattern("norm"), "x")], {"norm.weight": np.ones(1)})) == ["norm.weight"]
 
 
-def test_split_into_equal_parts_is_numpy_split() -> None:
-    sources = arrays(w=(6, 4))
-    made = apply([Split(pattern("w"), ("a", "b"), dim=0)], sources)
-    assert np.array_equal(made["a"], sources["w"][:3])
-    assert np.array_equal(made["b"], sources["w"][3:])
-
-
 def test_split_sizes_may_be_products_of_config_keys() -> None:
     sources = arrays(qkv=(16, 3))
     rule = Split(pattern("qkv"), ("q", "k", "v"), sizes=("num_attention_heads*head_dim", "4", 4))
@@ -79,12 +64,6 @@ def test_split_sizes_may_be_products_of_config_keys() -> None:
 def test_split_that_does_not_add_up_is_refused() -> None:
     with pytest.raises(CheckpointMismatchError, match=r"'w' of shape \[7, 4\] can't be split"):
         apply([Split(pattern("w"), ("a", "b"))], arrays(w=(7, 4)))
-
-
-def test_concat_is_numpy_concatenate() -> None:
-    sources = arrays(a=(2, 3), b=(4, 3))
-    made = apply([Concat((pattern("a"), pattern("b")), "c")], sources)
-    assert np.array_equal(made["c"], np.concatenate([sources["a"], sources["b"]]))
 
 
 def test_concat_names_the_part_that_is_missing() -> None:
@@ -104,22 +83,38 @@ def test_stack_names_missing_indices() -> None:
         apply([Stack(pattern("e.{i:d}"), "e")], {"e.0": np.ones(1), "e.2": np.ones(1)})
 
 
-def test_unstack_gives_one_tensor_per_index() -> None:
-    sources = arrays(w=(3, 2, 4))
-    made = apply([Unstack(pattern("w"), "w.{i}", dim=1)], sources)
-    assert list(made) == ["w.0", "w.1"]
-    assert np.array_equal(made["w.1"], sources["w"][:, 1])
-
-
-def test_transpose_swaps_the_last_two_dimensions() -> None:
-    sources = arrays(w=(3, 2, 4))
-    assert np.array_equal(apply([Transpose(pattern("w"))], sources)["w"], sources["w"].transpose(0, 2, 1))
-
-
 def llama_permute(w: Any, heads: int) -> Any:
     """The formula of transformers' llama conversion script."""
     rest = w.shape[1:]
     return w.reshape(heads, w.shape[0] // heads // 2, 2, *rest).swapaxes(1, 2).reshape(w.shape)
+
+
+W, ROPE = pattern("w"), RopePermute(pattern("w"), 2)
+OPERATIONS: list[tuple[str, list[Rule], tuple[int, ...], Any]] = [
+    ("split", [Split(W, ("l", "r"))], (6, 4), lambda w: {"l": w[:3], "r": w[3:]}),
+    ("concat", [Split(W, ("l", "r")), Concat((pattern("r"), pattern("l")), "w")], (6, 4),
+     lambda w: {"w": np.concatenate([w[3:], w[:3]])}),
+    ("unstack", [Unstack(W, "w.{i}", dim=1)], (3, 2, 4), lambda w: {"w.0": w[:, 0], "w.1": w[:, 1]}),
+    ("transpose", [Transpose(W)], (3, 2, 4), lambda w: {"w": w.transpose(0, 2, 1)}),
+    ("rope of results", [Transpose(W), Split(W, ("q", "k"), sizes=(32, 16)), RopePermute(pattern("q"), 4),
+                         RopePermute(pattern("k"), 2), Transpose(pattern("q"))], (5, 48),
+     lambda w: {"q": llama_permute(w.T[:32], 4).T, "k": llama_permute(w.T[32:], 2)}),
+    ("rope and a split of heads", [ROPE, Split(W, ("a", "b"), sizes=(4, 8)), Split(pattern("b"), ("c", "d"), dim=1)],
+     (12, 6), lambda w: {"a": llama_permute(w, 2)[:4], "c": llama_permute(w, 2)[4:, :3],
+                         "d": llama_permute(w, 2)[4:, 3:]}),
+    ("rope of rows that become columns",
+     [RopePermute(W, 1), Unstack(W, "w.{i}", 1), Stack(pattern("w.{i:d}"), "w", 0), Split(W, ("l", "r"), 1, (1, 3)),
+      Concat((pattern("r"), pattern("l")), "w", 1)],
+     (4, 1), lambda w: {"w": np.roll(llama_permute(w, 1).T, -1, axis=1)}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "rules", "shape", "expected"), OPERATIONS, ids=[row[0] for row in OPERATIONS])
+def test_an_operation_equals_numpy(kind: str, rules: list[Rule], shape: tuple[int, ...], expected: Any) -> None:
+    sources = arrays(w=shape)
+    made, wanted = apply(rules, sources), expected(sources["w"])
+    assert made.keys() == wanted.keys()
+    assert all(np.array_equal(made[name], wanted[name]) for name in made)
 
 
 @pytest.mark.parametrize("shape", [(16, 5), (16,)])
@@ -127,30 +122,6 @@ def test_rope_permutation_equals_that_of_llama(shape: tuple[int, ...]) -> None:
     sources = arrays(wq=shape)
     made = apply([RopePermute(pattern("wq"), "num_key_value_heads")], sources, config={"num_key_value_heads": 2})
     assert np.array_equal(made["wq"], llama_permute(sources["wq"], 2))
-
-
-def test_rope_permutation_works_on_results_of_other_rules() -> None:
-    sources = arrays(qk=(5, 48))
-    rules: list[Rule] = [
-        Transpose(pattern("qk")),
-        Split(pattern("qk"), ("q", "k"), sizes=(32, 16)),
-        RopePermute(pattern("q"), 4),
-        RopePermute(pattern("k"), 2),
-        Transpose(pattern("q")),
-    ]
-    made = apply(rules, sources)
-    assert np.array_equal(made["q"], llama_permute(sources["qk"].T[:32], 4).T)
-    assert np.array_equal(made["k"], llama_permute(sources["qk"].T[32:], 2))
-
-
-def test_rope_permutation_followed_by_a_split_of_heads_is_correct() -> None:
-    sources = arrays(q=(12, 6))
-    rules: list[Rule] = [RopePermute(pattern("q"), 2), Split(pattern("q"), ("a", "b"), sizes=(4, 8)),
-                         Split(pattern("b"), ("c", "d"), dim=1)]  # fmt: skip
-    made = apply(rules, sources)
-    whole = llama_permute(sources["q"], 2)
-    assert np.array_equal(made["a"], whole[:4])
-    assert np.array_equal(made["d"], whole[4:, 3:])
 
 
 def test_odd_head_sizes_are_refused() -> None:
@@ -164,18 +135,18 @@ def test_a_missing_config_key_says_to_pass_base() -> None:
 
 
 def test_cast_changes_the_dtype_and_records_the_source_dtype() -> None:
-    mapped = NameMap("test", (Cast(pattern("w"), "bf16"),)).apply({"w": target("w", (2,))})
+    mapped = NameMap("test", (Cast(pattern("w"), "bf16"),)).apply({"w": whole_target("w", (2,))})
     assert (mapped.targets["w"].dtype, mapped.targets["w"].source_dtype) == ("bfloat16", "float32")
 
 
 @pytest.mark.parametrize("dtype", ["int64", "bool", "float8_e4m3fn"])
 def test_cast_refuses_anything_but_plain_floats(dtype: str) -> None:
     with pytest.raises(CheckpointMismatchError, match=f"'w' is {dtype}, which can't be cast"):
-        NameMap("test", (Cast(pattern("w"), "bf16"),)).apply({"w": target("w", (2,), dtype)})
+        NameMap("test", (Cast(pattern("w"), "bf16"),)).apply({"w": whole_target("w", (2,), dtype)})
 
 
 def test_concat_of_two_dtypes_is_refused() -> None:
-    given_targets = {"a": target("a", (2,)), "b": target("b", (2,), "bfloat16")}
+    given_targets = {"a": whole_target("a", (2,)), "b": whole_target("b", (2,), "bfloat16")}
     with pytest.raises(CheckpointMismatchError, match="'a' is float32, 'b' is bfloat16"):
         NameMap("test", (Concat((pattern("a"), pattern("b")), "c"),)).apply(given_targets)
 
@@ -200,17 +171,17 @@ def test_a_name_that_a_rule_maps_to_itself_counts_as_matched() -> None:
 
 def test_dropped_sources_have_a_reason() -> None:
     rules = (Drop(pattern("{x:*}rotary_emb.inv_freq"), "recomputed"),)
-    mapped = NameMap("test", rules).apply({"a.rotary_emb.inv_freq": target("a.rotary_emb.inv_freq", (2,))})
+    mapped = NameMap("test", rules).apply({"a.rotary_emb.inv_freq": whole_target("a.rotary_emb.inv_freq", (2,))})
     assert (dict(mapped.targets), dict(mapped.dropped)) == ({}, {"a.rotary_emb.inv_freq": "recomputed"})
 
 
 def test_rules_that_match_nothing_are_reported() -> None:
-    mapped = NameMap("test", (Rename(pattern("a"), "b"), Drop(pattern("zz")))).apply({"a": target("a", (1,))})
+    mapped = NameMap("test", (Rename(pattern("a"), "b"), Drop(pattern("zz")))).apply({"a": whole_target("a", (1,))})
     assert mapped.unused == ("rule 2 (drop zz)",)
 
 
 def test_a_lost_source_is_caught_by_the_final_check() -> None:
-    whole = target("w", (4, 2))
+    whole = whole_target("w", (4, 2))
     half = whole.split(0, [2, 2])[0]
     with pytest.raises(CheckpointMismatchError, match="source 'w': 4 of 8 elements are used"):
         check_one_to_one({"w": whole}, {"w": half})
@@ -219,30 +190,26 @@ def test_a_lost_source_is_caught_by_the_final_check() -> None:
 def test_a_part_used_twice_is_caught_even_if_another_was_dropped() -> None:
     rules = (Split(pattern("w"), ("p", "q")), Drop(pattern("p")), Concat((pattern("q"), pattern("q")), "c"))
     with pytest.raises(CheckpointMismatchError, match="source 'w': 12 of 8 elements are used"):
-        NameMap("test", rules).apply({"w": target("w", (4, 2))})
+        NameMap("test", rules).apply({"w": whole_target("w", (4, 2))})
 
 
 @pytest.mark.parametrize("rule", [Stack(pattern("l.{i}"), "s"), Concat((pattern("l.{i}"), pattern("n")), "s")])
 def test_two_tensors_for_one_piece_are_refused(rule: Rule) -> None:
     with pytest.raises(CheckpointMismatchError, match=r"'s': 'l\.0' and 'l\.00' would both be piece 0"):
-        NameMap("test", (rule,)).apply({name: target(name, (2,)) for name in ("l.0", "l.00", "n")})
+        NameMap("test", (rule,)).apply({name: whole_target(name, (2,)) for name in ("l.0", "l.00", "n")})
 
 
 def test_an_unfilled_target_is_caught_by_the_final_check() -> None:
-    whole = target("w", (4, 2))
+    whole = whole_target("w", (4, 2))
     with pytest.raises(CheckpointMismatchError, match="target 'w': 8 of 16 elements"):
         check_one_to_one({"w": whole}, {"w": Target("w", "float32", (8, 2), whole.parts, "float32")})
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [
-        Rename(pattern("{a}.x"), "{b}.x"),
-        Unstack(pattern("w"), "w"),
-        Stack(pattern("w.{i:d}"), "w.{i}"),
-        Concat((pattern("{n}.a"), pattern("b")), "{n}.c"),
-    ],
-)
+UNBOUND = [Rename(pattern("{a}.x"), "{b}.x"), Unstack(W, "w"), Stack(pattern("w.{i:d}"), "w.{i}"),
+           Concat((pattern("{n}.a"), pattern("b")), "{n}.c")]  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", UNBOUND)
 def test_templates_with_unbound_placeholders_are_refused_at_construction(rule: Rule) -> None:
     with pytest.raises(UsageError, match=r"key map 'test', rule 1"):
         NameMap("test", (rule,))
@@ -252,11 +219,6 @@ def test_templates_with_unbound_placeholders_are_refused_at_construction(rule: R
 def test_malformed_templates_are_refused(text: str) -> None:
     with pytest.raises(UsageError):
         NamePattern(text)
-
-
-def test_malformed_regexes_are_refused() -> None:
-    with pytest.raises(UsageError, match="malformed"):
-        NamePattern(regex="a(")
 
 
 # --- inverse maps
@@ -283,7 +245,7 @@ PAIRS: list[tuple[list[Rule], dict[str, Any]]] = [
 @pytest.mark.parametrize(("rules", "sources"), PAIRS)
 def test_a_map_and_its_inverse_give_the_sources_back(rules: list[Rule], sources: dict[str, Any]) -> None:
     there = NameMap("test", tuple(rules))
-    given_targets = {name: target(name, array.shape) for name, array in sources.items()}
+    given_targets = {name: whole_target(name, array.shape) for name, array in sources.items()}
     mapped = there.apply(given_targets)
     back = there.inverse().apply(mapped.targets)
     assert set(back.targets) == set(sources)
@@ -291,16 +253,11 @@ def test_a_map_and_its_inverse_give_the_sources_back(rules: list[Rule], sources:
         assert np.array_equal(materialize(made, sources), sources[name])
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [
-        Drop(pattern("w")),
-        Cast(pattern("w"), "bf16"),
-        Rename(NamePattern(regex="w.*"), "x"),
-        Concat((pattern("a"), pattern("b")), "c"),
-        Rename(pattern("a.{x}"), "b"),
-    ],
-)
+LOSSY = [Drop(W), Cast(W, "bf16"), Rename(NamePattern(regex="w.*"), "x"), Concat((pattern("a"), pattern("b")), "c"),
+         Rename(pattern("a.{x}"), "b")]  # fmt: skip
+
+
+@pytest.mark.parametrize("rule", LOSSY)
 def test_a_lossy_rule_has_no_inverse(rule: Rule) -> None:
     with pytest.raises(UsageError, match="can't be inverted: rule 1"):
         NameMap("test", (rule,)).inverse()
@@ -338,14 +295,6 @@ class _Numpy:
             onto = draw(st.integers(0, self.array.ndim - 1))
             self.rules += [Unstack(w, "w.{i}", dim), Stack(pattern("w.{i:d}"), "w", onto)]
             self.array = np.moveaxis(self.array, dim, onto)
-
-
-def test_permuted_rows_that_became_columns_can_be_split() -> None:
-    source, w = np.arange(4).reshape(4, 1), pattern("w")
-    rules: list[Rule] = [RopePermute(w, 1), Unstack(w, "w.{i}", 1), Stack(pattern("w.{i:d}"), "w", 0)]
-    rules += [Split(w, ("l", "r"), 1, (1, 3)), Concat((pattern("r"), pattern("l")), "w", 1)]
-    permuted = llama_permute(source, 1).T
-    assert np.array_equal(apply(rules, {"w": source})["w"], np.roll(permuted, -1, axis=1))
 
 
 @given(data=st.data())

@@ -19,20 +19,10 @@ from ckptkit.formats.dcp.torch_api import DCPReader, DCPWriter
 from tests.formats.dcp_states import LAYOUTS, differences, state
 
 PAIRS = [
-    ("plain@1", "plain@1"),
-    ("shard0@2", "shard0@2"),
-    ("shard0@3", "shard0@3"),
-    ("shard1@2", "shard1@2"),
-    ("replicate@2", "replicate@2"),
-    ("hsdp@4", "hsdp@4"),
-    ("tp@4", "tp@4"),
-    ("shard0@2", "shard0@3"),
-    ("shard1@2", "shard0@3"),
-    ("shard0@3", "shard1@2"),
-    ("hsdp@4", "plain@1"),
-    ("replicate@2", "hsdp@4"),
-    ("plain@1", "tp@4"),
-]
+    *((layout, layout) for layout in LAYOUTS),
+    ("shard0@2", "shard0@3"), ("shard1@2", "shard0@3"), ("shard0@3", "shard1@2"), ("hsdp@4", "plain@1"),
+    ("replicate@2", "hsdp@4"), ("plain@1", "tp@4"),
+]  # fmt: skip
 
 
 BOTH = pytest.mark.parametrize("planned", [False, True], ids=["torch's planners", "our planners"])
@@ -144,9 +134,7 @@ def test_overwriting_leaves_no_stale_file(tmp_path):
 def test_leftovers_of_an_unfinished_save_are_replaced(tmp_path):
     (tmp_path / "__0_0.distcp").write_bytes(b"half")
     made = one(tmp_path)
-    target = {"w": torch.zeros(50_000), "small": torch.zeros(5, dtype=torch.int64), "o": {"lr": 0.0}}
-    dcp.load(target, storage_reader=DCPReader(tmp_path), no_dist=True)
-    assert torch.equal(target["w"], made["w"])
+    assert torch.equal(loaded(tmp_path)["w"], made["w"])
 
 
 def test_a_manifest_of_other_metadata_is_not_used(tmp_path):
@@ -154,10 +142,15 @@ def test_a_manifest_of_other_metadata_is_not_used(tmp_path):
     newer = {"w": torch.ones(50_000), "small": torch.ones(5, dtype=torch.int64), "o": {"lr": 0.1}}
     with pytest.warns(UserWarning, match="overwriting"):
         dcp.save(newer, checkpoint_id=tmp_path, no_dist=True)
-    target = {"w": torch.zeros(50_000), "small": torch.zeros(5, dtype=torch.int64), "o": {"lr": 0.0}}
-    dcp.load(target, storage_reader=DCPReader(tmp_path), no_dist=True)
+    target = loaded(tmp_path)
     assert torch.equal(target["w"], newer["w"])
     assert target["o"] == {"lr": 0.1}
+
+
+def loaded(url) -> dict[str, torch.Tensor]:
+    target = {"w": torch.zeros(50_000), "small": torch.zeros(5, dtype=torch.int64), "o": {"lr": 0.0}}
+    dcp.load(target, storage_reader=DCPReader(url), no_dist=True)
+    return target
 
 
 def failure(url, target, planned: bool = False) -> BaseException:
@@ -166,16 +159,10 @@ def failure(url, target, planned: bool = False) -> BaseException:
     return next(iter(error.value.failures.values()))[0]
 
 
-def test_a_cast_must_be_requested(tmp_path):
-    one(tmp_path)
-    target = {"w": torch.zeros(50_000, dtype=torch.bfloat16)}
+def test_a_dtype_is_cast_only_when_asked(tmp_path):
+    made, target = one(tmp_path), {"w": torch.zeros(50_000, dtype=torch.bfloat16)}
     assert isinstance(failure(tmp_path, target), CheckpointMismatchError)
     assert not target["w"].any()
-
-
-def test_a_dtype_is_cast_when_asked(tmp_path):
-    made = one(tmp_path)
-    target = {"w": torch.zeros(50_000, dtype=torch.bfloat16)}
     dcp.load(target, storage_reader=DCPReader(tmp_path, cast=True), no_dist=True)
     assert torch.equal(target["w"], made["w"].bfloat16())
 
@@ -277,16 +264,9 @@ def test_a_writer_can_be_sent_to_torchs_background_process(tmp_path):
 
 
 ZOO = [
-    "dcp_appstate_w2",
-    "dcp_dtensor_2d",
-    "dcp_dtypes_w2",
-    "dcp_fsdp2_uneven_w4",
-    "dcp_hsdp_2x2",
-    "dcp_no_collectives_w2",
-    "dcp_serialization_safetensors_w2",
-    "dcp_threads2_w2",
-    "dcp_zstd_w2",
-]
+    "dcp_appstate_w2", "dcp_dtensor_2d", "dcp_dtypes_w2", "dcp_fsdp2_uneven_w4", "dcp_hsdp_2x2",
+    "dcp_no_collectives_w2", "dcp_serialization_safetensors_w2", "dcp_threads2_w2", "dcp_zstd_w2",
+]  # fmt: skip
 
 
 def raw(tensor: torch.Tensor) -> bytes:

@@ -24,10 +24,14 @@ from ckptkit.errors import (
     UnsafePathError,
     UnsupportedFormatError,
 )
+from ckptkit.formats.detect import open_source
 from ckptkit.formats.hf import header as header_module
 from ckptkit.formats.hf import safetensors
 from ckptkit.formats.hf.header import read_header
+from ckptkit.formats.hf.side_files import find_side_files
 from ckptkit.storage import open_store
+from tests.formats.damages import Damage, without, written
+from tests.hostile.sources import safetensors as safetensors_of
 
 
 def _write(path: Path, header: bytes | dict, data: bytes = b"", *, length: int | None = None) -> None:
@@ -46,49 +50,39 @@ def _f32(shape, begin, end):
 BAD = {
     "header longer than 100 MB": (b"{}", b"", 100_000_001, CorruptCheckpointError),
     "header longer than the file": (b"{}", b"", 99_000_000, IncompleteCheckpointError),
-    "no JSON": (b"{nonsense", b"", None, CorruptCheckpointError),
-    "no object": (b"[1]", b"", None, CorruptCheckpointError),
-    "no UTF-8": (b'{"\xff": 1}', b"", None, CorruptCheckpointError),
-    "NaN": (b'{"a": NaN}', b"", None, CorruptCheckpointError),
-    "nested without end": (b'{"a":' + b"[" * 200_000, b"", None, CorruptCheckpointError),
-    "a huge integer": (b'{"a": {"shape": [' + b"9" * 9999 + b"]}}", b"", None, CorruptCheckpointError),
-    "duplicate tensor": (
-        b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}',
-        b"0",
-        None,
-        CorruptCheckpointError,
-    ),
-    "duplicate field": (b'{"a":{"dtype":"U8","dtype":"I8","shape":[1],"data_offsets":[0,1]}}', b"0", None,
-                        CorruptCheckpointError),
-    "metadata that are not strings": ({"__metadata__": {"a": 1}}, b"", None, CorruptCheckpointError),
-    "unknown field": ({"a": {**_f32([1], 0, 4), "x": 1}}, b"0000", None, CorruptCheckpointError),
-    "missing field": ({"a": {"dtype": "F32", "shape": [1]}}, b"0000", None, CorruptCheckpointError),
-    "a shape that its bytes do not match": ({"a": _f32([2], 0, 4)}, b"0000", None, CorruptCheckpointError),
-    "a negative extent": ({"a": _f32([-1], 0, 4)}, b"0000", None, CorruptCheckpointError),
-    "true for 1": ({"a": _f32([True], 0, 4)}, b"0000", None, CorruptCheckpointError),
-    "an extent that overflows": ({"a": _f32([2**63, 2], 0, 4)}, b"0000", None, CorruptCheckpointError),
-    "a million dimensions": ({"a": _f32([2**62] * 10**6, 0, 4)}, b"0000", None, CorruptCheckpointError),
-    "offsets that run backwards": ({"a": _f32([0], 4, 0)}, b"0000", None, CorruptCheckpointError),
-    "a hole": ({"a": _f32([1], 0, 4), "b": _f32([1], 8, 12)}, b"0" * 12, None, CorruptCheckpointError),
-    "an overlap": ({"a": _f32([2], 0, 8), "b": _f32([2], 4, 12)}, b"0" * 12, None, CorruptCheckpointError),
-    "data that does not start at 0": ({"a": _f32([1], 4, 8)}, b"0" * 8, None, CorruptCheckpointError),
     "truncated data": ({"a": _f32([4], 0, 16)}, b"0" * 15, None, IncompleteCheckpointError),
-    "bytes after the data": ({"a": _f32([1], 0, 4)}, b"0" * 5, None, CorruptCheckpointError),
-    "data that would end past 2^63 of the file": (
-        {"a": _f32([1], 2**63 - 5, 2**63 - 1)}, b"0000", None, CorruptCheckpointError
-    ),
-    "64 dimensions whose product no float holds": ({"a": _f32([2**63 - 1] * 64, 0, 4)}, b"0", None,
-                                                   CorruptCheckpointError),
-    "numbers of 4 bits that end inside a byte": (
-        {"a": {"dtype": "F4", "shape": [2, 3], "data_offsets": [0, 3]}}, b"000", None, UnsupportedFormatError
-    ),
-    "numbers of 6 bits with too many bytes": (
-        {"a": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 4]}}, b"0000", None, CorruptCheckpointError
-    ),
-    "a single number of 4 bits": ({"a": {"dtype": "F4", "shape": [], "data_offsets": [0, 1]}}, b"0", None,
-                                  UnsupportedFormatError),
-    "an unknown dtype": ({"a": {"dtype": "F5", "shape": [2], "data_offsets": [0, 1]}}, b"0", None,
-                         UnsupportedFormatError),
+    **{fault: (header, data, None, CorruptCheckpointError) for fault, (header, data) in {
+        "no JSON": (b"{nonsense", b""),
+        "no object": (b"[1]", b""),
+        "no UTF-8": (b'{"\xff": 1}', b""),
+        "NaN": (b'{"a": NaN}', b""),
+        "nested without end": (b'{"a":' + b"[" * 200_000, b""),
+        "a huge integer": (b'{"a": {"shape": [' + b"9" * 9999 + b"]}}", b""),
+        "duplicate tensor": (b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},'
+                             b'"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', b"0"),
+        "duplicate field": (b'{"a":{"dtype":"U8","dtype":"I8","shape":[1],"data_offsets":[0,1]}}', b"0"),
+        "metadata that are not strings": ({"__metadata__": {"a": 1}}, b""),
+        "unknown field": ({"a": {**_f32([1], 0, 4), "x": 1}}, b"0000"),
+        "missing field": ({"a": {"dtype": "F32", "shape": [1]}}, b"0000"),
+        "a shape that its bytes do not match": ({"a": _f32([2], 0, 4)}, b"0000"),
+        "a negative extent": ({"a": _f32([-1], 0, 4)}, b"0000"),
+        "true for 1": ({"a": _f32([True], 0, 4)}, b"0000"),
+        "an extent that overflows": ({"a": _f32([2**63, 2], 0, 4)}, b"0000"),
+        "a million dimensions": ({"a": _f32([2**62] * 10**6, 0, 4)}, b"0000"),
+        "offsets that run backwards": ({"a": _f32([0], 4, 0)}, b"0000"),
+        "a hole": ({"a": _f32([1], 0, 4), "b": _f32([1], 8, 12)}, b"0" * 12),
+        "an overlap": ({"a": _f32([2], 0, 8), "b": _f32([2], 4, 12)}, b"0" * 12),
+        "data that does not start at 0": ({"a": _f32([1], 4, 8)}, b"0" * 8),
+        "bytes after the data": ({"a": _f32([1], 0, 4)}, b"0" * 5),
+        "data that would end past 2^63 of the file": ({"a": _f32([1], 2**63 - 5, 2**63 - 1)}, b"0000"),
+        "64 dimensions whose product no float holds": ({"a": _f32([2**63 - 1] * 64, 0, 4)}, b"0"),
+        "6 bits with too many bytes": ({"a": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 4]}}, b"0000"),
+    }.items()},
+    **{fault: ({"a": header}, b"0" * header["data_offsets"][1], None, UnsupportedFormatError) for fault, header in {
+        "numbers of 4 bits that end inside a byte": {"dtype": "F4", "shape": [2, 3], "data_offsets": [0, 3]},
+        "a single number of 4 bits": {"dtype": "F4", "shape": [], "data_offsets": [0, 1]},
+        "an unknown dtype": {"dtype": "F5", "shape": [2], "data_offsets": [0, 1]},
+    }.items()},
 }  # fmt: skip
 
 
@@ -174,80 +168,65 @@ def test_the_size_of_a_symlinked_file_is_that_of_its_target(tmp_path):
 # --- directories
 
 
-def _shards(tmp_path: Path) -> dict:
-    weight_map = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
-    for name, shard in weight_map.items():
+INDEX = "model.safetensors.index.json"
+SHARDS = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+
+
+def _listing(**changes: object) -> Damage:
+    return written(INDEX, json.dumps({"metadata": {"total_size": 24}, "weight_map": SHARDS | changes}))
+
+
+@pytest.fixture
+def sharded(tmp_path):
+    for name, shard in SHARDS.items():
         save_file({name: np.ones(3, np.float32)}, tmp_path / shard)
-    return {"metadata": {"total_size": 24}, "weight_map": weight_map}
+    _listing()(tmp_path)
+    return tmp_path
 
 
-def _index(tmp_path: Path, content: object) -> None:
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(content))
+def _open(folder: Path):
+    return safetensors.open_catalog(open_store(str(folder)))
 
 
-def _open(tmp_path: Path):
-    return safetensors.open_catalog(open_store(str(tmp_path)))
-
-
-def test_all_files_of_an_index_are_read(tmp_path):
-    _index(tmp_path, _shards(tmp_path))
-    catalog = _open(tmp_path)
+def test_all_files_of_an_index_are_read(sharded):
+    catalog = _open(sharded)
     assert set(catalog.by_role(Role.MODEL)) == {"a", "b"}
     assert catalog.tensors["b"].slices[0].path == "model-00002-of-00002.safetensors"
 
 
-def test_an_error_names_a_missing_shard(tmp_path):
-    _index(tmp_path, _shards(tmp_path))
-    (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(IncompleteCheckpointError, match="model-00002-of-00002"):
-        _open(tmp_path)
-
-
-def test_an_error_names_a_missing_numbered_shard_even_without_an_index(tmp_path):
-    _shards(tmp_path)
-    (tmp_path / "model-00001-of-00002.safetensors").unlink()
-    with pytest.raises(IncompleteCheckpointError, match="model-00001-of-00002"):
-        _open(tmp_path)
-
-
-def test_numbered_shards_without_an_index_are_read_and_noted(tmp_path):
-    _shards(tmp_path)
-    catalog = _open(tmp_path)
+def test_numbered_shards_without_an_index_are_read_and_noted(sharded):
+    (sharded / INDEX).unlink()
+    catalog = _open(sharded)
     assert set(catalog.tensors) == {"a", "b"}
     assert "no index" in catalog.info.notes[0]
 
 
-def test_an_index_that_lists_a_tensor_its_shard_lacks_is_refused(tmp_path):
-    index = _shards(tmp_path)
-    index["weight_map"]["c"] = "model-00001-of-00002.safetensors"
-    _index(tmp_path, index)
-    with pytest.raises(IncompleteCheckpointError, match="'c'"):
-        _open(tmp_path)
+def _lacks_index_and_shard(folder: Path) -> None:
+    (folder / INDEX).unlink()
+    (folder / SHARDS["a"]).unlink()
 
 
-def test_a_tensor_that_the_index_does_not_list_is_refused(tmp_path):
-    index = _shards(tmp_path)
-    save_file({"b": np.ones(3), "z": np.ones(3)}, tmp_path / "model-00002-of-00002.safetensors")
-    _index(tmp_path, index)
-    with pytest.raises(CorruptCheckpointError, match="'z'"):
-        _open(tmp_path)
+def _stores_more(folder: Path) -> None:
+    save_file({"b": np.ones(3), "z": np.ones(3)}, folder / SHARDS["b"])
 
 
-@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "sub/x.safetensors", "a\\b", "", ".."])
-def test_an_index_cannot_point_outside_of_the_directory(tmp_path, name):
-    index = _shards(tmp_path)
-    index["weight_map"]["a"] = name
-    _index(tmp_path, index)
-    with pytest.raises(UnsafePathError, match="index"):
-        _open(tmp_path)
+FAULTS = [
+    ("a missing shard", without(SHARDS["b"]), IncompleteCheckpointError, "model-00002-of-00002"),
+    ("a missing numbered shard", _lacks_index_and_shard, IncompleteCheckpointError, "model-00001-of-00002"),
+    ("a tensor that its shard lacks", _listing(c=SHARDS["a"]), IncompleteCheckpointError, "'c'"),
+    ("a tensor that is not listed", _stores_more, CorruptCheckpointError, "'z'"),
+    *((f"the path {path!r}", _listing(a=path), UnsafePathError, "index")
+      for path in ("../secret.safetensors", "/etc/passwd", "sub/x.safetensors", "a\\b", "", "..")),
+    *((f"the index {text}", written(INDEX, text), CorruptCheckpointError, "weight_map")
+      for text in ("[]", '{"weight_map": []}', '{"weight_map": {"a": 1}}', "{}")),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("content", [[], {"weight_map": []}, {"weight_map": {"a": 1}}, {}])
-def test_an_index_of_another_shape_is_refused(tmp_path, content):
-    _shards(tmp_path)
-    _index(tmp_path, content)
-    with pytest.raises(CorruptCheckpointError, match="weight_map"):
-        _open(tmp_path)
+@pytest.mark.parametrize(("fault", "damage", "error", "text"), FAULTS, ids=[row[0] for row in FAULTS])
+def test_a_damaged_index_is_refused_by_name(sharded, fault, damage, error, text):
+    damage(sharded)
+    with pytest.raises(error, match=text):
+        _open(sharded)
 
 
 def test_unrelated_files_are_not_joined(tmp_path):
@@ -295,13 +274,6 @@ def test_rank_shards_are_joined_by_their_offsets(tmp_path):
     assert catalog.info.world_size == 2
 
 
-def test_an_error_names_a_missing_rank_shard(tmp_path):
-    _rank_file(tmp_path, 1, {"w": np.ones((2, 2))}, {"w": (0, 0)})
-    _rank_file(tmp_path, 3, {"w": np.ones((2, 2))}, {"w": (4, 0)})
-    with pytest.raises(IncompleteCheckpointError, match="shard-00002"):
-        _open(tmp_path)
-
-
 def test_missing_last_ranks_are_found_by_the_config(tmp_path):
     _rank_file(tmp_path, 1, {"model.embed_tokens.weight": np.ones((4, 2))}, {"model.embed_tokens.weight": (0, 0)})
     (tmp_path / "config.json").write_text('{"vocab_size": 8}')
@@ -309,16 +281,20 @@ def test_missing_last_ranks_are_found_by_the_config(tmp_path):
         _open(tmp_path)
 
 
-def test_a_chunk_that_its_own_rank_overwrote_is_reported_missing(tmp_path):
-    _rank_file(tmp_path, 1, {"w": np.ones((2, 2))}, {"w": (2, 0)})
-    with pytest.raises(IncompleteCheckpointError, match="'w'"):
-        _open(tmp_path)
-
-
-def test_shards_that_overlap_in_part_are_refused(tmp_path):
-    _rank_file(tmp_path, 1, {"w": np.ones((3, 2))}, {"w": (0, 0)})
-    _rank_file(tmp_path, 2, {"w": np.ones((3, 2))}, {"w": (2, 0)})
-    with pytest.raises(CorruptCheckpointError, match="overlap"):
+@pytest.mark.parametrize(
+    ("shards", "error", "text"),
+    [
+        ([(1, "w", 2, 0), (3, "w", 2, 4)], IncompleteCheckpointError, "shard-00002"),
+        ([(1, "w", 2, 2)], IncompleteCheckpointError, "'w'"),  # the rank overwrote its first chunk
+        ([(1, "w", 3, 0), (2, "w", 3, 2)], CorruptCheckpointError, "overlap"),
+        ([(1, "w", 2, 0), (2, "v", 2, 0)], CorruptCheckpointError, "2 saves"),
+    ],
+    ids=["a missing rank", "a missing chunk", "an overlap", "two saves"],
+)
+def test_shards_of_ranks_that_do_not_make_a_whole_are_refused(tmp_path, shards, error, text):
+    for rank, name, rows, first in shards:
+        _rank_file(tmp_path, rank, {name: np.ones((rows, 2))}, {name: (first, 0)}, of=1 + (name == "v"))
+    with pytest.raises(error, match=text):
         _open(tmp_path)
 
 
@@ -332,13 +308,6 @@ def test_damaged_sharding_info_is_refused(tmp_path, info):
         _open(tmp_path)
 
 
-def test_shards_of_two_saves_are_not_mixed(tmp_path):
-    _rank_file(tmp_path, 1, {"w": np.ones((2, 2))}, {"w": (0, 0)})
-    _rank_file(tmp_path, 2, {"v": np.ones((2, 2))}, {"v": (0, 0)}, of=2)
-    with pytest.raises(CorruptCheckpointError, match="2 saves"):
-        _open(tmp_path)
-
-
 def test_opening_one_rank_shard_asks_for_the_directory(tmp_path):
     _rank_file(tmp_path, 1, {"w": np.ones((2, 2))}, {"w": (0, 0)})
     with pytest.raises(IncompleteCheckpointError, match="directory"):
@@ -348,10 +317,10 @@ def test_opening_one_rank_shard_asks_for_the_directory(tmp_path):
 def test_shards_numbered_from_0_are_complete_without_an_index(tmp_path):
     for i in range(2):
         save_file({f"w{i}": np.ones(2, np.float32)}, tmp_path / f"model-0000{i}-of-00002.safetensors")
-    assert sorted(safetensors.open_catalog(open_store(str(tmp_path))).tensors) == ["w0", "w1"]
+    assert sorted(_open(tmp_path).tensors) == ["w0", "w1"]
     (tmp_path / "model-00001-of-00002.safetensors").unlink()
     with pytest.raises(IncompleteCheckpointError, match=r"missing: model-00001-of-00002\.safetensors\.$"):
-        safetensors.open_catalog(open_store(str(tmp_path)))
+        _open(tmp_path)
 
 
 def test_a_note_names_sentence_transformers_modules_with_weights(tmp_path):
@@ -362,11 +331,9 @@ def test_a_note_names_sentence_transformers_modules_with_weights(tmp_path):
     save_file({"linear.weight": np.ones(2, np.float32)}, tmp_path / "2_Dense" / "model.safetensors")
     modules = [{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}, {"path": "../x"}, {"path": 3}, 7]
     (tmp_path / "modules.json").write_text(json.dumps(modules))
-    assert safetensors.open_catalog(open_store(str(tmp_path))).info.notes == (
-        "modules.json: 2_Dense has weights too, which are not read.",
-    )
+    assert _open(tmp_path).info.notes == ("modules.json: 2_Dense has weights too, which are not read.",)
     (tmp_path / "modules.json").write_text('{"no": "list"}')
-    assert safetensors.open_catalog(open_store(str(tmp_path))).info.notes == ()
+    assert _open(tmp_path).info.notes == ()
 
 
 SMALL = {"F4": (2, 16), "F6_E2M3": (2, 8), "F6_E3M2": (1, 4), "F8_E8M0": (3, 5)}
@@ -387,7 +354,7 @@ def _small(path: Path) -> bytes:
 
 def test_dtypes_below_a_byte_have_shapes_in_bytes(tmp_path):
     _small(tmp_path / "src")
-    found = safetensors.open_catalog(open_store(str(tmp_path / "src"))).tensors
+    found = _open(tmp_path / "src").tensors
     assert {name: (entry.dtype, entry.shape) for name, entry in found.items()} == {
         "F4": ("float4_e2m1fn_x2", (2, 8)),  # the shape that torch shows
         "F6_E2M3": ("float6_e2m3fn_bytes", (2, 6)),
@@ -405,14 +372,7 @@ def test_dtypes_below_a_byte_are_copied_with_dtype_and_shape(tmp_path):
         assert {name: (item.get_dtype(), tuple(item.get_shape())) for name, item in found.items()} == {
             name: (name, shape) for name, shape in SMALL.items()
         }
-    header = read_header(open_store(str(tmp_path / "out")), "model.safetensors")
-    raw = (tmp_path / "out" / "model.safetensors").read_bytes()
-    at = 0
-    for name in SMALL:
-        entry = header.tensors[name]
-        assert raw[entry.start : entry.start + entry.nbytes] == data[at : at + entry.nbytes]
-        at += entry.nbytes
-    assert at == len(data)
+    assert (tmp_path / "out" / "model.safetensors").read_bytes().endswith(data)
     verify(str(tmp_path / "out"))
 
 
@@ -434,3 +394,26 @@ def test_packed_4bit_pairs_equal_those_of_torch(tmp_path):
     found = load_torch(tmp_path / "back" / "model.safetensors")["a"]
     assert found.dtype == torch.float4_e2m1fn_x2
     assert torch.equal(found.view(torch.uint8), pairs.view(torch.uint8))
+
+
+# --- side files
+
+
+def test_a_side_file_with_an_unsafe_name_is_skipped_and_named(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(safetensors_of({"a": [1]}))
+    for name in ("tokenizer.json", "tokenizer\x1b[31m.json", "tokenizer\\x.json", "NOTICE.", "nobody\nasked"):
+        (tmp_path / name).write_text("{}")
+    found = find_side_files(open_store(str(tmp_path)))
+    assert found.carried == ("tokenizer.json",)
+    note = " ".join(found.notes)
+    assert all(name in note for name in ("\\x1b[31m", "tokenizer\\\\x.json", "NOTICE."))
+    assert "nobody" not in note  # the name does not make it a side file
+    assert note in open_source(str(tmp_path)).catalog.info.notes
+
+
+def test_safe_names_need_no_note(tmp_path):
+    for name in ("tokenizer.json", "config.json", "LICENSE", "modeling.py"):
+        (tmp_path / name).write_text("{}")
+    found = find_side_files(open_store(str(tmp_path)))
+    assert found.notes == ()
+    assert found.code == ("modeling.py",)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import io
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError
 from ckptkit.formats.pickles.tensors import DTensorRecord, ShardedTensorRecord, StoredTensor
 from ckptkit.formats.pickles.zip import read_archive
 from ckptkit.storage.local import LocalStore
+from tests.formats.damages import rezipped
 
 ARCHIVES = (
     "verl_fsdp2_w2/global_step_4/actor/model_world_size_2_rank_1.pt",
@@ -43,8 +46,6 @@ def test_sharded_tensors_are_read_without_a_process_group(zoo: Path) -> None:
 
 
 def test_a_tensor_is_the_byte_range_that_torch_reads(tmp_path: Path) -> None:
-    import torch
-
     base = torch.arange(60, dtype=torch.float32).reshape(3, 4, 5)
     torch.save({"view": base[1:, :, 2], "t": base.transpose(0, 2)}, tmp_path / "x.pt")
     value = read_archive(LocalStore(tmp_path), "x.pt").value
@@ -57,80 +58,63 @@ def test_a_tensor_is_the_byte_range_that_torch_reads(tmp_path: Path) -> None:
     assert value["view"].storage is value["t"].storage
 
 
-def rezip(path: Path, change, method: int = zipfile.ZIP_STORED) -> bytes:
-    """Return the archive with each (name, data) passed through `change`, which returns pairs to write."""
-    out = io.BytesIO()
-    with zipfile.ZipFile(path) as source, zipfile.ZipFile(out, "w", method) as target:
-        for name in source.namelist():
-            for new, data in change(name, source.read(name)):
-                target.writestr(new, data)
-    return out.getvalue()
-
-
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    import torch
-
     torch.save({"w": torch.arange(6.0)}, tmp_path / "x.pt")
     return tmp_path / "x.pt"
 
 
 def test_an_archive_rezipped_by_python_is_read(saved: Path) -> None:
-    saved.write_bytes(rezip(saved, lambda n, d: [(n, d)]))
+    saved.write_bytes(rezip(lambda n, d: [(n, d)])(saved.read_bytes()))
     assert read_archive(LocalStore(saved.parent), "x.pt").value["w"].shape == (6,)
 
 
-def test_compressed_members_are_refused(saved: Path) -> None:
-    saved.write_bytes(rezip(saved, lambda n, d: [(n, d)], zipfile.ZIP_DEFLATED))
-    with pytest.raises(CorruptCheckpointError, match=r"x\.pt: member .* is compressed"):
-        read_archive(LocalStore(saved.parent), "x.pt")
+def rezip(change, method: int = zipfile.ZIP_STORED) -> Callable[[bytes], bytes]:
+    return lambda raw: rezipped(raw, change, method)
+
+
+def beside_data(name: str | None) -> Callable[[bytes], bytes]:
+    """Return an edit that adds a member to an archive: of this name, or of the name of the data."""
+    return rezip(lambda n, d: [(n, d), (name or n, d)] if n.endswith("data/0") else [(n, d)])
+
+
+MEMBERS = {
+    "compressed": (rezip(lambda n, d: [(n, d)], zipfile.ZIP_DEFLATED), r"x\.pt: member .* is compressed"),
+    "duplicate": (beside_data(None), "two members are called"),
+    "too small": (rezip(lambda n, d: [(n, d[:-4] if n.endswith("data/0") else d)]), "declares 24 bytes, but 20 are stored"),
+    "big-endian": (rezip(lambda n, d: [(n, b"big" if n.endswith("byteorder") else d)]), "endian"),
+    **{name: (beside_data(name), "unsafe name")
+       for name in ("../x", "x/../../y", "/etc/passwd", "x//y", "a\\b", "C:/x", "x/\x07")},
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:Duplicate name")
-def test_duplicate_members_are_refused(saved: Path) -> None:
-    saved.write_bytes(rezip(saved, lambda n, d: [(n, d), (n, d)] if n.endswith("data/0") else [(n, d)]))
-    with pytest.raises(CorruptCheckpointError, match="two members are called"):
+@pytest.mark.parametrize("what", MEMBERS)
+def test_members_that_torch_does_not_write_are_refused(saved: Path, what: str) -> None:
+    edit, text = MEMBERS[what]
+    saved.write_bytes(edit(saved.read_bytes()))
+    error = UnsupportedFormatError if what == "big-endian" else CorruptCheckpointError
+    with pytest.raises(error, match=text):
         read_archive(LocalStore(saved.parent), "x.pt")
-
-
-@pytest.mark.parametrize("name", ["../x", "x/../../y", "/etc/passwd", "x//y", "a\\b", "C:/x", "x/\x07"])
-def test_members_that_could_escape_are_refused(saved: Path, name: str) -> None:
-    saved.write_bytes(rezip(saved, lambda n, d: [(n, d), (name, d)] if n.endswith("data/0") else [(n, d)]))
-    with pytest.raises(CorruptCheckpointError, match="unsafe name"):
-        read_archive(LocalStore(saved.parent), "x.pt")
-
-
-def test_big_endian_archives_are_refused(saved: Path) -> None:
-    saved.write_bytes(rezip(saved, lambda n, d: [(n, b"big" if n.endswith("byteorder") else d)]))
-    with pytest.raises(UnsupportedFormatError, match="endian"):
-        read_archive(LocalStore(saved.parent), "x.pt")
-
-
-def test_a_storage_smaller_than_its_tensor_is_refused(saved: Path) -> None:
-    saved.write_bytes(rezip(saved, lambda n, d: [(n, d[:-4] if n.endswith("data/0") else d)]))
-    with pytest.raises(CorruptCheckpointError, match="declares 24 bytes, but 20 are stored"):
-        read_archive(LocalStore(saved.parent), "x.pt")
-
-
-def test_an_expanded_tensor_is_refused(tmp_path: Path) -> None:
-    import torch
-
-    torch.save({"w": torch.zeros(1).expand(2**40)}, tmp_path / "x.pt")
-    with pytest.raises(CorruptCheckpointError, match="declares 4398046511104 bytes, but its storage holds 4"):
-        read_archive(LocalStore(tmp_path), "x.pt")
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-@pytest.mark.parametrize("kind", ["sparse", "quantized"])
-def test_tensors_that_are_not_dense_are_refused_by_name(tmp_path: Path, kind: str) -> None:
-    import torch
-
-    make = {
-        "sparse": lambda: torch.eye(3).to_sparse(),
-        "quantized": lambda: torch.quantize_per_tensor(torch.eye(3), 0.1, 0, torch.qint8),
-    }[kind]
-    torch.save(make(), tmp_path / "x.pt")
-    with pytest.raises(UnsupportedFormatError, match=f"{kind} tensor|qint8"):
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: torch.zeros(1).expand(2**40), CorruptCheckpointError, "declares 4398046511104 bytes, .* holds 4"),
+        (lambda: torch.eye(3).to_sparse(), UnsupportedFormatError, "sparse tensor"),
+        (
+            lambda: torch.quantize_per_tensor(torch.eye(3), 0.1, 0, torch.qint8),
+            UnsupportedFormatError,
+            "quantized|qint8",
+        ),
+    ],
+    ids=["expanded", "sparse", "quantized"],
+)
+def test_tensors_that_are_not_dense_are_refused_by_name(tmp_path: Path, make: Any, error: Any, text: str) -> None:
+    torch.save({"w": make()}, tmp_path / "x.pt")
+    with pytest.raises(error, match=text):
         read_archive(LocalStore(tmp_path), "x.pt")
 
 
@@ -189,8 +173,6 @@ def test_a_zip_directory_rewritten_unchanged_is_accepted(saved: Path) -> None:
 
 
 def test_storages_that_overlap_are_refused(tmp_path: Path) -> None:
-    import torch
-
     torch.save([torch.arange(6.0), torch.arange(6.0) + 6], tmp_path / "x.pt")
     raw = (tmp_path / "x.pt").read_bytes()
     entries = [i for i in range(len(raw)) if raw[i : i + 4] == b"PK\x01\x02"]
@@ -204,7 +186,6 @@ def test_storages_that_overlap_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_torchscript_program_is_refused_as_such(tmp_path):
-    torch = pytest.importorskip("torch")
     torch.jit.script(torch.nn.Linear(2, 3)).save(tmp_path / "m.pt")
     with pytest.raises(UnsupportedFormatError, match=r"m\.pt is a TorchScript program"):
         read_archive(LocalStore(tmp_path), "m.pt")
