@@ -10,6 +10,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from ckptkit.catalog.box import Box, flat_range_boxes
+from ckptkit.catalog.entry import SliceArray, TensorEntry
 
 shapes = st.lists(st.integers(1, 6), min_size=0, max_size=4).map(tuple)
 
@@ -46,3 +47,9 @@ def columns(boxes: Sequence[Box], ndim: int) -> tuple[np.ndarray, np.ndarray]:
     shape = (len(boxes), ndim)
     offsets = np.array([box.offsets for box in boxes], np.int64).reshape(shape)
     return offsets, np.array([box.sizes for box in boxes], np.int64).reshape(shape)
+
+
+def tensor_of(shape: tuple[int, ...], offsets: np.ndarray, sizes: np.ndarray, name: str = "w") -> TensorEntry:
+    """Return a tensor whose slices have these boxes; their place in the file does not matter."""
+    zeros = np.zeros(len(offsets), np.int64)
+    return TensorEntry(name, "float32", shape, SliceArray(["f"], zeros.astype(np.int32), zeros, zeros, offsets, sizes))

@@ -47,36 +47,22 @@ def test_flat_start_is_the_row_major_index_of_the_first_element(case):
 
 
 @given(with_box, st.integers(1, 40))
-def test_tiles_cover_a_box_in_row_major_order_once(case, max_numel):
+def test_tiles_of_bounded_size_cover_a_box_in_row_major_order_once(case, max_numel):
     shape, box = case
     tiles = list(box.tiles(max_numel))
+    assert all(0 < tile.numel <= max_numel for tile in tiles)
+    assert all(tile.relative_to(box).is_contiguous_in(box.sizes) for tile in tiles)
     elements = [numbered(shape)[index(tile)].ravel() for tile in tiles]
     assert np.concatenate([np.zeros(0, int), *elements]).tolist() == numbered(shape)[index(box)].ravel().tolist()
 
 
-@given(with_box, st.integers(1, 40))
-def test_no_tile_is_larger_than_asked_for(case, max_numel):
-    assert all(0 < tile.numel <= max_numel for tile in case[1].tiles(max_numel))
-
-
-@given(with_box, st.integers(1, 40))
-def test_a_tile_is_contiguous_in_its_box(case, max_numel):
-    _, box = case
-    assert all(tile.relative_to(box).is_contiguous_in(box.sizes) for tile in box.tiles(max_numel))
-
-
 @given(with_range)
-def test_the_boxes_of_a_flat_range_are_in_element_order(case):
+def test_a_flat_range_becomes_few_contiguous_boxes_in_element_order(case):
     shape, (a, b) = case
     start, stop = min(a, b), max(a, b)
-    elements = [numbered(shape)[index(box)].ravel() for box in flat_range_boxes(shape, start, stop)]
+    boxes = flat_range_boxes(shape, start, stop)
+    elements = [numbered(shape)[index(box)].ravel() for box in boxes]
     assert np.concatenate([np.zeros(0, int), *elements]).tolist() == list(range(start, stop))
-
-
-@given(with_range)
-def test_a_flat_range_becomes_few_contiguous_boxes(case):
-    shape, (a, b) = case
-    boxes = flat_range_boxes(shape, min(a, b), max(a, b))
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
     assert all(box.is_contiguous_in(shape) for box in boxes)
 

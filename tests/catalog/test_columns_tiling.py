@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from ckptkit.catalog.columns import tiles_exactly
-from ckptkit.catalog.entry import SliceArray, TensorEntry
+from ckptkit.catalog.entry import TensorEntry
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError
+from tests.catalog.boxes import tensor_of
 
 
 def cut(rng: random.Random, shape: tuple[int, ...], times: int) -> list[list[list[int]]]:
@@ -61,9 +62,7 @@ def test_tiled_agrees_with_counting_elements(shape: tuple[int, ...]) -> None:
 
 def entry(boxes: list[list[list[int]]], shape: tuple[int, ...]) -> TensorEntry:
     table = np.array(boxes, np.int64)
-    zeros = np.zeros(len(table), np.int64)
-    slices = SliceArray(["f"], zeros.astype(np.int32), zeros, zeros, table[:, 0], table[:, 1])
-    return TensorEntry("w", "float32", shape, slices)
+    return tensor_of(shape, table[:, 0], table[:, 1])
 
 
 def test_many_slices_without_a_grid_are_checked_without_comparing_pairs() -> None:

@@ -19,14 +19,13 @@ from ckptkit.catalog.entry import (
     contiguous_strides,
 )
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError
-from tests.catalog.boxes import columns, partitions, shapes
+from tests.catalog.boxes import columns, partitions, shapes, tensor_of
 
 cut = shapes.flatmap(lambda shape: st.tuples(st.just(shape), partitions(shape)))
 
 
 def entry_of(shape: tuple[int, ...], boxes: list[Box]) -> TensorEntry:
-    slices = [TensorSlice(box, "f", 0, box.numel * 4) for box in boxes]
-    return TensorEntry("t", "float32", shape, SliceArray.of(slices, len(shape)))
+    return tensor_of(shape, *columns(boxes, len(shape)), name="t")
 
 
 def test_a_slice_array_returns_the_slices_that_it_was_built_from():
@@ -99,32 +98,21 @@ def test_a_tensor_without_slices_is_incomplete():
 
 
 def test_sizes_beyond_64_bits_do_not_wrap_around():
-    quarter = Box((0, 0), (2**40, 2**40))
-    slices = SliceArray(
-        ["f"], np.zeros(1, np.int32), np.zeros(1, np.int64), np.zeros(1, np.int64), *columns([quarter], 2)
-    )
     with pytest.raises(IncompleteCheckpointError, match=str(2**80)):
-        TensorEntry("t", "float32", (2**41, 2**41), slices).check_coverage()
+        entry_of((2**41, 2**41), [Box((0, 0), (2**40, 2**40))]).check_coverage()
 
 
 def test_many_boxes_that_all_overlap_are_refused_at_once():
     n = 200_000
     offsets = np.stack([np.zeros(n, np.int64), np.arange(n)], axis=1)
-    slices = SliceArray(
-        ["f"], np.zeros(n, np.int32), np.zeros(n, np.int64), np.zeros(n, np.int64), offsets, np.full((n, 2), 3)
-    )
     with pytest.raises(CorruptCheckpointError, match="overlap"):
-        TensorEntry("t", "float32", (3, n + 2), slices).check_coverage()
+        tensor_of((3, n + 2), offsets, np.full((n, 2), 3)).check_coverage()
 
 
 @given(cut)
 def test_distinct_rows_keeps_the_first_slice_of_each_box(case):
     shape, boxes = case
-    offsets, sizes = columns([*boxes, *boxes], len(shape))
-    n = len(offsets)
-    zeros = np.zeros(n, np.int64)
-    array = SliceArray(["f"], zeros.astype(np.int32), zeros, zeros, offsets, sizes)
-    assert array.distinct().tolist() == list(range(len(boxes)))
+    assert entry_of(shape, [*boxes, *boxes]).slices.distinct().tolist() == list(range(len(boxes)))
 
 
 def test_a_duplicate_name_in_a_role_is_corrupt():

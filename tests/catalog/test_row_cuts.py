@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.catalog.entry import SliceArray, TensorEntry
+from ckptkit.catalog.box import Box
+from ckptkit.catalog.entry import TensorEntry
 from ckptkit.catalog.tiles import RowCuts, check_coverage
 from ckptkit.catalog.tiles import row_cuts as cuts_of
 from ckptkit.errors import CorruptCheckpointError, IncompleteCheckpointError
+from tests.catalog.boxes import columns, tensor_of
 
 
 def entry(shape: tuple[int, ...], *boxes: tuple[tuple[int, ...], tuple[int, ...]], name: str = "w") -> TensorEntry:
-    n, ndim = len(boxes), len(shape)
-    zeros = np.zeros(n, np.int64)
-    offsets, sizes = (np.array([box[i] for box in boxes], np.int64).reshape(n, ndim) for i in (0, 1))
-    return TensorEntry(name, "float32", shape, SliceArray(["f"], zeros.astype(np.int32), zeros, zeros, offsets, sizes))
+    return tensor_of(shape, *columns([Box(*box) for box in boxes], len(shape)), name=name)
 
 
 def row_cuts(entries: list[TensorEntry]) -> RowCuts:

@@ -183,9 +183,8 @@ def test_shards_are_joined_by_their_index(shards: Path) -> None:
 
 
 def listing(**weight_map: Any) -> Damage:
-    return written(
-        INDEX, json.dumps({"weight_map": {name.replace("__", "."): file for name, file in weight_map.items()}})
-    )
+    names = {name.replace("__", "."): file for name, file in weight_map.items()}
+    return written(INDEX, json.dumps({"weight_map": names}))
 
 
 FAULTS = [

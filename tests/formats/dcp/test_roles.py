@@ -26,28 +26,36 @@ def state(fqn: str, name: str) -> EntryRole:
 HF = "model.layers.0.mlp.up_proj.weight"
 
 
-@pytest.mark.parametrize("wrapper", [(), ("model",), ("app", "model"), ("state_dict",), ("model", "state_dict")])
-def test_wrapper_keys_are_removed_and_the_models_own_prefix_is_kept(wrapper: Path) -> None:
-    assert roles((*wrapper, HF)) == [model(HF)]
+OTHER = EntryRole(Role.OTHER)
+CHECKPOINTS: dict[str, dict[Path, EntryRole]] = {
+    "a custom key is a wrapper if it is the only one": {
+        ("generator", HF): model(HF), ("optimizer", "state", HF, "exp_avg"): state(HF, "exp_avg")},
+    "several custom keys are kept in the names": {("g", "w"): model("g.w"), ("d", "w"): model("d.w")},
+    "models that share names keep their keys": {("actor", "w"): model("actor.w"), ("model", "w"): model("model.w")},
+    "other tensors next to a model are not weights": {
+        ("model", HF): model(HF), ("ema", HF): OTHER, ("step",): OTHER, ("lr_scheduler", "x"): OTHER},
+    "an optimizer alone has no weights": {
+        ("state", HF, "exp_avg"): state(HF, "exp_avg"), ("param_groups", 0, "lr"): EntryRole(Role.OPTIMIZER)},
+    "an optimizer alone with flat names has no weights": {
+        (f"state.{HF}.exp_avg",): state(HF, "exp_avg"), ("param_groups.0.lr",): EntryRole(Role.OPTIMIZER)},
+    "model and optimizer below the key state": {
+        ("state", "model", HF): model(HF), ("state", "optim", "state", HF, "exp_avg"): state(HF, "exp_avg")},
+    "a weight called state is a weight": {
+        ("state.weight",): model("state.weight"), ("head.weight",): model("head.weight")},
+    "a weight below the model may be called optimizer": {("model", "optimizer.weight"): model("optimizer.weight")},
+    "a submodule named model is no wrapper": {
+        ("model", "model", "embed"): model("model.embed"), ("model", "head"): model("head")},
+    **{f"the wrapper {wrapper}": {(*wrapper, HF): model(HF)}
+       for wrapper in ((), ("model",), ("app", "model"), ("state_dict",), ("model", "state_dict"))},
+    **{f"the nested wrapper {wrapper}": {
+        (*wrapper, "model.embed"): model("model.embed"), (*wrapper, "head"): model("head")}
+       for wrapper in (("model", "model"), ("models", 0), ("model", "module", "model"), ("app", "model"))},
+}  # fmt: skip
 
 
-def test_a_custom_key_is_a_wrapper_if_it_is_the_only_one() -> None:
-    assert roles(("generator", HF), ("optimizer", "state", HF, "exp_avg"))[0] == model(HF)
-
-
-def test_several_custom_keys_are_kept_in_the_names() -> None:
-    assert roles(("g", "w"), ("d", "w")) == [model("g.w"), model("d.w")]
-
-
-def test_models_that_share_names_keep_their_keys() -> None:
-    assert roles(("actor", "w"), ("model", "w")) == [model("actor.w"), model("model.w")]
-
-
-def test_other_tensors_next_to_a_model_are_not_weights() -> None:
-    assert roles(("model", HF), ("ema", HF), ("step",), ("lr_scheduler", "x")) == [
-        model(HF),
-        *[EntryRole(Role.OTHER)] * 3,
-    ]
+@pytest.mark.parametrize("rule", CHECKPOINTS)
+def test_wrappers_are_removed_from_names_and_roles_are_known(rule: str) -> None:
+    assert roles(*CHECKPOINTS[rule]) == list(CHECKPOINTS[rule].values())
 
 
 OPTIMIZER_PATHS: dict[Path, EntryRole] = {
@@ -74,37 +82,5 @@ def test_optimizer_states_know_their_parameter(path: Path) -> None:
     assert roles((HF,), path)[1] == OPTIMIZER_PATHS[path]
 
 
-def test_a_checkpoint_of_an_optimizer_alone_has_no_weights() -> None:
-    paths: list[Path] = [("state", HF, "exp_avg"), ("param_groups", 0, "lr")]
-    assert roles(*paths) == [state(HF, "exp_avg"), EntryRole(Role.OPTIMIZER)]
-    assert roles((f"state.{HF}.exp_avg",), ("param_groups.0.lr",))[0] == state(HF, "exp_avg")
-
-
-def test_model_and_optimizer_below_the_key_state_are_recognised() -> None:
-    paths: list[Path] = [("state", "model", HF), ("state", "optim", "state", HF, "exp_avg")]
-    assert roles(*paths) == [model(HF), state(HF, "exp_avg")]
-
-
-def test_a_weight_called_state_is_a_weight() -> None:
-    assert roles(("state.weight",), ("head.weight",)) == [model("state.weight"), model("head.weight")]
-
-
-def test_a_weight_below_the_model_may_be_called_optimizer() -> None:
-    assert roles(("model", "optimizer.weight"))[0] == model("optimizer.weight")
-
-
 def test_a_key_without_a_path_is_a_name() -> None:
     assert RoleTable({}, ["w"]).of("w") == model("w")
-
-
-@pytest.mark.parametrize("wrapper", [("model", "model"), ("models", 0), ("model", "module", "model"), ("app", "model")])
-def test_nested_model_keys_are_wrappers(wrapper: Path) -> None:
-    paths = {"a": (*wrapper, "model.embed.weight"), "b": (*wrapper, "head.weight")}
-    table = RoleTable(paths, paths)
-    assert [table.of(key) for key in paths] == [model("model.embed.weight"), model("head.weight")]
-
-
-def test_a_submodule_named_model_is_not_removed_as_a_wrapper() -> None:
-    paths = {"a": ("model", "model", "embed"), "b": ("model", "head")}
-    table = RoleTable(paths, paths)
-    assert [table.of(key) for key in paths] == [model("model.embed"), model("head")]

@@ -49,39 +49,19 @@ def tensor(name, dtype, shape, slices, role=Role.MODEL, fqn="", state="", key=()
 
 def catalog(**changes) -> Catalog:
     tensors = [
-        tensor(
-            "model.layers.0.weight",
-            "float32",
-            (7, 6),
-            [
-                part("__0_0.distcp", 320, (0, 0), (4, 6)),
-                part("__1_0.distcp", 64, (4, 0), (3, 6), digest=2**64 - 1, rank=1),
-            ],
-            fqn="layers.0.weight",
-            key=("model", "layers.0.weight"),
-        ),
+        tensor("model.layers.0.weight", "float32", (7, 6),
+               [part("__0_0.distcp", 320, (0, 0), (4, 6)),
+                part("__1_0.distcp", 64, (4, 0), (3, 6), digest=2**64 - 1, rank=1)],
+               fqn="layers.0.weight", key=("model", "layers.0.weight")),
         tensor("model.empty", "bfloat16", (0, 4), [part("__0_0.distcp", 0, (0, 0), (0, 4), 2)], fqn="empty"),
         tensor("model.none", "float32", (0,), [], fqn="none"),
-        tensor(
-            "optimizer.state.layers.0.weight.exp_avg",
-            "float8_e4m3fn",
-            (2, 3, 4),
-            [part("__1_0.distcp", 4096, (0, 0, 0), (2, 3, 4), 1)],
-            Role.OPTIMIZER,
-            "layers.0.weight",
-            "exp_avg",
-            ("optimizer", "state", "layers.0.weight", "exp_avg"),
-        ),
+        tensor("optimizer.state.layers.0.weight.exp_avg", "float8_e4m3fn", (2, 3, 4),
+               [part("__1_0.distcp", 4096, (0, 0, 0), (2, 3, 4), 1)],
+               Role.OPTIMIZER, "layers.0.weight", "exp_avg", ("optimizer", "state", "layers.0.weight", "exp_avg")),
         tensor("step", "int64", (), [part("__0_0.distcp", 9000, (), (), 8)], Role.OTHER),
-        tensor(
-            "list.0.é",
-            "float32",
-            (4, 3),
-            [part("x/y.bin", 1, (0, 0), (4, 3), strides=(1, 4))],
-            Role.OTHER,
-            key=("list", 0, "é"),
-        ),
-    ]
+        tensor("list.0.é", "float32", (4, 3), [part("x/y.bin", 1, (0, 0), (4, 3), strides=(1, 4))], Role.OTHER,
+               key=("list", 0, "é")),
+    ]  # fmt: skip
     objects = {
         "optimizer.param_groups.0.lr": ObjectEntry(
             "optimizer.param_groups.0.lr",
@@ -166,18 +146,21 @@ def test_an_empty_catalog_is_a_manifest():
     assert not found.objects
 
 
-@pytest.mark.parametrize(
-    "entry",
-    [
-        tensor("w", "float32", (2,), [dataclasses.replace(part("a", 0, (0,), (2,)), codec=Codec("zstd", 0, 5))]),
-        tensor("w", "float32", (2,), [dataclasses.replace(part("a", 0, (0,), (2,)), digest=Digest("crc32", 1, 0, 8))]),
-        tensor(
-            "w", "float32", (2,), [dataclasses.replace(part("a", 4, (0,), (2,)), digest=Digest("xxh3_64", 1, 0, 16))]
-        ),
-        tensor("w", "float32", (2,), [part("a", 0, (0,), (2,))], fqn="other"),
-        tensor("w.x", "float32", (2,), [part("a", 0, (0,), (2,))], key=("w", "y")),
-    ],
-)
+def vector(name: str = "w", start: int = 0, *, fqn: str = "", key: tuple[str, ...] = (), **changes) -> TensorEntry:
+    row = dataclasses.replace(part("a", start, (0,), (2,)), **changes)
+    return tensor(name, "float32", (2,), [row], fqn=fqn, key=key)
+
+
+UNSUITABLE = {
+    "a codec": vector(codec=Codec("zstd", 0, 5)),
+    "another digest": vector(digest=Digest("crc32", 1, 0, 8)),
+    "a digest of other bytes": vector(start=4, digest=Digest("xxh3_64", 1, 0, 16)),
+    "another FQN": vector(fqn="other"),
+    "another key": vector("w.x", key=("w", "y")),
+}
+
+
+@pytest.mark.parametrize("entry", UNSUITABLE.values(), ids=UNSUITABLE)
 def test_values_that_a_manifest_cannot_hold_are_refused(entry):
     with pytest.raises(UnsupportedFormatError):
         Manifest.of(Catalog({entry.name: entry})).to_bytes()
@@ -189,18 +172,14 @@ def test_info_that_is_not_json_is_refused():
 
 
 def changed(**edits) -> bytes:
-    """Return the manifest with columns replaced, or edited by a function; `header` edits the header."""
+    """Return the manifest with columns edited by a function, or without them; `header` edits the header."""
     columns = unpack(blob(), file="m")
     arrays, header = {k: v.copy() for k, v in columns.arrays.items()}, json.loads(json.dumps(columns.header))
+    edits.pop("header", lambda _: None)(header)
     for name, edit in edits.items():
-        if name == "header":
-            edit(header)
-        else:
-            key = name.replace("__", ".")
-            if edit is None:
-                del arrays[key]
-            else:
-                arrays[key] = edit(arrays[key])
+        column = arrays.pop(name.replace("__", "."))
+        if edit is not None:
+            arrays[name.replace("__", ".")] = edit(column)
     return pack(arrays, header)
 
 

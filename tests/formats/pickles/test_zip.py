@@ -81,7 +81,7 @@ def beside_data(name: str | None) -> Callable[[bytes], bytes]:
 MEMBERS = {
     "compressed": (rezip(lambda n, d: [(n, d)], zipfile.ZIP_DEFLATED), r"x\.pt: member .* is compressed"),
     "duplicate": (beside_data(None), "two members are called"),
-    "too small": (rezip(lambda n, d: [(n, d[:-4] if n.endswith("data/0") else d)]), "declares 24 bytes, but 20 are stored"),
+    "too small": (rezip(lambda n, d: [(n, d[:-4] if n.endswith("data/0") else d)]), "declares 24 bytes, but 20 are"),
     "big-endian": (rezip(lambda n, d: [(n, b"big" if n.endswith("byteorder") else d)]), "endian"),
     **{name: (beside_data(name), "unsafe name")
        for name in ("../x", "x/../../y", "/etc/passwd", "x//y", "a\\b", "C:/x", "x/\x07")},

@@ -6,6 +6,10 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from ckptkit.catalog.box import Box
 from ckptkit.errors import CorruptCheckpointError, UnsupportedFormatError
@@ -17,9 +21,6 @@ S0, S1, R = Placement("shard", 0), Placement("shard", 1), Placement("replicate")
 
 
 def _torch_placement(placement: Placement):
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
-
     if placement.kind == "replicate":
         return Replicate()
     if placement.kind == "shard":
@@ -42,9 +43,8 @@ CASES = [((n,), (S0,), (7, 5)) for n in (1, 2, 3, 4, 8)] + [
 
 
 @pytest.mark.parametrize(("mesh_shape", "placements", "shape"), CASES)
-def test_shard_shapes_and_offsets_equal_those_of_torch(mesh_shape, placements, shape):
-    from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
-
+def test_each_element_is_where_torch_puts_it(mesh_shape, placements, shape):
+    whole = np.arange(np.prod(shape)).reshape(shape)
     theirs = [_torch_placement(placement) for placement in placements]
     for coordinate in itertools.product(*map(range, mesh_shape)):
         parts = local_parts(shape, mesh_shape, coordinate, placements)
@@ -53,20 +53,12 @@ def test_shard_shapes_and_offsets_equal_those_of_torch(mesh_shape, placements, s
         if 0 not in local_shape:
             assert parts[0].box.offsets == tuple(offset)
         assert local_parts(shape, mesh_shape, coordinate, placements, local_shape=tuple(local_shape)) == parts
-
-
-@pytest.mark.parametrize(("mesh_shape", "placements", "shape"), CASES)
-def test_each_element_is_where_torch_puts_it(mesh_shape, placements, shape):
-    import torch
-
-    whole = torch.arange(np.prod(shape)).reshape(shape)
-    for coordinate in itertools.product(*map(range, mesh_shape)):
-        local = whole
-        for mesh_dim, placement in enumerate(map(_torch_placement, placements)):
-            if hasattr(placement, "dim"):
+        local = torch.from_numpy(whole)
+        for mesh_dim, placement in enumerate(theirs):
+            if not isinstance(placement, Replicate):
                 shards, _ = placement._split_tensor(local, mesh_shape[mesh_dim], with_padding=False)
                 local = shards[coordinate[mesh_dim]]
-        assert np.array_equal(_gather(whole.numpy(), local_parts(shape, mesh_shape, coordinate, placements)), local)
+        assert np.array_equal(_gather(whole, parts), local)
 
 
 def test_the_local_shape_reveals_fsdp_over_uneven_tp_shards():
@@ -89,19 +81,18 @@ def test_a_right_to_left_shard_order_is_followed():
     assert parts[0].box == Box((2,), (2,))
 
 
-def test_a_partial_placement_is_refused():
-    with pytest.raises(UnsupportedFormatError, match="summed"):
-        local_parts((4,), (2,), (0,), (Placement("partial"),))
-
-
-def test_a_local_shape_that_does_not_fit_is_refused():
-    with pytest.raises(CorruptCheckpointError, match=r"\[3\].*\[2\]"):
-        local_parts((4,), (2,), (0,), (S0,), local_shape=(3,))
-
-
-def test_a_shard_of_a_missing_dimension_is_refused():
-    with pytest.raises(CorruptCheckpointError, match=r"Shard\(1\)"):
-        local_parts((4,), (2,), (0,), (S1,))
+@pytest.mark.parametrize(
+    ("placement", "local_shape", "error", "text"),
+    [
+        (Placement("partial"), None, UnsupportedFormatError, "summed"),
+        (S0, (3,), CorruptCheckpointError, r"\[3\].*\[2\]"),
+        (S1, None, CorruptCheckpointError, r"Shard\(1\)"),
+    ],
+    ids=["a partial placement", "another local shape", "a missing dimension"],
+)
+def test_placements_that_do_not_fit_are_refused(placement, local_shape, error, text):
+    with pytest.raises(error, match=text):
+        local_parts((4,), (2,), (0,), (placement,), local_shape=local_shape)
 
 
 def test_slices_point_to_the_bytes_of_their_box():
@@ -146,17 +137,11 @@ def _gather(whole, parts):
     ("shape", "local", "placements"),
     [
         ((2**40,), (4,), (Placement("strided_shard", 0, 2**16),) * 4),
-        (
-            (2**20, 2**20, 0),
-            (2**16, 2**16, 0),
-            (Placement("strided_shard", 0, 2**15), Placement("strided_shard", 1, 2**15)),
-        ),
+        ((2**20, 2**20, 0), (2**16, 2**16, 0), [Placement("strided_shard", dim, 2**15) for dim in (0, 1)]),
     ],
     ids=["runs", "boxes"],
 )
-def test_placements_with_billions_of_shards_are_refused_at_once(
-    shape: tuple[int, ...], local: tuple[int, ...], placements: tuple[Placement, ...]
-) -> None:
+def test_placements_with_billions_of_shards_are_refused_at_once(shape, local, placements):
     mesh = (2,) * len(placements)
     with pytest.raises(CorruptCheckpointError):
         local_parts(shape, mesh, (0,) * len(mesh), placements, local_shape=local)
