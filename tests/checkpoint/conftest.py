@@ -1,0 +1,30 @@
+"""Fixtures for the tests of checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.states import KINDS
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """Each type of checkpoint in turn."""
+    found: str = request.param
+    return found
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[dict[str, Any]]:
+    """Storage options of an S3 server with a bucket called `bucket`."""
+    import s3fs
+
+    from tests.storage.servers import moto
+
+    with moto() as options:
+        # All moto servers of a process share their data.
+        s3fs.S3FileSystem(**options, skip_instance_cache=True).makedirs("bucket", exist_ok=True)
+        yield dict(options)

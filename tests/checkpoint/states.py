@@ -1,0 +1,117 @@
+"""Small training states: made, saved, loaded, and compared bit by bit."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.state.train_state import TrainState
+from ckptkit.errors import CkptkitError
+
+KINDS = ("sharded", "full", "local")
+
+
+def linear(value: float = 0.0) -> TrainState:
+    """Return a state whose parameters all have one value."""
+    model = nn.Linear(3, 2)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, value)
+    return TrainState(model=model, rng=False)
+
+
+def value_of(state: TrainState) -> float:
+    """Return the value of the parameters of a `linear` state."""
+    (value,) = {number for p in state.model.parameters() for number in p.flatten().tolist()}
+    return float(value)
+
+
+def bits(value: Any) -> Any:
+    """Return a copy of a state or of any value in it, with tensors as bytes, that can be compared with `==`."""
+    if isinstance(value, TrainState):
+        names = ("model", "optimizer", "scheduler", "grad_scaler", "dataloader", "extra")
+        return {name: bits(getattr(value, name)) for name in names}
+    if isinstance(value, DTensor):
+        return "DTensor", str(value.placements), tuple(value.shape), bits(value.to_local())
+    if isinstance(value, torch.Tensor):
+        kind = type(value)
+        if kind not in (torch.Tensor, nn.Parameter) and hasattr(value, "__tensor_flatten__"):
+            names, settings = value.__tensor_flatten__()
+            return kind.__name__, str(settings), [bits(getattr(value, name)) for name in names]
+        flat = value.detach().contiguous().reshape(-1).view(torch.uint8)
+        return str(value.dtype), tuple(value.shape), value.stride(), flat.numpy().tobytes()
+    if hasattr(value, "state_dict"):
+        return bits(value.state_dict())
+    if isinstance(value, dict):
+        return {key: bits(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, [bits(item) for item in value]
+    if hasattr(value, "__dict__"):
+        return type(value).__name__, bits(vars(value))
+    return copy.copy(value)
+
+
+@contextlib.contextmanager
+def unchanged(*states: TrainState) -> Iterator[None]:
+    """Fail if the block changes a value of these states, or leaves one half loaded."""
+    before = bits(states)
+    try:
+        yield
+    finally:
+        assert bits(states) == before
+        assert not any(state.half_loaded for state in states)
+
+
+def save(root: str | Path, state: TrainState, step: int = 1, **options: Any) -> str:
+    """Save with a manager of these options; return the root."""
+    with CheckpointManager(root, **options) as manager:
+        manager.save(step, state)
+    return str(root)
+
+
+def load(root: str | Path, state: TrainState, which: str | int = "latest", **options: Any) -> Any:
+    """Load with these options; return the report."""
+    with CheckpointManager(root) as manager:
+        report = manager.load(state, which, **options)
+    assert report is not None
+    return report
+
+
+def load_all(root: str | Path, state: TrainState, which: str | int = "latest", **options: Any) -> Any:
+    """Load; fail if the checkpoint and the state do not have the same parts. Return the report."""
+    report = load(root, state, which, **options)
+    assert not (report.missing or report.unexpected or report.skipped)
+    return report
+
+
+def check_round_trip(root: str | Path, source: TrainState, live: TrainState, kind: str, **options: Any) -> Any:
+    """Save `source`, load it into `live`, and compare all their values; return the report."""
+    report = load_all(save(root, source, state_dict_type=kind), live, **options)
+    assert bits(live) == bits(source)
+    return report
+
+
+def refusal(call: Callable[[], Any]) -> str:
+    """Return the class and the text of the error that a call raises, or nothing."""
+    try:
+        call()
+    except CkptkitError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def flip(folder: str | Path, tensor: torch.Tensor) -> None:
+    """Flip the last bit of the only file below a folder that has the bytes of a tensor."""
+    wanted = tensor.detach().numpy().tobytes()
+    holding = [path for path in Path(folder).rglob("*") if path.is_file() and wanted in path.read_bytes()]
+    (file,) = holding
+    data = bytearray(file.read_bytes())
+    data[data.index(wanted) + len(wanted) - 1] ^= 1
+    file.write_bytes(data)
