@@ -58,6 +58,11 @@ def bits(value: Any) -> Any:
     return copy.copy(value)
 
 
+def different(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Return the keys that only one of two dicts has, or that have different values."""
+    return sorted(key for key in one.keys() | other.keys() if one.get(key, "none") != other.get(key, "none"))
+
+
 @contextlib.contextmanager
 def unchanged(*states: TrainState) -> Iterator[None]:
     """Fail if the block changes a value of these states, or leaves one half loaded."""

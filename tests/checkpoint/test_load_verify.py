@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from ckptkit.checkpoint.state.train_state import TrainState
 from ckptkit.errors import IncompleteCheckpointError, IntegrityError, UsageError
 from ckptkit.formats.own.reader import open_catalog
 from ckptkit.storage import open_store
+from tests.checkpoint.states import flip, load, save, unchanged
 
 ROWS, COLUMNS = 3 << 10, 1 << 10
 
@@ -26,9 +28,8 @@ def model(value: torch.Tensor) -> torch.nn.Module:
     return made
 
 
-def save_on_one(url: Path) -> None:
-    with CheckpointManager(url) as manager:
-        manager.save(1, TrainState(model=model(torch.arange(float(ROWS * COLUMNS)).reshape(ROWS, COLUMNS))))
+def whole() -> torch.Tensor:
+    return torch.arange(float(ROWS * COLUMNS)).reshape(ROWS, COLUMNS)
 
 
 def returned() -> int:
@@ -37,9 +38,8 @@ def returned() -> int:
     return int(fields["rchar"])
 
 
-@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
 def test_a_save_does_not_read_its_own_files(tmp_path: Path, kind: str) -> None:
-    saved = TrainState(model=model(torch.arange(float(ROWS * COLUMNS)).reshape(ROWS, COLUMNS)))
+    saved = TrainState(model=model(whole()))
     with CheckpointManager(tmp_path, state_dict_type=kind) as manager:
         manager.save(1, saved)  # imports also read files
         before = returned()
@@ -57,40 +57,31 @@ def load_rows(url: str, verify: Any) -> tuple[float, bool]:
         manager.load(TrainState(model=rows), verify=verify, rng_on_resize="keep")
         read = returned() - before
     local = rows.weight.to_local()
-    expected = torch.arange(float(ROWS * COLUMNS)).reshape(ROWS, COLUMNS).tensor_split(mesh.size())[dist.get_rank()]
+    expected = whole().tensor_split(mesh.size())[dist.get_rank()]
     return read / local.untyped_storage().nbytes(), torch.equal(local, expected)
 
 
 @pytest.mark.parametrize("verify", ["read", False])
 def test_verify_read_reads_only_the_rows_needed_by_a_row_reshard(ranks: Any, tmp_path: Path, verify: Any) -> None:
-    save_on_one(tmp_path)
+    save(tmp_path, TrainState(model=model(whole())))
     for ratio, right in ranks.run(load_rows, 3, str(tmp_path), verify):
         assert right
         assert 1.0 <= ratio <= 1.05
 
 
 def test_by_default_ranks_together_check_every_slice_once(ranks: Any, tmp_path: Path) -> None:
-    save_on_one(tmp_path)
+    save(tmp_path, TrainState(model=model(whole())))
     ratios, right = zip(*ranks.run(load_rows, 3, str(tmp_path), True), strict=True)
     assert all(right)
     assert 3 + 3 <= sum(ratios) <= 1.05 * (3 + 3)  # the rows of all ranks, and the whole slice once by one of them
 
 
-def damage(url: Path) -> None:
-    (file,) = url.glob("step_*/*.distcp")
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
-
-
 @pytest.mark.parametrize("verify", [True, "read"])
 def test_damage_in_completely_read_slices_is_found(tmp_path: Path, verify: Any) -> None:
-    save_on_one(tmp_path)
-    damage(tmp_path)
-    live = model(torch.zeros(ROWS, COLUMNS))
-    with CheckpointManager(tmp_path) as manager, pytest.raises(IntegrityError, match=r"model\.weight"):
-        manager.load(TrainState(model=live), verify=verify, atomic=True)
-    assert not live.weight.any()
+    flip(save(tmp_path, TrainState(model=model(whole()))), whole())
+    live = TrainState(model=model(torch.zeros(ROWS, COLUMNS)))
+    with pytest.raises(IntegrityError, match=r"model\.weight"), unchanged(live):
+        load(tmp_path, live, verify=verify, atomic=True)
 
 
 @pytest.mark.parametrize("atomic", [True, False])
@@ -98,22 +89,21 @@ def test_damage_in_completely_read_slices_is_found(tmp_path: Path, verify: Any) 
 def test_the_error_of_a_truncated_file_names_a_tensor_that_lacks_bytes(
     tmp_path: Path, sizes: tuple[int, int], atomic: bool
 ) -> None:
-    def module(value: float) -> torch.nn.Module:
-        return torch.nn.ParameterDict({f"of{size}": torch.full((size,), value) for size in sizes})
+    def state(value: float) -> TrainState:
+        model = torch.nn.ParameterDict({f"of{size}": torch.full((size,), value) for size in sizes})
+        return TrainState(model=model, rng=False)
 
-    with CheckpointManager(tmp_path) as manager:
-        manager.save(1, TrainState(model=module(1.0), rng=False))
+    save(tmp_path, state(1.0))
     catalog = open_catalog(open_store(str(tmp_path / "step_00000001")))
     slices = {name: entry.slices[0] for name, entry in catalog.tensors.items()}
     last = max(slices, key=lambda name: slices[name].start)
     (file,) = tmp_path.glob("step_*/*.distcp")
-    file.write_bytes(file.read_bytes()[: slices[last].start + 8])
-    live = module(0.0)
-    with CheckpointManager(tmp_path) as manager, pytest.raises(IncompleteCheckpointError, match=f"'{last}'"):
-        manager.load(TrainState(model=live, rng=False), atomic=atomic)
-    assert not any(parameter.any() for parameter in live.parameters())
+    os.truncate(file, slices[last].start + 8)
+    live = state(0.0)
+    with pytest.raises(IncompleteCheckpointError, match=f"'{last}'"), unchanged(live):
+        load(tmp_path, live, atomic=atomic)
 
 
 def test_an_unknown_value_of_verify_is_refused(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path) as manager, pytest.raises(UsageError, match="'full'"):
-        manager.load(TrainState(model=model(torch.zeros(1))), verify="full")
+    with pytest.raises(UsageError, match="'full'"):
+        load(tmp_path, TrainState(model=model(torch.zeros(1))), verify="full")
