@@ -28,16 +28,14 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERR
 class Net(nn.Module):
     """Uneven sizes, dropout, a persistent buffer, a frozen weight, and a parameter that is never used."""
 
-    def __init__(self, *, muon: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.up = nn.Linear(6, 14, bias=not muon)
-        self.down = nn.Linear(14, 6, bias=not muon)
+        self.up = nn.Linear(6, 14)
+        self.down = nn.Linear(14, 6)
         self.drop = nn.Dropout(0.2)
-        self.head = nn.Linear(6, 2, bias=not muon)
-        self.frozen = nn.Linear(6, 6, bias=False)
-        self.frozen.weight.requires_grad_(False)
-        if not muon:
-            self.unused = nn.Parameter(torch.ones(1))
+        self.head = nn.Linear(6, 2)
+        self.frozen = nn.Linear(6, 6, bias=False).requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(1))
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -125,25 +123,9 @@ def shard(model: nn.Module, layout: str, policy: MixedPrecisionPolicy) -> None:
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def optimizer_of(name: str, model: nn.Module) -> Any:
-    parameters = list(model.parameters())
-    decayed = [p for p in parameters if p.ndim > 1]
-    others = [p for p in parameters if p.ndim <= 1]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 0.02}]
-    if name == "adamw":
-        return torch.optim.AdamW(groups, lr=0.05)
-    if name == "amsgrad":
-        return torch.optim.Adam(groups, lr=0.05, amsgrad=True)
-    if name == "sgd":
-        return torch.optim.SGD(groups, lr=0.05)
-    if name == "momentum":
-        return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
-    return torch.optim.Muon(decayed, lr=0.05)
-
-
-def make(layout: str = "1d", precision: str = "fp32", optimizer: str = "adamw", start: int = 0) -> Job:
+def make(layout: str = "1d", precision: str = "fp32", start: int = 0) -> Job:
     torch.manual_seed(start)
-    model = Net(muon=optimizer == "muon")
+    model = Net()
     policy = MixedPrecisionPolicy()
     if precision == "mixed":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -151,13 +133,16 @@ def make(layout: str = "1d", precision: str = "fp32", optimizer: str = "adamw", 
         model = model.to(torch.bfloat16)
         policy = MixedPrecisionPolicy(cast_forward_inputs=True, param_dtype=torch.bfloat16)
     shard(model, layout, policy)
-    opt = optimizer_of(optimizer, model)
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 0.02}]
+    optimizer: Any = torch.optim.AdamW(groups, lr=0.05)
     if precision == "master":
-        opt = MasterWeightOptimizer(opt)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1.0 / (1 + step))
+        optimizer = MasterWeightOptimizer(optimizer)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
     rank = data_rank(layout)
     seed(start, rank)
-    return Job(model, opt, scheduler, Data(rank), [])
+    return Job(model, optimizer, scheduler, Data(rank), [])
 
 
 def whole(value: Any) -> Any:

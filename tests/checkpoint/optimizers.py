@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import importlib
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,10 +51,8 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 class Written(Optimizer):
     """Updates each parameter that has a gradient with `update`."""
 
-    settings: ClassVar[dict[str, Any]] = {}
-
-    def __init__(self, parameters: Iterable[nn.Parameter], **settings: Any) -> None:
-        super().__init__(parameters, {"lr": LR, **self.settings, **settings})
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {"lr": LR})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -65,13 +63,6 @@ class Written(Optimizer):
 
     def update(self, p: Any, grad: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
         raise NotImplementedError
-
-
-class Lion(Written):
-    def update(self, p: Any, grad: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
-        moment = state.setdefault("exp_avg", torch.zeros_like(p))
-        p.sub_(torch.sign(moment * 0.9 + grad * 0.1), alpha=group["lr"])
-        moment.mul_(0.99).add_(grad, alpha=0.01)
 
 
 class Lamb(Written):
@@ -86,20 +77,6 @@ class Lamb(Written):
             ratio = DTensor.from_local(ratio, p.device_mesh, [Replicate()], run_check=False)
         state["ratio"] = ratio
         p.sub_(moment * ratio, alpha=group["lr"])
-
-
-class Prodigy(Written):
-    """A learning rate estimated from the shards of this rank."""
-
-    settings: ClassVar[dict[str, Any]] = {"d": 1e-6, "d_max": 1e-6, "d_numerator": 0.0}
-
-    def update(self, p: Any, grad: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
-        state.setdefault("p0", p.clone())
-        state.setdefault("s", torch.zeros_like(p)).add_(grad, alpha=group["d"])
-        group["d_numerator"] += local(grad * (p - state["p0"] + 1.0)).sum().item()
-        group["d_max"] = max(group["d_max"], abs(group["d_numerator"]))
-        group["d"] = group["d_max"] / 2
-        p.sub_(state["s"], alpha=group["lr"] * group["d"])
 
 
 class LocalMoments(Written):
@@ -302,9 +279,7 @@ MAKERS: dict[str, Callable[[list[nn.Parameter]], Any]] = {
     "AdamW8bit of bitsandbytes": of_bitsandbytes("AdamW8bit"),
     "LAMB8bit of bitsandbytes": of_bitsandbytes("LAMB8bit"),
     "masters of AdamW": masters,
-    "masters of Lion": lambda parameters: MasterWeightOptimizer(Lion(parameters)),
     "LAMB": Lamb,
-    "Prodigy of each rank": Prodigy,
     "local moments": LocalMoments,
     "factored moments": Factored,
     "Shampoo": WholeShampoo,
