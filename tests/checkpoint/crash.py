@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import re
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.storage import local, publish
@@ -69,6 +73,43 @@ def fail_at(nth: int, error: int, names: tuple[str, ...] = OPERATIONS) -> None:
             raise OSError(error, os.strerror(error))
 
     watch(count, lambda name, args: None)
+
+
+@dataclass(slots=True)
+class Fault:
+    """An operation that fails once, the nth time that it is done to a file whose path matches `pattern`."""
+
+    operation: str
+    pattern: str
+    error: int = errno.ENOSPC
+    nth: int = 1
+
+
+@contextlib.contextmanager
+def failing(armed: list[Fault]) -> Iterator[None]:
+    """Let the operations that `armed` names fail; one that has failed is removed from it."""
+    import pytest  # not in the processes that are killed
+
+    def checked(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def operation(*args: Any, **kwargs: Any) -> Any:
+            path = os.readlink(f"/proc/self/fd/{args[0]}") if isinstance(args[0], int) else os.fspath(args[0])
+            if armed and armed[0].operation == name and re.search(armed[0].pattern, path):
+                armed[0].nth -= 1
+                if armed[0].nth == 0:
+                    error = armed.pop().error
+                    if name == "close":
+                        real(*args)  # the descriptor is closed, whatever is reported
+                    raise OSError(error, os.strerror(error))
+            return real(*args, **kwargs)
+
+        return operation
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("open", "write", "fsync", "close"):
+            patch.setattr(os, name, checked(name, getattr(os, name)))
+        for module, name in _PLACES:
+            patch.setattr(module, name, checked(name, getattr(module, name)))
+        yield
 
 
 def kill_at_request(nth: int) -> Callable[[], int]:

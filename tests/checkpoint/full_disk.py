@@ -1,16 +1,15 @@
 """Save to real file systems that are full at some point, from several writing threads on two ranks.
 
-Used by `test_full_disk.py` (a selection) and `benchmarks.faults.disk_full` (all cases).
+Used by `test_manager_faults.py` (a selection) and `benchmarks.faults.disk_full` (all cases).
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from ckptkit.errors import CkptkitError
 from ckptkit.formats.dcp import files
 from ckptkit.offline.verify import verify
 from tests.checkpoint import killed
+from tests.checkpoint.crash import Fault, failing
 from tests.checkpoint.saving import leftovers
 
 FILESYSTEMS = ("tmpfs", "ext4")
@@ -49,7 +49,7 @@ class Outcome:
 
 
 @contextlib.contextmanager
-def disk(place: Path, filesystem: str, kib: int = DISK_KIB) -> Iterator[Path]:
+def disk(place: Path, filesystem: str = "tmpfs", kib: int = DISK_KIB) -> Iterator[Path]:
     """Yield a mounted file system of `kib` KiB; skip the test if mounting is not possible."""
     place.mkdir()
     image = place.with_suffix(".image")
@@ -124,7 +124,7 @@ def fill_up(place: str, workers: int, lefts: Sequence[int], known: bool = False)
         for number, left in enumerate(lefts):
             ballast = Path(place) / "ballast"
             if dist.get_rank() == 0:
-                _fill(ballast, left)
+                fill(ballast, left)
             dist.barrier()
             found.append(_try(manager, Path(place), 3 * number + 2))
             if dist.get_rank() == 0:
@@ -134,7 +134,7 @@ def fill_up(place: str, workers: int, lefts: Sequence[int], known: bool = False)
     return found
 
 
-def _fill(ballast: Path, left: int) -> None:
+def fill(ballast: Path, left: int) -> None:
     """Fill the disk except for `left` bytes, or as far as possible."""
     with open(ballast, "wb", buffering=0) as file, contextlib.suppress(OSError):
         while (room := free(ballast.parent) - left) >= 4096:
@@ -195,42 +195,16 @@ def _next(manager: CheckpointManager, found: Outcome, step: int) -> Outcome:
     return Outcome(found.error, found.seconds, tuple(wrong))
 
 
-@contextlib.contextmanager
-def _full_at(armed: list[tuple[str, int]], file: str) -> Iterator[None]:
-    """Let the operation that `armed` names fail with a full disk, on a file of that name."""
-
-    def checked(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def operation(*args: Any, **kwargs: Any) -> Any:
-            path = os.readlink(f"/proc/self/fd/{args[0]}") if isinstance(args[0], int) else os.fspath(args[0])
-            if armed and armed[0][0] == name and path.endswith(file):
-                _, left = armed.pop()
-                if left == 1:
-                    if name == "close":
-                        real(*args)  # a descriptor is closed even if close reports an error
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                armed.append((name, left - 1))
-            return real(*args, **kwargs)
-
-        return operation
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("open", "write", "fsync", "close"):
-            patch.setattr(os, name, checked(name, getattr(os, name)))
-        yield
-
-
 def fail_worker(place: str, workers: int, points: Sequence[tuple[str, int]]) -> list[Outcome]:
     """Save while the last writing thread of rank 1 finds the disk full at an operation on its file."""
-    armed: list[tuple[str, int]] = []
+    armed: list[Fault] = []
     found = []
-    with (
-        _full_at(armed, f"__1_{workers - 1}.distcp"),
-        _threads(workers, known=True),
-        CheckpointManager(Path(place) / "run", timeout_s=30) as manager,
-    ):
+    with failing(armed), _threads(workers, known=True), CheckpointManager(f"{place}/run", timeout_s=30) as manager:
         manager.save(1, state(1))
         for number, point in enumerate(points):
-            armed[:] = [point] if dist.get_rank() == 1 else []
+            operation, nth = point
+            fault = Fault(operation, rf"__1_{workers - 1}\.distcp$", nth=nth)
+            armed[:] = [fault] if dist.get_rank() == 1 else []
             outcome = _try(manager, Path(place), 3 * number + 2)
             wrong = list(outcome.wrong)
             if outcome.error is None or outcome.error[2] != (1,):

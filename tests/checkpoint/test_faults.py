@@ -7,9 +7,7 @@ import errno
 import os
 import resource
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,77 +16,52 @@ import pytest
 from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.checkpoint.run.delete import rotate
-from ckptkit.errors import CkptkitError
+from ckptkit.errors import CkptkitError, RankFailedError
 from ckptkit.storage import staging
 from ckptkit.storage.open import open_store
 from tests.checkpoint.crash import fail_at
+from tests.checkpoint.full_disk import disk, fill, free
 from tests.checkpoint.saving import check, fork, leftovers, save
+from tests.checkpoint.states import refusal
 from tests.ranks import RankError, run_ranks
-
-
-@contextlib.contextmanager
-def small_disk(place: Path, kib: int) -> Iterator[Path]:
-    """A file system of `kib` KiB; skips the test if mounting is not possible."""
-    place.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(place)]
-    if os.geteuid() or subprocess.run(command, check=False, capture_output=True).returncode:
-        pytest.skip("a small file system can only be mounted by root")
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)
-
-
-def used(place: Path) -> int:
-    room = os.statvfs(place)
-    return (room.f_blocks - room.f_bfree) * room.f_frsize
-
-
-def failure(fn: Callable[[], Any]) -> tuple[str, str, list[int], float]:
-    start = time.monotonic()
-    try:
-        fn()
-    except CkptkitError as error:
-        return type(error).__name__, str(error), sorted(getattr(error, "causes", {})), time.monotonic() - start
-    return "", "", [], 0.0
-
 
 # --- disk full
 
 
 @pytest.mark.parametrize("planned", [None, 150_000])
 def test_the_error_of_a_full_disk_names_the_rank_and_the_space_is_freed(tmp_path: Path, planned: int | None) -> None:
-    with small_disk(tmp_path / "disk", 512) as disk:
-        save(disk / "run", 1, nbytes=100_000)
-        before = used(disk)
-        (disk / "ballast").write_bytes(bytes(330_000))
-        kind, text, _, _ = failure(lambda: save(disk / "run", 2, nbytes=150_000, planned_bytes=planned))
-        assert "No space left on device" in text and kind in ("RankFailedError", "NoSpaceError")
-        assert check(disk / "run") == [1] and leftovers(disk / "run") == []
-        (disk / "ballast").unlink()
-        assert used(disk) <= before + 8192
-        save(disk / "run", 2, nbytes=150_000)
-        assert check(disk / "run") == [1, 2]
+    with disk(tmp_path / "disk", kib=512) as place:
+        run = place / "run"
+        save(run, 1, nbytes=100_000)
+        before = free(place)
+        (place / "ballast").write_bytes(bytes(330_000))
+        text = refusal(lambda: save(run, 2, nbytes=150_000, planned_bytes=planned))
+        assert "No space left on device" in text and text.startswith(("RankFailedError", "NoSpaceError"))
+        assert check(run) == [1] and leftovers(run) == []
+        (place / "ballast").unlink()
+        assert free(place) >= before - 8192
+        save(run, 2, nbytes=150_000)
+        assert check(run) == [1, 2]
 
 
 @pytest.mark.parametrize("left_kib", [0, 4, 8, 12, 20, 40])
 def test_a_disk_that_fills_up_at_any_point_of_a_save_loses_nothing(tmp_path: Path, left_kib: int) -> None:
-    with small_disk(tmp_path / "disk", 400) as disk:
-        save(disk / "run", 1, nbytes=20_000)
-        room = os.statvfs(disk)
-        (disk / "ballast").write_bytes(bytes(max(0, room.f_bfree * room.f_frsize - left_kib * 1024)))
-        _, text, _, _ = failure(lambda: save(disk / "run", 2, nbytes=20_000))
+    with disk(tmp_path / "disk", kib=400) as place:
+        run = place / "run"
+        save(run, 1, nbytes=20_000)
+        fill(place / "ballast", left_kib << 10)
+        text = refusal(lambda: save(run, 2, nbytes=20_000))
         assert not text or "No space" in text
-        assert check(disk / "run") == ([1] if text else [1, 2]) and leftovers(disk / "run") == []
-        (disk / "ballast").unlink()
-        save(disk / "run", 3, nbytes=20_000)
-        assert check(disk / "run")[-1] == 3
+        assert check(run) == ([1] if text else [1, 2]) and leftovers(run) == []
+        (place / "ballast").unlink()
+        save(run, 3, nbytes=20_000)
+        assert check(run)[-1] == 3
 
 
 def _limited(say: Any, root: str) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    say(repr(failure(lambda: save(root, 2, nbytes=150_000))[:2]).encode())
+    say(refusal(lambda: save(root, 2, nbytes=150_000)).encode())
     save(root, 3, nbytes=10_000)
 
 
@@ -104,11 +77,11 @@ def test_exceeding_a_file_size_limit_fails_the_save_and_smaller_saves_work(tmp_p
 
 def _with_error(say: Any, root: str, nth: int, code: int) -> None:
     fail_at(nth, code)
-    kind, text, _, _ = failure(lambda: save(root, 2, fields={"metrics": {"x": 1.0}}))
-    say(b"failed" if kind else b"saved")
+    text = refusal(lambda: save(root, 2, fields={"metrics": {"x": 1.0}}))
+    say(b"failed" if text else b"saved")
     with contextlib.suppress(CkptkitError):  # the failing operation may belong to the rotation
         rotate(open_store(root), RetentionPolicy(max_num=1))
-    if kind:
+    if text:
         assert os.strerror(code) in text or "mount lost" in text, text
 
 
@@ -138,47 +111,48 @@ def test_an_error_of_any_operation_fails_the_save_or_has_no_effect(
 # --- ranks
 
 
-def _one_full(root: str) -> Any:
-    c = Coordinator(timeout_s=20)
-    save(root, 1, coordinator=c)
-
-    def full(store: Any) -> None:
-        if c.rank == 2:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    first = failure(lambda: save(root, 2, coordinator=c, before=full))
-    save(root, 3, coordinator=c)
-    return first[:3], check(root)
-
-
-def test_a_full_disk_on_one_rank_fails_all_ranks_and_the_next_save_works(ranks: Any, tmp_path: Path) -> None:
-    results = ranks.run(_one_full, 3, str(tmp_path))
-    assert len({repr(r) for r in results}) == 1
-    (kind, text, causes), steps = results[0]
-    assert (kind, causes, steps) == ("RankFailedError", [2], [1, 3])
-    assert "saving step_00000002 failed on rank 2" in text and "No space left on device" in text
-    assert leftovers(tmp_path) == []
+def _failed(root: str, coordinator: Coordinator, fail: Any) -> tuple[str, list[int]]:
+    """Save step 2 while one rank calls `fail` after its files were written; return the error and the ranks it names."""
+    try:
+        save(root, 2, coordinator=coordinator, before=fail)
+    except RankFailedError as error:
+        return str(error), sorted(error.causes)
+    return "", []
 
 
 class CheckpointError(BaseException):
     """Like torch's CheckpointException: a BaseException that is no Exception."""
 
 
-def _base_exception(root: str) -> Any:
+def _one_fails(root: str, victim: int, error: BaseException) -> Any:
     c = Coordinator(timeout_s=20)
+    save(root, 1, coordinator=c)
 
     def fail(store: Any) -> None:
-        if c.rank == 0:
-            raise CheckpointError("rank 0 has no plan")
+        if c.rank == victim:
+            raise error
 
-    return failure(lambda: save(root, 2, coordinator=c, before=fail))[:3]
+    found = _failed(root, c, fail)
+    save(root, 3, coordinator=c)
+    return found
+
+
+def _check_that_all_say(results: list[Any], victim: int, said: str) -> None:
+    text, causes = results[0]
+    assert results == [(text, causes)] * len(results) and causes == [victim]
+    assert f"saving step_00000002 failed on rank {victim}" in text and said in text
+
+
+def test_a_full_disk_on_one_rank_fails_all_ranks_and_the_next_save_works(ranks: Any, tmp_path: Path) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    _check_that_all_say(ranks.run(_one_fails, 3, str(tmp_path), 2, full), 2, "No space left on device")
+    assert check(tmp_path) == [1, 3] and leftovers(tmp_path) == []
 
 
 def test_a_base_exception_on_one_rank_fails_all_ranks(ranks: Any, tmp_path: Path) -> None:
-    text = "CheckpointError: rank 0 has no plan"
-    expected = ("RankFailedError", f"saving step_00000002 failed on rank 0: {text}", [0])
-    assert ranks.run(_base_exception, 2, str(tmp_path)) == [expected] * 2
-    assert check(tmp_path) == [] and leftovers(tmp_path) == []
+    results = ranks.run(_one_fails, 2, str(tmp_path), 0, CheckpointError("no plan"))
+    _check_that_all_say(results, 0, "CheckpointError: no plan")
+    assert check(tmp_path) == [1, 3] and leftovers(tmp_path) == []
 
 
 def _one_dies(root: str, victim: int, notes: str) -> None:
@@ -189,8 +163,9 @@ def _one_dies(root: str, victim: int, notes: str) -> None:
         if c.rank == victim:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    found = failure(lambda: save(root, 2, coordinator=c, before=die))
-    (Path(notes) / str(c.rank)).write_text(f"{found[0]} {found[1]} {found[2]} {found[3] < 15}")
+    start = time.monotonic()
+    found = _failed(root, c, die)
+    (Path(notes) / str(c.rank)).write_text(repr((found, time.monotonic() - start < 15)))
     time.sleep(0.5)
     os._exit(0)
 
@@ -200,10 +175,8 @@ def test_a_dead_rank_fails_all_others_soon(tmp_path: Path, victim: int, monkeypa
     monkeypatch.setattr("tests.ranks._GRACE_S", 15.0)
     with pytest.raises(RankError):
         run_ranks(_one_dies, 3, str(tmp_path / "run"), victim, str(tmp_path), timeout=40)
-    notes = {(tmp_path / str(rank)).read_text() for rank in range(3) if rank != victim}
-    assert len(notes) == 1
-    (note,) = notes
-    assert note.startswith("RankFailedError") and f"rank {victim}" in note and note.endswith(f"[{victim}] True")
+    (note,) = {(tmp_path / str(rank)).read_text() for rank in range(3) if rank != victim}
+    assert f"rank {victim}" in note and note.endswith(f"[{victim}]), True)")
     save(tmp_path / "run", 3)  # the next job detects that the old one is dead, and cleans up
     assert check(tmp_path / "run") == [1, 3] and leftovers(tmp_path / "run") == []
 
@@ -211,35 +184,29 @@ def test_a_dead_rank_fails_all_others_soon(tmp_path: Path, victim: int, monkeypa
 def _one_hangs(root: str) -> Any:
     c = Coordinator(timeout_s=1.5)
     save(root, 1, coordinator=c)
-
-    def hang(store: Any) -> None:
-        if c.rank == 1:
-            time.sleep(3)
-
-    first = failure(lambda: save(root, 2, coordinator=c, before=hang))
+    start = time.monotonic()
+    found = _failed(root, c, lambda store: time.sleep(3 if c.rank == 1 else 0))
+    quick = time.monotonic() - start < 12
     save(root, 3, coordinator=c)
-    return first[:3], first[3] < 12
+    return found, quick
 
 
 def test_a_hanging_rank_fails_all_ranks_in_bounded_time_and_the_next_save_works(tmp_path: Path) -> None:
-    results = run_ranks(_one_hangs, 3, str(tmp_path), timeout=40)
-    assert len({repr(r) for r in results}) == 1
-    (kind, text, causes), quick = results[0]
-    assert (kind, causes, quick) == ("RankFailedError", [1], True) and "no answer within 1.5 s" in text
+    results, quick = zip(*run_ranks(_one_hangs, 3, str(tmp_path), timeout=40), strict=True)
+    text, causes = results[0]
+    assert set(map(repr, results)) == {repr(results[0])} and causes == [1] and all(quick)
+    assert "no answer within 1.5 s" in text
     assert check(tmp_path) == [1, 3] and leftovers(tmp_path) == []
 
 
-def _fails_at(root: str, nth: int, victim: int) -> Any:
+def _fails_at(root: str, nth: int, victim: int) -> str:
     c = Coordinator(timeout_s=20)
     if c.rank == victim:
         fail_at(nth, errno.EIO)
-    found = failure(lambda: save(root, 1, coordinator=c))
-    return found[:3]
+    return refusal(lambda: save(root, 1, coordinator=c))
 
 
 @pytest.mark.parametrize(("victim", "nth"), [(0, 2), (0, 9), (0, 30), (1, 3), (1, 7), (1, 14)])
 def test_an_error_on_any_rank_at_any_operation_is_raised_on_all_ranks(tmp_path: Path, victim: int, nth: int) -> None:
-    results = run_ranks(_fails_at, 2, str(tmp_path / "run"), nth, victim)
-    assert len({repr(r) for r in results}) == 1
-    saved = not results[0][0]
-    assert check(tmp_path / "run") == ([1] if saved else [])
+    (text,) = set(run_ranks(_fails_at, 2, str(tmp_path / "run"), nth, victim))
+    assert check(tmp_path / "run") == ([] if text else [1])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,84 +15,61 @@ import torch.distributed as dist
 
 from ckptkit.checkpoint.manager import CheckpointManager
 from ckptkit.checkpoint.run import commit
-from ckptkit.errors import CkptkitError, RankFailedError
+from ckptkit.errors import CkptkitError, NoSpaceError, RankFailedError
 from ckptkit.offline.verify import verify
-from tests.checkpoint import crash
+from tests.checkpoint import full_disk, jobs
+from tests.checkpoint.crash import Fault, failing
+from tests.checkpoint.full_disk import FILESYSTEMS, NEED, agreed, disk, fail_worker, fill, sizes
 from tests.checkpoint.killed import DEADLINE_S, MODES, same_as_saved, state
 from tests.checkpoint.saving import leftovers
-from tests.checkpoint.test_faults import small_disk
-from tests.ranks import run_ranks
+from tests.checkpoint.states import unchanged
 
-FAULTS = [  # errno, operation, rank, pattern of the file
-    (errno.ENOSPC, "write", 1, r"\.distcp$"),
-    (errno.EDQUOT, "write", 1, r"\.distcp$"),
-    (errno.EIO, "write", 1, r"\.distcp$"),
-    (errno.ESTALE, "open", 1, r"\.distcp$"),
-    (errno.EIO, "fsync", 1, r"\.distcp$"),
-    (errno.EIO, "close", 1, r"\.distcp$"),
-    (errno.EIO, "write", 0, r"/\.objects\.json"),
-    (errno.EIO, "_rename_noreplace", 0, r"/\.tmp-step_[^/]*$"),  # the commit itself
+FAULTS = [  # rank, fault
+    (1, Fault("write", r"\.distcp$")),
+    (1, Fault("write", r"\.distcp$", errno.EDQUOT)),
+    (1, Fault("write", r"\.distcp$", errno.EIO)),
+    (1, Fault("open", r"\.distcp$", errno.ESTALE)),
+    (1, Fault("fsync", r"\.distcp$", errno.EIO)),
+    (1, Fault("close", r"\.distcp$", errno.EIO)),
+    (0, Fault("write", r"/\.objects\.json", errno.EIO)),
+    (0, Fault("_rename_noreplace", r"/\.tmp-step_[^/]*$", errno.EIO)),  # the commit itself
 ]
-Fault = tuple[int, str, int, str]
 
 
-def fails_once(armed: list[Fault]) -> None:
-    """Let the operation that `armed` names fail once with its error, on a path that matches."""
-
-    def fails(name: str, args: tuple[Any, ...]) -> None:
-        path = os.readlink(f"/proc/self/fd/{args[0]}") if isinstance(args[0], int) else os.fspath(args[0])
-        if armed and armed[0][1] == name and re.search(armed[0][3], path):
-            code, *_ = armed.pop()
-            raise OSError(code, os.strerror(code))
-
-    def before(name: str, args: tuple[Any, ...]) -> None:
-        if name != "close":
-            fails(name, args)
-
-    def close(fd: int, real: Any = os.close) -> None:
-        path = os.readlink(f"/proc/self/fd/{fd}")
-        real(fd)  # the descriptor is closed, whatever is reported
-        fails("close", (path,))
-
-    os.close = close
-    crash.watch(before, lambda name, args: None)
+def failure(manager: CheckpointManager, mode: str, step: int, saved: Any) -> tuple[str, list[int]]:
+    """Save; return the error, and the ranks that it names."""
+    try:
+        manager.save(step, saved) if mode == "sync" else manager.save_async(step, saved).result(DEADLINE_S)
+    except RankFailedError as error:
+        return str(error), sorted(error.causes)
+    return "", []
 
 
-def faulty_disk(root: str, mode: str) -> list[tuple[str, str, list[int], list[int]]]:
+def faulty_disk(root: str, mode: str) -> list[tuple[str, list[int], list[int]]]:
     """Save repeatedly while one rank's disk fails in another way each time, and once more after each failure."""
     armed: list[Fault] = []
-    fails_once(armed)
     seen = []
-    with CheckpointManager(root, timeout_s=20, async_policy="wait") as manager:
-        for number, fault in enumerate(FAULTS):
-            armed[:] = [fault] if dist.get_rank() == fault[2] else []
-            kind, text, causes = "", "", []
-            try:
-                if mode == "sync":
-                    manager.save(2 * number + 1, state(2 * number + 1))
-                else:
-                    manager.save_async(2 * number + 1, state(2 * number + 1)).result(DEADLINE_S)
-            except RankFailedError as error:
-                kind, text, causes = type(error).__name__, str(error), sorted(error.causes)
+    with failing(armed), CheckpointManager(root, timeout_s=20, async_policy="wait") as manager:
+        for number, (rank, fault) in enumerate(FAULTS):
+            armed[:] = [replace(fault)] if dist.get_rank() == rank else []
+            text, causes = failure(manager, mode, 2 * number + 1, state(2 * number + 1))
             armed.clear()
             manager.save(2 * number + 2, state(2 * number + 2))
-            seen.append((kind, text, causes, [record.step for record in manager.list()]))
+            seen.append((text, causes, [record.step for record in manager.list()]))
     return seen
 
 
 @pytest.mark.parametrize("mode", ["sync", "thread"])
 def test_a_disk_fault_on_one_rank_is_the_same_error_on_all_ranks_and_the_next_save_works(
-    tmp_path: Path, mode: str
+    ranks: Any, tmp_path: Path, mode: str
 ) -> None:
-    first, second = run_ranks(faulty_disk, 2, str(tmp_path), mode)
+    first, second = ranks.run(faulty_disk, 2, str(tmp_path), mode)
     assert first == second
-    for number, (fault, (kind, text, causes, steps)) in enumerate(zip(FAULTS, first, strict=True)):
-        code, name, rank, _ = fault
-        assert steps[-1] == 2 * number + 2
-        assert (kind, causes) == ("RankFailedError", [rank]), (name, kind, text)
+    for number, ((rank, fault), (text, causes, steps)) in enumerate(zip(FAULTS, first, strict=True)):
+        assert causes == [rank], (fault, text)
         assert f"saving step_{2 * number + 1:08d} failed on rank {rank}" in text
-        assert os.strerror(code) in text
-        assert 2 * number + 1 not in steps
+        assert os.strerror(fault.error) in text
+        assert steps[-1] == 2 * number + 2 and 2 * number + 1 not in steps
     assert leftovers(tmp_path) == []
 
 
@@ -131,14 +108,9 @@ def odd_ranks(root: str) -> list[tuple[str, list[int]]]:
             with pytest.MonkeyPatch.context() as patch:
                 if dist.get_rank() == 1:
                     patch.setattr(os, "write", write)
-                try:
-                    handle = manager.save_async(step, saved)
-                    if step == 3 and dist.get_rank() == 0:
-                        (Path(root) / "others are done").touch()
-                    handle.result(DEADLINE_S)
-                    said.append(("", []))
-                except RankFailedError as error:
-                    said.append((str(error), sorted(error.causes)))
+                if step == 3 and dist.get_rank() == 0:
+                    (Path(root) / "others are done").touch()
+                said.append(failure(manager, "thread", step, saved))
         loaded = state(0)
         for step in (2, 3):
             manager.load(loaded, step)
@@ -158,7 +130,7 @@ def test_a_raising_rank_fails_all_ranks_and_a_slow_rank_does_not(ranks: Any, tmp
 
 def hanging_disk(root: str) -> tuple[str, list[int], list[int]]:
     """Save while rank 1's disk does not respond until rank 0 has given up."""
-    real, text, causes = os.write, "", []
+    real = os.write
 
     def hangs(fd: int, data: Any) -> int:
         if os.readlink(f"/proc/self/fd/{fd}").endswith(".distcp"):
@@ -172,10 +144,7 @@ def hanging_disk(root: str) -> tuple[str, list[int], list[int]]:
             patch.setattr(manager._coordinator, "timeout_s", 2.0)
             if dist.get_rank() == 1:
                 patch.setattr(os, "write", hangs)
-            try:
-                manager.save(2, state(2))
-            except RankFailedError as error:
-                text, causes = str(error), sorted(error.causes)
+            text, causes = failure(manager, "sync", 2, state(2))
             if dist.get_rank() == 0:
                 (Path(root) / "given up").touch()
         manager.save(3, state(3))
@@ -193,34 +162,68 @@ def test_a_hanging_disk_fails_all_ranks_in_bounded_time_and_the_next_save_works(
 # --- disks that are full, or read-only
 
 
+def fill_up(url: str, kind: str, mode: str) -> tuple[str, list[int]]:
+    """Save on a full disk, load what is there, and save again with enough space."""
+    job, ballast = jobs.make("1d"), Path(url).parent / "ballast"
+    options: dict[str, Any] = {"state_dict_type": kind, "async_mode": "process" if mode == "process" else "thread"}
+    with CheckpointManager(url, **options) as manager, pytest.MonkeyPatch.context() as patch:
+        manager.save(1, job.state())
+        dist.barrier()
+        if dist.get_rank() == 0:
+            fill(ballast, 8192)
+        dist.barrier()
+        patch.setattr(commit, "_check_space", lambda *args: None)  # the space is used up after the check
+        text, _ = failure(manager, mode, 2, job.state())
+        with unchanged(state := job.state()):
+            manager.load(state)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            ballast.unlink()
+        dist.barrier()
+        manager.save(3, job.state())
+        return text, [record.step for record in manager.list()]
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_disk_that_fills_up_is_an_error_and_the_managers_next_save_works(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+    ranks: Any, tmp_path: Path, kind: str, mode: str
 ) -> None:
-    with small_disk(tmp_path / "disk", 4096) as disk:
-        root = disk / "run"
-        with CheckpointManager(root, async_mode="process" if mode == "process" else "thread") as manager:
-            manager.save(1, state(1))
-            room = os.statvfs(disk)
-            (disk / "ballast").write_bytes(bytes(max(0, room.f_bfree * room.f_frsize - 8192)))
-            monkeypatch.setattr(commit, "_check_space", lambda *args: None)  # the space is used up after the check
-            with pytest.raises((CkptkitError, OSError), match="No space left on device"):
-                manager.save(2, state(2)) if mode == "sync" else manager.save_async(2, state(2)).result()
-            loaded = state(0)
-            manager.load(loaded)
-            same_as_saved(loaded, 1)
-            assert leftovers(root) == []
-            (disk / "ballast").unlink()
-            manager.save(3, state(3))
-            assert [record.step for record in manager.list()] == [1, 3]
+    with disk(tmp_path / "disk", kib=4096) as place:
+        first, second = ranks.run(fill_up, 2, str(place / "run"), kind, mode)
+        assert first == second and "No space left on device" in first[0] and first[1] == [1, 3]
+        assert leftovers(place / "run") == []
 
 
-def test_a_file_system_that_became_read_only_fails_saves_and_still_loads(
-    tmp_path: Path,
+@pytest.mark.parametrize(("filesystem", "workers"), list(zip(FILESYSTEMS, (2, 4), strict=True)))
+def test_a_disk_that_is_full_at_any_point_fails_all_ranks_and_the_next_save_works(
+    ranks: Any, tmp_path: Path, filesystem: str, workers: int
 ) -> None:
-    with small_disk(tmp_path / "disk", 4096) as disk, CheckpointManager(disk / "run") as manager:
+    with disk(tmp_path / "disk", filesystem) as place:
+        results = ranks.run(full_disk.fill_up, 2, str(place), workers, sizes(4, NEED))
+    assert agreed(results) == []
+    failed = [outcome.error for outcome in results[0]]
+    assert failed[0] is not None and failed[1] is not None and failed[-1] is None
+
+
+def test_a_disk_with_too_little_free_space_is_an_error_before_anything_is_written(ranks: Any, tmp_path: Path) -> None:
+    with disk(tmp_path / "disk") as place:
+        results = ranks.run(full_disk.fill_up, 2, str(place), 1, [0, NEED // 2], True)
+    assert agreed(results) == []
+    assert all(outcome.error and "Nothing was written" in outcome.error[1] for outcome in results[0])
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_one_writing_thread_that_finds_the_disk_full_fails_all_ranks(ranks: Any, tmp_path: Path, workers: int) -> None:
+    points = [("write", 1), ("fsync", 1)][: 3 - workers // 2]
+    with disk(tmp_path / "disk") as place:  # a separate disk, whose free space nobody else changes
+        results = ranks.run(fail_worker, 2, str(place), workers, points)
+    assert agreed(results) == []
+
+
+def test_a_file_system_that_became_read_only_fails_saves_and_still_loads(tmp_path: Path) -> None:
+    with disk(tmp_path / "disk", kib=4096) as place, CheckpointManager(place / "run") as manager:
         manager.save(1, state(1))
-        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        subprocess.run(["mount", "-o", "remount,ro", str(place)], check=True)
         try:
             with pytest.raises((CkptkitError, OSError), match="Read-only file system"):
                 manager.save(2, state(2))
@@ -228,6 +231,12 @@ def test_a_file_system_that_became_read_only_fails_saves_and_still_loads(
             manager.load(loaded)
             same_as_saved(loaded, 1)
         finally:
-            subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
+            subprocess.run(["mount", "-o", "remount,rw", str(place)], check=True)
         manager.save(2, state(2))
         assert manager.latest() == 2
+
+
+def test_the_error_of_a_full_disk_is_an_enospc_oserror() -> None:
+    error = NoSpaceError(28, "/x: No space left on device")
+    assert error.errno == 28 and str(error) == "[Errno 28] /x: No space left on device"
+    assert str(NoSpaceError("just text")) == "just text"

@@ -7,39 +7,27 @@ import os
 import shutil
 import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from torch import nn
 
 from ckptkit.checkpoint.load import choose as loader_module
-from ckptkit.checkpoint.manager import CheckpointManager
+from ckptkit.checkpoint.manager import CheckpointManager, SignalWatch
 from ckptkit.checkpoint.retention import RetentionPolicy
 from ckptkit.checkpoint.run import inventory as inventory_module
 from ckptkit.checkpoint.run.delete import delete_checkpoint, rotate
 from ckptkit.checkpoint.run.inventory import choose, list_checkpoints
 from ckptkit.checkpoint.save.saver import Saver
-from ckptkit.checkpoint.state.train_state import TrainState
-from ckptkit.errors import CheckpointExistsError, LeaseHeldError, NoSpaceError, SaveError
+from ckptkit.errors import LeaseHeldError, SaveError
 from ckptkit.storage.local import LocalStore
 from ckptkit.storage.lock import acquire_lease, lease_holder
 from ckptkit.storage.open import open_store
-from tests.checkpoint.saving import check, leftovers, save
-from tests.checkpoint.test_faults import small_disk
-
-
-def state(value: float = 0.0) -> TrainState:
-    model = nn.Linear(3, 2)
-    nn.init.constant_(model.weight, value)
-    return TrainState(model=model, rng=False)
-
-
-def value_of(loaded: TrainState) -> float:
-    model: Any = loaded.model
-    return float(model.weight.detach()[0, 0])
+from tests.checkpoint import states
+from tests.checkpoint.full_disk import disk, fill
+from tests.checkpoint.saving import check, save
+from tests.checkpoint.states import linear, value_of
 
 
 def steps(root: Path) -> list[int]:
@@ -60,40 +48,41 @@ def before_publishing(monkeypatch: pytest.MonkeyPatch, act: Callable[[], Any]) -
 # --- signals
 
 
+def interrupted_save(root: Path) -> None:
+    """Save step 3 in the background, get a signal, and save the same step for it."""
+    with CheckpointManager(root, on_signal="save") as manager:
+        manager.save_async(3, linear())
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert manager.save_on_signal(3, linear())
+    assert steps(root) == [3]
+
+
 def test_a_signal_during_the_save_of_the_same_step_saves_it_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go = threading.Event()
-    before_publishing(monkeypatch, lambda: go.wait(30))
-    with CheckpointManager(tmp_path, on_signal="save") as manager:
-        manager.save_async(3, state(3.0))
-        os.kill(os.getpid(), signal.SIGTERM)
-        threading.Timer(0.05, go.set).start()
-        assert manager.save_on_signal(3, state(3.0))
-    assert steps(tmp_path) == [3]
+    signalled = threading.Event()
+    before_publishing(monkeypatch, lambda: signalled.wait(30))
+    seen = SignalWatch.agreed
+    monkeypatch.setattr(SignalWatch, "agreed", lambda watch: (signalled.set(), seen(watch))[1])
+    interrupted_save(tmp_path)
 
 
 def test_a_signal_after_a_failed_background_save_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left = [OSError(5, "the disk had a moment")]
-    before_publishing(monkeypatch, lambda: _raise(left))
-    with CheckpointManager(tmp_path, on_signal="save") as manager:
-        manager.save_async(3, state(3.0))
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert manager.save_on_signal(3, state(3.0))
-    assert steps(tmp_path) == [3]
 
+    def fail_once() -> None:
+        if left:
+            raise left.pop()
 
-def _raise(left: list[OSError]) -> None:
-    if left:
-        raise left.pop()
+    before_publishing(monkeypatch, fail_once)
+    interrupted_save(tmp_path)
 
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_signal_during_a_load_is_handled_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
-    with CheckpointManager(tmp_path) as manager:
-        manager.save(1, state(1.0))
+    states.save(tmp_path, linear(1))
     real = loader_module.load_checkpoint
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
@@ -103,7 +92,7 @@ def test_a_signal_during_a_load_is_handled_after_it(
 
     monkeypatch.setattr(loader_module, "load_checkpoint", interrupted)
     with CheckpointManager(tmp_path, on_signal="save") as manager:
-        loaded = state()
+        loaded = linear()
         manager.load(loaded)
         assert value_of(loaded) == 1.0
         assert manager.save_on_signal(2, loaded)
@@ -122,8 +111,7 @@ def rotating_away(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, root:
         if left[0]:
             left[0] -= 1
             newest = steps(root)[-1]
-            with CheckpointManager(root) as other:
-                other.save(newest + 1, state(newest + 1.0))
+            states.save(root, linear(newest + 1), newest + 1)
             rotate(open_store(str(root)), RetentionPolicy(max_num=1))
         return real(*args, **kwargs)
 
@@ -134,12 +122,10 @@ def rotating_away(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, root:
 def test_a_load_of_latest_retries_if_the_checkpoint_was_rotated_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
-    with CheckpointManager(tmp_path) as manager:
-        manager.save(1, state(1.0))
+    states.save(tmp_path, linear(1))
     rotating_away(monkeypatch, loader_module, "pin_while_reading", tmp_path, times)
-    with CheckpointManager(tmp_path) as manager:
-        loaded = state()
-        manager.load(loaded)
+    loaded = linear()
+    states.load(tmp_path, loaded)
     assert value_of(loaded) == 1.0 + times
 
 
@@ -167,7 +153,7 @@ def test_a_listing_that_fails_after_the_commit_does_not_fail_the_save(
 ) -> None:
     for retention in (None, RetentionPolicy(max_num=1)):
         with CheckpointManager(tmp_path / str(retention), retention=retention) as manager:
-            manager.save(1, state())
+            manager.save(1, linear())
             real = Saver.publish
 
             def publish(self: Saver, *args: Any, real: Any = real, **kwargs: Any) -> Any:
@@ -176,9 +162,9 @@ def test_a_listing_that_fails_after_the_commit_does_not_fail_the_save(
                 return record
 
             monkeypatch.setattr(Saver, "publish", publish)
-            assert manager.save(2, state()).step == 2
+            assert manager.save(2, linear()).step == 2
             monkeypatch.undo()
-            manager.save(3, state())
+            manager.save(3, linear())
         assert "rotat" in caplog.text
 
 
@@ -191,23 +177,24 @@ def test_a_trace_that_cannot_be_written_does_not_fail_the_save(
 ) -> None:
     (tmp_path / "file").touch()
     with CheckpointManager(tmp_path / "run", trace=tmp_path / "file" / "traces") as manager:
-        assert manager.save(1, state()).step == 1
+        assert manager.save(1, linear()).step == 1
     assert "trace" in caplog.text
 
 
 # --- a root that changes
 
 
-@pytest.mark.parametrize("what", ["the lease", "the directory of the lease"])
-def test_a_manually_deleted_lease_is_acquired_again(tmp_path: Path, what: str) -> None:
+def delete_leases(root: Path) -> None:
+    for path in (root / ".ckptkit").glob("lease-*"):
+        path.unlink()
+
+
+@pytest.mark.parametrize("delete", [delete_leases, lambda root: shutil.rmtree(root / ".ckptkit")])
+def test_a_manually_deleted_lease_is_acquired_again(tmp_path: Path, delete: Callable[[Path], None]) -> None:
     with CheckpointManager(tmp_path) as manager:
-        manager.save(1, state())
-        if what == "the lease":
-            for path in (tmp_path / ".ckptkit").glob("lease-*"):
-                path.unlink()
-        else:
-            shutil.rmtree(tmp_path / ".ckptkit")
-        manager.save(2, state())
+        manager.save(1, linear())
+        delete(tmp_path)
+        manager.save(2, linear())
         assert lease_holder(open_store(str(tmp_path))) is not None
     assert lease_holder(open_store(str(tmp_path))) is None
     assert steps(tmp_path) == [1, 2]
@@ -216,8 +203,7 @@ def test_a_manually_deleted_lease_is_acquired_again(tmp_path: Path, what: str) -
 def test_after_its_lease_was_deleted_a_job_loses_the_root_to_the_next_owner(tmp_path: Path) -> None:
     root = open_store(str(tmp_path))
     ours = acquire_lease(root)
-    for path in (tmp_path / ".ckptkit").glob("lease-*"):
-        path.unlink()
+    delete_leases(tmp_path)
     theirs = acquire_lease(root)
     with pytest.raises(LeaseHeldError):
         ours.check()
@@ -227,11 +213,11 @@ def test_after_its_lease_was_deleted_a_job_loses_the_root_to_the_next_owner(tmp_
 def test_a_recreated_root_is_not_written_to(tmp_path: Path) -> None:
     run = tmp_path / "run"
     with CheckpointManager(run) as manager:
-        manager.save(1, state())
+        manager.save(1, linear())
         run.rename(tmp_path / "old")
         run.mkdir()
         with pytest.raises(SaveError, match="is gone, so this may not be the directory"):
-            manager.save(2, state())
+            manager.save(2, linear())
     assert os.listdir(run) == []
 
 
@@ -240,28 +226,26 @@ def test_a_root_replaced_by_a_link_is_written_only_if_it_is_the_same(tmp_path: P
     run, moved, other = (tmp_path / name for name in ("run", "moved", "other"))
     other.mkdir()
     with CheckpointManager(run) as manager:
-        manager.save(1, state())
+        manager.save(1, linear())
         run.rename(moved)
         run.symlink_to(moved if same else other)
         if same:
-            manager.save(2, state(2.0))
+            manager.save(2, linear(2))
             assert manager.latest() == 2
         else:
             with pytest.raises(SaveError):
-                manager.save(2, state())
+                manager.save(2, linear())
     assert os.listdir(other) == []
 
 
 def test_rotation_frees_space_on_a_full_disk(tmp_path: Path) -> None:
-    with small_disk(tmp_path / "disk", 512) as disk:
+    with disk(tmp_path / "disk", kib=512) as place:
+        run = place / "run"
         for step in (1, 2):
-            save(disk / "run", step, nbytes=50_000)
-        room = os.statvfs(disk)
-        with open(disk / "ballast", "wb") as file:
-            file.write(bytes(room.f_bfree * room.f_frsize))
-        done = rotate(open_store(str(disk / "run")), RetentionPolicy(max_num=1))
-        assert done.deleted == ("step_00000001",)
-        assert check(disk / "run") == [2]
+            save(run, step, nbytes=50_000)
+        fill(place / "ballast", 0)
+        assert rotate(open_store(str(run)), RetentionPolicy(max_num=1)).deleted == ("step_00000001",)
+        assert check(run) == [2]
 
 
 @pytest.mark.parametrize("kind", ["a file", "a broken link", "a link to a directory", "a directory"])
@@ -277,8 +261,8 @@ def test_the_file_called_latest_decides_nothing(tmp_path: Path, kind: str) -> No
         latest.symlink_to(tmp_path / ("nowhere" if "broken" in kind else "elsewhere"))
     with CheckpointManager(latest.parent, retention=RetentionPolicy(max_num=1)) as manager:
         for step in (1, 2):
-            manager.save(step, state(float(step)))
-        loaded = state()
+            manager.save(step, linear(step))
+        loaded = linear()
         manager.load(loaded)
     assert value_of(loaded) == 2.0
     assert os.listdir(tmp_path / "elsewhere") == []
@@ -292,68 +276,19 @@ def test_a_nan_metric_is_never_the_best(tmp_path: Path) -> None:
     policy = RetentionPolicy(max_num=1, keep_best=("loss", "min", 1))
     with CheckpointManager(tmp_path, retention=policy) as manager:
         for step, loss in enumerate((math.nan, 0.5, math.nan, math.inf, math.nan), 1):
-            manager.save(step, state(float(step)), metrics={"loss": loss})
+            manager.save(step, linear(step), metrics={"loss": loss})
         assert steps(tmp_path) == [2, 5]
-        loaded = state()
+        loaded = linear()
         manager.load(loaded, "best")
     assert value_of(loaded) == 2.0
 
 
-def test_failed_saves_with_max_num_1_delete_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with CheckpointManager(tmp_path, retention=RetentionPolicy(max_num=1)) as manager:
-        manager.save(1, state(1.0))
-        real = LocalStore.write
-
-        def write(self: LocalStore, path: str, *args: Any, **kwargs: Any) -> None:
-            if path == "checkpoint.json":
-                raise NoSpaceError(28, "No space left on device")
-            real(self, path, *args, **kwargs)
-
-        monkeypatch.setattr(LocalStore, "write", write)
-        for step in (2, 3):
-            with pytest.raises(NoSpaceError):
-                manager.save(step, state())
-        monkeypatch.undo()
-        assert steps(tmp_path) == [1]
-        assert leftovers(tmp_path) == []
-        manager.save(4, state(4.0))
-    assert steps(tmp_path) == [4]
-
-
-def test_clocks_that_go_backwards_do_not_change_order_or_rotation(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    now = time.time()
-    with CheckpointManager(tmp_path, retention=RetentionPolicy(max_num=2)) as manager:
-        for step, years in ((1, 1), (2, -1), (3, 0), (4, -30)):
-            monkeypatch.setattr(time, "time", lambda years=years: now + years * 31_557_600)
-            manager.save(step, state(float(step)))
-            for path in tmp_path.rglob("*"):
-                os.utime(path, (0, now - step * years * 1e6))
-        assert manager.latest() == 4
-    assert steps(tmp_path) == [3, 4]
-
-
-def test_saving_a_tag_twice_needs_overwrite(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path, retention=RetentionPolicy(max_num=1)) as manager:
-        manager.save(1, state(1.0), tag="final")
-        with pytest.raises(CheckpointExistsError):
-            manager.save(2, state(2.0), tag="final")
-        manager.save(2, state(2.0), tag="final", overwrite=True)
-        loaded = state()
-        manager.load(loaded, "final")
-    assert value_of(loaded) == 2.0
-    assert steps(tmp_path) == [2]
-    assert leftovers(tmp_path) == []
-
-
 def test_two_managers_of_one_process_keep_what_the_other_needs(tmp_path: Path) -> None:
-    with CheckpointManager(tmp_path) as first:
-        first.save(1, state(1.0))
+    states.save(tmp_path, linear(1))
     keep = RetentionPolicy(max_num=1)
     with CheckpointManager(tmp_path, retention=keep) as first, CheckpointManager(tmp_path, retention=keep) as second:
-        first.load(state())
-        handles = [first.save_async(2, state(2.0)), second.save_async(3, state(3.0))]
+        first.load(linear())
+        handles = [first.save_async(2, linear(2)), second.save_async(3, linear(3))]
         assert sorted(handle.result().step for handle in handles) == [2, 3]
         assert 1 in steps(tmp_path)  # the checkpoint that the first was resumed from
         assert len(steps(tmp_path)) == 2

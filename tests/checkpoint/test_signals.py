@@ -7,13 +7,15 @@ import os
 import signal
 import threading
 import time
-from typing import Any
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
-from ckptkit.checkpoint.manager import SignalWatch
+from ckptkit.checkpoint.manager import CheckpointManager, SignalWatch
 from ckptkit.checkpoint.run.coordinator import Coordinator
 from ckptkit.errors import UsageError
+from tests.checkpoint import jobs
 from tests.ranks import run_ranks
 
 
@@ -61,19 +63,26 @@ def test_with_every_3_ranks_agree_on_a_signal_at_every_third_step() -> None:
         assert [watch.agreed() for _ in range(6)] == [False, False, True, False, False, True]
 
 
-def _steps() -> Any:
-    c = Coordinator(timeout_s=20)
-    with SignalWatch(c, signals=[signal.SIGUSR1]) as watch:
-        for step in range(1, 20):
-            if step == 7 and c.rank == 1:
-                os.kill(os.getpid(), signal.SIGUSR1)
-            if watch.agreed():
-                return step
-    return None
+def interrupted(url: str) -> tuple[list[bool], list[int]]:
+    seen, saves = [], []
+    job = jobs.make("1d")
+    with CheckpointManager(url, on_signal="save", on_commit=lambda report: saves.append(report.step)) as manager:
+        for step in range(1, 5):
+            job.train(1)
+            if step == 2:
+                manager.save_async(step, job.state())
+            if step == 3 and dist.get_rank() == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            seen.append(manager.save_on_signal(step, job.state()))
+            if seen[-1]:
+                os.kill(os.getpid(), signal.SIGTERM)  # the scheduler sends a second signal
+                seen.append(manager.save_on_signal(step, job.state()))
+                break
+    return seen, saves
 
 
-def test_all_ranks_agree_at_the_same_step() -> None:
-    assert run_ranks(_steps, 3) == [7, 7, 7]
+def test_a_signal_on_one_rank_saves_once_on_all_at_the_same_step(tmp_path: Path) -> None:
+    assert run_ranks(interrupted, 2, str(tmp_path)) == [([False, False, True, True], [2, 3])] * 2
 
 
 def test_a_forked_child_dies_of_sigterm_and_survives_sigusr1() -> None:
