@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from ckptkit import CheckpointManager, TrainState, open_checkpoint
+from ckptkit import CheckpointManager, open_checkpoint
 from ckptkit.errors import (
     CheckpointExistsError,
     CheckpointNotFoundError,
@@ -26,24 +24,23 @@ from ckptkit.storage.local import LocalStore
 from ckptkit.storage.open import open_store
 from ckptkit.storage.store import Store
 from tests.checkpoint.saving import fork, save
-from tests.storage.servers import moto
+from tests.checkpoint.states import linear, refusal
 
 
-def state() -> TrainState:
-    return TrainState(model=torch.nn.Linear(4, 3), rng=False)
-
-
-def run(root: Path, *steps: int, **options: Any) -> Path:
-    with CheckpointManager(root) as manager:
+def run(root: str | Path, *steps: int, options: Any = None, **saving: Any) -> Path:
+    with CheckpointManager(root, storage_options=options) as manager:
         for step in steps:
-            manager.save(step, state(), **options)
-    return root
+            manager.save(step, linear(), **saving)
+    return Path(root)
 
 
-def load(root: str | Path, fallback: Any = "error", **options: Any) -> int | None:
+def load(root: str | Path, fallback: Any = "error", save: int | None = None, **options: Any) -> int | None:
+    """Load with a manager of its own; return the step, and save one if asked."""
     with CheckpointManager(root, **options) as manager:
-        report = manager.load(state(), fallback=fallback)
+        report = manager.load(linear(), fallback=fallback)
         assert (report is None) == (manager.latest() is None)
+        if save is not None:
+            manager.save(save, linear())
         return None if report is None else report.step
 
 
@@ -69,7 +66,7 @@ def linked(root: Path) -> None:
 def test_a_run_without_a_committed_step_is_an_error_unless_start_fresh_allows_it(tmp_path: Path, harm: Any) -> None:
     root = run(tmp_path / "run", 1)
     harm(root)
-    for ask in (lambda manager: manager.load(state()), lambda manager: manager.latest()):
+    for ask in (lambda manager: manager.load(linear()), lambda manager: manager.latest()):
         with CheckpointManager(root) as manager, pytest.raises(IncompleteCheckpointError) as raised:
             ask(manager)
         assert "step_" in str(raised.value)
@@ -88,21 +85,15 @@ def test_a_tag_whose_record_is_missing_or_damaged_is_an_error(tmp_path: Path) ->
         load(root)
 
 
-def without_record_everywhere(root: str) -> list[str]:
+def asked_on_each_rank(root: str) -> list[str]:
     with CheckpointManager(root) as manager:
-        said = []
-        for ask in (lambda: manager.load(state()), manager.latest):
-            try:
-                ask()
-            except IncompleteCheckpointError as error:
-                said.append(str(error))
-        return said
+        return [refusal(lambda: manager.load(linear())), refusal(manager.latest)]
 
 
 def test_all_ranks_raise_the_same_error_for_a_run_without_a_committed_step(tmp_path: Path, ranks: Any) -> None:
     without_record(run(tmp_path, 1))
-    first, second = ranks.run(without_record_everywhere, 2, str(tmp_path))
-    assert first == second and len(first) == 2
+    first, second = ranks.run(asked_on_each_rank, 2, str(tmp_path))
+    assert first == second and all(text.startswith("IncompleteCheckpointError") for text in first)
 
 
 def test_after_a_fresh_start_a_save_moves_a_half_copied_step_aside(
@@ -111,9 +102,7 @@ def test_after_a_fresh_start_a_save_moves_a_half_copied_step_aside(
     root = run(tmp_path, 1)
     without_record(root)
     before = {path.name: path.read_bytes() for path in (root / "step_00000001").iterdir()}
-    with CheckpointManager(root, start_fresh="if_none_committed") as manager:
-        assert manager.load(state()) is None
-        manager.save(1, state())
+    assert load(root, start_fresh="if_none_committed", save=1) is None
     assert load(root) == 1
     (aside,) = root.glob("step_00000001.aside-*")
     assert {path.name: path.read_bytes() for path in aside.iterdir()} == before
@@ -127,13 +116,10 @@ def test_loading_an_older_checkpoint_names_the_half_copied_newest(
     root = run(tmp_path, 1, 2)
     (root / "step_00000002" / "checkpoint.json").unlink()
     assert load(root) == 1
-    said = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert any("step_00000002" in text and "no checkpoint.json" in text for text in said)
+    assert any("step_00000002" in text and "no checkpoint.json" in text for text in caplog.messages)
     with CheckpointManager(root) as manager, pytest.raises(CheckpointExistsError, match="in the way"):
-        manager.save(2, state())
-    with CheckpointManager(root) as manager:
-        manager.load(state())
-        manager.save(2, state())
+        manager.save(2, linear())
+    assert load(root, save=2) == 1
     assert load(root) == 2
 
 
@@ -142,10 +128,7 @@ def test_after_a_fallback_the_damaged_step_can_be_saved_again(tmp_path: Path) ->
     (root / "step_00000002" / "checkpoint.json").write_text("{")
     with pytest.raises(CorruptCheckpointError):
         load(root)
-    with CheckpointManager(root) as manager:
-        report = manager.load(state(), fallback="previous")
-        assert report is not None and report.step == 1
-        manager.save(2, state())
+    assert load(root, "previous", save=2) == 1
     assert load(root) == 2
 
 
@@ -218,82 +201,62 @@ def test_start_fresh_never_raises_in_an_empty_run(tmp_path: Path) -> None:
 # --- on an object store
 
 
-@pytest.fixture(scope="module")
-def options() -> Iterator[dict[str, Any]]:
-    import s3fs
-
-    with moto() as found:
-        s3fs.S3FileSystem(**found, skip_instance_cache=True).makedirs("bucket", exist_ok=True)
-        yield dict(found)
-
-
-def copied(options: dict[str, Any], source: str, target: str, *, but: str = "?") -> None:
-    old, new = (open_store(f"s3://bucket/{name}", storage_options=options) for name in (source, target))
+def copied(options: dict[str, Any], source: str, target: str, *, but: str) -> Store:
+    """Copy a run except for some of its files."""
+    old, new = (open_store(url, storage_options=options) for url in (source, target))
     for item in old.list(recursive=True):
         if but not in item.path:
             new.write(item.path, old.read(item.path))
+    return new
 
 
 @pytest.mark.parametrize("but", ["checkpoint.json", ".ckptkit"])
-def test_a_copy_without_its_records_is_an_error_on_an_object_store(options: dict[str, Any], but: str) -> None:
-    source, target = f"from{len(but)}", f"to{len(but)}"
-    with CheckpointManager(f"s3://bucket/{source}", storage_options=options) as manager:
-        manager.save(1, state())
-        copied(options, source, target, but=but)
+def test_a_copy_without_its_records_is_an_error_on_an_object_store(s3: dict[str, Any], but: str) -> None:
+    source, target = f"s3://bucket/from{len(but)}", f"s3://bucket/to{len(but)}"
+    run(source, 1, options=s3)
+    store = copied(s3, source, target, but=but)
     if but == ".ckptkit":
-        store = open_store(f"s3://bucket/{target}", storage_options=options)
         store.delete(["step_00000001/checkpoint.json"])
     with pytest.raises(IncompleteCheckpointError, match="step_00000001"):
-        load(f"s3://bucket/{target}", storage_options=options)
-    assert load(f"s3://bucket/{target}", storage_options=options, start_fresh="if_none_committed") is None
+        load(target, storage_options=s3)
+    assert load(target, storage_options=s3, start_fresh="if_none_committed") is None
 
 
 def test_a_fresh_start_among_half_copies_on_an_object_store_deletes_none_of_them(
-    options: dict[str, Any], caplog: pytest.LogCaptureFixture
+    s3: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    source, url = "whole", "s3://bucket/halves"
-    with CheckpointManager(f"s3://bucket/{source}", storage_options=options) as manager:
-        for step in (1, 2):
-            manager.save(step, state())
-    copied(options, source, "halves", but="checkpoint.json")
-    store = open_store(url, storage_options=options)
+    url = "s3://bucket/halves"
+    run("s3://bucket/whole", 1, 2, options=s3)
+    store = copied(s3, "s3://bucket/whole", url, but="checkpoint.json")
     before = {item.path for item in store.list(recursive=True) if "step_" in item.path}
     for _ in range(2):
-        with CheckpointManager(url, storage_options=options, start_fresh="if_none_committed") as manager:
-            start = manager.load(state())
-            manager.save(1 if start is None else start.step + 2, state())
-            manager.save(20 if start is None else 21, state())
+        with CheckpointManager(url, storage_options=s3, start_fresh="if_none_committed") as manager:
+            start = manager.load(linear())
+            manager.save(1 if start is None else start.step + 2, linear())
+            manager.save(20 if start is None else 21, linear())
     assert before <= {item.path for item in store.list(recursive=True)}
-    assert load(url, storage_options=options) == 21
-    said = [record.message for record in caplog.records if "is left unchanged" in record.message]
+    assert load(url, storage_options=s3) == 21
+    said = [text for text in caplog.messages if "is left unchanged" in text]
     assert len(said) == 2 and "/step_00000001/" in said[0] + said[1] and "/step_00000002 " in said[0] + said[1]
 
 
-def test_leftovers_of_a_killed_first_save_on_an_object_store_are_no_error(options: dict[str, Any]) -> None:
+def test_leftovers_of_a_killed_first_save_on_an_object_store_are_no_error(s3: dict[str, Any]) -> None:
     url = "s3://bucket/killed"
-    fork(lambda say: killed(say, open_store(url, storage_options=options)))
-    assert open_store(url, storage_options=options).list("step_00000001")
-    assert load(url, storage_options=options) is None
-    with CheckpointManager(url, storage_options=options) as manager:
-        manager.save(1, state())
-    assert load(url, storage_options=options) == 1
+    fork(lambda say: killed(say, open_store(url, storage_options=s3)))
+    assert open_store(url, storage_options=s3).list("step_00000001")
+    assert load(url, storage_options=s3, save=1) is None
+    assert load(url, storage_options=s3) == 1
 
 
-def test_a_damaged_record_of_an_object_store_can_be_saved_again_after_a_fallback(options: dict[str, Any]) -> None:
+def test_a_damaged_record_of_an_object_store_can_be_saved_again_after_a_fallback(s3: dict[str, Any]) -> None:
     url = "s3://bucket/damaged"
-    with CheckpointManager(url, storage_options=options) as manager:
-        manager.save(1, state())
-        manager.save(2, state())
-    store = open_store(url, storage_options=options)
-    store.write("step_00000002/checkpoint.json", b"{", overwrite=True)
-    with CheckpointManager(url, storage_options=options) as manager:
-        report = manager.load(state(), fallback="previous")
-        assert report is not None and report.step == 1
-        manager.save(2, state())
-    assert load(url, storage_options=options) == 2
+    run(url, 1, 2, options=s3)
+    open_store(url, storage_options=s3).write("step_00000002/checkpoint.json", b"{", overwrite=True)
+    assert load(url, "previous", save=2, storage_options=s3) == 1
+    assert load(url, storage_options=s3) == 2
 
 
-def test_a_bucket_that_does_not_exist_is_an_error_and_an_empty_prefix_a_new_run(options: dict[str, Any]) -> None:
-    assert load("s3://bucket/nothing", storage_options=options) is None
+def test_a_bucket_that_does_not_exist_is_an_error_and_an_empty_prefix_a_new_run(s3: dict[str, Any]) -> None:
+    assert load("s3://bucket/nothing", storage_options=s3) is None
     with pytest.raises(RankFailedError, match="bucket does not exist"):
-        load("s3://nobucket/run", storage_options=options)
+        load("s3://nobucket/run", storage_options=s3)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
-from ckptkit import CheckpointManager, RetentionPolicy, TrainState
+from ckptkit import CheckpointManager, RetentionPolicy
 from ckptkit.checkpoint.run.inventory import list_checkpoints
 from ckptkit.offline.verify import verify
 from ckptkit.storage import staging
@@ -18,7 +16,7 @@ from ckptkit.storage.open import open_store
 from ckptkit.storage.store import Store
 from tests.checkpoint.crash import kill_at_request
 from tests.checkpoint.saving import fork
-from tests.storage.servers import moto
+from tests.checkpoint.states import linear, save, value_of
 
 Options = dict[str, Any]
 MOST = 80  # requests of `job`
@@ -30,30 +28,13 @@ THEIRS = {
 }
 
 
-@pytest.fixture(scope="module")
-def options() -> Iterator[Options]:
-    with moto() as found:
-        open_store("s3://killed", storage_options=found).fs.mkdir("killed")  # type: ignore[attr-defined]
-        yield dict(found)
-
-
-def state(step: int) -> TrainState:
-    model = nn.Linear(3, 2)
-    nn.init.constant_(model.weight, float(step))
-    return TrainState(model=model, rng=False)
-
-
-def save(manager: CheckpointManager, step: int, value: int, **options: Any) -> None:
-    manager.save(step, state(value), **options)
-
-
 def job(say: Any, url: str, options: Options, nth: int) -> None:
     """Save two steps, which rotates, and the second one again; report after each what was saved."""
     torch.set_num_threads(1)
     kill_at_request(nth)
     with CheckpointManager(url, retention=RetentionPolicy(max_num=2), storage_options=options) as manager:
         for step, value in ((2, 2), (3, 3), (3, 30)):
-            save(manager, step, value, overwrite=value == 30)
+            manager.save(step, linear(value), overwrite=value == 30)
             say(b"%d %d\n" % (step, value))
 
 
@@ -70,33 +51,31 @@ def strays(root: Store) -> set[str]:
     } | {found.path for found in root.unfinished_uploads()}
 
 
-@pytest.mark.parametrize("nth", [*range(1, MOST + 1)])
+@pytest.mark.parametrize("nth", range(1, MOST + 1))
 def test_a_kill_at_any_request_loses_nothing_and_leaves_nothing(
-    options: Options, nth: int, monkeypatch: pytest.MonkeyPatch
+    s3: Options, nth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    url = f"s3://killed/{nth}"
-    root = open_store(url, storage_options=options)
-    with CheckpointManager(url, storage_options=options) as manager:
-        save(manager, 1, 1)
+    url = f"s3://bucket/killed/{nth}"
+    root = open_store(url, storage_options=s3)
+    save(url, linear(1), storage_options=s3)
     for path, data in THEIRS.items():
         root.write(path, data)
-    code, said = fork(job, url, options, nth)
+    code, said = fork(job, url, s3, nth)
     assert code in (0, -signal.SIGKILL) and (code == 0 or nth < MOST), (code, said)
     returned = [tuple(map(int, line.split())) for line in said.splitlines()]
     found = list_checkpoints(root).committed
     assert found and found[-1].step >= max((step for step, _ in returned), default=1)
     monkeypatch.setattr(staging, "STARTING_S", -1.0)
-    with CheckpointManager(url, storage_options=options) as manager:
-        loaded = state(0)
+    with CheckpointManager(url, storage_options=s3) as manager:
+        loaded = linear()
         report = manager.load(loaded)
         assert report is not None and report.step == found[-1].step
-        model: Any = loaded.model
-        value = int(model.weight[0, 0].item())
+        value = value_of(loaded)
         assert value in ({1: (1,), 2: (2,), 3: (3, 30)}[report.step])
         assert not returned or value >= returned[-1][1]
-        save(manager, 4, 4)
+        manager.save(4, linear(4))
         assert manager.latest() == 4
     assert strays(root) == set()
     assert {path: root.read(path) for path in THEIRS} == THEIRS
     for item in list_checkpoints(root).committed:
-        assert not verify(f"{url}/{item.name}", storage_options=options).problems
+        assert not verify(f"{url}/{item.name}", storage_options=s3).problems

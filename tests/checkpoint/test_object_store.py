@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -16,33 +16,46 @@ from ckptkit.checkpoint.run.delete import delete_checkpoint, rotate
 from ckptkit.checkpoint.run.inventory import list_checkpoints, resolve
 from ckptkit.checkpoint.run.pins import pin_while_reading
 from ckptkit.errors import CheckpointExistsError, LeaseHeldError, RankFailedError, SaveError
-from ckptkit.formats.own.record import CommitRecord, data_store
-from ckptkit.storage.lock import acquire_lease
+from ckptkit.formats.own.record import CommitRecord
+from ckptkit.storage import lock as leases
+from ckptkit.storage.lock import Lease, acquire_lease
+from ckptkit.storage.objects import RemoteStore
 from ckptkit.storage.open import open_store
 from ckptkit.storage.publish import stage
+from ckptkit.storage.s3 import S3Api
 from ckptkit.storage.store import Store
 from tests.checkpoint.crash import kill_at_request
-from tests.checkpoint.saving import check, content, fork, save
-from tests.storage.servers import moto
+from tests.checkpoint.saving import check, fork, save
 
-
-@pytest.fixture(scope="module")
-def options() -> Iterator[dict[str, Any]]:
-    import s3fs
-
-    with moto() as found:
-        # All moto servers of a process share their data.
-        s3fs.S3FileSystem(**found, skip_instance_cache=True).makedirs("bucket", exist_ok=True)
-        yield dict(found)
+Options = dict[str, Any]
 
 
 @pytest.fixture
-def root(options: dict[str, Any], request: pytest.FixtureRequest) -> Store:
-    return open_store(f"s3://bucket/{request.node.name.replace('[', '-').replace(']', '')}", storage_options=options)
+def root(s3: Options, request: pytest.FixtureRequest) -> Store:
+    return open_store(f"s3://bucket/{request.node.name.replace('[', '-').replace(']', '')}", storage_options=s3)
+
+
+@pytest.fixture
+def lease(root: Store) -> Iterator[Lease]:
+    held = acquire_lease(root)
+    yield held
+    held.release()
 
 
 def keys(root: Store) -> list[str]:
     return [item.path for item in root.list(recursive=True) if not item.path.startswith(".ckptkit/")]
+
+
+def steps(root: Store) -> list[int]:
+    return [item.step for item in list_checkpoints(root).committed]
+
+
+def record_of(save_id: str, step: int) -> bytes:
+    return CommitRecord(step=step, save_id=save_id, data=save_id, state_dict_type="sharded", files={}).to_json()
+
+
+def fail(store: Store) -> None:
+    raise OSError(5, "Input/output error")
 
 
 def test_a_save_is_a_record_and_files_under_its_own_id(root: Store) -> None:
@@ -65,9 +78,6 @@ def test_saving_again_is_refused_and_overwrite_is_one_put(root: Store) -> None:
 
 
 def test_a_failed_save_leaves_no_object(root: Store) -> None:
-    def fail(store: Store) -> None:
-        raise OSError(5, "Input/output error")
-
     with pytest.raises(RankFailedError):
         save(root, 7, before=fail)
     assert keys(root) == []
@@ -76,33 +86,31 @@ def test_a_failed_save_leaves_no_object(root: Store) -> None:
 def test_a_failed_save_that_cannot_be_cleaned_up_says_why_it_failed_and_the_next_one_works(
     root: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(store: Store) -> None:
+    def spoil(store: Store) -> None:
         root.write("step_00000007/checkpoint.json", b"{")  # it does not say whose files are below it
-        raise OSError(5, "Input/output error")
+        fail(store)
 
     with pytest.raises(RankFailedError, match="Input/output error"):
-        save(root, 7, before=fail)
+        save(root, 7, before=spoil)
     assert "could not be cleaned up" in caplog.text and "checkpoint.json" in caplog.text
     save(root, 8)  # lease and turn were released
     assert check(root) == [8]
 
 
-def _killed(say: Any, url: str, options: dict[str, Any]) -> None:
+def _killed(say: Any, url: str, options: Options) -> None:
     def die(store: Store) -> None:
-        store.settle()  # type: ignore[attr-defined]  # what is on its way arrives
+        store.settle()  # what is on its way arrives
         say(b"dying")
         os.kill(os.getpid(), 9)
 
     save(open_store(url, storage_options=options), 8, before=die)
 
 
-def test_uploads_of_a_dead_save_are_listed_as_abandoned_and_removed_by_the_next(
-    root: Store, options: dict[str, Any]
-) -> None:
+def test_uploads_of_a_dead_save_are_listed_as_abandoned_and_removed_by_the_next(root: Store, s3: Options) -> None:
     save(root, 7)
-    assert fork(_killed, root.url, options) == (-9, b"dying")
+    assert fork(_killed, root.url, s3) == (-9, b"dying")
     found = list_checkpoints(root)
-    assert [item.step for item in found.committed] == [7]
+    assert steps(root) == [7]
     assert [item.name for item in found.abandoned] == ["step_00000008"] and found.foreign == found.skipped == ()
     save(root, 9)
     assert check(root) == [7, 9] and not any("step_00000008" in key for key in keys(root))
@@ -127,27 +135,19 @@ def test_one_of_two_writers_of_a_step_wins_and_the_other_leaves_nothing(root: St
 
     def publish(place: RemotePlace) -> None:
         try:
-            place.publish(_record(place.save_id), overwrite=False)
+            place.publish(record_of(place.save_id, 7), overwrite=False)
             wins.append(place.save_id)
         except CheckpointExistsError:
             pass
         place.close()
 
-    threads = [threading.Thread(target=publish, args=(place,)) for place in places]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(publish, places))
     assert len(wins) == 1 and resolve(root).record.save_id == wins[0]
     assert keys(root) == [f"step_00000007/{wins[0]}/__0_0.distcp", "step_00000007/checkpoint.json"]
 
 
-def _record(save_id: str) -> bytes:
-    return CommitRecord(step=7, save_id=save_id, data=save_id, state_dict_type="sharded", files={}).to_json()
-
-
-def test_a_second_job_is_refused_with_the_name_of_the_first(root: Store) -> None:
-    lease = acquire_lease(root)
+def test_a_second_job_is_refused_with_the_name_of_the_first(root: Store, lease: Lease) -> None:
     with pytest.raises(LeaseHeldError, match=str(os.getpid())):
         save(root, 7)
     save(root, 7, lease=lease)
@@ -176,14 +176,14 @@ def test_rotation_removes_the_record_first_and_then_everything_else(
     assert check(root) == [3] and {key.split("/")[0] for key in keys(root)} == {"latest", "step_00000003"}
 
 
-def _deleting(say: Any, url: str, options: dict[str, Any], nth: int) -> None:
+def _deleting(say: Any, url: str, options: Options, nth: int) -> None:
     kill_at_request(nth)
     delete_checkpoint(open_store(url, storage_options=options), "step_00000001", reason="test")
 
 
 @pytest.mark.parametrize("left", [(), ("step_00000001/notes.txt", "step_00000001/{}/eval/x.json")])
 def test_a_killed_deletion_leaves_no_checkpoint_and_is_finished_later(
-    root: Store, options: dict[str, Any], left: tuple[str, ...]
+    root: Store, s3: Options, left: tuple[str, ...]
 ) -> None:
     for nth in range(2, 40):
         record = save(root, 1, overwrite=True)
@@ -191,11 +191,11 @@ def test_a_killed_deletion_leaves_no_checkpoint_and_is_finished_later(
         theirs = [path.format(record.save_id) for path in left]
         for path in theirs:
             root.write(path, b"mine", overwrite=True)
-        code, _ = fork(_deleting, root.url, options, nth)
+        code, _ = fork(_deleting, root.url, s3, nth)
         clean_leftovers(root, leased=True)
-        steps = check(root) if not left else [item.step for item in list_checkpoints(root).committed]
-        assert steps in ([1, 2], [2]), nth
-        if steps == [1, 2]:
+        listed = check(root) if not left else steps(root)
+        assert listed in ([1, 2], [2]), nth
+        if listed == [1, 2]:
             delete_checkpoint(root, "step_00000001", reason="test")
         there = [key for key in keys(root) if "step_00000001" in key and ".ckptkit-deleted" not in key]
         assert there == sorted(theirs), nth
@@ -207,13 +207,13 @@ def test_a_killed_deletion_leaves_no_checkpoint_and_is_finished_later(
 
 
 def test_a_step_that_lost_its_commit_record_is_not_removed_as_a_killed_save(
-    root: Store, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+    root: Store, s3: Options, caplog: pytest.LogCaptureFixture
 ) -> None:
     for step in (1, 2):
         save(root, step)
     root.delete(["step_00000001/checkpoint.json"])
     before = keys(root)
-    assert fork(_killed, root.url, options) == (-9, b"dying")  # its lease is not released
+    assert fork(_killed, root.url, s3) == (-9, b"dying")  # its lease is not released
     clean_leftovers(root)
     lease = acquire_lease(root)
     for step in (3, 4):
@@ -229,9 +229,9 @@ def test_a_step_that_lost_its_commit_record_is_not_removed_as_a_killed_save(
 
 
 def test_cleaning_up_a_dead_attempt_keeps_files_that_no_save_writes(
-    root: Store, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+    root: Store, s3: Options, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fork(_killed, root.url, options)
+    fork(_killed, root.url, s3)
     (dead,) = list_checkpoints(root).abandoned
     theirs = [f"{dead.path}/notes.txt", "step_00000008/0123456789abcdef/__0_0.distcp"]
     for path in theirs:
@@ -241,7 +241,7 @@ def test_cleaning_up_a_dead_attempt_keeps_files_that_no_save_writes(
     assert f"{dead.path} was left by a dead save" in caplog.text and "notes.txt" in caplog.text
     assert list_checkpoints(root).abandoned == ()
     save(root, 8)
-    assert [item.step for item in list_checkpoints(root).committed] == [9, 8]
+    assert steps(root) == [9, 8]
     rotate(root, RetentionPolicy(max_num=1))
     clean_leftovers(root)
     assert set(theirs) <= set(keys(root))
@@ -254,21 +254,20 @@ def test_a_reader_pins_on_an_object_store_too(root: Store) -> None:
     assert delete_checkpoint(root, "step_00000001", reason="test") and keys(root) == ["latest"]
 
 
-def test_a_save_with_a_truncated_object_is_not_published(root: Store) -> None:
-    def spoil(store: Store) -> None:
-        store.write("shards/__0_0.distcp", b"short", overwrite=True)
-
-    with pytest.raises(SaveError, match="has 5 bytes"):
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda store: store.write("shards/__0_0.distcp", b"short", overwrite=True), "has 5 bytes"),
+        (lambda store: store.delete(["shards/__0_0.distcp"]), r"__0_0\.distcp is missing"),
+        (lambda store: store.write("__5_0.distcp", b"1"), "no rank wrote it"),
+    ],
+    ids=["truncated", "missing", "unreported"],
+)
+def test_a_save_whose_objects_differ_from_its_record_is_not_published(
+    root: Store, spoil: Callable[[Store], Any], said: str
+) -> None:
+    with pytest.raises(SaveError, match=said):
         save(root, 3, before=spoil)
-    assert keys(root) == []
-
-
-def test_a_save_with_a_missing_object_is_not_published(root: Store) -> None:
-    def forget(store: Store) -> None:
-        store.delete(["shards/__0_0.distcp"])
-
-    with pytest.raises(SaveError, match=r"__0_0\.distcp is missing"):
-        save(root, 3, before=forget)
     assert keys(root) == []
 
 
@@ -276,8 +275,6 @@ def test_a_save_with_a_missing_object_is_not_published(root: Store) -> None:
 def test_objects_without_a_confirmed_put_are_listed_before_the_commit(
     root: Store, arrives: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckptkit.storage.s3 import S3Api
-
     put = S3Api.put
 
     def mute(api: Any, name: str, data: Any, **options: Any) -> str:
@@ -297,75 +294,71 @@ def test_objects_without_a_confirmed_put_are_listed_before_the_commit(
     assert keys(root) == []
 
 
-def test_a_file_that_no_rank_reported_is_not_published(root: Store) -> None:
-    def stray(store: Store) -> None:
-        store.write("__5_0.distcp", b"1")
-
-    with pytest.raises(SaveError, match="no rank wrote it"):
-        save(root, 3, before=stray)
-    assert keys(root) == []
+def take_over(root: Store, number: int) -> None:
+    """Write the lease of another process."""
+    state = leases._State(number, "f" * 16, leases.this_process())
+    root.write(state.path, state.to_json(root), overwrite=True)
 
 
 def test_a_long_save_checks_its_lease_before_the_commit(root: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptkit.storage import lock as leases
-
-    def take_over(store: Store) -> None:
+    def expire(store: Store) -> None:
         later = leases._now() + leases.TTL_S
         monkeypatch.setattr(leases, "_now", lambda: later)
-        state = leases._State(2, "f" * 16, leases.this_process())
-        root.write(state.path, state.to_json(root))
+        take_over(root, 2)
 
     with pytest.raises(LeaseHeldError, match="may no longer write"):
-        save(root, 3, before=take_over)
+        save(root, 3, before=expire)
     assert keys(root) == []
 
 
-def test_a_foreign_object_called_latest_is_never_overwritten(root: Store) -> None:
+def test_two_writers_without_conditional_puts_only_one_commits(root: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RemoteStore, "has_conditional_writes", False)
+    with pytest.raises(LeaseHeldError, match="is now being written by"):
+        save(root, 3, before=lambda store: take_over(root, 1))
+    assert keys(root) == []
+
+
+def test_a_foreign_object_called_latest_is_never_overwritten(root: Store, lease: Lease) -> None:
     root.write("latest", b"my notes")
-    lease = acquire_lease(root)
     for step in (1, 2):
         save(root, step, lease=lease)
-    lease.release()
     assert root.read("latest") == b"my notes" and check(root) == [1, 2]
 
 
-def test_a_step_that_was_saved_under_the_same_lease_is_refused_before_anything_is_sent(root: Store) -> None:
-    lease = acquire_lease(root)
+def test_a_step_that_was_saved_under_the_same_lease_is_refused_before_anything_is_sent(
+    root: Store, lease: Lease
+) -> None:
     save(root, 1, lease=lease)
     before = keys(root)
     with pytest.raises(CheckpointExistsError, match="exists already"):
         begin_save(root, 1, lease=lease)
     save(root, 2, lease=lease)
-    lease.release()
     assert check(root) == [1, 2] and set(before) < set(keys(root))
 
 
-def test_a_failed_save_under_a_lease_is_cleaned_up_by_the_next_one(
-    root: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lease = acquire_lease(root)
-    save(root, 1, lease=lease)
-
-    def fail(store: Store) -> None:
-        store.settle()  # type: ignore[attr-defined]
-        monkeypatch.setattr("ckptkit.storage.objects.RemoteStore.delete", _denied)
-        raise OSError(5, "Input/output error")
-
-    with pytest.raises(RankFailedError):
-        save(root, 2, lease=lease, before=fail)
-    assert any("step_00000002" in key for key in keys(root))
-    monkeypatch.undo()
-    save(root, 3, lease=lease)
-    lease.release()
-    assert check(root) == [1, 3] and not any("step_00000002" in key for key in keys(root))
-
-
-def _denied(store: Store, paths: Any) -> None:
+def denied(store: Store, paths: Any) -> None:
     raise PermissionError(13, "denied")
 
 
-def test_an_attempt_is_abandoned_once_its_lease_is_released(root: Store) -> None:
-    lease = acquire_lease(root)
+def test_a_failed_save_under_a_lease_is_cleaned_up_by_the_next_one(
+    root: Store, lease: Lease, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(root, 1, lease=lease)
+
+    def fail_for_good(store: Any) -> None:
+        store.settle()
+        monkeypatch.setattr(RemoteStore, "delete", denied)
+        fail(store)
+
+    with pytest.raises(RankFailedError):
+        save(root, 2, lease=lease, before=fail_for_good)
+    assert any("step_00000002" in key for key in keys(root))
+    monkeypatch.undo()
+    save(root, 3, lease=lease)
+    assert check(root) == [1, 3] and not any("step_00000002" in key for key in keys(root))
+
+
+def test_an_attempt_is_abandoned_once_its_lease_is_released(root: Store, lease: Lease) -> None:
     path = f"step_00000003/{lease.new_attempt()}"
     root.write(f"{path}/__0_0.distcp", b"1")
     assert [item.name for item in list_checkpoints(root).in_progress] == ["step_00000003"]
@@ -375,55 +368,27 @@ def test_an_attempt_is_abandoned_once_its_lease_is_released(root: Store) -> None
     assert clean_leftovers(root) == [path] and keys(root) == []
 
 
-def test_two_writers_without_conditional_puts_only_one_commits(root: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptkit.storage.objects import RemoteStore
-
-    monkeypatch.setattr(RemoteStore, "has_conditional_writes", False)
-
-    def take_too(store: Store) -> None:
-        from ckptkit.storage.lock import _State, this_process
-
-        state = _State(1, "f" * 16, this_process())
-        root.write(state.path, state.to_json(root), overwrite=True)
-
-    with pytest.raises(LeaseHeldError, match="is now being written by"):
-        save(root, 3, before=take_too)
-    assert keys(root) == []
-
-
 @pytest.mark.parametrize("which", ["first", "next"])
 def test_without_conditional_puts_an_old_listing_is_checked_again_before_the_commit(
-    root: Store, monkeypatch: pytest.MonkeyPatch, which: str
+    root: Store, lease: Lease, monkeypatch: pytest.MonkeyPatch, which: str
 ) -> None:
-    monkeypatch.setitem(root._connection.conditional, root._bucket, False)  # type: ignore[attr-defined]
-    lease = acquire_lease(root)
+    monkeypatch.setitem(root._connection.conditional, root._bucket, False)
     if which == "first":
         monkeypatch.setattr("ckptkit.checkpoint.run.attempt.LOOK_S", 0.0)
     else:
         save(root, 1, lease=lease)
-    other = CommitRecord(step=3, save_id="f" * 16, data="f" * 16, state_dict_type="sharded", files={}).to_json()
-
-    def copy_one_there(store: Store) -> None:
-        root.write("step_00000003/checkpoint.json", other)
-
+    other = record_of("f" * 16, 3)
     # The listing of the run, which happens concurrently, may be late enough to contain it.
     with pytest.raises(CheckpointExistsError, match=r"by another writer first|exists already"):
-        save(root, 3, lease=lease, before=copy_one_there)
-    lease.release()
+        save(root, 3, lease=lease, before=lambda store: root.write("step_00000003/checkpoint.json", other))
     assert root.read("step_00000003/checkpoint.json") == other
-
-
-def test_files_are_found_through_the_record(root: Store) -> None:
-    save(root, 5)
-    item = resolve(root)
-    assert data_store(root.child(item.path), item.record).read("shards/__0_0.distcp") == content(5, 0)
 
 
 # --- stage
 
 
-def test_names_that_readers_look_for_are_published_last(root: Store) -> None:
-    with stage(root.url, last=["index.json"], storage_options=root.storage_options) as store:  # type: ignore[attr-defined]
+def test_names_that_readers_look_for_are_published_last(root: Store, s3: Options) -> None:
+    with stage(root.url, last=["index.json"], storage_options=s3) as store:
         store.write("index.json", b"{}")
         store.child("sub").write("a", b"1")
         with store.writer("b") as file:
@@ -433,24 +398,23 @@ def test_names_that_readers_look_for_are_published_last(root: Store) -> None:
     assert keys(root) == ["b", "index.json", "sub/a"]
 
 
-def test_a_failed_stage_leaves_no_object_and_an_existing_one_is_refused(root: Store) -> None:
-    options = root.storage_options  # type: ignore[attr-defined]
-    with pytest.raises(ValueError), stage(root.url, storage_options=options) as store:
+def test_a_failed_stage_leaves_no_object_and_an_existing_one_is_refused(root: Store, s3: Options) -> None:
+    with pytest.raises(ValueError), stage(root.url, storage_options=s3) as store:
         store.write("a", b"1")
         raise ValueError
     assert keys(root) == []
-    with stage(root.url, storage_options=options) as store:
+    with stage(root.url, storage_options=s3) as store:
         store.write("a", b"1")
-    with pytest.raises(CheckpointExistsError), stage(root.url, storage_options=options):
+    with pytest.raises(CheckpointExistsError), stage(root.url, storage_options=s3):
         pass
-    with stage(root.url, replaceable=lambda *_: None, overwrite=True, storage_options=options) as store:
+    with stage(root.url, replaceable=lambda *_: None, overwrite=True, storage_options=s3) as store:
         store.write("b", b"2")
         assert root.read("a") == b"1"
     assert keys(root) == ["b"]
 
 
 def test_an_object_that_appears_during_an_overwrite_is_kept_and_named(
-    root: Store, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+    root: Store, s3: Options, caplog: pytest.LogCaptureFixture
 ) -> None:
     def late(store: Store, path: str, known: Any) -> None:
         asked.append(path)
@@ -459,33 +423,33 @@ def test_an_object_that_appears_during_an_overwrite_is_kept_and_named(
 
     asked: list[str] = []
     root.write("a", b"1")
-    with stage(root.url, replaceable=late, overwrite=True, storage_options=options) as store:
+    with stage(root.url, replaceable=late, overwrite=True, storage_options=s3) as store:
         store.write("b", b"2")
     assert keys(root) == ["b", "notes.txt"] and "were added while it was replaced: notes.txt" in caplog.text
 
 
-def test_a_single_object_that_changed_during_the_write_is_not_replaced(root: Store, options: dict[str, Any]) -> None:
+def test_a_single_object_that_changed_during_the_write_is_not_replaced(root: Store, s3: Options) -> None:
     def rule(store: Store, path: str, known: Any) -> None:
         if store.read(path) == b"mine":
             raise CheckpointExistsError("theirs")
 
     root.write("x.bin", b"1")
-    place: dict[str, Any] = {"file": "x.bin", "replaceable": rule, "overwrite": True, "storage_options": options}
+    place: dict[str, Any] = {"file": "x.bin", "replaceable": rule, "overwrite": True, "storage_options": s3}
     with pytest.raises(CheckpointExistsError, match="theirs"), stage(root.url, **place) as store:
         store.write("x.bin", b"2")
         root.write("x.bin", b"mine", overwrite=True)
     assert keys(root) == ["x.bin"] and root.read("x.bin") == b"mine"
 
 
-def _killed_stage(say: Any, url: str, options: dict[str, Any]) -> None:
+def _killed_stage(say: Any, url: str, options: Options) -> None:
     with stage(url, storage_options=options, names={"half": -1}) as store:
         store.write("half", b"1")
         os.kill(os.getpid(), 9)
 
 
-def test_the_leftovers_of_a_killed_stage_are_removed_by_the_next(root: Store, options: dict[str, Any]) -> None:
-    assert fork(_killed_stage, root.url, options)[0] == -9
+def test_the_leftovers_of_a_killed_stage_are_removed_by_the_next(root: Store, s3: Options) -> None:
+    assert fork(_killed_stage, root.url, s3)[0] == -9
     assert "half" in keys(root)
-    with stage(root.url, storage_options=options) as store:
+    with stage(root.url, storage_options=s3) as store:
         store.write("a", b"1")
     assert keys(root) == ["a"]
