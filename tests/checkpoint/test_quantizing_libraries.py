@@ -1,4 +1,7 @@
-"""Tensors of torchao and bitsandbytes: saved and loaded exactly, or refused by name before anything is written."""
+"""Tensors of torchao and bitsandbytes: saved and loaded exactly, or refused by name before anything is written.
+
+On other numbers of ranks they are resharded if blocks allow it, otherwise refused.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
-from ckptkit import CheckpointManager, DCPReader, DCPSavePlanner, DCPWriter, TrainState
+from ckptkit import DCPLoadPlanner, DCPReader, DCPSavePlanner, DCPWriter, TrainState, convert
+from ckptkit.cli.main import main
 from ckptkit.errors import CheckpointMismatchError, SaveError
+from tests.checkpoint.states import bits, check_round_trip, load, load_all, refusal, save
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # both libraries use deprecated functions of torch
 WIDE = 4096  # bitsandbytes quantizes the states of parameters from this many elements on
@@ -50,12 +60,11 @@ def quantized(name: str, **options: Any) -> Callable[[], Made]:
     return made
 
 
-def float8_all_gather() -> Made:
+def gathered_in_float8(model: nn.Module) -> nn.Module:
+    """Let fully_shard gather the weights in float8: its shards have a class of torchao."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    model = net()
-    convert_to_float8_training(model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True))
-    return model, None
+    return convert_to_float8_training(model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True))
 
 
 def mx(dtype: torch.dtype) -> Callable[[], Made]:
@@ -118,7 +127,7 @@ CASES: dict[str, tuple[Callable[[], Made], str]] = {  # factory, and the text of
     "int8 weights and activations": (quantized("Int8DynamicActivationInt8WeightConfig"), ""),
     "float8 weights of torchao": (quantized("Float8WeightOnlyConfig"), ""),
     "int4 weights": (quantized("IntxWeightOnlyConfig", weight_dtype=torch.int4), ""),
-    "float8 all-gather": (float8_all_gather, ""),
+    "float8 all-gather": (lambda: (gathered_in_float8(net()), None), ""),
     "float8 weights": (float8_weights, ""),
     "mxfp8 weights": (mx(torch.float8_e4m3fn), ""),
     "mxfp4 weights": (mx(torch.float4_e2m1fn_x2), ""),
@@ -151,24 +160,13 @@ def seeded(make: Callable[[], Made], seed: int) -> Made:
     return stepped(make(), *((1, 2) if seed == 0 else (7,)))
 
 
-def values(value: Any) -> Any:
-    """Return everything in a state, tensors as their classes and bytes."""
-    if isinstance(value, torch.Tensor):
-        kind = type(value)
-        if kind not in (torch.Tensor, nn.Parameter) and hasattr(value, "__tensor_flatten__"):
-            names, context = value.__tensor_flatten__()
-            return kind.__name__, str(context), [values(getattr(value, name)) for name in names]
-        flat = value.detach().contiguous().reshape(-1).view(torch.uint8).tolist()
-        return str(value.dtype), tuple(value.shape), flat
-    if isinstance(value, dict):
-        return {key: values(item) for key, item in value.items()}
-    return [values(item) for item in value] if isinstance(value, (list, tuple)) else value
+def state_of(made: Made) -> TrainState:
+    return TrainState(model=made[0], optimizer=made[1], rng=False)
 
 
 def all_of(made: Made) -> Any:
     model, optimizer = made
-    state = [] if optimizer is None else [values(optimizer.state[p]) for p in model.parameters()]
-    return [values(dict(model.state_dict())), state]
+    return bits(model), [] if optimizer is None else [bits(optimizer.state[p]) for p in model.parameters()]
 
 
 def dcp_state(made: Made) -> dict[str, Any]:
@@ -177,7 +175,6 @@ def dcp_state(made: Made) -> dict[str, Any]:
     return {"model": model.state_dict(), "optimizer": states}
 
 
-@pytest.mark.parametrize("kind", ["sharded", "full", "local"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_manager_restores_quantized_tensors_exactly_or_refuses_them_by_name(
     tmp_path: Path, name: str, kind: str
@@ -185,17 +182,12 @@ def test_a_manager_restores_quantized_tensors_exactly_or_refuses_them_by_name(
     make, said = CASES[name]
     source, live = seeded(make, 0), seeded(make, 1)
     assert all_of(live) != all_of(source)
-    with CheckpointManager(tmp_path, state_dict_type=kind) as manager:
-        before = sorted(tmp_path.rglob("*"))
-        if said:
-            with pytest.raises(SaveError, match=said):
-                manager.save(1, TrainState(model=source[0], optimizer=source[1]))
-            assert sorted(tmp_path.rglob("*")) == before
-            return
-        manager.save(1, TrainState(model=source[0], optimizer=source[1]))
-        report = manager.load(TrainState(model=live[0], optimizer=live[1]))
-    assert report is not None and not (report.missing or report.unexpected or report.skipped)
-    assert all_of(live) == all_of(source)
+    if said:
+        with pytest.raises(SaveError, match=said):
+            save(tmp_path, state_of(source), state_dict_type=kind)
+        assert not list(tmp_path.glob("step_*"))
+        return
+    check_round_trip(tmp_path, state_of(source), state_of(live), kind)
     assert all_of(stepped(live, 3)) == all_of(stepped(source, 3))
 
 
@@ -212,7 +204,7 @@ def test_dcp_writer_restores_quantized_tensors_exactly(tmp_path: Path, name: str
     dcp.save(dcp_state(source), storage_writer=DCPWriter(tmp_path), planner=planner(), no_dist=True)
     state = dcp_state(live)
     dcp.load(state, storage_reader=DCPReader(tmp_path), no_dist=True)
-    assert values(state) == values(dcp_state(source))
+    assert bits(state) == bits(dcp_state(source))
     if "4-bit layer" not in name and name != "8-bit layer":  # bitsandbytes' own load_state_dict accepts no quant_state
         live[0].load_state_dict(state["model"])
     if live[1] is not None:
@@ -230,11 +222,286 @@ def test_what_torch_wrote_of_quantized_tensors_loads_exactly(tmp_path: Path, nam
     dcp.save(dcp_state(source), checkpoint_id=url, no_dist=True)
     state = dcp_state(live)
     dcp.load(state, storage_reader=DCPReader(url), no_dist=True)
-    assert values(state) == values(dcp_state(source))
+    assert bits(state) == bits(dcp_state(source))
     if "layer" in name:
-        with CheckpointManager(tmp_path / "run") as manager, pytest.raises(CheckpointMismatchError, match=r"0\.weight"):
-            manager.load(TrainState(model=other[0], optimizer=other[1], rng=False), str(url))
+        with pytest.raises(CheckpointMismatchError, match=r"0\.weight"):
+            load(tmp_path / "run", state_of(other), str(url))
         return
-    with CheckpointManager(tmp_path / "run") as manager:
-        manager.load(TrainState(model=other[0], optimizer=other[1], rng=False), str(url))
+    load(tmp_path / "run", state_of(other), str(url))
     assert all_of(other) == all_of(source)
+
+
+# --- on several ranks
+
+
+def made(name: str, *, rows: int = 384, columns: int = 64, seed: int = 0, steps: int = 2) -> Made:
+    """Return a model under fully_shard and an optimizer of torchao after some steps."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import torchao.optim
+
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(64, columns), nn.Linear(columns, rows))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = getattr(torchao.optim, name)(model.parameters(), lr=1e-3)
+    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return stepped((model, optimizer), *range(100, 100 + steps))
+
+
+def values(tensor: Any) -> Any:
+    """Return the elements of a tensor, or of its parts, gathered from all ranks."""
+    if not isinstance(tensor, torch.Tensor):
+        return tensor
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    if hasattr(local, "dequantize") and type(local) is not torch.Tensor:
+        local = local.dequantize()
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, local.detach().clone())
+    whole = torch.cat([part for part in found if part is not None]) if isinstance(tensor, DTensor) else local
+    return whole.detach().view(torch.uint8).tolist() if whole.dim() else whole.item()
+
+
+def joined(made: Made) -> Any:
+    """Return the weights, moments and classes of moments of a model. All ranks must call it."""
+    model, optimizer = made
+    states = {name: optimizer.state[p] for name, p in model.named_parameters()}
+    moments = {name: {key: values(value) for key, value in state.items()} for name, state in states.items()}
+    classes = {
+        name: {key: type(getattr(value, "_local_tensor", value)).__name__ for key, value in state.items()}
+        for name, state in states.items()
+    }
+    return [values(p) for p in model.parameters()], moments, classes
+
+
+def save_on_ranks(url: str, name: str, kind: str, options: dict[str, int]) -> Any:
+    """Save; return what was saved, or the refusal."""
+    here = made(name, **options)
+    return refusal(lambda: save(url, state_of(here), state_dict_type=kind)) or joined(here)
+
+
+def load_on_ranks(url: str, name: str, steps: int, options: dict[str, int], which: str = "latest") -> Any:
+    """Load; return what was loaded, or the refusal."""
+    here = made(name, seed=5, steps=steps, **options)
+    return refusal(lambda: load_all(url, state_of(here), which)) or joined(here)
+
+
+QUANTIZED = ["AdamW8bit", "AdamW4bit", "AdamWFp8"]
+ALL_QUANTIZED = {"columns": 384}  # both weights are quantized on one, two and three ranks
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_optimizer_states_are_restored_exactly_on_the_same_number_of_ranks(
+    ranks: Any, tmp_path: Path, name: str, kind: str, steps: int
+) -> None:
+    for number in (1, 2):
+        url = str(tmp_path / str(number))
+        saved = ranks.run(save_on_ranks, number, url, name, kind, {})
+        assert "OptimState" in str(saved[0][2]), saved[0]
+        assert ranks.run(load_on_ranks, number, url, name, steps, {}) == saved
+
+
+@pytest.mark.parametrize("kind", ["sharded", "full"])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_optimizer_states_reshard_if_no_block_is_split(
+    ranks: Any, tmp_path: Path, name: str, kind: str
+) -> None:
+    saved = ranks.run(save_on_ranks, 2, str(tmp_path), name, kind, {})
+    for number in (1, 3):
+        found = ranks.run(load_on_ranks, number, str(tmp_path), name, 0, {})
+        assert found[0] == saved[0], number
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_a_number_of_ranks_that_would_split_a_block_is_refused(ranks: Any, tmp_path: Path, name: str) -> None:
+    saved = ranks.run(save_on_ranks, 2, str(tmp_path), name, "sharded", {"rows": 392})
+    assert "OptimState" in str(saved[0][2])
+    for said in ranks.run(load_on_ranks, 3, str(tmp_path), name, 0, {"rows": 392}):
+        assert "1.weight.exp_avg" in said and "[131, 64]" in said and "whole blocks" in said
+
+
+def test_ranks_whose_shards_are_not_all_quantized_are_refused_by_name(ranks: Any, tmp_path: Path) -> None:
+    """torchao quantizes from 4,096 elements on: with 23 rows of 512, the last of three ranks has fewer."""
+    options = {"rows": 23, "columns": 512}
+    for said in ranks.run(save_on_ranks, 3, str(tmp_path), "AdamW8bit", "sharded", options):
+        assert "optimizer.state.1.weight.exp_avg and 1 more" in said and "a plain tensor" in said
+    assert not list(tmp_path.glob("step_*"))
+
+
+def float8(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    model = gathered_in_float8(net(64))
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    assert type(model[0].weight._local_tensor).__name__ == "WeightWithDynamicFloat8CastTensor"
+    return model
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    locals_ = [p._local_tensor for p in model.parameters()]
+    return [getattr(local, "_tensor", local).detach().clone() for local in locals_]
+
+
+def float8_round_trip(url: str, kind: str) -> Any:
+    source, live = float8(0), float8(1)
+    optimizer, other = (torch.optim.AdamW(m.parameters(), lr=0.1) for m in (source, live))
+    for p in source.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    live[0].weight._local_tensor._precomputed_scale = torch.ones(())
+    load(save(url, state_of((source, optimizer)), state_dict_type=kind), state_of((live, other)))
+    assert live[0].weight._local_tensor._precomputed_scale is None  # it belonged to other weights
+    assert all(map(torch.equal, weights(live), weights(source)))
+    assert all(values(other.state[p]["exp_avg"]) == values(optimizer.state[q]["exp_avg"])
+               for p, q in zip(live.parameters(), source.parameters(), strict=True))  # fmt: skip
+    return [p.full_tensor().detach().tolist() for p in map(plain, source.parameters())]
+
+
+def plain(parameter: Any) -> DTensor:
+    local = getattr(parameter._local_tensor, "_tensor", parameter._local_tensor)
+    mesh = parameter.device_mesh
+    return DTensor.from_local(local, mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride())
+
+
+def test_weights_gathered_in_float8_are_saved_as_their_values(ranks: Any, tmp_path: Path, kind: str) -> None:
+    saved = ranks.run(float8_round_trip, 2, str(tmp_path / "run"), kind)[0]
+    if kind != "local":
+        model = net(64)
+        load(tmp_path / "run", TrainState(model=model))
+        assert [p.tolist() for p in model.parameters()] == saved
+    convert(str(tmp_path / "run"), str(tmp_path / "hf"))
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    assert found["0.weight"].tolist() == saved[0]
+
+
+def float8_dcp(url: str) -> None:
+    source, live = float8(0), float8(1)
+    dcp.save({"model": source.state_dict()}, storage_writer=DCPWriter(url))
+    for reader in (DCPReader(url), dcp.FileSystemReader(url)):
+        state = {"model": live.state_dict()}
+        dcp.load(state, storage_reader=reader)
+        live.load_state_dict(state["model"])
+        assert all(map(torch.equal, weights(live), weights(source)))
+        live = float8(2)
+
+
+def test_dcp_writer_saves_weights_gathered_in_float8_for_any_reader(ranks: Any, tmp_path: Path) -> None:
+    ranks.run(float8_dcp, 2, str(tmp_path))
+
+
+def command(*args: str) -> Any:
+    with pytest.raises(SystemExit) as done:
+        main(list(args))
+    return done.value.code
+
+
+def test_commands_treat_the_parts_of_a_subclass_as_tensors(ranks: Any, tmp_path: Path, kind: str) -> None:
+    source = str(tmp_path / "run" / "step_00000001")
+    saved = ranks.run(save_on_ranks, 2, str(tmp_path / "run"), "AdamW8bit", kind, {})[0]
+    assert command("verify", source) == command("inspect", source, "--tensors", "*exp_avg::scale") == 0
+    copied, sharded, local = (str(tmp_path / name / "step_00000001") for name in ("copy", "sharded", "local"))
+    assert command("copy", source, copied) == 0
+    assert command("reshard", source, sharded, "--world-size", "3") == 0
+    assert command("reshard", source, local, "--world-size", "3", "--type", "local") == 0
+    for url in (copied, sharded, local):
+        assert command("verify", url) == command("diff", source, url) == 0
+    for root in ("sharded", "local"):
+        assert ranks.run(load_on_ranks, 3, str(tmp_path / root), "AdamW8bit", 0, {})[0] == saved, root
+
+
+def save_a_sharded_4bit_layer(path: str) -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import bitsandbytes as bnb
+
+        model = nn.Sequential(bnb.nn.Linear4bit(64, 64, bias=False, quant_storage=torch.float32), nn.Linear(64, 64))
+        model.to("cpu")
+        model[0](torch.randn(1, 64))  # the first use quantizes
+        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return refusal(lambda: save(path, TrainState(model=model)))
+
+
+def test_a_4bit_weight_sharded_by_fsdp2_is_refused_on_every_rank(ranks: Any, tmp_path: Path) -> None:
+    for message in ranks.run(save_a_sharded_4bit_layer, 2, str(tmp_path / "run")):
+        assert (
+            "model.0.weight holds packed 4-bit values of bitsandbytes. Under FSDP2, their scales (quant_state)"
+            in message
+        )
+    assert not list(tmp_path.glob("run/step_*"))
+
+
+def save_by_torch(url: str, name: str, options: dict[str, int], by_ours: bool = False) -> Any:
+    here = made(name, **options)
+    dcp.save(dcp_state(here), storage_writer=(DCPWriter if by_ours else dcp.FileSystemWriter)(url))
+    return joined(here)
+
+
+def load_by_dcp(url: str, name: str, reader: str, options: dict[str, int]) -> Any:
+    here = made(name, seed=5, **options)
+    state, before = dcp_state(here), joined(here)
+    storage_reader = (dcp.FileSystemReader if reader == "torch's" else DCPReader)(url)
+    planner = DCPLoadPlanner() if reader == "our planner's" else None
+    if reader == "of ckptkit's":
+        state["optimizer"] = {"state": state["optimizer"]["state"]}
+    try:
+        dcp.load(state, storage_reader=storage_reader, planner=planner)
+    except CheckpointException as error:
+        assert joined(here) == before
+        return str(error)
+    if reader != "of ckptkit's":
+        set_optimizer_state_dict(*here, state["optimizer"])
+    here[0].load_state_dict(state["model"])
+    return joined(here)
+
+
+@pytest.mark.parametrize("by_ours", [False, True])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_shards_that_torch_wrote_as_records_of_a_class_load_on_any_number_of_ranks(
+    ranks: Any, tmp_path: Path, name: str, by_ours: bool
+) -> None:
+    """`DCPWriter` writes such shards like torch."""
+    url = str(tmp_path / "theirs")
+    saved = ranks.run(save_by_torch, 2, url, name, ALL_QUANTIZED, by_ours)
+    assert "OptimState" in str(saved[0][2])
+    for number in (1, 2, 3):
+        for reader in ("ours", "our planner's"):
+            assert ranks.run(load_by_dcp, number, url, name, reader, ALL_QUANTIZED)[0] == saved[0], (number, reader)
+        for steps in (0, 1):
+            found = ranks.run(load_on_ranks, number, f"{url}-run", name, steps, ALL_QUANTIZED, url)
+            assert found[0] == saved[0], (number, steps)
+    assert ranks.run(load_by_dcp, 2, url, name, "torch's", ALL_QUANTIZED) == saved
+    assert command("verify", url) == 0
+    for kind in ("sharded", "local"):
+        run = tmp_path / f"resharded-{kind}"
+        assert command("reshard", url, str(run / "step_00000001"), "--world-size", "3", "--type", kind) == 0
+        assert command("verify", str(run / "step_00000001")) == 0
+        assert ranks.run(load_on_ranks, 3, str(run), name, 0, ALL_QUANTIZED)[0] == saved[0], kind
+    assert command("convert", url, str(tmp_path / "hf")) == 0
+    weight = load_file(tmp_path / "hf" / "model.safetensors")["1.weight"]
+    assert weight.view(torch.uint8).tolist() == saved[0][0][2]
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_dcp_reader_fills_the_parts_of_a_class_that_ckptkit_saved(ranks: Any, tmp_path: Path, name: str) -> None:
+    saved = ranks.run(save_on_ranks, 2, str(tmp_path), name, "sharded", ALL_QUANTIZED)
+    for number in (1, 3):
+        found = ranks.run(load_by_dcp, number, str(tmp_path / "step_00000001"), name, "of ckptkit's", ALL_QUANTIZED)
+        assert found[0] == saved[0], number
+
+
+@pytest.mark.parametrize("reader", ["ours", "our planner's"])
+def test_another_class_than_the_saved_one_is_refused_by_name(ranks: Any, tmp_path: Path, reader: str) -> None:
+    ranks.run(save_by_torch, 2, str(tmp_path), "AdamW8bit", {})
+    for said in ranks.run(load_by_dcp, 2, str(tmp_path), "AdamWFp8", reader, {}):
+        assert "1.weight.exp_avg is OptimStateFp8" in said and "but OptimState8bit" in said
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_shards_of_a_class_that_would_be_split_are_refused_by_name(ranks: Any, tmp_path: Path, name: str) -> None:
+    options = {"rows": 392}
+    ranks.run(save_by_torch, 2, str(tmp_path), name, options)
+    for found in (
+        *ranks.run(load_by_dcp, 3, str(tmp_path), name, "ours", options),
+        *ranks.run(load_on_ranks, 3, f"{tmp_path}-run", name, 0, options, str(tmp_path)),
+    ):
+        assert "1.weight.exp_avg" in found, found
